@@ -1,0 +1,32 @@
+"""Differentially private training with precision-aware accumulation."""
+
+from dpmp import accounting, batch_selection, noise_addition
+from dpmp._accumulation import DoubleWord
+from dpmp.clipping import (
+    AuxiliaryOutput,
+    BoundedSensitivityCallable,
+    clip_pytree,
+    clipped_fun,
+    clipped_grad,
+)
+from dpmp.mechanism import DPSGD
+from dpmp.precision import Policy
+from dpmp.training import DPTrainer, SensitiveOutputs, Source, TrainingState
+
+__all__ = [
+    "DPSGD",
+    "AuxiliaryOutput",
+    "BoundedSensitivityCallable",
+    "DPTrainer",
+    "DoubleWord",
+    "Policy",
+    "SensitiveOutputs",
+    "Source",
+    "TrainingState",
+    "accounting",
+    "batch_selection",
+    "clip_pytree",
+    "clipped_fun",
+    "clipped_grad",
+    "noise_addition",
+]

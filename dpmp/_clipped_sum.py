@@ -1,0 +1,224 @@
+"""The loop over microbatches: gradients, coefficients, selection, running sum."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _accumulation, _clip_norms, _validate
+from dpmp._accumulation import Accumulator, DoubleWord
+from dpmp._clip_norms import ClipNorms
+from dpmp._typing import GradEngine, PyTree
+
+# A sum that needs more than this share of the clip norm for its rounding is refused.
+_LARGEST_SLACK = 0.05
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """A function of a batch: the sum of its clipped contributions.
+
+    Attributes:
+      engine: gives the per-example gradients of a microbatch.
+      clip_norms: what they are clipped to.
+      accumulator: the arithmetic of the sum.
+      batch_argnums: the arguments with an example axis.
+      prng_argnum: the argument that is a key to be split over the examples.
+      microbatch_size: how many examples the engine sees at a time, or None for all.
+      nan_safe: whether examples that are not finite are selected away.
+    """
+
+    engine: GradEngine
+    clip_norms: ClipNorms
+    accumulator: Accumulator
+    batch_argnums: tuple[int, ...]
+    prng_argnum: int | None
+    microbatch_size: int | None
+    nan_safe: bool
+
+    def __post_init__(self):
+        if self.microbatch_size is not None:
+            _validate.positive_integer(
+                microbatch_size=self.microbatch_size,
+                fix="Use a divisor of the batch size, or None for the whole batch.",
+            )
+
+    @property
+    def l2_norm_bound(self) -> float:
+        """The largest norm of what one example contributes; infinite if not safe."""
+        return self.clip_norms.l2_norm_bound if self.nan_safe else math.inf
+
+    def __call__(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        is_padding_example: jax.Array | None,
+    ) -> tuple[PyTree, tuple[Any, jax.Array, PyTree]]:
+        """The sum, and per-example (values, norms, aux), zero for padding."""
+        self.accumulator.check()
+        batch_size = self._check_batch(args, is_padding_example)
+        size = self.microbatch_size or batch_size
+        slack = self._check_slack(batch_size, size)
+        examples = {i: args[i] for i in self.batch_argnums}
+        if self.prng_argnum is not None:
+            key = args[self.prng_argnum]
+            examples[self.prng_argnum] = jax.random.split(key, batch_size)
+
+        def one_microbatch(examples, is_padding):
+            call_args = [examples.get(i, arg) for i, arg in enumerate(args)]
+            return self._one_microbatch(call_args, kwargs, is_padding, slack)
+
+        if batch_size == 0:
+            return self._empty(one_microbatch, examples)
+        if size == batch_size:
+            return one_microbatch(examples, is_padding_example)
+        return self._scan(one_microbatch, examples, is_padding_example, batch_size)
+
+    def _one_microbatch(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        is_padding: jax.Array | None,
+        slack: float,
+    ) -> tuple[PyTree, tuple[Any, jax.Array, PyTree]]:
+        grads = self.engine(*args, **kwargs)
+        norms = grads.squared_norms(self.clip_norms.prefix)
+        global_norm = _clip_norms.global_norm(norms)
+        total = grads.weighted_sum(
+            self.clip_norms.coefficients(norms, slack),
+            keep_mask(global_norm, is_padding, self.nan_safe),
+            self.clip_norms.prefix,
+            self.accumulator,
+        )
+        outputs = (grads.values, global_norm, grads.aux)
+        return total, _zero_padding(outputs, is_padding)
+
+    def _scan(
+        self,
+        one_microbatch: Callable[..., Any],
+        examples: PyTree,
+        is_padding: jax.Array | None,
+        batch_size: int,
+    ) -> tuple[PyTree, Any]:
+        """One microbatch after another, passing over those of padding only."""
+        size = self.microbatch_size
+        microbatches = jax.tree.map(
+            lambda x: x.reshape(batch_size // size, size, *x.shape[1:]),
+            (examples, is_padding),
+        )
+        first = jax.tree.map(lambda x: x[0], microbatches)
+        zeros = _zeros(jax.eval_shape(one_microbatch, *first))
+
+        def step(total, microbatch):
+            def compute():
+                part, outputs = one_microbatch(*microbatch)
+                return self._add(total, part), outputs
+
+            if is_padding is None:
+                return compute()
+            return jax.lax.cond(
+                jnp.all(microbatch[1]), lambda: (total, zeros[1]), compute
+            )
+
+        total, outputs = jax.lax.scan(step, zeros[0], microbatches)
+        return total, jax.tree.map(
+            lambda x: x.reshape(batch_size, *x.shape[2:]), outputs
+        )
+
+    def _add(self, a: PyTree, b: PyTree) -> PyTree:
+        return jax.tree.map(
+            self.accumulator.add, a, b, is_leaf=lambda x: isinstance(x, DoubleWord)
+        )
+
+    def _empty(
+        self, one_microbatch: Callable[..., Any], examples: PyTree
+    ) -> tuple[PyTree, Any]:
+        """What a batch of no examples gives: zeros of the right shapes."""
+        one_example = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), examples
+        )
+        total, outputs = jax.eval_shape(one_microbatch, one_example, None)
+        return _zeros(total), jax.tree.map(lambda x: x[:0], _zeros(outputs))
+
+    def _check_batch(
+        self, args: Sequence[Any], is_padding_example: jax.Array | None
+    ) -> int:
+        """The batch size, once all that must have it does."""
+        last = max((*self.batch_argnums, self.prng_argnum or 0))
+        _validate.require(
+            len(args) > last,
+            f"there must be at least {last + 1} positional arguments",
+            num_args=len(args),
+            fix="Pass the arguments that batch_argnums and prng_argnum name by "
+            "position.",
+        )
+        sizes = {
+            f"argument {i}{jax.tree_util.keystr(path)}": jnp.shape(leaf)[:1]
+            for i in self.batch_argnums
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[i])
+        }
+        if is_padding_example is not None:
+            sizes["is_padding_example"] = jnp.shape(is_padding_example)
+            _validate.require(
+                jnp.result_type(is_padding_example) == jnp.dtype("bool"),
+                "is_padding_example must be a bool array",
+                dtype=jnp.result_type(is_padding_example),
+                fix="Compare, as in `indices < 0`.",
+            )
+        _validate.require(
+            len(set(sizes.values())) == 1 and () not in sizes.values(),
+            "all batched arguments must have one leading axis of the same size",
+            sizes=sizes,
+            fix="Stack the examples along axis 0, or correct batch_argnums.",
+        )
+        ((batch_size,),) = set(sizes.values())
+        _validate.require(
+            batch_size % (self.microbatch_size or 1) == 0,
+            "microbatch_size must divide the batch size",
+            microbatch_size=self.microbatch_size,
+            batch_size=batch_size,
+            fix="Pad the batch and mark the padding in is_padding_example.",
+        )
+        return batch_size
+
+    def _check_slack(self, batch_size: int, microbatch_size: int) -> float:
+        """What rounding costs the sum, relative to the clip norm."""
+        slack = _accumulation.rounding_slack(
+            self.accumulator, batch_size, microbatch_size
+        )
+        _validate.require(
+            slack <= _LARGEST_SLACK or math.isinf(self.clip_norms.l2_norm_bound),
+            "the rounding of a sum may cost at most 5 % of the clip norm",
+            cost=f"{slack:.1%}",
+            batch_size=batch_size,
+            microbatch_size=microbatch_size,
+            accumulator=self.accumulator.name,
+            fix='Use accumulator="float32x2", or larger microbatches.',
+        )
+        return slack
+
+
+def keep_mask(
+    global_norm: jax.Array, is_padding: jax.Array | None, nan_safe: bool
+) -> jax.Array:
+    """Which examples contribute: (B,) bool."""
+    keep = jnp.isfinite(global_norm) if nan_safe else jnp.full(global_norm.shape, True)
+    return keep if is_padding is None else keep & ~is_padding
+
+
+def _zero_padding(outputs: PyTree, is_padding: jax.Array | None) -> PyTree:
+    if is_padding is None:
+        return outputs
+    return jax.tree.map(
+        lambda x: jnp.where(
+            is_padding.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros_like(x), x
+        ),
+        outputs,
+    )
+
+
+def _zeros(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -1,0 +1,130 @@
+"""The vmap engine: holds the stack of per-example gradients in the model's dtype."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _accumulation
+from dpmp._accumulation import Accumulator
+from dpmp._stored import StoredArray, compute_and_store
+from dpmp._typing import GradEngine, PyTree, SquaredNorm
+
+
+@dataclass(frozen=True)
+class StackedGrads:
+    """`PerExampleGrads` over arrays with a leading example axis.
+
+    Attributes:
+      values: per-example losses, (B,), or None.
+      aux: per-example auxiliary outputs, leaves (B, ...).
+      stack: the tree to be clipped, its leaves `StoredArray` of shape (B, ...).
+    """
+
+    values: Any
+    aux: PyTree
+    stack: PyTree
+
+    def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
+        """See `PerExampleGrads`."""
+        groups = prefix.flatten_up_to(self.stack)
+        return [_accumulation.squared_norm(jax.tree.leaves(group)) for group in groups]
+
+    def weighted_sum(
+        self,
+        clip_coefs: list[jax.Array],
+        keep: jax.Array,
+        prefix: Any,
+        accumulator: Accumulator,
+    ) -> PyTree:
+        """See `PerExampleGrads`."""
+        groups = prefix.flatten_up_to(self.stack)
+        sums = [
+            jax.tree.map(lambda x, c=coef: _weighted_sum(x, c, keep, accumulator), g)
+            for g, coef in zip(groups, clip_coefs, strict=True)
+        ]
+        return jax.tree.unflatten(prefix, sums)
+
+
+def _weighted_sum(
+    stack: StoredArray, coef: jax.Array, keep: jax.Array, accumulator: Accumulator
+) -> PyTree:
+    """Sums coefficient times row over the rows that are kept, without a scaled copy."""
+
+    def take(start: int, stop: int) -> PyTree:
+        rows = stack.load(start, stop, axis=0)
+        scaled = coef[start:stop, None].astype(rows.dtype) * rows
+        # Selecting comes after the product: it keeps 0 * inf out of the sum, and the
+        # product from being contracted into the addition, which would break the
+        # error-free transformations of double-word sums.
+        return accumulator.lift(jnp.where(keep[start:stop, None], scaled, 0))
+
+    total = _accumulation.fold(take, stack.bits.shape[0], add=accumulator.add, axis=0)
+    return jax.tree.map(lambda x: x.reshape(stack.shape), total)
+
+
+def store_one(tree: PyTree) -> StackedGrads:
+    """A batch of the one example whose gradient is given."""
+    stack, _ = compute_and_store(
+        lambda: (jax.tree.map(lambda x: jnp.asarray(x)[None], tree), None),
+        jnp.zeros(1),
+    )
+    return StackedGrads(None, None, stack)
+
+
+def stack_engine(
+    fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
+    *,
+    batch_argnums: Sequence[int],
+    keep_batch_dim: bool,
+    prng_argnum: int | None,
+    spmd_axis_name: Any,
+) -> GradEngine:
+    """An engine that maps `fun` over the examples of a batch.
+
+    Args:
+      fun: from one example's arguments to (tree to be clipped, (value, aux)).
+      batch_argnums: the positions of arguments with a leading example axis.
+      keep_batch_dim: whether `fun` sees one example as a batch of one.
+      prng_argnum: the position of an argument that holds one key per example.
+      spmd_axis_name: as in `jax.vmap`.
+
+    Returns:
+      A function of the arguments of `fun`, batched, that gives `StackedGrads`.
+    """
+    mapped = {*batch_argnums, prng_argnum}
+
+    def one_example(args: Sequence[Any], kwargs: dict[str, Any]):
+        if keep_batch_dim:
+            args = [
+                jax.tree.map(lambda x: x[None], arg) if i in batch_argnums else arg
+                for i, arg in enumerate(args)
+            ]
+        grads, (value, aux) = fun(*args, **kwargs)
+        return grads, value, _drop_batch_of_one(aux) if keep_batch_dim else aux
+
+    def engine(*args: Any, **kwargs: Any) -> StackedGrads:
+        in_axes = [0 if i in mapped else None for i in range(len(args))]
+
+        def compute():
+            grads, *outputs = jax.vmap(
+                lambda *args: one_example(args, kwargs),
+                in_axes=in_axes,
+                spmd_axis_name=spmd_axis_name,
+            )(*args)
+            return grads, outputs
+
+        first_leaf = jax.tree.leaves([args[i] for i in batch_argnums])[0]
+        stack, (values, aux) = compute_and_store(compute, jnp.asarray(first_leaf))
+        return StackedGrads(values, aux, stack)
+
+    return engine
+
+
+def _drop_batch_of_one(aux: PyTree) -> PyTree:
+    """Drops the axis of the batch of one from the outputs that have it."""
+    return jax.tree.map(
+        lambda x: x[0] if jnp.ndim(x) and jnp.shape(x)[0] == 1 else x, aux
+    )

@@ -1,0 +1,103 @@
+"""Progress of a run: a bar on a terminal, a plain line now and then elsewhere.
+
+It is told step counts and epsilons, nothing that depends on the data.
+"""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import rich.console
+import rich.progress
+
+_NUM_REPORTS = 10
+
+
+class Progress:
+    """Reports steps as they are made; a context manager.
+
+    What is spent is computed for a few steps and quoted, between them, for the next of
+    them: never less than has been spent.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: int,
+        stop: int,
+        examples_per_step: float,
+        describe_privacy: Callable[[int, int], str],
+        enabled: bool = True,
+        console: rich.console.Console | None = None,
+    ):
+        """Prepares a report on steps `start` to `stop`.
+
+        Args:
+          start: steps made before.
+          stop: steps made in the end.
+          examples_per_step: the expected number, which is public.
+          describe_privacy: from a number of steps, and the last, to what is spent.
+          enabled: whether to report at all.
+          console: where to; standard error by default.
+        """
+        self._start, self._stop = start, stop
+        self._examples_per_step = examples_per_step
+        self._describe_privacy = describe_privacy
+        self._console = console or rich.console.Console(stderr=True, soft_wrap=True)
+        self._enabled = enabled
+        self._shows_bar = enabled and self._console.is_terminal
+        interval = max(1, (stop - start) // _NUM_REPORTS)
+        self._report_steps = sorted({*range(start + interval, stop, interval), stop})
+        self._first_step_at: float | None = None
+        self._bar = rich.progress.Progress(
+            "{task.description}",
+            rich.progress.BarColumn(),
+            console=self._console,
+            disable=not self._shows_bar,
+        )
+        self._task = self._bar.add_task("", total=stop, completed=start)
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, step: int) -> None:
+        """Takes note that `step` steps are made."""
+        if self._first_step_at is None:
+            # The first step is not counted: it includes compilation.
+            self._start, self._first_step_at = step, time.monotonic()
+        if self._shows_bar:
+            text = self._describe(step)
+            self._bar.update(self._task, completed=step, description=text)
+        elif self.is_due(step):
+            self._console.print(self._describe(step), highlight=False)
+
+    def is_due(self, step: int) -> bool:
+        """Whether `update` would show anything new at this step."""
+        return self._shows_bar or (self._enabled and step in self._report_steps)
+
+    def _describe(self, step: int) -> str:
+        covered = next(s for s in self._report_steps if s >= step)
+        elapsed = time.monotonic() - (self._first_step_at or 0)
+        privacy = self._describe_privacy(covered, self._stop)
+        parts = [f"step {step}/{self._stop}", privacy]
+        if step > self._start and elapsed > 0:
+            steps_per_second = (step - self._start) / elapsed
+            remaining = (self._stop - step) / steps_per_second
+            parts.append(f"{steps_per_second * self._examples_per_step:.1f} examples/s")
+            parts.append(f"{_clock(remaining)} left")
+        return ", ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

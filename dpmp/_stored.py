@@ -1,0 +1,94 @@
+"""Arrays whose bits are settled, so that every reader of them sees the same numbers.
+
+A compiler may compute a value again where it is used a second time, contract a product
+into an addition there and not here, or keep the float32 behind a value that was rounded
+to 16 bits. The norm of a gradient would then be that of other numbers than the ones
+that are summed. An `optimization_barrier` does not help: XLA's CPU compiler takes it
+out before it decides what to fuse.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp._typing import PyTree
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A stack of per-example arrays, flattened, with 16-bit floats held as integers.
+
+    These keep XLA from computing slices of 16-bit floats from a float32 copy of the
+    whole stack. An instance is a leaf of its pytree.
+
+    Attributes:
+      bits: (B, n), uint16 for 16-bit floats.
+      dtype: of the floats.
+      shape: of one example.
+    """
+
+    bits: jax.Array
+    dtype: Any
+    shape: tuple[int, ...]
+
+    def load(self, start: int, stop: int, *, axis: int) -> jax.Array:
+        """The values in a range of one axis, in float32 or wider."""
+        bits = jax.lax.slice_in_dim(self.bits, start, stop, axis=axis)
+        if self.dtype == jnp.bfloat16:  # the upper half of a float32
+            return jax.lax.bitcast_convert_type(
+                bits.astype(jnp.uint32) << 16, jnp.float32
+            )
+        if bits.dtype != self.dtype:
+            bits = jax.lax.bitcast_convert_type(bits, self.dtype)
+        return bits.astype(jnp.promote_types(self.dtype, jnp.float32))
+
+
+def compute_and_store(
+    compute: Callable[[], tuple[PyTree, PyTree]], witness: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """Stores the first part of what `compute` returns, leaving the second as it is.
+
+    Args:
+      compute: gives a tree of stacked float arrays, (B, ...), and anything else.
+      witness: any array with an entry that the compiler does not know.
+
+    Returns:
+      The tree with its leaves as `StoredArray`, and the second part.
+    """
+    shapes, _ = jax.eval_shape(compute)
+
+    def compute_bits():
+        grads, rest = compute()
+        return jax.tree.map(_to_bits, grads), rest
+
+    bits, rest = _behind_a_branch(compute_bits, witness)
+    stored = jax.tree.map(
+        lambda x, s: StoredArray(x, s.dtype, s.shape[1:]), bits, shapes
+    )
+    return stored, rest
+
+
+def _to_bits(x: jax.Array) -> jax.Array:
+    x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _behind_a_branch(compute: Callable[[], PyTree], witness: jax.Array) -> PyTree:
+    """Computes on one side of a branch that is always taken, whatever the data.
+
+    What leaves a branch is in memory, and nothing is fused across. The compiler does
+    not know that no integer of 32 bits has 64 bits set.
+    """
+    if jnp.issubdtype(witness.dtype, jax.dtypes.prng_key):
+        witness = jax.random.key_data(witness)
+    integer = (jnp.ravel(witness)[0] != 0).astype(jnp.uint32)
+    shapes = jax.eval_shape(compute)
+    return jax.lax.cond(
+        jax.lax.population_count(integer) < 64,
+        compute,
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+    )

@@ -1,0 +1,376 @@
+"""DPSGD: one frozen description of sampling, clipping, arithmetic, noise and event.
+
+What is run and what is accounted for come from the same object, so that they cannot
+drift apart.
+"""
+
+import dataclasses
+import functools
+import math
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import dp_accounting
+import jax
+import optax
+
+from dpmp import (
+    _accumulation,
+    _validate,
+    accounting,
+    batch_selection,
+    clipping,
+    noise_addition,
+)
+from dpmp._typing import PyTree
+
+_Relation = dp_accounting.NeighboringRelation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPSGD:
+    """DP-SGD on Poisson-sampled batches, before or after calibration.
+
+    >>> mechanism = DPSGD(
+    ...     num_examples=10_000,
+    ...     expected_batch_size=100,
+    ...     iterations=500,
+    ...     l2_clip_norm=1.0,
+    ... ).calibrate(epsilon=4.0, delta=1e-6)
+    >>> print(f"{mechanism.noise_multiplier:.3f} {mechanism.guarantee().epsilon:.3f}")
+    0.720 4.000
+
+    Guarantees:
+      The released sequence of noisy gradients, and so anything computed from it, is
+      (epsilon, delta)-differentially private with the values of `.guarantee()`, under
+      the assumptions that `.statement()` spells out.
+
+    Attributes:
+      num_examples: the size of the dataset; public.
+      expected_batch_size: how many examples a batch has on average. The sampling
+        probability is this over `num_examples`, the sum of gradients is divided by it.
+      iterations: the number of steps to account for.
+      l2_clip_norm: the clip norm, or a tree of them, as in `clipped_grad`.
+      noise_multiplier: standard deviation of the noise over the largest contribution
+        of one example, None before `calibrate`, 0 for no privacy.
+      delta: the delta that epsilon is quoted at, set by `calibrate`.
+      truncated_batch_size: the largest batch; None for a size that is exceeded with a
+        probability below 1e-12 (`accounting.choose_truncated_batch_size`).
+      microbatch_size: as in `clipped_grad`; batches are padded to a multiple of it.
+      rescale_to_unit_norm: as in `clipped_grad`.
+      arithmetic: of the sum, "float32", "float32x2" or "float64".
+      method: the gradient engine, as in `clipped_grad`.
+      neighboring_relation: which two datasets are neighbours.
+    """
+
+    num_examples: int
+    expected_batch_size: float
+    iterations: int
+    l2_clip_norm: PyTree
+    noise_multiplier: float | None = None
+    delta: float | None = None
+    truncated_batch_size: int | None = None
+    microbatch_size: int | None = None
+    rescale_to_unit_norm: bool = False
+    arithmetic: str = "float32"
+    method: str = "per_example"
+    neighboring_relation: dp_accounting.NeighboringRelation = (
+        _Relation.ADD_OR_REMOVE_ONE
+    )
+
+    def __post_init__(self):
+        _validate.positive_integer(
+            num_examples=self.num_examples, fix="Count the examples to train on."
+        )
+        _validate.positive(
+            expected_batch_size=self.expected_batch_size, fix="Use 256, for example."
+        )
+        _validate.require(
+            self.expected_batch_size <= self.num_examples,
+            "expected_batch_size must be at most num_examples",
+            expected_batch_size=self.expected_batch_size,
+            num_examples=self.num_examples,
+            fix="Use a smaller batch.",
+        )
+        _validate.positive_integer(
+            iterations=self.iterations,
+            fix="Use the number of updates, or DPSGD.from_epochs.",
+        )
+        if self.noise_multiplier is not None:
+            _validate.nonnegative(
+                noise_multiplier=self.noise_multiplier,
+                fix="Leave it out and call calibrate(epsilon=, delta=).",
+            )
+        if self.delta is not None:
+            accounting.check_delta(self.delta)
+        # Both check what is not checked here.
+        self.sampling  # noqa: B018
+        self.clipped_grad(lambda *_: 0.0)
+
+    @classmethod
+    def from_epochs(cls, *, epochs: float, **fields: Any) -> "DPSGD":
+        """As the constructor, with `iterations` from a number of expected epochs.
+
+        Args:
+          epochs: how often each example is used on average.
+          **fields: the other attributes.
+
+        Returns:
+          A mechanism of `epochs * num_examples / expected_batch_size` steps, rounded.
+        """
+        _validate.positive(epochs=epochs, fix="Use 3, for example.")
+        steps = epochs * fields["num_examples"] / fields["expected_batch_size"]
+        return cls(iterations=max(1, round(steps)), **fields)
+
+    def calibrate(self, *, epsilon: float, delta: float) -> "DPSGD":
+        """The same mechanism with the least noise that satisfies (epsilon, delta).
+
+        Args:
+          epsilon: the target after all iterations.
+          delta: well below 1 / num_examples.
+
+        Returns:
+          A mechanism with `noise_multiplier` and `delta` set. It errs on the private
+          side: its epsilon is at most the target.
+
+        Raises:
+          ValueError: for a target that is out of range or cannot be reached.
+        """
+        noise_multiplier = accounting.calibrate_noise_multiplier(
+            self._event,
+            epsilon=epsilon,
+            delta=delta,
+            neighboring_relation=self.neighboring_relation,
+        )
+        return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
+
+    def without_privacy(self) -> "DPSGD":
+        """The same sampling and arithmetic with no clipping and no noise.
+
+        The baseline to compare with: through the same code, equal to ordinary training
+        on the same batches up to float32 rounding.
+        """
+        return dataclasses.replace(
+            self,
+            l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
+            rescale_to_unit_norm=False,
+            noise_multiplier=0.0,
+        )
+
+    @property
+    def is_private(self) -> bool:
+        """Whether epsilon is finite."""
+        return bool(self.noise_multiplier) and math.isfinite(self._l2_norm_bound)
+
+    @property
+    def sampling_prob(self) -> float:
+        """The probability that an example is in a batch."""
+        return self.expected_batch_size / self.num_examples
+
+    @property
+    def sampling(self) -> batch_selection.PoissonSampling:
+        """The sampler that the accounting assumes."""
+        return batch_selection.PoissonSampling(
+            self.sampling_prob, self.iterations, self._largest_batch
+        )
+
+    @property
+    def padded_batch_size(self) -> int:
+        """The static size that batches are padded to."""
+        multiple = self.microbatch_size or 1
+        return math.ceil(self._largest_batch / multiple) * multiple
+
+    @property
+    def stddev(self) -> float:
+        """Standard deviation of the noise on the averaged gradient."""
+        return self._calibrated * self._l2_norm_bound if self._calibrated else 0.0
+
+    @property
+    def dp_event(self) -> dp_accounting.DpEvent:
+        """What the accountant is told about all iterations."""
+        return self._event(self._calibrated)
+
+    def clipped_grad(
+        self, fun: Callable[..., Any], argnums: Any = 0, **kwargs: Any
+    ) -> clipping.BoundedSensitivityCallable:
+        """`dpmp.clipped_grad` with this mechanism's clipping and arithmetic.
+
+        Args:
+          fun: the loss.
+          argnums: which arguments to differentiate.
+          **kwargs: arguments of `clipped_grad` that do not affect the sensitivity, such
+            as `has_aux`, `batch_argnums` or `return_values`.
+
+        Returns:
+          The callable; its output is divided by `expected_batch_size`.
+        """
+        return clipping.clipped_grad(
+            fun,
+            argnums,
+            l2_clip_norm=self.l2_clip_norm,
+            rescale_to_unit_norm=self.rescale_to_unit_norm,
+            normalize_by=self.expected_batch_size,
+            microbatch_size=self.microbatch_size,
+            method=self.method,
+            accumulator=self.arithmetic,
+            **kwargs,
+        )
+
+    def privatizer(
+        self, prng_key: jax.Array | None = None
+    ) -> optax.GradientTransformation:
+        """The noise for the output of `.clipped_grad`.
+
+        Args:
+          prng_key: as in `noise_addition.gaussian_privatizer`.
+
+        Returns:
+          An `optax.GradientTransformation`.
+
+        Raises:
+          ValueError: before calibration.
+        """
+        return noise_addition.gaussian_privatizer(stddev=self.stddev, prng_key=prng_key)
+
+    def guarantee(
+        self, step: int | None = None, *, delta: float | None = None
+    ) -> accounting.PrivacyGuarantee:
+        """Epsilon after a number of steps.
+
+        Args:
+          step: how many steps have been released; None for all iterations.
+          delta: None for the one given to `calibrate`.
+
+        Returns:
+          Epsilon, delta, and how they were computed.
+
+        Raises:
+          ValueError: before calibration, for a delta that is missing or out of range,
+            and for a step beyond `iterations`.
+        """
+        step = self.iterations if step is None else step
+        _validate.require(
+            _validate.is_integer(step) and 0 <= step <= self.iterations,
+            f"step must be from 0 to iterations = {self.iterations}",
+            step=step,
+            fix="Only these steps are covered.",
+        )
+        delta = self.delta if delta is None else delta
+        _validate.require(
+            delta is not None,
+            "epsilon is defined for a delta",
+            delta=delta,
+            fix="Pass delta=, well below 1 / num_examples.",
+        )
+        return _guarantee(
+            self._event(self._calibrated, step), delta, self.neighboring_relation
+        )
+
+    def statement(self) -> str:
+        """The privacy claim in plain words, with its assumptions and limits."""
+        return "\n".join(
+            textwrap.fill(line, 88, subsequent_indent="  ")
+            for line in _statement_lines(self)
+        )
+
+    @property
+    def _calibrated(self) -> float:
+        _validate.require(
+            self.noise_multiplier is not None,
+            "the mechanism must have a noise multiplier",
+            noise_multiplier=None,
+            fix="Use mechanism.calibrate(epsilon=, delta=).",
+        )
+        return self.noise_multiplier
+
+    @property
+    def _l2_norm_bound(self) -> float:
+        return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
+
+    @functools.cached_property
+    def _largest_batch(self) -> int:
+        if self.truncated_batch_size is not None:
+            return min(self.truncated_batch_size, self.num_examples)
+        return accounting.choose_truncated_batch_size(
+            self.num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
+        )
+
+    def _event(
+        self, noise_multiplier: float, steps: int | None = None
+    ) -> dp_accounting.DpEvent:
+        steps = self.iterations if steps is None else steps
+        if not math.isfinite(self._l2_norm_bound):
+            return dp_accounting.NonPrivateDpEvent()
+        if self._largest_batch >= self.num_examples:
+            return accounting.dpsgd_event(
+                noise_multiplier, steps, sampling_prob=self.sampling_prob
+            )
+        return accounting.truncated_dpsgd_event(
+            noise_multiplier,
+            steps,
+            sampling_prob=self.sampling_prob,
+            num_examples=self.num_examples,
+            truncated_batch_size=self._largest_batch,
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _guarantee(
+    event: dp_accounting.DpEvent, delta: float, neighboring_relation: _Relation
+) -> accounting.PrivacyGuarantee:
+    return accounting.get_epsilon(
+        event, delta=delta, neighboring_relation=neighboring_relation
+    )
+
+
+_NEIGHBOURS = {
+    _Relation.ADD_OR_REMOVE_ONE: "one has one example more than the other",
+    _Relation.REPLACE_ONE: "they differ in the content of one example",
+    _Relation.REPLACE_SPECIAL: "one example of the first is blanked out in the second",
+}
+
+
+def _statement_lines(mechanism: DPSGD) -> list[str]:
+    if not mechanism.is_private:
+        return [
+            "No privacy: gradients are not clipped or no noise is added, and anything "
+            "computed from them may reveal the training data."
+        ]
+    guarantee = mechanism.guarantee()
+    accumulator = _accumulation.get_accumulator(mechanism.arithmetic)
+    return [
+        f"The trained parameters, and all that comes of the noisy gradients, are "
+        f"({guarantee.epsilon:.4g}, {guarantee.delta:.3g})-differentially private.",
+        f"- Protected unit: one example. Two datasets are neighbours if "
+        f"{_NEIGHBOURS[mechanism.neighboring_relation]}. The number of examples, "
+        f"{mechanism.num_examples}, is public.",
+        f"- Sampling: each example is in each batch independently with probability "
+        f"{mechanism.sampling_prob:.4g} (expected batch size "
+        f"{mechanism.expected_batch_size:g}); batches above "
+        f"{mechanism.sampling.truncated_batch_size} are truncated at random, and that "
+        f"is accounted for. Batches taken in any other way void the claim.",
+        f"- Steps: {mechanism.iterations}.",
+        f"- Clipping: L2 norm of {_describe_clip_norm(mechanism.l2_clip_norm)} per "
+        f"example.",
+        f"- Noise: Gaussian, noise multiplier {mechanism.noise_multiplier:.4f} "
+        f"(standard deviation over the largest contribution of one example).",
+        f"- Accountant: {guarantee.accountant}.",
+        f"- Arithmetic: norms in float32 or wider; sums in {accumulator.name}; noise "
+        f"drawn and added in float32 or wider. The clip norm is lowered by a bound on "
+        f"the rounding of norms and sums, so that the sensitivity holds for the "
+        f"computed floats.",
+        "- Not covered: noise in floating point only approximates a real Gaussian, so "
+        "an adversary who inspects the lowest bits of a released gradient may learn "
+        "more than epsilon says; the random bits are assumed ideal and their keys "
+        "secret; running time, which depends on the batch size; losses, norms and "
+        "other per-example values, and choices made by looking at them (such as "
+        "hyper-parameters tuned on this data); anything else released about the data.",
+    ]
+
+
+def _describe_clip_norm(l2_clip_norm: PyTree) -> str:
+    norms = jax.tree.leaves(l2_clip_norm)
+    if len(norms) == 1:
+        return f"{norms[0]:g}"
+    return f"{math.hypot(*norms):g} in {len(norms)} groups"

@@ -1,0 +1,369 @@
+"""DPTrainer: from a mechanism, a loss and an optimizer to a training run.
+
+Sampling, loading and the loop are on the host; everything between a batch and the
+updated parameters is one compiled step. What the step returns is released, and what
+goes into it is not shown to anyone.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpmp import _jaxpr, _random, _validate
+from dpmp._progress import Progress
+from dpmp._typing import PyTree
+from dpmp.batch_selection import pad_indices
+from dpmp.mechanism import DPSGD
+from dpmp.noise_addition import NoiseState
+from dpmp.precision import Policy
+
+
+class TrainingState(NamedTuple):
+    """All that the next step depends on, besides the data.
+
+    A run that is continued from a saved state repeats, bit for bit, what it would have
+    done without the interruption. The keys are secret.
+
+    Attributes:
+      step: int32, steps made.
+      params: master parameters; released.
+      opt_state: state of the optimizer; released.
+      noise_state: root key and counter of the noise.
+      sampling_key: (4,) uint32, root key of the batches.
+      model_key: root key of whatever randomness the loss uses.
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    noise_state: NoiseState
+    sampling_key: jax.Array
+    model_key: jax.Array
+
+
+class SensitiveOutputs(NamedTuple):
+    """Un-noised per-example values of one step: for debugging on public data only.
+
+    Attributes:
+      values: (padded batch size,) losses, zero for padding.
+      grad_norms: (padded batch size,) norms before clipping, zero for padding.
+      is_padding_example: (padded batch size,) bool.
+    """
+
+    values: jax.Array
+    grad_norms: jax.Array
+    is_padding_example: jax.Array
+
+
+class Source(Protocol):
+    """A dataset that gives the examples of a batch at once."""
+
+    def __getitem__(self, indices: np.ndarray, /) -> PyTree:
+        """Examples at (k,) int64 indices: arrays of shape (k, ...), k possibly 0."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPTrainer:
+    """Trains with the mechanism it is given, and with nothing else.
+
+    >>> mechanism = DPSGD(
+    ...     num_examples=64,
+    ...     expected_batch_size=16,
+    ...     iterations=3,
+    ...     l2_clip_norm=1.0,
+    ...     noise_multiplier=1.0,
+    ... )
+    >>> trainer = DPTrainer(
+    ...     mechanism=mechanism,
+    ...     loss_fn=lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2),
+    ...     optimizer=optax.sgd(0.1),
+    ...     policy=Policy.from_name("mixed_bfloat16"),
+    ... )
+    >>> state = trainer.init(jnp.zeros(5))
+    >>> data = {"x": np.ones((64, 5), np.float32), "y": np.ones(64, np.float32)}
+    >>> state = trainer.fit(state, data, progress=False)
+    >>> print(state.step, state.params.dtype)
+    3 float32
+
+    Guarantees:
+      `TrainingState.params` and `.opt_state` after any number of steps are covered by
+      `mechanism.guarantee(step)`. No un-noised value is returned, logged or used to
+      decide anything, except through `sensitive_callback`.
+
+    Attributes:
+      mechanism: what is run and accounted for.
+      loss_fn: `loss_fn(params, batch)`, or `loss_fn(params, batch, key)` if
+        `uses_prng_key`: the scalar loss of one example, given as a batch of one. It
+        gets parameters and float inputs in the compute dtype. Arrays that it closes
+        over (a frozen model) are passed to the compiled step as arguments.
+      optimizer: any optax transformation; all of it is post-processing.
+      policy: dtypes of parameters and of computation.
+      uses_prng_key: whether the loss takes a key of its own for each example.
+    """
+
+    mechanism: DPSGD
+    loss_fn: Callable[..., jax.Array]
+    optimizer: optax.GradientTransformation
+    policy: Policy
+    uses_prng_key: bool = False
+
+    def init(
+        self, params: PyTree, *, prng_key: jax.Array | None = None
+    ) -> TrainingState:
+        """The state before the first step.
+
+        Args:
+          params: initial parameters, which must not depend on the private data. They
+            are copied to the policy's `param_dtype`.
+          prng_key: the root of all randomness of the run; None for 128 bits from the
+            system. A key that was used on other data must not be used again: the
+            difference of two runs would be free of noise.
+
+        Returns:
+          A `TrainingState`.
+
+        Raises:
+          ValueError: for a `prng_key` that is no jax key.
+        """
+        if prng_key is None:
+            prng_key = _random.fresh_key()
+        _random.check_key(prng_key)
+        noise_key, sampling_key, model_key = jax.random.split(prng_key, 3)
+        params = jax.tree.map(jnp.copy, self.policy.cast_to_param(params))
+        return TrainingState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self.optimizer.init(params),
+            noise_state=self.mechanism.privatizer(noise_key).init(params),
+            sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
+            model_key=model_key,
+        )
+
+    def train_step(
+        self, state: TrainingState, batch: PyTree, is_padding_example: Any
+    ) -> TrainingState:
+        """One update, from one batch that `fit` would have drawn.
+
+        The arrays of `state` are donated: use only the state that comes back.
+
+        Args:
+          state: the state before.
+          batch: arrays with a leading axis of `mechanism.padded_batch_size`.
+          is_padding_example: (padded_batch_size,) bool.
+
+        Returns:
+          The state after.
+        """
+        return self._step(state, batch, is_padding_example)[0]
+
+    def fit(
+        self,
+        state: TrainingState,
+        source: PyTree | Source,
+        *,
+        stop_at: int | None = None,
+        callback: Callable[[TrainingState], None] | None = None,
+        sensitive_callback: Callable[[SensitiveOutputs], None] | None = None,
+        progress: bool = True,
+    ) -> TrainingState:
+        """Makes the steps that are left.
+
+        Args:
+          state: from `init`, or saved from an earlier run; its arrays are donated.
+          source: arrays with a leading axis of `mechanism.num_examples`, or a `Source`.
+          stop_at: the step to stop at; None for `mechanism.iterations`.
+          callback: is called with the state after every step. The state is donated to
+            the next step: copy what is to be kept.
+          sensitive_callback: is called after every step with un-noised values. What it
+            sees is outside of the privacy guarantee.
+          progress: whether to report step, epsilon, speed and time left.
+
+        Returns:
+          The state after `stop_at` steps.
+
+        Raises:
+          ValueError: for a dataset of another size than the mechanism accounts for, and
+            for steps beyond the last.
+        """
+        mechanism = self.mechanism
+        start = int(state.step)
+        stop = mechanism.iterations if stop_at is None else stop_at
+        _validate.require(
+            start <= stop <= mechanism.iterations,
+            f"stop_at must be from the current step to {mechanism.iterations}",
+            step=start,
+            stop_at=stop,
+            fix="Privacy is accounted for `iterations` steps; plan more of them before "
+            "the run starts.",
+        )
+        source = _as_source(source, mechanism.num_examples)
+        key = int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")
+        with self._progress(start, stop, enabled=progress) as report:
+            for step in range(start, stop):
+                batch, is_padding = self._load_batch(source, step, key)
+                state, outputs = self._step(state, batch, is_padding)
+                if sensitive_callback is not None:
+                    sensitive_callback(SensitiveOutputs(*outputs, is_padding))
+                if callback is not None:
+                    callback(state)
+                if report.is_due(step + 1):
+                    jax.block_until_ready(state.step)
+                report.update(step + 1)
+        return state
+
+    def _load_batch(
+        self, source: Source, step: int, key: int
+    ) -> tuple[PyTree, np.ndarray]:
+        """The padded batch of a step; padding is zeros, not data."""
+        indices = self.mechanism.sampling.indices(
+            step, num_examples=self.mechanism.num_examples, key=key
+        )
+        size = self.mechanism.padded_batch_size
+
+        def pad(x):
+            x = np.asarray(x)
+            return np.pad(x, [(0, size - len(indices))] + [(0, 0)] * (x.ndim - 1))
+
+        batch = jax.tree.map(pad, source[indices])
+        return batch, pad_indices(indices, size) < 0
+
+    def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
+        return Progress(
+            start=start,
+            stop=stop,
+            examples_per_step=self.mechanism.expected_batch_size,
+            describe_privacy=functools.partial(_describe_privacy, self.mechanism),
+            enabled=enabled,
+        )
+
+    def _step(
+        self, state: TrainingState, batch: PyTree, is_padding: Any
+    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
+        """The new state, and the sensitive losses and norms."""
+        size = self.mechanism.padded_batch_size
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
+        _validate.require(
+            sizes == {(size,)},
+            f"every batch must be padded to {size} examples",
+            sizes=sizes,
+            fix="Pad it, and mark the padding in is_padding_example.",
+        )
+        batch = jax.tree.map(jnp.asarray, batch)
+        signature = str(jax.tree.map(jax.typeof, (state.params, batch)))
+        if signature not in self._programs:
+            self._programs[signature] = self._make_program(state.params, batch)
+        program, constants = self._programs[signature]
+        return program(state, batch, jnp.asarray(is_padding), constants)
+
+    @functools.cached_property
+    def _programs(self) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
+        """Compiled steps by shapes and dtypes; one, in an ordinary run."""
+        return {}
+
+    def _make_program(
+        self, params: PyTree, batch: PyTree
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """The compiled step, and the arrays that the loss closes over."""
+
+        def one_example(params, batch, key):
+            batch = jax.tree.map(lambda x: x[:1], batch)
+            return self.policy.cast_to_compute((params, batch)), key
+
+        key = jax.random.key(0)
+        (params, batch), key = jax.eval_shape(one_example, params, batch, key)
+        keys = (key,) if self.uses_prng_key else ()
+        loss_fn, constants = _jaxpr.hoist_constants(self.loss_fn, params, batch, *keys)
+
+        def step(state, batch, is_padding, constants):
+            return self._update(
+                functools.partial(loss_fn, constants), state, batch, is_padding
+            )
+
+        return jax.jit(step, donate_argnums=0), constants
+
+    def _update(
+        self,
+        loss_fn: Callable[..., jax.Array],
+        state: TrainingState,
+        batch: PyTree,
+        is_padding: jax.Array,
+    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
+        """One step, as it is traced; see the picture in the README."""
+        grad_fn = self.mechanism.clipped_grad(
+            loss_fn,
+            return_values=True,
+            return_grad_norms=True,
+            prng_argnum=2 if self.uses_prng_key else None,
+        )
+        key = jax.random.fold_in(state.model_key, state.step)
+        # Cast here, not in the loss: there, gradients would come back in float32.
+        args = self.policy.cast_to_compute((state.params, batch))
+        sum_of_clipped_grads, sensitive = grad_fn(
+            *args,
+            *((key,) if self.uses_prng_key else ()),
+            is_padding_example=is_padding,
+        )
+        # Everything above is sensitive; below, only noised values exist.
+        noisy_grads, noise_state = self.mechanism.privatizer(
+            state.noise_state.prng_key
+        ).update(sum_of_clipped_grads, state.noise_state)
+        updates, opt_state = self.optimizer.update(
+            noisy_grads, state.opt_state, state.params
+        )
+        new_state = TrainingState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            noise_state=noise_state,
+            sampling_key=state.sampling_key,
+            model_key=state.model_key,
+        )
+        return new_state, (sensitive.values, sensitive.grad_norms)
+
+
+def _describe_privacy(mechanism: DPSGD, step: int, last_step: int) -> str:
+    if not mechanism.is_private:
+        return "no privacy"
+    if mechanism.delta is None:
+        return "epsilon not shown without a delta"
+    spent, final = mechanism.guarantee(step), mechanism.guarantee(last_step)
+    return f"epsilon {spent.epsilon:.3f} of {final.epsilon:.3f}"
+
+
+def _as_source(source: PyTree | Source, num_examples: int) -> Source:
+    """Gives a pytree of arrays the interface of a `Source`, and checks the size."""
+    is_arrays = all(hasattr(x, "shape") for x in jax.tree.leaves(source))
+    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(source)} if is_arrays else None
+    if not is_arrays and hasattr(source, "__len__"):
+        sizes = {(len(source),)}
+    _validate.require(
+        sizes is None or sizes == {(num_examples,)},
+        f"the source must hold the {num_examples} examples of the mechanism",
+        sizes=sizes,
+        fix="Build the mechanism with num_examples=len(data): sampling and accounting "
+        "depend on it.",
+    )
+    _validate.require(
+        is_arrays or hasattr(source, "__getitem__"),
+        "the source must be arrays, or an object with __getitem__",
+        source=type(source).__name__,
+        fix="See dpmp.training.Source.",
+    )
+    return _Arrays(source) if is_arrays else source
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """A `Source` over a pytree of arrays."""
+
+    arrays: PyTree
+
+    def __getitem__(self, indices: np.ndarray, /) -> PyTree:
+        return jax.tree.map(lambda x: np.asarray(x)[indices], self.arrays)

@@ -1,0 +1,17 @@
+"""Every test runs under strict dtype promotion, on eight CPU devices."""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import hypothesis
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Compilation makes the first example of a test slow.
+hypothesis.settings.register_profile(
+    "dpmp", deadline=None, max_examples=20, derandomize=True
+)
+hypothesis.settings.load_profile("dpmp")
