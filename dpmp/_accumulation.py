@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
-from dpmp._stored import StoredArray
+from dpmp._stored import StoredArray, at_least_float32
 from dpmp._typing import PyTree, SquaredNorm
 
 UNIT_ROUNDOFF = 2.0**-24
@@ -207,7 +207,7 @@ def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
     """Per-example squared norms over at least one array."""
     sums, depths = zip(*map(_partial_sums, stack), strict=True)
     parts = [part for parts in sums for part in parts]
-    dtype = jnp.result_type(*parts)
+    dtype = at_least_float32(*(part.dtype for part in parts))
     joined = fence(jnp.concatenate([part.astype(dtype) for part in parts], axis=1))
     # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
     rounded_square = any(x.dtype.itemsize > 2 for x in stack)

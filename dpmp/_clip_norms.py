@@ -20,6 +20,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._accumulation import UNIT_ROUNDOFF
+from dpmp._stored import at_least_float32
 from dpmp._typing import PyTree, SquaredNorm
 
 # Three roundings in the module's formula, one where a float64 term is rounded to a
@@ -110,7 +111,10 @@ class ClipNorms:
           For each group `min(1, clip norm / norm)` over the divisors, or less.
         """
         return [
-            jnp.minimum(cap, bound / jnp.sqrt(norm.value + norm.underflow))
+            jnp.minimum(
+                cap.astype(norm.value.dtype),
+                bound.astype(norm.value.dtype) / jnp.sqrt(norm.value + norm.underflow),
+            )
             for (bound, cap), norm in zip(
                 self._bounds_and_caps(norms, slack), norms, strict=True
             )
@@ -149,5 +153,5 @@ def _round_down(x: float) -> np.float32:
 
 def global_norm(norms: list[SquaredNorm]) -> jax.Array:
     """The (B,) norms over all groups, as measured."""
-    dtype = jnp.result_type(*(norm.value for norm in norms))
+    dtype = at_least_float32(*(norm.value.dtype for norm in norms))
     return jnp.sqrt(sum(norm.value.astype(dtype) for norm in norms))

@@ -44,7 +44,12 @@ class StoredArray:
             )
         if bits.dtype != self.dtype:
             bits = jax.lax.bitcast_convert_type(bits, self.dtype)
-        return bits.astype(jnp.promote_types(self.dtype, jnp.float32))
+        return bits.astype(at_least_float32(self.dtype))
+
+
+def at_least_float32(*dtypes: Any) -> Any:
+    """The widest of some float dtypes and float32."""
+    return max(map(jnp.dtype, (jnp.float32, *dtypes)), key=lambda d: d.itemsize)
 
 
 def compute_and_store(

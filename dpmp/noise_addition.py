@@ -13,6 +13,7 @@ import optax
 
 from dpmp import _random, _validate
 from dpmp._accumulation import DoubleWord, two_sum
+from dpmp._stored import at_least_float32
 from dpmp._typing import PyTree
 
 
@@ -109,9 +110,9 @@ def gaussian_privatizer(
 
 def _add_noise(leaf: Any, key: jax.Array, stddev: float, dtype: Any) -> jax.Array:
     total = leaf if _is_wide(leaf) else DoubleWord(jnp.asarray(leaf), None)
-    sum_dtype = jnp.promote_types(total.hi.dtype, jnp.float32)
+    sum_dtype = at_least_float32(total.hi.dtype)
     noise_dtype = jnp.dtype(dtype or sum_dtype)
-    out_dtype = jnp.promote_types(sum_dtype, noise_dtype)
+    out_dtype = at_least_float32(sum_dtype, noise_dtype)
     if stddev == 0:
         noise = jnp.zeros(total.hi.shape, out_dtype)
     else:

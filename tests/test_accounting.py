@@ -2,6 +2,7 @@ import functools
 import math
 import time
 from fractions import Fraction
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -42,7 +43,7 @@ def gaussian_delta(epsilon, stddev):
     return math.exp(log_first) * -math.expm1(log_second - log_first)
 
 
-def sampled_gaussian_epsilon(noise_multiplier, sampling_prob, delta):
+def sampled_gaussian_epsilon(noise_multiplier, sampling_prob, delta) -> Any:
     """Of one step, exactly, for removal, which costs more than addition.
 
     The mixture and the unit normal cross where 1 - q + q exp((2x - 1) / (2 s^2)) is
@@ -64,8 +65,9 @@ class TestEvents:
     def test_dpsgd_is_a_composition_of_sampled_gaussians(self):
         gaussian = dp_accounting.GaussianDpEvent(1.5)
         sampled = dp_accounting.PoissonSampledDpEvent(0.01, gaussian)
+        iterations: Any = np.int64(7)
         assert accounting.dpsgd_event(
-            1.5, np.int64(7), sampling_prob=0.01
+            1.5, iterations, sampling_prob=0.01
         ) == dp_accounting.SelfComposedDpEvent(sampled, 7)
 
     def test_truncated_dpsgd_is_a_composition_of_truncated_steps(self):
@@ -334,10 +336,9 @@ class TestEpsilon:
 
     def test_what_is_no_relation_is_refused(self):
         event = accounting.dpsgd_event(1.0, 10, sampling_prob=0.1)
+        name: Any = "ADD_OR_REMOVE_ONE"
         with pytest.raises(TypeError, match="neighboring_relation must be a"):
-            accounting.get_epsilon(
-                event, delta=1e-5, neighboring_relation="ADD_OR_REMOVE_ONE"
-            )
+            accounting.get_epsilon(event, delta=1e-5, neighboring_relation=name)
 
     @pytest.mark.parametrize(
         ("noise_multiplier", "relation", "delta"),
@@ -524,6 +525,7 @@ class TestCalibration:
         def make_event(noise_multiplier):
             raise AssertionError(noise_multiplier)
 
+        relation: Any = None
         with pytest.raises(ValueError, match="epsilon must be a finite number above 0"):
             accounting.calibrate_noise_multiplier(
                 make_event, epsilon=epsilon, delta=1e-5
@@ -532,17 +534,16 @@ class TestCalibration:
             accounting.calibrate_noise_multiplier(make_event, epsilon=1.0, delta=1.0)
         with pytest.raises(TypeError, match="neighboring_relation must be a"):
             accounting.calibrate_noise_multiplier(
-                make_event, epsilon=1.0, delta=1e-5, neighboring_relation=None
+                make_event, epsilon=1.0, delta=1e-5, neighboring_relation=relation
             )
 
     def test_an_event_in_place_of_a_function_is_refused(self):
-        event = accounting.dpsgd_event(1.0, 10, sampling_prob=0.1)
+        event: Any = accounting.dpsgd_event(1.0, 10, sampling_prob=0.1)
         with pytest.raises(TypeError, match="make_event must be a function"):
             accounting.calibrate_noise_multiplier(event, epsilon=1.0, delta=1e-5)
+        identity: Any = float
         with pytest.raises(TypeError, match="event must be made of Gaussian steps"):
-            accounting.calibrate_noise_multiplier(
-                lambda noise_multiplier: noise_multiplier, epsilon=1.0, delta=1e-5
-            )
+            accounting.calibrate_noise_multiplier(identity, epsilon=1.0, delta=1e-5)
 
     @pytest.mark.parametrize(
         "event",
