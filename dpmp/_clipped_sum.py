@@ -196,7 +196,8 @@ class ClippedSum:
             batch_size=batch_size,
             microbatch_size=microbatch_size,
             accumulator=self.accumulator.name,
-            fix='Use accumulator="float32x2", or larger microbatches.',
+            fix='Use accumulator="float32x2" (in DPSGD, arithmetic="float32x2"), or larger '
+            "microbatches.",
         )
         return slack
 

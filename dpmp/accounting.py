@@ -421,7 +421,7 @@ def _gaussian_bound(run: _Run, delta: float) -> _Bound:
 
 def _pld_bound(run: _Run, delta: float) -> _Bound:
     interval, rounding = _grid(run)
-    if interval > _LARGEST_INTERVAL or rounding >= delta:
+    if interval > _LARGEST_INTERVAL or rounding > delta / 2:
         return _NO_ANSWER
     accountant = pld.PLDAccountant(run.relation, interval)
     for step in run.steps:

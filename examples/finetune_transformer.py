@@ -8,9 +8,17 @@ private records: DP-SGD hides, up to epsilon and delta, whether any one record w
 among them. With the defaults nothing is downloaded. The public text is the help of
 `pydoc`, and the standard library's docstrings play the private records.
 
-RESULTS
+Measured with the defaults and --compare (Python 3.11: 7,737 records, 517 held out;
+epsilon 8, delta 1e-5, 0.4 million parameters in mixed_bfloat16):
 
-Every sixteenth record, roughly, is held out, and the losses printed are measured on
+    2.155  nats per byte on held-out records, before fine-tuning
+    1.862  after private fine-tuning
+    1.764  after the same without privacy
+
+It took 7.4 minutes on two CPU cores that were shared with other programs, 5.8 of them
+for what runs without --compare (of which 3.8 is pre-training).
+
+One record in sixteen, roughly, is held out, and the losses printed are measured on
 it. Held-out records are treated as public: nothing is trained on them, but the
 reported losses are exact functions of them, so they are not protected. For records of
 your own that matter, hold out some whose owners agree. The default hyper-parameters
@@ -318,7 +326,7 @@ def parse_args() -> argparse.Namespace:
     )
     add, path = parser.add_argument, pathlib.Path
     add("--data", type=path, help="private records; else Python's own docstrings")
-    add("--output", type=path, default="transformer", help="where results are saved")
+    add("--output", type=path, default="runs/transformer", help="where results go")
     add("--epsilon", type=float, default=8.0, help="privacy budget")
     add("--delta", type=float, default=1e-5, help="well below 1 / number of records")
     baseline = parser.add_mutually_exclusive_group().add_argument

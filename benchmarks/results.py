@@ -1,0 +1,56 @@
+"""Result lines: figures with the device and the versions they were measured on."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+from typing import Any
+
+import jax
+
+_PACKAGES = ("dpmp", "jax", "jaxlib", "jax-privacy", "flax", "optax")
+
+
+def append(benchmark: str, **figures: Any) -> None:
+    """Appends one line to `results/<benchmark>.jsonl`, and prints it."""
+    line = json.dumps({**figures, **_environment()})
+    path = pathlib.Path(__file__).parent / "results" / f"{benchmark}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(line + "\n")
+    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": _device(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _device() -> str:
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    return f"{_cpu_name()}, {os.cpu_count()} cores"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":")[1].strip() for line in lines if "model name" in line)
+    return next(names, platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
