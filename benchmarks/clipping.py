@@ -2,9 +2,9 @@
 
 Both libraries' `clipped_grad` (vmap engine) are compiled, then run in turn, round by
 round in one process; quoted are medians of the ratios within a round, and the temporary
-memory of the compiled programs. jax_privacy runs with `dtype=float32`, which is what
-makes its norms and sums float32, and as it is by default. The plain gradient of the mean
-loss is there for scale.
+memory of the compiled programs. jax_privacy runs with `dtype=float32`, which makes its
+norms and sums float32, and as it is by default. The plain gradient of the mean loss is
+there for scale.
 
     python benchmarks/clipping.py        # five minutes on two cores
 
@@ -53,7 +53,7 @@ def contenders(
 
 def measure(
     functions: dict[str, Callable[..., Any]], task: models.Task, rounds: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """Seconds in each round and temporary bytes of each contender."""
     args = (task.params, task.batch)
     programs = {
@@ -69,10 +69,15 @@ def measure(
     return {
         name: {
             "seconds": seconds[name][1:],  # the first round touches memory anew
-            "temp_bytes": program.memory_analysis().temp_size_in_bytes,
+            "temp_bytes": temporary_bytes(program),
         }
         for name, program in programs.items()
     }
+
+
+def temporary_bytes(program: Any) -> int:
+    """What the compiled program allocates besides arguments and results."""
+    return program.memory_analysis().temp_size_in_bytes
 
 
 def summarize(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -105,7 +110,9 @@ def summarize(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Runs all combinations and appends their figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Compares clipped_grad to jax_privacy."
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--task", choices=TASKS, nargs="*", default=list(TASKS))
     args = parser.parse_args()

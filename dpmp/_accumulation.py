@@ -224,9 +224,10 @@ def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
 def _partial_sums(x: StoredArray) -> tuple[list[jax.Array], int]:
     """Squares, added up until few are left: (B, k) arrays; and the additions made."""
 
-    def take(start: int, stop: int) -> jax.Array:
+    def squares(start: int, stop: int) -> jax.Array:
         return jnp.square(x.load(start, stop, axis=1))
 
+    take: Callable[[int, int], jax.Array] = squares
     parts, depth, size = [], 0, x.bits.shape[1]
     while size > _FEW_ENTRIES:
         rows, rest = divmod(size, _FAN_IN)

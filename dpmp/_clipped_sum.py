@@ -75,7 +75,7 @@ class ClippedSum:
             return self._empty(one_microbatch, examples)
         if size == batch_size:
             return one_microbatch(examples, is_padding_example)
-        return self._scan(one_microbatch, examples, is_padding_example, batch_size)
+        return self._scan(one_microbatch, examples, is_padding_example, size)
 
     def _one_microbatch(
         self,
@@ -101,12 +101,11 @@ class ClippedSum:
         one_microbatch: Callable[..., Any],
         examples: PyTree,
         is_padding: jax.Array | None,
-        batch_size: int,
+        size: int,
     ) -> tuple[PyTree, Any]:
         """One microbatch after another, passing over those of padding only."""
-        size = self.microbatch_size
         microbatches = jax.tree.map(
-            lambda x: x.reshape(batch_size // size, size, *x.shape[1:]),
+            lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]),
             (examples, is_padding),
         )
         first = jax.tree.map(lambda x: x[0], microbatches)
@@ -125,7 +124,7 @@ class ClippedSum:
 
         total, outputs = jax.lax.scan(step, zeros[0], microbatches)
         return total, jax.tree.map(
-            lambda x: x.reshape(batch_size, *x.shape[2:]), outputs
+            lambda x: x.reshape(x.shape[0] * size, *x.shape[2:]), outputs
         )
 
     def _add(self, a: PyTree, b: PyTree) -> PyTree:
@@ -196,8 +195,8 @@ class ClippedSum:
             batch_size=batch_size,
             microbatch_size=microbatch_size,
             accumulator=self.accumulator.name,
-            fix='Use accumulator="float32x2" (in DPSGD, arithmetic="float32x2"), or larger '
-            "microbatches.",
+            fix='Use accumulator="float32x2" (in DPSGD: arithmetic="float32x2"), or '
+            "larger microbatches.",
         )
         return slack
 

@@ -257,12 +257,12 @@ class DPSGD:
             fix="Only these steps are covered.",
         )
         delta = self.delta if delta is None else delta
-        _validate.require(
-            delta is not None,
-            "epsilon is defined for a delta",
-            delta=delta,
-            fix="Pass delta=, well below 1 / num_examples.",
-        )
+        if delta is None:
+            _validate.fail(
+                "epsilon is defined for a delta",
+                delta=None,
+                fix="Pass delta=, well below 1 / num_examples.",
+            )
         return _guarantee(
             self._event(self._calibrated, step), delta, self.neighboring_relation
         )
@@ -276,12 +276,12 @@ class DPSGD:
 
     @property
     def _calibrated(self) -> float:
-        _validate.require(
-            self.noise_multiplier is not None,
-            "the mechanism must have a noise multiplier",
-            noise_multiplier=None,
-            fix="Use mechanism.calibrate(epsilon=, delta=).",
-        )
+        if self.noise_multiplier is None:
+            _validate.fail(
+                "the mechanism must have a noise multiplier",
+                noise_multiplier=None,
+                fix="Use mechanism.calibrate(epsilon=, delta=).",
+            )
         return self.noise_multiplier
 
     @property
@@ -317,7 +317,9 @@ class DPSGD:
 
 @functools.lru_cache(maxsize=1024)
 def _guarantee(
-    event: dp_accounting.DpEvent, delta: float, neighboring_relation: _Relation
+    event: dp_accounting.DpEvent,
+    delta: float,
+    neighboring_relation: dp_accounting.NeighboringRelation,
 ) -> accounting.PrivacyGuarantee:
     return accounting.get_epsilon(
         event, delta=delta, neighboring_relation=neighboring_relation

@@ -4,9 +4,10 @@ Everything that goes in is sensitive, everything that comes out is released, and
 whatever optax does afterwards is post-processing.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -105,24 +106,25 @@ def gaussian_privatizer(
         new_state = NoiseState(noise_state.prng_key, noise_state.step + 1)
         return jax.tree.unflatten(treedef, noisy), new_state
 
-    return optax.GradientTransformation(init, update)
+    # The arguments have jax_privacy's names, where optax has its own.
+    return optax.GradientTransformation(init, cast("optax.TransformUpdateFn", update))
 
 
 def _add_noise(leaf: Any, key: jax.Array, stddev: float, dtype: Any) -> jax.Array:
-    total = leaf if _is_wide(leaf) else DoubleWord(jnp.asarray(leaf), None)
-    sum_dtype = at_least_float32(total.hi.dtype)
+    hi, lo = leaf if _is_wide(leaf) else (jnp.asarray(leaf), None)
+    sum_dtype = at_least_float32(hi.dtype)
     noise_dtype = jnp.dtype(dtype or sum_dtype)
     out_dtype = at_least_float32(sum_dtype, noise_dtype)
     if stddev == 0:
-        noise = jnp.zeros(total.hi.shape, out_dtype)
+        noise = jnp.zeros(hi.shape, out_dtype)
     else:
-        noise = jax.random.normal(key, total.hi.shape, noise_dtype)
+        noise = jax.random.normal(key, hi.shape, noise_dtype)
         noise = (noise * jnp.asarray(stddev, noise_dtype)).astype(out_dtype)
-    hi = total.hi.astype(out_dtype)
-    if total.lo is None:
+    hi = hi.astype(out_dtype)
+    if lo is None:
         return hi + noise
     rounded, error = two_sum(hi, noise)
-    return rounded + (error + total.lo.astype(out_dtype))
+    return rounded + (error + lo.astype(out_dtype))
 
 
 def _is_wide(x: Any) -> bool:

@@ -39,8 +39,8 @@ class Policy:
             _validate.require(
                 jnp.issubdtype(dtype, jnp.floating),
                 f"{name} must be a float dtype",
+                dtype=dtype.name,
                 fix="Use float32 for parameters, and float32 or bfloat16 to compute.",
-                **{name: dtype.name},
             )
             object.__setattr__(self, name, dtype)
         _validate.require(

@@ -20,7 +20,6 @@ from dpmp._progress import Progress
 from dpmp._typing import PyTree
 from dpmp.batch_selection import pad_indices
 from dpmp.mechanism import DPSGD
-from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
 
 
@@ -34,7 +33,7 @@ class TrainingState(NamedTuple):
       step: int32, steps made.
       params: master parameters; released.
       opt_state: state of the optimizer; released.
-      noise_state: root key and counter of the noise.
+      noise_state: `noise_addition.NoiseState`, root key and counter of the noise.
       sampling_key: (4,) uint32, root key of the batches.
       model_key: root key of whatever randomness the loss uses.
     """
@@ -42,7 +41,7 @@ class TrainingState(NamedTuple):
     step: jax.Array
     params: PyTree
     opt_state: PyTree
-    noise_state: NoiseState
+    noise_state: PyTree
     sampling_key: jax.Array
     model_key: jax.Array
 
@@ -210,7 +209,9 @@ class DPTrainer:
                 batch, is_padding = self._load_batch(source, step, key)
                 state, outputs = self._step(state, batch, is_padding)
                 if sensitive_callback is not None:
-                    sensitive_callback(SensitiveOutputs(*outputs, is_padding))
+                    sensitive_callback(
+                        SensitiveOutputs(*outputs, jnp.asarray(is_padding))
+                    )
                 if callback is not None:
                     callback(state)
                 if report.is_due(step + 1):
@@ -341,8 +342,9 @@ def _as_source(source: PyTree | Source, num_examples: int) -> Source:
     """Gives a pytree of arrays the interface of a `Source`, and checks the size."""
     is_arrays = all(hasattr(x, "shape") for x in jax.tree.leaves(source))
     sizes = {np.shape(x)[:1] for x in jax.tree.leaves(source)} if is_arrays else None
-    if not is_arrays and hasattr(source, "__len__"):
-        sizes = {(len(source),)}
+    length = getattr(source, "__len__", None)
+    if not is_arrays and length is not None:
+        sizes = {(length(),)}
     _validate.require(
         sizes is None or sizes == {(num_examples,)},
         f"the source must hold the {num_examples} examples of the mechanism",

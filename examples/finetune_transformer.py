@@ -228,7 +228,7 @@ def write_text(graphdef: Any, params: Any, seed: int) -> str:
         tokens[0, i + 1] = next_byte(params, tokens[:, :-1], i)
         if tokens[0, i + 1] == MARK:
             break
-    text = bytes(tokens[0, 1 : i + 2].tolist()).decode("utf-8", "replace")
+    text = bytes(tokens[0, 1:].tolist()).decode("utf-8", "replace")
     return "".join(c for c in text if c.isprintable() or c == "\n")
 
 
