@@ -1,6 +1,7 @@
 """Error messages in three parts: what is required, what was given, what to do."""
 
 import math
+import numbers
 from typing import Any, NoReturn
 
 import jax
@@ -30,17 +31,13 @@ def require(
 
 def is_real(value: Any) -> bool:
     """Whether `value` is a Python or NumPy real number (no bool, no array, no NaN)."""
-    if isinstance(value, bool) or hasattr(value, "aval") or getattr(value, "ndim", 0):
-        return False
-    try:
-        return not math.isnan(float(value))
-    except (TypeError, ValueError):
-        return False
+    is_number = isinstance(value, numbers.Real)
+    return is_number and not isinstance(value, bool | np.bool) and not math.isnan(value)
 
 
 def is_integer(value: Any) -> bool:
     """Whether `value` is an integral Python or NumPy number."""
-    return is_real(value) and hasattr(value, "__index__")
+    return is_real(value) and isinstance(value, numbers.Integral)
 
 
 def positive_integer(*, fix: str, **value: Any) -> None:

@@ -17,7 +17,14 @@ import dp_accounting
 import jax
 import jax.numpy as jnp
 
-from dpmp import _accumulation, _clip_norms, _clipped_sum, _per_example, _validate
+from dpmp import (
+    _accumulation,
+    _arguments,
+    _clip_norms,
+    _clipped_sum,
+    _per_example,
+    _validate,
+)
 from dpmp._clip_norms import ClipNorms
 from dpmp._clipped_sum import ClippedSum
 from dpmp._typing import PyTree
@@ -130,7 +137,7 @@ def clip_pytree(
         `pytree`, and leaves that are not float arrays.
     """
     clip_norms = ClipNorms.from_tree(clip_norm, rescale_to_unit_norm, 1.0)
-    _check_float_leaves(pytree, "pytree")
+    _arguments.check_float_leaves(pytree, "pytree")
     clip_norms.check_prefix_of(pytree)
     grads = _per_example.store_one(pytree)
     norms = grads.squared_norms(clip_norms.prefix)
@@ -193,13 +200,13 @@ def clipped_fun(
     Raises:
       ValueError: as for `clipped_grad`.
     """
-    batch_argnums = _as_argnums("batch_argnums", batch_argnums)
+    batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 
     def for_one_example(*args, **kwargs):
         output = fun(*args, **kwargs)
-        value, aux = _unpack_aux(output) if has_aux else (output, None)
-        _check_float_leaves(value, "the output of fun")
+        value, aux = _arguments.unpack_aux(output) if has_aux else (output, None)
+        _arguments.check_float_leaves(value, "the output of fun")
         clip_norms.check_prefix_of(value)
         return value, (None, aux)
 
@@ -340,15 +347,15 @@ def clipped_grad(
         method=method,
         fix="Leave it out.",
     )
-    batch_argnums = _as_argnums("batch_argnums", batch_argnums)
-    grad_argnums = _as_argnums("argnums", argnums)
-    _check_disjoint(grad_argnums, batch_argnums, prng_argnum)
+    batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
+    grad_argnums = _arguments.as_argnums("argnums", argnums)
+    _arguments.check_disjoint(grad_argnums, batch_argnums, prng_argnum)
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 
     def loss_fn(*args, **kwargs):
         output = fun(*args, **kwargs)
-        value, aux = _unpack_aux(output) if has_aux else (output, None)
-        _check_loss(value)
+        value, aux = _arguments.unpack_aux(output) if has_aux else (output, None)
+        _arguments.check_loss(value)
         return value, aux
 
     def for_one_example(*args, **kwargs):
@@ -357,7 +364,7 @@ def clipped_grad(
         )
         if pre_clipping_transform is not None:
             grads = pre_clipping_transform(grads)
-            _check_float_leaves(grads, "the output of pre_clipping_transform")
+            _arguments.check_float_leaves(grads, "the output of pre_clipping_transform")
         clip_norms.check_prefix_of(grads)
         return grads, outputs
 
@@ -379,9 +386,9 @@ def clipped_grad(
     returns_aux = has_aux or return_values or return_grad_norms
 
     def clipped_grad_fn(*args, is_padding_example, **kwargs):
-        _check_num_args(args, (*grad_argnums, *batch_argnums))
+        _arguments.check_num_args(args, (*grad_argnums, *batch_argnums))
         for i in grad_argnums:
-            _check_float_leaves(args[i], f"argument {i}")
+            _arguments.check_float_leaves(args[i], f"argument {i}")
         total, (values, norms, aux) = clipped_sum(args, kwargs, is_padding_example)
         if not returns_aux:
             return total
@@ -394,80 +401,3 @@ def clipped_grad(
     return BoundedSensitivityCallable(
         clipped_grad_fn, clipped_sum.l2_norm_bound, returns_aux
     )
-
-
-def _as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
-    as_tuple = (argnums,) if _validate.is_integer(argnums) else tuple(argnums)
-    _validate.require(
-        len(as_tuple) > 0 and all(_validate.is_integer(i) and i >= 0 for i in as_tuple),
-        f"{name} must be one or more positions, counted from 0",
-        fix="Negative positions are not supported.",
-        **{name: argnums},
-    )
-    return as_tuple
-
-
-def _check_disjoint(
-    argnums: tuple[int, ...], batch_argnums: tuple[int, ...], prng_argnum: int | None
-) -> None:
-    keys = () if prng_argnum is None else (prng_argnum,)
-    positions = (*argnums, *batch_argnums, *keys)
-    _validate.require(
-        len(set(positions)) == len(positions),
-        "argnums, batch_argnums and prng_argnum must not overlap",
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        prng_argnum=prng_argnum,
-        fix="An argument is differentiated, or batched, or a key.",
-    )
-
-
-def _check_num_args(args: Sequence[Any], argnums: tuple[int, ...]) -> None:
-    _validate.require(
-        len(args) > max(argnums),
-        f"there must be at least {max(argnums) + 1} positional arguments",
-        num_args=len(args),
-        fix="Pass the arguments that argnums name by position.",
-    )
-
-
-def _check_float_leaves(tree: PyTree, name: str) -> None:
-    """Raises ValueError, naming the leaf, for what cannot be clipped."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    _validate.require(
-        len(leaves) > 0,
-        f"{name} must hold at least one array",
-        tree=jax.tree.structure(tree),
-        fix="Correct argnums, or what the function returns.",
-    )
-    for path, leaf in leaves:
-        dtype = jnp.result_type(leaf)
-        _validate.require(
-            jnp.issubdtype(dtype, jnp.floating),
-            f"every leaf of {name} must be a real float array",
-            leaf=jax.tree_util.keystr(path),
-            dtype=dtype.name,
-            fix="Keep integers and other values in an argument of their own; split "
-            "complex values into real and imaginary parts.",
-        )
-
-
-def _check_loss(value: Any) -> None:
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
-    _validate.require(
-        shape == () and jnp.issubdtype(dtype, jnp.floating),
-        "fun must return a scalar float loss for one example",
-        shape=shape,
-        dtype=dtype.name,
-        fix="Reduce it with jnp.mean or jnp.sum; return other values as aux.",
-    )
-
-
-def _unpack_aux(output: Any) -> tuple[Any, Any]:
-    _validate.require(
-        isinstance(output, tuple) and len(output) == 2,
-        "with has_aux=True fun must return a pair (value, aux)",
-        output=type(output).__name__,
-        fix="Return two values, or leave has_aux out.",
-    )
-    return output

@@ -56,12 +56,14 @@ class DPSGD:
         of one example, None before `calibrate`, 0 for no privacy.
       delta: the delta that epsilon is quoted at, set by `calibrate`.
       truncated_batch_size: the largest batch; None for a size that is exceeded with a
-        probability below 1e-12 (`accounting.choose_truncated_batch_size`).
+        probability below 1e-20 (`accounting.choose_truncated_batch_size`).
       microbatch_size: as in `clipped_grad`; batches are padded to a multiple of it.
       rescale_to_unit_norm: as in `clipped_grad`.
       arithmetic: of the sum, "float32", "float32x2" or "float64".
       method: the gradient engine, as in `clipped_grad`.
-      neighboring_relation: which two datasets are neighbours.
+      neighboring_relation: which two datasets are neighbours. By default (zero-out)
+        they have the same size, as `num_examples` is public; epsilon is the same as
+        for add/remove.
     """
 
     num_examples: int
@@ -75,9 +77,7 @@ class DPSGD:
     rescale_to_unit_norm: bool = False
     arithmetic: str = "float32"
     method: str = "per_example"
-    neighboring_relation: dp_accounting.NeighboringRelation = (
-        _Relation.ADD_OR_REMOVE_ONE
-    )
+    neighboring_relation: dp_accounting.NeighboringRelation = _Relation.REPLACE_SPECIAL
 
     def __post_init__(self):
         _validate.positive_integer(

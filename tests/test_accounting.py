@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from dpmp import accounting
+from dpmp import _epsilon, accounting
 
 ADD_OR_REMOVE, REPLACE, REPLACE_SPECIAL = (
     dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -183,9 +183,7 @@ class TestEpsilon:
         event = accounting.dpsgd_event(
             noise_multiplier, 500, sampling_prob=sampling_prob
         )
-        interval = accounting._grid(
-            accounting._Run(accounting._steps(event), relation)
-        )[0]
+        interval = _epsilon._grid(_epsilon.Run(_epsilon.steps_of(event), relation))[0]
         fine = pld.PLDAccountant(relation, interval / 2).compose(event)
         expected = fine.get_epsilon(1e-6)
         found = epsilon_of(event, 1e-6, relation)
@@ -200,9 +198,10 @@ class TestEpsilon:
         found = dpsgd_epsilon(noise_multiplier, 1, sampling_prob, delta)
         assert expected <= found <= expected * (1 + 1e-4)
 
-    @pytest.mark.parametrize("noise_multiplier", [0.0295, 0.03, 0.02])
+    @pytest.mark.parametrize("noise_multiplier", [0.0297, 0.03, 0.02])
     def test_epsilon_where_the_sums_of_dp_accounting_underflow(self, noise_multiplier):
-        # Epsilon is 729, 708 and 1450, on a grid with intervals of 5 to 11.
+        # Epsilon is 720, 708 and 1450, on a grid with intervals of 5 to 11. For the
+        # first, dp_accounting divides by a subnormal number and finds it infinite.
         expected = sampled_gaussian_epsilon(noise_multiplier, 0.5, 1e-6)
         found = dpsgd_epsilon(noise_multiplier, 1, 0.5, 1e-6)
         assert expected <= found <= expected + 5
@@ -253,6 +252,12 @@ class TestEpsilon:
             pld.PLDAccountant().compose(event).get_epsilon(1e-6), rel=1e-3
         )
         assert found > max(epsilon_of(part, 1e-6) for part in parts)
+        nested = dp_accounting.SelfComposedDpEvent(
+            dp_accounting.GaussianDpEvent(9.0), 3
+        )
+        nested = dp_accounting.SelfComposedDpEvent(nested, 3)
+        expected = dp_accounting.get_epsilon_gaussian(3.0, 1e-6)
+        assert epsilon_of(nested, 1e-6) == pytest.approx(expected, rel=1e-5)
 
     @settings(max_examples=8, deadline=None, derandomize=True)
     @given(
@@ -292,11 +297,12 @@ class TestEpsilon:
         # stops at a few hundredths.
         assert 0 <= found <= 2.1 * epsilon_of(unsampled, delta) + 0.05
 
-    def test_delta_below_the_rounding_errors_is_left_to_rdp(self):
+    @pytest.mark.parametrize("delta", [1e-13, 3e-12])
+    def test_delta_below_the_rounding_errors_is_left_to_rdp(self, delta):
         event = accounting.dpsgd_event(1.0, 1000, sampling_prob=0.01)
-        guarantee = accounting.get_epsilon(event, delta=1e-13)
+        guarantee = accounting.get_epsilon(event, delta=delta)
         assert guarantee.accountant == RDP
-        by_rdp = rdp.RdpAccountant().compose(event).get_epsilon(1e-13)
+        by_rdp = rdp.RdpAccountant().compose(event).get_epsilon(delta)
         assert by_rdp <= guarantee.epsilon * (1 + 1e-9)
         assert guarantee.epsilon < by_rdp * 1.01
 
@@ -342,7 +348,12 @@ class TestEpsilon:
 
     @pytest.mark.parametrize(
         ("noise_multiplier", "relation", "delta"),
-        [(1.0, REPLACE, 1e-14), (1e-3, REPLACE, 1e-5), (1e-200, ADD_OR_REMOVE, 1e-5)],
+        [
+            (1.0, REPLACE, 1e-14),
+            (1e-3, REPLACE, 1e-5),
+            (1e-155, ADD_OR_REMOVE, 1e-5),
+            (1e-200, ADD_OR_REMOVE, 1e-5),
+        ],
     )
     def test_error_where_no_accountant_has_an_answer(
         self, noise_multiplier, relation, delta
@@ -428,11 +439,11 @@ class TestTruncatedEpsilon:
         step = accounting.truncated_dpsgd_event(
             2.0, 1, sampling_prob=0.1, num_examples=50, truncated_batch_size=20
         )
-        run = accounting._Run(accounting._steps(step, 10), ADD_OR_REMOVE)
+        run = _epsilon.Run(_epsilon.steps_of(step, 10), ADD_OR_REMOVE)
         assert 1e-9 < run.steps[0].truncation < 1e-7
         for delta in (1e-4, 1e-5):
-            charged, _ = accounting._untruncated_bound(run, delta, share=0.5)
-            analysed, _ = accounting._pld_bound(run, delta)
+            charged, _ = _epsilon._untruncated_bound(run, delta, share=0.5)
+            analysed, _ = _epsilon._pld_bound(run, delta)
             assert analysed < charged < math.inf
 
     def test_truncation_that_underflows_is_not_an_error(self):
@@ -445,6 +456,21 @@ class TestTruncatedEpsilon:
             pld.PLDAccountant().compose(event)
         expected = dpsgd_epsilon(1.0, 10, 0.01, 1e-6)
         assert epsilon_of(event, 1e-6) == pytest.approx(expected, rel=2e-5)
+        hopeless = accounting.truncated_dpsgd_event(
+            0.02, 10, sampling_prob=0.01, num_examples=6000, truncated_batch_size=546
+        )
+        with pytest.raises(ValueError, match="noise and delta must be large enough"):
+            accounting.get_epsilon(hopeless, delta=1e-6)
+
+    def test_the_price_of_truncation_grows_with_epsilon(self):
+        # Some batch is truncated with a probability of 5e-12. Next to delta that is
+        # little, but exp(8.7) times as much is not.
+        event = accounting.truncated_dpsgd_event(
+            0.6, 1000, sampling_prob=0.01, num_examples=6000, truncated_batch_size=128
+        )
+        guarantee = accounting.get_epsilon(event, delta=1e-6)
+        assert guarantee.accountant == PLD
+        assert guarantee.epsilon > 8
 
     def test_error_where_truncation_leaves_no_room(self):
         event = accounting.truncated_dpsgd_event(

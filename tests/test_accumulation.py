@@ -1,0 +1,274 @@
+import functools
+import math
+from fractions import Fraction
+
+import hypothesis
+import hypothesis.extra.numpy
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from dpmp import _accumulation, _stored
+from dpmp._accumulation import DoubleWord
+
+_U = Fraction(_accumulation.UNIT_ROUNDOFF)
+
+
+def _numpy_fold(monkeypatch, size, take, add):
+    """`fold` on NumPy arrays, which need no compilation."""
+    monkeypatch.setattr(_accumulation, "fence", lambda tree: tree)
+    monkeypatch.setattr(
+        _accumulation,
+        "slicer",
+        lambda tree, axis: (
+            lambda start, stop: jax.tree.map(lambda x: x[start:stop], tree)
+        ),
+    )
+    monkeypatch.setattr(jnp, "squeeze", np.squeeze)
+    return _accumulation.fold(take, size, add=add, axis=0)
+
+
+_SIZES = [*range(1, 301), 1024, 4097]
+
+
+def test_fold_adds_every_term_exactly_once(monkeypatch):
+    for size in _SIZES:
+        # Modulo 2^64, other multiplicities give another sum, but for a chance of 2^-64.
+        terms = np.random.default_rng(size).integers(2**63, size=size, dtype=np.uint64)
+        total = _numpy_fold(monkeypatch, size, lambda a, b, x=terms: x[a:b], np.add)
+        assert total == terms.sum()
+
+
+def test_fold_depth_is_the_largest_number_of_additions_on_a_path(monkeypatch):
+    for size in _SIZES:
+        depth = _numpy_fold(
+            monkeypatch,
+            size,
+            lambda start, stop: np.zeros(stop - start, int),
+            lambda a, b: np.maximum(a, b) + 1,
+        )
+        assert depth == _accumulation.fold_depth(size)
+
+
+def test_fold_depth_grows_with_the_logarithm_of_the_size():
+    for size in _SIZES:
+        assert _accumulation.fold_depth(size) <= 2 * math.ceil(math.log2(size)) + 1
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_fold_sums_trees_along_either_axis(axis):
+    x = jnp.asarray(np.random.default_rng(0).integers(-99, 99, (67, 67)), jnp.float32)
+    take = _accumulation.slicer({"a": x, "b": (2 * x, 3 * x)}, axis)
+
+    @jax.jit
+    def fold():
+        add = functools.partial(jax.tree.map, jnp.add)
+        return _accumulation.fold(take, 67, add=add, axis=axis)
+
+    expected = np.asarray(x).sum(axis)
+    total = fold()
+    np.testing.assert_array_equal(total["a"], expected)
+    np.testing.assert_array_equal(total["b"][1], 3 * expected)
+
+
+@pytest.mark.parametrize("size", [1, 3, 33, 65, 200])
+def test_compiled_float32_fold_errs_by_its_depth_at_most(size):
+    rng = np.random.default_rng(size)
+    terms = rng.uniform(0.5, 1, (size, 100)).astype(np.float32)
+    fold = jax.jit(
+        lambda x: _accumulation.fold(
+            _accumulation.slicer(x, 0), size, add=jnp.add, axis=0
+        )
+    )
+    exact = np.array([math.fsum(column) for column in terms.T.astype(np.float64)])
+    error = np.abs(np.asarray(fold(terms), np.float64) / exact - 1)
+    assert error.max() <= _accumulation.fold_depth(size) * float(_U) * 1.001
+
+
+# The largest rounding error of a sum over its terms' norms: every path's, at most.
+@pytest.mark.parametrize(
+    ("batch_size", "microbatch_size"),
+    [(1, 1), (2, 2), (64, 64), (65, 65), (256, 256), (64, 8), (64, 1), (6, 3)],
+)
+def test_rounding_slack_covers_twice_the_errors_of_all_additions(
+    batch_size, microbatch_size
+):
+    accumulator = _accumulation.get_accumulator("float32")
+    slack = _accumulation.rounding_slack(accumulator, batch_size, microbatch_size)
+    sums = _norms_below_each_addition(batch_size, microbatch_size)
+    assert slack >= 2 * accumulator.unit_roundoff * sum(sums)
+
+
+def _norms_below_each_addition(batch_size, microbatch_size):
+    """For unit terms, how many are below each addition, in scan over folds."""
+    sums = []
+
+    def add(a, b):
+        sums.extend((a + b).tolist())
+        return a + b
+
+    def take(start, stop):
+        return np.ones(stop - start, int)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for i in range(batch_size // microbatch_size):
+            _numpy_fold(monkeypatch, microbatch_size, take, add)
+            sums += [(i + 1) * microbatch_size] if i else []
+    return sums
+
+
+def test_rounding_slack_of_one_example_is_zero():
+    for name in ("float32", "float32x2"):
+        accumulator = _accumulation.get_accumulator(name)
+        assert _accumulation.rounding_slack(accumulator, 1, 1) == 0
+
+
+def test_wider_accumulators_have_a_negligible_slack():
+    accumulator = _accumulation.get_accumulator("float32x2")
+    assert _accumulation.rounding_slack(accumulator, 2**16, 2**16) < 1e-7
+
+
+_finite = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
+_tiny_bits = st.floats(-1.0, 1.0, width=32, allow_subnormal=False)
+
+
+@st.composite
+def _double_words(draw, num=64):
+    """Sums of a word and at most half a unit in its last place, of mixed sizes."""
+    his = np.float32(draw(st.lists(_finite, min_size=num, max_size=num)))
+    shares = np.float32(draw(st.lists(_tiny_bits, min_size=num, max_size=num)))
+    his = np.where(np.abs(his) < 2.0**-40, np.float32(0), his)
+    los = (np.abs(his) * np.float32(2.0**-25) * shares).astype(np.float32)
+    los = np.where(np.abs(los) < 2.0**-90, np.float32(0), los)
+    return DoubleWord(his, los)
+
+
+_add_double_words = jax.jit(_accumulation.add_double_words)
+
+
+@hypothesis.given(_double_words(), _double_words(), st.booleans())
+def test_compiled_double_word_addition_keeps_its_error_bound(x, y, cancels):
+    if cancels:  # leaves what the low words hold
+        y = DoubleWord(-x.hi, y.lo * np.float32(2.0**-10))
+        y = DoubleWord(*_fast_two_sum(y.hi, np.where(x.hi == 0, 0, y.lo)))
+    _assert_within_error_bound(_add_double_words(x, y), x, y)
+
+
+def _fast_two_sum(a, b):
+    a, b = np.float32(a), np.float32(b)
+    s = a + b
+    keep = np.abs(b) <= np.abs(a)
+    return np.where(keep, s, a), np.where(keep, b - (s - a), np.float32(0))
+
+
+def _assert_within_error_bound(total, x, y):
+    bound = 3 * _U**2 + 13 * _U**3
+    exact = reference.exact_values(x) + reference.exact_values(y)
+    error = reference.exact_values(total) - exact
+    for e, value in zip(error, exact, strict=True):
+        assert abs(e) <= bound * abs(value)
+
+
+def test_double_word_addition_keeps_its_error_bound_uncompiled():
+    rng = np.random.default_rng(0)
+    his = rng.normal(size=(2, 300)).astype(np.float32)
+    los = (his * rng.uniform(-(2.0**-25), 2.0**-25, his.shape)).astype(np.float32)
+    x, y = (DoubleWord(*words) for words in zip(his, los, strict=True))
+    with jax.disable_jit():
+        _assert_within_error_bound(_accumulation.add_double_words(x, y), x, y)
+
+
+def test_double_word_sums_are_renormalised():
+    x = DoubleWord(jnp.float32(1.0), jnp.float32(2.0**-25))
+    total = _add_double_words(x, x)
+    assert (total.hi, total.lo) == (2.0, 2.0**-24)
+
+
+@hypothesis.given(
+    *[hypothesis.extra.numpy.arrays(np.float32, 64, elements=_finite)] * 2
+)
+def test_two_sum_is_exact(a, b):
+    s, error = jax.jit(_accumulation.two_sum)(a, b)
+    np.testing.assert_array_equal(s, a + b)
+    exact = reference.exact_values(a) + reference.exact_values(b)
+    assert all(reference.exact_values(s) + reference.exact_values(error) == exact)
+
+
+def _stacked(*leaves):
+    stack, _ = _stored.compute_and_store(lambda: (list(leaves), None), jnp.ones(1))
+    return _accumulation.squared_norm(stack)
+
+
+@pytest.mark.parametrize("size", [1, 33, 4096, 4097, 20_000])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_squared_norms_are_within_their_number_of_roundings(dtype, size):
+    # Equal entries: the order of a sum, and all of its errors, have one direction.
+    x = jnp.full((1, size), 1.0 / 3, dtype)
+    norm = jax.jit(lambda: _stacked(x))()
+    exact = reference.exact_squared_norm(x)
+    u = Fraction(_accumulation.UNIT_ROUNDOFF)
+    error = abs(Fraction(float(norm.value[0])) / exact - 1)
+    assert error <= (1 + u) ** int(norm.roundings) - 1
+    assert norm.value.dtype == jnp.float32
+
+
+def test_squares_of_sixteen_bit_floats_count_no_rounding():
+    x = jnp.ones((1, 7))
+    assert _stacked(x).roundings == _stacked(x.astype(jnp.bfloat16)).roundings + 1
+
+
+def test_underflow_bounds_what_is_flushed_to_zero():
+    x = jnp.full((1, 5000), 1e-23, jnp.float32)
+    norm = jax.jit(lambda: _stacked(x))()
+    upper_bound = Fraction(float(norm.value[0] + norm.underflow))
+    assert upper_bound >= reference.exact_squared_norm(x) > float(norm.value[0])
+
+
+def test_float64_norms_are_float64():
+    with jax.enable_x64(True):
+        x = jnp.full((1, 3), 1e-30, jnp.float64)
+        norm = _stacked(x, jnp.zeros((1, 2), jnp.bfloat16))
+        assert norm.value.dtype == jnp.float64
+        assert norm.value[0] > 0
+
+
+def test_unknown_accumulators_are_refused():
+    with pytest.raises(ValueError, match="accumulator must be one of"):
+        _accumulation.get_accumulator("float128")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "int32"])
+def test_narrow_sums_are_refused(dtype):
+    with pytest.raises(ValueError, match="dtype must be float32 or float64"):
+        _accumulation.get_accumulator(None, dtype)
+
+
+@pytest.mark.parametrize("name", ["float32x2", "float64"])
+def test_a_dtype_that_contradicts_the_accumulator_is_refused(name):
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match="must name the same arithmetic"),
+    ):
+        _accumulation.get_accumulator(
+            name, np.float64 if name == "float32x2" else np.float32
+        )
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float64", None), (None, np.float64)])
+def test_float64_sums_without_64_bit_mode_are_refused(name, dtype):
+    with pytest.raises(ValueError, match="float64 sums need 64-bit mode"):
+        _accumulation.get_accumulator(name, dtype)
+
+
+@pytest.mark.parametrize("name", ["float32", "float32x2", "float64"])
+def test_zeros_of_an_accumulator_leave_a_term_as_it_is(name):
+    with jax.enable_x64(True):
+        accumulator = _accumulation.get_accumulator(name)
+        term = accumulator.lift(jnp.asarray([1.5, -2.0], jnp.float32))
+        total = accumulator.add(accumulator.zeros((2,)), term)
+        assert reference.exact_squared_distance(total, term) == 0
+        leaves = jax.tree.leaves(total)
+        assert all(leaf.dtype == accumulator.dtype for leaf in leaves)

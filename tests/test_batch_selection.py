@@ -1,0 +1,275 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpmp.batch_selection import PoissonSampling, pad_indices
+
+KEY = 0x0123456789ABCDEF_FEDCBA9876543210
+# With fixed keys nothing flakes; this is for the day on which a key changes.
+SMALLEST_P_VALUE = 1e-6
+
+
+def membership(sampling, num_examples, key=KEY):
+    """(iterations, num_examples) bool: who is in which batch."""
+    is_member = np.zeros((sampling.iterations, num_examples), bool)
+    for step in range(sampling.iterations):
+        is_member[step, sampling.indices(step, num_examples=num_examples, key=key)] = 1
+    return is_member
+
+
+def philox_words(key, counter, size):
+    """Philox4x64-10 in Python integers.
+
+    Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (2011),
+    section 3.3. NumPy increments the counter before each block of four words.
+    """
+    mask, words = 2**64 - 1, []
+    for block in range(1, size // 4 + 2):
+        c0, c1, c2, c3 = counter[0] + block, *counter[1:]
+        k0, k1 = key & mask, key >> 64
+        for _ in range(10):
+            x, y = 0xD2E7470EE14C6C93 * c0, 0xCA5A826395121157 * c2
+            c0, c1, c2, c3 = y >> 64 ^ c1 ^ k0, y & mask, x >> 64 ^ c3 ^ k1, x & mask
+            k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
+        words += [c0, c1, c2, c3]
+    return words[:size]
+
+
+@pytest.mark.parametrize("sampling_prob", [0.03, 0.5, 0.9])
+def test_every_example_is_included_with_the_given_probability(sampling_prob):
+    is_member = membership(PoissonSampling(sampling_prob, 2000), 300)
+    counts = is_member.sum(0)
+    stddev = np.sqrt(2000 * sampling_prob * (1 - sampling_prob))
+    assert np.all(np.abs(counts - 2000 * sampling_prob) < 6 * stddev)
+
+    def has_probability(prob):
+        test = stats.binomtest(int(counts.sum()), is_member.size, prob)
+        return test.pvalue > SMALLEST_P_VALUE
+
+    assert has_probability(sampling_prob)
+    assert not has_probability(0.95 * sampling_prob)
+    assert not has_probability(1.05 * sampling_prob)
+
+
+def test_examples_are_included_independently_of_each_other():
+    is_member = membership(PoissonSampling(0.2, 4000), 60)
+    correlations = np.corrcoef(is_member.T)[np.triu_indices(60, 1)]
+    assert np.all(np.abs(correlations) * np.sqrt(4000) < 6)
+
+
+def test_batch_sizes_are_binomial():
+    sizes = membership(PoissonSampling(0.1, 4000), 200).sum(1)
+    # The sizes of batches of a fixed size, or of shuffled data, vary less.
+    ratio = np.var(sizes) / (200 * 0.1 * 0.9)
+    assert abs(ratio - 1) < 6 * np.sqrt(2 / 4000)
+
+
+def test_steps_are_independent():
+    is_member = membership(PoissonSampling(0.3, 2000), 100)
+    for lag in (1, 2, 1000):
+        overlap = np.sum(is_member[lag:] & is_member[:-lag])
+        trials = (2000 - lag) * 100
+        test = stats.binomtest(int(overlap), trials, 0.3**2)
+        assert test.pvalue > SMALLEST_P_VALUE
+
+
+def test_keys_are_independent():
+    sampling = PoissonSampling(0.3, 1000)
+    first = membership(sampling, 100)
+    for other in (KEY + 1, KEY ^ 2**127, 0):
+        overlap = np.sum(first & membership(sampling, 100, key=other))
+        assert stats.binomtest(int(overlap), first.size, 0.09).pvalue > SMALLEST_P_VALUE
+
+
+def test_a_batch_is_a_function_of_key_and_step():
+    sampling = PoissonSampling(0.5, 10)
+    np.testing.assert_array_equal(
+        sampling.indices(7, num_examples=100, key=5),
+        sampling.indices(7, num_examples=100, key=5),
+    )
+    others = [
+        sampling.indices(step, num_examples=100, key=key)
+        for step, key in ((7, 5), (6, 5), (7, 6), (7, 5 + 2**64))
+    ]
+    assert len({tuple(indices) for indices in others}) == 4
+
+
+def test_a_batch_does_not_depend_on_the_number_of_steps_planned():
+    short, long = PoissonSampling(0.5, 10), PoissonSampling(0.5, 10**6)
+    np.testing.assert_array_equal(
+        short.indices(7, num_examples=100, key=5),
+        long.indices(7, num_examples=100, key=5),
+    )
+
+
+def test_the_last_of_a_great_many_batches_needs_none_before_it():
+    sampling = PoissonSampling(0.5, 10**18)
+    indices = sampling.indices(10**18 - 1, num_examples=1000, key=KEY)
+    assert 400 < len(indices) < 600
+
+
+@pytest.mark.parametrize("step", [0, 1, 10**9])
+@pytest.mark.parametrize("key", [0, 7, KEY, 2**128 - 1])
+def test_batches_are_those_of_philox(key, step):
+    words = philox_words(key, (0, 0, 0, step), 50)
+    expected = [i for i, word in enumerate(words) if word < 2**62]
+    sampling = PoissonSampling(0.25, 10**9 + 1)
+    np.testing.assert_array_equal(
+        sampling.indices(step, num_examples=50, key=key), expected
+    )
+
+
+def test_philox_gives_its_published_words():
+    # Random123, tests/kat_vectors: philox4x64 with 10 rounds; counter and key zero.
+    words = philox_words(0, (-1, 0, 0, 0), 4)
+    assert words == [
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    ]
+
+
+def test_batches_never_change():
+    # By `philox_words` above; with another result, no old run could be resumed.
+    sampling = PoissonSampling(0.1, 1000)
+    indices = sampling.indices(999, num_examples=100, key=KEY)
+    np.testing.assert_array_equal(indices, [0, 1, 17, 27, 93, 96])
+
+
+def test_indices_are_ascending_int64():
+    indices = PoissonSampling(0.5, 1).indices(0, num_examples=1000, key=KEY)
+    assert indices.dtype == np.int64
+    assert np.all(np.diff(indices) > 0)
+    assert indices[0] >= 0
+    assert indices[-1] < 1000
+
+
+def test_probability_one_includes_everyone():
+    assert np.all(membership(PoissonSampling(1.0, 20), 1000))
+
+
+@pytest.mark.parametrize("sampling_prob", [2.0**-64, 1e-30, 5e-324])
+def test_a_tiny_probability_gives_empty_batches(sampling_prob):
+    sampling = PoissonSampling(sampling_prob, 3)
+    for step in range(3):
+        indices = sampling.indices(step, num_examples=10_000, key=KEY)
+        assert indices.shape == (0,)
+        assert indices.dtype == np.int64
+
+
+def test_empty_batches_come_as_often_as_they_should():
+    num_empty = np.sum(~membership(PoissonSampling(0.05, 2000), 20).any(1))
+    test = stats.binomtest(int(num_empty), 2000, 0.95**20)
+    assert test.pvalue > SMALLEST_P_VALUE
+
+
+def test_no_batch_is_larger_than_the_truncated_size():
+    whole, truncated = PoissonSampling(0.5, 500), PoissonSampling(0.5, 500, 10)
+    before, after = membership(whole, 20), membership(truncated, 20)
+    np.testing.assert_array_equal(after.sum(1), np.minimum(before.sum(1), 10))
+    assert np.all(before >= after)
+    assert 100 < np.sum(before.sum(1) > 10) < 400
+
+
+def test_truncation_keeps_a_uniformly_random_part():
+    steps, size, num_examples = 5000, 3, 12
+    is_member = membership(PoissonSampling(1.0, steps, size), num_examples)
+    counts = is_member.sum(0)
+    # Counts of draws without replacement: their covariance is this variance times
+    # the projection orthogonal to the constant, up to n / (n - 1).
+    kept = size / num_examples
+    variance = steps * kept * (1 - kept) * num_examples / (num_examples - 1)
+    statistic = np.sum((counts - steps * kept) ** 2) / variance
+    assert stats.chi2.sf(statistic, num_examples - 1) > SMALLEST_P_VALUE
+
+    pairs = is_member.T.astype(int) @ is_member
+    expected = steps * size * (size - 1) / (num_examples * (num_examples - 1))
+    deviations = pairs[np.triu_indices(num_examples, 1)] - expected
+    assert np.all(np.abs(deviations) < 6 * np.sqrt(expected))
+
+
+def test_the_iterator_gives_the_same_batches():
+    sampling = PoissonSampling(0.3, 5, 10)
+    batches = list(sampling.batch_iterator(50, KEY))
+    assert len(batches) == 5
+    for step, batch in enumerate(batches):
+        np.testing.assert_array_equal(
+            batch, sampling.indices(step, num_examples=50, key=KEY)
+        )
+
+
+def test_the_iterator_draws_its_key_from_a_generator():
+    sampling = PoissonSampling(0.5, 3)
+
+    def batches(rng):
+        return np.concatenate(list(sampling.batch_iterator(100, rng))).tolist()
+
+    first, again = (batches(np.random.default_rng(0)) for _ in range(2))
+    assert first == again
+    rng = np.random.default_rng(0)
+    assert batches(rng) != batches(rng)
+    assert batches(None) != batches(None)
+
+
+def test_padding_is_marked_by_minus_one():
+    padded = pad_indices(np.array([3, 8]), 4)
+    assert padded.dtype == np.int64
+    np.testing.assert_array_equal(padded, [3, 8, -1, -1])
+    np.testing.assert_array_equal(pad_indices(np.array([3, 8]), 2), [3, 8])
+    np.testing.assert_array_equal(pad_indices(np.zeros(0, np.int64), 2), [-1, -1])
+
+
+def test_a_batch_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="batch_size must be at least the size"):
+        pad_indices(np.arange(5), 4)
+
+
+def test_the_refusal_of_a_batch_does_not_tell_its_size():
+    with pytest.raises(ValueError, match="batch_size=4") as caught:
+        pad_indices(np.arange(5), 4)
+    assert "5" not in str(caught.value)
+
+
+def test_sampling_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PoissonSampling(0.5, 1).sampling_prob = 1.0
+
+
+@pytest.mark.parametrize("sampling_prob", [0.0, -0.1, 1.1, np.nan, None])
+def test_a_probability_out_of_range_is_refused(sampling_prob):
+    with pytest.raises(ValueError, match="sampling_prob must be in"):
+        PoissonSampling(sampling_prob, 1)
+
+
+@pytest.mark.parametrize("iterations", [0, -1, 1.5, None, True])
+def test_a_number_of_iterations_that_is_no_count_is_refused(iterations):
+    with pytest.raises(ValueError, match="iterations must be an integer of at least 1"):
+        PoissonSampling(0.5, iterations)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5])
+def test_a_truncated_batch_size_that_is_no_count_is_refused(size):
+    with pytest.raises(ValueError, match="truncated_batch_size must be an integer"):
+        PoissonSampling(0.5, 1, size)
+
+
+@pytest.mark.parametrize("step", [-1, 3, 1.0, None])
+def test_a_step_that_is_not_accounted_for_is_refused(step):
+    with pytest.raises(ValueError, match="step must be from 0 to iterations - 1 = 2"):
+        PoissonSampling(0.5, 3).indices(step, num_examples=5, key=0)
+
+
+@pytest.mark.parametrize("num_examples", [0, -1, 2.5])
+def test_an_empty_dataset_is_refused(num_examples):
+    with pytest.raises(ValueError, match="num_examples must be an integer"):
+        PoissonSampling(0.5, 3).indices(0, num_examples=num_examples, key=0)
+
+
+@pytest.mark.parametrize("key", [-1, 2**128, 0.5, None, "secret"])
+def test_a_key_out_of_range_is_refused_without_telling_it(key):
+    message = rf"key must be .* at most 128 bits; got key_type='{type(key).__name__}'\."
+    with pytest.raises(ValueError, match=message):
+        PoissonSampling(0.5, 3).indices(0, num_examples=5, key=key)

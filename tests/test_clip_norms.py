@@ -1,0 +1,136 @@
+import math
+from fractions import Fraction
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpmp import _clip_norms
+from dpmp._clip_norms import ClipNorms
+from dpmp._typing import SquaredNorm
+
+
+def _clip_norms_of(tree, rescale_to_unit_norm=False, normalize_by=1.0):
+    return ClipNorms.from_tree(tree, rescale_to_unit_norm, normalize_by)
+
+
+def _coefficient(clip_norms, squared_norm, roundings=0, slack=0.0):
+    norm = SquaredNorm(jnp.asarray([squared_norm], jnp.float32), roundings, 0.0)
+    (coef,) = clip_norms.coefficients([norm], slack)
+    assert coef.dtype == jnp.float32
+    return float(coef[0])
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("normalize_by", [1.0, 3.0])
+@hypothesis.given(
+    clip_norm=st.floats(1e-3, 1e3),
+    norm=st.floats(1e-6, 1e6, width=32),
+    slack=st.floats(0, 0.05),
+    roundings=st.integers(0, 100),
+)
+def test_coefficients_cover_norms_slack_and_roundings(
+    rescale, normalize_by, clip_norm, norm, slack, roundings
+):
+    clip_norms = _clip_norms_of(clip_norm, rescale, normalize_by)
+    squared = np.float32(np.float32(norm) ** 2)
+    hypothesis.assume(squared > 1e-30)
+    coef = Fraction(_coefficient(clip_norms, squared, roundings, slack))
+    # The largest true squared norm that `roundings` roundings can bring to `squared`.
+    u = Fraction(1, 2**24)
+    largest = Fraction(float(squared)) / (1 - u) ** roundings
+    room = Fraction(clip_norms.l2_norm_bound) / ((1 + Fraction(slack)) * (1 + u))
+    assert coef**2 * largest <= room**2
+
+
+def test_a_small_norm_is_not_scaled():
+    assert _coefficient(_clip_norms_of(2.0), 1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "rescale", "expected"),
+    [
+        (0.0, False, 0.0),
+        (math.inf, False, 1.0),
+        (math.inf, True, 0.0),
+        (0.0, True, 0.5),  # the direction, for a squared norm of 4
+    ],
+)
+def test_limits_of_the_clip_norm(clip_norm, rescale, expected):
+    coef = _coefficient(_clip_norms_of(clip_norm, rescale), 4.0)
+    assert coef == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_bound_is_the_norm_of_all_clip_norms():
+    assert _clip_norms_of({"a": 3.0, "b": 4.0}).l2_norm_bound == 5.0
+    assert _clip_norms_of({"a": 3.0, "b": 4.0}, normalize_by=2.0).l2_norm_bound == 2.5
+    assert _clip_norms_of({"a": 3.0, "b": 4.0}, True, 4.0).l2_norm_bound == 0.25
+
+
+def test_rescaled_groups_share_a_norm_of_one():
+    clip_norms = _clip_norms_of([3.0, 4.0], rescale_to_unit_norm=True)
+    norms = [SquaredNorm(jnp.full(1, 100.0), 0, 0.0)] * 2
+    coefs = [float(c[0]) * 10 for c in clip_norms.coefficients(norms, 0.0)]
+    # Within 16 units of float32: 8 spare roundings are taken off.
+    np.testing.assert_allclose(coefs, [0.6, 0.8], rtol=16 * 2.0**-24)
+
+
+def test_directions_alone_share_a_norm_of_one():
+    clip_norms = _clip_norms_of([0.0, 0.0], rescale_to_unit_norm=True)
+    norms = [SquaredNorm(jnp.full(1, 100.0), 0, 0.0)] * 2
+    coefs = [float(c[0]) * 10 for c in clip_norms.coefficients(norms, 0.0)]
+    assert math.hypot(*coefs) == pytest.approx(1.0, rel=1e-6)
+    assert math.hypot(*coefs) <= 1.0
+
+
+@hypothesis.given(st.floats(allow_nan=False))
+def test_rounding_down_never_rounds_up(x):
+    rounded = _clip_norms._round_down(x)
+    assert float(rounded) <= x
+    with np.errstate(over="ignore"):
+        assert float(np.nextafter(rounded, np.float32(np.inf))) > x or rounded == x
+
+
+def test_the_global_norm_is_over_all_groups():
+    norms = [
+        SquaredNorm(jnp.asarray([9.0, 0.0]), 0, 0.0),
+        SquaredNorm(jnp.asarray([16.0, jnp.inf]), 0, 0.0),
+    ]
+    np.testing.assert_array_equal(_clip_norms.global_norm(norms), [5.0, np.inf])
+
+
+@pytest.mark.parametrize("tree", [{}, None, ()])
+def test_a_tree_without_clip_norms_is_refused(tree):
+    with pytest.raises(ValueError, match="must hold at least one number"):
+        _clip_norms_of(tree)
+
+
+@pytest.mark.parametrize(
+    "clip_norm", [-1.0, math.nan, "1", True, jnp.float32(1.0), [1.0, -1.0]]
+)
+def test_clip_norms_that_are_not_numbers_of_at_least_zero_are_refused(clip_norm):
+    with pytest.raises(ValueError, match="must be a number of at least 0"):
+        _clip_norms_of(clip_norm)
+
+
+@pytest.mark.parametrize("normalize_by", [0.0, -1.0, math.inf, math.nan, None])
+def test_divisors_that_are_not_positive_are_refused(normalize_by):
+    with pytest.raises(ValueError, match="normalize_by must be a finite number above"):
+        _clip_norms_of(1.0, normalize_by=normalize_by)
+
+
+def test_numpy_and_integer_clip_norms_are_numbers():
+    assert _clip_norms_of(np.float32(2.0)).norms == (2.0,)
+    assert _clip_norms_of(3).norms == (3.0,)
+
+
+def test_clip_norms_that_are_no_prefix_are_refused():
+    with pytest.raises(ValueError, match="must be a number or a prefix of what"):
+        _clip_norms_of({"a": 1.0}).check_prefix_of({"b": 0.0})
+
+
+def test_a_clip_norm_without_an_array_is_refused():
+    with pytest.raises(ValueError, match="must clip at least one array"):
+        _clip_norms_of({"a": 1.0, "b": 1.0}).check_prefix_of({"a": 0.0, "b": ()})

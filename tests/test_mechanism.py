@@ -1,0 +1,515 @@
+import dataclasses
+import math
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+from dpmp import DPSGD, accounting
+from dpmp.batch_selection import PoissonSampling
+from dpmp.noise_addition import NoiseState
+
+KEY = jax.random.key(5)
+RELATIONS = dp_accounting.NeighboringRelation
+FIELDS = {
+    "num_examples": 1000,
+    "expected_batch_size": 50,
+    "iterations": 100,
+    "l2_clip_norm": 1.0,
+}
+
+
+def make_mechanism(**fields):
+    return DPSGD(**{**FIELDS, **fields})
+
+
+def epsilon_of(mechanism, noise_multiplier):
+    changed = dataclasses.replace(mechanism, noise_multiplier=noise_multiplier)
+    return changed.guarantee().epsilon
+
+
+def linear_loss(params, x):
+    """A loss whose gradient is the example."""
+    return jnp.sum(params * x)
+
+
+# Calibration.
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"neighboring_relation": RELATIONS.REPLACE_ONE},
+        {"truncated_batch_size": 60},
+        {"expected_batch_size": 1000, "iterations": 3},
+        {"l2_clip_norm": {"w": 3.0, "b": 4.0}, "arithmetic": "float32x2"},
+    ],
+    ids=["plain", "replace-one", "truncated", "whole-dataset", "groups"],
+)
+def test_calibration_meets_its_target_and_no_more(fields):
+    mechanism = make_mechanism(**fields).calibrate(epsilon=2.0, delta=1e-5)
+    assert 1.99 < mechanism.guarantee().epsilon <= 2.0
+    assert mechanism.guarantee().delta == mechanism.delta == 1e-5
+    assert epsilon_of(mechanism, 0.99 * mechanism.noise_multiplier) > 2.0
+
+
+def test_calibration_changes_nothing_else():
+    mechanism = make_mechanism(microbatch_size=10, l2_clip_norm=0.5)
+    calibrated = mechanism.calibrate(epsilon=2.0, delta=1e-5)
+    assert mechanism.noise_multiplier is None
+    assert mechanism == dataclasses.replace(
+        calibrated, noise_multiplier=None, delta=None
+    )
+
+
+def test_the_clip_norm_does_not_affect_the_noise_multiplier():
+    first, second = (
+        make_mechanism(l2_clip_norm=norm).calibrate(epsilon=2.0, delta=1e-5)
+        for norm in (0.1, 30.0)
+    )
+    assert first.noise_multiplier == second.noise_multiplier
+    assert second.stddev == pytest.approx(300 * first.stddev)
+
+
+def test_epochs_are_turned_into_steps():
+    fields = {name: x for name, x in FIELDS.items() if name != "iterations"}
+    assert DPSGD.from_epochs(epochs=5, **fields) == make_mechanism(iterations=100)
+    assert DPSGD.from_epochs(epochs=0.001, **fields).iterations == 1
+    assert DPSGD.from_epochs(epochs=0.127, **fields).iterations == 3
+
+
+# What is charged.
+
+
+def test_epsilon_grows_with_the_steps_from_zero():
+    mechanism = make_mechanism(noise_multiplier=1.0, delta=1e-5)
+    epsilons = [mechanism.guarantee(step).epsilon for step in (0, 1, 2, 10, 50, 100)]
+    assert epsilons[0] == 0
+    assert np.all(np.diff(epsilons) > 0)
+    assert epsilons[-1] == mechanism.guarantee().epsilon
+
+
+def test_epsilon_falls_with_delta_and_noise():
+    mechanism = make_mechanism(noise_multiplier=1.0)
+    assert (
+        mechanism.guarantee(delta=1e-4).epsilon
+        < mechanism.guarantee(delta=1e-8).epsilon
+    )
+    more_noise = make_mechanism(noise_multiplier=2.0)
+    assert (
+        more_noise.guarantee(delta=1e-5).epsilon
+        < mechanism.guarantee(delta=1e-5).epsilon
+    )
+
+
+def test_delta_may_be_given_or_kept():
+    mechanism = make_mechanism(noise_multiplier=1.0, delta=1e-5)
+    assert mechanism.guarantee().delta == 1e-5
+    assert mechanism.guarantee(delta=1e-7).delta == 1e-7
+
+
+def test_replacing_an_example_costs_more_than_adding_one():
+    epsilons = {
+        relation: make_mechanism(
+            noise_multiplier=1.0, delta=1e-5, neighboring_relation=relation
+        )
+        .guarantee()
+        .epsilon
+        for relation in (RELATIONS.ADD_OR_REMOVE_ONE, RELATIONS.REPLACE_ONE)
+    }
+    assert epsilons[RELATIONS.REPLACE_ONE] > 1.3 * epsilons[RELATIONS.ADD_OR_REMOVE_ONE]
+
+
+def test_the_event_of_truncated_batches_is_the_truncated_one():
+    mechanism = make_mechanism(noise_multiplier=1.5, truncated_batch_size=60)
+    assert mechanism.dp_event == accounting.truncated_dpsgd_event(
+        1.5, 100, sampling_prob=0.05, num_examples=1000, truncated_batch_size=60
+    )
+    assert mechanism.sampling.truncated_batch_size == 60
+
+
+def test_batches_are_truncated_by_default_and_that_is_accounted_for():
+    mechanism = make_mechanism(noise_multiplier=1.5)
+    size = accounting.choose_truncated_batch_size(1000, 0.05)
+    assert mechanism.sampling == PoissonSampling(0.05, 100, size)
+    assert mechanism.dp_event == accounting.truncated_dpsgd_event(
+        1.5, 100, sampling_prob=0.05, num_examples=1000, truncated_batch_size=size
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"expected_batch_size": 1000},
+        {"truncated_batch_size": 1000},
+        {"truncated_batch_size": 5000},
+    ],
+)
+def test_the_event_is_plain_where_no_batch_can_be_truncated(fields):
+    mechanism = make_mechanism(noise_multiplier=1.5, **fields)
+    assert mechanism.dp_event == accounting.dpsgd_event(
+        1.5, 100, sampling_prob=mechanism.sampling_prob
+    )
+
+
+def test_what_is_sampled_is_what_is_accounted_for():
+    mechanism = make_mechanism(noise_multiplier=1.5, truncated_batch_size=60)
+    step = mechanism.dp_event.event
+    sampling = mechanism.sampling
+    assert mechanism.dp_event.count == sampling.iterations == mechanism.iterations
+    assert step.sampling_probability == sampling.sampling_prob == 0.05
+    assert step.truncated_batch_size == sampling.truncated_batch_size
+    assert step.dataset_size == mechanism.num_examples
+
+
+def test_batches_are_padded_to_a_multiple_of_the_microbatch():
+    for microbatch_size in (None, 1, 7, 16, 64):
+        for truncated_batch_size in (None, 60, 64, 5000):
+            mechanism = make_mechanism(
+                microbatch_size=microbatch_size,
+                truncated_batch_size=truncated_batch_size,
+            )
+            size = mechanism.padded_batch_size
+            largest = mechanism.sampling.truncated_batch_size
+            assert size % (microbatch_size or 1) == 0
+            assert largest <= size < largest + (microbatch_size or 1)
+            assert largest <= 1000 or truncated_batch_size is None
+
+
+# Noise and sensitivity.
+
+
+@pytest.mark.parametrize("rescale_to_unit_norm", [False, True])
+@pytest.mark.parametrize("l2_clip_norm", [0.1, 3.0, {"a": 3.0, "b": 4.0}])
+def test_the_stddev_is_that_of_the_average(l2_clip_norm, rescale_to_unit_norm):
+    mechanism = make_mechanism(
+        l2_clip_norm=l2_clip_norm,
+        rescale_to_unit_norm=rescale_to_unit_norm,
+        noise_multiplier=1.5,
+    )
+    norm = 5.0 if isinstance(l2_clip_norm, dict) else l2_clip_norm
+    norm = 1.0 if rescale_to_unit_norm else norm
+    grad_fn = mechanism.clipped_grad(linear_loss)
+    assert mechanism.stddev == pytest.approx(1.5 * norm / 50, rel=1e-12)
+    assert mechanism.stddev == pytest.approx(1.5 * grad_fn.sensitivity(), rel=1e-12)
+
+
+def test_the_stddev_does_not_depend_on_the_relation():
+    # The accountant knows that replacing an example moves the sum twice as far.
+    first, second = (
+        make_mechanism(noise_multiplier=1.5, neighboring_relation=relation).stddev
+        for relation in (RELATIONS.ADD_OR_REMOVE_ONE, RELATIONS.REPLACE_ONE)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"rescale_to_unit_norm": True}], ids=["plain", "rescaled"]
+)
+def test_the_noise_is_calibrated_for_what_it_is_added_to(fields):
+    """Not for the sum where the average is released, nor the other way round."""
+    size = 50_000
+    mechanism = make_mechanism(noise_multiplier=1.5, l2_clip_norm=3.0, **fields)
+    params = jnp.zeros(size)
+    batch = jnp.zeros((3, size)).at[1].set(1.0).at[2, 0].set(1e-3)
+    without = jnp.array([False, True, False])
+    grad_fn = mechanism.clipped_grad(linear_loss)
+    with_example = grad_fn(params, batch)
+    without_example = grad_fn(params, batch, is_padding_example=without)
+    contribution = float(jnp.linalg.norm(with_example - without_example))
+
+    privatizer = mechanism.privatizer(KEY)
+    noisy, _ = privatizer.update(with_example, privatizer.init(params))
+    noise = np.asarray(noisy, np.float64) - np.asarray(with_example, np.float64)
+
+    def has_multiplier(noise_multiplier):
+        stddev = noise_multiplier * contribution
+        statistic = np.sum(np.square(noise / stddev))
+        tail = min(stats.chi2.cdf(statistic, size), stats.chi2.sf(statistic, size))
+        return 2 * tail > 1e-6
+
+    assert has_multiplier(1.5)
+    for wrong in (0.7 * 1.5, 0.95 * 1.5, 1.05 * 1.5, 1.3 * 1.5, 1.5 / 50, 1.5 * 50):
+        assert not has_multiplier(wrong)
+
+
+def test_the_clipped_gradient_is_divided_by_the_expected_batch_size():
+    mechanism = make_mechanism(l2_clip_norm=1.0)
+    grad = mechanism.clipped_grad(linear_loss)(jnp.zeros(2), jnp.full((4, 2), 0.25))
+    np.testing.assert_allclose(grad, 4 * 0.25 / 50, rtol=1e-6)
+
+
+def test_clipping_options_reach_clipped_grad():
+    mechanism = make_mechanism(microbatch_size=2, arithmetic="float32x2")
+    grad_fn = mechanism.clipped_grad(
+        lambda scale, x, params: jnp.sum(params * x) * scale,
+        argnums=2,
+        return_grad_norms=True,
+    )
+    total, aux = grad_fn(1.0, jnp.ones((4, 2)), jnp.zeros(2))
+    assert type(total).__name__ == "DoubleWord"
+    np.testing.assert_allclose(aux.grad_norms, 2**0.5, rtol=1e-6)
+    with pytest.raises(ValueError, match="microbatch_size"):
+        grad_fn(1.0, jnp.ones((3, 2)), jnp.zeros(2))
+
+
+def test_the_privatizer_is_an_optax_transformation():
+    mechanism = make_mechanism(noise_multiplier=1.0)
+    optimizer = optax.chain(mechanism.privatizer(KEY), optax.sgd(0.1))
+    state = optimizer.init(jnp.zeros(3))
+    assert isinstance(state[0], NoiseState)
+    updates, state = optimizer.update(jnp.zeros(3), state)
+    assert np.all(updates != 0)
+    fresh = [mechanism.privatizer().init(jnp.zeros(3)).prng_key for _ in range(2)]
+    assert np.any(jax.random.key_data(fresh[0]) != jax.random.key_data(fresh[1]))
+
+
+# Without privacy.
+
+
+def test_without_privacy_there_is_no_clipping_and_no_noise():
+    mechanism = make_mechanism(
+        noise_multiplier=1.0, rescale_to_unit_norm=True, l2_clip_norm={"w": 0.1}
+    ).without_privacy()
+    assert mechanism.stddev == 0
+    assert not mechanism.is_private
+    grad_fn = mechanism.clipped_grad(lambda params, x: jnp.sum(params["w"] * x))
+    grad = grad_fn({"w": jnp.zeros(2)}, jnp.full((3, 2), 100.0))
+    np.testing.assert_allclose(grad["w"], 3 * 100 / 50, rtol=1e-6)
+    noisy, _ = mechanism.privatizer(KEY).update(grad, NoiseState(KEY, jnp.int32(0)))
+    np.testing.assert_array_equal(noisy["w"], grad["w"])
+
+
+def test_without_privacy_the_sampling_is_the_same():
+    mechanism = make_mechanism(noise_multiplier=1.0, microbatch_size=10)
+    baseline = mechanism.without_privacy()
+    assert baseline.sampling == mechanism.sampling
+    assert baseline.padded_batch_size == mechanism.padded_batch_size
+    assert baseline.microbatch_size == mechanism.microbatch_size
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        make_mechanism(noise_multiplier=1.0).without_privacy(),
+        make_mechanism(noise_multiplier=0.0),
+        make_mechanism(noise_multiplier=0),
+        make_mechanism(l2_clip_norm=math.inf, noise_multiplier=0.0),
+    ],
+)
+def test_nothing_private_is_claimed_without_noise(mechanism):
+    assert not mechanism.is_private
+    assert mechanism.guarantee(delta=1e-5).epsilon == math.inf
+    assert mechanism.statement().startswith("No privacy:")
+    assert "differentially private" not in mechanism.statement()
+
+
+def test_noise_without_clipping_is_no_privacy():
+    mechanism = make_mechanism(l2_clip_norm=math.inf, noise_multiplier=1.0)
+    assert not mechanism.is_private
+    assert mechanism.guarantee(delta=1e-5).epsilon == math.inf
+    assert mechanism.statement().startswith("No privacy:")
+
+
+def test_noise_and_clipping_are_private():
+    assert make_mechanism(noise_multiplier=1.0).is_private
+    assert make_mechanism(
+        noise_multiplier=1.0, l2_clip_norm=math.inf, rescale_to_unit_norm=True
+    ).is_private
+
+
+# The statement.
+
+
+def test_the_statement_contains_the_figures():
+    mechanism = make_mechanism(
+        num_examples=1234,
+        iterations=77,
+        l2_clip_norm=0.75,
+        arithmetic="float32x2",
+        noise_multiplier=1.23456,
+        delta=3e-6,
+    )
+    guarantee = mechanism.guarantee()
+    statement = " ".join(mechanism.statement().split())
+    for claim in (
+        ", 3e-06)-differentially private.",
+        "one has one example more than the other",
+        "number of examples, 1234, is public",
+        "independently with probability 0.04052 (expected batch size 50)",
+        f"batches above {mechanism.padded_batch_size} are truncated",
+        "- Steps: 77.",
+        "L2 norm of 0.75 per example",
+        "noise multiplier 1.234",
+        f"- Accountant: {guarantee.accountant}.",
+        "sums in float32x2",
+        "- Not covered: noise in floating point only approximates a real Gaussian",
+        "running time",
+        "losses, norms and other per-example values",
+        "hyper-parameters tuned on this data",
+    ):
+        assert claim in statement
+    assert all(len(line) <= 88 for line in mechanism.statement().splitlines())
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.7, 0.83, 1.0, 1.1, 1.37, 2.0, 3.3])
+def test_the_statement_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
+    mechanism = make_mechanism(noise_multiplier=noise_multiplier, delta=1e-5)
+    statement = mechanism.statement()
+    quoted = float(statement.split("are (")[1].split(",")[0])
+    epsilon = mechanism.guarantee().epsilon
+    assert epsilon <= quoted < 1.01 * epsilon
+
+
+@pytest.mark.parametrize("noise_multiplier", [1.00005, 1.23456, 1.99999])
+def test_the_statement_quotes_no_more_noise_than_is_added(noise_multiplier):
+    mechanism = make_mechanism(noise_multiplier=noise_multiplier, delta=1e-5)
+    statement = " ".join(mechanism.statement().split())
+    quoted = float(statement.split("noise multiplier ")[1].split(" ")[0])
+    assert quoted <= noise_multiplier < quoted + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("relation", "text"),
+    [
+        (RELATIONS.REPLACE_ONE, "they differ in the content of one example"),
+        (RELATIONS.REPLACE_SPECIAL, "is blanked out in the second"),
+    ],
+)
+def test_the_statement_names_the_neighbouring_relation(relation, text):
+    mechanism = make_mechanism(
+        noise_multiplier=1.0, delta=1e-5, neighboring_relation=relation
+    )
+    assert text in " ".join(mechanism.statement().split())
+
+
+def test_the_statement_describes_groups_of_parameters():
+    mechanism = make_mechanism(
+        noise_multiplier=1.0, delta=1e-5, l2_clip_norm={"a": 3.0, "b": 4.0}
+    )
+    assert "L2 norm of 5 in 2 groups" in mechanism.statement()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_examples": 0}, "num_examples must be an integer of at least 1"),
+        ({"num_examples": 10.5}, "num_examples must be an integer of at least 1"),
+        (
+            {"expected_batch_size": 0},
+            "expected_batch_size must be a finite number abov",
+        ),
+        ({"expected_batch_size": 1001}, "expected_batch_size must be at most num_exam"),
+        ({"iterations": 0}, "iterations must be an integer of at least 1"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be a finite number of at"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier must be a finite number"),
+        ({"delta": 0.0}, "delta must be in"),
+        ({"delta": 1.0}, "delta must be in"),
+        ({"truncated_batch_size": 0}, "truncated_batch_size must be an integer of at"),
+        ({"truncated_batch_size": "60"}, "truncated_batch_size must be an integer of"),
+        ({"microbatch_size": 0}, "microbatch_size must be an integer of at least 1"),
+        ({"microbatch_size": -1}, "microbatch_size must be an integer of at least 1"),
+        ({"l2_clip_norm": -1.0}, "every l2_clip_norm must be a number of at least 0"),
+        ({"l2_clip_norm": {}}, "l2_clip_norm must hold at least one number"),
+        ({"arithmetic": "bfloat16"}, "accumulator must be one of"),
+        ({"arithmetic": "float64"}, "float64 sums need 64-bit mode"),
+        ({"method": "magic"}, "method must be"),
+    ],
+)
+def test_fields_out_of_range_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_mechanism(**fields)
+
+
+def test_a_relation_that_is_none_is_refused_at_construction():
+    with pytest.raises((TypeError, ValueError), match="neighboring_relation must be"):
+        make_mechanism(neighboring_relation="add")
+
+
+def test_fields_are_keywords_and_frozen():
+    with pytest.raises(TypeError, match="positional"):
+        DPSGD(1000, 50, 100, 1.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_mechanism().noise_multiplier = 0.0
+    with pytest.raises(TypeError, match="l2_clip_norm"):
+        DPSGD(num_examples=10, expected_batch_size=5, iterations=1)
+
+
+@pytest.mark.parametrize("epochs", [0, -1, math.nan, math.inf])
+def test_a_number_of_epochs_out_of_range_is_refused(epochs):
+    with pytest.raises(ValueError, match="epochs must be a finite number above 0"):
+        DPSGD.from_epochs(epochs=epochs, num_examples=10, expected_batch_size=5)
+
+
+def test_epochs_of_empty_batches_are_refused():
+    with pytest.raises(ValueError, match="expected_batch_size must be a finite"):
+        DPSGD.from_epochs(
+            epochs=1, num_examples=10, expected_batch_size=0, l2_clip_norm=1.0
+        )
+
+
+@pytest.mark.parametrize("missing", ["num_examples", "expected_batch_size"])
+def test_epochs_of_an_unknown_size_are_refused(missing):
+    fields = {name: x for name, x in FIELDS.items() if name != "iterations"}
+    del fields[missing]
+    with pytest.raises(TypeError, match=missing):
+        DPSGD.from_epochs(epochs=1, **fields)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])
+def test_a_target_epsilon_out_of_range_is_refused(epsilon):
+    with pytest.raises(ValueError, match="epsilon must be a finite number above 0"):
+        make_mechanism().calibrate(epsilon=epsilon, delta=1e-5)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, None])
+def test_a_target_delta_out_of_range_is_refused(delta):
+    with pytest.raises(ValueError, match=r"delta must be in \(0, 1\)"):
+        make_mechanism().calibrate(epsilon=1.0, delta=delta)
+
+
+def test_a_target_that_cannot_be_met_is_refused():
+    # Without clipping, no amount of noise is enough.
+    with pytest.raises(ValueError, match="target must be within reach"):
+        make_mechanism(l2_clip_norm=math.inf).calibrate(epsilon=1.0, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mechanism: mechanism.stddev,
+        lambda mechanism: mechanism.dp_event,
+        lambda mechanism: mechanism.privatizer(KEY),
+        lambda mechanism: mechanism.guarantee(delta=1e-5),
+    ],
+    ids=["stddev", "dp_event", "privatizer", "guarantee"],
+)
+def test_a_mechanism_before_calibration_adds_no_noise_silently(use):
+    with pytest.raises(ValueError, match="must have a noise multiplier"):
+        use(make_mechanism())
+    assert not make_mechanism().is_private
+
+
+def test_epsilon_without_delta_is_refused():
+    with pytest.raises(ValueError, match="epsilon is defined for a delta"):
+        make_mechanism(noise_multiplier=1.0).guarantee()
+
+
+@pytest.mark.parametrize("step", [-1, 101, 1.5, True])
+def test_steps_beyond_the_plan_have_no_guarantee(step):
+    mechanism = make_mechanism(noise_multiplier=1.0, delta=1e-5)
+    with pytest.raises(ValueError, match="step must be from 0 to iterations = 100"):
+        mechanism.guarantee(step)
+
+
+def test_a_seed_that_is_no_key_is_refused():
+    with pytest.raises(ValueError, match="must be one key made by"):
+        make_mechanism(noise_multiplier=1.0).privatizer(0)

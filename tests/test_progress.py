@@ -1,0 +1,167 @@
+import io
+import itertools
+import re
+
+import pytest
+import rich.console
+
+from dpmp import _progress
+from dpmp._progress import Progress
+
+
+def describe_steps(step, last_step):
+    """Steps in place of epsilons, to see which are quoted."""
+    return f"spent {step} of {last_step}"
+
+
+class Run:
+    """Reports on a run, written to a string, with a clock that ticks 2 s a step."""
+
+    def __init__(self, monkeypatch, *, is_terminal=False, **options):
+        clock = itertools.count(100.0, 2.0)
+        monkeypatch.setattr(_progress.time, "monotonic", lambda: next(clock))
+        self.file = io.StringIO()
+        console = rich.console.Console(
+            file=self.file, force_terminal=is_terminal, width=200
+        )
+        options = {"start": 0, "stop": 100, **options}
+        self.steps = range(options["start"] + 1, options["stop"] + 1)
+        self.progress = Progress(
+            examples_per_step=32,
+            describe_privacy=options.pop("describe_privacy", describe_steps),
+            console=console,
+            **options,
+        )
+
+    def lines(self):
+        with self.progress:
+            for step in self.steps:
+                self.progress.update(step)
+        return self.file.getvalue().splitlines()
+
+
+@pytest.fixture
+def make_run(monkeypatch):
+    return lambda **options: Run(monkeypatch, **options)
+
+
+def test_plain_lines_are_written_now_and_then(make_run):
+    lines = make_run().lines()
+    assert [line.split(",")[0] for line in lines] == [
+        f"step {step}/100" for step in range(10, 101, 10)
+    ]
+    assert all("\x1b" not in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 1), (0, 3), (0, 17), (5, 104), (0, 1999), (990, 1000)]
+)
+def test_about_ten_lines_are_written_and_the_last_step_is_among_them(
+    make_run, start, stop
+):
+    lines = make_run(start=start, stop=stop).lines()
+    assert min(10, stop - start) <= len(lines) <= 20
+    assert lines[-1].startswith(f"step {stop}/{stop}, spent {stop} of {stop}")
+
+
+def test_nothing_is_reported_for_no_steps(make_run):
+    assert make_run(start=7, stop=7).lines() == []
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize(("start", "stop"), [(0, 100), (3, 50), (0, 7), (10, 1234)])
+def test_never_less_is_quoted_than_is_spent(make_run, start, stop, is_terminal):
+    quoted = {}
+    run = make_run(start=start, stop=stop, is_terminal=is_terminal)
+    describe = run.progress._describe
+    for step in run.steps:
+        match = re.search(r"spent (\d+) of (\d+)", describe(step))
+        quoted[step] = int(match[1])
+        assert int(match[2]) == stop
+    assert all(step <= covered <= stop for step, covered in quoted.items())
+    assert quoted[stop] == stop
+
+
+def test_what_is_spent_is_computed_for_few_steps(make_run):
+    asked = set()
+
+    def describe_privacy(step, last_step):
+        asked.add(step)
+        return ""
+
+    make_run(stop=1000, is_terminal=True, describe_privacy=describe_privacy).lines()
+    assert len(asked) == 10
+
+
+def test_a_bar_is_drawn_on_a_terminal(make_run):
+    run = make_run(is_terminal=True)
+    assert all(run.progress.is_due(step) for step in run.steps)
+    text = "".join(run.lines())
+    assert "\x1b" in text
+    assert "step 100/100" in text
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_disabled_it_prints_nothing(make_run, is_terminal):
+    run = make_run(is_terminal=is_terminal, enabled=False)
+    assert not any(run.progress.is_due(step) for step in run.steps)
+    run.lines()
+    assert run.file.getvalue() == ""
+
+
+def test_it_is_due_where_it_writes(make_run):
+    run = make_run(stop=25)
+    due = [step for step in run.steps if run.progress.is_due(step)]
+    written = [int(re.match(r"step (\d+)/", line)[1]) for line in run.lines()]
+    assert due == written
+
+
+def test_speed_and_time_left_do_not_count_the_first_step(make_run):
+    # The clock ticks once for the first step and once for each line: after k lines,
+    # 2k seconds and 10k - 1 steps.
+    lines = make_run().lines()
+    assert lines[0] == ("step 10/100, spent 10 of 100, 144.0 examples/s, 0:00:20 left")
+    assert lines[-1] == (
+        "step 100/100, spent 100 of 100, 158.4 examples/s, 0:00:00 left"
+    )
+
+
+def test_the_speed_of_a_continued_run_is_that_of_its_own_steps(make_run):
+    # Nine steps in two seconds.
+    line = make_run(start=900, stop=1000).lines()[0]
+    assert line.startswith("step 910/1000, spent 910 of 1000, 144.0 examples/s")
+
+
+def test_after_one_step_there_is_no_speed_yet(make_run):
+    assert make_run(stop=1).lines() == ["step 1/1, spent 1 of 1"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00:00"),
+        (59.6, "0:01:00"),
+        (61, "0:01:01"),
+        (3600, "1:00:00"),
+        (360_000 + 3599, "100:59:59"),
+    ],
+)
+def test_times_are_hours_minutes_and_seconds(seconds, text):
+    assert _progress._clock(seconds) == text
+
+
+def test_the_bar_is_stopped_after_an_error(make_run):
+    run = make_run(is_terminal=True)
+    with pytest.raises(RuntimeError, match="data"), run.progress:
+        raise RuntimeError("data")
+    assert not run.progress._bar.live.is_started
+
+
+def test_it_goes_to_standard_error_by_default(capsys):
+    with Progress(
+        start=0, stop=1, examples_per_step=1, describe_privacy=describe_steps
+    ) as progress:
+        progress.update(1)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "step 1/1, spent 1 of 1\n"

@@ -1,0 +1,66 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpmp import _random
+
+
+def test_fresh_keys_have_128_bits_and_differ():
+    words = np.array([jax.random.key_data(_random.fresh_key()) for _ in range(50)])
+    assert words.shape == (50, 4)
+    assert words.dtype == np.uint32
+    assert len(np.unique(words)) == words.size
+
+
+def test_every_bit_of_a_fresh_key_is_random():
+    words = np.array([jax.random.key_data(_random.fresh_key()) for _ in range(200)])
+    bits = np.unpackbits(words.view(np.uint8), axis=1)
+    assert bits.shape == (200, 128)
+    # A fair coin is this far off with a probability of 1e-10 for each bit.
+    assert np.all(np.abs(bits.mean(0) - 0.5) < 0.23)
+
+
+def test_fresh_keys_do_not_come_from_a_global_generator():
+    np.random.seed(0)
+    first = jax.random.key_data(_random.fresh_key())
+    np.random.seed(0)
+    assert np.any(first != jax.random.key_data(_random.fresh_key()))
+
+
+def test_a_fresh_key_survives_being_saved_as_integers():
+    key = _random.fresh_key()
+    words = np.asarray(jax.random.key_data(key))
+    restored = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
+    np.testing.assert_array_equal(
+        jax.random.normal(key, (5,)), jax.random.normal(restored, (5,))
+    )
+
+
+def test_fresh_integers_have_128_bits_and_differ():
+    integers = [_random.fresh_integer() for _ in range(200)]
+    assert len(set(integers)) == 200
+    assert all(0 <= i < 2**128 for i in integers)
+    assert max(integers) >= 2**120
+
+
+def test_keys_made_by_jax_are_accepted():
+    _random.check_key(jax.random.key(0))
+    _random.check_key(_random.fresh_key())
+    jax.jit(lambda key: _random.check_key(key))(jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        None,
+        np.uint32([0, 1]),
+        jnp.zeros(2, jnp.uint32),
+        jax.random.split(jax.random.key(0), 3),
+    ],
+    ids=["integer", "none", "numpy", "old-style", "several"],
+)
+def test_anything_but_one_key_is_refused(seed):
+    with pytest.raises(ValueError, match="must be one key made by"):
+        _random.check_key(seed)

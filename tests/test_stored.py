@@ -1,0 +1,149 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from dpmp import _stored
+from dpmp.clipping import clipped_fun
+
+_SPECIAL = [0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan, 3.14159, 1e-7]
+
+
+def _special_values(dtype):
+    """(2, n): ordinary numbers, infinities, NaN, the extremes and subnormals."""
+    info = jnp.finfo(dtype)
+    tiny = [info.smallest_subnormal, info.tiny, -info.smallest_subnormal, info.max]
+    row = np.concatenate([np.asarray(_SPECIAL, dtype), np.asarray(tiny, dtype)])
+    return np.stack([row, row[::-1]])
+
+
+def _assert_same_floats(actual, expected):
+    """The same bits, up to the payload of NaN."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    bits = np.dtype(f"uint{8 * actual.dtype.itemsize}")
+    is_nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(actual), is_nan)
+    np.testing.assert_array_equal(
+        actual.view(bits)[~is_nan], expected.view(bits)[~is_nan]
+    )
+
+
+def _stored_and_loaded(x, axis):
+    stored, _ = _stored.compute_and_store(lambda: ({"x": x}, None), x)
+    assert stored["x"].dtype == x.dtype
+    assert stored["x"].shape == x.shape[1:]
+    size = stored["x"].bits.shape[axis]
+    return stored["x"].load(0, size, axis=axis)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_what_is_loaded_is_what_was_stored_in_float32(dtype, axis):
+    values = _special_values(dtype)
+    loaded = jax.jit(_stored_and_loaded, static_argnums=1)(jnp.asarray(values), axis)
+    _assert_same_floats(loaded, values.astype(np.float32))
+
+
+def test_float64_is_loaded_as_it_was_stored():
+    with jax.enable_x64(True):
+        values = _special_values(np.float64)
+        loaded = jax.jit(_stored_and_loaded, static_argnums=1)(jnp.asarray(values), 0)
+        _assert_same_floats(loaded, values)
+
+
+def test_ranges_of_either_axis_are_loaded():
+    x = jnp.arange(12.0, dtype=jnp.bfloat16).reshape(3, 2, 2)
+    stored, _ = _stored.compute_and_store(lambda: (x, None), x)
+    flat = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_array_equal(stored.load(1, 3, axis=0), flat[1:3])
+    np.testing.assert_array_equal(stored.load(1, 2, axis=1), flat[:, 1:2])
+
+
+def test_sixteen_bit_floats_are_held_as_integers():
+    x = jnp.ones((2, 3), jnp.bfloat16)
+    stored, _ = _stored.compute_and_store(lambda: (x, None), x)
+    assert stored.bits.dtype == jnp.uint16
+
+
+def test_the_second_part_is_returned_as_it_is():
+    x = jnp.ones((2, 3), jnp.bfloat16)
+    _, rest = _stored.compute_and_store(lambda: (x, {"aux": x, "none": None}), x)
+    _assert_same_floats(rest["aux"], x)
+    assert rest["none"] is None
+
+
+def test_arrays_without_entries_are_stored():
+    x = jnp.ones((2, 0, 3), jnp.bfloat16)
+    stored, _ = _stored.compute_and_store(lambda: (x, None), jnp.ones(1))
+    assert stored.load(0, 2, axis=0).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "witness",
+    [
+        jnp.zeros(3, jnp.int8),
+        jnp.full(3, -1, jnp.int32),
+        jnp.full(3, jnp.nan),
+        jnp.ones((2, 2), bool),
+        jnp.asarray(2, jnp.uint32),
+        jnp.ones(1, jnp.complex64),
+        jnp.zeros((2, 0)),
+        jax.random.split(jax.random.key(0), 2),
+    ],
+    ids=["int8", "int32", "nan", "bool", "scalar", "complex", "empty", "key"],
+)
+def test_the_branch_is_taken_whatever_the_witness_holds(witness):
+    @jax.jit
+    def stored_and_loaded(witness):
+        stored, _ = _stored.compute_and_store(lambda: (jnp.ones((2, 3)), None), witness)
+        return stored.load(0, 2, axis=0)
+
+    np.testing.assert_array_equal(stored_and_loaded(witness), np.ones((2, 3)))
+
+
+# The residue of a product that is not stored. With p = round(a b), the difference
+# p * 1 - a * b is 0 if a fused multiply-add rounds a b first, and the rounding error of
+# a b if it does not. XLA lets LLVM choose anew in every loop that recomputes it.
+def _residue(example):
+    return example["p"][None] * example["one"][None] - example["a"] * example["b"]
+
+
+def _residue_batch(repeats=32, n=16):
+    rng = np.random.default_rng(0)
+    a, b = rng.uniform(1, 2, (2, 1, n)).astype(np.float32)
+    wide = [np.repeat(x[:, None], repeats, axis=1) for x in (a, b)]
+    return {"p": a * b, "one": np.ones_like(a), "a": wide[0], "b": wide[1]}
+
+
+def _norm_of_clipped_residue(clip_norm):
+    fun = clipped_fun(_residue, l2_clip_norm=clip_norm, keep_batch_dim=False)
+    return reference.norm(jax.jit(fun.__call__)(_residue_batch()))
+
+
+def test_norm_and_sum_see_the_same_bits_of_a_cancelling_difference():
+    assert _norm_of_clipped_residue(1e-9) <= 1e-9
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+def test_norm_and_sum_would_see_other_bits_without_the_branch(monkeypatch, barrier):
+    fence = jax.lax.optimization_barrier if barrier else lambda x: x
+    monkeypatch.setattr(
+        _stored, "_behind_a_branch", lambda compute, witness: fence(compute())
+    )
+    if _norm_of_clipped_residue(1e-9) <= 1e-9:
+        pytest.skip("this compiler happens to recompute the same bits")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_norm_and_sum_see_values_rounded_to_sixteen_bits(dtype):
+    def fun(example):
+        a, b, c = example
+        return a * b - c
+
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(x, dtype) for x in rng.uniform(1, 2, (2, 1, 100)))
+    c = (a.astype(jnp.float32) * b.astype(jnp.float32)).astype(dtype)
+    clipped = clipped_fun(fun, l2_clip_norm=1e-6, keep_batch_dim=False)
+    assert reference.has_norm_at_most(jax.jit(clipped.__call__)((a, b, c)), 1e-6)
