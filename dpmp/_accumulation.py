@@ -26,7 +26,7 @@ _FAN_IN = 32
 _LARGEST_FAN_IN = 64
 
 # Arrays of this many entries or fewer are joined before they are added up.
-_FEW_ENTRIES = 4096
+_FEW_ENTRIES = 512
 
 
 class DoubleWord(NamedTuple):
@@ -51,6 +51,9 @@ class Accumulator:
       lift: from float32 or wider terms to the accumulator's representation.
       add: the sum of two values in that representation.
       unit_roundoff: bound on the relative error of one `add`.
+      slack: the share of the clip norm that is set aside for rounding. It is the same
+        for all batches: if it depended on their size, one example more would rescale
+        all others.
     """
 
     name: str
@@ -58,10 +61,7 @@ class Accumulator:
     lift: Callable[[jax.Array], PyTree]
     add: Callable[[PyTree, PyTree], PyTree]
     unit_roundoff: float
-
-    def zeros(self, shape: tuple[int, ...]) -> PyTree:
-        """Zero in the accumulator's representation."""
-        return self.lift(jnp.zeros(shape, self.dtype))
+    slack: float
 
     def check(self) -> None:
         """Raises ValueError where jax would silently narrow this accumulator."""
@@ -276,6 +276,7 @@ _ACCUMULATORS = {
         lambda x: x.astype(jnp.float32),
         jnp.add,
         UNIT_ROUNDOFF,
+        2.0**-7,
     ),
     "float32x2": Accumulator(
         "float32x2",
@@ -283,6 +284,7 @@ _ACCUMULATORS = {
         _lift_to_double_word,
         add_double_words,
         4 * UNIT_ROUNDOFF**2,
+        2.0**-19,
     ),
     "float64": Accumulator(
         "float64",
@@ -290,5 +292,6 @@ _ACCUMULATORS = {
         lambda x: x.astype(jnp.float64),
         jnp.add,
         2.0**-53,
+        2.0**-19,
     ),
 }

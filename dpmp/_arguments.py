@@ -12,7 +12,7 @@ from dpmp._typing import PyTree
 
 def as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
     """One position or several, as a tuple."""
-    as_tuple = (argnums,) if _validate.is_integer(argnums) else tuple(argnums)
+    as_tuple = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     _validate.require(
         len(as_tuple) > 0 and all(_validate.is_integer(i) and i >= 0 for i in as_tuple),
         f"{name} must be one or more positions, counted from 0",
@@ -26,7 +26,7 @@ def check_disjoint(
     argnums: tuple[int, ...], batch_argnums: tuple[int, ...], prng_argnum: int | None
 ) -> None:
     """Raises ValueError for an argument with two meanings."""
-    keys = () if prng_argnum is None else (prng_argnum,)
+    keys = () if prng_argnum is None else as_argnums("prng_argnum", prng_argnum)
     positions = (*argnums, *batch_argnums, *keys)
     _validate.require(
         len(set(positions)) == len(positions),

@@ -67,6 +67,15 @@ class ClipNorms:
         _validate.positive(
             normalize_by=normalize_by, fix="Use 1.0, or the expected batch size."
         )
+        total = math.hypot(*norms)
+        for scale in (*norms, normalize_by, total / normalize_by):
+            _validate.require(
+                scale in (0, math.inf) or 1e-15 <= scale <= 1e15,
+                "clip norms and normalize_by must be from 1e-15 to 1e15",
+                l2_clip_norm=total,
+                normalize_by=normalize_by,
+                fix="Rescale the loss: beyond, float32 overflows or loses small values.",
+            )
         return cls(
             tuple(float(norm) for norm in norms),
             prefix,
@@ -148,7 +157,7 @@ def _round_down(x: float) -> np.float32:
     """The largest float32 that is at most `x`."""
     with np.errstate(over="ignore"):
         rounded = np.float32(x)
-    return np.nextafter(rounded, np.float32(-np.inf)) if rounded > x else rounded
+    return np.nextafter(rounded, np.float32(-np.inf)) if float(rounded) > x else rounded
 
 
 def global_norm(norms: list[SquaredNorm]) -> jax.Array:

@@ -13,9 +13,6 @@ from dpmp._accumulation import Accumulator, DoubleWord
 from dpmp._clip_norms import ClipNorms
 from dpmp._typing import GradEngine, PyTree
 
-# A sum that needs more than this share of the clip norm for its rounding is refused.
-_LARGEST_SLACK = 0.05
-
 
 @dataclass(frozen=True)
 class ClippedSum:
@@ -61,7 +58,7 @@ class ClippedSum:
         self.accumulator.check()
         batch_size = self._check_batch(args, is_padding_example)
         size = self.microbatch_size or batch_size
-        slack = self._check_slack(batch_size, size)
+        self._check_slack(batch_size, size)
         examples = {i: args[i] for i in self.batch_argnums}
         if self.prng_argnum is not None:
             key = args[self.prng_argnum]
@@ -69,7 +66,7 @@ class ClippedSum:
 
         def one_microbatch(examples, is_padding):
             call_args = [examples.get(i, arg) for i, arg in enumerate(args)]
-            return self._one_microbatch(call_args, kwargs, is_padding, slack)
+            return self._one_microbatch(call_args, kwargs, is_padding)
 
         if batch_size == 0:
             return self._empty(one_microbatch, examples)
@@ -82,13 +79,12 @@ class ClippedSum:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         is_padding: jax.Array | None,
-        slack: float,
     ) -> tuple[PyTree, tuple[Any, jax.Array, PyTree]]:
         grads = self.engine(*args, **kwargs)
         norms = grads.squared_norms(self.clip_norms.prefix)
         global_norm = _clip_norms.global_norm(norms)
         total = grads.weighted_sum(
-            self.clip_norms.coefficients(norms, slack),
+            self.clip_norms.coefficients(norms, slack=self.accumulator.slack),
             keep_mask(global_norm, is_padding, self.nan_safe),
             self.clip_norms.prefix,
             self.accumulator,
@@ -183,22 +179,22 @@ class ClippedSum:
         )
         return batch_size
 
-    def _check_slack(self, batch_size: int, microbatch_size: int) -> float:
-        """What rounding costs the sum, relative to the clip norm."""
+    def _check_slack(self, batch_size: int, microbatch_size: int) -> None:
+        """Raises ValueError for a sum whose rounding is not covered."""
         slack = _accumulation.rounding_slack(
             self.accumulator, batch_size, microbatch_size
         )
         _validate.require(
-            slack <= _LARGEST_SLACK or math.isinf(self.clip_norms.l2_norm_bound),
-            "the rounding of a sum may cost at most 5 % of the clip norm",
-            cost=f"{slack:.1%}",
+            slack <= self.accumulator.slack
+            or math.isinf(self.clip_norms.l2_norm_bound),
+            f"rounding may cost a sum {self.accumulator.slack:.2g} of the clip norm",
+            cost=f"{slack:.2g}",
             batch_size=batch_size,
             microbatch_size=microbatch_size,
             accumulator=self.accumulator.name,
             fix='Use accumulator="float32x2" (in DPSGD: arithmetic="float32x2"), or '
             "larger microbatches.",
         )
-        return slack
 
 
 def keep_mask(

@@ -69,7 +69,7 @@ def store_one(tree: PyTree) -> StackedGrads:
     """A batch of the one example whose gradient is given."""
     stack, _ = compute_and_store(
         lambda: (jax.tree.map(lambda x: jnp.asarray(x)[None], tree), None),
-        jnp.zeros(1),
+        tree,
     )
     return StackedGrads(None, None, stack)
 
@@ -116,8 +116,7 @@ def stack_engine(
             )(*args)
             return grads, outputs
 
-        first_leaf = jax.tree.leaves([args[i] for i in batch_argnums])[0]
-        stack, (values, aux) = compute_and_store(compute, jnp.asarray(first_leaf))
+        stack, (values, aux) = compute_and_store(compute, args)
         return StackedGrads(values, aux, stack)
 
     return engine

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +14,19 @@ _KEY_BYTES = 16
 
 
 def fresh_key() -> jax.Array:
-    """A new 128-bit key; fresh at every call, so never to be made inside `jax.jit`."""
+    """A new 128-bit key.
+
+    Raises:
+      ValueError: while jax traces: the key would be a constant of the program, and its
+        noise would repeat whenever that runs.
+    """
+    _validate.require(
+        jax.core.trace_state_clean(),
+        "a key from the system must be drawn outside of jax.jit and other "
+        "transformations",
+        traced=True,
+        fix="Call init before the step is compiled, or pass prng_key.",
+    )
     words = np.frombuffer(os.urandom(_KEY_BYTES), np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry4x32")
 

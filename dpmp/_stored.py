@@ -53,13 +53,13 @@ def at_least_float32(*dtypes: Any) -> Any:
 
 
 def compute_and_store(
-    compute: Callable[[], tuple[PyTree, PyTree]], witness: jax.Array
+    compute: Callable[[], tuple[PyTree, PyTree]], witness: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Stores the first part of what `compute` returns, leaving the second as it is.
 
     Args:
       compute: gives a tree of stacked float arrays, (B, ...), and anything else.
-      witness: any array with an entry that the compiler does not know.
+      witness: arrays, at least one of them not a constant of the program.
 
     Returns:
       The tree with its leaves as `StoredArray`, and the second part.
@@ -82,15 +82,17 @@ def _to_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
-def _behind_a_branch(compute: Callable[[], PyTree], witness: jax.Array) -> PyTree:
+def _behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
     """Computes on one side of a branch that is always taken, whatever the data.
 
     What leaves a branch is in memory, and nothing is fused across. The compiler does
     not know that no integer of 32 bits has 64 bits set.
     """
-    if jnp.issubdtype(witness.dtype, jax.dtypes.prng_key):
-        witness = jax.random.key_data(witness)
-    integer = (jnp.ravel(witness)[0] != 0).astype(jnp.uint32)
+    integer = jnp.zeros((), jnp.uint32)
+    for leaf in map(jnp.asarray, jax.tree.leaves(witness)):
+        if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            first = jax.lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim).reshape(())
+            integer ^= (first != jnp.zeros_like(first)).astype(jnp.uint32)
     shapes = jax.eval_shape(compute)
     return jax.lax.cond(
         jax.lax.population_count(integer) < 64,

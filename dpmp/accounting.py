@@ -4,6 +4,7 @@ The analysis is dp_accounting's; `_epsilon.py` says which accountant is asked.
 """
 
 import bisect
+import decimal
 import functools
 import math
 from collections.abc import Callable
@@ -220,7 +221,7 @@ def get_epsilon(
       2018](https://arxiv.org/abs/1805.06530).
     """
     check_delta(delta)
-    _check_relation(neighboring_relation)
+    check_relation(neighboring_relation)
     epsilon, accountant = _epsilon.bound(
         _epsilon.Run(_epsilon.steps_of(event), neighboring_relation), delta
     )
@@ -273,7 +274,7 @@ def calibrate_noise_multiplier(
     )
     _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
     check_delta(delta)
-    _check_relation(neighboring_relation)
+    check_relation(neighboring_relation)
 
     confirmed = []
 
@@ -298,6 +299,16 @@ def calibrate_noise_multiplier(
         fix="Raise it; get_epsilon(make_event(1e9)) tells what stands in the way.",
     )
     return math.exp(min(confirmed))
+
+
+def round_up(epsilon: float) -> str:
+    """Epsilon to three decimals, never below its value.
+
+    >>> round_up(3.5021)
+    '3.503'
+    """
+    exact = decimal.Decimal(epsilon)
+    return str(exact.quantize(decimal.Decimal("0.001"), decimal.ROUND_CEILING))
 
 
 def check_delta(delta: float) -> None:
@@ -363,7 +374,8 @@ def _check(**values: Any) -> None:
         check(**{name: value}, fix=fix)
 
 
-def _check_relation(neighboring_relation: _Relation) -> None:
+def check_relation(neighboring_relation: _Relation) -> None:
+    """Raises TypeError for anything but a relation of dp_accounting's."""
     _validate.require(
         isinstance(neighboring_relation, _Relation),
         "neighboring_relation must be a dp_accounting.NeighboringRelation",

@@ -68,9 +68,10 @@ class BoundedSensitivityCallable:
         """The L2 sensitivity of the computed output.
 
         Guarantees:
-          The bound holds for the floats that come out, for any batch size: what
-          rounding adds has been taken from the clip norm. It is twice as large for
-          replace-one as for add/remove and zero-out (REPLACE_SPECIAL).
+          The bound holds for the floats that come out, also for two batches of
+          different sizes: what rounding adds has been taken from the clip norm. It is
+          twice as large for replace-one as for add/remove and zero-out
+          (REPLACE_SPECIAL).
 
         Args:
           neighboring_relation: which two batches are neighbours.
@@ -107,7 +108,8 @@ def clip_pytree(
 
     Guarantees:
       The norm of the computed output is at most `clip_norm`, or 1 if
-      `rescale_to_unit_norm`. Edge cases:
+      `rescale_to_unit_norm`, unless it is mapped by `jax.vmap` (use `clipped_fun` for
+      batches). Edge cases:
 
       | case                       | rescale_to_unit_norm | output               |
       | :------------------------- | :------------------- | :------------------- |
@@ -139,12 +141,20 @@ def clip_pytree(
     clip_norms = ClipNorms.from_tree(clip_norm, rescale_to_unit_norm, 1.0)
     _arguments.check_float_leaves(pytree, "pytree")
     clip_norms.check_prefix_of(pytree)
+    return_zero = jnp.asarray(return_zero)
+    _validate.require(
+        return_zero.shape == () and return_zero.dtype == jnp.dtype("bool"),
+        "return_zero must be one bool",
+        shape=return_zero.shape,
+        dtype=return_zero.dtype.name,
+        fix="For a batch, use clipped_fun and is_padding_example.",
+    )
     grads = _per_example.store_one(pytree)
     norms = grads.squared_norms(clip_norms.prefix)
     norm = _clip_norms.global_norm(norms)
     clipped = grads.weighted_sum(
         clip_norms.coefficients(norms, slack=0.0),
-        _clipped_sum.keep_mask(norm, jnp.asarray(return_zero)[None], nan_safe),
+        _clipped_sum.keep_mask(norm, return_zero[None], nan_safe),
         clip_norms.prefix,
         _accumulation.get_accumulator(None, norm.dtype),
     )
@@ -284,15 +294,19 @@ def clipped_grad(
       that is `l2_clip_norm / normalize_by` under add/remove and zero-out, or
       `1 / normalize_by` if `rescale_to_unit_norm`, and twice that under replace-one.
       With a tree of clip norms, the norm of all of them takes the place of
-      `l2_clip_norm`. Conditions: the gradient of an example depends on no other
-      example (no batch statistics), and `nan_safe`. Then:
+      `l2_clip_norm`. Conditions: `nan_safe`; the gradient of an example depends on
+      no other example (no batch statistics), nor on its place in the batch, also in
+      its last bits (XLA does not promise that; see the README); the key of
+      `prng_argnum`, whose parts go by place, is secret and used once; and no
+      `jax.vmap` around this function, which lets the compiler compute gradients
+      twice, in two ways, for the norm and for the sum. Then:
 
       - An example whose gradient is not finite, or whose squared norm overflows the
         norm's dtype, contributes zero, by selection. So does a padding example.
       - An empty batch, or one of padding only, gives zero.
-      - The slack that rounding needs is taken from the clip norm: about 1e-6 to 1e-4
-        of it for the norm, and for the sum about 1e-4 at 256 examples in float32,
-        growing with the batch, nothing to speak of in "float32x2" and "float64".
+      - What rounding can add is taken from the clip norm: about 1e-6 of it for the
+        norm, and for the sum 1/128 with "float32", 2e-6 with "float32x2" and "float64". It
+        does not depend on the batch; batches too large for it are refused.
       - Values, norms and aux are per example, depend on that example alone, and are
         sensitive.
 
@@ -333,7 +347,7 @@ def clipped_grad(
       ValueError: at construction for contradictory or invalid arguments; when called,
         before anything is differentiated, for arguments whose shapes or dtypes do not
         fit, a batch that `microbatch_size` does not divide, and a batch so large that
-        the rounding of its sum would cost more than 5 % of the clip norm.
+        the rounding of its sum is not covered.
 
     References:
       [Abadi et al.: Deep learning with differential privacy, algorithm

@@ -104,8 +104,11 @@ class DPSGD:
             )
         if self.delta is not None:
             accounting.check_delta(self.delta)
-        # Both check what is not checked here.
-        self.sampling  # noqa: B018
+        accounting.check_relation(self.neighboring_relation)
+        for name in ("truncated_batch_size", "microbatch_size"):
+            if (size := getattr(self, name)) is not None:
+                _validate.positive_integer(fix="Use 32, or None.", **{name: size})
+        # Checks what is left: clip norms, arithmetic and method.
         self.clipped_grad(lambda *_: 0.0)
 
     @classmethod
@@ -120,8 +123,9 @@ class DPSGD:
           A mechanism of `epochs * num_examples / expected_batch_size` steps, rounded.
         """
         _validate.positive(epochs=epochs, fix="Use 3, for example.")
-        steps = epochs * fields["num_examples"] / fields["expected_batch_size"]
-        return cls(iterations=max(1, round(steps)), **fields)
+        one_step = cls(iterations=1, **fields)
+        steps = epochs * one_step.num_examples / one_step.expected_batch_size
+        return dataclasses.replace(one_step, iterations=max(1, round(steps)))
 
     def calibrate(self, *, epsilon: float, delta: float) -> "DPSGD":
         """The same mechanism with the least noise that satisfies (epsilon, delta).
@@ -204,7 +208,16 @@ class DPSGD:
 
         Returns:
           The callable; its output is divided by `expected_batch_size`.
+
+        Raises:
+          ValueError: for `nan_safe=False`, which has no guarantee.
         """
+        _validate.require(
+            kwargs.get("nan_safe", True),
+            "a mechanism must select away what is not finite",
+            nan_safe=False,
+            fix="Use dpmp.clipped_grad to look for NaN, on public data.",
+        )
         return clipping.clipped_grad(
             fun,
             argnums,
@@ -334,7 +347,7 @@ _NEIGHBOURS = {
 
 
 def _statement_lines(mechanism: DPSGD) -> list[str]:
-    if not mechanism.is_private:
+    if not mechanism.is_private and mechanism.noise_multiplier is not None:
         return [
             "No privacy: gradients are not clipped or no noise is added, and anything "
             "computed from them may reveal the training data."
@@ -343,7 +356,8 @@ def _statement_lines(mechanism: DPSGD) -> list[str]:
     accumulator = _accumulation.get_accumulator(mechanism.arithmetic)
     return [
         f"The trained parameters, and all that comes of the noisy gradients, are "
-        f"({guarantee.epsilon:.4g}, {guarantee.delta:.3g})-differentially private.",
+        f"({accounting.round_up(guarantee.epsilon)}, {guarantee.delta:.3g})-"
+        f"differentially private.",
         f"- Protected unit: one example. Two datasets are neighbours if "
         f"{_NEIGHBOURS[mechanism.neighboring_relation]}. The number of examples, "
         f"{mechanism.num_examples}, is public.",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _jaxpr, _random, _validate
+from dpmp import _jaxpr, _random, _validate, accounting
 from dpmp._progress import Progress
 from dpmp._typing import PyTree
 from dpmp.batch_selection import pad_indices
@@ -122,8 +122,9 @@ class DPTrainer:
           params: initial parameters, which must not depend on the private data. They
             are copied to the policy's `param_dtype`.
           prng_key: the root of all randomness of the run; None for 128 bits from the
-            system. A key that was used on other data must not be used again: the
-            difference of two runs would be free of noise.
+            system. A key is for one run: with it again, on other data or with other
+            hyper-parameters, the difference of the two runs would be free of noise.
+            The same goes for continuing one saved state in two ways.
 
         Returns:
           A `TrainingState`.
@@ -139,10 +140,15 @@ class DPTrainer:
         return TrainingState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(params),
+            # Copied, since a transformation may keep the parameters themselves, and
+            # all arrays of the state are donated.
+            opt_state=jax.tree.map(jnp.copy, self.optimizer.init(params)),
             noise_state=self.mechanism.privatizer(noise_key).init(params),
             sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
-            model_key=model_key,
+            # The default generator compiles in any program that the loss may be.
+            model_key=jax.random.wrap_key_data(
+                jax.random.bits(model_key, (2,), jnp.uint32), impl="threefry2x32"
+            ),
         )
 
     def train_step(
@@ -159,7 +165,16 @@ class DPTrainer:
 
         Returns:
           The state after.
+
+        Raises:
+          ValueError: for a batch of another size, and after the last step.
         """
+        _validate.require(
+            int(state.step) < self.mechanism.iterations,
+            f"there are {self.mechanism.iterations} steps",
+            step=int(state.step),
+            fix="Plan more of them before the run starts.",
+        )
         return self._step(state, batch, is_padding_example)[0]
 
     def fit(
@@ -195,7 +210,7 @@ class DPTrainer:
         start = int(state.step)
         stop = mechanism.iterations if stop_at is None else stop_at
         _validate.require(
-            start <= stop <= mechanism.iterations,
+            _validate.is_integer(stop) and start <= stop <= mechanism.iterations,
             f"stop_at must be from the current step to {mechanism.iterations}",
             step=start,
             stop_at=stop,
@@ -230,6 +245,12 @@ class DPTrainer:
 
         def pad(x):
             x = np.asarray(x)
+            # Neither number may be shown: how many examples a batch has is sensitive.
+            if len(x) != len(indices):
+                raise ValueError(
+                    "the source must return one row for each index it is given. "
+                    "See dpmp.training.Source."
+                )
             return np.pad(x, [(0, size - len(indices))] + [(0, 0)] * (x.ndim - 1))
 
         batch = jax.tree.map(pad, source[indices])
@@ -257,9 +278,9 @@ class DPTrainer:
             fix="Pad it, and mark the padding in is_padding_example.",
         )
         batch = jax.tree.map(jnp.asarray, batch)
-        signature = str(jax.tree.map(jax.typeof, (state.params, batch)))
+        signature = str(jax.tree.map(jax.typeof, (state, batch)))
         if signature not in self._programs:
-            self._programs[signature] = self._make_program(state.params, batch)
+            self._programs[signature] = self._make_program(state, batch)
         program, constants = self._programs[signature]
         return program(state, batch, jnp.asarray(is_padding), constants)
 
@@ -269,18 +290,17 @@ class DPTrainer:
         return {}
 
     def _make_program(
-        self, params: PyTree, batch: PyTree
+        self, state: TrainingState, batch: PyTree
     ) -> tuple[Callable[..., Any], list[Any]]:
         """The compiled step, and the arrays that the loss closes over."""
 
-        def one_example(params, batch, key):
+        def example_args(state, batch):
             batch = jax.tree.map(lambda x: x[:1], batch)
-            return self.policy.cast_to_compute((params, batch)), key
+            return self.policy.cast_to_compute((state.params, batch))
 
-        key = jax.random.key(0)
-        (params, batch), key = jax.eval_shape(one_example, params, batch, key)
-        keys = (key,) if self.uses_prng_key else ()
-        loss_fn, constants = _jaxpr.hoist_constants(self.loss_fn, params, batch, *keys)
+        args = jax.eval_shape(example_args, state, batch)
+        keys = (state.model_key,) if self.uses_prng_key else ()
+        loss_fn, constants = _jaxpr.hoist_constants(self.loss_fn, *args, *keys)
 
         def step(state, batch, is_padding, constants):
             return self._update(
@@ -316,7 +336,7 @@ class DPTrainer:
             state.noise_state.prng_key
         ).update(sum_of_clipped_grads, state.noise_state)
         updates, opt_state = self.optimizer.update(
-            noisy_grads, state.opt_state, state.params
+            self.policy.cast_to_param(noisy_grads), state.opt_state, state.params
         )
         new_state = TrainingState(
             step=state.step + 1,
@@ -335,7 +355,10 @@ def _describe_privacy(mechanism: DPSGD, step: int, last_step: int) -> str:
     if mechanism.delta is None:
         return "epsilon not shown without a delta"
     spent, final = mechanism.guarantee(step), mechanism.guarantee(last_step)
-    return f"epsilon {spent.epsilon:.3f} of {final.epsilon:.3f}"
+    return (
+        f"epsilon {accounting.round_up(spent.epsilon)} of "
+        f"{accounting.round_up(final.epsilon)}"
+    )
 
 
 def _as_source(source: PyTree | Source, num_examples: int) -> Source:
@@ -353,7 +376,8 @@ def _as_source(source: PyTree | Source, num_examples: int) -> Source:
         "depend on it.",
     )
     _validate.require(
-        is_arrays or hasattr(source, "__getitem__"),
+        is_arrays
+        or (hasattr(source, "__getitem__") and not isinstance(source, list | dict)),
         "the source must be arrays, or an object with __getitem__",
         source=type(source).__name__,
         fix="See dpmp.training.Source.",

@@ -1,5 +1,6 @@
 """A zoo of small models, for tests that compare implementations."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,11 +31,15 @@ _VOCABULARY, _LENGTH, _WIDTH, _HEADS = 11, 5, 8, 2
 
 def per_example_grads(model: Model, params: Any, batch: Any) -> Any:
     """The gradients as jax computes them: a tree of arrays (B, ...)."""
+    return _per_example_grad_fn(model)(params, batch)
 
+
+@functools.cache
+def _per_example_grad_fn(model: Model) -> Callable[[Any, Any], Any]:
     def loss(params, example):
         return model.loss(params, jax.tree.map(lambda x: x[None], example))
 
-    return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(params, batch)
+    return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -37,9 +37,15 @@ def exact_squared_norm(tree: Any) -> Fraction:
 def _exact_sum_of_squares(x: Any) -> Fraction:
     if _is_double_word(x):
         return sum((v * v for v in exact_values(x)), Fraction(0))
-    values, counts = np.unique(np.abs(float64_values(x)), return_counts=True)
-    pairs = zip(values.tolist(), counts.tolist(), strict=True)
-    return sum((count * Fraction(v) ** 2 for v, count in pairs), Fraction(0))
+    mantissas, exponents = np.frexp(float64_values(x).ravel())
+    if not np.isfinite(mantissas).all():
+        raise ValueError("there is no exact norm of what is not finite")
+    integers = (mantissas * 2.0**53).astype(np.int64)
+    total = Fraction(0)
+    for e in np.unique(exponents).tolist():
+        group = integers[exponents == e].tolist()
+        total += sum(m * m for m in group) * Fraction(4) ** (e - 53)
+    return total
 
 
 def exact_squared_distance(a: Any, b: Any) -> Fraction:

@@ -5,7 +5,7 @@ import pytest
 
 from dpmp._jaxpr import hoist_constants
 
-FROZEN = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
+FROZEN = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
 ARGS = (jnp.array([1.0, -2.0, 0.5]), {"x": jnp.array([[0.3, 0.1, -0.2]])})
 
 
@@ -58,8 +58,8 @@ def frozen(request):
 
 
 def assert_close(actual, expected):
-    # Sums of 300 float32 products, in whatever order.
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
+    # Sums of 1000 float32 products, in whatever order.
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,13 +88,13 @@ def test_it_can_be_differentiated_and_mapped(kind):
     assert_close(grads, expected_grads)
 
 
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.grad], ids=["fun", "grad"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_large_constant_is_left_in_the_program(kind, frozen):
-    fun = make_functions(frozen)[kind]
+def test_no_large_constant_is_left_in_the_program(kind, transform, frozen):
+    fun = transform(make_functions(frozen)[kind])
     hoisted, constants = hoist_constants(fun, *ARGS)
-    assert sum(np.size(x) == FROZEN.size for x in constants) == 1
-
-    lowered = jax.jit(jax.grad(hoisted, argnums=1)).lower(constants, *ARGS)
+    assert any(np.size(x) == FROZEN.size for x in constants)
+    lowered = jax.jit(hoisted).lower(constants, *ARGS)
     # As text, the array takes at least two characters for each byte.
     assert len(lowered.as_text()) < FROZEN.nbytes
 

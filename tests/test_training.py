@@ -10,7 +10,7 @@ import optax
 import pytest
 from scipy import stats
 
-from dpmp import DPSGD, DPTrainer, Policy, SensitiveOutputs, TrainingState
+from dpmp import DPSGD, DPTrainer, Policy, SensitiveOutputs, TrainingState, training
 
 NUM_EXAMPLES = 12
 EPS = 2.0**-23
@@ -594,7 +594,7 @@ def test_something_that_gives_no_examples_is_refused():
 def test_a_step_that_is_not_accounted_for_is_refused(stop_at):
     trainer = default_trainer()
     state = trainer.init(make_params())
-    with pytest.raises(ValueError, match="stop_at must be .* to 6"):
+    with pytest.raises(ValueError, match=r"stop_at must be .* to 6"):
         trainer.fit(state, make_data(), progress=False, stop_at=stop_at)
 
 
@@ -793,3 +793,12 @@ def test_progress_can_be_turned_off(capsys):
     trainer.fit(trainer.init(make_params()), make_data(), stop_at=2, progress=False)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.7, 1.0, 1.37, 2.0, 3.3])
+def test_progress_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
+    mechanism = make_trainer(noise_multiplier=noise_multiplier, delta=1e-5).mechanism
+    _, spent, _, final = training._describe_privacy(mechanism, 3, 6).split(" ")
+    for quoted, step in ((spent, 3), (final, 6)):
+        epsilon = mechanism.guarantee(step).epsilon
+        assert epsilon <= float(quoted) < epsilon + 0.01

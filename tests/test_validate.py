@@ -11,7 +11,7 @@ NOT_NUMBERS = [None, "1", True, math.nan, 1j, [1.0], np.ones(1), jnp.ones(())]
 
 
 def test_a_message_says_what_is_required_what_was_given_and_what_to_do():
-    with pytest.raises(ValueError, match="^x must be y; got x=1, z='a'. Use y.$"):
+    with pytest.raises(ValueError, match=r"^x must be y; got x=1, z='a'\. Use y\.$"):
         _validate.fail("x must be y", x=1, z="a", fix="Use y.")
 
 

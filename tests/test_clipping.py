@@ -1,0 +1,909 @@
+import collections
+import functools
+import math
+from fractions import Fraction
+
+import dp_accounting
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import models
+import numpy as np
+import pytest
+import reference
+
+from dpmp import clipping
+from dpmp._accumulation import UNIT_ROUNDOFF
+from dpmp.clipping import clip_pytree, clipped_fun, clipped_grad
+
+_RELATIONS = dp_accounting.NeighboringRelation
+
+# What clipping may cost: 8 spare roundings and half of those on the longest path of
+# the squared norm, once as slack and once as error. Below 60 for 1e5 entries.
+_LARGEST_LOSS = 2 * 60 * UNIT_ROUNDOFF
+
+
+def _jit(fun):
+    return jax.jit(fun.__call__)
+
+
+# The norm of one contribution.
+
+_SHAPES = ((), (3,), (17, 5), (5000,), (4097,), (0,))
+_DTYPES = {
+    "bfloat16": [jnp.bfloat16],
+    "float16": [jnp.float16],
+    "float32": [jnp.float32],
+    "mixed": [jnp.bfloat16, jnp.float32, jnp.float16],
+}
+_CLIP_NORMS = (1e-3, 1.0, 1e3)
+
+
+def _random_tree(seed, scale, dtypes):
+    rng = np.random.default_rng(seed)
+    return [
+        np.asarray(rng.normal(0, scale, shape), dtypes[i % len(dtypes)])
+        for i, shape in enumerate(_SHAPES)
+    ]
+
+
+def _all_clipped(tree):
+    return [
+        clip_pytree(tree, clip_norm, rescale_to_unit_norm=rescale)[0]
+        for clip_norm in _CLIP_NORMS
+        for rescale in (False, True)
+    ]
+
+
+_BOUNDS = [1.0 if rescale else c for c in _CLIP_NORMS for rescale in (False, True)]
+
+
+@pytest.mark.parametrize("name", _DTYPES)
+def test_a_clipped_tree_has_at_most_the_clip_norm_and_little_less(name):
+    clip = jax.jit(_all_clipped)
+
+    @hypothesis.given(st.integers(0, 2**32 - 1), st.floats(-6, 3))
+    def check(seed, log_scale):
+        tree = _random_tree(seed, 10.0**log_scale, _DTYPES[name])
+        norm = reference.norm(tree)
+        for clipped, bound, clip_norm in zip(
+            clip(tree), _BOUNDS, np.repeat(_CLIP_NORMS, 2), strict=True
+        ):
+            assert reference.has_norm_at_most(clipped, bound)
+            expected = min(norm / clip_norm, 1) * bound
+            assert reference.norm(clipped) >= expected * (1 - _LARGEST_LOSS)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1 / 3, jnp.bfloat16),
+        (1 / 3, jnp.float16),
+        (1 / 3, jnp.float32),
+        (1e-4, jnp.float16),  # its square underflows in float16
+        (6e-8, jnp.float16),  # subnormal
+        (300.0, jnp.float16),  # its square overflows in float16
+        (1e15, jnp.bfloat16),
+        (1e-18, jnp.float32),
+        (1e-23, jnp.float32),  # its square underflows in float32
+        (1e-37, jnp.float32),
+    ],
+)
+def test_equal_entries_are_clipped_to_the_clip_norm(value, dtype):
+    clip_norms = [value * ratio for ratio in (1.0, 8.0, 44.0)]
+    tree = {"a": np.full((2000,), value, dtype), "b": np.full((3, 7), value, dtype)}
+    clip = jax.jit(lambda x: [clip_pytree(x, c)[0] for c in clip_norms])
+    for clipped, clip_norm in zip(clip(tree), clip_norms, strict=True):
+        assert reference.has_norm_at_most(clipped, clip_norm)
+        if value > 1e-15:  # the squares of smaller ones round to zero, or nearly so
+            assert reference.norm(clipped) >= clip_norm * (1 - _LARGEST_LOSS)
+
+
+@pytest.mark.parametrize(
+    "num_leaves", [1, 40, pytest.param(2000, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_many_equal_leaves_are_clipped_to_the_clip_norm(num_leaves, dtype):
+    tree = [np.full((4,), 1 / 3, dtype)] * num_leaves
+    clipped = jax.jit(lambda x: clip_pytree(x, 0.1)[0])(tree)
+    assert reference.has_norm_at_most(clipped, 0.1)
+    assert reference.norm(clipped) >= 0.1 * (1 - _LARGEST_LOSS)
+
+
+def test_one_huge_entry_does_not_hide_many_small_ones():
+    tree = np.append(np.full(20_000, 1e-4), 1.0).astype(np.float32)
+    clipped, norm = jax.jit(lambda x: clip_pytree(x, 0.1))(tree)
+    assert reference.has_norm_at_most(clipped, 0.1)
+    assert norm == pytest.approx(reference.norm(tree), rel=_LARGEST_LOSS)
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("normalize_by", [1.0, 3.0, 1e-3])
+def test_per_layer_clip_norms_bound_each_part_and_the_whole(rescale, normalize_by):
+    clip_norms = {"a": 3.0, "b": [0.25, 1e3]}
+    fun = clipped_fun(
+        lambda x: x,
+        l2_clip_norm=clip_norms,
+        rescale_to_unit_norm=rescale,
+        normalize_by=normalize_by,
+        keep_batch_dim=False,
+    )
+    total = math.hypot(3.0, 0.25, 1e3)
+    divisor = normalize_by * (total if rescale else 1)
+    rng = np.random.default_rng(0)
+    clip = _jit(fun)
+    for scale in (1.0, 1e6):
+        batch = {
+            "a": {"w": rng.normal(0, scale, (1, 30)).astype(ml_dtypes.bfloat16)},
+            "b": [
+                rng.normal(0, scale, (1, 7)).astype(np.float32),
+                rng.normal(0, scale, (1, 300)).astype(np.float32),
+            ],
+        }
+        contribution = clip(batch)
+        # The bound itself is computed in float64: 4 of its roundings.
+        slack = 1 + 4 * 2.0**-53
+        assert reference.has_norm_at_most(contribution["a"], 3.0 / divisor * slack)
+        assert reference.has_norm_at_most(contribution["b"][0], 0.25 / divisor * slack)
+        assert reference.has_norm_at_most(contribution["b"][1], 1e3 / divisor * slack)
+        assert reference.has_norm_at_most(contribution, fun.sensitivity())
+    assert reference.norm(contribution) >= fun.sensitivity() * (1 - _LARGEST_LOSS)
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "rescale", "expected"),
+    [
+        (0.0, False, [0.0, 0.0]),
+        (0.0, True, [0.6, 0.8]),
+        (math.inf, False, [3.0, 4.0]),
+        (math.inf, True, [0.0, 0.0]),
+        (5.5, False, [3.0, 4.0]),
+        (10.0, True, [0.3, 0.4]),
+        (1.0, False, [0.6, 0.8]),
+    ],
+)
+def test_limits_of_the_clip_norm(clip_norm, rescale, expected):
+    clipped, norm = clip_pytree(jnp.asarray([3.0, 4.0]), clip_norm, rescale)
+    np.testing.assert_allclose(clipped, expected, rtol=_LARGEST_LOSS)
+    assert norm == 5.0
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0, math.inf])
+@pytest.mark.parametrize("rescale", [False, True])
+def test_zero_is_clipped_to_zero(clip_norm, rescale):
+    clipped, norm = clip_pytree({"a": jnp.zeros(3), "b": 0.0}, clip_norm, rescale)
+    assert not reference.exact_squared_norm(clipped)
+    assert norm == 0
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0, math.inf])
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 3e38])
+def test_what_is_not_finite_is_clipped_to_zero(clip_norm, rescale, bad):
+    tree = {"a": jnp.asarray([1.0, bad]), "b": jnp.ones(2)}
+    clipped, norm = clip_pytree(tree, clip_norm, rescale)
+    assert not reference.exact_squared_norm(clipped)
+    assert not np.isfinite(norm)
+
+
+def test_what_is_not_finite_goes_through_unless_nan_safe():
+    clipped, _ = clip_pytree(jnp.asarray([1.0, jnp.nan]), 1.0, nan_safe=False)
+    assert np.isnan(clipped).any()
+
+
+@pytest.mark.parametrize("return_zero", [True, jnp.asarray(True)])
+def test_return_zero_selects_zero(return_zero):
+    clipped, norm = clip_pytree(jnp.ones(4), 1.0, return_zero=return_zero)
+    assert not reference.exact_squared_norm(clipped)
+    assert norm == 2.0
+
+
+def test_float64_trees_stay_float64():
+    with jax.enable_x64(True):
+        tree = jnp.asarray([1e-200, 3e30, 4e30], jnp.float64)
+        clipped, norm = clip_pytree(tree, 1.0)
+        assert clipped.dtype == norm.dtype == jnp.float64
+        np.testing.assert_allclose(clipped[1:], [0.6, 0.8], rtol=_LARGEST_LOSS)
+        assert reference.has_norm_at_most(clipped, 1.0)
+
+
+# The sensitivity of the computed sum.
+
+
+def _equal_examples(size):
+    return np.full((size, 4), 0.5)
+
+
+def _alternating_examples(size):
+    return _equal_examples(size) * np.resize([1.0, -1.0], size)[:, None]
+
+
+def _stagnating_examples(size):
+    """Half the batch sums to a power of two; the rest are 0.7 units in its last place.
+
+    A running float32 sum rounds each of them up to a whole unit. Without the first
+    example it stays below that power, where units are half as large, and gains half as
+    much.
+    """
+    values = np.ones(size)
+    values[size // 2 :] = 0.7 * 2 * UNIT_ROUNDOFF * (size // 2)
+    return np.repeat(values[:, None], 4, axis=1) / 2
+
+
+def _random_examples(size):
+    return np.random.default_rng(size).normal(0, 1, (size, 4))
+
+
+def _examples_of_many_sizes(size):
+    return _random_examples(size) * np.logspace(-6, 6, size)[:, None]
+
+
+_BATCHES = (
+    _equal_examples,
+    _alternating_examples,
+    _stagnating_examples,
+    _random_examples,
+    _examples_of_many_sizes,
+)
+
+
+def _neighbours(examples, i):
+    """For each relation: two batches of one shape, as (examples, is_padding)."""
+    size = len(examples)
+    nobody, only_i, only_last = (np.arange(size) == j for j in (-1, i, size - 1))
+    others = np.delete(examples, i, axis=0)
+    moved = np.concatenate([others, np.full_like(examples[:1], np.nan)])
+    replaced = np.where(only_i[:, None], -examples, examples)
+    yield _RELATIONS.REPLACE_SPECIAL, (examples, nobody), (examples, only_i)
+    yield _RELATIONS.ADD_OR_REMOVE_ONE, (examples, nobody), (moved, only_last)
+    yield _RELATIONS.REPLACE_ONE, (examples, nobody), (replaced, nobody)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("accumulator", ["float32", "float32x2", "float64"])
+@pytest.mark.parametrize(
+    ("size", "microbatch_size"), [(1, None), (2, 1), (96, None), (256, 16), (128, 1)]
+)
+def test_neighbouring_sums_differ_by_at_most_the_sensitivity(
+    size, microbatch_size, accumulator, dtype
+):
+    with jax.enable_x64(accumulator == "float64"):
+        fun = clipped_fun(
+            lambda x: x,
+            l2_clip_norm=1.0,
+            keep_batch_dim=False,
+            microbatch_size=microbatch_size,
+            accumulator=accumulator,
+        )
+        computed_sum = _jit(fun)
+        for make_batch in _BATCHES:
+            examples = make_batch(size).astype(dtype)
+            for i in {0, size // 2, size - 1}:
+                for relation, *batches in _neighbours(examples, i):
+                    a, b = (
+                        computed_sum(jnp.asarray(x), is_padding_example=jnp.asarray(m))
+                        for x, m in batches
+                    )
+                    bound = Fraction(fun.sensitivity(relation))
+                    assert reference.exact_squared_distance(a, b) <= bound**2
+
+
+@pytest.mark.parametrize("size", [2, 65, 257])
+@pytest.mark.parametrize("accumulator", ["float32", "float32x2"])
+def test_a_batch_one_example_shorter_is_within_the_sensitivity(size, accumulator):
+    fun = clipped_fun(
+        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, accumulator=accumulator
+    )
+    examples = np.ones((size, 1), np.float32)
+    examples[-1] = -1
+    a, b = (jax.jit(fun.__call__)(x) for x in (examples, examples[:-1]))
+    bound = fun.sensitivity(_RELATIONS.ADD_OR_REMOVE_ONE)
+    assert reference.exact_squared_distance(a, b) <= Fraction(bound) ** 2
+
+
+def test_a_naive_float32_sum_exceeds_the_sensitivity():
+    # The control of the test above: the same attack shows where nothing guards the sum.
+    examples = _stagnating_examples(4096).astype(np.float32)
+    sums = [
+        functools.reduce(np.add, batch, np.zeros(4, np.float32))
+        for batch in (examples, examples[1:])
+    ]
+    assert reference.exact_squared_distance(*sums) > Fraction(1.2) ** 2
+
+
+def test_a_sum_whose_rounding_costs_too_much_is_refused():
+    fun = clipped_fun(lambda x: x, microbatch_size=1)
+    with pytest.raises(ValueError, match="may cost at most 5 % of the clip norm"):
+        fun(jnp.ones((4096, 3)))
+
+
+def test_the_sensitivity_is_the_clip_norm_and_twice_it_for_replace_one():
+    fun = clipped_fun(lambda x: x, l2_clip_norm=3.0, normalize_by=2.0)
+    assert fun.sensitivity() == 1.5
+    assert fun.sensitivity(_RELATIONS.REPLACE_SPECIAL) == 1.5
+    assert fun.sensitivity(_RELATIONS.ADD_OR_REMOVE_ONE) == 1.5
+    assert fun.sensitivity(_RELATIONS.REPLACE_ONE) == 3.0
+    rescaled = clipped_fun(lambda x: x, l2_clip_norm=3.0, rescale_to_unit_norm=True)
+    assert rescaled.sensitivity() == 1.0
+
+
+def test_the_sensitivity_without_nan_safety_is_infinite():
+    assert clipped_fun(lambda x: x, nan_safe=False).sensitivity() == math.inf
+
+
+def test_unknown_relations_are_refused():
+    with pytest.raises(ValueError, match="neighboring_relation must be"):
+        clipped_fun(lambda x: x).sensitivity("replace")
+
+
+# Against the oracle.
+
+_SIZE = 6
+
+
+@functools.cache
+def _stack(model, dtype):
+    params, batch = model.init(dtype), model.make_batch(3, _SIZE)
+    return params, batch, models.per_example_grads(model, params, batch)
+
+
+# Whatever the dtype of the gradients, their sum has float32 errors: 20 units for the
+# norm, and as slack for a sum of six examples twice six times its depth of 3.
+_TOLERANCE = 64 * 2.0**-23
+
+# Two programs may round a loss of the model's own arithmetic differently.
+_LOSS_TOLERANCE = {jnp.float32: 16 * 2.0**-23, jnp.bfloat16: 4 * 2.0**-8}
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("model", models.ZOO, ids=lambda m: m.name)
+def test_the_sum_is_that_of_the_oracle(model, dtype, microbatch_size):
+    params, batch, stack = _stack(model, dtype)
+    norms = reference.per_example_norms(stack)
+    clip_norm = float(np.median(norms))
+    fun = clipped_grad(
+        model.loss,
+        l2_clip_norm=clip_norm,
+        microbatch_size=microbatch_size,
+        return_values=True,
+        return_grad_norms=True,
+    )
+    is_padding = np.arange(_SIZE) == 4
+    total, sensitive = _jit(fun)(params, batch, is_padding_example=is_padding)
+    expected = reference.clipped_sum(stack, clip_norm, keep=~is_padding)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(total))
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+    np.testing.assert_allclose(
+        sensitive.grad_norms, np.where(is_padding, 0, norms), rtol=_TOLERANCE
+    )
+    one_by_one = [
+        model.loss(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))
+        for i in range(_SIZE)
+    ]
+    expected = np.where(is_padding, 0, one_by_one)
+    rtol = _LOSS_TOLERANCE[dtype]
+    np.testing.assert_allclose(sensitive.values, expected, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("model", models.ZOO, ids=lambda m: m.name)
+def test_a_gradient_has_the_same_bits_beside_any_others(model, dtype):
+    params, batch, stack = _stack(model, dtype)
+    others = model.make_batch(4, _SIZE)
+    mixed = jax.tree.map(lambda x, y: jnp.concatenate([x[:3], y[3:]]), batch, others)
+    for a, b in zip(
+        jax.tree.leaves(stack),
+        jax.tree.leaves(models.per_example_grads(model, params, mixed)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a[:3], b[:3])
+
+
+@pytest.mark.parametrize("model", models.ZOO, ids=lambda m: m.name)
+def test_without_clipping_the_sum_is_the_gradient_of_the_sum(model):
+    params, batch, _ = _stack(model, jnp.float32)
+    fun = clipped_grad(model.loss, l2_clip_norm=math.inf, normalize_by=_SIZE)
+    expected = jax.jit(jax.grad(model.loss))(params, batch)
+    assert fun.sensitivity() == math.inf
+    reference.assert_trees_close(_jit(fun)(params, batch), expected, rtol=_TOLERANCE)
+
+
+def _mlp_sum(l2_clip_norm, batch=None, params=None, **kwargs):
+    default_params, default_batch, _ = _stack(models.MLP, jnp.float32)
+    call_names = ("is_padding_example",)
+    call_kwargs = {k: kwargs.pop(k) for k in call_names if k in kwargs}
+    fun = clipped_grad(models.MLP.loss, l2_clip_norm=l2_clip_norm, **kwargs)
+    return _jit(fun)(params or default_params, batch or default_batch, **call_kwargs)
+
+
+def test_per_layer_clip_norms_clip_each_layer():
+    _, _, stack = _stack(models.MLP, jnp.float32)
+    clip_norms = {"hidden": 0.1, "out": {"w": 0.2, "b": 10.0}}
+    expected = reference.clipped_sum(stack, clip_norms)
+    total = _mlp_sum(clip_norms)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+@pytest.mark.parametrize("accumulator", ["float32x2", "float64"])
+def test_wide_sums_are_those_of_the_oracle(accumulator):
+    _, _, stack = _stack(models.MLP, jnp.float32)
+    with jax.enable_x64(accumulator == "float64"):
+        total = _mlp_sum(0.3, accumulator=accumulator)
+        if accumulator == "float32x2":
+            words = {leaf.dtype for leaf in jax.tree.leaves(total)}
+            assert words == {jnp.dtype(jnp.float32)}
+            total = jax.tree.map(
+                lambda x: x.hi, total, is_leaf=lambda x: hasattr(x, "hi")
+            )
+        else:
+            assert {x.dtype for x in jax.tree.leaves(total)} == {jnp.dtype(np.float64)}
+    expected = reference.clipped_sum(stack, 0.3)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+def test_rescaling_and_normalisation_divide_the_sum():
+    _, _, stack = _stack(models.MLP, jnp.float32)
+    total = _mlp_sum(0.3, rescale_to_unit_norm=True, normalize_by=7.0)
+    expected = reference.clipped_sum(stack, 0.3, divisor=0.3 * 7.0)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+def test_a_pre_clipping_transform_gives_what_is_clipped():
+    _, _, stack = _stack(models.MLP, jnp.float32)
+    total = _mlp_sum(0.1, pre_clipping_transform=lambda g: 3.0 * g["out"]["w"])
+    expected = reference.clipped_sum(3.0 * stack["out"]["w"], 0.1)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+def test_a_zero_clip_norm_gives_zero():
+    assert not reference.exact_squared_norm(_mlp_sum(0.0))
+
+
+# A cheap loss, for everything that does not depend on the model.
+
+
+def _loss(params, x):
+    """Of which the gradient in `w` is `x`, and in `b` is 1, for one example."""
+    return jnp.mean(x @ params["w"]) + params["b"]
+
+
+_PARAMS = {"w": jnp.asarray([0.5, -1.0, 2.0]), "b": jnp.asarray(0.0)}
+_X = np.random.default_rng(0).normal(size=(_SIZE, 3)).astype(np.float32)
+
+
+def _cheap_sum(x, l2_clip_norm=1.0, is_padding_example=None, **kwargs):
+    fun = clipped_grad(_loss, l2_clip_norm=l2_clip_norm, **kwargs)
+    return _jit(fun)(_PARAMS, x, is_padding_example=is_padding_example)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("return_values", [False, True])
+@pytest.mark.parametrize("return_grad_norms", [False, True])
+def test_only_the_outputs_asked_for_are_returned(
+    has_aux, return_values, return_grad_norms
+):
+    def loss(params, x):
+        value = _loss(params, x)
+        return (value, {"x": x}) if has_aux else value
+
+    fun = clipped_grad(
+        loss,
+        has_aux=has_aux,
+        l2_clip_norm=1.0,
+        return_values=return_values,
+        return_grad_norms=return_grad_norms,
+    )
+    output = fun(_PARAMS, _X)
+    asked_for = (return_values, return_grad_norms, has_aux)
+    assert fun.has_aux == any(asked_for)
+    if not fun.has_aux:
+        assert set(output) == {"w", "b"}
+        return
+    _, sensitive = output
+    assert isinstance(sensitive, clipping.AuxiliaryOutput)
+    assert tuple(x is not None for x in sensitive) == asked_for
+    if return_values:
+        expected = _X @ np.asarray(_PARAMS["w"])
+        np.testing.assert_allclose(sensitive.values, expected, rtol=1e-6, atol=1e-6)
+    if return_grad_norms:
+        expected = np.sqrt(1 + np.sum(_X**2, axis=1))
+        np.testing.assert_allclose(sensitive.grad_norms, expected, rtol=1e-6)
+    if has_aux:
+        np.testing.assert_array_equal(sensitive.aux["x"], _X)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("keep_batch_dim", [True, False])
+def test_aux_has_one_leading_axis_of_examples(keep_batch_dim, microbatch_size):
+    def fun(x):
+        return x, {"x": x, "mean": jnp.mean(x), "matrix": jnp.ones((2, 3)), "py": 1.0}
+
+    clipped = clipped_fun(
+        fun, True, keep_batch_dim=keep_batch_dim, microbatch_size=microbatch_size
+    )
+    _, aux = clipped(jnp.asarray(_X))
+    assert jax.tree.map(jnp.shape, aux) == {
+        "x": (_SIZE, 3),
+        "mean": (_SIZE,),
+        "matrix": (_SIZE, 2, 3),
+        "py": (_SIZE,),
+    }
+    np.testing.assert_array_equal(aux["x"], _X)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("return_norms", [False, True])
+def test_clipped_fun_returns_what_is_asked_for(has_aux, return_norms):
+    fun = clipped_fun(
+        lambda x: (x, x[0]) if has_aux else x,
+        has_aux,
+        keep_batch_dim=False,
+        return_norms=return_norms,
+    )
+    output = fun(jnp.asarray(_X))
+    norms = np.sqrt(np.sum(_X**2, axis=1))
+    if not (has_aux or return_norms):
+        assert output.shape == (3,)
+        return
+    total, rest = output
+    aux, actual_norms = rest if has_aux and return_norms else (rest, rest)
+    assert total.shape == (3,)
+    if has_aux:
+        np.testing.assert_array_equal(aux, _X[:, 0])
+    if return_norms:
+        np.testing.assert_allclose(actual_norms, norms, rtol=1e-6)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 3, 6])
+def test_the_microbatch_size_does_not_change_the_sum(microbatch_size):
+    expected = reference.clipped_sum({"w": _X, "b": np.ones(_SIZE)}, 1.0)
+    total = _cheap_sum(_X, microbatch_size=microbatch_size)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_padding_does_not_change_the_sum_whatever_it_holds(microbatch_size):
+    is_padding = np.array([False, True, False, False, True, True])
+    fun = functools.partial(
+        _cheap_sum, microbatch_size=microbatch_size, is_padding_example=is_padding
+    )
+    expected = fun(_X)
+    for value in (0.0, 1e38, np.inf, np.nan):
+        padded = np.where(is_padding[:, None], np.float32(value), _X)
+        assert reference.exact_squared_distance(fun(padded), expected) == 0
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
+def test_an_example_that_is_not_finite_contributes_zero(bad, microbatch_size):
+    x = _X.copy()
+    x[3, 1] = bad
+    is_bad = np.arange(_SIZE) == 3
+    total = _cheap_sum(x, microbatch_size=microbatch_size)
+    without = _cheap_sum(_X, microbatch_size=microbatch_size, is_padding_example=is_bad)
+    assert reference.exact_squared_distance(total, without) == 0
+
+
+def test_what_is_not_finite_reaches_the_sum_unless_nan_safe():
+    x = np.where(np.arange(_SIZE)[:, None] == 3, np.float32(np.nan), _X)
+    assert np.isnan(_cheap_sum(x, nan_safe=False)["w"]).all()
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_an_empty_batch_gives_zero(microbatch_size, has_aux):
+    fun = clipped_fun(
+        lambda x, key: (x, jax.random.uniform(key)) if has_aux else x,
+        has_aux,
+        keep_batch_dim=False,
+        microbatch_size=microbatch_size,
+        prng_argnum=1,
+        return_norms=True,
+    )
+    total, rest = fun(jnp.zeros((0, 3)), jax.random.key(0))
+    assert not reference.exact_squared_norm(total)
+    assert total.shape == (3,)
+    assert all(x.shape == (0,) for x in jax.tree.leaves(rest))
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+def test_a_batch_of_padding_gives_zero(microbatch_size):
+    total, sensitive = _cheap_sum(
+        np.full_like(_X, np.nan),
+        microbatch_size=microbatch_size,
+        is_padding_example=np.ones(_SIZE, bool),
+        return_values=True,
+        return_grad_norms=True,
+    )
+    assert not reference.exact_squared_norm(total)
+    assert not np.any(sensitive.values)
+    assert not np.any(sensitive.grad_norms)
+
+
+def test_microbatches_of_padding_are_skipped():
+    seen = []
+
+    def fun(x):
+        jax.debug.callback(lambda x: seen.append(float(x)), x)
+        return x
+
+    clipped = clipped_fun(fun, microbatch_size=2, keep_batch_dim=False)
+    is_padding = np.array([False, False, True, True, True, False])
+    total = _jit(clipped)(jnp.arange(6.0) / 8, is_padding_example=is_padding)
+    jax.block_until_ready(total)
+    jax.effects_barrier()
+    assert sorted(seen) == [0.0, 1 / 8, 4 / 8, 5 / 8]
+
+
+def test_groups_are_clipped_as_one():
+    users = np.random.default_rng(1).normal(size=(4, 3, 3)).astype(np.float32)
+    total = _cheap_sum(users, keep_batch_dim=False)
+    stack = {"w": users.mean(1), "b": np.ones(4)}
+    reference.assert_trees_close(
+        total, reference.clipped_sum(stack, 1.0), rtol=_TOLERANCE
+    )
+
+
+def test_several_arguments_are_differentiated_and_batched():
+    def loss(x, w, y, b):
+        return jnp.sum(x * y * w) + jnp.sum(y * b)
+
+    y = _X[:, ::-1].copy()
+    fun = clipped_grad(
+        loss, (1, 3), batch_argnums=(0, 2), l2_clip_norm=(0.5, 2.0), microbatch_size=3
+    )
+    total = _jit(fun)(_X, _PARAMS["w"], y, _PARAMS["w"])
+    expected = reference.clipped_sum((_X * y, y), (0.5, 2.0))
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+def test_keyword_arguments_reach_every_example_unchanged():
+    def fun(x, *, scale, name):
+        assert name == "kept"
+        assert scale.shape == (3,)
+        return x * scale
+
+    clipped = clipped_fun(fun, l2_clip_norm=math.inf, keep_batch_dim=False)
+    scale = jnp.asarray([1.0, 2.0, 3.0])
+    total = clipped(_X, scale=scale, name="kept")
+    np.testing.assert_allclose(total, _X.sum(0) * np.asarray(scale), rtol=1e-5)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_each_example_has_a_key_of_its_own_whatever_the_microbatch(make_key):
+    def fun(x, key):
+        noise = jax.random.normal(key)
+        return x + noise, noise
+
+    drawn = [
+        clipped_fun(fun, True, prng_argnum=1, microbatch_size=size)(
+            jnp.asarray(_X), make_key(0)
+        )[1]
+        for size in (None, 1, 3)
+    ]
+    assert len(set(np.asarray(drawn[0]).tolist())) == _SIZE
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    np.testing.assert_array_equal(drawn[0], drawn[2])
+
+
+def test_an_axis_name_is_passed_to_vmap():
+    total = _cheap_sum(_X, spmd_axis_name="data")
+    assert reference.exact_squared_distance(total, _cheap_sum(_X)) == 0
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.uint32, jnp.bfloat16])
+def test_batches_of_any_dtype_are_taken(dtype):
+    x = jnp.asarray([[0, 1], [1, 1]], dtype)
+    fun = clipped_fun(lambda x: x.astype(jnp.float32), keep_batch_dim=False)
+    total = fun(x)
+    np.testing.assert_allclose(
+        total, [math.sqrt(0.5), 1 + math.sqrt(0.5)], rtol=_LARGEST_LOSS + 1e-7
+    )
+
+
+def test_batches_may_hold_arrays_without_entries():
+    fun = clipped_fun(lambda batch: batch["x"], keep_batch_dim=False)
+    total = fun({"extras": jnp.zeros((_SIZE, 0)), "x": jnp.asarray(_X)})
+    assert total.shape == (3,)
+
+
+# Dtypes, memory and traces.
+
+
+def _all_equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(
+            eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _all_equations(inner)
+
+
+_MAY_BE_NARROW = {"reshape", "broadcast_in_dim", "slice", "squeeze", "cond", "scan"}
+_MAY_BE_NARROW |= {"convert_element_type", "bitcast_convert_type", "transpose"}
+_MAY_BE_NARROW |= {"jit", "pjit", "copy", "ne"}
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_moved_and_widened_but_never_computed_with(
+    dtype, microbatch_size
+):
+    fun = clipped_fun(
+        lambda x: x,
+        return_norms=True,
+        keep_batch_dim=False,
+        microbatch_size=microbatch_size,
+    )
+    jaxpr = jax.make_jaxpr(fun.__call__)(jnp.ones((4, 5000), dtype))
+    narrow = {
+        eqn.primitive.name
+        for eqn in _all_equations(jaxpr.jaxpr)
+        for var in (*eqn.invars, *eqn.outvars)
+        if getattr(var.aval, "dtype", None) == dtype
+    }
+    assert narrow
+    assert narrow <= _MAY_BE_NARROW
+    assert {aval.dtype for aval in jaxpr.out_avals} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "make", [clipped_fun, functools.partial(clipped_grad, l2_clip_norm=1.0)]
+)
+def test_half_precision_sums_are_refused(make, dtype):
+    with pytest.raises(ValueError, match="dtype must be float32 or float64"):
+        make(_loss, dtype=dtype)
+
+
+def test_float64_sums_are_refused_without_64_bit_mode():
+    with pytest.raises(ValueError, match="float64 sums need 64-bit mode"):
+        clipped_grad(_loss, l2_clip_norm=1.0, dtype=np.float64)
+    with jax.enable_x64(True):
+        fun = clipped_grad(_loss, l2_clip_norm=1.0, dtype=np.float64)
+    with pytest.raises(ValueError, match="float64 sums need 64-bit mode"):
+        fun(_PARAMS, _X)
+
+
+def test_memory_is_little_more_than_the_stack_in_its_own_dtype():
+    # Many layers: a CPU computes the gradient of one of them in float32.
+    size, width, num_layers = 64, 128, 8
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x.astype(jnp.float32))
+
+    params = [jax.ShapeDtypeStruct((width, width), jnp.bfloat16)] * num_layers
+    x = jax.ShapeDtypeStruct((size, width), jnp.bfloat16)
+    fun = clipped_grad(loss, l2_clip_norm=1.0)
+    memory = _jit(fun).lower(params, x).compile().memory_analysis()
+    stack = 2 * size * width**2 * num_layers
+    assert memory.temp_size_in_bytes < 1.3 * stack
+
+
+def test_values_are_not_traced_again():
+    traces = collections.Counter()
+
+    @jax.jit
+    def clipped_sum(params, x, is_padding):
+        traces[x.shape] += 1
+        fun = clipped_grad(_loss, l2_clip_norm=1.0, microbatch_size=2)
+        return fun(params, x, is_padding_example=is_padding)
+
+    for x in (_X, 2 * _X, _X[:4], 3 * _X):
+        clipped_sum(_PARAMS, x, np.zeros(len(x), bool))
+        clipped_sum(_PARAMS, x, np.ones(len(x), bool))
+    assert set(traces.values()) == {1}
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("argnums", [-1, (), (0, -2), (True,)])
+def test_positions_that_are_no_positions_are_refused(argnums):
+    with pytest.raises(ValueError, match="positions, counted from 0"):
+        clipped_fun(lambda x: x, batch_argnums=argnums)
+    with pytest.raises(ValueError, match="positions, counted from 0"):
+        clipped_grad(_loss, argnums, l2_clip_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"argnums": 1}, {"prng_argnum": 1}, {"argnums": (0, 0)}]
+)
+def test_positions_that_overlap_are_refused(kwargs):
+    with pytest.raises(ValueError, match="must not overlap"):
+        clipped_grad(_loss, l2_clip_norm=1.0, **kwargs)
+
+
+def test_unknown_methods_are_refused():
+    with pytest.raises(ValueError, match='method must be "per_example"'):
+        clipped_grad(_loss, l2_clip_norm=1.0, method="ghost")
+
+
+@pytest.mark.parametrize("microbatch_size", [0, -1, 2.0, True])
+def test_microbatch_sizes_that_are_not_positive_integers_are_refused(microbatch_size):
+    with pytest.raises(ValueError, match="microbatch_size must be an integer of at"):
+        clipped_fun(lambda x: x, microbatch_size=microbatch_size)
+
+
+def test_missing_arguments_are_refused():
+    with pytest.raises(ValueError, match="at least 2 positional arguments"):
+        clipped_grad(_loss, l2_clip_norm=1.0)(_PARAMS)
+    with pytest.raises(ValueError, match="at least 2 positional arguments"):
+        clipped_fun(lambda x, y: x, batch_argnums=(0, 1))(jnp.ones(3))
+
+
+def test_microbatch_sizes_that_do_not_divide_the_batch_are_refused():
+    with pytest.raises(ValueError, match="microbatch_size must divide the batch size"):
+        clipped_fun(lambda x: x, microbatch_size=4)(jnp.ones(6))
+
+
+@pytest.mark.parametrize(
+    "batch", [{"a": np.ones(2), "b": np.ones(3)}, np.float32(1.0), ()]
+)
+def test_batches_without_one_leading_axis_are_refused(batch):
+    with pytest.raises(ValueError, match="one leading axis of the same size"):
+        clipped_fun(lambda x: x)(batch)
+
+
+def test_padding_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="one leading axis of the same size"):
+        clipped_fun(lambda x: x)(jnp.ones(3), is_padding_example=np.zeros(2, bool))
+
+
+def test_padding_that_is_not_bool_is_refused():
+    with pytest.raises(ValueError, match="is_padding_example must be a bool array"):
+        clipped_fun(lambda x: x)(jnp.ones(3), is_padding_example=np.zeros(3))
+
+
+def test_trees_without_arrays_are_refused():
+    with pytest.raises(ValueError, match="pytree must hold at least one array"):
+        clip_pytree({}, 1.0)
+    with pytest.raises(ValueError, match="output of fun must hold at least one"):
+        clipped_fun(lambda x: None)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64])
+def test_leaves_that_are_not_float_are_refused_by_name(dtype):
+    bad = jnp.ones(3, dtype)
+    with pytest.raises(ValueError, match=r"pytree must be a real float .*\['a'\]"):
+        clip_pytree({"a": bad}, 1.0)
+    with pytest.raises(ValueError, match="argument 0 must be a real float array"):
+        clipped_grad(_loss, l2_clip_norm=1.0)({"w": bad}, _X)
+    with pytest.raises(ValueError, match="output of fun must be a real float array"):
+        clipped_fun(lambda x: x)(bad)
+    with pytest.raises(ValueError, match="pre_clipping_transform must be a real"):
+        _cheap_sum(_X, pre_clipping_transform=lambda g: bad)
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda w, x: x[0] * w["w"], lambda w, x: jnp.argmax(w["w"])]
+)
+def test_losses_that_are_no_float_scalars_are_refused(loss):
+    with pytest.raises(ValueError, match="must return a scalar float loss"):
+        clipped_grad(loss, l2_clip_norm=1.0)(_PARAMS, _X)
+
+
+def test_functions_without_the_promised_aux_are_refused():
+    with pytest.raises(ValueError, match="must return a pair"):
+        clipped_grad(_loss, has_aux=True, l2_clip_norm=1.0)(_PARAMS, _X)
+
+
+def test_clip_norms_that_do_not_fit_the_gradient_are_refused():
+    with pytest.raises(ValueError, match="or a prefix of what is clipped"):
+        clipped_grad(_loss, l2_clip_norm=(1.0, 1.0))(_PARAMS, _X)
+    with pytest.raises(ValueError, match="or a prefix of what is clipped"):
+        clip_pytree(jnp.ones(2), {"a": 1.0})
+
+
+def test_traced_clip_norms_are_refused():
+    with pytest.raises(ValueError, match="known before tracing"):
+        jax.jit(clip_pytree)(jnp.ones(2), 1.0)
