@@ -74,7 +74,7 @@ class ClipNorms:
                 "clip norms and normalize_by must be from 1e-15 to 1e15",
                 l2_clip_norm=total,
                 normalize_by=normalize_by,
-                fix="Rescale the loss: beyond, float32 overflows or loses small values.",
+                fix="Rescale the loss: float32 cannot handle other sizes.",
             )
         return cls(
             tuple(float(norm) for norm in norms),

@@ -20,8 +20,9 @@ def fresh_key() -> jax.Array:
       ValueError: while jax traces: the key would be a constant of the program, and its
         noise would repeat whenever that runs.
     """
+    # Under a transformation that traces, any new array is traced.
     _validate.require(
-        jax.core.trace_state_clean(),
+        not isinstance(jnp.zeros(()), jax.core.Tracer),
         "a key from the system must be drawn outside of jax.jit and other "
         "transformations",
         traced=True,

@@ -182,7 +182,7 @@ def clipped_fun(
 
     >>> clipped_sum = clipped_fun(jnp.sum, l2_clip_norm=1.0)
     >>> print(f"{clipped_sum(jnp.array([0.0, 0.25, -0.5, 10.0])):.4f}")
-    0.7500
+    0.7422
 
     Guarantees:
       As for `clipped_grad`, of which this is the part without differentiation.
@@ -305,8 +305,8 @@ def clipped_grad(
         norm's dtype, contributes zero, by selection. So does a padding example.
       - An empty batch, or one of padding only, gives zero.
       - What rounding can add is taken from the clip norm: about 1e-6 of it for the
-        norm, and for the sum 1/128 with "float32", 2e-6 with "float32x2" and "float64". It
-        does not depend on the batch; batches too large for it are refused.
+        norm, and for the sum 1/128 with "float32", 2e-6 with the wider ones. It does
+        not depend on the batch; batches too large for it are refused.
       - Values, norms and aux are per example, depend on that example alone, and are
         sensitive.
 

@@ -261,14 +261,3 @@ def test_a_dtype_that_contradicts_the_accumulator_is_refused(name):
 def test_float64_sums_without_64_bit_mode_are_refused(name, dtype):
     with pytest.raises(ValueError, match="float64 sums need 64-bit mode"):
         _accumulation.get_accumulator(name, dtype)
-
-
-@pytest.mark.parametrize("name", ["float32", "float32x2", "float64"])
-def test_zeros_of_an_accumulator_leave_a_term_as_it_is(name):
-    with jax.enable_x64(True):
-        accumulator = _accumulation.get_accumulator(name)
-        term = accumulator.lift(jnp.asarray([1.5, -2.0], jnp.float32))
-        total = accumulator.add(accumulator.zeros((2,)), term)
-        assert reference.exact_squared_distance(total, term) == 0
-        leaves = jax.tree.leaves(total)
-        assert all(leaf.dtype == accumulator.dtype for leaf in leaves)

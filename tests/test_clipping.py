@@ -25,6 +25,11 @@ _RELATIONS = dp_accounting.NeighboringRelation
 _LARGEST_LOSS = 2 * 60 * UNIT_ROUNDOFF
 
 
+def _target(clip_norm):
+    """What is left of clip norms when the share for rounding a float32 sum is taken."""
+    return jax.tree.map(lambda c: c / (1 + 2.0**-7), clip_norm)
+
+
 def _jit(fun):
     return jax.jit(fun.__call__)
 
@@ -87,10 +92,8 @@ def test_a_clipped_tree_has_at_most_the_clip_norm_and_little_less(name):
         (1e-4, jnp.float16),  # its square underflows in float16
         (6e-8, jnp.float16),  # subnormal
         (300.0, jnp.float16),  # its square overflows in float16
-        (1e15, jnp.bfloat16),
-        (1e-18, jnp.float32),
-        (1e-23, jnp.float32),  # its square underflows in float32
-        (1e-37, jnp.float32),
+        (2e13, jnp.bfloat16),
+        (1e-15, jnp.float32),
     ],
 )
 def test_equal_entries_are_clipped_to_the_clip_norm(value, dtype):
@@ -99,8 +102,7 @@ def test_equal_entries_are_clipped_to_the_clip_norm(value, dtype):
     clip = jax.jit(lambda x: [clip_pytree(x, c)[0] for c in clip_norms])
     for clipped, clip_norm in zip(clip(tree), clip_norms, strict=True):
         assert reference.has_norm_at_most(clipped, clip_norm)
-        if value > 1e-15:  # the squares of smaller ones round to zero, or nearly so
-            assert reference.norm(clipped) >= clip_norm * (1 - _LARGEST_LOSS)
+        assert reference.norm(clipped) >= clip_norm * (1 - _LARGEST_LOSS)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,8 @@ def test_per_layer_clip_norms_bound_each_part_and_the_whole(rescale, normalize_b
         assert reference.has_norm_at_most(contribution["b"][0], 0.25 / divisor * slack)
         assert reference.has_norm_at_most(contribution["b"][1], 1e3 / divisor * slack)
         assert reference.has_norm_at_most(contribution, fun.sensitivity())
-    assert reference.norm(contribution) >= fun.sensitivity() * (1 - _LARGEST_LOSS)
+    expected = _target(fun.sensitivity())
+    assert reference.norm(contribution) >= expected * (1 - _LARGEST_LOSS)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +320,7 @@ def test_a_naive_float32_sum_exceeds_the_sensitivity():
 
 def test_a_sum_whose_rounding_costs_too_much_is_refused():
     fun = clipped_fun(lambda x: x, microbatch_size=1)
-    with pytest.raises(ValueError, match="may cost at most 5 % of the clip norm"):
+    with pytest.raises(ValueError, match="rounding may cost a sum"):
         fun(jnp.ones((4096, 3)))
 
 
@@ -375,7 +378,7 @@ def test_the_sum_is_that_of_the_oracle(model, dtype, microbatch_size):
     )
     is_padding = np.arange(_SIZE) == 4
     total, sensitive = _jit(fun)(params, batch, is_padding_example=is_padding)
-    expected = reference.clipped_sum(stack, clip_norm, keep=~is_padding)
+    expected = reference.clipped_sum(stack, _target(clip_norm), keep=~is_padding)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(total))
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
     np.testing.assert_allclose(
@@ -424,7 +427,7 @@ def _mlp_sum(l2_clip_norm, batch=None, params=None, **kwargs):
 def test_per_layer_clip_norms_clip_each_layer():
     _, _, stack = _stack(models.MLP, jnp.float32)
     clip_norms = {"hidden": 0.1, "out": {"w": 0.2, "b": 10.0}}
-    expected = reference.clipped_sum(stack, clip_norms)
+    expected = reference.clipped_sum(stack, _target(clip_norms))
     total = _mlp_sum(clip_norms)
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
 
@@ -442,21 +445,21 @@ def test_wide_sums_are_those_of_the_oracle(accumulator):
             )
         else:
             assert {x.dtype for x in jax.tree.leaves(total)} == {jnp.dtype(np.float64)}
-    expected = reference.clipped_sum(stack, 0.3)
+    expected = reference.clipped_sum(stack, 0.3 / (1 + 2.0**-19))
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
 
 
 def test_rescaling_and_normalisation_divide_the_sum():
     _, _, stack = _stack(models.MLP, jnp.float32)
     total = _mlp_sum(0.3, rescale_to_unit_norm=True, normalize_by=7.0)
-    expected = reference.clipped_sum(stack, 0.3, divisor=0.3 * 7.0)
+    expected = reference.clipped_sum(stack, _target(0.3), divisor=0.3 * 7.0)
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
 
 
 def test_a_pre_clipping_transform_gives_what_is_clipped():
     _, _, stack = _stack(models.MLP, jnp.float32)
     total = _mlp_sum(0.1, pre_clipping_transform=lambda g: 3.0 * g["out"]["w"])
-    expected = reference.clipped_sum(3.0 * stack["out"]["w"], 0.1)
+    expected = reference.clipped_sum(3.0 * stack["out"]["w"], _target(0.1))
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
 
 
@@ -561,7 +564,7 @@ def test_clipped_fun_returns_what_is_asked_for(has_aux, return_norms):
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 3, 6])
 def test_the_microbatch_size_does_not_change_the_sum(microbatch_size):
-    expected = reference.clipped_sum({"w": _X, "b": np.ones(_SIZE)}, 1.0)
+    expected = reference.clipped_sum({"w": _X, "b": np.ones(_SIZE)}, _target(1.0))
     total = _cheap_sum(_X, microbatch_size=microbatch_size)
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
 
@@ -645,7 +648,7 @@ def test_groups_are_clipped_as_one():
     total = _cheap_sum(users, keep_batch_dim=False)
     stack = {"w": users.mean(1), "b": np.ones(4)}
     reference.assert_trees_close(
-        total, reference.clipped_sum(stack, 1.0), rtol=_TOLERANCE
+        total, reference.clipped_sum(stack, _target(1.0)), rtol=_TOLERANCE
     )
 
 
@@ -658,7 +661,7 @@ def test_several_arguments_are_differentiated_and_batched():
         loss, (1, 3), batch_argnums=(0, 2), l2_clip_norm=(0.5, 2.0), microbatch_size=3
     )
     total = _jit(fun)(_X, _PARAMS["w"], y, _PARAMS["w"])
-    expected = reference.clipped_sum((_X * y, y), (0.5, 2.0))
+    expected = reference.clipped_sum((_X * y, y), _target((0.5, 2.0)))
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
 
 
@@ -700,10 +703,8 @@ def test_an_axis_name_is_passed_to_vmap():
 def test_batches_of_any_dtype_are_taken(dtype):
     x = jnp.asarray([[0, 1], [1, 1]], dtype)
     fun = clipped_fun(lambda x: x.astype(jnp.float32), keep_batch_dim=False)
-    total = fun(x)
-    np.testing.assert_allclose(
-        total, [math.sqrt(0.5), 1 + math.sqrt(0.5)], rtol=_LARGEST_LOSS + 1e-7
-    )
+    expected = np.sqrt(0.5) * _target(1.0) + np.array([0.0, _target(1.0)])
+    np.testing.assert_allclose(fun(x), expected, rtol=_LARGEST_LOSS + 1e-7)
 
 
 def test_batches_may_hold_arrays_without_entries():

@@ -265,7 +265,7 @@ def test_without_a_key_every_init_draws_128_bits():
 
 def test_without_a_key_init_is_refused_under_jit():
     privatizer = gaussian_privatizer(stddev=1.0)
-    with pytest.raises(ValueError, match=r"must be called outside of jax\.jit"):
+    with pytest.raises(ValueError, match=r"must be drawn outside of jax\.jit"):
         jax.jit(privatizer.init)(jnp.zeros(3))
     with_key = gaussian_privatizer(stddev=1.0, prng_key=KEY)
     assert jax.jit(with_key.init)(jnp.zeros(3)).step == 0

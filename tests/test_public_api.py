@@ -45,21 +45,24 @@ def test_readme_code_runs_as_it_stands():
     assert namespace["noisy_grads"]["w"].dtype == jnp.float32
 
 
-def test_readme_quotes_the_slack_that_is_charged():
-    header, *rows = re.findall(r"^\| (.*) \|$", _readme_table(), re.M)
-    sizes = [int(size) for size in header.split(" | ")[1:]]
-    for row in rows[1:]:
-        label, *quoted = row.split(" | ")
-        accumulator = _accumulation.get_accumulator(re.search('"(.*)"', label).group(1))
-        microbatch = re.search(r"microbatches of (\d+)", label)
-        for size, figure in zip(sizes, quoted, strict=True):
-            part = int(microbatch.group(1)) if microbatch else size
-            slack = _accumulation.rounding_slack(accumulator, size, part)
-            assert figure == ("refused" if slack > 0.05 else f"{100 * slack:.2g}%")
+def test_readme_quotes_the_largest_batches():
+    table = re.search(r"\| `accumulator=` .*?\n\n", README.read_text(), re.S).group()
+    for row in table.splitlines()[2:-1]:
+        name, share, *quoted = re.findall(r"[\w.%]+", row.replace("(default)", ""))
+        accumulator = _accumulation.get_accumulator(name)
+        assert share == f"{100 * accumulator.slack:.2g}%"
+        for microbatch_size, size in zip((None, 64, 16, 1), quoted, strict=True):
+            assert int(size) == _largest_batch(accumulator, microbatch_size)
 
 
-def _readme_table():
-    return re.search(r"\| sum of this many.*?\n\n", README.read_text(), re.S).group()
+def _largest_batch(accumulator, microbatch_size):
+    sizes = (2**k for k in range(25) if 2**k >= (microbatch_size or 1))
+    return max(
+        size
+        for size in sizes
+        if _accumulation.rounding_slack(accumulator, size, microbatch_size or size)
+        <= accumulator.slack
+    )
 
 
 def test_all_names_exist_and_are_documented():

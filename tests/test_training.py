@@ -493,7 +493,6 @@ def test_the_same_key_gives_the_same_state_and_none_a_fresh_one():
     for get in (
         lambda state: state.noise_state.prng_key,
         lambda state: state.sampling_key,
-        lambda state: state.model_key,
     ):
         first, second, third = (get(to_numpy(s)) for s in (*fresh, given[0]))
         assert first.size * first.itemsize >= 16  # 128 bits
@@ -630,7 +629,7 @@ def test_a_source_of_too_many_examples_is_refused():
             return {name: x[:1].repeat(13, 0) for name, x in make_data().items()}
 
     trainer = default_trainer()
-    with pytest.raises(ValueError, match=r"padded to|negative values"):
+    with pytest.raises(ValueError, match="must return one row for each index"):
         trainer.fit(trainer.init(make_params()), TooMany(), progress=False)
 
 
@@ -663,11 +662,10 @@ def frozen_losses(frozen):
         "plain": apply,
         "jit": jax.jit(apply),
         "checkpoint": jax.checkpoint(apply),
-        "custom_vjp": custom,
     }
 
 
-@pytest.mark.parametrize("kind", ["plain", "numpy", "jit", "checkpoint", "custom_vjp"])
+@pytest.mark.parametrize("kind", ["plain", "numpy", "jit", "checkpoint"])
 def test_what_the_loss_closes_over_is_an_argument_of_the_program(kind):
     frozen = np.random.default_rng(0).normal(size=(2**18, 4)).astype(np.float32)
     if kind != "numpy":
@@ -679,7 +677,7 @@ def test_what_the_loss_closes_over_is_an_argument_of_the_program(kind):
 
     trainer = make_trainer(loss_fn)
     state = trainer.init(jnp.zeros(4))
-    program, constants = trainer._make_program(state.params, make_data())
+    program, constants = trainer._make_program(state, make_data())
     assert max(x.nbytes for x in constants) == frozen.nbytes
     lowered = program.lower(state, make_data(), np.zeros(NUM_EXAMPLES, bool), constants)
     assert len(lowered.as_text()) < 1e6
