@@ -17,7 +17,7 @@ def as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
         len(as_tuple) > 0 and all(_validate.is_integer(i) and i >= 0 for i in as_tuple),
         f"{name} must be one or more positions, counted from 0",
         fix="Negative positions are not supported.",
-        **{name: argnums},
+        argnums=argnums,
     )
     return as_tuple
 
