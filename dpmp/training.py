@@ -257,6 +257,8 @@ class DPTrainer:
         return batch, pad_indices(indices, size) < 0
 
     def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
+        if enabled:  # an error must come before the first step, not after it
+            _describe_privacy(self.mechanism, stop, stop)
         return Progress(
             start=start,
             stop=stop,

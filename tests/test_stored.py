@@ -126,14 +126,10 @@ def test_norm_and_sum_see_the_same_bits_of_a_cancelling_difference():
     assert _norm_of_clipped_residue(1e-9) <= 1e-9
 
 
-@pytest.mark.parametrize("barrier", [False, True])
-def test_norm_and_sum_would_see_other_bits_without_the_branch(monkeypatch, barrier):
-    fence = jax.lax.optimization_barrier if barrier else lambda x: x
-    monkeypatch.setattr(
-        _stored, "_behind_a_branch", lambda compute, witness: fence(compute())
-    )
-    if _norm_of_clipped_residue(1e-9) <= 1e-9:
-        pytest.skip("this compiler happens to recompute the same bits")
+def test_norm_and_sum_would_see_other_bits_without_the_branch(monkeypatch):
+    monkeypatch.setattr(_stored, "_behind_a_branch", lambda compute, witness: compute())
+    # The test above must be one that can fail; it needs a CPU with fused multiply-add.
+    assert _norm_of_clipped_residue(1e-9) > 1e-9
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
