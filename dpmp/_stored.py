@@ -3,8 +3,7 @@
 A compiler may compute a value again where it is used a second time, contract a product
 into an addition there and not here, or keep the float32 behind a value that was rounded
 to 16 bits. The norm of a gradient would then be that of other numbers than the ones
-that are summed. An `optimization_barrier` does not help: XLA's CPU compiler takes it
-out before it decides what to fuse.
+that are summed.
 """
 
 import math
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 
 
@@ -70,7 +70,7 @@ def compute_and_store(
         grads, rest = compute()
         return jax.tree.map(_to_bits, grads), rest
 
-    bits, rest = _behind_a_branch(compute_bits, witness)
+    bits, rest = behind_a_branch(compute_bits, witness)
     stored = jax.tree.map(
         lambda x, s: StoredArray(x, s.dtype, s.shape[1:]), bits, shapes
     )
@@ -80,22 +80,3 @@ def compute_and_store(
 def _to_bits(x: jax.Array) -> jax.Array:
     x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-
-
-def _behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
-    """Computes on one side of a branch that is always taken, whatever the data.
-
-    What leaves a branch is in memory, and nothing is fused across. The compiler does
-    not know that no integer of 32 bits has 64 bits set.
-    """
-    integer = jnp.zeros((), jnp.uint32)
-    for leaf in map(jnp.asarray, jax.tree.leaves(witness)):
-        if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            first = jax.lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim).reshape(())
-            integer ^= (first != jnp.zeros_like(first)).astype(jnp.uint32)
-    shapes = jax.eval_shape(compute)
-    return jax.lax.cond(
-        jax.lax.population_count(integer) < 64,
-        compute,
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-    )

@@ -10,7 +10,15 @@ import optax
 import pytest
 from scipy import stats
 
-from dpmp import DPSGD, DPTrainer, Policy, SensitiveOutputs, TrainingState, training
+from dpmp import (
+    DPSGD,
+    DPTrainer,
+    Policy,
+    SensitiveOutputs,
+    TrainingState,
+    _random,
+    training,
+)
 
 NUM_EXAMPLES = 12
 EPS = 2.0**-23
@@ -90,13 +98,18 @@ def save(state):
 
 
 def load(checkpoint):
-    state, (noise_impl, model_impl) = pickle.loads(checkpoint)
+    state, names = pickle.loads(checkpoint)
     state = jax.tree.map(jnp.asarray, state)
-    wrap = jax.random.wrap_key_data
-    noise_key = wrap(state.noise_state.prng_key, impl=noise_impl)
+    impls = map(jax.random.key_impl, (jax.random.key(0), _random.fresh_key()))
+    impl_of = {str(impl): impl for impl in impls}
+    noise_key, model_key = (
+        jax.random.wrap_key_data(words, impl=impl_of[name])
+        for words, name in zip(
+            (state.noise_state.prng_key, state.model_key), names, strict=True
+        )
+    )
     return state._replace(
-        noise_state=state.noise_state._replace(prng_key=noise_key),
-        model_key=wrap(state.model_key, impl=model_impl),
+        noise_state=state.noise_state._replace(prng_key=noise_key), model_key=model_key
     )
 
 

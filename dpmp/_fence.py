@@ -1,0 +1,38 @@
+"""Results that are computed once, whoever reads them.
+
+A compiler may fuse a computation into every one of its readers, doing it anew for each.
+An `optimization_barrier` does not help: XLA's CPU compiler takes it out before it
+decides what to fuse. What leaves a branch is in memory, and nothing is fused across.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from dpmp._typing import PyTree
+
+
+def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
+    """Computes on one side of a branch that is always taken, whatever the data.
+
+    Args:
+      compute: gives a tree of arrays.
+      witness: arrays, at least one of them not a constant of the program: the branch
+        seems to depend on them, and the compiler does not know that no integer of 32
+        bits has 64 bits set.
+
+    Returns:
+      What `compute` returns, in memory.
+    """
+    integer = jnp.zeros((), jnp.uint32)
+    for leaf in map(jnp.asarray, jax.tree.leaves(witness)):
+        if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            first = jax.lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim).reshape(())
+            integer ^= (first != jnp.zeros_like(first)).astype(jnp.uint32)
+    shapes = jax.eval_shape(compute)
+    return jax.lax.cond(
+        jax.lax.population_count(integer) < 64,
+        compute,
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+    )
