@@ -2,6 +2,7 @@
 
 from dpmp import accounting, batch_selection, noise_addition
 from dpmp._accumulation import DoubleWord
+from dpmp._grid import GridArray
 from dpmp.clipping import (
     AuxiliaryOutput,
     BoundedSensitivityCallable,
@@ -19,6 +20,7 @@ __all__ = [
     "BoundedSensitivityCallable",
     "DPTrainer",
     "DoubleWord",
+    "GridArray",
     "Policy",
     "SensitiveOutputs",
     "Source",

@@ -4,6 +4,7 @@ Every sum here is a tree of elementwise additions, written out: a compiler keeps
 order of those, and chooses that of a reduction.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
-from dpmp._stored import StoredArray, at_least_float32
+from dpmp._stored import StoredArray
 from dpmp._typing import PyTree, SquaredNorm
 
 UNIT_ROUNDOFF = 2.0**-24
-SMALLEST_NORMAL = 2.0**-126
 
 # Terms added in one fused loop. More of them take longer to compile; a second level
 # takes memory for what the first one leaves.
@@ -63,9 +63,34 @@ class Accumulator:
     unit_roundoff: float
     slack: float
 
-    def check(self) -> None:
+    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
+        """Raises ValueError for a sum whose rounding is not covered."""
+        slack = rounding_slack(self, batch_size, microbatch_size)
+        _validate.require(
+            slack <= self.slack,
+            f"rounding may cost a sum {self.slack:.2g} of the clip norm",
+            cost=f"{slack:.2g}",
+            batch_size=batch_size,
+            microbatch_size=microbatch_size,
+            accumulator=self.name,
+            fix='Use accumulator="float32x2" (in DPSGD: arithmetic="float32x2"), or '
+            "larger microbatches.",
+        )
+
+    def check_mode(self) -> None:
         """Raises ValueError where jax would silently narrow this accumulator."""
         _validate.check_x64(self.dtype, "float64 sums")
+
+    def targets(
+        self, targets: list[tuple[float, float]], num_entries: list[int]
+    ) -> list[tuple[float, float]]:
+        """The norms to clip to, and the largest coefficients, that leave the slack."""
+        del num_entries
+        return [(bound / (1 + self.slack), cap) for bound, cap in targets]
+
+    def finish(self, total: PyTree) -> PyTree:
+        """The sum as users get it."""
+        return total
 
 
 def get_accumulator(name: str | None, dtype: Any = None) -> Accumulator:
@@ -79,7 +104,7 @@ def get_accumulator(name: str | None, dtype: Any = None) -> Accumulator:
         name = _name_for_dtype(dtype)
     _validate.require(
         name in _ACCUMULATORS,
-        f"accumulator must be one of {sorted(_ACCUMULATORS)}",
+        f"accumulator must be one of {['exact', *sorted(_ACCUMULATORS)]}",
         accumulator=name,
         fix="Use one of these names.",
     )
@@ -92,7 +117,7 @@ def get_accumulator(name: str | None, dtype: Any = None) -> Accumulator:
         fix="Leave out one of the two: rounding a wide sum to float32 before the "
         "noise is added would undo it.",
     )
-    accumulator.check()
+    accumulator.check_mode()
     return accumulator
 
 
@@ -205,35 +230,57 @@ def slicer(tree: PyTree, axis: int) -> Callable[[int, int], PyTree]:
 
 def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
     """Per-example squared norms over at least one array."""
-    sums, depths = zip(*map(_partial_sums, stack), strict=True)
-    parts = [part for parts in sums for part in parts]
-    dtype = at_least_float32(*(part.dtype for part in parts))
-    joined = fence(jnp.concatenate([part.astype(dtype) for part in parts], axis=1))
+    value, depth = sum_entries(
+        stack,
+        lambda x, start, stop: jnp.square(x.load(start, stop, axis=1)),
+        jnp.add,
+    )
     # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
     rounded_square = any(x.dtype.itemsize > 2 for x in stack)
-    num_entries = sum(x.bits.shape[1] for x in stack)
-    if joined.shape[1] == 0:
-        return SquaredNorm(jnp.zeros(joined.shape[:1], dtype), 0, SMALLEST_NORMAL)
     return SquaredNorm(
-        fold(slicer(joined, 1), joined.shape[1], add=jnp.add, axis=1),
-        max(depths) + fold_depth(joined.shape[1]) + rounded_square,
-        num_entries * SMALLEST_NORMAL,
+        value, depth + rounded_square, sum(x.bits.shape[1] for x in stack)
     )
 
 
-def _partial_sums(x: StoredArray) -> tuple[list[jax.Array], int]:
-    """Squares, added up until few are left: (B, k) arrays; and the additions made."""
+def sum_entries(
+    stack: list[StoredArray],
+    term: Callable[[StoredArray, int, int], jax.Array],
+    add: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, int]:
+    """Sums a function of the entries of at least one array, for each example.
 
-    def squares(start: int, stop: int) -> jax.Array:
-        return jnp.square(x.load(start, stop, axis=1))
+    Args:
+      stack: arrays of (B, n).
+      term: `term(x, start, stop)` gives the terms of a range of columns.
+      add: elementwise addition.
 
-    take: Callable[[int, int], jax.Array] = squares
+    Returns:
+      The sums, (B,), and the largest number of additions on any path.
+    """
+    sums, depths = zip(*(_partial_sums(x, term, add) for x in stack), strict=True)
+    parts = [part for parts in sums for part in parts]
+    dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    joined = fence(jnp.concatenate([part.astype(dtype) for part in parts], axis=1))
+    size = joined.shape[1]
+    if size == 0:
+        return jnp.zeros(joined.shape[:1], dtype), 0
+    total = fold(slicer(joined, 1), size, add=add, axis=1)
+    return total, max(depths) + fold_depth(size)
+
+
+def _partial_sums(
+    x: StoredArray,
+    term: Callable[[StoredArray, int, int], jax.Array],
+    add: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[list[jax.Array], int]:
+    """Terms, added up until few are left: (B, k) arrays; and the additions made."""
+    take: Callable[[int, int], jax.Array] = functools.partial(term, x)
     parts, depth, size = [], 0, x.bits.shape[1]
     while size > _FEW_ENTRIES:
         rows, rest = divmod(size, _FAN_IN)
         parts += [take(size - rest, size)] if rest else []
         terms = [take(i * rows, (i + 1) * rows) for i in range(_FAN_IN)]
-        take, size = slicer(fence(pairwise(terms, jnp.add)), 1), rows
+        take, size = slicer(fence(pairwise(terms, add)), 1), rows
         depth += _log2_ceil(_FAN_IN)
     return [*parts, take(0, size)], depth
 

@@ -27,6 +27,8 @@ from dpmp._typing import PyTree, SquaredNorm
 # float32 sum, and four to spare.
 _SPARE_ROUNDINGS = 8
 
+_SMALLEST_NORMAL = 2.0**-126
+
 
 @dataclass(frozen=True)
 class ClipNorms:
@@ -108,49 +110,56 @@ class ClipNorms:
                 fix="Remove the clip norms, or argnums, that have no array.",
             )
 
-    def coefficients(self, norms: list[SquaredNorm], slack: float) -> list[jax.Array]:
-        """The (B,) clip coefficients of each group.
-
-        Args:
-          norms: the squared norms of the groups.
-          slack: what the sum of the contributions adds to its sensitivity by
-            rounding, relative to the largest contribution.
-
-        Returns:
-          For each group `min(1, clip norm / norm)` over the divisors, or less.
-        """
-        return [
-            jnp.minimum(
-                cap.astype(norm.value.dtype),
-                bound.astype(norm.value.dtype) / jnp.sqrt(norm.value + norm.underflow),
-            )
-            for (bound, cap), norm in zip(
-                self._bounds_and_caps(norms, slack), norms, strict=True
-            )
-        ]
-
-    def _bounds_and_caps(
-        self, norms: list[SquaredNorm], slack: float
-    ) -> list[tuple[np.float32, np.float32]]:
-        """For each group: the norm to clip to, and the coefficient below it."""
+    @property
+    def targets(self) -> list[tuple[float, float]]:
+        """For each group: the norm to clip to, and the largest coefficient."""
         total = math.hypot(*self.norms)
         divisor = self.normalize_by * (total if self.rescale_to_unit_norm else 1.0)
         if divisor == 0:  # the limit of small clip norms: directions alone
             share = 1 / math.sqrt(len(self.norms)) / self.normalize_by
-            targets = [(share, math.inf)] * len(self.norms)
-        elif math.isinf(divisor):
-            targets = [(0.0, 0.0)] * len(self.norms)
-        else:
-            targets = [(norm / divisor, 1 / divisor) for norm in self.norms]
-        return [
-            (_round_down(bound * _shrinkage(norm, slack)), _round_down(cap))
-            for (bound, cap), norm in zip(targets, norms, strict=True)
-        ]
+            return [(share, math.inf)] * len(self.norms)
+        if math.isinf(divisor):
+            return [(0.0, 0.0)] * len(self.norms)
+        return [(norm / divisor, 1 / divisor) for norm in self.norms]
 
 
-def _shrinkage(norm: SquaredNorm, slack: float) -> float:
-    roundings = norm.roundings / 2 + _SPARE_ROUNDINGS
-    return (1 - roundings * UNIT_ROUNDOFF) / (1 + slack)
+def coefficients(
+    targets: list[tuple[float, float]], norms: list[SquaredNorm]
+) -> list[jax.Array]:
+    """The (B,) clip coefficients of each group.
+
+    Args:
+      targets: for each group, what the clipped gradient has at most: as norm, and as
+        coefficient.
+      norms: the squared norms of the groups.
+
+    Returns:
+      For each group the smaller of target norm / norm and the target coefficient.
+    """
+    return [
+        _coefficient(
+            _round_down(bound * _shrinkage(norm)).astype(norm.value.dtype),
+            _round_down(cap).astype(norm.value.dtype),
+            norm.value + _underflow(norm),
+        )
+        for (bound, cap), norm in zip(targets, norms, strict=True)
+    ]
+
+
+# Compiled as one, also where all else runs operation by operation: XLA has a way of
+# its own to divide by a square root.
+@jax.jit
+def _coefficient(bound: Any, cap: Any, squared_norm: jax.Array) -> jax.Array:
+    return jnp.minimum(cap, bound / jnp.sqrt(squared_norm))
+
+
+def _shrinkage(norm: SquaredNorm) -> float:
+    return 1 - (norm.roundings / 2 + _SPARE_ROUNDINGS) * UNIT_ROUNDOFF
+
+
+def _underflow(norm: SquaredNorm) -> float:
+    """What flushing tiny squares to zero can have taken from a squared norm."""
+    return max(norm.num_entries, 1) * _SMALLEST_NORMAL
 
 
 def _round_down(x: float) -> np.float32:

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp import _accumulation, _clip_norms, _validate
+from dpmp import _clip_norms, _validate
 from dpmp._accumulation import Accumulator, DoubleWord
 from dpmp._clip_norms import ClipNorms
+from dpmp._grid import Grid
 from dpmp._typing import GradEngine, PyTree
 
 
@@ -30,7 +31,7 @@ class ClippedSum:
 
     engine: GradEngine
     clip_norms: ClipNorms
-    accumulator: Accumulator
+    accumulator: Accumulator | Grid
     batch_argnums: tuple[int, ...]
     prng_argnum: int | None
     microbatch_size: int | None
@@ -55,10 +56,11 @@ class ClippedSum:
         is_padding_example: jax.Array | None,
     ) -> tuple[PyTree, tuple[Any, jax.Array, PyTree]]:
         """The sum, and per-example (values, norms, aux), zero for padding."""
-        self.accumulator.check()
+        self.accumulator.check_mode()
         batch_size = self._check_batch(args, is_padding_example)
         size = self.microbatch_size or batch_size
-        self._check_slack(batch_size, size)
+        if math.isfinite(self.clip_norms.l2_norm_bound):
+            self.accumulator.check_batch(batch_size, size)
         examples = {i: args[i] for i in self.batch_argnums}
         if self.prng_argnum is not None:
             key = args[self.prng_argnum]
@@ -69,10 +71,14 @@ class ClippedSum:
             return self._one_microbatch(call_args, kwargs, is_padding)
 
         if batch_size == 0:
-            return self._empty(one_microbatch, examples)
-        if size == batch_size:
-            return one_microbatch(examples, is_padding_example)
-        return self._scan(one_microbatch, examples, is_padding_example, size)
+            total, outputs = self._empty(one_microbatch, examples)
+        elif size == batch_size:
+            total, outputs = one_microbatch(examples, is_padding_example)
+        else:
+            total, outputs = self._scan(
+                one_microbatch, examples, is_padding_example, size
+            )
+        return self.accumulator.finish(total), outputs
 
     def _one_microbatch(
         self,
@@ -83,8 +89,11 @@ class ClippedSum:
         grads = self.engine(*args, **kwargs)
         norms = grads.squared_norms(self.clip_norms.prefix)
         global_norm = _clip_norms.global_norm(norms)
+        targets = self.accumulator.targets(
+            self.clip_norms.targets, [norm.num_entries for norm in norms]
+        )
         total = grads.weighted_sum(
-            self.clip_norms.coefficients(norms, slack=self.accumulator.slack),
+            _clip_norms.coefficients(targets, norms),
             keep_mask(global_norm, is_padding, self.nan_safe),
             self.clip_norms.prefix,
             self.accumulator,
@@ -178,23 +187,6 @@ class ClippedSum:
             fix="Pad the batch and mark the padding in is_padding_example.",
         )
         return batch_size
-
-    def _check_slack(self, batch_size: int, microbatch_size: int) -> None:
-        """Raises ValueError for a sum whose rounding is not covered."""
-        slack = _accumulation.rounding_slack(
-            self.accumulator, batch_size, microbatch_size
-        )
-        _validate.require(
-            slack <= self.accumulator.slack
-            or math.isinf(self.clip_norms.l2_norm_bound),
-            f"rounding may cost a sum {self.accumulator.slack:.2g} of the clip norm",
-            cost=f"{slack:.2g}",
-            batch_size=batch_size,
-            microbatch_size=microbatch_size,
-            accumulator=self.accumulator.name,
-            fix='Use accumulator="float32x2" (in DPSGD: arithmetic="float32x2"), or '
-            "larger microbatches.",
-        )
 
 
 def keep_mask(

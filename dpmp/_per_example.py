@@ -1,5 +1,6 @@
 """The vmap engine: holds the stack of per-example gradients in the model's dtype."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from dpmp import _accumulation
 from dpmp._accumulation import Accumulator
+from dpmp._grid import Grid, certified_sum
 from dpmp._stored import StoredArray, compute_and_store
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
 
@@ -37,19 +39,23 @@ class StackedGrads:
         clip_coefs: list[jax.Array],
         keep: jax.Array,
         prefix: Any,
-        accumulator: Accumulator,
+        accumulator: Accumulator | Grid,
     ) -> PyTree:
         """See `PerExampleGrads`."""
         groups = prefix.flatten_up_to(self.stack)
-        sums = [
-            jax.tree.map(lambda x, c=coef: _weighted_sum(x, c, keep, accumulator), g)
-            for g, coef in zip(groups, clip_coefs, strict=True)
-        ]
+        sums = []
+        for i, (group, coef) in enumerate(zip(groups, clip_coefs, strict=True)):
+            if isinstance(accumulator, Grid):
+                part = certified_sum(group, coef, keep, accumulator.radii[i])
+            else:
+                one = functools.partial(_weighted_sum, accumulator, coef, keep)
+                part = jax.tree.map(one, group)
+            sums.append(part)
         return jax.tree.unflatten(prefix, sums)
 
 
 def _weighted_sum(
-    stack: StoredArray, coef: jax.Array, keep: jax.Array, accumulator: Accumulator
+    accumulator: Accumulator, coef: jax.Array, keep: jax.Array, stack: StoredArray
 ) -> PyTree:
     """Sums coefficient times row over the rows that are kept, without a scaled copy."""
 

@@ -56,6 +56,12 @@ def check_key(prng_key: Any) -> None:
     )
 
 
+def key_words(prng_key: jax.Array) -> jax.Array:
+    """The (4,) uint32 words of a key; those of shorter keys end in zeros."""
+    words = jax.random.key_data(prng_key)
+    return jnp.zeros(4, jnp.uint32).at[: words.size].set(words)
+
+
 @functools.cache
 def _key_impl() -> Hashable:
     """Keys of 128 bits; jax has them from 0.10.2 on."""

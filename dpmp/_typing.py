@@ -15,12 +15,12 @@ class SquaredNorm(NamedTuple):
       value: (B,) float32 or wider; the computed sums of squares.
       roundings: the largest number of roundings on any path from an entry to
         `value`: its square (if that is rounded) and the additions above it.
-      underflow: what flushing tiny squares to zero can have taken from `value`.
+      num_entries: how many squares were added up.
     """
 
     value: jax.Array
     roundings: int
-    underflow: float
+    num_entries: int
 
 
 class PerExampleGrads(Protocol):

@@ -9,6 +9,7 @@ sum, so that `.sensitivity()` holds for the numbers that are computed.
 """
 
 import collections
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,10 @@ from dpmp import (
     _per_example,
     _validate,
 )
+from dpmp._accumulation import Accumulator
 from dpmp._clip_norms import ClipNorms
 from dpmp._clipped_sum import ClippedSum
+from dpmp._grid import DEFAULT_RESOLUTION, Grid
 from dpmp._typing import PyTree
 
 AuxiliaryOutput = collections.namedtuple(
@@ -153,7 +156,7 @@ def clip_pytree(
     norms = grads.squared_norms(clip_norms.prefix)
     norm = _clip_norms.global_norm(norms)
     clipped = grads.weighted_sum(
-        clip_norms.coefficients(norms, slack=0.0),
+        _clip_norms.coefficients(clip_norms.targets, norms),
         _clipped_sum.keep_mask(norm, return_zero[None], nan_safe),
         clip_norms.prefix,
         _accumulation.get_accumulator(None, norm.dtype),
@@ -177,6 +180,7 @@ def clipped_fun(
     prng_argnum: int | None = None,
     spmd_axis_name: Any = None,
     accumulator: str | None = None,
+    resolution: int | None = None,
 ) -> BoundedSensitivityCallable:
     """Clips the output of a function for each example, and sums over the batch.
 
@@ -202,6 +206,7 @@ def clipped_fun(
       prng_argnum: as in `clipped_grad`.
       spmd_axis_name: as in `jax.vmap`.
       accumulator: as in `clipped_grad`.
+      resolution: as in `clipped_grad`.
 
     Returns:
       A callable with the arguments of `fun` and `is_padding_example`. It returns the
@@ -229,7 +234,9 @@ def clipped_fun(
             spmd_axis_name=spmd_axis_name,
         ),
         clip_norms=clip_norms,
-        accumulator=_accumulation.get_accumulator(accumulator, dtype),
+        accumulator=_get_accumulator(
+            accumulator, dtype, resolution, clip_norms, nan_safe
+        ),
         batch_argnums=batch_argnums,
         prng_argnum=prng_argnum,
         microbatch_size=microbatch_size,
@@ -269,6 +276,7 @@ def clipped_grad(
     spmd_axis_name: Any = None,
     method: str = "per_example",
     accumulator: str | None = None,
+    resolution: int | None = None,
 ) -> BoundedSensitivityCallable:
     """Makes a function that sums the clipped per-example gradients of `fun`.
 
@@ -304,9 +312,13 @@ def clipped_grad(
       - An example whose gradient is not finite, or whose squared norm overflows the
         norm's dtype, contributes zero, by selection. So does a padding example.
       - An empty batch, or one of padding only, gives zero.
-      - What rounding can add is taken from the clip norm: about 1e-6 of it for the
-        norm, and for the sum 1/128 with "float32", 2e-6 with the wider ones. It does
-        not depend on the batch; batches too large for it are refused.
+      - With "exact" sums the clipped gradient is rounded to integers whose norm is
+        checked in integer arithmetic; one that exceeded the bound all the same would
+        contribute zero. The sum is the same, bit for bit, for any microbatch size,
+        order of examples, padding and sharding, as long as the gradients are.
+      - With the others, what rounding can add is taken from the clip norm: about 1e-6
+        of it for the norm, and for the sum 1/128 with "float32", 2e-6 with the wider
+        ones. It does not depend on the batch; batches too large for it are refused.
       - Values, norms and aux are per example, depend on that example alone, and are
         sensitive.
 
@@ -334,8 +346,11 @@ def clipped_grad(
       prng_argnum: the position of a random key that is split over the examples.
       spmd_axis_name: as in `jax.vmap`.
       method: the gradient engine; "per_example" (vmap) is the only one as yet.
-      accumulator: the arithmetic of the sum: "float32" (None), "float32x2" (leaves
-        are `DoubleWord`) or "float64"; see the README on which to use.
+      accumulator: the arithmetic of the sum: "exact" (leaves are `GridArray`: integers
+        times a unit), "float32" (None), "float32x2" (leaves are `DoubleWord`) or
+        "float64"; see the README on which to use.
+      resolution: of "exact" sums: how many units the largest contribution has, 32767
+        (None) or up to 2^22.
 
     Returns:
       A callable with the arguments of `fun` and the keyword `is_padding_example`, a
@@ -391,7 +406,9 @@ def clipped_grad(
             spmd_axis_name=spmd_axis_name,
         ),
         clip_norms=clip_norms,
-        accumulator=_accumulation.get_accumulator(accumulator, dtype),
+        accumulator=_get_accumulator(
+            accumulator, dtype, resolution, clip_norms, nan_safe
+        ),
         batch_argnums=batch_argnums,
         prng_argnum=prng_argnum,
         microbatch_size=microbatch_size,
@@ -414,4 +431,29 @@ def clipped_grad(
 
     return BoundedSensitivityCallable(
         clipped_grad_fn, clipped_sum.l2_norm_bound, returns_aux
+    )
+
+
+def _get_accumulator(
+    accumulator: str | None,
+    dtype: Any,
+    resolution: int | None,
+    clip_norms: ClipNorms,
+    nan_safe: bool,
+) -> Accumulator | Grid:
+    is_exact = accumulator == "exact"
+    _validate.require(
+        dtype is None if is_exact else resolution is None,
+        'dtype goes with float sums, and resolution with accumulator="exact"',
+        accumulator=accumulator,
+        dtype=dtype,
+        resolution=resolution,
+        fix="Leave out the other one.",
+    )
+    if not is_exact:
+        return _accumulation.get_accumulator(accumulator, dtype)
+    return Grid.from_bounds(
+        [bound for bound, _ in clip_norms.targets],
+        clip_norms.l2_norm_bound if nan_safe else math.inf,
+        DEFAULT_RESOLUTION if resolution is None else resolution,
     )

@@ -23,9 +23,14 @@ from dpmp import (
     clipping,
     noise_addition,
 )
+from dpmp._discrete_gaussian import LARGEST_TOTAL_VARIATION, DiscreteGaussian
+from dpmp._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
 from dpmp._typing import PyTree
 
 _Relation = dp_accounting.NeighboringRelation
+
+# The part of delta that is left for the sampler of the noise.
+_SAMPLER_SHARE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,11 @@ class DPSGD:
         probability below 1e-20 (`accounting.choose_truncated_batch_size`).
       microbatch_size: as in `clipped_grad`; batches are padded to a multiple of it.
       rescale_to_unit_norm: as in `clipped_grad`.
-      arithmetic: of the sum, "float32", "float32x2" or "float64".
+      arithmetic: of the sum: "exact" integers, or "float32", "float32x2", "float64".
+        The noise is made of integers in each case.
+      num_parameters: an upper bound on the number of entries of the gradient, public.
+        It decides on the resolution of the grid and on what sampling from a table
+        costs; larger gradients are refused.
       method: the gradient engine, as in `clipped_grad`.
       neighboring_relation: which two datasets are neighbours. By default (zero-out)
         they have the same size, as `num_examples` is public; epsilon is the same as
@@ -75,7 +84,8 @@ class DPSGD:
     truncated_batch_size: int | None = None
     microbatch_size: int | None = None
     rescale_to_unit_norm: bool = False
-    arithmetic: str = "float32"
+    arithmetic: str = "exact"
+    num_parameters: int = 10_000_000
     method: str = "per_example"
     neighboring_relation: dp_accounting.NeighboringRelation = _Relation.REPLACE_SPECIAL
 
@@ -105,6 +115,9 @@ class DPSGD:
         if self.delta is not None:
             accounting.check_delta(self.delta)
         accounting.check_relation(self.neighboring_relation)
+        _validate.positive_integer(
+            num_parameters=self.num_parameters, fix="Count the trainable parameters."
+        )
         for name in ("truncated_batch_size", "microbatch_size"):
             if (size := getattr(self, name)) is not None:
                 _validate.positive_integer(fix="Use 32, or None.", **{name: size})
@@ -141,16 +154,26 @@ class DPSGD:
         Raises:
           ValueError: for a target that is out of range or cannot be reached.
         """
+        _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
+        accounting.check_delta(delta)
+        largest = self._largest_epsilon(delta, self.iterations)
+        _validate.require(
+            epsilon <= largest,
+            f"epsilon must be at most {largest:.4g}, beyond which the sampler of the "
+            f"noise, not its width, limits the claim",
+            epsilon=epsilon,
+            fix="So large an epsilon is hardly a claim; without_privacy() makes none.",
+        )
         noise_multiplier = accounting.calibrate_noise_multiplier(
             self._event,
             epsilon=epsilon,
-            delta=delta,
+            delta=delta * (1 - _SAMPLER_SHARE),
             neighboring_relation=self.neighboring_relation,
         )
         return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
 
     def without_privacy(self) -> "DPSGD":
-        """The same sampling and arithmetic with no clipping and no noise.
+        """The same sampling with no clipping and no noise, in floating point.
 
         The baseline to compare with: through the same code, equal to ordinary training
         on the same batches up to float32 rounding.
@@ -159,6 +182,7 @@ class DPSGD:
             self,
             l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
             rescale_to_unit_norm=False,
+            arithmetic="float32" if self._is_exact else self.arithmetic,
             noise_multiplier=0.0,
         )
 
@@ -189,6 +213,13 @@ class DPSGD:
     def stddev(self) -> float:
         """Standard deviation of the noise on the averaged gradient."""
         return self._calibrated * self._l2_norm_bound if self._calibrated else 0.0
+
+    @property
+    def resolution(self) -> int | None:
+        """How many units of the grid the largest contribution has; None for floats."""
+        if not self._is_exact:
+            return None
+        return _choose_resolution(self.noise_multiplier or 1.0, self.num_parameters)
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
@@ -227,6 +258,7 @@ class DPSGD:
             microbatch_size=self.microbatch_size,
             method=self.method,
             accumulator=self.arithmetic,
+            resolution=self.resolution,
             **kwargs,
         )
 
@@ -242,9 +274,20 @@ class DPSGD:
           An `optax.GradientTransformation`.
 
         Raises:
-          ValueError: before calibration.
+          ValueError: before calibration, and when called, for more entries than
+            `num_parameters`.
         """
-        return noise_addition.gaussian_privatizer(stddev=self.stddev, prng_key=prng_key)
+        privatizer = noise_addition.gaussian_privatizer(
+            stddev=self.stddev,
+            prng_key=prng_key,
+            l2_sensitivity=self._l2_norm_bound if self.is_private else None,
+        )
+
+        def update(updates, state, params=None):
+            self._check_num_parameters(updates)
+            return privatizer.update(updates, state, params)
+
+        return optax.GradientTransformation(privatizer.init, update)
 
     def guarantee(
         self, step: int | None = None, *, delta: float | None = None
@@ -276,9 +319,12 @@ class DPSGD:
                 delta=None,
                 fix="Pass delta=, well below 1 / num_examples.",
             )
-        return _guarantee(
+        guarantee = _guarantee(
             self._event(self._calibrated, step), delta, self.neighboring_relation
         )
+        if guarantee.epsilon > self._largest_epsilon(delta, step):
+            return dataclasses.replace(guarantee, epsilon=math.inf)
+        return guarantee
 
     def statement(self) -> str:
         """The privacy claim in plain words, with its assumptions and limits."""
@@ -300,6 +346,29 @@ class DPSGD:
     @property
     def _l2_norm_bound(self) -> float:
         return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.arithmetic == "exact"
+
+    def _largest_epsilon(self, delta: float, steps: int) -> float:
+        """Up to which the noise may pass for ideal.
+
+        A total variation distance of t takes (1 + exp(epsilon)) t of delta.
+        """
+        entries = max(steps, 1) * self.num_parameters
+        share = _SAMPLER_SHARE * delta / (entries * LARGEST_TOTAL_VARIATION)
+        return math.log(share - 1) if share > 1 else -math.inf
+
+    def _check_num_parameters(self, sum_of_clipped_grads: PyTree) -> None:
+        num_entries = noise_addition.num_entries(sum_of_clipped_grads)
+        _validate.require(
+            num_entries <= self.num_parameters,
+            "the gradient must have at most num_parameters entries",
+            num_parameters=self.num_parameters,
+            entries=num_entries,
+            fix=f"Use DPSGD(num_parameters={num_entries}).",
+        )
 
     @functools.cached_property
     def _largest_batch(self) -> int:
@@ -334,9 +403,29 @@ def _guarantee(
     delta: float,
     neighboring_relation: dp_accounting.NeighboringRelation,
 ) -> accounting.PrivacyGuarantee:
-    return accounting.get_epsilon(
-        event, delta=delta, neighboring_relation=neighboring_relation
+    """Epsilon at what the sampler leaves of delta."""
+    guarantee = accounting.get_epsilon(
+        event,
+        delta=delta * (1 - _SAMPLER_SHARE),
+        neighboring_relation=neighboring_relation,
     )
+    return dataclasses.replace(guarantee, delta=delta)
+
+
+def _choose_resolution(noise_multiplier: float, num_parameters: int) -> int:
+    """As fine as rounding asks for, and as the noise that is added allows.
+
+    Rounding D entries takes up to D / (8 resolution^2) + 3 / resolution of the clip
+    norm (`Grid.targets`). A third draw of noise is worth 1 % of it.
+    """
+    wanted = max(DEFAULT_RESOLUTION, math.ceil(math.sqrt(100 * num_parameters)))
+    wanted = min(wanted, LARGEST_RESOLUTION)
+    for num_draws in (2, 3):
+        noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
+        resolution = max(1, int(noise.effective_stddev / noise_multiplier))
+        if num_parameters / (8 * resolution**2) + 3 / resolution <= 0.01:
+            break
+    return min(resolution, LARGEST_RESOLUTION)
 
 
 _NEIGHBOURS = {
@@ -353,7 +442,6 @@ def _statement_lines(mechanism: DPSGD) -> list[str]:
             "computed from them may reveal the training data."
         ]
     guarantee = mechanism.guarantee()
-    accumulator = _accumulation.get_accumulator(mechanism.arithmetic)
     return [
         f"The trained parameters, and all that comes of the noisy gradients, are "
         f"({accounting.round_up(guarantee.epsilon)}, {guarantee.delta:.3g})-"
@@ -372,17 +460,34 @@ def _statement_lines(mechanism: DPSGD) -> list[str]:
         f"- Noise: Gaussian, noise multiplier {mechanism.noise_multiplier:.4f} "
         f"(standard deviation over the largest contribution of one example).",
         f"- Accountant: {guarantee.accountant}.",
-        f"- Arithmetic: norms in float32 or wider; sums in {accumulator.name}; noise "
-        f"drawn and added in float32 or wider. The clip norm is lowered by a bound on "
-        f"the rounding of norms and sums, so that the sensitivity holds for the "
-        f"computed floats.",
-        "- Not covered: noise in floating point only approximates a real Gaussian, so "
-        "an adversary who inspects the lowest bits of a released gradient may learn "
-        "more than epsilon says; the random bits are assumed ideal and their keys "
-        "secret; running time, which depends on the batch size; losses, norms and "
+        f"- Arithmetic: {_describe_arithmetic(mechanism)}",
+        "- Not covered: the random bits are assumed ideal and their keys secret; "
+        "running time, which depends on the batch size; losses, norms and "
         "other per-example values, and choices made by looking at them (such as "
         "hyper-parameters tuned on this data); anything else released about the data.",
     ]
+
+
+def _describe_arithmetic(mechanism: DPSGD) -> str:
+    noise = (
+        "Discrete Gaussian noise, in integers, is added before anything is rounded to "
+        "float32. The claim holds for the bits that are released."
+    )
+    if mechanism.resolution is not None:
+        stddev = mechanism.resolution * (mechanism.noise_multiplier or 0)
+        return (
+            f"clipped gradients are rounded to a grid on which the largest "
+            f"contribution has {mechanism.resolution} units; their norms are checked, "
+            f"and they are summed, in integers, without rounding. {noise} Its standard "
+            f"deviation has {stddev:.0f} units."
+        )
+    accumulator = _accumulation.get_accumulator(mechanism.arithmetic)
+    return (
+        f"norms in float32 or wider; sums in {accumulator.name}. The clip norm is "
+        f"lowered by what rounding can add ({accumulator.slack:.2g} of it for the "
+        f"sum), so that the sensitivity holds for the computed floats. Sums are put on "
+        f"a grid, and the noise is wider by what that costs. {noise}"
+    )
 
 
 def _describe_clip_norm(l2_clip_norm: PyTree) -> str:

@@ -293,7 +293,9 @@ def finetune(
     return trainer.fit(trainer.init(params), tokens).params
 
 
-def make_mechanism(args: argparse.Namespace, num_examples: int) -> dpmp.DPSGD:
+def make_mechanism(
+    args: argparse.Namespace, num_examples: int, num_parameters: int
+) -> dpmp.DPSGD:
     """DP-SGD as the command line asks for it."""
     if args.delta * num_examples >= 1:
         raise SystemExit(
@@ -307,6 +309,7 @@ def make_mechanism(args: argparse.Namespace, num_examples: int) -> dpmp.DPSGD:
         l2_clip_norm=args.l2_clip_norm,
         microbatch_size=args.microbatch_size,
         method=args.method,
+        num_parameters=num_parameters,
     )
     if args.no_privacy:
         return mechanism.without_privacy()
@@ -359,7 +362,10 @@ def main() -> None:
     train, held_out = split(records)
     if not train or not held_out:
         raise SystemExit(f"{len(records)} records are too few to train and evaluate.")
-    mechanism = make_mechanism(args, len(train))
+    policy = dpmp.Policy.from_name(args.precision)
+    graphdef, params = nnx.split(Transformer(nnx.Rngs(args.seed)), nnx.Param)
+    num_parameters = sum(x.size for x in jax.tree.leaves(params))
+    mechanism = make_mechanism(args, len(train), num_parameters)
     train, held_out = encode(train), encode(held_out)
     print(mechanism.statement())
     print(
@@ -367,8 +373,6 @@ def main() -> None:
     )
     print("  public: the losses below are exact functions of them, not protected.")
 
-    policy = dpmp.Policy.from_name(args.precision)
-    graphdef, params = nnx.split(Transformer(nnx.Rngs(args.seed)), nnx.Param)
     print("\nPre-training on public text", flush=True)
     params = pretrain(graphdef, params, policy, args)
     models = {"before": params}

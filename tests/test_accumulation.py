@@ -220,10 +220,11 @@ def test_squares_of_sixteen_bit_floats_count_no_rounding():
     assert _stacked(x).roundings == _stacked(x.astype(jnp.bfloat16)).roundings + 1
 
 
-def test_underflow_bounds_what_is_flushed_to_zero():
+def test_the_number_of_entries_bounds_what_is_flushed_to_zero():
     x = jnp.full((1, 5000), 1e-23, jnp.float32)
     norm = jax.jit(lambda: _stacked(x))()
-    upper_bound = Fraction(float(norm.value[0] + norm.underflow))
+    assert norm.num_entries == 5000
+    upper_bound = Fraction(float(norm.value[0])) + 5000 * Fraction(1, 2**126)
     assert upper_bound >= reference.exact_squared_norm(x) > float(norm.value[0])
 
 

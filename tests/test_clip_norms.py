@@ -17,8 +17,9 @@ def _clip_norms_of(tree, rescale_to_unit_norm=False, normalize_by=1.0):
 
 
 def _coefficient(clip_norms, squared_norm, roundings=0, slack=0.0):
-    norm = SquaredNorm(jnp.asarray([squared_norm], jnp.float32), roundings, 0.0)
-    (coef,) = clip_norms.coefficients([norm], slack)
+    norm = SquaredNorm(jnp.asarray([squared_norm], jnp.float32), roundings, 0)
+    targets = [(bound / (1 + slack), cap) for bound, cap in clip_norms.targets]
+    (coef,) = _clip_norms.coefficients(targets, [norm])
     assert coef.dtype == jnp.float32
     return float(coef[0])
 
@@ -70,16 +71,18 @@ def test_the_bound_is_the_norm_of_all_clip_norms():
 
 def test_rescaled_groups_share_a_norm_of_one():
     clip_norms = _clip_norms_of([3.0, 4.0], rescale_to_unit_norm=True)
-    norms = [SquaredNorm(jnp.full(1, 100.0), 0, 0.0)] * 2
-    coefs = [float(c[0]) * 10 for c in clip_norms.coefficients(norms, 0.0)]
+    norms = [SquaredNorm(jnp.full(1, 100.0), 0, 0)] * 2
+    coefs = _clip_norms.coefficients(clip_norms.targets, norms)
+    coefs = [float(c[0]) * 10 for c in coefs]
     # Within 16 units of float32: 8 spare roundings are taken off.
     np.testing.assert_allclose(coefs, [0.6, 0.8], rtol=16 * 2.0**-24)
 
 
 def test_directions_alone_share_a_norm_of_one():
     clip_norms = _clip_norms_of([0.0, 0.0], rescale_to_unit_norm=True)
-    norms = [SquaredNorm(jnp.full(1, 100.0), 0, 0.0)] * 2
-    coefs = [float(c[0]) * 10 for c in clip_norms.coefficients(norms, 0.0)]
+    norms = [SquaredNorm(jnp.full(1, 100.0), 0, 0)] * 2
+    coefs = _clip_norms.coefficients(clip_norms.targets, norms)
+    coefs = [float(c[0]) * 10 for c in coefs]
     assert math.hypot(*coefs) == pytest.approx(1.0, rel=1e-6)
     assert math.hypot(*coefs) <= 1.0
 

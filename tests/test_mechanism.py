@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from dpmp import DPSGD, accounting
+from dpmp._discrete_gaussian import DiscreteGaussian
 from dpmp.batch_selection import PoissonSampling
 from dpmp.noise_addition import NoiseState
 
@@ -224,11 +225,12 @@ def test_the_noise_is_calibrated_for_what_it_is_added_to(fields):
     grad_fn = mechanism.clipped_grad(linear_loss)
     with_example = grad_fn(params, batch)
     without_example = grad_fn(params, batch, is_padding_example=without)
-    contribution = float(jnp.linalg.norm(with_example - without_example))
+    difference = with_example.steps - without_example.steps
+    contribution = with_example.unit * float(jnp.linalg.norm(difference))
 
     privatizer = mechanism.privatizer(KEY)
     noisy, _ = privatizer.update(with_example, privatizer.init(params))
-    noise = np.asarray(noisy, np.float64) - np.asarray(with_example, np.float64)
+    noise = np.asarray(noisy, np.float64) - np.asarray(with_example.to_float())
 
     def has_multiplier(noise_multiplier):
         stddev = noise_multiplier * contribution
@@ -241,10 +243,59 @@ def test_the_noise_is_calibrated_for_what_it_is_added_to(fields):
         assert not has_multiplier(wrong)
 
 
+@pytest.mark.parametrize("noise_multiplier", [0.01, 0.3, 0.634, 1.0, 3.7, 20.0, 500.0])
+@pytest.mark.parametrize("num_parameters", [100, 10**7, 10**9])
+def test_the_noise_is_as_wide_as_accounted_for(noise_multiplier, num_parameters):
+    mechanism = make_mechanism(
+        noise_multiplier=noise_multiplier, num_parameters=num_parameters
+    )
+    noise = DiscreteGaussian.at_least(noise_multiplier * mechanism.resolution)
+    excess = noise.effective_stddev / (noise_multiplier * mechanism.resolution)
+    # The largest contribution has a whole number of units.
+    assert 1 <= excess <= 1 + 1.01 / mechanism.resolution
+    # What rounding takes, unless the noise is as wide as it can be, or a third draw
+    # could not help.
+    taken = num_parameters / (8 * mechanism.resolution**2)
+    assert taken <= 0.01 or noise.effective_stddev > 4e6
+
+
+def test_gradients_of_more_entries_than_were_planned_for_are_refused():
+    mechanism = make_mechanism(noise_multiplier=1.0, num_parameters=9)
+    privatizer = mechanism.privatizer(KEY)
+    total = mechanism.clipped_grad(linear_loss)(jnp.zeros(10), jnp.ones((2, 10)))
+    with pytest.raises(ValueError, match=r"Use DPSGD\(num_parameters=10\)"):
+        privatizer.update(total, privatizer.init(jnp.zeros(10)))
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "float32x2"])
+def test_what_the_sampler_falls_short_of_is_charged_to_delta(arithmetic):
+    mechanism = make_mechanism(noise_multiplier=1.0, arithmetic=arithmetic)
+    assert mechanism.guarantee(delta=1e-5) == dataclasses.replace(
+        accounting.get_epsilon(
+            mechanism.dp_event,
+            delta=1e-5 * (1 - 1e-4),
+            neighboring_relation=RELATIONS.REPLACE_SPECIAL,
+        ),
+        delta=1e-5,
+    )
+
+
+def test_an_epsilon_that_the_sampler_does_not_support_is_not_claimed():
+    mechanism = make_mechanism(noise_multiplier=0.36)
+    # 1e-4 delta / (100 steps * 10^7 entries * 2^-109) is exp(34.1) for 1e-5.
+    assert mechanism.guarantee(delta=1e-5).epsilon == math.inf
+    assert mechanism.guarantee(delta=1e-2).epsilon < 25
+    fewer = dataclasses.replace(mechanism, num_parameters=1)
+    assert 40 < fewer.guarantee(delta=1e-5).epsilon < 45
+    with pytest.raises(ValueError, match=r"epsilon must be at most 34\.1"):
+        mechanism.calibrate(epsilon=35.0, delta=1e-5)
+    assert mechanism.calibrate(epsilon=34.0, delta=1e-5).guarantee().epsilon <= 34
+
+
 def test_the_clipped_gradient_is_divided_by_the_expected_batch_size():
     mechanism = make_mechanism(l2_clip_norm=1.0)
     grad = mechanism.clipped_grad(linear_loss)(jnp.zeros(2), jnp.full((4, 2), 0.25))
-    np.testing.assert_allclose(grad, 4 * 0.25 / 50, rtol=1e-6)
+    np.testing.assert_allclose(grad.to_float(), 4 * 0.25 / 50, atol=4 * grad.unit)
 
 
 def test_clipping_options_reach_clipped_grad():
@@ -302,7 +353,9 @@ def test_without_privacy_the_sampling_is_the_same():
         make_mechanism(noise_multiplier=1.0).without_privacy(),
         make_mechanism(noise_multiplier=0.0),
         make_mechanism(noise_multiplier=0),
-        make_mechanism(l2_clip_norm=math.inf, noise_multiplier=0.0),
+        make_mechanism(
+            l2_clip_norm=math.inf, noise_multiplier=0.0, arithmetic="float32"
+        ),
     ],
 )
 def test_nothing_private_is_claimed_without_noise(mechanism):
@@ -313,7 +366,9 @@ def test_nothing_private_is_claimed_without_noise(mechanism):
 
 
 def test_noise_without_clipping_is_no_privacy():
-    mechanism = make_mechanism(l2_clip_norm=math.inf, noise_multiplier=1.0)
+    mechanism = make_mechanism(
+        l2_clip_norm=math.inf, noise_multiplier=1.0, arithmetic="float32"
+    )
     assert not mechanism.is_private
     assert mechanism.guarantee(delta=1e-5).epsilon == math.inf
     assert mechanism.statement().startswith("No privacy:")
@@ -327,6 +382,16 @@ def test_noise_and_clipping_are_private():
 
 
 # The statement.
+
+
+def test_the_statement_tells_how_exact_sums_are_made():
+    mechanism = make_mechanism(noise_multiplier=0.5, delta=1e-5)
+    statement = " ".join(mechanism.statement().split())
+    assert mechanism.resolution == 32756
+    assert "the largest contribution has 32756 units" in statement
+    assert "in integers, without rounding" in statement
+    assert "Its standard deviation has 16378 units." in statement
+    assert make_mechanism(arithmetic="float32").resolution is None
 
 
 def test_the_statement_contains_the_figures():
@@ -351,7 +416,8 @@ def test_the_statement_contains_the_figures():
         "noise multiplier 1.2345",
         f"- Accountant: {guarantee.accountant}.",
         "sums in float32x2",
-        "- Not covered: noise in floating point only approximates a real Gaussian",
+        "The claim holds for the bits that are released.",
+        "- Not covered: the random bits are assumed ideal",
         "running time",
         "losses, norms and other per-example values",
         "hyper-parameters tuned on this data",
@@ -475,7 +541,9 @@ def test_a_target_delta_out_of_range_is_refused(delta):
 def test_a_target_that_cannot_be_met_is_refused():
     # Without clipping, no amount of noise is enough.
     with pytest.raises(ValueError, match="target must be within reach"):
-        make_mechanism(l2_clip_norm=math.inf).calibrate(epsilon=1.0, delta=1e-5)
+        make_mechanism(l2_clip_norm=math.inf, arithmetic="float32").calibrate(
+            epsilon=1.0, delta=1e-5
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,14 @@
+"""Both privatizers have one contract; the guarantee is that of the exact one."""
+
+import contextlib
+import functools
+import itertools
+import math
+import types
+from fractions import Fraction
+
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,20 +17,69 @@ import pytest
 from scipy import stats
 
 import dpmp
-from dpmp.noise_addition import NoiseState, gaussian_privatizer
+from dpmp import _random, noise_addition
+from dpmp._discrete_gaussian import DiscreteGaussian
+from dpmp._grid import GridArray
+from dpmp.noise_addition import (
+    NoiseState,
+    continuous_gaussian_privatizer,
+    gaussian_privatizer,
+    num_entries,
+)
 
 KEY = jax.random.key(20240607)
 NUM_DRAWS = 100_000
+# Programs are compiled for a shape: the fewer there are, the faster these tests.
+FEW = 1000
 # With fixed keys nothing flakes; this is for the day on which a key changes.
 SMALLEST_P_VALUE = 1e-6
+RESOLUTION = 2**15 - 1
+# Where a snapped sum is cut off, in units.
+CUT = 2**31 - 2**27
+
+each_privatizer = pytest.mark.parametrize(
+    "make", [gaussian_privatizer, continuous_gaussian_privatizer]
+)
+each_half_dtype = pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
+)
 
 
-def draw(stddev=1.0, shape=(NUM_DRAWS,), *, key=KEY, step=0, dtype=jnp.float32):
-    """The noise alone: what is released for a sum of zeros."""
-    privatizer = gaussian_privatizer(stddev=stddev, prng_key=key)
+def make_privatizer(make, *, stddev=1.0, prng_key=KEY, **kwargs):
+    """A privatizer for a noise multiplier of 1, unless something else is said."""
+    if make is gaussian_privatizer:
+        kwargs.setdefault("l2_sensitivity", stddev or 1.0)
+    return make(stddev=stddev, prng_key=prng_key, **kwargs)
+
+
+@contextlib.contextmanager
+def without_fence():
+    """Nothing is compiled as a whole, which would be done anew in every call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise_addition, "behind_a_branch", lambda compute, _: compute())
+        yield patch
+
+
+def release(make, total, *, key=KEY, step=0, **kwargs):
+    """What comes out for a sum at some step, computed operation by operation."""
+    privatizer = make_privatizer(make, prng_key=key, **kwargs)
     state = NoiseState(key, jnp.asarray(step, jnp.int32))
-    noisy, _ = privatizer.update(jnp.zeros(shape, dtype), state)
-    return np.asarray(noisy, np.float64)
+    with without_fence():
+        return privatizer.update(total, state)[0]
+
+
+def on_grid(value, unit, shape=(NUM_DRAWS,)):
+    """An exact sum, all entries of which are the multiple of a unit next to a value."""
+    return GridArray(jnp.full(shape, round(value / unit), jnp.int32), unit)
+
+
+def draw(make=gaussian_privatizer, shape=(NUM_DRAWS,), dtype=jnp.float32, **kwargs):
+    """The noise alone: what is released for a sum of zeros."""
+    return np.asarray(release(make, jnp.zeros(shape, dtype), **kwargs), np.float64)
+
+
+def key_of(words):
+    return jax.random.wrap_key_data(words, impl=_random._key_impl())
 
 
 def has_stddev(samples, stddev):
@@ -31,200 +91,681 @@ def has_stddev(samples, stddev):
     return 2 * tail > SMALLEST_P_VALUE
 
 
+def has_no_other_stddev(samples, stddev):
+    return not any(has_stddev(samples, f * stddev) for f in (0.7, 0.97, 1.03, 1.3))
+
+
 def are_uncorrelated(x, y):
     x, y = x.ravel(), y.ravel()
     z = np.sum(x * y) / np.sqrt(np.sum(x**2) * np.sum(y**2)) * np.sqrt(x.size)
     return abs(z) < 5
 
 
-@pytest.mark.parametrize("stddev", [1e-6, 0.3, 1.0, 250.0])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-def test_the_noise_has_the_given_scale_and_no_other(stddev, dtype):
-    noise = draw(stddev, dtype=dtype)
+# The noise has the scale that was asked for.
+
+
+@pytest.mark.parametrize("stddev", [1e-6, 0.3, 1.0, 250.0, 1e6])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@each_privatizer
+def test_the_noise_of_float_sums_has_the_given_scale(make, dtype, stddev):
+    noise = draw(make, stddev=stddev, dtype=dtype)
     assert has_stddev(noise, stddev)
-    for factor in (0.7, 0.95, 1.05, 1.3):
-        assert not has_stddev(noise, factor * stddev)
+    assert has_no_other_stddev(noise, stddev)
 
 
-def test_the_noise_has_mean_zero():
-    mean = np.mean(draw(3.0))
-    assert abs(mean) < 5 * 3.0 / np.sqrt(NUM_DRAWS)
+@pytest.mark.parametrize("stddev", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("num_units", [400.5, 32766.25, 4.1e6])
+def test_the_noise_of_exact_sums_has_the_scale_of_its_grid(stddev, num_units):
+    unit = float(np.float32(stddev / num_units))
+    noise = np.asarray(
+        release(gaussian_privatizer, on_grid(0.0, unit), stddev=stddev), np.float64
+    )
+    # On a coarse grid it is wider than it has to be: see the test of at_least.
+    actual = DiscreteGaussian.at_least(stddev / unit).effective_stddev * unit
+    assert stddev <= actual < stddev * (1.5 if num_units < 3000 else 1.0025)
+    assert has_stddev(noise, actual)
+    assert has_no_other_stddev(noise, actual)
 
 
-def test_the_noise_is_gaussian():
-    assert stats.kstest(draw(), "norm").pvalue > SMALLEST_P_VALUE
+def test_on_a_grid_that_is_too_coarse_the_noise_is_the_narrowest_there_is():
+    noise = np.asarray(release(gaussian_privatizer, on_grid(0.0, 1.0), stddev=1e-3))
+    narrowest = DiscreteGaussian((1,)).effective_stddev
+    assert has_stddev(noise.astype(np.float64), narrowest)
+    assert has_no_other_stddev(noise.astype(np.float64), narrowest)
+
+
+@each_privatizer
+@pytest.mark.parametrize("kind", ["DoubleWord", "GridArray", "float64"])
+def test_the_noise_of_wide_sums_has_the_given_scale(make, kind):
+    with jax.enable_x64(kind == "float64"):
+        zeros = jnp.zeros(NUM_DRAWS)
+        total = {
+            "DoubleWord": dpmp.DoubleWord(zeros, zeros),
+            "GridArray": on_grid(0.0, 2.0**-15),
+            "float64": zeros,
+        }[kind]
+        noise = np.asarray(release(make, total, stddev=2.0), np.float64)
+    assert has_stddev(noise, 2.0)
+    assert has_no_other_stddev(noise, 2.0)
+
+
+@each_privatizer
+def test_the_noise_has_mean_zero(make):
+    assert abs(np.mean(draw(make, stddev=3.0))) < 5 * 3.0 / np.sqrt(NUM_DRAWS)
+
+
+@each_privatizer
+def test_the_noise_is_gaussian(make):
+    assert stats.kstest(draw(make), "norm").pvalue > SMALLEST_P_VALUE
+
+
+def test_the_test_above_tells_other_noise_apart():
+    rng = np.random.default_rng(0)
     for other in (
-        np.random.default_rng(0).uniform(-(3**0.5), 3**0.5, NUM_DRAWS),
-        np.random.default_rng(0).laplace(0, 0.5**0.5, NUM_DRAWS),
+        rng.uniform(-(3**0.5), 3**0.5, NUM_DRAWS),
+        rng.laplace(0, 0.5**0.5, NUM_DRAWS),
         np.asarray(jax.random.normal(KEY, (NUM_DRAWS,), jnp.bfloat16), np.float64),
     ):
         assert stats.kstest(other, "norm").pvalue < SMALLEST_P_VALUE
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
-def test_the_noise_has_as_many_values_as_float32_can_tell_apart(dtype):
+@each_half_dtype
+@pytest.mark.parametrize(
+    ("make", "share"),
+    # 100,000 draws on a grid with 2^20 points to a standard deviation.
+    [(gaussian_privatizer, 0.95), (continuous_gaussian_privatizer, 0.98)],
+)
+def test_the_noise_has_many_values(make, share, dtype):
     # Half-precision generators give 128 (bfloat16) or 1024 (float16) values.
-    assert len(np.unique(draw(dtype=dtype))) > 0.98 * NUM_DRAWS
+    assert len(np.unique(draw(make, dtype=dtype))) > share * NUM_DRAWS
 
 
-def test_entries_of_a_leaf_are_independent():
-    noise = draw()
+# It is a function of key, step, leaf and place, and of nothing else.
+
+
+@each_privatizer
+def test_entries_of_a_leaf_are_independent(make):
+    noise = draw(make)
     assert are_uncorrelated(noise[1:], noise[:-1])
     assert are_uncorrelated(noise[: NUM_DRAWS // 2], noise[NUM_DRAWS // 2 :])
-    assert not are_uncorrelated(noise, noise + 50 * draw(step=1))
+    assert not are_uncorrelated(noise, noise + 50 * draw(make, step=1))
 
 
-def test_leaves_of_one_shape_are_independent():
-    privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY)
-    zeros = {name: jnp.zeros(NUM_DRAWS) for name in "abc"}
-    noisy, _ = privatizer.update(zeros, privatizer.init(zeros))
+@each_privatizer
+def test_leaves_of_one_shape_are_independent(make):
+    zeros = jnp.zeros(NUM_DRAWS)
+    total = {"a": zeros, "b": dpmp.DoubleWord(zeros, zeros), "c": on_grid(0, 2.0**-15)}
+    noisy = release(make, total)
     noise = {name: np.asarray(x, np.float64) for name, x in noisy.items()}
     for first, second in ("ab", "ac", "bc"):
         assert are_uncorrelated(noise[first], noise[second])
-        assert not np.any(noise[first][:1000] == noise[second][:1000])
+        assert np.mean(noise[first] == noise[second]) < 1e-3
 
 
-def test_steps_are_independent():
-    noise = [draw(step=step) for step in (0, 1, 2, 2**31 - 1)]
+@each_privatizer
+def test_steps_and_keys_are_independent(make):
+    noise = [draw(make, step=step) for step in (0, 1, 2, 2**31 - 1)]
+    noise.append(draw(make, key=jax.random.key(1)))
+    noise.append(draw(make, key=jax.random.key(2**31 - 1)))
     for i in range(len(noise)):
         for j in range(i):
             assert are_uncorrelated(noise[i], noise[j])
+            assert np.mean(noise[i] == noise[j]) < 1e-3
 
 
-def test_keys_are_independent():
-    assert are_uncorrelated(draw(), draw(key=jax.random.key(1)))
+@each_privatizer
+def test_the_noise_is_a_function_of_key_and_step(make):
+    np.testing.assert_array_equal(draw(make, step=5), draw(make, step=5))
+    other = jax.random.key(1)
+    np.testing.assert_array_equal(draw(make, key=other), draw(make, key=other))
+    assert np.mean(draw(make, step=5) == draw(make, step=6)) < 1e-3
+    assert np.mean(draw(make, key=other) == draw(make)) < 1e-3
 
 
-def test_the_noise_is_a_function_of_key_and_step():
-    np.testing.assert_array_equal(draw(step=5), draw(step=5))
-    assert np.all(draw(step=5)[:100] != draw(step=6)[:100])
-    assert np.all(draw(key=jax.random.key(1))[:100] != draw()[:100])
+@each_privatizer
+def test_all_words_of_a_key_count(make):
+    draws = []
+    for i in range(4):
+        words = jnp.zeros(4, jnp.uint32).at[i].set(1)
+        draws.append(draw(make, shape=(FEW,), key=key_of(words)))
+    assert len(np.unique(draws)) > 3.9 * FEW
 
 
-def test_the_noise_of_a_leaf_does_not_depend_on_the_sum():
-    sums = np.float32([0.0, 1.0, -3.0, 1024.0])
-    privatizer = gaussian_privatizer(stddev=1e6, prng_key=KEY)
-    state = privatizer.init(sums)
-    alone, _ = privatizer.update(jnp.zeros(4), state)
-    noisy, _ = privatizer.update((jnp.asarray(sums), jnp.ones(3)), state)
-    # Float32 numbers near 1e6 are 1/16 apart, or less.
-    np.testing.assert_allclose(noisy[0] - alone, sums, rtol=0, atol=1 / 16)
+def test_the_noise_is_that_of_the_sampler():
+    words = jnp.array([1, 2, 3, 4], jnp.uint32)
+    total = [on_grid(0.0, 1.0, (5,)), on_grid(0.0, 0.5, (2, 3))]
+    noisy = release(gaussian_privatizer, total, stddev=1e3, key=key_of(words), step=7)
+    for leaf, (noise, unit) in enumerate(zip(noisy, (1.0, 0.5), strict=True)):
+        steps = DiscreteGaussian.at_least(1000 / unit).sample(
+            words, noise.shape, step=jnp.int32(7), leaf=leaf
+        )
+        np.testing.assert_array_equal(noise, np.asarray(steps) * unit)
 
 
-def test_the_step_is_counted_and_the_root_key_kept():
-    privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY)
-    state = privatizer.init(jnp.zeros(3))
+def test_keys_of_two_words_are_taken():
+    assert jax.random.key_data(KEY).shape == (2,)
+    wide = jnp.zeros(4, jnp.uint32).at[:2].set(jax.random.key_data(KEY))
+    np.testing.assert_array_equal(draw(key=key_of(wide)), draw())
+
+
+@each_privatizer
+def test_the_noise_of_a_leaf_does_not_depend_on_the_sum(make):
+    sums = np.resize(np.float32([0.0, 1.0, -3.0, 128.0]) * 2**15, FEW)
+    alone, _ = release(make, (jnp.zeros(FEW), jnp.zeros(FEW)), stddev=1e6)
+    noisy, _ = release(make, (jnp.asarray(sums), jnp.ones(FEW)), stddev=1e6)
+    # Float32 numbers below 2^24 are at most 1 apart; the unit of the grid is 2.
+    np.testing.assert_allclose(noisy - alone, sums, rtol=0, atol=1.0)
+
+
+def test_exact_sums_shift_the_noise_by_their_steps_exactly():
+    steps = np.resize(np.int32([0, 1, -1, 32767, -123456, 2**22]), FEW)
+    noise = np.asarray(release(gaussian_privatizer, on_grid(0.0, 2.0**-15, (FEW,))))
+    noisy = release(gaussian_privatizer, GridArray(jnp.asarray(steps), 2.0**-15))
+    np.testing.assert_array_equal((np.asarray(noisy) - noise) * 2**15, steps)
+
+
+@each_privatizer
+def test_a_step_that_is_run_again_repeats_its_release(make):
+    privatizer = make(stddev=0.3, prng_key=KEY)
+    update = jax.jit(privatizer.update)
+    total = jnp.linspace(-1, 1, 1000)
+    first, state = update(total, privatizer.init(total))
+    again, _ = update(total, NoiseState(KEY, jnp.zeros((), jnp.int32)))
+    other, _ = update(total, state)
+    np.testing.assert_array_equal(first, again)
+    assert np.mean(first == other) < 0.01
+
+
+@each_privatizer
+def test_the_step_is_counted_and_the_root_key_kept(make):
+    privatizer = make_privatizer(make)
+    update = jax.jit(privatizer.update)
+    state = privatizer.init(jnp.zeros(FEW))
     assert state.step == 0
     for step in range(3):
-        noisy, state = privatizer.update(jnp.zeros(3), state)
-        np.testing.assert_array_equal(noisy, draw(shape=(3,), step=step))
+        noisy, state = update(jnp.zeros(FEW), state)
+        np.testing.assert_array_equal(noisy, draw(make, shape=(FEW,), step=step))
         assert state.step == step + 1
+        assert state.step.dtype == jnp.int32
     assert jnp.all(jax.random.key_data(state.prng_key) == jax.random.key_data(KEY))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
-def test_the_output_is_float32(dtype):
-    privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY)
-    total = {"w": jnp.ones((2, 3), dtype), "b": jnp.ones((), dtype)}
-    noisy, _ = privatizer.update(total, privatizer.init(total))
-    assert jax.tree.map(lambda x: x.dtype, noisy) == {
-        "w": jnp.float32,
-        "b": jnp.float32,
+@each_privatizer
+def test_without_a_key_every_init_draws_128_bits(make):
+    privatizer = make(stddev=1.0)
+    states = [privatizer.init(jnp.zeros(1)) for _ in range(20)]
+    words = np.array([jax.random.key_data(state.prng_key) for state in states])
+    assert words.dtype == np.uint32
+    assert words.shape == (20, 4)
+    assert len(np.unique(words)) == words.size
+    update = jax.jit(privatizer.update)
+    releases = [update(jnp.zeros(4), state)[0] for state in states]
+    assert len(np.unique(releases)) == 80
+
+
+@pytest.fixture(scope="module")
+def mixed_total():
+    rng = np.random.default_rng(0)
+    hi = jnp.asarray(rng.normal(size=(24,)), jnp.float32)
+    steps = jnp.asarray(rng.integers(-(2**20), 2**20, (16, 24)), jnp.int32)
+    return {
+        "grid": GridArray(steps, 1 / 2**15),
+        "half": jnp.asarray(rng.normal(size=(8, 16)), jnp.bfloat16),
+        "wide": dpmp.DoubleWord(hi, hi * jnp.float32(2.0**-26)),
     }
-    assert noisy["w"].shape == (2, 3)
 
 
-def test_a_float64_sum_meets_float64_noise():
-    with jax.enable_x64(True):
-        privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY)
-        state = privatizer.init(None)
-        noise, _ = privatizer.update(jnp.zeros(1000, jnp.float64), state)
-        lowest_bits = 2.0**-45
-        noisy, _ = privatizer.update(jnp.full(1000, lowest_bits, jnp.float64), state)
-        assert noise.dtype == noisy.dtype == jnp.float64
-        assert np.mean(np.float32(noise) != np.asarray(noise)) > 0.99
-        # Float64 numbers below 8 are at most 2^-50 apart.
-        np.testing.assert_allclose(noisy - noise, lowest_bits, rtol=0, atol=2.0**-50)
+def test_neither_compilation_nor_sharding_changes_a_bit(mixed_total):
+    privatizer = gaussian_privatizer(stddev=0.7, prng_key=KEY)
+    update = jax.jit(privatizer.update)
+    state = privatizer.init(mixed_total)
+    expected, _ = privatizer.update(mixed_total, state)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.device_put(mixed_total, jax.NamedSharding(mesh, jax.P("data")))
+    for total in (mixed_total, sharded):
+        noisy, new_state = update(total, state)
+        jax.tree.map(np.testing.assert_array_equal, noisy, expected)
+        assert new_state.step == 1
+    assert not noisy["grid"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("sum_dtype", ["float32", "float64"])
-@pytest.mark.parametrize("noise_dtype", ["float32", "float64"])
-def test_the_output_is_as_wide_as_sum_and_noise(sum_dtype, noise_dtype):
-    with jax.enable_x64(True):
-        privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY, dtype=noise_dtype)
-        total = jnp.zeros(1000, sum_dtype)
-        noisy, _ = privatizer.update(total, privatizer.init(total))
-        assert noisy.dtype == max(sum_dtype, noise_dtype)
-        is_narrow = np.float32(noisy) == np.asarray(noisy)
-        assert np.all(is_narrow) == (noise_dtype == "float32")
+# It is never narrower than asked, and little wider.
 
 
-@pytest.mark.parametrize("is_jitted", [False, True])
-@pytest.mark.parametrize("stddev", [1.0, 0.3])
-def test_both_words_meet_the_noise_before_rounding(stddev, is_jitted):
-    privatizer = gaussian_privatizer(stddev=stddev, prng_key=KEY)
-    update = jax.jit(privatizer.update) if is_jitted else privatizer.update
-    state = privatizer.init(jnp.zeros(1000))
-    noise, _ = update(jnp.zeros(1000), state)
-    # Rounded to float32 alone, hi + lo would be hi, and the result zero.
-    hi, lo = -noise, noise * jnp.float32(2.0**-30)
-    noisy, _ = update({"w": dpmp.DoubleWord(hi, lo)}, state)
-    assert noisy["w"].dtype == jnp.float32
-    np.testing.assert_array_equal(hi + lo, hi)
-    np.testing.assert_array_equal(noisy["w"], lo)
+def chosen(leaf, **kwargs):
+    """The unit of the grid, and the noise that the privatizer chooses for one leaf."""
+    units, noises = [getattr(leaf, "unit", None)], []
+    snap = noise_addition._snap
+
+    def recording_snap(*args):
+        snapped, width = snap(*args)
+        units.append(snapped.unit)
+        return snapped, width
+
+    def recording_at_least(width):
+        noises.append(DiscreteGaussian.at_least(width))
+        return noises[-1]
+
+    recorder = types.SimpleNamespace(at_least=recording_at_least)
+    with without_fence() as patch:
+        patch.setattr(noise_addition, "_snap", recording_snap)
+        patch.setattr(noise_addition, "DiscreteGaussian", recorder)
+        # Traced alone, a sum may have any size.
+        privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
+        jax.eval_shape(privatizer.update, leaf, privatizer.init(None))
+    (noise,) = noises
+    return Fraction(units[-1]), noise
 
 
-@pytest.mark.parametrize("is_jitted", [False, True])
-def test_double_words_and_noise_are_rounded_once(is_jitted):
-    rng = np.random.default_rng(1)
-    privatizer = gaussian_privatizer(stddev=0.3, prng_key=KEY)
-    update = jax.jit(privatizer.update) if is_jitted else privatizer.update
-    state = privatizer.init(None)
-    noise, _ = update(jnp.zeros(10_000), state)
-    hi = rng.normal(size=10_000).astype(np.float32)
-    lo = (hi * 2.0**-25 * rng.uniform(-1, 1, 10_000)).astype(np.float32)
-    noisy, _ = update(dpmp.DoubleWord(jnp.asarray(hi), jnp.asarray(lo)), state)
-    exact = hi.astype(np.float64) + lo + np.asarray(noise, np.float64)
-    # Half a unit in the last place, and the rounding of error + lo.
-    error = np.abs(noisy - exact)
-    np.testing.assert_array_less(error, 0.5001 * np.spacing(np.abs(np.float32(exact))))
+def abstract(size, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct((size,), dtype)
 
 
-def test_the_noise_of_a_double_word_has_the_given_scale():
-    privatizer = gaussian_privatizer(stddev=2.0, prng_key=KEY)
-    total = dpmp.DoubleWord(jnp.zeros(NUM_DRAWS), jnp.zeros(NUM_DRAWS))
-    noisy, _ = privatizer.update(total, privatizer.init(None))
-    noise = np.asarray(noisy, np.float64)
-    assert has_stddev(noise, 2.0)
-    assert not has_stddev(noise, 2.1)
+@hypothesis.given(
+    stddev=st.floats(1e-6, 1e6), log_num_units=st.floats(0, 22), c=st.integers(1, 99)
+)
+def test_the_noise_of_exact_sums_is_at_least_as_wide_as_asked(stddev, log_num_units, c):
+    unit = float(np.float32(stddev * c / 100 / 2**log_num_units))
+    leaf = GridArray(abstract(c, jnp.int32), unit)
+    hypothesis.assume(Fraction(stddev) <= 4_190_000 * Fraction(unit))
+    grid, noise = chosen(leaf, stddev=stddev)
+    effective = Fraction(noise.effective_stddev) * grid
+    assert grid == Fraction(unit)
+    assert effective >= Fraction(stddev)
+    assert effective < Fraction(stddev) * Fraction("1.04") or stddev < 3000 * unit
+    assert effective < Fraction(stddev) * Fraction("1.0025") or stddev < 33_000 * unit
+    # Nothing is snapped, and nothing paid for it.
+    assert chosen(leaf, stddev=stddev, l2_sensitivity=stddev / 1e9) == (grid, noise)
 
 
-def test_stddev_zero_returns_the_sum_itself():
-    privatizer = gaussian_privatizer(stddev=0.0, prng_key=KEY)
-    x = jax.random.normal(KEY, (100,))
+@hypothesis.given(
+    stddev=st.floats(1e-6, 1e6),
+    noise_multiplier=st.floats(1e-3, 30),
+    size=st.integers(1, 10**9),
+    is_given=st.booleans(),
+)
+def test_the_noise_of_float_sums_covers_the_snap(
+    stddev, noise_multiplier, size, is_given
+):
+    l2_sensitivity = stddev / noise_multiplier
+    kwargs = {"l2_sensitivity": l2_sensitivity} if is_given else {}
+    unit, noise = chosen(abstract(size), stddev=stddev, **kwargs)
+    # Two sums are moved apart by half a unit each, in every entry.
+    snapped_sensitivity = Fraction(l2_sensitivity) + root_above(size) * unit
+    noise_multiplier = Fraction(stddev) / Fraction(l2_sensitivity)
+    effective = Fraction(noise.effective_stddev) * unit
+    assert effective >= noise_multiplier * snapped_sensitivity
+    cost = (noise_multiplier if is_given else 32) * root_above(size) * unit
+    assert effective <= (Fraction(stddev) + cost) * Fraction("1.01")
+
+
+def root_above(n):
+    """The square root of an integer, rounded up in the 30th bit after the point."""
+    return Fraction(math.isqrt(n << 60) + 1, 2**30)
+
+
+def snap_cost(size, stddev, **kwargs):
+    """By what share of itself rounding to the grid widens the noise, at most."""
+    unit, noise = chosen(abstract(size), stddev=stddev, **kwargs)
+    cost = Fraction(noise.effective_stddev) * unit / Fraction(stddev) - 1
+    # The noise does not come in all widths.
+    return float(cost) - 0.0025
+
+
+@pytest.mark.parametrize("stddev", [1.0, 1.3, 1.999, 1e-6, 1e6])
+def test_snapping_costs_little_and_more_without_a_sensitivity(stddev):
+    sensitivity = {"l2_sensitivity": stddev}
+    assert snap_cost(2**16, stddev, **sensitivity) <= 1 / 4096
+    assert snap_cost(10**6, stddev, **sensitivity) <= 1000 / 2**20
+    assert snap_cost(10**6, stddev) > 0.01
+    assumed = {"l2_sensitivity": stddev / 32}
+    for size in (1, 10**4, 10**6, 10**9):
+        as_assumed = chosen(abstract(size), stddev=stddev, **assumed)
+        assert chosen(abstract(size), stddev=stddev) == as_assumed
+
+
+def test_the_entries_of_all_leaves_are_paid_for():
+    def width(*sizes):
+        privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY, l2_sensitivity=1.0)
+        widths = []
+
+        def at_least(width):
+            widths.append(width)
+            return DiscreteGaussian.at_least(width)
+
+        recorder = types.SimpleNamespace(at_least=at_least)
+        with without_fence() as patch:
+            patch.setattr(noise_addition, "DiscreteGaussian", recorder)
+            total = [abstract(size) for size in sizes]
+            jax.eval_shape(privatizer.update, total, privatizer.init(None))
+        return widths
+
+    assert width(10**6, 24 * 10**6) == width(25 * 10**6) * 2
+    (extra,) = (width - 2**20 for width in width(25 * 10**6))
+    assert 5000 < extra < 5000.1
+
+
+# What comes out is on the grid.
+
+
+@pytest.mark.parametrize("stddev", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("noise_multiplier", [1.0, 32.0])
+def test_releases_of_float_sums_are_multiples_of_the_unit(stddev, noise_multiplier):
+    kwargs = {"stddev": stddev, "l2_sensitivity": stddev / noise_multiplier}
+    unit, _ = chosen(abstract(FEW), **kwargs)
+    for value in (0.0, stddev / noise_multiplier, -0.3 * stddev, 900.0 * stddev):
+        noisy = release(gaussian_privatizer, jnp.full(FEW, value), **kwargs)
+        ratios = [Fraction(y) / unit for y in np.asarray(noisy).tolist()]
+        assert all(ratio.denominator == 1 for ratio in ratios)
+        # And of no other: what is beyond 2^24 units is rounded to float32.
+        is_odd = any(ratio.numerator % 2 for ratio in ratios)
+        assert is_odd or value > 100 * stddev
+
+
+@pytest.mark.parametrize("unit", [2.0**-15, float(np.float32(1 / RESOLUTION))])
+def test_releases_of_exact_sums_are_the_floats_next_to_multiples(unit):
+    for value in (0.0, 1.0, 200.0):
+        noisy = release(gaussian_privatizer, on_grid(value, unit, (FEW,)))
+        steps = np.rint(np.asarray(noisy, np.float64) / unit).astype(np.float32)
+        np.testing.assert_array_equal(noisy, steps * np.float32(unit))
+
+
+def test_sums_with_noise_wrap_around():
+    steps = np.resize(np.int32([2**31 - 1, -(2**31), 2**31 - 500]), FEW)
+    total = GridArray(jnp.asarray(steps), 2.0**-10)
+    noise = release(gaussian_privatizer, on_grid(0.0, 2.0**-10, (FEW,)))
+    noisy = release(gaussian_privatizer, total)
+    exact = [
+        (int(s) + int(n * 2**10) + 2**31) % 2**32 - 2**31
+        for s, n in zip(steps, np.asarray(noise), strict=True)
+    ]
+    assert min(exact) < 0 < max(exact)
+    np.testing.assert_array_equal(noisy, np.float32(exact) * np.float32(2.0**-10))
+
+
+# Float sums are snapped to the grid.
+
+
+def snap(leaf, stddev, cost):
+    """The unit, and the steps of a float sum as Python integers."""
+    snapped, _ = noise_addition._snap(leaf, stddev, cost)
+    return snapped.unit, [int(step) for step in snapped.steps]
+
+
+def numbers_to_snap(rng, stddev, cost, dtype):
+    """Numbers of all magnitudes up to the cut and beyond it, ties, and near-ties."""
+    unit, _ = snap(jnp.zeros(1), stddev, cost)
+    scales = np.exp2(rng.uniform(-6, 33, 90)) * rng.choice([-1, 1], 90)
+    ties = rng.integers(-(2**22), 2**22, 20) + 0.5
+    limits = np.array([CUT, CUT - 2**8, 2**31, 2**32, 2.0**60]) * [[1], [-1]]
+    numbers = np.concatenate([scales, ties, limits.ravel()]) * unit
+    numbers = numbers.astype(dtype)
+    below, above = (np.nextafter(numbers[90:110], np.array(s, dtype)) for s in (-9, 9))
+    return np.concatenate([numbers, below, above, np.zeros(1, dtype)])
+
+
+def check_snap(numbers, steps, unit, tolerance):
+    """Checks rounding, order, distances and cut, in exact arithmetic."""
+    exact = [number / Fraction(unit) for number in numbers]
+    pairs = sorted(zip(exact, steps, strict=True))
+    for x, step in pairs:
+        if abs(x) <= CUT:
+            assert abs(step - x) <= Fraction(1, 2) + tolerance
+        else:
+            assert step == (CUT if x > 0 else -CUT)
+    for (x, step), (above, step_above) in itertools.pairwise(pairs):
+        assert 0 <= step_above - step <= above - x + 1 + 2 * tolerance
+
+
+each_case = hypothesis.given(
+    seed=st.integers(0, 2**32 - 1),
+    stddev=st.floats(-40, 40).map(lambda x: 10 ** (x / 4)),
+    cost=st.sampled_from([0.1, 1.0, 17.0, 300.0, 1e6]),
+)
+
+
+@each_case
+@hypothesis.example(seed=0, stddev=1e-20, cost=1.0)
+@hypothesis.example(seed=0, stddev=1e20, cost=1e6)
+def test_float32_sums_are_rounded_to_the_grid(seed, stddev, cost):
+    numbers = numbers_to_snap(np.random.default_rng(seed), stddev, cost, np.float32)
+    unit, steps = snap(jnp.asarray(numbers), stddev, cost)
+    check_snap(map(Fraction, numbers.tolist()), steps, unit, 0)
+
+
+@each_half_dtype
+def test_halves_are_rounded_to_the_grid(dtype):
+    with np.errstate(over="ignore"):
+        numbers = numbers_to_snap(np.random.default_rng(0), 1e-4, 1.0, np.float32)
+        halves = numbers.astype(dtype)
+    halves = np.where(np.isfinite(halves), halves, np.zeros_like(halves))
+    unit, steps = snap(jnp.asarray(halves), 1e-4, 1.0)
+    check_snap([Fraction(float(x)) for x in halves], steps, unit, 0)
+
+
+@each_case
+def test_float64_sums_are_rounded_to_the_grid(seed, stddev, cost):
+    with jax.enable_x64():
+        numbers = numbers_to_snap(np.random.default_rng(seed), stddev, cost, np.float64)
+        unit, steps = snap(jnp.asarray(numbers), stddev, cost)
+    check_snap(map(Fraction, numbers.tolist()), steps, unit, 0)
+
+
+@each_case
+def test_both_words_of_a_sum_are_rounded_to_the_grid(seed, stddev, cost):
+    rng = np.random.default_rng(seed)
+    hi = numbers_to_snap(rng, stddev, cost, np.float32)
+    share = rng.choice([0, 1, -1, 0.3, 2.0**-20], hi.size)
+    # At most half a unit in the last place: up to 64 steps of the grid at its end.
+    lo = (np.spacing(np.abs(hi)) / 2 * share).astype(np.float32)
+    unit, steps = snap(dpmp.DoubleWord(jnp.asarray(hi), jnp.asarray(lo)), stddev, cost)
+    numbers = [
+        Fraction(float(x)) + Fraction(float(y)) for x, y in zip(hi, lo, strict=True)
+    ]
+    check_snap(numbers, steps, unit, Fraction(1, 2**20))
+
+
+def test_the_second_word_counts_beyond_24_bits():
+    unit, _ = snap(jnp.zeros(1), 1.0, 1.0)
+    hi = np.float32([2**29, -(2**30), 2**24]) * np.float32(unit)
+    lo = np.float32([15.0, -21.0, 1.0]) * np.float32(unit)
+    _, steps = snap(dpmp.DoubleWord(jnp.asarray(hi), jnp.asarray(lo)), 1.0, 1.0)
+    assert steps == [2**29 + 15, -(2**30) - 21, 2**24 + 1]
+
+
+@pytest.mark.parametrize("stddev", [1e-6, 1.0])
+@pytest.mark.parametrize("kind", ["float32", "DoubleWord", "float64"])
+def test_sums_that_are_cut_off_are_no_further_apart(kind, stddev):
+    largest = float(np.finfo(np.float32).max)
+    values = [3000 * stddev, 1e30, 2e30, largest, math.inf]
+    values = np.resize(values + [-x for x in values], FEW)
+    with jax.enable_x64(kind == "float64"):
+        hi = jnp.asarray(values)
+        if kind == "DoubleWord":
+            lo = jnp.where(jnp.isinf(hi), 0, -hi * jnp.float32(2.0**-25))
+            leaf = dpmp.DoubleWord(hi, lo)
+        else:
+            leaf = hi
+        _, steps = snap(leaf, stddev, 300.0)
+        assert steps == [CUT if x > 0 else -CUT for x in values]
+        noisy = release(gaussian_privatizer, leaf, stddev=stddev)
+    # Noise does not make them wrap around.
+    np.testing.assert_array_equal(np.sign(noisy), np.sign(values))
+    assert np.all(np.abs(noisy) < 2.0**18 * stddev)
+
+
+@pytest.mark.parametrize("kind", ["float32", "DoubleWord"])
+def test_an_entry_that_is_no_number_changes_no_other(kind):
+    total = jnp.linspace(-1.0, 1.0, FEW)
+    broken = total.at[2].set(math.nan)
+    if kind == "DoubleWord":
+        total = dpmp.DoubleWord(total, jnp.zeros(FEW))
+        broken = dpmp.DoubleWord(broken, jnp.zeros(FEW).at[3].set(math.nan))
+    noisy, expected = (release(gaussian_privatizer, x) for x in (broken, total))
+    assert np.all(np.isfinite(noisy))
+    is_broken = np.isnan(np.asarray(jax.tree.leaves(broken))).any(axis=0)
+    np.testing.assert_array_equal(noisy[~is_broken], expected[~is_broken])
+
+
+# Mironov's attack: sums of 0 and of 1 are told apart by what only one can become.
+
+
+@functools.cache
+def float_noise():
+    """All values that jax.random.normal has in float32, in order.
+
+    Its uniform numbers are 2^-22 apart and 2^-24 short of ends at -1 and 1.
+    """
+    uniform = np.arange(2**23, dtype=np.float32) * np.float32(2.0**-22)
+    uniform -= np.float32(1 - 2.0**-24)
+    normal = jax.jit(lambda u: np.float32(math.sqrt(2)) * jax.lax.erf_inv(u))(uniform)
+    return np.sort(normal)
+
+
+def is_possible(noisy, total):
+    """Whether a float32 release can be the rounded sum of a total and float noise."""
+    values = float_noise() + np.float32(total)
+    index = np.minimum(np.searchsorted(values, noisy), values.size - 1)
+    return values[index] == noisy
+
+
+def guess_by_support(noisy):
+    """Whether a release is one of the sum 1: by what is possible, else by size."""
+    is_possible_0, is_possible_1 = is_possible(noisy, 0), is_possible(noisy, 1)
+    return np.where(is_possible_0 == is_possible_1, noisy > 0.5, is_possible_1)
+
+
+@pytest.fixture(params=["GridArray", "float32"])
+def releases_of_0_and_1(request):
+    """A function from a privatizer to what it releases for either sum."""
+
+    def releases(make):
+        for value in (0, 1):
+            total = on_grid(value, 2.0**-15)
+            if request.param == "float32":
+                total = jnp.full(NUM_DRAWS, float(value))
+            yield np.asarray(release(make, total, step=value))
+
+    return releases
+
+
+# The total variation distance of normals that are one standard deviation apart.
+IDEAL_ADVANTAGE = 2 * stats.norm.cdf(0.5) - 1
+
+
+def test_the_attack_breaks_float_noise(releases_of_0_and_1):
+    zero, one = releases_of_0_and_1(continuous_gaussian_privatizer)
+    assert np.all(is_possible(zero, 0))
+    assert np.all(is_possible(one, 1))
+    assert np.mean(~is_possible(zero, 1)) > 0.85
+    advantage = np.mean(guess_by_support(one)) - np.mean(guess_by_support(zero))
+    assert advantage > 0.85
+
+
+def test_the_attack_does_not_break_exact_noise(releases_of_0_and_1):
+    zero, one = releases_of_0_and_1(gaussian_privatizer)
+    advantage = np.mean(guess_by_support(one)) - np.mean(guess_by_support(zero))
+    assert advantage < IDEAL_ADVANTAGE + 0.02
+    # And the best that there is against real numbers is what it is there.
+    advantage = np.mean(one > 0.5) - np.mean(zero > 0.5)
+    assert abs(advantage - IDEAL_ADVANTAGE) < 0.02
+
+
+def lowest_bit(x):
+    """The largest power of two that each number is a multiple of."""
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    digits = (np.abs(mantissa) * 2**24).astype(np.int64)
+    return np.where(x == 0, np.inf, (digits & -digits) * 2.0 ** (exponent - 24))
+
+
+def test_float_noise_has_lower_bits_than_sums_with_it(releases_of_0_and_1):
+    zero, one = map(lowest_bit, releases_of_0_and_1(continuous_gaussian_privatizer))
+    assert np.min(one) == 2.0**-24
+    assert np.mean(zero < 2.0**-24) > 0.2
+
+
+def test_exact_noise_has_the_low_bits_of_sums_with_it(releases_of_0_and_1):
+    zero, one = map(lowest_bit, releases_of_0_and_1(gaussian_privatizer))
+    unit = np.min(zero)
+    assert unit == np.min(one)
+    for bits in (zero, one):
+        for multiple in (1, 2, 4, 8):
+            share = np.mean(bits == multiple * unit)
+            assert abs(share - 1 / (2 * multiple)) < 0.01
+
+
+# What comes out, and from what.
+
+
+@each_half_dtype
+@each_privatizer
+def test_the_output_is_float32(make, dtype):
+    total = {"w": jnp.ones((2, 3), dtype), "b": jnp.ones((), dtype)}
+    noisy = jax.eval_shape(functools.partial(release, make), total)
+    assert noisy == {
+        "w": jax.ShapeDtypeStruct((2, 3), jnp.float32),
+        "b": jax.ShapeDtypeStruct((), jnp.float32),
+    }
+
+
+@each_privatizer
+def test_wide_sums_come_out_in_float32(make, mixed_total):
+    noisy = jax.eval_shape(functools.partial(release, make), mixed_total)
+    assert noisy == {
+        "grid": jax.ShapeDtypeStruct((16, 24), jnp.float32),
+        "half": jax.ShapeDtypeStruct((8, 16), jnp.float32),
+        "wide": jax.ShapeDtypeStruct((24,), jnp.float32),
+    }
+
+
+@each_privatizer
+def test_stddev_zero_returns_the_sum_itself(make):
+    x = jnp.linspace(-1.0, 1.0, 100)
     total = {
         "float": x,
         "half": x.astype(jnp.bfloat16),
         "wide": dpmp.DoubleWord(x, x * jnp.float32(2.0**-30)),
+        "grid": GridArray(jnp.arange(-50, 50, dtype=jnp.int32), 0.25),
     }
-    noisy, _ = privatizer.update(total, privatizer.init(total))
+    noisy = release(make, total, stddev=0.0)
     np.testing.assert_array_equal(noisy["float"], x)
     np.testing.assert_array_equal(noisy["half"], np.float32(total["half"]))
     np.testing.assert_array_equal(noisy["wide"], x)
+    np.testing.assert_array_equal(noisy["grid"], np.arange(-12.5, 12.5, 0.25))
+    assert noisy["half"].dtype == jnp.float32
 
 
-def test_an_empty_tree_is_released_as_it_is():
-    privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY)
-    noisy, state = privatizer.update({}, privatizer.init({}))
-    assert noisy == {}
+def test_a_grid_without_extent_has_no_noise():
+    noisy = release(gaussian_privatizer, GridArray(jnp.zeros(3, jnp.int32), 0.0))
+    np.testing.assert_array_equal(noisy, np.zeros(3))
+
+
+@pytest.mark.parametrize("total", [{}, (), None, [{}, ()]], ids=str)
+@each_privatizer
+def test_an_empty_tree_is_released_as_it_is(make, total):
+    privatizer = make(stddev=1.0, prng_key=KEY)
+    noisy, state = privatizer.update(total, privatizer.init(total))
+    assert noisy == total
     assert state.step == 1
 
 
-def test_it_chains_with_optax_and_compiles():
-    optimizer = optax.chain(
-        gaussian_privatizer(stddev=2.0, prng_key=KEY), optax.sgd(0.5)
-    )
-    params = jnp.zeros(NUM_DRAWS)
+@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)], ids=str)
+@each_privatizer
+def test_arrays_without_entries_are_released_as_they_are(make, shape):
+    total = [
+        jnp.zeros(shape),
+        dpmp.DoubleWord(jnp.zeros(shape), jnp.zeros(shape)),
+        GridArray(jnp.zeros(shape, jnp.int32), 1.0),
+    ]
+    noisy = release(make, total)
+    assert [x.shape for x in noisy] == [shape] * 3
+    assert [x.dtype for x in noisy] == [jnp.float32] * 3
+
+
+@each_privatizer
+def test_it_chains_with_optax_and_compiles(make):
+    optimizer = optax.chain(make(stddev=2.0, prng_key=KEY), optax.sgd(0.5))
+    params = jnp.zeros(10_000)
 
     @jax.jit
     def step(params, state):
@@ -237,66 +778,165 @@ def test_it_chains_with_optax_and_compiles():
     for update in (first - params, second - first):
         noise = np.asarray(update, np.float64) / -0.5 - 1
         assert has_stddev(noise, 2.0)
+        assert not has_stddev(noise, 1.9)
         assert not has_stddev(noise, 2.1)
     assert state[0].step == 2
 
 
-def test_a_step_that_is_run_again_repeats_its_release():
-    privatizer = gaussian_privatizer(stddev=0.3, prng_key=KEY)
-    update = jax.jit(privatizer.update)
-    total = jnp.linspace(-1, 1, 1000)
-    first, state = update(total, privatizer.init(total))
-    again, _ = update(total, NoiseState(KEY, jnp.zeros((), jnp.int32)))
-    other, _ = update(total, state)
-    np.testing.assert_array_equal(first, again)
-    assert np.all(first != other)
+def test_num_entries_counts_those_of_all_kinds_of_sums(mixed_total):
+    assert num_entries(mixed_total) == 16 * 24 + 8 * 16 + 24
+    assert num_entries({}) == num_entries(None) == 0
+    assert num_entries(jnp.zeros(())) == 1
+    assert num_entries([jnp.zeros((3, 0)), jnp.zeros((2, 5), jnp.bfloat16)]) == 10
+    assert num_entries(abstract(10**12)) == 10**12
+    assert num_entries(jax.eval_shape(lambda: mixed_total)) == num_entries(mixed_total)
 
 
-def test_without_a_key_every_init_draws_128_bits():
-    privatizer = gaussian_privatizer(stddev=1.0)
-    states = [privatizer.init(jnp.zeros(1)) for _ in range(20)]
-    words = np.array([jax.random.key_data(state.prng_key) for state in states])
-    assert words.dtype == np.uint32
-    assert words.shape == (20, 4)
-    assert len(np.unique(words)) == words.size
-    releases = [float(privatizer.update(jnp.zeros(()), s)[0]) for s in states]
-    assert len(set(releases)) == len(states)
+# Float noise meets sums in full width.
 
 
-def test_without_a_key_init_is_refused_under_jit():
-    privatizer = gaussian_privatizer(stddev=1.0)
+def test_a_float64_sum_meets_float64_noise():
+    with jax.enable_x64():
+        noise = release(continuous_gaussian_privatizer, jnp.zeros(1000))
+        lowest_bits = 2.0**-45
+        noisy = release(continuous_gaussian_privatizer, jnp.full(1000, lowest_bits))
+        assert noise.dtype == noisy.dtype == jnp.float64
+        assert np.mean(np.float32(noise) != np.asarray(noise)) > 0.99
+        # Float64 numbers below 8 are at most 2^-50 apart.
+        np.testing.assert_allclose(noisy - noise, lowest_bits, rtol=0, atol=2.0**-50)
+
+
+def test_exact_noise_makes_a_float64_sum_float32():
+    with jax.enable_x64():
+        noisy = release(gaussian_privatizer, jnp.full(1000, 1e-3), stddev=1e-3)
+        assert noisy.dtype == jnp.float32
+        narrow = release(
+            gaussian_privatizer, jnp.full(1000, 1e-3, jnp.float32), stddev=1e-3
+        )
+        np.testing.assert_array_equal(noisy, narrow)
+
+
+@pytest.mark.parametrize("sum_dtype", ["float32", "float64"])
+@pytest.mark.parametrize("noise_dtype", ["float32", "float64"])
+def test_the_output_is_as_wide_as_sum_and_float_noise(sum_dtype, noise_dtype):
+    with jax.enable_x64():
+        total = jnp.zeros(1000, sum_dtype)
+        noisy = release(continuous_gaussian_privatizer, total, dtype=noise_dtype)
+        assert noisy.dtype == max(sum_dtype, noise_dtype)
+        is_narrow = np.float32(noisy) == np.asarray(noisy)
+        assert np.all(is_narrow) == (noise_dtype == "float32")
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("stddev", [1.0, 0.3])
+def test_both_words_meet_float_noise_before_rounding(stddev, is_jitted):
+    privatizer = continuous_gaussian_privatizer(stddev=stddev, prng_key=KEY)
+    update = jax.jit(privatizer.update) if is_jitted else privatizer.update
+    state = privatizer.init(jnp.zeros(1000))
+    noise, _ = update(jnp.zeros(1000), state)
+    # Rounded to float32 alone, hi + lo would be hi, and the result zero.
+    hi, lo = -noise, noise * jnp.float32(2.0**-30)
+    noisy, _ = update({"w": dpmp.DoubleWord(hi, lo)}, state)
+    assert noisy["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(hi + lo, hi)
+    np.testing.assert_array_equal(noisy["w"], lo)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_double_words_and_float_noise_are_rounded_once(is_jitted):
+    rng = np.random.default_rng(1)
+    privatizer = continuous_gaussian_privatizer(stddev=0.3, prng_key=KEY)
+    update = jax.jit(privatizer.update) if is_jitted else privatizer.update
+    state = privatizer.init(None)
+    noise, _ = update(jnp.zeros(1000), state)
+    hi = rng.normal(size=1000).astype(np.float32)
+    lo = (hi * 2.0**-25 * rng.uniform(-1, 1, 1000)).astype(np.float32)
+    noisy, _ = update(dpmp.DoubleWord(jnp.asarray(hi), jnp.asarray(lo)), state)
+    exact = hi.astype(np.float64) + lo + np.asarray(noise, np.float64)
+    # Half a unit in the last place, and the rounding of error + lo.
+    error = np.abs(noisy - exact)
+    np.testing.assert_array_less(error, 0.5001 * np.spacing(np.abs(np.float32(exact))))
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_both_words_meet_exact_noise_on_the_grid(is_jitted):
+    privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY)
+    update = jax.jit(privatizer.update) if is_jitted else privatizer.update
+    state = privatizer.init(None)
+    words = jnp.zeros(1000), jnp.zeros(1000)
+    noise, _ = update(dpmp.DoubleWord(*words), state)
+    # Rounded to float32 alone, hi + lo would be hi; the noise makes up for hi.
+    unit, _ = chosen(dpmp.DoubleWord(*words), stddev=1.0)
+    lo = jnp.full(1000, 3 * float(unit))
+    hi = jnp.full(1000, 2.0**26 * float(unit))
+    np.testing.assert_array_equal(hi + lo, hi)
+    noisy, _ = update(dpmp.DoubleWord(hi, lo), state)
+    steps = np.asarray(noise, np.float64) / float(unit) + 2**26 + 3
+    np.testing.assert_array_equal(noisy, np.float32(steps) * np.float32(unit))
+
+
+# Errors.
+
+
+@each_privatizer
+def test_without_a_key_init_is_refused_under_jit(make):
     with pytest.raises(ValueError, match=r"must be drawn outside of jax\.jit"):
-        jax.jit(privatizer.init)(jnp.zeros(3))
-    with_key = gaussian_privatizer(stddev=1.0, prng_key=KEY)
+        jax.jit(make(stddev=1.0).init)(jnp.zeros(3))
+    with_key = make(stddev=1.0, prng_key=KEY)
     assert jax.jit(with_key.init)(jnp.zeros(3)).step == 0
 
 
-@pytest.mark.parametrize("stddev", [-1.0, np.inf, np.nan, None, jnp.ones(())])
-def test_a_stddev_that_is_no_finite_number_is_refused(stddev):
+@pytest.mark.parametrize("stddev", [-1.0, np.inf, np.nan, None, jnp.ones(())], ids=str)
+@each_privatizer
+def test_a_stddev_that_is_no_finite_number_is_refused(make, stddev):
     with pytest.raises(ValueError, match="stddev must be a finite number of at least"):
-        gaussian_privatizer(stddev=stddev, prng_key=KEY)
+        make(stddev=stddev, prng_key=KEY)
 
 
-@pytest.mark.parametrize("seed", [0, np.uint32([0, 1]), jnp.zeros(2, jnp.uint32)])
-def test_a_seed_that_is_no_key_is_refused(seed):
+@pytest.mark.parametrize("l2_sensitivity", [0.0, -1.0, np.inf, np.nan, jnp.ones(())])
+def test_a_sensitivity_that_is_no_positive_number_is_refused(l2_sensitivity):
+    with pytest.raises(ValueError, match="l2_sensitivity must be a finite number abov"):
+        gaussian_privatizer(stddev=1.0, prng_key=KEY, l2_sensitivity=l2_sensitivity)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [0, np.uint32([0, 1]), jnp.zeros(2, jnp.uint32), jax.random.split(KEY)],
+    ids=lambda seed: type(seed).__name__,
+)
+@each_privatizer
+def test_a_seed_that_is_no_key_is_refused(make, seed):
     with pytest.raises(ValueError, match=r"one key made by jax\.random\.key"):
-        gaussian_privatizer(stddev=1.0, prng_key=seed)
+        make(stddev=1.0, prng_key=seed)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "int32"])
 def test_noise_narrower_than_float32_is_refused(dtype):
     with pytest.raises(ValueError, match="noise must be float32 or float64"):
-        gaussian_privatizer(stddev=1.0, prng_key=KEY, dtype=dtype)
+        continuous_gaussian_privatizer(stddev=1.0, prng_key=KEY, dtype=dtype)
 
 
 def test_float64_noise_is_refused_where_jax_would_narrow_it():
     with pytest.raises(ValueError, match="float64 noise need 64-bit mode"):
-        gaussian_privatizer(stddev=1.0, prng_key=KEY, dtype=jnp.float64)
+        continuous_gaussian_privatizer(stddev=1.0, prng_key=KEY, dtype=jnp.float64)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_], ids=str)
-def test_leaves_that_are_not_real_floats_are_refused(dtype):
-    privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY)
+@each_privatizer
+def test_leaves_that_are_not_real_floats_are_refused(make, dtype):
     total = (jnp.zeros(3), jnp.zeros(3, dtype))
     with pytest.raises(ValueError, match="real float array; got leaf=1"):
-        privatizer.update(total, privatizer.init(total))
+        release(make, total)
+
+
+def test_noise_with_too_many_units_is_refused():
+    total = on_grid(0.0, 2.0**-23, (3,))
+    with pytest.raises(
+        ValueError, match=r"noise must have at most 4\.19 million units"
+    ):
+        release(gaussian_privatizer, total)
+    # On a grid of its own, rounding very many numbers takes too much noise.
+    with pytest.raises(
+        ValueError, match=r"noise must have at most 4\.19 million units"
+    ):
+        chosen(abstract(10**10), stddev=1.999)

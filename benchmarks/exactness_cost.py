@@ -1,0 +1,196 @@
+"""What do exact sums and exact noise cost, next to floating point?
+
+Contenders are compiled, then run in turn, round by round in one process; quoted are
+medians of the ratios within a round, and ratios of the temporary memory of the
+compiled programs. "float32" sums in float32 and adds `jax.random.normal`; "exact" sums
+integers and adds discrete Gaussian noise.
+
+- clip_and_sum: 64 gradients of a million entries that are there already.
+- clipped_grad: the same with the gradients of an MLP.
+- step: a whole training step of a transformer: gradients, noise, Adam.
+- noise: for ten million entries, against `jax.random.normal` with jax's default
+  generator.
+
+    python benchmarks/exactness_cost.py        # three minutes on two cores
+
+Every line is appended to benchmarks/results/exactness_cost.jsonl.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import models
+import optax
+import results
+
+import dpmp
+from dpmp import noise_addition
+from dpmp.clipping import clipped_fun
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+# Three draws of noise, and norms checked in 64 bits.
+FINE = {"accumulator": "exact", "resolution": 2**20}
+
+
+def clip_and_sum(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
+    """Sums of stored gradients."""
+    grads = jax.random.normal(jax.random.key(0), (64, 1_000_000)).astype(dtype)
+
+    def clip(**kwargs):
+        return clipped_fun(lambda grad: grad, keep_batch_dim=False, **kwargs)
+
+    return _by_arithmetic(clip), (grads,)
+
+
+def clipped_grad(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
+    """Sums of the gradients of an MLP."""
+    task = models.mlp(dtype)
+
+    def clip(**kwargs):
+        return dpmp.clipped_grad(task.loss_fn, l2_clip_norm=1.0, **kwargs)
+
+    return _by_arithmetic(clip), (task.params, task.batch)
+
+
+def step(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
+    """Training steps of a transformer."""
+    task = models.transformer(dtype)
+    optimizer = optax.adam(1e-3)
+    key = jax.random.key(0)
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), task.params)
+
+    def make_step(privatizer, **kwargs):
+        grad_fn = dpmp.clipped_grad(task.loss_fn, l2_clip_norm=1.0, **kwargs)
+
+        def one_step(params, opt_state, noise_state, batch):
+            compute_params = jax.tree.map(lambda x: x.astype(dtype), params)
+            grads, noise_state = privatizer.update(
+                grad_fn(compute_params, batch), noise_state
+            )
+            updates, opt_state = optimizer.update(grads, opt_state)
+            return optax.apply_updates(params, updates), opt_state, noise_state
+
+        return one_step
+
+    exact = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
+    floats = noise_addition.continuous_gaussian_privatizer(stddev=1.0, prng_key=key)
+    functions = {
+        "float32": make_step(floats, accumulator="float32"),
+        "exact": make_step(exact, accumulator="exact"),
+        "fine": make_step(exact, **FINE),
+    }
+    args = (params, optimizer.init(params), exact.init(params), task.batch)
+    return functions, args
+
+
+def noise(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
+    """Ten million draws."""
+    size = 10_000_000
+    privatizer = noise_addition.gaussian_privatizer(
+        stddev=1.0, prng_key=jax.random.key(0)
+    )
+
+    def exact(resolution):
+        def draw(key, noise_state):
+            del key
+            steps = jnp.zeros(size, jnp.int32)
+            return privatizer.update(
+                dpmp.GridArray(steps, 1 / resolution), noise_state
+            )[0]
+
+        return draw
+
+    functions = {
+        "float32": lambda key, _: jax.random.normal(key, (size,), dtype),
+        "exact": exact(2**15),
+        "fine": exact(2**20),
+    }
+    return functions, (jax.random.key(0), privatizer.init(None))
+
+
+def _by_arithmetic(clip: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {
+        "float32": clip(accumulator="float32"),
+        "exact": clip(accumulator="exact"),
+        "fine": clip(**FINE),
+        "float32x2": clip(accumulator="float32x2"),
+    }
+
+
+QUESTIONS = {
+    "clip_and_sum": (clip_and_sum, DTYPES),
+    "clipped_grad": (clipped_grad, DTYPES),
+    "step": (step, DTYPES),
+    "noise": (noise, {"float32": jnp.float32}),
+}
+
+
+def measure(
+    functions: dict[str, Callable[..., Any]], args: Any, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Milliseconds, ratios to "float32" and compile seconds of each contender."""
+    programs, compile_seconds = {}, {}
+    for name, f in functions.items():
+        start = time.perf_counter()
+        programs[name] = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
+        compile_seconds[name] = round(time.perf_counter() - start, 1)
+    seconds = {name: [] for name in programs}
+    for _ in range(rounds + 1):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*args))
+            seconds[name].append(time.perf_counter() - start)
+    temp_bytes = {
+        name: program.memory_analysis().temp_size_in_bytes
+        for name, program in programs.items()
+    }
+    # The first round touches memory anew.
+    rest = {name: values[1:] for name, values in seconds.items()}
+    return {
+        "milliseconds": {
+            name: round(1e3 * statistics.median(values), 1)
+            for name, values in rest.items()
+        },
+        "time_ratio": {
+            name: round(
+                statistics.median(
+                    a / b for a, b in zip(values, rest["float32"], strict=True)
+                ),
+                3,
+            )
+            for name, values in rest.items()
+        },
+        "memory_ratio": {
+            name: round(size / max(temp_bytes["float32"], 1), 3)
+            for name, size in temp_bytes.items()
+        },
+        "compile_seconds": compile_seconds,
+    }
+
+
+def main() -> None:
+    """Runs what was asked for and appends its figures."""
+    parser = argparse.ArgumentParser(description="Measures what exactness costs.")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--question", choices=QUESTIONS, nargs="*")
+    args = parser.parse_args()
+    for name in args.question or QUESTIONS:
+        make, dtypes = QUESTIONS[name]
+        for dtype_name, dtype in dtypes.items():
+            figures = measure(*make(dtype), args.rounds)
+            results.append(
+                "exactness_cost",
+                question=name,
+                dtype=dtype_name,
+                rounds=args.rounds,
+                **figures,
+            )
+
+
+if __name__ == "__main__":
+    main()

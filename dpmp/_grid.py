@@ -1,0 +1,233 @@
+"""Sums of clipped gradients on a grid of integers: exact, in any order.
+
+One unit of the grid is the largest contribution of an example over `resolution`. A
+contribution is rounded to integers q, and counts only if
+
+    sum of q^2 <= radius^2
+
+holds in integer arithmetic, for every clipping group; otherwise zero is selected. What
+the floats before did, in which order, and what a compiler made of them does not matter
+any more. Integers are added modulo 2^32, which has no rounding and no order: the
+sensitivity is `resolution` units for a batch of any size, however it is cut up.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpmp import _accumulation, _validate
+from dpmp._fence import behind_a_branch
+from dpmp._stored import StoredArray
+from dpmp._typing import PyTree
+
+# Squares of that many units fit into 32 bits, with one bit to see an overflow.
+DEFAULT_RESOLUTION = 2**15 - 1
+
+# Up to here, integers times 2**_FRACTION_BITS are exact in float32 and fit into int32.
+LARGEST_RESOLUTION = 2**22
+
+_FRACTION_BITS = 8
+_WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["steps"], meta_fields=["unit"]
+)
+@dataclasses.dataclass(frozen=True)
+class GridArray:
+    """An array of multiples of one number: `steps * unit`.
+
+    It is what `clipped_grad(..., accumulator="exact")` returns for each leaf. Add the
+    noise before anything is rounded (`dpmp.noise_addition` does).
+
+    Attributes:
+      steps: int32, modulo 2^32.
+      unit: of the grid, a float32 number.
+    """
+
+    steps: jax.Array
+    unit: float
+
+    def to_float(self) -> jax.Array:
+        """The float32 numbers that are nearest."""
+        return self.steps.astype(jnp.float32) * np.float32(self.unit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Exact sums on a grid; the counterpart of `Accumulator`.
+
+    Attributes:
+      radii: the largest norm of each clipping group, in units.
+      resolution: the largest norm of all of them together.
+      unit: of the grid.
+    """
+
+    radii: tuple[int, ...]
+    resolution: int
+    unit: float
+    name: str = "exact"
+
+    @classmethod
+    def from_bounds(
+        cls, bounds: list[float], l2_norm_bound: float, resolution: int
+    ) -> "Grid":
+        """A grid on which the groups are bounded as they are in real numbers.
+
+        Args:
+          bounds: the largest norm of each group.
+          l2_norm_bound: the largest norm of all of them together.
+          resolution: the same, in units of the grid.
+
+        Raises:
+          ValueError: for a resolution that is out of range, and for infinite bounds.
+        """
+        _validate.require(
+            _validate.is_integer(resolution) and 0 < resolution <= LARGEST_RESOLUTION,
+            f"resolution must be an integer from 1 to {LARGEST_RESOLUTION}",
+            resolution=resolution,
+            fix=f"Leave it out for {DEFAULT_RESOLUTION}.",
+        )
+        _validate.require(
+            math.isfinite(l2_norm_bound),
+            "exact sums need a finite clip norm, and nan_safe=True",
+            l2_norm_bound=l2_norm_bound,
+            fix='Use accumulator="float32" where nothing is to be private (in DPSGD: '
+            "without_privacy()).",
+        )
+        squares = [Fraction(bound) ** 2 for bound in bounds]
+        total = max(sum(squares), Fraction(l2_norm_bound) ** 2)
+        scale = Fraction(resolution**2) / (total or 1)
+        unit = np.float32(l2_norm_bound / resolution)
+        if float(unit) * resolution > l2_norm_bound:
+            unit = np.nextafter(unit, np.float32(0))
+        return cls(
+            radii=tuple(math.isqrt(int(square * scale)) for square in squares),
+            resolution=resolution,
+            unit=float(unit),
+        )
+
+    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
+        """Warns of sums that can wrap around."""
+        del microbatch_size
+        largest = (2**31 - 1) // self.resolution
+        if batch_size > largest:
+            warnings.warn(
+                f"sums of {batch_size} examples at a resolution of {self.resolution} "
+                f"can exceed 32 bits if the gradients of all examples point in one "
+                f"direction, along one coordinate. That costs accuracy, not privacy. "
+                f"Use a batch of at most {largest}, or a lower resolution, or "
+                f'"float32x2" instead of "exact".',
+                stacklevel=2,
+            )
+
+    def targets(
+        self, targets: list[tuple[float, float]], num_entries: list[int]
+    ) -> list[tuple[float, float]]:
+        """The norms to clip to, and the largest coefficients, in units.
+
+        Rounding adds at most 1/4 to the square of an entry, on average, and all
+        entries together stray from that by about the radius.
+        """
+        scaled = []
+        for (bound, cap), radius, size in zip(
+            targets, self.radii, num_entries, strict=True
+        ):
+            room = size / 4 + 6 * radius
+            _validate.require(
+                room <= radius**2 / 2 or bound == 0,
+                f"a resolution must be fine enough to round {size} entries",
+                resolution=self.resolution,
+                fix=f"Use a higher one, up to {LARGEST_RESOLUTION}, or "
+                'accumulator="float32x2".',
+            )
+            largest = math.sqrt(max(radius**2 - room, 0))
+            scaled.append((largest, cap / self.unit if self.unit else 0.0))
+        return scaled
+
+    def check_mode(self) -> None:
+        """Exact sums need no 64-bit mode."""
+
+    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The sum of two parts of a batch."""
+        return a + b
+
+    def finish(self, total: PyTree) -> PyTree:
+        """A tree of sums, with the unit that they are counted in."""
+        return jax.tree.map(lambda steps: GridArray(steps, self.unit), total)
+
+
+def certified_sum(
+    group: PyTree, coef: jax.Array, keep: jax.Array, radius: int
+) -> PyTree:
+    """Sums the rounded contributions that are within the radius.
+
+    Args:
+      group: `StoredArray` leaves, (B, ...).
+      coef: (B,) coefficients, from gradients to units.
+      keep: (B,) bool, which examples to sum up.
+      radius: in units.
+
+    Returns:
+      Arrays of int32 that have the shapes of one example.
+    """
+    coef = behind_a_branch(lambda: coef, coef)
+    is_within = _is_within(jax.tree.leaves(group), coef, radius)
+    return jax.tree.map(lambda x: _sum(x, coef, keep & is_within), group)
+
+
+def _sum(stack: StoredArray, coef: jax.Array, counts: jax.Array) -> jax.Array:
+    def take(start: int, stop: int) -> jax.Array:
+        steps = _round(stack.load(start, stop, axis=0), coef[start:stop], 0)
+        return jnp.where(counts[start:stop, None], steps, 0)
+
+    total = _accumulation.fold(take, stack.bits.shape[0], add=jnp.add, axis=0)
+    return total.reshape(stack.shape)
+
+
+def _is_within(stack: list[StoredArray], coef: jax.Array, radius: int) -> jax.Array:
+    """Whether the sum of squares is at most that of the radius, exactly: (B,) bool.
+
+    Squares and sums are cut off at a power of two above `radius`^2, before they can
+    exceed their dtype.
+    """
+    fits_32_bits = radius < 2**15
+    largest, limit = (2**15, 2**30) if fits_32_bits else (2**24, 2**48)
+    with jax.enable_x64(not fits_32_bits or jax.config.read("jax_enable_x64")):
+        dtype = jnp.dtype(jnp.uint32 if fits_32_bits else jnp.uint64)
+
+        def squares(x: StoredArray, start: int, stop: int) -> jax.Array:
+            steps = _round(x.load(start, stop, axis=1), coef, start)
+            steps = jnp.abs(jnp.clip(steps, -largest, largest)).astype(dtype)
+            return steps * steps
+
+        def add(a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.minimum(a + b, jnp.asarray(limit, dtype))
+
+        total, _ = _accumulation.sum_entries(stack, squares, add)
+        return total <= jnp.asarray(radius**2, dtype)
+
+
+def _round(rows: jax.Array, coef: jax.Array, start: int) -> jax.Array:
+    """Coefficient times row, (B, n), rounded to int32.
+
+    It is done in fixed point, with a threshold that goes round with the position of
+    the entry: gradients with many equal entries, which would all be rounded the same
+    way, keep their norm. A float product is all that is rounded before; it cannot be
+    contracted into an addition, so that norm and sum see the same integers.
+
+    Args:
+      rows: float32 or wider.
+      coef: (B,).
+      start: the position of the first column.
+    """
+    scaled = (coef * 2.0**_FRACTION_BITS)[:, None].astype(rows.dtype) * rows
+    position = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1) + np.uint32(start)
+    threshold = (position * _WEYL_STEP) >> np.uint32(32 - _FRACTION_BITS)
+    return (scaled.astype(jnp.int32) + threshold.astype(jnp.int32)) >> _FRACTION_BITS

@@ -1,0 +1,667 @@
+"""Ground truth is exact: integers, fractions, decimals of 60 digits."""
+
+import decimal
+import functools
+import itertools
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_mechanism
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from scipy import stats
+
+from dpmp import _discrete_gaussian
+from dpmp._discrete_gaussian import DiscreteGaussian, look_up
+from dpmp._threefry import threefry4x32
+
+KEY = jnp.array([0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834], jnp.uint32)
+STEP = jnp.int32(0)
+COLUMNS, CAPACITY = 2**13, 2**115
+BASE_VARIANCE = 65540
+WIDTHS = [(1,), (1, 1), (12, 5), (128, 1), (40, 24, 1), (128**2, 128, 1)]
+NUM_DRAWS = 2**20
+# With fixed keys nothing flakes; this is for the day on which a key changes.
+SMALLEST_P_VALUE = 1e-6
+PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230782")
+
+
+@pytest.fixture
+def sixty_digits():
+    with decimal.localcontext(decimal.Context(prec=60)):
+        yield
+
+
+@functools.cache
+def true_masses():
+    """exp(-x^2 / 2 s0^2) for x = 0, 1, ..., 8191, with 400 bits after the point.
+
+    From one Taylor series, and exp(-(x+1)^2 u) = exp(-x^2 u) exp(-(2x+1) u). After
+    these, masses are zero.
+    """
+    one = 1 << 400
+    inverse, term = 0, one
+    for i in itertools.count(1):
+        inverse += term
+        term //= 2 * BASE_VARIANCE * i
+        if not term:
+            break
+    ratio = one * one // inverse
+    square = ratio * ratio >> 400
+    masses = [one]
+    for _ in range(8191):
+        masses.append(masses[-1] * ratio >> 400)
+        ratio = ratio * square >> 400
+    assert masses[-1] == 0
+    return masses
+
+
+@functools.cache
+def true_total():
+    return 2 * sum(true_masses()) - true_masses()[0]
+
+
+def test_weights_are_the_rounded_probabilities():
+    weights = _discrete_gaussian._weights()
+    assert len(weights) == COLUMNS
+    assert sum(weights) == 2**128
+    assert weights[0] == 0
+    assert weights[1:] == weights[:0:-1]
+    excess = [
+        weight * true_total() - 2**128 * true_masses()[abs(x)]
+        for x, weight in enumerate(weights, -4096)
+    ]
+    # What rounding leaves over goes to zero.
+    assert abs(excess.pop(4096)) < COLUMNS * true_total() // 2
+    assert all(2 * abs(e) <= true_total() for e in excess)
+
+
+def test_the_bound_on_total_variation_is_true_and_close():
+    weights = _discrete_gaussian._weights()
+    distances = [
+        abs(Fraction(weight, 2**128) - Fraction(true_masses()[abs(x)], true_total()))
+        for x, weight in enumerate(weights, -4096)
+    ]
+    beyond = 2 * sum(true_masses()[4096:]) - true_masses()[4096]
+    truth = (sum(distances) + Fraction(beyond, true_total())) / 2
+    bound = _discrete_gaussian._table_total_variation()
+    assert truth <= bound <= truth * Fraction(1001, 1000)
+    assert Fraction(1, 2**119) < bound < Fraction(1, 2**118)
+    for width in WIDTHS:
+        exact = len(width) * (bound + Fraction(1, 2**112))
+        claimed = Fraction(DiscreteGaussian(width).total_variation)
+        assert exact <= claimed <= exact * (1 + Fraction(1, 2**52))
+        assert claimed < _discrete_gaussian.LARGEST_TOTAL_VARIATION
+
+
+@functools.cache
+def table_as_integers():
+    """Ends and other values of the columns, as the sampler reads them."""
+    ends, others = _discrete_gaussian._alias_table()
+    return [join(words) for words in np.stack(ends, axis=1)], others.tolist()
+
+
+def join(words):
+    """The integer of some words, highest first."""
+    return functools.reduce(lambda n, word: n << 32 | int(word), words, 0)
+
+
+def split(integers):
+    """Arrays of the four words of some integers."""
+    shifts = (96, 64, 32, 0)
+    words = [[n >> shift & 0xFFFFFFFF for n in integers] for shift in shifts]
+    return [jnp.asarray(np.array(word, np.uint32)) for word in words]
+
+
+def look_up_integers(integers):
+    table = _discrete_gaussian._alias_table()
+    return np.asarray(jax.jit(look_up)(table, split(integers)))
+
+
+def test_the_table_gives_every_value_its_weight():
+    weights = [0] * COLUMNS
+    for column, (end, other) in enumerate(zip(*table_as_integers(), strict=True)):
+        own = end - column * CAPACITY
+        assert 0 <= own < CAPACITY
+        weights[column] += own
+        weights[other + 4096] += CAPACITY - own
+    assert tuple(weights) == _discrete_gaussian._weights()
+
+
+def test_every_column_turns_from_one_value_to_the_other_at_its_end():
+    integers, values = [], []
+    for column, (end, other) in enumerate(zip(*table_as_integers(), strict=True)):
+        first, last = column * CAPACITY, (column + 1) * CAPACITY - 1
+        near = [end + sign * 2**i for i in (0, 32, 64, 96) for sign in (-1, 1)]
+        # The highest words are equal, and the lower ones disagree about the order.
+        mixed = [end + 2**64 - 2**32, end - 2**64 + 2**32, end + 2**96 - 1]
+        for integer in {first, end, last, *near, *mixed}:
+            if first <= integer <= last:
+                integers.append(integer)
+                values.append(column - 4096 if integer < end else other)
+    assert len(integers) > 10 * COLUMNS
+    np.testing.assert_array_equal(look_up_integers(integers), values)
+
+
+def test_comparison_of_words_is_that_of_integers():
+    words = list(itertools.product((0, 1, 2**31, 2**32 - 1), repeat=4))
+    integers = [join(w) for w in words]
+    columns = jnp.asarray(np.array(words, np.uint32).T)
+    is_less = _discrete_gaussian._is_less(columns[:, :, None], columns[:, None, :])
+    expected = [[m < n for n in integers] for m in integers]
+    np.testing.assert_array_equal(is_less, expected)
+
+
+def integer_of(value):
+    """The first integer of a column that stands for a value."""
+    ends, others = table_as_integers()
+    column = value + 4096
+    if ends[column] > column * CAPACITY:
+        return column * CAPACITY
+    return ends[others.index(value)]
+
+
+def test_the_tails_are_drawn():
+    weights = _discrete_gaussian._weights()
+    values = [x for x, weight in enumerate(weights, -4096) if weight]
+    assert min(values) < -12.8 * BASE_VARIANCE**0.5
+    assert max(values) > 12.8 * BASE_VARIANCE**0.5
+    tails = [x for x in values if abs(x) > 6 * BASE_VARIANCE**0.5]
+    drawn = look_up_integers([integer_of(x) for x in tails])
+    np.testing.assert_array_equal(drawn, tails)
+
+
+@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_value_is_drawn(multipliers, sign, monkeypatch):
+    noise = DiscreteGaussian(multipliers)
+    integer = integer_of(sign * noise.largest // sum(multipliers))
+    block = [word[0] for word in split([integer])]
+    monkeypatch.setattr(_discrete_gaussian, "threefry4x32", lambda *_: block)
+    with jax.disable_jit():
+        assert noise.sample(KEY, (), step=STEP, leaf=0) == sign * noise.largest
+    assert noise.largest < 2**26
+
+
+@functools.cache
+def draw(multipliers, step=0, leaf=0):
+    noise = DiscreteGaussian(multipliers)
+    sample = functools.partial(noise.sample, shape=(NUM_DRAWS,), leaf=leaf)
+    return np.asarray(jax.jit(sample)(KEY, step=jnp.int32(step)))
+
+
+def is_discrete_gaussian(samples, variance):
+    """A chi-square test on 64 cells, the probabilities of which are sums over integers.
+
+    By Poisson summation, exp(-x^2 / 2 s^2) adds up to s sqrt(2 pi) beyond all digits.
+    """
+    stddev = math.sqrt(variance)
+    edges = np.ceil(stddev * stats.norm.ppf(np.arange(1, 64) / 64)).astype(int)
+    bounds = [-int(9 * stddev), *edges, int(9 * stddev)]
+    probabilities = [
+        np.sum(np.exp(-(np.arange(a, b, dtype=np.float64) ** 2) / (2 * variance)))
+        for a, b in itertools.pairwise(bounds)
+    ]
+    expected = np.array(probabilities) / (stddev * math.sqrt(2 * math.pi))
+    observed = np.bincount(np.searchsorted(edges, samples, side="right"), minlength=64)
+    return is_multinomial(observed, expected)
+
+
+def is_multinomial(observed, probabilities):
+    expected = probabilities * observed.sum()
+    statistic = np.sum((observed - expected) ** 2 / expected)
+    return stats.chi2.sf(statistic, observed.size - 1) > SMALLEST_P_VALUE
+
+
+@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
+def test_the_noise_has_its_variance_and_no_other(multipliers):
+    samples, noise = draw(multipliers), DiscreteGaussian(multipliers)
+    assert is_discrete_gaussian(samples, noise.variance)
+    for factor in (0.98, 1.02):
+        assert not is_discrete_gaussian(samples, factor**2 * noise.variance)
+
+
+@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
+@pytest.mark.parametrize("modulus", [2, 128, 360])
+def test_all_residues_are_as_likely(multipliers, modulus):
+    # By Poisson summation, they then differ by 2 exp(-pi^2) of themselves or less.
+    assert modulus**2 <= 2 * DiscreteGaussian(multipliers).variance
+    counts = np.bincount(draw(multipliers) % modulus, minlength=modulus)
+    assert is_multinomial(counts, np.full(modulus, 1 / modulus))
+
+
+def test_entries_steps_and_leaves_are_uncorrelated():
+    first = draw((128, 1))
+    pairs = [
+        (first[1:], first[:-1]),
+        (first[::2], first[1::2]),
+        (first, draw((128, 1), step=1)),
+        (first, draw((128, 1), leaf=1)),
+    ]
+    for x, y in pairs:
+        assert abs(np.corrcoef(x, y)[0, 1]) * math.sqrt(x.size) < 5
+
+
+def lattice_error(variance):
+    """e for sums over shifted integers with t^2 = variance."""
+    terms = (-2 * PI**2 * variance * m * m for m in range(1, 40))
+    return 2 * sum(term.exp() for term in terms)
+
+
+def gaussian(variance, radius):
+    """Probabilities of D_{Z,s} for -radius, ..., radius."""
+    half = [(-Decimal(x * x) / (2 * variance)).exp() for x in range(radius + 1)]
+    total = 2 * sum(half) - half[0]
+    return {x: half[abs(x)] / total for x in range(-radius, radius + 1)}
+
+
+def factors_to(probabilities, variance, radius):
+    """Factors from D_{Z,s} to other probabilities, of -radius, ..., radius."""
+    expected = gaussian(variance, int(17 * variance.sqrt()))
+    return [probabilities[n] / expected[n] for n in range(-radius, radius + 1)]
+
+
+def are_within(factors, error):
+    bound = (1 + error) / (1 - error)
+    rounding = Decimal("1e-45")
+    return 1 / bound - rounding < min(factors) <= max(factors) < bound + rounding
+
+
+@pytest.mark.parametrize("variance", [Decimal("0.25"), Decimal(1), Decimal(4)])
+def test_sums_over_shifted_integers_differ_as_stated(variance, sixty_digits):
+    error = lattice_error(variance)
+    scale = (2 * PI * variance).sqrt()
+    relative = []
+    for shift in (Decimal(i) / 8 for i in range(9)):
+        terms = (-((j - shift) ** 2) / (2 * variance) for j in range(-60, 61))
+        relative.append(sum(term.exp() for term in terms) / scale - 1)
+    assert abs(max(relative) / error - 1) < Decimal("1e-20")
+    assert -error <= min(relative) < -error * Decimal("0.99")
+
+
+def test_a_variance_of_four_costs_less_than_is_charged(sixty_digits):
+    error = lattice_error(4)
+    assert 0.9 < error * 2 ** Decimal("112.9") < 1
+    charged = _discrete_gaussian._LATTICE_TOTAL_VARIATION
+    assert Fraction(error / (1 - error)) < charged < 3 * Fraction(error / (1 - error))
+
+
+def test_no_convolution_has_a_smaller_variance_than_four():
+    variances = set()
+    for a, b in itertools.product(range(1, 130), repeat=2):
+        if are_multipliers((a, b)):
+            variances.add(Fraction(BASE_VARIANCE, a * a + b * b))
+        for k in (1, 128, 129):
+            if are_multipliers((k * a, k * b, 1)):
+                variances.add(BASE_VARIANCE / (k**2 + Fraction(1, a * a + b * b)))
+    assert min(variances) == 4
+
+
+def are_multipliers(multipliers):
+    try:
+        DiscreteGaussian(multipliers)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "k", "variance"),
+    [(3, 1, 3, Decimal("0.25")), (3, 2, 2, Decimal("0.5")), (2, 1, 0, Decimal(4))],
+)
+def test_convolutions_are_gaussian_up_to_the_stated_factor(
+    a, b, k, variance, sixty_digits
+):
+    base_variance = variance * (a * a + b * b)
+    base = gaussian(base_variance, int(17 * base_variance.sqrt()))
+
+    def add(first, first_multiplier, second_multiplier):
+        total = {}
+        for (x, p), (y, q) in itertools.product(first.items(), base.items()):
+            n = first_multiplier * x + second_multiplier * y
+            total[n] = total.get(n, 0) + p * q
+        return total
+
+    error = lattice_error(variance)
+    radius = int(4 * base_variance.sqrt())
+    two = add(base, a, b)
+    factors = factors_to(two, base_variance * (a**2 + b**2), radius)
+    assert are_within(factors, error)
+    # It is no smaller than it has to be.
+    assert not are_within(factors, error / 4)
+    if k:
+        three = add(two, k, 1)
+        total_variance = base_variance * (k**2 * (a**2 + b**2) + 1)
+        assert are_within(factors_to(three, total_variance, radius), 2 * error)
+
+
+@pytest.mark.parametrize("variance", [Decimal("0.25"), Decimal("0.5"), Decimal(4)])
+def test_rounding_a_gaussian_is_discrete_up_to_the_stated_factor(
+    variance, sixty_digits
+):
+    """The integral is a sum over a fine grid: for such densities that is exact."""
+    total_variance, fineness = 5 * variance, 16 if variance < 4 else 4
+    stop = int(17 * total_variance.sqrt()) * fineness
+    grid = [Decimal(i) / fineness for i in range(-stop, stop)]
+    rounding = functools.cache(lambda x: (-x * x / (2 * variance)).exp())
+    normalizer = functools.cache(lambda x: sum(rounding(n - x) for n in range(-60, 61)))
+    noise_variance = total_variance - variance
+    noise = {x: (-x * x / (2 * noise_variance)).exp() for x in grid}
+    scale = (2 * PI * noise_variance).sqrt() * fineness
+
+    def probability(n):
+        terms = (noise[x] * rounding(n - x) / normalizer(x % 1) for x in grid)
+        return sum(terms) / scale
+
+    probabilities = {n: probability(n) for n in range(-4, 5)}
+    factors = factors_to(probabilities, total_variance, 4)
+    assert are_within(factors, lattice_error(variance))
+    if variance < 1:
+        assert not are_within(factors, lattice_error(variance) ** 3)
+
+
+@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
+def test_the_effective_stddev_is_rounded_down(multipliers):
+    noise = DiscreteGaussian(multipliers)
+    stddev = noise.effective_stddev
+    above = math.nextafter(stddev, math.inf)
+    assert Fraction(stddev) ** 2 <= noise.variance - 4 < Fraction(above) ** 2
+
+
+def test_widths_that_are_relied_on():
+    assert DiscreteGaussian((128, 1)).variance == 32770**2
+    assert 2**22 < DiscreteGaussian((128**2, 128, 1)).effective_stddev < 2**22 + 300
+
+
+STDDEVS = np.exp(np.random.default_rng(0).uniform(0, math.log(4.19e6), 500)).tolist()
+
+
+def test_noise_of_at_least_some_stddev_is_not_much_wider():
+    for stddev in STDDEVS:
+        noise = DiscreteGaussian.at_least(stddev)
+        excess = noise.effective_stddev / stddev - 1
+        assert excess >= 0
+        assert stddev < 10_000 or excess < 0.01
+        assert stddev < 33_000 or excess < 0.0025
+        assert DiscreteGaussian.at_least(noise.effective_stddev) == noise
+    assert DiscreteGaussian.at_least(Fraction(1, 3)) == DiscreteGaussian((1,))
+    assert DiscreteGaussian.at_least(256) == DiscreteGaussian((1,))
+
+
+def test_noise_of_at_most_some_stddev_is_the_widest():
+    pairs = [
+        DiscreteGaussian((a, b))
+        for a, b in itertools.product(range(1, 129), repeat=2)
+        if a >= b and are_multipliers((a, b))
+    ]
+    stddevs = sorted(noise.effective_stddev for noise in pairs)
+    for stddev in STDDEVS:
+        two = DiscreteGaussian.at_most(stddev, 2)
+        three = DiscreteGaussian.at_most(stddev, 3)
+        if stddev < stddevs[0]:
+            assert two == three == DiscreteGaussian((1,))
+            continue
+        assert two.effective_stddev == max(s for s in stddevs if s <= stddev)
+        assert two.effective_stddev <= three.effective_stddev <= stddev
+        assert len(two.multipliers) == 2
+        assert stddev < 33_000 or three.effective_stddev > 0.9975 * stddev
+
+
+def delta_of_discrete_gaussian(variance, sensitivity, epsilon):
+    """The hockey-stick divergence of D_{Z,s} and its shift, summed without rounding."""
+    radius = int(14 * math.sqrt(variance)) + sensitivity
+    x = np.arange(-radius, radius + 1)
+    here, there = (
+        np.exp(-np.square(x - shift, dtype=np.float64) / (2 * variance))
+        for shift in (0, sensitivity)
+    )
+    excess = np.maximum(here - math.exp(epsilon) * there, 0)
+    return math.fsum(excess) / math.sqrt(2 * math.pi * variance)
+
+
+@pytest.mark.parametrize(
+    ("multipliers", "sensitivity"), [((1, 1), 362), ((1, 1), 724), ((128, 1), 32767)]
+)
+@pytest.mark.parametrize("epsilon", [0.01, 0.5, 1.0, 2.0, 4.0])
+def test_the_effective_stddev_can_be_accounted_for(multipliers, sensitivity, epsilon):
+    noise = DiscreteGaussian(multipliers)
+    delta = delta_of_discrete_gaussian(noise.variance, sensitivity, epsilon)
+    discrete = privacy_loss_mechanism.DiscreteGaussianPrivacyLoss(
+        math.sqrt(noise.variance), sensitivity=sensitivity
+    )
+    # What dp_accounting adds up in float64 has up to a million terms.
+    theirs = discrete.get_delta_for_epsilon(epsilon)
+    assert theirs == pytest.approx(delta, rel=1e-9, abs=1e-14)
+
+    def delta_of_gaussian(stddev):
+        gaussian = privacy_loss_mechanism.GaussianPrivacyLoss(
+            stddev, sensitivity=sensitivity
+        )
+        return gaussian.get_delta_for_epsilon(epsilon)
+
+    rounding = 1e-13
+    assert delta <= delta_of_gaussian(noise.effective_stddev) * (1 + rounding)
+    assert delta > delta_of_gaussian(math.sqrt(noise.variance + 40)) * (1 + rounding)
+
+
+@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
+def test_samples_are_those_of_the_definition(multipliers):
+    ends, others = table_as_integers()
+    step, leaf = 2**31 - 1, 2**30 - 1
+    samples = DiscreteGaussian(multipliers).sample(
+        KEY, (3, 4), step=jnp.int32(step), leaf=leaf
+    )
+    expected = []
+    for place in range(12):
+        values = []
+        for i in range(1, len(multipliers) + 1):
+            counter = [jnp.uint32(word) for word in (4 * leaf + i, place, step, 0)]
+            integer = join(threefry4x32(list(KEY), counter))
+            column = integer // CAPACITY
+            is_own = integer < ends[column]
+            values.append(column - 4096 if is_own else others[column])
+        expected.append(sum(m * x for m, x in zip(multipliers, values, strict=True)))
+    np.testing.assert_array_equal(samples.ravel(), expected)
+
+
+def test_no_block_is_used_twice(monkeypatch):
+    """Under one key, Threefry is a permutation: blocks differ where counters do."""
+    counters = []
+
+    def record(key, counter):
+        np.testing.assert_array_equal(key, KEY)
+        counters.append(np.stack(np.broadcast_arrays(*counter), axis=-1))
+        return list(jnp.zeros_like(counters[-1]).T)
+
+    def positions_in_a_large_array(shape):
+        high, low = np.indices(shape, np.uint32)
+        return jnp.asarray(high), jnp.asarray(low)
+
+    monkeypatch.setattr(_discrete_gaussian, "threefry4x32", record)
+    monkeypatch.setattr(_discrete_gaussian, "positions", positions_in_a_large_array)
+    noise = DiscreteGaussian((40, 24, 1))
+    steps, leaves = (0, 1, 2**31 - 1, -1), (0, 1, 2, 2**30 - 1)
+    with jax.disable_jit():
+        for step, leaf in itertools.product(steps, leaves):
+            noise.sample(KEY, (3, 3), step=jnp.int32(step), leaf=leaf)
+    distinct = np.unique(np.reshape(counters, (-1, 4)), axis=0)
+    assert len(distinct) == 4 * 4 * 3 * 9
+    # Those of a jax key with the same words have a zero here.
+    assert np.all(distinct[:, 0] > 0)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 3)])
+def test_any_shape(shape):
+    samples = DiscreteGaussian((128, 1)).sample(KEY, shape, step=STEP, leaf=0)
+    assert samples.shape == shape
+    assert samples.dtype == jnp.int32
+
+
+def test_the_noise_is_a_function_of_key_step_leaf_and_place():
+    noise = DiscreteGaussian((128, 1))
+    sample = functools.partial(noise.sample, KEY, (40, 25))
+    first = sample(step=STEP, leaf=0)
+    np.testing.assert_array_equal(first, sample(step=STEP, leaf=0))
+    np.testing.assert_array_equal(first, sample(step=jnp.uint32(0), leaf=0))
+    others = [
+        sample(step=jnp.int32(1), leaf=0),
+        sample(step=STEP, leaf=1),
+        noise.sample(KEY[::-1], (40, 25), step=STEP, leaf=0),
+    ]
+    for other in others:
+        assert np.mean(first == other) < 0.01
+
+
+def test_the_bits_do_not_depend_on_the_program():
+    noise = DiscreteGaussian((128**2, 128, 1))
+
+    def sample(key, step):
+        return noise.sample(key, (16, 24), step=step, leaf=2)
+
+    expected = sample(KEY, jnp.int32(3))
+    np.testing.assert_array_equal(jax.jit(sample)(KEY, jnp.int32(3)), expected)
+
+    steps = jnp.arange(5, dtype=jnp.int32)
+    over_steps = jax.jit(jax.vmap(sample, (None, 0)))(KEY, steps)
+    np.testing.assert_array_equal(over_steps[3], expected)
+    keys = jnp.stack([KEY[::-1], KEY])
+    over_keys = jax.vmap(sample, (0, None))(keys, jnp.int32(3))
+    np.testing.assert_array_equal(over_keys[1], expected)
+
+    @jax.jit
+    def tree(key, step):
+        leaves = [noise.sample(key, (9,), step=step, leaf=i) for i in (0, 1, 3)]
+        return *leaves, sample(key, step)
+
+    np.testing.assert_array_equal(tree(KEY, jnp.int32(3))[-1], expected)
+    with jax.enable_x64():
+        wide = sample(KEY, jnp.int32(3))
+        assert wide.dtype == jnp.int32
+        np.testing.assert_array_equal(wide, expected)
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), (("a", "b"),), (None, "b")], ids=str)
+def test_each_device_draws_its_own_part(spec):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    sample = functools.partial(
+        DiscreteGaussian((128, 1)).sample, shape=(16, 24), leaf=2
+    )
+    sample_parts = jax.jit(sample, out_shardings=sharding)
+    compiled = sample_parts.lower(KEY, step=STEP).compile()
+    parts = compiled(KEY, step=STEP)
+    assert parts.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_array_equal(parts, sample(KEY, step=STEP))
+    program = compiled.as_text()
+    assert "[16,24]" not in program
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in program
+
+
+def test_under_shard_map_all_devices_draw_the_same():
+    mesh = jax.make_mesh((8,), ("data",))
+    sample = functools.partial(DiscreteGaussian((128, 1)).sample, shape=(24,), leaf=2)
+    expected = sample(KEY, step=STEP)
+    drawn = jax.shard_map(
+        lambda key, step: sample(key, step=step)[None],
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec("data"),
+    )(KEY, STEP)
+    np.testing.assert_array_equal(drawn, np.broadcast_to(expected, (8, 24)))
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            if hasattr(value, "jaxpr"):
+                yield from equations(value.jaxpr)
+
+
+@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
+def test_the_program_has_neither_floats_nor_control_flow(multipliers):
+    noise = DiscreteGaussian(multipliers)
+    closed = jax.make_jaxpr(
+        lambda key, step: noise.sample(key, (3,), step=step, leaf=1)
+    )
+    names = set()
+    for equation in equations(closed(KEY, STEP).jaxpr):
+        names.add(equation.primitive.name)
+        for variable in (*equation.invars, *equation.outvars):
+            assert variable.aval.dtype == bool or np.issubdtype(
+                variable.aval.dtype, np.integer
+            )
+    assert {"gather", "select_n", "xor"} <= names
+    assert not names & {"cond", "while", "scan", "sort", "reduce", "pure_callback"}
+
+
+@pytest.mark.parametrize(
+    "multipliers",
+    [
+        (),
+        (2,),
+        (0, 1),
+        (-2, 1),
+        (129, 1),
+        (92, 91),
+        (6, 4),
+        (3, 1, 2),
+        (129 * 3, 129 * 2, 1),
+        (92, 91, 1),
+        (8, 4, 2, 1),
+        (128.0, 1),
+        (True, 1),
+        [128, 1],
+        128,
+    ],
+    ids=str,
+)
+def test_other_multipliers_are_refused(multipliers):
+    with pytest.raises(ValueError, match=r"multipliers must be \(1,\), \(a, b\) or"):
+        DiscreteGaussian(multipliers)
+
+
+def test_noise_that_is_too_wide_is_refused():
+    widest = DiscreteGaussian((128**2, 128, 1))
+    stddev = widest.effective_stddev
+    assert DiscreteGaussian.at_least(stddev).variance == widest.variance
+    with pytest.raises(
+        ValueError, match=r"noise must have at most 4\.19 million units"
+    ):
+        DiscreteGaussian.at_least(stddev + 1)
+    assert DiscreteGaussian.at_most(stddev + 1, 3).variance == widest.variance
+
+
+@pytest.mark.parametrize(
+    "key",
+    [jnp.zeros(2, jnp.uint32), jnp.zeros(4, jnp.int32), jax.random.key(0), 0],
+    ids=lambda key: str(jax.typeof(key)),
+)
+def test_a_key_that_is_no_four_words_is_refused(key):
+    with pytest.raises(ValueError, match="key must be four uint32 words; got key="):
+        DiscreteGaussian((128, 1)).sample(key, (3,), step=STEP, leaf=0)
+
+
+@pytest.mark.parametrize("step", [jnp.zeros(1, jnp.int32), jnp.int8(0), 0.0], ids=str)
+def test_a_step_that_is_no_integer_of_32_bits_is_refused(step):
+    noise = DiscreteGaussian((128, 1))
+    with pytest.raises(ValueError, match="step must be an int32 or uint32 scalar"):
+        noise.sample(KEY, (3,), step=step, leaf=0)
+    with (
+        jax.enable_x64(),
+        pytest.raises(ValueError, match="step must be an int32 or uint32 scalar"),
+    ):
+        noise.sample(KEY, (3,), step=jnp.int64(0), leaf=0)
+
+
+@pytest.mark.parametrize("leaf", [-1, 2**30, 0.0, False, None])
+def test_a_leaf_that_is_no_index_is_refused(leaf):
+    with pytest.raises(
+        ValueError, match="leaf must be an integer from 0 to 1073741823"
+    ):
+        DiscreteGaussian((128, 1)).sample(KEY, (3,), step=STEP, leaf=leaf)

@@ -1,0 +1,395 @@
+"""The integers are the ground truth, and are compared to floats only to be close."""
+
+import functools
+import math
+import warnings
+from fractions import Fraction
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+
+from dpmp import _clip_norms, _grid
+from dpmp._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, Grid, GridArray
+from dpmp._stored import StoredArray
+from dpmp.clipping import clipped_fun, clipped_grad
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_RESOLUTIONS = (1000, DEFAULT_RESOLUTION, 2**17 + 1, LARGEST_RESOLUTION)
+
+
+@functools.cache
+def _exact_sum_fn(**kwargs):
+    fn = clipped_fun(lambda x: x, keep_batch_dim=False, accumulator="exact", **kwargs)
+    return jax.jit(fn.__call__)
+
+
+def _exact_sum(batch, l2_clip_norm=1.0, is_padding_example=None, **kwargs):
+    """The sum of the clipped rows of a batch, compiled."""
+    if isinstance(l2_clip_norm, dict):
+        fn = _exact_sum_fn.__wrapped__(l2_clip_norm=l2_clip_norm, **kwargs)
+    else:
+        fn = _exact_sum_fn(l2_clip_norm=l2_clip_norm, **kwargs)
+    return fn(batch, is_padding_example=is_padding_example)
+
+
+def _steps(tree):
+    """All steps of a tree in one array of Python integers."""
+    leaves = jax.tree.leaves(jax.tree.map(np.asarray, tree))
+    return np.concatenate([leaf.ravel() for leaf in leaves]).astype(object)
+
+
+def _squared_norm(tree):
+    return sum(_steps(tree) ** 2)
+
+
+# One contribution.
+
+
+@hypothesis.given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.sampled_from([1, 2, 17, 600, 5000]),
+    log_scale=st.floats(-30, 10),
+    dtype=st.sampled_from(_DTYPES),
+    resolution=st.sampled_from(_RESOLUTIONS),
+)
+def test_a_contribution_has_at_most_the_resolution(
+    seed, size, log_scale, dtype, resolution
+):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(0, 10.0**log_scale, (1, size)), jnp.float32)
+    total = _exact_sum(x.astype(dtype), resolution=resolution)
+    assert total.steps.dtype == jnp.int32
+    assert _squared_norm(total.steps) <= resolution**2
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("resolution", _RESOLUTIONS)
+@pytest.mark.parametrize("make", [jnp.ones, lambda shape: 3.0 * jnp.eye(*shape)])
+def test_a_contribution_is_close_to_what_was_clipped(make, resolution, dtype):
+    x = make((1, 1200)).astype(dtype)
+    total = _exact_sum(x, resolution=resolution)
+    clipped = np.asarray(x[0], float) / np.linalg.norm(np.asarray(x[0], float))
+    # What is kept free for rounding: see Grid.targets.
+    shrinkage = 1 - math.sqrt(1 - (1200 / 4 + 6 * resolution) / resolution**2)
+    error = np.abs(np.asarray(total.to_float(), float) - clipped)
+    assert np.all(error <= total.unit * 1.01 + (shrinkage + 1e-5) * np.abs(clipped))
+    assert math.sqrt(_squared_norm(total.steps)) >= resolution * (1 - 2 * shrinkage) - 2
+
+
+@pytest.mark.parametrize("num_equal", range(40, 60))
+def test_gradients_of_equal_entries_are_not_lost(num_equal):
+    # Rounded all in one direction, they would fail the check, or vanish.
+    x = jnp.where(jnp.arange(5000) % 97 < num_equal, 1.0, 0.0)[None]
+    norm = math.sqrt(_squared_norm(_exact_sum(x, resolution=500).steps))
+    assert 0.98 * math.sqrt(500**2 - 5000 / 4 - 3000) <= norm <= 500
+
+
+def test_small_gradients_are_not_scaled():
+    x = jnp.asarray([[0.25, -0.5, 0.0, 2.0**-15]])
+    total = _exact_sum(x)
+    np.testing.assert_allclose(total.to_float(), x[0], atol=1.01 * total.unit)
+
+
+@pytest.mark.parametrize("resolution", [DEFAULT_RESOLUTION, LARGEST_RESOLUTION])
+@pytest.mark.parametrize("factor", [1.01, 2.0, 1e4, 1e30, math.inf, math.nan])
+def test_what_exceeds_the_radius_contributes_zero(monkeypatch, factor, resolution):
+    _exact_sum_fn.cache_clear()
+    # The floats before the check may be as wrong as they like.
+    right = _clip_norms.coefficients
+
+    def wrong(targets, norms):
+        return [factor * coef for coef in right(targets, norms)]
+
+    monkeypatch.setattr(_clip_norms, "coefficients", wrong)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 700)), jnp.float32)
+    assert not np.any(_exact_sum(x, resolution=resolution).steps)
+    _exact_sum_fn.cache_clear()
+
+
+@pytest.mark.parametrize("radius", [3, 2**15 - 1, 2**15, LARGEST_RESOLUTION])
+@pytest.mark.parametrize("size", [2, 40, 70_000])
+def test_the_check_is_exact(radius, size):
+    @jax.jit
+    def is_within(steps):
+        stack = StoredArray(steps, jnp.dtype(jnp.float32), (size,))
+        return _grid._is_within([stack], jnp.ones(len(steps)), radius)
+
+    # All of the radius but what some ones make up for.
+    num_ones = min(size - 1, 2 * radius - 1)
+    largest = math.isqrt(radius**2 - num_ones)
+    assert largest**2 + num_ones <= radius**2 < (largest + 1) ** 2 + num_ones
+    row = np.zeros(size, np.float32)
+    row[0], row[1 : num_ones + 1] = largest, -1
+    too_many = np.array(row)
+    too_many[0] += 1
+    vast = np.full(size, 3e9, np.float32)
+    wrapping = np.full(size, 2**16, np.float32)  # whose squares are 0 modulo 2^32
+    rows = np.stack([row, too_many, -row, -too_many, vast, wrapping])
+    expected = [sum(int(q) ** 2 for q in row[row != 0]) <= radius**2 for row in rows]
+    assert expected[:5] == [True, False, True, False, False]
+    assert is_within(rows).tolist() == expected
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_example_that_is_not_finite_contributes_zero(bad):
+    x = jnp.ones((3, 5)).at[1, 2].set(bad)
+    np.testing.assert_array_equal(
+        _exact_sum(x).steps, _exact_sum(x[jnp.array([0, 2])]).steps
+    )
+
+
+def test_a_contribution_of_many_leaves_is_checked_as_one():
+    tree = {str(i): jnp.ones((1, 3), _DTYPES[i % 3]) for i in range(300)}
+    total = _exact_sum(tree)
+    assert (
+        _squared_norm({name: x.steps for name, x in total.items()})
+        >= 0.99 * DEFAULT_RESOLUTION**2
+    )
+    assert _squared_norm({n: x.steps for n, x in total.items()}) <= 32767**2
+
+
+# Groups, divisors and limits.
+
+
+@hypothesis.given(
+    norms=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30),
+    resolution=st.integers(1, LARGEST_RESOLUTION),
+)
+def test_the_radii_of_all_groups_have_at_most_the_resolution(norms, resolution):
+    total = math.hypot(*norms)
+    grid = Grid.from_bounds(norms, total, resolution)
+    assert sum(r**2 for r in grid.radii) <= resolution**2
+    for radius, norm in zip(grid.radii, norms, strict=True):
+        assert abs(radius - resolution * norm / total) <= 1 + 1e-9 * resolution
+    assert Fraction(grid.unit) * resolution <= Fraction(total) * (
+        1 + Fraction(1, 2**52)
+    )
+    assert grid.unit * resolution >= total * (1 - 2.0**-22)
+
+
+def test_per_layer_clip_norms_bound_each_part():
+    rng = np.random.default_rng(1)
+    tree = {k: jnp.asarray(rng.normal(size=(1, 50)), jnp.float32) for k in "ab"}
+    total = _exact_sum(tree, l2_clip_norm={"a": 3.0, "b": 4.0})
+    for name, share in ("a", 0.6), ("b", 0.8):
+        norm = math.sqrt(_squared_norm(total[name].steps))
+        assert norm <= share * DEFAULT_RESOLUTION
+        assert norm >= share * DEFAULT_RESOLUTION * 0.999
+
+
+@pytest.mark.parametrize(
+    ("l2_clip_norm", "rescale", "normalize_by", "bound"),
+    [(2.0, False, 8.0, 0.25), (2.0, True, 8.0, 0.125), (0.0, True, 1.0, 1.0)],
+)
+def test_divisors_are_in_the_unit(l2_clip_norm, rescale, normalize_by, bound):
+    total = _exact_sum(
+        jnp.ones((1, 40)),
+        l2_clip_norm,
+        rescale_to_unit_norm=rescale,
+        normalize_by=normalize_by,
+    )
+    assert bound * (1 - 2.0**-22) <= total.unit * DEFAULT_RESOLUTION <= bound
+    assert math.sqrt(_squared_norm(total.steps)) >= 0.999 * DEFAULT_RESOLUTION
+
+
+def test_an_infinite_clip_norm_that_is_divided_by_gives_zero():
+    total = _exact_sum(jnp.ones((2, 5)), math.inf, rescale_to_unit_norm=True)
+    assert not np.any(total.steps)
+    assert total.unit == pytest.approx(1 / DEFAULT_RESOLUTION)  # that of the noise
+
+
+def test_a_zero_clip_norm_gives_zero():
+    total = _exact_sum(jnp.ones((2, 5)), 0.0)
+    assert not np.any(total.steps)
+    assert not np.any(total.to_float())
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_an_empty_batch_gives_zero(microbatch_size):
+    total = _exact_sum(jnp.ones((0, 5)), microbatch_size=microbatch_size)
+    assert total.steps.dtype == jnp.int32
+    np.testing.assert_array_equal(total.steps, np.zeros(5))
+
+
+# The sum has the same bits, however it is computed.
+
+
+@functools.cache
+def _batch(dtype):
+    rng = np.random.default_rng(3)
+    scale = np.logspace(-2, 1, 16)[:, None]
+    return {
+        "a": jnp.asarray(scale * rng.normal(size=(16, 700)), jnp.float32).astype(dtype),
+        "b": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32).astype(dtype),
+    }
+
+
+def _assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.fixture(params=_DTYPES, ids=lambda dtype: dtype.__name__)
+def batch(request):
+    return _batch(request.param)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 8, 16])
+def test_the_microbatch_size_does_not_change_a_bit(batch, microbatch_size):
+    _assert_same(_exact_sum(batch, microbatch_size=microbatch_size), _exact_sum(batch))
+
+
+def test_the_order_of_the_examples_does_not_change_a_bit(batch):
+    order = np.random.default_rng(4).permutation(16)
+    permuted = jax.tree.map(lambda x: x[order], batch)
+    _assert_same(_exact_sum(permuted), _exact_sum(batch))
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 4])
+def test_padding_does_not_change_a_bit(batch, microbatch_size):
+    padded = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), batch)
+    actual = _exact_sum(
+        padded,
+        is_padding_example=jnp.arange(32) % 2 == 1,
+        microbatch_size=microbatch_size,
+    )
+    _assert_same(actual, _exact_sum(batch))
+
+
+def test_compilation_does_not_change_a_bit(batch):
+    fn = clipped_fun(lambda x: x, keep_batch_dim=False, accumulator="exact")
+    _assert_same(fn(batch), _exact_sum(batch))
+
+
+def test_examples_one_by_one_add_up_to_the_same_bits(batch):
+    parts = [
+        _exact_sum(jax.tree.map(lambda x, i=i: x[i : i + 1], batch)) for i in range(16)
+    ]
+    total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
+    _assert_same(total, _exact_sum(batch))
+
+
+def test_mapping_over_batches_does_not_change_a_bit(batch):
+    fn = clipped_fun(lambda x: x, keep_batch_dim=False, accumulator="exact")
+    batches = jax.tree.map(lambda x: x.reshape(2, 8, -1), batch)
+    halves = jax.jit(jax.vmap(fn.__call__))(batches)
+    total = jax.tree.map(lambda x: x[0] + x[1], halves)
+    _assert_same(total, _exact_sum(batch))
+
+
+@pytest.mark.parametrize("spec", [("data",), (None, "data")])
+def test_sharding_over_devices_does_not_change_a_bit(spec):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P(*spec))
+    wide = jnp.tile(_batch(jnp.float32)["a"][:, :500], (1, 8))
+    _assert_same(_exact_sum(jax.device_put(wide, sharding)), _exact_sum(wide))
+
+
+@pytest.mark.parametrize("model", models.ZOO, ids=lambda model: model.name)
+def test_gradients_are_within_a_unit_of_the_wide_sum(model):
+    params, batch = model.init(jnp.bfloat16), model.make_batch(0, 8)
+
+    def total(**kwargs):
+        fn = clipped_grad(model.loss, l2_clip_norm=1.0, **kwargs)
+        return jax.jit(fn.__call__)(params, batch)
+
+    exact, wide = total(accumulator="exact"), total(accumulator="float32x2")
+
+    def check(exact, wide):
+        difference = np.abs(np.asarray(exact.to_float()) - np.asarray(wide.hi))
+        # A unit for each example, and the room for rounding that is kept free.
+        assert np.all(difference <= 8 * (1.1 * exact.unit + 2e-4))
+
+    is_leaf = lambda x: isinstance(x, GridArray)  # noqa: E731
+    jax.tree.map(check, exact, wide, is_leaf=is_leaf)
+
+
+# Limits of 32 bits.
+
+
+def test_sums_that_may_wrap_around_are_warned_of():
+    with pytest.warns(UserWarning, match="can exceed 32 bits.*at most 511"):
+        _exact_sum(jnp.ones((512, 2)), resolution=LARGEST_RESOLUTION)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _exact_sum(jnp.ones((511, 2)), resolution=LARGEST_RESOLUTION)
+
+
+@pytest.mark.filterwarnings("ignore:sums of 600")
+def test_wrapping_around_leaves_the_sensitivity_as_it_is():
+    x = jnp.ones((600, 1))
+    with_one = _exact_sum(x, resolution=LARGEST_RESOLUTION).steps
+    without = _exact_sum(
+        x, is_padding_example=jnp.arange(600) == 7, resolution=LARGEST_RESOLUTION
+    ).steps
+    assert np.all(with_one < 0)  # a sum of positive numbers
+    change = int((with_one - without)[0])  # in 32 bits, as noise is added
+    assert 0.999 * LARGEST_RESOLUTION <= change <= LARGEST_RESOLUTION
+
+
+# Dtypes and memory.
+
+
+def _dtypes(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from (v.aval.dtype.name for v in equation.outvars)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _dtypes(inner)
+
+
+def test_ordinary_resolutions_need_no_64_bit_numbers(batch):
+    fn = clipped_fun(lambda x: x, keep_batch_dim=False, accumulator="exact")
+    names = set(_dtypes(jax.make_jaxpr(fn.__call__)(batch).jaxpr))
+    assert "int32" in names
+    assert not [name for name in names if "64" in name]
+
+
+@pytest.mark.parametrize("resolution", [DEFAULT_RESOLUTION, LARGEST_RESOLUTION])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_memory_is_that_of_float32_sums(dtype, resolution):
+    x = jnp.ones((16, 100_000), dtype)
+
+    def temporary_bytes(**kwargs):
+        fn = clipped_fun(lambda x: x + 1, keep_batch_dim=False, **kwargs)
+        compiled = jax.jit(fn.__call__).lower(x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    exact = temporary_bytes(accumulator="exact", resolution=resolution)
+    assert exact <= 1.1 * temporary_bytes(accumulator="float32")
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("resolution", [0, -1, 2.5, LARGEST_RESOLUTION + 1, True])
+def test_resolutions_out_of_range_are_refused(resolution):
+    with pytest.raises(ValueError, match="resolution must be an integer from 1"):
+        _exact_sum(jnp.ones((1, 1)), resolution=resolution)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"l2_clip_norm": math.inf}, {"l2_clip_norm": 1.0, "nan_safe": False}]
+)
+def test_unbounded_contributions_are_refused(kwargs):
+    with pytest.raises(ValueError, match="exact sums need a finite clip norm"):
+        _exact_sum(jnp.ones((1, 1)), **kwargs)
+
+
+def test_a_dtype_contradicts_exact_sums():
+    with pytest.raises(ValueError, match="dtype goes with float sums"):
+        _exact_sum(jnp.ones((1, 1)), dtype=jnp.float32)
+    with pytest.raises(ValueError, match="resolution with accumulator"):
+        clipped_fun(jnp.sum, resolution=10)
+
+
+def test_a_resolution_too_coarse_to_round_with_is_refused():
+    with pytest.raises(ValueError, match="must be fine enough to round 5000 entries"):
+        _exact_sum(jnp.ones((1, 5000)), resolution=40)
