@@ -312,6 +312,8 @@ def clipped_grad(
       - An example whose gradient is not finite, or whose squared norm overflows the
         norm's dtype, contributes zero, by selection. So does a padding example.
       - An empty batch, or one of padding only, gives zero.
+      - It works under `jax.jit`, with sharded arguments, and under `jax.shard_map`
+        with `check_vma=False`.
       - With "exact" sums the clipped gradient is rounded to integers whose norm is
         checked in integer arithmetic; one that exceeded the bound all the same would
         contribute zero. The sum is the same, bit for bit, for any microbatch size,

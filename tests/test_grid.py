@@ -240,8 +240,12 @@ def batch(request):
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 8, 16])
-def test_the_microbatch_size_does_not_change_a_bit(batch, microbatch_size):
-    _assert_same(_exact_sum(batch, microbatch_size=microbatch_size), _exact_sum(batch))
+@pytest.mark.parametrize("resolution", [DEFAULT_RESOLUTION, LARGEST_RESOLUTION])
+def test_the_microbatch_size_does_not_change_a_bit(batch, microbatch_size, resolution):
+    _assert_same(
+        _exact_sum(batch, microbatch_size=microbatch_size, resolution=resolution),
+        _exact_sum(batch, resolution=resolution),
+    )
 
 
 def test_the_order_of_the_examples_does_not_change_a_bit(batch):
@@ -288,6 +292,27 @@ def test_sharding_over_devices_does_not_change_a_bit(spec):
     sharding = jax.NamedSharding(mesh, jax.P(*spec))
     wide = jnp.tile(_batch(jnp.float32)["a"][:, :500], (1, 8))
     _assert_same(_exact_sum(jax.device_put(wide, sharding)), _exact_sum(wide))
+
+
+@pytest.mark.parametrize("resolution", [DEFAULT_RESOLUTION, LARGEST_RESOLUTION])
+def test_mapping_over_shards_does_not_change_a_bit(resolution):
+    batch = _batch(jnp.float32)["b"]
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    fn = _exact_sum_fn(l2_clip_norm=1.0, resolution=resolution)
+
+    def sum_of_shards(batch):
+        total = fn(batch)
+        return GridArray(jax.lax.psum(total.steps, "data"), total.unit)
+
+    # The branches that separate computations do not say along which axes they vary.
+    mapped = jax.shard_map(
+        sum_of_shards,
+        mesh=mesh,
+        in_specs=jax.P("data"),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    _assert_same(jax.jit(mapped)(batch), fn(batch))
 
 
 @pytest.mark.parametrize("model", models.ZOO, ids=lambda model: model.name)
