@@ -36,25 +36,29 @@ References:
   privacy](https://arxiv.org/abs/2004.00010)
   [Micciancio, Walter: Gaussian sampling over the integers: efficient, generic,
   constant-time](https://eprint.iacr.org/2017/259)
-  [Walker: An efficient method for generating discrete random variables with general
-  distributions](https://doi.org/10.1145/355744.355749)
 """
 
 import bisect
-import decimal
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
+from dpmp._alias_table import (
+    BASE_VARIANCE,
+    CENTER,
+    AliasTable,
+    alias_table,
+    look_up,
+    table_total_variation,
+    weights,
+)
 from dpmp._random import positions
 from dpmp._threefry import threefry4x32
 
@@ -64,16 +68,9 @@ _LARGEST_MULTIPLIER = 128
 _LATTICE_VARIANCE = 4
 _LATTICE_TOTAL_VARIATION = Fraction(1, 2**112)
 _LARGEST_SQUARES = 1 + _LARGEST_MULTIPLIER**2
-_BASE_VARIANCE = _LATTICE_VARIANCE * _LARGEST_SQUARES
 
 # Above the total variation of all widths.
 LARGEST_TOTAL_VARIATION = 2.0**-109
-
-_COLUMN_BITS = 13
-_NUM_COLUMNS = 2**_COLUMN_BITS
-_CENTER = _NUM_COLUMNS // 2
-_TOTAL_WEIGHT = 2**128
-_CAPACITY = _TOTAL_WEIGHT // _NUM_COLUMNS
 
 # Base draws 1, 2 and 3 have a stream each.
 _STREAMS_PER_LEAF = 4
@@ -132,7 +129,7 @@ class DiscreteGaussian:
           ValueError: for more than about 4.19 million units.
         """
         squared = Fraction(stddev) ** 2 + _LATTICE_VARIANCE
-        needed = math.ceil(squared / _BASE_VARIANCE)
+        needed = math.ceil(squared / BASE_VARIANCE)
         pairs = _pairs()
         if needed <= 1:
             return cls((1,))
@@ -152,7 +149,7 @@ class DiscreteGaussian:
     def at_most(cls, stddev: float, num_draws: int) -> "DiscreteGaussian":
         """The widest noise of two or three draws that is no wider, or the narrowest."""
         squared = Fraction(stddev) ** 2 + _LATTICE_VARIANCE
-        allowed = int(squared / _BASE_VARIANCE)
+        allowed = int(squared / BASE_VARIANCE)
         pairs = _pairs()
         if allowed <= 1:
             return cls((1,))
@@ -165,7 +162,7 @@ class DiscreteGaussian:
     @property
     def variance(self) -> int:
         """The parameter of the distribution, in squared units of the grid."""
-        return _BASE_VARIANCE * sum(m * m for m in self.multipliers)
+        return BASE_VARIANCE * sum(m * m for m in self.multipliers)
 
     @property
     def effective_stddev(self) -> float:
@@ -182,7 +179,7 @@ class DiscreteGaussian:
         for every convolution and for the rounding of the Gaussian mechanism.
         """
         exact = len(self.multipliers) * (
-            _table_total_variation() + _LATTICE_TOTAL_VARIATION
+            table_total_variation() + _LATTICE_TOTAL_VARIATION
         )
         rounded = float(exact)
         return rounded if rounded >= exact else math.nextafter(rounded, math.inf)
@@ -190,8 +187,8 @@ class DiscreteGaussian:
     @property
     def largest(self) -> int:
         """The largest absolute value that can be drawn."""
-        values = range(-_CENTER, _CENTER)
-        base = max(x for x, weight in zip(values, _weights(), strict=True) if weight)
+        values = range(-CENTER, CENTER)
+        base = max(x for x, weight in zip(values, weights(), strict=True) if weight)
         return base * sum(self.multipliers)
 
     def sample(
@@ -219,24 +216,9 @@ class DiscreteGaussian:
         noise = jnp.zeros(shape, jnp.int32)
         for i, multiplier in enumerate(self.multipliers, 1):
             stream = np.uint32(_STREAMS_PER_LEAF * leaf + i)
-            draw = _base_draw(_alias_table(), key, step, stream, shape)
+            draw = _base_draw(alias_table(), key, step, stream, shape)
             noise += np.int32(multiplier) * draw
         return noise
-
-
-class AliasTable(NamedTuple):
-    """What value an integer below 2^128 stands for.
-
-    Its highest 13 bits are the index c of a column. Below the end of that column it
-    stands for the column's own value, c - 4096, and from there on for the other one.
-
-    Attributes:
-      ends: four (8192,) uint32 arrays, the highest words first.
-      others: (8192,) int16.
-    """
-
-    ends: tuple[np.ndarray, ...]
-    others: np.ndarray
 
 
 # One trace serves all draws of one shape, and a table that comes as an argument is one
@@ -254,28 +236,6 @@ def _base_draw(
     # keys. And the first thing that happens to a place is to be mixed with a stream:
     # draws share few arrays, which XLA might store for them.
     return look_up(table, threefry4x32(list(key), [stream, low, step, high]))
-
-
-def look_up(table: AliasTable, words: Sequence[jax.Array]) -> jax.Array:
-    """The int32 values that integers of four uint32 words, highest first, stand for."""
-    column = words[0] >> np.uint32(32 - _COLUMN_BITS)
-    own = column.astype(jnp.int32) - np.int32(_CENTER)
-    # Were two of these packed into one word, XLA would store what is read for both.
-    other = _take(table.others, column).astype(jnp.int32)
-    ends = [_take(end, column) for end in table.ends]
-    return jnp.where(_is_less(words, ends), own, other)
-
-
-def _take(array: np.ndarray, index: jax.Array) -> jax.Array:
-    return jnp.asarray(array).at[index].get(mode="promise_in_bounds")
-
-
-def _is_less(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
-    """Compares integers of several words, highest first; it always reads all words."""
-    is_less = a[-1] < b[-1]
-    for x, y in zip(a[-2::-1], b[-2::-1], strict=True):
-        is_less = (x < y) | ((x == y) & is_less)
-    return is_less
 
 
 @functools.cache
@@ -303,70 +263,6 @@ def _are_multipliers(multipliers: Any) -> bool:
         squares = sum(m * m for m in multipliers)
         return math.gcd(*multipliers) == 1 and squares <= _LARGEST_SQUARES
     return multipliers == (1,)
-
-
-@functools.cache
-def _alias_table() -> AliasTable:
-    remaining = list(_weights())
-    ends = [column * _CAPACITY for column in range(_NUM_COLUMNS)]
-    others = list(range(_NUM_COLUMNS))
-    small = [column for column in others if remaining[column] < _CAPACITY]
-    large = [column for column in others if remaining[column] >= _CAPACITY]
-    # On average, the columns that are not settled have weights of their capacity: while
-    # there is a small one, there is a large one.
-    while small:
-        column, other = small.pop(), large[-1]
-        ends[column] += remaining[column]
-        others[column] = other
-        remaining[other] -= _CAPACITY - remaining[column]
-        if remaining[other] < _CAPACITY:
-            small.append(large.pop())
-    words = [[end >> shift & 0xFFFFFFFF for end in ends] for shift in (96, 64, 32, 0)]
-    return AliasTable(
-        tuple(np.array(word, np.uint32) for word in words),
-        np.array(others, np.int16) - np.int16(_CENTER),
-    )
-
-
-@functools.cache
-def _weights() -> tuple[int, ...]:
-    """Integer weights of -4096, ..., 4095, symmetric, with a sum of 2^128."""
-    masses = _masses()
-    total = sum(masses)
-    weights = [(2 * _TOTAL_WEIGHT * mass + total) // (2 * total) for mass in masses]
-    weights[_CENTER] += _TOTAL_WEIGHT - sum(weights)
-    return tuple(weights)
-
-
-@functools.cache
-def _table_total_variation() -> Fraction:
-    """A bound on the distance of the table's distribution from D_{Z,s0}.
-
-    It is the distance from the distribution of the masses, and that one's from the true
-    one. All integers together, their masses are off by less than 2^14, and
-    distributions are no further apart than a share of 2^14 in the total.
-    """
-    masses = _masses()
-    total = sum(masses)
-    rounding = sum(
-        abs(weight * total - mass * _TOTAL_WEIGHT)
-        for weight, mass in zip(_weights(), masses, strict=True)
-    )
-    return Fraction(rounding, 2 * _TOTAL_WEIGHT * total) + Fraction(2**14, total)
-
-
-@functools.cache
-def _masses() -> tuple[int, ...]:
-    """10^50 exp(-x^2 / 2 s0^2) for -4096, ..., 4095, off by less than 2 in each.
-
-    The integers further out have less than 1 in all.
-    """
-    with decimal.localcontext(decimal.Context(prec=60)):
-        half = [
-            int((Decimal(-x * x) / (2 * _BASE_VARIANCE)).exp().scaleb(50))
-            for x in range(_CENTER)
-        ]
-    return (0, *half[:0:-1], *half)
 
 
 def _check_counter(key: jax.Array, step: jax.Array, leaf: int) -> None:

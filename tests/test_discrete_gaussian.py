@@ -15,8 +15,9 @@ from dp_accounting.pld import privacy_loss_mechanism
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from scipy import stats
 
-from dpmp import _discrete_gaussian
-from dpmp._discrete_gaussian import DiscreteGaussian, look_up
+from dpmp import _alias_table, _discrete_gaussian
+from dpmp._alias_table import look_up
+from dpmp._discrete_gaussian import DiscreteGaussian
 from dpmp._threefry import threefry4x32
 
 KEY = jnp.array([0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834], jnp.uint32)
@@ -66,7 +67,7 @@ def true_total():
 
 
 def test_weights_are_the_rounded_probabilities():
-    weights = _discrete_gaussian._weights()
+    weights = _alias_table.weights()
     assert len(weights) == COLUMNS
     assert sum(weights) == 2**128
     assert weights[0] == 0
@@ -81,14 +82,14 @@ def test_weights_are_the_rounded_probabilities():
 
 
 def test_the_bound_on_total_variation_is_true_and_close():
-    weights = _discrete_gaussian._weights()
+    weights = _alias_table.weights()
     distances = [
         abs(Fraction(weight, 2**128) - Fraction(true_masses()[abs(x)], true_total()))
         for x, weight in enumerate(weights, -4096)
     ]
     beyond = 2 * sum(true_masses()[4096:]) - true_masses()[4096]
     truth = (sum(distances) + Fraction(beyond, true_total())) / 2
-    bound = _discrete_gaussian._table_total_variation()
+    bound = _alias_table.table_total_variation()
     assert truth <= bound <= truth * Fraction(1001, 1000)
     assert Fraction(1, 2**119) < bound < Fraction(1, 2**118)
     for width in WIDTHS:
@@ -101,7 +102,7 @@ def test_the_bound_on_total_variation_is_true_and_close():
 @functools.cache
 def table_as_integers():
     """Ends and other values of the columns, as the sampler reads them."""
-    ends, others = _discrete_gaussian._alias_table()
+    ends, others = _alias_table.alias_table()
     return [join(words) for words in np.stack(ends, axis=1)], others.tolist()
 
 
@@ -118,7 +119,7 @@ def split(integers):
 
 
 def look_up_integers(integers):
-    table = _discrete_gaussian._alias_table()
+    table = _alias_table.alias_table()
     return np.asarray(jax.jit(look_up)(table, split(integers)))
 
 
@@ -129,7 +130,7 @@ def test_the_table_gives_every_value_its_weight():
         assert 0 <= own < CAPACITY
         weights[column] += own
         weights[other + 4096] += CAPACITY - own
-    assert tuple(weights) == _discrete_gaussian._weights()
+    assert tuple(weights) == _alias_table.weights()
 
 
 def test_every_column_turns_from_one_value_to_the_other_at_its_end():
@@ -151,7 +152,7 @@ def test_comparison_of_words_is_that_of_integers():
     words = list(itertools.product((0, 1, 2**31, 2**32 - 1), repeat=4))
     integers = [join(w) for w in words]
     columns = jnp.asarray(np.array(words, np.uint32).T)
-    is_less = _discrete_gaussian._is_less(columns[:, :, None], columns[:, None, :])
+    is_less = _alias_table._is_less(columns[:, :, None], columns[:, None, :])
     expected = [[m < n for n in integers] for m in integers]
     np.testing.assert_array_equal(is_less, expected)
 
@@ -166,7 +167,7 @@ def integer_of(value):
 
 
 def test_the_tails_are_drawn():
-    weights = _discrete_gaussian._weights()
+    weights = _alias_table.weights()
     values = [x for x, weight in enumerate(weights, -4096) if weight]
     assert min(values) < -12.8 * BASE_VARIANCE**0.5
     assert max(values) > 12.8 * BASE_VARIANCE**0.5
