@@ -140,7 +140,7 @@ class DiscreteGaussian:
             k <= _LARGEST_MULTIPLIER,
             "the noise must have at most 4.19 million units of the grid",
             stddev=float(stddev),
-            fix="Use a coarser grid (a lower resolution).",
+            fix="Use a lower resolution; for float sums, pass l2_sensitivity.",
         )
         pair = pairs[bisect.bisect_left(pairs, (math.ceil((needed - 1) / k**2),))][1]
         return cls((k * pair[0], k * pair[1], 1))

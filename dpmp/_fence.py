@@ -8,6 +8,7 @@ decides what to fuse. What leaves a branch is in memory, and nothing is fused ac
 from collections.abc import Callable
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from dpmp._typing import PyTree
@@ -26,6 +27,10 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
       What `compute` returns, in memory.
     """
     integer = jnp.zeros((), jnp.uint32)
+    if not any(
+        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((integer, witness))
+    ):
+        return compute()  # one operation after another: nothing is fused
     for leaf in map(jnp.asarray, jax.tree.leaves(witness)):
         if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             first = jax.lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim).reshape(())

@@ -71,9 +71,9 @@ def gaussian_privatizer(
 
       A `GridArray` (an exact sum) brings its grid along. Other sums are first rounded
       to multiples of a power of two. That can move two of them apart by the root of the
-      number of entries, in units of that grid, and the noise is wider by as much:
-      1/4096, up to about a million entries at a noise multiplier of 1. Entries of
-      more than 1000 standard deviations are cut off.
+      number of entries, in units of that grid, and the noise is wider by as much: at a
+      noise multiplier of 1, by 1/4096 up to 65,000 entries, and by 1/1000 for a
+      million. Entries of more than 960 standard deviations are cut off.
 
     Args:
       stddev: standard deviation of the noise, in the unit of the sum: the noise
@@ -94,8 +94,9 @@ def gaussian_privatizer(
 
     Raises:
       ValueError: for a negative or infinite `stddev`, a `prng_key` that is no jax key,
-        leaves that are not float arrays, `init` under `jax.jit` without a key, and
-        noise of more than four million units of the grid.
+        leaves that are not float arrays, `init` under `jax.jit` without a key, noise
+        of more than four million units of the grid, and for float sums a `stddev` that
+        is not from 1e-24 to 1e30.
 
     References:
       [Canonne, Kamath, Steinke: The discrete Gaussian for differential
@@ -106,21 +107,24 @@ def gaussian_privatizer(
         _validate.positive(
             l2_sensitivity=l2_sensitivity, fix="Use clipped_grad(...).sensitivity()."
         )
-        noise_multiplier = stddev / l2_sensitivity
+        noise_multiplier = float(stddev) / float(l2_sensitivity)
 
     def add_noise(leaves: list[Any], noise_state: NoiseState) -> list[jax.Array]:
         snap_cost = noise_multiplier * math.sqrt(num_entries(leaves))
         key_words = _random.key_words(noise_state.prng_key)
+        on_grids, widened = [], Fraction(float(stddev))
+        for leaf in leaves:
+            if not isinstance(leaf, GridArray):
+                leaf, width = _snap(leaf, float(stddev), snap_cost)
+                widened = width * Fraction(leaf.unit)
+            on_grids.append(leaf)
+        # What moves some leaves apart concerns all of them.
         noisy = []
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, GridArray):
-                on_grid, width = leaf, Fraction(stddev) / Fraction(leaf.unit or 1)
-            else:
-                on_grid, width = _snap(leaf, stddev, snap_cost)
-            noise = DiscreteGaussian.at_least(width).sample(
-                key_words, on_grid.steps.shape, step=noise_state.step, leaf=i
-            )
-            noisy.append(GridArray(on_grid.steps + noise, on_grid.unit).to_float())
+        for i, leaf in enumerate(on_grids):
+            noise = DiscreteGaussian.at_least(
+                widened / Fraction(leaf.unit or 1)
+            ).sample(key_words, leaf.steps.shape, step=noise_state.step, leaf=i)
+            noisy.append(GridArray(leaf.steps + noise, leaf.unit).to_float())
         return noisy
 
     return _privatizer(add_noise, stddev, prng_key)
@@ -212,13 +216,19 @@ def _snap(leaf: Any, stddev: float, snap_cost: float) -> tuple[GridArray, Fracti
     """A float sum, rounded to a grid, and the standard deviation it takes, in units.
 
     Scaling by a power of two is exact, and rounding moves an entry by at most half a
-    unit (and 2^-23, where both words of a `DoubleWord` matter).
+    unit (and 2^-24, where both words of a `DoubleWord` matter).
 
     Args:
       leaf: a float array or a `DoubleWord`.
       stddev: of the noise to be added, in the unit of the sum.
       snap_cost: what rounding adds to the standard deviation, in units of the grid.
     """
+    _validate.require(
+        1e-24 <= stddev <= 1e30,
+        "the noise of a float sum must have a stddev from 1e-24 to 1e30",
+        stddev=stddev,
+        fix="Rescale the loss: float32 cannot handle other sizes.",
+    )
     lowest, highest = _LOG_UNITS
     finest = math.ceil(math.log2(max(snap_cost, 1.0))) + _LOG_SNAP_SHARE
     log_units = min(max(finest, lowest), highest)
