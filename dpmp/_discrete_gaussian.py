@@ -196,7 +196,8 @@ class DiscreteGaussian:
     ) -> jax.Array:
         """Draws independent noise, a function of key, step, leaf and place alone.
 
-        The bits are the same under any transformation and any sharding.
+        The bits are the same under any transformation and any sharding; the places in
+        a shard count from zero within `jax.shard_map`.
 
         Args:
           key: (4,) uint32: `jax.random.key_data` of a 128-bit key that is used for

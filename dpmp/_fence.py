@@ -19,19 +19,18 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
 
     Args:
       compute: gives a tree of arrays.
-      witness: arrays, at least one of them not a constant of the program: the branch
-        seems to depend on them, and the compiler does not know that no integer of 32
-        bits has 64 bits set.
+      witness: anything with arrays in it, at least one of them not a constant of the
+        program: the branch seems to depend on them, and the compiler does not know
+        that no integer of 32 bits has 64 bits set.
 
     Returns:
       What `compute` returns, in memory.
     """
     integer = jnp.zeros((), jnp.uint32)
-    if not any(
-        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((integer, witness))
-    ):
+    leaves = [x for x in jax.tree.leaves(witness) if isinstance(x, jax.Array)]
+    if not any(isinstance(x, jax.core.Tracer) for x in (integer, *leaves)):
         return compute()  # one operation after another: nothing is fused
-    for leaf in map(jnp.asarray, jax.tree.leaves(witness)):
+    for leaf in leaves:
         if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             first = jax.lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim).reshape(())
             integer ^= (first != jnp.zeros_like(first)).astype(jnp.uint32)

@@ -43,8 +43,9 @@ _WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio
 class GridArray:
     """An array of multiples of one number: `steps * unit`.
 
-    It is what `clipped_grad(..., accumulator="exact")` returns for each leaf. Add the
-    noise before anything is rounded (`dpmp.noise_addition` does).
+    It is what `clipped_grad(..., accumulator="exact")` returns for each leaf. Such sums
+    may be added (`jax.lax.psum`), and nothing else: noise comes before any division and
+    any rounding (`dpmp.noise_addition` insists).
 
     Attributes:
       steps: int32, modulo 2^32.

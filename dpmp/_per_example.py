@@ -122,7 +122,7 @@ def stack_engine(
             )(*args)
             return grads, outputs
 
-        stack, (values, aux) = compute_and_store(compute, args)
+        stack, (values, aux) = compute_and_store(compute, (args, kwargs))
         return StackedGrads(values, aux, stack)
 
     return engine

@@ -267,6 +267,9 @@ class DPSGD:
     ) -> optax.GradientTransformation:
         """The noise for the output of `.clipped_grad`.
 
+        What is accounted for is one `update` for each of `iterations` steps; it is up
+        to a loop of your own to stop there (`DPTrainer` does).
+
         Args:
           prng_key: as in `noise_addition.gaussian_privatizer`.
 
@@ -280,7 +283,7 @@ class DPSGD:
         privatizer = noise_addition.gaussian_privatizer(
             stddev=self.stddev,
             prng_key=prng_key,
-            l2_sensitivity=self._l2_norm_bound if self.is_private else None,
+            l2_sensitivity=(self.is_private and self._l2_norm_bound) or None,
         )
 
         def update(updates, state, params=None):
@@ -422,7 +425,9 @@ def _choose_resolution(noise_multiplier: float, num_parameters: int) -> int:
     wanted = min(wanted, LARGEST_RESOLUTION)
     for num_draws in (2, 3):
         noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
-        resolution = max(1, int(noise.effective_stddev / noise_multiplier))
+        # The unit is rounded to float32, which must not call for wider noise.
+        widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
+        resolution = max(1, int(widest))
         if num_parameters / (8 * resolution**2) + 3 / resolution <= 0.01:
             break
     return min(resolution, LARGEST_RESOLUTION)

@@ -66,7 +66,9 @@ def gaussian_privatizer(
         are on, and become float32 after that.
       - The noise is a function of (root key, step, position of the leaf): a step that
         is run again repeats its release bit for bit, and no two steps share noise. It
-        does not depend on sharding.
+        does not depend on the sharding of the sum under `jax.jit`; within
+        `jax.shard_map`, every device must have the whole sum, or shards would have the
+        same noise.
       - Without `prng_key`, each `init` draws a key of 128 bits from the system.
 
       A `GridArray` (an exact sum) brings its grid along. Other sums are first rounded
@@ -81,10 +83,11 @@ def gaussian_privatizer(
         that divides by `normalize_by`, so does its `.sensitivity()`). The noise is
         never narrower. On the grid of an exact sum it may be wider: by less than 4 %
         if `stddev` has at least 3000 units, by less than 0.25 % from 33,000 on.
-      prng_key: a jax key, for one run; None for 128 bits from the system. Two runs
-        with one key have the same noise, and their difference has none, be it that
-        they differ in data, in clip norm, in learning rate or in anything else. The
-        same goes for `jax.vmap` over sums.
+      prng_key: a jax key, for one privatizer of one run, which sees the whole sum;
+        None for 128 bits from the system. Two runs with one key have the same noise,
+        and their difference has none, be it that they differ in data, in clip norm, in
+        learning rate or in anything else. The same goes for `jax.vmap` over sums, and
+        for two privatizers with one key in one optimizer.
       l2_sensitivity: that of the sum. Rounding a float sum costs the more, the larger
         `stddev` is in comparison; without this, up to 32 times is assumed. Exact sums
         do not need it.
@@ -310,6 +313,15 @@ def _check_noise_dtype(dtype: Any) -> Any:
 def _check_leaves(leaves: list[Any]) -> None:
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, GridArray):
+            # Integer noise hides nothing of a fraction.
+            _validate.require(
+                leaf.steps.dtype == jnp.dtype("int32"),
+                "the steps of an exact sum must be int32 until they have noise",
+                leaf=i,
+                dtype=leaf.steps.dtype.name,
+                fix="Add parts up (psum, not pmean), divide by normalize_by, and do "
+                "the rest after the noise.",
+            )
             continue
         dtype = jnp.result_type(leaf.hi if isinstance(leaf, DoubleWord) else leaf)
         _validate.require(

@@ -259,6 +259,27 @@ def test_the_noise_is_as_wide_as_accounted_for(noise_multiplier, num_parameters)
     assert taken <= 0.01 or noise.effective_stddev > 4e6
 
 
+@pytest.mark.parametrize("noise_multiplier", [64, 128])
+@pytest.mark.parametrize("num_parameters", [3 * 10**8, 10**9])
+def test_the_widest_noise_can_be_drawn(noise_multiplier, num_parameters):
+    mechanism = make_mechanism(
+        noise_multiplier=noise_multiplier,
+        num_parameters=num_parameters,
+        expected_batch_size=333,
+    )
+    unit = mechanism.clipped_grad(linear_loss)(jnp.zeros(1), jnp.zeros((0, 1))).unit
+    noise = DiscreteGaussian.at_least(mechanism.stddev / unit)
+    assert noise.effective_stddev * unit >= mechanism.stddev
+
+
+def test_a_clip_norm_of_zero_releases_zero():
+    mechanism = make_mechanism(noise_multiplier=1.0, l2_clip_norm=0.0)
+    total = mechanism.clipped_grad(linear_loss)(jnp.zeros(3), jnp.ones((2, 3)))
+    privatizer = mechanism.privatizer(KEY)
+    noisy, _ = privatizer.update(total, privatizer.init(jnp.zeros(3)))
+    np.testing.assert_array_equal(noisy, jnp.zeros(3))
+
+
 def test_gradients_of_more_entries_than_were_planned_for_are_refused():
     mechanism = make_mechanism(noise_multiplier=1.0, num_parameters=9)
     privatizer = mechanism.privatizer(KEY)

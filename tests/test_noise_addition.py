@@ -978,6 +978,20 @@ def test_what_rounding_costs_some_leaves_widens_the_noise_of_all():
     assert widths[1] == widths[0] / unit
 
 
+@pytest.mark.parametrize(
+    "privatizer_of",
+    [gaussian_privatizer, dpmp.noise_addition.continuous_gaussian_privatizer],
+)
+@pytest.mark.parametrize(
+    "change", [lambda x: x / 2, lambda x: x.astype(jnp.bfloat16), jnp.mean]
+)
+def test_exact_sums_that_were_divided_or_rounded_are_refused(change, privatizer_of):
+    privatizer = privatizer_of(stddev=1.0, prng_key=KEY)
+    total = {"w": GridArray(jnp.arange(4), 1.0)}
+    with pytest.raises(ValueError, match="must be int32 until they have noise"):
+        privatizer.update(jax.tree.map(change, total), privatizer.init(None))
+
+
 def test_numpy_numbers_are_numbers():
     privatizer = gaussian_privatizer(
         stddev=np.float32(1), prng_key=KEY, l2_sensitivity=np.float32(1)

@@ -23,7 +23,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "dpmp."))
 # From the README: each module imports only from rows after its own.
 ROWS = [
     line.split()
-    for line in re.search(r"```\n(training\n.*?)```", README.read_text(), re.S)
+    for line in re.search(r"```\n(__main__\n.*?)```", README.read_text(), re.S)
     .group(1)
     .splitlines()
 ]
