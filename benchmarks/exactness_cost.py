@@ -91,7 +91,7 @@ def step(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
 def noise(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
     """Ten million draws."""
     size = 10_000_000
-    privatizer = noise_addition.gaussian_privatizer(
+    privatizer: Any = noise_addition.gaussian_privatizer(
         stddev=1.0, prng_key=jax.random.key(0)
     )
 
