@@ -32,6 +32,9 @@ DEFAULT_RESOLUTION = 2**15 - 1
 # Up to here, integers times 2**_FRACTION_BITS are exact in float32 and fit into int32.
 LARGEST_RESOLUTION = 2**22
 
+# The share of a clip norm that rounding may take.
+LARGEST_LOSS = 0.05
+
 _FRACTION_BITS = 8
 _WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio
 
@@ -141,14 +144,15 @@ class Grid:
             targets, self.radii, num_entries, strict=True
         ):
             room = size / 4 + 6 * radius
+            largest = math.sqrt(max(radius**2 - room, 0))
             _validate.require(
-                room <= radius**2 / 2 or bound == 0,
-                f"a resolution must be fine enough to round {size} entries",
+                largest >= (1 - LARGEST_LOSS) * radius > 0 or bound == 0,
+                f"a resolution must be fine enough to round {size} entries at the cost "
+                f"of {LARGEST_LOSS:.0%} of the clip norm",
                 resolution=self.resolution,
                 fix=f"Use a higher one, up to {LARGEST_RESOLUTION}, or "
                 'accumulator="float32x2".',
             )
-            largest = math.sqrt(max(radius**2 - room, 0))
             scaled.append((largest, cap / self.unit if self.unit else 0.0))
         return scaled
 

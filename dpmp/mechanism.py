@@ -24,7 +24,7 @@ from dpmp import (
     noise_addition,
 )
 from dpmp._discrete_gaussian import LARGEST_TOTAL_VARIATION, DiscreteGaussian
-from dpmp._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
+from dpmp._grid import DEFAULT_RESOLUTION, LARGEST_LOSS, LARGEST_RESOLUTION
 from dpmp._typing import PyTree
 
 _Relation = dp_accounting.NeighboringRelation
@@ -428,9 +428,28 @@ def _choose_resolution(noise_multiplier: float, num_parameters: int) -> int:
         # The unit is rounded to float32, which must not call for wider noise.
         widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
         resolution = max(1, int(widest))
-        if num_parameters / (8 * resolution**2) + 3 / resolution <= 0.01:
+        loss = num_parameters / (8 * resolution**2) + 3 / resolution
+        if loss <= 0.01:
             break
-    return min(resolution, LARGEST_RESOLUTION)
+    _validate.require(
+        loss <= LARGEST_LOSS,
+        f"rounding to a grid must cost at most {LARGEST_LOSS:.0%} of the clip norm",
+        cost=f"{loss:.2g}",
+        noise_multiplier=noise_multiplier,
+        num_parameters=num_parameters,
+        fix="Pass num_parameters, if there are fewer, or use less noise, or "
+        "arithmetic='float32x2'.",
+    )
+    resolution = min(resolution, LARGEST_RESOLUTION)
+    narrowest = DiscreteGaussian((1,)).effective_stddev
+    _validate.require(
+        1.01 * noise_multiplier * resolution >= narrowest,
+        f"exact noise must have at least {narrowest:.0f} units of the grid",
+        noise_multiplier=noise_multiplier,
+        resolution=resolution,
+        fix="Use more noise, none at all (0), or arithmetic='float32x2'.",
+    )
+    return resolution
 
 
 _NEIGHBOURS = {
