@@ -12,11 +12,11 @@ Measured with the defaults, the last line with --compare (Python 3.11: 7,737 rec
 517 held out; epsilon 8, delta 1e-5, 0.4 million parameters in mixed_bfloat16):
 
     2.155  nats per byte on held-out records, before fine-tuning
-    1.860  after private fine-tuning
+    1.859  after private fine-tuning
     1.764  after the same without privacy
 
-It took 3.9 minutes on two CPU cores, two of them for pre-training. Noise and batches
-differ in every run: others ended at 1.862 and 1.866.
+It took 4.3 minutes on two CPU cores, two of them for pre-training. Noise and batches
+differ in every run: others ended at 1.859 to 1.866.
 
 One record in sixteen, roughly, is held out, and the losses printed are measured on
 it. Held-out records are treated as public: nothing is trained on them, but the
