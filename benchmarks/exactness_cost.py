@@ -1,7 +1,6 @@
 """What do exact sums and exact noise cost, next to floating point?
 
-Contenders are compiled, then run in turn, round by round in one process; quoted are
-medians of the ratios within a round, and ratios of the temporary memory of the
+Quoted are ratios of time, as `timing.py` takes them, and of the temporary memory of the
 compiled programs. "float32" sums in float32 and adds `jax.random.normal`; "exact" sums
 integers and adds discrete Gaussian noise.
 
@@ -17,8 +16,6 @@ Every line is appended to benchmarks/results/exactness_cost.jsonl.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +24,7 @@ import jax.numpy as jnp
 import models
 import optax
 import results
+import timing
 
 import dpmp
 from dpmp import noise_addition
@@ -130,46 +128,20 @@ QUESTIONS = {
 }
 
 
-def measure(
-    functions: dict[str, Callable[..., Any]], args: Any, rounds: int
-) -> dict[str, dict[str, Any]]:
+def summarize(measured: dict[str, timing.Measured]) -> dict[str, dict[str, float]]:
     """Milliseconds, ratios to "float32" and compile seconds of each contender."""
-    programs, compile_seconds = {}, {}
-    for name, f in functions.items():
-        start = time.perf_counter()
-        programs[name] = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
-        compile_seconds[name] = round(time.perf_counter() - start, 1)
-    seconds = {name: [] for name in programs}
-    for _ in range(rounds + 1):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*args))
-            seconds[name].append(time.perf_counter() - start)
-    temp_bytes = {
-        name: program.memory_analysis().temp_size_in_bytes
-        for name, program in programs.items()
-    }
-    # The first round touches memory anew.
-    rest = {name: values[1:] for name, values in seconds.items()}
+    floats = measured["float32"]
     return {
-        "milliseconds": {
-            name: round(1e3 * statistics.median(values), 1)
-            for name, values in rest.items()
-        },
+        "milliseconds": {name: timing.median_ms(m) for name, m in measured.items()},
         "time_ratio": {
-            name: round(
-                statistics.median(
-                    a / b for a, b in zip(values, rest["float32"], strict=True)
-                ),
-                3,
-            )
-            for name, values in rest.items()
+            name: timing.time_ratio(m, floats) for name, m in measured.items()
         },
         "memory_ratio": {
-            name: round(size / max(temp_bytes["float32"], 1), 3)
-            for name, size in temp_bytes.items()
+            name: timing.memory_ratio(m, floats) for name, m in measured.items()
         },
-        "compile_seconds": compile_seconds,
+        "compile_seconds": {
+            name: round(m.compile_seconds, 1) for name, m in measured.items()
+        },
     }
 
 
@@ -182,13 +154,13 @@ def main() -> None:
     for name in args.question or QUESTIONS:
         make, dtypes = QUESTIONS[name]
         for dtype_name, dtype in dtypes.items():
-            figures = measure(*make(dtype), args.rounds)
+            measured = timing.measure(*make(dtype), args.rounds)
             results.append(
                 "exactness_cost",
                 question=name,
                 dtype=dtype_name,
                 rounds=args.rounds,
-                **figures,
+                **summarize(measured),
             )
 
 

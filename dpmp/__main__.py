@@ -9,8 +9,7 @@ from typing import Any
 import rich.console
 
 from dpmp import _selfcheck
-from dpmp._selfcheck_measures import Sizes
-from dpmp._selfcheck_subjects import all_subjects
+from dpmp._selfcheck_results import Sizes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +64,7 @@ def _selfcheck_command(args: argparse.Namespace) -> int:
     sizes = Sizes()
     if args.thorough:
         sizes = Sizes(num_training=2**25, num_test=2**22)
-    subjects = all_subjects(include_unsafe=args.include_unsafe)
+    subjects = _selfcheck.all_subjects(include_unsafe=args.include_unsafe)
     results = _selfcheck.run(subjects, sizes, rich.console.Console())
     if args.json is not None:
         _selfcheck.write_json(args.json, results)

@@ -17,17 +17,21 @@ import jax
 import rich.console
 import rich.table
 
-from dpmp._selfcheck_measures import (
-    Result,
-    Sizes,
-    measure_contributions,
-    measure_keys,
-    measure_noise,
-    measure_sensitivity,
-)
+from dpmp._selfcheck_dpmp import dpmp_subjects, unsafe_releases
+from dpmp._selfcheck_noise import measure_keys, measure_noise
+from dpmp._selfcheck_others import other_subjects
+from dpmp._selfcheck_results import Result, Sizes
 from dpmp._selfcheck_subjects import Subjects
+from dpmp._selfcheck_sums import measure_contributions, measure_sensitivity
 
 _PACKAGES = ("dpmp", "jax", "jaxlib", "numpy", "jax-privacy", "opacus", "torch")
+
+
+def all_subjects(*, include_unsafe: bool) -> Subjects:
+    """The modes of dpmp that can run, and the other libraries that are installed."""
+    unsafe = [Subjects(releases=(unsafe_releases(),))] if include_unsafe else []
+    parts = [dpmp_subjects(), *unsafe, *other_subjects()]
+    return Subjects(*(sum(field, ()) for field in zip(*parts, strict=True)))
 
 
 def run(

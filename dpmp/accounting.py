@@ -5,22 +5,16 @@ The analysis is dp_accounting's; `_epsilon.py` says which accountant is asked.
 
 import bisect
 import decimal
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import dp_accounting
-import numpy as np
-from dp_accounting import pld
-from scipy import optimize, stats
+from scipy import stats
 
-from dpmp import _epsilon, _validate
+from dpmp import _calibration, _epsilon, _validate
 
 _Relation = dp_accounting.NeighboringRelation
-
-_LOG_NOISE_RANGE, _LOG_NOISE_TOLERANCE = (-9.0, 21.0), 5e-5
 
 _CHECKS = {
     "noise_multiplier": (_validate.nonnegative, "Use calibrate_noise_multiplier."),
@@ -247,6 +241,7 @@ def calibrate_noise_multiplier(
 ) -> float:
     """The smallest noise multiplier that meets a target.
 
+    >>> import functools
     >>> make_event = functools.partial(dpsgd_event, iterations=1000, sampling_prob=0.01)
     >>> print(f"{calibrate_noise_multiplier(make_event, epsilon=2.0, delta=1e-6):.3f}")
     1.029
@@ -276,29 +271,22 @@ def calibrate_noise_multiplier(
     check_delta(delta)
     check_relation(neighboring_relation)
 
-    confirmed = []
-
-    def make_run(log_noise: float) -> _epsilon.Run:
+    def make_run(noise_multiplier: float) -> _epsilon.Run:
         return _epsilon.Run(
-            _epsilon.steps_of(make_event(math.exp(log_noise))), neighboring_relation
+            _epsilon.steps_of(make_event(noise_multiplier)), neighboring_relation
         )
 
-    @functools.cache
-    def excess(log_noise: float) -> float:
-        ratio = _epsilon.bound(make_run(log_noise), delta)[0] / epsilon
-        if ratio <= 1:
-            confirmed.append(log_noise)
-        return math.log(min(max(ratio, 0.1), 10.0))  # the search cannot use infinities
-
-    _close_in_on_zero(excess, _guess_log_noise(make_run, epsilon, delta))
-    _validate.require(
-        bool(confirmed),
-        "the target must be within reach of a noise multiplier of 1e9",
-        epsilon=epsilon,
-        delta=delta,
-        fix="Raise it; get_epsilon(make_event(1e9)) tells what stands in the way.",
+    noise_multiplier = _calibration.least_noise_multiplier(
+        make_run, epsilon=epsilon, delta=delta
     )
-    return math.exp(min(confirmed))
+    if noise_multiplier is None:
+        _validate.fail(
+            "the target must be within reach of a noise multiplier of 1e9",
+            epsilon=epsilon,
+            delta=delta,
+            fix="Raise it; get_epsilon(make_event(1e9)) tells what stands in the way.",
+        )
+    return noise_multiplier
 
 
 def round_up(epsilon: float) -> str:
@@ -319,37 +307,6 @@ def check_delta(delta: float) -> None:
         delta=delta,
         fix="Use a value well below 1 / num_examples.",
     )
-
-
-def _guess_log_noise(
-    make_run: Callable[[float], _epsilon.Run], epsilon: float, delta: float
-) -> float:
-    """The solution if the losses were those of one Gaussian mechanism."""
-    with np.errstate(all="ignore"):
-        signal = 1 / dp_accounting.get_sigma_gaussian(epsilon, delta)
-    guess = pld.common.inverse_monotone_function(
-        lambda log_noise: math.sqrt(_epsilon.total_moment(make_run(log_noise))),
-        signal,
-        pld.common.BinarySearchParameters(*_LOG_NOISE_RANGE, tolerance=0.01),
-    )
-    return _LOG_NOISE_RANGE[1] if guess is None else guess
-
-
-def _close_in_on_zero(excess: Callable[[float], float], start: float) -> None:
-    """Evaluates a falling function on both sides of its zero, close to it.
-
-    The search of dp_accounting has no relative tolerance and fails on infinities.
-    """
-    low = high = start
-    stride = 0.1
-    while excess(high) > 0 and high < _LOG_NOISE_RANGE[1]:
-        low, high = high, min(high + stride, _LOG_NOISE_RANGE[1])
-        stride *= 3
-    while excess(low) <= 0 and low > _LOG_NOISE_RANGE[0]:
-        low, high = max(low - stride, _LOG_NOISE_RANGE[0]), low
-        stride *= 3
-    if excess(high) <= 0 < excess(low):
-        optimize.brentq(excess, low, high, xtol=_LOG_NOISE_TOLERANCE)
 
 
 def _repeat(

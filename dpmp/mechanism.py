@@ -7,7 +7,6 @@ drift apart.
 import dataclasses
 import functools
 import math
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,21 +15,18 @@ import jax
 import optax
 
 from dpmp import (
-    _accumulation,
+    _sampler_share,
+    _statement,
     _validate,
     accounting,
     batch_selection,
     clipping,
     noise_addition,
 )
-from dpmp._discrete_gaussian import LARGEST_TOTAL_VARIATION, DiscreteGaussian
-from dpmp._grid import DEFAULT_RESOLUTION, LARGEST_LOSS, LARGEST_RESOLUTION
+from dpmp._resolution import choose_resolution
 from dpmp._typing import PyTree
 
 _Relation = dp_accounting.NeighboringRelation
-
-# The part of delta that is left for the sampler of the noise.
-_SAMPLER_SHARE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,20 +150,11 @@ class DPSGD:
         Raises:
           ValueError: for a target that is out of range or cannot be reached.
         """
-        _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
-        accounting.check_delta(delta)
-        largest = self._largest_epsilon(delta, self.iterations)
-        _validate.require(
-            epsilon <= largest,
-            f"epsilon must be at most {largest:.4g}, beyond which the sampler of the "
-            f"noise, not its width, limits the claim",
-            epsilon=epsilon,
-            fix="So large an epsilon is hardly a claim; without_privacy() makes none.",
-        )
-        noise_multiplier = accounting.calibrate_noise_multiplier(
+        noise_multiplier = _sampler_share.calibrate_noise_multiplier(
             self._event,
             epsilon=epsilon,
-            delta=delta * (1 - _SAMPLER_SHARE),
+            delta=delta,
+            num_entries=self.iterations * self.num_parameters,
             neighboring_relation=self.neighboring_relation,
         )
         return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
@@ -219,7 +206,7 @@ class DPSGD:
         """How many units of the grid the largest contribution has; None for floats."""
         if not self._is_exact:
             return None
-        return _choose_resolution(self.noise_multiplier or 1.0, self.num_parameters)
+        return choose_resolution(self.noise_multiplier or 1.0, self.num_parameters)
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
@@ -322,18 +309,26 @@ class DPSGD:
                 delta=None,
                 fix="Pass delta=, well below 1 / num_examples.",
             )
-        guarantee = _guarantee(
-            self._event(self._calibrated, step), delta, self.neighboring_relation
+        return _sampler_share.get_epsilon(
+            self._event(self._calibrated, step),
+            delta=delta,
+            num_entries=max(step, 1) * self.num_parameters,
+            neighboring_relation=self.neighboring_relation,
         )
-        if guarantee.epsilon > self._largest_epsilon(delta, step):
-            return dataclasses.replace(guarantee, epsilon=math.inf)
-        return guarantee
 
     def statement(self) -> str:
         """The privacy claim in plain words, with its assumptions and limits."""
-        return "\n".join(
-            textwrap.fill(line, 88, subsequent_indent="  ")
-            for line in _statement_lines(self)
+        if not self.is_private and self.noise_multiplier is not None:
+            return _statement.no_claim()
+        return _statement.claim(
+            self.guarantee(),
+            self.sampling,
+            num_examples=self.num_examples,
+            expected_batch_size=self.expected_batch_size,
+            l2_clip_norm=self.l2_clip_norm,
+            noise_multiplier=self._calibrated,
+            arithmetic=self.arithmetic,
+            resolution=self.resolution,
         )
 
     @property
@@ -353,15 +348,6 @@ class DPSGD:
     @property
     def _is_exact(self) -> bool:
         return self.arithmetic == "exact"
-
-    def _largest_epsilon(self, delta: float, steps: int) -> float:
-        """Up to which the noise may pass for ideal.
-
-        A total variation distance of t takes (1 + exp(epsilon)) t of delta.
-        """
-        entries = max(steps, 1) * self.num_parameters
-        share = _SAMPLER_SHARE * delta / (entries * LARGEST_TOTAL_VARIATION)
-        return math.log(share - 1) if share > 1 else -math.inf
 
     def _check_num_parameters(self, sum_of_clipped_grads: PyTree) -> None:
         num_entries = noise_addition.num_entries(sum_of_clipped_grads)
@@ -398,124 +384,3 @@ class DPSGD:
             num_examples=self.num_examples,
             truncated_batch_size=self._largest_batch,
         )
-
-
-@functools.lru_cache(maxsize=1024)
-def _guarantee(
-    event: dp_accounting.DpEvent,
-    delta: float,
-    neighboring_relation: dp_accounting.NeighboringRelation,
-) -> accounting.PrivacyGuarantee:
-    """Epsilon at what the sampler leaves of delta."""
-    guarantee = accounting.get_epsilon(
-        event,
-        delta=delta * (1 - _SAMPLER_SHARE),
-        neighboring_relation=neighboring_relation,
-    )
-    return dataclasses.replace(guarantee, delta=delta)
-
-
-def _choose_resolution(noise_multiplier: float, num_parameters: int) -> int:
-    """As fine as rounding asks for, and as the noise that is added allows.
-
-    Rounding D entries takes up to D / (8 resolution^2) + 3 / resolution of the clip
-    norm (`Grid.targets`). A third draw of noise is worth 1 % of it.
-    """
-    wanted = max(DEFAULT_RESOLUTION, math.ceil(math.sqrt(100 * num_parameters)))
-    wanted = min(wanted, LARGEST_RESOLUTION)
-    for num_draws in (2, 3):
-        noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
-        # The unit is rounded to float32, which must not call for wider noise.
-        widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
-        resolution = max(1, int(widest))
-        loss = num_parameters / (8 * resolution**2) + 3 / resolution
-        if loss <= 0.01:
-            break
-    _validate.require(
-        loss <= LARGEST_LOSS,
-        f"rounding to a grid must cost at most {LARGEST_LOSS:.0%} of the clip norm",
-        cost=f"{loss:.2g}",
-        noise_multiplier=noise_multiplier,
-        num_parameters=num_parameters,
-        fix="Pass num_parameters, if there are fewer, or use less noise, or "
-        "arithmetic='float32x2'.",
-    )
-    resolution = min(resolution, LARGEST_RESOLUTION)
-    narrowest = DiscreteGaussian((1,)).effective_stddev
-    _validate.require(
-        1.01 * noise_multiplier * resolution >= narrowest,
-        f"exact noise must have at least {narrowest:.0f} units of the grid",
-        noise_multiplier=noise_multiplier,
-        resolution=resolution,
-        fix="Use more noise, none at all (0), or arithmetic='float32x2'.",
-    )
-    return resolution
-
-
-_NEIGHBOURS = {
-    _Relation.ADD_OR_REMOVE_ONE: "one has one example more than the other",
-    _Relation.REPLACE_ONE: "they differ in the content of one example",
-    _Relation.REPLACE_SPECIAL: "one example of the first is blanked out in the second",
-}
-
-
-def _statement_lines(mechanism: DPSGD) -> list[str]:
-    if not mechanism.is_private and mechanism.noise_multiplier is not None:
-        return [
-            "No privacy: gradients are not clipped or no noise is added, and anything "
-            "computed from them may reveal the training data."
-        ]
-    guarantee = mechanism.guarantee()
-    return [
-        f"The trained parameters, and all that comes of the noisy gradients, are "
-        f"({accounting.round_up(guarantee.epsilon)}, {guarantee.delta:.3g})-"
-        f"differentially private.",
-        f"- Protected unit: one example. Two datasets are neighbours if "
-        f"{_NEIGHBOURS[mechanism.neighboring_relation]}. The number of examples, "
-        f"{mechanism.num_examples}, is public.",
-        f"- Sampling: each example is in each batch independently with probability "
-        f"{mechanism.sampling_prob:.4g} (expected batch size "
-        f"{mechanism.expected_batch_size:g}); batches above "
-        f"{mechanism.sampling.truncated_batch_size} are truncated at random, and that "
-        f"is accounted for. Batches taken in any other way void the claim.",
-        f"- Steps: {mechanism.iterations}.",
-        f"- Clipping: L2 norm of {_describe_clip_norm(mechanism.l2_clip_norm)} per "
-        f"example.",
-        f"- Noise: Gaussian, noise multiplier {mechanism.noise_multiplier:.4f} "
-        f"(standard deviation over the largest contribution of one example).",
-        f"- Accountant: {guarantee.accountant}.",
-        f"- Arithmetic: {_describe_arithmetic(mechanism)}",
-        "- Not covered: the random bits are assumed ideal and their keys secret; "
-        "running time, which depends on the batch size; losses, norms and "
-        "other per-example values, and choices made by looking at them (such as "
-        "hyper-parameters tuned on this data); anything else released about the data.",
-    ]
-
-
-def _describe_arithmetic(mechanism: DPSGD) -> str:
-    noise = (
-        "Discrete Gaussian noise, in integers, is added before anything is rounded to "
-        "float32. The claim holds for the bits that are released."
-    )
-    if mechanism.resolution is not None:
-        stddev = mechanism.resolution * (mechanism.noise_multiplier or 0)
-        return (
-            f"clipped gradients are rounded to a grid on which the largest "
-            f"contribution has {mechanism.resolution} units; their norms are checked, "
-            f"and they are summed, in integers, without rounding. {noise} Its standard "
-            f"deviation has {stddev:.0f} units."
-        )
-    accumulator = _accumulation.get_accumulator(mechanism.arithmetic)
-    return (
-        f"norms in float32 or wider; sums in {accumulator.name}. The clip norm is "
-        f"lowered by what rounding can add ({accumulator.slack:.2g} of it for the "
-        f"sum), so that the sensitivity holds for the computed floats. Sums are put on "
-        f"a grid, and the noise is wider by what that costs. {noise}"
-    )
-
-
-def _describe_clip_norm(l2_clip_norm: PyTree) -> str:
-    norms = jax.tree.leaves(l2_clip_norm)
-    if len(norms) == 1:
-        return f"{norms[0]:g}"
-    return f"{math.hypot(*norms):g} in {len(norms)} groups"

@@ -8,7 +8,7 @@ goes into it is not shown to anyone.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ import optax
 
 from dpmp import _jaxpr, _random, _validate, accounting
 from dpmp._progress import Progress
+from dpmp._source import Source as Source  # to users, it is dpmp.training.Source
+from dpmp._source import as_source, load_batch
 from dpmp._typing import PyTree
-from dpmp.batch_selection import pad_indices
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 
@@ -58,14 +59,6 @@ class SensitiveOutputs(NamedTuple):
     values: jax.Array
     grad_norms: jax.Array
     is_padding_example: jax.Array
-
-
-class Source(Protocol):
-    """A dataset that gives the examples of a batch at once."""
-
-    def __getitem__(self, indices: np.ndarray, /) -> PyTree:
-        """Examples at (k,) int64 indices: arrays of shape (k, ...), k possibly 0."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +210,7 @@ class DPTrainer:
             fix="Privacy is accounted for `iterations` steps; plan more of them before "
             "the run starts.",
         )
-        source = _as_source(source, mechanism.num_examples)
+        source = as_source(source, mechanism.num_examples)
         key = int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")
         with self._progress(start, stop, enabled=progress) as report:
             for step in range(start, stop):
@@ -237,24 +230,10 @@ class DPTrainer:
     def _load_batch(
         self, source: Source, step: int, key: int
     ) -> tuple[PyTree, np.ndarray]:
-        """The padded batch of a step; padding is zeros, not data."""
         indices = self.mechanism.sampling.indices(
             step, num_examples=self.mechanism.num_examples, key=key
         )
-        size = self.mechanism.padded_batch_size
-
-        def pad(x):
-            x = np.asarray(x)
-            # Neither number may be shown: how many examples a batch has is sensitive.
-            if len(x) != len(indices):
-                raise ValueError(
-                    "the source must return one row for each index it is given. "
-                    "See dpmp.training.Source."
-                )
-            return np.pad(x, [(0, size - len(indices))] + [(0, 0)] * (x.ndim - 1))
-
-        batch = jax.tree.map(pad, source[indices])
-        return batch, pad_indices(indices, size) < 0
+        return load_batch(source, indices, self.mechanism.padded_batch_size)
 
     def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
         if enabled:  # an error must come before the first step, not after it
@@ -361,37 +340,3 @@ def _describe_privacy(mechanism: DPSGD, step: int, last_step: int) -> str:
         f"epsilon {accounting.round_up(spent.epsilon)} of "
         f"{accounting.round_up(final.epsilon)}"
     )
-
-
-def _as_source(source: PyTree | Source, num_examples: int) -> Source:
-    """Gives a pytree of arrays the interface of a `Source`, and checks the size."""
-    is_arrays = all(hasattr(x, "shape") for x in jax.tree.leaves(source))
-    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(source)} if is_arrays else None
-    length = getattr(source, "__len__", None)
-    if not is_arrays and length is not None:
-        sizes = {(length(),)}
-    _validate.require(
-        sizes is None or sizes == {(num_examples,)},
-        f"the source must hold the {num_examples} examples of the mechanism",
-        sizes=sizes,
-        fix="Build the mechanism with num_examples=len(data): sampling and accounting "
-        "depend on it.",
-    )
-    _validate.require(
-        is_arrays
-        or (hasattr(source, "__getitem__") and not isinstance(source, list | dict)),
-        "the source must be arrays, or an object with __getitem__",
-        source=type(source).__name__,
-        fix="See dpmp.training.Source.",
-    )
-    return _Arrays(source) if is_arrays else source
-
-
-@dataclass(frozen=True)
-class _Arrays:
-    """A `Source` over a pytree of arrays."""
-
-    arrays: PyTree
-
-    def __getitem__(self, indices: np.ndarray, /) -> PyTree:
-        return jax.tree.map(lambda x: np.asarray(x)[indices], self.arrays)

@@ -330,8 +330,7 @@ def test_gradients_are_within_a_unit_of_the_wide_sum(model):
         # A unit for each example, and the room for rounding that is kept free.
         assert np.all(difference <= 8 * (1.1 * exact.unit + 2e-4))
 
-    is_leaf = lambda x: isinstance(x, GridArray)  # noqa: E731
-    jax.tree.map(check, exact, wide, is_leaf=is_leaf)
+    jax.tree.map(check, exact, wide, is_leaf=lambda x: isinstance(x, GridArray))
 
 
 # Limits of 32 bits.

@@ -243,37 +243,13 @@ def test_the_noise_is_calibrated_for_what_it_is_added_to(fields):
         assert not has_multiplier(wrong)
 
 
-@pytest.mark.parametrize("noise_multiplier", [1e-4, 0.01, 0.3, 0.634, 1.0, 3.7, 20.0])
-@pytest.mark.parametrize("num_parameters", [100, 10**7, 10**9])
-def test_the_noise_is_as_wide_as_accounted_for(noise_multiplier, num_parameters):
-    mechanism = make_mechanism(
-        noise_multiplier=noise_multiplier, num_parameters=num_parameters
-    )
-    noise = DiscreteGaussian.at_least(noise_multiplier * mechanism.resolution)
-    excess = noise.effective_stddev / (noise_multiplier * mechanism.resolution)
-    # The largest contribution has a whole number of units, and 2^-21 is kept free.
-    assert 1 <= excess <= 1 + 1.01 / mechanism.resolution + 2.0**-20
-    # What rounding takes, unless the noise is as wide as it can be, or a third draw
-    # could not help.
-    taken = num_parameters / (8 * mechanism.resolution**2)
-    assert taken <= 0.01 or noise.effective_stddev > 4e6
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"noise_multiplier": 5000.0},
-            "must cost at most 5% of the clip norm.*num_par",
-        ),
-        ({"noise_multiplier": 500.0, "num_parameters": 10**9}, "must cost at most 5%"),
-        ({"noise_multiplier": 5e-5}, "exact noise must have at least 256 units"),
-    ],
-)
-def test_noise_and_models_that_no_grid_fits_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
+def test_noise_and_models_that_no_grid_fits_are_refused_at_construction():
+    fields = {"noise_multiplier": 500.0, "num_parameters": 10**9}
+    with pytest.raises(ValueError, match="must cost at most 5% of the clip norm"):
         make_mechanism(**fields)
+    make_mechanism(noise_multiplier=500.0)
     make_mechanism(**fields, arithmetic="float32x2")
+    assert make_mechanism(**fields, arithmetic="float32").resolution is None
 
 
 @pytest.mark.parametrize("noise_multiplier", [16, 32])
@@ -417,82 +393,6 @@ def test_noise_and_clipping_are_private():
     assert make_mechanism(
         noise_multiplier=1.0, l2_clip_norm=math.inf, rescale_to_unit_norm=True
     ).is_private
-
-
-# The statement.
-
-
-def test_the_statement_tells_how_exact_sums_are_made():
-    mechanism = make_mechanism(noise_multiplier=0.5, delta=1e-5)
-    statement = " ".join(mechanism.statement().split())
-    assert mechanism.resolution == 32756
-    assert "the largest contribution has 32756 units" in statement
-    assert "in integers, without rounding" in statement
-    assert "Its standard deviation has 16378 units." in statement
-    assert make_mechanism(arithmetic="float32").resolution is None
-
-
-def test_the_statement_contains_the_figures():
-    mechanism = make_mechanism(
-        num_examples=1234,
-        iterations=77,
-        l2_clip_norm=0.75,
-        arithmetic="float32x2",
-        noise_multiplier=1.2345,
-        delta=3e-6,
-    )
-    guarantee = mechanism.guarantee()
-    statement = " ".join(mechanism.statement().split())
-    for claim in (
-        ", 3e-06)-differentially private.",
-        "one example of the first is blanked out in the second",
-        "number of examples, 1234, is public",
-        "independently with probability 0.04052 (expected batch size 50)",
-        f"batches above {mechanism.padded_batch_size} are truncated",
-        "- Steps: 77.",
-        "L2 norm of 0.75 per example",
-        "noise multiplier 1.2345",
-        f"- Accountant: {guarantee.accountant}.",
-        "sums in float32x2",
-        "The claim holds for the bits that are released.",
-        "- Not covered: the random bits are assumed ideal",
-        "running time",
-        "losses, norms and other per-example values",
-        "hyper-parameters tuned on this data",
-    ):
-        assert claim in statement
-    assert all(len(line) <= 88 for line in mechanism.statement().splitlines())
-
-
-@pytest.mark.parametrize("noise_multiplier", [0.7, 0.83, 1.0, 1.1, 1.37, 2.0, 3.3])
-def test_the_statement_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
-    mechanism = make_mechanism(noise_multiplier=noise_multiplier, delta=1e-5)
-    statement = mechanism.statement()
-    quoted = float(statement.split("are (")[1].split(",")[0])
-    epsilon = mechanism.guarantee().epsilon
-    assert epsilon <= quoted < 1.01 * epsilon
-
-
-@pytest.mark.parametrize(
-    ("relation", "text"),
-    [
-        (RELATIONS.REPLACE_ONE, "they differ in the content of one example"),
-        (RELATIONS.ADD_OR_REMOVE_ONE, "one has one example more than the other"),
-        (RELATIONS.REPLACE_SPECIAL, "is blanked out in the second"),
-    ],
-)
-def test_the_statement_names_the_neighbouring_relation(relation, text):
-    mechanism = make_mechanism(
-        noise_multiplier=1.0, delta=1e-5, neighboring_relation=relation
-    )
-    assert text in " ".join(mechanism.statement().split())
-
-
-def test_the_statement_describes_groups_of_parameters():
-    mechanism = make_mechanism(
-        noise_multiplier=1.0, delta=1e-5, l2_clip_norm={"a": 3.0, "b": 4.0}
-    )
-    assert "L2 norm of 5 in 2 groups" in mechanism.statement()
 
 
 # What is refused.

@@ -1,0 +1,76 @@
+"""Times compiled functions in turn, and compares them.
+
+Contenders run round by round in one process, so that what slows the machine down slows
+all of them; time is compared within a round, and the median of the ratios taken.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Measured(NamedTuple):
+    """What one contender takes.
+
+    Attributes:
+      seconds: in each round.
+      temp_bytes: that the compiled program allocates besides arguments and results.
+      compile_seconds: from tracing to the program.
+    """
+
+    seconds: list[float]
+    temp_bytes: int
+    compile_seconds: float
+
+
+def measure(
+    functions: dict[str, Callable[..., Any]], args: tuple[Any, ...], rounds: int
+) -> dict[str, Measured]:
+    """Compiles all functions, then runs them in turn.
+
+    Args:
+      functions: the contenders, by name.
+      args: of every one; what one does not use is no part of its program.
+      rounds: to time, after one that is not counted.
+
+    Returns:
+      What each of them takes.
+    """
+    programs, compile_seconds = {}, {}
+    for name, f in functions.items():
+        start = time.perf_counter()
+        programs[name] = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
+        compile_seconds[name] = time.perf_counter() - start
+    seconds = {name: [] for name in programs}
+    for _ in range(rounds + 1):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*args))
+            seconds[name].append(time.perf_counter() - start)
+    return {
+        name: Measured(
+            seconds[name][1:],  # the first round touches memory anew
+            program.memory_analysis().temp_size_in_bytes,
+            compile_seconds[name],
+        )
+        for name, program in programs.items()
+    }
+
+
+def median_ms(measured: Measured) -> float:
+    """The median of the rounds, in milliseconds."""
+    return round(1e3 * statistics.median(measured.seconds), 1)
+
+
+def time_ratio(measured: Measured, reference: Measured) -> float:
+    """The median of the ratios within a round."""
+    pairs = zip(measured.seconds, reference.seconds, strict=True)
+    return round(statistics.median(a / b for a, b in pairs), 3)
+
+
+def memory_ratio(measured: Measured, reference: Measured) -> float:
+    """The ratio of temporary memory; a program without any counts as one byte."""
+    return round(measured.temp_bytes / max(reference.temp_bytes, 1), 3)

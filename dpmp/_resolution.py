@@ -1,0 +1,44 @@
+"""How fine the grid of exact sums is, for a given amount of noise."""
+
+import math
+
+from dpmp import _validate
+from dpmp._discrete_gaussian import DiscreteGaussian
+from dpmp._grid import DEFAULT_RESOLUTION, LARGEST_LOSS, LARGEST_RESOLUTION
+
+
+def choose_resolution(noise_multiplier: float, num_parameters: int) -> int:
+    """As fine as rounding asks for, and as the noise that is added allows.
+
+    Rounding D entries takes up to D / (8 resolution^2) + 3 / resolution of the clip
+    norm (`Grid.targets`). A third draw of noise is worth 1 % of it.
+    """
+    wanted = max(DEFAULT_RESOLUTION, math.ceil(math.sqrt(100 * num_parameters)))
+    wanted = min(wanted, LARGEST_RESOLUTION)
+    for num_draws in (2, 3):
+        noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
+        # The unit is rounded to float32, which must not call for wider noise.
+        widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
+        resolution = max(1, int(widest))
+        loss = num_parameters / (8 * resolution**2) + 3 / resolution
+        if loss <= 0.01:
+            break
+    _validate.require(
+        loss <= LARGEST_LOSS,
+        f"rounding to a grid must cost at most {LARGEST_LOSS:.0%} of the clip norm",
+        cost=f"{loss:.2g}",
+        noise_multiplier=noise_multiplier,
+        num_parameters=num_parameters,
+        fix="Pass num_parameters, if there are fewer, or use less noise, or "
+        "arithmetic='float32x2'.",
+    )
+    resolution = min(resolution, LARGEST_RESOLUTION)
+    narrowest = DiscreteGaussian((1,)).effective_stddev
+    _validate.require(
+        1.01 * noise_multiplier * resolution >= narrowest,
+        f"exact noise must have at least {narrowest:.0f} units of the grid",
+        noise_multiplier=noise_multiplier,
+        resolution=resolution,
+        fix="Use more noise, none at all (0), or arithmetic='float32x2'.",
+    )
+    return resolution

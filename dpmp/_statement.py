@@ -1,0 +1,97 @@
+"""The privacy claim of a mechanism in plain words, with its assumptions and limits."""
+
+import math
+import textwrap
+
+import dp_accounting
+import jax
+
+from dpmp import _accumulation, accounting, batch_selection
+from dpmp._typing import PyTree
+
+_Relation = dp_accounting.NeighboringRelation
+
+_NEIGHBOURS = {
+    _Relation.ADD_OR_REMOVE_ONE: "one has one example more than the other",
+    _Relation.REPLACE_ONE: "they differ in the content of one example",
+    _Relation.REPLACE_SPECIAL: "one example of the first is blanked out in the second",
+}
+
+
+def no_claim() -> str:
+    """Of a mechanism that is not private."""
+    return _wrap(
+        "No privacy: gradients are not clipped or no noise is added, and anything "
+        "computed from them may reveal the training data."
+    )
+
+
+def claim(
+    guarantee: accounting.PrivacyGuarantee,
+    sampling: batch_selection.PoissonSampling,
+    *,
+    num_examples: int,
+    expected_batch_size: float,
+    l2_clip_norm: PyTree,
+    noise_multiplier: float,
+    arithmetic: str,
+    resolution: int | None,
+) -> str:
+    """Of a mechanism that is private; the facts are named as in `DPSGD`."""
+    neighbours = _NEIGHBOURS[_Relation[guarantee.neighboring_relation]]
+    return _wrap(
+        f"The trained parameters, and all that comes of the noisy gradients, are "
+        f"({accounting.round_up(guarantee.epsilon)}, {guarantee.delta:.3g})-"
+        f"differentially private.",
+        f"- Protected unit: one example. Two datasets are neighbours if {neighbours}. "
+        f"The number of examples, {num_examples}, is public.",
+        f"- Sampling: each example is in each batch independently with probability "
+        f"{sampling.sampling_prob:.4g} (expected batch size {expected_batch_size:g}); "
+        f"batches above {sampling.truncated_batch_size} are truncated at random, and "
+        f"that is accounted for. Batches taken in any other way void the claim.",
+        f"- Steps: {sampling.iterations}.",
+        f"- Clipping: L2 norm of {_describe_clip_norm(l2_clip_norm)} per example.",
+        f"- Noise: Gaussian, noise multiplier {noise_multiplier:.4f} (standard "
+        f"deviation over the largest contribution of one example).",
+        f"- Accountant: {guarantee.accountant}.",
+        f"- Arithmetic: "
+        f"{_describe_arithmetic(arithmetic, resolution, noise_multiplier)}",
+        "- Not covered: the random bits are assumed ideal and their keys secret; "
+        "running time, which depends on the batch size; losses, norms and "
+        "other per-example values, and choices made by looking at them (such as "
+        "hyper-parameters tuned on this data); anything else released about the data.",
+    )
+
+
+def _describe_arithmetic(
+    arithmetic: str, resolution: int | None, noise_multiplier: float
+) -> str:
+    noise = (
+        "Discrete Gaussian noise, in integers, is added before anything is rounded to "
+        "float32. The claim holds for the bits that are released."
+    )
+    if resolution is not None:
+        return (
+            f"clipped gradients are rounded to a grid on which the largest "
+            f"contribution has {resolution} units; their norms are checked, "
+            f"and they are summed, in integers, without rounding. {noise} Its standard "
+            f"deviation has {resolution * noise_multiplier:.0f} units."
+        )
+    accumulator = _accumulation.get_accumulator(arithmetic)
+    return (
+        f"norms in float32 or wider; sums in {accumulator.name}. The clip norm is "
+        f"lowered by what rounding can add ({accumulator.slack:.2g} of it for the "
+        f"sum), so that the sensitivity holds for the computed floats. Sums are put on "
+        f"a grid, and the noise is wider by what that costs. {noise}"
+    )
+
+
+def _describe_clip_norm(l2_clip_norm: PyTree) -> str:
+    norms = jax.tree.leaves(l2_clip_norm)
+    if len(norms) == 1:
+        return f"{norms[0]:g}"
+    return f"{math.hypot(*norms):g} in {len(norms)} groups"
+
+
+def _wrap(*lines: str) -> str:
+    return "\n".join(textwrap.fill(x, 88, subsequent_indent="  ") for x in lines)

@@ -1,0 +1,33 @@
+import pytest
+
+from dpmp._discrete_gaussian import DiscreteGaussian
+from dpmp._resolution import choose_resolution
+
+
+@pytest.mark.parametrize("noise_multiplier", [1e-4, 0.01, 0.3, 0.634, 1.0, 3.7, 20.0])
+@pytest.mark.parametrize("num_parameters", [100, 10**7, 10**9])
+def test_the_noise_is_as_wide_as_accounted_for(noise_multiplier, num_parameters):
+    resolution = choose_resolution(noise_multiplier, num_parameters)
+    noise = DiscreteGaussian.at_least(noise_multiplier * resolution)
+    excess = noise.effective_stddev / (noise_multiplier * resolution)
+    # The largest contribution has a whole number of units, and 2^-21 is kept free.
+    assert 1 <= excess <= 1 + 1.01 / resolution + 2.0**-20
+    # What rounding takes, unless the noise is as wide as it can be, or a third draw
+    # could not help.
+    taken = num_parameters / (8 * resolution**2)
+    assert taken <= 0.01 or noise.effective_stddev > 4e6
+
+
+@pytest.mark.parametrize(
+    ("noise_multiplier", "num_parameters", "message"),
+    [
+        (5000.0, 10**7, "must cost at most 5% of the clip norm.*num_par"),
+        (500.0, 10**9, "must cost at most 5%"),
+        (5e-5, 10**7, "exact noise must have at least 256 units"),
+    ],
+)
+def test_noise_and_models_that_no_grid_fits_are_refused(
+    noise_multiplier, num_parameters, message
+):
+    with pytest.raises(ValueError, match=message):
+        choose_resolution(noise_multiplier, num_parameters)

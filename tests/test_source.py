@@ -1,0 +1,63 @@
+import collections
+import io
+
+import numpy as np
+import pytest
+
+import dpmp
+from dpmp import training
+from dpmp._source import Source, as_source, load_batch
+
+ARRAYS = {
+    "x": np.arange(1, 25, dtype=np.float32).reshape(12, 2),
+    "label": np.arange(1, 13),
+}
+
+
+@pytest.mark.parametrize("indices", [[], [0], [2, 3, 11], list(range(12))])
+def test_a_batch_holds_its_examples_and_zeros(indices):
+    indices = np.array(indices, np.int64)
+    batch, is_padding_example = load_batch(as_source(ARRAYS, 12), indices, 12)
+    np.testing.assert_array_equal(is_padding_example, np.arange(12) >= len(indices))
+    for name, x in ARRAYS.items():
+        assert batch[name].dtype == x.dtype
+        assert batch[name].shape == x.shape
+        np.testing.assert_array_equal(batch[name][: len(indices)], x[indices])
+        assert not batch[name][len(indices) :].any()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"x": np.zeros((11, 3)), "label": np.zeros(11)},
+        {"x": np.zeros((12, 3)), "label": np.zeros(13)},
+        {"x": np.zeros((12, 3)), "label": np.zeros(())},
+        {},
+        collections.UserList(range(13)),
+    ],
+    ids=["smaller", "uneven", "scalar", "empty", "with-length"],
+)
+def test_a_dataset_of_another_size_is_refused(source):
+    with pytest.raises(ValueError, match="source must hold the 12 examples"):
+        as_source(source, 12)
+
+
+def test_something_that_gives_no_examples_is_refused():
+    with pytest.raises(ValueError, match="or an object with __getitem__; got source="):
+        as_source(io.StringIO(), 12)
+
+
+@pytest.mark.parametrize("num_rows", [1, 13])
+def test_rows_that_do_not_match_the_indices_are_refused_without_a_number(num_rows):
+    class Wrong:
+        def __getitem__(self, indices):
+            return {name: x[:1].repeat(num_rows, 0) for name, x in ARRAYS.items()}
+
+    message = r"return one row for each index it is given\. See dpmp\.training\.Source"
+    with pytest.raises(ValueError, match=message) as error:
+        load_batch(Wrong(), np.array([1, 5]), 12)
+    assert not any(letter.isdigit() for letter in str(error.value))
+
+
+def test_users_find_it_where_messages_say_it_is():
+    assert dpmp.Source is training.Source is Source

@@ -1,0 +1,89 @@
+import dp_accounting
+import pytest
+
+from dpmp import DPSGD
+
+RELATIONS = dp_accounting.NeighboringRelation
+
+
+def make_mechanism(**fields):
+    defaults = {
+        "num_examples": 1000,
+        "expected_batch_size": 50,
+        "iterations": 100,
+        "l2_clip_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "delta": 1e-5,
+    }
+    return DPSGD(**{**defaults, **fields})
+
+
+def statement_of(mechanism):
+    """In one line."""
+    return " ".join(mechanism.statement().split())
+
+
+def test_it_tells_how_exact_sums_are_made():
+    mechanism = make_mechanism(noise_multiplier=0.5)
+    statement = statement_of(mechanism)
+    assert mechanism.resolution == 32756
+    assert "the largest contribution has 32756 units" in statement
+    assert "in integers, without rounding" in statement
+    assert "Its standard deviation has 16378 units." in statement
+
+
+def test_it_contains_the_figures():
+    mechanism = make_mechanism(
+        num_examples=1234,
+        iterations=77,
+        l2_clip_norm=0.75,
+        arithmetic="float32x2",
+        noise_multiplier=1.2345,
+        delta=3e-6,
+    )
+    guarantee = mechanism.guarantee()
+    statement = statement_of(mechanism)
+    for claim in (
+        ", 3e-06)-differentially private.",
+        "one example of the first is blanked out in the second",
+        "number of examples, 1234, is public",
+        "independently with probability 0.04052 (expected batch size 50)",
+        f"batches above {mechanism.padded_batch_size} are truncated",
+        "- Steps: 77.",
+        "L2 norm of 0.75 per example",
+        "noise multiplier 1.2345",
+        f"- Accountant: {guarantee.accountant}.",
+        "sums in float32x2",
+        "The claim holds for the bits that are released.",
+        "- Not covered: the random bits are assumed ideal",
+        "running time",
+        "losses, norms and other per-example values",
+        "hyper-parameters tuned on this data",
+    ):
+        assert claim in statement
+    assert all(len(line) <= 88 for line in mechanism.statement().splitlines())
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.7, 0.83, 1.0, 1.1, 1.37, 2.0, 3.3])
+def test_it_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
+    mechanism = make_mechanism(noise_multiplier=noise_multiplier)
+    quoted = float(mechanism.statement().split("are (")[1].split(",")[0])
+    epsilon = mechanism.guarantee().epsilon
+    assert epsilon <= quoted < 1.01 * epsilon
+
+
+@pytest.mark.parametrize(
+    ("relation", "text"),
+    [
+        (RELATIONS.REPLACE_ONE, "they differ in the content of one example"),
+        (RELATIONS.ADD_OR_REMOVE_ONE, "one has one example more than the other"),
+        (RELATIONS.REPLACE_SPECIAL, "is blanked out in the second"),
+    ],
+)
+def test_it_names_the_neighbouring_relation(relation, text):
+    assert text in statement_of(make_mechanism(neighboring_relation=relation))
+
+
+def test_it_describes_groups_of_parameters():
+    mechanism = make_mechanism(l2_clip_norm={"a": 3.0, "b": 4.0})
+    assert "L2 norm of 5 in 2 groups" in mechanism.statement()
