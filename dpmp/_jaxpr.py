@@ -1,12 +1,70 @@
-"""The one file that knows about jaxprs."""
+"""The one file that knows how jax writes down programs."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.extend.core
 
 from dpmp._typing import PyTree
+
+_CALLS = ("jit", "pjit", "closed_call")
+_REMATERIALISED = ("remat2", "checkpoint", "remat")
+_SCALAR_ARITHMETIC = ("add", "sub", "mul", "lt", "ge", "select_n")
+_SCALAR_ARITHMETIC += ("convert_element_type",)
+
+
+class Loop(NamedTuple):
+    """A scan: its body takes constants, then the carry, then a slice of the rest.
+
+    Attributes:
+      body: closed jaxpr.
+      num_consts: how many operands every iteration sees as they are.
+      num_carry: how many are carried on.
+      options: of `jax.lax.scan`.
+    """
+
+    body: Any
+    num_consts: int
+    num_carry: int
+    options: dict[str, Any]
+
+
+def trace(fun: Callable[..., PyTree], *example_args: Any) -> tuple[Any, Any]:
+    """A function as a closed jaxpr of flat arguments, and the tree of its output.
+
+    Calls under `jax.jit` are written out, but for those inside of loops, branches and
+    custom derivatives. Index arithmetic on numbers that are known is done.
+    """
+    closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*example_args)
+    return inline(closed), jax.tree.structure(out_shape)
+
+
+def inline(closed: Any) -> Any:
+    """The closed jaxpr with calls under `jax.jit` written out."""
+    return jax.make_jaxpr(functools.partial(_inlined, closed))(*closed.in_avals)
+
+
+def _inlined(closed: Any, *args: Any) -> list[Any]:
+    def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+        if eqn.primitive.name in _CALLS:
+            return _inlined(eqn.params["jaxpr"], *values)
+        if _is_known_number(eqn, values):
+            with jax.ensure_compile_time_eval():
+                return bind(eqn, values)
+        return bind(eqn, values)
+
+    return run(closed, args, evaluate)
+
+
+def _is_known_number(eqn: Any, values: list[Any]) -> bool:
+    return (
+        eqn.primitive.name in _SCALAR_ARITHMETIC
+        and not any(isinstance(x, jax.core.Tracer) for x in values)
+        and all(v.aval.shape == () for v in eqn.outvars)
+    )
 
 
 def hoist_constants(
@@ -28,52 +86,86 @@ def hoist_constants(
     Returns:
       `hoisted(constants, *args)` and `constants`.
     """
-    closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*example_args)
-    out_treedef = jax.tree.structure(out_shape)
+    closed, out_treedef = trace(fun, *example_args)
 
     def hoisted(constants: list[Any], *args: Any) -> PyTree:
-        leaves = _evaluate(closed, iter(constants), jax.tree.leaves(args))
+        same = jax.extend.core.ClosedJaxpr(closed.jaxpr, constants)
+        leaves = jax.extend.core.jaxpr_as_fun(same)(*jax.tree.leaves(args))
         return jax.tree.unflatten(out_treedef, leaves)
 
-    return hoisted, list(_constants(closed))
+    return hoisted, list(closed.consts)
 
 
-def _is_closure(eqn: Any) -> bool:
-    """Whether an equation is a call under `jax.jit` with constants inside."""
-    return eqn.primitive.name in ("jit", "pjit") and any(
-        True for _ in _constants(eqn.params["jaxpr"])
+def run(
+    closed: Any, args: Sequence[Any], evaluate: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Goes through the equations of a closed jaxpr, in any interpretation of values.
+
+    Args:
+      closed: closed jaxpr.
+      args: the values of its arguments.
+      evaluate: `evaluate(eqn, values)` gives the values of an equation's outputs.
+        Constants and literals come as they are.
+
+    Returns:
+      The values of the outputs.
+    """
+    jaxpr = closed.jaxpr
+    env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env |= zip(jaxpr.invars, args, strict=True)
+
+    def read(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        results = evaluate(eqn, [read(atom) for atom in eqn.invars])
+        env |= zip(eqn.outvars, results, strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a number written in the program."""
+    return isinstance(atom, jax.extend.core.Literal)
+
+
+def bind(eqn: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
+    """Evaluates an equation, with some of its parameters changed."""
+    params = {**eqn.primitive.get_bind_params(eqn.params), **changed}
+    results = eqn.primitive.bind(*values, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def has_body(eqn: Any) -> bool:
+    """Whether an equation runs programs of its own: a loop, a branch, a custom rule."""
+    return any(
+        callable(part) or hasattr(part, "eqns") or hasattr(part, "jaxpr")
+        for value in eqn.params.values()
+        for part in (value if isinstance(value, tuple) else (value,))
+        if not isinstance(part, type)
     )
 
 
-def _constants(closed: Any) -> Iterator[Any]:
-    """The constants of a closed jaxpr and of the calls in it, outermost first."""
-    yield from closed.consts
-    for eqn in closed.jaxpr.eqns:
-        if _is_closure(eqn):
-            yield from _constants(eqn.params["jaxpr"])
+def as_loop(eqn: Any) -> Loop | None:
+    """The parts of a scan; None for other equations."""
+    if eqn.primitive.name != "scan":
+        return None
+    params = eqn.params
+    if "num_consts" in params:
+        sizes = params["num_consts"], params["num_carry"]
+    else:  # jax 0.12
+        sizes = [len(list(part)) for part in params["ft_in"].unpack()][:2]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    return Loop(inline(params["jaxpr"]), *sizes, options)
 
 
-def _evaluate(closed: Any, constants: Iterator[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a closed jaxpr with other constants, in the order of `_constants`."""
-    jaxpr = closed.jaxpr
-    own_constants = [next(constants) for _ in jaxpr.constvars]
-    if not any(map(_is_closure, jaxpr.eqns)):
-        closed = jax.extend.core.ClosedJaxpr(jaxpr, own_constants)
-        return jax.extend.core.jaxpr_as_fun(closed)(*args)
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    env = dict(zip(variables, [*own_constants, *args], strict=True))
-
-    def read(atom):
-        is_literal = isinstance(atom, jax.extend.core.Literal)
-        return atom.val if is_literal else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [read(atom) for atom in eqn.invars]
-        if _is_closure(eqn):
-            results = _evaluate(eqn.params["jaxpr"], constants, values)
-        else:
-            params = eqn.primitive.get_bind_params(eqn.params)
-            results = eqn.primitive.bind(*values, **params)
-            results = results if eqn.primitive.multiple_results else [results]
-        env |= dict(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:
+    """The closed body of a `jax.checkpoint`, and the wrapper to apply again."""
+    if eqn.primitive.name not in _REMATERIALISED:
+        return None
+    body = jax.extend.core.ClosedJaxpr(eqn.params["jaxpr"], ())
+    wrap = functools.partial(
+        jax.checkpoint,
+        policy=eqn.params["policy"],
+        prevent_cse=eqn.params["prevent_cse"],
+    )
+    return inline(body), wrap
