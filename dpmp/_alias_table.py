@@ -24,7 +24,7 @@ BASE_VARIANCE = 4 * (1 + 128**2)
 
 _COLUMN_BITS = 13
 _NUM_COLUMNS = 2**_COLUMN_BITS
-CENTER = _NUM_COLUMNS // 2
+_CENTER = _NUM_COLUMNS // 2
 _TOTAL_WEIGHT = 2**128
 _CAPACITY = _TOTAL_WEIGHT // _NUM_COLUMNS
 
@@ -47,7 +47,7 @@ class AliasTable(NamedTuple):
 def look_up(table: AliasTable, words: Sequence[jax.Array]) -> jax.Array:
     """The int32 values that integers of four uint32 words, highest first, stand for."""
     column = words[0] >> np.uint32(32 - _COLUMN_BITS)
-    own = column.astype(jnp.int32) - np.int32(CENTER)
+    own = column.astype(jnp.int32) - np.int32(_CENTER)
     # Were two of these packed into one word, XLA would store what is read for both.
     other = _take(table.others, column).astype(jnp.int32)
     ends = [_take(end, column) for end in table.ends]
@@ -68,6 +68,7 @@ def _is_less(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
 
 @functools.cache
 def alias_table() -> AliasTable:
+    """The columns that give every value its weight, exactly."""
     remaining = list(weights())
     ends = [column * _CAPACITY for column in range(_NUM_COLUMNS)]
     others = list(range(_NUM_COLUMNS))
@@ -85,7 +86,7 @@ def alias_table() -> AliasTable:
     words = [[end >> shift & 0xFFFFFFFF for end in ends] for shift in (96, 64, 32, 0)]
     return AliasTable(
         tuple(np.array(word, np.uint32) for word in words),
-        np.array(others, np.int16) - np.int16(CENTER),
+        np.array(others, np.int16) - np.int16(_CENTER),
     )
 
 
@@ -95,7 +96,7 @@ def weights() -> tuple[int, ...]:
     masses = _masses()
     total = sum(masses)
     weights = [(2 * _TOTAL_WEIGHT * mass + total) // (2 * total) for mass in masses]
-    weights[CENTER] += _TOTAL_WEIGHT - sum(weights)
+    weights[_CENTER] += _TOTAL_WEIGHT - sum(weights)
     return tuple(weights)
 
 
@@ -125,6 +126,6 @@ def _masses() -> tuple[int, ...]:
     with decimal.localcontext(decimal.Context(prec=60)):
         half = [
             int((Decimal(-x * x) / (2 * BASE_VARIANCE)).exp().scaleb(50))
-            for x in range(CENTER)
+            for x in range(_CENTER)
         ]
     return (0, *half[:0:-1], *half)

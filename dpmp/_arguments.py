@@ -1,6 +1,7 @@
 """Checks of the functions and arguments that clipping is given."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +47,36 @@ def check_num_args(args: Sequence[Any], argnums: tuple[int, ...]) -> None:
         num_args=len(args),
         fix="Pass the arguments that argnums name by position.",
     )
+
+
+def of_one_example(
+    batch_argnums: Sequence[int], keep_batch_dim: bool
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator for functions to (value, aux), so that they take one example.
+
+    With `keep_batch_dim` they are given it as a batch of one, and what has that axis
+    among the auxiliary outputs loses it.
+    """
+
+    def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fun)
+        def with_batch_of_one(*args: Any, **kwargs: Any) -> Any:
+            value, aux = fun(
+                *(
+                    jax.tree.map(lambda x: x[None], arg) if i in batch_argnums else arg
+                    for i, arg in enumerate(args)
+                ),
+                **kwargs,
+            )
+            return value, jax.tree.map(_drop_batch_of_one, aux)
+
+        return with_batch_of_one if keep_batch_dim else fun
+
+    return decorate
+
+
+def _drop_batch_of_one(x: Any) -> Any:
+    return x[0] if jnp.ndim(x) and jnp.shape(x)[0] == 1 else x
 
 
 def check_float_leaves(tree: PyTree, name: str) -> None:

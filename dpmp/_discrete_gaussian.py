@@ -52,12 +52,10 @@ import numpy as np
 from dpmp import _validate
 from dpmp._alias_table import (
     BASE_VARIANCE,
-    CENTER,
     AliasTable,
     alias_table,
     look_up,
     table_total_variation,
-    weights,
 )
 from dpmp._random import positions
 from dpmp._threefry import threefry4x32
@@ -183,13 +181,6 @@ class DiscreteGaussian:
         )
         rounded = float(exact)
         return rounded if rounded >= exact else math.nextafter(rounded, math.inf)
-
-    @property
-    def largest(self) -> int:
-        """The largest absolute value that can be drawn."""
-        values = range(-CENTER, CENTER)
-        base = max(x for x, weight in zip(values, weights(), strict=True) if weight)
-        return base * sum(self.multipliers)
 
     def sample(
         self, key: jax.Array, shape: tuple[int, ...], *, step: jax.Array, leaf: int

@@ -76,7 +76,6 @@ class Grid:
     radii: tuple[int, ...]
     resolution: int
     unit: float
-    name: str = "exact"
 
     @classmethod
     def from_bounds(
@@ -182,7 +181,7 @@ def certified_sum(
     Returns:
       Arrays of int32 that have the shapes of one example.
     """
-    coef = behind_a_branch(lambda: coef, coef)
+    coef = behind_a_branch(lambda: coef, coef)  # the same bits for check and sum
     is_within = _is_within(jax.tree.leaves(group), coef, radius)
     return jax.tree.map(lambda x: _sum(x, coef, keep & is_within), group)
 

@@ -84,7 +84,6 @@ def stack_engine(
     fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
     *,
     batch_argnums: Sequence[int],
-    keep_batch_dim: bool,
     prng_argnum: int | None,
     spmd_axis_name: Any,
 ) -> GradEngine:
@@ -93,7 +92,6 @@ def stack_engine(
     Args:
       fun: from one example's arguments to (tree to be clipped, (value, aux)).
       batch_argnums: the positions of arguments with a leading example axis.
-      keep_batch_dim: whether `fun` sees one example as a batch of one.
       prng_argnum: the position of an argument that holds one key per example.
       spmd_axis_name: as in `jax.vmap`.
 
@@ -102,34 +100,18 @@ def stack_engine(
     """
     mapped = {*batch_argnums, prng_argnum}
 
-    def one_example(args: Sequence[Any], kwargs: dict[str, Any]):
-        if keep_batch_dim:
-            args = [
-                jax.tree.map(lambda x: x[None], arg) if i in batch_argnums else arg
-                for i, arg in enumerate(args)
-            ]
-        grads, (value, aux) = fun(*args, **kwargs)
-        return grads, value, _drop_batch_of_one(aux) if keep_batch_dim else aux
-
     def engine(*args: Any, **kwargs: Any) -> StackedGrads:
         in_axes = [0 if i in mapped else None for i in range(len(args))]
 
         def compute():
-            grads, *outputs = jax.vmap(
-                lambda *args: one_example(args, kwargs),
+            return jax.vmap(
+                functools.partial(fun, **kwargs),
                 in_axes=in_axes,
                 spmd_axis_name=spmd_axis_name,
             )(*args)
-            return grads, outputs
 
         stack, (values, aux) = compute_and_store(compute, (args, kwargs))
         return StackedGrads(values, aux, stack)
 
     return engine
 
-
-def _drop_batch_of_one(aux: PyTree) -> PyTree:
-    """Drops the axis of the batch of one from the outputs that have it."""
-    return jax.tree.map(
-        lambda x: x[0] if jnp.ndim(x) and jnp.shape(x)[0] == 1 else x, aux
-    )

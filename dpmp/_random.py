@@ -50,7 +50,8 @@ def check_key(prng_key: Any) -> None:
     _validate.require(
         is_key and prng_key.shape == (),
         "prng_key must be one key made by jax.random.key",
-        prng_key=prng_key if is_key else type(prng_key).__name__,
+        # Not the keys themselves, which are secret.
+        prng_key=str(jax.typeof(prng_key)) if is_key else type(prng_key).__name__,
         fix="Leave it out to draw 128 bits from the system; integers are refused "
         "because the noise is only as hard to guess as its key.",
     )

@@ -34,6 +34,8 @@ def choose_resolution(noise_multiplier: float, num_parameters: int) -> int:
     )
     resolution = min(resolution, LARGEST_RESOLUTION)
     narrowest = DiscreteGaussian((1,)).effective_stddev
+    # 1 % less is enough: `resolution` was rounded down, and `DiscreteGaussian.at_least`
+    # widens the noise again.
     _validate.require(
         1.01 * noise_multiplier * resolution >= narrowest,
         f"exact noise must have at least {narrowest:.0f} units of the grid",

@@ -27,6 +27,7 @@ def get_epsilon(
     neighboring_relation: dp_accounting.NeighboringRelation,
 ) -> accounting.PrivacyGuarantee:
     """As in `accounting`, for an event with `num_entries` entries of noise."""
+    accounting.check_delta(delta)  # before the share is taken from it
     guarantee = accounting.get_epsilon(
         event,
         delta=delta * (1 - _SHARE),

@@ -26,6 +26,17 @@ def no_claim() -> str:
     )
 
 
+def no_epsilon(delta: float) -> str:
+    """Of a mechanism whose epsilon is infinite in spite of noise and clipping."""
+    return _wrap(
+        f"No epsilon is claimed at delta {delta:.3g}. Gradients are clipped and noise "
+        f"is added, but so little that its distance from ideal Gaussian noise counts: "
+        f"added up over all steps and parameters, and multiplied by exp(epsilon), that "
+        f"is more than the share of delta that is left for it. Use more noise, a larger "
+        f"delta, or a num_parameters closer to what is trained."
+    )
+
+
 def claim(
     guarantee: accounting.PrivacyGuarantee,
     sampling: batch_selection.PoissonSampling,
@@ -37,7 +48,7 @@ def claim(
     arithmetic: str,
     resolution: int | None,
 ) -> str:
-    """Of a mechanism that is private; the facts are named as in `DPSGD`."""
+    """Of a mechanism with a finite epsilon; the facts are named as in `DPSGD`."""
     neighbours = _NEIGHBOURS[_Relation[guarantee.neighboring_relation]]
     return _wrap(
         f"The trained parameters, and all that comes of the noisy gradients, are "

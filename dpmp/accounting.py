@@ -5,6 +5,8 @@ The analysis is dp_accounting's; `_epsilon.py` says which accountant is asked.
 
 import bisect
 import decimal
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -290,13 +292,19 @@ def calibrate_noise_multiplier(
 
 
 def round_up(epsilon: float) -> str:
-    """Epsilon to three decimals, never below its value.
+    """Epsilon to three decimals, never below its value; "inf" where it is infinite.
 
-    >>> round_up(3.5021)
-    '3.503'
+    >>> print(round_up(3.5021), round_up(math.inf))
+    3.503 inf
     """
-    exact = decimal.Decimal(epsilon)
-    return str(exact.quantize(decimal.Decimal("0.001"), decimal.ROUND_CEILING))
+    if math.isinf(epsilon):
+        return "inf"
+    every_digit = decimal.Context(prec=sys.float_info.max_10_exp + 4)
+    return str(
+        decimal.Decimal(epsilon).quantize(
+            decimal.Decimal("0.001"), decimal.ROUND_CEILING, every_digit
+        )
+    )
 
 
 def check_delta(delta: float) -> None:

@@ -9,6 +9,7 @@ sum, so that `.sensitivity()` holds for the numbers that are computed.
 """
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from dpmp import (
     _clipped_sum,
     _per_example,
     _validate,
+    book_keeping,
 )
 from dpmp._accumulation import Accumulator
 from dpmp._clip_norms import ClipNorms
@@ -218,18 +220,22 @@ def clipped_fun(
     batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 
-    def for_one_example(*args, **kwargs):
+    @_arguments.of_one_example(batch_argnums, keep_batch_dim)
+    def value_fn(*args, **kwargs):
         output = fun(*args, **kwargs)
         value, aux = _arguments.unpack_aux(output) if has_aux else (output, None)
         _arguments.check_float_leaves(value, "the output of fun")
         clip_norms.check_prefix_of(value)
+        return value, aux
+
+    def for_one_example(*args, **kwargs):
+        value, aux = value_fn(*args, **kwargs)
         return value, (None, aux)
 
     clipped_sum = ClippedSum(
         engine=_per_example.stack_engine(
             for_one_example,
             batch_argnums=batch_argnums,
-            keep_batch_dim=keep_batch_dim,
             prng_argnum=prng_argnum,
             spmd_axis_name=spmd_axis_name,
         ),
@@ -373,8 +379,8 @@ def clipped_grad(
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
     _validate.require(
-        method == "per_example",
-        'method must be "per_example"',
+        method in ("per_example", "book_keeping"),
+        'method must be "per_example" or "book_keeping"',
         method=method,
         fix="Leave it out.",
     )
@@ -383,6 +389,7 @@ def clipped_grad(
     _arguments.check_disjoint(grad_argnums, batch_argnums, prng_argnum)
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 
+    @_arguments.of_one_example(batch_argnums, keep_batch_dim)
     def loss_fn(*args, **kwargs):
         output = fun(*args, **kwargs)
         value, aux = _arguments.unpack_aux(output) if has_aux else (output, None)
@@ -399,11 +406,13 @@ def clipped_grad(
         clip_norms.check_prefix_of(grads)
         return grads, outputs
 
+    if method == "book_keeping":
+        make_engine = functools.partial(book_keeping.engine, loss_fn, argnums=argnums)
+    else:
+        make_engine = functools.partial(_per_example.stack_engine, for_one_example)
     clipped_sum = ClippedSum(
-        engine=_per_example.stack_engine(
-            for_one_example,
+        engine=make_engine(
             batch_argnums=batch_argnums,
-            keep_batch_dim=keep_batch_dim,
             prng_argnum=prng_argnum,
             spmd_axis_name=spmd_axis_name,
         ),

@@ -175,7 +175,7 @@ class DPSGD:
 
     @property
     def is_private(self) -> bool:
-        """Whether epsilon is finite."""
+        """Whether there are clipping and noise; see `guarantee` for what they give."""
         return bool(self.noise_multiplier) and math.isfinite(self._l2_norm_bound)
 
     @property
@@ -289,7 +289,9 @@ class DPSGD:
           delta: None for the one given to `calibrate`.
 
         Returns:
-          Epsilon, delta, and how they were computed.
+          Epsilon, delta, and how they were computed. Epsilon is infinite without
+          clipping or noise, and where delta leaves no room for what the sampler of the
+          noise falls short of (`_sampler_share.py`).
 
         Raises:
           ValueError: before calibration, for a delta that is missing or out of range,
@@ -317,11 +319,18 @@ class DPSGD:
         )
 
     def statement(self) -> str:
-        """The privacy claim in plain words, with its assumptions and limits."""
+        """The privacy claim in plain words, with its assumptions and limits.
+
+        Raises:
+          ValueError: before calibration, and without a delta.
+        """
         if not self.is_private and self.noise_multiplier is not None:
             return _statement.no_claim()
+        guarantee = self.guarantee()
+        if math.isinf(guarantee.epsilon):
+            return _statement.no_epsilon(guarantee.delta)
         return _statement.claim(
-            self.guarantee(),
+            guarantee,
             self.sampling,
             num_examples=self.num_examples,
             expected_batch_size=self.expected_batch_size,

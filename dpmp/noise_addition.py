@@ -96,23 +96,24 @@ def gaussian_privatizer(
       An `optax.GradientTransformation` with state `NoiseState` and float32 output.
 
     Raises:
-      ValueError: for a negative or infinite `stddev`, a `prng_key` that is no jax key,
-        leaves that are not float arrays, `init` under `jax.jit` without a key, noise
-        of more than four million units of the grid, and for float sums a `stddev` that
-        is not from 1e-24 to 1e30.
+      ValueError: for a negative or infinite `stddev`, an `l2_sensitivity` that is not
+        positive, a `prng_key` that is no jax key, leaves that are not float arrays,
+        `init` under `jax.jit` without a key, noise of more than four million units of
+        the grid, and for float sums a `stddev` that is not from 1e-24 to 1e30.
 
     References:
       [Canonne, Kamath, Steinke: The discrete Gaussian for differential
       privacy](https://arxiv.org/abs/2004.00010)
     """
-    noise_multiplier = _LARGEST_NOISE_MULTIPLIER
     if l2_sensitivity is not None:
         _validate.positive(
             l2_sensitivity=l2_sensitivity, fix="Use clipped_grad(...).sensitivity()."
         )
-        noise_multiplier = float(stddev) / float(l2_sensitivity)
 
     def add_noise(leaves: list[Any], noise_state: NoiseState) -> list[jax.Array]:
+        noise_multiplier = _LARGEST_NOISE_MULTIPLIER
+        if l2_sensitivity is not None:
+            noise_multiplier = float(stddev) / float(l2_sensitivity)
         snap_cost = noise_multiplier * math.sqrt(num_entries(leaves))
         key_words = _random.key_words(noise_state.prng_key)
         on_grids, widened = [], Fraction(float(stddev))

@@ -164,7 +164,7 @@ class DPTrainer:
         """
         _validate.require(
             int(state.step) < self.mechanism.iterations,
-            f"there are {self.mechanism.iterations} steps",
+            f"step must be below iterations = {self.mechanism.iterations}",
             step=int(state.step),
             fix="Plan more of them before the run starts.",
         )
@@ -252,12 +252,12 @@ class DPTrainer:
         """The new state, and the sensitive losses and norms."""
         size = self.mechanism.padded_batch_size
         sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
-        _validate.require(
-            sizes == {(size,)},
-            f"every batch must be padded to {size} examples",
-            sizes=sizes,
-            fix="Pad it, and mark the padding in is_padding_example.",
-        )
+        # The size given may not be shown: how many examples a batch has is sensitive.
+        if sizes != {(size,)}:
+            raise ValueError(
+                f"every batch must be padded to {size} examples. Pad it, and mark the "
+                f"padding in is_padding_example."
+            )
         batch = jax.tree.map(jnp.asarray, batch)
         signature = str(jax.tree.map(jax.typeof, (state, batch)))
         if signature not in self._programs:

@@ -1,0 +1,3 @@
+"""Clipped sums of per-example gradients that are never formed."""
+
+from dpmp.book_keeping._engine import engine as engine

@@ -1,0 +1,112 @@
+"""Sums of weighted per-example gradients, from what was recorded at their sites.
+
+    sum over i of  c_i G_i  =  sum over i, t of  left_it (x) (c_i right_it)
+
+is one contraction over examples and positions, with a float32 result. For bfloat16
+operands, c_i right_it is split into two of them, which keep 16 of its bits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _accumulation
+from dpmp._stored import at_least_float32
+from dpmp.book_keeping import _norms
+from dpmp.book_keeping._norms import Recorded
+from dpmp.book_keeping._sites import Site
+
+
+def weighted_sum(
+    sites: Sequence[Site],
+    params: Sequence[int],
+    roots: Any,
+    recorded: Recorded,
+    coefs: jax.Array,
+    keep: jax.Array,
+) -> dict[int, jax.Array]:
+    """The sum of coefficient times gradient, for some parameters.
+
+    Args:
+      sites: of the program of one example.
+      params: the parameters, as numbers of roots.
+      roots: the values of parameters and constants.
+      recorded: of all examples, with a leading axis.
+      coefs: (B,), float32.
+      keep: (B,) bool; the others are selected away, whatever was recorded of them.
+
+    Returns:
+      The sums, float32 or wider; zeros for a parameter without a site.
+    """
+    numbers = [i for i, site in enumerate(sites) if site.view.leaves & set(params)]
+    totals = [_of_site(sites[i], i, recorded, coefs, keep) for i in numbers]
+    views = [sites[i].view for i in numbers]
+    sums = _norms.pull_back(views, params, roots, totals)
+    return dict(zip(params, sums, strict=True))
+
+
+def _of_site(
+    site: Site, number: int, recorded: Recorded, coefs: jax.Array, keep: jax.Array
+) -> jax.Array:
+    """The sum of a site's gradients, of the shape of its view."""
+    if site.outer is None:
+        return _of_entries(recorded[1][number], coefs, keep)
+
+    def factors(*one: Any) -> tuple[jax.Array, jax.Array]:
+        return _norms.factors(site, number, one)
+
+    left, right = jax.vmap(factors)(*recorded)
+    wide = right.astype(at_least_float32(right.dtype))
+    wide = _select(keep, coefs.reshape(-1, *[1] * (right.ndim - 1)) * wide)
+    if site.outer.num_rows is not None:
+        total = _scatter(left, wide, site.outer.num_rows)
+    else:
+        left = _select(keep, left)
+        total = sum(_contract(left, part) for part in _parts(wide, left.dtype))
+    return site.outer.to_view(total)
+
+
+def _of_entries(grads: jax.Array, coefs: jax.Array, keep: jax.Array) -> jax.Array:
+    def take(start: int, stop: int) -> jax.Array:
+        rows = grads[start:stop].astype(at_least_float32(grads.dtype))
+        coef = coefs[start:stop].reshape(-1, *[1] * (grads.ndim - 1))
+        return _select(keep[start:stop], coef.astype(rows.dtype) * rows)
+
+    return _accumulation.fold(take, len(grads), add=jnp.add, axis=0)
+
+
+def _select(keep: jax.Array, x: jax.Array) -> jax.Array:
+    """Zero times infinity would be NaN."""
+    return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+
+
+def _parts(x: jax.Array, dtype: Any) -> list[jax.Array]:
+    """Arrays that add up to `x` and go well with another operand."""
+    if dtype != jnp.bfloat16:
+        return [x]
+    high = jax.lax.reduce_precision(x, 8, 7)
+    return [high.astype(dtype), (x - high).astype(dtype)]
+
+
+def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
+    """(B, K, T, n) and (B, K, T, m) to (K, n, m)."""
+    wide = at_least_float32(left.dtype, right.dtype)
+    if left.dtype != right.dtype:
+        left, right = left.astype(wide), right.astype(wide)
+    if left.shape[1] == 1:  # one large product
+        left, right = (x.reshape(-1, x.shape[-1]) for x in (left, right))
+        return _norms.contract(left, right, ((0,), (0,)))[None]
+    return _norms.contract(left, right, ((0, 2), (0, 2)), ((1,), (1,)))
+
+
+def _scatter(rows: jax.Array, values: jax.Array, num_rows: int) -> jax.Array:
+    """Rows (B, K, T) and values (B, K, T, m) to (K, num_rows, m)."""
+
+    def add(rows: jax.Array, values: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((num_rows, values.shape[-1]), values.dtype)
+        values = values.reshape(-1, values.shape[-1])
+        return zeros.at[rows.ravel()].add(values, mode="promise_in_bounds")
+
+    return jax.vmap(add, in_axes=(1, 1))(rows, values)
