@@ -32,8 +32,8 @@ def no_epsilon(delta: float) -> str:
         f"No epsilon is claimed at delta {delta:.3g}. Gradients are clipped and noise "
         f"is added, but so little that its distance from ideal Gaussian noise counts: "
         f"added up over all steps and parameters, and multiplied by exp(epsilon), that "
-        f"is more than the share of delta that is left for it. Use more noise, a larger "
-        f"delta, or a num_parameters closer to what is trained."
+        f"is more than the share of delta that is left for it. Use more noise, a "
+        f"larger delta, or a num_parameters closer to what is trained."
     )
 
 

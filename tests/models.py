@@ -42,12 +42,12 @@ def _per_example_grad_fn(model: Model) -> Callable[[Any, Any], Any]:
     return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     scale = 1 / np.sqrt(np.prod(shape[:-1]))
     return jnp.asarray(rng.normal(0, scale, shape), jnp.float32).astype(dtype)
 
 
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(log_probs, labels[..., None], axis=-1))
 
@@ -55,15 +55,15 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def _init_mlp(dtype: Any) -> Any:
     rng = np.random.default_rng(0)
     return {
-        "hidden": {"w": _normal(rng, (6, 8), dtype), "b": jnp.zeros(8, dtype)},
-        "out": {"w": _normal(rng, (8, _NUM_CLASSES), dtype), "b": jnp.zeros(3, dtype)},
+        "hidden": {"w": normal(rng, (6, 8), dtype), "b": jnp.zeros(8, dtype)},
+        "out": {"w": normal(rng, (8, _NUM_CLASSES), dtype), "b": jnp.zeros(3, dtype)},
     }
 
 
 def _mlp_loss(params: Any, batch: Any) -> jax.Array:
     x = batch["x"].astype(params["hidden"]["w"].dtype)
     x = jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"])
-    return _cross_entropy(x @ params["out"]["w"] + params["out"]["b"], batch["label"])
+    return cross_entropy(x @ params["out"]["w"] + params["out"]["b"], batch["label"])
 
 
 def _mlp_batch(seed: int, size: int) -> Any:
@@ -77,9 +77,9 @@ def _mlp_batch(seed: int, size: int) -> Any:
 def _init_conv(dtype: Any) -> Any:
     rng = np.random.default_rng(1)
     return {
-        "kernel": _normal(rng, (3, 3, 2, 4), dtype),
+        "kernel": normal(rng, (3, 3, 2, 4), dtype),
         "bias": jnp.zeros(4, dtype),
-        "out": _normal(rng, (4, _NUM_CLASSES), dtype),
+        "out": normal(rng, (4, _NUM_CLASSES), dtype),
     }
 
 
@@ -92,7 +92,7 @@ def _conv_loss(params: Any, batch: Any) -> jax.Array:
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
     )
     x = jax.nn.relu(x + params["bias"]).mean((1, 2))
-    return _cross_entropy(x @ params["out"], batch["label"])
+    return cross_entropy(x @ params["out"], batch["label"])
 
 
 def _conv_batch(seed: int, size: int) -> Any:
@@ -106,23 +106,23 @@ def _conv_batch(seed: int, size: int) -> Any:
 def _init_transformer(dtype: Any) -> Any:
     rng = np.random.default_rng(2)
     return {
-        "embedding": _normal(rng, (_VOCABULARY, _WIDTH), dtype),
-        "position": _normal(rng, (_LENGTH, _WIDTH), dtype),
+        "embedding": normal(rng, (_VOCABULARY, _WIDTH), dtype),
+        "position": normal(rng, (_LENGTH, _WIDTH), dtype),
         "scale": jnp.ones((2, _WIDTH), dtype),
-        "qkv": _normal(rng, (_WIDTH, 3 * _WIDTH), dtype),
-        "proj": _normal(rng, (_WIDTH, _WIDTH), dtype),
-        "up": _normal(rng, (_WIDTH, 2 * _WIDTH), dtype),
-        "down": _normal(rng, (2 * _WIDTH, _WIDTH), dtype),
+        "qkv": normal(rng, (_WIDTH, 3 * _WIDTH), dtype),
+        "proj": normal(rng, (_WIDTH, _WIDTH), dtype),
+        "up": normal(rng, (_WIDTH, 2 * _WIDTH), dtype),
+        "down": normal(rng, (2 * _WIDTH, _WIDTH), dtype),
     }
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype) * scale
 
 
-def _attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
+def attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
     batch, length, width = x.shape
     q, k, v = jnp.split((x @ qkv).reshape(batch, length, _HEADS, -1), 3, axis=-1)
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32)
@@ -134,11 +134,11 @@ def _attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
 def _transformer_loss(params: Any, batch: Any) -> jax.Array:
     tokens, targets = batch[:, :-1], batch[:, 1:]
     x = params["embedding"][tokens] + params["position"]
-    attended = _attention(_rms_norm(x, params["scale"][0]), params["qkv"])
+    attended = attention(rms_norm(x, params["scale"][0]), params["qkv"])
     x = x + attended @ params["proj"]
-    hidden = jax.nn.gelu(_rms_norm(x, params["scale"][1]) @ params["up"])
+    hidden = jax.nn.gelu(rms_norm(x, params["scale"][1]) @ params["up"])
     x = x + hidden @ params["down"]
-    return _cross_entropy(x @ params["embedding"].T, targets)
+    return cross_entropy(x @ params["embedding"].T, targets)
 
 
 def _transformer_batch(seed: int, size: int) -> Any:

@@ -1,5 +1,6 @@
 import functools
 import math
+import sys
 import time
 from fractions import Fraction
 from typing import Any
@@ -478,6 +479,27 @@ class TestTruncatedEpsilon:
         )
         with pytest.raises(ValueError, match="Larger truncated batches help"):
             accounting.get_epsilon(event, delta=1e-13)
+
+
+class TestRounding:
+    @given(st.floats(min_value=0.0))
+    def test_it_is_never_down_and_never_by_a_thousandth(self, epsilon):
+        if math.isinf(epsilon):
+            assert accounting.round_up(epsilon) == "inf"
+            return
+        excess = Fraction(accounting.round_up(epsilon)) - Fraction(epsilon)
+        assert 0 <= excess < Fraction(1, 1000)
+
+    @pytest.mark.parametrize(
+        ("epsilon", "text"),
+        [(0.0, "0.000"), (2.0, "2.000"), (2.0001, "2.001"), (math.inf, "inf")],
+    )
+    def test_three_decimals_are_shown(self, epsilon, text):
+        assert accounting.round_up(epsilon) == text
+
+    def test_the_largest_number_has_all_of_its_digits(self):
+        largest = sys.float_info.max
+        assert accounting.round_up(largest) == f"{int(largest)}.000"
 
 
 class TestCalibration:

@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 import reference
+from programs import equations
 
 from dpmp import clipping
 from dpmp._accumulation import UNIT_ROUNDOFF
@@ -716,17 +717,6 @@ def test_batches_may_hold_arrays_without_entries():
 # Dtypes, memory and traces.
 
 
-def _all_equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in jax.tree.leaves(
-            eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _all_equations(inner)
-
-
 _MAY_BE_NARROW = {"reshape", "broadcast_in_dim", "slice", "squeeze", "cond", "scan"}
 _MAY_BE_NARROW |= {"convert_element_type", "bitcast_convert_type", "transpose"}
 _MAY_BE_NARROW |= {"jit", "pjit", "copy", "ne"}
@@ -746,7 +736,7 @@ def test_half_precision_is_moved_and_widened_but_never_computed_with(
     jaxpr = jax.make_jaxpr(fun.__call__)(jnp.ones((4, 5000), dtype))
     narrow = {
         eqn.primitive.name
-        for eqn in _all_equations(jaxpr.jaxpr)
+        for eqn in equations(jaxpr.jaxpr)
         for var in (*eqn.invars, *eqn.outvars)
         if getattr(var.aval, "dtype", None) == dtype
     }

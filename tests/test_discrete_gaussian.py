@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_mechanism
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from programs import equations
 from scipy import stats
 
 from dpmp import _alias_table, _discrete_gaussian
@@ -576,14 +577,6 @@ def test_under_shard_map_all_devices_draw_the_same():
         out_specs=PartitionSpec("data"),
     )(KEY, STEP)
     np.testing.assert_array_equal(drawn, np.broadcast_to(expected, (8, 24)))
-
-
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            if hasattr(value, "jaxpr"):
-                yield from equations(value.jaxpr)
 
 
 @pytest.mark.parametrize("multipliers", WIDTHS, ids=str)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
+from programs import equations
 
 from dpmp import _clip_norms, _grid
 from dpmp._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, Grid, GridArray
@@ -95,20 +96,30 @@ def test_small_gradients_are_not_scaled():
     np.testing.assert_allclose(total.to_float(), x[0], atol=1.01 * total.unit)
 
 
-@pytest.mark.parametrize("resolution", [DEFAULT_RESOLUTION, LARGEST_RESOLUTION])
-@pytest.mark.parametrize("factor", [1.01, 2.0, 1e4, 1e30, math.inf, math.nan])
-def test_what_exceeds_the_radius_contributes_zero(monkeypatch, factor, resolution):
-    _exact_sum_fn.cache_clear()
-    # The floats before the check may be as wrong as they like.
+@pytest.fixture
+def multiply_coefficients(monkeypatch):
+    """A function that makes the floats before the check wrong, by a factor."""
     right = _clip_norms.coefficients
 
-    def wrong(targets, norms):
-        return [factor * coef for coef in right(targets, norms)]
+    def multiply(factor):
+        def wrong(targets, norms):
+            return [factor * coef for coef in right(targets, norms)]
 
-    monkeypatch.setattr(_clip_norms, "coefficients", wrong)
+        monkeypatch.setattr(_clip_norms, "coefficients", wrong)
+
+    _exact_sum_fn.cache_clear()
+    yield multiply
+    _exact_sum_fn.cache_clear()
+
+
+@pytest.mark.parametrize("resolution", [DEFAULT_RESOLUTION, LARGEST_RESOLUTION])
+@pytest.mark.parametrize("factor", [1.01, 2.0, 1e4, 1e30, math.inf, math.nan])
+def test_what_exceeds_the_radius_contributes_zero(
+    multiply_coefficients, factor, resolution
+):
+    multiply_coefficients(factor)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 700)), jnp.float32)
     assert not np.any(_exact_sum(x, resolution=resolution).steps)
-    _exact_sum_fn.cache_clear()
 
 
 @pytest.mark.parametrize("radius", [3, 2**15 - 1, 2**15, LARGEST_RESOLUTION])
@@ -143,14 +154,17 @@ def test_an_example_that_is_not_finite_contributes_zero(bad):
     )
 
 
-def test_a_contribution_of_many_leaves_is_checked_as_one():
+def test_a_contribution_of_many_leaves_is_checked_as_one(multiply_coefficients):
     tree = {str(i): jnp.ones((1, 3), _DTYPES[i % 3]) for i in range(300)}
-    total = _exact_sum(tree)
-    assert (
-        _squared_norm({name: x.steps for name, x in total.items()})
-        >= 0.99 * DEFAULT_RESOLUTION**2
-    )
-    assert _squared_norm({n: x.steps for n, x in total.items()}) <= 32767**2
+
+    def squared_norm():
+        total = _exact_sum_fn.__wrapped__(l2_clip_norm=1.0)(tree)
+        return _squared_norm({name: x.steps for name, x in total.items()})
+
+    assert 0.99 * DEFAULT_RESOLUTION**2 <= squared_norm() <= DEFAULT_RESOLUTION**2
+    # Each of the leaves is within the radius still.
+    multiply_coefficients(2.0)
+    assert squared_norm() == 0
 
 
 # Groups, divisors and limits.
@@ -359,19 +373,10 @@ def test_wrapping_around_leaves_the_sensitivity_as_it_is():
 # Dtypes and memory.
 
 
-def _dtypes(jaxpr):
-    for equation in jaxpr.eqns:
-        yield from (v.aval.dtype.name for v in equation.outvars)
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _dtypes(inner)
-
-
 def test_ordinary_resolutions_need_no_64_bit_numbers(batch):
     fn = clipped_fun(lambda x: x, keep_batch_dim=False, accumulator="exact")
-    names = set(_dtypes(jax.make_jaxpr(fn.__call__)(batch).jaxpr))
+    jaxpr = jax.make_jaxpr(fn.__call__)(batch).jaxpr
+    names = {v.aval.dtype.name for eqn in equations(jaxpr) for v in eqn.outvars}
     assert "int32" in names
     assert not [name for name in names if "64" in name]
 

@@ -430,7 +430,7 @@ def test_fields_out_of_range_are_refused(fields, message):
 
 
 def test_a_relation_that_is_none_is_refused_at_construction():
-    with pytest.raises((TypeError, ValueError), match="neighboring_relation must be"):
+    with pytest.raises(TypeError, match="neighboring_relation must be"):
         make_mechanism(neighboring_relation="add")
 
 
@@ -498,6 +498,12 @@ def test_a_mechanism_before_calibration_adds_no_noise_silently(use):
     with pytest.raises(ValueError, match="must have a noise multiplier"):
         use(make_mechanism())
     assert not make_mechanism().is_private
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, 1.00005, -1e-5, math.nan, "1e-5"])
+def test_a_delta_out_of_range_has_no_guarantee(delta):
+    with pytest.raises(ValueError, match=rf"delta must be in .* got delta={delta!r}"):
+        make_mechanism(noise_multiplier=1.0).guarantee(delta=delta)
 
 
 def test_epsilon_without_delta_is_refused():

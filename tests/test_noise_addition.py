@@ -424,25 +424,39 @@ def test_snapping_costs_little_and_more_without_a_sensitivity(stddev):
         assert chosen(abstract(size), stddev=stddev) == as_assumed
 
 
+def widths_asked_for(total, **kwargs):
+    """In units, one for each leaf, before the sampler makes them wider."""
+    widths = []
+
+    def at_least(width):
+        widths.append(width)
+        return DiscreteGaussian((1,))
+
+    recorder = types.SimpleNamespace(at_least=at_least)
+    with without_fence() as patch:
+        patch.setattr(noise_addition, "DiscreteGaussian", recorder)
+        privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
+        jax.eval_shape(privatizer.update, total, privatizer.init(None))
+    return widths
+
+
 def test_the_entries_of_all_leaves_are_paid_for():
-    def width(*sizes):
-        privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY, l2_sensitivity=1.0)
-        widths = []
+    def widths(*sizes):
+        total = [abstract(size) for size in sizes]
+        return widths_asked_for(total, stddev=1.0, l2_sensitivity=1.0)
 
-        def at_least(width):
-            widths.append(width)
-            return DiscreteGaussian.at_least(width)
-
-        recorder = types.SimpleNamespace(at_least=at_least)
-        with without_fence() as patch:
-            patch.setattr(noise_addition, "DiscreteGaussian", recorder)
-            total = [abstract(size) for size in sizes]
-            jax.eval_shape(privatizer.update, total, privatizer.init(None))
-        return widths
-
-    assert width(10**6, 24 * 10**6) == width(25 * 10**6) * 2
-    (extra,) = (width - 2**20 for width in width(25 * 10**6))
+    assert widths(10**6, 24 * 10**6) == widths(25 * 10**6) * 2
+    (extra,) = (width - 2**20 for width in widths(25 * 10**6))
     assert 5000 < extra < 5000.1
+
+
+def test_what_rounding_costs_some_leaves_widens_the_noise_of_all():
+    # The exact leaf may take all of the sensitivity, and rounding move the others.
+    total = [GridArray(abstract(1, jnp.int32), 1.0), abstract(10**6)]
+    widths = widths_asked_for(total, stddev=32768.0, l2_sensitivity=32768.0)
+    unit = Fraction(32768, 2**20)
+    assert widths[0] >= 32768 + Fraction(math.sqrt(10**6 + 1)) * unit
+    assert widths[1] == widths[0] / unit
 
 
 # What comes out is on the grid.
@@ -889,8 +903,10 @@ def test_without_a_key_init_is_refused_under_jit(make):
 @pytest.mark.parametrize("stddev", [-1.0, np.inf, np.nan, None, jnp.ones(())], ids=str)
 @each_privatizer
 def test_a_stddev_that_is_no_finite_number_is_refused(make, stddev):
-    with pytest.raises(ValueError, match="stddev must be a finite number of at least"):
-        make(stddev=stddev, prng_key=KEY)
+    kwargs = {"l2_sensitivity": 1.0} if make is gaussian_privatizer else {}
+    for given in ({}, kwargs):
+        with pytest.raises(ValueError, match="stddev must be a finite number of at le"):
+            make(stddev=stddev, prng_key=KEY, **given)
 
 
 @pytest.mark.parametrize("l2_sensitivity", [0.0, -1.0, np.inf, np.nan, jnp.ones(())])
@@ -958,35 +974,12 @@ def test_the_smallest_and_the_largest_noise_hide_a_sum(stddev):
         assert abs(positive - stats.norm.cdf(value / stddev)) < 0.05
 
 
-def test_what_rounding_costs_some_leaves_widens_the_noise_of_all():
-    # The exact leaf may take all of the sensitivity, and rounding move the others.
-    widths = []
-
-    def record(width):
-        widths.append(width)
-        return DiscreteGaussian((1,))
-
-    privatizer = gaussian_privatizer(
-        stddev=32768.0, prng_key=KEY, l2_sensitivity=32768.0
-    )
-    total = [GridArray(jnp.zeros(1, jnp.int32), 1.0), jnp.zeros(10**6)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiscreteGaussian, "at_least", record)
-        jax.eval_shape(lambda: privatizer.update(total, privatizer.init(None)))
-    unit = Fraction(32768, 2**20)
-    assert widths[0] >= 32768 + Fraction(math.sqrt(10**6 + 1)) * unit
-    assert widths[1] == widths[0] / unit
-
-
-@pytest.mark.parametrize(
-    "privatizer_of",
-    [gaussian_privatizer, dpmp.noise_addition.continuous_gaussian_privatizer],
-)
 @pytest.mark.parametrize(
     "change", [lambda x: x / 2, lambda x: x.astype(jnp.bfloat16), jnp.mean]
 )
-def test_exact_sums_that_were_divided_or_rounded_are_refused(change, privatizer_of):
-    privatizer = privatizer_of(stddev=1.0, prng_key=KEY)
+@each_privatizer
+def test_exact_sums_that_were_divided_or_rounded_are_refused(make, change):
+    privatizer = make(stddev=1.0, prng_key=KEY)
     total = {"w": GridArray(jnp.arange(4), 1.0)}
     with pytest.raises(ValueError, match="must be int32 until they have noise"):
         privatizer.update(jax.tree.map(change, total), privatizer.init(None))

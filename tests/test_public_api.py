@@ -48,7 +48,7 @@ def test_readme_code_runs_as_it_stands():
 def test_readme_quotes_the_largest_batches():
     table = re.search(r"\| `accumulator=` .*?\n\n", README.read_text(), re.S).group()
     for row in table.splitlines()[2:-1]:
-        name, share, *quoted = re.findall(r"[\w.%]+", row.replace("(default)", ""))
+        name, share, *quoted = re.findall(r"[\w.%]+", row)
         accumulator = _accumulation.get_accumulator(name)
         assert share == f"{100 * accumulator.slack:.2g}%"
         for microbatch_size, size in zip((None, 64, 16, 1), quoted, strict=True):

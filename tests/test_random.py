@@ -64,3 +64,10 @@ def test_keys_made_by_jax_are_accepted():
 def test_anything_but_one_key_is_refused(seed):
     with pytest.raises(ValueError, match="must be one key made by"):
         _random.check_key(seed)
+
+
+def test_keys_that_are_refused_are_not_shown():
+    keys = jax.random.wrap_key_data(jnp.full((3, 2), 123456789, jnp.uint32))
+    with pytest.raises(ValueError, match=r"got prng_key='key<fry>\[3\]'") as error:
+        _random.check_key(keys)
+    assert "123456789" not in str(error.value)

@@ -64,6 +64,19 @@ def test_it_contains_the_figures():
     assert all(len(line) <= 88 for line in mechanism.statement().splitlines())
 
 
+def test_it_claims_nothing_where_delta_does_not_cover_the_sampler():
+    mechanism = make_mechanism(noise_multiplier=0.36)
+    assert mechanism.is_private
+    statement = statement_of(mechanism)
+    assert statement.startswith("No epsilon is claimed at delta 1e-05. Gradients are")
+    assert "more than the share of delta that is left for it" in statement
+    assert "differentially private" not in statement
+    assert all(len(line) <= 88 for line in mechanism.statement().splitlines())
+    for remedy in ({"noise_multiplier": 0.5}, {"delta": 1e-2}, {"num_parameters": 1}):
+        covered = make_mechanism(**{"noise_multiplier": 0.36, **remedy})
+        assert "differentially private" in statement_of(covered)
+
+
 @pytest.mark.parametrize("noise_multiplier", [0.7, 0.83, 1.0, 1.1, 1.37, 2.0, 3.3])
 def test_it_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
     mechanism = make_mechanism(noise_multiplier=noise_multiplier)

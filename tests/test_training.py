@@ -494,6 +494,10 @@ def test_an_epoch_may_be_run_step_by_step():
         state = trainer.train_step(state, batch, is_padding)
         assert isinstance(state, TrainingState)
     assert_bitwise_equal(state, expected)
+    with pytest.raises(
+        ValueError, match="step must be below iterations = 6; got step=6"
+    ):
+        trainer.train_step(state, batch, is_padding)
 
 
 def test_the_same_key_gives_the_same_state_and_none_a_fresh_one():
@@ -614,8 +618,10 @@ def test_a_run_that_is_over_cannot_be_prolonged():
 def test_a_batch_that_is_not_padded_is_refused(size):
     trainer = default_trainer()
     batch = jax.tree.map(lambda x: np.resize(x, (size, *x.shape[1:])), make_data())
-    with pytest.raises(ValueError, match="every batch must be padded to 12 examples"):
+    message = "every batch must be padded to 12 examples"
+    with pytest.raises(ValueError, match=message) as error:
         trainer.train_step(trainer.init(make_params()), batch, np.zeros(size, bool))
+    assert str(size) not in str(error.value)
 
 
 @pytest.mark.parametrize("prng_key", [0, jnp.zeros(2, jnp.uint32)])
@@ -769,6 +775,13 @@ def test_progress_does_not_claim_what_is_not_known(capsys, is_private, text):
     trainer = make_trainer(is_private=is_private)
     trainer.fit(trainer.init(make_params()), make_data(), stop_at=1)
     assert text in capsys.readouterr().err
+
+
+def test_progress_shows_an_epsilon_that_is_infinite(capsys):
+    trainer = make_trainer(noise_multiplier=0.15, delta=1e-5)
+    assert trainer.mechanism.guarantee().epsilon == np.inf
+    trainer.fit(trainer.init(make_params()), make_data(), stop_at=1)
+    assert "step 1/1, epsilon inf of inf" in capsys.readouterr().err
 
 
 def test_progress_can_be_turned_off(capsys):

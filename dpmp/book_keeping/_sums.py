@@ -58,21 +58,27 @@ def _of_site(
         return _norms.factors(site, number, one)
 
     left, right = jax.vmap(factors)(*recorded)
-    wide = right.astype(at_least_float32(right.dtype))
-    wide = _select(keep, coefs.reshape(-1, *[1] * (right.ndim - 1)) * wide)
     if site.outer.num_rows is not None:
-        total = _scatter(left, wide, site.outer.num_rows)
-    else:
-        left = _select(keep, left)
-        total = sum(_contract(left, part) for part in _parts(wide, left.dtype))
-    return site.outer.to_view(total)
+        weighted = _select(keep, _scale(right, coefs))
+        return site.outer.to_view(_scatter(left, weighted, site.outer.num_rows))
+    is_smaller = left.size <= right.size
+    weighted, other = (left, right) if is_smaller else (right, left)
+    weighted, other = _select(keep, _scale(weighted, coefs)), _select(keep, other)
+    pairs = [
+        (part, other) if is_smaller else (other, part)
+        for part in _parts(weighted, other.dtype)
+    ]
+    return site.outer.to_view(sum(_contract(*pair) for pair in pairs))
+
+
+def _scale(x: jax.Array, coefs: jax.Array) -> jax.Array:
+    x = x.astype(at_least_float32(x.dtype))
+    return coefs.astype(x.dtype).reshape(-1, *[1] * (x.ndim - 1)) * x
 
 
 def _of_entries(grads: jax.Array, coefs: jax.Array, keep: jax.Array) -> jax.Array:
     def take(start: int, stop: int) -> jax.Array:
-        rows = grads[start:stop].astype(at_least_float32(grads.dtype))
-        coef = coefs[start:stop].reshape(-1, *[1] * (grads.ndim - 1))
-        return _select(keep[start:stop], coef.astype(rows.dtype) * rows)
+        return _select(keep[start:stop], _scale(grads[start:stop], coefs[start:stop]))
 
     return _accumulation.fold(take, len(grads), add=jnp.add, axis=0)
 
@@ -92,12 +98,13 @@ def _parts(x: jax.Array, dtype: Any) -> list[jax.Array]:
 
 def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
     """(B, K, T, n) and (B, K, T, m) to (K, n, m)."""
-    wide = at_least_float32(left.dtype, right.dtype)
     if left.dtype != right.dtype:
-        left, right = left.astype(wide), right.astype(wide)
-    if left.shape[1] == 1:  # one large product
-        left, right = (x.reshape(-1, x.shape[-1]) for x in (left, right))
-        return _norms.contract(left, right, ((0,), (0,)))[None]
+        dtype = at_least_float32(left.dtype, right.dtype)
+        left, right = left.astype(dtype), right.astype(dtype)
+    if left.shape[1] == 1:
+        # Not reshaped to two axes: XLA would then fold a transposition into the
+        # product, and its CPU compiler would widen both bfloat16 operands for it.
+        return _norms.contract(left[:, 0], right[:, 0], ((0, 1), (0, 1)))[None]
     return _norms.contract(left, right, ((0, 2), (0, 2)), ((1,), (1,)))
 
 
