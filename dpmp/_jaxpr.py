@@ -12,6 +12,12 @@ from dpmp._typing import PyTree
 
 _CALLS = ("jit", "pjit", "closed_call")
 _REMATERIALISED = ("remat2", "checkpoint", "remat")
+_BODIES = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    **dict.fromkeys(_REMATERIALISED, ("jaxpr",)),
+}
 _SCALAR_ARITHMETIC = ("add", "sub", "mul", "lt", "ge", "select_n")
 _SCALAR_ARITHMETIC += ("convert_element_type",)
 
@@ -94,6 +100,48 @@ def hoist_constants(
         return jax.tree.unflatten(out_treedef, leaves)
 
     return hoisted, list(closed.consts)
+
+
+def rewrite(
+    fun: Callable[..., PyTree],
+    replace: Callable[[Any, list[Any]], list[Any] | None],
+) -> Callable[..., PyTree]:
+    """A function some of whose equations are evaluated in another way.
+
+    Args:
+      fun: a traceable function that need not be differentiated any more.
+      replace: `replace(eqn, values)` gives the values of an equation's outputs, of the
+        shapes and dtypes that they had, or None to leave it as it is. It is asked about
+        the equations inside of loops and branches too.
+
+    Returns:
+      A function of the same arguments.
+    """
+
+    def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+        if (results := replace(eqn, values)) is not None:
+            return results
+        if eqn.primitive.name in _CALLS:
+            return run(eqn.params["jaxpr"], values, evaluate)
+        if eqn.primitive.name in _BODIES:
+            bodies = {name: eqn.params[name] for name in _BODIES[eqn.primitive.name]}
+            return bind(eqn, values, **jax.tree.map(rewritten_body, bodies))
+        return bind(eqn, values)
+
+    def rewritten_body(body: Any) -> Any:
+        is_closed = isinstance(body, jax.extend.core.ClosedJaxpr)
+        closed = body if is_closed else jax.extend.core.ClosedJaxpr(body, ())
+        new = jax.make_jaxpr(lambda *xs: run(closed, xs, evaluate))(*closed.in_avals)
+        if new.consts:  # there is no place for them
+            return body
+        return new if is_closed else new.jaxpr
+
+    def rewritten(*args: Any) -> PyTree:
+        closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+        leaves = run(closed, jax.tree.leaves(args), evaluate)
+        return jax.tree.unflatten(jax.tree.structure(out_shape), leaves)
+
+    return rewritten
 
 
 def run(

@@ -19,7 +19,7 @@ from dpmp import _jaxpr
 from dpmp._accumulation import Accumulator
 from dpmp._fence import behind_a_branch
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
-from dpmp.book_keeping import _norms, _sums, _views
+from dpmp.book_keeping import _norms, _products, _sums, _views
 from dpmp.book_keeping._norms import Recorded, Term
 from dpmp.book_keeping._plan import Plan, execute, make_plan
 from dpmp.book_keeping._views import View
@@ -109,12 +109,15 @@ def engine(
         loss = functools.partial(of_one_example, args, kwargs)
         program = analyse(loss, params, jax.tree.map(_first, examples))
         leaves = jax.tree.leaves(params)
-        values, aux, recorded = behind_a_branch(
-            lambda: jax.vmap(
-                functools.partial(_one_example, program, leaves),
+        compute = _products.with_float32_results(
+            jax.vmap(
+                functools.partial(_one_example, program),
+                in_axes=(None, 0),
                 spmd_axis_name=spmd_axis_name,
-            )(jax.tree.leaves(examples)),
-            (args, kwargs),
+            )
+        )
+        values, aux, recorded = behind_a_branch(
+            lambda: compute(leaves, jax.tree.leaves(examples)), (args, kwargs)
         )
         tree = params[0] if single else tuple(params)
         return BookKeptGrads(values, aux, program, tree, recorded)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp._stored import at_least_float32
-from dpmp.book_keeping import _views
+from dpmp.book_keeping import _products, _views
 from dpmp.book_keeping._sites import Site
 from dpmp.book_keeping._views import View
 
@@ -233,20 +233,7 @@ def _gram(a: _Side, b: _Side) -> jax.Array:
     if a.num_rows is not None:
         rows = jnp.take_along_axis(b.values, a.values[:, None, :], axis=2)
         return jnp.swapaxes(rows, 1, 2).astype(jnp.float32)
-    return contract(a.values, b.values, ((2,), (2,)), ((0,), (0,)))
-
-
-def contract(
-    a: jax.Array, b: jax.Array, contracting: Any, batch: Any = ((), ())
-) -> jax.Array:
-    """A dot product with float32 results, of operands as they are."""
-    return jax.lax.dot_general(
-        a,
-        b,
-        (contracting, batch),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=at_least_float32(a.dtype, b.dtype),
-    )
+    return _products.contract(a.values, b.values, ((2,), (2,)), ((0,), (0,)))
 
 
 def _parameter_term(
@@ -301,7 +288,8 @@ def _product(site: Site, number: int, recorded: Recorded) -> jax.Array:
     assert site.outer is not None
     left, right = factors(site, number, recorded)
     if (num_rows := site.outer.num_rows) is None:
-        return contract(left, right, ((1,), (1,)), ((0,), (0,)))
+        product = _products.contract(left, right, ((1,), (1,)), ((0,), (0,)))
+        return _products.apart(product)
     rows = jnp.zeros((left.shape[0], num_rows, right.shape[-1]), jnp.float32)
     add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
     return add(rows, left, right.astype(jnp.float32))

@@ -3,7 +3,7 @@
     sum over i of  c_i G_i  =  sum over i, t of  left_it (x) (c_i right_it)
 
 is one contraction over examples and positions, with a float32 result. For bfloat16
-operands, c_i right_it is split into two of them, which keep 16 of its bits.
+operands, c_i right_it is rounded to bfloat16 again.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dpmp import _accumulation
 from dpmp._stored import at_least_float32
-from dpmp.book_keeping import _norms
+from dpmp.book_keeping import _norms, _products
 from dpmp.book_keeping._norms import Recorded
 from dpmp.book_keeping._sites import Site
 
@@ -61,14 +61,12 @@ def _of_site(
     if site.outer.num_rows is not None:
         weighted = _select(keep, _scale(right, coefs))
         return site.outer.to_view(_scatter(left, weighted, site.outer.num_rows))
+    # The smaller one is the first, which is written anew for the product anyway.
     is_smaller = left.size <= right.size
-    weighted, other = (left, right) if is_smaller else (right, left)
-    weighted, other = _select(keep, _scale(weighted, coefs)), _select(keep, other)
-    pairs = [
-        (part, other) if is_smaller else (other, part)
-        for part in _parts(weighted, other.dtype)
-    ]
-    return site.outer.to_view(sum(_contract(*pair) for pair in pairs))
+    first, second = (left, right) if is_smaller else (right, left)
+    first = _select(keep, _scale(first, coefs)).astype(_weighted_dtype(first, second))
+    total = _products.apart(_contract(first, _select(keep, second)))
+    return site.outer.to_view(total if is_smaller else jnp.swapaxes(total, 1, 2))
 
 
 def _scale(x: jax.Array, coefs: jax.Array) -> jax.Array:
@@ -88,12 +86,11 @@ def _select(keep: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
 
-def _parts(x: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Arrays that add up to `x` and go well with another operand."""
-    if dtype != jnp.bfloat16:
-        return [x]
-    high = jax.lax.reduce_precision(x, 8, 7)
-    return [high.astype(dtype), (x - high).astype(dtype)]
+def _weighted_dtype(first: jax.Array, second: jax.Array) -> Any:
+    """bfloat16 has room for any coefficient; float16 has not."""
+    if first.dtype == second.dtype == jnp.bfloat16:
+        return first.dtype
+    return at_least_float32(first.dtype, second.dtype)
 
 
 def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -104,8 +101,8 @@ def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
     if left.shape[1] == 1:
         # Not reshaped to two axes: XLA would then fold a transposition into the
         # product, and its CPU compiler would widen both bfloat16 operands for it.
-        return _norms.contract(left[:, 0], right[:, 0], ((0, 1), (0, 1)))[None]
-    return _norms.contract(left, right, ((0, 2), (0, 2)), ((1,), (1,)))
+        return _products.contract(left[:, 0], right[:, 0], ((0, 1), (0, 1)))[None]
+    return _products.contract(left, right, ((0, 2), (0, 2)), ((1,), (1,)))
 
 
 def _scatter(rows: jax.Array, values: jax.Array, num_rows: int) -> jax.Array:
