@@ -34,6 +34,7 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
         if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             first = jax.lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim).reshape(())
             integer ^= (first != jnp.zeros_like(first)).astype(jnp.uint32)
+    compute = jax.jit(compute)  # so that it is traced once
     shapes = jax.eval_shape(compute)
     return jax.lax.cond(
         jax.lax.population_count(integer) < 64,

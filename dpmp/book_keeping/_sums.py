@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp import _accumulation
 from dpmp._stored import at_least_float32
 from dpmp.book_keeping import _norms, _products
 from dpmp.book_keeping._norms import Recorded
@@ -75,10 +74,12 @@ def _scale(x: jax.Array, coefs: jax.Array) -> jax.Array:
 
 
 def _of_entries(grads: jax.Array, coefs: jax.Array, keep: jax.Array) -> jax.Array:
-    def take(start: int, stop: int) -> jax.Array:
-        return _select(keep[start:stop], _scale(grads[start:stop], coefs[start:stop]))
-
-    return _accumulation.fold(take, len(grads), add=jnp.add, axis=0)
+    terms = _select(keep, _scale(grads, coefs))
+    while len(terms) > 1:
+        half = len(terms) // 2
+        rest = terms[2 * half :]
+        terms = jnp.concatenate([terms[:half] + terms[half : 2 * half], rest])
+    return terms[0]
 
 
 def _select(keep: jax.Array, x: jax.Array) -> jax.Array:
