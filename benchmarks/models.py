@@ -1,5 +1,7 @@
 """The models that the benchmarks run: losses on plain pytrees, any float dtype."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,8 +47,9 @@ def transformer(
     depth: int = 4,
     heads: int = 4,
     vocabulary: int = 256,
+    scan: bool = False,
 ) -> Task:
-    """A decoder with float32 softmax, normalisation and loss."""
+    """A decoder with float32 softmax, normalisation and loss; layers may be a loop."""
     keys = iter(jax.random.split(jax.random.key(0), 4 * depth + 4))
 
     def block():
@@ -58,10 +61,11 @@ def transformer(
             "norms": jnp.ones((2, width), dtype),
         }
 
+    blocks: Any = [block() for _ in range(depth)]
     params = {
         "embed": _normal(next(keys), (vocabulary, width), dtype),
         "position": _normal(next(keys), (length, width), dtype),
-        "blocks": [block() for _ in range(depth)],
+        "blocks": jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if scan else blocks,
         "head": _normal(next(keys), (width, vocabulary), dtype),
     }
     causal = jnp.tril(jnp.ones((length, length), bool))
@@ -76,11 +80,18 @@ def transformer(
         weights = jax.nn.softmax(scores).astype(x.dtype)
         return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape) @ p["out"]
 
+    def apply_block(x, p):
+        x = x + attend(_rms_norm(x, p["norms"][0]), p)
+        return x + jax.nn.gelu(_rms_norm(x, p["norms"][1]) @ p["up"]) @ p["down"]
+
     def loss_fn(params, batch):
         x = params["embed"][batch["tokens"]] + params["position"]
-        for p in params["blocks"]:
-            x = x + attend(_rms_norm(x, p["norms"][0]), p)
-            x = x + jax.nn.gelu(_rms_norm(x, p["norms"][1]) @ p["up"]) @ p["down"]
+        if scan:
+            x, _ = jax.lax.scan(
+                lambda x, p: (apply_block(x, p), None), x, params["blocks"]
+            )
+        else:
+            x = functools.reduce(apply_block, params["blocks"], x)
         return _cross_entropy((x @ params["head"])[:, :-1], batch["tokens"][:, 1:])
 
     shape = (batch_size, length)
@@ -88,14 +99,97 @@ def transformer(
     return Task(loss_fn, params, {"tokens": tokens})
 
 
+def cnn(dtype: Any, batch_size: int = 64) -> Task:
+    """Three convolutions of 32 x 32 images, with normalisation over groups."""
+    channels, strides = (3, 32, 64, 128), (1, 2, 2)
+    keys = jax.random.split(jax.random.key(0), 5)
+    pairs = itertools.pairwise(channels)
+    params = {
+        "layers": [
+            {
+                "kernel": _normal(key, (3, 3, n_in, n_out), dtype),
+                "scale": jnp.ones(n_out, dtype),
+                "bias": jnp.zeros(n_out, dtype),
+            }
+            for key, (n_in, n_out) in zip(keys, pairs, strict=False)
+        ],
+        "head": _normal(keys[3], (channels[-1], 10), dtype),
+    }
+
+    def loss_fn(params, batch):
+        x = batch["image"]
+        for p, stride in zip(params["layers"], strides, strict=True):
+            x = jax.lax.conv_general_dilated(
+                x,
+                p["kernel"],
+                window_strides=(stride, stride),
+                padding="SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
+            x = jax.nn.relu(_group_norm(x, groups=8) * p["scale"] + p["bias"])
+        x = x.astype(jnp.float32).mean((1, 2)).astype(dtype)
+        return _cross_entropy(x @ params["head"], batch["label"])
+
+    image = jax.random.normal(keys[4], (batch_size, 32, 32, 3)).astype(dtype)
+    return Task(loss_fn, params, {"image": image, "label": jnp.arange(batch_size) % 10})
+
+
+def lstm(
+    dtype: Any,
+    batch_size: int = 64,
+    *,
+    length: int = 64,
+    width: int = 256,
+    vocabulary: int = 256,
+) -> Task:
+    """One recurrent layer that predicts the next token."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "embed": _normal(keys[0], (vocabulary, width), dtype),
+        "input": _normal(keys[1], (width, 4 * width), dtype),
+        "hidden": _normal(keys[2], (width, 4 * width), dtype),
+        "bias": jnp.zeros(4 * width, dtype),
+        "head": _normal(keys[3], (width, vocabulary), dtype),
+    }
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["tokens"]]
+
+        def cell(state, x):
+            hidden, memory = state
+            gates = x @ params["input"] + hidden @ params["hidden"] + params["bias"]
+            i, f, g, o = jnp.split(gates, 4, axis=-1)
+            memory = jax.nn.sigmoid(f) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
+            hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
+            return (hidden, memory), hidden
+
+        zeros = jnp.zeros((x.shape[0], width), dtype)
+        _, outputs = jax.lax.scan(cell, (zeros, zeros), jnp.moveaxis(x, 1, 0))
+        logits = jnp.moveaxis(outputs, 0, 1) @ params["head"]
+        return _cross_entropy(logits[:, :-1], batch["tokens"][:, 1:])
+
+    shape = (batch_size, length)
+    return Task(
+        loss_fn, params, {"tokens": jax.random.randint(keys[4], shape, 0, vocabulary)}
+    )
+
+
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return (jax.random.normal(key, shape) / math.sqrt(shape[0])).astype(dtype)
+    scale = math.sqrt(math.prod(shape[:-1]))
+    return (jax.random.normal(key, shape) / scale).astype(dtype)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
     return wide.astype(x.dtype) * scale
+
+
+def _group_norm(x: jax.Array, *, groups: int) -> jax.Array:
+    wide = x.astype(jnp.float32).reshape(*x.shape[:3], groups, -1)
+    wide -= wide.mean((1, 2, 4), keepdims=True)
+    wide *= jax.lax.rsqrt(jnp.square(wide).mean((1, 2, 4), keepdims=True) + 1e-6)
+    return wide.reshape(x.shape).astype(x.dtype)
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

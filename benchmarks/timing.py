@@ -74,3 +74,13 @@ def time_ratio(measured: Measured, reference: Measured) -> float:
 def memory_ratio(measured: Measured, reference: Measured) -> float:
     """The ratio of temporary memory; a program without any counts as one byte."""
     return round(measured.temp_bytes / max(reference.temp_bytes, 1), 3)
+
+
+def compile_ratio(measured: Measured, reference: Measured) -> float:
+    """The ratio of the seconds that compilation took; each is compiled once."""
+    return round(measured.compile_seconds / reference.compile_seconds, 1)
+
+
+def fastest(measured: dict[str, Measured]) -> str:
+    """The name of the one with the smallest median."""
+    return min(measured, key=lambda name: statistics.median(measured[name].seconds))

@@ -1,6 +1,12 @@
 """Differentially private training with precision-aware accumulation."""
 
-from dpmp import accounting, batch_selection, noise_addition
+from dpmp import (
+    accounting,
+    batch_selection,
+    book_keeping,
+    microbatches,
+    noise_addition,
+)
 from dpmp._accumulation import DoubleWord
 from dpmp._grid import GridArray
 from dpmp.clipping import (
@@ -27,8 +33,10 @@ __all__ = [
     "TrainingState",
     "accounting",
     "batch_selection",
+    "book_keeping",
     "clip_pytree",
     "clipped_fun",
     "clipped_grad",
+    "microbatches",
     "noise_addition",
 ]

@@ -49,6 +49,29 @@ def check_num_args(args: Sequence[Any], argnums: tuple[int, ...]) -> None:
     )
 
 
+def batch_sizes(
+    args: Sequence[Any], batch_argnums: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """The sizes of the leading axes of batched arguments, by name; () for none."""
+    return {
+        f"argument {i}{jax.tree_util.keystr(path)}": jnp.shape(leaf)[:1]
+        for i in batch_argnums
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[i])
+    }
+
+
+def common_batch_size(sizes: dict[str, tuple[int, ...]]) -> int:
+    """The one size that all have; raises ValueError if there is none."""
+    _validate.require(
+        len(set(sizes.values())) == 1 and () not in sizes.values(),
+        "all batched arguments must have one leading axis of the same size",
+        sizes=sizes,
+        fix="Stack the examples along axis 0, or correct batch_argnums.",
+    )
+    ((batch_size,),) = set(sizes.values())
+    return batch_size
+
+
 def of_one_example(
     batch_argnums: Sequence[int], keep_batch_dim: bool
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

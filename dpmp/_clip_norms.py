@@ -140,7 +140,7 @@ def coefficients(
         _coefficient(
             _round_down(bound * _shrinkage(norm)).astype(norm.value.dtype),
             _round_down(cap).astype(norm.value.dtype),
-            norm.value + _underflow(norm),
+            (norm.value if norm.bound is None else norm.bound) + _underflow(norm),
         )
         for (bound, cap), norm in zip(targets, norms, strict=True)
     ]

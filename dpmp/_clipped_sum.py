@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp import _clip_norms, _validate
+from dpmp import _arguments, _clip_norms, _validate
 from dpmp._accumulation import Accumulator, DoubleWord
+from dpmp._bounded import BoundedGrid
 from dpmp._clip_norms import ClipNorms
 from dpmp._grid import Grid
 from dpmp._typing import GradEngine, PyTree
@@ -31,7 +32,7 @@ class ClippedSum:
 
     engine: GradEngine
     clip_norms: ClipNorms
-    accumulator: Accumulator | Grid
+    accumulator: Accumulator | Grid | BoundedGrid
     batch_argnums: tuple[int, ...]
     prng_argnum: int | None
     microbatch_size: int | None
@@ -160,11 +161,7 @@ class ClippedSum:
             fix="Pass the arguments that batch_argnums and prng_argnum name by "
             "position.",
         )
-        sizes = {
-            f"argument {i}{jax.tree_util.keystr(path)}": jnp.shape(leaf)[:1]
-            for i in self.batch_argnums
-            for path, leaf in jax.tree_util.tree_leaves_with_path(args[i])
-        }
+        sizes = _arguments.batch_sizes(args, self.batch_argnums)
         if is_padding_example is not None:
             sizes["is_padding_example"] = jnp.shape(is_padding_example)
             _validate.require(
@@ -173,13 +170,7 @@ class ClippedSum:
                 dtype=jnp.result_type(is_padding_example),
                 fix="Compare, as in `indices < 0`.",
             )
-        _validate.require(
-            len(set(sizes.values())) == 1 and () not in sizes.values(),
-            "all batched arguments must have one leading axis of the same size",
-            sizes=sizes,
-            fix="Stack the examples along axis 0, or correct batch_argnums.",
-        )
-        ((batch_size,),) = set(sizes.values())
+        batch_size = _arguments.common_batch_size(sizes)
         _validate.require(
             batch_size % (self.microbatch_size or 1) == 0,
             "microbatch_size must divide the batch size",

@@ -144,16 +144,27 @@ class Grid:
         ):
             room = size / 4 + 6 * radius
             largest = math.sqrt(max(radius**2 - room, 0))
-            _validate.require(
-                largest >= (1 - LARGEST_LOSS) * radius > 0 or bound == 0,
-                f"a resolution must be fine enough to round {size} entries at the cost "
-                f"of {LARGEST_LOSS:.0%} of the clip norm",
-                resolution=self.resolution,
-                fix=f"Use a higher one, up to {LARGEST_RESOLUTION}, or "
-                'accumulator="float32x2".',
-            )
+            self.check_loss(largest, radius, size, bound)
             scaled.append((largest, cap / self.unit if self.unit else 0.0))
         return scaled
+
+    def check_loss(self, left: float, radius: int, size: int, bound: float) -> None:
+        """Raises ValueError for a grid so coarse that little is left of a clip norm.
+
+        Args:
+          left: what is left of the radius.
+          radius: of the clipping group.
+          size: the number of its entries.
+          bound: its clip norm.
+        """
+        _validate.require(
+            left >= (1 - LARGEST_LOSS) * radius > 0 or bound == 0,
+            f"a resolution must be fine enough to round {size} entries at the cost of "
+            f"{LARGEST_LOSS:.0%} of the clip norm",
+            resolution=self.resolution,
+            fix=f"Use a higher one, up to {LARGEST_RESOLUTION}, or "
+            'accumulator="float32x2".',
+        )
 
     def check_mode(self) -> None:
         """Exact sums need no 64-bit mode."""

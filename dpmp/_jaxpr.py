@@ -199,11 +199,12 @@ def as_loop(eqn: Any) -> Loop | None:
         return None
     params = eqn.params
     if "num_consts" in params:
-        sizes = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
     else:  # jax 0.12
-        sizes = [len(list(part)) for part in params["ft_in"].unpack()][:2]
+        consts, carry, _ = params["ft_in"].unpack()
+        num_consts, num_carry = len(list(consts)), len(list(carry))
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    return Loop(inline(params["jaxpr"]), *sizes, options)
+    return Loop(inline(params["jaxpr"]), num_consts, num_carry, options)
 
 
 def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:

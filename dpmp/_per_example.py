@@ -114,4 +114,3 @@ def stack_engine(
         return StackedGrads(values, aux, stack)
 
     return engine
-

@@ -6,7 +6,7 @@ import textwrap
 import dp_accounting
 import jax
 
-from dpmp import _accumulation, accounting, batch_selection
+from dpmp import _accumulation, _bounded, accounting, batch_selection
 from dpmp._typing import PyTree
 
 _Relation = dp_accounting.NeighboringRelation
@@ -46,6 +46,7 @@ def claim(
     l2_clip_norm: PyTree,
     noise_multiplier: float,
     arithmetic: str,
+    method: str,
     resolution: int | None,
 ) -> str:
     """Of a mechanism with a finite epsilon; the facts are named as in `DPSGD`."""
@@ -66,7 +67,7 @@ def claim(
         f"deviation over the largest contribution of one example).",
         f"- Accountant: {guarantee.accountant}.",
         f"- Arithmetic: "
-        f"{_describe_arithmetic(arithmetic, resolution, noise_multiplier)}",
+        f"{_describe_arithmetic(arithmetic, method, resolution, noise_multiplier)}",
         "- Not covered: the random bits are assumed ideal and their keys secret; "
         "running time, which depends on the batch size; losses, norms and "
         "other per-example values, and choices made by looking at them (such as "
@@ -75,25 +76,46 @@ def claim(
 
 
 def _describe_arithmetic(
-    arithmetic: str, resolution: int | None, noise_multiplier: float
+    arithmetic: str, method: str, resolution: int | None, noise_multiplier: float
 ) -> str:
     noise = (
         "Discrete Gaussian noise, in integers, is added before anything is rounded to "
-        "float32. The claim holds for the bits that are released."
+        "float32."
     )
+    holds = "The claim holds for the bits that are released."
     if resolution is not None:
+        width = f"Its standard deviation has {resolution * noise_multiplier:.0f} units."
+        if arithmetic == "exact":
+            return (
+                f"clipped gradients are rounded to a grid on which the largest "
+                f"contribution has {resolution} units; their norms are checked, and "
+                f"they are summed, in integers, without rounding. {noise} {holds} "
+                f"{width}"
+            )
         return (
-            f"clipped gradients are rounded to a grid on which the largest "
-            f"contribution has {resolution} units; their norms are checked, "
-            f"and they are summed, in integers, without rounding. {noise} Its standard "
-            f"deviation has {resolution * noise_multiplier:.0f} units."
+            f"gradients are never formed; they are clipped by bounds on their norms "
+            f"that include rounding, in microbatches whose sums may err by "
+            f"{_bounded.SLACK:.2%} of the clip norm, which is lowered by that. The "
+            f"sums are rounded to a grid on which the largest contribution has "
+            f"{resolution} units, and added up in integers. {noise} {holds} {width} It "
+            f"is assumed that other examples keep their places in the batch."
         )
     accumulator = _accumulation.get_accumulator(arithmetic)
-    return (
+    lowered = (
         f"norms in float32 or wider; sums in {accumulator.name}. The clip norm is "
-        f"lowered by what rounding can add ({accumulator.slack:.2g} of it for the "
-        f"sum), so that the sensitivity holds for the computed floats. Sums are put on "
-        f"a grid, and the noise is wider by what that costs. {noise}"
+        f"lowered by what rounding can add ({accumulator.slack:.2g} of it for the sum)"
+    )
+    on_a_grid = "Sums are put on a grid, and the noise is wider by what that costs."
+    if method == "book_keeping":
+        return (
+            f"{lowered}, as far as microbatches are added up. Within a microbatch, "
+            f"gradients are never formed, and the sensitivity of sums holds up to "
+            f"ordinary rounding, which is NOT PROVED; arithmetic='bounded' is. "
+            f"{on_a_grid} {noise}"
+        )
+    return (
+        f"{lowered}, so that the sensitivity holds for the computed floats. "
+        f"{on_a_grid} {noise} {holds}"
     )
 
 

@@ -16,11 +16,14 @@ class SquaredNorm(NamedTuple):
       roundings: the largest number of roundings on any path from an entry to
         `value`: its square (if that is rounded) and the additions above it.
       num_entries: how many squares were added up.
+      bound: (B,), what to clip by in place of `value`: an upper bound on the squared
+        norm of what is summed for a coefficient of 1, from an engine that has one.
     """
 
     value: jax.Array
     roundings: int
     num_entries: int
+    bound: jax.Array | None = None
 
 
 class PerExampleGrads(Protocol):

@@ -10,160 +10,23 @@ sum, so that `.sensitivity()` holds for the numbers that are computed.
 
 import collections
 import functools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import dp_accounting
 import jax
-import jax.numpy as jnp
 
-from dpmp import (
-    _accumulation,
-    _arguments,
-    _clip_norms,
-    _clipped_sum,
-    _per_example,
-    _validate,
-    book_keeping,
-)
-from dpmp._accumulation import Accumulator
+from dpmp import _arguments, _per_example, book_keeping
+from dpmp._arithmetic import check_method, get_arithmetic
 from dpmp._clip_norms import ClipNorms
+from dpmp._clip_pytree import clip_pytree as clip_pytree
 from dpmp._clipped_sum import ClippedSum
-from dpmp._grid import DEFAULT_RESOLUTION, Grid
+from dpmp._sensitivity import BoundedSensitivityCallable as BoundedSensitivityCallable
 from dpmp._typing import PyTree
 
 AuxiliaryOutput = collections.namedtuple(
     "AuxiliaryOutput", ["values", "grad_norms", "aux"]
 )
 """Sensitive per-example outputs of `clipped_grad`; those not asked for are None."""
-
-
-@dataclass(frozen=True)
-class BoundedSensitivityCallable:
-    """A function of a batch whose output is bounded in sensitivity.
-
-    If `has_aux` is False the bound holds for the whole output; otherwise the output
-    is a pair, the bound holds for its first part, and the second part is sensitive:
-    per-example values that must not be released.
-
-    Attributes:
-      fun: the function.
-      l2_norm_bound: what one example adds to the sum, at most, in L2 norm.
-      has_aux: whether the output is a pair.
-    """
-
-    fun: Callable[..., Any]
-    l2_norm_bound: float
-    has_aux: bool
-
-    def __call__(
-        self, *args: Any, is_padding_example: jax.Array | None = None, **kwargs: Any
-    ) -> Any:
-        """Calls `fun`; see the function that made this one."""
-        return self.fun(*args, is_padding_example=is_padding_example, **kwargs)
-
-    def sensitivity(
-        self,
-        neighboring_relation: dp_accounting.NeighboringRelation = (
-            dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-        ),
-    ) -> float:
-        """The L2 sensitivity of the computed output.
-
-        Guarantees:
-          The bound holds for the floats that come out, also for two batches of
-          different sizes: what rounding adds has been taken from the clip norm. It is
-          twice as large for replace-one as for add/remove and zero-out
-          (REPLACE_SPECIAL).
-
-        Args:
-          neighboring_relation: which two batches are neighbours.
-
-        Returns:
-          The sensitivity, in the unit of the output.
-
-        Raises:
-          ValueError: if `neighboring_relation` is not one of dp_accounting's.
-        """
-        relations = dp_accounting.NeighboringRelation
-        _validate.require(
-            isinstance(neighboring_relation, relations),
-            "neighboring_relation must be a dp_accounting.NeighboringRelation",
-            neighboring_relation=neighboring_relation,
-            fix="Use ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL.",
-        )
-        replaces_one = neighboring_relation is relations.REPLACE_ONE
-        return self.l2_norm_bound * (2 if replaces_one else 1)
-
-
-def clip_pytree(
-    pytree: PyTree,
-    clip_norm: Any,
-    rescale_to_unit_norm: bool = False,
-    nan_safe: bool = True,
-    return_zero: bool | jax.Array = False,
-) -> tuple[PyTree, jax.Array]:
-    """Scales a pytree down to an L2 norm of at most `clip_norm`.
-
-    >>> clipped, norm = clip_pytree({"w": jnp.array([3.0, 4.0])}, 1.0)
-    >>> print(norm, clipped["w"])
-    5.0 [0.59999967 0.7999996 ]
-
-    Guarantees:
-      The norm of the computed output is at most `clip_norm`, or 1 if
-      `rescale_to_unit_norm`, unless it is mapped by `jax.vmap` (use `clipped_fun` for
-      batches). Edge cases:
-
-      | case                       | rescale_to_unit_norm | output               |
-      | :------------------------- | :------------------- | :------------------- |
-      | clip_norm 0                | False                | zero                 |
-      | clip_norm 0                | True                 | the input / its norm |
-      | clip_norm infinite         | False                | the input            |
-      | clip_norm infinite         | True                 | zero                 |
-      | the norm is 0              | either               | zero                 |
-      | infinite or NaN in the input or its norm | either | zero, if `nan_safe`  |
-
-    Args:
-      pytree: float arrays of any shapes.
-      clip_norm: a number, or a tree of numbers that is a prefix of `pytree`: each
-        clips its part.
-      rescale_to_unit_norm: divides the output by `clip_norm` (by the norm of all
-        clip norms, if there are several).
-      nan_safe: selects zero in place of anything that is not finite; without it NaN
-        goes through and the guarantee is void for such input.
-      return_zero: selects zero whatever the input.
-
-    Returns:
-      The clipped tree, in float32 or wider (a narrower dtype would round the norm
-      above the bound again), and the norm of the input, which is sensitive.
-
-    Raises:
-      ValueError: for a negative, NaN or traced clip norm, one that is no prefix of
-        `pytree`, and leaves that are not float arrays.
-    """
-    clip_norms = ClipNorms.from_tree(clip_norm, rescale_to_unit_norm, 1.0)
-    _arguments.check_float_leaves(pytree, "pytree")
-    clip_norms.check_prefix_of(pytree)
-    return_zero = jnp.asarray(return_zero)
-    _validate.require(
-        return_zero.shape == () and return_zero.dtype == jnp.dtype("bool"),
-        "return_zero must be one bool",
-        shape=return_zero.shape,
-        dtype=return_zero.dtype.name,
-        fix="For a batch, use clipped_fun and is_padding_example.",
-    )
-    grads = _per_example.store_one(pytree)
-    norms = grads.squared_norms(clip_norms.prefix)
-    norm = _clip_norms.global_norm(norms)
-    clipped = grads.weighted_sum(
-        _clip_norms.coefficients(clip_norms.targets, norms),
-        _clipped_sum.keep_mask(norm, return_zero[None], nan_safe),
-        clip_norms.prefix,
-        _accumulation.get_accumulator(None, norm.dtype),
-    )
-    return clipped, norm[0]
 
 
 def clipped_fun(
@@ -217,6 +80,7 @@ def clipped_fun(
     Raises:
       ValueError: as for `clipped_grad`.
     """
+    check_method("per_example", accumulator)
     batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 
@@ -240,8 +104,12 @@ def clipped_fun(
             spmd_axis_name=spmd_axis_name,
         ),
         clip_norms=clip_norms,
-        accumulator=_get_accumulator(
-            accumulator, dtype, resolution, clip_norms, nan_safe
+        accumulator=get_arithmetic(
+            accumulator,
+            dtype=dtype,
+            resolution=resolution,
+            clip_norms=clip_norms,
+            nan_safe=nan_safe,
         ),
         batch_argnums=batch_argnums,
         prng_argnum=prng_argnum,
@@ -327,6 +195,12 @@ def clipped_grad(
       - With the others, what rounding can add is taken from the clip norm: about 1e-6
         of it for the norm, and for the sum 1/128 with "float32", 2e-6 with the wider
         ones. It does not depend on the batch; batches too large for it are refused.
+      - With `method="book_keeping"`, "bounded" sums have a sensitivity that is proved
+        for the bits that are computed (`dpmp._bounded`), as long as the other examples
+        keep their places (not for ADD_OR_REMOVE_ONE). With the float ones there, it
+        holds up to ordinary rounding within a microbatch, and is not proved: what is
+        taken from the clip norm (1/256 for bfloat16) is more than what rounding was
+        seen to add, but gradients can be made up for which it is not enough.
       - Values, norms and aux are per example, depend on that example alone, and are
         sensitive.
 
@@ -353,12 +227,16 @@ def clipped_grad(
       dtype: of the sum, float32 (None) or float64.
       prng_argnum: the position of a random key that is split over the examples.
       spmd_axis_name: as in `jax.vmap`.
-      method: the gradient engine; "per_example" (vmap) is the only one as yet.
+      method: the gradient engine. "per_example" (vmap) forms the gradient of every
+        example. "book_keeping" keeps activations and cotangents in place of them,
+        which takes less time and, for what is neither wide nor multiplied by few
+        positions, less memory; `book_keeping.summarize` shows what it does with a loss.
       accumulator: the arithmetic of the sum: "exact" (leaves are `GridArray`: integers
-        times a unit), "float32" (None), "float32x2" (leaves are `DoubleWord`) or
-        "float64"; see the README on which to use.
-      resolution: of "exact" sums: how many units the largest contribution has, 32767
-        (None) or up to 2^22.
+        times a unit), "float32" (None), "float32x2" (leaves are `DoubleWord`),
+        "float64", or with book-keeping "bounded" (`GridArray`) in place of "exact";
+        see the README on which to use.
+      resolution: of "exact" and "bounded" sums: how many units the largest contribution
+        has; 32767 (None) for "exact", 2^22 for "bounded", or up to 2^22.
 
     Returns:
       A callable with the arguments of `fun` and the keyword `is_padding_example`, a
@@ -378,14 +256,10 @@ def clipped_grad(
       [De et al.: Unlocking high-accuracy differentially private image classification,
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
-    _validate.require(
-        method in ("per_example", "book_keeping"),
-        'method must be "per_example" or "book_keeping"',
-        method=method,
-        fix="Leave it out.",
-    )
+    check_method(method, accumulator, pre_clipping_transform)
     batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
     grad_argnums = _arguments.as_argnums("argnums", argnums)
+    is_single = grad_argnums == (argnums,)
     _arguments.check_disjoint(grad_argnums, batch_argnums, prng_argnum)
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 
@@ -407,7 +281,12 @@ def clipped_grad(
         return grads, outputs
 
     if method == "book_keeping":
-        make_engine = functools.partial(book_keeping.engine, loss_fn, argnums=argnums)
+        make_engine = functools.partial(
+            book_keeping.engine,
+            loss_fn,
+            argnums=argnums,
+            is_bounded=accumulator == "bounded",
+        )
     else:
         make_engine = functools.partial(_per_example.stack_engine, for_one_example)
     clipped_sum = ClippedSum(
@@ -417,8 +296,12 @@ def clipped_grad(
             spmd_axis_name=spmd_axis_name,
         ),
         clip_norms=clip_norms,
-        accumulator=_get_accumulator(
-            accumulator, dtype, resolution, clip_norms, nan_safe
+        accumulator=get_arithmetic(
+            accumulator,
+            dtype=dtype,
+            resolution=resolution,
+            clip_norms=clip_norms,
+            nan_safe=nan_safe,
         ),
         batch_argnums=batch_argnums,
         prng_argnum=prng_argnum,
@@ -431,6 +314,9 @@ def clipped_grad(
         _arguments.check_num_args(args, (*grad_argnums, *batch_argnums))
         for i in grad_argnums:
             _arguments.check_float_leaves(args[i], f"argument {i}")
+        if pre_clipping_transform is None:
+            params = tuple(args[i] for i in grad_argnums)
+            clip_norms.check_prefix_of(params[0] if is_single else params)
         total, (values, norms, aux) = clipped_sum(args, kwargs, is_padding_example)
         if not returns_aux:
             return total
@@ -441,30 +327,8 @@ def clipped_grad(
         )
 
     return BoundedSensitivityCallable(
-        clipped_grad_fn, clipped_sum.l2_norm_bound, returns_aux
-    )
-
-
-def _get_accumulator(
-    accumulator: str | None,
-    dtype: Any,
-    resolution: int | None,
-    clip_norms: ClipNorms,
-    nan_safe: bool,
-) -> Accumulator | Grid:
-    is_exact = accumulator == "exact"
-    _validate.require(
-        dtype is None if is_exact else resolution is None,
-        'dtype goes with float sums, and resolution with accumulator="exact"',
-        accumulator=accumulator,
-        dtype=dtype,
-        resolution=resolution,
-        fix="Leave out the other one.",
-    )
-    if not is_exact:
-        return _accumulation.get_accumulator(accumulator, dtype)
-    return Grid.from_bounds(
-        [bound for bound, _ in clip_norms.targets],
-        clip_norms.l2_norm_bound if nan_safe else math.inf,
-        DEFAULT_RESOLUTION if resolution is None else resolution,
+        clipped_grad_fn,
+        clipped_sum.l2_norm_bound,
+        returns_aux,
+        keeps_places=accumulator == "bounded",
     )

@@ -60,7 +60,8 @@ class DPSGD:
         probability below 1e-20 (`accounting.choose_truncated_batch_size`).
       microbatch_size: as in `clipped_grad`; batches are padded to a multiple of it.
       rescale_to_unit_norm: as in `clipped_grad`.
-      arithmetic: of the sum: "exact" integers, or "float32", "float32x2", "float64".
+      arithmetic: of the sum: "exact" integers, or "float32", "float32x2", "float64";
+        for book-keeping "bounded", or floats without a proof. See `clipped_grad`.
         The noise is made of integers in each case.
       num_parameters: an upper bound on the number of entries of the gradient, public.
         It decides on the resolution of the grid and on what sampling from a table
@@ -118,7 +119,7 @@ class DPSGD:
             if (size := getattr(self, name)) is not None:
                 _validate.positive_integer(fix="Use 32, or None.", **{name: size})
         # Checks what is left: clip norms, arithmetic and method.
-        self.clipped_grad(lambda *_: 0.0)
+        self.clipped_grad(lambda *_: 0.0).sensitivity(self.neighboring_relation)
 
     @classmethod
     def from_epochs(cls, *, epochs: float, **fields: Any) -> "DPSGD":
@@ -169,7 +170,7 @@ class DPSGD:
             self,
             l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
             rescale_to_unit_norm=False,
-            arithmetic="float32" if self._is_exact else self.arithmetic,
+            arithmetic="float32" if self._is_on_grid else self.arithmetic,
             noise_multiplier=0.0,
         )
 
@@ -204,9 +205,11 @@ class DPSGD:
     @property
     def resolution(self) -> int | None:
         """How many units of the grid the largest contribution has; None for floats."""
-        if not self._is_exact:
+        if not self._is_on_grid:
             return None
-        return choose_resolution(self.noise_multiplier or 1.0, self.num_parameters)
+        return choose_resolution(
+            self.noise_multiplier or 1.0, self.num_parameters, self.arithmetic
+        )
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
@@ -337,6 +340,7 @@ class DPSGD:
             l2_clip_norm=self.l2_clip_norm,
             noise_multiplier=self._calibrated,
             arithmetic=self.arithmetic,
+            method=self.method,
             resolution=self.resolution,
         )
 
@@ -355,8 +359,8 @@ class DPSGD:
         return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
 
     @property
-    def _is_exact(self) -> bool:
-        return self.arithmetic == "exact"
+    def _is_on_grid(self) -> bool:
+        return self.arithmetic in ("exact", "bounded")
 
     def _check_num_parameters(self, sum_of_clipped_grads: PyTree) -> None:
         num_entries = noise_addition.num_entries(sum_of_clipped_grads)

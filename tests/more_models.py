@@ -187,7 +187,10 @@ def _make_recurrent(name: str, cell_fn: Any, *, reverse: bool) -> Model:
 def _init_nested(dtype: Any) -> Any:
     rng = np.random.default_rng(3)
     return {
-        "layers": {"w": normal(rng, (2, 3, 6, 6), dtype), "b": jnp.zeros((2, 6), dtype)},
+        "layers": {
+            "w": normal(rng, (2, 3, 6, 6), dtype),
+            "b": jnp.zeros((2, 6), dtype),
+        },
         "shared": normal(rng, (6, 6), dtype),
         "out": normal(rng, (6, _CLASSES), dtype),
     }
@@ -232,9 +235,8 @@ def _vit_loss(params: Any, batch: Any) -> jax.Array:
     x = x.reshape(x.shape[0], 4, _WIDTH)
     start = jnp.broadcast_to(params["class"], (x.shape[0], 1, _WIDTH))
     x = jnp.concatenate([start, x], axis=1) + params["position"]
-    q, k, v = (
-        jnp.einsum("btd,dhk->bthk", x, params[name]) for name in ("query", "key", "value")
-    )
+    names = ("query", "key", "value")
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[name]) for name in names)
     scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(scores).astype(x.dtype)
     attended = jnp.einsum("bhts,bshk->bthk", weights, v)

@@ -20,13 +20,19 @@ ROOT = pathlib.Path(dpmp.__file__).parent
 README = pathlib.Path(__file__).parent.parent / "README.md"
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "dpmp."))
 
-# From the README: each module imports only from rows after its own.
-ROWS = [
-    line.split()
-    for line in re.search(r"```\n(__main__\n.*?)```", README.read_text(), re.S)
-    .group(1)
-    .splitlines()
-]
+
+def _read_rows(name, pattern, text):
+    rows = re.search(pattern, text, re.S).group(1).splitlines()
+    return [[f"{name}.{x}" for x in row.split()] for row in rows]
+
+
+# Each module imports only from rows after its own.
+ROWS = {
+    "dpmp": _read_rows("dpmp", r"```\n(__main__\n.*?)```", README.read_text()),
+    "dpmp.book_keeping": _read_rows(
+        "dpmp.book_keeping", r"own:\n\n(.*)", dpmp.book_keeping.__doc__
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -71,33 +77,50 @@ def test_all_names_exist_and_are_documented():
 
 
 def test_every_module_has_a_row():
-    assert sorted(f"dpmp.{name}" for row in ROWS for name in row) == MODULES
+    assert sorted(x for rows in ROWS.values() for row in rows for x in row) == MODULES
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_downward(name):
-    rank = {module: i for i, row in enumerate(ROWS) for module in row}
-    own = name.removeprefix("dpmp.")
-    for imported in _imports_of(ROOT / f"{own}.py"):
-        assert rank[imported] > rank[own], f"{own} imports {imported}"
+    for imported in _imports_of(name):
+        assert _rank(imported) > _rank(name), f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_a_package_are_its_own(name):
+    for imported in _imports_of(name):
+        package = imported.rpartition(".")[0]
+        assert package == "dpmp" or f"{name}.".startswith(f"{package}.")
+
+
+def _rank(name):
+    """Rows, from the outer to the inner; a package comes before what is in it."""
+    package = name.rpartition(".")[0]
+    outer = () if package == "dpmp" else _rank(package)
+    (row,) = (i for i, row in enumerate(ROWS[package]) if name in row)
+    return (*outer, row)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_jax_internals_stay_where_they_belong(name):
-    source = (ROOT / f"{name.removeprefix('dpmp.')}.py").read_text()
+    source = _path(name).read_text()
     assert "jax._src" not in source
     assert "flax" not in source
-    parts = set(re.findall(r"jax\.extend\.\w+", source))
+    parts = set(re.findall(r"jax\.extend(?:\.\w+)?|jax import .*extend", source))
     assert parts == {
         "dpmp._jaxpr": {"jax.extend.core"},
         "dpmp._random": {"jax.extend.random"},
     }.get(name, set())
 
 
-def _imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def _path(name):
+    return pathlib.Path(importlib.import_module(name).__file__)
+
+
+def _imports_of(name):
+    for node in ast.walk(ast.parse(_path(name).read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dpmp"):
-            submodule = node.module.removeprefix("dpmp").removeprefix(".")
-            yield from [submodule] if submodule else [a.name for a in node.names]
+            within = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (x if x in MODULES else node.module for x in within)
         elif isinstance(node, ast.Import):
             assert not any(a.name.startswith("dpmp") for a in node.names)

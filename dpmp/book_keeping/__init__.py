@@ -1,3 +1,16 @@
-"""Clipped sums of per-example gradients that are never formed."""
+"""Clipped sums of per-example gradients that are never formed.
+
+Modules import only from rows below their own:
+
+    _summary
+    _engine
+    _terms   _sums
+    _norms   _plan
+    _rules
+    _sites
+    _views   _products
+"""
 
 from dpmp.book_keeping._engine import engine as engine
+from dpmp.book_keeping._summary import Summary as Summary
+from dpmp.book_keeping._summary import summarize as summarize

@@ -17,12 +17,17 @@ import jax.numpy as jnp
 
 from dpmp import _jaxpr
 from dpmp._accumulation import Accumulator
+from dpmp._bounded import BoundedGrid, Roundings, clip_by
 from dpmp._fence import behind_a_branch
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
-from dpmp.book_keeping import _norms, _products, _sums, _views
-from dpmp.book_keeping._norms import Recorded, Term
+from dpmp.book_keeping import _norms, _products, _sums, _terms, _views
+from dpmp.book_keeping._norms import Measured, Recorded, Term
 from dpmp.book_keeping._plan import Plan, execute, make_plan
 from dpmp.book_keeping._views import View
+
+# Inner products of positions, where roundings are not counted: a few times what they
+# are seen to be off by, relative to squared extents.
+_INNER_ERROR = 2.0**-22
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,14 @@ class Program:
       params: the roots that are parameters.
       terms: of their squared norms.
       aux_treedef: of what the loss returns besides its value.
+      is_bounded: whether to clip by what is proved.
     """
 
     plan: Plan
     params: list[View]
     terms: list[Term]
     aux_treedef: Any
+    is_bounded: bool
 
     def dummies(self) -> list[jax.Array]:
         """Zeros, in the place of which cotangents come out."""
@@ -48,7 +55,11 @@ class Program:
 
 
 def analyse(
-    fun: Callable[[PyTree, PyTree], tuple[Any, PyTree]], params: PyTree, example: PyTree
+    fun: Callable[[PyTree, PyTree], tuple[Any, PyTree]],
+    params: PyTree,
+    example: PyTree,
+    *,
+    is_bounded: bool = False,
 ) -> Program:
     """Finds the sites of a loss, and how to compute norms from them.
 
@@ -56,6 +67,8 @@ def analyse(
       fun: `fun(params, example)` gives the loss and auxiliary outputs.
       params: arrays or their shapes.
       example: the same, of one example.
+      is_bounded: whether errors of all norms have to be known. Parameters that are used
+        in arithmetic on their own are then tapped whole.
     """
     closed, treedef = _jaxpr.trace(fun, params, example)
     avals = closed.in_avals
@@ -64,12 +77,15 @@ def analyse(
         _views.make_root(i, aval, is_param=True)
         for i, aval in enumerate(avals[:num_params])
     ]
-    plan = make_plan(closed, [*roots, *[None] * (len(avals) - num_params)])
-    program = Program(plan, roots, [], treedef.children()[1])
+    inputs = [*roots, *[None] * (len(avals) - num_params)]
+    plan = make_plan(closed, inputs)
+    if is_bounded and (tangled := _terms.tangled_params(plan.sites, roots)):
+        plan = make_plan(closed, inputs, tapped=tangled)
+    program = Program(plan, roots, [], treedef.children()[1], is_bounded)
     _, records = jax.eval_shape(
         lambda *args: execute(plan, args, program.dummies()), *avals
     )
-    terms = _norms.make_terms(plan.sites, roots, records)
+    terms = _terms.make_terms(plan.sites, roots, records)
     return dataclasses.replace(program, terms=terms)
 
 
@@ -80,6 +96,7 @@ def engine(
     batch_argnums: Sequence[int],
     prng_argnum: int | None,
     spmd_axis_name: Any,
+    is_bounded: bool,
 ) -> GradEngine:
     """An engine that differentiates `fun` for the examples of a batch.
 
@@ -89,6 +106,7 @@ def engine(
       batch_argnums: the positions of arguments with a leading example axis.
       prng_argnum: the position of an argument that holds one key per example.
       spmd_axis_name: as in `jax.vmap`.
+      is_bounded: whether to clip by bounds that are proved, see `dpmp._bounded`.
 
     Returns:
       A function of the arguments of `fun`, batched, that gives `BookKeptGrads`.
@@ -107,7 +125,8 @@ def engine(
         params = [args[i] for i in of_params]
         examples = {i: args[i] for i in of_examples}
         loss = functools.partial(of_one_example, args, kwargs)
-        program = analyse(loss, params, jax.tree.map(_first, examples))
+        example = jax.tree.map(_first, examples)
+        program = analyse(loss, params, example, is_bounded=is_bounded)
         leaves = jax.tree.leaves(params)
         compute = _products.with_float32_results(
             jax.vmap(
@@ -163,25 +182,58 @@ class BookKeptGrads:
     recorded: Recorded
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
-        """See `PerExampleGrads`; roundings are not counted."""
-        program = self.program
-        of_params = _norms.squared_norms(program.terms, self._roots, self.recorded)
-        zero = jnp.zeros(self.values.shape, jnp.float32)
+        """See `PerExampleGrads`; what to clip by leaves room for rounding."""
+        terms = self.program.terms
+        measured = _norms.measure_all(terms, self._roots, self.recorded)
         return [
-            SquaredNorm(
-                sum((of_params[i] for i in group if i in of_params), zero),
-                0,
-                sum(math.prod(program.params[i].aval.shape) for i in group),
+            self._squared_norm(
+                group,
+                [
+                    (term, x)
+                    for term, of_params in zip(terms, measured, strict=True)
+                    for root, x in zip(term.params, of_params, strict=True)
+                    if root in group
+                ],
             )
             for group in self._groups(prefix)
         ]
+
+    def _squared_norm(
+        self, group: list[int], parts: list[tuple[Term, Measured]]
+    ) -> SquaredNorm:
+        zero = jnp.zeros(self.values.shape, jnp.float32)
+        squared_norm = sum((x.squared_norm for _, x in parts), zero)
+        if self.program.is_bounded:
+            roundings = functools.reduce(
+                Roundings.at_least, (term.roundings for term, _ in parts), Roundings()
+            )
+            bound = clip_by(
+                squared_norm,
+                sum((x.extent for _, x in parts), zero),
+                roundings.after(len(parts)),
+                num_terms=sum(term.num_products for term, _ in parts),
+                folding_error=self._folding_error,
+            )
+        else:
+            extents = (x.extent for term, x in parts if term.form == "gram")
+            bound = jnp.maximum(squared_norm, 0) + _INNER_ERROR * sum(extents, zero)
+            bound = jnp.sqrt(bound) * (1 + self._folding_error)
+        num_entries = sum(math.prod(self.program.params[i].aval.shape) for i in group)
+        return SquaredNorm(squared_norm, 0, num_entries, jnp.square(bound))
+
+    @property
+    def _folding_error(self) -> float:
+        """Of the rounding of a factor, times a coefficient, to its dtype."""
+        cotangents = (x.cotangent for x in self.program.plan.sites if x.outer)
+        is_rounded = any(x.dtype == jnp.bfloat16 for x in cotangents)
+        return 2.0**-8 if is_rounded else 2.0**-22
 
     def weighted_sum(
         self,
         clip_coefs: list[jax.Array],
         keep: jax.Array,
         prefix: Any,
-        accumulator: Accumulator,
+        accumulator: Accumulator | BoundedGrid,
     ) -> PyTree:
         """See `PerExampleGrads`."""
         sums: dict[int, jax.Array] = {}

@@ -7,7 +7,8 @@ squared norms add up; where they are of the same ones, with
 
 (ghost norms: Goodfellow, 2015; Li et al., 2021) as long as that is cheaper than to form
 G. What remains is formed, one example at a time if need be, and sent back to the
-parameters.
+parameters. Beside its squared norm, each has a squared extent: that of the sum of
+|left| |right| over positions, which rounding errors are relative to (`_bounded.py`).
 """
 
 import functools
@@ -19,8 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from dpmp._bounded import FLOOR, Roundings
 from dpmp._stored import at_least_float32
 from dpmp.book_keeping import _products, _views
 from dpmp.book_keeping._sites import Site
@@ -36,6 +37,18 @@ _COST_OF_AN_ENTRY = 16
 Recorded = tuple[list[jax.Array], list[jax.Array]]
 
 
+class Measured(NamedTuple):
+    """Of the gradient of one parameter, or of a part of its entries.
+
+    Attributes:
+      squared_norm: of one example, or of a batch, (B,).
+      extent: squared, as in `_bounded.py`; may be too large by what is cut off.
+    """
+
+    squared_norm: jax.Array
+    extent: jax.Array
+
+
 @dataclass(frozen=True)
 class Term:
     """A part of the squared norms that is computed as one.
@@ -45,8 +58,10 @@ class Term:
         "product" (the gradient is formed) or "parameters" (and sent back to them).
       sites: their numbers.
       params: the parameters whose squared norms it is part of.
-      squared_norms: from what was recorded of one example to that part for each of
-        `params`, given the values of all roots.
+      measure: from the values of all roots, and what was recorded of one example, to
+        that part for each of `params`.
+      roundings: in these, and in the sum of gradients over a batch.
+      num_products: that the squared norm is a sum of.
       cost: multiplications for one example.
       size: float32 entries of temporary memory for one example.
     """
@@ -54,167 +69,201 @@ class Term:
     form: str
     sites: list[int]
     params: list[int]
-    squared_norms: Callable[[Any, Recorded], list[jax.Array]]
+    measure: Callable[[Any, Recorded], list[Measured]]
+    roundings: Roundings
+    num_products: int
     cost: float
     size: float
 
 
-def make_terms(
-    sites: Sequence[Site], params: Sequence[View], records: list[Any]
-) -> list[Term]:
-    """Chooses how to compute the squared norms of all parameters.
+def entry_term(site: Site, number: int, param: int) -> Term:
+    """Of a site whose gradient is recorded as it is."""
 
-    Args:
-      sites: of the program of one example.
-      params: the roots that are parameters.
-      records: shapes and dtypes of the recorded values.
-
-    Returns:
-      Terms; the squared norm of a parameter is the sum of those that it is in.
-    """
-    of_param = {
-        _root(x): [i for i, site in enumerate(sites) if _root(x) in site.view.leaves]
-        for x in params
-    }
-    terms, tangled = [], list[int]()
-    for param in params:
-        root = _root(param)
-        entries = _entries(param, [sites[i].view for i in of_param[root]])
-        if entries is None:
-            tangled.append(root)
-            continue
-        entries_of = dict(zip(of_param[root], entries, strict=True))
-        for numbers in _components(entries_of):
-            some = {i: entries_of[i] for i in numbers}
-            terms.append(_cheapest_term(sites, some, param, records))
-    if tangled:
-        numbers = sorted({i for root in tangled for i in of_param[root]})
-        some = [x for x in params if x.root in tangled]
-        terms.append(_parameter_term(sites, numbers, some, records))
-    return terms
-
-
-def _root(view: View) -> int:
-    assert view.root is not None
-    return view.root
-
-
-def _entries(param: View, views: Sequence[View]) -> list[np.ndarray] | None:
-    """Which entries of a parameter its views are made of; None if any does not say."""
-    # Memory that is never touched costs nothing.
-    array = np.empty(param.aval.shape, np.int8)
-    entries = [view.rearrange(array) for view in views]
-    return None if any(x is None for x in entries) else entries  # type: ignore[return-value]
-
-
-def _components(entries: dict[int, np.ndarray]) -> list[list[int]]:
-    """Sites in sets that have no entries in common."""
-    components: list[list[int]] = []
-    for i, x in entries.items():
-        touched = [c for c in components if any(_overlap(x, entries[j]) for j in c)]
-        rest = [c for c in components if c not in touched]
-        components = [*rest, sorted([i, *itertools.chain(*touched)])]
-    return components
-
-
-def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
-    try:
-        return np.shares_memory(a, b, max_work=10_000)
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _cheapest_term(
-    sites: Sequence[Site], entries: dict[int, np.ndarray], param: View, records: Any
-) -> Term:
-    numbers = list(entries)
-    first = sites[numbers[0]]
-    if len(numbers) == 1 and first.outer is None:
-        return _entry_term(first, numbers[0], param)
-    terms = [_parameter_term(sites, numbers, [param], records)]
-    if len(numbers) == 1:
-        terms = [_product_term(first, numbers[0], param, records)]
-    if (swapped := _orientations(sites, entries)) is not None:
-        terms.append(_gram_term(sites, swapped, param, records))
-    return min(terms, key=lambda term: term.cost)
-
-
-def _orientations(
-    sites: Sequence[Site], entries: dict[int, np.ndarray]
-) -> dict[int, bool] | None:
-    """For sites of the same entries whether left is what is right in the first.
-
-    None for sites whose products have no sides in common.
-    """
-    if len(entries) == 1:
-        return dict.fromkeys(entries, False)
-    swapped, first = {}, None
-    for i, x in entries.items():
-        outer = sites[i].outer
-        if outer is None or outer.axes is None:
-            return None
-        groups, left, right = (
-            tuple((x.shape[k], x.strides[k]) for k in part if x.shape[k] > 1)
-            for part in outer.axes
-        )
-        side = (x.__array_interface__["data"][0], groups, left, right)
-        first = side if first is None else first
-        if side not in (first, (*first[:2], first[3], first[2])):
-            return None
-        swapped[i] = side != first
-    return swapped
-
-
-def _entry_term(site: Site, number: int, param: View) -> Term:
-    def squared_norms(roots: Any, recorded: Recorded) -> list[jax.Array]:
+    def measure(roots: Any, recorded: Recorded) -> list[Measured]:
         del roots
-        return [_sum_of_squares(recorded[1][number])]
+        squares = _square(recorded[1][number])
+        return [Measured(_total(squares), _total(squares))]
 
     size = math.prod(site.cotangent.shape)
-    return Term("entries", [number], [_root(param)], squared_norms, size, 0)
+    roundings = _roundings_of_total(size) + 1
+    return Term(
+        "entries",
+        [number],
+        [param],
+        measure,
+        Roundings(total=roundings, extent=roundings),
+        size,
+        size,
+        0,
+    )
 
 
-def _sum_of_squares(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(x.astype(at_least_float32(x.dtype))))
-
-
-def _product_term(site: Site, number: int, param: View, records: Any) -> Term:
-    groups, positions, left, right = _sizes(site, records)
-
-    def squared_norms(roots: Any, recorded: Recorded) -> list[jax.Array]:
-        del roots
-        return [_sum_of_squares(_product(site, number, recorded))]
-
+def product_term(site: Site, number: int, param: int, records: Any) -> Term:
+    """Of a site of the outer form, whose gradient is formed."""
+    groups, positions, left, right = sizes_of(site, records)
     size = groups * left * right
+
+    def measure(roots: Any, recorded: Recorded) -> list[Measured]:
+        del roots
+        squares = _square(_product(site, number, recorded))
+        extents = _extents(site, number, recorded)
+        return [Measured(_total(squares), jnp.sum(jnp.square(extents)))]
+
+    roundings = Roundings(
+        product=positions + 1,
+        total=_roundings_of_total(size) + 1,
+        extent=_roundings_of_extent(groups, positions, left, right),
+        positions=positions,
+    )
     cost = size * (positions + _COST_OF_AN_ENTRY)
-    return Term("product", [number], [_root(param)], squared_norms, cost, size)
+    return Term("product", [number], [param], measure, roundings, size, cost, size)
 
 
-def _gram_term(
-    sites: Sequence[Site], swapped: dict[int, bool], param: View, records: Any
+def gram_term(
+    sites: Sequence[Site], swapped: dict[int, bool], param: int, records: Any
 ) -> Term:
-    """Of sites that have the entries of one parameter in common."""
-    sizes = {i: _sizes(sites[i], records) for i in swapped}
+    """Of sites that have the entries of one parameter in common.
 
-    def squared_norms(roots: Any, recorded: Recorded) -> list[jax.Array]:
+    Args:
+      sites: all of them.
+      swapped: those that are meant, and whether left is what is right in the first.
+      param: the parameter.
+      records: shapes and dtypes of the recorded values.
+    """
+
+    def measure(roots: Any, recorded: Recorded) -> list[Measured]:
         del roots
         sides = {}
         for i, is_swapped in swapped.items():
             left, right = factors(sites[i], i, recorded)
-            num_rows = sites[i].outer.num_rows  # type: ignore[union-attr]
-            pair = _Side(left, num_rows), _Side(right, None)
+            pair = _Side(left, _num_rows(sites[i])), _Side(right, None)
             sides[i] = pair[::-1] if is_swapped else pair
-        total = jnp.zeros((), jnp.float32)
+        norm, extents = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
         for a, b in itertools.combinations_with_replacement(sides, 2):
             grams = [_gram(x, y) for x, y in zip(sides[a], sides[b], strict=True)]
-            total += (1 if a == b else 2) * jnp.sum(grams[0] * grams[1])
-        return [total]
+            norm += (1 if a == b else 2) * _total(grams[0] * grams[1])
+            if a == b:
+                sizes = map(_sizes_of_vectors, sides[a], grams)
+                extents += jnp.sum(functools.reduce(jnp.multiply, sizes), axis=1)
+        return [Measured(norm, jnp.sum(jnp.square(extents)))]
 
-    num_positions = sum(x.positions for x in sizes.values())
-    groups, _, left, right = sizes[next(iter(swapped))]
-    squares = groups * num_positions**2
+    sizes = [sizes_of(sites[i], records) for i in swapped]
+    groups, _, left, right = sizes[0]
+    positions = sum(x.positions for x in sizes)
+    squares = groups * positions**2
+    longest = max(x.positions for x in sizes)
+    roundings = Roundings(
+        inner=left + right + _roundings_of_total(groups * longest**2) + len(sizes) ** 2,
+        extent=_roundings_of_extent(groups, positions, left, right),
+        positions=positions,
+    )
     cost = squares * (left + right + _COST_OF_AN_ENTRY)
-    return Term("gram", list(swapped), [_root(param)], squared_norms, cost, 2 * squares)
+    return Term(
+        "gram", list(swapped), [param], measure, roundings, squares, cost, 2 * squares
+    )
+
+
+def parameter_term(
+    sites: Sequence[Site], numbers: list[int], params: Sequence[View], records: Any
+) -> Term:
+    """Of any sites: their gradients are formed and sent back to the parameters.
+
+    The extents are meant for sites of the same one parameter, that are made of entries.
+    """
+    views = [sites[i].view for i in numbers]
+    roots_of_params = [param.root for param in params if param.root is not None]
+
+    def measure(roots: Any, recorded: Recorded) -> list[Measured]:
+        grads = [gradient(sites[i], i, recorded) for i in numbers]
+        of_params = pull_back(views, roots_of_params, roots, grads)
+        extent = jnp.zeros((), jnp.float32)
+        for i, grad in zip(numbers, grads, strict=True):
+            if sites[i].outer is None:
+                extent += jnp.sqrt(_total(_square(grad)))
+            else:
+                extents = _extents(sites[i], i, recorded)
+                extent += jnp.sqrt(jnp.sum(jnp.square(extents)))
+        return [Measured(_total(_square(x)), jnp.square(extent)) for x in of_params]
+
+    size = sum(math.prod(param.aval.shape) for param in params)
+    roundings = Roundings(total=_roundings_of_total(size) + 1)
+    positions, cost, temporary = 0, float(size), size
+    for i in numbers:
+        num_entries = math.prod(sites[i].view.aval.shape)
+        temporary += num_entries
+        if sites[i].outer is None:
+            positions += 1
+            extent = _roundings_of_total(num_entries) + len(numbers)
+            cost += num_entries
+        else:
+            outer = sizes_of(sites[i], records)
+            positions += outer.positions
+            extent = _roundings_of_extent(*outer) + len(numbers)
+            cost += num_entries * (outer.positions + _COST_OF_AN_ENTRY)
+        roundings = roundings.at_least(Roundings(extent=2 * extent))
+    # Any of the sites' entries may be added to that of any other.
+    several = Roundings(product=positions + len(numbers), positions=positions)
+    return Term(
+        "parameters",
+        numbers,
+        roots_of_params,
+        measure,
+        roundings.at_least(several),
+        size,
+        cost,
+        temporary,
+    )
+
+
+def measure_all(terms: Sequence[Term], roots: Any, recorded: Recorded) -> Any:
+    """What the terms measure of all examples.
+
+    Args:
+      terms: of all sites.
+      roots: the values of parameters and constants.
+      recorded: of all examples, with a leading axis.
+
+    Returns:
+      For each term a list of `Measured`, (B,), for each of its parameters.
+    """
+    results = []
+    for term in terms:
+        one = functools.partial(term.measure, roots)
+        num_examples = jax.tree.leaves(recorded)[0].shape[0]
+        chunk = max(1, int(_CHUNK_ENTRIES / max(term.size, 1)))
+        if chunk >= num_examples:
+            results.append(jax.vmap(one)(recorded))
+        else:
+            results.append(jax.lax.map(one, recorded, batch_size=chunk))
+    return results
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(x.astype(at_least_float32(x.dtype)))
+
+
+def _total(x: jax.Array) -> jax.Array:
+    """The sum of all entries, in an order that has few roundings on any path.
+
+    Rows are added up by the compiler, in whatever order; their sums by a tree of
+    elementwise additions, of which it keeps the order.
+    """
+    columns = _num_columns(x.size)
+    x = jnp.pad(x.ravel(), (0, -x.size % columns)).reshape(-1, columns)
+    sums = jnp.sum(x, axis=1)
+    while sums.size > 1:
+        sums = jnp.pad(sums, (0, sums.size % 2)).reshape(2, -1)
+        sums = sums[0] + sums[1]
+    return sums[0]
+
+
+def _num_columns(size: int) -> int:
+    return 2 ** math.ceil(math.log2(max(size, 1)) / 2)
+
+
+def _roundings_of_total(size: int) -> int:
+    columns = _num_columns(size)
+    return columns + math.ceil(math.log2(max(size / columns, 1)))
 
 
 class _Side(NamedTuple):
@@ -222,6 +271,11 @@ class _Side(NamedTuple):
 
     values: jax.Array
     num_rows: int | None
+
+
+def _num_rows(site: Site) -> int | None:
+    assert site.outer is not None
+    return site.outer.num_rows
 
 
 def _gram(a: _Side, b: _Side) -> jax.Array:
@@ -236,30 +290,33 @@ def _gram(a: _Side, b: _Side) -> jax.Array:
     return _products.contract(a.values, b.values, ((2,), (2,)), ((0,), (0,)))
 
 
-def _parameter_term(
-    sites: Sequence[Site], numbers: list[int], params: Sequence[View], records: Any
-) -> Term:
-    """Of any sites: their gradients are formed and sent back to the parameters."""
-    views = [sites[i].view for i in numbers]
-
-    def squared_norms(roots: Any, recorded: Recorded) -> list[jax.Array]:
-        grads = [gradient(sites[i], i, recorded) for i in numbers]
-        of_params = pull_back(views, [_root(x) for x in params], roots, grads)
-        return [_sum_of_squares(grad) for grad in of_params]
-
-    size = sum(math.prod(x.aval.shape) for x in params)
-    cost = float(size)
-    for i in numbers:
-        num_entries = math.prod(sites[i].view.aval.shape)
-        is_outer = sites[i].outer is not None
-        positions = _sizes(sites[i], records).positions if is_outer else 0
-        size += num_entries
-        cost += num_entries * (positions + _COST_OF_AN_ENTRY)
-    roots = [_root(x) for x in params]
-    return Term("parameters", numbers, roots, squared_norms, cost, size)
+def _sizes_of_vectors(side: _Side, gram: jax.Array) -> jax.Array:
+    """Norms of vectors from their inner products: (K, T)."""
+    return _root(jnp.diagonal(gram, axis1=1, axis2=2), side)
 
 
-class _Sizes(NamedTuple):
+def _root(squares: jax.Array, side: _Side) -> jax.Array:
+    """A little too large, for what was flushed to zero."""
+    if side.num_rows is not None:
+        return jnp.ones(side.values.shape, jnp.float32)
+    return jnp.sqrt(jnp.maximum(squares, 0) + FLOOR * side.values.shape[2])
+
+
+def _extents(site: Site, number: int, recorded: Recorded) -> jax.Array:
+    """The sum of |left| |right| over positions: (K,)."""
+    left, right = factors(site, number, recorded)
+    sizes = (
+        _root(jnp.sum(_square(side.values), axis=-1), side)
+        for side in (_Side(left, _num_rows(site)), _Side(right, None))
+    )
+    return jnp.sum(functools.reduce(jnp.multiply, sizes), axis=1)
+
+
+def _roundings_of_extent(groups: int, positions: int, left: int, right: int) -> int:
+    return left + right + 2 * positions + groups
+
+
+class Sizes(NamedTuple):
     """Of a sum of outer products: groups, positions, and the sides of a product."""
 
     groups: int
@@ -268,12 +325,13 @@ class _Sizes(NamedTuple):
     right: int
 
 
-def _sizes(site: Site, records: list[Any]) -> _Sizes:
+def sizes_of(site: Site, records: list[Any]) -> Sizes:
     assert site.outer is not None
     chosen = [records[i] for i in site.records]
     left, right = jax.eval_shape(site.outer.factors, chosen, site.cotangent)
     n = site.outer.num_rows or left.shape[-1]
-    return _Sizes(*right.shape[:2], n, right.shape[-1])
+    groups, positions, m = right.shape
+    return Sizes(groups, positions, n, m)
 
 
 def factors(site: Site, number: int, recorded: Recorded) -> tuple[jax.Array, jax.Array]:
@@ -312,36 +370,9 @@ def pull_back(
     ]
 
     def evaluate(*values: jax.Array) -> list[jax.Array]:
-        return _views.evaluate(views, {**roots, **dict(zip(params, values, strict=True))})
+        return _views.evaluate(
+            views, {**roots, **dict(zip(params, values, strict=True))}
+        )
 
     outputs, vjp = jax.vjp(evaluate, *primals)
     return list(vjp([g.astype(x.dtype) for g, x in zip(grads, outputs, strict=True)]))
-
-
-def squared_norms(terms: Sequence[Term], roots: Any, recorded: Recorded) -> Any:
-    """The squared norms of all parameters.
-
-    Args:
-      terms: of all sites.
-      roots: the values of parameters and constants.
-      recorded: of all examples, with a leading axis.
-
-    Returns:
-      For each parameter with a site its squared norms, (B,).
-    """
-    totals: dict[int, jax.Array] = {}
-    for term in terms:
-        one = functools.partial(_of_one, term, roots)
-        num_examples = jax.tree.leaves(recorded)[0].shape[0]
-        chunk = max(1, int(_CHUNK_ENTRIES / max(term.size, 1)))
-        if chunk >= num_examples:
-            values = jax.vmap(one)(recorded)
-        else:
-            values = jax.lax.map(one, recorded, batch_size=chunk)
-        for root, value in zip(term.params, values, strict=True):
-            totals[root] = totals[root] + value if root in totals else value
-    return totals
-
-
-def _of_one(term: Term, roots: Any, recorded: Recorded) -> list[jax.Array]:
-    return term.squared_norms(roots, recorded)

@@ -44,11 +44,13 @@ class Plan:
 
     Attributes:
       closed: closed jaxpr.
+      first: of the arguments.
       steps: by the identity of an equation.
       last: of the outputs, which may be views themselves.
     """
 
     closed: Any
+    first: _Step
     steps: dict[int, _Step]
     last: _Step
 
@@ -61,20 +63,25 @@ class Plan:
     def sites(self) -> list[Site]:
         """In the order of the program; records are numbered in this order too."""
         sites, first_record = [], 0
-        for step in (*self.steps.values(), self.last):
+        for step in (self.first, *self.steps.values(), self.last):
             sites += [_sites.in_call(x, x.view, first_record) for x in step.sites]
             first_record += step.num_records
         return sites
 
 
 def make_plan(
-    closed: Any, args: Sequence[View | None], unread: Collection[int] = ()
+    closed: Any,
+    args: Sequence[View | None],
+    *,
+    tapped: Collection[int] = (),
+    unread: Collection[int] = (),
 ) -> Plan:
     """Finds the sites of a program without calls under `jax.jit`.
 
     Args:
       closed: closed jaxpr.
       args: for each argument the view that it is, or None for data.
+      tapped: the arguments that are to be tapped whole, before anything else.
       unread: the outputs whose cotangents are of no interest.
 
     Returns:
@@ -91,10 +98,11 @@ def make_plan(
             steps[id(eqn)] = step
         return outputs
 
-    inputs = [_DATA if x is None else x for x in args]
+    first = _whole_step([x if i in tapped else None for i, x in enumerate(args)], list)
+    inputs = [_DATA if x is None or i in tapped else x for i, x in enumerate(args)]
     outputs = [_as_view(x) for x in _jaxpr.run(closed, inputs, evaluate)]
     read = [None if i in unread else view for i, view in enumerate(outputs)]
-    return Plan(closed, steps, _whole_step(read, lambda values: values))
+    return Plan(closed, first, steps, _whole_step(read, list))
 
 
 def execute(
@@ -122,6 +130,7 @@ def execute(
         step = plan.steps.get(id(eqn))
         return _jaxpr.bind(eqn, values) if step is None else take(step, values)
 
+    args = take(plan.first, list(args))
     outputs = take(plan.last, _jaxpr.run(plan.closed, args, evaluate))
     return outputs, records
 
@@ -237,9 +246,7 @@ def _call_step(
 
 def _inner_roots(views: Sequence[View | None], avals: Sequence[Any]) -> list[Any]:
     return [
-        None
-        if view is None
-        else _views.make_root(i, aval, is_param=bool(view.leaves))
+        None if view is None else _views.make_root(i, aval, is_param=bool(view.leaves))
         for i, (view, aval) in enumerate(zip(views, avals, strict=True))
     ]
 
@@ -263,8 +270,8 @@ def _loop_step(loop: Any, views: list[View | None]) -> tuple[list[Any], _Step | 
 
     avals = [v.aval for v in body.jaxpr.invars]
     inside = [None if i in changing else view for i, view in enumerate(views)]
-    inner = make_plan(body, _inner_roots(inside, avals), unread)
-    whole = _whole_step([views[i] for i in changing], lambda values: values)
+    inner = make_plan(body, _inner_roots(inside, avals), unread=unread)
+    whole = _whole_step([views[i] for i in changing], list)
 
     outer = {i: view for i, view in enumerate(inside) if view is not None}
     sites, is_stacked = [], []

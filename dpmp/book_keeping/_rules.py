@@ -1,9 +1,9 @@
 """The rules: for an equation on data and views, the sites that it makes.
 
 Equations that multiply data by a view have a gradient of the outer form, and a rule of
-their own here. All others have a tap, which is exact for any of them: `tap_dense` takes
-the gradient of the one equation, in float32; `tap` takes that of the view itself, in its
-own dtype, through whatever comes after it.
+their own here. All others have a tap, which is exact for any of them: `tap_dense`
+takes the gradient of the one equation, in float32; `tap` takes that of the view itself,
+in its own dtype, through whatever comes after it.
 """
 
 import itertools
@@ -67,7 +67,8 @@ def _dot_general(eqn: Any, operand: int) -> OuterRule:
     num_free = [len(free[0]), len(free[1])]
     starts = [num_batch, num_batch + num_free[0]]
     free_out = [
-        tuple(range(start, start + n)) for start, n in zip(starts, num_free, strict=True)
+        tuple(range(start, start + n))
+        for start, n in zip(starts, num_free, strict=True)
     ]
 
     def factors(records: list[jax.Array], cotangent: jax.Array) -> Any:
@@ -109,7 +110,9 @@ def _gather(eqn: Any, operand: int) -> OuterRule | None:
         return None
     (row,) = rows
     others = tuple(i for i in range(len(shape)) if i != row)
-    if params["slice_sizes"] != tuple(1 if i == row else n for i, n in enumerate(shape)):
+    if params["slice_sizes"] != tuple(
+        1 if i == row else n for i, n in enumerate(shape)
+    ):
         return None
     mode = jax.lax.GatherScatterMode.from_any(params["mode"])
     num_rows, offset_dims = shape[row], numbers.offset_dims
@@ -220,7 +223,9 @@ class Operand(NamedTuple):
         if self.broadcast is None:
             return value
         sizes = dict(zip(self.broadcast[1], self.shape, strict=True))
-        return value[tuple(slice(sizes[i]) if i in sizes else 0 for i in range(value.ndim))]
+        return value[
+            tuple(slice(sizes[i]) if i in sizes else 0 for i in range(value.ndim))
+        ]
 
     def expand(self, view: jax.Array) -> jax.Array:
         """From the view to the operand."""

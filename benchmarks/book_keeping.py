@@ -1,0 +1,356 @@
+"""What does book-keeping cost, next to training without privacy and to jax_privacy?
+
+Two questions, each with a line of figures for whatever is measured in one process:
+
+- step: clipped sums of the gradients of transformers, with layers written out and in a
+  loop, of a CNN and of an LSTM. Quoted are ratios of time, as `timing.py` takes them,
+  of temporary memory and of compile seconds, for `clipped_grad(method="book_keeping")`
+  at once and in microbatches, to
+
+    plain                 `jax.grad` of the mean loss
+    best without privacy  the fastest of: that; that with float32 results for bfloat16
+                          products, which is what XLA's CPU compiler is fast at; these
+                          in microbatches of 8; and book-keeping without norms, whose
+                          gradients of weights are never rounded to bfloat16
+    jax_privacy           its `clipped_grad` by default; in the microbatches in which it
+                          is fastest; and the fastest that takes no more memory
+
+- growth: the norms of the gradients of one linear layer, from inner products of
+  positions ("gram") and from gradients that are formed ("product"), over sequence
+  lengths and widths: whether book-keeping chooses the faster one, and how much longer
+  than that its choice takes on average (geometric mean), with other costs of an entry
+  in memory (`_COST_OF_AN_ENTRY`) and of forming a gradient (1 in book-keeping).
+
+    python benchmarks/book_keeping.py        # forty minutes on two cores
+    python benchmarks/book_keeping.py --question step --task cnn lstm --rounds 3
+
+Every line is appended to benchmarks/results/book_keeping.jsonl.
+"""
+
+import argparse
+import functools
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax_privacy.clipping
+import models
+import results
+import timing
+
+import dpmp
+from dpmp import book_keeping
+from dpmp._accumulation import get_accumulator
+from dpmp.book_keeping import _engine, _norms, _products
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+Functions = dict[str, Callable[..., Any]]
+
+
+class Subject(NamedTuple):
+    """A model, and the batch sizes to run it with, with the rounds for each."""
+
+    make: Callable[..., models.Task]
+    rounds: dict[int, int]
+
+
+_SMALL = {"length": 128, "width": 256, "depth": 4, "heads": 4, "vocabulary": 256}
+_LARGE = {"length": 256, "width": 512, "depth": 5, "heads": 8, "vocabulary": 1024}
+
+TASKS = {
+    "transformer, 3M": Subject(
+        functools.partial(models.transformer, **_SMALL), {16: 7, 64: 5}
+    ),
+    "transformer, 3M, scan": Subject(
+        functools.partial(models.transformer, **_SMALL, scan=True), {64: 5}
+    ),
+    "transformer, 17M": Subject(
+        functools.partial(models.transformer, **_LARGE), {16: 3, 64: 2}
+    ),
+    "cnn": Subject(models.cnn, {64: 7}),
+    "lstm": Subject(models.lstm, {64: 7}),
+}
+
+LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
+WIDTHS = (128, 256, 512, 1024, 2048)
+COSTS_OF_AN_ENTRY = (0, 4, 16, 64, 256, 1024)
+COSTS_OF_FORMING = (0.5, 1, 2, 4)
+
+
+def contenders(task: models.Task, batch_size: int) -> Functions:
+    """Functions of (params, batch), by name."""
+    fast = _products.with_float32_results(jax.grad(task.loss_fn))
+    functions: Functions = {
+        "plain": jax.grad(task.loss_fn),
+        "without privacy": fast,
+        "without privacy, 8": _in_microbatches(fast, 8),
+        "without privacy, book-kept": _unclipped(task.loss_fn),
+    }
+    clip = functools.partial(
+        jax_privacy.clipping.clipped_grad, task.loss_fn, l2_clip_norm=1.0
+    )
+    for size in (None, 1, 8):
+        functions[_name("jax_privacy", size)] = clip(microbatch_size=size)
+    clip = functools.partial(
+        dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0, method="book_keeping"
+    )
+    for size in (None, *(n for n in (4, 8, 16) if n < batch_size)):
+        functions[_name("dpmp", size)] = clip(microbatch_size=size)
+    for size in (4, 8):
+        bounded = clip(microbatch_size=size, accumulator="bounded")
+        functions[_name("dpmp bounded", size)] = bounded
+    return functions
+
+
+def _name(library: str, microbatch_size: int | None) -> str:
+    return f"{library}, {microbatch_size or 'at once'}"
+
+
+def _in_microbatches(grad_fn: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """The mean of the gradients of parts of a batch, summed in float32."""
+
+    def grad_of_all(params: Any, batch: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+
+        def step(total: Any, part: Any) -> Any:
+            grad = grad_fn(params, part)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grad), None
+
+        total, _ = jax.lax.scan(step, zeros, parts)
+        return jax.tree.map(
+            lambda x: x * (size / len(jax.tree.leaves(batch)[0])), total
+        )
+
+    return grad_of_all
+
+
+def _unclipped(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The mean gradient, by the sums of book-keeping."""
+    engine = book_keeping.engine(
+        lambda params, x: (
+            loss_fn(params, jax.tree.map(lambda leaf: leaf[None], x)),
+            (),
+        ),
+        argnums=0,
+        batch_argnums=(1,),
+        prng_argnum=None,
+        spmd_axis_name=None,
+        is_bounded=False,
+    )
+
+    def grad_fn(params: Any, batch: Any) -> Any:
+        size = len(jax.tree.leaves(batch)[0])
+        coefs, keep = jnp.full(size, 1 / size), jnp.full(size, True)
+        one_group = jax.tree.structure(0)
+        return engine(params, batch).weighted_sum(
+            [coefs], keep, one_group, get_accumulator(None)
+        )
+
+    return grad_fn
+
+
+def measure_step(
+    task: models.Task, batch_size: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Figures of all contenders that accept the task."""
+    args = (task.params, task.batch)
+    functions, refused = contenders(task, batch_size), {}
+    for name in [name for name in functions if name.startswith("dpmp bounded")]:
+        try:
+            jax.eval_shape(functions[name], *args)
+        except ValueError as error:
+            refused[name] = str(error)
+            del functions[name]
+    return {**compare(timing.measure(functions, args, rounds)), "refused": refused}
+
+
+def compare(measured: dict[str, timing.Measured]) -> dict[str, dict[str, Any]]:
+    """Ratios of book-keeping to the others, and of all to the plain gradient."""
+    plain = measured["plain"]
+    best = {name: _fastest(measured, name) for name in _LIBRARIES}
+    best["without privacy"] = _fastest(measured, "plain", "without privacy")
+    return {
+        "best": best,
+        "time_ratio": {
+            name: _ratios(name, measured, best)
+            for name in measured
+            if name.startswith("dpmp")
+        },
+        "memory_ratio": {k: timing.memory_ratio(m, plain) for k, m in measured.items()},
+        "compile_ratio": {
+            k: timing.compile_ratio(m, plain) for k, m in measured.items()
+        },
+        "milliseconds": {k: timing.median_ms(m) for k, m in measured.items()},
+        "temp_megabytes": {
+            k: round(m.temp_bytes / 1e6, 1) for k, m in measured.items()
+        },
+    }
+
+
+_LIBRARIES = ("jax_privacy", "dpmp", "dpmp bounded")
+
+
+def _ratios(
+    name: str, measured: dict[str, timing.Measured], best: dict[str, str | None]
+) -> dict[str, float | None]:
+    """Of the time of one contender to that of others."""
+    limit = measured[name].temp_bytes
+    references = {
+        "plain": "plain",
+        "best without privacy": best["without privacy"],
+        "jax_privacy, at once": "jax_privacy, at once",
+        "jax_privacy, best": best["jax_privacy"],
+        "jax_privacy, in no more memory": _fastest(
+            {k: m for k, m in measured.items() if m.temp_bytes <= limit}, "jax_privacy"
+        ),
+    }
+    return {
+        what: other and timing.time_ratio(measured[name], measured[other])
+        for what, other in references.items()
+    }
+
+
+def _fastest(measured: dict[str, timing.Measured], *kinds: str) -> str | None:
+    """The fastest of some kinds, in whatever microbatches, if there is one."""
+    some = {name: m for name, m in measured.items() if name.split(",")[0] in kinds}
+    return timing.fastest(some) if some else None
+
+
+def step(args: argparse.Namespace) -> None:
+    """Measures the tasks that were asked for."""
+    for name, dtype in itertools.product(args.task, args.dtype):
+        subject = TASKS[name]
+        for batch_size in args.batch_size or subject.rounds:
+            rounds = args.rounds or subject.rounds.get(batch_size, 3)
+            task = subject.make(DTYPES[dtype], batch_size)
+            results.append(
+                "book_keeping",
+                question="step",
+                task=name,
+                dtype=dtype,
+                batch_size=batch_size,
+                rounds=rounds,
+                **measure_step(task, batch_size, rounds),
+            )
+
+
+def growth(args: argparse.Namespace) -> None:
+    """Measures both ways to the norms of one layer, of many sizes."""
+    rounds = args.rounds or 5
+    for dtype in args.dtype:
+        points = [
+            measure_norms(length, width, DTYPES[dtype], rounds)
+            for length, width in itertools.product(LENGTHS, WIDTHS)
+        ]
+        results.append(
+            "book_keeping",
+            question="growth",
+            dtype=dtype,
+            rounds=rounds,
+            time_over_the_faster={
+                f"forming {factor}, entry {cost}": time_over_the_faster(
+                    points, factor, cost
+                )
+                for factor, cost in itertools.product(
+                    COSTS_OF_FORMING, COSTS_OF_AN_ENTRY
+                )
+            },
+            points=points,
+        )
+        sys.stdout.write(table(points))
+
+
+def measure_norms(
+    length: int, width: int, dtype: Any, rounds: int, batch_size: int = 8
+) -> dict[str, Any]:
+    """Times the two ways for a layer from `width` to `width`."""
+    w = jax.ShapeDtypeStruct((width, width), dtype)
+    x = jax.ShapeDtypeStruct((length, width), dtype)
+    program = _engine.analyse(lambda w, x: (jnp.sum((x @ w).astype(float)), ()), w, x)
+    (site,), (param,), (chosen,) = program.plan.sites, program.params, program.terms
+    assert param.root is not None
+    terms = {
+        "gram": _norms.gram_term([site], {0: False}, param.root, [x]),
+        "product": _norms.product_term(site, 0, param.root, [x]),
+    }
+    keys = jax.random.split(jax.random.key(0))
+    shape = (batch_size, length, width)
+    recorded = [jax.random.normal(key, shape).astype(dtype) for key in keys]
+    measured = timing.measure(
+        {
+            name: lambda x, ct, term=term: _squared_norms(term, x, ct)
+            for name, term in terms.items()
+        },
+        (recorded[0], recorded[1]),
+        rounds,
+    )
+    return {
+        "length": length,
+        "width": width,
+        "chosen": chosen.form,
+        "milliseconds": {k: timing.median_ms(m) for k, m in measured.items()},
+        "gram_over_product": timing.time_ratio(measured["gram"], measured["product"]),
+    }
+
+
+def _squared_norms(term: _norms.Term, x: jax.Array, cotangents: jax.Array) -> jax.Array:
+    ((measured,),) = _norms.measure_all([term], {}, ([x], [cotangents]))
+    return measured.squared_norm
+
+
+def time_over_the_faster(
+    points: list[dict[str, Any]], cost_of_forming: float, cost_of_an_entry: int
+) -> float:
+    """The geometric mean of the time of what would be chosen, over the shorter one."""
+    logs = []
+    for point in points:
+        length, width = point["length"], point["width"]
+        gram = length**2 * (2 * width + cost_of_an_entry)
+        product = cost_of_forming * width**2 * (length + cost_of_an_entry)
+        log_ratio = math.log(point["gram_over_product"])
+        logs.append(max(log_ratio if gram < product else -log_ratio, 0))
+    return round(math.exp(statistics.mean(logs)), 3)
+
+
+def table(points: list[dict[str, Any]]) -> str:
+    """Time of "gram" over that of "product", marked where the slower one is chosen."""
+    cells = {}
+    for point in points:
+        ratio = point["gram_over_product"]
+        is_wrong = (point["chosen"] == "gram") == (ratio > 1)
+        cell = f"{ratio:.2f} {point['chosen']}{'!' if is_wrong else ' '}"
+        cells[point["length"], point["width"]] = cell
+    header = "length \\ width".ljust(16) + "".join(f"{w:>16}" for w in WIDTHS)
+    rows = [
+        f"{length:<16}" + "".join(f"{cells[length, width]:>16}" for width in WIDTHS)
+        for length in LENGTHS
+    ]
+    return "\n".join([header, *rows, ""])
+
+
+QUESTIONS = {"step": step, "growth": growth}
+
+
+def main() -> None:
+    """Runs what was asked for and appends its figures."""
+    parser = argparse.ArgumentParser(description="Measures what book-keeping costs.")
+    parser.add_argument(
+        "--question", choices=QUESTIONS, nargs="*", default=[*QUESTIONS]
+    )
+    parser.add_argument("--task", choices=TASKS, nargs="*", default=[*TASKS])
+    parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=[*DTYPES])
+    parser.add_argument("--batch-size", type=int, nargs="*")
+    parser.add_argument("--rounds", type=int)
+    args = parser.parse_args()
+    for question in args.question:
+        QUESTIONS[question](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""How long a step takes, and what memory, for microbatches of several sizes."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+
+
+@dataclass(frozen=True)
+class MicrobatchTimes:
+    """What was measured; `str` gives a table.
+
+    Attributes:
+      seconds: the median time of a call, by microbatch size.
+      temporary_bytes: what the compiled program allocates besides arguments and
+        results.
+    """
+
+    seconds: dict[int, float]
+    temporary_bytes: dict[int, int]
+
+    @property
+    def best(self) -> int:
+        """The fastest size."""
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    def __str__(self) -> str:
+        rows = ["microbatch   milliseconds   temporary MB"]
+        rows += [
+            f"{size:10}   {1e3 * seconds:12.1f}   {megabytes:12.1f}"
+            for size, seconds in self.seconds.items()
+            for megabytes in [self.temporary_bytes[size] / 1e6]
+        ]
+        return "\n".join(rows)
+
+
+def measure_microbatch_sizes(
+    make_fn: Callable[[int], Callable[..., PyTree]],
+    *args: Any,
+    sizes: Sequence[int] = (2, 8, 32),
+    rounds: int = 3,
+) -> MicrobatchTimes:
+    """Times a function with several microbatch sizes, on this device.
+
+    Smaller microbatches take less memory, and with book-keeping often less time; how
+    small is best depends on model, device and compiler. Nothing is changed or chosen:
+    it is up to the caller what to do with `.best`.
+
+    >>> from dpmp import clipped_grad
+    >>> times = measure_microbatch_sizes(
+    ...     lambda size: clipped_grad(
+    ...         lambda w, x: jnp.mean((x @ w) ** 2),
+    ...         l2_clip_norm=1.0,
+    ...         method="book_keeping",
+    ...         microbatch_size=size,
+    ...     ),
+    ...     jnp.zeros(8),
+    ...     jax.ShapeDtypeStruct((16, 8), jnp.float32),
+    ...     sizes=(4, 16),
+    ... )
+    >>> times.best in (4, 16)
+    True
+
+    Args:
+      make_fn: from a microbatch size to the function.
+      *args: of the function: arrays, or `jax.ShapeDtypeStruct` for zeros. Shapes are
+        all that matters; there is no need to show it private data.
+      sizes: of microbatches, each a divisor of the batch size.
+      rounds: how often each is timed, in turn.
+
+    Returns:
+      The times and the memory of all sizes.
+
+    Raises:
+      ValueError: for sizes that are not positive integers, or none; and as the
+        functions do.
+    """
+    _validate.require(
+        len(sizes) > 0,
+        "there must be at least one size",
+        sizes=sizes,
+        fix="Use (2, 8, 32).",
+    )
+    for size in sizes:
+        _validate.positive_integer(size=size, fix="Use divisors of the batch size.")
+    _validate.positive_integer(rounds=rounds, fix="Use 3.")
+    arrays = jax.tree.map(_as_array, args)
+    programs = {
+        size: jax.jit(_as_function(make_fn(size))).lower(*arrays).compile()
+        for size in sizes
+    }
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(rounds + 1):
+        for size, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arrays))
+            seconds[size].append(time.perf_counter() - start)
+    return MicrobatchTimes(
+        # The first call touches memory anew.
+        {size: statistics.median(times[1:]) for size, times in seconds.items()},
+        {
+            size: program.memory_analysis().temp_size_in_bytes
+            for size, program in programs.items()
+        },
+    )
+
+
+def _as_function(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    return lambda *args: fn(*args)
+
+
+def _as_array(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.zeros(x.shape, x.dtype)
+    return x

@@ -1,0 +1,191 @@
+"""The proof of `dpmp._bounded`, tried on factors that are made to break it."""
+
+import functools
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import exact_values
+
+from dpmp import clipped_grad
+from dpmp._bounded import SLACK, Roundings, clip_by, largest_extent
+from dpmp._grid import LARGEST_RESOLUTION
+
+POSITIONS, LEFT, RIGHT = 32, 12, 20
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def loss(w, batch):
+    """Its gradient is the sum over positions of x (x) g, both as they are given."""
+    products = (batch["x"] @ w).astype(jnp.float32) * batch["g"].astype(jnp.float32)
+    return jnp.sum(products)
+
+
+def make_cases(size, dtype, seed=0):
+    """Batches of factors, (B, T, n) and (B, T, m)."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(size, POSITIONS, LEFT))
+    g = rng.normal(size=(size, POSITIONS, RIGHT))
+    signs = np.resize([1.0, -1.0], POSITIONS)[:, None]
+    nearly = 1 + rng.uniform(-1, 1, size=g.shape) * float(jnp.finfo(dtype).eps) * 2
+    scales = np.exp2(rng.integers(-6, 6, size=(size, POSITIONS, 1)))
+    # A coefficient for which nearly all products are rounded up.
+    upward = 1 + float(jnp.finfo(dtype).eps) * rng.integers(0, 3, size=g.shape)
+    cases = {
+        "random": (x, g),
+        "equal positions": (x[:, :1] + 0 * x, g[:, :1] + 0 * g),
+        "cancelling": (x[:, :1] + 0 * x, signs * (g[:, :1] + 0 * g)),
+        "nearly cancelling": (x[:, :1] + 0 * x, signs * (g[:, :1] * nearly)),
+        "many sizes": (x * scales, g / scales**0.5),
+        "one entry": (x * (np.arange(LEFT) == 3), g * (np.arange(RIGHT) == 5)),
+        "rounded upward": (np.abs(x[:, :1]) + 0 * x, upward),
+        "a spike": (x, g * np.where(np.arange(POSITIONS) == 7, 60.0, 1.0)[:, None]),
+        "small": (x * 1e-3, g * 1e-3),
+    }
+    return {
+        name: {"x": jnp.asarray(a).astype(dtype), "g": jnp.asarray(b).astype(dtype)}
+        for name, (a, b) in cases.items()
+    }
+
+
+CASES = list(make_cases(1, jnp.float32))
+
+
+@functools.cache
+def make_sum_fn(accumulator, microbatch_size=None):
+    fn = clipped_grad(
+        loss,
+        l2_clip_norm=1.0,
+        method="book_keeping",
+        accumulator=accumulator,
+        microbatch_size=microbatch_size,
+    )
+    return jax.jit(lambda w, batch, empty: fn(w, batch, is_padding_example=empty))
+
+
+def zeros(dtype):
+    return jnp.zeros((LEFT, RIGHT), dtype)
+
+
+def largest_change(accumulator, dtype, microbatch_size, batch):
+    """The largest change of the sum by one example, over the clip norm, squared."""
+    size = batch["x"].shape[0]
+    sum_fn = make_sum_fn(accumulator, microbatch_size)
+
+    def total(*empty):
+        result = sum_fn(zeros(dtype), batch, np.isin(np.arange(size), empty))
+        if accumulator == "bounded":
+            steps = np.asarray(result.steps).ravel().astype(object)
+            return np.array([Fraction(int(x), LARGEST_RESOLUTION) for x in steps])
+        return exact_values(result)
+
+    whole = total()
+    changes = [whole - total(i) for i in range(size)]
+    changes += [total(*set(range(size)) - {i}) for i in (0, size - 1)]
+    return max(sum(v * v for v in change) for change in changes)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_one_example_changes_the_sum_by_at_most_the_clip_norm(
+    case, dtype, microbatch_size
+):
+    batch = make_cases(4, dtype)[case]
+    assert largest_change("bounded", dtype, microbatch_size, batch) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_little_is_lost_where_positions_do_not_cancel(case, dtype):
+    """The margins are margins, and not the reason why nothing exceeds."""
+    batch = make_cases(1, dtype)[case]
+    norm = np.sqrt(float(largest_change("bounded", dtype, 1, batch)))
+    if "cancelling" not in case:
+        assert norm > 0.9 * min(1, exact_norms(batch)[0])
+
+
+def exact_norms(batch):
+    x, g = (np.asarray(batch[k]).astype(np.float64) for k in "xg")
+    # Products have at most 48 bits, and sums of 32 of them 53.
+    return np.sqrt(np.square(np.einsum("btn,btm->bnm", x, g)).sum((1, 2)))
+
+
+@functools.cache
+def norm_fn():
+    fn = clipped_grad(
+        loss,
+        l2_clip_norm=1e9,
+        method="book_keeping",
+        accumulator="bounded",
+        return_grad_norms=True,
+    )
+    return jax.jit(lambda *args: fn(*args)[1].grad_norms)
+
+
+def test_computed_norms_alone_would_not_be_bounds():
+    batch = make_cases(3, jnp.float32)["nearly cancelling"]
+    norms = np.asarray(norm_fn()(zeros(jnp.float32), batch), np.float64)
+    assert np.max(exact_norms(batch) / np.maximum(norms, 1e-30)) > 1.001
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_off_by_no_more_than_is_proved(dtype):
+    for case, batch in make_cases(3, dtype).items():
+        x, g = (np.asarray(batch[k]).astype(np.float64) for k in "xg")
+        norms = np.asarray(norm_fn()(zeros(dtype), batch), np.float64)
+        extents = np.sum(np.linalg.norm(x, axis=2) * np.linalg.norm(g, axis=2), axis=1)
+        error = np.abs(norms**2 - exact_norms(batch) ** 2)
+        # gamma(inner), with the roundings of the Gram form.
+        assert np.all(error <= 2.0**-24 * 100 * extents**2), case
+
+
+def test_sums_are_the_same_for_any_number_of_other_microbatches():
+    batch = make_cases(8, jnp.bfloat16)["random"]
+    sum_fn = make_sum_fn("bounded", 2)
+    empty = np.zeros(8, bool)
+    halves = [
+        sum_fn(zeros(jnp.bfloat16), jax.tree.map(lambda x, s=s: x[s], batch), empty[s])
+        for s in (slice(4), slice(4, 8))
+    ]
+    whole = sum_fn(zeros(jnp.bfloat16), batch, empty)
+    np.testing.assert_array_equal(whole.steps, halves[0].steps + halves[1].steps)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_what_is_not_finite_contributes_nothing(bad):
+    batch = make_cases(4, jnp.float32)["random"]
+    sum_fn = make_sum_fn("bounded", 2)
+    spoilt = {**batch, "x": batch["x"].at[1, 3, 2].set(bad)}
+    without = sum_fn(zeros(jnp.float32), batch, np.arange(4) == 1)
+    result = sum_fn(zeros(jnp.float32), spoilt, np.zeros(4, bool))
+    np.testing.assert_array_equal(result.steps, without.steps)
+
+
+def test_examples_of_large_extent_are_scaled_down():
+    roundings = Roundings(positions=64)
+    kappa = largest_extent(16, roundings)
+    norms, extents = jnp.ones(16), jnp.full(16, (4 * kappa) ** 2)
+    bound = clip_by(norms, extents, roundings, num_terms=1, folding_error=0.0)
+    np.testing.assert_allclose(bound, 4, rtol=1e-5)
+
+
+def test_the_slack_is_what_roundings_of_all_positions_can_add():
+    for size, positions in [(1, 1024), (2, 512), (8, 128)]:
+        kappa = largest_extent(size, Roundings(positions=positions))
+        gamma = size * positions * 2.0**-24
+        assert gamma * (2 * size - 1) * kappa <= SLACK
+        assert gamma * (2 * size - 1) * kappa > 0.95 * SLACK
+
+
+def test_microbatches_too_large_to_be_bounded_are_refused():
+    with pytest.raises(ValueError, match=r"small microbatches.*microbatch_size=16 or"):
+        clip_by(
+            jnp.ones(64),
+            jnp.ones(64),
+            Roundings(positions=128),
+            num_terms=1,
+            folding_error=0.0,
+        )
