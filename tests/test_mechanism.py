@@ -213,7 +213,13 @@ def test_the_stddev_does_not_depend_on_the_relation():
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"rescale_to_unit_norm": True}], ids=["plain", "rescaled"]
+    "fields",
+    [
+        {},
+        {"rescale_to_unit_norm": True},
+        {"method": "book_keeping", "arithmetic": "bounded"},
+    ],
+    ids=["plain", "rescaled", "bounded"],
 )
 def test_the_noise_is_calibrated_for_what_it_is_added_to(fields):
     """Not for the sum where the average is released, nor the other way round."""
@@ -351,6 +357,14 @@ def test_without_privacy_there_is_no_clipping_and_no_noise():
     np.testing.assert_allclose(grad["w"], 3 * 100 / 50, rtol=1e-6)
     noisy, _ = mechanism.privatizer(KEY).update(grad, NoiseState(KEY, jnp.int32(0)))
     np.testing.assert_array_equal(noisy["w"], grad["w"])
+
+
+def test_without_privacy_bounded_sums_become_floats():
+    mechanism = make_mechanism(
+        noise_multiplier=1.0, method="book_keeping", arithmetic="bounded"
+    )
+    baseline = mechanism.without_privacy()
+    assert (baseline.method, baseline.arithmetic) == ("book_keeping", "float32")
 
 
 def test_without_privacy_the_sampling_is_the_same():

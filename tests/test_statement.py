@@ -32,6 +32,22 @@ def test_it_tells_how_exact_sums_are_made():
     assert "Its standard deviation has 16378 units." in statement
 
 
+def test_it_tells_how_bounded_sums_are_made():
+    mechanism = make_mechanism(method="book_keeping", arithmetic="bounded")
+    statement = statement_of(mechanism)
+    assert "sums may err by 1.56% of the clip norm" in statement
+    assert f"the largest contribution has {mechanism.resolution} units" in statement
+    assert "other examples keep their places" in statement
+    assert "The claim holds for the bits that are released." in statement
+
+
+def test_it_tells_that_float_sums_of_book_keeping_are_not_proved():
+    mechanism = make_mechanism(method="book_keeping", arithmetic="float32")
+    statement = statement_of(mechanism)
+    assert "up to ordinary rounding, which is NOT PROVED" in statement
+    assert "The claim holds for the bits" not in statement
+
+
 def test_it_contains_the_figures():
     mechanism = make_mechanism(
         num_examples=1234,

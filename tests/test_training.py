@@ -144,10 +144,23 @@ def zero_gradient(params, batch):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [optax.sgd(0.5), optax.adam(0.1)], ids=["sgd", "adam"]
+    ("optimizer", "method"),
+    [
+        (optax.sgd(0.5), "per_example"),
+        (optax.adam(0.1), "per_example"),
+        (optax.sgd(0.5), "book_keeping"),
+    ],
+    ids=["sgd", "adam", "book-keeping"],
 )
-def test_without_privacy_it_is_plain_training_on_the_same_batches(optimizer):
-    trainer = make_trainer(optimizer=optimizer, is_private=False, iterations=10)
+def test_without_privacy_it_is_plain_training_on_the_same_batches(optimizer, method):
+    arithmetic = {"per_example": "exact", "book_keeping": "bounded"}[method]
+    trainer = make_trainer(
+        optimizer=optimizer,
+        is_private=False,
+        iterations=10,
+        method=method,
+        arithmetic=arithmetic,
+    )
     data, params = make_data(), make_params()
     state = trainer.init(params, prng_key=KEY)
     batches = batches_of(trainer, state)
@@ -798,3 +811,19 @@ def test_progress_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
     for quoted, step in ((spent, 3), (final, 6)):
         epsilon = mechanism.guarantee(step).epsilon
         assert epsilon <= float(quoted) < epsilon + 0.01
+
+
+def test_book_keeping_trains_and_resumes_bit_for_bit():
+    trainer = make_trainer(
+        policy=Policy.from_name("mixed_bfloat16"),
+        method="book_keeping",
+        arithmetic="bounded",
+        microbatch_size=2,
+    )
+    data = make_data()
+    whole = trainer.fit(trainer.init(make_params(), prng_key=KEY), data, progress=False)
+    half = trainer.init(make_params(), prng_key=KEY)
+    half = trainer.fit(half, data, stop_at=3, progress=False)
+    resumed = trainer.fit(load(save(half)), data, progress=False)
+    assert_bitwise_equal(resumed, whole)
+    assert whole.params["w"].dtype == jnp.float32

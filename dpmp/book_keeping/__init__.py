@@ -2,7 +2,7 @@
 
 Modules import only from rows below their own:
 
-    _summary
+    _summary   _extents
     _engine
     _terms   _sums
     _norms   _plan
@@ -12,5 +12,7 @@ Modules import only from rows below their own:
 """
 
 from dpmp.book_keeping._engine import engine as engine
+from dpmp.book_keeping._extents import Extents as Extents
+from dpmp.book_keeping._extents import measure_extents as measure_extents
 from dpmp.book_keeping._summary import Summary as Summary
 from dpmp.book_keeping._summary import summarize as summarize

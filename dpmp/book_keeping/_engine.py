@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from dpmp._bounded import BoundedGrid, Roundings, clip_by
 from dpmp._fence import behind_a_branch
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
 from dpmp.book_keeping import _norms, _products, _sums, _terms, _views
-from dpmp.book_keeping._norms import Measured, Recorded, Term
+from dpmp.book_keeping._norms import Recorded, Term
 from dpmp.book_keeping._plan import Plan, execute, make_plan
 from dpmp.book_keeping._views import View
 
@@ -163,6 +163,26 @@ def _one_example(
     return value, aux, (records, cotangents)
 
 
+class Group(NamedTuple):
+    """What is known of the gradients of some parameters.
+
+    Attributes:
+      squared_norm: (B,).
+      extent: (B,), squared, see `dpmp._bounded`.
+      inner: (B,), the part of it whose norms come from inner products.
+      roundings: in these.
+      num_products: that they are sums of.
+      num_entries: of the parameters.
+    """
+
+    squared_norm: jax.Array
+    extent: jax.Array
+    inner: jax.Array
+    roundings: Roundings
+    num_products: int
+    num_entries: int
+
+
 @dataclass(frozen=True)
 class BookKeptGrads:
     """`PerExampleGrads` that are never formed.
@@ -183,43 +203,50 @@ class BookKeptGrads:
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
         """See `PerExampleGrads`; what to clip by leaves room for rounding."""
+        return [self._squared_norm(x) for x in self.measure(self._groups(prefix))]
+
+    def measure(self, groups: Sequence[Sequence[int]]) -> list["Group"]:
+        """Norms and extents of groups of parameters."""
         terms = self.program.terms
         measured = _norms.measure_all(terms, self._roots, self.recorded)
-        return [
-            self._squared_norm(
-                group,
-                [
-                    (term, x)
-                    for term, of_params in zip(terms, measured, strict=True)
-                    for root, x in zip(term.params, of_params, strict=True)
-                    if root in group
-                ],
-            )
-            for group in self._groups(prefix)
-        ]
-
-    def _squared_norm(
-        self, group: list[int], parts: list[tuple[Term, Measured]]
-    ) -> SquaredNorm:
         zero = jnp.zeros(self.values.shape, jnp.float32)
-        squared_norm = sum((x.squared_norm for _, x in parts), zero)
-        if self.program.is_bounded:
+        results = []
+        for group in groups:
+            parts = [
+                (term, x)
+                for term, of_params in zip(terms, measured, strict=True)
+                for root, x in zip(term.params, of_params, strict=True)
+                if root in group
+            ]
             roundings = functools.reduce(
                 Roundings.at_least, (term.roundings for term, _ in parts), Roundings()
             )
+            inner = (x.extent for term, x in parts if term.form == "gram")
+            results.append(
+                Group(
+                    sum((x.squared_norm for _, x in parts), zero),
+                    sum((x.extent for _, x in parts), zero),
+                    sum(inner, zero),
+                    roundings.after(len(parts)),
+                    sum(term.num_products for term, _ in parts),
+                    sum(math.prod(self.program.params[i].aval.shape) for i in group),
+                )
+            )
+        return results
+
+    def _squared_norm(self, group: "Group") -> SquaredNorm:
+        if self.program.is_bounded:
             bound = clip_by(
-                squared_norm,
-                sum((x.extent for _, x in parts), zero),
-                roundings.after(len(parts)),
-                num_terms=sum(term.num_products for term, _ in parts),
+                group.squared_norm,
+                group.extent,
+                group.roundings,
+                num_terms=group.num_products,
                 folding_error=self._folding_error,
             )
         else:
-            extents = (x.extent for term, x in parts if term.form == "gram")
-            bound = jnp.maximum(squared_norm, 0) + _INNER_ERROR * sum(extents, zero)
-            bound = jnp.sqrt(bound) * (1 + self._folding_error)
-        num_entries = sum(math.prod(self.program.params[i].aval.shape) for i in group)
-        return SquaredNorm(squared_norm, 0, num_entries, jnp.square(bound))
+            square = jnp.maximum(group.squared_norm, 0) + _INNER_ERROR * group.inner
+            bound = jnp.sqrt(square) * (1 + self._folding_error)
+        return SquaredNorm(group.squared_norm, 0, group.num_entries, jnp.square(bound))
 
     @property
     def _folding_error(self) -> float:

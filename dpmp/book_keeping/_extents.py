@@ -1,0 +1,89 @@
+"""How much of what "bounded" sums keep depends on the extents of gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _arguments, _bounded, _validate
+from dpmp.book_keeping._engine import engine
+
+
+class Extents(NamedTuple):
+    """Extents of per-example gradients, over their norms.
+
+    Attributes:
+      ratios: (B,), 1 for gradients without any cancellation.
+      largest: the ratio above which a gradient is scaled down more than its norm asks
+        for; it depends on the microbatch size, and on nothing private.
+      share_cut: of the examples above it.
+    """
+
+    ratios: jax.Array
+    largest: float
+    share_cut: float
+
+
+def measure_extents(
+    fun: Callable[..., Any],
+    *args: Any,
+    microbatch_size: int,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] = 1,
+    keep_batch_dim: bool = True,
+) -> Extents:
+    """What `accumulator="bounded"` would cut, on public data.
+
+    Bounds on rounding grow with the extent of a gradient, the sum of the sizes of the
+    terms that it is a sum of. Examples whose extent is many times their norm, because
+    their terms cancel, count for less.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean((x @ w) ** 2)
+    >>> x = jnp.array([[[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [-1.0, -2.0]]])
+    >>> extents = measure_extents(loss, jnp.ones((2, 1)), x, microbatch_size=2)
+    >>> print(extents.ratios, extents.share_cut)
+    [1.0061921 1.       ] 0.0
+
+    Args:
+      fun: gives a scalar loss.
+      *args: of `fun`, on public or synthetic data: the result is not private.
+      microbatch_size: that "bounded" sums would have.
+      argnums: as in `clipped_grad`.
+      batch_argnums: as in `clipped_grad`.
+      keep_batch_dim: as in `clipped_grad`.
+
+    Returns:
+      `Extents` of all parameters together.
+
+    Raises:
+      ValueError: for a microbatch size that is not a positive integer, and arguments
+        that `clipped_grad` would not take.
+    """
+    _validate.positive_integer(
+        microbatch_size=microbatch_size, fix="Use 8, for example."
+    )
+    batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
+    grad_argnums = _arguments.as_argnums("argnums", argnums)
+    _arguments.check_disjoint(grad_argnums, batch_argnums, None)
+    _arguments.check_num_args(args, (*grad_argnums, *batch_argnums))
+
+    @_arguments.of_one_example(batch_argnums, keep_batch_dim)
+    def loss_fn(*args: Any) -> tuple[Any, None]:
+        value = fun(*args)
+        _arguments.check_loss(value)
+        return value, None
+
+    grads: Any = engine(
+        loss_fn,
+        argnums=argnums,
+        batch_argnums=batch_argnums,
+        prng_argnum=None,
+        spmd_axis_name=None,
+        is_bounded=True,
+    )(*args)
+    (group,) = grads.measure([range(len(jax.tree.leaves(grads.params)))])
+    ratios = jnp.sqrt(group.extent / group.squared_norm)
+    largest = _bounded.largest_extent(microbatch_size, group.roundings)
+    return Extents(ratios, largest, float(jnp.mean(ratios > largest)))

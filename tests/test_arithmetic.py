@@ -1,0 +1,84 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dpmp import GridArray, clipped_fun, clipped_grad
+from dpmp._accumulation import DoubleWord
+from dpmp._grid import LARGEST_RESOLUTION
+
+
+def loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+ARGS = (jnp.ones(3), jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize(
+    ("accumulator", "kind"),
+    [
+        (None, jax.Array),
+        ("float32", jax.Array),
+        ("float32x2", DoubleWord),
+        ("bounded", GridArray),
+    ],
+)
+def test_book_keeping_sums_in_every_arithmetic_but_exact(accumulator, kind):
+    fn = clipped_grad(
+        loss, l2_clip_norm=1.0, method="book_keeping", accumulator=accumulator
+    )
+    assert isinstance(jax.jit(fn.__call__)(*ARGS), kind)
+
+
+def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
+    for resolution in (None, 5000):
+        fn = clipped_grad(
+            loss,
+            l2_clip_norm=3.0,
+            method="book_keeping",
+            accumulator="bounded",
+            resolution=resolution,
+        )
+        unit = jax.jit(fn.__call__)(*ARGS).unit
+        assert unit == pytest.approx(3 / (resolution or LARGEST_RESOLUTION))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "book_keeping", "accumulator": "exact"}, "rounded and checked"),
+        ({"accumulator": "bounded"}, "for gradients that are never formed"),
+        (
+            {"method": "book_keeping", "pre_clipping_transform": lambda x: x},
+            "pre_clipping_transform needs",
+        ),
+        ({"accumulator": "exact", "dtype": jnp.float32}, "dtype goes with float sums"),
+        ({"resolution": 100}, 'resolution with "exact" and "bounded"'),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        clipped_grad(loss, l2_clip_norm=1.0, **options)
+
+
+def test_functions_without_gradients_have_no_bounded_sums():
+    with pytest.raises(ValueError, match="for gradients that are never formed"):
+        clipped_fun(lambda x: x, accumulator="bounded")
+
+
+def test_a_grid_too_coarse_for_the_parameters_is_refused():
+    fn = clipped_grad(
+        loss,
+        l2_clip_norm=1.0,
+        method="book_keeping",
+        accumulator="bounded",
+        resolution=30,
+    )
+    with pytest.raises(ValueError, match="fine enough to round 3 entries"):
+        fn(*ARGS)
+
+
+def test_clip_norms_that_are_no_prefix_are_refused_before_tracing():
+    fn = clipped_grad(loss, l2_clip_norm={"a": 1.0}, method="book_keeping")
+    with pytest.raises(ValueError, match="prefix of what is clipped"):
+        fn(*ARGS)

@@ -1,0 +1,38 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpmp.book_keeping import measure_extents
+
+
+def loss(w, batch):
+    return jnp.sum(batch["g"] * (batch["x"] @ w))
+
+
+def make_batch(g):
+    x = np.ones((len(g), 4, 1), np.float32)
+    return {"x": jnp.asarray(x), "g": jnp.asarray(g, jnp.float32)[..., None]}
+
+
+def test_extents_are_sums_of_sizes_over_the_size_of_the_sum():
+    batch = make_batch([[1, 1, 1, 1], [1, -1, 1, 1], [3, -1, 0, 0]])
+    extents = measure_extents(loss, jnp.ones((1, 1)), batch, microbatch_size=1)
+    np.testing.assert_allclose(extents.ratios, [1, 2, 2], rtol=1e-6)
+    assert extents.share_cut == 0
+
+
+def test_cancellation_is_cut_in_large_microbatches():
+    batch = make_batch([[1, 1, 1, 1], [1, -1, 1, -0.999]])
+    extents = measure_extents(loss, jnp.ones((1, 1)), batch, microbatch_size=128)
+    assert 1 < extents.largest < 4 / 0.001 < 1.1 * extents.ratios[1]
+    assert extents.share_cut == 0.5
+
+
+def test_arguments_that_clipped_grad_would_refuse_are_refused():
+    batch = make_batch([[1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="microbatch_size must be"):
+        measure_extents(loss, jnp.ones((1, 1)), batch, microbatch_size=0)
+    with pytest.raises(ValueError, match="must not overlap"):
+        measure_extents(loss, jnp.ones(1), batch, microbatch_size=1, batch_argnums=0)
+    with pytest.raises(ValueError, match="scalar float loss"):
+        measure_extents(lambda w, x: x["x"], jnp.ones(1), batch, microbatch_size=1)
