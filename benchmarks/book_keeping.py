@@ -64,10 +64,10 @@ _LARGE = {"length": 256, "width": 512, "depth": 5, "heads": 8, "vocabulary": 102
 
 TASKS = {
     "transformer, 3M": Subject(
-        functools.partial(models.transformer, **_SMALL), {16: 7, 64: 5}
+        functools.partial(models.transformer, **_SMALL), {16: 7, 64: 3}
     ),
     "transformer, 3M, scan": Subject(
-        functools.partial(models.transformer, **_SMALL, scan=True), {64: 5}
+        functools.partial(models.transformer, **_SMALL, scan=True), {64: 3}
     ),
     "transformer, 17M": Subject(
         functools.partial(models.transformer, **_LARGE), {16: 3, 64: 2}
@@ -345,7 +345,7 @@ def main() -> None:
     )
     parser.add_argument("--task", choices=TASKS, nargs="*", default=[*TASKS])
     parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=[*DTYPES])
-    parser.add_argument("--batch-size", type=int, nargs="*")
+    parser.add_argument("--batch-size", type=int, nargs="*", help="multiples of 8")
     parser.add_argument("--rounds", type=int)
     args = parser.parse_args()
     for question in args.question:

@@ -115,7 +115,10 @@ def product_term(site: Site, number: int, param: int, records: Any) -> Term:
         extent=_roundings_of_extent(groups, positions, left, right),
         positions=positions,
     )
-    cost = size * (positions + _COST_OF_AN_ENTRY)
+    if _num_rows(site) is not None:
+        cost = size * _COST_OF_AN_ENTRY + groups * positions * right
+    else:
+        cost = size * (positions * _cost_of_products(site) + _COST_OF_AN_ENTRY)
     return Term("product", [number], [param], measure, roundings, size, cost, size)
 
 
@@ -152,12 +155,20 @@ def gram_term(
     positions = sum(x.positions for x in sizes)
     squares = groups * positions**2
     longest = max(x.positions for x in sizes)
+    # Numbers of rows are compared, which costs and rounds nothing.
+    multiplied = right if all(_num_rows(sites[i]) for i in swapped) else left + right
     roundings = Roundings(
-        inner=left + right + _roundings_of_total(groups * longest**2) + len(sizes) ** 2,
-        extent=_roundings_of_extent(groups, positions, left, right),
+        inner=multiplied + _roundings_of_total(groups * longest**2) + len(sizes) ** 2,
+        extent=_roundings_of_extent(groups, positions, multiplied, 0),
         positions=positions,
     )
-    cost = squares * (left + right + _COST_OF_AN_ENTRY)
+    rows = sum(
+        x.positions
+        for i, x in zip(swapped, sizes, strict=True)
+        if _num_rows(sites[i]) is not None
+    )
+    cost = squares * (right + _COST_OF_AN_ENTRY)
+    cost += groups * (positions - rows) ** 2 * left
     return Term(
         "gram", list(swapped), [param], measure, roundings, squares, cost, 2 * squares
     )
@@ -199,7 +210,8 @@ def parameter_term(
             outer = sizes_of(sites[i], records)
             positions += outer.positions
             extent = _roundings_of_extent(*outer) + len(numbers)
-            cost += num_entries * (outer.positions + _COST_OF_AN_ENTRY)
+            per_entry = outer.positions * _cost_of_products(sites[i])
+            cost += num_entries * (per_entry + _COST_OF_AN_ENTRY)
         roundings = roundings.at_least(Roundings(extent=2 * extent))
     # Any of the sites' entries may be added to that of any other.
     several = Roundings(product=positions + len(numbers), positions=positions)
@@ -213,6 +225,11 @@ def parameter_term(
         cost,
         temporary,
     )
+
+
+def _cost_of_products(site: Site) -> float:
+    """Of forming a gradient: bfloat16 factors are transposed for it."""
+    return 2 if site.cotangent.dtype == jnp.bfloat16 else 1
 
 
 def measure_all(terms: Sequence[Term], roots: Any, recorded: Recorded) -> Any:
