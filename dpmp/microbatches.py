@@ -20,11 +20,11 @@ class MicrobatchTimes:
     Attributes:
       seconds: the median time of a call, by microbatch size.
       temporary_bytes: what the compiled program allocates besides arguments and
-        results.
+        results; None where the compiler does not tell.
     """
 
     seconds: dict[int, float]
-    temporary_bytes: dict[int, int]
+    temporary_bytes: dict[int, int | None]
 
     @property
     def best(self) -> int:
@@ -34,9 +34,10 @@ class MicrobatchTimes:
     def __str__(self) -> str:
         rows = ["microbatch   milliseconds   temporary MB"]
         rows += [
-            f"{size:10}   {1e3 * seconds:12.1f}   {megabytes:12.1f}"
-            for size, seconds in self.seconds.items()
-            for megabytes in [self.temporary_bytes[size] / 1e6]
+            f"{size:10}   {1e3 * seconds:12.1f}   {_megabytes(memory):>12}"
+            for (size, seconds), memory in zip(
+                self.seconds.items(), self.temporary_bytes.values(), strict=True
+            )
         ]
         return "\n".join(rows)
 
@@ -105,11 +106,17 @@ def measure_microbatch_sizes(
     return MicrobatchTimes(
         # The first call touches memory anew.
         {size: statistics.median(times[1:]) for size, times in seconds.items()},
-        {
-            size: program.memory_analysis().temp_size_in_bytes
-            for size, program in programs.items()
-        },
+        {size: _temporary_bytes(program) for size, program in programs.items()},
     )
+
+
+def _temporary_bytes(program: Any) -> int | None:
+    analysis = program.memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes
+
+
+def _megabytes(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / 1e6:.1f}"
 
 
 def _as_function(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
