@@ -64,8 +64,9 @@ coefficient zero, so that no smaller one underflows. What the sum can lose (m T 
 in an entry) is below a thousandth of a unit of the grid.
 
 Conditions. What is in memory for an example depends on that example alone, in its
-place; examples keep their places (REPLACE_SPECIAL and REPLACE_ONE, not
-ADD_OR_REMOVE_ONE).
+place; a sum of the same numbers is the same whenever it is computed (on GPUs, those of
+embeddings are if XLA is told so: `--xla_gpu_deterministic_ops`); examples keep their
+places (REPLACE_SPECIAL and REPLACE_ONE, not ADD_OR_REMOVE_ONE).
 
 References:
   Higham: Accuracy and stability of numerical algorithms, 2002, chapters 3 and 4.
@@ -153,8 +154,8 @@ def clip_by(
         f'"bounded" sums of {roundings.positions} positions for each example need '
         f"small microbatches",
         microbatch_size=size,
-        fix=f"Use microbatch_size={_largest_microbatch(roundings)} or less, or "
-        f'accumulator="float32" (in DPSGD: arithmetic="float32").',
+        fix=f"Use microbatch_size={_largest_microbatch(roundings)} or less, shorter "
+        f'examples, or accumulator="float32" (in DPSGD: arithmetic="float32").',
     )
     lost = num_terms * _SMALLEST_NORMAL
     a_squared = extent * (1 + _gamma(roundings.extent + _SPARE_ROUNDINGS)) + lost

@@ -98,7 +98,8 @@ def _describe_arithmetic(
             f"{_bounded.SLACK:.2%} of the clip norm, which is lowered by that. The "
             f"sums are rounded to a grid on which the largest contribution has "
             f"{resolution} units, and added up in integers. {noise} {holds} {width} It "
-            f"is assumed that other examples keep their places in the batch."
+            f"is assumed that other examples keep their places in the batch, and that "
+            f"the device adds in the same order every time."
         )
     accumulator = _accumulation.get_accumulator(arithmetic)
     lowered = (

@@ -48,8 +48,9 @@ class StoredArray:
 
 
 def at_least_float32(*dtypes: Any) -> Any:
-    """The widest of some float dtypes and float32."""
-    return max(map(jnp.dtype, (jnp.float32, *dtypes)), key=lambda d: d.itemsize)
+    """The widest of float32 and those of some dtypes that are floats."""
+    floats = [d for d in map(jnp.dtype, dtypes) if jnp.issubdtype(d, jnp.floating)]
+    return max((jnp.dtype(jnp.float32), *floats), key=lambda d: d.itemsize)
 
 
 def compute_and_store(

@@ -81,6 +81,7 @@ def analyse(
     plan = make_plan(closed, inputs)
     if is_bounded and (tangled := _terms.tangled_params(plan.sites, roots)):
         plan = make_plan(closed, inputs, tapped=tangled)
+        assert not _terms.tangled_params(plan.sites, roots)
     program = Program(plan, roots, [], treedef.children()[1], is_bounded)
     _, records = jax.eval_shape(
         lambda *args: execute(plan, args, program.dummies()), *avals
@@ -224,7 +225,8 @@ class BookKeptGrads:
             inner = (x.extent for term, x in parts if term.form == "gram")
             results.append(
                 Group(
-                    sum((x.squared_norm for _, x in parts), zero),
+                    # Inner products that cancel may leave less than nothing.
+                    jnp.maximum(sum((x.squared_norm for _, x in parts), zero), 0),
                     sum((x.extent for _, x in parts), zero),
                     sum(inner, zero),
                     roundings.after(len(parts)),
@@ -244,7 +246,7 @@ class BookKeptGrads:
                 folding_error=self._folding_error,
             )
         else:
-            square = jnp.maximum(group.squared_norm, 0) + _INNER_ERROR * group.inner
+            square = group.squared_norm + _INNER_ERROR * group.inner
             bound = jnp.sqrt(square) * (1 + self._folding_error)
         return SquaredNorm(group.squared_norm, 0, group.num_entries, jnp.square(bound))
 
@@ -263,6 +265,10 @@ class BookKeptGrads:
         accumulator: Accumulator | BoundedGrid,
     ) -> PyTree:
         """See `PerExampleGrads`."""
+        # The same bits for all sites, whatever else reads them.
+        clip_coefs, keep = behind_a_branch(
+            lambda: (clip_coefs, keep), (clip_coefs, keep)
+        )
         sums: dict[int, jax.Array] = {}
         for group, coefs in zip(self._groups(prefix), clip_coefs, strict=True):
             sums |= _sums.weighted_sum(

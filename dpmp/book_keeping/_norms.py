@@ -265,6 +265,8 @@ def _total(x: jax.Array) -> jax.Array:
     Rows are added up by the compiler, in whatever order; their sums by a tree of
     elementwise additions, of which it keeps the order.
     """
+    if x.size == 0:
+        return jnp.zeros((), x.dtype)
     columns = _num_columns(x.size)
     x = jnp.pad(x.ravel(), (0, -x.size % columns)).reshape(-1, columns)
     sums = jnp.sum(x, axis=1)
@@ -352,10 +354,18 @@ def sizes_of(site: Site, records: list[Any]) -> Sizes:
 
 
 def factors(site: Site, number: int, recorded: Recorded) -> tuple[jax.Array, jax.Array]:
-    """Left and right of one example."""
+    """Left and right of one example; vectors are of floats of 16 bits or more."""
     records, cotangents = recorded
     assert site.outer is not None
-    return site.outer.factors([records[i] for i in site.records], cotangents[number])
+    chosen = [records[i] for i in site.records]
+    left, right = site.outer.factors(chosen, cotangents[number])
+    return left if _num_rows(site) is not None else _as_floats(left), _as_floats(right)
+
+
+def _as_floats(x: jax.Array) -> jax.Array:
+    """Integers would wrap around, and products of 8-bit floats lose bits on GPUs."""
+    is_wide = _views.is_float(x.dtype) and x.dtype.itemsize >= 2
+    return x if is_wide else x.astype(jnp.float32)
 
 
 def _product(site: Site, number: int, recorded: Recorded) -> jax.Array:

@@ -91,8 +91,9 @@ def make_plan(
 
     def evaluate(eqn: Any, operands: list[Any]) -> list[View | None]:
         views = [_as_view(x) for x in operands]
-        if all(view is not None for view in views):
-            return list(_views.apply(eqn, views))  # type: ignore[arg-type]
+        known = [view for view in views if view is not None]
+        if len(known) == len(views) and not _becomes_complex(eqn, known):
+            return list(_views.apply(eqn, known))
         outputs, step = _meet(eqn, views)
         if step is not None:
             steps[id(eqn)] = step
@@ -151,11 +152,12 @@ def _as_view(x: Any) -> View | None:
 def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
     """What an equation on data and views gives, and what becomes of it."""
     outputs: list[Any] = [_DATA] * len(eqn.outvars)
-    has_params = any(view is not None and view.leaves for view in views)
-    has_gradient = any(_views.is_float(v.aval.dtype) for v in eqn.outvars)
-    if not has_params or not has_gradient:
+    has_gradient = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+    if not has_gradient or not any(map(_is_tappable, views)):
         return outputs, None
-    if (loop := _jaxpr.as_loop(eqn)) is not None:
+    if any(_is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        return outputs, _whole_step(views, lambda values: _jaxpr.bind(eqn, values))
+    if (loop := _jaxpr.as_loop(eqn)) is not None and loop.options["length"] > 0:
         return _loop_step(loop, views)
     if (remat := _jaxpr.as_rematerialised(eqn)) is not None:
         return _call_step(*remat, views)
@@ -164,6 +166,21 @@ def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
     if (rule := _rules.outer_rule(eqn, views)) is not None:
         return outputs, _outer_step(eqn, rule, views)
     return outputs, _dense_step(eqn, views)
+
+
+def _is_tappable(view: View | None) -> bool:
+    """Whether there is a gradient of a view."""
+    return view is not None and bool(view.leaves) and _views.is_float(view.aval.dtype)
+
+
+def _becomes_complex(eqn: Any, views: Sequence[View]) -> bool:
+    """Whether parameters leave the real numbers, where they have to be tapped."""
+    outputs = any(_is_complex(v.aval) for v in eqn.outvars)
+    return outputs and any(map(_is_tappable, views))
+
+
+def _is_complex(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.complexfloating)
 
 
 def _outer_step(eqn: Any, rule: Any, views: list[View | None]) -> _Step:
@@ -182,7 +199,7 @@ def _outer_step(eqn: Any, rule: Any, views: list[View | None]) -> _Step:
 def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
     operands, sites = [], []
     for i, view in enumerate(views):
-        if view is None or not view.leaves:
+        if view is None or not _is_tappable(view):
             continue
         if (broadcast := view.broadcast) is not None:
             (view,) = view.parents
@@ -205,7 +222,7 @@ def _whole_step(
     which = {
         i: view
         for i, view in enumerate(views)
-        if view is not None and view.leaves and _views.is_float(view.aval.dtype)
+        if view is not None and _is_tappable(view)
     }
     sites = [
         Site(

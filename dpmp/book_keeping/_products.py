@@ -47,10 +47,9 @@ def contract(
         # ("Unsupported element type for DotThunk"), what is contracted comes last.
         kept = [i for i in range(a.ndim) if i not in (*batch[0], *contracting[0])]
         order = (*batch[0], *kept, *contracting[0])
-        if order != tuple(range(a.ndim)):
-            a = apart(a.transpose(order))
-            contracting = (tuple(map(order.index, contracting[0])), contracting[1])
-            batch = (tuple(map(order.index, batch[0])), batch[1])
+        a, b = apart(a.transpose(order)), apart(b)
+        contracting = (tuple(map(order.index, contracting[0])), contracting[1])
+        batch = (tuple(map(order.index, batch[0])), batch[1])
     return jax.lax.dot_general(
         a,
         b,

@@ -46,9 +46,7 @@ def outer_rule(eqn: Any, operands: Sequence[View | None]) -> OuterRule | None:
     """
     rule = _OUTER_RULES.get(eqn.primitive.name)
     which = [i for i, view in enumerate(operands) if view is not None and view.leaves]
-    if rule is None or len(which) != 1:
-        return None
-    return rule(eqn, which[0])
+    return None if rule is None or len(which) != 1 else rule(eqn, which[0])
 
 
 def _dot_general(eqn: Any, operand: int) -> OuterRule:

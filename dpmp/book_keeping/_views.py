@@ -98,8 +98,10 @@ def lift(view: View, outer: Mapping[int, View], mapped: set[int], size: int) -> 
 
     def rearrange(array: np.ndarray) -> np.ndarray | None:
         operand = _only_parent(parents).rearrange(array)
-        if operand is None or not any(is_mapped):
-            return None if operand is None else view.rearrange(operand)
+        if operand is None or operand.size == 0:
+            return None
+        if not any(is_mapped):
+            return view.rearrange(operand)
         one = view.rearrange(operand[0, ...])
         if one is None:
             return None
