@@ -56,13 +56,18 @@ def inline(closed: Any) -> Any:
 def _inlined(closed: Any, *args: Any) -> list[Any]:
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         if eqn.primitive.name in _CALLS:
-            return _inlined(eqn.params["jaxpr"], *values)
+            return _inlined(_callee(eqn), *values)
         if _is_known_number(eqn, values):
             with jax.ensure_compile_time_eval():
                 return bind(eqn, values)
         return bind(eqn, values)
 
     return run(closed, args, evaluate)
+
+
+def _callee(eqn: Any) -> Any:
+    """The closed jaxpr of a call."""
+    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
 
 
 def _is_known_number(eqn: Any, values: list[Any]) -> bool:
@@ -122,7 +127,7 @@ def rewrite(
         if (results := replace(eqn, values)) is not None:
             return results
         if eqn.primitive.name in _CALLS:
-            return run(eqn.params["jaxpr"], values, evaluate)
+            return run(_callee(eqn), values, evaluate)
         if eqn.primitive.name in _BODIES:
             bodies = {name: eqn.params[name] for name in _BODIES[eqn.primitive.name]}
             return bind(eqn, values, **jax.tree.map(rewritten_body, bodies))

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dpmp import _jaxpr
 from dpmp._jaxpr import hoist_constants
 
 FROZEN = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
@@ -151,3 +152,343 @@ def test_the_function_is_traced_once():
     for _ in range(3):
         jax.grad(hoisted, argnums=1)(constants, jnp.ones(3))
     assert len(traces) == 1
+
+
+# Tracing, and going through a program.
+
+X = jnp.array([0.5, -1.0, 2.0])
+
+
+def names_of(closed):
+    return [eqn.primitive.name for eqn in closed.jaxpr.eqns]
+
+
+def evaluated(closed, *args):
+    return _jaxpr.run(closed, args, _jaxpr.bind)
+
+
+def only_equation(fun, *args):
+    closed, _ = _jaxpr.trace(fun, *args)
+    (eqn,) = closed.jaxpr.eqns
+    return eqn
+
+
+def test_a_traced_function_has_flat_arguments_and_the_tree_of_its_output():
+    def fun(tree, x):
+        return {"sum": tree["a"] + x, "rest": (tree["b"], None)}
+
+    args = {"a": X, "b": jnp.arange(2)}, 2 * X
+    closed, treedef = _jaxpr.trace(fun, *args)
+    leaves = evaluated(closed, *jax.tree.leaves(args))
+    actual, expected = jax.tree.unflatten(treedef, leaves), fun(*args)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_calls_under_jit_are_written_out():
+    @jax.jit
+    def inner(x):
+        return jnp.sin(x) * FROZEN[0]
+
+    closed, _ = _jaxpr.trace(jax.jit(lambda x: inner(x) + jax.jit(inner)(2 * x)), X)
+    assert names_of(closed).count("sin") == 2
+    assert not {"jit", "pjit", "closed_call"} & set(names_of(closed))
+    np.testing.assert_allclose(
+        *evaluated(closed, X), inner(X) + inner(2 * X), rtol=1e-6
+    )
+
+
+def test_inlining_keeps_a_program_without_calls():
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) + x)(X)
+    assert str(_jaxpr.inline(closed)) == str(closed)
+
+
+@pytest.mark.parametrize("index", [0, 2, -1, np.int32(-2), (1, -1)])
+def test_indices_that_are_known_are_written_in_the_program(index):
+    closed, _ = _jaxpr.trace(lambda w: w[index], jnp.ones((4, 3)))
+    for eqn in closed.jaxpr.eqns:
+        assert all(map(_jaxpr.is_literal, eqn.invars[1:]))
+    np.testing.assert_array_equal(*evaluated(closed, jnp.ones((4, 3))), 1)
+
+
+def test_a_program_runs_in_any_interpretation_of_its_values():
+    closed, _ = _jaxpr.trace(lambda x: jnp.sin(x) * jnp.sin(jnp.cos(x)), X)
+
+    def number_of_sines(eqn, values):
+        own = eqn.primitive.name == "sin"
+        return [own + sum(values)]
+
+    assert _jaxpr.run(closed, [0], number_of_sines) == [2]
+
+
+def test_outputs_may_be_arguments_constants_and_numbers():
+    closed, _ = _jaxpr.trace(lambda x: (x, FROZEN, 1.0), X)
+    x, frozen, one = _jaxpr.run(closed, ["x"], _jaxpr.bind)
+    assert (x, one) == ("x", 1.0)
+    np.testing.assert_array_equal(frozen, FROZEN)
+
+
+def test_an_equation_is_bound_with_parameters_changed():
+    half = X.astype(jnp.bfloat16)
+    eqn = only_equation(jnp.dot, half, half)
+    (product,) = _jaxpr.bind(eqn, [half, half])
+    (wide,) = _jaxpr.bind(eqn, [half, half], preferred_element_type=jnp.float32)
+    assert (product.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_equations_with_several_outputs_are_bound():
+    closed, _ = _jaxpr.trace(lambda x: jnp.split(x, 3), X)
+    np.testing.assert_array_equal(np.concatenate(evaluated(closed, X)), X)
+
+
+# Equations with programs of their own.
+
+
+@jax.custom_jvp
+def custom(x):
+    return jnp.sin(x)
+
+
+custom.defjvps(lambda dx, out, x: 2 * dx)
+
+WITH_BODY = {
+    "scan": lambda x: jax.lax.scan(lambda c, x: (c + x, c), 0.0, x),
+    "while": lambda x: jax.lax.while_loop(lambda x: x[0] < 9, lambda x: 2 * x, x),
+    "cond": lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+    "switch": lambda x: jax.lax.switch(x[0].astype(int), [jnp.sin, jnp.cos], x),
+    "custom_jvp": custom,
+    "custom_vjp": doubled_gradient,
+    "checkpoint": jax.checkpoint(jnp.sin),
+}
+WITHOUT_BODY = {
+    "dot": lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32),
+    "gather": lambda x: x.at[jnp.arange(2)].get(mode="fill", fill_value=0),
+    "cast": lambda x: x.astype(jnp.bfloat16),
+    "sort": jnp.sort,
+    "cumsum": jnp.cumsum,
+    "max": jnp.max,
+    "where": lambda x: jnp.where(x > 0, x, 0),
+    "conv": lambda x: jax.lax.conv_general_dilated(
+        x.reshape(1, 1, 3), x.reshape(1, 1, 3), (1,), "SAME"
+    ),
+    "split": lambda x: jnp.split(x, 3),
+    "reduce_precision": lambda x: jax.lax.reduce_precision(x, 8, 7),
+}
+
+
+@pytest.mark.parametrize("name", WITH_BODY)
+def test_loops_and_branches_and_custom_rules_have_bodies(name):
+    closed, _ = _jaxpr.trace(WITH_BODY[name], X)
+    assert any(map(_jaxpr.has_body, closed.jaxpr.eqns))
+
+
+@pytest.mark.parametrize("name", WITHOUT_BODY)
+def test_single_operations_have_none(name):
+    closed, _ = _jaxpr.trace(WITHOUT_BODY[name], X)
+    assert closed.jaxpr.eqns
+    assert not any(map(_jaxpr.has_body, closed.jaxpr.eqns))
+
+
+def looping(w, start, xs, **options):
+    def body(carry, x):
+        carry = jax.jit(jnp.tanh)(carry @ w + x["x"])
+        return carry, (x["n"] + 1, jnp.sum(carry))
+
+    return jax.lax.scan(body, start, xs, **options)
+
+
+LOOP_ARGS = (
+    jnp.eye(3) + 0.1,
+    X,
+    {"x": jnp.linspace(-1, 1, 12).reshape(4, 3), "n": jnp.arange(4)},
+)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reverse": True}, {"unroll": 2}, {"reverse": True, "unroll": True}]
+)
+def test_a_loop_is_told_by_its_parts(options):
+    def fun(*args):
+        return looping(*args, **options)
+
+    eqn = only_equation(fun, *LOOP_ARGS)
+    loop = _jaxpr.as_loop(eqn)
+    assert (loop.num_consts, loop.num_carry) == (1, 1)
+    assert loop.options["length"] == 4
+    assert loop.options["reverse"] == options.get("reverse", False)
+    assert "tanh" in names_of(loop.body)  # written out
+
+    # Made again from these parts.
+    w, carry, *slices = jax.tree.leaves(LOOP_ARGS)
+
+    def iteration(carry, slices):
+        new, *outputs = evaluated(loop.body, w, carry, *slices)
+        return new, outputs
+
+    actual = jax.lax.scan(iteration, carry, slices, **loop.options)
+    expected = fun(*LOOP_ARGS)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    remade = only_equation(
+        lambda *xs: jax.lax.scan(iteration, carry, slices, **loop.options), X
+    )
+    assert _jaxpr.as_loop(remade).options == loop.options
+
+
+def test_only_loops_are_loops_and_only_checkpoints_are_rematerialised():
+    for name, fun in {**WITH_BODY, **WITHOUT_BODY}.items():
+        closed, _ = _jaxpr.trace(fun, X)
+        for eqn in closed.jaxpr.eqns:
+            assert (_jaxpr.as_loop(eqn) is not None) == (name == "scan")
+            is_rematerialised = _jaxpr.as_rematerialised(eqn) is not None
+            assert is_rematerialised == (name == "checkpoint")
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_a_checkpoint_is_told_by_its_body_and_wrapped_again(policy, prevent_cse):
+    def fun(w, x):
+        return jnp.sin(jax.jit(jnp.matmul)(x, w)) * FROZEN[0]
+
+    args = LOOP_ARGS[:2]
+    checkpoint = jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+    eqn = only_equation(checkpoint, *args)
+    body, wrap = _jaxpr.as_rematerialised(eqn)
+    assert "dot_general" in names_of(body)  # written out
+
+    def again(*xs):
+        return wrap(lambda *xs: evaluated(body, *xs))(*xs)
+
+    operands = [jnp.ones(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    (new,) = _jaxpr.trace(again, *operands)[0].jaxpr.eqns
+    assert new.primitive.name == eqn.primitive.name
+    for name in ("policy", "prevent_cse"):
+        assert new.params[name] == eqn.params[name]
+
+
+# Programs with some equations replaced.
+
+
+def with_jit(op):
+    return lambda x: jax.jit(lambda y: jax.jit(op)(y) + op(2 * y))(x)
+
+
+def with_scan(op):
+    def body(carry, x):
+        return op(carry + jax.jit(op)(x)), op(x)
+
+    return lambda x: jax.lax.scan(body, jnp.zeros(()), x)
+
+
+def with_nested_loops(op):
+    def fun(x):
+        def body(i, carry):
+            return jax.lax.fori_loop(0, i, lambda _, c: op(c) + 1, carry)
+
+        return jax.lax.fori_loop(0, 3, body, x)
+
+    return fun
+
+
+def with_while(op):
+    def fun(x):
+        return jax.lax.while_loop(
+            lambda c: op(c[0]) < 0.9, lambda c: (c[0] + 0.25, op(c[1])), (x[0], x)
+        )
+
+    return fun
+
+
+def with_branches(op):
+    def fun(x):
+        x = jax.lax.cond(x[0] > 0, op, jnp.tanh, x)
+        return jax.lax.switch(1, [jnp.tanh, lambda x: op(op(x))], x)
+
+    return fun
+
+
+PROGRAMS = {
+    "plain": lambda op: lambda x: {"a": op(x), "b": (x, op(op(x)))},
+    "jit": with_jit,
+    "scan": with_scan,
+    "nested-loops": with_nested_loops,
+    "while": with_while,
+    "branches": with_branches,
+    "checkpoint": lambda op: jax.checkpoint(lambda x: op(with_jit(op)(x))),
+    "checkpoint-of-loop": lambda op: jax.checkpoint(with_scan(op)),
+    "vmap": lambda op: jax.vmap(with_branches_of_numbers(op)),
+}
+
+
+def with_branches_of_numbers(op):
+    return lambda x: jax.lax.cond(x > 0, op, jnp.tanh, x)
+
+
+def sine(x):
+    return jnp.sin(x)
+
+
+def doubled_sine(x):
+    return 2 * jnp.sin(x)
+
+
+def double_sines(eqn, values):
+    return [doubled_sine(*values)] if eqn.primitive.name == "sin" else None
+
+
+@jax.custom_jvp
+def doubled_derivative(x):
+    return -jnp.cos(x)
+
+
+doubled_derivative.defjvps(lambda dx, out, x: 2 * jnp.sin(x) * dx)
+
+
+def assert_trees_equal(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, expected
+    )
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equations_are_replaced_wherever_they_are(name):
+    expected = PROGRAMS[name](doubled_sine)(X)
+    rewritten = _jaxpr.rewrite(PROGRAMS[name](sine), double_sines)
+    assert_trees_equal(rewritten(X), expected)
+    assert_trees_equal(jax.jit(rewritten)(X), expected)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_stays_as_it_is_where_nothing_is_replaced(name):
+    program = PROGRAMS[name](sine)
+    rewritten = _jaxpr.rewrite(program, lambda eqn, values: None)
+    assert_trees_equal(rewritten(X), program(X))
+
+
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"while", "nested-loops"}))
+def test_a_derivative_is_rewritten(name):
+    def derivative(op):
+        leaves = PROGRAMS[name](op)
+        return jax.grad(lambda x: sum(map(jnp.sum, jax.tree.leaves(leaves(x)))))
+
+    # Of the cosine, so that it is a sine itself that is replaced.
+    def has_sine(x):
+        return -jnp.cos(x)
+
+    rewritten = _jaxpr.rewrite(derivative(has_sine), double_sines)
+    assert_trees_equal(rewritten(X), derivative(doubled_derivative)(X))
+
+
+def test_a_body_is_left_alone_if_what_replaces_it_has_arrays_of_its_own():
+    large = jnp.asarray(FROZEN[:3, 0])
+
+    def replace(eqn, values):
+        return [values[0] * large] if eqn.primitive.name == "sin" else None
+
+    def fun(x):
+        return jax.lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x), jnp.sin(x)
+
+    in_loop, outside = _jaxpr.rewrite(fun, replace)(X)
+    np.testing.assert_allclose(in_loop, jnp.sin(jnp.sin(X)), rtol=1e-6)
+    np.testing.assert_allclose(outside, X * large, rtol=1e-6)

@@ -19,6 +19,7 @@ from dpmp import _jaxpr
 from dpmp._accumulation import Accumulator
 from dpmp._bounded import BoundedGrid, Roundings, clip_by
 from dpmp._fence import behind_a_branch
+from dpmp._stored import at_least_float32
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
 from dpmp.book_keeping import _norms, _products, _sums, _terms, _views
 from dpmp.book_keeping._norms import Recorded, Term
@@ -78,9 +79,10 @@ def analyse(
         for i, aval in enumerate(avals[:num_params])
     ]
     inputs = [*roots, *[None] * (len(avals) - num_params)]
-    plan = make_plan(closed, inputs)
+    aux = range(1, len(closed.out_avals))
+    plan = make_plan(closed, inputs, unread=aux)
     if is_bounded and (tangled := _terms.tangled_params(plan.sites, roots)):
-        plan = make_plan(closed, inputs, tapped=tangled)
+        plan = make_plan(closed, inputs, tapped=tangled, unread=aux)
         assert not _terms.tangled_params(plan.sites, roots)
     program = Program(plan, roots, [], treedef.children()[1], is_bounded)
     _, records = jax.eval_shape(
@@ -123,7 +125,7 @@ def engine(
         return fun(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> BookKeptGrads:
-        params = [args[i] for i in of_params]
+        params = [jax.tree.map(jnp.asarray, args[i]) for i in of_params]
         examples = {i: args[i] for i in of_examples}
         loss = functools.partial(of_one_example, args, kwargs)
         example = jax.tree.map(_first, examples)
@@ -210,7 +212,10 @@ class BookKeptGrads:
         """Norms and extents of groups of parameters."""
         terms = self.program.terms
         measured = _norms.measure_all(terms, self._roots, self.recorded)
-        zero = jnp.zeros(self.values.shape, jnp.float32)
+        dtypes = (x.squared_norm.dtype for of_params in measured for x in of_params)
+        dtype = at_least_float32(*dtypes)
+        measured = jax.tree.map(lambda x: x.astype(dtype), measured)
+        zero = jnp.zeros(self.values.shape, dtype)
         results = []
         for group in groups:
             parts = [

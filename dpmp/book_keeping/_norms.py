@@ -141,14 +141,14 @@ def gram_term(
             left, right = factors(sites[i], i, recorded)
             pair = _Side(left, _num_rows(sites[i])), _Side(right, None)
             sides[i] = pair[::-1] if is_swapped else pair
-        norm, extents = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+        norm, extents = 0.0, 0.0
         for a, b in itertools.combinations_with_replacement(sides, 2):
             grams = [_gram(x, y) for x, y in zip(sides[a], sides[b], strict=True)]
-            norm += (1 if a == b else 2) * _total(grams[0] * grams[1])
+            norm += (1 if a == b else 2) * _total(_times(*grams))
             if a == b:
                 sizes = map(_sizes_of_vectors, sides[a], grams)
-                extents += jnp.sum(functools.reduce(jnp.multiply, sizes), axis=1)
-        return [Measured(norm, jnp.sum(jnp.square(extents)))]
+                extents += jnp.sum(_times(*sizes), axis=1)
+        return [Measured(jnp.asarray(norm), jnp.sum(jnp.square(extents)))]
 
     sizes = [sizes_of(sites[i], records) for i in swapped]
     groups, _, left, right = sizes[0]
@@ -187,13 +187,13 @@ def parameter_term(
     def measure(roots: Any, recorded: Recorded) -> list[Measured]:
         grads = [gradient(sites[i], i, recorded) for i in numbers]
         of_params = pull_back(views, roots_of_params, roots, grads)
-        extent = jnp.zeros((), jnp.float32)
+        extent = jnp.zeros((), at_least_float32(*(grad.dtype for grad in grads)))
         for i, grad in zip(numbers, grads, strict=True):
             if sites[i].outer is None:
-                extent += jnp.sqrt(_total(_square(grad)))
+                one = _total(_square(grad))
             else:
-                extents = _extents(sites[i], i, recorded)
-                extent += jnp.sqrt(jnp.sum(jnp.square(extents)))
+                one = jnp.sum(jnp.square(_extents(sites[i], i, recorded)))
+            extent += jnp.sqrt(one).astype(extent.dtype)
         return [Measured(_total(_square(x)), jnp.square(extent)) for x in of_params]
 
     size = sum(math.prod(param.aval.shape) for param in params)
@@ -305,7 +305,7 @@ def _gram(a: _Side, b: _Side) -> jax.Array:
         return jnp.swapaxes(_gram(b, a), 1, 2)
     if a.num_rows is not None:
         rows = jnp.take_along_axis(b.values, a.values[:, None, :], axis=2)
-        return jnp.swapaxes(rows, 1, 2).astype(jnp.float32)
+        return jnp.swapaxes(rows, 1, 2).astype(at_least_float32(rows.dtype))
     return _products.contract(a.values, b.values, ((2,), (2,)), ((0,), (0,)))
 
 
@@ -328,7 +328,12 @@ def _extents(site: Site, number: int, recorded: Recorded) -> jax.Array:
         _root(jnp.sum(_square(side.values), axis=-1), side)
         for side in (_Side(left, _num_rows(site)), _Side(right, None))
     )
-    return jnp.sum(functools.reduce(jnp.multiply, sizes), axis=1)
+    return jnp.sum(_times(*sizes), axis=1)
+
+
+def _times(a: jax.Array, b: jax.Array) -> jax.Array:
+    dtype = at_least_float32(a.dtype, b.dtype)
+    return a.astype(dtype) * b.astype(dtype)
 
 
 def _roundings_of_extent(groups: int, positions: int, left: int, right: int) -> int:
@@ -375,9 +380,10 @@ def _product(site: Site, number: int, recorded: Recorded) -> jax.Array:
     if (num_rows := site.outer.num_rows) is None:
         product = _products.contract(left, right, ((1,), (1,)), ((0,), (0,)))
         return _products.apart(product)
-    rows = jnp.zeros((left.shape[0], num_rows, right.shape[-1]), jnp.float32)
+    right = right.astype(at_least_float32(right.dtype))
+    rows = jnp.zeros((left.shape[0], num_rows, right.shape[-1]), right.dtype)
     add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
-    return add(rows, left, right.astype(jnp.float32))
+    return add(rows, left, right)
 
 
 def gradient(site: Site, number: int, recorded: Recorded) -> jax.Array:

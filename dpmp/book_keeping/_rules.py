@@ -60,6 +60,8 @@ def _dot_general(eqn: Any, operand: int) -> OuterRule:
     ]
     sizes = [math.prod(shapes[data][i] for i in batch[data])]
     sizes += [math.prod(shapes[data][i] for i in free[data])]
+    num_left = math.prod(shapes[data][i] for i in contracting[data])
+    num_right = math.prod(shapes[operand][i] for i in free[operand])
     num_batch = len(batch[data])
     # The output has the batch axes, the free ones of the left operand, and the right's.
     num_free = [len(free[0]), len(free[1])]
@@ -74,7 +76,7 @@ def _dot_general(eqn: Any, operand: int) -> OuterRule:
         left = x.transpose(*batch[data], *free[data], *contracting[data])
         order = (*range(num_batch), *free_out[data], *free_out[operand])
         right = cotangent.transpose(order)
-        return left.reshape(*sizes, -1), right.reshape(*sizes, -1)
+        return left.reshape(*sizes, num_left), right.reshape(*sizes, num_right)
 
     axes = (tuple(batch[operand]), tuple(contracting[operand]), free[operand])
     to_view = _from_axes(axes, shapes[operand])
@@ -117,8 +119,11 @@ def _gather(eqn: Any, operand: int) -> OuterRule | None:
 
     def factors(records: list[jax.Array], cotangent: jax.Array) -> Any:
         ids = records[0].reshape(1, -1)
+        if ids.dtype.itemsize < 4:  # with no room for the number of rows
+            ids = ids.astype(jnp.int32)
         last = tuple(range(cotangent.ndim - len(offset_dims), cotangent.ndim))
-        right = jnp.moveaxis(cotangent, offset_dims, last).reshape(1, ids.size, -1)
+        right = jnp.moveaxis(cotangent, offset_dims, last)
+        right = right.reshape(1, ids.size, math.prod(shape[i] for i in others))
         if mode is jax.lax.GatherScatterMode.FILL_OR_DROP:
             is_row = (ids >= 0) & (ids < num_rows)
             right = jnp.where(is_row[..., None], right, jnp.zeros_like(right))
@@ -270,14 +275,17 @@ def tap_dense(
             operand.shrink(values[operand.position]).astype(dummy.dtype)
             for operand, dummy in zip(operands, dummies, strict=True)
         ]
+        # With respect to all operands: some rules of jax know no other case.
         wide, vjp_views = jax.vjp(
-            lambda *xs: _views.bind_widened(eqn, substituted(values, xs)), *views
+            lambda views, values: _views.bind_widened(eqn, substituted(values, views)),
+            views,
+            values,
         )
         of_wide = [
             ct.astype(x.dtype) if _views.is_float(x.dtype) else ct
             for ct, x in zip(cotangents, wide, strict=True)
         ]
-        return list(vjp_values(cotangents)), list(vjp_views(of_wide))
+        return list(vjp_values(cotangents)), vjp_views(of_wide)[0]
 
     met.defvjp(forward, backward)
     return met(list(values), list(dummies))

@@ -1,0 +1,745 @@
+"""Book-keeping gives what the vmap engine gives, for the zoo and for all arguments."""
+
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import models
+import more_models
+import numpy as np
+import pytest
+import reference
+from models import Model
+from programs import equations
+
+from dpmp.book_keeping import _engine
+from dpmp.clipping import clipped_grad
+
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+_SIZE = 6
+
+# Float32 roundings: of the model's own sums, which each engine has in an order of its
+# own, and of the norm's; there are six examples and fewer than 64 positions.
+_FLOAT32_ERROR = 16 * 2.0**-23
+
+# What clipping takes from the norm: a few float32 roundings, and 2^-8 for what the
+# weighted factors of a gradient can grow by when they are rounded to bfloat16. They may
+# as well shrink by as much.
+_CLIPPING_ERROR = {
+    jnp.float32: 64 * 2.0**-23,
+    jnp.float16: 64 * 2.0**-23,
+    jnp.bfloat16: 2 * 2.0**-8,
+}
+
+# Two programs round a loss of the model's own arithmetic differently.
+_LOSS_ERROR = {
+    jnp.float32: 16 * 2.0**-23,
+    jnp.float16: 4 * 2.0**-11,
+    jnp.bfloat16: 4 * 2.0**-8,
+}
+
+# The error of a half-precision gradient is mostly that of activations, which both
+# engines have in common. The rest is independent, and so may be larger by chance.
+_BY_CHANCE = 1.5
+
+
+def _weighted(model: Model) -> Model:
+    """With a weight for each example, so that all batches have floats in them."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return batch["weight"][0] * model.loss(params, batch["inputs"])
+
+    def make_batch(seed: int, size: int) -> Any:
+        weight = np.random.default_rng(seed).uniform(0.5, 2.0, size)
+        inputs = model.make_batch(seed, size)
+        return {"inputs": inputs, "weight": jnp.asarray(weight, jnp.float32)}
+
+    return Model(model.name, model.init, loss, make_batch)
+
+
+_ZOO = {x.name: _weighted(x) for x in (*models.ZOO, *more_models.PARAMETER_USES)}
+
+
+class Case(NamedTuple):
+    """A model in some precision, and what is known of its gradients.
+
+    Attributes:
+      stack: of gradients as jax computes them.
+      wide: those of the model in float32, for the same parameters.
+      l2_clip_norm: larger than the norms of four of the examples.
+      is_small: whether the gradient of an example is not to be clipped, (B,).
+      run: `run(batch, is_padding)` gives the clipped sum and all other outputs.
+    """
+
+    model: Model
+    dtype: Any
+    batch: Any
+    params: Any
+    stack: Any
+    wide: Any
+    l2_clip_norm: float
+    is_small: np.ndarray
+    run: Callable[..., Any]
+
+
+@functools.lru_cache(maxsize=4)
+def _make_case(name: str, dtype: Any) -> Case:
+    model = _ZOO[name]
+    params, batch = model.init(dtype), model.make_batch(3, _SIZE)
+    wide_params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    stack, wide = (
+        models.per_example_grads(model, p, batch) for p in (params, wide_params)
+    )
+    norms = reference.per_example_norms(wide)
+    clip_norm = 1.03 * np.sort(norms)[3]
+    clipped_sum = _clipped_sum(model, clip_norm)
+
+    def run(batch: Any, is_padding: np.ndarray | None = None) -> Any:
+        is_padding = np.zeros(_SIZE, bool) if is_padding is None else is_padding
+        return clipped_sum(params, batch, is_padding)
+
+    is_small = norms < 0.99 * clip_norm
+    return Case(model, dtype, batch, params, stack, wide, clip_norm, is_small, run)
+
+
+def _clipped_sum(model: Model, l2_clip_norm: float) -> Callable[..., Any]:
+    """Sums in double words, which take next to nothing from the clip norm."""
+    fun = clipped_grad(
+        model.loss,
+        l2_clip_norm=l2_clip_norm,
+        return_values=True,
+        return_grad_norms=True,
+        method="book_keeping",
+        accumulator="float32x2",
+    )
+    compiled = jax.jit(fun.__call__)
+
+    def run(params: Any, batch: Any, is_padding: np.ndarray) -> Any:
+        total, sensitive = compiled(params, batch, is_padding_example=is_padding)
+        return jax.tree.map(_in_float64, total, is_leaf=_is_double_word), sensitive
+
+    return run
+
+
+def _is_double_word(x: Any) -> bool:
+    return hasattr(x, "hi")
+
+
+def _in_float64(x: Any) -> np.ndarray:
+    return reference.float64_values(x.hi) + reference.float64_values(x.lo)
+
+
+# What takes longer than a few seconds to compile, or is much like another.
+_SLOW = {
+    "float32": {"decoder-tied", "decoder-scan", "decoder-remat"},
+    "bfloat16": {"decoder", "decoder-tied", "decoder-scan", "decoder-remat"},
+    "float16": set(_ZOO) - {"mlp", "conv", "lstm", "weight_norm", "lora", "shared"},
+}
+
+
+# Of module scope, so that the tests of a case come one after another.
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            (name, dtype),
+            id=f"{name}-{dtype}",
+            marks=[pytest.mark.slow] if name in _SLOW[dtype] else [],
+        )
+        for name in _ZOO
+        for dtype in _DTYPES
+    ],
+)
+def case(request):
+    name, dtype = request.param
+    return _make_case(name, _DTYPES[dtype])
+
+
+def _all_but(i):
+    return np.arange(_SIZE) != i
+
+
+def _distance(actual, expected):
+    """Of trees, relative to the norm of the second."""
+    differences = jax.tree.map(
+        lambda a, b: reference.float64_values(a) - reference.float64_values(b),
+        actual,
+        expected,
+    )
+    return reference.norm(differences) / reference.norm(expected)
+
+
+def _assert_same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+# Against the exact oracle, and in half precision against the model in float32.
+
+
+def test_some_examples_are_clipped_and_some_are_not(case):
+    assert 1 <= np.sum(case.is_small) <= _SIZE - 1
+
+
+def test_norms_are_as_good_as_those_of_the_vmap_engine(case):
+    _, sensitive = case.run(case.batch)
+    expected = reference.per_example_norms(case.wide)
+    error, of_vmap = (
+        np.linalg.norm(norms / expected - 1) / math.sqrt(_SIZE)
+        for norms in (sensitive.grad_norms, reference.per_example_norms(case.stack))
+    )
+    assert error <= _FLOAT32_ERROR + _BY_CHANCE * of_vmap
+
+
+def test_sums_without_clipping_are_as_good_as_those_of_the_vmap_engine(case):
+    total, _ = case.run(case.batch, ~case.is_small)
+    expected, of_vmap = (
+        reference.clipped_sum(stack, math.inf, keep=case.is_small)
+        for stack in (case.wide, case.stack)
+    )
+    allowed = _FLOAT32_ERROR + _BY_CHANCE * _distance(of_vmap, expected)
+    assert _distance(total, expected) <= allowed
+
+
+def test_every_leaf_of_a_clipped_sum_is_as_good_as_that_of_the_vmap_engine(case):
+    total, _ = case.run(case.batch, ~_all_but(4))
+    expected, of_vmap = (
+        reference.clipped_sum(stack, case.l2_clip_norm, keep=_all_but(4))
+        for stack in (case.wide, case.stack)
+    )
+    for leaf, expected_leaf, leaf_of_vmap in zip(
+        *map(jax.tree.leaves, (total, expected, of_vmap)), strict=True
+    ):
+        if not np.any(expected_leaf):
+            assert not np.any(leaf)
+            continue
+        allowed = _BY_CHANCE * _distance(leaf_of_vmap, expected_leaf)
+        allowed += _CLIPPING_ERROR[case.dtype]
+        assert _distance(leaf, expected_leaf) <= allowed
+
+
+def test_values_are_the_losses(case):
+    _, sensitive = case.run(case.batch)
+    loss = jax.jit(case.model.loss)
+    expected = [
+        loss(case.params, jax.tree.map(lambda x, i=i: x[i : i + 1], case.batch))
+        for i in range(_SIZE)
+    ]
+    rtol = _LOSS_ERROR[case.dtype]
+    np.testing.assert_allclose(sensitive.values, expected, rtol=rtol)
+
+
+# Contributions of single examples.
+
+
+def _assert_clipped(contribution, norm, l2_clip_norm, dtype):
+    """At most the clip norm, to a millionth, and not much less than there is."""
+    bound = Fraction(l2_clip_norm) * (1 + Fraction(1, 10**6))
+    assert reference.exact_squared_norm(contribution) <= bound**2
+    least = (1 - 2 * _CLIPPING_ERROR[dtype]) * min(norm, l2_clip_norm)
+    assert reference.norm(contribution) >= least
+
+
+def test_an_example_contributes_at_most_the_clip_norm(case):
+    for i in range(_SIZE):
+        total, sensitive = case.run(case.batch, _all_but(i))
+        norm = sensitive.grad_norms[i]
+        _assert_clipped(total, norm, case.l2_clip_norm, case.dtype)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[] if x in ("mlp", "conv", "lora") else pytest.mark.slow)
+        for x in _ZOO
+    ],
+)
+def test_a_batch_of_one_contributes_at_most_the_clip_norm(name, dtype):
+    model, l2_clip_norm = _ZOO[name], 2.0**-5
+    params, batch = model.init(dtype), model.make_batch(3, _SIZE)
+    run = _clipped_sum(model, l2_clip_norm)
+    for i in range(_SIZE):
+        example = jax.tree.map(lambda x, i=i: x[i : i + 1], batch)
+        total, sensitive = run(params, example, np.zeros(1, bool))
+        assert sensitive.grad_norms[0] > l2_clip_norm
+        _assert_clipped(total, sensitive.grad_norms[0], l2_clip_norm, dtype)
+
+
+def _mixed(batch, others, is_kept):
+    return jax.tree.map(
+        lambda x, y: jnp.where(is_kept.reshape(-1, *[1] * (x.ndim - 1)), x, y),
+        batch,
+        others,
+    )
+
+
+def test_no_bit_of_an_example_depends_on_the_others(case):
+    is_kept = np.arange(_SIZE) % 2 == 0
+    mixed = _mixed(case.batch, case.model.make_batch(4, _SIZE), is_kept)
+    for i in np.flatnonzero(is_kept):
+        (total, sensitive), (total_beside_others, beside_others) = (
+            case.run(batch, _all_but(i)) for batch in (case.batch, mixed)
+        )
+        _assert_same(total_beside_others, total)
+        _assert_same(beside_others, sensitive)
+
+
+@pytest.mark.parametrize("model", models.ZOO, ids=lambda m: m.name)
+def test_no_bit_that_is_recorded_depends_on_the_other_examples(model):
+    def loss(params, example):
+        return model.loss(params, jax.tree.map(lambda x: x[None], example)), None
+
+    run = _engine.engine(
+        loss,
+        argnums=0,
+        batch_argnums=(1,),
+        prng_argnum=None,
+        spmd_axis_name=None,
+        is_bounded=False,
+    )
+    params, batch = model.init(jnp.bfloat16), model.make_batch(3, _SIZE)
+    mixed = _mixed(batch, model.make_batch(4, _SIZE), np.arange(_SIZE) < 3)
+    record = jax.jit(lambda batch: run(params, batch).recorded)
+    recorded = [jax.tree.map(lambda x: x[:3], record(x)) for x in (batch, mixed)]
+    assert jax.tree.leaves(recorded)
+    _assert_same(*recorded)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_example_that_is_not_finite_contributes_zero(case, bad):
+    def spoil(x):
+        return x.at[3].set(bad) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    without, expected = case.run(case.batch, ~_all_but(3))
+    total, sensitive = case.run(jax.tree.map(spoil, case.batch))
+    _assert_same(total, without)
+    assert not np.isfinite(sensitive.grad_norms[3])
+    for actual, of_others in zip(sensitive[:2], expected[:2], strict=True):
+        np.testing.assert_array_equal(actual[_all_but(3)], of_others[_all_but(3)])
+
+
+# A cheap loss, for everything that does not depend on the model.
+
+
+def _loss(params, batch):
+    rows = params["table"][batch["ids"]]
+    return jnp.mean(jnp.tanh((batch["x"] * rows) @ params["w"] + params["b"]))
+
+
+def _make_params():
+    rng = np.random.default_rng(0)
+    shapes = {"table": (5, 3), "w": (3, 2), "b": (2,)}
+    return {k: jnp.asarray(rng.normal(size=x), jnp.float32) for k, x in shapes.items()}
+
+
+def _make_batch(*shape):
+    rng = np.random.default_rng(1)
+    return {
+        "x": rng.normal(size=(*shape, 3)).astype(np.float32),
+        "ids": rng.integers(5, size=shape).astype(np.int32),
+    }
+
+
+_PARAMS = _make_params()
+_BATCH = _make_batch(_SIZE, 4)
+
+# The share that is kept for the rounding of float32 sums.
+_SLACK = 1 + 2.0**-7
+
+
+def _make_sum(*, compiled=True, loss=_loss, **kwargs):
+    kwargs = {"l2_clip_norm": 0.1, "method": "book_keeping", **kwargs}
+    fun = clipped_grad(loss, **kwargs).__call__
+    return functools.partial(jax.jit(fun) if compiled else fun, _PARAMS)
+
+
+def _sum(batch=_BATCH, **kwargs):
+    return _make_sum(**kwargs)(batch)
+
+
+@functools.cache
+def _stack_fn(loss):
+    return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))
+
+
+def _oracle(batch=_BATCH, l2_clip_norm=0.1, *, loss=_loss, keep=None, divisor=1.0):
+    stack = _stack_fn(loss)(_PARAMS, batch)
+    targets = jax.tree.map(lambda x: x / _SLACK, l2_clip_norm)
+    return reference.clipped_sum(stack, targets, keep=keep, divisor=divisor)
+
+
+_TOLERANCE = _CLIPPING_ERROR[jnp.float32]
+
+
+@pytest.mark.parametrize(
+    ("microbatch_size", "compiled"),
+    [(None, True), (1, True), (2, True), (None, False), (3, False)],
+)
+def test_neither_microbatches_nor_compilation_change_the_sum(microbatch_size, compiled):
+    total = _sum(microbatch_size=microbatch_size, compiled=compiled)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(total))
+    reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
+
+
+@pytest.mark.parametrize("accumulator", ["float32x2", "float64"])
+def test_microbatches_are_added_in_the_arithmetic_asked_for(accumulator):
+    with jax.enable_x64(accumulator == "float64"):
+        total = _sum(accumulator=accumulator, microbatch_size=2)
+    words = {"float32x2": 2 * len(_PARAMS), "float64": len(_PARAMS)}[accumulator]
+    assert len(jax.tree.leaves(total)) == words
+    if accumulator == "float32x2":
+        total = jax.tree.map(_in_float64, total, is_leaf=_is_double_word)
+    expected = _oracle(l2_clip_norm=0.1 * _SLACK)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_padding_does_not_change_the_sum_whatever_it_holds(microbatch_size, compiled):
+    is_padding = np.array([False, True, False, False, True, True])
+    fun = _make_sum(microbatch_size=microbatch_size, compiled=compiled)
+    expected = fun(_BATCH, is_padding_example=is_padding)
+    oracle = _oracle(keep=~is_padding)
+    reference.assert_trees_close(expected, oracle, rtol=_TOLERANCE)
+    for value in (0.0, 1e38, math.inf, math.nan):
+        x = np.where(is_padding[:, None, None], np.float32(value), _BATCH["x"])
+        total = fun({**_BATCH, "x": x}, is_padding_example=is_padding)
+        _assert_same(total, expected)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+def test_a_batch_of_padding_gives_zero(microbatch_size):
+    fun = _make_sum(
+        microbatch_size=microbatch_size, return_values=True, return_grad_norms=True
+    )
+    batch = {**_BATCH, "x": np.full_like(_BATCH["x"], np.nan)}
+    total, sensitive = fun(batch, is_padding_example=np.ones(_SIZE, bool))
+    assert not reference.exact_squared_norm(total)
+    assert not np.any(sensitive.values)
+    assert not np.any(sensitive.grad_norms)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_an_empty_batch_gives_zero(microbatch_size, compiled):
+    total, sensitive = _sum(
+        _make_batch(0, 4),
+        microbatch_size=microbatch_size,
+        compiled=compiled,
+        return_values=True,
+        return_grad_norms=True,
+    )
+    assert jax.tree.map(jnp.shape, total) == jax.tree.map(jnp.shape, _PARAMS)
+    assert not reference.exact_squared_norm(total)
+    assert all(x.shape == (0,) for x in sensitive[:2])
+
+
+def test_what_is_not_finite_reaches_the_sum_unless_nan_safe():
+    x = _BATCH["x"].copy()
+    x[3] = math.nan
+    assert np.isnan(_sum({**_BATCH, "x": x}, nan_safe=False)["w"]).all()
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_groups_are_clipped_as_one(microbatch_size):
+    users = _make_batch(4, 3, 4)
+    total = _sum(users, keep_batch_dim=False, microbatch_size=microbatch_size)
+    reference.assert_trees_close(total, _oracle(users), rtol=_TOLERANCE)
+
+
+def test_the_batch_dim_is_kept_unless_told_otherwise():
+    shapes = []
+
+    def loss(params, batch):
+        shapes.append(batch["x"].shape)
+        return _loss(params, batch)
+
+    for keep_batch_dim in (True, False):
+        _sum(loss=loss, keep_batch_dim=keep_batch_dim)
+    assert set(shapes) == {(1, 4, 3), (4, 3)}
+
+
+_CLIP_NORMS = {"table": 0.02, "w": 0.05, "b": 10.0}
+
+
+def test_per_layer_clip_norms_clip_each_layer():
+    total = _sum(l2_clip_norm=_CLIP_NORMS)
+    expected = _oracle(l2_clip_norm=_CLIP_NORMS)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+def test_parameters_of_one_weight_are_clipped_apart():
+    model = _ZOO["weight_norm"]
+    params, batch = model.init(jnp.float32), model.make_batch(3, _SIZE)
+    clip_norms = {"direction": 0.05, "size": 0.1, "shift": 0.2, "out": 1.0}
+    fun = clipped_grad(model.loss, l2_clip_norm=clip_norms, method="book_keeping")
+    stack = models.per_example_grads(model, params, batch)
+    targets = {name: x / _SLACK for name, x in clip_norms.items()}
+    expected = reference.clipped_sum(stack, targets)
+    total = jax.jit(fun.__call__)(params, batch)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+def test_rescaling_and_normalisation_divide_the_sum():
+    total = _sum(rescale_to_unit_norm=True, normalize_by=7.0)
+    expected = _oracle(divisor=0.1 * 7.0)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+@pytest.mark.parametrize(("l2_clip_norm", "scale"), [(0.0, 0.0), (math.inf, 1.0)])
+def test_limits_of_the_clip_norm(l2_clip_norm, scale):
+    expected = jax.tree.map(lambda x: scale * x, _oracle(l2_clip_norm=math.inf))
+    total = _sum(l2_clip_norm=l2_clip_norm)
+    reference.assert_trees_close(total, expected, rtol=_FLOAT32_ERROR)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("return_values", [False, True])
+@pytest.mark.parametrize("return_grad_norms", [False, True])
+def test_only_the_outputs_asked_for_are_returned(
+    has_aux, return_values, return_grad_norms
+):
+    def loss(params, batch):
+        value = _loss(params, batch)
+        return (value, 2 * value) if has_aux else value
+
+    asked_for = (return_values, return_grad_norms, has_aux)
+    output = _sum(
+        loss=loss,
+        has_aux=has_aux,
+        return_values=return_values,
+        return_grad_norms=return_grad_norms,
+        compiled=False,
+    )
+    total, sensitive = output if any(asked_for) else (output, (None, None, None))
+    reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
+    assert tuple(x is not None for x in sensitive) == asked_for
+    values = jax.vmap(_loss, in_axes=(None, 0))(_PARAMS, _BATCH)
+    norms = reference.per_example_norms(_stack_fn(_loss)(_PARAMS, _BATCH))
+    for actual, expected in zip(sensitive, (values, norms, 2 * values), strict=True):
+        if actual is not None:
+            np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("keep_batch_dim", [True, False])
+def test_aux_has_one_leading_axis_of_examples(keep_batch_dim, microbatch_size):
+    def loss(params, batch):
+        aux = {"ids": batch["ids"], "py": 1.0, "param": params["w"], "none": None}
+        return _loss(params, batch), aux | {"square": jnp.sum(params["b"] ** 2)}
+
+    total, (_, _, aux) = _sum(
+        loss=loss,
+        has_aux=True,
+        keep_batch_dim=keep_batch_dim,
+        microbatch_size=microbatch_size,
+        compiled=False,
+    )
+    # What aux has of parameters is no part of the gradient.
+    reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
+    shapes = {"ids": (4,), "py": (), "param": (3, 2), "square": ()}
+    assert {k: jnp.shape(x) for k, x in aux.items() if k != "none"} == {
+        k: (_SIZE, *x) for k, x in shapes.items()
+    }
+    np.testing.assert_array_equal(aux["ids"], _BATCH["ids"])
+    np.testing.assert_array_equal(aux["param"][0], _PARAMS["w"])
+
+
+@pytest.mark.parametrize(
+    ("microbatch_size", "make_key"), [(None, jax.random.key), (2, jax.random.PRNGKey)]
+)
+def test_dropout_is_that_of_the_vmap_engine(microbatch_size, make_key):
+    def loss(params, batch, key):
+        x = batch["x"] * params["table"][batch["ids"]]
+        is_kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.mean(jnp.where(is_kept, 2 * x, 0) @ params["w"])
+
+    def clipped(method, size):
+        fun = clipped_grad(
+            loss,
+            l2_clip_norm=0.1,
+            prng_argnum=2,
+            microbatch_size=size,
+            method=method,
+            return_values=True,
+        )
+        return jax.jit(fun.__call__)(_PARAMS, _BATCH, make_key(0))
+
+    expected, expected_sensitive = clipped("per_example", None)
+    total, sensitive = clipped("book_keeping", microbatch_size)
+    assert len(set(np.asarray(sensitive.values).tolist())) == _SIZE
+    np.testing.assert_allclose(sensitive.values, expected_sensitive.values, rtol=1e-5)
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+def test_several_arguments_are_differentiated_and_batched(microbatch_size):
+    def loss(x, w, ids, rest):
+        return _loss({"w": w, **rest}, {"x": x, "ids": ids})
+
+    rest = {"table": _PARAMS["table"], "b": _PARAMS["b"]}
+    clip_norms = (0.05, 0.1)
+    fun = clipped_grad(
+        loss,
+        (1, 3),
+        batch_argnums=(0, 2),
+        l2_clip_norm=clip_norms,
+        microbatch_size=microbatch_size,
+        method="book_keeping",
+    )
+    args = _BATCH["x"], _PARAMS["w"], _BATCH["ids"], rest
+    total = jax.jit(fun.__call__)(*args)
+    stack = jax.vmap(jax.grad(loss, (1, 3)), in_axes=(0, None, 0, None))(*args)
+    expected = reference.clipped_sum(stack, tuple(x / _SLACK for x in clip_norms))
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+def test_one_argument_in_a_tuple_gives_a_tuple():
+    fun = clipped_grad(_loss, (0,), l2_clip_norm=0.1, method="book_keeping")
+    (total,) = fun(_PARAMS, _BATCH)
+    reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+def test_other_arguments_reach_every_example_unchanged(compiled):
+    def loss(params, batch, frozen, *, scale, name):
+        assert name == "kept"
+        return scale * _loss({**params, "b": params["b"] + frozen}, batch)
+
+    def clipped(frozen, scale):
+        fun = clipped_grad(loss, l2_clip_norm=0.1, method="book_keeping")
+        return fun(_PARAMS, _BATCH, frozen, scale=scale, name="kept")
+
+    frozen, scale = jnp.asarray([0.5, -1.0]), jnp.asarray(1.5)
+    total = (jax.jit(clipped) if compiled else clipped)(frozen, scale)
+    expected = _oracle(
+        loss=lambda params, batch: loss(params, batch, frozen, scale=scale, name="kept")
+    )
+    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+def test_a_python_number_is_a_parameter(compiled):
+    fun = clipped_grad(
+        lambda w, x: jnp.mean((x - w) ** 2) / 2,
+        l2_clip_norm=3.5,
+        return_grad_norms=True,
+        method="book_keeping",
+    ).__call__
+    fun = jax.jit(fun) if compiled else fun
+    total, sensitive = fun(3.0, jnp.asarray([0.0, 7.0, -2.0]))
+    np.testing.assert_allclose(sensitive.grad_norms, [3.0, 4.0, 5.0], rtol=1e-6)
+    np.testing.assert_allclose(total, 3.0 - 3.5 / _SLACK + 3.5 / _SLACK, rtol=1e-5)
+
+
+def test_parameters_may_be_numpy_arrays():
+    fun = clipped_grad(_loss, l2_clip_norm=0.1, method="book_keeping")
+    total = fun(jax.tree.map(np.asarray, _PARAMS), _BATCH)
+    reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
+
+
+def test_float64_models_stay_float64():
+    with jax.enable_x64(True):
+        to_float64 = functools.partial(
+            jax.tree.map, lambda x: np.asarray(x, np.float64)
+        )
+        params, batch = to_float64(_PARAMS), {**_BATCH, "x": to_float64(_BATCH["x"])}
+        fun = clipped_grad(
+            _loss,
+            l2_clip_norm=1e6,
+            accumulator="float64",
+            return_grad_norms=True,
+            method="book_keeping",
+        )
+        total, sensitive = jax.jit(fun.__call__)(params, batch)
+        stack = _stack_fn(_loss)(params, batch)
+        assert sensitive.grad_norms.dtype == jnp.float64
+        # Above what float32 would give.
+        norms = reference.per_example_norms(stack)
+        np.testing.assert_allclose(sensitive.grad_norms, norms, rtol=1e-12)
+        expected = reference.clipped_sum(stack, math.inf)
+        reference.assert_trees_close(total, expected, rtol=1e-12)
+
+
+# Devices.
+
+
+def _data_mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+_WIDE_BATCH = _make_batch(16, 4)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 8])
+def test_a_sharded_batch_gives_the_same_sum(microbatch_size):
+    sharding = jax.NamedSharding(_data_mesh(), jax.P("data"))
+    sharded = jax.device_put(_WIDE_BATCH, sharding)
+    total = _sum(sharded, microbatch_size=microbatch_size)
+    reference.assert_trees_close(total, _oracle(_WIDE_BATCH), rtol=_TOLERANCE)
+
+
+def test_shards_are_summed_on_their_devices():
+    def sum_of_shards(batch):
+        return jax.tree.map(lambda x: jax.lax.psum(x, "data"), _sum(batch))
+
+    mapped = jax.shard_map(
+        sum_of_shards,
+        mesh=_data_mesh(),
+        in_specs=jax.P("data"),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    total = jax.jit(mapped)(_WIDE_BATCH)
+    reference.assert_trees_close(total, _oracle(_WIDE_BATCH), rtol=_TOLERANCE)
+
+
+def test_an_axis_name_is_passed_to_vmap():
+    _assert_same(_sum(spmd_axis_name="data"), _sum())
+
+
+# What it is for.
+
+
+def _largest_array(jaxpr):
+    arrays = (
+        math.prod(var.aval.shape)
+        for eqn in equations(jaxpr)
+        for var in eqn.outvars
+        if hasattr(var.aval, "shape")
+    )
+    return max(arrays)
+
+
+def test_gradients_of_examples_are_never_formed():
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    size, width = 16, 64
+    params, x = [jnp.ones((width, width))] * 2, jnp.ones((size, width))
+    largest = {}
+    for method in ("per_example", "book_keeping"):
+        fun = clipped_grad(loss, l2_clip_norm=1.0, method=method)
+        largest[method] = _largest_array(jax.make_jaxpr(fun.__call__)(params, x).jaxpr)
+    assert largest["per_example"] >= size * width**2
+    assert largest["book_keeping"] <= width**2
+
+
+def test_losses_are_traced_once_for_all_microbatches():
+    traces = []
+
+    def loss(params, batch):
+        traces.append(None)
+        return _loss(params, batch)
+
+    fun = clipped_grad(loss, l2_clip_norm=0.1, microbatch_size=2, method="book_keeping")
+    clipped_sum = jax.jit(fun.__call__)
+    for is_padding in (np.zeros(_SIZE, bool), np.ones(_SIZE, bool)):
+        clipped_sum(_PARAMS, _BATCH, is_padding_example=is_padding)
+    assert len(traces) == 1

@@ -1,0 +1,771 @@
+"""Rules find the gradients that jax finds, for any shapes; and the cheap ones are used.
+
+Data are small integers and losses multiply them, so that all gradients are integers
+too: sums are compared without any tolerance.
+"""
+
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import models
+import more_models
+import numpy as np
+import pytest
+import reference
+
+from dpmp.book_keeping._engine import analyse
+from dpmp.clipping import clipped_grad
+
+_SIZE = 3
+_IS_PADDING = np.array([False, True, False])
+
+# A square root, and the roundings of squares that are too large for float32.
+_NORM_ERROR = 8 * 2.0**-23
+
+
+def _check(loss, params, batch):
+    """Compares with the gradients of `loss`, a function of one example."""
+
+    @jax.jit
+    def both(params, batch):
+        clipped_sum = clipped_grad(
+            loss,
+            l2_clip_norm=math.inf,
+            keep_batch_dim=False,
+            return_grad_norms=True,
+            method="book_keeping",
+        )
+        stack = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
+        return clipped_sum(params, batch, is_padding_example=_IS_PADDING), stack
+
+    (total, sensitive), stack = both(params, batch)
+    expected = reference.clipped_sum(stack, math.inf, keep=~_IS_PADDING)
+    jax.tree.map(np.testing.assert_array_equal, total, expected)
+    norms = np.where(_IS_PADDING, 0, reference.per_example_norms(stack))
+    np.testing.assert_allclose(sensitive.grad_norms, norms, rtol=_NORM_ERROR)
+
+
+class Draw:
+    """Random choices, and small integers as floats."""
+
+    def __init__(self, data):
+        self._draw = data.draw
+        self._rng = np.random.default_rng(self.integer(0, 2**32 - 1))
+
+    def integer(self, low, high):
+        return self._draw(st.integers(low, high))
+
+    def one_of(self, *options):
+        return self._draw(st.sampled_from(options))
+
+    def sizes(self, num, high=3):
+        return [self.integer(1, high) for _ in range(num)]
+
+    def order(self, num):
+        return tuple(self._draw(st.permutations(range(num))))
+
+    def float_dtype(self):
+        return self.one_of(jnp.float32, jnp.bfloat16, jnp.float16)
+
+    def values(self, shape, largest=2, dtype=jnp.float32):
+        values = self._rng.integers(-largest, largest + 1, size=tuple(shape))
+        return jnp.asarray(values, dtype)
+
+    def examples(self, shape, largest=2, dtype=jnp.float32):
+        return self.values((_SIZE, *shape), largest, dtype)
+
+
+class _Fixed(Draw):
+    """Without choices."""
+
+    def __init__(self):
+        self._rng = np.random.default_rng(0)
+
+
+def _weighted(draw, fun, params, batch):
+    """A loss that has any integers as cotangents of what `fun` gives."""
+    out = jax.eval_shape(fun, params, jax.tree.map(lambda x: x[0], batch))
+    weights = draw.examples(out.shape)
+
+    def loss(params, example):
+        x, weights = example
+        return jnp.sum(fun(params, x).astype(jnp.float32) * weights)
+
+    return loss, params, (batch, weights)
+
+
+# Programs.
+
+
+def _dot_general(draw):
+    """Any numbers of batch, contracted and free axes, in any order, on either side."""
+    batch, contracted = draw.sizes(draw.integer(0, 2)), draw.sizes(draw.integer(0, 2))
+    shapes, numbers = [], []
+    for _ in range(2):
+        sizes = [*batch, *contracted, *draw.sizes(draw.integer(0, 2))]
+        order = draw.order(len(sizes))
+        shapes.append([sizes[i] for i in order])
+        places = [order.index(i) for i in range(len(batch) + len(contracted))]
+        numbers.append((places[len(batch) :], places[: len(batch)]))
+    (contracting, batching) = zip(*numbers, strict=True)
+    side, dtype = draw.integer(0, 1), draw.float_dtype()
+
+    def fun(w, x):
+        operands = (w, x) if side == 0 else (x, w)
+        return jax.lax.dot_general(*operands, (contracting, batching))
+
+    w = draw.values(shapes[side], dtype=dtype)
+    return _weighted(draw, fun, w, draw.examples(shapes[1 - side], dtype=dtype))
+
+
+def _gather(draw):
+    """Rows along any axis; numbers out of range, and negative ones."""
+    shape = draw.sizes(draw.integer(1, 3))
+    axis = draw.integer(0, len(shape) - 1)
+    by_take, num_rows = draw.one_of(True, False), shape[axis]
+    mode = draw.one_of("clip", "fill", "wrap" if by_take else "promise_in_bounds")
+    reach = 0 if mode == "promise_in_bounds" else 2
+    ids_shape = draw.sizes(draw.integer(0, 2))
+
+    def fun(w, ids):
+        if by_take:
+            return jnp.take(w, ids, axis=axis, mode=mode, fill_value=1)
+        index = (*[slice(None)] * axis, ids)
+        return w.at[index].get(mode=mode, fill_value=1)
+
+    ids = draw.examples(ids_shape, num_rows - 1 + reach, jnp.int32)
+    return _weighted(draw, fun, draw.values(shape), ids)
+
+
+def _convolution(draw):
+    """Strides, dilations, padding, groups and layouts; data on either side."""
+    rank, groups = draw.integer(1, 2), draw.integer(1, 2)
+    batch_groups = draw.one_of(1, 1, 2) if groups == 1 else 1
+    window, space = draw.sizes(rank), [n + 2 for n in draw.sizes(rank)]
+    num_in, num_out = draw.integer(1, 2), draw.integer(1, 2) * groups * batch_groups
+    shapes = [
+        [draw.integer(1, 2) * batch_groups, num_in * groups, *space],
+        [num_out, num_in, *window],
+    ]
+    specs = [draw.order(rank + 2) for _ in range(3)]
+    options = {
+        "window_strides": draw.sizes(rank, 2),
+        "padding": [(draw.integer(-1, 2), draw.integer(-1, 2)) for _ in window],
+        "lhs_dilation": draw.sizes(rank, 2),
+        "rhs_dilation": draw.sizes(rank, 2),
+        "dimension_numbers": jax.lax.ConvDimensionNumbers(*specs),
+        "feature_group_count": groups,
+        "batch_group_count": batch_groups,
+    }
+    side = draw.one_of(1, 1, 1, 0)
+
+    def fun(w, x):
+        operands = (w, x) if side == 0 else (x, w)
+        return jax.lax.conv_general_dilated(*operands, **options)
+
+    # The spec of an operand says where its batch, channels and space are.
+    arranged = [
+        [shape[spec.index(i)] for i in range(rank + 2)]
+        for shape, spec in zip(shapes, specs[:2], strict=True)
+    ]
+    x, w = draw.examples(arranged[1 - side]), draw.values(arranged[side])
+    out = jax.eval_shape(fun, w, x[0])
+    hypothesis.assume(out.size > 0)
+    return _weighted(draw, fun, w, x)
+
+
+def _depthwise_convolution(draw):
+    """As many groups as channels, as layers are written."""
+    channels, multiplier = draw.integer(1, 3), draw.integer(1, 2)
+    padding = draw.one_of("SAME", "VALID")
+
+    def fun(w, x):
+        return jax.lax.conv_general_dilated(
+            x,
+            w,
+            (draw_stride,),
+            padding,
+            dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=channels,
+        )
+
+    draw_stride = draw.integer(1, 2)
+    w = draw.values((draw.integer(1, 3), 1, channels * multiplier))
+    return _weighted(draw, fun, w, draw.examples((1, draw.integer(3, 5), channels)))
+
+
+_BINARY = {
+    "add": jnp.add,
+    "subtract": jnp.subtract,
+    "multiply": jnp.multiply,
+    "maximum": jnp.maximum,
+    "minimum": jnp.minimum,
+    "divide": jnp.divide,
+    "select": lambda a, b: jnp.where(a > b, a, 2 * b),
+    "clip": lambda a, b: jnp.clip(a, -jnp.abs(b), jnp.abs(b)),
+}
+
+
+def _broadcast(draw):
+    """Elementwise operations with parameters that are repeated along some axes."""
+    shape = draw.sizes(draw.integer(0, 3))
+    param_shape = [draw.one_of(n, 1) for n in shape][draw.integer(0, len(shape)) :]
+    op, dtype = _BINARY[draw.one_of(*_BINARY)], draw.float_dtype()
+    is_left = draw.one_of(True, False)
+    w, x = draw.values(param_shape, dtype=dtype), draw.examples(shape, dtype=dtype)
+    if op is jnp.divide:  # by a power of two
+        w, x = (w, _power_of_two(x)) if is_left else (_power_of_two(w), x)
+
+    def fun(w, x):
+        return op(w, x) if is_left else op(x, w)
+
+    return _weighted(draw, fun, w, x)
+
+
+def _power_of_two(x):
+    return jnp.asarray(np.exp2(np.asarray(x, np.float32)), x.dtype)
+
+
+def _random_view(draw, shape):
+    """A way to rearrange, and now and then to compute, an array of that shape."""
+    rank, axis = len(shape), draw.integer(0, max(len(shape) - 1, 0))
+    size = math.prod(shape)
+    start = draw.integer(0, shape[axis] - 1) if rank else 0
+    width = draw.integer(1, shape[axis] - start) if rank else 1
+    order, step = draw.order(rank), draw.integer(1, 2)
+    constant = np.asarray(draw.values(shape))
+    views = [
+        lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
+        lambda w: w + constant,
+        lambda w: constant - w,
+        lambda w: 2 * w,
+        lambda w: w * constant,
+        lambda w: -w,
+        lambda w: w.reshape(-1),
+        lambda w: w.reshape(1, size),
+        lambda w: jnp.expand_dims(w, axis),
+        lambda w: jnp.concatenate([w[None], 2 * w[None]]),
+        lambda w: jnp.broadcast_to(w, (2, *shape)),
+        lambda w: jax.lax.stop_gradient(w) * w,
+        jnp.array,
+    ]
+    if rank:
+        views += [
+            lambda w: w.transpose(order),
+            lambda w: jnp.flip(w, axis),
+            lambda w: jax.lax.slice_in_dim(w, start, start + width, step, axis),
+            lambda w: jax.lax.dynamic_slice_in_dim(w, start, width, axis),
+            lambda w: jnp.split(w, [start], axis)[1],
+            lambda w: w[..., start - shape[axis]] if axis == rank - 1 else w,
+            lambda w: jnp.sum(w, axis),
+            lambda w: jnp.squeeze(w[:1], 0),
+        ]
+    if rank > 1:
+        views += [lambda w: w.reshape(shape[0] * shape[1], *shape[2:])]
+    return views[draw.integer(0, len(views) - 1)]
+
+
+def _views(draw):
+    """One to three uses of one parameter, each after some views of it."""
+    w = draw.values(draw.sizes(draw.integer(0, 3), high=4))
+    uses, batch = [], []
+    for _ in range(draw.integer(1, 3)):
+        chain, shape = [], w.shape
+        for _ in range(draw.integer(0, 3)):
+            chain.append(_random_view(draw, shape))
+            shape = jax.eval_shape(
+                functools.partial(_apply, chain),
+                jax.ShapeDtypeStruct(w.shape, jnp.float32),
+            ).shape
+        is_dot = len(shape) > 0 and draw.one_of(True, True, False)
+        uses.append((chain, is_dot))
+        batch.append(draw.examples((2, shape[0]) if is_dot else shape))
+
+    def fun(w, xs):
+        results = []
+        for (chain, is_dot), x in zip(uses, xs, strict=True):
+            view = _apply(chain, w)
+            product = jnp.tensordot(x, view, 1) if is_dot else x * view
+            results.append(product.ravel())
+        return jnp.concatenate(results)
+
+    return _weighted(draw, fun, w, batch)
+
+
+def _apply(chain, w):
+    for view in chain:
+        w = view(w)
+    return w
+
+
+def _scans(draw):
+    """Loops in loops, over parameters and data, with others closed over or carried."""
+    width, lengths = 2, draw.sizes(draw.integer(1, 2), high=3)
+    options = [
+        {"reverse": draw.one_of(True, False), "unroll": draw.one_of(1, 2, True)}
+        for _ in lengths
+    ]
+    features = {
+        name: draw.one_of(True, False)
+        for name in ("shared", "stacked", "bias", "rows", "emitted", "remat")
+    }
+    starts_with_param, is_carried = draw.one_of(True, False), draw.one_of(True, False)
+    params = {
+        "shared": draw.values((width, width), 1),
+        "stacked": draw.values((*lengths, width, width), 1),
+        "bias": draw.values((*lengths, width), 1),
+        "rows": draw.values((4, width), 1),
+        "start": draw.values((width,), 1),
+    }
+    example = {
+        "x": draw.examples((*lengths, width), 1),
+        "ids": jnp.abs(draw.examples((*lengths,), 3, jnp.int32)),
+        "start": draw.examples((width,), 1),
+    }
+
+    def step(params, state, slices):
+        layer, x = slices
+        state, shared = state
+        out = x["x"]
+        if features["stacked"]:
+            out += state @ layer["stacked"]
+        if features["shared"]:
+            out += state @ (shared if is_carried else params["shared"])
+        if features["bias"]:
+            out += layer["bias"]
+        if features["rows"]:
+            out += params["rows"][x["ids"]]
+        emitted = layer["bias"] if features["emitted"] else out
+        return (out, shared), emitted
+
+    def loop(params, state, slices, depth):
+        def body(state, slices):
+            inner = (
+                step
+                if depth + 1 == len(lengths)
+                else functools.partial(loop, depth=depth + 1)
+            )
+            inner = jax.checkpoint(inner) if features["remat"] else inner
+            return inner(params, state, slices)
+
+        return jax.lax.scan(body, state, slices, **options[depth])
+
+    def fun(params, example):
+        start = params["start"] if starts_with_param else example["start"]
+        layers = {name: params[name] for name in ("stacked", "bias")}
+        data = {name: example[name] for name in ("x", "ids")}
+        state = start, params["shared"]
+        (state, _), emitted = loop(params, state, (layers, data), 0)
+        return jnp.concatenate([state, emitted.ravel()])
+
+    return _weighted(draw, fun, params, example)
+
+
+_PROGRAMS = {
+    "dot_general": _dot_general,
+    "gather": _gather,
+    "convolution": _convolution,
+    "depthwise-convolution": _depthwise_convolution,
+    "broadcast": _broadcast,
+    "views": _views,
+    "scans": _scans,
+}
+
+
+# Every example is compiled.
+_WITHOUT_SHRINKING = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+
+
+@pytest.mark.parametrize(
+    "max_examples", [10, pytest.param(150, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("make_program", _PROGRAMS.values(), ids=_PROGRAMS)
+def test_sums_and_norms_are_those_of_the_gradients_that_jax_finds(
+    make_program, max_examples
+):
+    @hypothesis.settings(max_examples=max_examples, phases=_WITHOUT_SHRINKING)
+    @hypothesis.given(st.data())
+    def check(data):
+        _check(*make_program(Draw(data)))
+
+    check()
+
+
+# Equations without a rule of their own.
+
+_OTHERS = {
+    "concatenate": lambda w, x, ids: jnp.concatenate([w, x]),
+    "dynamic_slice": lambda w, x, ids: jax.lax.dynamic_slice(w, ids[:2], (1, 2)),
+    "dynamic_update_slice": lambda w, x, ids: jax.lax.dynamic_update_slice(
+        x, w[:1], ids[:2]
+    ),
+    "dynamic_update_slice-of": lambda w, x, ids: jax.lax.dynamic_update_slice(
+        w, x[:1], ids[:2]
+    ),
+    "scatter-add": lambda w, x, ids: x.at[ids].add(w),
+    "scatter-into": lambda w, x, ids: w.at[ids].set(x, unique_indices=False),
+    "pad": lambda w, x, ids: jax.lax.pad(w * x, w[0, 0], [(1, 0, 0), (0, 1, 1)]),
+    "sort": lambda w, x, ids: jnp.sort(jnp.stack([x, w]), axis=0)[0],
+    "sort-by-key": lambda w, x, ids: jax.lax.sort_key_val(x, w)[1],
+    "select": lambda w, x, ids: jax.lax.select_n(x > 0, w, 2 * x),
+    "clamp": lambda w, x, ids: jax.lax.clamp(-jnp.abs(w), x, jnp.abs(w) + 1),
+    "batched-gather": lambda w, x, ids: jax.vmap(lambda row, i: row[i])(w, ids),
+    "gather-of-entries": lambda w, x, ids: w[ids, ids],
+    "gather-of-slices": lambda w, x, ids: jax.vmap(
+        lambda i: jax.lax.dynamic_slice_in_dim(w, i, 2)
+    )(ids),
+    "reduce": lambda w, x, ids: jnp.max(jnp.stack([x, w]), axis=0),
+    "integer_pow": lambda w, x, ids: (x + w) ** 3,
+    "two-parameters": lambda w, x, ids: jax.lax.select_n(x > 0, w, w.T),
+    "dot-of-two-views": lambda w, x, ids: jnp.einsum("ij,jk,kl->il", w, x, w),
+    "cond": lambda w, x, ids: jax.lax.cond(x[0, 0] > 0, jnp.matmul, jnp.add, x, w),
+    "while": lambda w, x, ids: jax.lax.fori_loop(0, 2, lambda i, c: c @ w, x),
+    "map": lambda w, x, ids: jax.lax.map(lambda row: row @ w, x),
+    "associative_scan": lambda w, x, ids: jax.lax.associative_scan(jnp.add, w * x),
+    "custom_jvp": lambda w, x, ids: _cubed(x, w),
+    "custom_vjp": lambda w, x, ids: _doubled(x, w),
+    "jit": lambda w, x, ids: jax.jit(lambda a, b: jax.jit(jnp.matmul)(a, b))(x, w),
+}
+
+
+@jax.custom_jvp
+def _cubed(x, w):
+    return x * w
+
+
+_cubed.defjvps(lambda dx, out, x, w: dx * w, lambda dw, out, x, w: 3 * x * dw)
+
+
+@jax.custom_vjp
+def _doubled(x, w):
+    return x @ w
+
+
+_doubled.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda saved, ct: (ct @ saved[1].T, 2 * (saved[0].T @ ct)),
+)
+
+
+@pytest.mark.parametrize("name", _OTHERS)
+def test_other_equations_have_the_gradients_that_jax_finds(name):
+    draw = _Fixed()
+    # Halves, so that there are no ties of data with parameters.
+    example = (
+        draw.examples((3, 3)) + 0.5,
+        jnp.asarray([[0, 1, 2], [1, 2, 0], [2, 1, 0]]),
+    )
+    fun = _OTHERS[name]
+    _check(*_weighted(draw, lambda w, x: fun(w, *x), draw.values((3, 3)), example))
+
+
+# Shapes and dtypes that need some care.
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_rows_may_be_more_than_their_numbers_have_room_for(mode, dtype):
+    def fun(w, ids):
+        return jnp.take(w, ids, axis=0, mode=mode)
+
+    # 300 rows, of which 8 bits name no more than 256.
+    draw = _Fixed()
+    ids = jnp.asarray(np.arange(100 * _SIZE).reshape(_SIZE, -1) % 100, dtype)
+    _check(*_weighted(draw, fun, draw.values((300, 2)), ids))
+
+
+def test_a_fill_value_that_is_not_finite_stays_out_of_the_gradient():
+    def loss(w, ids):
+        return jnp.sum(w.at[ids].get(mode="fill", fill_value=math.nan))
+
+    _check(loss, jnp.ones((4, 2)), jnp.asarray([[0, 9], [1, 2], [7, 3]]))
+
+
+def _loop_without_iterations(params, x):
+    carry, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["empty"])
+    return carry @ params["w"]
+
+
+_EMPTY = {
+    "parameter": ((3, 0), lambda p, x: jnp.append(x @ p["w"], x @ p["empty"], axis=1)),
+    "contraction": ((0, 2), lambda p, x: x @ p["w"] + x[:, :0] @ p["empty"]),
+    "positions": ((3, 2), lambda p, x: jnp.sum(x[:0] @ p["empty"]) + x @ p["w"]),
+    "bias": ((0,), lambda p, x: jnp.append((x @ p["w"]).ravel(), 2 * p["empty"])),
+    "loop": ((0, 3, 3), _loop_without_iterations),
+}
+
+
+@pytest.mark.parametrize("name", _EMPTY)
+def test_arrays_may_be_empty(name):
+    shape, fun = _EMPTY[name]
+    draw = _Fixed()
+    params = {"w": draw.values((3, 2)), "empty": draw.values(shape)}
+    _check(*_weighted(draw, fun, params, draw.examples((4, 3))))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: jnp.sum(x),
+        lambda w, x: jnp.float32(1),
+        lambda w, x: jnp.sum(w * w),
+        lambda w, x: w[0, 0],
+    ],
+    ids=["data-alone", "a-number", "parameters-alone", "an-entry"],
+)
+def test_losses_need_not_depend_on_all(loss):
+    _check(loss, _Fixed().values((3, 2)), _Fixed().examples((3,)))
+
+
+def test_tied_sites_of_different_dtypes_are_one_gradient():
+    def fun(w, ids):
+        x = w[ids]
+        return jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)
+
+    draw = _Fixed()
+    w = draw.values((5, 4), dtype=jnp.bfloat16)
+    ids = jnp.abs(draw.examples((6,), 4, jnp.int32))
+    _check(*_weighted(draw, fun, w, ids))
+
+
+@pytest.mark.parametrize("has_remat", [True, False])
+@pytest.mark.parametrize("has_loop", [True, False])
+def test_a_block_may_be_rematerialised_in_a_loop_and_hold_a_loop(has_loop, has_remat):
+    maybe_remat = jax.checkpoint if has_remat else lambda fun: fun
+
+    def block(x, w):
+        def step(x, row):
+            return x + row, None
+
+        return jax.lax.scan(maybe_remat(step), x, w)[0]
+
+    def fun(params, x):
+        if has_loop:
+
+            def body(x, w):
+                return maybe_remat(block)(x, w), None
+
+            return jax.lax.scan(body, x, params)[0]
+        return maybe_remat(block)(x, params[0])
+
+    draw = _Fixed()
+    _check(*_weighted(draw, fun, draw.values((2, 3, 4)), draw.examples((4,))))
+
+
+# Which rules and forms are chosen.
+
+_ZOO = {x.name: x for x in (*models.ZOO, *more_models.PARAMETER_USES)}
+
+
+def _terms(loss, params, example):
+    """For each parameter the forms of its terms, and the rules of their sites."""
+    shapes = jax.eval_shape(lambda *args: args, params, example)
+    program = analyse(lambda *args: (loss(*args), None), *shapes)
+    rules = [site.rule for site in program.plan.sites]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): [
+            (term.form, *(rules[i] for i in term.sites))
+            for term in program.terms
+            if i in term.params
+        ]
+        for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))
+    }
+
+
+@functools.cache
+def _terms_of_model(name):
+    model = _ZOO[name]
+    example = jax.tree.map(lambda x: x[0], model.make_batch(0, 1))
+
+    def loss(params, example):
+        return model.loss(params, jax.tree.map(lambda x: x[None], example))
+
+    return _terms(loss, model.init(jnp.bfloat16), example)
+
+
+_GRAM, _ENTRIES, _WHOLE = ("gram", "dot"), ("entries", "add"), ("entries", "whole")
+_CONVOLUTION = ("product", "convolution")
+_THREE_USES = ("parameters", "dot", "dot", "dot")
+
+_CHOSEN = {
+    "mlp": {"hidden.w": [_GRAM], "hidden.b": [_ENTRIES], "out.b": [_ENTRIES]},
+    "conv": {"kernel": [_CONVOLUTION], "bias": [_ENTRIES], "out": [_GRAM]},
+    # Tied: one term, without forming the gradient. Slices: a term for each.
+    "transformer": {
+        "embedding": [("gram", "gather", "dot")],
+        "position": [_ENTRIES],
+        "scale": [("entries", "mul")] * 2,
+        "qkv": [_GRAM],
+    },
+    "group_norm_cnn": {
+        "stem": [_CONVOLUTION],
+        "depthwise": [_CONVOLUTION],
+        "grouped": [_CONVOLUTION],
+        "transposed": [_CONVOLUTION],
+        "scale": [("entries", "mul")],
+    },
+    "decoder": {
+        "embedding": [("gram", "gather")],
+        "layers.qkv": [_GRAM] * 3,
+        "layers.scale": [("entries", "mul")] * 6,
+        "layers.up_bias": [_ENTRIES] * 3,
+        "shared": [_THREE_USES],
+        "head": [_GRAM],
+    },
+    "decoder-tied": {"embedding": [("gram", "gather", "dot")], "head": []},
+    "decoder-remat": {"layers.qkv": [_GRAM] * 3, "shared": [_THREE_USES]},
+    # Loops: a stack of layers is one term, what all layers see has more positions.
+    "decoder-scan": {
+        "layers.qkv": [_GRAM],
+        "layers.scale": [("entries", "mul")] * 2,
+        "layers.up_bias": [_ENTRIES],
+        "shared": [("product", "dot")],
+    },
+    "decoder-scan-remat-tied": {
+        "embedding": [("gram", "gather", "dot")],
+        "layers.down": [_GRAM],
+        "shared": [("product", "dot")],
+    },
+    "lstm": {"cell.input": [_GRAM], "cell.hidden": [_GRAM], "start": [_WHOLE]},
+    "gru-reversed": {"cell.hidden": [_GRAM], "cell.bias": [_ENTRIES]},
+    "nested_loops": {
+        "layers.w": [_GRAM],
+        "layers.b": [_ENTRIES],
+        "shared": [("parameters", "dot", "dot")],
+    },
+    "vit": {
+        "patch": [("gram", "convolution")],
+        "class": [("entries", "concatenate")],
+        "query": [_GRAM],
+        "merge": [_GRAM],
+    },
+    "experts": {"up": [_GRAM], "bias": [_ENTRIES], "router": [("product", "dot")]},
+    # Computed from others: only their gradients tell.
+    "weight_norm": {
+        "direction": [("parameters", "dot")],
+        "size": [("parameters", "dot")],
+        "shift": [("entries", "mul")],
+    },
+    "lora": {
+        "a": [_GRAM],
+        "b": [_GRAM],
+        "c": [("parameters", "dot")],
+        "d": [("parameters", "dot")],
+    },
+    "shared": {"w": [("gram", "dot", "dot", "dot")], "halves": [_GRAM] * 2},
+    "regularised": {"unused": [("parameters", *["dot"] * 6, "add")]},
+    "control_flow": {
+        "halves": [_WHOLE],
+        "w": [("parameters", "whole", "gather", "dynamic_slice")],
+        "unused": [],
+    },
+}
+
+
+@pytest.mark.parametrize("name", _CHOSEN)
+def test_each_parameter_has_the_rules_and_forms_that_it_should(name):
+    terms = _terms_of_model(name)
+    assert {path: terms[path] for path in _CHOSEN[name]} == _CHOSEN[name]
+
+
+@pytest.mark.parametrize("name", [name for name in _ZOO if "scan" in name])
+def test_a_loop_over_layers_sends_nothing_back_to_parameters(name):
+    forms = {form for terms in _terms_of_model(name).values() for form, *_ in terms}
+    assert forms == {"gram", "product", "entries"}
+
+
+def test_parts_of_a_fused_matrix_are_terms_of_their_own():
+    def loss(w, x):
+        q, k, v = jnp.split(x @ w, 3, axis=1)
+        return jnp.sum(q * k * v)
+
+    def sliced(w, x):
+        q, k, v = (x @ w[:, 3 * i : 3 * i + 3] for i in range(3))
+        return jnp.sum(q * k * v)
+
+    args = jnp.ones((6, 9)), jnp.ones((2, 6))
+    assert _terms(loss, *args) == {"": [_GRAM]}
+    assert _terms(sliced, *args) == {"": [_GRAM] * 3}
+
+
+def test_parts_that_overlap_are_one_term():
+    def loss(w, x):
+        return jnp.sum(x @ w[:, :4]) + jnp.sum(x @ w[:, 3:]) + jnp.sum(x * w[:, 8])
+
+    terms = _terms(loss, jnp.ones((6, 9)), jnp.ones((2, 6)))
+    assert terms == {"": [("parameters", "dot", "dot", "mul")]}
+
+
+def test_parts_that_interleave_are_terms_of_their_own():
+    def loss(w, x):
+        return jnp.sum(x @ w[:, ::2]) + jnp.sum(x @ jnp.flip(w[:, 1::2], 1).T.T)
+
+    assert _terms(loss, jnp.ones((6, 9)), jnp.ones((2, 6))) == {"": [_GRAM] * 2}
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "form"), [(1, "gram"), (4, "gram"), (100, "product")]
+)
+def test_the_form_is_the_cheaper_one(num_positions, form):
+    terms = _terms(
+        lambda w, x: jnp.sum(jnp.tanh(x @ w)),
+        jnp.ones((8, 8)),
+        jnp.ones((num_positions, 8)),
+    )
+    assert terms == {"": [(form, "dot")]}
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.matmul, lambda x, w: x, x, w),
+        lambda w, x: jax.lax.fori_loop(0, x[0, 0].astype(int), lambda i, c: c @ w, x),
+        lambda w, x: _doubled(x, w),
+        lambda w, x: _cubed(x, w),
+    ],
+    ids=["cond", "while", "custom_vjp", "custom_jvp"],
+)
+def test_what_equations_with_bodies_are_given_is_tapped_whole(fun):
+    args = jnp.ones((3, 3)), jnp.ones((3, 3))
+    assert _terms(lambda w, x: jnp.sum(fun(w, x)), *args) == {"": [_WHOLE]}
+
+
+def test_calls_and_casts_and_rearrangements_are_seen_through():
+    @jax.jit
+    def fun(w, x):
+        w = jnp.flip(w.T.astype(jnp.bfloat16)[1:], 0).reshape(4, 3, 2)
+        return jax.checkpoint(lambda w, x: jnp.tensordot(x, w, 2))(w, x)
+
+    def loss(w, x):
+        return jnp.sum(fun(w, x.astype(jnp.bfloat16)).astype(jnp.float32))
+
+    args = jnp.ones((6, 5)), jnp.ones((2, 4, 3))
+    assert _terms(loss, *args) == {"": [_GRAM]}
+
+
+def test_what_is_added_to_a_parameter_does_not_matter():
+    def loss(w, x):
+        return jnp.sum(x @ (w + np.ones((6, 5), np.float32)))
+
+    assert _terms(loss, jnp.ones((6, 5)), jnp.ones((2, 6))) == {"": [_GRAM]}
+
+
+def test_what_aux_has_of_a_parameter_makes_no_sites():
+    def loss(w, x):
+        return jnp.sum(x @ w), {"norm": jnp.sum(w * w), "w": w}
+
+    shapes = jax.ShapeDtypeStruct((6, 5), jnp.float32), jax.ShapeDtypeStruct((6,), "f4")
+    (site,) = analyse(loss, *shapes).plan.sites
+    assert site.rule == "dot"
+
+
+def test_parameters_whose_gradient_is_stopped_have_no_term():
+    def loss(params, x):
+        return jnp.sum(x @ jax.lax.stop_gradient(params["a"]) @ params["b"])
+
+    params = {"a": jnp.ones((6, 5)), "b": jnp.ones((5, 4))}
+    assert _terms(loss, params, jnp.ones((2, 6))) == {"a": [], "b": [_GRAM]}
