@@ -59,9 +59,7 @@ def _init_group_norm_cnn(dtype: Any) -> Any:
 def _conv(x: jax.Array, kernel: jax.Array, **kwargs: Any) -> jax.Array:
     options = {"window_strides": (1, 1), "padding": "SAME", **kwargs}
     numbers = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(
-        x, kernel, dimension_numbers=numbers, **options
-    )
+    return jax.lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **options)
 
 
 def _group_norm_cnn_loss(params: Any, batch: Any) -> jax.Array:

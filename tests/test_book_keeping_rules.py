@@ -380,9 +380,7 @@ _PROGRAMS = {
 _WITHOUT_SHRINKING = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 
 
-@pytest.mark.parametrize(
-    "max_examples", [10, pytest.param(150, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("max_examples", [8, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make_program", _PROGRAMS.values(), ids=_PROGRAMS)
 def test_sums_and_norms_are_those_of_the_gradients_that_jax_finds(
     make_program, max_examples
@@ -466,7 +464,7 @@ def test_other_equations_have_the_gradients_that_jax_finds(name):
 # Shapes and dtypes that need some care.
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32])
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_rows_may_be_more_than_their_numbers_have_room_for(mode, dtype):
     def fun(w, ids):

@@ -815,7 +815,7 @@ def test_positions_that_overlap_are_refused(kwargs):
 
 
 def test_unknown_methods_are_refused():
-    with pytest.raises(ValueError, match=r'method must be one of.*book_keeping'):
+    with pytest.raises(ValueError, match=r"method must be one of.*book_keeping"):
         clipped_grad(_loss, l2_clip_norm=1.0, method="ghost")
 
 

@@ -141,9 +141,9 @@ def summarize(
     >>> print(summarize(loss, params, batch))
              shape      entries  rules  norm by     cost  share
     ['b']    (64,)           64  add    entries       64   0.0%
-    ['out']  (64, 2)        128  dot    product    6,144   1.8%
-    ['w']    (256, 64)   16,384  dot    gram     344,064  98.2%
-    total                16,576                  350,272
+    ['out']  (64, 2)        128  dot    product   10,240   2.9%
+    ['w']    (256, 64)   16,384  dot    gram     344,064  97.1%
+    total                16,576                  354,368
 
     Args:
       fun: as for `clipped_grad`.
