@@ -6,6 +6,7 @@ Modules import only from rows below their own:
     _engine
     _terms   _sums
     _norms   _plan
+    _gradients
     _rules
     _sites
     _views   _products

@@ -22,7 +22,8 @@ from dpmp._fence import behind_a_branch
 from dpmp._stored import at_least_float32
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
 from dpmp.book_keeping import _norms, _products, _sums, _terms, _views
-from dpmp.book_keeping._norms import Recorded, Term
+from dpmp.book_keeping._gradients import Recorded
+from dpmp.book_keeping._norms import Term
 from dpmp.book_keeping._plan import Plan, execute, make_plan
 from dpmp.book_keeping._views import View
 

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from dpmp._bounded import FLOOR, Roundings
 from dpmp._stored import at_least_float32
-from dpmp.book_keeping import _products, _views
+from dpmp.book_keeping import _gradients, _products
+from dpmp.book_keeping._gradients import Recorded
 from dpmp.book_keeping._sites import Site
 from dpmp.book_keeping._views import View
 
@@ -32,9 +33,6 @@ _CHUNK_ENTRIES = 2**23
 
 # What it takes to write an entry and to read it again, in multiplications.
 _COST_OF_AN_ENTRY = 16
-
-# What was recorded of one example: values by number, and a cotangent for each site.
-Recorded = tuple[list[jax.Array], list[jax.Array]]
 
 
 class Measured(NamedTuple):
@@ -100,12 +98,12 @@ def entry_term(site: Site, number: int, param: int) -> Term:
 
 def product_term(site: Site, number: int, param: int, records: Any) -> Term:
     """Of a site of the outer form, whose gradient is formed."""
-    groups, positions, left, right = sizes_of(site, records)
+    groups, positions, left, right = _gradients.sizes_of(site, records)
     size = groups * left * right
 
     def measure(roots: Any, recorded: Recorded) -> list[Measured]:
         del roots
-        squares = _square(_product(site, number, recorded))
+        squares = _square(_gradients.product(site, number, recorded))
         extents = _extents(site, number, recorded)
         return [Measured(_total(squares), jnp.sum(jnp.square(extents)))]
 
@@ -115,7 +113,7 @@ def product_term(site: Site, number: int, param: int, records: Any) -> Term:
         extent=_roundings_of_extent(groups, positions, left, right),
         positions=positions,
     )
-    if _num_rows(site) is not None:
+    if _gradients.num_rows_of(site) is not None:
         cost = size * _COST_OF_AN_ENTRY + groups * positions * right
     else:
         cost = size * (positions * _cost_of_products(site) + _COST_OF_AN_ENTRY)
@@ -138,8 +136,8 @@ def gram_term(
         del roots
         sides = {}
         for i, is_swapped in swapped.items():
-            left, right = factors(sites[i], i, recorded)
-            pair = _Side(left, _num_rows(sites[i])), _Side(right, None)
+            left, right = _gradients.factors(sites[i], i, recorded)
+            pair = _Side(left, _gradients.num_rows_of(sites[i])), _Side(right, None)
             sides[i] = pair[::-1] if is_swapped else pair
         norm, extents = 0.0, 0.0
         for a, b in itertools.combinations_with_replacement(sides, 2):
@@ -150,13 +148,17 @@ def gram_term(
                 extents += jnp.sum(_times(*sizes), axis=1)
         return [Measured(jnp.asarray(norm), jnp.sum(jnp.square(extents)))]
 
-    sizes = [sizes_of(sites[i], records) for i in swapped]
+    sizes = [_gradients.sizes_of(sites[i], records) for i in swapped]
     groups, _, left, right = sizes[0]
     positions = sum(x.positions for x in sizes)
     squares = groups * positions**2
     longest = max(x.positions for x in sizes)
     # Numbers of rows are compared, which costs and rounds nothing.
-    multiplied = right if all(_num_rows(sites[i]) for i in swapped) else left + right
+    multiplied = (
+        right
+        if all(_gradients.num_rows_of(sites[i]) for i in swapped)
+        else left + right
+    )
     roundings = Roundings(
         inner=multiplied + _roundings_of_total(groups * longest**2) + len(sizes) ** 2,
         extent=_roundings_of_extent(groups, positions, multiplied, 0),
@@ -165,7 +167,7 @@ def gram_term(
     rows = sum(
         x.positions
         for i, x in zip(swapped, sizes, strict=True)
-        if _num_rows(sites[i]) is not None
+        if _gradients.num_rows_of(sites[i]) is not None
     )
     cost = squares * (right + _COST_OF_AN_ENTRY)
     cost += groups * (positions - rows) ** 2 * left
@@ -185,8 +187,8 @@ def parameter_term(
     roots_of_params = [param.root for param in params if param.root is not None]
 
     def measure(roots: Any, recorded: Recorded) -> list[Measured]:
-        grads = [gradient(sites[i], i, recorded) for i in numbers]
-        of_params = pull_back(views, roots_of_params, roots, grads)
+        grads = [_gradients.gradient(sites[i], i, recorded) for i in numbers]
+        of_params = _gradients.pull_back(views, roots_of_params, roots, grads)
         extent = jnp.zeros((), at_least_float32(*(grad.dtype for grad in grads)))
         for i, grad in zip(numbers, grads, strict=True):
             if sites[i].outer is None:
@@ -207,7 +209,7 @@ def parameter_term(
             extent = _roundings_of_total(num_entries) + len(numbers)
             cost += num_entries
         else:
-            outer = sizes_of(sites[i], records)
+            outer = _gradients.sizes_of(sites[i], records)
             positions += outer.positions
             extent = _roundings_of_extent(*outer) + len(numbers)
             per_entry = outer.positions * _cost_of_products(sites[i])
@@ -292,11 +294,6 @@ class _Side(NamedTuple):
     num_rows: int | None
 
 
-def _num_rows(site: Site) -> int | None:
-    assert site.outer is not None
-    return site.outer.num_rows
-
-
 def _gram(a: _Side, b: _Side) -> jax.Array:
     """Inner products of all positions: (K, T_a, T_b)."""
     if a.num_rows is not None and b.num_rows is not None:
@@ -323,10 +320,10 @@ def _root(squares: jax.Array, side: _Side) -> jax.Array:
 
 def _extents(site: Site, number: int, recorded: Recorded) -> jax.Array:
     """The sum of |left| |right| over positions: (K,)."""
-    left, right = factors(site, number, recorded)
+    left, right = _gradients.factors(site, number, recorded)
     sizes = (
         _root(jnp.sum(_square(side.values), axis=-1), side)
-        for side in (_Side(left, _num_rows(site)), _Side(right, None))
+        for side in (_Side(left, _gradients.num_rows_of(site)), _Side(right, None))
     )
     return jnp.sum(_times(*sizes), axis=1)
 
@@ -338,74 +335,3 @@ def _times(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _roundings_of_extent(groups: int, positions: int, left: int, right: int) -> int:
     return left + right + 2 * positions + groups
-
-
-class Sizes(NamedTuple):
-    """Of a sum of outer products: groups, positions, and the sides of a product."""
-
-    groups: int
-    positions: int
-    left: int
-    right: int
-
-
-def sizes_of(site: Site, records: list[Any]) -> Sizes:
-    assert site.outer is not None
-    chosen = [records[i] for i in site.records]
-    left, right = jax.eval_shape(site.outer.factors, chosen, site.cotangent)
-    n = site.outer.num_rows or left.shape[-1]
-    groups, positions, m = right.shape
-    return Sizes(groups, positions, n, m)
-
-
-def factors(site: Site, number: int, recorded: Recorded) -> tuple[jax.Array, jax.Array]:
-    """Left and right of one example; vectors are of floats of 16 bits or more."""
-    records, cotangents = recorded
-    assert site.outer is not None
-    chosen = [records[i] for i in site.records]
-    left, right = site.outer.factors(chosen, cotangents[number])
-    return left if _num_rows(site) is not None else _as_floats(left), _as_floats(right)
-
-
-def _as_floats(x: jax.Array) -> jax.Array:
-    """Integers would wrap around, and products of 8-bit floats lose bits on GPUs."""
-    is_wide = _views.is_float(x.dtype) and x.dtype.itemsize >= 2
-    return x if is_wide else x.astype(jnp.float32)
-
-
-def _product(site: Site, number: int, recorded: Recorded) -> jax.Array:
-    """The gradient of a site of the outer form: (K, n, m)."""
-    assert site.outer is not None
-    left, right = factors(site, number, recorded)
-    if (num_rows := site.outer.num_rows) is None:
-        product = _products.contract(left, right, ((1,), (1,)), ((0,), (0,)))
-        return _products.apart(product)
-    right = right.astype(at_least_float32(right.dtype))
-    rows = jnp.zeros((left.shape[0], num_rows, right.shape[-1]), right.dtype)
-    add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
-    return add(rows, left, right)
-
-
-def gradient(site: Site, number: int, recorded: Recorded) -> jax.Array:
-    """The gradient of a site's view, for one example, in float32 or wider."""
-    if site.outer is None:
-        grad = recorded[1][number]
-        return grad.astype(at_least_float32(grad.dtype))
-    return site.outer.to_view(_product(site, number, recorded))
-
-
-def pull_back(
-    views: Sequence[View], params: Sequence[int], roots: Any, grads: list[jax.Array]
-) -> list[jax.Array]:
-    """From gradients of views to those of parameters, in float32 or wider."""
-    primals = [
-        jnp.asarray(roots[i]).astype(at_least_float32(roots[i].dtype)) for i in params
-    ]
-
-    def evaluate(*values: jax.Array) -> list[jax.Array]:
-        return _views.evaluate(
-            views, {**roots, **dict(zip(params, values, strict=True))}
-        )
-
-    outputs, vjp = jax.vjp(evaluate, *primals)
-    return list(vjp([g.astype(x.dtype) for g, x in zip(grads, outputs, strict=True)]))

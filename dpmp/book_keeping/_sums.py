@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from dpmp._stored import at_least_float32
-from dpmp.book_keeping import _norms, _products
-from dpmp.book_keeping._norms import Recorded
+from dpmp.book_keeping import _gradients, _products
+from dpmp.book_keeping._gradients import Recorded
 from dpmp.book_keeping._sites import Site
 
 
@@ -42,7 +42,7 @@ def weighted_sum(
     numbers = [i for i, site in enumerate(sites) if site.view.leaves & set(params)]
     totals = [_of_site(sites[i], i, recorded, coefs, keep) for i in numbers]
     views = [sites[i].view for i in numbers]
-    sums = _norms.pull_back(views, params, roots, totals)
+    sums = _gradients.pull_back(views, params, roots, totals)
     return dict(zip(params, sums, strict=True))
 
 
@@ -54,7 +54,7 @@ def _of_site(
         return _of_entries(recorded[1][number], coefs, keep)
 
     def factors(*one: Any) -> tuple[jax.Array, jax.Array]:
-        return _norms.factors(site, number, one)
+        return _gradients.factors(site, number, one)
 
     left, right = jax.vmap(factors)(*recorded)
     if site.outer.num_rows is not None:
