@@ -415,7 +415,7 @@ def test_unbounded_contributions_are_refused(kwargs):
 def test_a_dtype_contradicts_exact_sums():
     with pytest.raises(ValueError, match="dtype goes with float sums"):
         _exact_sum(jnp.ones((1, 1)), dtype=jnp.float32)
-    with pytest.raises(ValueError, match="resolution with accumulator"):
+    with pytest.raises(ValueError, match='resolution with "exact"'):
         clipped_fun(jnp.sum, resolution=10)
 
 
