@@ -1,6 +1,6 @@
 """What does book-keeping cost, next to training without privacy and to jax_privacy?
 
-Two questions, each with a line of figures for whatever is measured in one process:
+Three questions, each with a line of figures for whatever is measured in one process:
 
 - step: clipped sums of the gradients of transformers, with layers written out and in a
   loop, of a CNN and of an LSTM. Quoted are ratios of time, as `timing.py` takes them,
@@ -15,11 +15,15 @@ Two questions, each with a line of figures for whatever is measured in one proce
     jax_privacy           its `clipped_grad` by default; in the microbatches in which it
                           is fastest; and the fastest that takes no more memory
 
-- growth: the norms of the gradients of one linear layer, from inner products of
-  positions ("gram") and from gradients that are formed ("product"), over sequence
-  lengths and widths: whether book-keeping chooses the faster one, and how much longer
-  than that its choice takes on average (geometric mean), with other costs of an entry
-  in memory (`_COST_OF_AN_ENTRY`) and of forming a gradient (1 in book-keeping).
+- growth: norms and clipped sum of the gradients of one linear layer, with inner
+  products of positions ("gram") and with gradients that are formed and kept ("kept"),
+  over sequence lengths and widths: whether book-keeping chooses the faster one, and how
+  much longer than that a choice takes on average (geometric mean), with other costs of
+  an entry in memory (`COST_OF_AN_ENTRY`) and of forming a gradient (1 in book-keeping;
+  2 in bfloat16).
+
+- extents: the share of examples that "bounded" sums scale down more than their norm
+  asks for, over microbatch sizes (`dpmp.book_keeping.measure_extents`).
 
     python benchmarks/book_keeping.py        # forty minutes on two cores
     python benchmarks/book_keeping.py --question step --task cnn lstm --rounds 3
@@ -28,6 +32,7 @@ Every line is appended to benchmarks/results/book_keeping.jsonl.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import math
@@ -46,7 +51,8 @@ import timing
 import dpmp
 from dpmp import book_keeping
 from dpmp._accumulation import get_accumulator
-from dpmp.book_keeping import _engine, _norms, _products
+from dpmp._fence import behind_a_branch
+from dpmp.book_keeping import _engine, _kept, _norms, _products
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 Functions = dict[str, Callable[..., Any]]
@@ -241,11 +247,11 @@ def step(args: argparse.Namespace) -> None:
 
 
 def growth(args: argparse.Namespace) -> None:
-    """Measures both ways to the norms of one layer, of many sizes."""
+    """Measures both ways through one layer, of many sizes."""
     rounds = args.rounds or 5
     for dtype in args.dtype:
         points = [
-            measure_norms(length, width, DTYPES[dtype], rounds)
+            measure_layer(length, width, DTYPES[dtype], rounds)
             for length, width in itertools.product(LENGTHS, WIDTHS)
         ]
         results.append(
@@ -266,28 +272,27 @@ def growth(args: argparse.Namespace) -> None:
         sys.stdout.write(table(points))
 
 
-def measure_norms(
+def measure_layer(
     length: int, width: int, dtype: Any, rounds: int, batch_size: int = 8
 ) -> dict[str, Any]:
     """Times the two ways for a layer from `width` to `width`."""
-    w = jax.ShapeDtypeStruct((width, width), dtype)
+    w = jnp.zeros((width, width), dtype)
     x = jax.ShapeDtypeStruct((length, width), dtype)
     program = _engine.analyse(lambda w, x: (jnp.sum((x @ w).astype(float)), ()), w, x)
-    (site,), (param,), (chosen,) = program.plan.sites, program.params, program.terms
-    assert param.root is not None
+    (site,), (chosen,) = program.plan.sites, program.terms
     terms = {
-        "gram": _norms.gram_term([site], {0: False}, param.root, [x]),
-        "product": _norms.product_term(site, 0, param.root, [x]),
+        "gram": _norms.gram_term([site], {0: False}, 0, [x]),
+        "kept": _kept.kept_term(site, 0, 0, [x]),
     }
     keys = jax.random.split(jax.random.key(0))
     shape = (batch_size, length, width)
     recorded = [jax.random.normal(key, shape).astype(dtype) for key in keys]
     measured = timing.measure(
         {
-            name: lambda x, ct, term=term: _squared_norms(term, x, ct)
+            name: functools.partial(_clipped_sum, program, term)
             for name, term in terms.items()
         },
-        (recorded[0], recorded[1]),
+        (w, *recorded),
         rounds,
     )
     return {
@@ -295,13 +300,26 @@ def measure_norms(
         "width": width,
         "chosen": chosen.form,
         "milliseconds": {k: timing.median_ms(m) for k, m in measured.items()},
-        "gram_over_product": timing.time_ratio(measured["gram"], measured["product"]),
+        "gram_over_kept": timing.time_ratio(measured["gram"], measured["kept"]),
     }
 
 
-def _squared_norms(term: _norms.Term, x: jax.Array, cotangents: jax.Array) -> jax.Array:
-    ((measured,),) = _norms.measure_all([term], {}, ([x], [cotangents]))
-    return measured.squared_norm
+def _clipped_sum(
+    program: _engine.Program, term: _norms.Term, w: jax.Array, *recorded: jax.Array
+) -> Any:
+    """Of what was recorded of a layer, with its norms computed by some term."""
+    sites = _kept.dense_if_kept([term], program.plan.sites)
+    program = dataclasses.replace(program, terms=[term], sites=sites)
+    x, cotangents = recorded
+    kept = behind_a_branch(
+        lambda: _kept.keep([term], program.plan.sites, ([x], [cotangents])), recorded
+    )
+    grads = _engine.BookKeptGrads(jnp.zeros(len(x)), (), program, w, kept)
+    one_group = jax.tree.structure(0)
+    (norm,) = grads.squared_norms(one_group)
+    assert norm.bound is not None
+    keep, coefs = jnp.full(len(x), True), jax.lax.rsqrt(norm.bound)
+    return grads.weighted_sum([coefs], keep, one_group, get_accumulator(None))
 
 
 def time_over_the_faster(
@@ -311,18 +329,18 @@ def time_over_the_faster(
     logs = []
     for point in points:
         length, width = point["length"], point["width"]
-        gram = length**2 * (2 * width + cost_of_an_entry)
-        product = cost_of_forming * width**2 * (length + cost_of_an_entry)
-        log_ratio = math.log(point["gram_over_product"])
-        logs.append(max(log_ratio if gram < product else -log_ratio, 0))
+        gram = length**2 * (2 * width + cost_of_an_entry) + width**2 * length
+        kept = width**2 * (cost_of_forming * length + 2 * cost_of_an_entry)
+        log_ratio = math.log(point["gram_over_kept"])
+        logs.append(max(log_ratio if gram < kept else -log_ratio, 0))
     return round(math.exp(statistics.mean(logs)), 3)
 
 
 def table(points: list[dict[str, Any]]) -> str:
-    """Time of "gram" over that of "product", marked where the slower one is chosen."""
+    """Time of "gram" over that of "kept", marked where the slower one is chosen."""
     cells = {}
     for point in points:
-        ratio = point["gram_over_product"]
+        ratio = point["gram_over_kept"]
         is_wrong = (point["chosen"] == "gram") == (ratio > 1)
         cell = f"{ratio:.2f} {point['chosen']}{'!' if is_wrong else ' '}"
         cells[point["length"], point["width"]] = cell
@@ -334,7 +352,26 @@ def table(points: list[dict[str, Any]]) -> str:
     return "\n".join([header, *rows, ""])
 
 
-QUESTIONS = {"step": step, "growth": growth}
+def extents(args: argparse.Namespace) -> None:
+    """Measures what "bounded" sums cut of random data, at random parameters."""
+    for name, dtype in itertools.product(args.task, args.dtype):
+        task = TASKS[name].make(DTYPES[dtype], 64)
+        shares = {}
+        for size in (4, 8, 16, 32):
+            found = book_keeping.measure_extents(
+                task.loss_fn, task.params, task.batch, microbatch_size=size
+            )
+            shares[size] = {
+                "largest": round(found.largest, 2),
+                "share_cut": found.share_cut,
+                "median": round(float(jnp.median(found.ratios)), 2),
+            }
+        results.append(
+            "book_keeping", question="extents", task=name, dtype=dtype, by_size=shares
+        )
+
+
+QUESTIONS = {"step": step, "growth": growth, "extents": extents}
 
 
 def main() -> None:

@@ -6,11 +6,12 @@ by the bound. Let example i have, for one parameter, the gradient
 
     G_i = sum over positions t of  l_it (x) r_it,     A_i = sum over t of |l_it| |r_it|
 
-of numbers that are in memory, and so exact. (Several sites of a parameter, that are
-summed in the same entries, have more positions. In K independent groups, and for
-several parameters, A_i^2 is the sum of their squares; so is |G_i|^2, and by Minkowski's
-inequality what follows holds for them together.) Let u bound the relative error of one
-float32 operation and
+of numbers that are in memory, and so exact. (A gradient that was formed and is kept for
+the sum is in memory itself: one position, A_i = |G_i|. Several sites of a parameter,
+that are summed in the same entries, have more positions. In K independent groups, and
+for several parameters, A_i^2 is the sum of their squares; so is |G_i|^2, and by
+Minkowski's inequality what follows holds for them together.) Let u bound the relative
+error of one float32 operation and
 
     gamma(h) = (1 + u)^h - 1
 

@@ -380,7 +380,7 @@ _PROGRAMS = {
 _WITHOUT_SHRINKING = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 
 
-@pytest.mark.parametrize("max_examples", [8, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [8, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make_program", _PROGRAMS.values(), ids=_PROGRAMS)
 def test_sums_and_norms_are_those_of_the_gradients_that_jax_finds(
     make_program, max_examples
@@ -586,7 +586,7 @@ def _terms_of_model(name):
 
 
 _GRAM, _ENTRIES, _WHOLE = ("gram", "dot"), ("entries", "add"), ("entries", "whole")
-_CONVOLUTION = ("product", "convolution")
+_CONVOLUTION = ("kept", "convolution")
 _THREE_USES = ("parameters", "dot", "dot", "dot")
 
 _CHOSEN = {
@@ -600,7 +600,7 @@ _CHOSEN = {
         "qkv": [_GRAM],
     },
     "group_norm_cnn": {
-        "stem": [_CONVOLUTION],
+        "stem": [("product", "convolution")],
         "depthwise": [_CONVOLUTION],
         "grouped": [_CONVOLUTION],
         "transposed": [_CONVOLUTION],
@@ -706,7 +706,7 @@ def test_parts_that_interleave_are_terms_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("num_positions", "form"), [(1, "gram"), (4, "gram"), (100, "product")]
+    ("num_positions", "form"), [(1, "gram"), (4, "gram"), (100, "kept")]
 )
 def test_the_form_is_the_cheaper_one(num_positions, form):
     terms = _terms(

@@ -72,7 +72,7 @@ def test_the_form_follows_the_shape():
     params = _params(w=(8, 8), b=(8,))
     long = _rows(summarize(_linear, params, _batch(2, 1000, 8)))
     short = _rows(summarize(_linear, params, _batch(2, 1, 8)))
-    assert long["['w']"].forms == ("product",)
+    assert long["['w']"].forms == ("kept",)
     assert short["['w']"].forms == ("gram",)
 
 

@@ -1,12 +1,13 @@
-"""Clipped sums of per-example gradients that are never formed.
+"""Clipped sums of per-example gradients that are not formed.
 
 Modules import only from rows below their own:
 
     _summary   _extents
     _engine
     _terms   _sums
+    _kept
     _norms   _plan
-    _gradients
+    _gradients   _totals
     _rules
     _sites
     _views   _products

@@ -1,8 +1,8 @@
 """The book-keeping engine: per-example norms and clipped sums without the gradients.
 
 One pass forward records what goes into every site, one pass back the cotangents of what
-comes out (Bu et al., 2022); neither forms a per-example gradient, except where nothing
-else is known to be exact.
+comes out (Bu et al., 2022); neither forms a per-example gradient, except where that is
+smaller than what it is formed from, or nothing else is known to be exact.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from dpmp import _jaxpr
 from dpmp._accumulation import Accumulator
 from dpmp._bounded import BoundedGrid, Roundings, clip_by
 from dpmp._fence import behind_a_branch
-from dpmp._stored import at_least_float32
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
-from dpmp.book_keeping import _norms, _products, _sums, _terms, _views
+from dpmp.book_keeping import _kept, _norms, _products, _sums, _terms, _totals, _views
 from dpmp.book_keeping._gradients import Recorded
 from dpmp.book_keeping._norms import Term
 from dpmp.book_keeping._plan import Plan, execute, make_plan
+from dpmp.book_keeping._sites import Site
 from dpmp.book_keeping._views import View
 
 # Inner products of positions, where roundings are not counted: a few times what they
@@ -40,6 +40,7 @@ class Program:
       plan: of the loss of one example, a function of parameters and the example.
       params: the roots that are parameters.
       terms: of their squared norms.
+      sites: of the plan; those whose gradients are kept are dense.
       aux_treedef: of what the loss returns besides its value.
       is_bounded: whether to clip by what is proved.
     """
@@ -47,6 +48,7 @@ class Program:
     plan: Plan
     params: list[View]
     terms: list[Term]
+    sites: list[Site]
     aux_treedef: Any
     is_bounded: bool
 
@@ -85,12 +87,13 @@ def analyse(
     if is_bounded and (tangled := _terms.tangled_params(plan.sites, roots)):
         plan = make_plan(closed, inputs, tapped=tangled, unread=aux)
         assert not _terms.tangled_params(plan.sites, roots)
-    program = Program(plan, roots, [], treedef.children()[1], is_bounded)
+    program = Program(plan, roots, [], [], treedef.children()[1], is_bounded)
     _, records = jax.eval_shape(
         lambda *args: execute(plan, args, program.dummies()), *avals
     )
     terms = _terms.make_terms(plan.sites, roots, records)
-    return dataclasses.replace(program, terms=terms)
+    sites = _kept.dense_if_kept(terms, plan.sites)
+    return dataclasses.replace(program, terms=terms, sites=sites)
 
 
 def engine(
@@ -139,9 +142,12 @@ def engine(
                 spmd_axis_name=spmd_axis_name,
             )
         )
-        values, aux, recorded = behind_a_branch(
-            lambda: compute(leaves, jax.tree.leaves(examples)), (args, kwargs)
-        )
+
+        def compute_and_keep() -> tuple[Any, PyTree, Recorded]:
+            values, aux, recorded = compute(leaves, jax.tree.leaves(examples))
+            return values, aux, _kept.keep(program.terms, program.plan.sites, recorded)
+
+        values, aux, recorded = behind_a_branch(compute_and_keep, (args, kwargs))
         tree = params[0] if single else tuple(params)
         return BookKeptGrads(values, aux, program, tree, recorded)
 
@@ -213,10 +219,6 @@ class BookKeptGrads:
         """Norms and extents of groups of parameters."""
         terms = self.program.terms
         measured = _norms.measure_all(terms, self._roots, self.recorded)
-        dtypes = (x.squared_norm.dtype for of_params in measured for x in of_params)
-        dtype = at_least_float32(*dtypes)
-        measured = jax.tree.map(lambda x: x.astype(dtype), measured)
-        zero = jnp.zeros(self.values.shape, dtype)
         results = []
         for group in groups:
             parts = [
@@ -228,19 +230,24 @@ class BookKeptGrads:
             roundings = functools.reduce(
                 Roundings.at_least, (term.roundings for term, _ in parts), Roundings()
             )
-            inner = (x.extent for term, x in parts if term.form == "gram")
+            inner = [x.extent for term, x in parts if term.form == "gram"]
             results.append(
                 Group(
                     # Inner products that cancel may leave less than nothing.
-                    jnp.maximum(sum((x.squared_norm for _, x in parts), zero), 0),
-                    sum((x.extent for _, x in parts), zero),
-                    sum(inner, zero),
+                    jnp.maximum(self._add_up([x.squared_norm for _, x in parts]), 0),
+                    self._add_up([x.extent for _, x in parts]),
+                    self._add_up(inner),
                     roundings.after(len(parts)),
                     sum(term.num_products for term, _ in parts),
                     sum(math.prod(self.program.params[i].aval.shape) for i in group),
                 )
             )
         return results
+
+    def _add_up(self, parts: list[jax.Array]) -> jax.Array:
+        """The sum of parts (B, P): (B,)."""
+        zero = jnp.zeros((*self.values.shape, 1))
+        return _totals.add_up(_totals.joined([zero, *parts]))
 
     def _squared_norm(self, group: "Group") -> SquaredNorm:
         if self.program.is_bounded:
@@ -259,7 +266,7 @@ class BookKeptGrads:
     @property
     def _folding_error(self) -> float:
         """Of the rounding of a factor, times a coefficient, to its dtype."""
-        cotangents = (x.cotangent for x in self.program.plan.sites if x.outer)
+        cotangents = (x.cotangent for x in self.program.sites if x.outer)
         is_rounded = any(x.dtype == jnp.bfloat16 for x in cotangents)
         return 2.0**-8 if is_rounded else 2.0**-22
 
@@ -278,7 +285,7 @@ class BookKeptGrads:
         sums: dict[int, jax.Array] = {}
         for group, coefs in zip(self._groups(prefix), clip_coefs, strict=True):
             sums |= _sums.weighted_sum(
-                self.program.plan.sites, group, self._roots, self.recorded, coefs, keep
+                self.program.sites, group, self._roots, self.recorded, coefs, keep
             )
         leaves, treedef = jax.tree.flatten(self.params)
         return treedef.unflatten(accumulator.lift(sums[i]) for i in range(len(leaves)))

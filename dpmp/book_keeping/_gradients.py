@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from dpmp._stored import at_least_float32
 from dpmp.book_keeping import _products, _views
-from dpmp.book_keeping._sites import Site
+from dpmp.book_keeping._sites import Factors, Site
 from dpmp.book_keeping._views import View
 
-# What was recorded of one example: values by number, and a cotangent for each site.
-Recorded = tuple[list[jax.Array], list[jax.Array]]
+# What was recorded of one example: values by number, None for those that are read no
+# more, and a cotangent for each site.
+Recorded = tuple[list[Any], list[jax.Array]]
 
 
 class Sizes(NamedTuple):
@@ -28,20 +29,20 @@ def sizes_of(site: Site, records: list[Any]) -> Sizes:
     assert site.outer is not None
     chosen = [records[i] for i in site.records]
     left, right = jax.eval_shape(site.outer.factors, chosen, site.cotangent)
-    n = site.outer.num_rows or left.shape[-1]
+    n = site.outer.num_rows or sum(part.shape[-1] for part in left)
     groups, positions, m = right.shape
     return Sizes(groups, positions, n, m)
 
 
-def factors(site: Site, number: int, recorded: Recorded) -> tuple[jax.Array, jax.Array]:
+def factors(site: Site, number: int, recorded: Recorded) -> Factors:
     """Left and right of one example; vectors are of floats of 16 bits or more."""
     records, cotangents = recorded
     assert site.outer is not None
     chosen = [records[i] for i in site.records]
     left, right = site.outer.factors(chosen, cotangents[number])
-    return left if num_rows_of(site) is not None else _as_floats(left), _as_floats(
-        right
-    )
+    if num_rows_of(site) is None:
+        left = list(map(_as_floats, left))
+    return left, _as_floats(right)
 
 
 def _as_floats(x: jax.Array) -> jax.Array:
@@ -55,12 +56,14 @@ def product(site: Site, number: int, recorded: Recorded) -> jax.Array:
     assert site.outer is not None
     left, right = factors(site, number, recorded)
     if (num_rows := site.outer.num_rows) is None:
-        product = _products.contract(left, right, ((1,), (1,)), ((0,), (0,)))
-        return _products.apart(product)
+        products = [
+            _products.contract(part, right, ((1,), (1,)), ((0,), (0,))) for part in left
+        ]
+        return _products.apart(jnp.concatenate(products, axis=1))
     right = right.astype(at_least_float32(right.dtype))
-    rows = jnp.zeros((left.shape[0], num_rows, right.shape[-1]), right.dtype)
+    rows = jnp.zeros((right.shape[0], num_rows, right.shape[-1]), right.dtype)
     add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
-    return add(rows, left, right)
+    return add(rows, left[0], right)
 
 
 def gradient(site: Site, number: int, recorded: Recorded) -> jax.Array:

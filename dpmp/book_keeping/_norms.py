@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from dpmp._bounded import FLOOR, Roundings
 from dpmp._stored import at_least_float32
-from dpmp.book_keeping import _gradients, _products
+from dpmp.book_keeping import _gradients, _products, _totals
 from dpmp.book_keeping._gradients import Recorded
 from dpmp.book_keeping._sites import Site
 from dpmp.book_keeping._views import View
@@ -32,15 +32,17 @@ from dpmp.book_keeping._views import View
 _CHUNK_ENTRIES = 2**23
 
 # What it takes to write an entry and to read it again, in multiplications.
-_COST_OF_AN_ENTRY = 16
+COST_OF_AN_ENTRY = 16
 
 
 class Measured(NamedTuple):
-    """Of the gradient of one parameter, or of a part of its entries.
+    """Of the gradient of one parameter, or of a part of its entries, in parts.
 
     Attributes:
-      squared_norm: of one example, or of a batch, (B,).
-      extent: squared, as in `_bounded.py`; may be too large by what is cut off.
+      squared_norm: the parts that it is the sum of, of one example, (P,), or of a
+        batch, (B, P).
+      extent: squared, as in `_bounded.py`, in the same way, of any number of parts; may
+        be too large by what is cut off.
     """
 
     squared_norm: jax.Array
@@ -52,8 +54,9 @@ class Term:
     """A part of the squared norms that is computed as one.
 
     Attributes:
-      form: "entries" (the gradient is there), "gram" (inner products of positions),
-        "product" (the gradient is formed) or "parameters" (and sent back to them).
+      form: "entries" (the gradient is there), "kept" (it is formed, and kept for the
+        sum), "gram" (inner products of positions), "product" (it is formed twice) or
+        "parameters" (and sent back to them).
       sites: their numbers.
       params: the parameters whose squared norms it is part of.
       measure: from the values of all roots, and what was recorded of one example, to
@@ -79,11 +82,11 @@ def entry_term(site: Site, number: int, param: int) -> Term:
 
     def measure(roots: Any, recorded: Recorded) -> list[Measured]:
         del roots
-        squares = _square(recorded[1][number])
-        return [Measured(_total(squares), _total(squares))]
+        squares = _totals.of_rows(_square(recorded[1][number]))
+        return [Measured(squares, squares)]
 
     size = math.prod(site.cotangent.shape)
-    roundings = _roundings_of_total(size) + 1
+    roundings = _totals.num_roundings(size) + 1
     return Term(
         "entries",
         [number],
@@ -105,18 +108,18 @@ def product_term(site: Site, number: int, param: int, records: Any) -> Term:
         del roots
         squares = _square(_gradients.product(site, number, recorded))
         extents = _extents(site, number, recorded)
-        return [Measured(_total(squares), jnp.sum(jnp.square(extents)))]
+        return [Measured(_totals.of_rows(squares), jnp.square(extents))]
 
     roundings = Roundings(
         product=positions + 1,
-        total=_roundings_of_total(size) + 1,
+        total=_totals.num_roundings(size) + 1,
         extent=_roundings_of_extent(groups, positions, left, right),
         positions=positions,
     )
     if _gradients.num_rows_of(site) is not None:
-        cost = size * _COST_OF_AN_ENTRY + groups * positions * right
+        cost = size * COST_OF_AN_ENTRY + groups * positions * right
     else:
-        cost = size * (positions * _cost_of_products(site) + _COST_OF_AN_ENTRY)
+        cost = size * (positions * _cost_of_products(site) + COST_OF_AN_ENTRY)
     return Term("product", [number], [param], measure, roundings, size, cost, size)
 
 
@@ -137,16 +140,16 @@ def gram_term(
         sides = {}
         for i, is_swapped in swapped.items():
             left, right = _gradients.factors(sites[i], i, recorded)
-            pair = _Side(left, _gradients.num_rows_of(sites[i])), _Side(right, None)
+            pair = _Side(left, _gradients.num_rows_of(sites[i])), _Side([right], None)
             sides[i] = pair[::-1] if is_swapped else pair
-        norm, extents = 0.0, 0.0
+        squares, extents = [], 0.0
         for a, b in itertools.combinations_with_replacement(sides, 2):
             grams = [_gram(x, y) for x, y in zip(sides[a], sides[b], strict=True)]
-            norm += (1 if a == b else 2) * _total(_times(*grams))
+            squares.append((1 if a == b else 2) * _totals.of_rows(_times(*grams)))
             if a == b:
                 sizes = map(_sizes_of_vectors, sides[a], grams)
                 extents += jnp.sum(_times(*sizes), axis=1)
-        return [Measured(jnp.asarray(norm), jnp.sum(jnp.square(extents)))]
+        return [Measured(_totals.joined(squares), jnp.square(extents))]
 
     sizes = [_gradients.sizes_of(sites[i], records) for i in swapped]
     groups, _, left, right = sizes[0]
@@ -160,7 +163,7 @@ def gram_term(
         else left + right
     )
     roundings = Roundings(
-        inner=multiplied + _roundings_of_total(groups * longest**2) + len(sizes) ** 2,
+        inner=multiplied + _totals.num_roundings(groups * longest**2) + len(sizes) ** 2,
         extent=_roundings_of_extent(groups, positions, multiplied, 0),
         positions=positions,
     )
@@ -169,7 +172,7 @@ def gram_term(
         for i, x in zip(swapped, sizes, strict=True)
         if _gradients.num_rows_of(sites[i]) is not None
     )
-    cost = squares * (right + _COST_OF_AN_ENTRY)
+    cost = squares * (right + COST_OF_AN_ENTRY)
     cost += groups * (positions - rows) ** 2 * left
     return Term(
         "gram", list(swapped), [param], measure, roundings, squares, cost, 2 * squares
@@ -192,28 +195,31 @@ def parameter_term(
         extent = jnp.zeros((), at_least_float32(*(grad.dtype for grad in grads)))
         for i, grad in zip(numbers, grads, strict=True):
             if sites[i].outer is None:
-                one = _total(_square(grad))
+                parts = _totals.of_rows(_square(grad))
             else:
-                one = jnp.sum(jnp.square(_extents(sites[i], i, recorded)))
-            extent += jnp.sqrt(one).astype(extent.dtype)
-        return [Measured(_total(_square(x)), jnp.square(extent)) for x in of_params]
+                parts = jnp.square(_extents(sites[i], i, recorded))
+            extent += jnp.sqrt(_totals.add_up(parts)).astype(extent.dtype)
+        return [
+            Measured(_totals.of_rows(_square(x)), jnp.square(extent)[None])
+            for x in of_params
+        ]
 
     size = sum(math.prod(param.aval.shape) for param in params)
-    roundings = Roundings(total=_roundings_of_total(size) + 1)
+    roundings = Roundings(total=_totals.num_roundings(size) + 1)
     positions, cost, temporary = 0, float(size), size
     for i in numbers:
         num_entries = math.prod(sites[i].view.aval.shape)
         temporary += num_entries
         if sites[i].outer is None:
             positions += 1
-            extent = _roundings_of_total(num_entries) + len(numbers)
+            extent = _totals.num_roundings(num_entries) + len(numbers)
             cost += num_entries
         else:
             outer = _gradients.sizes_of(sites[i], records)
             positions += outer.positions
             extent = _roundings_of_extent(*outer) + len(numbers)
             per_entry = outer.positions * _cost_of_products(sites[i])
-            cost += num_entries * (per_entry + _COST_OF_AN_ENTRY)
+            cost += num_entries * (per_entry + COST_OF_AN_ENTRY)
         roundings = roundings.at_least(Roundings(extent=2 * extent))
     # Any of the sites' entries may be added to that of any other.
     several = Roundings(product=positions + len(numbers), positions=positions)
@@ -243,7 +249,7 @@ def measure_all(terms: Sequence[Term], roots: Any, recorded: Recorded) -> Any:
       recorded: of all examples, with a leading axis.
 
     Returns:
-      For each term a list of `Measured`, (B,), for each of its parameters.
+      For each term a list of `Measured`, (B, P), for each of its parameters.
     """
     results = []
     for term in terms:
@@ -261,49 +267,29 @@ def _square(x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(at_least_float32(x.dtype)))
 
 
-def _total(x: jax.Array) -> jax.Array:
-    """The sum of all entries, in an order that has few roundings on any path.
-
-    Rows are added up by the compiler, in whatever order; their sums by a tree of
-    elementwise additions, of which it keeps the order.
-    """
-    if x.size == 0:
-        return jnp.zeros((), x.dtype)
-    columns = _num_columns(x.size)
-    x = jnp.pad(x.ravel(), (0, -x.size % columns)).reshape(-1, columns)
-    sums = jnp.sum(x, axis=1)
-    while sums.size > 1:
-        sums = jnp.pad(sums, (0, sums.size % 2)).reshape(2, -1)
-        sums = sums[0] + sums[1]
-    return sums[0]
-
-
-def _num_columns(size: int) -> int:
-    return 2 ** math.ceil(math.log2(max(size, 1)) / 2)
-
-
-def _roundings_of_total(size: int) -> int:
-    columns = _num_columns(size)
-    return columns + math.ceil(math.log2(max(size / columns, 1)))
-
-
 class _Side(NamedTuple):
-    """Vectors (K, T, n), or numbers of rows (K, T) out of n."""
+    """Parts of vectors (K, T, n), or one of numbers of rows (K, T) out of n."""
 
-    values: jax.Array
+    parts: list[jax.Array]
     num_rows: int | None
 
 
 def _gram(a: _Side, b: _Side) -> jax.Array:
     """Inner products of all positions: (K, T_a, T_b)."""
     if a.num_rows is not None and b.num_rows is not None:
-        return (a.values[:, :, None] == b.values[:, None, :]).astype(jnp.float32)
+        rows, others = a.parts[0], b.parts[0]
+        return (rows[:, :, None] == others[:, None, :]).astype(jnp.float32)
     if b.num_rows is not None:
         return jnp.swapaxes(_gram(b, a), 1, 2)
     if a.num_rows is not None:
-        rows = jnp.take_along_axis(b.values, a.values[:, None, :], axis=2)
+        (rows,), (vectors,) = a.parts, b.parts
+        rows = jnp.take_along_axis(vectors, rows[:, None, :], axis=2)
         return jnp.swapaxes(rows, 1, 2).astype(at_least_float32(rows.dtype))
-    return _products.contract(a.values, b.values, ((2,), (2,)), ((0,), (0,)))
+    grams = (
+        _products.contract(x, y, ((2,), (2,)), ((0,), (0,)))
+        for x, y in zip(a.parts, b.parts, strict=True)
+    )
+    return functools.reduce(jnp.add, grams)
 
 
 def _sizes_of_vectors(side: _Side, gram: jax.Array) -> jax.Array:
@@ -311,19 +297,21 @@ def _sizes_of_vectors(side: _Side, gram: jax.Array) -> jax.Array:
     return _root(jnp.diagonal(gram, axis1=1, axis2=2), side)
 
 
-def _root(squares: jax.Array, side: _Side) -> jax.Array:
+def _root(squares: Any, side: _Side) -> jax.Array:
     """A little too large, for what was flushed to zero."""
     if side.num_rows is not None:
-        return jnp.ones(side.values.shape, jnp.float32)
-    return jnp.sqrt(jnp.maximum(squares, 0) + FLOOR * side.values.shape[2])
+        return jnp.ones(side.parts[0].shape, jnp.float32)
+    num_entries = sum(part.shape[2] for part in side.parts)
+    return jnp.sqrt(jnp.maximum(squares, 0) + FLOOR * num_entries)
 
 
 def _extents(site: Site, number: int, recorded: Recorded) -> jax.Array:
     """The sum of |left| |right| over positions: (K,)."""
     left, right = _gradients.factors(site, number, recorded)
+    sides = _Side(left, _gradients.num_rows_of(site)), _Side([right], None)
     sizes = (
-        _root(jnp.sum(_square(side.values), axis=-1), side)
-        for side in (_Side(left, _gradients.num_rows_of(site)), _Side(right, None))
+        _root(sum(jnp.sum(_square(x), axis=-1) for x in side.parts), side)
+        for side in sides
     )
     return jnp.sum(_times(*sizes), axis=1)
 

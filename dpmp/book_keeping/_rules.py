@@ -76,7 +76,7 @@ def _dot_general(eqn: Any, operand: int) -> OuterRule:
         left = x.transpose(*batch[data], *free[data], *contracting[data])
         order = (*range(num_batch), *free_out[data], *free_out[operand])
         right = cotangent.transpose(order)
-        return left.reshape(*sizes, num_left), right.reshape(*sizes, num_right)
+        return [left.reshape(*sizes, num_left)], right.reshape(*sizes, num_right)
 
     axes = (tuple(batch[operand]), tuple(contracting[operand]), free[operand])
     to_view = _from_axes(axes, shapes[operand])
@@ -127,15 +127,15 @@ def _gather(eqn: Any, operand: int) -> OuterRule | None:
         if mode is jax.lax.GatherScatterMode.FILL_OR_DROP:
             is_row = (ids >= 0) & (ids < num_rows)
             right = jnp.where(is_row[..., None], right, jnp.zeros_like(right))
-        return jnp.clip(ids, 0, num_rows - 1).astype(jnp.int32), right
+        return [jnp.clip(ids, 0, num_rows - 1).astype(jnp.int32)], right
 
     axes = ((), (row,), others)
-    outer = Outer(factors, _from_axes(axes, shape), axes, num_rows)
+    outer = Outer(factors, _from_axes(axes, shape), axes, num_rows=num_rows)
     return OuterRule("gather", operand, 1, outer)
 
 
 def _convolution(eqn: Any, operand: int) -> OuterRule | None:
-    """A dot product of the kernel with patches of the input, group by group."""
+    """For each place in the window a dot product of channels, group by group."""
     params = eqn.params
     if operand != 1 or params["batch_group_count"] != 1:
         return None
@@ -143,27 +143,31 @@ def _convolution(eqn: Any, operand: int) -> OuterRule | None:
     shape = [eqn.invars[1].aval.shape[i] for i in numbers.rhs_spec]
     num_out, num_in, *window = shape
 
+    def in_groups(x: jax.Array, num_channels: int) -> jax.Array:
+        """From (batch, channels, *space)."""
+        x = x.reshape(x.shape[0], groups, num_channels, -1).transpose(1, 0, 3, 2)
+        return jax.lax.collapse(x, 1, 3)
+
     def factors(records: list[jax.Array], cotangent: jax.Array) -> Any:
-        x = records[0].transpose(numbers.lhs_spec)  # batch, channels, space
-        left = _patches(x, window, params)
-        left = left.reshape(x.shape[0], groups, num_in, -1, left.shape[-1])
-        left = left.transpose(1, 0, 3, 2, 4)  # groups, batch, outputs, channels, window
-        right = cotangent.transpose(numbers.out_spec)
-        right = right.reshape(x.shape[0], groups, num_out // groups, -1)
-        right = right.transpose(1, 0, 3, 2)  # groups, batch, outputs, channels
-        return jax.lax.collapse(jax.lax.collapse(left, 3), 1, 3), jax.lax.collapse(
-            right, 1, 3
-        )
+        x = records[0].transpose(numbers.lhs_spec)
+        seen = _seen_from_each_place(x, window, params)
+        right = in_groups(cotangent.transpose(numbers.out_spec), num_out // groups)
+        return [in_groups(x, num_in) for x in seen], right
 
     def to_view(grad: jax.Array) -> jax.Array:
-        grad = grad.transpose(0, 2, 1).reshape(shape)
+        # Groups, places, channels of the input, and of the output.
+        grad = grad.reshape(groups, *window, num_in, -1)
+        last = grad.ndim - 1
+        grad = grad.transpose(0, last, last - 1, *range(1, last - 1)).reshape(shape)
         return grad.transpose(np.argsort(numbers.rhs_spec).tolist())
 
     return OuterRule("convolution", operand, 0, Outer(factors, to_view, None))
 
 
-def _patches(x: jax.Array, window: Sequence[int], params: dict[str, Any]) -> jax.Array:
-    """What each output of a convolution sees: (batch, channels, outputs, window)."""
+def _seen_from_each_place(
+    x: jax.Array, window: Sequence[int], params: dict[str, Any]
+) -> list[jax.Array]:
+    """What the outputs of a convolution see: (batch, channels, *outputs) each."""
     padding = [(0, 0, 0)] * 2 + [
         (low, high, dilation - 1)
         for (low, high), dilation in zip(
@@ -177,7 +181,7 @@ def _patches(x: jax.Array, window: Sequence[int], params: dict[str, Any]) -> jax
         (n - span - 1) // stride + 1
         for n, span, stride in zip(padded.shape[2:], spans, strides, strict=True)
     ]
-    patches = []
+    seen = []
     for place in itertools.product(*map(range, window)):
         starts = [i * step for i, step in zip(place, dilation, strict=True)]
         limits = [
@@ -185,9 +189,8 @@ def _patches(x: jax.Array, window: Sequence[int], params: dict[str, Any]) -> jax
             for start, n, stride in zip(starts, num_out, strides, strict=True)
         ]
         corner, end = (0, 0, *starts), (*padded.shape[:2], *limits)
-        patch = jax.lax.slice(padded, corner, end, (1, 1, *strides))
-        patches.append(patch.reshape(*x.shape[:2], -1))
-    return jnp.stack(patches, axis=-1)
+        seen.append(jax.lax.slice(padded, corner, end, (1, 1, *strides)))
+    return seen
 
 
 _OUTER_RULES = {

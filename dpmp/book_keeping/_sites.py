@@ -18,7 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpmp._stored import at_least_float32
 from dpmp.book_keeping._views import View
+
+# The parts of left, and right.
+Factors = tuple[list[jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,9 @@ class Outer:
     """A gradient that is a sum of outer products, in K independent groups.
 
     Attributes:
-      factors: from the recorded values and the cotangent of one example to left, (K,
-        T, n), and right, (K, T, m).
+      factors: from the recorded values and the cotangent of one example to left, in
+        one part or in several, (K, T, n_1), (K, T, n_2), ... that make up n, and to
+        right, (K, T, m).
       to_view: from (K, n, m) to the shape of the view, without arithmetic.
       axes: which axes of the view make up K, n and m, in this order; None if they are
         not made up of whole axes.
@@ -35,7 +40,7 @@ class Outer:
         n) that are 1 there and 0 elsewhere: n.
     """
 
-    factors: Callable[[list[jax.Array], jax.Array], tuple[jax.Array, jax.Array]]
+    factors: Callable[[list[jax.Array], jax.Array], Factors]
     to_view: Callable[[jax.Array], jax.Array]
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
     num_rows: int | None = None
@@ -59,6 +64,14 @@ class Site:
     records: tuple[int, ...]
     cotangent: jax.ShapeDtypeStruct
     outer: Outer | None
+
+
+def dense(site: Site) -> Site:
+    """The same site, as one whose gradient is there."""
+    aval = site.view.aval
+    dtype = at_least_float32(aval.dtype, site.cotangent.dtype)
+    cotangent = jax.ShapeDtypeStruct(aval.shape, dtype)
+    return dataclasses.replace(site, records=(), cotangent=cotangent, outer=None)
 
 
 def in_call(site: Site, view: View, first_record: int) -> Site:
@@ -93,9 +106,9 @@ def in_loop(
 def _of_groups(outer: Outer, size: int) -> Outer:
     """One group more for each iteration."""
 
-    def factors(*args: Any) -> tuple[jax.Array, jax.Array]:
-        left, right = jax.vmap(outer.factors)(*args)
-        return jax.lax.collapse(left, 0, 2), jax.lax.collapse(right, 0, 2)
+    def factors(*args: Any) -> Factors:
+        both = jax.vmap(outer.factors)(*args)
+        return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), both)
 
     def to_view(grad: jax.Array) -> jax.Array:
         return jax.vmap(outer.to_view)(grad.reshape(size, -1, *grad.shape[1:]))
@@ -110,8 +123,10 @@ def _of_groups(outer: Outer, size: int) -> Outer:
 def _of_positions(outer: Outer) -> Outer:
     """More positions for each iteration."""
 
-    def factors(*args: Any) -> tuple[jax.Array, ...]:
+    def factors(*args: Any) -> Factors:
         both = jax.vmap(outer.factors)(*args)
-        return tuple(jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3) for x in both)
+        return jax.tree.map(
+            lambda x: jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3), both
+        )
 
     return dataclasses.replace(outer, factors=factors)

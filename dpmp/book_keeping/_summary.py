@@ -44,9 +44,10 @@ class Row:
       num_entries: of the parameter.
       rules: of its sites, that is of the places where data meets it, in the order of
         the program; none for a parameter without influence on the loss.
-      forms: of the parts of its squared norm: "entries" (the gradient is there), "gram"
-        (inner products of positions), "product" (the gradient is formed, for a few
-        examples at a time) or "parameters" (formed and sent back to the parameters).
+      forms: of the parts of its squared norm: "entries" (the gradient is there), "kept"
+        (it is formed, and kept for the sum), "gram" (inner products of positions),
+        "product" (it is formed, for a few examples at a time) or "parameters" (formed
+        and sent back to the parameters).
       cost: of the norm, in multiplications for one example.
       share: of the cost of all norms.
     """
@@ -141,9 +142,9 @@ def summarize(
     >>> print(summarize(loss, params, batch))
              shape      entries  rules  norm by     cost  share
     ['b']    (64,)           64  add    entries       64   0.0%
-    ['out']  (64, 2)        128  dot    product   10,240   2.9%
-    ['w']    (256, 64)   16,384  dot    gram     344,064  97.1%
-    total                16,576                  354,368
+    ['out']  (64, 2)        128  dot    kept      12,288   3.4%
+    ['w']    (256, 64)   16,384  dot    gram     344,064  96.5%
+    total                16,576                  356,416
 
     Args:
       fun: as for `clipped_grad`.

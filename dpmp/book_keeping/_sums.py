@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dpmp._stored import at_least_float32
 from dpmp.book_keeping import _gradients, _products
 from dpmp.book_keeping._gradients import Recorded
-from dpmp.book_keeping._sites import Site
+from dpmp.book_keeping._sites import Factors, Site
 
 
 def weighted_sum(
@@ -53,19 +53,27 @@ def _of_site(
     if site.outer is None:
         return _of_entries(recorded[1][number], coefs, keep)
 
-    def factors(*one: Any) -> tuple[jax.Array, jax.Array]:
+    def factors(*one: Any) -> Factors:
         return _gradients.factors(site, number, one)
 
     left, right = jax.vmap(factors)(*recorded)
     if site.outer.num_rows is not None:
         weighted = _select(keep, _scale(right, coefs))
-        return site.outer.to_view(_scatter(left, weighted, site.outer.num_rows))
-    # The smaller one is the first, which is written anew for the product anyway.
-    is_smaller = left.size <= right.size
-    first, second = (left, right) if is_smaller else (right, left)
-    first = _select(keep, _scale(first, coefs)).astype(_weighted_dtype(first, second))
-    total = _products.apart(_contract(first, _select(keep, second)))
-    return site.outer.to_view(total if is_smaller else jnp.swapaxes(total, 1, 2))
+        return site.outer.to_view(_scatter(left[0], weighted, site.outer.num_rows))
+
+    def product(first: jax.Array, second: jax.Array) -> jax.Array:
+        dtype = _weighted_dtype(first, second)
+        first = _select(keep, _scale(first, coefs)).astype(dtype)
+        return _contract(first, _select(keep, second))
+
+    # The smaller one is weighted, as it is written anew for the product anyway.
+    if len(left) == 1 and left[0].size <= right.size:
+        total = _products.apart(product(left[0], right))
+    else:
+        totals = [product(right, part) for part in left]
+        total = _products.apart(jnp.concatenate(totals, axis=2))
+        total = jnp.swapaxes(total, 1, 2)
+    return site.outer.to_view(total)
 
 
 def _scale(x: jax.Array, coefs: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dpmp.book_keeping import _norms
+from dpmp.book_keeping import _kept, _norms
 from dpmp.book_keeping._norms import Term
 from dpmp.book_keeping._sites import Site
 from dpmp.book_keeping._views import View
@@ -95,7 +95,11 @@ def _cheapest_term(
         terms = [_norms.product_term(first, numbers[0], _root(param), records)]
     if (swapped := _orientations(sites, entries)) is not None:
         terms.append(_norms.gram_term(sites, swapped, _root(param), records))
-    return min(terms, key=lambda term: term.cost)
+    cheapest = min(terms, key=lambda term: term.cost)
+    if len(numbers) == 1:
+        kept = _kept.kept_term(first, numbers[0], _root(param), records)
+        return kept if _kept.is_better(kept, cheapest, first, records) else cheapest
+    return cheapest
 
 
 def _orientations(

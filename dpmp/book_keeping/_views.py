@@ -263,6 +263,10 @@ def _split(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
     return np.split(x, np.cumsum(sizes)[:-1], axis)[output]
 
 
+def _unstack(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
+    return np.moveaxis(x, eqn.params["axis"], 0)[output, ...]
+
+
 # From the NumPy view of an operand to that of the result.
 _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
     "add": _shift,
@@ -277,4 +281,5 @@ _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
     "dynamic_slice": _dynamic_slice,
     "rev": lambda x, eqn, *_: np.flip(x, eqn.params["dimensions"]),
     "split": _split,
+    "unstack": _unstack,
 }
