@@ -6,6 +6,7 @@ decides what to fuse. What leaves a branch is in memory, and nothing is fused ac
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.core
@@ -34,10 +35,36 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
         if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             first = jax.lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim).reshape(())
             integer ^= (first != jnp.zeros_like(first)).astype(jnp.uint32)
+    compute, restore = _without_repetitions(compute)
     compute = jax.jit(compute)  # so that it is traced once
     shapes = jax.eval_shape(compute)
-    return jax.lax.cond(
-        jax.lax.population_count(integer) < 64,
-        compute,
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+    return restore(
+        jax.lax.cond(
+            jax.lax.population_count(integer) < 64,
+            compute,
+            lambda: [jnp.zeros(x.shape, x.dtype) for x in shapes],
+        )
     )
+
+
+def _without_repetitions(
+    compute: Callable[[], PyTree],
+) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], PyTree]]:
+    """`compute`, giving each array once, and what makes its tree from them.
+
+    What leaves a branch twice is there twice.
+    """
+    found = []
+
+    def compute_once() -> list[Any]:
+        leaves, treedef = jax.tree.flatten(compute())
+        arrays = {id(x): x for x in leaves}
+        numbers = {key: i for i, key in enumerate(arrays)}
+        found[:] = [treedef, [numbers[id(x)] for x in leaves]]
+        return list(arrays.values())
+
+    def restore(arrays: list[Any]) -> PyTree:
+        treedef, places = found
+        return treedef.unflatten(arrays[i] for i in places)
+
+    return compute_once, restore

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.extend.core
+import jax.numpy as jnp
 
 from dpmp._typing import PyTree
 
@@ -123,23 +124,13 @@ def rewrite(
       A function of the same arguments.
     """
 
+    def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
+        return run(body, values, evaluate)
+
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         if (results := replace(eqn, values)) is not None:
             return results
-        if eqn.primitive.name in _CALLS:
-            return run(_callee(eqn), values, evaluate)
-        if eqn.primitive.name in _BODIES:
-            bodies = {name: eqn.params[name] for name in _BODIES[eqn.primitive.name]}
-            return bind(eqn, values, **jax.tree.map(rewritten_body, bodies))
-        return bind(eqn, values)
-
-    def rewritten_body(body: Any) -> Any:
-        is_closed = isinstance(body, jax.extend.core.ClosedJaxpr)
-        closed = body if is_closed else jax.extend.core.ClosedJaxpr(body, ())
-        new = jax.make_jaxpr(lambda *xs: run(closed, xs, evaluate))(*closed.in_avals)
-        if new.consts:  # there is no place for them
-            return body
-        return new if is_closed else new.jaxpr
+        return bind_bodies(eqn, values, run_body)
 
     def rewritten(*args: Any) -> PyTree:
         closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
@@ -174,6 +165,78 @@ def run(
         results = evaluate(eqn, [read(atom) for atom in eqn.invars])
         env |= zip(eqn.outvars, results, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def bind_bodies(
+    eqn: Any,
+    values: Sequence[Any],
+    run_body: Callable[[Any, Sequence[Any]], list[Any]],
+) -> list[Any]:
+    """Evaluates an equation, running calls, loops and branches in another way.
+
+    Args:
+      eqn: any equation.
+      values: of its operands, in the dtypes that they have in the program.
+      run_body: `run_body(closed, values)` gives the outputs of a closed jaxpr, of the
+        shapes and dtypes that they have in it.
+    """
+    if eqn.primitive.name in _CALLS:
+        return run_body(_callee(eqn), values)
+    if eqn.primitive.name not in _BODIES:
+        return bind(eqn, values)
+    if eqn.primitive.name == "scan" and _stacks_anything_twice(eqn):
+        return _stack_once(eqn, values, run_body)
+
+    def rewritten(body: Any) -> Any:
+        is_closed = isinstance(body, jax.extend.core.ClosedJaxpr)
+        closed = body if is_closed else jax.extend.core.ClosedJaxpr(body, ())
+        new = jax.make_jaxpr(lambda *xs: run_body(closed, xs))(*closed.in_avals)
+        if new.consts:  # there is no place for them
+            return body
+        return new if is_closed else new.jaxpr
+
+    bodies = {name: eqn.params[name] for name in _BODIES[eqn.primitive.name]}
+    return bind(eqn, values, **jax.tree.map(rewritten, bodies))
+
+
+def _stacks_anything_twice(eqn: Any) -> bool:
+    """Whether a scan gives the same values more than once, each with their own copy."""
+    variables = [v for v in eqn.params["jaxpr"].jaxpr.outvars if not is_literal(v)]
+    return len(set(variables)) < len(variables)
+
+
+def _stack_once(
+    eqn: Any,
+    values: Sequence[Any],
+    run_body: Callable[[Any, Sequence[Any]], list[Any]],
+) -> list[Any]:
+    """A scan with one stack for outputs that are the same."""
+    loop = as_loop(eqn)
+    assert loop is not None
+    values = [
+        x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
+        for x, aval in zip(values, loop.body.in_avals, strict=True)
+    ]
+    consts = values[: loop.num_consts]
+    carry = values[loop.num_consts : loop.num_consts + loop.num_carry]
+    stacked = loop.body.jaxpr.outvars[loop.num_carry :]
+    places = {atom: i for i, atom in reversed([*enumerate(map(_name_of, stacked))])}
+    kept = sorted(places.values())
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = run_body(loop.body, [*consts, *carry, *xs])
+        ys = outputs[loop.num_carry :]
+        return outputs[: loop.num_carry], [ys[i] for i in kept]
+
+    xs = values[loop.num_consts + loop.num_carry :]
+    carry, ys = jax.lax.scan(body, carry, xs, **loop.options)
+    by_place = dict(zip(kept, ys, strict=True))
+    return [*carry, *(by_place[places[_name_of(atom)]] for atom in stacked)]
+
+
+def _name_of(atom: Any) -> Any:
+    """What two outputs have in common if they are the same."""
+    return id(atom) if is_literal(atom) else atom
 
 
 def is_literal(atom: Any) -> bool:

@@ -492,3 +492,33 @@ def test_a_body_is_left_alone_if_what_replaces_it_has_arrays_of_its_own():
     in_loop, outside = _jaxpr.rewrite(fun, replace)(X)
     np.testing.assert_allclose(in_loop, jnp.sin(jnp.sin(X)), rtol=1e-6)
     np.testing.assert_allclose(outside, X * large, rtol=1e-6)
+
+
+def stacks_twice(op, *, reverse):
+    def fun(x):
+        def body(carry, x):
+            y = op(carry + x)
+            return y, (y, 1.0, {"a": y, "b": 2 * y}, x)
+
+        return jax.lax.scan(body, 0.5, x, reverse=reverse)
+
+    return fun
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit, jax.vmap])
+def test_a_loop_stacks_once_what_it_gives_twice(reverse, transform):
+    xs = jnp.stack([X, X + 1])
+    args = xs if transform is jax.vmap else X
+    rewritten = _jaxpr.rewrite(stacks_twice(sine, reverse=reverse), double_sines)
+    expected = transform(stacks_twice(doubled_sine, reverse=reverse))(args)
+    assert_trees_equal(transform(rewritten)(args), expected)
+    before, after = (
+        next(
+            len(eqn.outvars)
+            for eqn in jax.make_jaxpr(program)(X).jaxpr.eqns
+            if eqn.primitive.name == "scan"
+        )
+        for program in (stacks_twice(sine, reverse=reverse), rewritten)
+    )
+    assert after == before - 1

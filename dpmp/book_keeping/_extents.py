@@ -75,15 +75,40 @@ def measure_extents(
         _arguments.check_loss(value)
         return value, None
 
-    grads: Any = engine(
+    run = engine(
         loss_fn,
         argnums=argnums,
         batch_argnums=batch_argnums,
         prng_argnum=None,
         spmd_axis_name=None,
         is_bounded=True,
-    )(*args)
-    (group,) = grads.measure([range(len(jax.tree.leaves(grads.params)))])
-    ratios = jnp.sqrt(group.extent / group.squared_norm)
-    largest = _bounded.largest_extent(microbatch_size, group.roundings)
+    )
+    roundings = []
+
+    @jax.jit
+    def ratios_of(*args: Any) -> jax.Array:
+        grads: Any = run(*args)
+        (group,) = grads.measure([range(len(jax.tree.leaves(grads.params)))])
+        roundings.append(group.roundings)
+        return jnp.sqrt(group.extent / group.squared_norm)
+
+    sizes = _arguments.batch_sizes(args, batch_argnums)
+    parts = [
+        ratios_of(*_part(args, batch_argnums, start, microbatch_size))
+        for start in range(0, _arguments.common_batch_size(sizes), microbatch_size)
+    ]
+    ratios = jnp.concatenate(parts)
+    largest = _bounded.largest_extent(microbatch_size, roundings[0])
     return Extents(ratios, largest, float(jnp.mean(ratios > largest)))
+
+
+def _part(
+    args: Sequence[Any], batch_argnums: Sequence[int], start: int, size: int
+) -> list[Any]:
+    """The arguments with some of the examples."""
+    return [
+        jax.tree.map(lambda x: x[start : start + size], arg)
+        if i in batch_argnums
+        else arg
+        for i, arg in enumerate(args)
+    ]
