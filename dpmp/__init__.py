@@ -4,11 +4,13 @@ from dpmp import (
     accounting,
     batch_selection,
     book_keeping,
+    loss_scaling,
     microbatches,
     noise_addition,
 )
 from dpmp._accumulation import DoubleWord
 from dpmp._grid import GridArray
+from dpmp.autocast import autocast
 from dpmp.clipping import (
     AuxiliaryOutput,
     BoundedSensitivityCallable,
@@ -18,6 +20,7 @@ from dpmp.clipping import (
 )
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
+from dpmp.released_metrics import ReleasedMetrics
 from dpmp.training import DPTrainer, SensitiveOutputs, Source, TrainingState
 
 __all__ = [
@@ -28,15 +31,18 @@ __all__ = [
     "DoubleWord",
     "GridArray",
     "Policy",
+    "ReleasedMetrics",
     "SensitiveOutputs",
     "Source",
     "TrainingState",
     "accounting",
+    "autocast",
     "batch_selection",
     "book_keeping",
     "clip_pytree",
     "clipped_fun",
     "clipped_grad",
+    "loss_scaling",
     "microbatches",
     "noise_addition",
 ]

@@ -10,6 +10,7 @@ that factor, with `_SPARE_ROUNDINGS` for second-order terms and for hardware who
 square root or division is a few units off, makes |y| <= l2_clip_norm.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,17 @@ def coefficients(
         )
         for (bound, cap), norm in zip(targets, norms, strict=True)
     ]
+
+
+def are_clipped(
+    targets: list[tuple[float, float]], coefs: list[jax.Array]
+) -> jax.Array:
+    """Which examples have a coefficient below the largest, in any group: (B,) bool."""
+    below = [
+        coef < _round_down(cap).astype(coef.dtype)
+        for (_, cap), coef in zip(targets, coefs, strict=True)
+    ]
+    return functools.reduce(jnp.logical_or, below)
 
 
 # Compiled as one, also where all else runs operation by operation: XLA has a way of

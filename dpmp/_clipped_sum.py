@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,22 @@ from dpmp._bounded import BoundedGrid
 from dpmp._clip_norms import ClipNorms
 from dpmp._grid import Grid
 from dpmp._typing import GradEngine, PyTree
+
+
+class Outputs(NamedTuple):
+    """Of the examples of a batch, sensitive; zero for padding.
+
+    Attributes:
+      values: what the engine calls so: losses, (B,).
+      grad_norms: before clipping, (B,).
+      is_clipped: whether anything finite was scaled down, (B,) bool.
+      aux: auxiliary outputs.
+    """
+
+    values: Any
+    grad_norms: jax.Array
+    is_clipped: jax.Array
+    aux: PyTree
 
 
 @dataclass(frozen=True)
@@ -55,8 +71,8 @@ class ClippedSum:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         is_padding_example: jax.Array | None,
-    ) -> tuple[PyTree, tuple[Any, jax.Array, PyTree]]:
-        """The sum, and per-example (values, norms, aux), zero for padding."""
+    ) -> tuple[PyTree, Outputs]:
+        """The sum, and what is known of each example."""
         self.accumulator.check_mode()
         batch_size = self._check_batch(args, is_padding_example)
         size = self.microbatch_size or batch_size
@@ -86,20 +102,22 @@ class ClippedSum:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         is_padding: jax.Array | None,
-    ) -> tuple[PyTree, tuple[Any, jax.Array, PyTree]]:
+    ) -> tuple[PyTree, Outputs]:
         grads = self.engine(*args, **kwargs)
         norms = grads.squared_norms(self.clip_norms.prefix)
         global_norm = _clip_norms.global_norm(norms)
         targets = self.accumulator.targets(
             self.clip_norms.targets, [norm.num_entries for norm in norms]
         )
+        coefs = _clip_norms.coefficients(targets, norms)
         total = grads.weighted_sum(
-            _clip_norms.coefficients(targets, norms),
+            coefs,
             keep_mask(global_norm, is_padding, self.nan_safe),
             self.clip_norms.prefix,
             self.accumulator,
         )
-        outputs = (grads.values, global_norm, grads.aux)
+        is_clipped = _clip_norms.are_clipped(targets, coefs) & jnp.isfinite(global_norm)
+        outputs = Outputs(grads.values, global_norm, is_clipped, grads.aux)
         return total, _zero_padding(outputs, is_padding)
 
     def _scan(

@@ -1,11 +1,13 @@
 """Progress of a run: a bar on a terminal, a plain line now and then elsewhere.
 
-It is told step counts and epsilons, nothing that depends on the data.
+It is told step counts, epsilons, and metrics that have noise: nothing else that depends
+on the data.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 import rich.console
 import rich.progress
@@ -69,26 +71,33 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
-    def update(self, step: int) -> None:
-        """Takes note that `step` steps are made."""
+    def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Takes note that `step` steps are made.
+
+        Args:
+          step: how many.
+          metrics: released means of the last step, by name.
+        """
+        metrics = metrics or {}
         if self._first_step_at is None:
             # The first step is not counted: it includes compilation.
             self._start, self._first_step_at = step, time.monotonic()
         if self._shows_bar:
-            text = self._describe(step)
+            text = self._describe(step, metrics)
             self._bar.update(self._task, completed=step, description=text)
         elif self.is_due(step):
-            self._console.print(self._describe(step), highlight=False)
+            self._console.print(self._describe(step, metrics), highlight=False)
 
     def is_due(self, step: int) -> bool:
         """Whether `update` would show anything new at this step."""
         return self._shows_bar or (self._enabled and step in self._report_steps)
 
-    def _describe(self, step: int) -> str:
+    def _describe(self, step: int, metrics: Mapping[str, Any]) -> str:
         covered = next(s for s in self._report_steps if s >= step)
         elapsed = time.monotonic() - (self._first_step_at or 0)
         privacy = self._describe_privacy(covered, self._stop)
         parts = [f"step {step}/{self._stop}", privacy]
+        parts += [f"noisy {name} {float(x):.3g}" for name, x in metrics.items()]
         if step > self._start and elapsed > 0:
             steps_per_second = (step - self._start) / elapsed
             remaining = (self._stop - step) / steps_per_second

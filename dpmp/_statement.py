@@ -8,6 +8,7 @@ import jax
 
 from dpmp import _accumulation, _bounded, accounting, batch_selection
 from dpmp._typing import PyTree
+from dpmp.released_metrics import ReleasedMetrics
 
 _Relation = dp_accounting.NeighboringRelation
 
@@ -48,6 +49,7 @@ def claim(
     arithmetic: str,
     method: str,
     resolution: int | None,
+    released_metrics: ReleasedMetrics | None,
 ) -> str:
     """Of a mechanism with a finite epsilon; the facts are named as in `DPSGD`."""
     neighbours = _NEIGHBOURS[_Relation[guarantee.neighboring_relation]]
@@ -65,6 +67,7 @@ def claim(
         f"- Clipping: L2 norm of {_describe_clip_norm(l2_clip_norm)} per example.",
         f"- Noise: Gaussian, noise multiplier {noise_multiplier:.4f} (standard "
         f"deviation over the largest contribution of one example).",
+        *_describe_metrics(released_metrics, noise_multiplier, expected_batch_size),
         f"- Accountant: {guarantee.accountant}.",
         f"- Arithmetic: "
         f"{_describe_arithmetic(arithmetic, method, resolution, noise_multiplier)}",
@@ -73,6 +76,23 @@ def claim(
         "other per-example values, and choices made by looking at them (such as "
         "hyper-parameters tuned on this data); anything else released about the data.",
     )
+
+
+def _describe_metrics(
+    metrics: ReleasedMetrics | None, noise_multiplier: float, batch_size: float
+) -> list[str]:
+    if metrics is None:
+        return []
+    means = ", ".join(
+        f"{name} (standard deviation "
+        f"{metrics.stddev(name, noise_multiplier, batch_size):.2g})"
+        for name in metrics.names
+    )
+    return [
+        f"- Released at every step, besides the gradient and covered with it: the mean "
+        f"of {means}. That makes the noise on the gradient {metrics.widening:.2%} "
+        f"wider than it would be."
+    ]
 
 
 def _describe_arithmetic(

@@ -15,119 +15,21 @@ from typing import Any
 
 import jax
 
-from dpmp import _arguments, _per_example, book_keeping
+from dpmp import _arguments, _per_example, _validate, book_keeping, loss_scaling
 from dpmp._arithmetic import check_method, get_arithmetic
 from dpmp._clip_norms import ClipNorms
 from dpmp._clip_pytree import clip_pytree as clip_pytree
+from dpmp._clipped_fun import clipped_fun as clipped_fun
 from dpmp._clipped_sum import ClippedSum
 from dpmp._sensitivity import BoundedSensitivityCallable as BoundedSensitivityCallable
 from dpmp._typing import PyTree
+from dpmp.loss_scaling import LossScale
+from dpmp.released_metrics import ReleasedMetrics, join
 
 AuxiliaryOutput = collections.namedtuple(
     "AuxiliaryOutput", ["values", "grad_norms", "aux"]
 )
 """Sensitive per-example outputs of `clipped_grad`; those not asked for are None."""
-
-
-def clipped_fun(
-    fun: Callable[..., Any],
-    has_aux: bool = False,
-    *,
-    batch_argnums: int | Sequence[int] = 0,
-    keep_batch_dim: bool = True,
-    l2_clip_norm: Any = 1.0,
-    rescale_to_unit_norm: bool = False,
-    normalize_by: float = 1.0,
-    return_norms: bool = False,
-    microbatch_size: int | None = None,
-    nan_safe: bool = True,
-    dtype: Any = None,
-    prng_argnum: int | None = None,
-    spmd_axis_name: Any = None,
-    accumulator: str | None = None,
-    resolution: int | None = None,
-) -> BoundedSensitivityCallable:
-    """Clips the output of a function for each example, and sums over the batch.
-
-    >>> clipped_sum = clipped_fun(jnp.sum, l2_clip_norm=1.0)
-    >>> print(f"{clipped_sum(jnp.array([0.0, 0.25, -0.5, 10.0])):.4f}")
-    0.7422
-
-    Guarantees:
-      As for `clipped_grad`, of which this is the part without differentiation.
-
-    Args:
-      fun: gives a tree of float arrays, or (tree, aux) if `has_aux`.
-      has_aux: whether `fun` returns a pair.
-      batch_argnums: which arguments have a leading example axis.
-      keep_batch_dim: as in `clipped_grad`.
-      l2_clip_norm: as in `clipped_grad`.
-      rescale_to_unit_norm: as in `clipped_grad`.
-      normalize_by: as in `clipped_grad`.
-      return_norms: whether to return the norms before clipping, (B,); sensitive.
-      microbatch_size: as in `clipped_grad`.
-      nan_safe: as in `clipped_grad`.
-      dtype: as in `clipped_grad`.
-      prng_argnum: as in `clipped_grad`.
-      spmd_axis_name: as in `jax.vmap`.
-      accumulator: as in `clipped_grad`.
-      resolution: as in `clipped_grad`.
-
-    Returns:
-      A callable with the arguments of `fun` and `is_padding_example`. It returns the
-      sum, or (sum, aux), (sum, norms) or (sum, (aux, norms)), as asked for.
-
-    Raises:
-      ValueError: as for `clipped_grad`.
-    """
-    check_method("per_example", accumulator)
-    batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
-    clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
-
-    @_arguments.of_one_example(batch_argnums, keep_batch_dim)
-    def value_fn(*args, **kwargs):
-        output = fun(*args, **kwargs)
-        value, aux = _arguments.unpack_aux(output) if has_aux else (output, None)
-        _arguments.check_float_leaves(value, "the output of fun")
-        clip_norms.check_prefix_of(value)
-        return value, aux
-
-    def for_one_example(*args, **kwargs):
-        value, aux = value_fn(*args, **kwargs)
-        return value, (None, aux)
-
-    clipped_sum = ClippedSum(
-        engine=_per_example.stack_engine(
-            for_one_example,
-            batch_argnums=batch_argnums,
-            prng_argnum=prng_argnum,
-            spmd_axis_name=spmd_axis_name,
-        ),
-        clip_norms=clip_norms,
-        accumulator=get_arithmetic(
-            accumulator,
-            dtype=dtype,
-            resolution=resolution,
-            clip_norms=clip_norms,
-            nan_safe=nan_safe,
-        ),
-        batch_argnums=batch_argnums,
-        prng_argnum=prng_argnum,
-        microbatch_size=microbatch_size,
-        nan_safe=nan_safe,
-    )
-
-    def clipped_fn(*args, is_padding_example, **kwargs):
-        total, (_, norms, aux) = clipped_sum(args, kwargs, is_padding_example)
-        if has_aux and return_norms:
-            return total, (aux, norms)
-        if has_aux or return_norms:
-            return total, aux if has_aux else norms
-        return total
-
-    return BoundedSensitivityCallable(
-        clipped_fn, clipped_sum.l2_norm_bound, has_aux or return_norms
-    )
 
 
 def clipped_grad(
@@ -142,6 +44,9 @@ def clipped_grad(
     keep_batch_dim: bool = True,
     return_values: bool = False,
     return_grad_norms: bool = False,
+    loss_scale: LossScale | None = None,
+    counts_overflows: bool = False,
+    released_metrics: ReleasedMetrics | None = None,
     pre_clipping_transform: Callable[[PyTree], PyTree] | None = None,
     microbatch_size: int | None = None,
     nan_safe: bool = True,
@@ -218,6 +123,13 @@ def clipped_grad(
         without that axis (False).
       return_values: whether to return the per-example losses, (B,).
       return_grad_norms: whether to return the norms before clipping, (B,), float32.
+      loss_scale: what the loss is multiplied by to be differentiated, for float16: a
+        power of two, or a function from the loss of an example to one, such as
+        `dpmp.loss_scaling.by_loss()`. What comes out is that of the loss itself.
+      counts_overflows: whether to return a `released_metrics.JointSum`: the sum, and
+        one more coordinate for the noise, which counts gradients that are not finite.
+        The sensitivity of both together is that of the sum.
+      released_metrics: more coordinates of a `JointSum`; see there what they cost.
       pre_clipping_transform: applied to the gradient of each example before it is
         clipped; what it returns is what is clipped and summed.
       microbatch_size: how many examples to process at a time; must divide the batch
@@ -257,6 +169,14 @@ def clipped_grad(
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
     check_method(method, accumulator, pre_clipping_transform)
+    if loss_scale is not None:
+        loss_scaling.check(loss_scale, pre_clipping_transform)
+    _validate.require(
+        nan_safe or not (counts_overflows or released_metrics),
+        "what is counted or released must come of gradients that are safe",
+        nan_safe=nan_safe,
+        fix="Leave nan_safe out.",
+    )
     batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
     grad_argnums = _arguments.as_argnums("argnums", argnums)
     is_single = grad_argnums == (argnums,)
@@ -269,6 +189,9 @@ def clipped_grad(
         value, aux = _arguments.unpack_aux(output) if has_aux else (output, None)
         _arguments.check_loss(value)
         return value, aux
+
+    if loss_scale is not None:
+        loss_fn = loss_scaling.scaled(loss_fn, loss_scale)
 
     def for_one_example(*args, **kwargs):
         outputs, grads = jax.value_and_grad(loss_fn, argnums, has_aux=True)(
@@ -289,12 +212,13 @@ def clipped_grad(
         )
     else:
         make_engine = functools.partial(_per_example.stack_engine, for_one_example)
+    engine = make_engine(
+        batch_argnums=batch_argnums,
+        prng_argnum=prng_argnum,
+        spmd_axis_name=spmd_axis_name,
+    )
     clipped_sum = ClippedSum(
-        engine=make_engine(
-            batch_argnums=batch_argnums,
-            prng_argnum=prng_argnum,
-            spmd_axis_name=spmd_axis_name,
-        ),
+        engine=engine if loss_scale is None else loss_scaling.unscaled(engine),
         clip_norms=clip_norms,
         accumulator=get_arithmetic(
             accumulator,
@@ -317,18 +241,28 @@ def clipped_grad(
         if pre_clipping_transform is None:
             params = tuple(args[i] for i in grad_argnums)
             clip_norms.check_prefix_of(params[0] if is_single else params)
-        total, (values, norms, aux) = clipped_sum(args, kwargs, is_padding_example)
+        total, outputs = clipped_sum(args, kwargs, is_padding_example)
+        total = join(
+            total,
+            outputs,
+            clipped_sum.l2_norm_bound,
+            released_metrics,
+            counts_overflows=counts_overflows,
+        )
         if not returns_aux:
             return total
         return total, AuxiliaryOutput(
-            values if return_values else None,
-            norms if return_grad_norms else None,
-            aux if has_aux else None,
+            outputs.values if return_values else None,
+            outputs.grad_norms if return_grad_norms else None,
+            outputs.aux if has_aux else None,
         )
 
+    l2_norm_bound = clipped_sum.l2_norm_bound
+    if released_metrics is not None:
+        l2_norm_bound = released_metrics.joint_norm_bound(l2_norm_bound)
     return BoundedSensitivityCallable(
         clipped_grad_fn,
-        clipped_sum.l2_norm_bound,
+        l2_norm_bound,
         returns_aux,
         keeps_places=accumulator == "bounded",
     )

@@ -15,6 +15,7 @@ import jax
 import optax
 
 from dpmp import (
+    _mechanism_checks,
     _sampler_share,
     _statement,
     _validate,
@@ -23,8 +24,11 @@ from dpmp import (
     clipping,
     noise_addition,
 )
+from dpmp._clip_norms import ClipNorms
 from dpmp._resolution import choose_resolution
 from dpmp._typing import PyTree
+from dpmp.loss_scaling import contribution
+from dpmp.released_metrics import JointSum, Released, ReleasedMetrics, split
 
 _Relation = dp_accounting.NeighboringRelation
 
@@ -67,6 +71,7 @@ class DPSGD:
         It decides on the resolution of the grid and on what sampling from a table
         costs; larger gradients are refused.
       method: the gradient engine, as in `clipped_grad`.
+      released_metrics: noisy means to release at every step besides the gradient.
       neighboring_relation: which two datasets are neighbours. By default (zero-out)
         they have the same size, as `num_examples` is public; epsilon is the same as
         for add/remove.
@@ -84,40 +89,11 @@ class DPSGD:
     arithmetic: str = "exact"
     num_parameters: int = 10_000_000
     method: str = "per_example"
+    released_metrics: ReleasedMetrics | None = None
     neighboring_relation: dp_accounting.NeighboringRelation = _Relation.REPLACE_SPECIAL
 
     def __post_init__(self):
-        _validate.positive_integer(
-            num_examples=self.num_examples, fix="Count the examples to train on."
-        )
-        _validate.positive(
-            expected_batch_size=self.expected_batch_size, fix="Use 256, for example."
-        )
-        _validate.require(
-            self.expected_batch_size <= self.num_examples,
-            "expected_batch_size must be at most num_examples",
-            expected_batch_size=self.expected_batch_size,
-            num_examples=self.num_examples,
-            fix="Use a smaller batch.",
-        )
-        _validate.positive_integer(
-            iterations=self.iterations,
-            fix="Use the number of updates, or DPSGD.from_epochs.",
-        )
-        if self.noise_multiplier is not None:
-            _validate.nonnegative(
-                noise_multiplier=self.noise_multiplier,
-                fix="Leave it out and call calibrate(epsilon=, delta=).",
-            )
-        if self.delta is not None:
-            accounting.check_delta(self.delta)
-        accounting.check_relation(self.neighboring_relation)
-        _validate.positive_integer(
-            num_parameters=self.num_parameters, fix="Count the trainable parameters."
-        )
-        for name in ("truncated_batch_size", "microbatch_size"):
-            if (size := getattr(self, name)) is not None:
-                _validate.positive_integer(fix="Use 32, or None.", **{name: size})
+        _mechanism_checks.check_fields(self)
         # Checks what is left: clip norms, arithmetic and method.
         self.clipped_grad(lambda *_: 0.0).sensitivity(self.neighboring_relation)
 
@@ -155,7 +131,7 @@ class DPSGD:
             self._event,
             epsilon=epsilon,
             delta=delta,
-            num_entries=self.iterations * self.num_parameters,
+            num_entries=self.iterations * self._num_coordinates,
             neighboring_relation=self.neighboring_relation,
         )
         return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
@@ -200,7 +176,17 @@ class DPSGD:
     @property
     def stddev(self) -> float:
         """Standard deviation of the noise on the averaged gradient."""
-        return self._calibrated * self._l2_norm_bound if self._calibrated else 0.0
+        return self._calibrated * self._joint_norm_bound if self._calibrated else 0.0
+
+    @property
+    def overflow_stddev(self) -> float:
+        """Standard deviation of the noise on a count of overflows, in examples."""
+        return self.stddev / contribution(self._l2_norm_bound)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Of `released_metrics`."""
+        return self.released_metrics.names if self.released_metrics else ()
 
     @property
     def resolution(self) -> int | None:
@@ -249,6 +235,7 @@ class DPSGD:
             method=self.method,
             accumulator=self.arithmetic,
             resolution=self.resolution,
+            released_metrics=self.released_metrics,
             **kwargs,
         )
 
@@ -273,14 +260,28 @@ class DPSGD:
         privatizer = noise_addition.gaussian_privatizer(
             stddev=self.stddev,
             prng_key=prng_key,
-            l2_sensitivity=(self.is_private and self._l2_norm_bound) or None,
+            l2_sensitivity=(self.is_private and self._joint_norm_bound) or None,
         )
 
         def update(updates, state, params=None):
-            self._check_num_parameters(updates)
+            grads = updates
+            if isinstance(updates, JointSum):
+                grads = updates.sum_of_clipped_grads
+            _mechanism_checks.check_num_parameters(
+                noise_addition.num_entries(grads), self.num_parameters
+            )
             return privatizer.update(updates, state, params)
 
         return optax.GradientTransformation(privatizer.init, update)
+
+    def split(self, noisy: PyTree) -> Released:
+        """What comes out of `.privatizer`: gradients, overflows and metrics."""
+        return split(
+            noisy,
+            self._l2_norm_bound,
+            self.expected_batch_size,
+            self.released_metrics,
+        )
 
     def guarantee(
         self, step: int | None = None, *, delta: float | None = None
@@ -317,7 +318,7 @@ class DPSGD:
         return _sampler_share.get_epsilon(
             self._event(self._calibrated, step),
             delta=delta,
-            num_entries=max(step, 1) * self.num_parameters,
+            num_entries=max(step, 1) * self._num_coordinates,
             neighboring_relation=self.neighboring_relation,
         )
 
@@ -342,6 +343,7 @@ class DPSGD:
             arithmetic=self.arithmetic,
             method=self.method,
             resolution=self.resolution,
+            released_metrics=self.released_metrics,
         )
 
     @property
@@ -356,21 +358,24 @@ class DPSGD:
 
     @property
     def _l2_norm_bound(self) -> float:
+        """The largest contribution of an example to the averaged gradient."""
+        return ClipNorms.from_tree(
+            self.l2_clip_norm, self.rescale_to_unit_norm, self.expected_batch_size
+        ).l2_norm_bound
+
+    @property
+    def _joint_norm_bound(self) -> float:
+        """The same, to all that is released at a step."""
         return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
 
     @property
     def _is_on_grid(self) -> bool:
         return self.arithmetic in ("exact", "bounded")
 
-    def _check_num_parameters(self, sum_of_clipped_grads: PyTree) -> None:
-        num_entries = noise_addition.num_entries(sum_of_clipped_grads)
-        _validate.require(
-            num_entries <= self.num_parameters,
-            "the gradient must have at most num_parameters entries",
-            num_parameters=self.num_parameters,
-            entries=num_entries,
-            fix=f"Use DPSGD(num_parameters={num_entries}).",
-        )
+    @property
+    def _num_coordinates(self) -> int:
+        """Of what gets noise: the gradient, and whatever a `JointSum` adds."""
+        return self.num_parameters + 3
 
     @functools.cached_property
     def _largest_batch(self) -> int:

@@ -6,59 +6,26 @@ goes into it is not shown to anyone.
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _jaxpr, _random, _validate, accounting
+from dpmp import _jaxpr, _random, _validate, accounting, loss_scaling
 from dpmp._progress import Progress
 from dpmp._source import Source as Source  # to users, it is dpmp.training.Source
 from dpmp._source import as_source, load_batch
+from dpmp._state import SensitiveOutputs as SensitiveOutputs
+from dpmp._state import TrainingState as TrainingState
 from dpmp._typing import PyTree
+from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
-
-
-class TrainingState(NamedTuple):
-    """All that the next step depends on, besides the data.
-
-    A run that is continued from a saved state repeats, bit for bit, what it would have
-    done without the interruption. The keys are secret.
-
-    Attributes:
-      step: int32, steps made.
-      params: master parameters; released.
-      opt_state: state of the optimizer; released.
-      noise_state: `noise_addition.NoiseState`, root key and counter of the noise.
-      sampling_key: (4,) uint32, root key of the batches.
-      model_key: root key of whatever randomness the loss uses.
-    """
-
-    step: jax.Array
-    params: PyTree
-    opt_state: PyTree
-    noise_state: PyTree
-    sampling_key: jax.Array
-    model_key: jax.Array
-
-
-class SensitiveOutputs(NamedTuple):
-    """Un-noised per-example values of one step: for debugging on public data only.
-
-    Attributes:
-      values: (padded batch size,) losses, zero for padding.
-      grad_norms: (padded batch size,) norms before clipping, zero for padding.
-      is_padding_example: (padded batch size,) bool.
-    """
-
-    values: jax.Array
-    grad_norms: jax.Array
-    is_padding_example: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +65,8 @@ class DPTrainer:
       optimizer: any optax transformation; all of it is post-processing.
       policy: dtypes of parameters and of computation.
       uses_prng_key: whether the loss takes a key of its own for each example.
+      loss_scale: as in `dpmp.clipped_grad`, or a `dpmp.loss_scaling.DynamicScale`: for
+        float16, whose small gradients are zero without one.
     """
 
     mechanism: DPSGD
@@ -105,6 +74,20 @@ class DPTrainer:
     optimizer: optax.GradientTransformation
     policy: Policy
     uses_prng_key: bool = False
+    loss_scale: LossScale | DynamicScale | None = None
+
+    def __post_init__(self):
+        if isinstance(self.loss_scale, DynamicScale):
+            return
+        if self.loss_scale is not None:
+            loss_scaling.check(self.loss_scale)
+        elif self.policy.compute_dtype == jnp.float16:
+            warnings.warn(
+                "float16 gradients below 6e-8 become zero, which small losses do not "
+                "survive: pass loss_scale=dpmp.loss_scaling.by_loss(), or a power of "
+                "two.",
+                stacklevel=3,
+            )
 
     def init(
         self, params: PyTree, *, prng_key: jax.Array | None = None
@@ -142,7 +125,15 @@ class DPTrainer:
             model_key=jax.random.wrap_key_data(
                 jax.random.bits(model_key, (2,), jnp.uint32), impl="threefry2x32"
             ),
+            scale_state=self._dynamic_scale and self._dynamic_scale.init(),
+            metrics={
+                name: jnp.full((), jnp.nan) for name in self.mechanism.metric_names
+            },
         )
+
+    @property
+    def _dynamic_scale(self) -> DynamicScale | None:
+        return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
 
     def train_step(
         self, state: TrainingState, batch: PyTree, is_padding_example: Any
@@ -224,7 +215,7 @@ class DPTrainer:
                     callback(state)
                 if report.is_due(step + 1):
                     jax.block_until_ready(state.step)
-                report.update(step + 1)
+                report.update(step + 1, state.metrics)
         return state
 
     def _load_batch(
@@ -276,12 +267,12 @@ class DPTrainer:
         """The compiled step, and the arrays that the loss closes over."""
 
         def example_args(state, batch):
-            batch = jax.tree.map(lambda x: x[:1], batch)
-            return self.policy.cast_to_compute((state.params, batch))
+            return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
 
         args = jax.eval_shape(example_args, state, batch)
         keys = (state.model_key,) if self.uses_prng_key else ()
-        loss_fn, constants = _jaxpr.hoist_constants(self.loss_fn, *args, *keys)
+        loss_fn = self.policy.in_matmul_precision(self.loss_fn)
+        loss_fn, constants = _jaxpr.hoist_constants(loss_fn, *args, *keys)
 
         def step(state, batch, is_padding, constants):
             return self._update(
@@ -289,6 +280,11 @@ class DPTrainer:
             )
 
         return jax.jit(step, donate_argnums=0), constants
+
+    def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """What the loss is given."""
+        policy = self.policy
+        return policy.cast_to_compute(state.params), policy.cast_inputs(batch)
 
     def _update(
         self,
@@ -298,26 +294,31 @@ class DPTrainer:
         is_padding: jax.Array,
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """One step, as it is traced; see the picture in the README."""
+        dynamic = self._dynamic_scale
         grad_fn = self.mechanism.clipped_grad(
             loss_fn,
             return_values=True,
             return_grad_norms=True,
+            loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
+            counts_overflows=dynamic is not None,
             prng_argnum=2 if self.uses_prng_key else None,
         )
         key = jax.random.fold_in(state.model_key, state.step)
         # Cast here, not in the loss: there, gradients would come back in float32.
-        args = self.policy.cast_to_compute((state.params, batch))
+        args = self._loss_args(state, batch)
         sum_of_clipped_grads, sensitive = grad_fn(
             *args,
             *((key,) if self.uses_prng_key else ()),
             is_padding_example=is_padding,
         )
         # Everything above is sensitive; below, only noised values exist.
-        noisy_grads, noise_state = self.mechanism.privatizer(
-            state.noise_state.prng_key
-        ).update(sum_of_clipped_grads, state.noise_state)
+        privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
+        noisy, noise_state = privatizer.update(sum_of_clipped_grads, state.noise_state)
+        released = self.mechanism.split(noisy)
         updates, opt_state = self.optimizer.update(
-            self.policy.cast_to_param(noisy_grads), state.opt_state, state.params
+            self.policy.cast_to_param(released.noisy_grads),
+            state.opt_state,
+            state.params,
         )
         new_state = TrainingState(
             step=state.step + 1,
@@ -326,6 +327,13 @@ class DPTrainer:
             noise_state=noise_state,
             sampling_key=state.sampling_key,
             model_key=state.model_key,
+            scale_state=dynamic
+            and dynamic.update(
+                state.scale_state,
+                released.num_overflows,
+                stddev=self.mechanism.overflow_stddev,
+            ),
+            metrics=released.metrics,
         )
         return new_state, (sensitive.values, sensitive.grad_norms)
 

@@ -2,17 +2,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import equations
 
 from dpmp import Policy
 
 
 @pytest.mark.parametrize(
-    ("name", "compute_dtype"),
-    [("float32", jnp.float32), ("mixed_bfloat16", jnp.bfloat16)],
+    ("name", "compute_dtype", "matmul_precision"),
+    [
+        ("float32", jnp.float32, None),
+        ("tf32", jnp.float32, "tensorfloat32"),
+        ("mixed_bfloat16", jnp.bfloat16, None),
+        ("mixed_float16", jnp.float16, None),
+    ],
 )
-def test_presets_keep_float32_parameters(name, compute_dtype):
+def test_presets_keep_float32_parameters(name, compute_dtype, matmul_precision):
     policy = Policy.from_name(name)
-    assert policy == Policy(jnp.float32, compute_dtype)
+    assert policy == Policy(jnp.float32, compute_dtype, matmul_precision)
     assert policy.param_dtype == jnp.float32
     assert policy.compute_dtype == compute_dtype
 
@@ -94,7 +100,72 @@ def test_dtypes_that_are_not_real_floats_are_refused(name, dtype):
         Policy(**dtypes)
 
 
-@pytest.mark.parametrize("name", ["mixed_float16", "bfloat16", ""])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", ""])
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match="policy must be one of"):
         Policy.from_name(name)
+
+
+_PARAMS = {"embed": jnp.ones(2), "layers": [{"w": jnp.ones(3)}, {"w": jnp.ones(3)}]}
+
+
+@pytest.mark.parametrize(
+    ("paths", "in_float32"),
+    [
+        ((), set()),
+        (("embed",), {"embed"}),
+        (("^embed$", r"layers\.1\."), {"embed", "layers.1.w"}),
+        (("w",), {"layers.0.w", "layers.1.w"}),
+    ],
+)
+def test_parameters_at_some_paths_stay_in_float32(paths, in_float32):
+    policy = Policy.from_name("mixed_bfloat16", float32_paths=paths)
+    leaves = jax.tree_util.tree_leaves_with_path(policy.cast_to_compute(_PARAMS))
+    assert in_float32 == {
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, x in leaves
+        if x.dtype == jnp.float32
+    }
+
+
+def test_paths_say_nothing_of_inputs():
+    policy = Policy.from_name("mixed_bfloat16", float32_paths=("x",))
+    batch = policy.cast_inputs({"x": jnp.ones(2), "ids": jnp.arange(2)})
+    assert (batch["x"].dtype, batch["ids"].dtype) == (jnp.bfloat16, jnp.int32)
+
+
+def test_a_path_that_is_nowhere_is_refused():
+    policy = Policy.from_name("mixed_bfloat16", float32_paths=("embed", "heads?"))
+    with pytest.raises(ValueError, match=r"unused=\['heads\?'\]"):
+        policy.cast_to_compute(_PARAMS)
+
+
+def test_one_path_has_to_be_in_a_tuple():
+    with pytest.raises(ValueError, match="tuple of regular expressions"):
+        Policy(jnp.float32, jnp.float32, float32_paths="embed")
+
+
+def _precisions(fun, *args):
+    return {
+        str(eqn.params["precision"])
+        for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr)
+        if eqn.primitive.name == "dot_general"
+    }
+
+
+def test_products_of_a_loss_and_of_its_gradient_have_the_precision_asked_for():
+    def loss(w):
+        return jnp.sum(jnp.tanh(w @ w))
+
+    w = jnp.ones((2, 2))
+    scoped = Policy.from_name("tf32").in_matmul_precision(loss)
+    expected = _precisions(lambda w: jnp.matmul(w, w, precision="tensorfloat32"), w)
+    assert _precisions(jax.grad(scoped), w) == expected != _precisions(loss, w)
+    # Nothing is left behind.
+    assert _precisions(jax.grad(loss), w) == _precisions(loss, w)
+    assert Policy.from_name("float32").in_matmul_precision(loss) is loss
+
+
+def test_a_precision_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="matmul_precision must be one of"):
+        Policy(jnp.float32, jnp.float32, "tf32")

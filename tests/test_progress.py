@@ -75,7 +75,7 @@ def test_never_less_is_quoted_than_is_spent(make_run, start, stop, is_terminal):
     run = make_run(start=start, stop=stop, is_terminal=is_terminal)
     describe = run.progress._describe
     for step in run.steps:
-        match = re.search(r"spent (\d+) of (\d+)", describe(step))
+        match = re.search(r"spent (\d+) of (\d+)", describe(step, {}))
         quoted[step] = int(match[1])
         assert int(match[2]) == stop
     assert all(step <= covered <= stop for step, covered in quoted.items())

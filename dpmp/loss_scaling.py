@@ -1,0 +1,303 @@
+"""Loss scales: gradients that are neither too small for float16 nor too large.
+
+What is below 6e-8 is zero in float16, and what is above 65504 infinite. So the loss of
+an example is multiplied by a scale before it is differentiated, and the coefficient
+that clips the gradient is divided by it, in float32. Scales are powers of two, which
+round nothing.
+
+A scale may be known beforehand, or depend on the example alone: its gradient is what it
+would have been, and the guarantee is the same. An example that overflows contributes
+zero, by selection. To skip such a step, or to lower a scale that others share because
+of it, would show everybody that there was such an example.
+
+A scale that adapts to all examples moves by a count of overflows that has noise. The
+count is one more coordinate of the sum: with a largest contribution of C, an example
+adds either (clipped gradient, 0) or (0, C), a vector of norm C at most, so that noise
+and epsilon are those of the gradient alone. Two examples are at most sqrt(2) C apart,
+below the 2 C that replace-one is charged for. The count comes out with a standard
+deviation of `noise_multiplier` examples.
+
+References:
+  Micikevicius et al.: Mixed precision training, 2018, section 3.2.
+  https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling: growth and backoff.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _validate
+from dpmp._grid import DEFAULT_RESOLUTION, Grid, GridArray
+from dpmp._stored import at_least_float32
+from dpmp._typing import GradEngine, PerExampleGrads, PyTree, SquaredNorm
+
+LossScale: TypeAlias = float | jax.Array | Callable[[jax.Array], jax.Array]
+
+_LARGEST = 2.0**40
+
+
+def by_loss(
+    target: float = 2.0**10, *, largest: float = 2.0**15
+) -> Callable[[jax.Array], jax.Array]:
+    """A scale for each example, with which its loss is about `target`.
+
+    >>> scale = by_loss(1024)
+    >>> print([float(scale(jnp.float32(loss))) for loss in (3.0, 0.1, 1e-6)])
+    [256.0, 8192.0, 32768.0]
+
+    Args:
+      target: what losses are scaled to, but for a factor of two.
+      largest: scale. The gradients of losses close to zero need not be small: those of
+        squares are as their roots. And where a model returns a float16 loss, the scale
+        itself has to be one.
+
+    Returns:
+      A function from the loss of an example to the largest power of two that scales it
+      to at most `target`, and from 2^-40 to `largest`.
+
+    Raises:
+      ValueError: for a target that is not positive, and a `largest` out of range.
+    """
+    _validate.positive(target=target, fix="Use 1024.0, for example.")
+    _validate.require(
+        _validate.is_real(largest) and 1 / _LARGEST <= largest <= _LARGEST,
+        "the largest scale must be from 2^-40 to 2^40",
+        largest=largest,
+        fix="Use 2.0**15, for example.",
+    )
+
+    def scale(loss: jax.Array) -> jax.Array:
+        # From the bits of the float, so that it is a power of two and nothing else.
+        ratio = target / jnp.maximum(jnp.abs(loss.astype(jnp.float32)), 1e-30)
+        _, exponent = jnp.frexp(jnp.clip(ratio, 1 / _LARGEST, largest))
+        return jnp.ldexp(jnp.float32(1), exponent - 1)
+
+    return scale
+
+
+class ScaleState(NamedTuple):
+    """What the next scale depends on; released.
+
+    Attributes:
+      scale: float32, a power of two.
+      steps_without_overflow: int32, since the scale last moved.
+    """
+
+    scale: jax.Array
+    steps_without_overflow: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicScale:
+    """A scale that all examples share, and that follows their gradients.
+
+    After `growth_interval` steps without many overflows it doubles, after a step with
+    many it halves, and that step counts as any other.
+
+    >>> dynamic = DynamicScale(initial=1024.0, growth_interval=2)
+    >>> state = dynamic.init()
+    >>> scales = []
+    >>> for noisy_count in (0.3, 17.0, -1.2, 0.8):
+    ...     state = dynamic.update(state, jnp.float32(noisy_count), stddev=1.0)
+    ...     scales.append(float(state.scale))
+    >>> print(scales)
+    [1024.0, 512.0, 512.0, 1024.0]
+
+    Guarantees:
+      It is a function of noisy counts, and so post-processing of what is accounted for.
+
+    Attributes:
+      initial: the first scale, a power of two.
+      growth_interval: steps without overflow before it doubles.
+      tolerated: how many examples of a batch may overflow, besides what noise alone may
+        look like (three standard deviations).
+    """
+
+    initial: float = 2.0**15
+    growth_interval: int = 100
+    tolerated: float = 1.0
+
+    def __post_init__(self):
+        check(self.initial)
+        _validate.positive_integer(
+            growth_interval=self.growth_interval, fix="Use 100, for example."
+        )
+        _validate.nonnegative(tolerated=self.tolerated, fix="Use 1.0, for example.")
+
+    def init(self) -> ScaleState:
+        """The state before the first step."""
+        return ScaleState(jnp.float32(self.initial), jnp.zeros((), jnp.int32))
+
+    def update(
+        self, state: ScaleState, noisy_count: jax.Array, *, stddev: float
+    ) -> ScaleState:
+        """The state after a step.
+
+        Args:
+          state: before it.
+          noisy_count: of overflowing examples.
+          stddev: of its noise, in examples.
+        """
+        overflowed = noisy_count > self.tolerated + 3 * stddev
+        steps = jnp.where(overflowed, 0, state.steps_without_overflow + 1)
+        grows = steps >= self.growth_interval
+        factor = jnp.where(overflowed, 0.5, jnp.where(grows, 2.0, 1.0))
+        scale = jnp.clip(state.scale * factor, 1 / _LARGEST, _LARGEST)
+        return ScaleState(
+            scale.astype(jnp.float32), jnp.where(grows, 0, steps).astype(jnp.int32)
+        )
+
+
+def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
+    """One more coordinate for a sum: a contribution for each norm that is not finite.
+
+    Args:
+      grad_norms: (B,), zero for padding.
+      l2_norm_bound: the largest contribution of an example.
+
+    Returns:
+      A sum on a grid of its own, of at most 65,535 examples.
+    """
+    bound = contribution(l2_norm_bound)
+    unit = Grid.from_bounds([bound], bound, DEFAULT_RESOLUTION).unit
+    count = jnp.sum(~jnp.isfinite(grad_norms), dtype=jnp.int32)
+    return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
+
+
+def in_examples(noisy_overflows: jax.Array, l2_norm_bound: float) -> jax.Array:
+    """What `count_overflows` gave, with noise, as a number of examples."""
+    return noisy_overflows / contribution(l2_norm_bound)
+
+
+def contribution(l2_norm_bound: float) -> float:
+    """What an example counts for; without clipping there is no noise either."""
+    return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
+
+
+def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
+    """Raises ValueError for what is no scale, and where there can be none."""
+    _validate.require(
+        pre_clipping_transform is None,
+        "pre_clipping_transform cannot be given gradients that are scaled",
+        loss_scale=loss_scale,
+        fix="Leave one of them out; a transform that knows of the scale may be a part "
+        "of the loss.",
+    )
+    _validate.require(
+        not isinstance(loss_scale, DynamicScale),
+        "a dynamic loss_scale has to be updated by noisy counts",
+        loss_scale=loss_scale,
+        fix="Give it to DPTrainer; or pass the scale of its state, and "
+        "counts_overflows=True.",
+    )
+    if callable(loss_scale):
+        return
+    if isinstance(loss_scale, jax.Array):
+        _validate.require(
+            loss_scale.shape == () and jnp.issubdtype(loss_scale.dtype, jnp.floating),
+            "an array as loss_scale must be a float scalar",
+            shape=loss_scale.shape,
+            dtype=loss_scale.dtype,
+            fix="Scales for each example are functions of its loss: "
+            "dpmp.loss_scaling.by_loss().",
+        )
+        return
+    _validate.require(
+        _validate.is_real(loss_scale)
+        and 1 / _LARGEST <= loss_scale <= _LARGEST
+        and math.frexp(loss_scale)[0] == 0.5,
+        "loss_scale must be a power of two, from 2^-40 to 2^40",
+        loss_scale=loss_scale,
+        fix="Use 2.0**10, for example: other numbers would round the gradient.",
+    )
+
+
+def scaled(
+    loss_fn: Callable[..., tuple[jax.Array, PyTree]], loss_scale: LossScale
+) -> Callable[..., tuple[jax.Array, tuple[PyTree, jax.Array, jax.Array]]]:
+    """A loss of one example, scaled.
+
+    Args:
+      loss_fn: gives the loss and auxiliary outputs.
+      loss_scale: a power of two, or a function from the loss to one.
+
+    Returns:
+      A function that gives the scaled loss, in float32 or wider, and (auxiliary
+      outputs, loss, scale).
+    """
+
+    @functools.wraps(loss_fn)
+    def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        value, aux = loss_fn(*args, **kwargs)
+        value = jnp.asarray(value)
+        wide = value.astype(at_least_float32(value.dtype))
+        constant = jax.lax.stop_gradient(value)
+        scale = loss_scale(constant) if callable(loss_scale) else loss_scale
+        scale = jnp.asarray(scale, wide.dtype)
+        return wide * scale, (aux, value, scale)
+
+    return scaled_loss_fn
+
+
+def unscaled(engine: GradEngine) -> GradEngine:
+    """An engine of a scaled loss, as one of the loss itself."""
+
+    def run(*args: Any, **kwargs: Any) -> UnscaledGrads:
+        return UnscaledGrads(engine(*args, **kwargs))
+
+    return run
+
+
+@dataclass(frozen=True)
+class UnscaledGrads:
+    """`PerExampleGrads` of a loss, from those of the scaled one.
+
+    Attributes:
+      grads: of the scaled loss.
+    """
+
+    grads: PerExampleGrads
+
+    @property
+    def values(self) -> jax.Array:
+        """The losses, (B,)."""
+        return self.grads.aux[1]
+
+    @property
+    def aux(self) -> PyTree:
+        """The auxiliary outputs of the loss."""
+        return self.grads.aux[0]
+
+    @property
+    def scales(self) -> jax.Array:
+        """(B,)."""
+        return self.grads.aux[2]
+
+    def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
+        """See `PerExampleGrads`."""
+        return list(map(self._unscale, self.grads.squared_norms(prefix)))
+
+    def _unscale(self, norm: SquaredNorm) -> SquaredNorm:
+        # Twice, as the square of a scale may be too small or too large for a float.
+        def divide(x: jax.Array) -> jax.Array:
+            scales = self.scales.astype(x.dtype)
+            return x / scales / scales
+
+        bound = None if norm.bound is None else divide(norm.bound)
+        return norm._replace(value=divide(norm.value), bound=bound)
+
+    def weighted_sum(
+        self,
+        clip_coefs: list[jax.Array],
+        keep: jax.Array,
+        prefix: Any,
+        accumulator: Any,
+    ) -> PyTree:
+        """See `PerExampleGrads`."""
+        coefs = [coefs / self.scales.astype(coefs.dtype) for coefs in clip_coefs]
+        return self.grads.weighted_sum(coefs, keep, prefix, accumulator)

@@ -1,0 +1,172 @@
+"""Products in half precision, everything else in float32, whatever is around it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import models
+import more_models
+import numpy as np
+import pytest
+import reference
+from programs import equations
+
+from dpmp.autocast import autocast
+from dpmp.clipping import clipped_grad
+from dpmp.precision import Policy
+
+_ZOO = {x.name: x for x in (*models.ZOO, *more_models.PARAMETER_USES)}
+_X = jnp.linspace(-1.0, 2.0, 24).reshape(4, 6)
+_W = jnp.linspace(-0.5, 0.7, 36).reshape(6, 6)
+
+
+def _dtypes(fun, *args):
+    """For each primitive the dtypes of its operands, in every program inside."""
+    found = {}
+    for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr):
+        some = {str(atom.aval.dtype) for atom in eqn.invars if hasattr(atom, "aval")}
+        found.setdefault(eqn.primitive.name, set()).update(some)
+    return found
+
+
+def test_products_are_in_the_compute_dtype_and_what_sums_is_not():
+    def fun(w, x):
+        return jnp.sum(jax.nn.softmax(jnp.tanh(x @ w) @ w))
+
+    dtypes = _dtypes(autocast(fun), _W, _X)
+    assert dtypes["dot_general"] == {"bfloat16"}
+    assert dtypes["tanh"] == {"bfloat16"}
+    assert dtypes["exp"] == dtypes["reduce_sum"] == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_product_is_that_of_rounded_operands(dtype):
+    policy = Policy(jnp.float32, dtype)
+    expected = (_X.astype(dtype) @ _W.astype(dtype)).astype(jnp.float32)
+    np.testing.assert_array_equal(autocast(jnp.matmul, policy)(_X, _W), expected)
+
+
+def test_operands_that_differ_meet_in_float32():
+    dtypes = _dtypes(autocast(lambda w, x: x @ w + x), _W, _X)
+    assert dtypes["add"] == {"float32"}
+
+
+def test_numbers_take_the_dtype_of_what_they_meet():
+    dtypes = _dtypes(autocast(lambda w, x: 0.5 * jnp.maximum(x @ w, 0.25)), _W, _X)
+    assert dtypes["mul"] == dtypes["max"] == {"bfloat16"}
+
+
+def test_statistics_are_in_float32():
+    def fun(w, x):
+        x = x @ w
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+    dtypes = _dtypes(autocast(fun), _W, _X)
+    for name in ("reduce_sum", "square", "rsqrt", "mul"):
+        assert dtypes[name] == {"float32"}, name
+
+
+def test_casts_of_the_model_stay_as_they_are():
+    def fun(x):
+        return (x.astype(jnp.float16) * 3).astype(jnp.float32), x.astype(jnp.int8)
+
+    jax.tree.map(np.testing.assert_array_equal, autocast(fun)(_X), fun(_X))
+
+
+def test_results_have_the_shapes_and_dtypes_that_they_had():
+    def fun(w, x, *, scale):
+        y = scale * (x @ w)
+        return {"y": y, "max": jnp.max(y), "best": jnp.argmax(y), "x": x, "n": 3.0}
+
+    args, kwargs = (_W, _X), {"scale": 2.0}
+    expected = jax.eval_shape(functools.partial(fun, **kwargs), *args)
+    actual = jax.eval_shape(functools.partial(autocast(fun), **kwargs), *args)
+    assert actual == expected
+
+
+def _loop(w, x):
+    def step(carry, _):
+        return jnp.tanh(carry @ w) * 1.5, jnp.sum(carry)
+
+    return jax.lax.scan(step, x, None, length=3)
+
+
+def _rematerialised(w, x):
+    return jax.checkpoint(lambda x: jnp.sin(x @ w) @ w)(x)
+
+
+def _branch(w, x):
+    return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: 2 * (x @ w.T))
+
+
+def _while(w, x):
+    def body(state):
+        return state[0] + 1, jnp.tanh(state[1] @ w)
+
+    return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
+
+
+def _compiled(w, x):
+    return jax.jit(lambda x: jnp.tanh(x @ w))(x)
+
+
+_PROGRAMS = [_loop, _rematerialised, _branch, _while, _compiled]
+
+
+@pytest.mark.parametrize("fun", _PROGRAMS)
+def test_products_inside_of_programs_are_found(fun):
+    cast = autocast(fun)
+    assert _dtypes(cast, _W, _X)["dot_general"] == {"bfloat16"}
+    expected, actual = fun(_W, _X), jax.jit(cast)(_W, _X)
+    reference.assert_trees_close(actual, expected, rtol=0.02)
+    assert jax.tree.map(jnp.result_type, actual) == jax.tree.map(
+        jnp.result_type, expected
+    )
+
+
+@pytest.mark.parametrize("fun", [x for x in _PROGRAMS if x is not _while])
+def test_gradients_are_those_of_a_mixed_precision_model(fun):
+    def loss(fun):
+        return lambda w: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fun(w, _X)))
+
+    expected = jax.grad(loss(fun))(_W)
+    for cast in (loss(autocast(fun)), autocast(loss(fun))):
+        actual = jax.grad(cast)(_W)
+        assert actual.dtype == jnp.float32
+        reference.assert_trees_close(actual, expected, rtol=0.05)
+
+
+def test_functions_with_derivatives_of_their_own_run_as_they_are():
+    @jax.custom_vjp
+    def doubled(x):
+        return 2 * x
+
+    doubled.defvjp(lambda x: (2 * x, None), lambda _, ct: (7 * ct,))
+    grad = jax.grad(autocast(lambda x: jnp.sum(doubled(x @ _W) + jax.nn.relu(x))))(_X)
+    positive = (_X > 0).astype(jnp.float32)
+    expected = 7 * jnp.ones_like(_X) @ _W.T + positive
+    np.testing.assert_allclose(grad, expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "transformer", "lstm", "vit"])
+@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+def test_models_of_the_zoo_train_privately(name, method):
+    model = _ZOO[name]
+    params, batch = model.init(jnp.float32), model.make_batch(3, 6)
+    loss = autocast(model.loss)
+    assert "bfloat16" in _dtypes(loss, params, batch)["dot_general"]
+    wide, cast = (
+        jax.jit(clipped_grad(fun, l2_clip_norm=0.1, method=method).__call__)(
+            params, batch
+        )
+        for fun in (model.loss, loss)
+    )
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(cast))
+    difference = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), wide, cast)
+    assert 0 < reference.norm(difference) <= 0.05 * reference.norm(wide)
+
+
+def test_a_policy_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="mixed_bfloat16"):
+        autocast(jnp.matmul, "bf16")

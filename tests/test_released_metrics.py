@@ -1,0 +1,227 @@
+"""Released metrics are what they say, up to noise, and within the sensitivity."""
+
+import functools
+import io
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import rich.console
+
+import dpmp
+from dpmp import ReleasedMetrics
+from dpmp._progress import Progress
+from dpmp.clipping import clipped_grad
+from dpmp.released_metrics import JointSum
+
+_ALL = ReleasedMetrics(
+    largest_loss=4.0, fraction_clipped=True, fraction_overflowed=True, norm_share=0.5
+)
+_BATCH = jnp.array([[0.5, 0.0], [3.0, 0.0], [100.0, 1.0], [jnp.inf, 0.0], [-7.0, 0.0]])
+_IS_PADDING = np.array([False, False, False, False, True])
+
+
+def _loss(w, x):
+    return jnp.sum(w * x)
+
+
+def _joint_sum(metrics, batch=_BATCH, is_padding=_IS_PADDING, **kwargs):
+    fun = clipped_grad(
+        _loss,
+        **{"l2_clip_norm": 2.0, "normalize_by": 4.0, "accumulator": "exact", **kwargs},
+        released_metrics=metrics,
+    )
+    return fun, jax.jit(fun.__call__)(jnp.ones(2), batch, is_padding_example=is_padding)
+
+
+def _dpsgd(**kwargs):
+    return dpmp.DPSGD(
+        **{
+            "num_examples": 64,
+            "expected_batch_size": 4,
+            "iterations": 3,
+            "l2_clip_norm": 2.0,
+            "noise_multiplier": 0.0,
+            "released_metrics": _ALL,
+            **kwargs,
+        }
+    )
+
+
+@pytest.mark.parametrize("accumulator", ["exact", "float32", "float32x2"])
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+def test_without_noise_metrics_are_means_over_the_expected_batch(
+    accumulator, microbatch_size
+):
+    _, joint = _joint_sum(
+        _ALL, accumulator=accumulator, microbatch_size=microbatch_size
+    )
+    assert isinstance(joint, JointSum)
+    privatizer = dpmp.noise_addition.gaussian_privatizer(
+        stddev=0.0, prng_key=jax.random.key(0)
+    )
+    noisy, _ = privatizer.update(joint, privatizer.init(joint))
+    metrics = _dpsgd(arithmetic=accumulator).split(noisy).metrics
+    # Losses of 0.5 and 3, of 101 and infinity: two are cut off at 4.
+    expected = {"loss": (0.5 + 3 + 4 + 4) / 4, "clipped": 2 / 4, "overflowed": 1 / 4}
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert math.isclose(metrics[name], value, abs_tol=4 / 1023), name
+
+
+def _steps(joint):
+    leaves = jax.tree.leaves(joint, is_leaf=lambda x: hasattr(x, "steps"))
+    return [(np.asarray(x.steps, np.float64), x.unit) for x in leaves]
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize(
+    "metrics",
+    [_ALL, ReleasedMetrics(fraction_clipped=True), ReleasedMetrics(largest_loss=1e-9)],
+    ids=["all", "clipped", "loss"],
+)
+def test_one_example_moves_all_that_is_released_by_the_joint_norm_bound(metrics, which):
+    fun, joint = _joint_sum(metrics, is_padding=np.arange(5) != which)
+    norm = math.sqrt(sum(np.sum((x * unit) ** 2) for x, unit in _steps(joint)))
+    alone = clipped_grad(_loss, l2_clip_norm=2.0, normalize_by=4.0)
+    assert norm <= fun.l2_norm_bound <= 1.12 * alone.l2_norm_bound
+    assert fun.sensitivity() == fun.l2_norm_bound
+
+
+def test_the_largest_contributions_come_close_to_the_bound():
+    fun, joint = _joint_sum(_ALL, is_padding=np.arange(5) != 2)
+    norm = math.sqrt(sum(np.sum((x * unit) ** 2) for x, unit in _steps(joint)))
+    assert norm >= 0.999 * fun.l2_norm_bound
+
+
+def test_the_noise_is_wider_by_what_metrics_cost_and_the_accounting_the_same():
+    without = _dpsgd(released_metrics=None, noise_multiplier=1.0, delta=1e-5)
+    for metrics, widening in (
+        (_ALL, math.hypot(1, 0.5)),
+        (ReleasedMetrics(largest_loss=2.0), math.hypot(1, 0.1)),
+        (ReleasedMetrics(fraction_overflowed=True), 1.0),
+    ):
+        with_metrics = _dpsgd(
+            released_metrics=metrics, noise_multiplier=1.0, delta=1e-5
+        )
+        assert math.isclose(with_metrics.stddev, widening * without.stddev)
+        assert with_metrics.stddev >= widening * without.stddev * (1 - 1e-15)
+        assert math.isclose(metrics.widening, widening - 1, abs_tol=1e-12)
+        assert with_metrics.guarantee() == without.guarantee()
+
+
+def test_the_noise_of_metrics_has_the_standard_deviation_that_is_stated():
+    _, joint = _joint_sum(_ALL)
+    mechanism = _dpsgd(noise_multiplier=2.0)
+
+    @jax.jit
+    def release(seed):
+        privatizer = mechanism.privatizer(jax.random.key(seed))
+        noisy, _ = privatizer.update(joint, privatizer.init(joint))
+        return mechanism.split(noisy).metrics
+
+    draws = [jax.device_get(release(seed)) for seed in range(600)]
+    for name in _ALL.names:
+        measured = np.std([draw[name] for draw in draws])
+        # Four standard errors, and what a grid may be wider by.
+        assert math.isclose(measured, _ALL.stddev(name, 2.0, 4), rel_tol=0.12), name
+
+
+def test_the_statement_names_them():
+    statement = " ".join(
+        _dpsgd(noise_multiplier=1.0, delta=1e-5, arithmetic="exact").statement().split()
+    )
+    assert "Released at every step" in statement
+    assert "loss (standard deviation" in statement
+    assert "11.80% wider" in statement
+    assert (
+        "Released"
+        not in _dpsgd(
+            noise_multiplier=1.0, delta=1e-5, released_metrics=None
+        ).statement()
+    )
+
+
+def test_per_layer_clip_norms_count_an_example_that_any_of_them_clips():
+    fun = clipped_grad(
+        lambda w, x: jnp.sum(w["a"] * x[..., 0] + w["b"] * x[..., 1]),
+        l2_clip_norm={"a": 1.0, "b": 5.0},
+        released_metrics=ReleasedMetrics(fraction_clipped=True),
+    )
+    batch = jnp.array([[0.5, 0.5], [2.0, 0.5], [0.5, 2.0], [2.0, 9.0]])
+    joint = fun({"a": jnp.ones(()), "b": jnp.ones(())}, batch)
+    assert int(joint.metrics["clipped"].steps) == 2 * 1023
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+def test_a_run_shows_its_metrics_with_noise(method, capsys):
+    mechanism = _dpsgd(
+        expected_batch_size=32,
+        noise_multiplier=0.5,
+        method=method,
+        arithmetic="bounded" if method == "book_keeping" else "exact",
+        microbatch_size=8,
+    )
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lambda w, x: jnp.mean((x @ w - 1.0) ** 2),
+        optimizer=optax.sgd(0.0),
+        policy=dpmp.Policy.from_name("float32"),
+    )
+    state = trainer.init(jnp.zeros(3), prng_key=jax.random.key(0))
+    assert all(np.isnan(x) for x in state.metrics.values())
+    seen = []
+    state = trainer.fit(
+        state,
+        np.ones((64, 3), np.float32),
+        callback=lambda state: seen.append(jax.device_get(state.metrics)),
+    )
+    assert len(seen) == 3
+    assert set(state.metrics) == {"loss", "clipped", "overflowed"}
+    for metrics in seen:
+        for name, value in {"loss": 1.0, "clipped": 1.0, "overflowed": 0.0}.items():
+            spread = 5 * _ALL.stddev(name, 0.5, 32) + 5 * math.sqrt(1 / 64)
+            assert abs(metrics[name] - value) < spread, name
+            assert metrics[name] != value
+    assert f"noisy loss {float(state.metrics['loss']):.3g}" in capsys.readouterr().err
+
+
+def test_progress_shows_metrics_as_noisy():
+    file = io.StringIO()
+    report = Progress(
+        start=0,
+        stop=1,
+        examples_per_step=1,
+        describe_privacy=lambda *_: "epsilon 1",
+        console=rich.console.Console(file=file),
+    )
+    with report:
+        report.update(1, {"loss": 0.12345})
+    assert "noisy loss 0.123" in file.getvalue()
+
+
+def test_nothing_is_released_unless_asked_for():
+    fun = functools.partial(clipped_grad, _loss, l2_clip_norm=1.0)
+    assert isinstance(fun()(jnp.ones(2), _BATCH), jax.Array)
+    assert _dpsgd(released_metrics=None).metric_names == ()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "at least one metric"),
+        ({"largest_loss": 0.0}, "largest_loss"),
+        ({"fraction_clipped": True, "norm_share": -1.0}, "norm_share"),
+    ],
+)
+def test_metrics_that_make_no_sense_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ReleasedMetrics(**kwargs)
+
+
+def test_metrics_of_unsafe_gradients_are_refused():
+    with pytest.raises(ValueError, match="safe"):
+        clipped_grad(_loss, l2_clip_norm=1.0, nan_safe=False, released_metrics=_ALL)
