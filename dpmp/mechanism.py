@@ -214,7 +214,9 @@ class DPSGD:
             as `has_aux`, `batch_argnums` or `return_values`.
 
         Returns:
-          The callable; its output is divided by `expected_batch_size`.
+          The callable; its output is divided by `expected_batch_size`. With
+          `released_metrics` it is a `JointSum`, to get noise as it is (`.privatizer`)
+          and be taken apart after that (`.split`).
 
         Raises:
           ValueError: for `nan_safe=False`, which has no guarantee.
