@@ -116,7 +116,7 @@ class Roundings(NamedTuple):
     positions: int = 1
 
     def after(self, additions: int) -> "Roundings":
-        """With that many more, of parameters to a total."""
+        """With that many more, of the parts of all parameters to a total."""
         return self._replace(
             inner=self.inner + additions,
             total=self.total + additions,

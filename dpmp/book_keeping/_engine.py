@@ -230,24 +230,27 @@ class BookKeptGrads:
             roundings = functools.reduce(
                 Roundings.at_least, (term.roundings for term, _ in parts), Roundings()
             )
-            inner = [x.extent for term, x in parts if term.form == "gram"]
+            squares = self._joined([x.squared_norm for _, x in parts])
+            extents = self._joined([x.extent for _, x in parts])
+            inner = self._joined([x.extent for term, x in parts if term.form == "gram"])
+            depth = _totals.depth(max(squares.shape[-1], extents.shape[-1]))
             results.append(
                 Group(
                     # Inner products that cancel may leave less than nothing.
-                    jnp.maximum(self._add_up([x.squared_norm for _, x in parts]), 0),
-                    self._add_up([x.extent for _, x in parts]),
-                    self._add_up(inner),
-                    roundings.after(len(parts)),
+                    jnp.maximum(_totals.add_up(squares), 0),
+                    _totals.add_up(extents),
+                    _totals.add_up(inner),
+                    roundings.after(depth),
                     sum(term.num_products for term, _ in parts),
                     sum(math.prod(self.program.params[i].aval.shape) for i in group),
                 )
             )
         return results
 
-    def _add_up(self, parts: list[jax.Array]) -> jax.Array:
-        """The sum of parts (B, P): (B,)."""
-        zero = jnp.zeros((*self.values.shape, 1))
-        return _totals.add_up(_totals.joined([zero, *parts]))
+    def _joined(self, parts: list[jax.Array]) -> jax.Array:
+        """Parts (B, P) of a sum, and a zero, as there may be none."""
+        zero = jnp.zeros((*self.values.shape, 1), jnp.float32)
+        return _totals.joined([zero, *parts])
 
     def _squared_norm(self, group: "Group") -> SquaredNorm:
         if self.program.is_bounded:

@@ -40,7 +40,12 @@ def add_up(parts: jax.Array) -> jax.Array:
 def num_roundings(size: int) -> int:
     """On any path from one of `size` entries to the sum of all."""
     columns = _num_columns(size)
-    return columns + math.ceil(math.log2(max(size / columns, 1)))
+    return columns + depth(math.ceil(size / columns))
+
+
+def depth(num_parts: int) -> int:
+    """Of the tree that adds them up."""
+    return math.ceil(math.log2(max(num_parts, 1)))
 
 
 def _num_columns(size: int) -> int:
