@@ -50,7 +50,9 @@ def _assert_same(actual, expected):
 
 
 @pytest.mark.parametrize(
-    "loss_scale", [1.0, 2.0**-9, 2.0**20, loss_scaling.by_loss()], ids=str
+    "loss_scale",
+    [1.0, 2.0**-9, 2.0**20, loss_scaling.by_loss()],
+    ids=["1", "small", "large", "by_loss"],
 )
 @pytest.mark.parametrize("accumulator", [None, "exact", "float32x2"])
 def test_a_scale_changes_no_bit_of_float32_gradients(loss_scale, accumulator):
@@ -58,7 +60,9 @@ def test_a_scale_changes_no_bit_of_float32_gradients(loss_scale, accumulator):
     _assert_same(_sum(loss_scale, accumulator=accumulator), expected)
 
 
-@pytest.mark.parametrize("loss_scale", [2.0**-9, loss_scaling.by_loss()], ids=str)
+@pytest.mark.parametrize(
+    "loss_scale", [2.0**-9, loss_scaling.by_loss()], ids=["static", "by_loss"]
+)
 @pytest.mark.parametrize("accumulator", [None, "bounded"])
 def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, accumulator):
     kwargs = {"accumulator": accumulator, "method": "book_keeping"}
@@ -67,7 +71,9 @@ def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, accumulator):
 
 
 @pytest.mark.parametrize("method", _METHODS)
-@pytest.mark.parametrize("loss_scale", [2.0**14, loss_scaling.by_loss()], ids=str)
+@pytest.mark.parametrize(
+    "loss_scale", [2.0**14, loss_scaling.by_loss()], ids=["static", "by_loss"]
+)
 def test_small_gradients_do_not_vanish_in_float16(method, loss_scale):
     weight = 2.0**-20
     wide, _ = _sum(None, weight=weight, method=method)
