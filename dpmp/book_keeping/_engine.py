@@ -19,6 +19,7 @@ from dpmp import _jaxpr
 from dpmp._accumulation import Accumulator
 from dpmp._bounded import BoundedGrid, Roundings, clip_by
 from dpmp._fence import behind_a_branch
+from dpmp._stored import at_least_float32
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
 from dpmp.book_keeping import _kept, _norms, _products, _sums, _terms, _totals, _views
 from dpmp.book_keeping._gradients import Recorded
@@ -219,6 +220,7 @@ class BookKeptGrads:
         """Norms and extents of groups of parameters."""
         terms = self.program.terms
         measured = _norms.measure_all(terms, self._roots, self.recorded)
+        dtype = at_least_float32(*(x.dtype for x in jax.tree.leaves(measured)))
         results = []
         for group in groups:
             parts = [
@@ -230,9 +232,14 @@ class BookKeptGrads:
             roundings = functools.reduce(
                 Roundings.at_least, (term.roundings for term, _ in parts), Roundings()
             )
-            squares = self._joined([x.squared_norm for _, x in parts])
-            extents = self._joined([x.extent for _, x in parts])
-            inner = self._joined([x.extent for term, x in parts if term.form == "gram"])
+            squares = [x.squared_norm for _, x in parts]
+            extents = [x.extent for _, x in parts]
+            inner = [x.extent for term, x in parts if term.form == "gram"]
+            # A zero for each, as there may be none, of the widest dtype of all.
+            zero = jnp.zeros((*self.values.shape, 1), dtype)
+            squares, extents, inner = (
+                _totals.joined([zero, *some]) for some in (squares, extents, inner)
+            )
             depth = _totals.depth(max(squares.shape[-1], extents.shape[-1]))
             results.append(
                 Group(
@@ -246,11 +253,6 @@ class BookKeptGrads:
                 )
             )
         return results
-
-    def _joined(self, parts: list[jax.Array]) -> jax.Array:
-        """Parts (B, P) of a sum, and a zero, as there may be none."""
-        zero = jnp.zeros((*self.values.shape, 1), jnp.float32)
-        return _totals.joined([zero, *parts])
 
     def _squared_norm(self, group: "Group") -> SquaredNorm:
         if self.program.is_bounded:
