@@ -40,6 +40,12 @@ def is_integer(value: Any) -> bool:
     return is_real(value) and isinstance(value, numbers.Integral)
 
 
+def is_scale(value: Any) -> bool:
+    """Whether `value` is a power of two, from 2^-40 to 2^40."""
+    in_range = is_real(value) and 2.0**-40 <= value <= 2.0**40
+    return in_range and math.frexp(value)[0] == 0.5
+
+
 def positive_integer(*, fix: str, **value: Any) -> None:
     """Requires the one keyword value to be an integer of at least 1."""
     ((name, given),) = value.items()

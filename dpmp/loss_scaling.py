@@ -208,9 +208,7 @@ def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
         )
         return
     _validate.require(
-        _validate.is_real(loss_scale)
-        and 1 / _LARGEST <= loss_scale <= _LARGEST
-        and math.frexp(loss_scale)[0] == 0.5,
+        _validate.is_scale(loss_scale),
         "loss_scale must be a power of two, from 2^-40 to 2^40",
         loss_scale=loss_scale,
         fix="Use 2.0**10, for example: other numbers would round the gradient.",

@@ -181,7 +181,8 @@ class DPSGD:
     @property
     def overflow_stddev(self) -> float:
         """Standard deviation of the noise on a count of overflows, in examples."""
-        return self.stddev / contribution(self._l2_norm_bound)
+        one = contribution(self._l2_norm_bound)
+        return self.stddev / one if one else math.inf
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from dpmp import _validate
+from dpmp import _float8, _stochastic_rounding, _validate
+from dpmp._stored import at_least_float32
 from dpmp._typing import PyTree
 
 
@@ -33,20 +35,31 @@ class Policy:
 
     Attributes:
       param_dtype: of the master parameters, float32 or wider: an update that is small
-        against a half-precision parameter does not change it.
+        against a half-precision parameter does not change it. Or bfloat16, with
+        `stochastic_rounding`.
       compute_dtype: of the copies that the loss is given, and of float inputs.
       matmul_precision: of products of float32 operands in the loss, as in
         `jax.default_matmul_precision`; None leaves it to jax. Norms and sums are
         computed in full precision, whatever it is.
       float32_paths: regular expressions; parameters whose path
         (`jax.tree_util.keystr(path, simple=True, separator=".")`) one of them is found
-        in reach the loss in `param_dtype`.
+        in are kept in float32, or a wider `param_dtype`, and reach the loss in it.
+      float8_scale: rounds the operands of products in the loss to float8_e4m3fn, and
+        cotangents to float8_e5m2: "per_example" for scales that are computed for each
+        operand of each example (those of parameters are common to all), or a power of
+        two to multiply operands by. The products are emulated, in `compute_dtype`.
+      stochastic_rounding: keeps parameters in bfloat16 without float32 masters. Updates
+        are added in float32, and the sum is rounded up or down at random, so that small
+        updates count on average. It saves four of the 16 bytes that a parameter, its
+        copy, its gradient and Adam's state take.
     """
 
     param_dtype: Any
     compute_dtype: Any
     matmul_precision: str | None = None
     float32_paths: tuple[str, ...] = ()
+    float8_scale: str | float | None = None
+    stochastic_rounding: bool = False
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype"):
@@ -59,10 +72,14 @@ class Policy:
             )
             object.__setattr__(self, name, dtype)
         _validate.require(
-            self.param_dtype.itemsize >= 4,
-            "param_dtype must be float32 or wider",
+            self.param_dtype == jnp.bfloat16
+            if self.stochastic_rounding
+            else self.param_dtype.itemsize >= 4,
+            "param_dtype must be float32 or wider, or bfloat16 with "
+            "stochastic_rounding",
             param_dtype=self.param_dtype.name,
-            fix="Narrow compute_dtype instead.",
+            stochastic_rounding=self.stochastic_rounding,
+            fix="Narrow compute_dtype instead, or set both.",
         )
         _validate.require(
             self.matmul_precision in (None, *_MATMUL_PRECISIONS),
@@ -77,6 +94,7 @@ class Policy:
             fix='Write ("embed",) for a single one.',
         )
         object.__setattr__(self, "float32_paths", tuple(self.float32_paths))
+        _float8.check_scale(self.float8_scale)
         _validate.check_x64(self.param_dtype, "float64 parameters")
 
     @classmethod
@@ -88,6 +106,9 @@ class Policy:
           devices that have TF32; others compute in float32.
         - "mixed_bfloat16": the loss in bfloat16.
         - "mixed_float16": the loss in float16, whose gradients underflow below 6e-8.
+        - "float8": the loss in bfloat16, with operands of products rounded to float8,
+          by scales of each example. To see what it does to accuracy: it is emulated,
+          and not faster.
 
         Args:
           name: of the preset.
@@ -102,7 +123,7 @@ class Policy:
             policy=name,
             fix="Use one of these names, or Policy(param_dtype=, compute_dtype=).",
         )
-        return cls(jnp.float32, *_PRESETS[name], float32_paths=float32_paths)
+        return cls(jnp.float32, float32_paths=float32_paths, **_PRESETS[name])
 
     def cast_to_compute(self, params: PyTree) -> PyTree:
         """Casts parameters to what the loss is given, leaving what is no float.
@@ -110,13 +131,24 @@ class Policy:
         Raises:
           ValueError: for an expression in `float32_paths` that no path matches.
         """
+        return self._cast_params(params, self.compute_dtype)
+
+    def cast_to_param(self, params: PyTree) -> PyTree:
+        """Casts parameters to what is kept of them, leaving what is no float.
+
+        Raises:
+          ValueError: for an expression in `float32_paths` that no path matches.
+        """
+        return self._cast_params(params, self.param_dtype)
+
+    def _cast_params(self, params: PyTree, dtype: Any) -> PyTree:
         unused = set(self.float32_paths)
 
         def cast(path: Any, x: Any) -> jax.Array:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             found = {p for p in self.float32_paths if re.search(p, name)}
             unused.difference_update(found)
-            return _cast(x, self.param_dtype if found else self.compute_dtype)
+            return _cast(x, at_least_float32(self.param_dtype) if found else dtype)
 
         cast_params = jax.tree_util.tree_map_with_path(cast, params)
         _validate.require(
@@ -131,15 +163,41 @@ class Policy:
         """Casts float inputs to `compute_dtype`, leaving the rest."""
         return jax.tree.map(lambda x: _cast(x, self.compute_dtype), batch)
 
-    def cast_to_param(self, tree: PyTree) -> PyTree:
-        """Casts the float arrays of a tree to `param_dtype`, leaving the rest."""
-        return jax.tree.map(lambda x: _cast(x, self.param_dtype), tree)
+    def cast_to_update(self, tree: PyTree) -> PyTree:
+        """Casts to what optimizers compute in: `param_dtype`, float32 at least."""
+        dtype = at_least_float32(self.param_dtype)
+        return jax.tree.map(lambda x: _cast(x, dtype), tree)
+
+    def apply_updates(
+        self, params: PyTree, updates: PyTree, prng_key: jax.Array
+    ) -> PyTree:
+        """As `optax.apply_updates`, for parameters as they are kept.
+
+        Guarantees:
+          It is post-processing: what it rounds is released, and the key is independent
+          of the noise.
+
+        Args:
+          params: in the dtypes of `cast_to_param`.
+          updates: from an optimizer that was given `cast_to_update(params)`.
+          prng_key: of this update; used for `stochastic_rounding` only.
+
+        Returns:
+          New parameters, of the dtypes of `params`.
+        """
+        if not self.stochastic_rounding:
+            return optax.apply_updates(params, updates)
+        sums = optax.apply_updates(self.cast_to_update(params), updates)
+        return _stochastic_rounding.round_like(sums, params, prng_key)
 
     def in_matmul_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun` with products in `matmul_precision`, and those of its gradient.
+        """`fun` with products in the precision asked for, and those of its gradient.
 
-        Nothing outside of `fun` is affected.
+        That is `matmul_precision` and `float8_scale`. Nothing outside of `fun` is
+        affected.
         """
+        if self.float8_scale is not None:
+            fun = _float8.with_float8_products(fun, self.float8_scale)
         if self.matmul_precision is None:
             return fun
 
@@ -152,12 +210,12 @@ class Policy:
 
 _MATMUL_PRECISIONS = ("bfloat16", "tensorfloat32", "float32", "highest")
 
-# Dtype and precision of products.
-_PRESETS = {
-    "float32": (jnp.float32, None),
-    "tf32": (jnp.float32, "tensorfloat32"),
-    "mixed_bfloat16": (jnp.bfloat16, None),
-    "mixed_float16": (jnp.float16, None),
+_PRESETS: dict[str, dict[str, Any]] = {
+    "float32": {"compute_dtype": jnp.float32},
+    "tf32": {"compute_dtype": jnp.float32, "matmul_precision": "tensorfloat32"},
+    "mixed_bfloat16": {"compute_dtype": jnp.bfloat16},
+    "mixed_float16": {"compute_dtype": jnp.float16},
+    "float8": {"compute_dtype": jnp.bfloat16, "float8_scale": _float8.PER_EXAMPLE},
 }
 
 

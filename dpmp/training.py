@@ -77,6 +77,11 @@ class DPTrainer:
     loss_scale: LossScale | DynamicScale | None = None
 
     def __post_init__(self):
+        if self.policy.float8_scale is not None:
+            warnings.warn(
+                "float8 products are emulated: rounded as they would be, and slower.",
+                stacklevel=3,
+            )
         if isinstance(self.loss_scale, DynamicScale):
             return
         if self.loss_scale is not None:
@@ -118,7 +123,9 @@ class DPTrainer:
             params=params,
             # Copied, since a transformation may keep the parameters themselves, and
             # all arrays of the state are donated.
-            opt_state=jax.tree.map(jnp.copy, self.optimizer.init(params)),
+            opt_state=jax.tree.map(
+                jnp.copy, self.optimizer.init(self.policy.cast_to_update(params))
+            ),
             noise_state=self.mechanism.privatizer(noise_key).init(params),
             sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
             # The default generator compiles in any program that the loss may be.
@@ -316,13 +323,16 @@ class DPTrainer:
         noisy, noise_state = privatizer.update(sum_of_clipped_grads, state.noise_state)
         released = self.mechanism.split(noisy)
         updates, opt_state = self.optimizer.update(
-            self.policy.cast_to_param(released.noisy_grads),
+            self.policy.cast_to_update(released.noisy_grads),
             state.opt_state,
-            state.params,
+            self.policy.cast_to_update(state.params),
         )
         new_state = TrainingState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            # No loss has a batch of this size, and keys from these bits.
+            params=self.policy.apply_updates(
+                state.params, updates, jax.random.fold_in(key, 2**32 - 1)
+            ),
             opt_state=opt_state,
             noise_state=noise_state,
             sampling_key=state.sampling_key,

@@ -14,11 +14,15 @@ from dpmp import Policy
         ("tf32", jnp.float32, "tensorfloat32"),
         ("mixed_bfloat16", jnp.bfloat16, None),
         ("mixed_float16", jnp.float16, None),
+        ("float8", jnp.bfloat16, None),
     ],
 )
 def test_presets_keep_float32_parameters(name, compute_dtype, matmul_precision):
     policy = Policy.from_name(name)
-    assert policy == Policy(jnp.float32, compute_dtype, matmul_precision)
+    float8_scale = "per_example" if name == "float8" else None
+    assert policy == Policy(
+        jnp.float32, compute_dtype, matmul_precision, float8_scale=float8_scale
+    )
     assert policy.param_dtype == jnp.float32
     assert policy.compute_dtype == compute_dtype
 
@@ -90,6 +94,12 @@ def test_float64_parameters_need_64_bit_mode():
 def test_half_precision_parameters_are_refused(dtype):
     with pytest.raises(ValueError, match="param_dtype must be float32 or wider"):
         Policy(dtype, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=str)
+def test_stochastic_rounding_is_for_bfloat16_parameters(dtype):
+    with pytest.raises(ValueError, match="bfloat16 with stochastic_rounding"):
+        Policy(dtype, jnp.bfloat16, stochastic_rounding=True)
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "compute_dtype"])

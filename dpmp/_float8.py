@@ -1,0 +1,125 @@
+"""Products of operands that are rounded to 8 bits, emulated in a wider dtype.
+
+What goes into a product is rounded to float8_e4m3fn, and the cotangent of what comes
+out of it to float8_e5m2, which has less precision and more range. An array is scaled by
+a power of two so that its largest entry is just below the largest that the format has.
+That scale is computed from the array itself: in the loss of one example, from that
+example (and parameters, which are no secret). A history of largest entries, which is
+common outside of privacy, would carry what one example does over to all others.
+
+References:
+  Micikevicius et al.: FP8 formats for deep learning, 2022, sections 3 and 4.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _jaxpr, _validate
+from dpmp._typing import PyTree
+
+PER_EXAMPLE = "per_example"
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+_OPERANDS = jnp.float8_e4m3fn
+_COTANGENTS = jnp.float8_e5m2
+
+
+def with_float8_products(
+    fun: Callable[..., PyTree], scale: str | float
+) -> Callable[..., PyTree]:
+    """`fun` with products of numbers that float8 has, and such a gradient.
+
+    Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) are
+    left as they are.
+
+    Args:
+      fun: a traceable function, of one example if scales are to be of one.
+      scale: `PER_EXAMPLE` for scales from the arrays themselves; or a power of two,
+        that all operands are multiplied by, and no cotangent.
+    """
+
+    @functools.wraps(fun)
+    def float8_fun(*args: Any, **kwargs: Any) -> PyTree:
+        closed, treedef = _jaxpr.trace(lambda *xs: fun(*xs, **kwargs), *args)
+        return jax.tree.unflatten(treedef, _run(closed, jax.tree.leaves(args), scale))
+
+    return float8_fun
+
+
+def check_scale(scale: str | float | None) -> None:
+    """Raises ValueError for what is no scale."""
+    _validate.require(
+        scale in (None, PER_EXAMPLE) or _validate.is_scale(scale),
+        f'float8_scale must be "{PER_EXAMPLE}" or a power of two, from 2^-40 to 2^40',
+        float8_scale=scale,
+        fix=f'Use "{PER_EXAMPLE}": scales that examples share must not depend on them.',
+    )
+
+
+def _run(closed: Any, values: Sequence[Any], scale: str | float) -> list[Any]:
+    def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
+        return _run(body, values, scale)
+
+    def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+        is_float = all(
+            jnp.issubdtype(v.aval.dtype, jnp.floating)
+            for v in (*eqn.invars, *eqn.outvars)
+            if hasattr(v.aval, "dtype")
+        )
+        if eqn.primitive.name not in _PRODUCTS or not is_float:
+            return _jaxpr.bind_bodies(eqn, values, run_body)
+        (result,) = _jaxpr.bind(eqn, [_with_rounded_value(x, scale) for x in values])
+        return [_with_rounded_cotangent(scale, result)]
+
+    return _jaxpr.run(closed, values, evaluate)
+
+
+def _with_rounded_value(x: jax.Array, scale: str | float) -> jax.Array:
+    """Gradients pass as if nothing had been rounded."""
+    constant = jax.lax.stop_gradient
+    return constant(_rounded(x, _OPERANDS, scale)) + (x - constant(x))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_rounded_cotangent(scale: str | float, x: jax.Array) -> jax.Array:
+    del scale
+    return x
+
+
+def _keep_nothing(scale: str | float, x: jax.Array) -> tuple[jax.Array, None]:
+    del scale
+    return x, None
+
+
+def _round_cotangent(
+    scale: str | float, _: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    # A loss scale moves all cotangents; another constant factor would do the same.
+    is_static = scale != PER_EXAMPLE
+    return (_rounded(cotangent, _COTANGENTS, 1.0 if is_static else scale),)
+
+
+_with_rounded_cotangent.defvjp(_keep_nothing, _round_cotangent)
+
+
+def _rounded(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
+    """The nearest numbers of a format; the largest for what is finite and beyond it."""
+    wide = x.astype(jnp.float32)
+    factor = _fitting_scale(wide, dtype) if scale == PER_EXAMPLE else jnp.float32(scale)
+    largest = float(jnp.finfo(dtype).max)
+    scaled = jnp.clip(wide * factor, -largest, largest).astype(dtype)
+    finite = (scaled.astype(jnp.float32) / factor).astype(x.dtype)
+    return jnp.where(jnp.isfinite(x), finite, x)
+
+
+def _fitting_scale(x: jax.Array, dtype: Any) -> jax.Array:
+    """The largest power of two that leaves all entries in range, or one."""
+    largest = jnp.max(jnp.abs(x), initial=0.0)
+    _, exponent = jnp.frexp(jnp.float32(jnp.finfo(dtype).max) / largest)
+    # Such that neither the scale nor its inverse is subnormal.
+    scale = jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 1, -100, 100))
+    return jnp.where((largest > 0) & jnp.isfinite(largest), scale, jnp.float32(1))

@@ -1,0 +1,177 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import reference
+from models import ZOO
+from more_models import PARAMETER_USES
+from programs import equations
+
+import dpmp
+from dpmp import DPSGD, DPTrainer, Policy, book_keeping
+from dpmp._float8 import PER_EXAMPLE, _rounded, with_float8_products
+
+FORMATS = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_rounds_to_the_nearest_number_of_the_format(name, dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=500), dtype)
+    rounded = _rounded(x, FORMATS[name], 1.0)
+    expected = np.asarray(x, np.float32).astype(getattr(ml_dtypes, name))
+    np.testing.assert_array_equal(
+        np.asarray(rounded, np.float32), expected.astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("size", [1e-30, 3e-5, 1.0, 7e4, 1e30])
+def test_a_scale_of_its_own_makes_an_array_of_any_size_fit(size):
+    x = jnp.float32(size) * jnp.linspace(-1, 1, 99)
+    rounded = _rounded(x, jnp.float8_e4m3fn, PER_EXAMPLE)
+    # Three bits after the point, half a unit; the smallest is 2^-15 of the largest.
+    np.testing.assert_allclose(rounded, x, rtol=2.0**-4, atol=2.0**-15 * size)
+    assert jnp.max(jnp.abs(rounded - x)) > 0
+
+
+def test_a_static_scale_stops_at_the_largest_number():
+    rounded = _rounded(jnp.float32([1e6, -300.0, 1e-3]), jnp.float8_e4m3fn, 2.0)
+    np.testing.assert_array_equal(rounded, [224.0, -224.0, 2.0**-10])
+
+
+@pytest.mark.parametrize("scale", [PER_EXAMPLE, 1.0])
+def test_what_is_not_finite_stays_so_and_zeros_and_nothing_stay_too(scale):
+    x = jnp.float32([jnp.inf, -jnp.inf, jnp.nan, 1.0])
+    rounded = _rounded(x, jnp.float8_e4m3fn, scale)
+    np.testing.assert_array_equal(rounded, x)
+    np.testing.assert_array_equal(
+        _rounded(jnp.zeros(3), jnp.float8_e4m3fn, scale), [0, 0, 0]
+    )
+    assert _rounded(jnp.zeros((0, 3)), jnp.float8_e4m3fn, scale).shape == (0, 3)
+
+
+def _by_hand(w, x, cotangent):
+    """A product and its gradients, of rounded numbers."""
+    w8, x8 = (_rounded(a, jnp.float8_e4m3fn, PER_EXAMPLE) for a in (w, x))
+    c8 = _rounded(cotangent, jnp.float8_e5m2, PER_EXAMPLE)
+    return x8 @ w8, x8.T @ c8, c8 @ w8.T
+
+
+def test_operands_and_cotangents_of_products_are_rounded():
+    rng = np.random.default_rng(1)
+    w, x, cotangent = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((4, 3), (5, 4), (5, 3))
+    )
+    y, vjp = jax.vjp(with_float8_products(lambda w, x: x @ w, PER_EXAMPLE), w, x)
+    expected, of_w, of_x = _by_hand(w, x, cotangent)
+    for computed, by_hand in zip(
+        (y, *vjp(cotangent)), (expected, of_w, of_x), strict=True
+    ):
+        np.testing.assert_allclose(computed, by_hand, rtol=1e-6, atol=1e-6)
+    assert jnp.max(jnp.abs(y - x @ w)) > 0.01
+
+
+def test_static_scales_leave_cotangents_to_the_loss_scale():
+    tiny = 2.0**-17  # half of the smallest number of float8_e5m2
+    product = with_float8_products(lambda w, x: x * 1.0 @ w, 1.0)
+    _, vjp = jax.vjp(product, jnp.ones((2, 2)), jnp.ones((2, 2)))
+    assert not jnp.any(vjp(jnp.full((2, 2), tiny))[0])
+    assert jnp.all(vjp(jnp.full((2, 2), 4 * tiny))[0] == 8 * tiny)
+
+
+def test_loops_branches_and_remat_are_gone_into():
+    def loss(w, x):
+        step = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        x, _ = jax.lax.scan(step, x, w)
+        return jax.lax.cond(jnp.sum(x) > 0, lambda: x @ w[0], lambda: x @ w[1]).sum()
+
+    w, x = jnp.ones((3, 2, 2)), jnp.ones((4, 2))
+    rounded = with_float8_products(loss, PER_EXAMPLE)
+    eqns = list(equations(jax.make_jaxpr(rounded)(w, x).jaxpr))
+    products = [e for e in eqns if e.primitive.name == "dot_general"]
+    to_float8 = [
+        e for e in eqns if e.outvars and "float8" in str(e.outvars[0].aval.dtype)
+    ]
+    assert len(products) == 3
+    assert len(to_float8) >= 6  # two operands of each
+    assert jnp.isfinite(jax.jit(jax.grad(rounded))(w, x)).all()
+
+
+_ZOO = {model.name: model for model in (*ZOO, *PARAMETER_USES)}
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_scales_of_one_example_do_not_depend_on_the_others(name):
+    model = _ZOO[name]
+    params, batch = model.init(jnp.float32), model.make_batch(3, 6)
+    fun = with_float8_products(model.loss, PER_EXAMPLE)
+    norms = jax.jit(
+        lambda batch: (
+            dpmp.clipped_grad(fun, l2_clip_norm=1.0, return_grad_norms=True)(
+                params, batch
+            )[1].grad_norms
+        )
+    )
+    others = model.make_batch(4, 6)
+    others = jax.tree.map(lambda a, b: a.at[1:].set(b[1:]), batch, others)
+    np.testing.assert_allclose(norms(batch)[0], norms(others)[0], rtol=1e-5)
+    assert jnp.max(jnp.abs(norms(batch) - norms(others))[1:]) > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "conv", pytest.param("decoder-scan", marks=pytest.mark.slow)]
+)
+def test_book_keeping_agrees_and_has_the_same_rules(name):
+    model = _ZOO[name]
+    params, batch = model.init(jnp.float32), model.make_batch(3, 6)
+    fun = with_float8_products(model.loss, PER_EXAMPLE)
+    kept, formed, wide = (
+        jax.jit(dpmp.clipped_grad(f, l2_clip_norm=0.1, method=method).__call__)(
+            params, batch
+        )
+        for f, method in [
+            (fun, "book_keeping"),
+            (fun, "per_example"),
+            (model.loss, "per_example"),
+        ]
+    )
+    size = reference.norm(formed)
+    difference = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), kept, formed)
+    assert reference.norm(difference) <= 1e-4 * size
+    rounding = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), wide, formed)
+    assert 1e-3 * size < reference.norm(rounding) < 0.5 * size
+    rules, expected = (
+        [(row.path, row.rules) for row in book_keeping.summarize(f, params, batch).rows]
+        for f in (fun, model.loss)
+    )
+    assert rules == expected
+
+
+def test_the_preset_trains_and_says_that_it_is_emulated():
+    mechanism = DPSGD(
+        num_examples=64,
+        expected_batch_size=16,
+        iterations=2,
+        l2_clip_norm=1.0,
+        noise_multiplier=1.0,
+    )
+    with pytest.warns(UserWarning, match="emulated"):
+        trainer = DPTrainer(
+            mechanism=mechanism,
+            loss_fn=lambda w, x: jnp.mean((x @ w) ** 2).astype(jnp.float32),
+            optimizer=optax.sgd(0.1),
+            policy=Policy.from_name("float8"),
+        )
+    state = trainer.init(jnp.ones((5, 2)))
+    state = trainer.fit(state, np.ones((64, 5), np.float32), progress=False)
+    assert state.params.dtype == jnp.float32
+    assert jnp.isfinite(state.params).all()
+
+
+@pytest.mark.parametrize("scale", ["shared", 3.0, 0.0, True, 2.0**50])
+def test_other_scales_are_refused(scale):
+    with pytest.raises(ValueError, match="float8_scale must be"):
+        Policy(jnp.float32, jnp.bfloat16, float8_scale=scale)

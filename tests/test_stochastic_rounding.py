@@ -1,0 +1,132 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dpmp import DPSGD, DPTrainer, Policy
+from dpmp._stochastic_rounding import _to_bfloat16
+
+POLICY = Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)
+
+
+def _neighbours(x):
+    """The bfloat16 numbers below and above, in magnitude."""
+    bits = np.asarray(x, np.float32).view(np.uint32) & 0xFFFF0000
+    return bits.view(np.float32), (bits + 0x10000).view(np.float32)
+
+
+def test_gives_one_of_the_two_neighbours():
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=2000) * 10.0 ** rng.integers(-38, 38, 2000))
+    rounded = np.asarray(_to_bfloat16(jnp.asarray(x), jax.random.key(0)), np.float32)
+    low, high = _neighbours(x)
+    assert np.all((rounded == low) | (rounded == high))
+    assert np.any(rounded == low)
+    assert np.any(rounded == high)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.125, 0.5, 0.9])
+@pytest.mark.parametrize("size", [1.0, -3.0, 2.0**-130])
+def test_the_mean_is_what_was_rounded(share, size):
+    low, high = _neighbours(np.float32(size))
+    x = np.float32(low + share * (high - low))
+    n = 40_000
+    rounded = _to_bfloat16(jnp.full(n, x), jax.random.key(1))
+    went_up = np.mean(np.asarray(rounded, np.float32) == high)
+    exact = (np.float64(x) - low) / (np.float64(high) - low)
+    assert abs(went_up - exact) <= 6 * np.sqrt(exact * (1 - exact) / n)
+
+
+def test_numbers_that_bfloat16_has_stay_and_what_is_not_finite_too():
+    exact = jnp.float32([0.0, -0.0, 1.5, -(2.0**-133), 2.0**127, jnp.inf, -jnp.inf])
+    for seed in range(20):
+        rounded = _to_bfloat16(exact, jax.random.key(seed)).astype(jnp.float32)
+        np.testing.assert_array_equal(rounded, exact)
+    edge = jnp.float32([jnp.nan, 3.4e38])  # the second is closer to 2^128
+    rounded = _to_bfloat16(edge, jax.random.key(0)).astype(jnp.float32)
+    np.testing.assert_array_equal(rounded, [jnp.nan, jnp.inf])
+
+
+def test_small_updates_count_on_average_and_are_lost_without():
+    params = POLICY.cast_to_param(jnp.ones(4096))
+    update = jnp.full(4096, 2.0**-12)  # a 32nd of a unit in the last place
+    key = jax.random.key(2)
+
+    def step(params, i):
+        key_of_step = jax.random.fold_in(key, i)
+        return POLICY.apply_updates(params, update, key_of_step), None
+
+    moved, _ = jax.lax.scan(step, params, jnp.arange(64))
+    assert moved.dtype == jnp.bfloat16
+    mean = jnp.mean(moved.astype(jnp.float32))
+    # Of 64 steps: deviation below sqrt(64 * 4096) / 4096 units of 2^-7 / 4, six times.
+    assert abs(mean - (1 + 64 * 2.0**-12)) < 6 * 8 / 64 * 2.0**-7 / 4
+    nearest = (params.astype(jnp.float32) + update).astype(jnp.bfloat16)
+    assert jnp.all(nearest == params)
+
+
+def test_only_bfloat16_parameters_are_rounded():
+    policy = Policy(
+        jnp.bfloat16, jnp.bfloat16, float32_paths=("norm",), stochastic_rounding=True
+    )
+    params = policy.cast_to_param({"norm": jnp.ones(3), "w": jnp.ones(3)})
+    updates = jax.tree.map(lambda _: jnp.full(3, 2.0**-20), params)
+    new = policy.apply_updates(params, updates, jax.random.key(0))
+    assert (new["norm"].dtype, new["w"].dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(new["norm"], np.full(3, 1 + 2.0**-20, np.float32))
+    assert policy.cast_to_compute(params)["norm"].dtype == jnp.float32
+
+
+def _trainer(policy, optimizer):
+    mechanism = DPSGD(
+        num_examples=64,
+        expected_batch_size=16,
+        iterations=3,
+        l2_clip_norm=1.0,
+        noise_multiplier=1.0,
+    )
+    return DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lambda w, x: jnp.mean((x @ w - 1).astype(jnp.float32) ** 2),
+        optimizer=optimizer,
+        policy=policy,
+    )
+
+
+def test_a_run_keeps_bfloat16_parameters_and_float32_statistics():
+    trainer = _trainer(POLICY, optax.adamw(1e-2))
+    state = trainer.init(jnp.zeros(5), prng_key=jax.random.key(0))
+    data = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
+    with jax.numpy_dtype_promotion("standard"):  # Adam needs it
+        first = trainer.fit(state, data, progress=False)
+    assert first.params.dtype == jnp.bfloat16
+    assert {x.dtype for x in jax.tree.leaves(first.opt_state)} == {
+        jnp.dtype(jnp.float32),
+        jnp.dtype(jnp.int32),
+    }
+    again = trainer.init(jnp.zeros(5), prng_key=jax.random.key(0))
+    with jax.numpy_dtype_promotion("standard"):
+        again = trainer.fit(again, data, progress=False)
+    np.testing.assert_array_equal(
+        first.params.astype(jnp.float32), again.params.astype(jnp.float32)
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+        optax.sgd(1e-2, momentum=0.9, accumulator_dtype=jnp.bfloat16),
+    ],
+    ids=["adam", "sgd"],
+)
+def test_optimizers_keep_the_low_precision_state_that_they_were_told_to(optimizer):
+    trainer = _trainer(Policy.from_name("mixed_bfloat16"), optimizer)
+    data = np.ones((64, 5), np.float32)
+    with jax.numpy_dtype_promotion("standard"):  # Adam needs it
+        state = trainer.fit(trainer.init(jnp.zeros(5)), data, progress=False)
+    dtypes = {x.dtype for x in jax.tree.leaves(state.opt_state) if x.shape}
+    assert jnp.dtype(jnp.bfloat16) in dtypes
+    assert state.params.dtype == jnp.float32
+    assert jnp.any(state.params != 0)
