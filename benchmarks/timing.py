@@ -1,15 +1,14 @@
-"""Times compiled functions in turn, and compares them.
+"""Compiles functions, times them in turn (see `dpmp._timing`), and compares them."""
 
-Contenders run round by round in one process, so that what slows the machine down slows
-all of them; time is compared within a round, and the median of the ratios taken.
-"""
-
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+
+from dpmp import _timing
 
 
 class Measured(NamedTuple):
@@ -45,15 +44,11 @@ def measure(
         start = time.perf_counter()
         programs[name] = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
         compile_seconds[name] = time.perf_counter() - start
-    seconds = {name: [] for name in programs}
-    for _ in range(rounds + 1):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*args))
-            seconds[name].append(time.perf_counter() - start)
+    calls = {name: functools.partial(f, *args) for name, f in programs.items()}
+    seconds = _timing.in_turn(calls, rounds)
     return {
         name: Measured(
-            seconds[name][1:],  # the first round touches memory anew
+            seconds[name],
             program.memory_analysis().temp_size_in_bytes,
             compile_seconds[name],
         )
@@ -68,8 +63,7 @@ def median_ms(measured: Measured) -> float:
 
 def time_ratio(measured: Measured, reference: Measured) -> float:
     """The median of the ratios within a round."""
-    pairs = zip(measured.seconds, reference.seconds, strict=True)
-    return round(statistics.median(a / b for a, b in pairs), 3)
+    return round(_timing.median_ratio(measured.seconds, reference.seconds), 3)
 
 
 def memory_ratio(measured: Measured, reference: Measured) -> float:

@@ -4,6 +4,7 @@ from dpmp import (
     accounting,
     batch_selection,
     book_keeping,
+    devices,
     loss_scaling,
     microbatches,
     noise_addition,
@@ -20,6 +21,7 @@ from dpmp.clipping import (
 )
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
+from dpmp.precision_report import PrecisionReport, precision_report
 from dpmp.released_metrics import ReleasedMetrics
 from dpmp.training import DPTrainer, SensitiveOutputs, Source, TrainingState
 
@@ -31,6 +33,7 @@ __all__ = [
     "DoubleWord",
     "GridArray",
     "Policy",
+    "PrecisionReport",
     "ReleasedMetrics",
     "SensitiveOutputs",
     "Source",
@@ -42,7 +45,9 @@ __all__ = [
     "clip_pytree",
     "clipped_fun",
     "clipped_grad",
+    "devices",
     "loss_scaling",
     "microbatches",
     "noise_addition",
+    "precision_report",
 ]

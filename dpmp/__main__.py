@@ -8,7 +8,7 @@ from typing import Any
 
 import rich.console
 
-from dpmp import _selfcheck
+from dpmp import _selfcheck, devices
 from dpmp._selfcheck_results import Sizes
 
 
@@ -18,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m dpmp", description="Tools for private training."
     )
     parser.set_defaults(command=None)
-    _add_selfcheck(parser.add_subparsers(title="commands", metavar="command"))
+    commands = parser.add_subparsers(title="commands", metavar="command")
+    _add_selfcheck(commands)
+    devices.add_devices_command(commands, file_type=_new_file)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()

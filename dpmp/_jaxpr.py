@@ -1,6 +1,8 @@
 """The one file that knows how jax writes down programs."""
 
 import functools
+import os
+import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -266,11 +268,7 @@ def as_loop(eqn: Any) -> Loop | None:
     if eqn.primitive.name != "scan":
         return None
     params = eqn.params
-    if "num_consts" in params:
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-    else:  # jax 0.12
-        consts, carry, _ = params["ft_in"].unpack()
-        num_consts, num_carry = len(list(consts)), len(list(carry))
+    num_consts, num_carry = _counts_of_scan(params)
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     return Loop(inline(params["jaxpr"]), num_consts, num_carry, options)
 
@@ -286,3 +284,112 @@ def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:
         prevent_cse=eqn.params["prevent_cse"],
     )
     return inline(body), wrap
+
+
+class SubProgram(NamedTuple):
+    """A program that an equation runs.
+
+    Attributes:
+      jaxpr: of the program.
+      invars: for each of its arguments the equation's operand, or None if unknown.
+      num_consts: how many of the arguments every iteration sees as they are.
+      num_carry: how many, after these, are carried on; 0 for what is no loop.
+      length: the number of iterations, or None if it depends on data.
+      has_results: whether its results are those of the equation.
+    """
+
+    jaxpr: Any
+    invars: Sequence[Any]
+    num_consts: int = 0
+    num_carry: int = 0
+    length: int | None = 1
+    has_results: bool = True
+
+
+def sub_programs(eqn: Any) -> list[SubProgram]:
+    """The programs that an equation runs, as they are: nothing is traced again."""
+    params, operands = eqn.params, list(eqn.invars)
+    if eqn.primitive.name == "scan":
+        jaxpr, counts = params["jaxpr"].jaxpr, _counts_of_scan(params)
+        return [SubProgram(jaxpr, operands, *counts, params["length"])]
+    if eqn.primitive.name == "while":
+        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+        carry = operands[num_cond + num_body :]
+        cond = SubProgram(
+            params["cond_jaxpr"].jaxpr,
+            operands[:num_cond] + carry,
+            num_cond,
+            len(carry),
+            None,
+            has_results=False,
+        )
+        body = params["body_jaxpr"].jaxpr
+        rest = operands[num_cond:]
+        return [cond, SubProgram(body, rest, num_body, len(carry), None)]
+    given = operands[1:] if eqn.primitive.name == "cond" else operands
+    return [_called(jaxpr, given, eqn) for jaxpr in _jaxprs_in(params)]
+
+
+def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # jax 0.12
+    return len(list(consts)), len(list(carry))
+
+
+def _jaxprs_in(params: dict[str, Any]) -> list[Any]:
+    parts = [
+        part
+        for value in params.values()
+        for part in (value if isinstance(value, tuple | list) else (value,))
+    ]
+    jaxprs = [getattr(part, "jaxpr", part) for part in parts]
+    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
+
+
+def _called(jaxpr: Any, operands: Sequence[Any], eqn: Any) -> SubProgram:
+    fits = len(jaxpr.invars) == len(operands)
+    has_results = len(jaxpr.outvars) == len(eqn.outvars)
+    invars = operands if fits else [None] * len(jaxpr.invars)
+    return SubProgram(jaxpr, invars, has_results=has_results)
+
+
+def source_line(eqn: Any, caller: tuple[str, int] | None) -> tuple[str, int]:
+    """File and line that asked for an equation.
+
+    Args:
+      eqn: any equation.
+      caller: the user's line that called the program which it is in, if known:
+        equations do not know of it.
+
+    Returns:
+      The user's line, or the caller's, or one in an installed package other than jax.
+    """
+    known = user_line(eqn) or caller or _line(eqn, _OUR_FILES + _JAX_FILES)
+    return ("unknown", 0) if known is None else known
+
+
+def user_line(eqn: Any) -> tuple[str, int] | None:
+    """The innermost line that asked for an equation, and is in no installed package."""
+    return _line(eqn, _OUR_FILES + _INSTALLED_FILES)
+
+
+def _line(eqn: Any, skipped: tuple[str, ...]) -> tuple[str, int] | None:
+    """Without what called this package, to have a function traced."""
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else list(traceback.frames)
+    ours = [i for i, x in enumerate(frames) if x.file_name.startswith(_OUR_FILES)]
+    inner = frames[: ours[-1]] if ours else frames
+    lines = ((x.file_name, x.line_num) for x in inner)
+    return next((x for x in lines if not x[0].startswith(skipped)), None)
+
+
+def _folders(*paths: str) -> tuple[str, ...]:
+    return tuple(path.rstrip(os.sep) + os.sep for path in paths)
+
+
+_OUR_FILES = _folders(os.path.dirname(os.path.abspath(__file__)))
+_JAX_FILES = _folders(os.path.dirname(jax.__file__))
+_LIBRARIES = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+_INSTALLED_FILES = (*_JAX_FILES, *_folders(*_LIBRARIES), "<frozen")

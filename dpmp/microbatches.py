@@ -1,7 +1,7 @@
 """How long a step takes, and what memory, for microbatches of several sizes."""
 
+import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp import _validate
+from dpmp import _timing, _validate
 from dpmp._typing import PyTree
 
 
@@ -97,15 +97,15 @@ def measure_microbatch_sizes(
         size: jax.jit(_as_function(make_fn(size))).lower(*arrays).compile()
         for size in sizes
     }
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    for _ in range(rounds + 1):
-        for size, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arrays))
-            seconds[size].append(time.perf_counter() - start)
+    seconds = _timing.in_turn(
+        {
+            size: functools.partial(program, *arrays)
+            for size, program in programs.items()
+        },
+        rounds,
+    )
     return MicrobatchTimes(
-        # The first call touches memory anew.
-        {size: statistics.median(times[1:]) for size, times in seconds.items()},
+        {size: statistics.median(times) for size, times in seconds.items()},
         {size: _temporary_bytes(program) for size, program in programs.items()},
     )
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _jaxpr, _random, _validate, accounting, loss_scaling
+from dpmp import _jaxpr, _random, _validate, accounting, devices, loss_scaling
 from dpmp._progress import Progress
 from dpmp._source import Source as Source  # to users, it is dpmp.training.Source
 from dpmp._source import as_source, load_batch
@@ -31,6 +31,9 @@ from dpmp.precision import Policy
 @dataclass(frozen=True, kw_only=True)
 class DPTrainer:
     """Trains with the mechanism it is given, and with nothing else.
+
+    With several processes, `jax.distributed.initialize` comes first: whether the device
+    can compute in the policy's dtype is tried at once.
 
     >>> mechanism = DPSGD(
     ...     num_examples=64,
@@ -77,6 +80,7 @@ class DPTrainer:
     loss_scale: LossScale | DynamicScale | None = None
 
     def __post_init__(self):
+        devices.check_device_runs(self.policy.compute_dtype)
         if self.policy.float8_scale is not None:
             warnings.warn(
                 "float8 products are emulated: rounded as they would be, and slower.",

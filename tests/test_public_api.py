@@ -18,7 +18,9 @@ from dpmp import _accumulation
 
 ROOT = pathlib.Path(dpmp.__file__).parent
 README = pathlib.Path(__file__).parent.parent / "README.md"
-MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "dpmp."))
+_FOUND = list(pkgutil.walk_packages([str(ROOT)], "dpmp."))
+MODULES = sorted(m.name for m in _FOUND)
+PACKAGES = [m.name for m in _FOUND if m.ispkg]
 
 
 def _read_rows(name, pattern, text):
@@ -29,9 +31,10 @@ def _read_rows(name, pattern, text):
 # Each module imports only from rows after its own.
 ROWS = {
     "dpmp": _read_rows("dpmp", r"```\n(__main__\n.*?)```", README.read_text()),
-    "dpmp.book_keeping": _read_rows(
-        "dpmp.book_keeping", r"own:\n\n(.*)", dpmp.book_keeping.__doc__
-    ),
+    **{
+        name: _read_rows(name, r"own:\n\n(.*)", importlib.import_module(name).__doc__)
+        for name in PACKAGES
+    },
 }
 
 

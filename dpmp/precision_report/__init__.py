@@ -1,0 +1,16 @@
+"""Where a loss needs more than 16 bits, and what that takes from its gradient.
+
+Modules import only from rows below their own:
+
+    _report
+    _plot   _text
+    _comparison   _findings
+    _places
+    _terms
+"""
+
+from dpmp.precision_report._comparison import Comparison as Comparison
+from dpmp.precision_report._comparison import GradientComparison as GradientComparison
+from dpmp.precision_report._findings import Finding as Finding
+from dpmp.precision_report._report import PrecisionReport as PrecisionReport
+from dpmp.precision_report._report import precision_report as precision_report
