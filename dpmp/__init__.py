@@ -6,6 +6,7 @@ from dpmp import (
     book_keeping,
     devices,
     loss_scaling,
+    memory,
     microbatches,
     noise_addition,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "clipped_grad",
     "devices",
     "loss_scaling",
+    "memory",
     "microbatches",
     "noise_addition",
     "precision_report",

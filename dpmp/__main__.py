@@ -8,7 +8,7 @@ from typing import Any
 
 import rich.console
 
-from dpmp import _selfcheck, devices
+from dpmp import _selfcheck, devices, memory
 from dpmp._selfcheck_results import Sizes
 
 
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="command")
     _add_selfcheck(commands)
     devices.add_devices_command(commands, file_type=_new_file)
+    memory.add_memory_command(commands)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()

@@ -172,6 +172,21 @@ class DPTrainer:
         )
         return self._step(state, batch, is_padding_example)[0]
 
+    def lower(self, state: PyTree, batch: PyTree) -> Any:
+        """The step as a program that can be compiled and looked at, and is not run.
+
+        Args:
+          state: a `TrainingState`, or the shapes of one (`jax.eval_shape`).
+          batch: as in `train_step`, or its shapes.
+
+        Returns:
+          A `jax.stages.Lowered`.
+        """
+        program, constants = self._make_program(state, batch)
+        shape = (self.mechanism.padded_batch_size,)
+        is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)
+        return program.lower(state, batch, is_padding, constants)
+
     def fit(
         self,
         state: TrainingState,
@@ -268,14 +283,14 @@ class DPTrainer:
         return program(state, batch, jnp.asarray(is_padding), constants)
 
     @functools.cached_property
-    def _programs(self) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
+    def _programs(self) -> dict[str, tuple[jax.stages.Wrapped, list[Any]]]:
         """Compiled steps by shapes and dtypes; one, in an ordinary run."""
         return {}
 
     def _make_program(
         self, state: TrainingState, batch: PyTree
-    ) -> tuple[Callable[..., Any], list[Any]]:
-        """The compiled step, and the arrays that the loss closes over."""
+    ) -> tuple[jax.stages.Wrapped, list[Any]]:
+        """The step to be compiled, and the arrays that the loss closes over."""
 
         def example_args(state, batch):
             return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
