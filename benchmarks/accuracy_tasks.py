@@ -1,0 +1,176 @@
+"""Two small tasks to train: images of digits, and a transformer over bytes."""
+
+import importlib.util
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import sklearn.datasets
+
+_CONTEXT = 64  # bytes of a record
+_PRETRAINING_STEPS = 250
+
+
+class Task(NamedTuple):
+    """What is trained, on what, and how.
+
+    Attributes:
+      loss_fn: (params, batch) -> the mean loss of the batch, in the dtype of `params`.
+      initial_params: seed -> float32 parameters.
+      train: arrays with a leading axis of examples.
+      evaluate: float32 parameters -> what is held out tells of them.
+      metric: the name of that.
+      batch_size: examples in a step, on average.
+      microbatch_size: examples processed at once.
+      steps: of training.
+      l2_clip_norm: of the gradient of `loss_fn` of one example.
+      loss_weight: what `loss_fn` is multiplied by to be differentiated; it makes the
+        weight of each prediction 2^-22.
+      learning_rate: the first; it goes to zero in a line.
+    """
+
+    loss_fn: Callable[[Any, Any], jax.Array]
+    initial_params: Callable[[int], Any]
+    train: Any
+    evaluate: Callable[[Any], float]
+    metric: str
+    batch_size: int
+    microbatch_size: int
+    steps: int
+    l2_clip_norm: float
+    loss_weight: float
+    learning_rate: float
+
+    @property
+    def num_examples(self) -> int:
+        """To train on."""
+        return len(jax.tree.leaves(self.train)[0])
+
+
+def digits() -> Task:
+    """Two convolutions and a linear layer, from scratch, on 8 x 8 images of digits."""
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    data = {
+        "image": (images / 16).reshape(-1, 8, 8, 1).astype(np.float32),
+        "label": labels.astype(np.int32),
+    }
+    is_held_out = np.arange(len(labels)) % 5 == 0
+    held_out = jax.tree.map(lambda x: x[is_held_out], data)
+
+    @jax.jit
+    def accuracy(params):
+        guesses = jnp.argmax(_digit_logits(params, held_out["image"]), axis=-1)
+        return jnp.mean(guesses == held_out["label"])
+
+    return Task(
+        loss_fn=_digit_loss,
+        initial_params=_initial_digit_params,
+        train=jax.tree.map(lambda x: x[~is_held_out], data),
+        evaluate=lambda params: float(accuracy(params)),
+        metric="accuracy",
+        batch_size=128,
+        microbatch_size=16,
+        steps=300,
+        l2_clip_norm=1.0,
+        loss_weight=2.0**-22,
+        learning_rate=1e-3,
+    )
+
+
+def _initial_digit_params(seed: int) -> Any:
+    """Scaled normal weights."""
+    shapes = {"first": (3, 3, 1, 16), "second": (3, 3, 16, 32), "head": (512, 10)}
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    initializer = jax.nn.initializers.he_normal()
+    return {
+        name: {"w": initializer(key, shape), "b": jnp.zeros(shape[-1])}
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def _digit_logits(params: Any, x: jax.Array) -> jax.Array:
+    """From images, (B, 8, 8, 1), to (B, 10)."""
+    for name, stride in (("first", 1), ("second", 2)):
+        x = jax.lax.conv_general_dilated(
+            x,
+            params[name]["w"],
+            window_strides=(stride, stride),
+            padding="SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        x = jax.nn.relu(x + params[name]["b"])
+    return x.reshape(len(x), -1) @ params["head"]["w"] + params["head"]["b"]
+
+
+def _digit_loss(params: Any, batch: Any) -> jax.Array:
+    """The softmax cross-entropy, in float32 from the logits on."""
+    logits = _digit_logits(params, batch["image"]).astype(jnp.float32)
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    )
+
+
+def transformer() -> Task:
+    """A decoder over bytes: pre-trained on public text, then trained on docstrings."""
+    example = _load_example()
+    train, held_out = example.split(example.standard_library_docstrings())
+    train, held_out = _encode(train), _encode(held_out)
+    model = models.transformer(
+        jnp.float32, 1, length=_CONTEXT, width=48, depth=2, heads=2, scan=True
+    )
+    pretrained = _pretrain(model, _encode(example.public_texts()))
+    nats_per_byte = jax.jit(model.loss_fn)
+    return Task(
+        loss_fn=model.loss_fn,
+        initial_params=lambda _: pretrained,
+        train={"tokens": train},
+        evaluate=lambda params: float(nats_per_byte(params, {"tokens": held_out})),
+        metric="nats per byte",
+        batch_size=256,
+        microbatch_size=16,
+        steps=24,
+        l2_clip_norm=1.0,
+        loss_weight=2.0**-16,
+        learning_rate=2e-3,
+    )
+
+
+def _load_example() -> Any:
+    """The example that fine-tunes a transformer, for its texts."""
+    path = pathlib.Path(__file__).parents[1] / "examples" / "finetune_transformer.py"
+    spec = importlib.util.spec_from_file_location("finetune_transformer", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _encode(texts: list[str]) -> np.ndarray:
+    """The first bytes of each text that has enough of them, (B, _CONTEXT)."""
+    encoded = [text.encode("utf-8", "replace")[:_CONTEXT] for text in texts]
+    rows = [np.frombuffer(x, np.uint8) for x in encoded if len(x) == _CONTEXT]
+    return np.stack(rows).astype(np.int32)
+
+
+def _pretrain(model: models.Task, tokens: np.ndarray) -> Any:
+    """Parameters after ordinary training on public text."""
+    optimizer = optax.adam(optax.linear_schedule(4e-3, 0, _PRETRAINING_STEPS))
+
+    @jax.jit
+    def step(params, opt_state, tokens):
+        grads = jax.grad(model.loss_fn)(params, {"tokens": tokens})
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = model.params, optimizer.init(model.params)
+    rng = np.random.default_rng(0)
+    for _ in range(_PRETRAINING_STEPS):
+        batch = tokens[rng.integers(len(tokens), size=32)]
+        params, opt_state = step(params, opt_state, batch)
+    return params
