@@ -90,7 +90,7 @@ COSTS_OF_FORMING = (0.5, 1, 2, 4)
 
 def contenders(task: models.Task, batch_size: int) -> Functions:
     """Functions of (params, batch), by name."""
-    fast = _products.with_float32_results(jax.grad(task.loss_fn))
+    fast = _products.adapted(jax.grad(task.loss_fn))
     functions: Functions = {
         "plain": jax.grad(task.loss_fn),
         "without privacy": fast,

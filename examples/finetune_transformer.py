@@ -51,6 +51,7 @@ CONTEXT = 128  # bytes of a record that are used
 WIDTH, HEADS, LAYERS = 96, 3, 3
 VOCABULARY = 256
 MARK = 0  # begins, ends and pads a record
+IN_FLOAT32 = ("embed", "position", "norm")  # hardly any work, and sums of gradients
 
 # ------------------------------------------------------------------------- data
 
@@ -174,9 +175,9 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A decoder that computes matrix products in the dtype of its parameters.
+    """A decoder that computes matrix products in the dtype of their weights.
 
-    Normalisation, softmax and logits are float32 in any case.
+    Embeddings, normalisation, softmax and logits are float32 in any case.
     """
 
     def __init__(self, rngs: nnx.Rngs):
@@ -191,6 +192,7 @@ class Transformer(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """From tokens (B, T) to logits of the next ones, (B, T, VOCABULARY)."""
         x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        x = x.astype(self.head.kernel.dtype)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).astype(x.dtype))
@@ -367,7 +369,7 @@ def main() -> None:
     train, held_out = split(records)
     if not train or not held_out:
         raise SystemExit(f"{len(records)} records are too few to train and evaluate.")
-    policy = dpmp.Policy.from_name(args.precision)
+    policy = dpmp.Policy.from_name(args.precision, float32_paths=IN_FLOAT32)
     graphdef, params = nnx.split(Transformer(nnx.Rngs(args.seed)), nnx.Param)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     mechanism = make_mechanism(args, len(train), num_parameters)

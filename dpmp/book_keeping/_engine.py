@@ -136,7 +136,7 @@ def engine(
         example = jax.tree.map(_first, examples)
         program = analyse(loss, params, example, is_bounded=is_bounded)
         leaves = jax.tree.leaves(params)
-        compute = _products.with_float32_results(
+        compute = _products.adapted(
             jax.vmap(
                 functools.partial(_one_example, program),
                 in_axes=(None, 0),

@@ -1,9 +1,13 @@
-"""Products of bfloat16 arrays, as processors like them.
+"""Products of arrays, as processors and compilers like them.
 
 XLA's CPU compiler widens both operands of a product with a bfloat16 result, and uses
 the matrix units of the processor only if the result is float32. Accelerators sum in
 float32 in any case. So nothing is lost by asking for float32 and rounding once; on a
 processor with such units it is several times faster.
+
+An example is a batch of one, and where its axis is a batch axis of a product, the same
+compiler writes transpositions as concatenations of slices, which take seconds to
+compile. So such axes are left out.
 """
 
 from collections.abc import Callable
@@ -16,26 +20,55 @@ from dpmp import _jaxpr
 from dpmp._stored import at_least_float32
 
 
-def with_float32_results(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, its bfloat16 products computed in float32 and rounded, on CPUs."""
+def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, with bfloat16 products computed in float32 and rounded, on CPUs."""
     return _jaxpr.rewrite(fun, _replace)
 
 
 def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
     if eqn.primitive.name != "dot_general":
         return None
+    operands, numbers = _without_batches_of_one(
+        values, *eqn.params["dimension_numbers"]
+    )
     atoms = (*eqn.invars, *eqn.outvars)
-    if any(atom.aval.dtype != jnp.bfloat16 for atom in atoms):
+    is_narrow = all(atom.aval.dtype == jnp.bfloat16 for atom in atoms)
+    if not is_narrow and operands is values:
         return None
 
-    def wide(*operands: jax.Array) -> list[jax.Array]:
-        product = contract(*operands, *eqn.params["dimension_numbers"])
-        return [apart(product).astype(jnp.bfloat16)]
+    def wide(*operands: jax.Array) -> jax.Array:
+        return apart(contract(*operands, *numbers)).astype(jnp.bfloat16)
 
-    def plain(*operands: jax.Array) -> list[jax.Array]:
-        return _jaxpr.bind(eqn, operands)
+    def plain(*operands: jax.Array) -> jax.Array:
+        (product,) = _jaxpr.bind(eqn, operands, dimension_numbers=numbers)
+        return product
 
-    return jax.lax.platform_dependent(*values, cpu=wide, default=plain)
+    cpu = wide if is_narrow else plain
+    product = jax.lax.platform_dependent(*operands, cpu=cpu, default=plain)
+    return [product.reshape(eqn.outvars[0].aval.shape)]
+
+
+def _without_batches_of_one(
+    operands: list[Any], contracting: Any, batch: Any
+) -> tuple[list[Any], Any]:
+    """Operands without batch axes of size one, and what to contract of them."""
+    pairs = [(i, j) for i, j in zip(*batch, strict=True) if operands[0].shape[i] > 1]
+    if len(pairs) == len(batch[0]):
+        return operands, (contracting, batch)
+    kept = [
+        [i for i in range(x.ndim) if i not in axes or any(i == p[side] for p in pairs)]
+        for side, (x, axes) in enumerate(zip(operands, batch, strict=True))
+    ]
+    sides = list(zip(*pairs, strict=True)) or [(), ()]
+    numbers = tuple(
+        tuple(tuple(map(kept[side].index, axes[side])) for side in range(2))
+        for axes in (contracting, sides)
+    )
+    smaller = [
+        x.reshape([x.shape[i] for i in axes])
+        for x, axes in zip(operands, kept, strict=True)
+    ]
+    return smaller, numbers
 
 
 def contract(
