@@ -90,7 +90,8 @@ def run_task(args: argparse.Namespace, name: str, record: Callable[..., None]) -
     task = TASKS[name]()
     task = task._replace(steps=args.steps or task.steps)
     mechanism = make_mechanism(task, task.initial_params(0))
-    done = {_key(line) for line in read_lines(RESULTS)} if args.resume else set()
+    lines = read_lines(RESULTS) if args.resume else []
+    done = {_key(line) for line in lines if line["device"] == results.device()}
     for row in args.rows:
         if row == "tf32" and jax.default_backend() == "cpu":
             continue

@@ -182,7 +182,7 @@ def _make_lost_gradient_check(run: Run) -> Check:
     def share(params, examples, scale):
         wide = _per_example_grads(run.task.loss_fn, params, examples)
         narrow = _per_example_grads(
-            lambda *args: scale * run.policy.in_matmul_precision(run.loss_fn)(*args),
+            lambda *args: scale * run.policy.in_product_precision(run.loss_fn)(*args),
             run.policy.cast_to_compute(params),
             run.policy.cast_inputs(examples),
         )
@@ -227,7 +227,7 @@ def _naive_norms(run: Run) -> Callable[..., list[float]]:
 def _norms_on_grid(run: Run) -> Callable[..., list[float]]:
     """Norms of sums of one example each, integers times a unit."""
     mechanism = dataclasses.replace(run.mechanism, microbatch_size=None)
-    loss_fn = run.policy.in_matmul_precision(run.loss_fn)
+    loss_fn = run.policy.in_product_precision(run.loss_fn)
 
     @jax.jit
     def clipped_sum(params, example, scale):

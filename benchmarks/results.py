@@ -27,13 +27,14 @@ def append(benchmark: str, **figures: Any) -> None:
 def _environment() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
-        "device": _device(),
+        "device": device(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
 
 
-def _device() -> str:
+def device() -> str:
+    """The device that lines name."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind

@@ -29,7 +29,7 @@ _COTANGENTS = jnp.float8_e5m2
 
 
 def with_float8_products(
-    fun: Callable[..., PyTree], scale: str | float
+    fun: Callable[..., PyTree], scale: str | float, *, widest: Any = jnp.float32
 ) -> Callable[..., PyTree]:
     """`fun` with products of numbers that float8 has, and such a gradient.
 
@@ -40,12 +40,24 @@ def with_float8_products(
       fun: a traceable function, of one example if scales are to be of one.
       scale: `PER_EXAMPLE` for scales from the arrays themselves; or a power of two,
         that all operands are multiplied by, and no cotangent.
+      widest: products with an operand of a wider dtype are left as they are.
     """
+    largest_size = jnp.dtype(widest).itemsize
+
+    def is_rounded(eqn: Any) -> bool:
+        if eqn.primitive.name not in _PRODUCTS:
+            return False
+        dtypes = [v.aval.dtype for v in eqn.invars]
+        return all(
+            jnp.issubdtype(x, jnp.floating) and x.itemsize <= largest_size
+            for x in dtypes
+        )
 
     @functools.wraps(fun)
     def float8_fun(*args: Any, **kwargs: Any) -> PyTree:
         closed, treedef = _jaxpr.trace(lambda *xs: fun(*xs, **kwargs), *args)
-        return jax.tree.unflatten(treedef, _run(closed, jax.tree.leaves(args), scale))
+        results = _run(closed, jax.tree.leaves(args), scale, is_rounded)
+        return jax.tree.unflatten(treedef, results)
 
     return float8_fun
 
@@ -60,17 +72,17 @@ def check_scale(scale: str | float | None) -> None:
     )
 
 
-def _run(closed: Any, values: Sequence[Any], scale: str | float) -> list[Any]:
+def _run(
+    closed: Any,
+    values: Sequence[Any],
+    scale: str | float,
+    is_rounded: Callable[[Any], bool],
+) -> list[Any]:
     def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
-        return _run(body, values, scale)
+        return _run(body, values, scale, is_rounded)
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
-        is_float = all(
-            jnp.issubdtype(v.aval.dtype, jnp.floating)
-            for v in (*eqn.invars, *eqn.outvars)
-            if hasattr(v.aval, "dtype")
-        )
-        if eqn.primitive.name not in _PRODUCTS or not is_float:
+        if not is_rounded(eqn):
             return _jaxpr.bind_bodies(eqn, values, run_body)
         (result,) = _jaxpr.bind(eqn, [_with_rounded_value(x, scale) for x in values])
         return [_with_rounded_cotangent(scale, result)]
@@ -110,10 +122,17 @@ def _rounded(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
     """The nearest numbers of a format; the largest for what is finite and beyond it."""
     wide = x.astype(jnp.float32)
     factor = _fitting_scale(wide, dtype) if scale == PER_EXAMPLE else jnp.float32(scale)
-    largest = float(jnp.finfo(dtype).max)
-    scaled = jnp.clip(wide * factor, -largest, largest).astype(dtype)
-    finite = (scaled.astype(jnp.float32) / factor).astype(x.dtype)
-    return jnp.where(jnp.isfinite(x), finite, x)
+    rounded = _to_grid(wide * factor, jnp.finfo(dtype))
+    return jnp.where(jnp.isfinite(x), (rounded / factor).astype(x.dtype), x)
+
+
+def _to_grid(x: jax.Array, format: Any) -> jax.Array:
+    """Without a cast there and back, which XLA leaves out on GPUs."""
+    largest, smallest = float(format.max), float(format.smallest_subnormal)
+    x = jnp.clip(x, -largest, largest)
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=format.nmant)
+    subnormal = jnp.round(x / smallest) * smallest
+    return jnp.where(jnp.abs(x) < float(format.smallest_normal), subnormal, normal)
 
 
 def _fitting_scale(x: jax.Array, dtype: Any) -> jax.Array:

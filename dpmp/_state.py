@@ -22,6 +22,7 @@ class TrainingState(NamedTuple):
       model_key: root key of whatever randomness the loss uses.
       scale_state: of a `loss_scaling.DynamicScale`, or None; released.
       metrics: with noise, of the last step; released. NaN before the first.
+      update_key: root key of stochastic rounding, or None without.
     """
 
     step: jax.Array
@@ -32,6 +33,7 @@ class TrainingState(NamedTuple):
     model_key: jax.Array
     scale_state: PyTree = None
     metrics: PyTree = None
+    update_key: jax.Array | None = None
 
 
 class SensitiveOutputs(NamedTuple):

@@ -44,14 +44,16 @@ class Policy:
       float32_paths: regular expressions; parameters whose path
         (`jax.tree_util.keystr(path, simple=True, separator=".")`) one of them is found
         in are kept in float32, or a wider `param_dtype`, and reach the loss in it.
-      float8_scale: rounds the operands of products in the loss to float8_e4m3fn, and
-        cotangents to float8_e5m2: "per_example" for scales that are computed for each
-        operand of each example (those of parameters are common to all), or a power of
-        two to multiply operands by. The products are emulated, in `compute_dtype`.
+      float8_scale: rounds the operands of products in the loss, if they are not wider
+        than `compute_dtype`, to float8_e4m3fn, and cotangents to float8_e5m2; products
+        in functions with derivatives of their own are left alone. "per_example" for
+        scales that are computed for each operand of each example (those of parameters
+        are common to all), or a power of two to multiply operands by. The products are
+        emulated, in `compute_dtype`.
       stochastic_rounding: keeps parameters in bfloat16 without float32 masters. Updates
         are added in float32, and the sum is rounded up or down at random, so that small
-        updates count on average. It saves four of the 16 bytes that a parameter, its
-        copy, its gradient and Adam's state take.
+        updates count on average. It saves four of the 18 bytes that master, copy, sum
+        of gradients and Adam's state take for a parameter.
     """
 
     param_dtype: Any
@@ -101,7 +103,8 @@ class Policy:
     def from_name(cls, name: str, *, float32_paths: tuple[str, ...] = ()) -> "Policy":
         """A preset.
 
-        - "float32": everything in float32.
+        - "float32": everything in float32, also on devices that would compute products
+          in TF32 or bfloat16 by default.
         - "tf32": float32, with products of operands that are rounded to 10 bits on
           devices that have TF32; others compute in float32.
         - "mixed_bfloat16": the loss in bfloat16.
@@ -118,12 +121,12 @@ class Policy:
           ValueError: for any other name.
         """
         _validate.require(
-            name in _PRESETS,
-            f"policy must be one of {sorted(_PRESETS)}",
+            name in PRESETS,
+            f"policy must be one of {sorted(PRESETS)}",
             policy=name,
             fix="Use one of these names, or Policy(param_dtype=, compute_dtype=).",
         )
-        return cls(jnp.float32, float32_paths=float32_paths, **_PRESETS[name])
+        return cls(jnp.float32, float32_paths=float32_paths, **PRESETS[name])
 
     def cast_to_compute(self, params: PyTree) -> PyTree:
         """Casts parameters to what the loss is given, leaving what is no float.
@@ -169,35 +172,46 @@ class Policy:
         return jax.tree.map(lambda x: _cast(x, dtype), tree)
 
     def apply_updates(
-        self, params: PyTree, updates: PyTree, prng_key: jax.Array
+        self, params: PyTree, updates: PyTree, prng_key: jax.Array | None = None
     ) -> PyTree:
         """As `optax.apply_updates`, for parameters as they are kept.
 
         Guarantees:
-          It is post-processing: what it rounds is released, and the key is independent
-          of the noise.
+          It is post-processing: what it rounds is released. Who knows that, and what
+          comes out, learns random bits of the key, which so must be for nothing else.
 
         Args:
           params: in the dtypes of `cast_to_param`.
           updates: from an optimizer that was given `cast_to_update(params)`.
-          prng_key: of this update; used for `stochastic_rounding` only.
+          prng_key: of this update, for `stochastic_rounding`.
 
         Returns:
           New parameters, of the dtypes of `params`.
+
+        Raises:
+          ValueError: for `stochastic_rounding` without a key.
         """
         if not self.stochastic_rounding:
             return optax.apply_updates(params, updates)
+        if prng_key is None:
+            _validate.fail(
+                "stochastic rounding needs a key",
+                prng_key=None,
+                fix="Pass another one at every step.",
+            )
         sums = optax.apply_updates(self.cast_to_update(params), updates)
         return _stochastic_rounding.round_like(sums, params, prng_key)
 
-    def in_matmul_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def in_product_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun` with products in the precision asked for, and those of its gradient.
 
         That is `matmul_precision` and `float8_scale`. Nothing outside of `fun` is
         affected.
         """
         if self.float8_scale is not None:
-            fun = _float8.with_float8_products(fun, self.float8_scale)
+            fun = _float8.with_float8_products(
+                fun, self.float8_scale, widest=self.compute_dtype
+            )
         if self.matmul_precision is None:
             return fun
 
@@ -210,8 +224,8 @@ class Policy:
 
 _MATMUL_PRECISIONS = ("bfloat16", "tensorfloat32", "float32", "highest")
 
-_PRESETS: dict[str, dict[str, Any]] = {
-    "float32": {"compute_dtype": jnp.float32},
+PRESETS: dict[str, dict[str, Any]] = {
+    "float32": {"compute_dtype": jnp.float32, "matmul_precision": "float32"},
     "tf32": {"compute_dtype": jnp.float32, "matmul_precision": "tensorfloat32"},
     "mixed_bfloat16": {"compute_dtype": jnp.bfloat16},
     "mixed_float16": {"compute_dtype": jnp.float16},

@@ -120,7 +120,7 @@ class DPTrainer:
         if prng_key is None:
             prng_key = _random.fresh_key()
         _random.check_key(prng_key)
-        noise_key, sampling_key, model_key = jax.random.split(prng_key, 3)
+        noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
         params = jax.tree.map(jnp.copy, self.policy.cast_to_param(params))
         return TrainingState(
             step=jnp.zeros((), jnp.int32),
@@ -140,6 +140,7 @@ class DPTrainer:
             metrics={
                 name: jnp.full((), jnp.nan) for name in self.mechanism.metric_names
             },
+            update_key=update_key if self.policy.stochastic_rounding else None,
         )
 
     @property
@@ -297,7 +298,7 @@ class DPTrainer:
 
         args = jax.eval_shape(example_args, state, batch)
         keys = (state.model_key,) if self.uses_prng_key else ()
-        loss_fn = self.policy.in_matmul_precision(self.loss_fn)
+        loss_fn = self.policy.in_product_precision(self.loss_fn)
         loss_fn, constants = _jaxpr.hoist_constants(loss_fn, *args, *keys)
 
         def step(state, batch, is_padding, constants):
@@ -348,10 +349,7 @@ class DPTrainer:
         )
         new_state = TrainingState(
             step=state.step + 1,
-            # No loss has a batch of this size, and keys from these bits.
-            params=self.policy.apply_updates(
-                state.params, updates, jax.random.fold_in(key, 2**32 - 1)
-            ),
+            params=self._apply(updates, state),
             opt_state=opt_state,
             noise_state=noise_state,
             sampling_key=state.sampling_key,
@@ -363,8 +361,16 @@ class DPTrainer:
                 stddev=self.mechanism.overflow_stddev,
             ),
             metrics=released.metrics,
+            update_key=state.update_key,
         )
         return new_state, (sensitive.values, sensitive.grad_norms)
+
+    def _apply(self, updates: PyTree, state: TrainingState) -> PyTree:
+        """New parameters."""
+        key = state.update_key
+        if key is not None:
+            key = jax.random.fold_in(key, state.step)
+        return self.policy.apply_updates(state.params, updates, key)
 
 
 def _describe_privacy(mechanism: DPSGD, step: int, last_step: int) -> str:

@@ -10,7 +10,7 @@ from dpmp import Policy
 @pytest.mark.parametrize(
     ("name", "compute_dtype", "matmul_precision"),
     [
-        ("float32", jnp.float32, None),
+        ("float32", jnp.float32, "float32"),
         ("tf32", jnp.float32, "tensorfloat32"),
         ("mixed_bfloat16", jnp.bfloat16, None),
         ("mixed_float16", jnp.float16, None),
@@ -168,12 +168,12 @@ def test_products_of_a_loss_and_of_its_gradient_have_the_precision_asked_for():
         return jnp.sum(jnp.tanh(w @ w))
 
     w = jnp.ones((2, 2))
-    scoped = Policy.from_name("tf32").in_matmul_precision(loss)
+    scoped = Policy.from_name("tf32").in_product_precision(loss)
     expected = _precisions(lambda w: jnp.matmul(w, w, precision="tensorfloat32"), w)
     assert _precisions(jax.grad(scoped), w) == expected != _precisions(loss, w)
     # Nothing is left behind.
     assert _precisions(jax.grad(loss), w) == _precisions(loss, w)
-    assert Policy.from_name("float32").in_matmul_precision(loss) is loss
+    assert Policy.from_name("mixed_bfloat16").in_product_precision(loss) is loss
 
 
 def test_a_precision_that_does_not_exist_is_refused():

@@ -113,6 +113,54 @@ def test_a_run_keeps_bfloat16_parameters_and_float32_statistics():
     )
 
 
+def test_every_step_rounds_with_bits_of_its_own():
+    quarter = optax.GradientTransformation(
+        lambda params: (),
+        lambda grads, state, params: (jax.tree.map(_quarter_of_a_unit, grads), state),
+    )
+    trainer = DPTrainer(
+        mechanism=DPSGD(
+            num_examples=4,
+            expected_batch_size=4,
+            iterations=2,
+            l2_clip_norm=1.0,
+            noise_multiplier=1.0,
+        ),
+        loss_fn=lambda w, x: jnp.sum(w * x),
+        optimizer=quarter,
+        policy=POLICY,
+    )
+    seen = []
+    trainer.fit(
+        trainer.init(jnp.ones(4096)),
+        np.ones((4, 4096), np.float32),
+        callback=lambda state: seen.append(np.float32(state.params)),
+        progress=False,
+    )
+    first, second = seen[0] > 1, seen[1] > seen[0]
+    # Independent: a sixteenth of all entries moves twice, within six deviations.
+    assert abs(np.mean(first & second) - 1 / 16) < 6 * np.sqrt(1 / 16 / 4096)
+
+
+def _quarter_of_a_unit(x):
+    return jnp.full(x.shape, 2.0**-9)
+
+
+def test_rounding_has_a_root_key_of_its_own():
+    state = _trainer(POLICY, optax.sgd(0.1)).init(jnp.zeros(5))
+    keys = [state.update_key, state.noise_state.prng_key, state.model_key]
+    words = [tuple(np.ravel(jax.random.key_data(x))[:2].tolist()) for x in keys]
+    assert len({*words, tuple(np.asarray(state.sampling_key)[:2].tolist())}) == 4
+    float32 = _trainer(Policy.from_name("float32"), optax.sgd(0.1))
+    assert float32.init(jnp.zeros(5)).update_key is None
+
+
+def test_an_update_without_a_key_is_refused():
+    params = POLICY.cast_to_param(jnp.ones(3))
+    with pytest.raises(ValueError, match="stochastic rounding needs a key"):
+        POLICY.apply_updates(params, jnp.ones(3))
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -644,10 +644,11 @@ def test_a_seed_that_is_no_key_is_refused(prng_key):
 
 
 def test_a_dtype_that_the_device_does_not_run_is_refused(monkeypatch):
-    monkeypatch.setattr(
-        "dpmp.devices._measure._refusal",
-        lambda dtype, *_: "no such unit" if dtype == "bfloat16" else None,
-    )
+    def run(dtype, *_):
+        if dtype == "bfloat16":
+            raise NotImplementedError("no such unit")
+
+    monkeypatch.setattr("dpmp.devices._measure._run", run)
     make_trainer(policy=Policy.from_name("float32"))
     with pytest.raises(ValueError, match=r"bfloat16 must run .*no such unit"):
         make_trainer(policy=Policy.from_name("mixed_bfloat16"))

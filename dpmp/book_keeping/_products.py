@@ -21,7 +21,11 @@ from dpmp._stored import at_least_float32
 
 
 def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, with bfloat16 products computed in float32 and rounded, on CPUs."""
+    """`fun`, with products as above.
+
+    bfloat16 ones are computed in float32 and rounded on CPUs only; batch axes of one
+    are left out everywhere.
+    """
     return _jaxpr.rewrite(fun, _replace)
 
 
@@ -43,8 +47,10 @@ def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
         (product,) = _jaxpr.bind(eqn, operands, dimension_numbers=numbers)
         return product
 
-    cpu = wide if is_narrow else plain
-    product = jax.lax.platform_dependent(*operands, cpu=cpu, default=plain)
+    if is_narrow:
+        product = jax.lax.platform_dependent(*operands, cpu=wide, default=plain)
+    else:
+        product = plain(*operands)
     return [product.reshape(eqn.outvars[0].aval.shape)]
 
 
@@ -52,7 +58,7 @@ def _without_batches_of_one(
     operands: list[Any], contracting: Any, batch: Any
 ) -> tuple[list[Any], Any]:
     """Operands without batch axes of size one, and what to contract of them."""
-    pairs = [(i, j) for i, j in zip(*batch, strict=True) if operands[0].shape[i] > 1]
+    pairs = [(i, j) for i, j in zip(*batch, strict=True) if operands[0].shape[i] != 1]
     if len(pairs) == len(batch[0]):
         return operands, (contracting, batch)
     kept = [

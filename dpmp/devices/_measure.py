@@ -138,7 +138,8 @@ def check_device_runs(dtype: Any, device: Any = None) -> None:
     dtype = jnp.dtype(dtype)
     _validate.check_x64(dtype, "float64 products")
     device = _as_device(device)
-    refusal = _refusal(dtype.name, device.platform, device.device_kind)
+    run = functools.partial(_run, dtype.name, device.platform, device.device_kind)
+    _, refusal = _products.attempt(run)
     _validate.require(
         refusal is None,
         f"products of {dtype.name} must run on the device",
@@ -149,13 +150,12 @@ def check_device_runs(dtype: Any, device: Any = None) -> None:
     )
 
 
-@functools.cache
-def _refusal(dtype: str, platform: str, device_kind: str) -> str | None:
+@functools.cache  # of what succeeds: exceptions are not kept
+def _run(dtype: str, platform: str, device_kind: str) -> None:
     devices = jax.local_devices(backend=platform)
     device = next(x for x in devices if x.device_kind == device_kind)
     kind = Kind(dtype, dtype, dtype)
-    run = functools.partial(_products.run_tiny, kind, device)
-    return _products.attempt(run)[1]
+    jax.block_until_ready(_products.run_tiny(kind, device))
 
 
 def _as_device(device: Any) -> Any:

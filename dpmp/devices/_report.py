@@ -153,7 +153,13 @@ def _marked(row: Row, name: str) -> str:
 
 def recommended_policy(rows: Sequence[Row]) -> str:
     """The first preset with products that are faster, and no worse than their dtype."""
-    is_good = {x.name: x.verdict == "native" and not x.too_large for x in rows}
+    is_good = {
+        x.name: x.verdict == "native"
+        and x.time_ratio is not None
+        and x.time_ratio <= _FASTER
+        and not x.too_large
+        for x in rows
+    }
     found = (preset for name, preset in _PRESETS.items() if is_good.get(name))
     return next(found, "float32")
 
@@ -219,9 +225,7 @@ def _of_default(row: Row) -> Iterator[str]:
     if row.rounding_error is not None and row.rounding_error > _CHANGES_BITS:
         yield (
             "float32: what jax does by default is less here, with an error of "
-            f'{row.rounding_error:.1g}, and "float32" leaves products to it. '
-            'dpmp.Policy(jnp.float32, jnp.float32, matmul_precision="float32") does '
-            "not."
+            f'{row.rounding_error:.1g}. dpmp.Policy.from_name("float32") asks for all.'
         )
 
 

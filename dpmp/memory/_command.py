@@ -21,7 +21,7 @@ from dpmp.memory._overhead import (
     accumulation_overhead,
     measure_accumulation_share,
 )
-from dpmp.precision import Policy
+from dpmp.precision import PRESETS, Policy
 
 _OPTIMIZERS = {
     "adam": optax.adam(1e-3),
@@ -66,7 +66,7 @@ def add_memory_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--policy",
-        choices=["float32", "tf32", "mixed_bfloat16", "mixed_float16", "float8"],
+        choices=list(PRESETS),
         default="mixed_bfloat16",
     )
     parser.add_argument("--optimizer", choices=list(_OPTIMIZERS), default="adam")
@@ -154,7 +154,7 @@ def _measure(params: PyTree, batch: PyTree, args: argparse.Namespace) -> float:
     """Of the method that was asked for, or of per-example gradients."""
     policy = Policy.from_name(args.policy)
     return measure_accumulation_share(
-        policy.in_matmul_precision(transformer_loss(args.heads)),
+        policy.in_product_precision(transformer_loss(args.heads)),
         jax.eval_shape(policy.cast_to_compute, params),
         batch,
         microbatch_size=args.microbatch_size,

@@ -4,8 +4,9 @@
     while it runs  copies to compute with, activations, per-example gradients or
                    records, running sums, noise
 
-A step needs most at one of three moments: while it computes gradients, while it clips
-and adds them up, or while it draws noise and updates. The estimate is for the worst.
+A step needs most at one of these moments: while it computes gradients, while it clips
+and adds them up, while it draws noise, or while it rounds parameters at random. The
+estimate is for the worst.
 """
 
 from collections.abc import Callable
@@ -156,6 +157,8 @@ def estimate_memory(
         moments.append(step.clipping_lines())
     if method is not None:
         moments.append(step.noise_lines())
+    if step.policy.stochastic_rounding:
+        moments.append(step.rounding_lines())
     moment, lines = max(moments, key=lambda x: sum(n for _, n, _ in x[1]))
     used = [MemoryLine(*line) for line in (*step.argument_lines(), *lines) if line[1]]
     return MemoryEstimate(tuple(used), step.num_parameters, moment)

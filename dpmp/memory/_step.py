@@ -181,7 +181,7 @@ class Step:
     def gradient_lines(self) -> tuple[str, _Lines]:
         """While gradients are computed (with book-keeping, until they are summed)."""
         args = self._loss_args(self.size)
-        loss_fn = self.policy.in_matmul_precision(self.loss_fn)
+        loss_fn = self.policy.in_product_precision(self.loss_fn)
         if self.method == "book_keeping":
             grad_fn = self._mechanism(self.size, self.size).clipped_grad(
                 loss_fn, return_values=True, return_grad_norms=True
@@ -218,13 +218,18 @@ class Step:
 
     def noise_lines(self) -> tuple[str, _Lines]:
         """While noise is drawn; the update is computed in place, entry by entry."""
+        return "while noise is added", [*self._sum_lines(), self._random_line("noise")]
+
+    def rounding_lines(self) -> tuple[str, _Lines]:
+        """While parameters are rounded at random."""
+        line = self._random_line("random bits")
+        return "while parameters are rounded", [*self._sum_lines(), line]
+
+    def _random_line(self, name: str) -> tuple[str, int, str]:
         leaves = [math.prod(x.shape) for x in jax.tree.leaves(self.params)]
         # XLA stores two words of the cipher, for all leaves, and what a leaf becomes.
         drawn = 8 * sum(leaves) + 4 * max(leaves)
-        return "while noise is added", [
-            *self._sum_lines(),
-            ("noise", drawn, "8 B per parameter, and the largest array with noise"),
-        ]
+        return name, drawn, "8 B per parameter, and the largest array with them"
 
     def lower(self) -> Any:
         """The step, ready to be compiled."""
@@ -247,9 +252,10 @@ class Step:
         self, params: PyTree, opt_state: PyTree, batch: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
         """Training without privacy, as one would write it."""
-        loss_fn = self.policy.in_matmul_precision(self.loss_fn)
+        loss_fn = self.policy.in_product_precision(self.loss_fn)
         grad_fn = jax.value_and_grad(loss_fn)
         copy = self.policy.cast_to_compute(params)
+        wide = self.policy.cast_to_update(params)
         batch = self.policy.cast_inputs(batch)
         if self.is_in_parts:
             num_parts = self.batch_size // self.size
@@ -259,18 +265,17 @@ class Step:
 
             def add(total: PyTree, part: PyTree) -> tuple[PyTree, jax.Array]:
                 value, grads = grad_fn(copy, part)
-                grads = self.policy.cast_to_param(grads)
+                grads = self.policy.cast_to_update(grads)
                 return jax.tree.map(jnp.add, total, grads), value
 
-            grads, value = jax.lax.scan(
-                add, jax.tree.map(jnp.zeros_like, params), parts
-            )
+            grads, value = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, wide), parts)
             grads = jax.tree.map(lambda x: x / num_parts, grads)
         else:
             value, grads = grad_fn(copy, batch)
-            grads = self.policy.cast_to_param(grads)
-        updates, opt_state = self.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, jnp.mean(value)
+            grads = self.policy.cast_to_update(grads)
+        updates, opt_state = self.optimizer.update(grads, opt_state, wide)
+        params = self.policy.apply_updates(params, updates, jax.random.key(0))
+        return params, opt_state, jnp.mean(value)
 
 
 def _add_up(lines: _Lines) -> _Lines:

@@ -146,7 +146,7 @@ def _runner(
     fun: Callable[..., jax.Array], args: Sequence[PyTree], policy: Policy
 ) -> Callable[[float], _Run]:
     """Loss and gradient under a policy, as a function of the loss scale."""
-    fun = policy.in_matmul_precision(fun)
+    fun = policy.in_product_precision(fun)
     compute_args = policy.cast_to_compute(args[0]), *map(policy.cast_inputs, args[1:])
 
     @jax.jit

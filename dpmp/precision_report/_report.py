@@ -9,6 +9,7 @@ References:
   Higham: The accuracy of floating point summation, 1993, for the bounds on sums.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,12 +135,14 @@ def precision_report(
         isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)
     )
     shapes = jax.eval_shape(lambda *args: _cast(args, policy), *args)
-    scoped = policy.in_matmul_precision(fun)
+    scoped = policy.in_product_precision(fun)
     if differentiate is None:
         differentiate = has_data or _is_loss(jax.eval_shape(scoped, *shapes))
     if differentiate:
         _check(scoped, shapes)
-    findings = _findings(scoped, args, shapes, policy, differentiate)
+    # Rounding to float8 writes the program anew, and the lines of its source are lost.
+    plain = dataclasses.replace(policy, float8_scale=None).in_product_precision(fun)
+    findings = _findings(plain, args, shapes, policy, differentiate)
     fun_name = getattr(fun, "__name__", type(fun).__name__)
     if not (has_data and differentiate):
         return PrecisionReport(fun_name, name, findings)
