@@ -93,7 +93,8 @@ def as_body(closed: Any, label: str) -> Body:
     inputs = [env[v] for v in closed.jaxpr.invars]
     env |= {v: Value(size_of(v.aval), label) for v in closed.jaxpr.constvars}
     outputs = builder.add_jaxpr(closed.jaxpr, env)
-    return Body(inputs, _alive(builder.nodes, outputs), outputs)
+    nodes = _alive(builder.nodes, outputs)
+    return Body(inputs, _with_divisors(nodes, label), outputs)
 
 
 @dataclass
@@ -294,6 +295,36 @@ def _keeps_order(eqn: Any) -> bool:
     shape = eqn.invars[0].aval.shape
     moved = [i for i in eqn.params["permutation"] if shape[i] != 1]
     return moved == sorted(moved)
+
+
+def _with_divisors(nodes: list[Node], label: str) -> list[Node]:
+    """Nodes that divide by arrays of full size, where XLA's CPU compiler has them.
+
+    What softmax divides by is needed going forward and back, there by a library that
+    computes a product and all that is elementwise about it, but no broadcast.
+    """
+    makers = {x: node for node in nodes for x in node.outputs}
+
+    def is_of_product(x: Value) -> bool:
+        maker = makers.get(x)
+        while maker is not None and maker.name == "convert_element_type":
+            maker = makers.get(maker.inputs[0])
+        return maker is not None and maker.name == "dot_general"
+
+    readers: dict[Value, list[Node]] = {}
+    for node in nodes:
+        divides = node.name == "div" and len(node.inputs) == 2
+        if divides and 8 < node.inputs[1].num_bytes < node.outputs[0].num_bytes:
+            readers.setdefault(node.inputs[1], []).append(node)
+    copies: dict[Node, Node] = {}
+    for x, dividing in readers.items():
+        of_products = [node for node in dividing if is_of_product(node.inputs[0])]
+        if of_products and len(dividing) > 1:
+            copy = Node("spread", [x], [Value(dividing[0].outputs[0].num_bytes, label)])
+            copies[dividing[0]] = copy
+            for node in of_products:
+                node.inputs[1] = copy.outputs[0]
+    return [x for node in nodes for x in (copies.get(node), node) if x is not None]
 
 
 def _alive(nodes: list[Node], outputs: Sequence[Value | None]) -> list[Node]:
