@@ -11,12 +11,12 @@ among them. With the defaults nothing is downloaded. The public text is the help
 Measured with the defaults, the last line with --compare (Python 3.11: 7,737 records,
 517 held out; epsilon 8, delta 1e-5, 0.4 million parameters in mixed_bfloat16):
 
-    2.155  nats per byte on held-out records, before fine-tuning
-    1.859  after private fine-tuning
-    1.764  after the same without privacy
+    2.143  nats per byte on held-out records, before fine-tuning
+    1.855  after private fine-tuning
+    1.795  after the same without privacy
 
-It took 4.3 minutes on two CPU cores, two of them for pre-training. Noise and batches
-differ in every run: others ended at 1.859 to 1.866.
+It took 6.4 minutes on two CPU cores, about half of them for pre-training. Noise and
+batches differ in every run: another one ended at 1.857.
 
 One record in sixteen, roughly, is held out, and the losses printed are measured on
 it. Held-out records are treated as public: nothing is trained on them, but the
