@@ -242,7 +242,10 @@ def test_measured_share_is_shown_beside_the_count(monkeypatch):
 
     monkeypatch.setattr(_timing, "in_turn", in_turn)
     params, batch = jnp.zeros(4), _shape(8, 4)
-    loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+
+    def loss_fn(w, x):
+        return jnp.mean((x @ w) ** 2)
+
     measured = measure_accumulation_share(loss_fn, params, batch, rounds=1)
     assert measured == 0.5
     text = str(

@@ -118,22 +118,11 @@ def test_every_step_rounds_with_bits_of_its_own():
         lambda params: (),
         lambda grads, state, params: (jax.tree.map(_quarter_of_a_unit, grads), state),
     )
-    trainer = DPTrainer(
-        mechanism=DPSGD(
-            num_examples=4,
-            expected_batch_size=4,
-            iterations=2,
-            l2_clip_norm=1.0,
-            noise_multiplier=1.0,
-        ),
-        loss_fn=lambda w, x: jnp.sum(w * x),
-        optimizer=quarter,
-        policy=POLICY,
-    )
+    trainer = _trainer(POLICY, quarter)
     seen = []
     trainer.fit(
         trainer.init(jnp.ones(4096)),
-        np.ones((4, 4096), np.float32),
+        np.ones((64, 4096), np.float32),
         callback=lambda state: seen.append(np.float32(state.params)),
         progress=False,
     )

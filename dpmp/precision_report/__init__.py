@@ -6,7 +6,7 @@ Modules import only from rows below their own:
     _plot   _text
     _comparison   _findings
     _places
-    _terms
+    _facts   _terms
 """
 
 from dpmp.precision_report._comparison import Comparison as Comparison

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dpmp.precision_report._places import Place
+from dpmp.precision_report._facts import Place
 from dpmp.precision_report._terms import rounding_bound
 
 # In order of what there is to gain; `_places` says what the kinds are.

@@ -5,13 +5,21 @@ something wider, that it is a sum, of how many terms, and which value that a loo
 carries it came from.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from dpmp import _jaxpr
 from dpmp._typing import PyTree
+from dpmp.precision_report._facts import (
+    NOTHING,
+    Facts,
+    Place,
+    merged,
+    of_iteration,
+    of_loop,
+)
 from dpmp.precision_report._terms import (
     is_float,
     is_narrow,
@@ -52,53 +60,6 @@ _KIND_OF = {name: kind for kind, names in _TABLE.items() for name in names.split
 _ARGUMENTS = ("parameter", "input")
 
 
-class Place(NamedTuple):
-    """An equation that loses more than it has to.
-
-    Attributes:
-      kind: what it loses it by, a key of the advice in `precision_report`.
-      primitive: jax's name for the operation, or the path of an argument.
-      dtype: the narrow one.
-      source: file and line.
-      length: the number of terms, for sums of a known number.
-    """
-
-    kind: str
-    primitive: str
-    dtype: str
-    source: tuple[str, int]
-    length: int | None = None
-
-
-class _Facts(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-      rounded: how it lost the bits that it might have, if it is a 16-bit value.
-      widened: what it is a copy of, if that is a 16-bit value.
-      is_tie: whether it tells where floats are equal.
-      is_sum: whether it is a sum, but for a factor, a root or what is added.
-      terms: of how many 16-bit values it is a sum.
-      chain: where the place of that sum is in the list of places.
-      carries: which of the values that a loop carries are terms of it.
-      adds: how many additions it took from there.
-      source: of the last of these.
-    """
-
-    rounded: Place | None = None
-    widened: Place | None = None
-    is_tie: bool = False
-    is_sum: bool = False
-    terms: int = 1
-    chain: int | None = None
-    carries: frozenset[int] = frozenset()
-    adds: int = 0
-    source: tuple[str, int] = ("unknown", 0)
-
-
-_NOTHING = _Facts()
-
-
 def trace(fun: Callable[..., PyTree], args: Sequence[PyTree]) -> Any:
     """The program of a function, with the lines that it comes from.
 
@@ -119,7 +80,7 @@ def find_places(jaxpr: Any, casts: Sequence[tuple[str, str] | None]) -> list[Pla
     """
     walk = _Walk()
     facts = [
-        _NOTHING if cast is None else _Facts(rounded=_cast_place(cast, v))
+        NOTHING if cast is None else Facts(rounded=_cast_place(cast, v))
         for cast, v in zip(casts, jaxpr.invars, strict=True)
     ]
     walk.run(jaxpr, facts)
@@ -139,19 +100,19 @@ class _Walk:
         self.used: set[tuple[str, str]] = set()
         self.caller: tuple[str, int] | None = None
 
-    def run(self, jaxpr: Any, facts: Sequence[_Facts]) -> list[_Facts]:
+    def run(self, jaxpr: Any, facts: Sequence[Facts]) -> list[Facts]:
         """What is known of the results, from what is known of the arguments."""
         known = dict(zip(jaxpr.invars, facts, strict=True))
 
-        def read(atom: Any) -> _Facts:
-            return _NOTHING if _jaxpr.is_literal(atom) else known.get(atom, _NOTHING)
+        def read(atom: Any) -> Facts:
+            return NOTHING if _jaxpr.is_literal(atom) else known.get(atom, NOTHING)
 
         for eqn in _live_equations(jaxpr):
             results = self._step(eqn, [read(atom) for atom in eqn.invars])
             known |= zip(eqn.outvars, results, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _step(self, eqn: Any, operands: list[_Facts]) -> list[_Facts]:
+    def _step(self, eqn: Any, operands: list[Facts]) -> list[Facts]:
         name = eqn.primitive.name
         kind = _KIND_OF.get(name)
         if kind is None and (programs := _jaxpr.sub_programs(eqn)):
@@ -163,29 +124,29 @@ class _Walk:
         return [result] * len(eqn.outvars)
 
     def _enter(
-        self, eqn: Any, operands: list[_Facts], programs: list[_jaxpr.SubProgram]
-    ) -> list[_Facts]:
+        self, eqn: Any, operands: list[Facts], programs: list[_jaxpr.SubProgram]
+    ) -> list[Facts]:
         """Walks the programs of a call, a loop or a branch."""
         by_atom = {
             id(atom): facts for atom, facts in zip(eqn.invars, operands, strict=True)
         }
-        results = [_NOTHING] * len(eqn.outvars)
+        results = [NOTHING] * len(eqn.outvars)
         outer, self.caller = self.caller, _jaxpr.user_line(eqn) or self.caller
         for program in programs:
-            facts = [by_atom.get(id(atom), _NOTHING) for atom in program.invars]
+            facts = [by_atom.get(id(atom), NOTHING) for atom in program.invars]
             is_loop = program.num_carry > 0
             outputs = self.run(
-                program.jaxpr, _of_iteration(facts, program) if is_loop else facts
+                program.jaxpr, of_iteration(facts, program) if is_loop else facts
             )
             if program.has_results:
                 for i in range(program.num_carry):
                     self._check_carry(eqn, program, i, outputs[i])
-                results = _of_loop(outputs, program) if is_loop else outputs
+                results = of_loop(outputs, program) if is_loop else outputs
         self.caller = outer
         return results
 
     def _check_carry(
-        self, eqn: Any, program: _jaxpr.SubProgram, i: int, facts: _Facts
+        self, eqn: Any, program: _jaxpr.SubProgram, i: int, facts: Facts
     ) -> None:
         dtype = _dtype(program.jaxpr.outvars[i])
         if not (is_narrow(dtype) and i in facts.carries and facts.adds):
@@ -195,7 +156,7 @@ class _Walk:
             name = f"{eqn.primitive.name} carry"
             self._add("running sum", name, dtype, facts.source, length)
 
-    def _convert(self, eqn: Any, operand: _Facts) -> _Facts:
+    def _convert(self, eqn: Any, operand: Facts) -> Facts:
         atom, result = eqn.invars[0], eqn.outvars[0]
         old, new = _dtype(atom), _dtype(result)
         source = self._source(eqn)
@@ -221,29 +182,29 @@ class _Walk:
         if place is not None and place.kind in _ARGUMENTS:
             self.used.add((place.kind, place.primitive))
 
-    def _apply(self, eqn: Any, kind: str | None, operands: list[_Facts]) -> _Facts:
+    def _apply(self, eqn: Any, kind: str | None, operands: list[Facts]) -> Facts:
         """What an ordinary operation does to its operands."""
         if kind == "moves":
-            return _merged(operands)._replace(is_sum=any(x.is_sum for x in operands))
+            return merged(operands)._replace(is_sum=any(x.is_sum for x in operands))
         for facts in operands:
             self._use(facts.rounded)
         check = getattr(self, f"_{kind}", None)
-        return _NOTHING if check is None else check(eqn, operands)
+        return NOTHING if check is None else check(eqn, operands)
 
-    def _sums(self, eqn: Any, operands: list[_Facts]) -> _Facts:
+    def _sums(self, eqn: Any, operands: list[Facts]) -> Facts:
         if operands[0].is_tie:  # few, and 16 bits hold small integers
-            return _NOTHING
+            return NOTHING
         self._add_long(eqn, "sum", num_terms(eqn))
-        return _Facts(is_sum=True)
+        return Facts(is_sum=True)
 
-    def _ties(self, eqn: Any, operands: list[_Facts]) -> _Facts:
-        return _Facts(is_tie=is_float(_dtype(eqn.invars[0])))
+    def _ties(self, eqn: Any, operands: list[Facts]) -> Facts:
+        return Facts(is_tie=is_float(_dtype(eqn.invars[0])))
 
-    def _scatters(self, eqn: Any, operands: list[_Facts]) -> _Facts:
+    def _scatters(self, eqn: Any, operands: list[Facts]) -> Facts:
         self._add_long(eqn, "running sum", num_updates(eqn))
-        return _NOTHING
+        return NOTHING
 
-    def _products(self, eqn: Any, operands: list[_Facts]) -> _Facts:
+    def _products(self, eqn: Any, operands: list[Facts]) -> Facts:
         dtype = _dtype(eqn.outvars[0])
         name, length = eqn.primitive.name, num_terms(eqn)
         place = Place("product", name, str(dtype), self._source(eqn), length)
@@ -252,34 +213,34 @@ class _Walk:
                 self._use(facts.widened)
             self.places.append(place._replace(kind="wide product"))
         if not is_narrow(dtype):
-            return _NOTHING
+            return NOTHING
         self.places.append(place)
-        return _Facts(rounded=place._replace(kind="narrow product"))
+        return Facts(rounded=place._replace(kind="narrow product"))
 
-    def _exponentials(self, eqn: Any, operands: list[_Facts]) -> _Facts:
+    def _exponentials(self, eqn: Any, operands: list[Facts]) -> Facts:
         self._add_narrow(eqn, "exponential")
-        return _NOTHING
+        return NOTHING
 
-    def _roots(self, eqn: Any, operands: list[_Facts]) -> _Facts:
+    def _roots(self, eqn: Any, operands: list[Facts]) -> Facts:
         self._add_narrow(eqn, "normalisation")
-        return _Facts(is_sum=operands[0].is_sum)
+        return Facts(is_sum=operands[0].is_sum)
 
-    def _scales(self, eqn: Any, operands: list[_Facts]) -> _Facts:
+    def _scales(self, eqn: Any, operands: list[Facts]) -> Facts:
         if eqn.primitive.name == "div" and operands[1].is_sum:
             self._add_narrow(eqn, "normalisation")
             operands = operands[:1]
-        some = _merged(operands)
+        some = merged(operands)
         is_sum = sum(x.is_sum for x in operands) == 1 and _is_factor(eqn, operands)
-        return _Facts(
+        return Facts(
             is_sum=is_sum, carries=some.carries, adds=some.adds, source=some.source
         )
 
-    def _adds(self, eqn: Any, operands: list[_Facts]) -> _Facts:
+    def _adds(self, eqn: Any, operands: list[Facts]) -> Facts:
         dtype = _dtype(eqn.outvars[0])
         carries = frozenset().union(*(x.carries for x in operands))
         terms = sum(x.terms for x in operands) if is_narrow(dtype) else 1
         source = self._source(eqn)
-        facts = _Facts(
+        facts = Facts(
             is_sum=any(x.is_sum for x in operands) and _is_factor(eqn, operands),
             terms=terms,
             chain=next((x.chain for x in operands if x.chain is not None), None),
@@ -315,42 +276,7 @@ class _Walk:
         self.places.append(Place(kind, name, str(dtype), source, length))
 
 
-def _of_iteration(facts: Sequence[_Facts], program: _jaxpr.SubProgram) -> list[_Facts]:
-    """What is known of the arguments of a loop's body: not what another one carries."""
-    first, last = program.num_consts, program.num_consts + program.num_carry
-    carry = [_Facts(carries=frozenset([i])) for i in range(program.num_carry)]
-    return [*map(_uncarried, facts[:first]), *carry, *map(_uncarried, facts[last:])]
-
-
-def _of_loop(outputs: Sequence[_Facts], program: _jaxpr.SubProgram) -> list[_Facts]:
-    """What is known of the results of a loop, from those of its body."""
-    num_carry = program.num_carry
-    return [*[_NOTHING] * num_carry, *map(_uncarried, outputs[num_carry:])]
-
-
-def _uncarried(facts: _Facts) -> _Facts:
-    return facts._replace(carries=frozenset(), adds=0)
-
-
-def _merged(operands: Sequence[_Facts]) -> _Facts:
-    """What is known of entries that come from any of the operands."""
-    carriers = [x for x in operands if x.carries] or [_NOTHING]
-    return _Facts(
-        rounded=_first(x.rounded for x in operands),
-        widened=_first(x.widened for x in operands),
-        terms=max((x.terms for x in operands), default=1),
-        chain=_first(x.chain for x in operands),
-        carries=frozenset().union(*(x.carries for x in carriers)),
-        adds=max(x.adds for x in carriers),
-        source=carriers[-1].source,
-    )
-
-
-def _first(values: Iterator[Any]) -> Any:
-    return next((x for x in values if x is not None), None)
-
-
-def _is_factor(eqn: Any, operands: Sequence[_Facts]) -> bool:
+def _is_factor(eqn: Any, operands: Sequence[Facts]) -> bool:
     """Whether all operands but sums are single numbers."""
     return all(
         facts.is_sum or atom.aval.shape == ()
