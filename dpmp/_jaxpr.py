@@ -246,6 +246,14 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jax.extend.core.Literal)
 
 
+def name(eqn: Any) -> str:
+    """Of the primitive, or of the function if it has a backward pass of its own."""
+    if eqn.primitive.name != "custom_vjp_call":
+        return eqn.primitive.name
+    body = eqn.params["call_jaxpr"]
+    return getattr(body, "jaxpr", body).debug_info.func_name
+
+
 def bind(eqn: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
     """Evaluates an equation, with some of its parameters changed."""
     params = {**eqn.primitive.get_bind_params(eqn.params), **changed}

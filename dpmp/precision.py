@@ -48,8 +48,10 @@ class Policy:
         than `compute_dtype`, to float8_e4m3fn, and cotangents to float8_e5m2; products
         in functions with derivatives of their own are left alone. "per_example" for
         scales that are computed for each operand of each example (those of parameters
-        are common to all), or a power of two to multiply operands by. The products are
-        emulated, in `compute_dtype`.
+        are common to all), or a power of two to multiply operands by. NVIDIA's GPUs of
+        compute capability 8.9 and later are asked for dot products of float8, summed in
+        float32. Elsewhere these are emulated in `compute_dtype`, and so are
+        convolutions, and sums of gradients in book-keeping, everywhere.
       stochastic_rounding: keeps parameters in bfloat16 without float32 masters. Updates
         are added in float32, and the sum is rounded up or down at random, so that small
         updates count on average. It saves four of the 18 bytes that master, copy, sum
@@ -110,8 +112,7 @@ class Policy:
         - "mixed_bfloat16": the loss in bfloat16.
         - "mixed_float16": the loss in float16, whose gradients underflow below 6e-8.
         - "float8": the loss in bfloat16, with operands of products rounded to float8,
-          by scales of each example. To see what it does to accuracy: it is emulated,
-          and not faster.
+          by scales of each example; emulated, and slower, where the device lacks it.
 
         Args:
           name: of the preset.

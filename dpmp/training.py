@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _jaxpr, _random, _validate, accounting, devices, loss_scaling
+from dpmp import (
+    _float8,
+    _jaxpr,
+    _random,
+    _validate,
+    accounting,
+    devices,
+    loss_scaling,
+)
 from dpmp._progress import Progress
 from dpmp._source import Source as Source  # to users, it is dpmp.training.Source
 from dpmp._source import as_source, load_batch
@@ -81,9 +89,10 @@ class DPTrainer:
 
     def __post_init__(self):
         devices.check_device_runs(self.policy.compute_dtype)
-        if self.policy.float8_scale is not None:
+        if self.policy.float8_scale is not None and not _float8.is_native():
             warnings.warn(
-                "float8 products are emulated: rounded as they would be, and slower.",
+                "This device has no float8, whose products are emulated: rounded as "
+                "they would be, and slower.",
                 stacklevel=3,
             )
         if isinstance(self.loss_scale, DynamicScale):

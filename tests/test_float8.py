@@ -1,3 +1,5 @@
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,8 +12,9 @@ from more_models import PARAMETER_USES
 from programs import equations
 
 import dpmp
-from dpmp import DPSGD, DPTrainer, Policy, book_keeping
-from dpmp._float8 import PER_EXAMPLE, _rounded, with_float8_products
+from dpmp import DPSGD, DPTrainer, Policy, _float8, book_keeping
+from dpmp._float8 import is_native, with_float8_products
+from dpmp._float8_product import PER_EXAMPLE, _rounded, _to_float8
 
 FORMATS = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 
@@ -59,19 +62,105 @@ def _by_hand(w, x, cotangent):
     return x8 @ w8, x8.T @ c8, c8 @ w8.T
 
 
-def test_operands_and_cotangents_of_products_are_rounded():
+@pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
+def test_operands_and_cotangents_of_products_are_rounded(native):
     rng = np.random.default_rng(1)
     w, x, cotangent = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
         for shape in ((4, 3), (5, 4), (5, 3))
     )
-    y, vjp = jax.vjp(with_float8_products(lambda w, x: x @ w, PER_EXAMPLE), w, x)
+    fun = with_float8_products(lambda w, x: x @ w, PER_EXAMPLE, native=native)
+    y, vjp = jax.vjp(fun, w, x)
     expected, of_w, of_x = _by_hand(w, x, cotangent)
     for computed, by_hand in zip(
         (y, *vjp(cotangent)), (expected, of_w, of_x), strict=True
     ):
         np.testing.assert_allclose(computed, by_hand, rtol=1e-6, atol=1e-6)
     assert jnp.max(jnp.abs(y - x @ w)) > 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scale", [PER_EXAMPLE, 4.0])
+@pytest.mark.parametrize(
+    "spec",
+    ["nk,km->nm", "nk,k->n", "bnk,bkm->bnm", "kabn,mbkc->nbmca", "bn,bm->bnm"],
+)
+def test_native_products_are_the_same_numbers(spec, scale, dtype):
+    """With any axes, and those of the gradient; up to the order of sums."""
+    rng = np.random.default_rng(2)
+    sizes = dict(zip("abckmn", (2, 3, 2, 5, 4, 6), strict=True))
+    shapes = [[sizes[i] for i in part] for part in spec.split("->")[0].split(",")]
+    operands = [
+        jnp.asarray(rng.normal(size=s) * 10.0 ** rng.uniform(-3, 3), dtype)
+        for s in shapes
+    ]
+
+    def products(native):
+        fun = with_float8_products(
+            lambda *xs: jnp.einsum(spec, *xs), scale, native=native
+        )
+        y, vjp = jax.vjp(fun, *operands)
+        cotangent = np.random.default_rng(3).normal(size=y.shape)
+        return y, *vjp(jnp.asarray(cotangent, y.dtype))
+
+    for ours, expected in zip(products(True), products(False), strict=True):
+        assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+        ours, expected = np.float64(ours), np.float64(expected)
+        unit = float(jnp.finfo(dtype).eps) * np.max(np.abs(expected))
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=unit)
+
+
+@pytest.mark.parametrize("scale", [PER_EXAMPLE, 4.0])
+def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale):
+    sizes = 2.0 ** np.random.default_rng(4).uniform(-12, 8, size=(200, 1))
+    x = jnp.asarray(sizes * np.random.default_rng(5).normal(size=(200, 16)), "bfloat16")
+    rounded = jax.vmap(lambda x: _rounded(x, jnp.float8_e4m3fn, scale))(x)
+    numbers, factor = jax.vmap(lambda x: _to_float8(x, jnp.float8_e4m3fn, scale))(
+        rounded
+    )
+    assert numbers.dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(
+        numbers.astype(jnp.float32), rounded.astype(jnp.float32) * factor[:, None]
+    )
+
+
+def test_native_products_are_of_8_bits_forward_and_back_in_loops_too():
+    def loss(w, x):
+        step = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        return jnp.sum(jax.lax.scan(step, x, w)[0])
+
+    fun = with_float8_products(loss, PER_EXAMPLE, native=True)
+    jaxpr = jax.make_jaxpr(jax.grad(fun, (0, 1)))(jnp.ones((3, 2, 2)), jnp.ones((4, 2)))
+    products = [
+        [v.aval.dtype.name for v in e.invars]
+        for e in equations(jaxpr.jaxpr)
+        if e.primitive.name == "dot_general"
+    ]
+    assert ["float8_e4m3fn", "float8_e4m3fn"] in products
+    assert ["float8_e5m2", "float8_e4m3fn"] in products
+    assert all(name.startswith("float8") for pair in products for name in pair)
+
+
+class _Device(NamedTuple):
+    platform: str
+    compute_capability: str = ""
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (_Device("gpu", "9.0"), True),
+        (_Device("gpu", "8.9"), True),
+        (_Device("gpu", "12.0"), True),
+        (_Device("gpu", "8.0"), False),
+        (_Device("gpu", "gfx942"), False),
+        (_Device("tpu"), False),
+        (_Device("cpu"), False),
+    ],
+)
+def test_recent_gpus_have_float8(monkeypatch, device, expected):
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert is_native() is expected
 
 
 def test_static_scales_leave_cotangents_to_the_loss_scale():
@@ -101,8 +190,9 @@ def test_loops_branches_and_remat_are_gone_into():
 _ZOO = {model.name: model for model in (*ZOO, *PARAMETER_USES)}
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 @pytest.mark.parametrize("name", ["mlp", "conv"])
-def test_scales_of_one_example_do_not_depend_on_the_others(name):
+def test_scales_of_one_example_do_not_depend_on_the_others(name, native):
     model = _ZOO[name]
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)
 
@@ -111,7 +201,7 @@ def test_scales_of_one_example_do_not_depend_on_the_others(name):
         return x.at[1:].multiply(2.0**20) if is_float else x
 
     larger = jax.tree.map(enlarge, batch)
-    fun = with_float8_products(model.loss, PER_EXAMPLE)
+    fun = with_float8_products(model.loss, PER_EXAMPLE, native=native)
     norms = jax.jit(
         lambda batch: (
             dpmp.clipped_grad(fun, l2_clip_norm=1.0, return_grad_norms=True)(
@@ -140,13 +230,14 @@ def test_products_of_wider_operands_are_left_alone():
     assert (names.count("reduce_precision"), names.count("dot_general")) == (2, 2)
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 @pytest.mark.parametrize(
     "name", ["mlp", "conv", pytest.param("decoder-scan", marks=pytest.mark.slow)]
 )
-def test_book_keeping_agrees_and_has_the_same_rules(name):
+def test_book_keeping_agrees_and_has_the_same_rules(name, native):
     model = _ZOO[name]
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)
-    fun = with_float8_products(model.loss, PER_EXAMPLE)
+    fun = with_float8_products(model.loss, PER_EXAMPLE, native=native)
     kept, formed, wide = (
         jax.jit(dpmp.clipped_grad(f, l2_clip_norm=0.1, method=method).__call__)(
             params, batch
@@ -169,7 +260,9 @@ def test_book_keeping_agrees_and_has_the_same_rules(name):
     assert rules == expected
 
 
-def test_the_preset_trains_and_says_that_it_is_emulated():
+@pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
+def test_the_preset_trains_and_says_if_it_is_emulated(monkeypatch, recwarn, native):
+    monkeypatch.setattr(_float8, "is_native", lambda: native)
     mechanism = DPSGD(
         num_examples=64,
         expected_batch_size=16,
@@ -177,15 +270,19 @@ def test_the_preset_trains_and_says_that_it_is_emulated():
         l2_clip_norm=1.0,
         noise_multiplier=1.0,
     )
-    with pytest.warns(UserWarning, match="emulated"):
-        trainer = DPTrainer(
-            mechanism=mechanism,
-            loss_fn=lambda w, x: jnp.mean((x @ w) ** 2).astype(jnp.float32),
-            optimizer=optax.sgd(0.1),
-            policy=Policy.from_name("float8"),
-        )
+    trainer = DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lambda w, x: jnp.mean((x @ w) ** 2).astype(jnp.float32),
+        optimizer=optax.sgd(0.1),
+        policy=Policy.from_name("float8"),
+    )
+    said = [w for w in recwarn if "emulated" in str(w.message)]
+    assert len(said) == (not native)
     state = trainer.init(jnp.ones((5, 2)))
-    state = trainer.fit(state, np.ones((64, 5), np.float32), progress=False)
+    data = np.ones((64, 5), np.float32)
+    batch = data[: mechanism.padded_batch_size]
+    assert ("f8E4M3FN" in trainer.lower(state, batch).as_text()) == native
+    state = trainer.fit(state, data, progress=False)
     assert state.params.dtype == jnp.float32
     assert jnp.isfinite(state.params).all()
 

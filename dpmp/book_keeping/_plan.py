@@ -161,10 +161,10 @@ def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
         return _loop_step(loop, views)
     if (remat := _jaxpr.as_rematerialised(eqn)) is not None:
         return _call_step(*remat, views)
-    if _jaxpr.has_body(eqn):
-        return outputs, _whole_step(views, lambda values: _jaxpr.bind(eqn, values))
     if (rule := _rules.outer_rule(eqn, views)) is not None:
         return outputs, _outer_step(eqn, rule, views)
+    if _jaxpr.has_body(eqn):
+        return outputs, _whole_step(views, lambda values: _jaxpr.bind(eqn, values))
     return outputs, _dense_step(eqn, views)
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpmp import _float8_product as _float8
 from dpmp import _jaxpr
 from dpmp.book_keeping import _views
 from dpmp.book_keeping._sites import Outer
@@ -44,14 +45,23 @@ def outer_rule(eqn: Any, operands: Sequence[View | None]) -> OuterRule | None:
       eqn: the equation.
       operands: for each operand the view that it is, or None for data.
     """
-    rule = _OUTER_RULES.get(eqn.primitive.name)
+    rule = _OUTER_RULES.get(_jaxpr.name(eqn))
     which = [i for i, view in enumerate(operands) if view is not None and view.leaves]
     return None if rule is None or len(which) != 1 else rule(eqn, which[0])
 
 
 def _dot_general(eqn: Any, operand: int) -> OuterRule:
+    return _dot(eqn, operand, eqn.params["dimension_numbers"])
+
+
+def _float8_product(eqn: Any, operand: int) -> OuterRule:
+    """The same, as the operands are rounded already."""
+    return _dot(eqn, operand, _float8.dimension_numbers(eqn.invars[0].aval.ndim))
+
+
+def _dot(eqn: Any, operand: int, dimension_numbers: Any) -> OuterRule:
     """Contracted axes are n, free ones m, batch axes K; T is what the data has left."""
-    contracting, batch = eqn.params["dimension_numbers"]
+    contracting, batch = dimension_numbers
     data = 1 - operand
     shapes = [atom.aval.shape for atom in eqn.invars]
     free = [
@@ -195,6 +205,7 @@ def _seen_from_each_place(
 
 _OUTER_RULES = {
     "dot_general": _dot_general,
+    _float8.NAME: _float8_product,
     "gather": _gather,
     "conv_general_dilated": _convolution,
 }

@@ -233,7 +233,8 @@ def _of_float8(row: Row) -> str:
     hint = ", emulated" if row.verdict == "emulated" else ""
     return (
         f"float8_e4m3fn: {_in_time(row)}{hint}. "
-        'The preset "float8" computes in bfloat16 with operands rounded to it, to see '
+        'The preset "float8" asks for them on GPUs of compute capability 8.9 and '
+        "later, and computes in bfloat16 with operands rounded to it elsewhere, to see "
         "what that does to accuracy."
     )
 

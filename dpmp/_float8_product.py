@@ -1,0 +1,204 @@
+"""Arrays that are rounded to 8 bits, each with a scale of its own, and their products.
+
+A rounded array keeps its dtype: it holds numbers of a float8 format, times a power of
+two. So products of such arrays are the same whether they are taken as they are, which
+emulates float8, or of 8 bits each, which `dot_general` here asks for.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PER_EXAMPLE = "per_example"
+
+# As `dot_general` is called in programs.
+NAME = "dpmp.float8_product"
+
+_OPERANDS = jnp.float8_e4m3fn
+_COTANGENTS = jnp.float8_e5m2
+
+
+def rounded_operand(x: jax.Array, scale: str | float) -> jax.Array:
+    """The nearest numbers that an operand can have.
+
+    Args:
+      x: float array.
+      scale: to multiply `x` by before; `PER_EXAMPLE` for the largest power of two that
+        leaves its entries in range.
+
+    Returns:
+      An array of the dtype of `x`; what is finite and out of range becomes the largest
+      number, what is not finite stays.
+    """
+    return _rounded(x, _OPERANDS, scale)
+
+
+def rounded_cotangent(x: jax.Array, scale: str | float) -> jax.Array:
+    """The nearest numbers that a cotangent can have, with more range, less precision.
+
+    Args:
+      x: float array.
+      scale: of operands. Cotangents are not multiplied by a number that is given: a
+        loss scale moves all of them.
+
+    Returns:
+      As `rounded_operand`.
+    """
+    return _rounded(x, _COTANGENTS, _of_cotangents(scale))
+
+
+def _of_cotangents(scale: str | float) -> str | float:
+    return scale if scale == PER_EXAMPLE else 1.0
+
+
+def _rounded(x: jax.Array, format: Any, scale: str | float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    factor = _factor(wide, format, scale)
+    rounded = _to_grid(wide * factor, jnp.finfo(format))
+    return jnp.where(jnp.isfinite(x), (rounded / factor).astype(x.dtype), x)
+
+
+def _to_grid(x: jax.Array, format: Any) -> jax.Array:
+    """Without a cast there and back, which XLA leaves out on GPUs."""
+    largest, smallest = float(format.max), float(format.smallest_subnormal)
+    x = jnp.clip(x, -largest, largest)
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=format.nmant)
+    subnormal = jnp.round(x / smallest) * smallest
+    return jnp.where(jnp.abs(x) < float(format.smallest_normal), subnormal, normal)
+
+
+def _factor(x: jax.Array, format: Any, scale: str | float) -> jax.Array:
+    """The largest power of two that leaves all entries in range, if none is given.
+
+    A rounded array has the one that it was rounded with, or a larger one.
+    """
+    if scale != PER_EXAMPLE:
+        return jnp.float32(scale)
+    largest = jnp.max(jnp.abs(x), initial=0.0)
+    _, exponent = jnp.frexp(jnp.float32(jnp.finfo(format).max) / largest)
+    # Such that neither the scale nor its inverse is subnormal.
+    factor = jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 1, -100, 100))
+    return jnp.where((largest > 0) & jnp.isfinite(largest), factor, jnp.float32(1))
+
+
+def dot_general(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    dimension_numbers: Any,
+    dtype: Any,
+    scale: str | float,
+) -> jax.Array:
+    """`jax.lax.dot_general`, by products of 8 bits that are summed in float32.
+
+    Its cotangent has to be rounded too: the products of the gradient are of 8 bits as
+    well. XLA widens operands on devices that do not multiply such numbers.
+
+    Args:
+      x: float array, rounded.
+      y: float array, rounded.
+      dimension_numbers: of `jax.lax.dot_general`.
+      dtype: of the result.
+      scale: that operands were rounded with.
+
+    Returns:
+      Array of that dtype.
+    """
+    contracted, batch = dimension_numbers
+    left = _ordered(x, batch[0], contracted[0])
+    right = _ordered(y, batch[1], contracted[1])
+    config = _Config(scale, jnp.dtype(dtype), x.dtype, y.dtype)
+    result = _product(config, left.array, right.array)
+    return result.reshape(*left.batch, *left.free, *right.free)
+
+
+def dimension_numbers(ndim: int) -> Any:
+    """Of what is called `NAME`: the last axes are contracted, the first is of a batch.
+
+    Args:
+      ndim: of either operand: 3, or 2 without a batch.
+    """
+    batch = tuple(range(ndim - 2))
+    return ((ndim - 1,), (ndim - 1,)), (batch, batch)
+
+
+class _Ordered(NamedTuple):
+    """An operand with axes for what is in a batch (if any is), free and contracted."""
+
+    array: jax.Array
+    batch: list[int]
+    free: list[int]
+
+
+def _ordered(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> _Ordered:
+    free = [i for i in range(x.ndim) if i not in (*batch, *contracted)]
+    sizes = [[x.shape[i] for i in axes] for axes in (batch, free, contracted)]
+    shape = [math.prod(part) for part in sizes]
+    array = x.transpose(*batch, *free, *contracted)
+    return _Ordered(array.reshape(shape if batch else shape[1:]), *sizes[:2])
+
+
+class _Config(NamedTuple):
+    """What a product is told besides its operands."""
+
+    scale: str | float
+    dtype: Any
+    left_dtype: Any
+    right_dtype: Any
+
+
+class _Float8(NamedTuple):
+    """Numbers of 8 bits, and what they were multiplied by."""
+
+    numbers: jax.Array
+    factor: jax.Array
+
+    def transposed(self) -> "_Float8":
+        return _Float8(jnp.swapaxes(self.numbers, -1, -2), self.factor)
+
+
+def _to_float8(x: jax.Array, format: Any, scale: str | float) -> _Float8:
+    """Exact for rounded arrays."""
+    wide = x.astype(jnp.float32)
+    factor = _factor(wide, format, scale)
+    return _Float8((wide * factor).astype(format), factor)
+
+
+def _contract(x: _Float8, y: _Float8, dtype: Any) -> jax.Array:
+    total = jax.lax.dot_general(
+        x.numbers,
+        y.numbers,
+        dimension_numbers(x.numbers.ndim),
+        preferred_element_type=jnp.float32,
+    )
+    return (total * ((1 / x.factor) * (1 / y.factor))).astype(dtype)
+
+
+def _forward(
+    config: _Config, x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, tuple[_Float8, _Float8]]:
+    left, right = (_to_float8(a, _OPERANDS, config.scale) for a in (x, y))
+    return _contract(left, right, config.dtype), (left, right)
+
+
+def _backward(
+    config: _Config, operands: tuple[_Float8, _Float8], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    left, right = operands
+    ct = _to_float8(cotangent, _COTANGENTS, _of_cotangents(config.scale))
+    return (
+        _contract(ct, right.transposed(), config.left_dtype),
+        _contract(ct.transposed(), left.transposed(), config.right_dtype),
+    )
+
+
+def _undifferentiated(config: _Config, x: jax.Array, y: jax.Array) -> jax.Array:
+    return _forward(config, x, y)[0]
+
+
+_undifferentiated.__name__ = NAME
+_product = jax.custom_vjp(_undifferentiated, nondiff_argnums=(0,))
+_product.defvjp(_forward, _backward)
