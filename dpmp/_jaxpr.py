@@ -127,16 +127,24 @@ def rewrite(
     """
 
     def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
-        return run(body, values, evaluate)
+        transposed: dict[Any, list[Any]] = {}
 
-    def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
-        if (results := replace(eqn, values)) is not None:
-            return results
-        return bind_bodies(eqn, values, run_body)
+        def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+            if (results := replace(eqn, values)) is not None:
+                return results
+            if eqn.primitive.name != "transpose":
+                return bind_bodies(eqn, values, run_body)
+            # As `jax.vmap` does for each output, though a loop stacks them once.
+            key = id(values[0]), tuple(eqn.params["permutation"])
+            if key not in transposed:
+                transposed[key] = bind(eqn, values)
+            return transposed[key]
+
+        return run(body, values, evaluate)
 
     def rewritten(*args: Any) -> PyTree:
         closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        leaves = run(closed, jax.tree.leaves(args), evaluate)
+        leaves = run_body(closed, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out_shape), leaves)
 
     return rewritten

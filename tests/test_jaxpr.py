@@ -522,3 +522,15 @@ def test_a_loop_stacks_once_what_it_gives_twice(reverse, transform):
         for program in (stacks_twice(sine, reverse=reverse), rewritten)
     )
     assert after == before - 1
+
+
+def test_of_a_batch_too_what_a_loop_gives_twice_is_there_once():
+    xs = jnp.stack([X, X + 1])
+    batched = jax.vmap(stacks_twice(sine, reverse=True))
+    rewritten = _jaxpr.rewrite(batched, lambda eqn, values: None)
+    assert_trees_equal(rewritten(xs), batched(xs))
+    before, after = (
+        {id(v) for v in jax.make_jaxpr(fun)(xs).jaxpr.outvars}
+        for fun in (batched, rewritten)
+    )
+    assert len(after) == len(before) - 1
