@@ -29,9 +29,11 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 def is_native() -> bool:
     """Whether the default device multiplies numbers of 8 bits: NVIDIA's, from 8.9 on.
 
-    For others, XLA widens the operands of such products.
+    Of others it is not known, or not the same numbers.
     """
-    device = jax.devices()[0]
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
     capability = str(getattr(device, "compute_capability", ""))
     if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
         return False
@@ -60,7 +62,6 @@ def with_float8_products(
         where `is_native`. Convolutions are emulated in the dtype of their operands.
     """
     largest_size = jnp.dtype(widest).itemsize
-    is_asked_for = is_native() if native is None else native
 
     def is_rounded(eqn: Any) -> bool:
         if eqn.primitive.name not in _PRODUCTS:
@@ -72,6 +73,7 @@ def with_float8_products(
         )
 
     def product(eqn: Any, operands: list[jax.Array]) -> jax.Array:
+        is_asked_for = is_native() if native is None else native
         if not is_asked_for or eqn.primitive.name != "dot_general":
             (result,) = _jaxpr.bind(eqn, operands)
             return result

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 PER_EXAMPLE = "per_example"
 
-# As `dot_general` is called in programs.
+# What `dot_general` is called in programs: book-keeping finds it by that.
 NAME = "dpmp.float8_product"
 
 _OPERANDS = jnp.float8_e4m3fn
@@ -54,11 +54,12 @@ def _of_cotangents(scale: str | float) -> str | float:
     return scale if scale == PER_EXAMPLE else 1.0
 
 
-def _rounded(x: jax.Array, format: Any, scale: str | float) -> jax.Array:
+def _rounded(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
     wide = x.astype(jnp.float32)
-    factor = _factor(wide, format, scale)
-    rounded = _to_grid(wide * factor, jnp.finfo(format))
-    return jnp.where(jnp.isfinite(x), (rounded / factor).astype(x.dtype), x)
+    exponent = _exponent(wide, dtype, scale)
+    rounded = _to_grid(wide * _power_of_two(exponent), jnp.finfo(dtype))
+    rounded = rounded * _power_of_two(-exponent)
+    return jnp.where(jnp.isfinite(x), rounded.astype(x.dtype), x)
 
 
 def _to_grid(x: jax.Array, format: Any) -> jax.Array:
@@ -70,18 +71,27 @@ def _to_grid(x: jax.Array, format: Any) -> jax.Array:
     return jnp.where(jnp.abs(x) < float(format.smallest_normal), subnormal, normal)
 
 
-def _factor(x: jax.Array, format: Any, scale: str | float) -> jax.Array:
-    """The largest power of two that leaves all entries in range, if none is given.
+def _exponent(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
+    """Of the power of two to multiply by: of the scale, if it is given.
 
-    A rounded array has the one that it was rounded with, or a larger one.
+    Otherwise of the largest one that leaves all entries in range. For a rounded array
+    that is the one it was rounded with, or a larger one, so that it stays exact.
     """
     if scale != PER_EXAMPLE:
-        return jnp.float32(scale)
+        return jnp.int32(round(math.log2(scale)))
     largest = jnp.max(jnp.abs(x), initial=0.0)
-    _, exponent = jnp.frexp(jnp.float32(jnp.finfo(format).max) / largest)
-    # Such that neither the scale nor its inverse is subnormal.
-    factor = jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 1, -100, 100))
-    return jnp.where((largest > 0) & jnp.isfinite(largest), factor, jnp.float32(1))
+    # Compared, not divided: division is not exact on all devices.
+    limit, of_limit = math.frexp(float(jnp.finfo(dtype).max))
+    fraction, of_largest = jnp.frexp(largest)
+    exponent = of_limit - of_largest - (fraction > limit).astype(jnp.int32)
+    # Such that neither the power nor its inverse is subnormal.
+    exponent = jnp.clip(exponent, -100, 100).astype(jnp.int32)
+    return jnp.where((largest > 0) & jnp.isfinite(largest), exponent, 0)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """Exactly, on any device: from the bits of a normal float32."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def dot_general(
@@ -95,7 +105,8 @@ def dot_general(
     """`jax.lax.dot_general`, by products of 8 bits that are summed in float32.
 
     Its cotangent has to be rounded too: the products of the gradient are of 8 bits as
-    well. XLA widens operands on devices that do not multiply such numbers.
+    well. XLA widens operands on devices that do not multiply such numbers. What is not
+    finite counts as NaN, as float8_e4m3fn has no infinity.
 
     Args:
       x: float array, rounded.
@@ -151,20 +162,25 @@ class _Config(NamedTuple):
 
 
 class _Float8(NamedTuple):
-    """Numbers of 8 bits, and what they were multiplied by."""
+    """Numbers of 8 bits, and the exponent of what they were multiplied by."""
 
     numbers: jax.Array
-    factor: jax.Array
+    exponent: jax.Array
 
     def transposed(self) -> "_Float8":
-        return _Float8(jnp.swapaxes(self.numbers, -1, -2), self.factor)
+        return _Float8(jnp.swapaxes(self.numbers, -1, -2), self.exponent)
 
 
-def _to_float8(x: jax.Array, format: Any, scale: str | float) -> _Float8:
+def _to_float8(x: jax.Array, dtype: Any, scale: str | float) -> _Float8:
     """Exact for rounded arrays."""
     wide = x.astype(jnp.float32)
-    factor = _factor(wide, format, scale)
-    return _Float8((wide * factor).astype(format), factor)
+    exponent = _exponent(wide, dtype, scale)
+    largest = float(jnp.finfo(dtype).max)
+    # In float16, a rounded array may have been rounded up once more.
+    scaled = jnp.clip(wide * _power_of_two(exponent), -largest, largest)
+    # Conversion of what is not finite differs between devices.
+    numbers = jnp.where(jnp.isfinite(wide), scaled, jnp.nan).astype(dtype)
+    return _Float8(numbers, exponent)
 
 
 def _contract(x: _Float8, y: _Float8, dtype: Any) -> jax.Array:
@@ -172,9 +188,15 @@ def _contract(x: _Float8, y: _Float8, dtype: Any) -> jax.Array:
         x.numbers,
         y.numbers,
         dimension_numbers(x.numbers.ndim),
+        # By default, GPUs keep fewer bits than float32 of sums of such products.
+        precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return (total * ((1 / x.factor) * (1 / y.factor))).astype(dtype)
+    # The smaller power first, so that nothing is out of range on the way.
+    exponents = -x.exponent, -y.exponent
+    total *= _power_of_two(jnp.minimum(*exponents))
+    total *= _power_of_two(jnp.maximum(*exponents))
+    return total.astype(dtype)
 
 
 def _forward(
@@ -199,6 +221,7 @@ def _undifferentiated(config: _Config, x: jax.Array, y: jax.Array) -> jax.Array:
     return _forward(config, x, y)[0]
 
 
+# Programs call a `jax.custom_vjp` as its function.
 _undifferentiated.__name__ = NAME
 _product = jax.custom_vjp(_undifferentiated, nondiff_argnums=(0,))
 _product.defvjp(_forward, _backward)

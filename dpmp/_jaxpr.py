@@ -21,6 +21,8 @@ _BODIES = {
     "cond": ("branches",),
     **dict.fromkeys(_REMATERIALISED, ("jaxpr",)),
 }
+_CUSTOM_VJP = "custom_vjp_call"
+CUSTOM_VJP = f"{_CUSTOM_VJP} "
 _SCALAR_ARITHMETIC = ("add", "sub", "mul", "lt", "ge", "select_n")
 _SCALAR_ARITHMETIC += ("convert_element_type",)
 
@@ -134,7 +136,8 @@ def rewrite(
                 return results
             if eqn.primitive.name != "transpose":
                 return bind_bodies(eqn, values, run_body)
-            # As `jax.vmap` does for each output, though a loop stacks them once.
+            # `jax.vmap` does so for each output, though a loop stacks them once. What
+            # can be read again is alive until the end of `run`, and its id its own.
             key = id(values[0]), tuple(eqn.params["permutation"])
             if key not in transposed:
                 transposed[key] = bind(eqn, values)
@@ -255,11 +258,20 @@ def is_literal(atom: Any) -> bool:
 
 
 def name(eqn: Any) -> str:
-    """Of the primitive, or of the function if it has a backward pass of its own."""
-    if eqn.primitive.name != "custom_vjp_call":
+    """Of the primitive; with `CUSTOM_VJP` before it, of a function with such a rule."""
+    if eqn.primitive.name != _CUSTOM_VJP:
         return eqn.primitive.name
     body = eqn.params["call_jaxpr"]
-    return getattr(body, "jaxpr", body).debug_info.func_name
+    return CUSTOM_VJP + getattr(body, "jaxpr", body).debug_info.func_name
+
+
+def has_custom_vjp(eqn: Any) -> bool:
+    """Whether a backward pass that somebody wrote is in it: it may not be linear."""
+    return eqn.primitive.name == _CUSTOM_VJP or any(
+        has_custom_vjp(inner)
+        for program in sub_programs(eqn)
+        for inner in program.jaxpr.eqns
+    )
 
 
 def bind(eqn: Any, values: Sequence[Any], **changed: Any) -> list[Any]:

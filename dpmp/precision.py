@@ -48,10 +48,10 @@ class Policy:
         than `compute_dtype`, to float8_e4m3fn, and cotangents to float8_e5m2; products
         in functions with derivatives of their own are left alone. "per_example" for
         scales that are computed for each operand of each example (those of parameters
-        are common to all), or a power of two to multiply operands by. NVIDIA's GPUs of
-        compute capability 8.9 and later are asked for dot products of float8, summed in
-        float32. Elsewhere these are emulated in `compute_dtype`, and so are
-        convolutions, and sums of gradients in book-keeping, everywhere.
+        are common to all), or a power of two to multiply operands by. Dot products are
+        of 8 bits on NVIDIA's GPUs from compute capability 8.9 on, with sums in float32,
+        and emulated in `compute_dtype` on other devices. Convolutions are emulated
+        everywhere, and so are the norms and sums of book-keeping.
       stochastic_rounding: keeps parameters in bfloat16 without float32 masters. Updates
         are added in float32, and the sum is rounded up or down at random, so that small
         updates count on average. It saves four of the 18 bytes that master, copy, sum
@@ -112,7 +112,8 @@ class Policy:
         - "mixed_bfloat16": the loss in bfloat16.
         - "mixed_float16": the loss in float16, whose gradients underflow below 6e-8.
         - "float8": the loss in bfloat16, with operands of products rounded to float8,
-          by scales of each example; emulated, and slower, where the device lacks it.
+          by scales of each example; emulated, and slower, but for dot products on
+          recent GPUs.
 
         Args:
           name: of the preset.

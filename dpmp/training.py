@@ -91,8 +91,8 @@ class DPTrainer:
         devices.check_device_runs(self.policy.compute_dtype)
         if self.policy.float8_scale is not None and not _float8.is_native():
             warnings.warn(
-                "This device has no float8, whose products are emulated: rounded as "
-                "they would be, and slower.",
+                "float8 products are emulated on this device: rounded as they would "
+                "be, and slower.",
                 stacklevel=3,
             )
         if isinstance(self.loss_scale, DynamicScale):

@@ -426,6 +426,16 @@ _OTHERS = {
     "associative_scan": lambda w, x, ids: jax.lax.associative_scan(jnp.add, w * x),
     "custom_jvp": lambda w, x, ids: _cubed(x, w),
     "custom_vjp": lambda w, x, ids: _doubled(x, w),
+    "custom_vjp-named-as-a-primitive": lambda w, x, ids: dot_general(x, w),
+    "custom_vjp-of-a-parameter": lambda w, x, ids: x @ _sign_of_gradient(w),
+    "custom_vjp-in-jit": lambda w, x, ids: x @ jax.jit(_sign_of_gradient)(w.T),
+    "custom_vjp-in-remat": lambda w, x, ids: x @ jax.checkpoint(_sign_of_gradient)(w),
+    "custom_vjp-in-scan": lambda w, x, ids: (
+        x @ jax.lax.scan(lambda c, row: (c, _sign_of_gradient(row)), 0.0, w)[1]
+    ),
+    "custom_vjp-in-cond": lambda w, x, ids: (
+        x @ jax.lax.cond(w[0, 0] > 9, lambda w: w, _sign_of_gradient, w)
+    ),
     "jit": lambda w, x, ids: jax.jit(lambda a, b: jax.jit(jnp.matmul)(a, b))(x, w),
 }
 
@@ -443,10 +453,28 @@ def _doubled(x, w):
     return x @ w
 
 
-_doubled.defvjp(
+_DOUBLED = (
     lambda x, w: (x @ w, (x, w)),
     lambda saved, ct: (ct @ saved[1].T, 2 * (saved[0].T @ ct)),
 )
+_doubled.defvjp(*_DOUBLED)
+
+
+@jax.custom_vjp
+def dot_general(x, w):
+    return x @ w
+
+
+dot_general.defvjp(*_DOUBLED)
+
+
+@jax.custom_vjp
+def _sign_of_gradient(w):
+    """Not linear: the gradient of a sum is another than the sum of gradients."""
+    return 2 * w
+
+
+_sign_of_gradient.defvjp(lambda w: (2 * w, None), lambda _, ct: (jnp.sign(ct),))
 
 
 @pytest.mark.parametrize("name", _OTHERS)

@@ -79,16 +79,20 @@ def test_operands_and_cotangents_of_products_are_rounded(native):
     assert jnp.max(jnp.abs(y - x @ w)) > 0.01
 
 
+# With any axes; z is of size zero.
+_PRODUCTS = """
+    nk,km->nm nk,k->n k,k-> bnk,bkm->bnm kabn,mbkc->nbmca bn,bm->bnm nkac,mcka->nm
+    zk,kn->zn nz,zk->nk
+"""
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [PER_EXAMPLE, 4.0])
-@pytest.mark.parametrize(
-    "spec",
-    ["nk,km->nm", "nk,k->n", "bnk,bkm->bnm", "kabn,mbkc->nbmca", "bn,bm->bnm"],
-)
+@pytest.mark.parametrize("spec", _PRODUCTS.split())
 def test_native_products_are_the_same_numbers(spec, scale, dtype):
-    """With any axes, and those of the gradient; up to the order of sums."""
+    """And those of the gradient; up to the order of sums."""
     rng = np.random.default_rng(2)
-    sizes = dict(zip("abckmn", (2, 3, 2, 5, 4, 6), strict=True))
+    sizes = dict(zip("abckmnz", (2, 3, 2, 5, 4, 6, 0), strict=True))
     shapes = [[sizes[i] for i in part] for part in spec.split("->")[0].split(",")]
     operands = [
         jnp.asarray(rng.normal(size=s) * 10.0 ** rng.uniform(-3, 3), dtype)
@@ -106,22 +110,50 @@ def test_native_products_are_the_same_numbers(spec, scale, dtype):
     for ours, expected in zip(products(True), products(False), strict=True):
         assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
         ours, expected = np.float64(ours), np.float64(expected)
-        unit = float(jnp.finfo(dtype).eps) * np.max(np.abs(expected))
+        unit = float(jnp.finfo(dtype).eps) * np.max(np.abs(expected), initial=0)
         np.testing.assert_allclose(ours, expected, rtol=0, atol=unit)
 
 
-@pytest.mark.parametrize("scale", [PER_EXAMPLE, 4.0])
-def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale):
-    sizes = 2.0 ** np.random.default_rng(4).uniform(-12, 8, size=(200, 1))
-    x = jnp.asarray(sizes * np.random.default_rng(5).normal(size=(200, 16)), "bfloat16")
-    rounded = jax.vmap(lambda x: _rounded(x, jnp.float8_e4m3fn, scale))(x)
-    numbers, factor = jax.vmap(lambda x: _to_float8(x, jnp.float8_e4m3fn, scale))(
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [PER_EXAMPLE, 4.0, 2.0**32])
+def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale, dtype, name):
+    rng = np.random.default_rng(4)
+    largest = float(jnp.finfo(FORMATS[name]).max)
+    sizes = 2.0 ** rng.uniform(-12, 8, size=(300, 1))
+    x = sizes * rng.normal(size=(300, 16))
+    # Some with the largest entry that has a scale, and those beside it.
+    x[:100] = np.clip(x[:100] / sizes[:100] / 8, -0.8, 0.8) * 2.0**-3
+    x[:100, 0] = largest * 2.0 ** rng.integers(-30, -20, size=100)
+    x[::3] *= 1 + 2.0**-6
+    x = jnp.asarray(x, dtype)
+    rounded = jax.vmap(lambda x: _rounded(x, FORMATS[name], scale))(x)
+    numbers, exponents = jax.vmap(lambda x: _to_float8(x, FORMATS[name], scale))(
         rounded
     )
-    assert numbers.dtype == jnp.float8_e4m3fn
-    np.testing.assert_array_equal(
-        numbers.astype(jnp.float32), rounded.astype(jnp.float32) * factor[:, None]
-    )
+    assert numbers.dtype == FORMATS[name]
+    back = np.ldexp(np.float64(numbers), -np.asarray(exponents)[:, None])
+    if dtype == "float16":  # which has the smallest of them only rounded
+        back = np.float16(back)
+    np.testing.assert_array_equal(back, np.float64(rounded))
+
+
+@pytest.mark.parametrize("sizes", [(2.0**80, 2.0**80), (2.0**-60, 2.0**-60)])
+@pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
+def test_scales_far_from_one_leave_products_in_range(sizes, native):
+    fun = with_float8_products(jnp.dot, PER_EXAMPLE, native=native)
+    x, y = (jnp.float32([size, 0.0]) for size in sizes)
+    assert fun(x, y[::-1]) == 0
+    expected = 2.0**-120 if sizes[0] < 1 else jnp.inf
+    assert fun(x, y) == expected
+
+
+def test_native_products_of_what_is_not_finite_are_not_numbers():
+    fun = with_float8_products(jnp.dot, PER_EXAMPLE, native=True)
+    for bad in (jnp.inf, -jnp.inf, jnp.nan):
+        assert jnp.isnan(fun(jnp.float32([bad, 1.0]), jnp.ones(2)))
+        _, vjp = jax.vjp(fun, jnp.ones(2), jnp.ones(2))
+        assert jnp.isnan(vjp(jnp.float32(bad))[0]).all()
 
 
 def test_native_products_are_of_8_bits_forward_and_back_in_loops_too():
@@ -143,7 +175,7 @@ def test_native_products_are_of_8_bits_forward_and_back_in_loops_too():
 
 class _Device(NamedTuple):
     platform: str
-    compute_capability: str = ""
+    compute_capability: str | None = ""
 
 
 @pytest.mark.parametrize(
@@ -156,11 +188,15 @@ class _Device(NamedTuple):
         (_Device("gpu", "gfx942"), False),
         (_Device("tpu"), False),
         (_Device("cpu"), False),
+        (_Device("gpu", None), False),
     ],
 )
 def test_recent_gpus_have_float8(monkeypatch, device, expected):
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert is_native() is expected
+    with jax.default_device("cpu"):
+        monkeypatch.setattr(jax, "devices", lambda platform: [_Device(platform)])
+        assert not is_native()
 
 
 def test_static_scales_leave_cotangents_to_the_loss_scale():
@@ -258,6 +294,28 @@ def test_book_keeping_agrees_and_has_the_same_rules(name, native):
         for f in (fun, model.loss)
     )
     assert rules == expected
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
+def test_products_of_parameters_are_rounded_for_each_example(native):
+    """Their gradient is, by a scale of its own, and not that of the sum."""
+
+    def loss(params, x):
+        return jnp.mean((x @ (params["a"] @ params["b"])) ** 2)
+
+    fun = with_float8_products(loss, PER_EXAMPLE, native=native)
+    rng = np.random.default_rng(6)
+    params = {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for name, shape in {"a": (4, 3), "b": (3, 2)}.items()
+    }
+    x = jnp.asarray(rng.normal(size=(6, 4)) * 2.0 ** np.arange(6)[:, None], "float32")
+    kept, formed = (
+        dpmp.clipped_grad(fun, l2_clip_norm=1.0, method=method)(params, x)
+        for method in ("book_keeping", "per_example")
+    )
+    for ours, expected in zip(*map(jax.tree.leaves, (kept, formed)), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])

@@ -8,7 +8,7 @@ is, except for these. Between them they know all control flow:
     scan                   again a scan, with a plan of its own for the body
     jax.checkpoint         again a checkpoint, with a plan of its own
     anything else          with a body is left alone, and the views that it is given
-                           are tapped whole
+                           are tapped whole, if it is given data or has a custom rule
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -92,7 +92,7 @@ def make_plan(
     def evaluate(eqn: Any, operands: list[Any]) -> list[View | None]:
         views = [_as_view(x) for x in operands]
         known = [view for view in views if view is not None]
-        if len(known) == len(views) and not _becomes_complex(eqn, known):
+        if len(known) == len(views) and not _has_to_be_tapped(eqn, known):
             return list(_views.apply(eqn, known))
         outputs, step = _meet(eqn, views)
         if step is not None:
@@ -173,10 +173,16 @@ def _is_tappable(view: View | None) -> bool:
     return view is not None and bool(view.leaves) and _views.is_float(view.aval.dtype)
 
 
-def _becomes_complex(eqn: Any, views: Sequence[View]) -> bool:
-    """Whether parameters leave the real numbers, where they have to be tapped."""
-    outputs = any(_is_complex(v.aval) for v in eqn.outvars)
-    return outputs and any(map(_is_tappable, views))
+def _has_to_be_tapped(eqn: Any, views: Sequence[View]) -> bool:
+    """Whether gradients cannot go back through an equation on views for a whole batch.
+
+    It may leave the real numbers; or the gradient of a sum may not be the sum of
+    gradients, where a custom rule rounds them, or clips.
+    """
+    if not any(map(_is_tappable, views)):
+        return False
+    becomes_complex = any(_is_complex(v.aval) for v in eqn.outvars)
+    return becomes_complex or _jaxpr.has_custom_vjp(eqn)
 
 
 def _is_complex(aval: Any) -> bool:

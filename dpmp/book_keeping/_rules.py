@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _float8_product as _float8
-from dpmp import _jaxpr
+from dpmp import _float8_product, _jaxpr
 from dpmp.book_keeping import _views
 from dpmp.book_keeping._sites import Outer
 from dpmp.book_keeping._views import View
@@ -54,9 +53,10 @@ def _dot_general(eqn: Any, operand: int) -> OuterRule:
     return _dot(eqn, operand, eqn.params["dimension_numbers"])
 
 
-def _float8_product(eqn: Any, operand: int) -> OuterRule:
+def _dot_of_float8(eqn: Any, operand: int) -> OuterRule:
     """The same, as the operands are rounded already."""
-    return _dot(eqn, operand, _float8.dimension_numbers(eqn.invars[0].aval.ndim))
+    ndim = eqn.invars[operand].aval.ndim
+    return _dot(eqn, operand, _float8_product.dimension_numbers(ndim))
 
 
 def _dot(eqn: Any, operand: int, dimension_numbers: Any) -> OuterRule:
@@ -205,7 +205,7 @@ def _seen_from_each_place(
 
 _OUTER_RULES = {
     "dot_general": _dot_general,
-    _float8.NAME: _float8_product,
+    _jaxpr.CUSTOM_VJP + _float8_product.NAME: _dot_of_float8,
     "gather": _gather,
     "conv_general_dilated": _convolution,
 }

@@ -30,7 +30,8 @@ _ADVICE = {
     "them, and keep penalties on parameters out of the loss: an optimizer adds them "
     "without looking at data.",
     "whole": "Take products with them out of branches, while loops and custom "
-    "derivatives, or write these with jax.lax.scan.",
+    "derivatives, or write these with jax.lax.scan; round them straight through with "
+    "jax.lax.stop_gradient.",
 }
 
 
