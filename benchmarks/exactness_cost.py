@@ -10,7 +10,7 @@ integers and adds discrete Gaussian noise.
 - noise: for ten million entries, against `jax.random.normal` with jax's default
   generator.
 
-    python benchmarks/exactness_cost.py        # three minutes on two cores
+    python benchmarks/exactness_cost.py        # six minutes on two cores
 
 Every line is appended to benchmarks/results/exactness_cost.jsonl.
 """

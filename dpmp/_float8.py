@@ -31,7 +31,8 @@ def is_native() -> bool:
 
     Of others it is not known, or not the same numbers.
     """
-    device = jax.config.jax_default_device or jax.devices()[0]
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = chosen or jax.devices()[0]
     if isinstance(device, str):
         device = jax.devices(device)[0]
     capability = str(getattr(device, "compute_capability", ""))

@@ -77,7 +77,7 @@ def _exponent(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
     Otherwise of the largest one that leaves all entries in range. For a rounded array
     that is the one it was rounded with, or a larger one, so that it stays exact.
     """
-    if scale != PER_EXAMPLE:
+    if not isinstance(scale, str):
         return jnp.int32(round(math.log2(scale)))
     largest = jnp.max(jnp.abs(x), initial=0.0)
     # Compared, not divided: division is not exact on all devices.
