@@ -114,8 +114,8 @@ def check_scale(scale: str | float | None) -> None:
 
 def _with_rounded_value(x: jax.Array, scale: str | float) -> jax.Array:
     """Gradients pass as if nothing had been rounded."""
-    constant = jax.lax.stop_gradient
-    return constant(_float8_product.rounded_operand(x, scale)) + (x - constant(x))
+    constant = jax.lax.stop_gradient(x)
+    return _float8_product.rounded_operand(constant, scale) + (x - constant)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

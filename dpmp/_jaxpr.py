@@ -265,15 +265,6 @@ def name(eqn: Any) -> str:
     return CUSTOM_VJP + getattr(body, "jaxpr", body).debug_info.func_name
 
 
-def has_custom_vjp(eqn: Any) -> bool:
-    """Whether a backward pass that somebody wrote is in it: it may not be linear."""
-    return eqn.primitive.name == _CUSTOM_VJP or any(
-        has_custom_vjp(inner)
-        for program in sub_programs(eqn)
-        for inner in program.jaxpr.eqns
-    )
-
-
 def bind(eqn: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
     """Evaluates an equation, with some of its parameters changed."""
     params = {**eqn.primitive.get_bind_params(eqn.params), **changed}

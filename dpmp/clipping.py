@@ -104,8 +104,9 @@ def clipped_grad(
         for the bits that are computed (`dpmp._bounded`), as long as the other examples
         keep their places (not for ADD_OR_REMOVE_ONE). With the float ones there, it
         holds up to ordinary rounding within a microbatch, and is not proved: what is
-        taken from the clip norm (1/256 for bfloat16) is more than what rounding was
-        seen to add, but gradients can be made up for which it is not enough.
+        taken from the clip norm (1/256 for bfloat16, and more where a gradient is what
+        is left of much larger terms) is more than what rounding was seen to add, but
+        gradients can be made up for which it is not enough (by less than half).
       - Values, norms and aux are per example, depend on that example alone, and are
         sensitive.
 

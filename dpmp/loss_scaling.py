@@ -286,8 +286,10 @@ class UnscaledGrads:
             scales = self.scales.astype(x.dtype)
             return x / scales / scales
 
-        bound = None if norm.bound is None else divide(norm.bound)
-        return norm._replace(value=divide(norm.value), bound=bound)
+        # What flushing tiny squares to zero took, before a small scale enlarges it.
+        lost = norm.num_entries * float(jnp.finfo(jnp.float32).smallest_normal)
+        bound = norm.value if norm.bound is None else norm.bound
+        return norm._replace(value=divide(norm.value), bound=divide(bound + lost))
 
     def weighted_sum(
         self,

@@ -28,9 +28,10 @@ from dpmp.book_keeping._plan import Plan, execute, make_plan
 from dpmp.book_keeping._sites import Site
 from dpmp.book_keeping._views import View
 
-# Inner products of positions, where roundings are not counted: a few times what they
-# are seen to be off by, relative to squared extents.
-_INNER_ERROR = 2.0**-22
+# Where roundings are not counted, the errors of norms and sums, squared, relative to
+# squared extents: a few times what they are seen to be, and what one rounding of all
+# factors to bfloat16 can do.
+_ERROR, _BFLOAT16_ERROR = 2.0**-22, 2.0**-16
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ class Group(NamedTuple):
     Attributes:
       squared_norm: (B,).
       extent: (B,), squared, see `dpmp._bounded`.
-      inner: (B,), the part of it whose norms come from inner products.
+      cancelling: (B,), the part of it of which norm or sum may be what is left of much
+        larger terms.
       roundings: in these.
       num_products: that they are sums of.
       num_entries: of the parameters.
@@ -188,7 +190,7 @@ class Group(NamedTuple):
 
     squared_norm: jax.Array
     extent: jax.Array
-    inner: jax.Array
+    cancelling: jax.Array
     roundings: Roundings
     num_products: int
     num_entries: int
@@ -234,11 +236,11 @@ class BookKeptGrads:
             )
             squares = [x.squared_norm for _, x in parts]
             extents = [x.extent for _, x in parts]
-            inner = [x.extent for term, x in parts if term.form == "gram"]
+            cancelling = [x.extent for term, x in parts if term.cancels]
             # A zero for each, as there may be none, of the widest dtype of all.
             zero = jnp.zeros((*self.values.shape, 1), dtype)
-            squares, extents, inner = (
-                _totals.joined([zero, *some]) for some in (squares, extents, inner)
+            squares, extents, cancelling = (
+                _totals.joined([zero, *some]) for some in (squares, extents, cancelling)
             )
             depth = _totals.depth(max(squares.shape[-1], extents.shape[-1]))
             results.append(
@@ -246,7 +248,7 @@ class BookKeptGrads:
                     # Inner products that cancel may leave less than nothing.
                     jnp.maximum(_totals.add_up(squares), 0),
                     _totals.add_up(extents),
-                    _totals.add_up(inner),
+                    _totals.add_up(cancelling),
                     roundings.after(depth),
                     sum(term.num_products for term, _ in parts),
                     sum(math.prod(self.program.params[i].aval.shape) for i in group),
@@ -264,16 +266,21 @@ class BookKeptGrads:
                 folding_error=self._folding_error,
             )
         else:
-            square = group.squared_norm + _INNER_ERROR * group.inner
+            error = _BFLOAT16_ERROR if self._rounds_factors else _ERROR
+            square = group.squared_norm + error * group.cancelling
             bound = jnp.sqrt(square) * (1 + self._folding_error)
         return SquaredNorm(group.squared_norm, 0, group.num_entries, jnp.square(bound))
 
     @property
     def _folding_error(self) -> float:
         """Of the rounding of a factor, times a coefficient, to its dtype."""
+        return 2.0**-8 if self._rounds_factors else 2.0**-22
+
+    @property
+    def _rounds_factors(self) -> bool:
+        """Whether factors, times a coefficient, are rounded to bfloat16."""
         cotangents = (x.cotangent for x in self.program.sites if x.outer)
-        is_rounded = any(x.dtype == jnp.bfloat16 for x in cotangents)
-        return 2.0**-8 if is_rounded else 2.0**-22
+        return any(x.dtype == jnp.bfloat16 for x in cotangents)
 
     def weighted_sum(
         self,

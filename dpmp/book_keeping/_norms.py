@@ -76,6 +76,11 @@ class Term:
     cost: float
     size: float
 
+    @property
+    def cancels(self) -> bool:
+        """Whether the gradient is not in memory when it is summed over examples."""
+        return self.form not in ("entries", "kept")
+
 
 def entry_term(site: Site, number: int, param: int) -> Term:
     """Of a site whose gradient is recorded as it is."""

@@ -8,7 +8,7 @@ is, except for these. Between them they know all control flow:
     scan                   again a scan, with a plan of its own for the body
     jax.checkpoint         again a checkpoint, with a plan of its own
     anything else          with a body is left alone, and the views that it is given
-                           are tapped whole, if it is given data or has a custom rule
+                           are tapped whole
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -176,13 +176,12 @@ def _is_tappable(view: View | None) -> bool:
 def _has_to_be_tapped(eqn: Any, views: Sequence[View]) -> bool:
     """Whether gradients cannot go back through an equation on views for a whole batch.
 
-    It may leave the real numbers; or the gradient of a sum may not be the sum of
-    gradients, where a custom rule rounds them, or clips.
+    It may leave the real numbers, or be one whose gradient of a sum is not the sum of
+    gradients.
     """
-    if not any(map(_is_tappable, views)):
-        return False
     becomes_complex = any(_is_complex(v.aval) for v in eqn.outvars)
-    return becomes_complex or _jaxpr.has_custom_vjp(eqn)
+    is_exact = not becomes_complex and _views.goes_back_exactly(eqn)
+    return not is_exact and any(map(_is_tappable, views))
 
 
 def _is_complex(aval: Any) -> bool:

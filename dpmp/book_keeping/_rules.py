@@ -134,7 +134,7 @@ def _gather(eqn: Any, operand: int) -> OuterRule | None:
         last = tuple(range(cotangent.ndim - len(offset_dims), cotangent.ndim))
         right = jnp.moveaxis(cotangent, offset_dims, last)
         right = right.reshape(1, ids.size, math.prod(shape[i] for i in others))
-        if mode is jax.lax.GatherScatterMode.FILL_OR_DROP:
+        if mode is not jax.lax.GatherScatterMode.CLIP:
             is_row = (ids >= 0) & (ids < num_rows)
             right = jnp.where(is_row[..., None], right, jnp.zeros_like(right))
         return [jnp.clip(ids, 0, num_rows - 1).astype(jnp.int32)], right

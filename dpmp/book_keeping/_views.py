@@ -150,9 +150,24 @@ def _roots_of(view: View) -> set[int]:
     return found
 
 
+def goes_back_exactly(eqn: Any) -> bool:
+    """Whether a gradient goes back through an equation in float32, and linearly.
+
+    Norms are of what goes back for each example, sums of what goes back for all at
+    once. A custom rule may round what it is given, or clip it; other bodies have their
+    dtypes written in them.
+    """
+    if eqn.primitive.name.startswith("scatter"):
+        floats = [x for x in (v.aval.dtype for v in eqn.invars) if is_float(x)]
+        return all(x.itemsize >= 4 for x in floats)
+    if eqn.primitive.name == "while":  # which nothing goes back through
+        return True
+    return not _jaxpr.has_body(eqn) and eqn.primitive.name != "reduce_precision"
+
+
 def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     """An equation without casts to less than float32."""
-    if _jaxpr.has_body(eqn):  # in which dtypes are written
+    if _jaxpr.has_body(eqn) or eqn.primitive.name == "bitcast_convert_type":
         avals = [atom.aval for atom in eqn.invars]
         values = [_cast(x, aval.dtype) for x, aval in zip(values, avals, strict=True)]
         return _jaxpr.bind(eqn, values)
@@ -161,12 +176,14 @@ def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
 
 def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """An equation without a body, on and to floats of at least float32."""
-    dtypes = {
+    changed: dict[str, Any] = {
         name: at_least_float32(eqn.params[name])
         for name in ("new_dtype", "preferred_element_type", "out_dtype")
         if eqn.params.get(name) is not None and is_float(eqn.params[name])
     }
-    return _jaxpr.bind(eqn, [_widen(x) for x in values], **dtypes)
+    if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+        changed["precision"] = jax.lax.Precision.HIGHEST
+    return _jaxpr.bind(eqn, [_widen(x) for x in values], **changed)
 
 
 def _widen(x: Any) -> jax.Array:
