@@ -67,7 +67,7 @@ def _to_grid(x: jax.Array, format: Any) -> jax.Array:
     largest, smallest = float(format.max), float(format.smallest_subnormal)
     x = jnp.clip(x, -largest, largest)
     normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=format.nmant)
-    subnormal = jnp.round(x / smallest) * smallest
+    subnormal = jnp.round(x * (1 / smallest)) * smallest
     return jnp.where(jnp.abs(x) < float(format.smallest_normal), subnormal, normal)
 
 
