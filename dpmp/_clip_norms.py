@@ -28,8 +28,6 @@ from dpmp._typing import PyTree, SquaredNorm
 # float32 sum, and four to spare.
 _SPARE_ROUNDINGS = 8
 
-_SMALLEST_NORMAL = 2.0**-126
-
 
 @dataclass(frozen=True)
 class ClipNorms:
@@ -141,7 +139,7 @@ def coefficients(
         _coefficient(
             _round_down(bound * _shrinkage(norm)).astype(norm.value.dtype),
             _round_down(cap).astype(norm.value.dtype),
-            (norm.value if norm.bound is None else norm.bound) + _underflow(norm),
+            (norm.value if norm.bound is None else norm.bound) + norm.underflow,
         )
         for (bound, cap), norm in zip(targets, norms, strict=True)
     ]
@@ -167,11 +165,6 @@ def _coefficient(bound: Any, cap: Any, squared_norm: jax.Array) -> jax.Array:
 
 def _shrinkage(norm: SquaredNorm) -> float:
     return 1 - (norm.roundings / 2 + _SPARE_ROUNDINGS) * UNIT_ROUNDOFF
-
-
-def _underflow(norm: SquaredNorm) -> float:
-    """What flushing tiny squares to zero can have taken from a squared norm."""
-    return max(norm.num_entries, 1) * _SMALLEST_NORMAL
 
 
 def _round_down(x: float) -> np.float32:

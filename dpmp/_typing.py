@@ -8,6 +8,9 @@ import jax
 PyTree: TypeAlias = Any
 
 
+_SMALLEST_NORMAL = 2.0**-126
+
+
 class SquaredNorm(NamedTuple):
     """Per-example squared norms of one clipping group, with their rounding error.
 
@@ -24,6 +27,11 @@ class SquaredNorm(NamedTuple):
     roundings: int
     num_entries: int
     bound: jax.Array | None = None
+
+    @property
+    def underflow(self) -> float:
+        """What flushing tiny squares to zero can have taken from `value`."""
+        return max(self.num_entries, 1) * _SMALLEST_NORMAL
 
 
 class PerExampleGrads(Protocol):

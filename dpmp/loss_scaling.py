@@ -286,10 +286,10 @@ class UnscaledGrads:
             scales = self.scales.astype(x.dtype)
             return x / scales / scales
 
-        # What flushing tiny squares to zero took, before a small scale enlarges it.
-        lost = norm.num_entries * float(jnp.finfo(jnp.float32).smallest_normal)
+        # What underflowed is added here, before a small scale enlarges it.
         bound = norm.value if norm.bound is None else norm.bound
-        return norm._replace(value=divide(norm.value), bound=divide(bound + lost))
+        bound = divide(bound + norm.underflow)
+        return norm._replace(value=divide(norm.value), bound=bound)
 
     def weighted_sum(
         self,

@@ -51,7 +51,7 @@ _OF_PARAMETERS = {
 
 @pytest.mark.parametrize("name", _OF_PARAMETERS)
 def test_sums_follow_the_gradients_of_single_examples(name):
-    x = np.where(np.arange(2100)[:, None] < 2051, _rng.uniform(1, 2, (2100, 4)), 0)
+    x = np.where(np.arange(2100)[:, None] < 2051, _rng.uniform(40, 60, (2100, 4)), 0)
     dtype = jnp.float16 if name.endswith("float16") else jnp.bfloat16
     x = jnp.asarray(x, jnp.float32 if name.startswith(("red", "custom_l")) else dtype)
 
@@ -60,9 +60,11 @@ def test_sums_follow_the_gradients_of_single_examples(name):
 
     w = jnp.float32([1, 2, 3, 4])
     kept, formed = (
-        _clip(loss, w, x, method=method) for method in ("book_keeping", "per_example")
+        _clip(loss, w, x, clip_norm=100.0, method=method)
+        for method in ("book_keeping", "per_example")
     )
-    # Not to one unit of bfloat16 of the sum, which is eight clip norms.
+    # Not to one unit of bfloat16 of the sum, which is several clip norms; in float16
+    # it would overflow.
     np.testing.assert_allclose(kept, formed, rtol=1e-3)
 
 
@@ -70,17 +72,18 @@ def _two_sites(w, x, y):
     return jnp.sum(w * x) - jnp.sum(w * y)
 
 
-@pytest.mark.parametrize("size", [1e3, 1e5, 1e9])
+@pytest.mark.parametrize("size", [1e5, 1e7, 1e9])
 def test_terms_that_cancel_do_not_move_what_others_contribute(size):
-    x, y = np.full((100, 3), 0.4, "f"), np.zeros((100, 3), "f")
+    x = np.asarray(0.1 * _rng.normal(size=(64, 50)), "f")
     x[7] = 0
-    without = _clip(_two_sites, jnp.ones(3), x, y)
-    x[7] = y[7] = size
-    assert np.linalg.norm(_clip(_two_sites, jnp.ones(3), x, y) - without) < 0.01
+    y = np.zeros_like(x)
+    without = _clip(_two_sites, jnp.ones(50), x, y)
+    x[7] = y[7] = size * _rng.normal(size=50)
+    assert np.linalg.norm(_clip(_two_sites, jnp.ones(50), x, y) - without) < 0.01
 
 
 def _convolution(w, cotangent):
-    image = jnp.ones((1, 9, 9, 64), w.dtype)
+    image = jnp.full((1, 9, 9, 64), 1.828125, w.dtype)
     result = jax.lax.conv_general_dilated(
         image, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
@@ -106,9 +109,9 @@ def test_positions_that_cancel_do_not_move_what_others_contribute(dtype):
     cotangents = (0.001 * _rng.normal(size=(3, 9, 9, 64))).astype(np.float32)
     cotangents[1] = 0
     without = _clip(_convolution, w, cotangents[..., None, :, :, :])
-    cotangents[1, 4, 4], cotangents[1, 4, 5] = 1e9, -1e9
+    cotangents[1, 4, 2], cotangents[1, 4, 3:6] = 912e6, -304e6
     moved = _clip(_convolution, w, cotangents[..., None, :, :, :]) - without
-    assert np.linalg.norm(moved) < 1.1
+    assert np.linalg.norm(moved) < (0.1 if dtype == "float32" else 1.01)
 
 
 @pytest.mark.parametrize("seed", range(5))
