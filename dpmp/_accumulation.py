@@ -1,7 +1,7 @@
 """Float sums in an order we control, with a bound on what their rounding costs.
 
-Every sum here is a tree of elementwise additions, written out: a compiler keeps the
-order of those, and chooses that of a reduction.
+What rounding can do to a sum follows from how it is cut into blocks
+(`_reduction.py`), whatever order a compiler adds up a block in.
 """
 
 import functools
@@ -14,19 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _validate
+from dpmp import _reduction, _validate
+from dpmp._reduction import Terms
 from dpmp._stored import StoredArray
 from dpmp._typing import PyTree, SquaredNorm
 
 UNIT_ROUNDOFF = 2.0**-24
-
-# Terms added in one fused loop. More of them take longer to compile; a second level
-# takes memory for what the first one leaves.
-_FAN_IN = 32
-_LARGEST_FAN_IN = 64
-
-# Arrays of this many entries or fewer are joined before they are added up.
-_FEW_ENTRIES = 512
 
 
 class DoubleWord(NamedTuple):
@@ -50,6 +43,8 @@ class Accumulator:
       dtype: of the output (of both words for "float32x2").
       lift: from float32 or wider terms to the accumulator's representation.
       add: the sum of two values in that representation.
+      add_block: from the terms of a block, float32 or wider, and their number to their
+        sum in that representation.
       unit_roundoff: bound on the relative error of one `add`.
       slack: the share of the clip norm that is set aside for rounding. It is the same
         for all batches: if it depended on their size, one example more would rescale
@@ -60,6 +55,7 @@ class Accumulator:
     dtype: Any
     lift: Callable[[jax.Array], PyTree]
     add: Callable[[PyTree, PyTree], PyTree]
+    add_block: Callable[[Terms, int], PyTree]
     unit_roundoff: float
     slack: float
 
@@ -87,6 +83,17 @@ class Accumulator:
         """The norms to clip to, and the largest coefficients, that leave the slack."""
         del num_entries
         return [(bound / (1 + self.slack), cap) for bound, cap in targets]
+
+    def admit(
+        self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
+    ) -> jax.Array:
+        """Which examples contribute: those that are kept."""
+        del stack, coef, group
+        return keep
+
+    def contributions(self, rows: jax.Array, coef: jax.Array) -> jax.Array:
+        """What examples add to the sum: (k, n), from rows and (k,) coefficients."""
+        return coef[:, None].astype(rows.dtype) * rows
 
     def finish(self, total: PyTree) -> PyTree:
         """The sum as users get it."""
@@ -143,98 +150,18 @@ def rounding_slack(
     differently for the neighbour, since removing an example can move all later ones
     to other slots: twice the sum over all additions.
     """
-    num_microbatches = math.ceil(batch_size / max(microbatch_size, 1))
-    depth = fold_depth(microbatch_size)
-    running_sums = microbatch_size * (num_microbatches * (num_microbatches + 1) / 2 - 1)
-    error = batch_size * depth + max(running_sums, 0)
-    longest_path = depth + num_microbatches
+    size = max(microbatch_size, 1)
+    num_microbatches = math.ceil(batch_size / size)
+    running_sums = size * (num_microbatches * (num_microbatches + 1) / 2 - 1)
+    error = num_microbatches * _reduction.summed_norms(size) + max(running_sums, 0)
+    longest_path = _reduction.depth(size) + num_microbatches
     u = accumulator.unit_roundoff
     return 2 * u * error * (1 + u) ** longest_path
 
 
-def fence(tree: PyTree) -> PyTree:
-    """Keeps the levels of a tree in loops of their own, where a compiler heeds it."""
-    return jax.lax.optimization_barrier(tree)
-
-
-def pairwise(terms: list[PyTree], add: Callable[[PyTree, PyTree], PyTree]) -> PyTree:
-    """The sum of a non-empty list as a balanced tree of additions."""
-    while len(terms) > 1:
-        pairs = [add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
-        terms = pairs + terms[2 * len(pairs) :]
-    return terms[0]
-
-
-def fold(
-    take: Callable[[int, int], PyTree],
-    size: int,
-    *,
-    add: Callable[[PyTree, PyTree], PyTree],
-    axis: int,
-) -> PyTree:
-    """Sums `size` slices along `axis` in a tree of depth `fold_depth(size)`.
-
-    Args:
-      take: `take(start, stop)` gives the terms of a range of slices; it is called
-        once for every range, so that terms are computed where they are added.
-      size: how many slices there are, at least 1.
-      add: elementwise addition of two terms.
-      axis: the axis along which the slices lie.
-
-    Returns:
-      The sum, with `axis` removed.
-    """
-    leftovers = []
-    for fan_in, rows in _levels(size):
-        leftovers += [take(i, i + 1) for i in range(fan_in * rows, size)]
-        terms = [take(i * rows, (i + 1) * rows) for i in range(fan_in)]
-        take, size = slicer(fence(pairwise(terms, add)), axis), rows
-    total = pairwise([take(0, 1), *leftovers], add)
-    return jax.tree.map(lambda x: jnp.squeeze(x, axis), total)
-
-
-def fold_depth(size: int) -> int:
-    """The largest number of additions on any path of `fold` over `size` slices."""
-    depth, num_leftovers = 0, 0
-    for fan_in, rows in _levels(size):
-        depth += _log2_ceil(fan_in)
-        num_leftovers += size - fan_in * rows
-        size = rows
-    return depth + _log2_ceil(1 + num_leftovers)
-
-
-def _levels(size: int) -> list[tuple[int, int]]:
-    """For each level of a fold: how many runs it adds, and the length of a run."""
-    levels = []
-    while size > 1:
-        fan_in = size if size <= _LARGEST_FAN_IN else _FAN_IN
-        size //= fan_in
-        levels.append((fan_in, size))
-    return levels
-
-
-def _log2_ceil(n: int) -> int:
-    return (n - 1).bit_length()
-
-
-def slicer(tree: PyTree, axis: int) -> Callable[[int, int], PyTree]:
-    """Gives ranges of `axis`, as `fold` takes them."""
-
-    def take(start: int, stop: int) -> PyTree:
-        return jax.tree.map(
-            lambda x: jax.lax.slice_in_dim(x, start, stop, axis=axis), tree
-        )
-
-    return take
-
-
 def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
     """Per-example squared norms over at least one array."""
-    value, depth = sum_entries(
-        stack,
-        lambda x, start, stop: jnp.square(x.load(start, stop, axis=1)),
-        jnp.add,
-    )
+    value, depth = _reduction.sum_entries(stack, _square, jnp.add)
     # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
     rounded_square = any(x.dtype.itemsize > 2 for x in stack)
     return SquaredNorm(
@@ -242,47 +169,9 @@ def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
     )
 
 
-def sum_entries(
-    stack: list[StoredArray],
-    term: Callable[[StoredArray, int, int], jax.Array],
-    add: Callable[[jax.Array, jax.Array], jax.Array],
-) -> tuple[jax.Array, int]:
-    """Sums a function of the entries of at least one array, for each example.
-
-    Args:
-      stack: arrays of (B, n).
-      term: `term(x, start, stop)` gives the terms of a range of columns.
-      add: elementwise addition.
-
-    Returns:
-      The sums, (B,), and the largest number of additions on any path.
-    """
-    sums, depths = zip(*(_partial_sums(x, term, add) for x in stack), strict=True)
-    parts = [part for parts in sums for part in parts]
-    dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
-    joined = fence(jnp.concatenate([part.astype(dtype) for part in parts], axis=1))
-    size = joined.shape[1]
-    if size == 0:
-        return jnp.zeros(joined.shape[:1], dtype), 0
-    total = fold(slicer(joined, 1), size, add=add, axis=1)
-    return total, max(depths) + fold_depth(size)
-
-
-def _partial_sums(
-    x: StoredArray,
-    term: Callable[[StoredArray, int, int], jax.Array],
-    add: Callable[[jax.Array, jax.Array], jax.Array],
-) -> tuple[list[jax.Array], int]:
-    """Terms, added up until few are left: (B, k) arrays; and the additions made."""
-    take: Callable[[int, int], jax.Array] = functools.partial(term, x)
-    parts, depth, size = [], 0, x.bits.shape[1]
-    while size > _FEW_ENTRIES:
-        rows, rest = divmod(size, _FAN_IN)
-        parts += [take(size - rest, size)] if rest else []
-        terms = [take(i * rows, (i + 1) * rows) for i in range(_FAN_IN)]
-        take, size = slicer(fence(pairwise(terms, add)), 1), rows
-        depth += _log2_ceil(_FAN_IN)
-    return [*parts, take(0, size)], depth
+def _square(rows: jax.Array, start: Any) -> jax.Array:
+    del start
+    return jnp.square(rows)
 
 
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -316,29 +205,50 @@ def _lift_to_double_word(x: jax.Array) -> DoubleWord:
     return DoubleWord(x, jnp.zeros_like(x))
 
 
+def add_float(x: DoubleWord, y: jax.Array) -> DoubleWord:
+    """DWPlusFP, relative error at most 2 u^2: algorithm 4 of the same."""
+    s, s_error = two_sum(x.hi, y)
+    return DoubleWord(*_fast_two_sum(s, x.lo + s_error))
+
+
+# Compiled as one: a program has them once for every shape.
+_add_double_words, _add_float = jax.jit(add_double_words), jax.jit(add_float)
+
+
+def _add_block_of_double_words(terms: Terms, size: int) -> DoubleWord:
+    total = _lift_to_double_word(terms(0, 1)[0])
+    for i in range(1, size):
+        total = _add_float(total, terms(i, i + 1)[0].astype(jnp.float32))
+    return total
+
+
+def _add_block_of_floats(dtype: Any, terms: Terms, size: int) -> jax.Array:
+    return _reduction.in_any_order(terms(0, size).astype(dtype), 0, jnp.add)
+
+
+def _of_floats(dtype: Any, unit_roundoff: float, slack: float) -> Accumulator:
+    dtype = np.dtype(dtype)
+    return Accumulator(
+        name=dtype.name,
+        dtype=dtype,
+        lift=lambda x: x.astype(dtype),
+        add=jnp.add,
+        add_block=functools.partial(_add_block_of_floats, dtype),
+        unit_roundoff=unit_roundoff,
+        slack=slack,
+    )
+
+
 _ACCUMULATORS = {
-    "float32": Accumulator(
-        "float32",
-        np.dtype(np.float32),
-        lambda x: x.astype(jnp.float32),
-        jnp.add,
-        UNIT_ROUNDOFF,
-        2.0**-7,
-    ),
+    "float32": _of_floats(np.float32, UNIT_ROUNDOFF, 2.0**-7),
     "float32x2": Accumulator(
-        "float32x2",
-        np.dtype(np.float32),
-        _lift_to_double_word,
-        add_double_words,
-        4 * UNIT_ROUNDOFF**2,
-        2.0**-19,
+        name="float32x2",
+        dtype=np.dtype(np.float32),
+        lift=_lift_to_double_word,
+        add=_add_double_words,
+        add_block=_add_block_of_double_words,
+        unit_roundoff=4 * UNIT_ROUNDOFF**2,
+        slack=2.0**-19,
     ),
-    "float64": Accumulator(
-        "float64",
-        np.dtype(np.float64),
-        lambda x: x.astype(jnp.float64),
-        jnp.add,
-        2.0**-53,
-        2.0**-19,
-    ),
+    "float64": _of_floats(np.float64, 2.0**-53, 2.0**-19),
 }

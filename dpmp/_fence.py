@@ -15,6 +15,11 @@ import jax.numpy as jnp
 from dpmp._typing import PyTree
 
 
+def fence(tree: PyTree) -> PyTree:
+    """Keeps what is computed before apart from what follows, where a compiler heeds it."""
+    return jax.lax.optimization_barrier(tree)
+
+
 def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
     """Computes on one side of a branch that is always taken, whatever the data.
 
@@ -31,10 +36,10 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
     leaves = [x for x in jax.tree.leaves(witness) if isinstance(x, jax.Array)]
     if not any(isinstance(x, jax.core.Tracer) for x in (integer, *leaves)):
         return compute()  # one operation after another: nothing is fused
-    for leaf in leaves:
-        if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            first = jax.lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim).reshape(())
-            integer ^= (first != jnp.zeros_like(first)).astype(jnp.uint32)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        firsts = [_first(x) for x in leaves if x.dtype == dtype and _has_numbers(x)]
+        if firsts:
+            integer ^= jnp.any(jnp.concatenate(firsts) != 0).astype(jnp.uint32)
     compute, restore = _without_repetitions(compute)
     compute = jax.jit(compute)  # so that it is traced once
     shapes = jax.eval_shape(compute)
@@ -45,6 +50,15 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
             lambda: [jnp.zeros(x.shape, x.dtype) for x in shapes],
         )
     )
+
+
+def _has_numbers(x: jax.Array) -> bool:
+    return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _first(x: jax.Array) -> jax.Array:
+    """The first entry: (1,)."""
+    return jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(1)
 
 
 def _without_repetitions(

@@ -16,13 +16,14 @@ import functools
 import math
 import warnings
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _accumulation, _validate
-from dpmp._fence import behind_a_branch
+from dpmp import _reduction, _validate
+from dpmp._reduction import Terms
 from dpmp._stored import StoredArray
 from dpmp._typing import PyTree
 
@@ -169,6 +170,27 @@ class Grid:
     def check_mode(self) -> None:
         """Exact sums need no 64-bit mode."""
 
+    def admit(
+        self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
+    ) -> jax.Array:
+        """Which examples contribute: those that are kept and within the radius.
+
+        Args:
+          stack: the arrays of a clipping group, (B, n).
+          coef: (B,) coefficients, from gradients to units.
+          keep: (B,) bool.
+          group: the number of the group.
+        """
+        return keep & _is_within(stack, coef, self.radii[group])
+
+    def contributions(self, rows: jax.Array, coef: jax.Array) -> jax.Array:
+        """What examples add to the sum: (k, n), from rows and (k,) coefficients."""
+        return _round(rows, coef, 0)
+
+    def add_block(self, terms: Terms, size: int) -> jax.Array:
+        """The sum of a block; integers have no order."""
+        return _reduction.in_any_order(terms(0, size), 0, jnp.add)
+
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The sum of two parts of a batch."""
         return a + b
@@ -178,34 +200,6 @@ class Grid:
         return jax.tree.map(lambda steps: GridArray(steps, self.unit), total)
 
 
-def certified_sum(
-    group: PyTree, coef: jax.Array, keep: jax.Array, radius: int
-) -> PyTree:
-    """Sums the rounded contributions that are within the radius.
-
-    Args:
-      group: `StoredArray` leaves, (B, ...).
-      coef: (B,) coefficients, from gradients to units.
-      keep: (B,) bool, which examples to sum up.
-      radius: in units.
-
-    Returns:
-      Arrays of int32 that have the shapes of one example.
-    """
-    coef = behind_a_branch(lambda: coef, coef)  # the same bits for check and sum
-    is_within = _is_within(jax.tree.leaves(group), coef, radius)
-    return jax.tree.map(lambda x: _sum(x, coef, keep & is_within), group)
-
-
-def _sum(stack: StoredArray, coef: jax.Array, counts: jax.Array) -> jax.Array:
-    def take(start: int, stop: int) -> jax.Array:
-        steps = _round(stack.load(start, stop, axis=0), coef[start:stop], 0)
-        return jnp.where(counts[start:stop, None], steps, 0)
-
-    total = _accumulation.fold(take, stack.bits.shape[0], add=jnp.add, axis=0)
-    return total.reshape(stack.shape)
-
-
 def _is_within(stack: list[StoredArray], coef: jax.Array, radius: int) -> jax.Array:
     """Whether the sum of squares is at most that of the radius, exactly: (B,) bool.
 
@@ -213,23 +207,40 @@ def _is_within(stack: list[StoredArray], coef: jax.Array, radius: int) -> jax.Ar
     exceed their dtype.
     """
     fits_32_bits = radius < 2**15
-    largest, limit = (2**15, 2**30) if fits_32_bits else (2**24, 2**48)
     with jax.enable_x64(not fits_32_bits or jax.config.read("jax_enable_x64")):
-        dtype = jnp.dtype(jnp.uint32 if fits_32_bits else jnp.uint64)
-
-        def squares(x: StoredArray, start: int, stop: int) -> jax.Array:
-            steps = _round(x.load(start, stop, axis=1), coef, start)
-            steps = jnp.abs(jnp.clip(steps, -largest, largest)).astype(dtype)
-            return steps * steps
-
-        def add(a: jax.Array, b: jax.Array) -> jax.Array:
-            return jnp.minimum(a + b, jnp.asarray(limit, dtype))
-
-        total, _ = _accumulation.sum_entries(stack, squares, add)
-        return total <= jnp.asarray(radius**2, dtype)
+        squares = _SQUARES_IN_32_BITS if fits_32_bits else _SQUARES_IN_64_BITS
+        total, _ = _reduction.sum_entries(stack, squares, squares.add, coef)
+        return total <= jnp.asarray(radius**2, squares.dtype)
 
 
-def _round(rows: jax.Array, coef: jax.Array, start: int) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _Squares:
+    """Of the integers that gradients are rounded to, cut off.
+
+    Attributes:
+      dtype: of the squares and their sums.
+      largest: integer whose square is not cut off.
+      limit: of sums; twice as much fits into the dtype.
+    """
+
+    dtype: Any
+    largest: int
+    limit: int
+
+    def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+        (coef,) = operands
+        steps = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
+        return jnp.square(jnp.abs(steps).astype(self.dtype))
+
+    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.minimum(a + b, jnp.asarray(self.limit, self.dtype))
+
+
+_SQUARES_IN_32_BITS = _Squares(np.dtype(np.uint32), 2**15, 2**30)
+_SQUARES_IN_64_BITS = _Squares(np.dtype(np.uint64), 2**24, 2**48)
+
+
+def _round(rows: jax.Array, coef: jax.Array, start: Any) -> jax.Array:
     """Coefficient times row, (B, n), rounded to int32.
 
     It is done in fixed point, with a threshold that goes round with the position of
@@ -243,6 +254,7 @@ def _round(rows: jax.Array, coef: jax.Array, start: int) -> jax.Array:
       start: the position of the first column.
     """
     scaled = (coef * 2.0**_FRACTION_BITS)[:, None].astype(rows.dtype) * rows
-    position = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1) + np.uint32(start)
+    position = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1)
+    position += jnp.asarray(start, jnp.uint32)
     threshold = (position * _WEYL_STEP) >> np.uint32(32 - _FRACTION_BITS)
     return (scaled.astype(jnp.int32) + threshold.astype(jnp.int32)) >> _FRACTION_BITS

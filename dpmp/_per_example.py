@@ -3,16 +3,20 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dpmp import _accumulation
+from dpmp import _accumulation, _packing, _reduction
 from dpmp._accumulation import Accumulator
-from dpmp._grid import Grid, certified_sum
-from dpmp._stored import StoredArray, compute_and_store
+from dpmp._fence import behind_a_branch
+from dpmp._grid import Grid
+from dpmp._stored import StoredArray, compute_and_store, rows_of_block
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
+
+# Arrays of this many entries or fewer are joined.
+_FEW = 512
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,9 @@ class StackedGrads:
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
         """See `PerExampleGrads`."""
-        groups = prefix.flatten_up_to(self.stack)
-        return [_accumulation.squared_norm(jax.tree.leaves(group)) for group in groups]
+        return [
+            _accumulation.squared_norm(group.arrays) for group in self._groups(prefix)
+        ]
 
     def weighted_sum(
         self,
@@ -42,33 +47,104 @@ class StackedGrads:
         accumulator: Accumulator | Grid,
     ) -> PyTree:
         """See `PerExampleGrads`."""
-        groups = prefix.flatten_up_to(self.stack)
-        sums = []
-        for i, (group, coef) in enumerate(zip(groups, clip_coefs, strict=True)):
-            if isinstance(accumulator, Grid):
-                part = certified_sum(group, coef, keep, accumulator.radii[i])
-            else:
-                one = functools.partial(_weighted_sum, accumulator, coef, keep)
-                part = jax.tree.map(one, group)
-            sums.append(part)
-        return jax.tree.unflatten(prefix, sums)
+        groups = self._groups(prefix)
+        # The same bits for whatever reads them, a check and a sum.
+        coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
+        counted = [
+            accumulator.admit(group.arrays, coef, keep, i)
+            for i, (group, coef) in enumerate(zip(groups, coefs, strict=True))
+        ]
+        (batch_size,) = keep.shape
+        size = _reduction.block_size(batch_size)
+
+        def add_blocks(i: Any) -> list[PyTree]:
+            return [
+                _add_block(
+                    x.bits, coef, counts, i, x.dtype, size=size, accumulator=accumulator
+                )
+                for group, coef, counts in zip(groups, coefs, counted, strict=True)
+                for x in group.arrays
+            ]
+
+        sums = iter(
+            _reduction.sum_examples(add_blocks, batch_size // size, add=accumulator.add)
+        )
+        return jax.tree.unflatten(
+            prefix,
+            [group.unpack([next(sums) for _ in group.arrays]) for group in groups],
+        )
+
+    def _groups(self, prefix: Any) -> list["_Group"]:
+        return [_Group.of(tree) for tree in prefix.flatten_up_to(self.stack)]
 
 
-def _weighted_sum(
-    accumulator: Accumulator, coef: jax.Array, keep: jax.Array, stack: StoredArray
+# Compiled as one: a program has it once for all arrays of one shape.
+@functools.partial(jax.jit, static_argnames=("dtype", "size", "accumulator"))
+def _add_block(
+    bits: jax.Array,
+    coef: jax.Array,
+    counts: jax.Array,
+    block: Any,
+    dtype: Any,
+    size: int,
+    accumulator: Accumulator | Grid,
 ) -> PyTree:
-    """Sums coefficient times row over the rows that are kept, without a scaled copy."""
+    """The sum of a block of examples, for one array."""
+    stored = StoredArray(bits, dtype, bits.shape[1:])
+    coef, counts = (rows_of_block(x, block, size) for x in (coef, counts))
 
-    def take(start: int, stop: int) -> PyTree:
-        rows = stack.load(start, stop, axis=0)
-        scaled = coef[start:stop, None].astype(rows.dtype) * rows
+    def terms(start: int, stop: int) -> jax.Array:
+        rows = stored.load_rows(block, start, stop, size)
+        terms = accumulator.contributions(rows, coef[start:stop])
         # Selecting comes after the product: it keeps 0 * inf out of the sum, and the
-        # product from being contracted into the addition, which would break the
-        # error-free transformations of double-word sums.
-        return accumulator.lift(jnp.where(keep[start:stop, None], scaled, 0))
+        # product from being contracted into an addition, which would break the
+        # error-free transformations of double words.
+        return jnp.where(counts[start:stop, None], terms, 0)
 
-    total = _accumulation.fold(take, stack.bits.shape[0], add=accumulator.add, axis=0)
-    return jax.tree.map(lambda x: x.reshape(stack.shape), total)
+    return accumulator.add_block(terms, size)
+
+
+class _Group(NamedTuple):
+    """The arrays of a clipping group, the small ones joined.
+
+    Attributes:
+      arrays: (B, n).
+      leaves: what they are made of.
+      numbers: of the leaves that each array is made of.
+      treedef: of the leaves.
+    """
+
+    arrays: list[StoredArray]
+    leaves: list[StoredArray]
+    numbers: list[list[int]]
+    treedef: Any
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "_Group":
+        leaves, treedef = jax.tree.flatten(tree)
+        numbers = _packing.groups_of(
+            [x.bits.shape[1] for x in leaves], [x.dtype for x in leaves], few=_FEW
+        )
+        joined = _packing.join([x.bits for x in leaves], numbers)
+        arrays = [
+            StoredArray(bits, leaves[some[0]].dtype, bits.shape[1:])
+            for bits, some in zip(joined, numbers, strict=True)
+        ]
+        return cls(arrays, leaves, numbers, treedef)
+
+    def unpack(self, sums: list[PyTree]) -> PyTree:
+        """Sums over examples of the leaves, from those of the arrays."""
+        sizes = [x.bits.shape[1] for x in self.leaves]
+        words = [jax.tree.leaves(total) for total in sums]  # a double word has two
+        split = [
+            _packing.split(word, self.numbers, sizes)
+            for word in zip(*words, strict=True)
+        ]
+        number = jax.tree.structure(sums[0])
+        return self.treedef.unflatten(
+            number.unflatten([x.reshape(leaf.shape) for x in of_leaf])
+            for leaf, *of_leaf in zip(self.leaves, *split, strict=True)
+        )
 
 
 def store_one(tree: PyTree) -> StackedGrads:

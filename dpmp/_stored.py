@@ -35,9 +35,21 @@ class StoredArray:
     dtype: Any
     shape: tuple[int, ...]
 
-    def load(self, start: int, stop: int, *, axis: int) -> jax.Array:
-        """The values in a range of one axis, in float32 or wider."""
-        bits = jax.lax.slice_in_dim(self.bits, start, stop, axis=axis)
+    def load(self, start: Any, size: int) -> jax.Array:
+        """A range of the entries of all examples, in float32 or wider: (B, size)."""
+        if size == self.bits.shape[1]:
+            return self._to_float(self.bits)
+        return self._to_float(columns_of(self.bits, start, size))
+
+    def load_rows(self, block: Any, start: int, stop: int, size: int) -> jax.Array:
+        """Of `B / size` blocks of examples, a range of one: (stop - start, n), as `load`.
+
+        Examples of a block are far apart: those of all blocks are a view.
+        """
+        rows = rows_of_block(self.bits, block, size)
+        return self._to_float(jax.lax.slice_in_dim(rows, start, stop))
+
+    def _to_float(self, bits: jax.Array) -> jax.Array:
         if self.dtype == jnp.bfloat16:  # the upper half of a float32
             return jax.lax.bitcast_convert_type(
                 bits.astype(jnp.uint32) << 16, jnp.float32
@@ -51,6 +63,19 @@ def at_least_float32(*dtypes: Any) -> Any:
     """The widest of float32 and those of some dtypes that are floats."""
     floats = [d for d in map(jnp.dtype, dtypes) if jnp.issubdtype(d, jnp.floating)]
     return max((jnp.dtype(jnp.float32), *floats), key=lambda d: d.itemsize)
+
+
+def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
+    """Some columns, from a number on that may be traced."""
+    if isinstance(start, int):
+        return jax.lax.slice_in_dim(x, start, start + size, axis=1)
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+
+def rows_of_block(x: jax.Array, block: Any, size: int) -> jax.Array:
+    """Of `len(x) / size` blocks of examples, one: (size, ...)."""
+    blocks = x.reshape(size, -1, *x.shape[1:])
+    return jax.lax.dynamic_index_in_dim(blocks, block, 1, keepdims=False)
 
 
 def compute_and_store(

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _random, _validate
+from dpmp import _grid_noise, _random, _validate
 from dpmp._accumulation import DoubleWord, two_sum
-from dpmp._discrete_gaussian import DiscreteGaussian
 from dpmp._fence import behind_a_branch
 from dpmp._grid import GridArray
 from dpmp._stored import at_least_float32
@@ -64,9 +63,9 @@ def gaussian_privatizer(
         deviation, for the bits that come out, but for a total variation distance below
         2^-109 in each entry: integers get discrete Gaussian noise, on a grid that both
         are on, and become float32 after that.
-      - The noise is a function of (root key, step, position of the leaf): a step that
-        is run again repeats its release bit for bit, and no two steps share noise. It
-        does not depend on the sharding of the sum under `jax.jit`; within
+      - The noise is a function of (root key, step, place of the entry in the tree): a
+        step that is run again repeats its release bit for bit, and no two steps share
+        noise. It does not depend on the sharding of the sum under `jax.jit`; within
         `jax.shard_map`, every device must have the whole sum, or shards would have the
         same noise.
       - Without `prng_key`, each `init` draws a key of 128 bits from the system.
@@ -115,7 +114,6 @@ def gaussian_privatizer(
         if l2_sensitivity is not None:
             noise_multiplier = float(stddev) / float(l2_sensitivity)
         snap_cost = noise_multiplier * math.sqrt(num_entries(leaves))
-        key_words = _random.key_words(noise_state.prng_key)
         on_grids, widened = [], Fraction(float(stddev))
         for leaf in leaves:
             if not isinstance(leaf, GridArray):
@@ -123,13 +121,8 @@ def gaussian_privatizer(
                 widened = width * Fraction(leaf.unit)
             on_grids.append(leaf)
         # What moves some leaves apart concerns all of them.
-        noisy = []
-        for i, leaf in enumerate(on_grids):
-            noise = DiscreteGaussian.at_least(
-                widened / Fraction(leaf.unit or 1)
-            ).sample(key_words, leaf.steps.shape, step=noise_state.step, leaf=i)
-            noisy.append(GridArray(leaf.steps + noise, leaf.unit).to_float())
-        return noisy
+        key_words = _random.key_words(noise_state.prng_key)
+        return _grid_noise.add_noise(on_grids, widened, key_words, noise_state.step)
 
     return _privatizer(add_noise, stddev, prng_key)
 
@@ -171,10 +164,16 @@ def continuous_gaussian_privatizer(
 
     def add_noise(leaves: list[Any], noise_state: NoiseState) -> list[jax.Array]:
         step_key = jax.random.fold_in(noise_state.prng_key, noise_state.step)
-        return [
-            _add_float_noise(leaf, jax.random.fold_in(step_key, i), stddev, noise_dtype)
-            for i, leaf in enumerate(leaves)
-        ]
+
+        def add_all() -> list[jax.Array]:
+            return [
+                _add_float_noise(
+                    leaf, jax.random.fold_in(step_key, i), stddev, noise_dtype
+                )
+                for i, leaf in enumerate(leaves)
+            ]
+
+        return behind_a_branch(add_all, (noise_state.step, leaves))
 
     return _privatizer(add_noise, stddev, prng_key)
 
@@ -203,10 +202,7 @@ def _privatizer(
         leaves, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=_is_sum)
         _check_leaves(leaves)
         if stddev:
-            # Else noise and sum are computed anew by whatever reads them.
-            noisy = behind_a_branch(
-                lambda: add_noise(leaves, noise_state), (noise_state.step, leaves)
-            )
+            noisy = add_noise(leaves, noise_state)
         else:
             noisy = [_to_float(leaf) for leaf in leaves]
         new_state = NoiseState(noise_state.prng_key, noise_state.step + 1)

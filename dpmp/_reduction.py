@@ -1,0 +1,262 @@
+"""Sums of many terms, with few roundings on any path and in programs that stay small.
+
+A sum that is written out term by term keeps its order, and takes hundreds of lines of a
+program for each array. A reduction takes one, and the compiler may add up its terms in
+whatever order it likes. So short blocks of terms are reduced, in any order, and what
+comes out of the blocks is added up in an order that is fixed here:
+
+- Over the entries of arrays (`sum_entries`), the sums of blocks are cut into blocks
+  again. No compiler merges two such reductions into one, as what the first one leaves
+  is split into axes before the second.
+- Over the examples of a batch (`sum_examples`), a loop of a few iterations, or several
+  nested ones, adds up the blocks of all arrays at once.
+
+Blocks have at most 8 terms: with more of them, LLVM neither unrolls nor vectorises the
+loop over most kinds of terms.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpmp._fence import fence
+from dpmp._stored import StoredArray, columns_of
+from dpmp._typing import PyTree
+
+# Of two scalars.
+Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+# Of the examples of a block, from a start to a stop: (stop - start, n).
+Terms: TypeAlias = Callable[[int, int], jax.Array]
+# As many as asked for, from a start on, which may be traced: (B, size).
+Columns: TypeAlias = Callable[[Any, int], jax.Array]
+
+# Terms in a block.
+_BLOCK = 8
+
+# Of arrays with more entries, several blocks are added up in a loop: that takes less
+# memory, and a little more time.
+_LARGE, _BLOCKS_OF_LARGE = 2**17, 8
+
+# What is left of arrays of this many entries or fewer is joined before it is added up.
+_FEW_ENTRIES = 512
+
+# Iterations of all loops but the outermost.
+_ITERATIONS = 4
+
+
+def in_any_order(terms: jax.Array, axis: int, add: Add) -> jax.Array:
+    """The sum over one axis, in an order that the compiler chooses.
+
+    Args:
+      terms: numbers of one dtype.
+      axis: to sum over.
+      add: of two scalars, commutative and, but for rounding, associative; zero is its
+        neutral element.
+    """
+    if add is jnp.add and jnp.issubdtype(terms.dtype, jnp.floating):
+        add = _add_floats
+    return jax.lax.reduce(terms, np.zeros((), terms.dtype)[()], add, (axis,))
+
+
+def _add_floats(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum, in a form that is no plain addition.
+
+    XLA's CPU compiler hands reductions of plain additions to a library of kernels, which
+    cannot compute most terms themselves, so that these are written to memory first.
+    """
+    return jnp.where(jnp.isnan(a), a, a + b)
+
+
+class EntryTerm(Protocol):
+    """A function of the entries of an array; hashable, so that it is traced once."""
+
+    def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+        """Terms: (B, n), from the columns from `start` on, and what else it needs."""
+        ...
+
+
+def sum_entries(
+    stack: Sequence[StoredArray], term: EntryTerm, add: Add, *operands: jax.Array
+) -> tuple[jax.Array, int]:
+    """Sums a function of the entries of at least one array, for each example.
+
+    Args:
+      stack: arrays of (B, n).
+      term: the function.
+      add: of two scalars; zero is its neutral element.
+      *operands: what the function is given besides.
+
+    Returns:
+      The sums, (B,), and the largest number of additions on any path.
+    """
+    parts, depth = [], 0
+    for x in stack:
+        parts += _sum_until_few(x.bits, *operands, dtype=x.dtype, term=term, add=add)
+        depth = max(depth, _depth_until_few(x.bits.shape[1]))
+    dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    total = fence(jnp.concatenate([part.astype(dtype) for part in parts], axis=1))
+    if total.shape[1] == 0:
+        return jnp.zeros(total.shape[:1], dtype), 0
+    while (size := total.shape[1]) > 1:
+        rest, total = _sum_blocks(_columns(total), size, add)
+        total = jnp.concatenate([*rest, total], axis=1) if rest else total
+        depth += _depth_of_blocks(size)
+    return total[:, 0], depth
+
+
+# Compiled as one: a program has it once for all arrays of one shape.
+@functools.partial(jax.jit, static_argnames=("dtype", "term", "add"))
+def _sum_until_few(
+    bits: jax.Array, *operands: jax.Array, dtype: Any, term: EntryTerm, add: Add
+) -> list[jax.Array]:
+    """Terms, added up until few are left: (B, k) arrays."""
+    stored = StoredArray(bits, dtype, bits.shape[1:])
+
+    def take(start: Any, size: int) -> jax.Array:
+        return term(stored.load(start, size), start, *operands)
+
+    parts, size = [], bits.shape[1]
+    while size > _FEW_ENTRIES:
+        rest, total = _sum_blocks(take, size, add)
+        parts += rest
+        take, size = _columns(total), total.shape[1]
+    return [*parts, take(0, size)]
+
+
+def _sum_blocks(
+    take: Columns, size: int, add: Add
+) -> tuple[list[jax.Array], jax.Array]:
+    """What is left of `size` columns: those that fill no block, and sums of blocks."""
+    block, num_blocks = _block_of(size), _num_blocks(size)
+    width = size // (block * num_blocks)
+
+    def sum_block(i: Any) -> jax.Array:
+        terms = take(i * block * width, block * width)
+        # A block is made of columns that are far apart: whole rows are added up.
+        return in_any_order(terms.reshape(len(terms), block, width), 1, add)
+
+    whole = block * num_blocks * width
+    rest = [take(whole, size - whole)] if whole < size else []
+    return rest, fence(_sum_of_blocks(sum_block, num_blocks, add))
+
+
+def _sum_of_blocks(
+    sum_block: Callable[[Any], jax.Array], num_blocks: int, add: Add
+) -> jax.Array:
+    if num_blocks == 1:
+        return sum_block(0)
+    shape = jax.eval_shape(sum_block, np.int32(0))
+    zeros = jnp.zeros(shape.shape, shape.dtype)
+    return jax.lax.fori_loop(
+        0, num_blocks, lambda i, total: add(total, sum_block(i)), zeros
+    )
+
+
+def _block_of(size: int) -> int:
+    return min(size, _BLOCK)
+
+
+def _num_blocks(size: int) -> int:
+    """That are added up at once."""
+    return _BLOCKS_OF_LARGE if size > _LARGE else 1
+
+
+def _depth_of_blocks(size: int) -> int:
+    """The additions that `_sum_blocks` makes on a path."""
+    return _block_of(size) - 1 + _num_blocks(size) - 1
+
+
+def _depth_until_few(size: int) -> int:
+    depth = 0
+    while size > _FEW_ENTRIES:
+        depth += _depth_of_blocks(size)
+        size //= _block_of(size) * _num_blocks(size)
+    return depth
+
+
+def _columns(x: jax.Array) -> Columns:
+    def take(start: Any, size: int) -> jax.Array:
+        return x if size == x.shape[1] else columns_of(x, start, size)
+
+    return take
+
+
+def sum_examples(
+    take: Callable[[Any], list[PyTree]],
+    num_blocks: int,
+    *,
+    add: Callable[[PyTree, PyTree], PyTree],
+) -> list[PyTree]:
+    """Adds up the blocks of all arrays.
+
+    Args:
+      take: `take(i)` gives the sum of block i for every array. It is traced once.
+      num_blocks: at least 1.
+      add: elementwise addition of two of these sums.
+    """
+    if num_blocks == 1:
+        return take(0)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(take, jnp.int32(0))
+    )
+    loops = _loops(num_blocks)
+    spans = [math.prod(loops[:i]) for i in range(len(loops))]
+
+    def add_all(a: list[PyTree], b: list[PyTree]) -> list[PyTree]:
+        return [add(x, y) for x, y in zip(a, b, strict=True)]
+
+    def run(level: int, start: Any) -> list[PyTree]:
+        if level < 0:
+            return take(start)
+        span = spans[level]
+
+        def body(i: jax.Array, total: list[PyTree]) -> list[PyTree]:
+            return add_all(total, run(level - 1, start + span * i))
+
+        left = num_blocks - start  # not all of the loops inside may be full
+        count = jnp.minimum(loops[level], (left + span - 1) // span)
+        is_full = num_blocks == math.prod(loops) or level == len(loops) - 1
+        return jax.lax.fori_loop(0, loops[level] if is_full else count, body, zeros)
+
+    return run(len(loops) - 1, 0)
+
+
+def block_size(num_examples: int) -> int:
+    """How many examples a block has: a divisor, so that blocks are views."""
+    sizes = range(1, _BLOCK + 1)
+    return max(size for size in sizes if num_examples % size == 0)
+
+
+def _loops(num_blocks: int) -> list[int]:
+    """The iterations of nested loops, from the innermost on; all full but the last."""
+    loops = []
+    while num_blocks > _BLOCK:
+        loops.append(_ITERATIONS)
+        num_blocks = -(-num_blocks // _ITERATIONS)
+    return [*loops, num_blocks]
+
+
+def depth(num_examples: int) -> int:
+    """The largest number of rounded additions on any path of a sum of examples."""
+    return sum(size - 1 for size in _sizes(num_examples))
+
+
+def summed_norms(num_examples: int) -> float:
+    """The norms below each addition that rounds, added up, for terms of norm 1.
+
+    A block of k terms has partial sums of 2, 3, ... and k terms at most, in any order,
+    and so has a loop; the first addition of a loop is to zero, and exact. Loops that are
+    not full count as full.
+    """
+    sizes = _sizes(num_examples)
+    return math.prod(sizes) * sum((k + 1) / 2 - 1 / k for k in sizes)
+
+
+def _sizes(num_examples: int) -> list[int]:
+    size = block_size(num_examples)
+    return [size, *_loops(num_examples // size)]
