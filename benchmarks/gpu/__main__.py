@@ -22,17 +22,18 @@ part says how it ended. What is compiled for an H100 goes to gpu_programs.jsonl;
 GPT-2 that is the most promising microbatch of every contender. Nobody else must use the
 device, as times are measured.
 
-A machine without a network needs, besides jax with its plugin for CUDA, the packages
-that dpmp imports. Where flax, optax, orbax-checkpoint, rich and scipy are there, what
-is missing is dp-accounting and its dm-tree, which run from a folder:
+A machine that has jax with its plugin for CUDA, flax, optax and scipy, but no network,
+lacks dp-accounting, which takes dm-tree, absl-py, attrs, mpmath and wrapt. Those of them
+that it lacks run from a folder that is filled elsewhere, for the Python it has:
 
     pip install --no-deps --only-binary=:all: --target wheels \
-        --python-version 3.12 --platform manylinux_2_28_x86_64 dp-accounting dm-tree
+        --python-version 3.12 --platform manylinux_2_28_x86_64 \
+        dp-accounting dm-tree absl-py attrs mpmath wrapt
     PYTHONPATH=wheels python -m benchmarks.gpu --out results
 
-(--python-version is that of the machine, and absl-py, attrs, mpmath and wrapt are to be
-added if it lacks them; jax_privacy, where it is to be compared, takes jax-privacy,
-chex, pydantic, pydantic-core, annotated-types and typing-inspection.)
+For jax_privacy, which is left out where it is missing, it takes jax-privacy, chex,
+toolz, pydantic, pydantic-core (of the version that pydantic asks for), annotated-types
+and typing-inspection as well.
 """
 
 import argparse

@@ -157,10 +157,16 @@ def try_all(
 
 def compile_all(session: Session, programs: Mapping[str, Program]) -> None:
     """Compiles programs for an H100, with a line for each."""
+    from benchmarks import h100
+
     for name, program in programs.items():
         compiled, error = attempt(lambda p=program: compile_program(session, p))
-        figures = compiled.figures if compiled else {"error": error}
-        session.record("compiled for an H100", program=name, **figures)
+        session.record(
+            "program",
+            compiled_for=h100.device_kind(),
+            name=name,
+            **(compiled.figures if compiled else {"error": error}),
+        )
 
 
 def attempt(run: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -101,7 +101,7 @@ def _arguments(files: tuple[str, ...]) -> list[str]:
     # Warnings of a newer jax say nothing about the device.
     options = ["-v", "--tb=short", "-m", "not slow", "-W", "default", "-o", "addopts="]
     if importlib.util.find_spec("xdist") is not None and len(files) > 1:
-        options += ["-n", str(_PROCESSES), "--dist", "worksteal"]
+        options += ["-n", str(_PROCESSES), "--maxschedchunk", "1"]  # in this order
     return [*options, "-p", "no:cacheprovider", *(f"tests/{x}.py" for x in files)]
 
 

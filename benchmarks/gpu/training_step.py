@@ -94,13 +94,13 @@ class Contender(NamedTuple):
     Attributes:
       kind: what it is compared as.
       microbatch_size: how many sequences at a time; None for all.
-      grad_fn: of parameters and tokens.
+      make_grad_fn: gives the function of parameters and tokens, for that size.
       options: of the compiler.
     """
 
     kind: str
     microbatch_size: int | None
-    grad_fn: Callable[..., Any]
+    make_grad_fn: Callable[[int | None], Any]
     options: dict[str, Any]
 
     @property
@@ -150,7 +150,7 @@ def contenders(subject: Subject, *, scan: bool) -> Iterator[Contender]:
         for i, size in enumerate(subject.microbatch_sizes[kind])
     ]
     for _, kind, size in sorted(places, key=lambda place: place[0]):
-        yield Contender(kind, size, makers[kind](size), _OPTIONS.get(kind, {}))
+        yield Contender(kind, size, makers[kind], _OPTIONS.get(kind, {}))
 
 
 def arguments(subject: Subject, *, scan: bool) -> tuple[Any, jax.Array]:
@@ -166,7 +166,8 @@ def step(contender: Contender, args: tuple[Any, ...]) -> Program:
 
     def grads(params: Any, tokens: jax.Array) -> Any:
         compute_params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        return contender.grad_fn(compute_params, tokens)
+        grad_fn = contender.make_grad_fn(contender.microbatch_size)
+        return grad_fn(compute_params, tokens)
 
     return Program(grads, args, contender.options)
 
@@ -197,32 +198,32 @@ def _compare(
     ):
         before = _best(candidates, trials)
         trials[name] = trial
-        if _best(candidates, trials) != before and len(trials) > 1:
-            _time_in_turn(session, subject, model, candidates, trials, rounds=3)
-    _time_in_turn(session, subject, model, candidates, trials, rounds=20)
+        best = _best(candidates, trials)
+        if best.keys() != before.keys() and len(best) > 1:
+            _time_in_turn(session, subject, model, best, rounds=3)
+    _time_in_turn(session, subject, model, _best(candidates, trials), rounds=20)
 
 
 def _best(
     candidates: dict[str, Contender], trials: dict[str, programs.Trial]
-) -> dict[str, str]:
-    """The name of the fastest of each kind."""
-    best: dict[str, str] = {}
+) -> dict[str, programs.Trial]:
+    """The fastest of each kind, by the names of the contenders."""
+    names: dict[str, str] = {}
     for name in sorted(trials, key=lambda name: trials[name].seconds):
-        best.setdefault(candidates[name].kind, name)
-    return best
+        names.setdefault(candidates[name].kind, name)
+    return {name: trials[name] for name in names.values()}
 
 
 def _time_in_turn(
     session: Session,
     subject: Subject,
     model: str,
-    candidates: dict[str, Contender],
-    trials: dict[str, programs.Trial],
+    best: dict[str, programs.Trial],
     *,
     rounds: int,
 ) -> None:
-    """Writes a line with the best of each kind of those that were tried."""
-    calls = {k: trials[k].call for k in _best(candidates, trials).values()}
+    """Writes a line that compares the best of each kind."""
+    calls = {name: trial.call for name, trial in best.items()}
     if session.is_tiny:
         rounds = min(rounds, 3)
     seconds = programs.in_turn(session, calls, rounds=rounds)
