@@ -22,9 +22,9 @@ part says how it ended. What is compiled for an H100 goes to gpu_programs.jsonl;
 GPT-2 that is the most promising microbatch of every contender. Nobody else must use the
 device, as times are measured.
 
-A machine that has jax with its plugin for CUDA, flax, optax and scipy, but no network,
-lacks dp-accounting, which takes dm-tree, absl-py, attrs, mpmath and wrapt. Those of them
-that it lacks run from a folder that is filled elsewhere, for the Python it has:
+A machine without a network that has jax, its plugin for CUDA, flax, optax and scipy
+lacks dp-accounting, which takes dm-tree, absl-py, attrs, mpmath and wrapt. What is not
+there runs from a folder that is filled elsewhere, for the Python of that machine:
 
     pip install --no-deps --only-binary=:all: --target wheels \
         --python-version 3.12 --platform manylinux_2_28_x86_64 \
