@@ -21,7 +21,7 @@ _POLICIES = {"bfloat16": "mixed_bfloat16", "float8": "float8"}
 
 
 def run(session: Session) -> None:
-    """Steps first: the rates of products are in another part, too."""
+    """Products, then steps."""
     shape, tokens_shape = _SHAPE, (32, 256)
     if session.is_tiny:
         shape, tokens_shape = gpt2.TINY, (4, 8)
@@ -31,9 +31,9 @@ def run(session: Session) -> None:
     if session.compile_only:
         programs.compile_all(session, steps)
         return
-    _compare_steps(session, shape, tokens_shape, steps)
     for size in (32,) if session.is_tiny else (4096, 8192, 16384):
         _compare_products(session, size)
+    _compare_steps(session, shape, tokens_shape, steps)
 
 
 def _steps(shape: gpt2.Shape, tokens_shape: tuple[int, int]) -> dict[str, Program]:
@@ -88,15 +88,22 @@ def _compare_steps(
     tokens_shape: tuple[int, int],
     steps: dict[str, Program],
 ) -> None:
-    """One line for each step when it ran, and one for all in turn."""
+    """A line for each step when it ran, and one for all so far after each engine."""
     key = jax.random.key(0)
     tokens = jax.random.randint(key, tokens_shape, 0, shape.vocabulary)
     args = gpt2.init(shape, key), tokens
-    trials = dict(programs.try_all(session, steps, args))
-    calls = {name: trial.call for name, trial in trials.items()}
-    seconds = programs.in_turn(session, calls, rounds=2 if session.is_tiny else 10)
-    figures = programs.summarize(seconds, reference="plain, bfloat16")
-    session.record("comparison", shape=shape._asdict(), tokens=tokens_shape, **figures)
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, trial in programs.try_all(session, steps, args):
+        calls[name] = trial.call
+        if len(calls) % len(_POLICIES) == 0:  # an engine more
+            rounds = 2 if session.is_tiny else 10
+            seconds = programs.in_turn(session, calls, rounds=rounds)
+            session.record(
+                "comparison",
+                shape=shape._asdict(),
+                tokens=tokens_shape,
+                **programs.summarize(seconds, reference="plain, bfloat16"),
+            )
 
 
 def _compare_products(session: Session, size: int) -> None:

@@ -41,6 +41,8 @@ class Subject(NamedTuple):
       microbatch_sizes: by kind, the most promising first; None is the whole batch.
       length: of a sequence.
       speed_of_fastdp: over the speed of plain training, as published.
+      resolution: of exact sums; None for the default, which is too coarse for the
+        entries of the largest model.
     """
 
     shape: gpt2.Shape
@@ -48,6 +50,7 @@ class Subject(NamedTuple):
     microbatch_sizes: dict[str, tuple[int | None, ...]]
     length: int = 100
     speed_of_fastdp: float | None = None
+    resolution: int | None = None
 
 
 _SPEED_OF_FLASHDP = 0.90
@@ -83,6 +86,7 @@ SUBJECTS = {
         20,
         _sizes((None, 10, 5), (10, 5, 4), (4, 5, 2)),
         speed_of_fastdp=0.87,
+        resolution=2**17,
     ),
 }
 TINY = Subject(gpt2.TINY, 4, _sizes((None, 2), (2,), (2,)), length=8)
@@ -109,7 +113,9 @@ class Contender(NamedTuple):
         return f"{self.kind}, {self.microbatch_size or 'all'}"
 
 
-def grad_fns(loss_fn: Callable[..., Any]) -> dict[str, Callable[[int | None], Any]]:
+def grad_fns(
+    loss_fn: Callable[..., Any], resolution: int | None
+) -> dict[str, Callable[[int | None], Any]]:
     """For each kind, what makes the function for a microbatch size."""
     clip = functools.partial(dpmp.clipped_grad, loss_fn, l2_clip_norm=1.0)
     makers = {
@@ -121,7 +127,10 @@ def grad_fns(loss_fn: Callable[..., Any]) -> dict[str, Callable[[int | None], An
             method="book_keeping", accumulator="bounded", microbatch_size=size
         ),
         "per example, exact": lambda size: clip(
-            method="per_example", accumulator="exact", microbatch_size=size
+            method="per_example",
+            accumulator="exact",
+            resolution=resolution,
+            microbatch_size=size,
         ),
     }
     try:
@@ -143,7 +152,8 @@ _DELAYS = {"per example, exact": 1, "jax_privacy": 1}
 
 def contenders(subject: Subject, *, scan: bool) -> Iterator[Contender]:
     """The most promising microbatch of every kind, then the next of every kind."""
-    makers = grad_fns(gpt2.loss_fn(subject.shape, scan=scan))
+    loss_fn = gpt2.loss_fn(subject.shape, scan=scan)
+    makers = grad_fns(loss_fn, subject.resolution)
     places = [
         (i + _DELAYS.get(kind, 0), kind, size)
         for kind in makers
