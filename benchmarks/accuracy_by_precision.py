@@ -39,10 +39,10 @@ starts at its default and doubles every 10 steps (by default, 100), to be seen t
 at the end of the digits' 300 steps it is so large that one or two examples of a batch
 overflow, which it tolerates and which then contribute nothing.
 
-    python benchmarks/accuracy_by_precision.py           # half an hour on two cores
-    python benchmarks/accuracy_by_precision.py --smoke   # two minutes; appends nothing
-    python benchmarks/accuracy_by_precision.py --tasks digits --rows float32 tf32
-    python benchmarks/accuracy_by_precision.py --table
+    python -m benchmarks.accuracy_by_precision           # half an hour on two cores
+    python -m benchmarks.accuracy_by_precision --smoke   # two minutes; appends nothing
+    python -m benchmarks.accuracy_by_precision --tasks digits --rows float32 tf32
+    python -m benchmarks.accuracy_by_precision --table
 
 Every run is appended to benchmarks/results/accuracy_by_precision.jsonl when it ends;
 --resume leaves out those that are there.
@@ -57,13 +57,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import accuracy_rows
-import accuracy_tasks
 import jax
-import results
-from accuracy_rows import ROWS, Check, Run
 
 import dpmp
+from benchmarks import accuracy_rows, accuracy_tasks, results
+from benchmarks.accuracy_rows import ROWS, Check, Run
 
 EPSILON, DELTA = 8.0, 1e-5
 NUM_CHECKED = 64

@@ -6,14 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import accuracy_tasks
 import jax
 import jax.numpy as jnp
-import naive
 import numpy as np
 import optax
 
 import dpmp
+from benchmarks import accuracy_tasks, naive
 from dpmp.loss_scaling import DynamicScale
 
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import optax
 import sklearn.datasets
+
+from benchmarks import models
 
 _CONTEXT = 64  # bytes of a record
 _PRETRAINING_STEPS = 250

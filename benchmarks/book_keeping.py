@@ -25,8 +25,8 @@ Three questions, each with a line of figures for whatever is measured in one pro
 - extents: the share of examples that "bounded" sums scale down more than their norm
   asks for, over microbatch sizes (`dpmp.book_keeping.measure_extents`).
 
-    python benchmarks/book_keeping.py        # forty minutes on two cores
-    python benchmarks/book_keeping.py --question step --task cnn lstm --rounds 3
+    python -m benchmarks.book_keeping        # forty minutes on two cores
+    python -m benchmarks.book_keeping --question step --task cnn lstm --rounds 3
 
 Every line is appended to benchmarks/results/book_keeping.jsonl.
 """
@@ -44,11 +44,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax_privacy.clipping
-import models
-import results
-import timing
 
 import dpmp
+from benchmarks import models, results, timing
 from dpmp import book_keeping
 from dpmp._accumulation import get_accumulator
 from dpmp._fence import behind_a_branch

@@ -5,7 +5,7 @@ compiled programs, for both libraries' `clipped_grad` (vmap engine). jax_privacy
 with `dtype=float32`, which makes its norms and sums float32, and as it is by default.
 The plain gradient of the mean loss is there for scale.
 
-    python benchmarks/clipping.py        # five minutes on two cores
+    python -m benchmarks.clipping        # five minutes on two cores
 
 Every line is appended to benchmarks/results/clipping.jsonl.
 """
@@ -19,11 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax_privacy.clipping
-import models
-import results
-import timing
 
 import dpmp
+from benchmarks import models, results, timing
 
 TASKS = {"mlp": models.mlp, "transformer": models.transformer}
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}

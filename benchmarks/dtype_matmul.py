@@ -6,7 +6,7 @@ for operands of each dtype and for 16-bit ones with a result of 16 bits and of f
 Quoted are ratios of time to full float32, taken within rounds. "float32 by default" is
 what jax does with float32 operands when it is asked for no precision.
 
-    python benchmarks/dtype_matmul.py        # two or three minutes on two cores
+    python -m benchmarks.dtype_matmul        # two or three minutes on two cores
 
 Every line is appended to benchmarks/results/dtype_matmul.jsonl.
 """
@@ -18,8 +18,8 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
-import results
 
+from benchmarks import results
 from dpmp import _timing
 from dpmp.devices import _products
 

@@ -10,7 +10,7 @@ integers and adds discrete Gaussian noise.
 - noise: for ten million entries, against `jax.random.normal` with jax's default
   generator.
 
-    python benchmarks/exactness_cost.py        # six minutes on two cores
+    python -m benchmarks.exactness_cost        # six minutes on two cores
 
 Every line is appended to benchmarks/results/exactness_cost.jsonl.
 """
@@ -21,12 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import models
 import optax
-import results
-import timing
 
 import dpmp
+from benchmarks import models, results, timing
 from dpmp import noise_addition
 from dpmp.clipping import clipped_fun
 

@@ -4,8 +4,8 @@ For models of `models.py`, in bfloat16 and float32, with either engine and witho
 privacy, at once and in microbatches of 8: `dpmp.memory.estimate_memory` over the total
 that the compiler reports of the same step with Adam.
 
-    python benchmarks/memory_estimate.py        # ten minutes on two cores
-    python benchmarks/memory_estimate.py --task mlp cnn
+    python -m benchmarks.memory_estimate        # ten minutes on two cores
+    python -m benchmarks.memory_estimate --task mlp cnn
 
 Every line is appended to benchmarks/results/memory_estimate.jsonl.
 """
@@ -17,10 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import models
 import optax
-import results
 
+from benchmarks import models, results
 from dpmp import memory
 
 _SMALL = {"length": 128, "width": 256, "depth": 4, "heads": 4, "vocabulary": 256}

@@ -14,14 +14,28 @@ import jax
 _PACKAGES = ("dpmp", "jax", "jaxlib", "jax-privacy", "flax", "optax")
 
 
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
 def append(benchmark: str, **figures: Any) -> None:
-    """Appends one line to `results/<benchmark>.jsonl`, and prints it."""
-    line = json.dumps({**figures, **_environment()})
-    path = pathlib.Path(__file__).parent / "results" / f"{benchmark}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
-        file.write(line + "\n")
+    """Appends one line to `results/<benchmark>.jsonl`, and prints the figures."""
+    append_to(RESULTS, benchmark, **figures)
+
+
+def append_to(folder: pathlib.Path, benchmark: str, **figures: Any) -> None:
+    """Appends one line to `<folder>/<benchmark>.jsonl`, and prints the figures."""
+    write_line(folder, benchmark, {**figures, **_environment()})
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+    sys.stdout.flush()
+
+
+def write_line(folder: pathlib.Path, benchmark: str, figures: dict[str, Any]) -> None:
+    """Appends one line as it is, and returns when the line is on the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{benchmark}.jsonl").open("a") as file:
+        file.write(json.dumps(figures) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _environment() -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Benchmarks. Each file asks one question: `python -m benchmarks.clipping`."""

@@ -1,0 +1,1 @@
+"""What this library needs a GPU for, in one command: `python -m benchmarks.gpu`."""

@@ -1,0 +1,236 @@
+r"""Runs what a GPU is needed for, in under twenty minutes, the most important first.
+
+    python -m benchmarks.gpu                        # all parts
+    python -m benchmarks.gpu --part exact bounded --out FOLDER
+    python -m benchmarks.gpu --tiny                 # a rehearsal, on any machine
+    python -m benchmarks.gpu --compile-only         # for an H100 (see h100.py)
+
+    exact       do exact sums and noise keep their promises, on shapes of real models
+    bounded     the same of "bounded" sums, and of the norms of book-keeping
+    selfcheck   `python -m dpmp selfcheck`
+    tests       the library's tests of its arithmetic, on the device
+    products    matrix products by dtype
+    small       a training step of GPT-2 small, by engine, arithmetic and library
+    medium, large       the same for larger ones
+    float8      against bfloat16
+    noise       for 2^30 entries
+
+Each part is a process of its own with its own time limit, so that one that hangs,
+crashes or runs out of memory leaves the others alone. Every line is written to
+FOLDER/gpu.jsonl (benchmarks/results) as soon as it is known, and a last line for each
+part says how it ended. What is compiled for an H100 goes to gpu_programs.jsonl; of
+GPT-2 that is the most promising microbatch of every contender. Nobody else must use the
+device, as times are measured.
+
+A machine without a network that has jax, its plugin for CUDA, flax, optax and scipy
+lacks dp-accounting, which takes dm-tree, absl-py, attrs, mpmath and wrapt. What is not
+there runs from a folder that is filled elsewhere, for the Python of that machine:
+
+    pip install --no-deps --only-binary=:all: --target wheels \
+        --python-version 3.12 --platform manylinux_2_28_x86_64 \
+        dp-accounting dm-tree absl-py attrs mpmath wrapt
+    PYTHONPATH=wheels python -m benchmarks.gpu --out results
+
+For jax_privacy, which is left out where it is missing, it takes jax-privacy, chex,
+toolz, pydantic, pydantic-core (of the version that pydantic asks for), annotated-types
+and typing-inspection as well.
+"""
+
+import argparse
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from benchmarks import results
+
+
+class Part(NamedTuple):
+    """A part of the benchmark.
+
+    Attributes:
+      seconds: that it may take.
+      environment: of its process.
+    """
+
+    seconds: float
+    environment: Mapping[str, str] = {}
+
+
+# The tests are several processes that share the device.
+PARTS = {
+    "exact": Part(70),
+    "bounded": Part(60),
+    "selfcheck": Part(90),
+    "tests": Part(130, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+    "products": Part(50),
+    "small": Part(240),
+    "medium": Part(180),
+    "large": Part(180),
+    "float8": Part(90),
+    "noise": Part(50),
+}
+
+# To end by itself, and to write what it has.
+_GRACE = 5.0
+
+_DEVICE_IS_MISSING = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the parts that were asked for, or one of them in this process."""
+    args = _parse(argv)
+    if args.inside:
+        return _run_inside(args)
+    statuses = [
+        run_part(
+            part,
+            [sys.executable, "-m", "benchmarks.gpu", "--inside", *_options(args, part)],
+            seconds=_seconds(args, part),
+            folder=args.out,
+            environment=_environment(args, part),
+        )
+        for part in args.part
+    ]
+    return int(any(status != "ended" for status in statuses))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description="Runs what a GPU is needed for."
+    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
+    parser.add_argument("--tiny", action="store_true", help="small, on any machine")
+    parser.add_argument("--compile-only", action="store_true", help="for an H100")
+    parser.add_argument("--scan", action="store_true", help="GPT-2's layers in a loop")
+    parser.add_argument("--seconds", type=float, help="for each part")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _options(args: argparse.Namespace, part: str) -> list[str]:
+    """Of the process of one part."""
+    flags = {
+        "--tiny": args.tiny,
+        "--compile-only": args.compile_only,
+        "--scan": args.scan,
+    }
+    return [
+        *("--part", part),
+        *("--out", str(args.out)),
+        *("--seconds", str(_seconds(args, part))),
+        *(flag for flag, is_set in flags.items() if is_set),
+    ]
+
+
+def _seconds(args: argparse.Namespace, part: str) -> float:
+    if args.seconds is not None:
+        return args.seconds
+    return 3600.0 if args.compile_only else PARTS[part].seconds
+
+
+def _environment(args: argparse.Namespace, part: str) -> dict[str, str]:
+    environment = {**os.environ, **PARTS[part].environment}
+    if args.tiny and not args.compile_only:
+        environment["JAX_PLATFORMS"] = "cpu"
+    return environment
+
+
+def run_part(
+    part: str,
+    command: Sequence[str],
+    *,
+    seconds: float,
+    folder: pathlib.Path,
+    environment: Mapping[str, str],
+) -> str:
+    """Runs the process of a part, ends it in time, and writes how it ended."""
+    start = time.monotonic()
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        status = process.wait(seconds + _GRACE)
+        outcome = "ended" if status == 0 else f"exit status {status}"
+    except subprocess.TimeoutExpired:
+        outcome = f"stopped after {seconds + _GRACE:.0f} seconds"
+    finally:
+        _end_group(process)
+    figures = {
+        "part": part,
+        "question": "outcome",
+        "outcome": outcome,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    results.write_line(folder, "gpu", figures)
+    sys.stdout.write(f"{part}: {outcome}\n")
+    sys.stdout.flush()
+    return outcome
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process, and those that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def _run_inside(args: argparse.Namespace) -> int:
+    """Runs one part here."""
+    if args.compile_only:
+        from benchmarks import h100  # before a backend starts
+
+        sys.stdout.write(f"for {h100.device_kind()}\n")
+    import jax
+
+    from benchmarks.gpu import (
+        bounded_bits,
+        exact_bits,
+        float8,
+        noise,
+        products,
+        selfcheck,
+        tests,
+        training_step,
+    )
+    from benchmarks.gpu.session import Session
+
+    (part,) = args.part
+    is_rehearsal = args.tiny or args.compile_only
+    if not is_rehearsal and jax.default_backend() == "cpu":
+        sys.stderr.write(
+            "This benchmark needs a GPU; jax finds only a CPU. "
+            "Use --tiny to rehearse it, or --compile-only.\n"
+        )
+        return _DEVICE_IS_MISSING
+    session = Session(
+        part=part,
+        folder=args.out,
+        seconds=args.seconds,
+        is_tiny=args.tiny,
+        compile_only=args.compile_only,
+        scan=args.scan,
+    )
+    modules = {
+        "exact": exact_bits,
+        "bounded": bounded_bits,
+        "selfcheck": selfcheck,
+        "tests": tests,
+        "products": products,
+        "float8": float8,
+        "noise": noise,
+    }
+    if part in modules:
+        modules[part].run(session)
+    else:
+        training_step.run(session, part)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The library's own tests of its arithmetic, on this device."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks.gpu.session import Session
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+# What rests on the arithmetic of the device, the most important first.
+_FILES = (
+    "test_grid",
+    "test_bounded",
+    "test_accumulation",
+    "test_discrete_gaussian",
+    "test_threefry",
+    "test_stored",
+    "test_clip_norms",
+    "test_fence",
+    "test_totals",
+    "test_products",
+    "test_random",
+    "test_book_keeping_neighbours",
+    "test_noise_addition",
+    "test_stochastic_rounding",
+    "test_float8",
+    "test_book_keeping",
+)
+_TINY_FILES = ("test_products",)
+_PROCESSES = 8
+
+_OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
+_TEST = re.compile(
+    r"tests/(\w+)\.py::(.+?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL)|$)"
+)
+
+
+def run(session: Session) -> None:
+    """Runs pytest, and writes what it said even if there was no time for all of it."""
+    if session.compile_only:
+        return
+    if importlib.util.find_spec("pytest") is None:
+        session.record("tests", outcome="not run: pytest is missing")
+        return
+    files = _TINY_FILES if session.is_tiny else _FILES
+    outcome, output = _run_pytest(files, session.seconds_left() - 10)
+    outcomes = parse(output)
+    failed = [test for test, x in outcomes.items() if x in ("FAILED", "ERROR")]
+    session.record(
+        "tests",
+        outcome=outcome,
+        by_file={file: _count(outcomes, file) for file in files},
+        failed=failed,
+        **({"output": output[-20_000:]} if failed or not outcomes else {}),
+    )
+
+
+def parse(output: str) -> dict[str, str]:
+    """The outcome of each test that pytest's verbose output names."""
+    outcomes = {}
+    for line in output.splitlines():
+        outcome, test = _OUTCOME.search(line), _TEST.search(line)
+        if outcome and test:
+            outcomes[f"{test[1]}::{test[2].strip()}"] = outcome[1]
+    return outcomes
+
+
+def _count(outcomes: dict[str, str], file: str) -> dict[str, int]:
+    found = [x for test, x in outcomes.items() if test.startswith(f"{file}::")]
+    return {outcome.lower(): found.count(outcome) for outcome in sorted(set(found))}
+
+
+def _run_pytest(files: tuple[str, ...], limit: float) -> tuple[str, str]:
+    """How it ended, and all it printed until then."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *_arguments(files)],
+            cwd=_ROOT,
+            env=_environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            outcome = f"exit status {process.wait(limit)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            outcome = f"stopped after {limit:.0f} seconds"
+        output.seek(0)
+        return outcome, output.read()
+
+
+def _arguments(files: tuple[str, ...]) -> list[str]:
+    # Warnings of a newer jax say nothing about the device.
+    options = ["-v", "--tb=short", "-m", "not slow", "-W", "default", "-o", "addopts="]
+    if importlib.util.find_spec("xdist") is not None and len(files) > 1:
+        options += ["-n", str(_PROCESSES), "--maxschedchunk", "1"]  # in this order
+    return [*options, "-p", "no:cacheprovider", *(f"tests/{x}.py" for x in files)]
+
+
+def _environment() -> dict[str, Any]:
+    """Of several processes on the first device, which must repeat what they compute."""
+    import jax
+
+    flags = "--xla_gpu_exclude_nondeterministic_ops=true"
+    flags += " --xla_force_host_platform_device_count=8"
+    return {
+        **os.environ,
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "DPMP_TEST_PLATFORM": "cuda,cpu" if jax.default_backend() == "gpu" else "cpu",
+    }
