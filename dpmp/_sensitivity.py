@@ -8,6 +8,7 @@ import dp_accounting
 import jax
 
 from dpmp import _validate
+from dpmp._numbers import as_real
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class BoundedSensitivityCallable:
     l2_norm_bound: float
     has_aux: bool
     keeps_places: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "l2_norm_bound", as_real(self.l2_norm_bound))
 
     def __call__(
         self, *args: Any, is_padding_example: jax.Array | None = None, **kwargs: Any

@@ -4,9 +4,6 @@ The analysis is dp_accounting's; `_epsilon.py` says which accountant is asked.
 """
 
 import bisect
-import decimal
-import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +12,8 @@ import dp_accounting
 from scipy import stats
 
 from dpmp import _calibration, _epsilon, _validate
+from dpmp._numbers import as_real
+from dpmp._rounding import round_up as round_up
 
 _Relation = dp_accounting.NeighboringRelation
 
@@ -49,6 +48,10 @@ class PrivacyGuarantee:
     accountant: str
     neighboring_relation: str
 
+    def __post_init__(self):
+        for name in ("epsilon", "delta"):
+            object.__setattr__(self, name, as_real(getattr(self, name)))
+
 
 def dpsgd_event(
     noise_multiplier: float, iterations: int, *, sampling_prob: float
@@ -76,6 +79,9 @@ def dpsgd_event(
     References:
       [Abadi et al., 2016](https://arxiv.org/abs/1607.00133)
     """
+    noise_multiplier, sampling_prob = _check(
+        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
+    )
     step = _epsilon.sampled_gaussian(noise_multiplier, sampling_prob)
     return _repeat(step, noise_multiplier, iterations)
 
@@ -112,13 +118,17 @@ def truncated_dpsgd_event(
     References:
       [Ganesh, 2025](https://arxiv.org/abs/2508.15089)
     """
-    _check(noise_multiplier=noise_multiplier, sampling_prob=sampling_prob)
-    _check(num_examples=num_examples, truncated_batch_size=truncated_batch_size)
+    noise_multiplier, sampling_prob = _check(
+        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
+    )
+    num_examples, truncated_batch_size = _check(
+        num_examples=num_examples, truncated_batch_size=truncated_batch_size
+    )
     step = dp_accounting.TruncatedSubsampledGaussianDpEvent(
-        dataset_size=int(num_examples),
-        sampling_probability=float(sampling_prob),
-        truncated_batch_size=int(truncated_batch_size),
-        noise_multiplier=float(noise_multiplier),
+        dataset_size=num_examples,
+        sampling_probability=sampling_prob,
+        truncated_batch_size=truncated_batch_size,
+        noise_multiplier=noise_multiplier,
     )
     return _repeat(step, noise_multiplier, iterations)
 
@@ -142,8 +152,11 @@ def truncation_probability(
     Raises:
       ValueError: for an argument that is out of range.
     """
-    _check(num_examples=num_examples, sampling_prob=sampling_prob)
-    _check(truncated_batch_size=truncated_batch_size)
+    num_examples, sampling_prob, truncated_batch_size = _check(
+        num_examples=num_examples,
+        sampling_prob=sampling_prob,
+        truncated_batch_size=truncated_batch_size,
+    )
     return float(stats.binom.sf(truncated_batch_size, num_examples, sampling_prob))
 
 
@@ -169,7 +182,9 @@ def choose_truncated_batch_size(
     Raises:
       ValueError: for an argument that is out of range.
     """
-    _check(num_examples=num_examples, multiple_of=multiple_of)
+    num_examples, multiple_of = _check(
+        num_examples=num_examples, multiple_of=multiple_of
+    )
 
     def is_rare(size: int) -> bool:
         return truncation_probability(num_examples, sampling_prob, size) <= 1e-20
@@ -216,7 +231,7 @@ def get_epsilon(
       al., 2019](https://arxiv.org/abs/1908.10530). Without sampling: [Balle and Wang,
       2018](https://arxiv.org/abs/1805.06530).
     """
-    check_delta(delta)
+    delta = check_delta(delta)
     check_relation(neighboring_relation)
     epsilon, accountant = _epsilon.bound(
         _epsilon.Run(_epsilon.steps_of(event), neighboring_relation), delta
@@ -229,9 +244,7 @@ def get_epsilon(
         fix="Raise them. Larger truncated batches help; so do relations other than "
         "REPLACE_ONE, which RDP cannot analyse.",
     )
-    return PrivacyGuarantee(
-        epsilon, float(delta), accountant, neighboring_relation.name
-    )
+    return PrivacyGuarantee(epsilon, delta, accountant, neighboring_relation.name)
 
 
 def calibrate_noise_multiplier(
@@ -269,8 +282,8 @@ def calibrate_noise_multiplier(
         fix="Use functools.partial(dpsgd_event, iterations=..., sampling_prob=...).",
         error=TypeError,
     )
-    _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
-    check_delta(delta)
+    epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
+    delta = check_delta(delta)
     check_relation(neighboring_relation)
 
     def make_run(noise_multiplier: float) -> _epsilon.Run:
@@ -291,52 +304,37 @@ def calibrate_noise_multiplier(
     return noise_multiplier
 
 
-def round_up(epsilon: float) -> str:
-    """Epsilon to three decimals, never below its value; "inf" where it is infinite.
-
-    >>> print(round_up(3.5021), round_up(math.inf))
-    3.503 inf
-    """
-    if math.isinf(epsilon):
-        return "inf"
-    every_digit = decimal.Context(prec=sys.float_info.max_10_exp + 4)
-    return str(
-        decimal.Decimal(epsilon).quantize(
-            decimal.Decimal("0.001"), decimal.ROUND_CEILING, every_digit
-        )
-    )
-
-
-def check_delta(delta: float) -> None:
-    """Raises ValueError unless `delta` is in (0, 1)."""
+def check_delta(delta: float) -> float:
+    """`delta` as a `float`; raises ValueError unless it is in (0, 1)."""
+    value = as_real(delta)
     _validate.require(
-        _validate.is_real(delta) and 0 < delta < 1,
+        _validate.is_real(value) and 0 < value < 1,
         "delta must be in (0, 1)",
         delta=delta,
         fix="Use a value well below 1 / num_examples.",
     )
+    return value
 
 
 def _repeat(
     step: dp_accounting.DpEvent, noise_multiplier: float, iterations: int
 ) -> dp_accounting.DpEvent:
-    _validate.require(
-        _validate.is_integer(iterations) and iterations >= 0,
-        "iterations must be an integer of at least 0",
-        iterations=iterations,
-        fix="Use the number of updates.",
+    iterations = _validate.nonnegative_integer(
+        iterations=iterations, fix="Use the number of updates."
     )
     if iterations == 0:
         return dp_accounting.NoOpDpEvent()
     if noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
-    return dp_accounting.SelfComposedDpEvent(step, int(iterations))
+    return dp_accounting.SelfComposedDpEvent(step, iterations)
 
 
-def _check(**values: Any) -> None:
-    for name, value in values.items():
-        check, fix = _CHECKS[name]
-        check(**{name: value}, fix=fix)
+def _check(**values: Any) -> list[Any]:
+    """The values as Python numbers; raises ValueError for one out of range."""
+    return [
+        _CHECKS[name][0](**{name: x}, fix=_CHECKS[name][1])
+        for name, x in values.items()
+    ]
 
 
 def check_relation(neighboring_relation: _Relation) -> None:

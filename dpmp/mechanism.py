@@ -25,6 +25,7 @@ from dpmp import (
     noise_addition,
 )
 from dpmp._clip_norms import ClipNorms
+from dpmp._numbers import as_number
 from dpmp._resolution import choose_resolution
 from dpmp._typing import PyTree
 from dpmp.loss_scaling import contribution
@@ -93,7 +94,8 @@ class DPSGD:
     neighboring_relation: dp_accounting.NeighboringRelation = _Relation.REPLACE_SPECIAL
 
     def __post_init__(self):
-        _mechanism_checks.check_fields(self)
+        for name, value in _mechanism_checks.checked_fields(self).items():
+            object.__setattr__(self, name, value)
         # Checks what is left: clip norms, arithmetic and method.
         self.clipped_grad(lambda *_: 0.0).sensitivity(self.neighboring_relation)
 
@@ -108,7 +110,7 @@ class DPSGD:
         Returns:
           A mechanism of `epochs * num_examples / expected_batch_size` steps, rounded.
         """
-        _validate.positive(epochs=epochs, fix="Use 3, for example.")
+        epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
         one_step = cls(iterations=1, **fields)
         steps = epochs * one_step.num_examples / one_step.expected_batch_size
         return dataclasses.replace(one_step, iterations=max(1, round(steps)))
@@ -304,9 +306,9 @@ class DPSGD:
           ValueError: before calibration, for a delta that is missing or out of range,
             and for a step beyond `iterations`.
         """
-        step = self.iterations if step is None else step
+        num_steps = self.iterations if step is None else as_number(step)
         _validate.require(
-            _validate.is_integer(step) and 0 <= step <= self.iterations,
+            _validate.is_integer(num_steps) and 0 <= num_steps <= self.iterations,
             f"step must be from 0 to iterations = {self.iterations}",
             step=step,
             fix="Only these steps are covered.",
@@ -319,9 +321,9 @@ class DPSGD:
                 fix="Pass delta=, well below 1 / num_examples.",
             )
         return _sampler_share.get_epsilon(
-            self._event(self._calibrated, step),
-            delta=delta,
-            num_entries=max(step, 1) * self._num_coordinates,
+            self._event(self._calibrated, num_steps),
+            delta=accounting.check_delta(delta),
+            num_entries=max(num_steps, 1) * self._num_coordinates,
             neighboring_relation=self.neighboring_relation,
         )
 

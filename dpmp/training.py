@@ -25,6 +25,7 @@ from dpmp import (
     devices,
     loss_scaling,
 )
+from dpmp._numbers import as_number
 from dpmp._progress import Progress
 from dpmp._source import Source as Source  # to users, it is dpmp.training.Source
 from dpmp._source import as_source, load_batch
@@ -88,6 +89,7 @@ class DPTrainer:
     loss_scale: LossScale | DynamicScale | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
         devices.check_device_runs(self.policy.compute_dtype)
         if self.policy.float8_scale is not None and not _float8.is_native():
             warnings.warn(
@@ -228,7 +230,7 @@ class DPTrainer:
         """
         mechanism = self.mechanism
         start = int(state.step)
-        stop = mechanism.iterations if stop_at is None else stop_at
+        stop = mechanism.iterations if stop_at is None else as_number(stop_at)
         _validate.require(
             _validate.is_integer(stop) and start <= stop <= mechanism.iterations,
             f"stop_at must be from the current step to {mechanism.iterations}",
