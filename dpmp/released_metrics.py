@@ -163,9 +163,14 @@ class ReleasedMetrics:
         }
         largest = self._largest(l2_norm_bound)
         unit = Grid.from_bounds([largest], largest, _RESOLUTION).unit
+        # In 64-bit mode, a sum of int32 would be int64.
         return {
             name: GridArray(
-                jnp.sum(jnp.round(shares[name] * _RESOLUTION).astype(jnp.int32)), unit
+                jnp.sum(
+                    jnp.round(shares[name] * _RESOLUTION).astype(jnp.int32),
+                    dtype=jnp.int32,
+                ),
+                unit,
             )
             for name in self._paid
         }

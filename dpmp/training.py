@@ -27,6 +27,7 @@ from dpmp import (
 )
 from dpmp._numbers import as_number
 from dpmp._progress import Progress
+from dpmp._settled import places, put_together, strongly_typed
 from dpmp._source import Source as Source  # to users, it is dpmp.training.Source
 from dpmp._source import as_source, load_batch
 from dpmp._state import SensitiveOutputs as SensitiveOutputs
@@ -133,13 +134,15 @@ class DPTrainer:
         _random.check_key(prng_key)
         noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
         params = jax.tree.map(jnp.copy, self.policy.cast_to_param(params))
-        return TrainingState(
+        state = TrainingState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             # Copied, since a transformation may keep the parameters themselves, and
             # all arrays of the state are donated.
-            opt_state=jax.tree.map(
-                jnp.copy, self.optimizer.init(self.policy.cast_to_update(params))
+            opt_state=strongly_typed(
+                jax.tree.map(
+                    jnp.copy, self.optimizer.init(self.policy.cast_to_update(params))
+                )
             ),
             noise_state=self.mechanism.privatizer(noise_key).init(params),
             sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
@@ -149,10 +152,12 @@ class DPTrainer:
             ),
             scale_state=self._dynamic_scale and self._dynamic_scale.init(),
             metrics={
-                name: jnp.full((), jnp.nan) for name in self.mechanism.metric_names
+                name: jnp.full((), jnp.nan, jnp.float32)
+                for name in self.mechanism.metric_names
             },
             update_key=update_key if self.policy.stochastic_rounding else None,
         )
+        return put_together(state)
 
     @property
     def _dynamic_scale(self) -> DynamicScale | None:
@@ -288,6 +293,7 @@ class DPTrainer:
                 f"padding in is_padding_example."
             )
         batch = jax.tree.map(jnp.asarray, batch)
+        state = put_together(state, batch)
         signature = str(jax.tree.map(jax.typeof, (state, batch)))
         if signature not in self._programs:
             self._programs[signature] = self._make_program(state, batch)
@@ -317,7 +323,8 @@ class DPTrainer:
                 functools.partial(loss_fn, constants), state, batch, is_padding
             )
 
-        return jax.jit(step, donate_argnums=0), constants
+        program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
+        return program, constants
 
     def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
         """What the loss is given."""
@@ -361,7 +368,7 @@ class DPTrainer:
         new_state = TrainingState(
             step=state.step + 1,
             params=self._apply(updates, state),
-            opt_state=opt_state,
+            opt_state=strongly_typed(opt_state),
             noise_state=noise_state,
             sampling_key=state.sampling_key,
             model_key=state.model_key,
