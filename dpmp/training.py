@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from dpmp import (
+    _fingerprint,
     _float8,
     _jaxpr,
     _random,
@@ -156,8 +157,14 @@ class DPTrainer:
                 for name in self.mechanism.metric_names
             },
             update_key=update_key if self.policy.stochastic_rounding else None,
+            fingerprint=jnp.asarray(_fingerprint.fingerprint(self._facts)),
         )
         return put_together(state)
+
+    @functools.cached_property
+    def _facts(self) -> dict[str, str]:
+        """What the claim about the steps rests on, besides their number."""
+        return _fingerprint.facts_of(self.mechanism, self.policy, self.loss_scale)
 
     @property
     def _dynamic_scale(self) -> DynamicScale | None:
@@ -179,8 +186,10 @@ class DPTrainer:
           The state after.
 
         Raises:
-          ValueError: for a batch of another size, and after the last step.
+          ValueError: for a batch of another size, after the last step, and for a state
+            that `fit` would not continue.
         """
+        _fingerprint.check(state.fingerprint, self._facts)
         _validate.require(
             int(state.step) < self.mechanism.iterations,
             f"step must be below iterations = {self.mechanism.iterations}",
@@ -230,10 +239,13 @@ class DPTrainer:
           The state after `stop_at` steps.
 
         Raises:
-          ValueError: for a dataset of another size than the mechanism accounts for, and
-            for steps beyond the last.
+          ValueError: for a dataset of another size than the mechanism accounts for, for
+            steps beyond the last, and for a state whose past steps were made with
+            another mechanism, policy or loss scale. Of these, `delta`, `iterations`,
+            and how batches are cut into microbatches may change.
         """
         mechanism = self.mechanism
+        _fingerprint.check(state.fingerprint, self._facts)
         start = int(state.step)
         stop = mechanism.iterations if stop_at is None else as_number(stop_at)
         _validate.require(
@@ -380,6 +392,7 @@ class DPTrainer:
             ),
             metrics=released.metrics,
             update_key=state.update_key,
+            fingerprint=state.fingerprint,
         )
         return new_state, (sensitive.values, sensitive.grad_norms)
 
