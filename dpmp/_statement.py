@@ -19,6 +19,13 @@ _NEIGHBOURS = {
     _Relation.REPLACE_SPECIAL: "one example of the first is blanked out in the second",
 }
 
+# Where the number of examples is protected, it is not in the statement either.
+_NUMBER_IS_PROTECTED = (
+    "The number of examples is protected with them. The settings of the run (sampling "
+    "probability, batch sizes, steps) are public, and it is assumed that they were "
+    "chosen without that number, which they would give away."
+)
+
 
 def no_claim() -> str:
     """Of a mechanism that is not private."""
@@ -54,13 +61,16 @@ def claim(
     released_metrics: ReleasedMetrics | None,
 ) -> str:
     """Of a mechanism with a finite epsilon; the facts are named as in `DPSGD`."""
-    neighbours = _NEIGHBOURS[_Relation[guarantee.neighboring_relation]]
+    relation = _Relation[guarantee.neighboring_relation]
+    number = f"The number of examples, {num_examples}, is public."
+    if relation is _Relation.ADD_OR_REMOVE_ONE:
+        number = _NUMBER_IS_PROTECTED
     return _wrap(
         f"The trained parameters, and all that comes of the noisy gradients, are "
         f"({round_up(guarantee.epsilon)}, {digits_above(guarantee.delta, 3)})-"
         f"differentially private.",
-        f"- Protected unit: one example. Two datasets are neighbours if {neighbours}. "
-        f"The number of examples, {num_examples}, is public.",
+        f"- Protected unit: one example. Two datasets are neighbours if "
+        f"{_NEIGHBOURS[relation]}. {number}",
         f"- Sampling: each example is in each batch independently with probability "
         f"{digits_above(sampling.sampling_prob, 4)} "
         f"(expected batch size {expected_batch_size:g}); "

@@ -106,7 +106,9 @@ def truncated_dpsgd_event(
       noise_multiplier: as in `dpsgd_event`.
       iterations: as in `dpsgd_event`.
       sampling_prob: the probability that an example is drawn.
-      num_examples: the size of the larger of two neighbouring datasets.
+      num_examples: the size of the larger of two neighbouring datasets. Under
+        ADD_OR_REMOVE_ONE a dataset has larger and smaller neighbours: what it costs is
+        the worse of this event for its size and for one more.
       truncated_batch_size: the largest batch.
 
     Returns:

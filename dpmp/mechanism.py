@@ -53,7 +53,7 @@ class DPSGD:
       the assumptions that `.statement()` spells out.
 
     Attributes:
-      num_examples: the size of the dataset; public.
+      num_examples: the size of the dataset; public, except under ADD_OR_REMOVE_ONE.
       expected_batch_size: how many examples a batch has on average. The sampling
         probability is this over `num_examples`, the sum of gradients is divided by it.
       iterations: the number of steps to account for.
@@ -74,8 +74,9 @@ class DPSGD:
       method: the gradient engine, as in `clipped_grad`.
       released_metrics: noisy means to release at every step besides the gradient.
       neighboring_relation: which two datasets are neighbours. By default (zero-out)
-        they have the same size, as `num_examples` is public; epsilon is the same as
-        for add/remove.
+        they have the same size, as `num_examples` is public. Under ADD_OR_REMOVE_ONE
+        that number is protected too, if none of the other fields was derived from it,
+        and truncation is charged for the worse of the datasets next to this one.
     """
 
     num_examples: int
@@ -108,7 +109,8 @@ class DPSGD:
           **fields: the other attributes.
 
         Returns:
-          A mechanism of `epochs * num_examples / expected_batch_size` steps, rounded.
+          A mechanism of `epochs * num_examples / expected_batch_size` steps, rounded:
+          a number that tells `num_examples`, where that is not public.
         """
         epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
         one_step = cls(iterations=1, **fields)
@@ -129,12 +131,15 @@ class DPSGD:
         Raises:
           ValueError: for a target that is out of range or cannot be reached.
         """
-        noise_multiplier = _sampler_share.calibrate_noise_multiplier(
-            self._event,
-            epsilon=epsilon,
-            delta=delta,
-            num_entries=self.iterations * self._num_coordinates,
-            neighboring_relation=self.neighboring_relation,
+        noise_multiplier = max(
+            _sampler_share.calibrate_noise_multiplier(
+                functools.partial(self._event, num_examples=size),
+                epsilon=epsilon,
+                delta=delta,
+                num_entries=self.iterations * self._num_coordinates,
+                neighboring_relation=self.neighboring_relation,
+            )
+            for size in self._larger_sizes
         )
         return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
 
@@ -202,8 +207,12 @@ class DPSGD:
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
-        """What the accountant is told about all iterations."""
-        return self._event(self._calibrated)
+        """What the accountant is told about all iterations.
+
+        Under ADD_OR_REMOVE_ONE, about datasets of `num_examples` and one more; those of
+        `num_examples` and one less may cost more, and `guarantee` looks at both.
+        """
+        return self._event(self._calibrated, num_examples=max(self._larger_sizes))
 
     def clipped_grad(
         self, fun: Callable[..., Any], argnums: Any = 0, **kwargs: Any
@@ -320,12 +329,16 @@ class DPSGD:
                 delta=None,
                 fix="Pass delta=, well below 1 / num_examples.",
             )
-        return _sampler_share.get_epsilon(
-            self._event(self._calibrated, num_steps),
-            delta=accounting.check_delta(delta),
-            num_entries=max(num_steps, 1) * self._num_coordinates,
-            neighboring_relation=self.neighboring_relation,
-        )
+        guarantees = [
+            _sampler_share.get_epsilon(
+                self._event(self._calibrated, num_steps, num_examples=size),
+                delta=accounting.check_delta(delta),
+                num_entries=max(num_steps, 1) * self._num_coordinates,
+                neighboring_relation=self.neighboring_relation,
+            )
+            for size in self._larger_sizes
+        ]
+        return max(guarantees, key=lambda guarantee: guarantee.epsilon)
 
     def statement(self) -> str:
         """The privacy claim in plain words, with its assumptions and limits.
@@ -382,21 +395,33 @@ class DPSGD:
         """Of what gets noise: the gradient, and whatever a `JointSum` adds."""
         return self.num_parameters + 3
 
+    @property
+    def _larger_sizes(self) -> tuple[int, ...]:
+        """For each pair of neighbours, the size of the larger one."""
+        if self.neighboring_relation is _Relation.ADD_OR_REMOVE_ONE:
+            return self.num_examples, self.num_examples + 1
+        return (self.num_examples,)
+
     @functools.cached_property
     def _largest_batch(self) -> int:
+        num_examples = max(self._larger_sizes)
         if self.truncated_batch_size is not None:
-            return min(self.truncated_batch_size, self.num_examples)
+            return min(self.truncated_batch_size, num_examples)
         return accounting.choose_truncated_batch_size(
-            self.num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
+            num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
         )
 
     def _event(
-        self, noise_multiplier: float, steps: int | None = None
+        self,
+        noise_multiplier: float,
+        steps: int | None = None,
+        *,
+        num_examples: int,
     ) -> dp_accounting.DpEvent:
         steps = self.iterations if steps is None else steps
         if not math.isfinite(self._l2_norm_bound):
             return dp_accounting.NonPrivateDpEvent()
-        if self._largest_batch >= self.num_examples:
+        if self._largest_batch >= num_examples:
             return accounting.dpsgd_event(
                 noise_multiplier, steps, sampling_prob=self.sampling_prob
             )
@@ -404,6 +429,6 @@ class DPSGD:
             noise_multiplier,
             steps,
             sampling_prob=self.sampling_prob,
-            num_examples=self.num_examples,
+            num_examples=num_examples,
             truncated_batch_size=self._largest_batch,
         )

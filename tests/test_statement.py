@@ -132,3 +132,14 @@ def test_it_quotes_no_more_noise_and_no_less_sampling_than_there_is():
     assert "noise multiplier 1.2345 " in statement
     # 50 / 1237 = 0.0404203...
     assert "with probability 0.04043 " in statement
+
+
+def test_a_number_of_examples_that_is_protected_is_not_quoted():
+    statement = statement_of(
+        make_mechanism(
+            num_examples=1237, neighboring_relation=RELATIONS.ADD_OR_REMOVE_ONE
+        )
+    )
+    assert "is public" not in statement
+    assert "The number of examples is protected with them." in statement
+    assert "1237" not in statement
