@@ -9,6 +9,7 @@ import jax
 
 from dpmp import _validate
 from dpmp._numbers import as_real
+from dpmp._relation import DEFAULT_RELATION
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,7 @@ class BoundedSensitivityCallable:
 
     def sensitivity(
         self,
-        neighboring_relation: dp_accounting.NeighboringRelation = (
-            dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-        ),
+        neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION,
     ) -> float:
         """The L2 sensitivity of the computed output.
 

@@ -1,6 +1,8 @@
 """What a run of DP-SGD costs in privacy, and how much noise a target needs.
 
-The analysis is dp_accounting's; `_epsilon.py` says which accountant is asked.
+The analysis is dp_accounting's; `_epsilon.py` says which accountant is asked. Datasets
+are neighbours if one example is blanked out (REPLACE_SPECIAL), here and everywhere in
+dpmp, unless another `neighboring_relation` is given.
 """
 
 import bisect
@@ -13,6 +15,8 @@ from scipy import stats
 
 from dpmp import _calibration, _epsilon, _validate
 from dpmp._numbers import as_real
+from dpmp._relation import DEFAULT_RELATION as DEFAULT_RELATION
+from dpmp._relation import check_relation as check_relation
 from dpmp._rounding import round_up as round_up
 
 _Relation = dp_accounting.NeighboringRelation
@@ -199,7 +203,7 @@ def get_epsilon(
     event: dp_accounting.DpEvent,
     *,
     delta: float,
-    neighboring_relation: _Relation = _Relation.ADD_OR_REMOVE_ONE,
+    neighboring_relation: _Relation = DEFAULT_RELATION,
 ) -> PrivacyGuarantee:
     """An upper bound on the epsilon of an event, tight wherever that can be computed.
 
@@ -254,7 +258,7 @@ def calibrate_noise_multiplier(
     *,
     epsilon: float,
     delta: float,
-    neighboring_relation: _Relation = _Relation.ADD_OR_REMOVE_ONE,
+    neighboring_relation: _Relation = DEFAULT_RELATION,
 ) -> float:
     """The smallest noise multiplier that meets a target.
 
@@ -337,14 +341,3 @@ def _check(**values: Any) -> list[Any]:
         _CHECKS[name][0](**{name: x}, fix=_CHECKS[name][1])
         for name, x in values.items()
     ]
-
-
-def check_relation(neighboring_relation: _Relation) -> None:
-    """Raises TypeError for anything but a relation of dp_accounting's."""
-    _validate.require(
-        isinstance(neighboring_relation, _Relation),
-        "neighboring_relation must be a dp_accounting.NeighboringRelation",
-        neighboring_relation=neighboring_relation,
-        fix="Use dp_accounting.NeighboringRelation.REPLACE_SPECIAL, for example.",
-        error=TypeError,
-    )

@@ -26,6 +26,7 @@ from dpmp import (
 )
 from dpmp._clip_norms import ClipNorms
 from dpmp._numbers import as_number
+from dpmp._relation import DEFAULT_RELATION
 from dpmp._resolution import choose_resolution
 from dpmp._typing import PyTree
 from dpmp.loss_scaling import contribution
@@ -92,7 +93,7 @@ class DPSGD:
     num_parameters: int = 10_000_000
     method: str = "per_example"
     released_metrics: ReleasedMetrics | None = None
-    neighboring_relation: dp_accounting.NeighboringRelation = _Relation.REPLACE_SPECIAL
+    neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION
 
     def __post_init__(self):
         for name, value in _mechanism_checks.checked_fields(self).items():

@@ -186,8 +186,9 @@ class DPTrainer:
           The state after.
 
         Raises:
-          ValueError: for a batch of another size, after the last step, and for a state
-            that `fit` would not continue.
+          ValueError: for a batch of another size, or of other shapes or dtypes than
+            those before; after the last step; and for a state that `fit` would not
+            continue.
         """
         _fingerprint.check(state.fingerprint, self._facts)
         _validate.require(
@@ -239,10 +240,11 @@ class DPTrainer:
           The state after `stop_at` steps.
 
         Raises:
-          ValueError: for a dataset of another size than the mechanism accounts for, for
-            steps beyond the last, and for a state whose past steps were made with
-            another mechanism, policy or loss scale. Of these, `delta`, `iterations`,
-            and how batches are cut into microbatches may change.
+          ValueError: for a dataset of another size than the mechanism accounts for;
+            batches that differ in their shapes or dtypes; steps beyond the last; and a
+            state whose past steps were made with another mechanism, policy or loss
+            scale. Of these, `delta`, `iterations`, and how batches are cut into
+            microbatches may change.
         """
         mechanism = self.mechanism
         _fingerprint.check(state.fingerprint, self._facts)
@@ -306,15 +308,24 @@ class DPTrainer:
             )
         batch = jax.tree.map(jnp.asarray, batch)
         state = put_together(state, batch)
-        signature = str(jax.tree.map(jax.typeof, (state, batch)))
-        if signature not in self._programs:
-            self._programs[signature] = self._make_program(state, batch)
-        program, constants = self._programs[signature]
-        return program(state, batch, jnp.asarray(is_padding), constants)
+        of_state, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
+        compiled = self._programs.get(of_state)
+        compiled = compiled or (of_batch, *self._make_program(state, batch))
+        compiled_for, program, constants = compiled
+        # Nothing of the batch may be shown: its shapes may tell what is in it.
+        if of_batch != compiled_for:
+            raise ValueError(
+                "all batches must have the same tree, shapes and dtypes, or compiling "
+                "would show what is in them. Pad examples to one size (see "
+                "dpmp.training.Source); use another DPTrainer for other data."
+            )
+        outputs = program(state, batch, jnp.asarray(is_padding), constants)
+        self._programs[of_state] = compiled  # now that it runs
+        return outputs
 
     @functools.cached_property
-    def _programs(self) -> dict[str, tuple[jax.stages.Wrapped, list[Any]]]:
-        """Compiled steps by shapes and dtypes; one, in an ordinary run."""
+    def _programs(self) -> dict[str, tuple[str, jax.stages.Wrapped, list[Any]]]:
+        """The compiled step, and the types of its batch, by those of the state."""
         return {}
 
     def _make_program(
