@@ -186,6 +186,7 @@ def in_examples(noisy_overflows: jax.Array, l2_norm_bound: float) -> jax.Array:
 
 def contribution(l2_norm_bound: float) -> float:
     """What an example counts for; without clipping there is no noise either."""
+    l2_norm_bound = as_real(l2_norm_bound)
     return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
 

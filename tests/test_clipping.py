@@ -767,7 +767,11 @@ def test_half_precision_is_moved_and_widened_but_never_computed_with(
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    "make", [clipped_fun, functools.partial(clipped_grad, l2_clip_norm=1.0)]
+    "make",
+    [
+        functools.partial(clipped_fun, l2_clip_norm=1.0),
+        functools.partial(clipped_grad, l2_clip_norm=1.0),
+    ],
 )
 def test_half_precision_sums_are_refused(make, dtype):
     with pytest.raises(ValueError, match="dtype must be float32 or float64"):

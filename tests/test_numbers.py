@@ -317,6 +317,14 @@ REALS = {
         lambda x: float(loss_scaling.by_loss(largest=x)(jnp.float32(1e-9))),
         64.0,
     ),
+    "in_examples": (
+        lambda x: np.asarray(loss_scaling.in_examples(jnp.float32(3), x)),
+        3.0,
+    ),
+    "count_overflows": (
+        lambda x: loss_scaling.count_overflows(jnp.ones(2), x).unit,
+        3.0,
+    ),
     "DynamicScale.initial": (
         lambda x: fields_of(loss_scaling.DynamicScale(initial=x)),
         64.0,
@@ -370,6 +378,8 @@ UNCHECKED = {
     "BoundedSensitivityCallable-real",
     "GridArray.unit-real",
     "DynamicScale.update.stddev-real",
+    "in_examples-real",
+    "count_overflows-real",
     "ReleasedMetrics.stddev-real",
     "ReleasedMetrics.joint_norm_bound-real",
 }
