@@ -369,6 +369,7 @@ CASES = {
 }
 
 
+# These turn a number into a Python number, and check nothing else about it.
 UNCHECKED = {
     "pad_indices-integer",
     "get_epsilon.event.count-integer",
@@ -425,14 +426,12 @@ def test_a_scalar_of_any_library_means_what_the_python_number_means(name):
     assert num_accepted > 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNCHECKED])
 @pytest.mark.parametrize(
     "truth", [True, np.bool(True), np.array(True), jnp.array(True)]
 )
 def test_truth_values_are_no_numbers(name, truth):
     fun, _ = CASES[name]
-    if name in UNCHECKED:
-        pytest.skip("converted, and not checked")
     with pytest.raises((ValueError, TypeError), match=r"must|positions"):
         fun(truth)
 
