@@ -38,7 +38,9 @@ def clip_and_sum(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
     grads = jax.random.normal(jax.random.key(0), (64, 1_000_000)).astype(dtype)
 
     def clip(**kwargs):
-        return clipped_fun(lambda grad: grad, keep_batch_dim=False, **kwargs)
+        return clipped_fun(
+            lambda grad: grad, keep_batch_dim=False, **{"l2_clip_norm": 1.0, **kwargs}
+        )
 
     return _by_arithmetic(clip), (grads,)
 

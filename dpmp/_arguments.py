@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
+from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 
 
 def as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
     """One position or several, as a tuple."""
     as_tuple = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
+    as_tuple = tuple(map(as_number, as_tuple))
     _validate.require(
         len(as_tuple) > 0 and all(_validate.is_integer(i) and i >= 0 for i in as_tuple),
         f"{name} must be one or more positions, counted from 0",

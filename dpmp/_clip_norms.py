@@ -21,6 +21,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._accumulation import UNIT_ROUNDOFF
+from dpmp._numbers import as_real
 from dpmp._stored import at_least_float32
 from dpmp._typing import PyTree, SquaredNorm
 
@@ -50,7 +51,7 @@ class ClipNorms:
         cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
     ) -> "ClipNorms":
         """Checks and flattens a tree of clip norms."""
-        norms, prefix = jax.tree.flatten(tree)
+        norms, prefix = jax.tree.flatten(jax.tree.map(as_real, tree))
         _validate.require(
             len(norms) > 0,
             "l2_clip_norm must hold at least one number",
@@ -65,7 +66,7 @@ class ClipNorms:
                 fix="Pass Python numbers: the clip norm is public, and known before "
                 "tracing.",
             )
-        _validate.positive(
+        normalize_by = _validate.positive(
             normalize_by=normalize_by, fix="Use 1.0, or the expected batch size."
         )
         total = math.hypot(*norms)
@@ -78,10 +79,10 @@ class ClipNorms:
                 fix="Rescale the loss: float32 cannot handle other sizes.",
             )
         return cls(
-            tuple(float(norm) for norm in norms),
+            tuple(norms),
             prefix,
             rescale_to_unit_norm,
-            float(normalize_by),
+            normalize_by,
         )
 
     @property

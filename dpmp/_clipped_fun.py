@@ -7,6 +7,7 @@ from dpmp import _arguments, _per_example
 from dpmp._arithmetic import check_method, get_arithmetic
 from dpmp._clip_norms import ClipNorms
 from dpmp._clipped_sum import ClippedSum
+from dpmp._numbers import as_number
 from dpmp._sensitivity import BoundedSensitivityCallable
 
 
@@ -16,7 +17,7 @@ def clipped_fun(
     *,
     batch_argnums: int | Sequence[int] = 0,
     keep_batch_dim: bool = True,
-    l2_clip_norm: Any = 1.0,
+    l2_clip_norm: Any,
     rescale_to_unit_norm: bool = False,
     normalize_by: float = 1.0,
     return_norms: bool = False,
@@ -63,6 +64,7 @@ def clipped_fun(
     """
     check_method("per_example", accumulator)
     batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
+    prng_argnum = as_number(prng_argnum)
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 
     @_arguments.of_one_example(batch_argnums, keep_batch_dim)

@@ -56,10 +56,11 @@ class ClippedSum:
 
     def __post_init__(self):
         if self.microbatch_size is not None:
-            _validate.positive_integer(
+            size = _validate.positive_integer(
                 microbatch_size=self.microbatch_size,
                 fix="Use a divisor of the batch size, or None for the whole batch.",
             )
+            object.__setattr__(self, "microbatch_size", size)
 
     @property
     def l2_norm_bound(self) -> float:

@@ -16,6 +16,7 @@ from dp_accounting import pld, rdp
 from scipy import special, stats
 
 from dpmp import _validate
+from dpmp._numbers import as_number
 
 _Relation = dp_accounting.NeighboringRelation
 _Bound: TypeAlias = tuple[float, str]  # epsilon, and the accountant in words
@@ -35,9 +36,9 @@ def sampled_gaussian(
     noise_multiplier: float, sampling_prob: float
 ) -> dp_accounting.DpEvent:
     """The event of one step on a Poisson-sampled batch."""
-    _check(noise_multiplier, sampling_prob)
+    noise_multiplier, sampling_prob = _checked(noise_multiplier, sampling_prob)
     return dp_accounting.PoissonSampledDpEvent(
-        float(sampling_prob), dp_accounting.GaussianDpEvent(float(noise_multiplier))
+        sampling_prob, dp_accounting.GaussianDpEvent(noise_multiplier)
     )
 
 
@@ -52,7 +53,11 @@ class _Step:
     truncated_event: dp_accounting.DpEvent | None = None
 
     def __post_init__(self):
-        _check(self.noise_multiplier, self.sampling_prob)
+        checked = _checked(self.noise_multiplier, self.sampling_prob)
+        for name, value in zip(
+            ("noise_multiplier", "sampling_prob"), checked, strict=True
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def event(self) -> dp_accounting.DpEvent:
@@ -69,7 +74,7 @@ def steps_of(event: Any, count: int = 1) -> list[_Step]:
         case dp_accounting.NonPrivateDpEvent():
             return [_Step(0.0, 1.0, count)]
         case dp_accounting.SelfComposedDpEvent(event=part, count=times):
-            return steps_of(part, count * times)
+            return steps_of(part, count * as_number(times))
         case dp_accounting.ComposedDpEvent(events=parts):
             return [step for part in parts for step in steps_of(part, count)]
         case dp_accounting.GaussianDpEvent(noise_multiplier=noise):
@@ -81,15 +86,19 @@ def steps_of(event: Any, count: int = 1) -> list[_Step]:
         case dp_accounting.TruncatedSubsampledGaussianDpEvent(
             dataset_size=num_examples, truncated_batch_size=size
         ):
-            prob = event.sampling_probability
-            step = _Step(event.noise_multiplier, prob, count)
+            size, num_examples = as_number(size), as_number(num_examples)
+            step = _Step(event.noise_multiplier, event.sampling_probability, count)
             if size >= num_examples:
                 return [step]
             # What underflows is still more than nothing.
+            prob = step.sampling_prob
             tail = max(
                 float(stats.binom.sf(size, num_examples, prob)), sys.float_info.min
             )
-            return [replace(step, truncation=tail, truncated_event=event)]
+            in_python_numbers = dp_accounting.TruncatedSubsampledGaussianDpEvent(
+                num_examples, prob, size, step.noise_multiplier
+            )
+            return [replace(step, truncation=tail, truncated_event=in_python_numbers)]
     _validate.fail(
         "event must be made of Gaussian steps, sampled, truncated or composed",
         event=event,
@@ -262,10 +271,13 @@ def _sampled_loss_scale(noise: float, prob: float) -> tuple[float, float]:
     return float(high - low), float(moment)
 
 
-def _check(noise_multiplier: float, sampling_prob: float) -> None:
-    _validate.nonnegative(
-        noise_multiplier=noise_multiplier, fix="Use calibrate_noise_multiplier."
-    )
-    _validate.probability(
-        sampling_prob=sampling_prob, fix="Use expected_batch_size / num_examples."
+def _checked(noise_multiplier: float, sampling_prob: float) -> tuple[float, float]:
+    """Both as Python numbers; raises ValueError for one that is out of range."""
+    return (
+        _validate.nonnegative(
+            noise_multiplier=noise_multiplier, fix="Use calibrate_noise_multiplier."
+        ),
+        _validate.probability(
+            sampling_prob=sampling_prob, fix="Use expected_batch_size / num_examples."
+        ),
     )

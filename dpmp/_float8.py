@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from dpmp import _float8_product, _jaxpr, _validate
 from dpmp._float8_product import PER_EXAMPLE
+from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -102,14 +103,17 @@ def with_float8_products(
     return float8_fun
 
 
-def check_scale(scale: str | float | None) -> None:
-    """Raises ValueError for what is no scale."""
+def check_scale(scale: str | float | None) -> str | float | None:
+    """The scale, as a Python number if it is one; raises ValueError if it is none."""
+    if not isinstance(scale, str):
+        scale = as_real(scale)
     _validate.require(
         scale in (None, PER_EXAMPLE) or _validate.is_scale(scale),
         f'float8_scale must be "{PER_EXAMPLE}" or a power of two, from 2^-40 to 2^40',
         float8_scale=scale,
         fix=f'Use "{PER_EXAMPLE}": scales that examples share must not depend on them.',
     )
+    return scale
 
 
 def _with_rounded_value(x: jax.Array, scale: str | float) -> jax.Array:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _reduction, _validate
+from dpmp._numbers import as_number, as_real
 from dpmp._reduction import Terms
 from dpmp._stored import StoredArray
 from dpmp._typing import PyTree
@@ -59,6 +60,9 @@ class GridArray:
     steps: jax.Array
     unit: float
 
+    def __post_init__(self):
+        object.__setattr__(self, "unit", as_real(self.unit))
+
     def to_float(self) -> jax.Array:
         """The float32 numbers that are nearest."""
         return self.steps.astype(jnp.float32) * np.float32(self.unit)
@@ -92,6 +96,7 @@ class Grid:
         Raises:
           ValueError: for a resolution that is out of range, and for infinite bounds.
         """
+        resolution = as_number(resolution)
         _validate.require(
             _validate.is_integer(resolution) and 0 < resolution <= LARGEST_RESOLUTION,
             f"resolution must be an integer from 1 to {LARGEST_RESOLUTION}",

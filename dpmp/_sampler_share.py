@@ -27,7 +27,7 @@ def get_epsilon(
     neighboring_relation: dp_accounting.NeighboringRelation,
 ) -> accounting.PrivacyGuarantee:
     """As in `accounting`, for an event with `num_entries` entries of noise."""
-    accounting.check_delta(delta)  # before the share is taken from it
+    delta = accounting.check_delta(delta)  # before the share is taken from it
     guarantee = accounting.get_epsilon(
         event,
         delta=delta * (1 - _SHARE),
@@ -47,8 +47,8 @@ def calibrate_noise_multiplier(
     neighboring_relation: dp_accounting.NeighboringRelation,
 ) -> float:
     """As in `accounting`, for events with `num_entries` entries of noise."""
-    _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
-    accounting.check_delta(delta)
+    epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
+    delta = accounting.check_delta(delta)
     largest = _largest_epsilon(delta, num_entries)
     _validate.require(
         epsilon <= largest,

@@ -8,6 +8,8 @@ import dp_accounting
 import jax
 
 from dpmp import _validate
+from dpmp._numbers import as_real
+from dpmp._relation import DEFAULT_RELATION
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class BoundedSensitivityCallable:
     has_aux: bool
     keeps_places: bool = False
 
+    def __post_init__(self):
+        object.__setattr__(self, "l2_norm_bound", as_real(self.l2_norm_bound))
+
     def __call__(
         self, *args: Any, is_padding_example: jax.Array | None = None, **kwargs: Any
     ) -> Any:
@@ -39,9 +44,7 @@ class BoundedSensitivityCallable:
 
     def sensitivity(
         self,
-        neighboring_relation: dp_accounting.NeighboringRelation = (
-            dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-        ),
+        neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION,
     ) -> float:
         """The L2 sensitivity of the computed output.
 

@@ -1,7 +1,7 @@
 """Loading a batch on the host: from a dataset and indices to padded arrays."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -12,35 +12,49 @@ from dpmp.batch_selection import pad_indices
 
 
 class Source(Protocol):
-    """A dataset that gives the examples of a batch at once."""
+    """A dataset that gives the examples of a batch at once.
+
+    All batches must have the same tree of arrays, with the same dtypes, and the same
+    shapes but for the number of examples: pad what differs in length to one length.
+    Other shapes would take another program, and the time to compile it would show what
+    is in a batch.
+    """
 
     def __getitem__(self, indices: np.ndarray, /) -> PyTree:
         """Examples at (k,) int64 indices: arrays of shape (k, ...), k possibly 0."""
+        ...
+
+    def __len__(self) -> int:
+        """How many examples there are, which sampling and accounting depend on."""
         ...
 
 
 def as_source(source: PyTree | Source, num_examples: int) -> Source:
     """Gives a pytree of arrays the interface of a `Source`, and checks the size."""
     is_arrays = all(hasattr(x, "shape") for x in jax.tree.leaves(source))
-    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(source)} if is_arrays else None
-    length = getattr(source, "__len__", None)
-    if not is_arrays and length is not None:
-        sizes = {(length(),)}
     _validate.require(
-        sizes is None or sizes == {(num_examples,)},
+        is_arrays or _has_interface(source),
+        "the source must be arrays, or an object with __getitem__ and __len__",
+        source=type(source).__name__,
+        fix="See dpmp.training.Source.",
+    )
+    if is_arrays:
+        sizes = {np.shape(x)[:1] for x in jax.tree.leaves(source)}
+    else:
+        sizes = {(len(source),)}
+    _validate.require(
+        sizes == {(num_examples,)},
         f"the source must hold the {num_examples} examples of the mechanism",
         sizes=sizes,
         fix="Build the mechanism with num_examples=len(data): sampling and accounting "
         "depend on it.",
     )
-    _validate.require(
-        is_arrays
-        or (hasattr(source, "__getitem__") and not isinstance(source, list | dict)),
-        "the source must be arrays, or an object with __getitem__",
-        source=type(source).__name__,
-        fix="See dpmp.training.Source.",
-    )
     return _Arrays(source) if is_arrays else source
+
+
+def _has_interface(source: Any) -> bool:
+    has_methods = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    return has_methods and not isinstance(source, list | dict)
 
 
 def load_batch(
@@ -51,7 +65,7 @@ def load_batch(
     def pad(x):
         x = np.asarray(x)
         # Neither number may be shown: how many examples a batch has is sensitive.
-        if len(x) != len(indices):
+        if x.ndim == 0 or len(x) != len(indices):
             raise ValueError(
                 "the source must return one row for each index it is given. "
                 "See dpmp.training.Source."
@@ -70,3 +84,6 @@ class _Arrays:
 
     def __getitem__(self, indices: np.ndarray, /) -> PyTree:
         return jax.tree.map(lambda x: np.asarray(x)[indices], self.arrays)
+
+    def __len__(self) -> int:
+        return np.shape(jax.tree.leaves(self.arrays)[0])[0]

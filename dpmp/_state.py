@@ -23,6 +23,8 @@ class TrainingState(NamedTuple):
       scale_state: of a `loss_scaling.DynamicScale`, or None; released.
       metrics: with noise, of the last step; released. NaN before the first.
       update_key: root key of stochastic rounding, or None without.
+      fingerprint: uint32, hashes of what the claim about past steps rests on
+        (`_fingerprint.py`); public. Only a trainer with the same goes on.
     """
 
     step: jax.Array
@@ -34,6 +36,7 @@ class TrainingState(NamedTuple):
     scale_state: PyTree = None
     metrics: PyTree = None
     update_key: jax.Array | None = None
+    fingerprint: jax.Array | None = None
 
 
 class SensitiveOutputs(NamedTuple):

@@ -7,6 +7,7 @@ import dp_accounting
 import jax
 
 from dpmp import _accumulation, _bounded, accounting, batch_selection
+from dpmp._rounding import digits_above, digits_below, round_up
 from dpmp._typing import PyTree
 from dpmp.released_metrics import ReleasedMetrics
 
@@ -17,6 +18,13 @@ _NEIGHBOURS = {
     _Relation.REPLACE_ONE: "they differ in the content of one example",
     _Relation.REPLACE_SPECIAL: "one example of the first is blanked out in the second",
 }
+
+# Where the number of examples is protected, it is not in the statement either.
+_NUMBER_IS_PROTECTED = (
+    "The number of examples is protected with them. The settings of the run (sampling "
+    "probability, batch sizes, steps) are public, and it is assumed that they were "
+    "chosen without that number, which they would give away."
+)
 
 
 def no_claim() -> str:
@@ -30,8 +38,9 @@ def no_claim() -> str:
 def no_epsilon(delta: float) -> str:
     """Of a mechanism whose epsilon is infinite in spite of noise and clipping."""
     return _wrap(
-        f"No epsilon is claimed at delta {delta:.3g}. Gradients are clipped and noise "
-        f"is added, but so little that its distance from ideal Gaussian noise counts: "
+        f"No epsilon is claimed at delta {digits_above(delta, 3)}. "
+        f"Gradients are clipped and noise is added, but so little that its distance "
+        f"from ideal Gaussian noise counts: "
         f"added up over all steps and parameters, and multiplied by exp(epsilon), that "
         f"is more than the share of delta that is left for it. Use more noise, a "
         f"larger delta, or a num_parameters closer to what is trained."
@@ -52,21 +61,25 @@ def claim(
     released_metrics: ReleasedMetrics | None,
 ) -> str:
     """Of a mechanism with a finite epsilon; the facts are named as in `DPSGD`."""
-    neighbours = _NEIGHBOURS[_Relation[guarantee.neighboring_relation]]
+    relation = _Relation[guarantee.neighboring_relation]
+    number = f"The number of examples, {num_examples}, is public."
+    if relation is _Relation.ADD_OR_REMOVE_ONE:
+        number = _NUMBER_IS_PROTECTED
     return _wrap(
         f"The trained parameters, and all that comes of the noisy gradients, are "
-        f"({accounting.round_up(guarantee.epsilon)}, {guarantee.delta:.3g})-"
+        f"({round_up(guarantee.epsilon)}, {digits_above(guarantee.delta, 3)})-"
         f"differentially private.",
-        f"- Protected unit: one example. Two datasets are neighbours if {neighbours}. "
-        f"The number of examples, {num_examples}, is public.",
+        f"- Protected unit: one example. Two datasets are neighbours if "
+        f"{_NEIGHBOURS[relation]}. {number}",
         f"- Sampling: each example is in each batch independently with probability "
-        f"{sampling.sampling_prob:.4g} (expected batch size {expected_batch_size:g}); "
+        f"{digits_above(sampling.sampling_prob, 4)} "
+        f"(expected batch size {expected_batch_size:g}); "
         f"batches above {sampling.truncated_batch_size} are truncated at random, and "
         f"that is accounted for. Batches taken in any other way void the claim.",
         f"- Steps: {sampling.iterations}.",
         f"- Clipping: L2 norm of {_describe_clip_norm(l2_clip_norm)} per example.",
-        f"- Noise: Gaussian, noise multiplier {noise_multiplier:.4f} (standard "
-        f"deviation over the largest contribution of one example).",
+        f"- Noise: Gaussian, noise multiplier {digits_below(noise_multiplier, 5)} "
+        f"(standard deviation over the largest contribution of one example).",
         *_describe_metrics(released_metrics, noise_multiplier, expected_batch_size),
         f"- Accountant: {guarantee.accountant}.",
         f"- Arithmetic: "

@@ -2,10 +2,13 @@
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
+
+from dpmp._numbers import as_number, as_real
 
 
 def fail(
@@ -42,52 +45,59 @@ def is_integer(value: Any) -> bool:
 
 def is_scale(value: Any) -> bool:
     """Whether `value` is a power of two, from 2^-40 to 2^40."""
+    value = as_number(value)
     in_range = is_real(value) and 2.0**-40 <= value <= 2.0**40
     return in_range and math.frexp(value)[0] == 0.5
 
 
-def positive_integer(*, fix: str, **value: Any) -> None:
-    """Requires the one keyword value to be an integer of at least 1."""
-    ((name, given),) = value.items()
-    require(
-        is_integer(given) and given >= 1,
-        f"{name} must be an integer of at least 1",
-        fix=fix,
-        **value,
+def positive_integer(*, fix: str, **value: Any) -> int:
+    """The one keyword value as an `int`; requires an integer of at least 1."""
+    return _checked_integer(1, fix, value)
+
+
+def nonnegative_integer(*, fix: str, **value: Any) -> int:
+    """The one keyword value as an `int`; requires an integer of at least 0."""
+    return _checked_integer(0, fix, value)
+
+
+def positive(*, fix: str, **value: Any) -> float:
+    """The one keyword value as a `float`; requires a finite number above 0."""
+    return _checked_real(
+        lambda x: 0 < x < math.inf, "a finite number above 0", fix, value
     )
 
 
-def positive(*, fix: str, **value: Any) -> None:
-    """Requires the one keyword value to be a finite real number above 0."""
-    ((name, given),) = value.items()
-    require(
-        is_real(given) and 0 < given < math.inf,
-        f"{name} must be a finite number above 0",
-        fix=fix,
-        **value,
+def nonnegative(*, fix: str, **value: Any) -> float:
+    """The one keyword value as a `float`; requires a finite number of at least 0."""
+    return _checked_real(
+        lambda x: 0 <= x < math.inf, "a finite number of at least 0", fix, value
     )
 
 
-def nonnegative(*, fix: str, **value: Any) -> None:
-    """Requires the one keyword value to be a finite real number of at least 0."""
+def probability(*, fix: str, **value: Any) -> float:
+    """The one keyword value as a `float`; requires a number in (0, 1]."""
+    return _checked_real(lambda x: 0 < x <= 1, "in (0, 1]", fix, value)
+
+
+def _checked_integer(least: int, fix: str, value: dict[str, Any]) -> int:
     ((name, given),) = value.items()
+    x = as_number(given)
     require(
-        is_real(given) and 0 <= given < math.inf,
-        f"{name} must be a finite number of at least 0",
+        is_integer(x) and x >= least,
+        f"{name} must be an integer of at least {least}",
         fix=fix,
         **value,
     )
+    return x
 
 
-def probability(*, fix: str, **value: Any) -> None:
-    """Requires the one keyword value to be a real number in (0, 1]."""
+def _checked_real(
+    is_in_range: Callable[[float], bool], range_: str, fix: str, value: dict[str, Any]
+) -> float:
     ((name, given),) = value.items()
-    require(
-        is_real(given) and 0 < given <= 1,
-        f"{name} must be in (0, 1]",
-        fix=fix,
-        **value,
-    )
+    x = as_real(given)
+    require(is_real(x) and is_in_range(x), f"{name} must be {range_}", fix=fix, **value)
+    return x
 
 
 def check_x64(dtype: Any, what: str) -> None:

@@ -1,12 +1,11 @@
 """What a run of DP-SGD costs in privacy, and how much noise a target needs.
 
-The analysis is dp_accounting's; `_epsilon.py` says which accountant is asked.
+The analysis is dp_accounting's; `_epsilon.py` says which accountant is asked. Datasets
+are neighbours if one example is blanked out (REPLACE_SPECIAL), here and everywhere in
+dpmp, unless another `neighboring_relation` is given.
 """
 
 import bisect
-import decimal
-import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,10 @@ import dp_accounting
 from scipy import stats
 
 from dpmp import _calibration, _epsilon, _validate
+from dpmp._numbers import as_real
+from dpmp._relation import DEFAULT_RELATION as DEFAULT_RELATION
+from dpmp._relation import check_relation as check_relation
+from dpmp._rounding import round_up as round_up
 
 _Relation = dp_accounting.NeighboringRelation
 
@@ -49,6 +52,10 @@ class PrivacyGuarantee:
     accountant: str
     neighboring_relation: str
 
+    def __post_init__(self):
+        for name in ("epsilon", "delta"):
+            object.__setattr__(self, name, as_real(getattr(self, name)))
+
 
 def dpsgd_event(
     noise_multiplier: float, iterations: int, *, sampling_prob: float
@@ -76,6 +83,9 @@ def dpsgd_event(
     References:
       [Abadi et al., 2016](https://arxiv.org/abs/1607.00133)
     """
+    noise_multiplier, sampling_prob = _check(
+        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
+    )
     step = _epsilon.sampled_gaussian(noise_multiplier, sampling_prob)
     return _repeat(step, noise_multiplier, iterations)
 
@@ -100,7 +110,9 @@ def truncated_dpsgd_event(
       noise_multiplier: as in `dpsgd_event`.
       iterations: as in `dpsgd_event`.
       sampling_prob: the probability that an example is drawn.
-      num_examples: the size of the larger of two neighbouring datasets.
+      num_examples: the size of the larger of two neighbouring datasets. Under
+        ADD_OR_REMOVE_ONE a dataset has larger and smaller neighbours: what it costs is
+        the worse of this event for its size and for one more.
       truncated_batch_size: the largest batch.
 
     Returns:
@@ -112,13 +124,17 @@ def truncated_dpsgd_event(
     References:
       [Ganesh, 2025](https://arxiv.org/abs/2508.15089)
     """
-    _check(noise_multiplier=noise_multiplier, sampling_prob=sampling_prob)
-    _check(num_examples=num_examples, truncated_batch_size=truncated_batch_size)
+    noise_multiplier, sampling_prob = _check(
+        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
+    )
+    num_examples, truncated_batch_size = _check(
+        num_examples=num_examples, truncated_batch_size=truncated_batch_size
+    )
     step = dp_accounting.TruncatedSubsampledGaussianDpEvent(
-        dataset_size=int(num_examples),
-        sampling_probability=float(sampling_prob),
-        truncated_batch_size=int(truncated_batch_size),
-        noise_multiplier=float(noise_multiplier),
+        dataset_size=num_examples,
+        sampling_probability=sampling_prob,
+        truncated_batch_size=truncated_batch_size,
+        noise_multiplier=noise_multiplier,
     )
     return _repeat(step, noise_multiplier, iterations)
 
@@ -142,8 +158,11 @@ def truncation_probability(
     Raises:
       ValueError: for an argument that is out of range.
     """
-    _check(num_examples=num_examples, sampling_prob=sampling_prob)
-    _check(truncated_batch_size=truncated_batch_size)
+    num_examples, sampling_prob, truncated_batch_size = _check(
+        num_examples=num_examples,
+        sampling_prob=sampling_prob,
+        truncated_batch_size=truncated_batch_size,
+    )
     return float(stats.binom.sf(truncated_batch_size, num_examples, sampling_prob))
 
 
@@ -169,7 +188,9 @@ def choose_truncated_batch_size(
     Raises:
       ValueError: for an argument that is out of range.
     """
-    _check(num_examples=num_examples, multiple_of=multiple_of)
+    num_examples, multiple_of = _check(
+        num_examples=num_examples, multiple_of=multiple_of
+    )
 
     def is_rare(size: int) -> bool:
         return truncation_probability(num_examples, sampling_prob, size) <= 1e-20
@@ -182,7 +203,7 @@ def get_epsilon(
     event: dp_accounting.DpEvent,
     *,
     delta: float,
-    neighboring_relation: _Relation = _Relation.ADD_OR_REMOVE_ONE,
+    neighboring_relation: _Relation = DEFAULT_RELATION,
 ) -> PrivacyGuarantee:
     """An upper bound on the epsilon of an event, tight wherever that can be computed.
 
@@ -216,7 +237,7 @@ def get_epsilon(
       al., 2019](https://arxiv.org/abs/1908.10530). Without sampling: [Balle and Wang,
       2018](https://arxiv.org/abs/1805.06530).
     """
-    check_delta(delta)
+    delta = check_delta(delta)
     check_relation(neighboring_relation)
     epsilon, accountant = _epsilon.bound(
         _epsilon.Run(_epsilon.steps_of(event), neighboring_relation), delta
@@ -229,9 +250,7 @@ def get_epsilon(
         fix="Raise them. Larger truncated batches help; so do relations other than "
         "REPLACE_ONE, which RDP cannot analyse.",
     )
-    return PrivacyGuarantee(
-        epsilon, float(delta), accountant, neighboring_relation.name
-    )
+    return PrivacyGuarantee(epsilon, delta, accountant, neighboring_relation.name)
 
 
 def calibrate_noise_multiplier(
@@ -239,7 +258,7 @@ def calibrate_noise_multiplier(
     *,
     epsilon: float,
     delta: float,
-    neighboring_relation: _Relation = _Relation.ADD_OR_REMOVE_ONE,
+    neighboring_relation: _Relation = DEFAULT_RELATION,
 ) -> float:
     """The smallest noise multiplier that meets a target.
 
@@ -269,8 +288,8 @@ def calibrate_noise_multiplier(
         fix="Use functools.partial(dpsgd_event, iterations=..., sampling_prob=...).",
         error=TypeError,
     )
-    _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
-    check_delta(delta)
+    epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
+    delta = check_delta(delta)
     check_relation(neighboring_relation)
 
     def make_run(noise_multiplier: float) -> _epsilon.Run:
@@ -291,60 +310,34 @@ def calibrate_noise_multiplier(
     return noise_multiplier
 
 
-def round_up(epsilon: float) -> str:
-    """Epsilon to three decimals, never below its value; "inf" where it is infinite.
-
-    >>> print(round_up(3.5021), round_up(math.inf))
-    3.503 inf
-    """
-    if math.isinf(epsilon):
-        return "inf"
-    every_digit = decimal.Context(prec=sys.float_info.max_10_exp + 4)
-    return str(
-        decimal.Decimal(epsilon).quantize(
-            decimal.Decimal("0.001"), decimal.ROUND_CEILING, every_digit
-        )
-    )
-
-
-def check_delta(delta: float) -> None:
-    """Raises ValueError unless `delta` is in (0, 1)."""
+def check_delta(delta: float) -> float:
+    """`delta` as a `float`; raises ValueError unless it is in (0, 1)."""
+    value = as_real(delta)
     _validate.require(
-        _validate.is_real(delta) and 0 < delta < 1,
+        _validate.is_real(value) and 0 < value < 1,
         "delta must be in (0, 1)",
         delta=delta,
         fix="Use a value well below 1 / num_examples.",
     )
+    return value
 
 
 def _repeat(
     step: dp_accounting.DpEvent, noise_multiplier: float, iterations: int
 ) -> dp_accounting.DpEvent:
-    _validate.require(
-        _validate.is_integer(iterations) and iterations >= 0,
-        "iterations must be an integer of at least 0",
-        iterations=iterations,
-        fix="Use the number of updates.",
+    iterations = _validate.nonnegative_integer(
+        iterations=iterations, fix="Use the number of updates."
     )
     if iterations == 0:
         return dp_accounting.NoOpDpEvent()
     if noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
-    return dp_accounting.SelfComposedDpEvent(step, int(iterations))
+    return dp_accounting.SelfComposedDpEvent(step, iterations)
 
 
-def _check(**values: Any) -> None:
-    for name, value in values.items():
-        check, fix = _CHECKS[name]
-        check(**{name: value}, fix=fix)
-
-
-def check_relation(neighboring_relation: _Relation) -> None:
-    """Raises TypeError for anything but a relation of dp_accounting's."""
-    _validate.require(
-        isinstance(neighboring_relation, _Relation),
-        "neighboring_relation must be a dp_accounting.NeighboringRelation",
-        neighboring_relation=neighboring_relation,
-        fix="Use dp_accounting.NeighboringRelation.REPLACE_SPECIAL, for example.",
-        error=TypeError,
-    )
+def _check(**values: Any) -> list[Any]:
+    """The values as Python numbers; raises ValueError for one out of range."""
+    return [
+        _CHECKS[name][0](**{name: x}, fix=_CHECKS[name][1])
+        for name, x in values.items()
+    ]

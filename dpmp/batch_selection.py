@@ -8,10 +8,12 @@ sensitive.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from dpmp import _random, _validate
+from dpmp._numbers import as_number
 
 _WORD = 2**64
 
@@ -54,18 +56,22 @@ class PoissonSampling:
     truncated_batch_size: int | None = None
 
     def __post_init__(self):
-        _validate.probability(
-            sampling_prob=self.sampling_prob,
-            fix="Use expected_batch_size / num_examples.",
-        )
-        _validate.positive_integer(
-            iterations=self.iterations, fix="Use the number of steps accounted for."
-        )
+        checked: dict[str, Any] = {
+            "sampling_prob": _validate.probability(
+                sampling_prob=self.sampling_prob,
+                fix="Use expected_batch_size / num_examples.",
+            ),
+            "iterations": _validate.positive_integer(
+                iterations=self.iterations, fix="Use the number of steps accounted for."
+            ),
+        }
         if self.truncated_batch_size is not None:
-            _validate.positive_integer(
+            checked["truncated_batch_size"] = _validate.positive_integer(
                 truncated_batch_size=self.truncated_batch_size,
                 fix="Use accounting.choose_truncated_batch_size, or None.",
             )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def indices(self, step: int, *, num_examples: int, key: int) -> np.ndarray:
         """The examples of one batch, sensitive.
@@ -82,6 +88,7 @@ class PoissonSampling:
           ValueError: for a step outside of the accounted range, an empty dataset or a
             key out of range.
         """
+        step, key = as_number(step), as_number(key)
         _validate.require(
             _validate.is_integer(step) and 0 <= step < self.iterations,
             f"step must be from 0 to iterations - 1 = {self.iterations - 1}",
@@ -89,7 +96,7 @@ class PoissonSampling:
             fix="Privacy is accounted for `iterations` batches; plan more of them "
             "before the run starts.",
         )
-        _validate.positive_integer(
+        num_examples = _validate.positive_integer(
             num_examples=num_examples, fix="Load the data first."
         )
         _validate.require(
@@ -145,6 +152,7 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
     Raises:
       ValueError: if the batch is larger than `batch_size`.
     """
+    batch_size = as_number(batch_size)
     _validate.require(
         len(indices) <= batch_size,
         "batch_size must be at least the size of the largest possible batch",

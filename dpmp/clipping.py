@@ -21,6 +21,7 @@ from dpmp._clip_norms import ClipNorms
 from dpmp._clip_pytree import clip_pytree as clip_pytree
 from dpmp._clipped_fun import clipped_fun as clipped_fun
 from dpmp._clipped_sum import ClippedSum
+from dpmp._numbers import as_number
 from dpmp._sensitivity import BoundedSensitivityCallable as BoundedSensitivityCallable
 from dpmp._typing import PyTree
 from dpmp.loss_scaling import LossScale
@@ -170,6 +171,7 @@ def clipped_grad(
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
     check_method(method, accumulator, pre_clipping_transform)
+    loss_scale = as_number(loss_scale)
     if loss_scale is not None:
         loss_scaling.check(loss_scale, pre_clipping_transform)
     _validate.require(
@@ -180,7 +182,9 @@ def clipped_grad(
     )
     batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
     grad_argnums = _arguments.as_argnums("argnums", argnums)
-    is_single = grad_argnums == (argnums,)
+    is_single = not isinstance(argnums, tuple | list)
+    argnums = grad_argnums[0] if is_single else grad_argnums
+    prng_argnum = as_number(prng_argnum)
     _arguments.check_disjoint(grad_argnums, batch_argnums, prng_argnum)
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 
 from dpmp import _validate
 from dpmp._grid import DEFAULT_RESOLUTION, Grid, GridArray
+from dpmp._numbers import as_real
 from dpmp._stored import at_least_float32
 from dpmp._typing import GradEngine, PerExampleGrads, PyTree, SquaredNorm
 
@@ -63,7 +64,8 @@ def by_loss(
     Raises:
       ValueError: for a target that is not positive, and a `largest` out of range.
     """
-    _validate.positive(target=target, fix="Use 1024.0, for example.")
+    target = _validate.positive(target=target, fix="Use 1024.0, for example.")
+    largest = as_real(largest)
     _validate.require(
         _validate.is_real(largest) and 1 / _LARGEST <= largest <= _LARGEST,
         "the largest scale must be from 2^-40 to 2^40",
@@ -123,11 +125,18 @@ class DynamicScale:
     tolerated: float = 1.0
 
     def __post_init__(self):
-        check(self.initial)
-        _validate.positive_integer(
-            growth_interval=self.growth_interval, fix="Use 100, for example."
-        )
-        _validate.nonnegative(tolerated=self.tolerated, fix="Use 1.0, for example.")
+        checked = {
+            "initial": as_real(self.initial),
+            "growth_interval": _validate.positive_integer(
+                growth_interval=self.growth_interval, fix="Use 100, for example."
+            ),
+            "tolerated": _validate.nonnegative(
+                tolerated=self.tolerated, fix="Use 1.0, for example."
+            ),
+        }
+        check(checked["initial"])
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def init(self) -> ScaleState:
         """The state before the first step."""
@@ -143,6 +152,7 @@ class DynamicScale:
           noisy_count: of overflowing examples.
           stddev: of its noise, in examples.
         """
+        stddev = as_real(stddev)
         overflowed = noisy_count > self.tolerated + 3 * stddev
         steps = jnp.where(overflowed, 0, state.steps_without_overflow + 1)
         grows = steps >= self.growth_interval
@@ -176,6 +186,7 @@ def in_examples(noisy_overflows: jax.Array, l2_norm_bound: float) -> jax.Array:
 
 def contribution(l2_norm_bound: float) -> float:
     """What an example counts for; without clipping there is no noise either."""
+    l2_norm_bound = as_real(l2_norm_bound)
     return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
 

@@ -25,6 +25,8 @@ from dpmp import (
     noise_addition,
 )
 from dpmp._clip_norms import ClipNorms
+from dpmp._numbers import as_number
+from dpmp._relation import DEFAULT_RELATION
 from dpmp._resolution import choose_resolution
 from dpmp._typing import PyTree
 from dpmp.loss_scaling import contribution
@@ -52,7 +54,7 @@ class DPSGD:
       the assumptions that `.statement()` spells out.
 
     Attributes:
-      num_examples: the size of the dataset; public.
+      num_examples: the size of the dataset; public, except under ADD_OR_REMOVE_ONE.
       expected_batch_size: how many examples a batch has on average. The sampling
         probability is this over `num_examples`, the sum of gradients is divided by it.
       iterations: the number of steps to account for.
@@ -73,8 +75,9 @@ class DPSGD:
       method: the gradient engine, as in `clipped_grad`.
       released_metrics: noisy means to release at every step besides the gradient.
       neighboring_relation: which two datasets are neighbours. By default (zero-out)
-        they have the same size, as `num_examples` is public; epsilon is the same as
-        for add/remove.
+        they have the same size, as `num_examples` is public. Under ADD_OR_REMOVE_ONE
+        that number is protected too, if none of the other fields was derived from it,
+        and truncation is charged for the worse of the datasets next to this one.
     """
 
     num_examples: int
@@ -90,10 +93,11 @@ class DPSGD:
     num_parameters: int = 10_000_000
     method: str = "per_example"
     released_metrics: ReleasedMetrics | None = None
-    neighboring_relation: dp_accounting.NeighboringRelation = _Relation.REPLACE_SPECIAL
+    neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION
 
     def __post_init__(self):
-        _mechanism_checks.check_fields(self)
+        for name, value in _mechanism_checks.checked_fields(self).items():
+            object.__setattr__(self, name, value)
         # Checks what is left: clip norms, arithmetic and method.
         self.clipped_grad(lambda *_: 0.0).sensitivity(self.neighboring_relation)
 
@@ -106,9 +110,10 @@ class DPSGD:
           **fields: the other attributes.
 
         Returns:
-          A mechanism of `epochs * num_examples / expected_batch_size` steps, rounded.
+          A mechanism of `epochs * num_examples / expected_batch_size` steps, rounded:
+          a number that tells `num_examples`, where that is not public.
         """
-        _validate.positive(epochs=epochs, fix="Use 3, for example.")
+        epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
         one_step = cls(iterations=1, **fields)
         steps = epochs * one_step.num_examples / one_step.expected_batch_size
         return dataclasses.replace(one_step, iterations=max(1, round(steps)))
@@ -127,12 +132,15 @@ class DPSGD:
         Raises:
           ValueError: for a target that is out of range or cannot be reached.
         """
-        noise_multiplier = _sampler_share.calibrate_noise_multiplier(
-            self._event,
-            epsilon=epsilon,
-            delta=delta,
-            num_entries=self.iterations * self._num_coordinates,
-            neighboring_relation=self.neighboring_relation,
+        noise_multiplier = max(
+            _sampler_share.calibrate_noise_multiplier(
+                functools.partial(self._event, num_examples=size),
+                epsilon=epsilon,
+                delta=delta,
+                num_entries=self.iterations * self._num_coordinates,
+                neighboring_relation=self.neighboring_relation,
+            )
+            for size in self._larger_sizes
         )
         return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
 
@@ -200,8 +208,12 @@ class DPSGD:
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
-        """What the accountant is told about all iterations."""
-        return self._event(self._calibrated)
+        """What the accountant is told about all iterations.
+
+        Under ADD_OR_REMOVE_ONE, about datasets of `num_examples` and one more; those of
+        `num_examples` and one less may cost more, and `guarantee` looks at both.
+        """
+        return self._event(self._calibrated, num_examples=max(self._larger_sizes))
 
     def clipped_grad(
         self, fun: Callable[..., Any], argnums: Any = 0, **kwargs: Any
@@ -304,9 +316,9 @@ class DPSGD:
           ValueError: before calibration, for a delta that is missing or out of range,
             and for a step beyond `iterations`.
         """
-        step = self.iterations if step is None else step
+        num_steps = self.iterations if step is None else as_number(step)
         _validate.require(
-            _validate.is_integer(step) and 0 <= step <= self.iterations,
+            _validate.is_integer(num_steps) and 0 <= num_steps <= self.iterations,
             f"step must be from 0 to iterations = {self.iterations}",
             step=step,
             fix="Only these steps are covered.",
@@ -318,12 +330,16 @@ class DPSGD:
                 delta=None,
                 fix="Pass delta=, well below 1 / num_examples.",
             )
-        return _sampler_share.get_epsilon(
-            self._event(self._calibrated, step),
-            delta=delta,
-            num_entries=max(step, 1) * self._num_coordinates,
-            neighboring_relation=self.neighboring_relation,
-        )
+        guarantees = [
+            _sampler_share.get_epsilon(
+                self._event(self._calibrated, num_steps, num_examples=size),
+                delta=accounting.check_delta(delta),
+                num_entries=max(num_steps, 1) * self._num_coordinates,
+                neighboring_relation=self.neighboring_relation,
+            )
+            for size in self._larger_sizes
+        ]
+        return max(guarantees, key=lambda guarantee: guarantee.epsilon)
 
     def statement(self) -> str:
         """The privacy claim in plain words, with its assumptions and limits.
@@ -380,21 +396,33 @@ class DPSGD:
         """Of what gets noise: the gradient, and whatever a `JointSum` adds."""
         return self.num_parameters + 3
 
+    @property
+    def _larger_sizes(self) -> tuple[int, ...]:
+        """For each pair of neighbours, the size of the larger one."""
+        if self.neighboring_relation is _Relation.ADD_OR_REMOVE_ONE:
+            return self.num_examples, self.num_examples + 1
+        return (self.num_examples,)
+
     @functools.cached_property
     def _largest_batch(self) -> int:
+        num_examples = max(self._larger_sizes)
         if self.truncated_batch_size is not None:
-            return min(self.truncated_batch_size, self.num_examples)
+            return min(self.truncated_batch_size, num_examples)
         return accounting.choose_truncated_batch_size(
-            self.num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
+            num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
         )
 
     def _event(
-        self, noise_multiplier: float, steps: int | None = None
+        self,
+        noise_multiplier: float,
+        steps: int | None = None,
+        *,
+        num_examples: int,
     ) -> dp_accounting.DpEvent:
         steps = self.iterations if steps is None else steps
         if not math.isfinite(self._l2_norm_bound):
             return dp_accounting.NonPrivateDpEvent()
-        if self._largest_batch >= self.num_examples:
+        if self._largest_batch >= num_examples:
             return accounting.dpsgd_event(
                 noise_multiplier, steps, sampling_prob=self.sampling_prob
             )
@@ -402,6 +430,6 @@ class DPSGD:
             noise_multiplier,
             steps,
             sampling_prob=self.sampling_prob,
-            num_examples=self.num_examples,
+            num_examples=num_examples,
             truncated_batch_size=self._largest_batch,
         )

@@ -89,9 +89,11 @@ def measure_microbatch_sizes(
         sizes=sizes,
         fix="Use (2, 8, 32).",
     )
-    for size in sizes:
+    sizes = [
         _validate.positive_integer(size=size, fix="Use divisors of the batch size.")
-    _validate.positive_integer(rounds=rounds, fix="Use 3.")
+        for size in sizes
+    ]
+    rounds = _validate.positive_integer(rounds=rounds, fix="Use 3.")
     arrays = jax.tree.map(_as_array, args)
     programs = {
         size: jax.jit(_as_function(make_fn(size))).lower(*arrays).compile()

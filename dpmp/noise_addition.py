@@ -105,19 +105,20 @@ def gaussian_privatizer(
       privacy](https://arxiv.org/abs/2004.00010)
     """
     if l2_sensitivity is not None:
-        _validate.positive(
+        l2_sensitivity = _validate.positive(
             l2_sensitivity=l2_sensitivity, fix="Use clipped_grad(...).sensitivity()."
         )
+    stddev = _check_stddev(stddev)
 
     def add_noise(leaves: list[Any], noise_state: NoiseState) -> list[jax.Array]:
         noise_multiplier = _LARGEST_NOISE_MULTIPLIER
         if l2_sensitivity is not None:
-            noise_multiplier = float(stddev) / float(l2_sensitivity)
+            noise_multiplier = stddev / l2_sensitivity
         snap_cost = noise_multiplier * math.sqrt(num_entries(leaves))
-        on_grids, widened = [], Fraction(float(stddev))
+        on_grids, widened = [], Fraction(stddev)
         for leaf in leaves:
             if not isinstance(leaf, GridArray):
-                leaf, width = _snap(leaf, float(stddev), snap_cost)
+                leaf, width = _snap(leaf, stddev, snap_cost)
                 widened = width * Fraction(leaf.unit)
             on_grids.append(leaf)
         # What moves some leaves apart concerns all of them.
@@ -160,7 +161,7 @@ def continuous_gaussian_privatizer(
       [Mironov: On significance of the least significant bits for differential
       privacy](https://doi.org/10.1145/2382196.2382264)
     """
-    noise_dtype = _check_noise_dtype(dtype)
+    stddev, noise_dtype = _check_stddev(stddev), _check_noise_dtype(dtype)
 
     def add_noise(leaves: list[Any], noise_state: NoiseState) -> list[jax.Array]:
         step_key = jax.random.fold_in(noise_state.prng_key, noise_state.step)
@@ -184,9 +185,6 @@ def _privatizer(
     prng_key: jax.Array | None,
 ) -> optax.GradientTransformation:
     """The optax transformation that applies `add_noise` to the leaves of a sum."""
-    _validate.nonnegative(
-        stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
-    )
     if prng_key is not None:
         _random.check_key(prng_key)
 
@@ -290,6 +288,12 @@ def num_entries(sum_of_clipped_grads: PyTree) -> int:
     """How many entries a sum has, whatever it is written down in."""
     leaves = jax.tree.leaves(sum_of_clipped_grads, is_leaf=_is_sum)
     return sum(math.prod(jax.eval_shape(_to_float, leaf).shape) for leaf in leaves)
+
+
+def _check_stddev(stddev: float) -> float:
+    return _validate.nonnegative(
+        stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
+    )
 
 
 def _check_noise_dtype(dtype: Any) -> Any:

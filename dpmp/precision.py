@@ -98,7 +98,8 @@ class Policy:
             fix='Write ("embed",) for a single one.',
         )
         object.__setattr__(self, "float32_paths", tuple(self.float32_paths))
-        _float8.check_scale(self.float8_scale)
+        scale = _float8.check_scale(self.float8_scale)
+        object.__setattr__(self, "float8_scale", scale)
         _validate.check_x64(self.param_dtype, "float64 parameters")
 
     @classmethod

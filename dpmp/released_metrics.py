@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from dpmp import _validate, loss_scaling
 from dpmp._clipped_sum import Outputs
 from dpmp._grid import Grid, GridArray
+from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 
 # Of the grid of a metric: fine for a mean, and no batch is too large for its sums.
@@ -84,11 +85,15 @@ class ReleasedMetrics:
 
     def __post_init__(self):
         if self.largest_loss is not None:
-            _validate.positive(
+            largest_loss = _validate.positive(
                 largest_loss=self.largest_loss,
                 fix="Use a public guess, such as the loss of random predictions.",
             )
-        _validate.positive(norm_share=self.norm_share, fix="Use 0.1, for example.")
+            object.__setattr__(self, "largest_loss", largest_loss)
+        norm_share = _validate.positive(
+            norm_share=self.norm_share, fix="Use 0.1, for example."
+        )
+        object.__setattr__(self, "norm_share", norm_share)
         _validate.require(
             bool(self.names),
             "at least one metric must be released",
@@ -114,6 +119,7 @@ class ReleasedMetrics:
 
     def joint_norm_bound(self, l2_norm_bound: float) -> float:
         """The largest contribution of an example to the sum and its metrics."""
+        l2_norm_bound = as_real(l2_norm_bound)
         if not self._paid:
             return l2_norm_bound
         # Two roundings at most, and upwards.
@@ -123,6 +129,8 @@ class ReleasedMetrics:
         self, name: str, noise_multiplier: float, expected_batch_size: float
     ) -> float:
         """Standard deviation of the noise of a metric, in its own unit."""
+        noise_multiplier = as_real(noise_multiplier)
+        expected_batch_size = as_real(expected_batch_size)
         if name == "overflowed":
             return noise_multiplier * (1 + self.widening) / expected_batch_size
         unit = self.largest_loss if name == "loss" and self.largest_loss else 1.0
@@ -155,16 +163,21 @@ class ReleasedMetrics:
         }
         largest = self._largest(l2_norm_bound)
         unit = Grid.from_bounds([largest], largest, _RESOLUTION).unit
+        # In 64-bit mode, a sum of int32 would be int64.
         return {
             name: GridArray(
-                jnp.sum(jnp.round(shares[name] * _RESOLUTION).astype(jnp.int32)), unit
+                jnp.sum(
+                    jnp.round(shares[name] * _RESOLUTION).astype(jnp.int32),
+                    dtype=jnp.int32,
+                ),
+                unit,
             )
             for name in self._paid
         }
 
     def _largest(self, l2_norm_bound: float) -> float:
         """The largest contribution to one metric: their norm is below k together."""
-        k = self.norm_share * loss_scaling.contribution(l2_norm_bound)
+        k = self.norm_share * loss_scaling.contribution(as_real(l2_norm_bound))
         return k / math.sqrt(max(len(self._paid), 1)) * (1 - 2.0**-50)
 
     def means(
@@ -178,6 +191,8 @@ class ReleasedMetrics:
           expected_batch_size: what the mean is taken over; the size of a batch is not
             to be known.
         """
+        l2_norm_bound = as_real(l2_norm_bound)
+        expected_batch_size = as_real(expected_batch_size)
         units = {"loss": self.largest_loss or 1.0, "clipped": 1.0}
         means = {
             name: noisy.metrics[name]

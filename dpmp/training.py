@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from dpmp import (
+    _fingerprint,
     _float8,
     _jaxpr,
     _random,
@@ -25,7 +26,9 @@ from dpmp import (
     devices,
     loss_scaling,
 )
+from dpmp._numbers import as_number
 from dpmp._progress import Progress
+from dpmp._settled import places, put_together, strongly_typed
 from dpmp._source import Source as Source  # to users, it is dpmp.training.Source
 from dpmp._source import as_source, load_batch
 from dpmp._state import SensitiveOutputs as SensitiveOutputs
@@ -88,6 +91,7 @@ class DPTrainer:
     loss_scale: LossScale | DynamicScale | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
         devices.check_device_runs(self.policy.compute_dtype)
         if self.policy.float8_scale is not None and not _float8.is_native():
             warnings.warn(
@@ -131,13 +135,15 @@ class DPTrainer:
         _random.check_key(prng_key)
         noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
         params = jax.tree.map(jnp.copy, self.policy.cast_to_param(params))
-        return TrainingState(
+        state = TrainingState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             # Copied, since a transformation may keep the parameters themselves, and
             # all arrays of the state are donated.
-            opt_state=jax.tree.map(
-                jnp.copy, self.optimizer.init(self.policy.cast_to_update(params))
+            opt_state=strongly_typed(
+                jax.tree.map(
+                    jnp.copy, self.optimizer.init(self.policy.cast_to_update(params))
+                )
             ),
             noise_state=self.mechanism.privatizer(noise_key).init(params),
             sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
@@ -147,10 +153,18 @@ class DPTrainer:
             ),
             scale_state=self._dynamic_scale and self._dynamic_scale.init(),
             metrics={
-                name: jnp.full((), jnp.nan) for name in self.mechanism.metric_names
+                name: jnp.full((), jnp.nan, jnp.float32)
+                for name in self.mechanism.metric_names
             },
             update_key=update_key if self.policy.stochastic_rounding else None,
+            fingerprint=jnp.asarray(_fingerprint.fingerprint(self._facts)),
         )
+        return put_together(state)
+
+    @functools.cached_property
+    def _facts(self) -> dict[str, str]:
+        """What the claim about the steps rests on, besides their number."""
+        return _fingerprint.facts_of(self.mechanism, self.policy, self.loss_scale)
 
     @property
     def _dynamic_scale(self) -> DynamicScale | None:
@@ -172,8 +186,11 @@ class DPTrainer:
           The state after.
 
         Raises:
-          ValueError: for a batch of another size, and after the last step.
+          ValueError: for a batch of another size, or of other shapes or dtypes than
+            those before; after the last step; and for a state that `fit` would not
+            continue.
         """
+        _fingerprint.check(state.fingerprint, self._facts)
         _validate.require(
             int(state.step) < self.mechanism.iterations,
             f"step must be below iterations = {self.mechanism.iterations}",
@@ -223,12 +240,16 @@ class DPTrainer:
           The state after `stop_at` steps.
 
         Raises:
-          ValueError: for a dataset of another size than the mechanism accounts for, and
-            for steps beyond the last.
+          ValueError: for a dataset of another size than the mechanism accounts for;
+            batches that differ in their shapes or dtypes; steps beyond the last; and a
+            state whose past steps were made with another mechanism, policy or loss
+            scale. Of these, `delta`, `iterations`, and how batches are cut into
+            microbatches may change.
         """
         mechanism = self.mechanism
+        _fingerprint.check(state.fingerprint, self._facts)
         start = int(state.step)
-        stop = mechanism.iterations if stop_at is None else stop_at
+        stop = mechanism.iterations if stop_at is None else as_number(stop_at)
         _validate.require(
             _validate.is_integer(stop) and start <= stop <= mechanism.iterations,
             f"stop_at must be from the current step to {mechanism.iterations}",
@@ -286,15 +307,25 @@ class DPTrainer:
                 f"padding in is_padding_example."
             )
         batch = jax.tree.map(jnp.asarray, batch)
-        signature = str(jax.tree.map(jax.typeof, (state, batch)))
-        if signature not in self._programs:
-            self._programs[signature] = self._make_program(state, batch)
-        program, constants = self._programs[signature]
-        return program(state, batch, jnp.asarray(is_padding), constants)
+        state = put_together(state, batch)
+        of_state, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
+        compiled = self._programs.get(of_state)
+        compiled = compiled or (of_batch, *self._make_program(state, batch))
+        compiled_for, program, constants = compiled
+        # Nothing of the batch may be shown: its shapes may tell what is in it.
+        if of_batch != compiled_for:
+            raise ValueError(
+                "all batches must have the same tree, shapes and dtypes, or compiling "
+                "would show what is in them. Pad examples to one size (see "
+                "dpmp.training.Source); use another DPTrainer for other data."
+            )
+        outputs = program(state, batch, jnp.asarray(is_padding), constants)
+        self._programs[of_state] = compiled  # now that it runs
+        return outputs
 
     @functools.cached_property
-    def _programs(self) -> dict[str, tuple[jax.stages.Wrapped, list[Any]]]:
-        """Compiled steps by shapes and dtypes; one, in an ordinary run."""
+    def _programs(self) -> dict[str, tuple[str, jax.stages.Wrapped, list[Any]]]:
+        """The compiled step, and the types of its batch, by those of the state."""
         return {}
 
     def _make_program(
@@ -315,7 +346,8 @@ class DPTrainer:
                 functools.partial(loss_fn, constants), state, batch, is_padding
             )
 
-        return jax.jit(step, donate_argnums=0), constants
+        program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
+        return program, constants
 
     def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
         """What the loss is given."""
@@ -359,7 +391,7 @@ class DPTrainer:
         new_state = TrainingState(
             step=state.step + 1,
             params=self._apply(updates, state),
-            opt_state=opt_state,
+            opt_state=strongly_typed(opt_state),
             noise_state=noise_state,
             sampling_key=state.sampling_key,
             model_key=state.model_key,
@@ -371,6 +403,7 @@ class DPTrainer:
             ),
             metrics=released.metrics,
             update_key=state.update_key,
+            fingerprint=state.fingerprint,
         )
         return new_state, (sensitive.values, sensitive.grad_norms)
 

@@ -173,7 +173,7 @@ class TestEpsilon:
         assert 2.1245151 <= guarantee.epsilon < 2.1245151 * (1 + 3e-5)
         assert guarantee.accountant == PLD
         assert guarantee.delta == 1e-6
-        assert guarantee.neighboring_relation == "ADD_OR_REMOVE_ONE"
+        assert guarantee.neighboring_relation == "REPLACE_SPECIAL"
         coarse = pld.PLDAccountant(value_discretization_interval=1e-3).compose(event)
         assert coarse.get_epsilon(1e-6) == pytest.approx(2.12525144, abs=1e-7)
 

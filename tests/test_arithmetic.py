@@ -63,7 +63,7 @@ def test_what_does_not_go_together_is_refused(options, match):
 
 def test_functions_without_gradients_have_no_bounded_sums():
     with pytest.raises(ValueError, match="for gradients that are never formed"):
-        clipped_fun(lambda x: x, accumulator="bounded")
+        clipped_fun(lambda x: x, l2_clip_norm=1.0, accumulator="bounded")
 
 
 def test_a_grid_too_coarse_for_the_parameters_is_refused():

@@ -320,7 +320,7 @@ def test_a_naive_float32_sum_exceeds_the_sensitivity():
 
 
 def test_a_sum_whose_rounding_costs_too_much_is_refused():
-    fun = clipped_fun(lambda x: x, microbatch_size=1)
+    fun = clipped_fun(lambda x: x, l2_clip_norm=1.0, microbatch_size=1)
     with pytest.raises(ValueError, match="rounding may cost a sum"):
         fun(jnp.ones((4096, 3)))
 
@@ -336,12 +336,15 @@ def test_the_sensitivity_is_the_clip_norm_and_twice_it_for_replace_one():
 
 
 def test_the_sensitivity_without_nan_safety_is_infinite():
-    assert clipped_fun(lambda x: x, nan_safe=False).sensitivity() == math.inf
+    assert (
+        clipped_fun(lambda x: x, l2_clip_norm=1.0, nan_safe=False).sensitivity()
+        == math.inf
+    )
 
 
 def test_unknown_relations_are_refused():
     with pytest.raises(ValueError, match="neighboring_relation must be"):
-        clipped_fun(lambda x: x).sensitivity("replace")
+        clipped_fun(lambda x: x, l2_clip_norm=1.0).sensitivity("replace")
 
 
 # Against the oracle.
@@ -528,7 +531,11 @@ def test_aux_has_one_leading_axis_of_examples(keep_batch_dim, microbatch_size):
         return x, {"x": x, "mean": jnp.mean(x), "matrix": jnp.ones((2, 3)), "py": 1.0}
 
     clipped = clipped_fun(
-        fun, True, keep_batch_dim=keep_batch_dim, microbatch_size=microbatch_size
+        fun,
+        True,
+        l2_clip_norm=1.0,
+        keep_batch_dim=keep_batch_dim,
+        microbatch_size=microbatch_size,
     )
     _, aux = clipped(jnp.asarray(_X))
     assert jax.tree.map(jnp.shape, aux) == {
@@ -540,12 +547,19 @@ def test_aux_has_one_leading_axis_of_examples(keep_batch_dim, microbatch_size):
     np.testing.assert_array_equal(aux["x"], _X)
 
 
+def test_a_clip_norm_has_no_default():
+    for transformation in (clipped_fun, clipped_grad):
+        with pytest.raises(TypeError, match="l2_clip_norm"):
+            transformation(jnp.sum)
+
+
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("return_norms", [False, True])
 def test_clipped_fun_returns_what_is_asked_for(has_aux, return_norms):
     fun = clipped_fun(
         lambda x: (x, x[0]) if has_aux else x,
         has_aux,
+        l2_clip_norm=1.0,
         keep_batch_dim=False,
         return_norms=return_norms,
     )
@@ -604,6 +618,7 @@ def test_an_empty_batch_gives_zero(microbatch_size, has_aux):
     fun = clipped_fun(
         lambda x, key: (x, jax.random.uniform(key)) if has_aux else x,
         has_aux,
+        l2_clip_norm=1.0,
         keep_batch_dim=False,
         microbatch_size=microbatch_size,
         prng_argnum=1,
@@ -636,7 +651,9 @@ def test_microbatches_of_padding_are_skipped():
         jax.debug.callback(lambda x: seen.append(float(x)), x)
         return x
 
-    clipped = clipped_fun(fun, microbatch_size=2, keep_batch_dim=False)
+    clipped = clipped_fun(
+        fun, l2_clip_norm=1.0, microbatch_size=2, keep_batch_dim=False
+    )
     is_padding = np.array([False, False, True, True, True, False])
     total = _jit(clipped)(jnp.arange(6.0) / 8, is_padding_example=is_padding)
     jax.block_until_ready(total)
@@ -685,7 +702,7 @@ def test_each_example_has_a_key_of_its_own_whatever_the_microbatch(make_key):
         return x + noise, noise
 
     drawn = [
-        clipped_fun(fun, True, prng_argnum=1, microbatch_size=size)(
+        clipped_fun(fun, True, l2_clip_norm=1.0, prng_argnum=1, microbatch_size=size)(
             jnp.asarray(_X), make_key(0)
         )[1]
         for size in (None, 1, 3)
@@ -703,13 +720,15 @@ def test_an_axis_name_is_passed_to_vmap():
 @pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.uint32, jnp.bfloat16])
 def test_batches_of_any_dtype_are_taken(dtype):
     x = jnp.asarray([[0, 1], [1, 1]], dtype)
-    fun = clipped_fun(lambda x: x.astype(jnp.float32), keep_batch_dim=False)
+    fun = clipped_fun(
+        lambda x: x.astype(jnp.float32), l2_clip_norm=1.0, keep_batch_dim=False
+    )
     expected = np.sqrt(0.5) * _target(1.0) + np.array([0.0, _target(1.0)])
     np.testing.assert_allclose(fun(x), expected, rtol=_LARGEST_LOSS + 1e-7)
 
 
 def test_batches_may_hold_arrays_without_entries():
-    fun = clipped_fun(lambda batch: batch["x"], keep_batch_dim=False)
+    fun = clipped_fun(lambda batch: batch["x"], l2_clip_norm=1.0, keep_batch_dim=False)
     total = fun({"extras": jnp.zeros((_SIZE, 0)), "x": jnp.asarray(_X)})
     assert total.shape == (3,)
 
@@ -729,6 +748,7 @@ def test_half_precision_is_moved_and_widened_but_never_computed_with(
 ):
     fun = clipped_fun(
         lambda x: x,
+        l2_clip_norm=1.0,
         return_norms=True,
         keep_batch_dim=False,
         microbatch_size=microbatch_size,
@@ -747,7 +767,11 @@ def test_half_precision_is_moved_and_widened_but_never_computed_with(
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    "make", [clipped_fun, functools.partial(clipped_grad, l2_clip_norm=1.0)]
+    "make",
+    [
+        functools.partial(clipped_fun, l2_clip_norm=1.0),
+        functools.partial(clipped_grad, l2_clip_norm=1.0),
+    ],
 )
 def test_half_precision_sums_are_refused(make, dtype):
     with pytest.raises(ValueError, match="dtype must be float32 or float64"):
@@ -801,7 +825,7 @@ def test_values_are_not_traced_again():
 @pytest.mark.parametrize("argnums", [-1, (), (0, -2), (True,)])
 def test_positions_that_are_no_positions_are_refused(argnums):
     with pytest.raises(ValueError, match="positions, counted from 0"):
-        clipped_fun(lambda x: x, batch_argnums=argnums)
+        clipped_fun(lambda x: x, l2_clip_norm=1.0, batch_argnums=argnums)
     with pytest.raises(ValueError, match="positions, counted from 0"):
         clipped_grad(_loss, argnums, l2_clip_norm=1.0)
 
@@ -822,19 +846,19 @@ def test_unknown_methods_are_refused():
 @pytest.mark.parametrize("microbatch_size", [0, -1, 2.0, True])
 def test_microbatch_sizes_that_are_not_positive_integers_are_refused(microbatch_size):
     with pytest.raises(ValueError, match="microbatch_size must be an integer of at"):
-        clipped_fun(lambda x: x, microbatch_size=microbatch_size)
+        clipped_fun(lambda x: x, l2_clip_norm=1.0, microbatch_size=microbatch_size)
 
 
 def test_missing_arguments_are_refused():
     with pytest.raises(ValueError, match="at least 2 positional arguments"):
         clipped_grad(_loss, l2_clip_norm=1.0)(_PARAMS)
     with pytest.raises(ValueError, match="at least 2 positional arguments"):
-        clipped_fun(lambda x, y: x, batch_argnums=(0, 1))(jnp.ones(3))
+        clipped_fun(lambda x, y: x, l2_clip_norm=1.0, batch_argnums=(0, 1))(jnp.ones(3))
 
 
 def test_microbatch_sizes_that_do_not_divide_the_batch_are_refused():
     with pytest.raises(ValueError, match="microbatch_size must divide the batch size"):
-        clipped_fun(lambda x: x, microbatch_size=4)(jnp.ones(6))
+        clipped_fun(lambda x: x, l2_clip_norm=1.0, microbatch_size=4)(jnp.ones(6))
 
 
 @pytest.mark.parametrize(
@@ -842,24 +866,28 @@ def test_microbatch_sizes_that_do_not_divide_the_batch_are_refused():
 )
 def test_batches_without_one_leading_axis_are_refused(batch):
     with pytest.raises(ValueError, match="one leading axis of the same size"):
-        clipped_fun(lambda x: x)(batch)
+        clipped_fun(lambda x: x, l2_clip_norm=1.0)(batch)
 
 
 def test_padding_of_another_size_is_refused():
     with pytest.raises(ValueError, match="one leading axis of the same size"):
-        clipped_fun(lambda x: x)(jnp.ones(3), is_padding_example=np.zeros(2, bool))
+        clipped_fun(lambda x: x, l2_clip_norm=1.0)(
+            jnp.ones(3), is_padding_example=np.zeros(2, bool)
+        )
 
 
 def test_padding_that_is_not_bool_is_refused():
     with pytest.raises(ValueError, match="is_padding_example must be a bool array"):
-        clipped_fun(lambda x: x)(jnp.ones(3), is_padding_example=np.zeros(3))
+        clipped_fun(lambda x: x, l2_clip_norm=1.0)(
+            jnp.ones(3), is_padding_example=np.zeros(3)
+        )
 
 
 def test_trees_without_arrays_are_refused():
     with pytest.raises(ValueError, match="pytree must hold at least one array"):
         clip_pytree({}, 1.0)
     with pytest.raises(ValueError, match="output of fun must hold at least one"):
-        clipped_fun(lambda x: None)(jnp.ones(3))
+        clipped_fun(lambda x: None, l2_clip_norm=1.0)(jnp.ones(3))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64])
@@ -870,7 +898,7 @@ def test_leaves_that_are_not_float_are_refused_by_name(dtype):
     with pytest.raises(ValueError, match="argument 0 must be a real float array"):
         clipped_grad(_loss, l2_clip_norm=1.0)({"w": bad}, _X)
     with pytest.raises(ValueError, match="output of fun must be a real float array"):
-        clipped_fun(lambda x: x)(bad)
+        clipped_fun(lambda x: x, l2_clip_norm=1.0)(bad)
     with pytest.raises(ValueError, match="pre_clipping_transform must be a real"):
         _cheap_sum(_X, pre_clipping_transform=lambda g: bad)
 

@@ -25,7 +25,12 @@ _RESOLUTIONS = (1000, DEFAULT_RESOLUTION, 2**17 + 1, LARGEST_RESOLUTION)
 
 @functools.cache
 def _exact_sum_fn(**kwargs):
-    fn = clipped_fun(lambda x: x, keep_batch_dim=False, accumulator="exact", **kwargs)
+    fn = clipped_fun(
+        lambda x: x,
+        keep_batch_dim=False,
+        accumulator="exact",
+        **{"l2_clip_norm": 1.0, **kwargs},
+    )
     return jax.jit(fn.__call__)
 
 
@@ -280,7 +285,9 @@ def test_padding_does_not_change_a_bit(batch, microbatch_size):
 
 
 def test_compilation_does_not_change_a_bit(batch):
-    fn = clipped_fun(lambda x: x, keep_batch_dim=False, accumulator="exact")
+    fn = clipped_fun(
+        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, accumulator="exact"
+    )
     _assert_same(fn(batch), _exact_sum(batch))
 
 
@@ -293,7 +300,9 @@ def test_examples_one_by_one_add_up_to_the_same_bits(batch):
 
 
 def test_mapping_over_batches_does_not_change_a_bit(batch):
-    fn = clipped_fun(lambda x: x, keep_batch_dim=False, accumulator="exact")
+    fn = clipped_fun(
+        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, accumulator="exact"
+    )
     batches = jax.tree.map(lambda x: x.reshape(2, 8, -1), batch)
     halves = jax.jit(jax.vmap(fn.__call__))(batches)
     total = jax.tree.map(lambda x: x[0] + x[1], halves)
@@ -374,7 +383,9 @@ def test_wrapping_around_leaves_the_sensitivity_as_it_is():
 
 
 def test_ordinary_resolutions_need_no_64_bit_numbers(batch):
-    fn = clipped_fun(lambda x: x, keep_batch_dim=False, accumulator="exact")
+    fn = clipped_fun(
+        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, accumulator="exact"
+    )
     jaxpr = jax.make_jaxpr(fn.__call__)(batch).jaxpr
     names = {v.aval.dtype.name for eqn in equations(jaxpr) for v in eqn.outvars}
     assert "int32" in names
@@ -387,7 +398,9 @@ def test_memory_is_that_of_float32_sums(dtype, resolution):
     x = jnp.ones((16, 100_000), dtype)
 
     def temporary_bytes(**kwargs):
-        fn = clipped_fun(lambda x: x + 1, keep_batch_dim=False, **kwargs)
+        fn = clipped_fun(
+            lambda x: x + 1, keep_batch_dim=False, **{"l2_clip_norm": 1.0, **kwargs}
+        )
         compiled = jax.jit(fn.__call__).lower(x).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -416,7 +429,7 @@ def test_a_dtype_contradicts_exact_sums():
     with pytest.raises(ValueError, match="dtype goes with float sums"):
         _exact_sum(jnp.ones((1, 1)), dtype=jnp.float32)
     with pytest.raises(ValueError, match='resolution with "exact"'):
-        clipped_fun(jnp.sum, resolution=10)
+        clipped_fun(jnp.sum, l2_clip_norm=1.0, resolution=10)
 
 
 def test_a_resolution_too_coarse_to_round_with_is_refused():

@@ -185,6 +185,56 @@ def test_batches_are_padded_to_a_multiple_of_the_microbatch():
             assert largest <= 1000 or truncated_batch_size is None
 
 
+def truncated_epsilon(larger_size, **fields):
+    event = accounting.truncated_dpsgd_event(
+        fields["noise_multiplier"],
+        fields["iterations"],
+        sampling_prob=fields["expected_batch_size"] / fields["num_examples"],
+        num_examples=larger_size,
+        truncated_batch_size=fields["truncated_batch_size"],
+    )
+    return accounting.get_epsilon(
+        event,
+        delta=1e-5 * (1 - 1e-4),
+        neighboring_relation=RELATIONS.ADD_OR_REMOVE_ONE,
+    ).epsilon
+
+
+# One more example costs more where batches are truncated now and then, and less where
+# all are.
+@pytest.mark.parametrize(
+    ("fields", "worst"),
+    [
+        ({"expected_batch_size": 50, "truncated_batch_size": 60}, 101),
+        ({"expected_batch_size": 100, "truncated_batch_size": 80}, 100),
+    ],
+)
+def test_truncation_is_charged_for_the_worse_neighbour(fields, worst):
+    fields |= {"num_examples": 100, "iterations": 3, "noise_multiplier": 2.0}
+    epsilons = {size: truncated_epsilon(size, **fields) for size in (100, 101)}
+    assert max(epsilons, key=epsilons.get) == worst
+    assert epsilons[worst] > 1.0001 * min(epsilons.values())
+    mechanism = make_mechanism(
+        **fields, neighboring_relation=RELATIONS.ADD_OR_REMOVE_ONE
+    )
+    assert mechanism.guarantee(delta=1e-5).epsilon == epsilons[worst]
+    calibrated = mechanism.calibrate(epsilon=3.0, delta=1e-5)
+    fields["noise_multiplier"] = calibrated.noise_multiplier
+    assert 2.99 < truncated_epsilon(worst, **fields) <= 3.0
+    assert truncated_epsilon(201 - worst, **fields) <= 3.0
+
+
+def test_batches_of_all_examples_and_one_more_are_not_truncated():
+    mechanism = make_mechanism(
+        num_examples=100,
+        expected_batch_size=100,
+        noise_multiplier=1.0,
+        neighboring_relation=RELATIONS.ADD_OR_REMOVE_ONE,
+    )
+    assert mechanism.sampling.truncated_batch_size == 101
+    assert mechanism.dp_event == accounting.dpsgd_event(1.0, 100, sampling_prob=1.0)
+
+
 # Noise and sensitivity.
 
 

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import inspect
 import pathlib
 import pkgutil
 import re
@@ -77,6 +78,22 @@ def _largest_batch(accumulator, microbatch_size):
 def test_all_names_exist_and_are_documented():
     for name in dpmp.__all__:
         assert getattr(dpmp, name).__doc__, name
+
+
+def test_one_neighbouring_relation_is_the_default_everywhere():
+    relations = [
+        parameter.default
+        for fun in (
+            dpmp.DPSGD,
+            dpmp.BoundedSensitivityCallable.sensitivity,
+            dpmp.accounting.get_epsilon,
+            dpmp.accounting.calibrate_noise_multiplier,
+        )
+        for parameter in inspect.signature(fun).parameters.values()
+        if parameter.name == "neighboring_relation"
+    ]
+    assert relations == 4 * [dpmp.accounting.DEFAULT_RELATION]
+    assert dpmp.accounting.DEFAULT_RELATION.name == "REPLACE_SPECIAL"
 
 
 def test_every_module_has_a_row():

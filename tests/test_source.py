@@ -1,6 +1,7 @@
 import collections
 import io
 
+import jax
 import numpy as np
 import pytest
 
@@ -42,14 +43,45 @@ def test_a_dataset_of_another_size_is_refused(source):
         as_source(source, 12)
 
 
-def test_something_that_gives_no_examples_is_refused():
-    with pytest.raises(ValueError, match="or an object with __getitem__; got source="):
-        as_source(io.StringIO(), 12)
+class Indexable:
+    """Gives examples, and does not say how many it has."""
+
+    def __getitem__(self, indices):
+        return jax.tree.map(lambda x: x[indices], ARRAYS)
+
+
+class Sized(Indexable):
+    def __len__(self):
+        return 12
+
+
+def test_something_that_gives_no_examples_or_no_size_is_refused():
+    for source in (io.StringIO(), Indexable(), [1, 2]):
+        with pytest.raises(ValueError, match="with __getitem__ and __len__; got sourc"):
+            as_source(source, 12)
+
+
+def test_a_source_that_says_its_size_is_taken_at_its_word():
+    source = Sized()
+    assert as_source(source, 12) is source
+    assert len(as_source(ARRAYS, 12)) == 12
+    with pytest.raises(ValueError, match="source must hold the 13 examples"):
+        as_source(source, 13)
+
+
+def test_an_array_without_rows_is_refused_without_a_number():
+    class Wrong(Sized):
+        def __getitem__(self, indices):
+            return np.float32(len(indices))
+
+    with pytest.raises(ValueError, match="one row for each index") as error:
+        load_batch(Wrong(), np.array([1, 5]), 12)
+    assert not any(letter.isdigit() for letter in str(error.value))
 
 
 @pytest.mark.parametrize("num_rows", [1, 13])
 def test_rows_that_do_not_match_the_indices_are_refused_without_a_number(num_rows):
-    class Wrong:
+    class Wrong(Sized):
         def __getitem__(self, indices):
             return {name: x[:1].repeat(num_rows, 0) for name, x in ARRAYS.items()}
 

@@ -116,3 +116,30 @@ def test_it_names_the_neighbouring_relation(relation, text):
 def test_it_describes_groups_of_parameters():
     mechanism = make_mechanism(l2_clip_norm={"a": 3.0, "b": 4.0})
     assert "L2 norm of 5 in 2 groups" in mechanism.statement()
+
+
+@pytest.mark.parametrize("delta", [1.2341e-6, 9.991e-6, 1.0049e-5, 1e-5, 3e-7, 0.9994])
+def test_it_quotes_no_less_delta_than_is_spent(delta):
+    statement = statement_of(make_mechanism(delta=delta))
+    quoted = float(statement.split(")-")[0].split(", ")[-1])
+    assert delta <= quoted < 1.01 * delta
+
+
+def test_it_quotes_no_more_noise_and_no_less_sampling_than_there_is():
+    statement = statement_of(
+        make_mechanism(noise_multiplier=1.234567, num_examples=1237)
+    )
+    assert "noise multiplier 1.2345 " in statement
+    # 50 / 1237 = 0.0404203...
+    assert "with probability 0.04043 " in statement
+
+
+def test_a_number_of_examples_that_is_protected_is_not_quoted():
+    statement = statement_of(
+        make_mechanism(
+            num_examples=1237, neighboring_relation=RELATIONS.ADD_OR_REMOVE_ONE
+        )
+    )
+    assert "is public" not in statement
+    assert "The number of examples is protected with them." in statement
+    assert "1237" not in statement

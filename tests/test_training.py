@@ -130,6 +130,9 @@ class RecordingSource:
         self.requests.append(indices)
         return jax.tree.map(lambda x: x[indices], self.arrays)
 
+    def __len__(self):
+        return NUM_EXAMPLES
+
 
 def constant_gradient(params, batch):
     """A loss whose gradient is one for every parameter and example."""
@@ -599,6 +602,66 @@ def test_a_dataset_of_another_size_is_refused_before_the_state_is_donated():
     with pytest.raises(ValueError, match="source must hold the 12 examples"):
         trainer.fit(state, source, progress=False)
     assert not state.params["w"].is_deleted()
+
+
+class SourceThatVaries(RecordingSource):
+    """Gives another batch from its second on."""
+
+    def __init__(self, arrays, change):
+        super().__init__(arrays)
+        self.change = change
+
+    def __getitem__(self, indices):
+        batch = super().__getitem__(indices)
+        return self.change(batch) if len(self.requests) > 1 else batch
+
+
+CHANGES_OF_A_BATCH = {
+    "shape": lambda batch: batch | {"x": np.pad(batch["x"], [(0, 0), (0, 1)])},
+    "dtype": lambda batch: batch | {"label": batch["label"].astype(np.int8)},
+    "tree": lambda batch: batch | {"more": batch["x"]},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_A_BATCH)
+def test_batches_that_differ_in_more_than_values_are_refused(name):
+    traces = []
+
+    def loss_fn(params, batch):
+        traces.append(None)
+        return logistic_loss(params, batch | {"x": batch["x"][:, :3]})
+
+    trainer = make_trainer(loss_fn)
+    data = make_data()
+    source = SourceThatVaries(data, CHANGES_OF_A_BATCH[name])
+    counts = []
+    message = r"all batches must have the same tree, shapes and dtypes.*Pad examples"
+    with pytest.raises(ValueError, match=message) as error:
+        trainer.fit(
+            trainer.init(make_params()),
+            source,
+            progress=False,
+            callback=lambda _: counts.append(len(traces)),
+        )
+    assert counts == [len(traces)]
+    assert not any(letter.isdigit() for letter in str(error.value))
+    # A run that goes on is held to the same, and so are batches that are not loaded.
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(trainer.init(make_params()), source, progress=False)
+    batch = jax.tree.map(lambda x: x[:NUM_EXAMPLES], CHANGES_OF_A_BATCH[name](data))
+    with pytest.raises(ValueError, match=message):
+        trainer.train_step(
+            trainer.init(make_params()), batch, np.zeros(NUM_EXAMPLES, bool)
+        )
+
+
+def test_a_batch_that_does_not_run_sets_no_standard():
+    trainer = make_trainer()
+    state = trainer.init(make_params())
+    wrong = make_data() | {"x": np.ones((NUM_EXAMPLES, 2), np.float32)}
+    with pytest.raises(TypeError, match="dot_general"):
+        trainer.fit(state, wrong, progress=False, stop_at=1)
+    assert trainer.fit(state, make_data(), progress=False, stop_at=1).step == 1
 
 
 @pytest.mark.parametrize("stop_at", [7, -1, 2.5, "3"])

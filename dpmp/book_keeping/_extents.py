@@ -61,7 +61,7 @@ def measure_extents(
       ValueError: for a microbatch size that is not a positive integer, and arguments
         that `clipped_grad` would not take.
     """
-    _validate.positive_integer(
+    microbatch_size = _validate.positive_integer(
         microbatch_size=microbatch_size, fix="Use 8, for example."
     )
     batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)

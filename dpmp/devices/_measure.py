@@ -51,8 +51,8 @@ def measure_dtypes(
     device = _as_device(device)
     if size is None:
         size = 1024 if device.platform == "cpu" else 8192
-    _validate.positive_integer(size=size, fix="Leave it out for one that fits.")
-    _validate.positive_integer(rounds=rounds, fix="Use 5.")
+    size = _validate.positive_integer(size=size, fix="Leave it out for one that fits.")
+    rounds = _validate.positive_integer(rounds=rounds, fix="Use 5.")
     return DeviceReport(
         device.device_kind,
         device.platform,

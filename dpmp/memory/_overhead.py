@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _timing, _validate
+from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.clipping import clipped_grad
 
@@ -83,19 +84,25 @@ def accumulation_overhead(
       ValueError: for sizes that are no positive integers.
     """
     num_parameters = params
-    if not _validate.is_integer(params):
+    if not _validate.is_integer(params):  # an array without axes is one parameter
         num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
-    _validate.positive_integer(
+    num_parameters = _validate.positive_integer(
         num_parameters=num_parameters, fix="Count the parameters."
     )
-    _validate.positive_integer(batch_size=batch_size, fix="Count the examples.")
-    _validate.positive_integer(num_positions=num_positions, fix="Count the tokens.")
-    trainable = num_parameters if num_trainable is None else num_trainable
-    _validate.positive_integer(num_trainable=trainable, fix="Leave it out for all.")
+    batch_size = _validate.positive_integer(
+        batch_size=batch_size, fix="Count the examples."
+    )
+    num_positions = _validate.positive_integer(
+        num_positions=num_positions, fix="Count the tokens."
+    )
+    trainable = _validate.positive_integer(
+        num_trainable=num_parameters if num_trainable is None else num_trainable,
+        fix="Leave it out for all.",
+    )
     return AccumulationOverhead(
-        int(4 * batch_size * trainable),
-        int(6 * num_parameters * num_positions),
-        measured,
+        4 * batch_size * trainable,
+        6 * num_parameters * num_positions,
+        as_real(measured),
     )
 
 
@@ -125,7 +132,7 @@ def measure_accumulation_share(
     Raises:
       ValueError: for `rounds` that is no positive integer, and as `clipped_grad`.
     """
-    _validate.positive_integer(rounds=rounds, fix="Use 3.")
+    rounds = _validate.positive_integer(rounds=rounds, fix="Use 3.")
     clipped = clipped_grad(loss_fn, l2_clip_norm=1.0, **options)
     arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, batch))
     functions = {"plain": jax.grad(loss_fn), "clipped": lambda *args: clipped(*args)}

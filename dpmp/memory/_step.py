@@ -59,7 +59,7 @@ class Step:
         params = jax.eval_shape(policy.cast_to_param, params)
         batch_size = _batch_size(batch)
         if microbatch_size is not None:
-            _validate.positive_integer(
+            microbatch_size = _validate.positive_integer(
                 microbatch_size=microbatch_size,
                 fix="Use a divisor of the batch size, or None for the whole batch.",
             )

@@ -1,0 +1,51 @@
+"""Figures of a privacy claim in few digits, which never claim more than is true."""
+
+import decimal
+import math
+import sys
+
+from dpmp._numbers import as_real
+
+# Enough for every digit of a float.
+_EVERY_DIGIT = sys.float_info.max_10_exp + 4
+
+
+def round_up(epsilon: float) -> str:
+    """Epsilon to three decimals, never below its value; "inf" where it is infinite.
+
+    >>> print(round_up(3.5021), round_up(math.inf))
+    3.503 inf
+    """
+    epsilon = as_real(epsilon)
+    if math.isinf(epsilon):
+        return "inf"
+    every_digit = decimal.Context(prec=_EVERY_DIGIT)
+    return str(
+        decimal.Decimal(epsilon).quantize(
+            decimal.Decimal("0.001"), decimal.ROUND_CEILING, every_digit
+        )
+    )
+
+
+def digits_above(x: float, num_digits: int) -> str:
+    """The least number of so many digits that, read again, is not below `x`.
+
+    >>> print(digits_above(1e-5, 3), digits_above(1.2341e-6, 3))
+    1e-05 1.24e-06
+    """
+    return _digits(x, num_digits, decimal.ROUND_CEILING)
+
+
+def digits_below(x: float, num_digits: int) -> str:
+    """The largest number of so many digits that, read again, is not above `x`.
+
+    >>> print(digits_below(1.23456, 5))
+    1.2345
+    """
+    return _digits(x, num_digits, decimal.ROUND_FLOOR)
+
+
+def _digits(x: float, num_digits: int, rounding: str) -> str:
+    # From the shortest text that gives this float: 1e-5 is 0.00001 to whoever wrote it.
+    context = decimal.Context(prec=num_digits, rounding=rounding)
+    return f"{float(context.create_decimal(repr(as_real(x)))):.{num_digits}g}"

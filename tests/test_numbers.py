@@ -1,0 +1,541 @@
+"""A number means the same, whichever library's scalar it comes in."""
+
+import dataclasses
+import math
+from fractions import Fraction
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import dpmp
+from dpmp import accounting, batch_selection, loss_scaling, noise_addition
+from dpmp._numbers import as_number, as_real
+from dpmp.book_keeping import measure_extents
+from dpmp.memory import accumulation_overhead, estimate_memory
+from dpmp.microbatches import measure_microbatch_sizes
+from dpmp.released_metrics import ReleasedMetrics
+
+KEY = jax.random.key(3)
+KINDS = {
+    **{
+        name: getattr(np, name)
+        for name in (
+            *("float16", "float32", "float64", "longdouble"),
+            *("int8", "int16", "int32", "int64", "uint8", "uint64"),
+        )
+    },
+    "bfloat16": ml_dtypes.bfloat16,
+    "fraction": Fraction,
+    **{
+        f"array-{dtype}": lambda x, dtype=dtype: np.array(x, dtype)
+        for dtype in ("float16", "float32", "int8", "int32")
+    },
+    **{
+        f"jax-{dtype}": lambda x, dtype=dtype: jnp.array(x, dtype)
+        for dtype in ("float16", "bfloat16", "float32", "int8", "int32", "uint32")
+    },
+}
+FIELDS = {
+    "num_examples": 120,
+    "expected_batch_size": 16,
+    "iterations": 4,
+    "l2_clip_norm": 1.0,
+    "noise_multiplier": 1.0,
+}
+
+
+def dpsgd(**fields):
+    return dpmp.DPSGD(**{**FIELDS, **fields})
+
+
+def linear_loss(w, x):
+    return jnp.sum(w * x)
+
+
+def clipped(**options):
+    """The largest contribution, and a sum, of a function that clips."""
+    options = {"l2_clip_norm": 1.0, **options}
+    fun = dpmp.clipped_grad(linear_loss, **options)
+    total = fun(jnp.ones(2), jnp.ones((4, 2)))
+    return fun.l2_norm_bound, [np.asarray(x) for x in jax.tree.leaves(total)]
+
+
+def noise(privatizer):
+    total = jnp.zeros(3)
+    return np.asarray(privatizer.update(total, privatizer.init(total))[0])
+
+
+def fields_of(instance):
+    return {
+        field.name: getattr(instance, field.name)
+        for field in dataclasses.fields(instance)
+    }
+
+
+# Each takes a number, given as a Python number here, and returns what can be compared.
+INTEGERS = {
+    **{
+        f"DPSGD.{name}": (lambda x, name=name: fields_of(dpsgd(**{name: x})), 64)
+        for name in (
+            "num_examples",
+            "iterations",
+            "truncated_batch_size",
+            "microbatch_size",
+            "num_parameters",
+        )
+    },
+    "DPSGD.guarantee": (lambda x: dpsgd(delta=1e-5).guarantee(x), 2),
+    "sampling.iterations": (
+        lambda x: fields_of(batch_selection.PoissonSampling(0.5, x)),
+        3,
+    ),
+    "sampling.size": (
+        lambda x: fields_of(batch_selection.PoissonSampling(0.5, 3, x)),
+        3,
+    ),
+    **{
+        f"indices.{name}": (
+            lambda x, name=name: batch_selection.PoissonSampling(0.5, 3).indices(
+                **{"step": 1, "num_examples": 100, "key": 7, **{name: x}}
+            ),
+            2,
+        )
+        for name in ("step", "num_examples", "key")
+    },
+    "batch_iterator.num_examples": (
+        lambda x: list(batch_selection.PoissonSampling(0.5, 3).batch_iterator(x, 7)),
+        100,
+    ),
+    "pad_indices": (lambda x: batch_selection.pad_indices(np.arange(2), x), 4),
+    "dpsgd_event.iterations": (
+        lambda x: repr(accounting.dpsgd_event(1.0, x, sampling_prob=0.5)),
+        100,
+    ),
+    **{
+        f"truncated_dpsgd_event.{name}": (
+            lambda x, name=name: repr(
+                accounting.truncated_dpsgd_event(
+                    **{
+                        "noise_multiplier": 1.0,
+                        "iterations": 3,
+                        "sampling_prob": 0.5,
+                        "num_examples": 100,
+                        "truncated_batch_size": 60,
+                        **{name: x},
+                    }
+                )
+            ),
+            64,
+        )
+        for name in ("iterations", "num_examples", "truncated_batch_size")
+    },
+    "get_epsilon.event.count": (
+        lambda x: accounting.get_epsilon(
+            dp_accounting.SelfComposedDpEvent(
+                dp_accounting.SelfComposedDpEvent(
+                    dp_accounting.GaussianDpEvent(300.0), x
+                ),
+                x,
+            ),
+            delta=1e-5,
+        ),
+        100,
+    ),
+    "truncation_probability": (
+        lambda x: accounting.truncation_probability(x, 0.25, 30),
+        100,
+    ),
+    "choose_truncated_batch_size": (
+        lambda x: accounting.choose_truncated_batch_size(x, 0.25, multiple_of=x),
+        100,
+    ),
+    "clipped_grad.microbatch_size": (lambda x: clipped(microbatch_size=x), 2),
+    "clipped_grad.resolution": (
+        lambda x: clipped(accumulator="exact", resolution=x),
+        100,
+    ),
+    "clipped_grad.argnums": (
+        lambda x: dpmp.clipped_grad(
+            lambda x, w: jnp.sum(w * x), x, l2_clip_norm=1.0, batch_argnums=0
+        )(jnp.ones((2, 2)), jnp.ones(2)),
+        1,
+    ),
+    "clipped_grad.batch_argnums": (lambda x: clipped(batch_argnums=x), 1),
+    "clipped_fun.prng_argnum": (
+        lambda x: dpmp.clipped_fun(
+            lambda x, key: x * jax.random.uniform(key), l2_clip_norm=1.0, prng_argnum=x
+        )(jnp.ones((2, 1)), KEY),
+        1,
+    ),
+    "DynamicScale.growth_interval": (
+        lambda x: fields_of(loss_scaling.DynamicScale(growth_interval=x)),
+        100,
+    ),
+    **{
+        f"accumulation_overhead.{name}": (
+            lambda x, name=name: accumulation_overhead(
+                **{"params": 100, "batch_size": 100, "num_positions": 100, **{name: x}}
+            ),
+            100,
+        )
+        for name in ("batch_size", "num_positions", "num_trainable")
+    },
+}
+REALS = {
+    **{
+        f"DPSGD.{name}": (lambda x, name=name: fields_of(dpsgd(**{name: x})), 1.0)
+        for name in ("expected_batch_size", "noise_multiplier", "l2_clip_norm")
+    },
+    "DPSGD.l2_clip_norm.tree": (
+        lambda x: fields_of(dpsgd(l2_clip_norm={"a": x, "b": 2.0})),
+        1.0,
+    ),
+    "DPSGD.delta": (lambda x: fields_of(dpsgd(delta=x)), 2.0**-10),
+    "DPSGD.guarantee.delta": (lambda x: dpsgd().guarantee(delta=x), 2.0**-10),
+    "DPSGD.from_epochs": (
+        lambda x: dpmp.DPSGD.from_epochs(
+            epochs=x, num_examples=100, expected_batch_size=10, l2_clip_norm=1.0
+        ),
+        3.0,
+    ),
+    "DPSGD.calibrate.epsilon": (
+        lambda x: fields_of(dpsgd(num_examples=16).calibrate(epsilon=x, delta=1e-5)),
+        4.0,
+    ),
+    "DPSGD.calibrate.delta": (
+        lambda x: fields_of(dpsgd(num_examples=16).calibrate(epsilon=4.0, delta=x)),
+        2.0**-10,
+    ),
+    "sampling.sampling_prob": (
+        lambda x: fields_of(batch_selection.PoissonSampling(x, 3)),
+        0.5,
+    ),
+    **{
+        f"dpsgd_event.{name}": (
+            lambda x, name=name: repr(
+                accounting.dpsgd_event(
+                    **{
+                        "noise_multiplier": 1.0,
+                        "iterations": 3,
+                        "sampling_prob": 0.5,
+                        **{name: x},
+                    }
+                )
+            ),
+            0.5,
+        )
+        for name in ("noise_multiplier", "sampling_prob")
+    },
+    **{
+        f"truncated_dpsgd_event.{name}": (
+            lambda x, name=name: repr(
+                accounting.truncated_dpsgd_event(
+                    **{
+                        "noise_multiplier": 1.0,
+                        "iterations": 3,
+                        "sampling_prob": 0.5,
+                        "num_examples": 100,
+                        "truncated_batch_size": 60,
+                        **{name: x},
+                    }
+                )
+            ),
+            0.5,
+        )
+        for name in ("noise_multiplier", "sampling_prob")
+    },
+    "truncation_probability": (
+        lambda x: accounting.truncation_probability(100, x, 30),
+        0.25,
+    ),
+    "choose_truncated_batch_size": (
+        lambda x: accounting.choose_truncated_batch_size(100, x),
+        0.25,
+    ),
+    "get_epsilon.delta": (
+        lambda x: accounting.get_epsilon(dp_accounting.GaussianDpEvent(2.0), delta=x),
+        2.0**-10,
+    ),
+    "get_epsilon.event": (
+        lambda x: accounting.get_epsilon(
+            dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(x)),
+            delta=1e-5,
+        ),
+        2.0,
+    ),
+    "calibrate_noise_multiplier": (
+        lambda x: accounting.calibrate_noise_multiplier(
+            dp_accounting.GaussianDpEvent, epsilon=x, delta=1e-5
+        ),
+        2.0,
+    ),
+    "round_up": (accounting.round_up, 3.5),
+    "PrivacyGuarantee.epsilon": (
+        lambda x: fields_of(accounting.PrivacyGuarantee(x, x, "", "")),
+        0.5,
+    ),
+    "clipped_grad.l2_clip_norm": (lambda x: clipped(l2_clip_norm=x), 0.5),
+    "clipped_grad.normalize_by": (lambda x: clipped(normalize_by=x), 3.0),
+    "clipped_grad.loss_scale": (lambda x: clipped(loss_scale=x), 64.0),
+    "clip_pytree": (
+        lambda x: np.asarray(dpmp.clip_pytree(jnp.array([3.0, 4.0]), x)[0]),
+        1.0,
+    ),
+    "BoundedSensitivityCallable": (
+        lambda x: fields_of(dpmp.BoundedSensitivityCallable(linear_loss, x, False)),
+        3.0,
+    ),
+    "GridArray.unit": (lambda x: dpmp.GridArray(jnp.ones(2, jnp.int32), x).unit, 0.5),
+    "gaussian_privatizer.stddev": (
+        lambda x: noise(noise_addition.gaussian_privatizer(stddev=x, prng_key=KEY)),
+        3.0,
+    ),
+    "gaussian_privatizer.l2_sensitivity": (
+        lambda x: noise(
+            noise_addition.gaussian_privatizer(
+                stddev=3.0, prng_key=KEY, l2_sensitivity=x
+            )
+        ),
+        3.0,
+    ),
+    "continuous_gaussian_privatizer.stddev": (
+        lambda x: noise(
+            noise_addition.continuous_gaussian_privatizer(stddev=x, prng_key=KEY)
+        ),
+        3.0,
+    ),
+    "by_loss.target": (
+        lambda x: float(loss_scaling.by_loss(x)(jnp.float32(0.1))),
+        100.0,
+    ),
+    "by_loss.largest": (
+        lambda x: float(loss_scaling.by_loss(largest=x)(jnp.float32(1e-9))),
+        64.0,
+    ),
+    "in_examples": (
+        lambda x: np.asarray(loss_scaling.in_examples(jnp.float32(3), x)),
+        3.0,
+    ),
+    "count_overflows": (
+        lambda x: loss_scaling.count_overflows(jnp.ones(2), x).unit,
+        3.0,
+    ),
+    "DynamicScale.initial": (
+        lambda x: fields_of(loss_scaling.DynamicScale(initial=x)),
+        64.0,
+    ),
+    "DynamicScale.tolerated": (
+        lambda x: fields_of(loss_scaling.DynamicScale(tolerated=x)),
+        2.0,
+    ),
+    "DynamicScale.update.stddev": (
+        lambda x: [
+            np.asarray(leaf)
+            for leaf in loss_scaling.DynamicScale().update(
+                loss_scaling.DynamicScale().init(), jnp.float32(6.0), stddev=x
+            )
+        ],
+        2.0,
+    ),
+    "ReleasedMetrics.largest_loss": (
+        lambda x: fields_of(ReleasedMetrics(largest_loss=x)),
+        3.0,
+    ),
+    "ReleasedMetrics.norm_share": (
+        lambda x: fields_of(ReleasedMetrics(largest_loss=1.0, norm_share=x)),
+        0.5,
+    ),
+    "ReleasedMetrics.stddev": (
+        lambda x: ReleasedMetrics(largest_loss=1.0).stddev("loss", x, x),
+        3.0,
+    ),
+    "ReleasedMetrics.joint_norm_bound": (
+        lambda x: ReleasedMetrics(largest_loss=1.0).joint_norm_bound(x),
+        3.0,
+    ),
+    "Policy.float8_scale": (
+        lambda x: fields_of(dpmp.Policy("float32", "bfloat16", float8_scale=x)),
+        64.0,
+    ),
+}
+CASES = {
+    **{f"{name}-integer": case for name, case in INTEGERS.items()},
+    **{f"{name}-real": case for name, case in REALS.items()},
+}
+
+
+# These turn a number into a Python number, and check nothing else about it.
+UNCHECKED = {
+    "pad_indices-integer",
+    "get_epsilon.event.count-integer",
+    "clipped_fun.prng_argnum-integer",
+    "round_up-real",
+    "PrivacyGuarantee.epsilon-real",
+    "BoundedSensitivityCallable-real",
+    "GridArray.unit-real",
+    "DynamicScale.update.stddev-real",
+    "in_examples-real",
+    "count_overflows-real",
+    "ReleasedMetrics.stddev-real",
+    "ReleasedMetrics.joint_norm_bound-real",
+}
+
+
+def same(a, b):
+    """Whether two results are equal, in their types too."""
+    if isinstance(a, np.ndarray | jax.Array):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def convert(kind, value):
+    """The number as one of that kind; None if it has no such value."""
+    if "int" in kind and value != int(value):
+        return None
+    number = KINDS[kind](int(value) if "int" in kind else value)
+    return number if float(number) == value else None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_scalar_of_any_library_means_what_the_python_number_means(name):
+    fun, value = CASES[name]
+    expected = fun(value)
+    num_accepted = 0
+    for kind in KINDS:
+        number = convert(kind, value)
+        if number is None:
+            continue
+        try:
+            result = fun(number)
+        except (ValueError, TypeError):
+            # Only what is no integer may be refused, where an integer is asked for.
+            assert name.endswith("-integer"), kind
+            assert "int" not in kind, kind
+            continue
+        assert same(result, expected), kind
+        num_accepted += 1
+    assert num_accepted > 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNCHECKED])
+@pytest.mark.parametrize(
+    "truth", [True, np.bool(True), np.array(True), jnp.array(True)]
+)
+def test_truth_values_are_no_numbers(name, truth):
+    fun, _ = CASES[name]
+    with pytest.raises((ValueError, TypeError), match=r"must|positions"):
+        fun(truth)
+
+
+def test_integers_beyond_a_dtype_do_not_overflow():
+    mechanism = dpsgd(
+        iterations=np.int32(1000), num_parameters=np.int32(2**31 - 1), delta=1e-5
+    )
+    expected = dpsgd(iterations=1000, num_parameters=2**31 - 1, delta=1e-5)
+    assert mechanism == expected
+    assert mechanism.guarantee(np.int8(100)) == expected.guarantee(100)
+    assert mechanism.calibrate(epsilon=np.float32(8), delta=1e-5) == expected.calibrate(
+        epsilon=8.0, delta=1e-5
+    )
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "float32x2", "exact"])
+@pytest.mark.parametrize("kind", [np.float16, np.float32, jnp.float16, jnp.bfloat16])
+def test_noise_is_as_wide_as_that_of_a_python_number(kind, arithmetic):
+    # In float16 this standard deviation is zero.
+    fields = {"l2_clip_norm": 1e-9, "arithmetic": arithmetic}
+    expected = dpsgd(noise_multiplier=1.0, **fields)
+    mechanism = dpsgd(noise_multiplier=kind(1.0), **fields)
+    assert mechanism.stddev == expected.stddev == 1e-9 / 16
+    assert noise(mechanism.privatizer(KEY)).any()
+
+
+def test_numbers_of_a_run_may_be_of_any_library():
+    trainer = dpmp.DPTrainer(
+        mechanism=dpsgd(),
+        loss_fn=linear_loss,
+        optimizer=optax.sgd(0.1),
+        policy=dpmp.Policy.from_name("float32"),
+        loss_scale=np.float16(64.0),
+    )
+    assert type(trainer.loss_scale) is float
+    state = trainer.init(jnp.zeros(2))
+    state = trainer.fit(
+        state, np.ones((120, 2), np.float32), stop_at=np.int8(1), progress=False
+    )
+    assert state.step == 1
+
+
+def test_sizes_to_measure_may_be_of_any_library():
+    times = measure_microbatch_sizes(
+        lambda size: lambda x: x * size, jnp.ones(2), sizes=(np.int8(2),), rounds=1
+    )
+    assert [type(size) for size in times.seconds] == [int]
+    step = [
+        estimate_memory(
+            linear_loss,
+            jnp.ones(2),
+            jnp.ones((4, 2)),
+            optimizer=optax.sgd(0.1),
+            policy="float32",
+            method="per_example",
+            microbatch_size=size,
+        )
+        for size in (2, np.int8(2))
+    ]
+    assert step[0] == step[1]
+    extents = [
+        measure_extents(linear_loss, jnp.ones(2), jnp.ones((4, 2)), microbatch_size=x)
+        for x in (2, np.int8(2))
+    ]
+    np.testing.assert_array_equal(extents[0].ratios, extents[1].ratios)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float16(0.5), 0.5),
+        (np.array(3), 3),
+        (jnp.array(3, jnp.uint8), 3),
+        (Fraction(1, 2), 0.5),
+        (10**400, 10**400),
+        (math.inf, math.inf),
+    ],
+)
+def test_numbers_become_python_numbers(value, expected):
+    number = as_number(value)
+    assert type(number) is type(expected)
+    assert number == expected
+
+
+def test_reals_are_floats_and_what_floats_do_not_reach_is_no_number():
+    assert type(as_real(np.int8(3))) is float
+    assert as_real(-np.float32(np.inf)) == -math.inf
+    for value in (10**400, -(10**400), Fraction(10**400), np.longdouble("1e4000")):
+        assert math.isnan(as_real(value))
+    with pytest.raises(ValueError, match="every l2_clip_norm must be a number"):
+        dpsgd(l2_clip_norm=10**400)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "1", True, np.bool(True), np.array(True), 1j, np.ones(1), jnp.ones(2), KEY],
+)
+def test_what_is_no_number_is_left_alone(value):
+    assert as_number(value) is value
+    assert as_real(value) is value
+
+
+def test_traced_numbers_are_left_alone():
+    seen = []
+    jax.jit(lambda x: seen.append(as_number(x) is x))(1.0)
+    assert seen == [True]

@@ -1,0 +1,187 @@
+"""A state has the types of those that follow it: a run is one program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import dpmp
+from dpmp._settled import put_together, strongly_typed
+
+KEY = jax.random.key(0)
+METRICS = dpmp.ReleasedMetrics(
+    largest_loss=1.0, fraction_clipped=True, fraction_overflowed=True
+)
+
+# A counter that is weakly typed at first, as optimizers have.
+WEAK = optax.GradientTransformation(
+    lambda params: jnp.asarray(0.0), lambda u, s, p: (u, s + jnp.float32(1))
+)
+OPTIONS = {
+    "plain": {},
+    "metrics": {"released_metrics": METRICS},
+    "metrics-float32": {"released_metrics": METRICS, "arithmetic": "float32"},
+    "dynamic-scale": {"loss_scale": dpmp.loss_scaling.DynamicScale()},
+    "adam": {"optimizer": optax.adam(0.1, mu_dtype=jnp.bfloat16)},
+    "hyperparams": {
+        "optimizer": optax.inject_hyperparams(optax.adamw)(
+            learning_rate=optax.cosine_decay_schedule(0.1, 10)
+        )
+    },
+    "weak": {"optimizer": WEAK},
+    "numbers": {
+        "optimizer": optax.GradientTransformation(lambda _: 1.5, lambda u, s, _: (u, s))
+    },
+    "book-keeping": {
+        "method": "book_keeping",
+        "arithmetic": "bounded",
+        "microbatch_size": 4,
+    },
+    "bfloat16": {"policy": ("bfloat16", "bfloat16")},
+}
+WIDE = {
+    "float64": {"arithmetic": "float64"},
+    "float64-params": {
+        "policy": ("float64", "float32"),
+        "released_metrics": METRICS,
+    },
+}
+CASES = [
+    *((name, x64) for name in OPTIONS for x64 in (False, True)),
+    *((name, True) for name in WIDE),
+]
+
+
+def make_trainer(
+    *, optimizer=None, policy=("float32", "float32"), loss_scale=None, **fields
+):
+    defaults = {
+        "num_examples": 64,
+        "expected_batch_size": 8,
+        "iterations": 3,
+        "l2_clip_norm": 1.0,
+        "noise_multiplier": 1.0,
+    }
+    return dpmp.DPTrainer(
+        mechanism=dpmp.DPSGD(**{**defaults, **fields}),
+        loss_fn=lambda w, x: jnp.mean((x @ w) ** 2),
+        optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
+        policy=dpmp.Policy(*policy, stochastic_rounding=policy[0] == "bfloat16"),
+        loss_scale=loss_scale,
+    )
+
+
+def types_of(tree):
+    """By path: shape, dtype, and whether it gives way to other dtypes."""
+
+    def type_of(x):
+        aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        return aval.shape, str(aval.dtype), bool(getattr(aval, "weak_type", False))
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): type_of(x) for path, x in leaves}
+
+
+@pytest.mark.parametrize(("name", "x64"), CASES)
+def test_a_step_returns_the_types_that_init_gives(name, x64):
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("standard"):
+        trainer = make_trainer(**{**OPTIONS, **WIDE}[name])
+        state = trainer.init(jnp.ones(4, jnp.float32))
+        size = trainer.mechanism.padded_batch_size
+        batch = jnp.zeros((size, 4), jnp.float32)
+        program, constants = trainer._make_program(state, batch)
+        after, _ = jax.eval_shape(
+            program, state, batch, np.zeros(size, bool), constants
+        )
+        assert types_of(state) == types_of(after)
+        assert not any(is_weak for _, _, is_weak in types_of(state).values())
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "float64"])
+def test_metrics_are_released_in_64_bit_mode(arithmetic):
+    with jax.enable_x64(True):
+        trainer = make_trainer(released_metrics=METRICS, arithmetic=arithmetic)
+        state = trainer.init(jnp.ones(4, jnp.float32))
+        data = np.ones((64, 4), np.float32)
+        state = trainer.fit(state, data, progress=False, stop_at=1)
+        for value in state.metrics.values():
+            assert value.dtype == jnp.float32
+            assert np.isfinite(value)
+
+
+NUM_COMPILED = [0]
+
+
+def count(event, duration, **_):
+    del duration
+    NUM_COMPILED[0] += event.endswith("backend_compile_duration")
+
+
+jax.monitoring.register_event_duration_secs_listener(count)
+
+
+def mesh_of(num_devices):
+    devices = jax.devices()[:num_devices]
+    return jax.make_mesh(
+        (num_devices,), ("x",), axis_types=(AxisType.Auto,), devices=devices
+    )
+
+
+PLACES = {
+    "anywhere": lambda: None,
+    "one-device": lambda: SingleDeviceSharding(jax.devices()[1]),
+    "everywhere": lambda: NamedSharding(mesh_of(2), PartitionSpec()),
+    "sharded": lambda: NamedSharding(mesh_of(2), PartitionSpec("x")),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_is_compiled_once_wherever_it_is(place):
+    trainer = make_trainer(released_metrics=METRICS)
+    params = jnp.ones(4)
+    if PLACES[place]() is not None:
+        params = jax.device_put(params, PLACES[place]())
+    state = trainer.init(params)
+    before = jax.tree.map(lambda x: x.sharding, state)
+    counts = []
+    state = trainer.fit(
+        state,
+        np.ones((64, 4), np.float32),
+        progress=False,
+        callback=lambda _: counts.append(NUM_COMPILED[0]),
+    )
+    assert len(set(counts)) == 1
+    assert jax.tree.map(lambda x: x.sharding, state) == before
+
+
+def test_a_run_on_sharded_batches_is_compiled_once():
+    trainer = make_trainer(truncated_batch_size=8)
+    sharding = NamedSharding(mesh_of(2), PartitionSpec("x"))
+    state = trainer.init(jnp.ones(4))
+    counts = []
+    for _ in range(3):
+        batch = jax.device_put(np.ones((8, 4), np.float32), sharding)
+        state = trainer.train_step(state, batch, np.zeros(8, bool))
+        counts.append(NUM_COMPILED[0])
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_arrays_that_have_no_place_follow_those_that_do():
+    mesh = mesh_of(2)
+    placed = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("x")))
+    free, key = jnp.ones(3), jax.random.key(0)
+    moved = put_together({"placed": placed, "free": free, "key": key})
+    assert moved["placed"] is placed
+    for name in ("free", "key"):
+        assert moved[name].sharding == NamedSharding(mesh, PartitionSpec())
+    (moved,) = put_together([free], placed)
+    assert moved.sharding == NamedSharding(mesh, PartitionSpec())
+    assert put_together([free])[0] is free
+
+
+def test_weak_types_become_strong():
+    tree = strongly_typed({"weak": jnp.asarray(1.0), "number": 2, "key": KEY})
+    assert not any(is_weak for _, _, is_weak in types_of(tree).values())
+    assert tree["key"] is KEY
