@@ -1,5 +1,6 @@
 """The loop over microbatches: gradients, coefficients, selection, running sum."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ class ClippedSum:
         coefs = _clip_norms.coefficients(targets, norms)
         total = grads.weighted_sum(
             coefs,
-            keep_mask(global_norm, is_padding, self.nan_safe),
+            keep_mask(global_norm, coefs, is_padding, self.nan_safe),
             self.clip_norms.prefix,
             self.accumulator,
         )
@@ -200,10 +201,16 @@ class ClippedSum:
 
 
 def keep_mask(
-    global_norm: jax.Array, is_padding: jax.Array | None, nan_safe: bool
+    global_norm: jax.Array,
+    coefs: Sequence[jax.Array],
+    is_padding: jax.Array | None,
+    nan_safe: bool,
 ) -> jax.Array:
     """Which examples contribute: (B,) bool."""
-    keep = jnp.isfinite(global_norm) if nan_safe else jnp.full(global_norm.shape, True)
+    keep = jnp.full(global_norm.shape, True)
+    if nan_safe:
+        finite = map(jnp.isfinite, (global_norm, *coefs))
+        keep = functools.reduce(jnp.logical_and, finite)
     return keep if is_padding is None else keep & ~is_padding
 
 

@@ -168,6 +168,106 @@ def test_losses_that_are_not_finite_are_selected_away(loss, method):
     _assert_same(fun(_PARAMS, batch), expected)
 
 
+_NO_SCALES = [-2.0, -0.0, math.nan, math.inf, -math.inf]
+_WILD_SCALES = [
+    *(2.0**k for k in (41, 64, 65, 67, 100, 127, -41, -100, -126)),
+    *(3.0, 1e30, 1e-30, 1e-42, 0.0, *_NO_SCALES),
+]
+
+
+def _bilinear_loss(w, batch):
+    return jnp.sum((batch["x"] @ w) * batch["g"])
+
+
+@functools.cache
+def _make_wild_sum(method, accumulator, kind):
+    """The sum as a function of scale, batch and padding: one program."""
+
+    def total(scale, batch, is_padding):
+        fun = clipped_grad(
+            _bilinear_loss,
+            l2_clip_norm=0.01,
+            loss_scale={"array": scale, "function": lambda _: scale}[kind],
+            method=method,
+            accumulator=accumulator,
+            microbatch_size=2,
+        )
+        return fun(jnp.zeros((3, 2)), batch, is_padding_example=is_padding)
+
+    return jax.jit(total)
+
+
+def _real_values(total):
+    if isinstance(total, dpmp.GridArray):
+        return np.asarray(total.steps, np.float64) * total.unit
+    return reference.float64_values(total)
+
+
+@pytest.mark.parametrize("kind", ["array", "function"])
+@pytest.mark.parametrize(
+    ("method", "accumulator"),
+    [
+        *(("per_example", x) for x in ("float32", "float32x2", "exact")),
+        *(("book_keeping", x) for x in ("float32", "bounded")),
+    ],
+)
+def test_no_scale_makes_an_example_count_for_more(method, accumulator, kind):
+    """Nor does it change what other examples of the microbatch count for."""
+    rng = np.random.default_rng(0)
+    total = _make_wild_sum(method, accumulator, kind)
+    for sizes in ([0.1, 0.03, 1e-7, 1.0], [1e-12, 1.0, 1e-36, 0.0], [1e17, 1, 1, 1]):
+        roots = np.sqrt(sizes)[:, None, None]
+        batch = {
+            "x": jnp.asarray(roots * rng.normal(size=(4, 2, 3)), jnp.float32),
+            "g": jnp.asarray(roots * rng.normal(size=(4, 2, 2)), jnp.float32),
+        }
+        for scale in _WILD_SCALES:
+            whole = _real_values(total(scale, batch, np.zeros(4, bool)))
+            for i in range(4):
+                without = _real_values(total(scale, batch, np.arange(4) == i))
+                # Of a sum of four, each of at most the clip norm.
+                rounding = 4 * 2.0**-24
+                assert np.linalg.norm(whole - without) <= 0.01 * (1 + rounding)
+
+
+@pytest.mark.parametrize("method", _METHODS)
+@pytest.mark.parametrize("scale", _NO_SCALES)
+def test_an_example_without_a_scale_contributes_zero(method, scale):
+    def loss_scale(loss):
+        return jnp.where(loss > 1.0, jnp.asarray(scale, loss.dtype), 1.0)
+
+    fun = clipped_grad(
+        lambda w, x: jnp.sum(w * x) ** 2,
+        l2_clip_norm=1.0,
+        loss_scale=loss_scale,
+        return_grad_norms=True,
+        method=method,
+        accumulator="float32",
+    )
+    x = jnp.array([[0.5, 0.0], [3.0, 4.0], [0.0, 0.25]])
+    w = jnp.ones(2)
+    total, sensitive = jax.jit(fun.__call__)(w, x)
+    expected, _ = jax.jit(fun.__call__)(w, x, is_padding_example=np.arange(3) == 1)
+    _assert_same(total, expected)
+    np.testing.assert_array_equal(np.isfinite(sensitive.grad_norms), [1, 0, 1])
+
+
+def test_scales_are_rounded_down_to_powers_of_two_in_range():
+    given = jnp.array([3.0, 2.0**41, 1e30, 1e-30, 1e-42, 0.0, 5.5, 2.0**-40], "float32")
+    _, (_, _, scales) = jax.vmap(
+        lambda scale: loss_scaling.scaled(lambda x: (x, None), scale)(jnp.float32(1))
+    )(given)
+    expected = np.exp2([1.0, 40, 40, -40, -40, -40, 2, -40])
+    np.testing.assert_array_equal(scales, expected)
+
+
+@pytest.mark.parametrize("returned", [np.ones(3, np.float32), np.bool(1)])
+def test_a_function_that_returns_no_number_is_refused(returned):
+    fun = clipped_grad(_loss, l2_clip_norm=1.0, loss_scale=lambda _: returned)
+    with pytest.raises(ValueError, match="must be one number"):
+        fun(_PARAMS, _make_batch())
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, 3.0, 2.0**41, math.inf, math.nan, "2"])
 def test_what_is_no_power_of_two_is_refused(scale):
     with pytest.raises(ValueError, match="power of two"):
