@@ -44,6 +44,8 @@ class ClippedSum:
       batch_argnums: the arguments with an example axis.
       prng_argnum: the argument that is a key to be split over the examples.
       microbatch_size: how many examples the engine sees at a time, or None for all.
+      largest_microbatch: how many these are at most where there is no
+        `microbatch_size`, as a function of the arguments of the engine.
       nan_safe: whether examples that are not finite are selected away.
     """
 
@@ -54,6 +56,7 @@ class ClippedSum:
     prng_argnum: int | None
     microbatch_size: int | None
     nan_safe: bool
+    largest_microbatch: Callable[..., int] | None = None
 
     def __post_init__(self):
         if self.microbatch_size is not None:
@@ -76,17 +79,23 @@ class ClippedSum:
         """The sum, and what is known of each example."""
         self.accumulator.check_mode()
         batch_size = self._check_batch(args, is_padding_example)
-        size = self.microbatch_size or batch_size
-        if math.isfinite(self.clip_norms.l2_norm_bound):
-            self.accumulator.check_batch(batch_size, size)
         examples = {i: args[i] for i in self.batch_argnums}
         if self.prng_argnum is not None:
             key = args[self.prng_argnum]
             examples[self.prng_argnum] = jax.random.split(key, batch_size)
 
+        def call_args(examples):
+            return [examples.get(i, arg) for i, arg in enumerate(args)]
+
         def one_microbatch(examples, is_padding):
-            call_args = [examples.get(i, arg) for i, arg in enumerate(args)]
-            return self._one_microbatch(call_args, kwargs, is_padding)
+            return self._one_microbatch(call_args(examples), kwargs, is_padding)
+
+        size = self.microbatch_size or batch_size
+        if self.microbatch_size is None and self.largest_microbatch and batch_size:
+            largest = self.largest_microbatch(*call_args(examples), **kwargs)
+            size = largest_divisor(batch_size, largest)
+        if math.isfinite(self.clip_norms.l2_norm_bound):
+            self.accumulator.check_batch(batch_size, size)
 
         if batch_size == 0:
             total, outputs = self._empty(one_microbatch, examples)
@@ -198,6 +207,12 @@ class ClippedSum:
             fix="Pad the batch and mark the padding in is_padding_example.",
         )
         return batch_size
+
+
+def largest_divisor(batch_size: int, limit: int) -> int:
+    """The largest microbatch size of at most `limit` that divides the batch size."""
+    sizes = range(1, min(batch_size, limit) + 1)
+    return max(size for size in sizes if batch_size % size == 0)
 
 
 def keep_mask(

@@ -101,8 +101,8 @@ class Grid:
             math.isfinite(l2_norm_bound),
             "exact sums need a finite clip norm, and nan_safe=True",
             l2_norm_bound=l2_norm_bound,
-            fix='Use accumulator="float32" where nothing is to be private (in DPSGD: '
-            "without_privacy()).",
+            fix='Use accumulator="float32" where nothing is to be private (with '
+            'book-keeping "unproved_float32"; in DPSGD: without_privacy()).',
         )
         squares = [Fraction(bound) ** 2 for bound in bounds]
         total = max(sum(squares), Fraction(l2_norm_bound) ** 2)

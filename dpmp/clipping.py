@@ -9,14 +9,13 @@ sum, so that `.sensitivity()` holds for the numbers that are computed.
 """
 
 import collections
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from dpmp import _arguments, _per_example, _validate, book_keeping, loss_scaling
-from dpmp._arithmetic import check_method, get_arithmetic
+from dpmp._arithmetic import check_method, choose_arithmetic, get_arithmetic
 from dpmp._clip_norms import ClipNorms
 from dpmp._clip_pytree import clip_pytree as clip_pytree
 from dpmp._clipped_fun import clipped_fun as clipped_fun
@@ -100,13 +99,15 @@ def clipped_grad(
       - With the others, what rounding can add is taken from the clip norm: about 1e-6
         of it for the norm, and for the sum 1/128 with "float32", 2e-6 with the wider
         ones. It does not depend on the batch; batches too large for it are refused.
-      - With `method="book_keeping"`, "bounded" sums have a sensitivity that is proved
-        for the bits that are computed (`dpmp._bounded`), as long as the other examples
-        keep their places (not for ADD_OR_REMOVE_ONE). With the float ones there, it
-        holds up to ordinary rounding within a microbatch, and is not proved: what is
-        taken from the clip norm (1/256 for bfloat16, and more where a gradient is what
-        is left of much larger terms) is more than what rounding was seen to add, but
-        gradients can be made up for which it is not enough (by less than half).
+      - With `method="book_keeping"`, "bounded" sums (the default there) have a
+        sensitivity that is proved for the bits that are computed (`dpmp._bounded`), as
+        long as the other examples keep their places (not for ADD_OR_REMOVE_ONE). Float
+        sums have none that is proved, and have to be asked for by names that say so,
+        such as "unproved_float32": their sensitivity holds up to ordinary rounding
+        within a microbatch. What is taken from the clip norm (1/256 for bfloat16, and
+        more where a gradient is what is left of much larger terms) is more than what
+        rounding was seen to add, but gradients can be made up for which it is not
+        enough (by less than half).
       - Values, norms and aux are per example, depend on that example alone, and are
         sensitive.
 
@@ -137,10 +138,13 @@ def clipped_grad(
       pre_clipping_transform: applied to the gradient of each example before it is
         clipped; what it returns is what is clipped and summed.
       microbatch_size: how many examples to process at a time; must divide the batch
-        size. Bounds memory. Microbatches of padding only are skipped.
+        size. Bounds memory. Microbatches of padding only are skipped. None is for all
+        at once, or with "bounded" sums for the largest divisor of the batch size that
+        leaves gradients whole, which depends on the positions of an example (8 examples
+        of 128 positions, for instance) and is chosen when the loss is traced.
       nan_safe: selects zero for what is not finite; without it NaN goes through, for
         debugging, and `.sensitivity()` is infinite.
-      dtype: of the sum, float32 (None) or float64.
+      dtype: of a float sum, float32 (None) or float64.
       prng_argnum: the position of a random key that is split over the examples.
       spmd_axis_name: as in `jax.vmap`.
       method: the gradient engine. "per_example" (vmap) forms the gradient of every
@@ -148,9 +152,10 @@ def clipped_grad(
         which takes less time and, for what is neither wide nor multiplied by few
         positions, less memory; `book_keeping.summarize` shows what it does with a loss.
       accumulator: the arithmetic of the sum: "exact" (leaves are `GridArray`: integers
-        times a unit), "float32" (None), "float32x2" (leaves are `DoubleWord`),
-        "float64", or with book-keeping "bounded" (`GridArray`) in place of "exact";
-        see the README on which to use.
+        times a unit), "float32" (None), "float32x2" (leaves are `DoubleWord`) or
+        "float64"; with book-keeping "bounded" (None; `GridArray`), or
+        "unproved_float32", "unproved_float32x2" or "unproved_float64". See the README
+        on which to use.
       resolution: of "exact" and "bounded" sums: how many units the largest contribution
         has; 32767 (None) for "exact", 2^22 for "bounded", or up to 2^22.
 
@@ -172,6 +177,7 @@ def clipped_grad(
       [De et al.: Unlocking high-accuracy differentially private image classification,
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
+    accumulator = choose_arithmetic(method, accumulator, dtype)
     check_method(method, accumulator, pre_clipping_transform)
     if loss_scale is not None:
         loss_scaling.check(loss_scale, pre_clipping_transform)
@@ -207,20 +213,20 @@ def clipped_grad(
         clip_norms.check_prefix_of(grads)
         return grads, outputs
 
+    options = {
+        "batch_argnums": batch_argnums,
+        "prng_argnum": prng_argnum,
+        "spmd_axis_name": spmd_axis_name,
+    }
+    is_bounded = accumulator == "bounded"
+    largest_microbatch = None
     if method == "book_keeping":
-        make_engine = functools.partial(
-            book_keeping.engine,
-            loss_fn,
-            argnums=argnums,
-            is_bounded=accumulator == "bounded",
+        engine = book_keeping.engine(
+            loss_fn, argnums=argnums, is_bounded=is_bounded, **options
         )
+        largest_microbatch = engine.largest_microbatch if is_bounded else None
     else:
-        make_engine = functools.partial(_per_example.stack_engine, for_one_example)
-    engine = make_engine(
-        batch_argnums=batch_argnums,
-        prng_argnum=prng_argnum,
-        spmd_axis_name=spmd_axis_name,
-    )
+        engine = _per_example.stack_engine(for_one_example, **options)
     clipped_sum = ClippedSum(
         engine=engine if loss_scale is None else loss_scaling.unscaled(engine),
         clip_norms=clip_norms,
@@ -235,6 +241,7 @@ def clipped_grad(
         prng_argnum=prng_argnum,
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
+        largest_microbatch=largest_microbatch,
     )
     returns_aux = has_aux or return_values or return_grad_norms
 
@@ -268,5 +275,5 @@ def clipped_grad(
         clipped_grad_fn,
         l2_norm_bound,
         returns_aux,
-        keeps_places=accumulator == "bounded",
+        keeps_places=is_bounded,
     )

@@ -63,7 +63,7 @@ def test_a_scale_changes_no_bit_of_float32_gradients(loss_scale, accumulator):
 @pytest.mark.parametrize(
     "loss_scale", [2.0**-9, loss_scaling.by_loss()], ids=["static", "by_loss"]
 )
-@pytest.mark.parametrize("accumulator", [None, "bounded"])
+@pytest.mark.parametrize("accumulator", ["unproved_float32", "bounded"])
 def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, accumulator):
     kwargs = {"accumulator": accumulator, "method": "book_keeping"}
     expected = _sum(None, **kwargs)
@@ -76,9 +76,10 @@ def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, accumulator):
 )
 def test_small_gradients_do_not_vanish_in_float16(method, loss_scale):
     weight = 2.0**-20
-    wide, _ = _sum(None, weight=weight, method=method)
-    lost, _ = _sum(None, jnp.float16, weight, method=method)
-    kept, sensitive = _sum(loss_scale, jnp.float16, weight, method=method)
+    kwargs = {"method": method, "accumulator": reference.FLOAT_SUMS[method]}
+    wide, _ = _sum(None, weight=weight, **kwargs)
+    lost, _ = _sum(None, jnp.float16, weight, **kwargs)
+    kept, sensitive = _sum(loss_scale, jnp.float16, weight, **kwargs)
 
     def distance(x):
         differences = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), x, wide)
@@ -92,20 +93,21 @@ def test_small_gradients_do_not_vanish_in_float16(method, loss_scale):
 @pytest.mark.parametrize("method", _METHODS)
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_an_example_that_overflows_contributes_zero(method, microbatch_size):
-    kwargs = {"method": method, "microbatch_size": microbatch_size}
+    accumulator = f"{reference.FLOAT_SUMS[method]}x2"
+    kwargs = {
+        "method": method,
+        "microbatch_size": microbatch_size,
+        "accumulator": accumulator,
+    }
     # Float16 ends at 2^16: the gradients of the last examples are beyond it.
     scale, weight = 2.0**15, 8.0
-    total, sensitive = _sum(
-        scale, jnp.float16, weight, accumulator="float32x2", **kwargs
-    )
+    total, sensitive = _sum(scale, jnp.float16, weight, **kwargs)
     is_kept = np.isfinite(sensitive.grad_norms)
     assert 0 < np.sum(is_kept) < 6
     params, batch = jax.tree.map(
         lambda x: x.astype(jnp.float16), (_PARAMS, _make_batch(weight))
     )
-    fun = clipped_grad(
-        _loss, l2_clip_norm=4.0, loss_scale=scale, accumulator="float32x2", **kwargs
-    )
+    fun = clipped_grad(_loss, l2_clip_norm=4.0, loss_scale=scale, **kwargs)
     expected = jax.jit(fun.__call__)(params, batch, is_padding_example=~is_kept)
     _assert_same(total, expected)
 
@@ -114,7 +116,11 @@ def test_an_example_that_overflows_contributes_zero(method, microbatch_size):
 def test_contributions_have_at_most_the_clip_norm(method):
     for i in range(6):
         fun = clipped_grad(
-            _loss, l2_clip_norm=0.01, loss_scale=loss_scaling.by_loss(), method=method
+            _loss,
+            l2_clip_norm=0.01,
+            loss_scale=loss_scaling.by_loss(),
+            method=method,
+            accumulator=reference.FLOAT_SUMS[method],
         )
         total = jax.jit(fun.__call__)(
             _PARAMS, _make_batch(), is_padding_example=np.arange(6) != i
@@ -208,7 +214,7 @@ def _real_values(total):
     ("method", "accumulator"),
     [
         *(("per_example", x) for x in ("float32", "float32x2", "exact")),
-        *(("book_keeping", x) for x in ("float32", "bounded")),
+        *(("book_keeping", x) for x in ("unproved_float32", "bounded")),
     ],
 )
 def test_no_scale_makes_an_example_count_for_more(method, accumulator, kind):
@@ -242,7 +248,7 @@ def test_an_example_without_a_scale_contributes_zero(method, scale):
         loss_scale=loss_scale,
         return_grad_norms=True,
         method=method,
-        accumulator="float32",
+        accumulator=reference.FLOAT_SUMS[method],
     )
     x = jnp.array([[0.5, 0.0], [3.0, 4.0], [0.0, 0.25]])
     w = jnp.ones(2)
