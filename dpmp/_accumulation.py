@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _validate
+from dpmp import _meshes, _validate
 from dpmp._stored import StoredArray
 from dpmp._typing import PyTree, SquaredNorm
 
@@ -80,6 +80,10 @@ class Accumulator:
     def check_mode(self) -> None:
         """Raises ValueError where jax would silently narrow this accumulator."""
         _validate.check_x64(self.dtype, "float64 sums")
+
+    def check_not_mapped(self) -> None:
+        """Raises ValueError where sums of other devices would be added to this one."""
+        _meshes.check_not_mapped(f"{self.name} sums")
 
     def targets(
         self, targets: list[tuple[float, float]], num_entries: list[int]

@@ -69,6 +69,11 @@ place; a sum of the same numbers is the same whenever it is computed (on GPUs, t
 embeddings are if XLA is told so: `--xla_gpu_deterministic_ops`); examples keep their
 places (REPLACE_SPECIAL and REPLACE_ONE, not ADD_OR_REMOVE_ONE).
 
+Devices. Where a compiler divides a contraction over devices, their parts are added as
+one more step of the same sum, in whatever order: h counts these additions as well, as
+there are at most m T terms. Under `shard_map` each device has microbatches of its own,
+of which one changes; `psum` adds integers.
+
 References:
   Higham: Accuracy and stability of numerical algorithms, 2002, chapters 3 and 4.
 """
@@ -210,6 +215,9 @@ class BoundedGrid:
 
     def check_mode(self) -> None:
         """No 64-bit mode is needed."""
+
+    def check_not_mapped(self) -> None:
+        """Integers may be added over devices."""
 
     def targets(
         self, targets: list[tuple[float, float]], num_entries: list[int]

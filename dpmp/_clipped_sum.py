@@ -78,6 +78,8 @@ class ClippedSum:
     ) -> tuple[PyTree, Outputs]:
         """The sum, and what is known of each example."""
         self.accumulator.check_mode()
+        if math.isfinite(self.l2_norm_bound):
+            self.accumulator.check_not_mapped()
         batch_size = self._check_batch(args, is_padding_example)
         examples = {i: args[i] for i in self.batch_argnums}
         if self.prng_argnum is not None:
@@ -242,3 +244,20 @@ def _zero_padding(outputs: PyTree, is_padding: jax.Array | None) -> PyTree:
 
 def _zeros(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
+    """Partition specs for the arrays of a sum: those of parameters, then replicated."""
+    leaves = jax.tree.leaves(total, is_leaf=lambda x: isinstance(x, DoubleWord))
+    specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]
+    return [
+        spec
+        for leaf, spec in zip(leaves, specs, strict=True)
+        for _ in jax.tree.leaves(leaf)
+    ]
+
+
+def specs_of_examples(outputs: PyTree, batch: PyTree) -> list[jax.P]:
+    """The same for what has an example axis, from the specs of a batch."""
+    axis = jax.tree.leaves(batch)[0][:1]
+    return [jax.P(*axis)] * len(jax.tree.leaves(outputs))

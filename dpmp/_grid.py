@@ -169,6 +169,9 @@ class Grid:
     def check_mode(self) -> None:
         """Exact sums need no 64-bit mode."""
 
+    def check_not_mapped(self) -> None:
+        """Integers may be added over devices."""
+
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The sum of two parts of a batch."""
         return a + b

@@ -14,12 +14,19 @@ from typing import Any
 
 import jax
 
-from dpmp import _arguments, _per_example, _validate, book_keeping, loss_scaling
+from dpmp import (
+    _arguments,
+    _meshes,
+    _per_example,
+    _validate,
+    book_keeping,
+    loss_scaling,
+)
 from dpmp._arithmetic import check_method, choose_arithmetic, get_arithmetic
 from dpmp._clip_norms import ClipNorms
 from dpmp._clip_pytree import clip_pytree as clip_pytree
 from dpmp._clipped_fun import clipped_fun as clipped_fun
-from dpmp._clipped_sum import ClippedSum
+from dpmp._clipped_sum import ClippedSum, specs_of_examples, specs_of_sum
 from dpmp._sensitivity import BoundedSensitivityCallable as BoundedSensitivityCallable
 from dpmp._typing import PyTree
 from dpmp.loss_scaling import LossScale
@@ -90,8 +97,12 @@ def clipped_grad(
       - An example whose gradient is not finite, or whose squared norm overflows the
         norm's dtype, contributes zero, by selection. So does a padding example.
       - An empty batch, or one of padding only, gives zero.
-      - It works under `jax.jit`, with sharded arguments, and under `jax.shard_map`
-        with `check_vma=False`.
+      - It works under `jax.jit` with sharded arguments, whatever the types of the axes
+        of their mesh. Sums are sharded as the arguments that they are gradients of.
+      - It works under `jax.shard_map` with `check_vma=False` for sums of integers,
+        which `psum` may add. Float sums are refused there, as nothing covers what it
+        costs to round their sum, and for the same reason those of parts of a batch must
+        not be added outside: use `microbatch_size`.
       - With "exact" sums the clipped gradient is rounded to integers whose norm is
         checked in integer arithmetic; one that exceeded the bound all the same would
         contribute zero. The sum is the same, bit for bit, for any microbatch size,
@@ -268,11 +279,19 @@ def clipped_grad(
             outputs.aux if has_aux else None,
         )
 
+    def out_specs(specs, output):
+        total = output[0] if returns_aux else output
+        params = jax.tree.leaves([specs[i] for i in grad_argnums])
+        params = [] if pre_clipping_transform else params
+        return specs_of_sum(total, params) + specs_of_examples(
+            output[1] if returns_aux else (), specs[batch_argnums[0]]
+        )
+
     l2_norm_bound = clipped_sum.l2_norm_bound
     if released_metrics is not None:
         l2_norm_bound = released_metrics.joint_norm_bound(l2_norm_bound)
     return BoundedSensitivityCallable(
-        clipped_grad_fn,
+        _meshes.on_automatic_axes(clipped_grad_fn, out_specs),
         l2_norm_bound,
         returns_aux,
         keeps_places=is_bounded,
