@@ -34,7 +34,8 @@ class DoubleWord(NamedTuple):
 
     It is what `clipped_grad(..., accumulator="float32x2")` returns for each leaf.
     Add the noise before rounding to float32 (`dpmp.noise_addition` does): rounded
-    alone, the sum loses what the second word was for.
+    alone, the sum loses what the second word was for. Do not add two of them (`psum`
+    would add high and low words apart): nothing covers what that rounds.
     """
 
     hi: jax.Array

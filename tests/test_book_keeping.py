@@ -726,21 +726,6 @@ def test_a_sharded_batch_gives_the_same_sum(microbatch_size):
     reference.assert_trees_close(total, _oracle(_WIDE_BATCH), rtol=_TOLERANCE)
 
 
-def test_shards_are_summed_on_their_devices():
-    def sum_of_shards(batch):
-        return jax.tree.map(lambda x: jax.lax.psum(x, "data"), _sum(batch))
-
-    mapped = jax.shard_map(
-        sum_of_shards,
-        mesh=_data_mesh(),
-        in_specs=jax.P("data"),
-        out_specs=jax.P(),
-        check_vma=False,
-    )
-    total = jax.jit(mapped)(_WIDE_BATCH)
-    reference.assert_trees_close(total, _oracle(_WIDE_BATCH), rtol=_TOLERANCE)
-
-
 def test_an_axis_name_is_passed_to_vmap():
     _assert_same(_sum(spmd_axis_name="data"), _sum())
 
