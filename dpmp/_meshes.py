@@ -77,6 +77,30 @@ def on_automatic_axes(
     return wrapper
 
 
+def replicated(tree: Any, like: Any) -> Any:
+    """The tree, on the explicit mesh of other arrays, if they are on one.
+
+    A program that is given its own results again is then not compiled again.
+    """
+    meshes = [
+        x.sharding.mesh
+        for x in jax.tree.leaves(like)
+        if not isinstance(x, jax.core.Tracer)
+        and isinstance(x.sharding, jax.NamedSharding)
+        and x.sharding.mesh.explicit_axes
+    ]
+    if not meshes:
+        return tree
+
+    def place(x: jax.Array) -> jax.Array:
+        if isinstance(x.sharding, jax.NamedSharding):
+            return x
+        everywhere = jax.NamedSharding(meshes[0], jax.P(*[None] * x.ndim))
+        return jax.device_put(x, everywhere)
+
+    return jax.tree.map(place, tree)
+
+
 def shapes(tree: Any) -> Any:
     """Shapes and dtypes of arrays, without their shardings."""
 

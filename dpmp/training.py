@@ -133,7 +133,7 @@ class DPTrainer:
         _random.check_key(prng_key)
         noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
         params = jax.tree.map(jnp.copy, self.policy.cast_to_param(params))
-        return TrainingState(
+        state = TrainingState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             # Copied, since a transformation may keep the parameters themselves, and
@@ -153,6 +153,7 @@ class DPTrainer:
             },
             update_key=update_key if self.policy.stochastic_rounding else None,
         )
+        return _meshes.replicated(state, params)
 
     @property
     def _dynamic_scale(self) -> DynamicScale | None:
