@@ -104,9 +104,11 @@ def contenders(task: models.Task, batch_size: int) -> Functions:
         dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0, method="book_keeping"
     )
     for size in (None, *(n for n in (4, 8, 16) if n < batch_size)):
-        functions[_name("dpmp", size)] = clip(microbatch_size=size)
+        functions[_name("dpmp", size)] = clip(
+            microbatch_size=size, accumulator="unproved_float32"
+        )
     for size in (4, 8):
-        bounded = clip(microbatch_size=size, accumulator="bounded")
+        bounded = clip(microbatch_size=size)
         functions[_name("dpmp bounded", size)] = bounded
     return functions
 

@@ -44,9 +44,9 @@ def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     kept = functools.partial(clip, method="book_keeping")
     return {
         "plain": jax.grad(task.loss_fn),
-        "book-keeping, at once": kept(),
-        "book-keeping, 8": kept(microbatch_size=8),
-        "book-keeping, bounded, 8": kept(microbatch_size=8, accumulator="bounded"),
+        "book-keeping, at once": kept(accumulator="unproved_float32"),
+        "book-keeping, 8": kept(microbatch_size=8, accumulator="unproved_float32"),
+        "book-keeping, bounded, 8": kept(microbatch_size=8),
         "per example, 8": clip(microbatch_size=8),
     }
 
@@ -77,7 +77,10 @@ def count_products(
 ) -> dict[str, int]:
     """How many products a clipped sum has, by the function of cuBLAS that runs them."""
     grad_fn = dpmp.clipped_grad(
-        policy.in_product_precision(task.loss_fn), l2_clip_norm=1.0, method=method
+        policy.in_product_precision(task.loss_fn),
+        l2_clip_norm=1.0,
+        method=method,
+        accumulator=None if method == "per_example" else "unproved_float32",
     )
 
     def step(params: Any, batch: Any) -> Any:

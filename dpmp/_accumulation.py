@@ -1,7 +1,7 @@
 """Float sums in an order we control, with a bound on what their rounding costs.
 
-What rounding can do to a sum follows from how it is cut into blocks
-(`_reduction.py`), whatever order a compiler adds up a block in.
+What rounding can do to a sum follows from the order of its additions, which
+`_reduction.py` fixes.
 """
 
 import functools
@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _reduction, _validate
-from dpmp._reduction import Terms
+from dpmp import _meshes, _reduction, _validate
 from dpmp._stored import StoredArray
 from dpmp._typing import PyTree, SquaredNorm
 
@@ -27,7 +26,8 @@ class DoubleWord(NamedTuple):
 
     It is what `clipped_grad(..., accumulator="float32x2")` returns for each leaf.
     Add the noise before rounding to float32 (`dpmp.noise_addition` does): rounded
-    alone, the sum loses what the second word was for.
+    alone, the sum loses what the second word was for. Do not add two of them (`psum`
+    would add high and low words apart): nothing covers what that rounds.
     """
 
     hi: jax.Array
@@ -43,8 +43,8 @@ class Accumulator:
       dtype: of the output (of both words for "float32x2").
       lift: from float32 or wider terms to the accumulator's representation.
       add: the sum of two values in that representation.
-      add_block: from the terms of a block, float32 or wider, and their number to their
-        sum in that representation.
+      add_block: the sum of a few contributions, float32 or wider, in that
+        representation.
       unit_roundoff: bound on the relative error of one `add`.
       slack: the share of the clip norm that is set aside for rounding. It is the same
         for all batches: if it depended on their size, one example more would rescale
@@ -55,7 +55,7 @@ class Accumulator:
     dtype: Any
     lift: Callable[[jax.Array], PyTree]
     add: Callable[[PyTree, PyTree], PyTree]
-    add_block: Callable[[Terms, int], PyTree]
+    add_block: Callable[[list[jax.Array]], PyTree]
     unit_roundoff: float
     slack: float
 
@@ -77,6 +77,10 @@ class Accumulator:
         """Raises ValueError where jax would silently narrow this accumulator."""
         _validate.check_x64(self.dtype, "float64 sums")
 
+    def check_not_mapped(self) -> None:
+        """Raises ValueError where sums of other devices would be added to this one."""
+        _meshes.check_not_mapped(f"{self.name} sums")
+
     def targets(
         self, targets: list[tuple[float, float]], num_entries: list[int]
     ) -> list[tuple[float, float]]:
@@ -91,9 +95,12 @@ class Accumulator:
         del stack, coef, group
         return keep
 
-    def contributions(self, rows: jax.Array, coef: jax.Array) -> jax.Array:
-        """What examples add to the sum: (k, n), from rows and (k,) coefficients."""
-        return coef[:, None].astype(rows.dtype) * rows
+    def contribution(
+        self, row: jax.Array, coef: jax.Array, zero: jax.Array
+    ) -> jax.Array:
+        """What an example adds to the sum: (n,), from its entries and coefficient."""
+        del zero
+        return coef.astype(row.dtype) * row
 
     def finish(self, total: PyTree) -> PyTree:
         """The sum as users get it."""
@@ -215,15 +222,13 @@ def add_float(x: DoubleWord, y: jax.Array) -> DoubleWord:
 _add_double_words, _add_float = jax.jit(add_double_words), jax.jit(add_float)
 
 
-def _add_block_of_double_words(terms: Terms, size: int) -> DoubleWord:
-    total = _lift_to_double_word(terms(0, 1)[0])
-    for i in range(1, size):
-        total = _add_float(total, terms(i, i + 1)[0].astype(jnp.float32))
-    return total
+def _add_block_of_double_words(terms: list[jax.Array]) -> DoubleWord:
+    first, *others = (term.astype(jnp.float32) for term in terms)
+    return functools.reduce(_add_float, others, _lift_to_double_word(first))
 
 
-def _add_block_of_floats(dtype: Any, terms: Terms, size: int) -> jax.Array:
-    return _reduction.in_any_order(terms(0, size).astype(dtype), 0, jnp.add)
+def _add_block_of_floats(dtype: Any, terms: list[jax.Array]) -> jax.Array:
+    return _reduction.pairwise([term.astype(dtype) for term in terms], jnp.add)
 
 
 def _of_floats(dtype: Any, unit_roundoff: float, slack: float) -> Accumulator:

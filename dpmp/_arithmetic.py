@@ -1,5 +1,6 @@
 """Which arithmetic a sum of clipped gradients has, and which engine it goes with."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,6 +12,40 @@ from dpmp._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, Grid
 
 _METHODS = ("per_example", "book_keeping")
 _ON_GRIDS = ("exact", "bounded")
+
+# Float sums of book-keeping: whoever uses them says that nothing is proved.
+_UNPROVED = "unproved_"
+
+
+def choose_arithmetic(method: str, name: str | None, dtype: Any) -> str | None:
+    """The arithmetic of `clipped_grad`: the one that is given, or what is proved."""
+    if method != "book_keeping" or name is not None:
+        return name
+    _validate.require(
+        dtype is None,
+        "book-keeping has no proved sums of a float dtype",
+        dtype=dtype,
+        fix='Leave dtype out for "bounded" sums, or say accumulator="unproved_float32" '
+        'or "unproved_float64", or use method="per_example".',
+    )
+    return "bounded"
+
+
+def default_arithmetic(method: str) -> str:
+    """The arithmetic of `DPSGD` for a gradient engine."""
+    return "bounded" if method == "book_keeping" else "exact"
+
+
+def float_arithmetic(method: str) -> str:
+    """Where nothing is to be private."""
+    return f"{_UNPROVED}float32" if method == "book_keeping" else "float32"
+
+
+def float_accumulator(name: str | None, dtype: Any = None) -> Accumulator:
+    """The accumulator for the name of a float arithmetic, proved or not."""
+    proved = name and name.removeprefix(_UNPROVED)
+    accumulator = _accumulation.get_accumulator(proved, dtype)
+    return dataclasses.replace(accumulator, name=name or accumulator.name)
 
 
 def check_method(
@@ -31,6 +66,23 @@ def check_method(
         accumulator=accumulator,
         fix='Use "bounded" in its place (in DPSGD: arithmetic="bounded"), or '
         'method="per_example".',
+    )
+    _validate.require(
+        not is_book_keeping
+        or accumulator == "bounded"
+        or str(accumulator).startswith(_UNPROVED),
+        "the sensitivity of float sums is not proved in book-keeping",
+        method=method,
+        accumulator=accumulator,
+        fix='Use "bounded", which is, or method="per_example"; or say that you know: '
+        f'"{_UNPROVED}float32", "{_UNPROVED}float32x2" or "{_UNPROVED}float64".',
+    )
+    _validate.require(
+        is_book_keeping or not str(accumulator).startswith(_UNPROVED),
+        "float sums of gradients that are formed are proved",
+        method=method,
+        accumulator=accumulator,
+        fix=f'Use the name without "{_UNPROVED}", or method="book_keeping".',
     )
     _validate.require(
         accumulator != "bounded" or is_book_keeping,
@@ -70,7 +122,7 @@ def get_arithmetic(
         fix="Leave out the other one.",
     )
     if not is_on_grid:
-        return _accumulation.get_accumulator(name, dtype)
+        return float_accumulator(name, dtype)
     default = DEFAULT_RESOLUTION if name == "exact" else LARGEST_RESOLUTION
     grid = Grid.from_bounds(
         [bound for bound, _ in clip_norms.targets],

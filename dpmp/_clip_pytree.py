@@ -76,9 +76,10 @@ def clip_pytree(
     grads = _per_example.store_one(pytree)
     norms = grads.squared_norms(clip_norms.prefix)
     norm = _clip_norms.global_norm(norms)
+    coefs = _clip_norms.coefficients(clip_norms.targets, norms)
     clipped = grads.weighted_sum(
-        _clip_norms.coefficients(clip_norms.targets, norms),
-        _clipped_sum.keep_mask(norm, return_zero[None], nan_safe),
+        coefs,
+        _clipped_sum.keep_mask(norm, coefs, return_zero[None], nan_safe),
         clip_norms.prefix,
         _accumulation.get_accumulator(None, norm.dtype),
     )

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dpmp import _arguments, _per_example
+from dpmp import _arguments, _meshes, _per_example
 from dpmp._arithmetic import check_method, get_arithmetic
 from dpmp._clip_norms import ClipNorms
-from dpmp._clipped_sum import ClippedSum
+from dpmp._clipped_sum import ClippedSum, specs_of_examples, specs_of_sum
 from dpmp._numbers import as_number
 from dpmp._sensitivity import BoundedSensitivityCallable
 
@@ -108,6 +108,14 @@ def clipped_fun(
             return total, aux if has_aux else norms
         return total
 
+    def out_specs(specs, output):
+        total, outputs = output if has_aux or return_norms else (output, ())
+        return specs_of_sum(total, []) + specs_of_examples(
+            outputs, specs[batch_argnums[0]]
+        )
+
     return BoundedSensitivityCallable(
-        clipped_fn, clipped_sum.l2_norm_bound, has_aux or return_norms
+        _meshes.on_automatic_axes(clipped_fn, out_specs),
+        clipped_sum.l2_norm_bound,
+        has_aux or return_norms,
     )

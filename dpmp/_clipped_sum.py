@@ -1,5 +1,6 @@
 """The loop over microbatches: gradients, coefficients, selection, running sum."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class ClippedSum:
       batch_argnums: the arguments with an example axis.
       prng_argnum: the argument that is a key to be split over the examples.
       microbatch_size: how many examples the engine sees at a time, or None for all.
+      largest_microbatch: how many these are at most where there is no
+        `microbatch_size`, as a function of the arguments of the engine.
       nan_safe: whether examples that are not finite are selected away.
     """
 
@@ -53,6 +56,7 @@ class ClippedSum:
     prng_argnum: int | None
     microbatch_size: int | None
     nan_safe: bool
+    largest_microbatch: Callable[..., int] | None = None
 
     def __post_init__(self):
         if self.microbatch_size is not None:
@@ -75,18 +79,26 @@ class ClippedSum:
     ) -> tuple[PyTree, Outputs]:
         """The sum, and what is known of each example."""
         self.accumulator.check_mode()
+        if math.isfinite(self.l2_norm_bound):
+            self.accumulator.check_not_mapped()
         batch_size = self._check_batch(args, is_padding_example)
-        size = self.microbatch_size or batch_size
-        if math.isfinite(self.clip_norms.l2_norm_bound):
-            self.accumulator.check_batch(batch_size, size)
         examples = {i: args[i] for i in self.batch_argnums}
         if self.prng_argnum is not None:
             key = args[self.prng_argnum]
             examples[self.prng_argnum] = jax.random.split(key, batch_size)
 
+        def call_args(examples):
+            return [examples.get(i, arg) for i, arg in enumerate(args)]
+
         def one_microbatch(examples, is_padding):
-            call_args = [examples.get(i, arg) for i, arg in enumerate(args)]
-            return self._one_microbatch(call_args, kwargs, is_padding)
+            return self._one_microbatch(call_args(examples), kwargs, is_padding)
+
+        size = self.microbatch_size or batch_size
+        if self.microbatch_size is None and self.largest_microbatch and batch_size:
+            largest = self.largest_microbatch(*call_args(examples), **kwargs)
+            size = largest_divisor(batch_size, largest)
+        if math.isfinite(self.clip_norms.l2_norm_bound):
+            self.accumulator.check_batch(batch_size, size)
 
         if batch_size == 0:
             total, outputs = self._empty(one_microbatch, examples)
@@ -113,7 +125,7 @@ class ClippedSum:
         coefs = _clip_norms.coefficients(targets, norms)
         total = grads.weighted_sum(
             coefs,
-            keep_mask(global_norm, is_padding, self.nan_safe),
+            keep_mask(global_norm, coefs, is_padding, self.nan_safe),
             self.clip_norms.prefix,
             self.accumulator,
         )
@@ -200,11 +212,23 @@ class ClippedSum:
         return batch_size
 
 
+def largest_divisor(batch_size: int, limit: int) -> int:
+    """The largest microbatch size of at most `limit` that divides the batch size."""
+    sizes = range(1, min(batch_size, limit) + 1)
+    return max(size for size in sizes if batch_size % size == 0)
+
+
 def keep_mask(
-    global_norm: jax.Array, is_padding: jax.Array | None, nan_safe: bool
+    global_norm: jax.Array,
+    coefs: Sequence[jax.Array],
+    is_padding: jax.Array | None,
+    nan_safe: bool,
 ) -> jax.Array:
     """Which examples contribute: (B,) bool."""
-    keep = jnp.isfinite(global_norm) if nan_safe else jnp.full(global_norm.shape, True)
+    keep = jnp.full(global_norm.shape, True)
+    if nan_safe:
+        finite = map(jnp.isfinite, (global_norm, *coefs))
+        keep = functools.reduce(jnp.logical_and, finite)
     return keep if is_padding is None else keep & ~is_padding
 
 
@@ -221,3 +245,20 @@ def _zero_padding(outputs: PyTree, is_padding: jax.Array | None) -> PyTree:
 
 def _zeros(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
+    """Partition specs for the arrays of a sum: those of parameters, then replicated."""
+    leaves = jax.tree.leaves(total, is_leaf=lambda x: isinstance(x, DoubleWord))
+    specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]
+    return [
+        spec
+        for leaf, spec in zip(leaves, specs, strict=True)
+        for _ in jax.tree.leaves(leaf)
+    ]
+
+
+def specs_of_examples(outputs: PyTree, batch: PyTree) -> list[jax.P]:
+    """The same for what has an example axis, from the specs of a batch."""
+    axis = jax.tree.leaves(batch)[0][:1]
+    return [jax.P(*axis)] * len(jax.tree.leaves(outputs))

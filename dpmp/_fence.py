@@ -16,7 +16,7 @@ from dpmp._typing import PyTree
 
 
 def fence(tree: PyTree) -> PyTree:
-    """Keeps what is computed before apart from what follows, where a compiler heeds it."""
+    """Keeps what was computed apart from what follows, where a compiler heeds it."""
     return jax.lax.optimization_barrier(tree)
 
 
@@ -39,7 +39,9 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         firsts = [_first(x) for x in leaves if x.dtype == dtype and _has_numbers(x)]
         if firsts:
-            integer ^= jnp.any(jnp.concatenate(firsts) != 0).astype(jnp.uint32)
+            all_firsts = jnp.concatenate(firsts)
+            is_any = jnp.any(all_firsts != jnp.zeros_like(all_firsts))
+            integer ^= is_any.astype(jnp.uint32)
     compute, restore = _without_repetitions(compute)
     compute = jax.jit(compute)  # so that it is traced once
     shapes = jax.eval_shape(compute)

@@ -24,7 +24,6 @@ import numpy as np
 
 from dpmp import _reduction, _validate
 from dpmp._numbers import as_number, as_real
-from dpmp._reduction import Terms
 from dpmp._stored import StoredArray
 from dpmp._typing import PyTree
 
@@ -107,8 +106,8 @@ class Grid:
             math.isfinite(l2_norm_bound),
             "exact sums need a finite clip norm, and nan_safe=True",
             l2_norm_bound=l2_norm_bound,
-            fix='Use accumulator="float32" where nothing is to be private (in DPSGD: '
-            "without_privacy()).",
+            fix='Use accumulator="float32" where nothing is to be private (with '
+            'book-keeping "unproved_float32"; in DPSGD: without_privacy()).',
         )
         squares = [Fraction(bound) ** 2 for bound in bounds]
         total = max(sum(squares), Fraction(l2_norm_bound) ** 2)
@@ -175,6 +174,9 @@ class Grid:
     def check_mode(self) -> None:
         """Exact sums need no 64-bit mode."""
 
+    def check_not_mapped(self) -> None:
+        """Integers may be added over devices."""
+
     def admit(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
@@ -188,13 +190,22 @@ class Grid:
         """
         return keep & _is_within(stack, coef, self.radii[group])
 
-    def contributions(self, rows: jax.Array, coef: jax.Array) -> jax.Array:
-        """What examples add to the sum: (k, n), from rows and (k,) coefficients."""
-        return _round(rows, coef, 0)
+    def contribution(
+        self, row: jax.Array, coef: jax.Array, zero: jax.Array
+    ) -> jax.Array:
+        """What an example adds to the sum: (n,).
 
-    def add_block(self, terms: Terms, size: int) -> jax.Array:
-        """The sum of a block; integers have no order."""
-        return _reduction.in_any_order(terms(0, size), 0, jnp.add)
+        Args:
+          row: its entries.
+          coef: its coefficient.
+          zero: an int32 that the compiler does not know. It would keep the thresholds
+            of all positions in memory.
+        """
+        return _round(row[None], coef[None], zero)[0]
+
+    def add_block(self, terms: list[jax.Array]) -> jax.Array:
+        """The sum of a few contributions."""
+        return _reduction.pairwise(terms, self.add)
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The sum of two parts of a batch."""
@@ -260,6 +271,6 @@ def _round(rows: jax.Array, coef: jax.Array, start: Any) -> jax.Array:
     """
     scaled = (coef * 2.0**_FRACTION_BITS)[:, None].astype(rows.dtype) * rows
     position = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1)
-    position += jnp.asarray(start, jnp.uint32)
+    position += jnp.asarray(start).astype(jnp.uint32)
     threshold = (position * _WEYL_STEP) >> np.uint32(32 - _FRACTION_BITS)
     return (scaled.astype(jnp.int32) + threshold.astype(jnp.int32)) >> _FRACTION_BITS

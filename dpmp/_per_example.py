@@ -12,7 +12,7 @@ from dpmp import _accumulation, _packing, _reduction
 from dpmp._accumulation import Accumulator
 from dpmp._fence import behind_a_branch
 from dpmp._grid import Grid
-from dpmp._stored import StoredArray, compute_and_store, rows_of_block
+from dpmp._stored import StoredArray, compute_and_store, rows_of_block, to_float
 from dpmp._typing import GradEngine, PyTree, SquaredNorm
 
 # Arrays of this many entries or fewer are joined.
@@ -54,15 +54,16 @@ class StackedGrads:
             accumulator.admit(group.arrays, coef, keep, i)
             for i, (group, coef) in enumerate(zip(groups, coefs, strict=True))
         ]
+        masks = behind_a_branch(lambda: [_as_bits(x) for x in counted], counted)
         (batch_size,) = keep.shape
         size = _reduction.block_size(batch_size)
 
         def add_blocks(i: Any) -> list[PyTree]:
             return [
                 _add_block(
-                    x.bits, coef, counts, i, x.dtype, size=size, accumulator=accumulator
+                    x.bits, coef, mask, i, x.dtype, size=size, accumulator=accumulator
                 )
-                for group, coef, counts in zip(groups, coefs, counted, strict=True)
+                for group, coef, mask in zip(groups, coefs, masks, strict=True)
                 for x in group.arrays
             ]
 
@@ -83,25 +84,38 @@ class StackedGrads:
 def _add_block(
     bits: jax.Array,
     coef: jax.Array,
-    counts: jax.Array,
+    mask: jax.Array,
     block: Any,
     dtype: Any,
     size: int,
     accumulator: Accumulator | Grid,
 ) -> PyTree:
     """The sum of a block of examples, for one array."""
-    stored = StoredArray(bits, dtype, bits.shape[1:])
-    coef, counts = (rows_of_block(x, block, size) for x in (coef, counts))
+    rows, coef, mask = (rows_of_block(x, block, size) for x in (bits, coef, mask))
 
-    def terms(start: int, stop: int) -> jax.Array:
-        rows = stored.load_rows(block, start, stop, size)
-        terms = accumulator.contributions(rows, coef[start:stop])
-        # Selecting comes after the product: it keeps 0 * inf out of the sum, and the
-        # product from being contracted into an addition, which would break the
-        # error-free transformations of double words.
-        return jnp.where(counts[start:stop, None], terms, 0)
+    @jax.jit  # for all rows
+    def term(row: jax.Array, coef: jax.Array, mask: jax.Array) -> jax.Array:
+        zero = ~mask  # or anything, if nothing is selected
+        return _select(accumulator.contribution(to_float(row, dtype), coef, zero), mask)
 
-    return accumulator.add_block(terms, size)
+    return accumulator.add_block([term(rows[i], coef[i], mask[i]) for i in range(size)])
+
+
+def _as_bits(is_selected: jax.Array) -> jax.Array:
+    """All bits for true, none for false: int32."""
+    return -is_selected.astype(jnp.int32)
+
+
+def _select(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Zero in place of numbers whose mask is zero, be they infinite or NaN.
+
+    Their bits are selected, after the product that they are, by what the compiler knows
+    nothing of. So it cannot contract the product into an addition, which would break
+    the error-free transformations of double words.
+    """
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, integer) & mask.astype(integer)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
 class _Group(NamedTuple):

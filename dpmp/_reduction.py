@@ -1,18 +1,14 @@
 """Sums of many terms, with few roundings on any path and in programs that stay small.
 
-A sum that is written out term by term keeps its order, and takes hundreds of lines of a
-program for each array. A reduction takes one, and the compiler may add up its terms in
-whatever order it likes. So short blocks of terms are reduced, in any order, and what
-comes out of the blocks is added up in an order that is fixed here:
+A compiler adds up the terms of a reduction in whatever order it likes. It keeps the
+order of additions that are written out, but these take hundreds of lines of a program
+for each array. So short blocks of terms are written out, once for all arrays of one
+shape:
 
 - Over the entries of arrays (`sum_entries`), the sums of blocks are cut into blocks
-  again. No compiler merges two such reductions into one, as what the first one leaves
-  is split into axes before the second.
+  again, until few are left. What is left of all arrays is added up together.
 - Over the examples of a batch (`sum_examples`), a loop of a few iterations, or several
   nested ones, adds up the blocks of all arrays at once.
-
-Blocks have at most 8 terms: with more of them, LLVM neither unrolls nor vectorises the
-loop over most kinds of terms.
 """
 
 import functools
@@ -25,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp._fence import fence
-from dpmp._stored import StoredArray, columns_of
+from dpmp._stored import StoredArray, columns_of, to_float
 from dpmp._typing import PyTree
 
-# Of two scalars.
+# Elementwise.
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 # Of the examples of a block, from a start to a stop: (stop - start, n).
 Terms: TypeAlias = Callable[[int, int], jax.Array]
@@ -40,7 +36,7 @@ _BLOCK = 8
 
 # Of arrays with more entries, several blocks are added up in a loop: that takes less
 # memory, and a little more time.
-_LARGE, _BLOCKS_OF_LARGE = 2**17, 8
+_LARGE, _BLOCKS_OF_LARGE = 2**16, 8
 
 # What is left of arrays of this many entries or fewer is joined before it is added up.
 _FEW_ENTRIES = 512
@@ -49,27 +45,13 @@ _FEW_ENTRIES = 512
 _ITERATIONS = 4
 
 
-def in_any_order(terms: jax.Array, axis: int, add: Add) -> jax.Array:
-    """The sum over one axis, in an order that the compiler chooses.
-
-    Args:
-      terms: numbers of one dtype.
-      axis: to sum over.
-      add: of two scalars, commutative and, but for rounding, associative; zero is its
-        neutral element.
-    """
-    if add is jnp.add and jnp.issubdtype(terms.dtype, jnp.floating):
-        add = _add_floats
-    return jax.lax.reduce(terms, np.zeros((), terms.dtype)[()], add, (axis,))
-
-
-def _add_floats(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The sum, in a form that is no plain addition.
-
-    XLA's CPU compiler hands reductions of plain additions to a library of kernels, which
-    cannot compute most terms themselves, so that these are written to memory first.
-    """
-    return jnp.where(jnp.isnan(a), a, a + b)
+def pairwise(terms: Sequence[PyTree], add: Callable[[PyTree, PyTree], PyTree]) -> Any:
+    """The sum of at least one term as a balanced tree of additions."""
+    terms = list(terms)
+    while len(terms) > 1:
+        pairs = [add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
+        terms = pairs + terms[2 * len(pairs) :]
+    return terms[0]
 
 
 class EntryTerm(Protocol):
@@ -88,7 +70,7 @@ def sum_entries(
     Args:
       stack: arrays of (B, n).
       term: the function.
-      add: of two scalars; zero is its neutral element.
+      add: elementwise; zero is its neutral element.
       *operands: what the function is given besides.
 
     Returns:
@@ -115,10 +97,13 @@ def _sum_until_few(
     bits: jax.Array, *operands: jax.Array, dtype: Any, term: EntryTerm, add: Add
 ) -> list[jax.Array]:
     """Terms, added up until few are left: (B, k) arrays."""
-    stored = StoredArray(bits, dtype, bits.shape[1:])
+
+    @jax.jit  # for all columns of one number
+    def terms(bits: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+        return term(to_float(bits, dtype), start, *operands)
 
     def take(start: Any, size: int) -> jax.Array:
-        return term(stored.load(start, size), start, *operands)
+        return terms(columns_of(bits, start, size), jnp.int32(start), *operands)
 
     parts, size = [], bits.shape[1]
     while size > _FEW_ENTRIES:
@@ -136,9 +121,10 @@ def _sum_blocks(
     width = size // (block * num_blocks)
 
     def sum_block(i: Any) -> jax.Array:
-        terms = take(i * block * width, block * width)
         # A block is made of columns that are far apart: whole rows are added up.
-        return in_any_order(terms.reshape(len(terms), block, width), 1, add)
+        return pairwise(
+            [take((i * block + j) * width, width) for j in range(block)], add
+        )
 
     whole = block * num_blocks * width
     rest = [take(whole, size - whole)] if whole < size else []
@@ -168,7 +154,7 @@ def _num_blocks(size: int) -> int:
 
 def _depth_of_blocks(size: int) -> int:
     """The additions that `_sum_blocks` makes on a path."""
-    return _block_of(size) - 1 + _num_blocks(size) - 1
+    return _log2_ceil(_block_of(size)) + _num_blocks(size) - 1
 
 
 def _depth_until_few(size: int) -> int:
@@ -179,11 +165,12 @@ def _depth_until_few(size: int) -> int:
     return depth
 
 
-def _columns(x: jax.Array) -> Columns:
-    def take(start: Any, size: int) -> jax.Array:
-        return x if size == x.shape[1] else columns_of(x, start, size)
+def _log2_ceil(n: int) -> int:
+    return (n - 1).bit_length()
 
-    return take
+
+def _columns(x: jax.Array) -> Columns:
+    return functools.partial(columns_of, x)
 
 
 def sum_examples(
@@ -243,20 +230,22 @@ def _loops(num_blocks: int) -> list[int]:
 
 def depth(num_examples: int) -> int:
     """The largest number of rounded additions on any path of a sum of examples."""
-    return sum(size - 1 for size in _sizes(num_examples))
+    size, loops = _sizes(num_examples)
+    return _log2_ceil(size) + sum(count - 1 for count in loops)
 
 
 def summed_norms(num_examples: int) -> float:
     """The norms below each addition that rounds, added up, for terms of norm 1.
 
-    A block of k terms has partial sums of 2, 3, ... and k terms at most, in any order,
-    and so has a loop; the first addition of a loop is to zero, and exact. Loops that are
-    not full count as full.
+    A loop over k terms has partial sums of 2, 3, ... and k terms; its first addition is
+    to zero, and exact. Loops that are not full count as full.
     """
-    sizes = _sizes(num_examples)
-    return math.prod(sizes) * sum((k + 1) / 2 - 1 / k for k in sizes)
+    size, loops = _sizes(num_examples)
+    each = _log2_ceil(size) + sum((k + 1) / 2 - 1 / k for k in loops)
+    return size * math.prod(loops) * each
 
 
-def _sizes(num_examples: int) -> list[int]:
+def _sizes(num_examples: int) -> tuple[int, list[int]]:
+    """Of a block, and of the loops over blocks."""
     size = block_size(num_examples)
-    return [size, *_loops(num_examples // size)]
+    return size, _loops(num_examples // size)

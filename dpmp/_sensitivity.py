@@ -49,8 +49,9 @@ class BoundedSensitivityCallable:
         """The L2 sensitivity of the computed output.
 
         Guarantees:
-          The bound holds for the floats that come out, also for two batches of
-          different sizes: what rounding adds has been taken from the clip norm. It is
+          The bound holds for the numbers that come out, also for two batches of
+          different sizes: what rounding adds has been taken from the clip norm. (Not
+          for sums whose name begins with "unproved": there it may be exceeded.) It is
           twice as large for replace-one as for add/remove and zero-out
           (REPLACE_SPECIAL).
 
@@ -77,7 +78,7 @@ class BoundedSensitivityCallable:
             '"bounded" sums have a sensitivity for neighbours of equal size',
             neighboring_relation=neighboring_relation.name,
             fix="Use REPLACE_SPECIAL (one example blanked out), whose epsilon is the "
-            'same, or accumulator="exact".',
+            'same, or method="per_example" with "exact" sums.',
         )
         replaces_one = neighboring_relation is relations.REPLACE_ONE
         return self.l2_norm_bound * (2 if replaces_one else 1)

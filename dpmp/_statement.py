@@ -6,7 +6,7 @@ import textwrap
 import dp_accounting
 import jax
 
-from dpmp import _accumulation, _bounded, accounting, batch_selection
+from dpmp import _arithmetic, _bounded, accounting, batch_selection
 from dpmp._rounding import digits_above, digits_below, round_up
 from dpmp._typing import PyTree
 from dpmp.released_metrics import ReleasedMetrics
@@ -57,6 +57,7 @@ def claim(
     noise_multiplier: float,
     arithmetic: str,
     method: str,
+    microbatch_size: int | None,
     resolution: int | None,
     released_metrics: ReleasedMetrics | None,
 ) -> str:
@@ -82,8 +83,10 @@ def claim(
         f"(standard deviation over the largest contribution of one example).",
         *_describe_metrics(released_metrics, noise_multiplier, expected_batch_size),
         f"- Accountant: {guarantee.accountant}.",
-        f"- Arithmetic: "
-        f"{_describe_arithmetic(arithmetic, method, resolution, noise_multiplier)}",
+        "- Arithmetic: "
+        + _describe_arithmetic(
+            arithmetic, method, microbatch_size, resolution, noise_multiplier
+        ),
         "- Not covered: the random bits are assumed ideal and their keys secret; "
         "running time, which depends on the batch size; losses, norms and "
         "other per-example values, and choices made by looking at them (such as "
@@ -109,7 +112,11 @@ def _describe_metrics(
 
 
 def _describe_arithmetic(
-    arithmetic: str, method: str, resolution: int | None, noise_multiplier: float
+    arithmetic: str,
+    method: str,
+    microbatch_size: int | None,
+    resolution: int | None,
+    noise_multiplier: float,
 ) -> str:
     noise = (
         "Discrete Gaussian noise, in integers, is added before anything is rounded to "
@@ -125,16 +132,20 @@ def _describe_arithmetic(
                 f"they are summed, in integers, without rounding. {noise} {holds} "
                 f"{width}"
             )
+        examples = "as many examples as that allows, chosen from shapes alone"
+        if microbatch_size is not None:
+            examples = f"{microbatch_size} examples"
         return (
             f"gradients are never formed; they are clipped by bounds on their norms "
             f"that include rounding, in microbatches whose sums may err by "
-            f"{_bounded.SLACK:.2%} of the clip norm, which is lowered by that. The "
+            f"{_bounded.SLACK:.2%} of the clip norm, which is lowered by that (of "
+            f"{examples}). The "
             f"sums are rounded to a grid on which the largest contribution has "
             f"{resolution} units, and added up in integers. {noise} {holds} {width} It "
             f"is assumed that other examples keep their places in the batch, and that "
             f"the device adds in the same order every time."
         )
-    accumulator = _accumulation.get_accumulator(arithmetic)
+    accumulator = _arithmetic.float_accumulator(arithmetic)
     lowered = (
         f"norms in float32 or wider; sums in {accumulator.name}. The clip norm is "
         f"lowered by what rounding can add ({accumulator.slack:.2g} of it for the sum)"

@@ -37,26 +37,16 @@ class StoredArray:
 
     def load(self, start: Any, size: int) -> jax.Array:
         """A range of the entries of all examples, in float32 or wider: (B, size)."""
-        if size == self.bits.shape[1]:
-            return self._to_float(self.bits)
-        return self._to_float(columns_of(self.bits, start, size))
+        return to_float(columns_of(self.bits, start, size), self.dtype)
 
-    def load_rows(self, block: Any, start: int, stop: int, size: int) -> jax.Array:
-        """Of `B / size` blocks of examples, a range of one: (stop - start, n), as `load`.
 
-        Examples of a block are far apart: those of all blocks are a view.
-        """
-        rows = rows_of_block(self.bits, block, size)
-        return self._to_float(jax.lax.slice_in_dim(rows, start, stop))
-
-    def _to_float(self, bits: jax.Array) -> jax.Array:
-        if self.dtype == jnp.bfloat16:  # the upper half of a float32
-            return jax.lax.bitcast_convert_type(
-                bits.astype(jnp.uint32) << 16, jnp.float32
-            )
-        if bits.dtype != self.dtype:
-            bits = jax.lax.bitcast_convert_type(bits, self.dtype)
-        return bits.astype(at_least_float32(self.dtype))
+def to_float(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Stored bits as floats of 32 bits or more."""
+    if dtype == jnp.bfloat16:  # the upper half of a float32
+        return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+    if bits.dtype != dtype:
+        bits = jax.lax.bitcast_convert_type(bits, dtype)
+    return bits.astype(at_least_float32(dtype))
 
 
 def at_least_float32(*dtypes: Any) -> Any:
@@ -66,7 +56,9 @@ def at_least_float32(*dtypes: Any) -> Any:
 
 
 def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
-    """Some columns, from a number on that may be traced."""
+    """Some columns of a matrix, from a number on that may be traced."""
+    if size == x.shape[1]:
+        return x
     if isinstance(start, int):
         return jax.lax.slice_in_dim(x, start, start + size, axis=1)
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)

@@ -9,18 +9,24 @@ sum, so that `.sensitivity()` holds for the numbers that are computed.
 """
 
 import collections
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from dpmp import _arguments, _per_example, _validate, book_keeping, loss_scaling
-from dpmp._arithmetic import check_method, get_arithmetic
+from dpmp import (
+    _arguments,
+    _meshes,
+    _per_example,
+    _validate,
+    book_keeping,
+    loss_scaling,
+)
+from dpmp._arithmetic import check_method, choose_arithmetic, get_arithmetic
 from dpmp._clip_norms import ClipNorms
 from dpmp._clip_pytree import clip_pytree as clip_pytree
 from dpmp._clipped_fun import clipped_fun as clipped_fun
-from dpmp._clipped_sum import ClippedSum
+from dpmp._clipped_sum import ClippedSum, specs_of_examples, specs_of_sum
 from dpmp._numbers import as_number
 from dpmp._sensitivity import BoundedSensitivityCallable as BoundedSensitivityCallable
 from dpmp._typing import PyTree
@@ -92,8 +98,12 @@ def clipped_grad(
       - An example whose gradient is not finite, or whose squared norm overflows the
         norm's dtype, contributes zero, by selection. So does a padding example.
       - An empty batch, or one of padding only, gives zero.
-      - It works under `jax.jit`, with sharded arguments, and under `jax.shard_map`
-        with `check_vma=False`.
+      - It works under `jax.jit` with sharded arguments, whatever the types of the axes
+        of their mesh. Sums are sharded as the arguments that they are gradients of.
+      - It works under `jax.shard_map` with `check_vma=False` for sums of integers,
+        which `psum` may add. Float sums are refused there, as nothing covers what it
+        costs to round their sum, and for the same reason those of parts of a batch must
+        not be added outside: use `microbatch_size`.
       - With "exact" sums the clipped gradient is rounded to integers whose norm is
         checked in integer arithmetic; one that exceeded the bound all the same would
         contribute zero. The sum is the same, bit for bit, for any microbatch size,
@@ -101,13 +111,15 @@ def clipped_grad(
       - With the others, what rounding can add is taken from the clip norm: about 1e-6
         of it for the norm, and for the sum 1/128 with "float32", 2e-6 with the wider
         ones. It does not depend on the batch; batches too large for it are refused.
-      - With `method="book_keeping"`, "bounded" sums have a sensitivity that is proved
-        for the bits that are computed (`dpmp._bounded`), as long as the other examples
-        keep their places (not for ADD_OR_REMOVE_ONE). With the float ones there, it
-        holds up to ordinary rounding within a microbatch, and is not proved: what is
-        taken from the clip norm (1/256 for bfloat16, and more where a gradient is what
-        is left of much larger terms) is more than what rounding was seen to add, but
-        gradients can be made up for which it is not enough (by less than half).
+      - With `method="book_keeping"`, "bounded" sums (the default there) have a
+        sensitivity that is proved for the bits that are computed (`dpmp._bounded`), as
+        long as the other examples keep their places (not for ADD_OR_REMOVE_ONE). Float
+        sums have none that is proved, and have to be asked for by names that say so,
+        such as "unproved_float32": their sensitivity holds up to ordinary rounding
+        within a microbatch. What is taken from the clip norm (1/256 for bfloat16, and
+        more where a gradient is what is left of much larger terms) is more than what
+        rounding was seen to add, but gradients can be made up for which it is not
+        enough (by less than half).
       - Values, norms and aux are per example, depend on that example alone, and are
         sensitive.
 
@@ -127,7 +139,10 @@ def clipped_grad(
       return_grad_norms: whether to return the norms before clipping, (B,), float32.
       loss_scale: what the loss is multiplied by to be differentiated, for float16: a
         power of two, or a function from the loss of an example to one, such as
-        `dpmp.loss_scaling.by_loss()`. What comes out is that of the loss itself.
+        `dpmp.loss_scaling.by_loss()`. What comes out is that of the loss itself. Scales
+        that are arrays, or come from a function, are rounded down to a power of two,
+        from 2^-40 to 2^40; an example whose scale is negative or not finite contributes
+        zero.
       counts_overflows: whether to return a `released_metrics.JointSum`: the sum, and
         one more coordinate for the noise, which counts gradients that are not finite.
         The sensitivity of both together is that of the sum.
@@ -135,10 +150,13 @@ def clipped_grad(
       pre_clipping_transform: applied to the gradient of each example before it is
         clipped; what it returns is what is clipped and summed.
       microbatch_size: how many examples to process at a time; must divide the batch
-        size. Bounds memory. Microbatches of padding only are skipped.
+        size. Bounds memory. Microbatches of padding only are skipped. None is for all
+        at once, or with "bounded" sums for the largest divisor of the batch size that
+        leaves gradients whole, which depends on the positions of an example (8 examples
+        of 128 positions, for instance) and is chosen when the loss is traced.
       nan_safe: selects zero for what is not finite; without it NaN goes through, for
         debugging, and `.sensitivity()` is infinite.
-      dtype: of the sum, float32 (None) or float64.
+      dtype: of a float sum, float32 (None) or float64.
       prng_argnum: the position of a random key that is split over the examples.
       spmd_axis_name: as in `jax.vmap`.
       method: the gradient engine. "per_example" (vmap) forms the gradient of every
@@ -146,9 +164,10 @@ def clipped_grad(
         which takes less time and, for what is neither wide nor multiplied by few
         positions, less memory; `book_keeping.summarize` shows what it does with a loss.
       accumulator: the arithmetic of the sum: "exact" (leaves are `GridArray`: integers
-        times a unit), "float32" (None), "float32x2" (leaves are `DoubleWord`),
-        "float64", or with book-keeping "bounded" (`GridArray`) in place of "exact";
-        see the README on which to use.
+        times a unit), "float32" (None), "float32x2" (leaves are `DoubleWord`) or
+        "float64"; with book-keeping "bounded" (None; `GridArray`), or
+        "unproved_float32", "unproved_float32x2" or "unproved_float64". See the README
+        on which to use.
       resolution: of "exact" and "bounded" sums: how many units the largest contribution
         has; 32767 (None) for "exact", 2^22 for "bounded", or up to 2^22.
 
@@ -170,6 +189,7 @@ def clipped_grad(
       [De et al.: Unlocking high-accuracy differentially private image classification,
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
+    accumulator = choose_arithmetic(method, accumulator, dtype)
     check_method(method, accumulator, pre_clipping_transform)
     loss_scale = as_number(loss_scale)
     if loss_scale is not None:
@@ -208,20 +228,20 @@ def clipped_grad(
         clip_norms.check_prefix_of(grads)
         return grads, outputs
 
+    options = {
+        "batch_argnums": batch_argnums,
+        "prng_argnum": prng_argnum,
+        "spmd_axis_name": spmd_axis_name,
+    }
+    is_bounded = accumulator == "bounded"
+    largest_microbatch = None
     if method == "book_keeping":
-        make_engine = functools.partial(
-            book_keeping.engine,
-            loss_fn,
-            argnums=argnums,
-            is_bounded=accumulator == "bounded",
+        engine = book_keeping.engine(
+            loss_fn, argnums=argnums, is_bounded=is_bounded, **options
         )
+        largest_microbatch = engine.largest_microbatch if is_bounded else None
     else:
-        make_engine = functools.partial(_per_example.stack_engine, for_one_example)
-    engine = make_engine(
-        batch_argnums=batch_argnums,
-        prng_argnum=prng_argnum,
-        spmd_axis_name=spmd_axis_name,
-    )
+        engine = _per_example.stack_engine(for_one_example, **options)
     clipped_sum = ClippedSum(
         engine=engine if loss_scale is None else loss_scaling.unscaled(engine),
         clip_norms=clip_norms,
@@ -236,6 +256,7 @@ def clipped_grad(
         prng_argnum=prng_argnum,
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
+        largest_microbatch=largest_microbatch,
     )
     returns_aux = has_aux or return_values or return_grad_norms
 
@@ -262,12 +283,20 @@ def clipped_grad(
             outputs.aux if has_aux else None,
         )
 
+    def out_specs(specs, output):
+        total = output[0] if returns_aux else output
+        params = jax.tree.leaves([specs[i] for i in grad_argnums])
+        params = [] if pre_clipping_transform else params
+        return specs_of_sum(total, params) + specs_of_examples(
+            output[1] if returns_aux else (), specs[batch_argnums[0]]
+        )
+
     l2_norm_bound = clipped_sum.l2_norm_bound
     if released_metrics is not None:
         l2_norm_bound = released_metrics.joint_norm_bound(l2_norm_bound)
     return BoundedSensitivityCallable(
-        clipped_grad_fn,
+        _meshes.on_automatic_axes(clipped_grad_fn, out_specs),
         l2_norm_bound,
         returns_aux,
-        keeps_places=accumulator == "bounded",
+        keeps_places=is_bounded,
     )

@@ -3,7 +3,10 @@
 What is below 6e-8 is zero in float16, and what is above 65504 infinite. So the loss of
 an example is multiplied by a scale before it is differentiated, and the coefficient
 that clips the gradient is divided by it, in float32. Scales are powers of two, which
-round nothing.
+round nothing, from 2^-40 to 2^40, whose squares and their inverses are float32 numbers
+too: it does not matter whether a compiler divides by a scale twice or by its square
+once. Scales that are known only when a program runs (arrays, and what functions return)
+are made so there.
 
 A scale may be known beforehand, or depend on the example alone: its gradient is what it
 would have been, and the guarantee is the same. An example that overflows contributes
@@ -40,6 +43,9 @@ from dpmp._typing import GradEngine, PerExampleGrads, PyTree, SquaredNorm
 LossScale: TypeAlias = float | jax.Array | Callable[[jax.Array], jax.Array]
 
 _LARGEST = 2.0**40
+
+# Leaves room for the product with a power of two.
+_LARGEST_COEFFICIENT = 2.0**100
 
 
 def by_loss(
@@ -246,11 +252,38 @@ def scaled(
         value = jnp.asarray(value)
         wide = value.astype(at_least_float32(value.dtype))
         constant = jax.lax.stop_gradient(value)
-        scale = loss_scale(constant) if callable(loss_scale) else loss_scale
-        scale = jnp.asarray(scale, wide.dtype)
-        return wide * scale, (aux, value, scale)
+        if isinstance(loss_scale, float | int):  # `check` has seen it
+            factor = scale = jnp.asarray(loss_scale, wide.dtype)
+        else:
+            scale = loss_scale(constant) if callable(loss_scale) else loss_scale
+            scale = _to_power_of_two(scale)
+            factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)
+        return wide * factor, (aux, value, scale)
 
     return scaled_loss_fn
+
+
+def _to_power_of_two(scale: Any) -> jax.Array:
+    """The scale that is used: float32, from 2^-40 to 2^40, or NaN for what is no scale.
+
+    Integer operations on the bits of the float: a float comparison may take subnormal
+    numbers for zero in one place and not in another.
+    """
+    scale = jnp.asarray(scale)
+    _validate.require(
+        scale.shape == () and jnp.issubdtype(scale.dtype, jnp.number),
+        "the loss_scale of an example must be one number",
+        shape=scale.shape,
+        dtype=scale.dtype.name,
+        fix="Return a scalar from the function, as dpmp.loss_scaling.by_loss() does.",
+    )
+    bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
+    exponent = bits >> 23  # with the sign above it: negative for negative numbers
+    is_scale = (exponent >= 0) & (exponent < 255)
+    largest = int(math.log2(_LARGEST))
+    exponent = jnp.clip(exponent, 127 - largest, 127 + largest)
+    power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.where(is_scale, power, jnp.nan)
 
 
 def unscaled(engine: GradEngine) -> GradEngine:
@@ -284,7 +317,7 @@ class UnscaledGrads:
 
     @property
     def scales(self) -> jax.Array:
-        """(B,)."""
+        """(B,), NaN for examples that have none and are to contribute zero."""
         return self.grads.aux[2]
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
@@ -292,7 +325,7 @@ class UnscaledGrads:
         return list(map(self._unscale, self.grads.squared_norms(prefix)))
 
     def _unscale(self, norm: SquaredNorm) -> SquaredNorm:
-        # Twice, as the square of a scale may be too small or too large for a float.
+        # Divided by NaN, norms are NaN: such an example is selected away.
         def divide(x: jax.Array) -> jax.Array:
             scales = self.scales.astype(x.dtype)
             return x / scales / scales
@@ -310,5 +343,15 @@ class UnscaledGrads:
         accumulator: Any,
     ) -> PyTree:
         """See `PerExampleGrads`."""
-        coefs = [coefs / self.scales.astype(coefs.dtype) for coefs in clip_coefs]
+        coefs = [_limit(c / self.scales.astype(c.dtype)) for c in clip_coefs]
         return self.grads.weighted_sum(coefs, keep, prefix, accumulator)
+
+
+def _limit(coefs: jax.Array) -> jax.Array:
+    """Coefficients that are safe to multiply with; smaller ones always clip as well.
+
+    Infinity times zero would be NaN, and a coefficient below the normal numbers may be
+    rounded up by half of itself.
+    """
+    coefs = jnp.minimum(coefs, _LARGEST_COEFFICIENT)
+    return jnp.where(coefs < 2.0**-126, jnp.zeros_like(coefs), coefs)

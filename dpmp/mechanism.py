@@ -24,6 +24,7 @@ from dpmp import (
     clipping,
     noise_addition,
 )
+from dpmp._arithmetic import default_arithmetic, float_arithmetic
 from dpmp._clip_norms import ClipNorms
 from dpmp._numbers import as_number
 from dpmp._relation import DEFAULT_RELATION
@@ -64,11 +65,13 @@ class DPSGD:
       delta: the delta that epsilon is quoted at, set by `calibrate`.
       truncated_batch_size: the largest batch; None for a size that is exceeded with a
         probability below 1e-20 (`accounting.choose_truncated_batch_size`).
-      microbatch_size: as in `clipped_grad`; batches are padded to a multiple of it.
+      microbatch_size: as in `clipped_grad`; batches are padded to a multiple of it, or
+        of a power of two up to 32 where "bounded" sums choose their own.
       rescale_to_unit_norm: as in `clipped_grad`.
-      arithmetic: of the sum: "exact" integers, or "float32", "float32x2", "float64";
-        for book-keeping "bounded", or floats without a proof. See `clipped_grad`.
-        The noise is made of integers in each case.
+      arithmetic: of the sum: "exact" integers (None), or "float32", "float32x2",
+        "float64"; for book-keeping "bounded" (None), or floats without a proof,
+        "unproved_float32". See `clipped_grad`. The noise is made of integers in each
+        case.
       num_parameters: an upper bound on the number of entries of the gradient, public.
         It decides on the resolution of the grid and on what sampling from a table
         costs; larger gradients are refused.
@@ -89,13 +92,15 @@ class DPSGD:
     truncated_batch_size: int | None = None
     microbatch_size: int | None = None
     rescale_to_unit_norm: bool = False
-    arithmetic: str = "exact"
+    arithmetic: str | None = None
     num_parameters: int = 10_000_000
     method: str = "per_example"
     released_metrics: ReleasedMetrics | None = None
     neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION
 
     def __post_init__(self):
+        # Frozen, but a name that says what is run is worth more than None.
+        object.__setattr__(self, "arithmetic", self._arithmetic)
         for name, value in _mechanism_checks.checked_fields(self).items():
             object.__setattr__(self, name, value)
         # Checks what is left: clip norms, arithmetic and method.
@@ -154,7 +159,9 @@ class DPSGD:
             self,
             l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
             rescale_to_unit_norm=False,
-            arithmetic="float32" if self._is_on_grid else self.arithmetic,
+            arithmetic=float_arithmetic(self.method)
+            if self._is_on_grid
+            else self.arithmetic,
             noise_multiplier=0.0,
         )
 
@@ -178,7 +185,7 @@ class DPSGD:
     @property
     def padded_batch_size(self) -> int:
         """The static size that batches are padded to."""
-        multiple = self.microbatch_size or 1
+        multiple = self._multiple_of_batches
         return math.ceil(self._largest_batch / multiple) * multiple
 
     @property
@@ -203,7 +210,7 @@ class DPSGD:
         if not self._is_on_grid:
             return None
         return choose_resolution(
-            self.noise_multiplier or 1.0, self.num_parameters, self.arithmetic
+            self.noise_multiplier or 1.0, self.num_parameters, self._arithmetic
         )
 
     @property
@@ -359,8 +366,9 @@ class DPSGD:
             expected_batch_size=self.expected_batch_size,
             l2_clip_norm=self.l2_clip_norm,
             noise_multiplier=self._calibrated,
-            arithmetic=self.arithmetic,
+            arithmetic=self._arithmetic,
             method=self.method,
+            microbatch_size=self.microbatch_size,
             resolution=self.resolution,
             released_metrics=self.released_metrics,
         )
@@ -388,6 +396,10 @@ class DPSGD:
         return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
 
     @property
+    def _arithmetic(self) -> str:
+        return self.arithmetic or default_arithmetic(self.method)
+
+    @property
     def _is_on_grid(self) -> bool:
         return self.arithmetic in ("exact", "bounded")
 
@@ -411,6 +423,13 @@ class DPSGD:
         return accounting.choose_truncated_batch_size(
             num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
         )
+
+    @property
+    def _multiple_of_batches(self) -> int:
+        """Of the size of padded batches, so that microbatches can divide it."""
+        if self.microbatch_size is not None or self.arithmetic != "bounded":
+            return self.microbatch_size or 1
+        return min(32, 2 ** (self._largest_batch.bit_length() - 1))
 
     def _event(
         self,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _grid_noise, _random, _validate
+from dpmp import _grid_noise, _meshes, _random, _validate
 from dpmp._accumulation import DoubleWord, two_sum
 from dpmp._fence import behind_a_branch
 from dpmp._grid import GridArray
@@ -206,8 +206,16 @@ def _privatizer(
         new_state = NoiseState(noise_state.prng_key, noise_state.step + 1)
         return jax.tree.unflatten(treedef, noisy), new_state
 
+    update = _meshes.on_automatic_axes(update, _specs_of_noisy)
     # The arguments have jax_privacy's names, where optax has its own.
     return optax.GradientTransformation(init, cast("optax.TransformUpdateFn", update))
+
+
+def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:
+    """Noisy sums are sharded as the sums are, and the state is on all devices."""
+    sums = jax.tree.leaves(specs[0], is_leaf=_is_sum)
+    of_noisy = [jax.tree.leaves(x)[0] for x in sums]
+    return [*of_noisy, *(jax.P() for _ in jax.tree.leaves(output[1]))]
 
 
 def _snap(leaf: Any, stddev: float, snap_cost: float) -> tuple[GridArray, Fraction]:

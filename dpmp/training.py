@@ -20,12 +20,14 @@ from dpmp import (
     _fingerprint,
     _float8,
     _jaxpr,
+    _meshes,
     _random,
     _validate,
     accounting,
     devices,
     loss_scaling,
 )
+from dpmp._clipped_sum import specs_of_examples
 from dpmp._numbers import as_number
 from dpmp._progress import Progress
 from dpmp._settled import places, put_together, strongly_typed
@@ -336,7 +338,7 @@ class DPTrainer:
         def example_args(state, batch):
             return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
 
-        args = jax.eval_shape(example_args, state, batch)
+        args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
         keys = (state.model_key,) if self.uses_prng_key else ()
         loss_fn = self.policy.in_product_precision(self.loss_fn)
         loss_fn, constants = _jaxpr.hoist_constants(loss_fn, *args, *keys)
@@ -346,6 +348,11 @@ class DPTrainer:
                 functools.partial(loss_fn, constants), state, batch, is_padding
             )
 
+        def out_specs(specs, output):
+            per_example = specs_of_examples(output[1], specs[1])
+            return [*jax.tree.leaves(specs[0]), *per_example]
+
+        step = _meshes.on_automatic_axes(step, out_specs)
         program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
         return program, constants
 

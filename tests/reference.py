@@ -124,3 +124,7 @@ def _assert_leaves_close(actual: Any, expected: Any, rtol: float) -> None:
     actual, expected = float64_values(actual), float64_values(expected)
     scale = np.max(np.abs(expected), initial=0.0)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * scale)
+
+
+# The float sums of each gradient engine.
+FLOAT_SUMS = {"per_example": "float32", "book_keeping": "unproved_float32"}

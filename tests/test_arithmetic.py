@@ -17,10 +17,10 @@ ARGS = (jnp.ones(3), jnp.ones((4, 3)))
 @pytest.mark.parametrize(
     ("accumulator", "kind"),
     [
-        (None, jax.Array),
-        ("float32", jax.Array),
-        ("float32x2", DoubleWord),
+        (None, GridArray),
         ("bounded", GridArray),
+        ("unproved_float32", jax.Array),
+        ("unproved_float32x2", DoubleWord),
     ],
 )
 def test_book_keeping_sums_in_every_arithmetic_but_exact(accumulator, kind):
@@ -48,6 +48,27 @@ def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
     [
         ({"method": "book_keeping", "accumulator": "exact"}, "rounded and checked"),
         ({"accumulator": "bounded"}, "for gradients that are never formed"),
+        *(
+            ({"method": "book_keeping", "accumulator": x}, "float sums is not proved")
+            for x in ("float32", "float32x2", "float64", "half")
+        ),
+        (
+            {"method": "book_keeping", "dtype": jnp.float32},
+            r"no proved sums of a float dtype.*unproved_float32",
+        ),
+        (
+            {
+                "method": "book_keeping",
+                "accumulator": "unproved_float32",
+                "dtype": jnp.float64,
+            },
+            "must name the same arithmetic",
+        ),
+        (
+            {"method": "book_keeping", "nan_safe": False},
+            r"nan_safe=True.*unproved_float32",
+        ),
+        ({"accumulator": "unproved_float32"}, "gradients that are formed are proved"),
         (
             {"method": "book_keeping", "pre_clipping_transform": lambda x: x},
             "pre_clipping_transform needs",

@@ -170,9 +170,14 @@ def test_models_of_the_zoo_train_privately(name, method):
     loss = autocast(model.loss)
     assert "bfloat16" in _dtypes(loss, params, batch)["dot_general"]
     wide, cast = (
-        jax.jit(clipped_grad(fun, l2_clip_norm=0.1, method=method).__call__)(
-            params, batch
-        )
+        jax.jit(
+            clipped_grad(
+                fun,
+                l2_clip_norm=0.1,
+                method=method,
+                accumulator=reference.FLOAT_SUMS[method],
+            ).__call__
+        )(params, batch)
         for fun in (model.loss, loss)
     )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(cast))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import FLOAT_SUMS
 
 import dpmp
 
@@ -15,10 +16,12 @@ _rng = np.random.default_rng(0)
 
 
 def _clip(loss, params, *batch, clip_norm=1.0, **options):
+    method = options.pop("method", "book_keeping")
     fun = dpmp.clipped_grad(
         lambda params, batch: loss(params, *batch),
         l2_clip_norm=clip_norm,
-        method=options.pop("method", "book_keeping"),
+        method=method,
+        accumulator=options.pop("accumulator", FLOAT_SUMS[method]),
         keep_batch_dim=False,
         **options,
     )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import assert_trees_close
+from reference import FLOAT_SUMS, assert_trees_close
 
 from dpmp import clipped_grad
 from dpmp._grid import LARGEST_RESOLUTION
@@ -46,9 +46,14 @@ def test_gradients_are_those_of_jax(program):
     loss, params = PROGRAMS[program]
     with jax.numpy_dtype_promotion("standard"):
         theirs, ours = (
-            jax.jit(clipped_grad(loss, l2_clip_norm=1e9, method=method).__call__)(
-                params, X
-            )
+            jax.jit(
+                clipped_grad(
+                    loss,
+                    l2_clip_norm=1e9,
+                    method=method,
+                    accumulator=FLOAT_SUMS[method],
+                ).__call__
+            )(params, X)
             for method in ("per_example", "book_keeping")
         )
     # Sums of 8 entries and 4 examples, in orders of their own.
@@ -67,9 +72,11 @@ def test_columns_of_bfloat16_are_taken():
         return jnp.sum((p[:, b["ids"][0]] * b["g"][0]).astype(jnp.float32))
 
     theirs, ours = (
-        jax.jit(clipped_grad(loss, l2_clip_norm=1e9, method=method).__call__)(
-            params, batch
-        )
+        jax.jit(
+            clipped_grad(
+                loss, l2_clip_norm=1e9, method=method, accumulator=FLOAT_SUMS[method]
+            ).__call__
+        )(params, batch)
         for method in ("per_example", "book_keeping")
     )
     assert_trees_close(ours, theirs, rtol=float(jnp.finfo(jnp.bfloat16).eps))
@@ -107,6 +114,7 @@ def test_cancelling_examples_are_kept():
         lambda w, b: jnp.sum(b["g"] * (b["x"] @ w)),
         l2_clip_norm=1.0,
         method="book_keeping",
+        accumulator="unproved_float32",
         return_grad_norms=True,
     )
     _, sensitive = jax.jit(fn.__call__)(jnp.zeros((3, 3)), batch)

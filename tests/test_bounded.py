@@ -10,7 +10,13 @@ import pytest
 from reference import exact_values
 
 from dpmp import clipped_grad
-from dpmp._bounded import SLACK, Roundings, clip_by, largest_extent
+from dpmp._bounded import (
+    SLACK,
+    Roundings,
+    clip_by,
+    largest_extent,
+    largest_microbatch,
+)
 from dpmp._grid import LARGEST_RESOLUTION
 
 POSITIONS, LEFT, RIGHT = 32, 12, 20
@@ -181,7 +187,7 @@ def test_the_slack_is_what_roundings_of_all_positions_can_add():
 
 
 def test_microbatches_too_large_to_be_bounded_are_refused():
-    with pytest.raises(ValueError, match=r"small microbatches.*microbatch_size=16 or"):
+    with pytest.raises(ValueError, match=r"small microbatches.*microbatch_size=8 or"):
         clip_by(
             jnp.ones(64),
             jnp.ones(64),
@@ -189,3 +195,52 @@ def test_microbatches_too_large_to_be_bounded_are_refused():
             num_terms=1,
             folding_error=0.0,
         )
+
+
+def positions_loss(w, x):
+    """Each row of an example is a position; the gradient of `w` is formed of all."""
+    return jnp.sum(jnp.tanh(x[0] @ w))
+
+
+def lengths_of_scans(positions, batch_size, **options):
+    fn = clipped_grad(
+        positions_loss, l2_clip_norm=1.0, method="book_keeping", **options
+    )
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((64, 64), (batch_size, positions, 64))
+    ]
+    jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*shapes).jaxpr
+    return [eqn.params["length"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+
+
+@pytest.mark.parametrize(
+    ("positions", "batch_size", "num_microbatches"),
+    [(1, 32, 0), (8, 32, 0), (8, 96, 3), (8, 100, 4), (8, 31, 0), (8, 37, 37)],
+)
+def test_microbatches_are_as_large_as_they_may_be(
+    positions, batch_size, num_microbatches
+):
+    """Of the divisors of the batch size; 37 has one that is small enough."""
+    lengths = lengths_of_scans(positions, batch_size)
+    assert lengths == ([num_microbatches] if num_microbatches else [])
+
+
+def test_a_microbatch_size_that_is_given_is_kept():
+    assert lengths_of_scans(8, 32, microbatch_size=4) == [8]
+    # The one whose gradients may be cut.
+    assert lengths_of_scans(8, 64, microbatch_size=64) == []
+
+
+def test_the_microbatches_that_are_chosen_cut_no_ordinary_gradient():
+    for positions in (1, 16, 128, 1024, 8192):
+        size = largest_microbatch(positions)
+        assert size == 1 or largest_extent(size, Roundings(positions=positions)) >= 8
+        assert largest_extent(2 * size, Roundings(positions=positions)) < 8
+    assert largest_microbatch(128) == 8
+    assert largest_microbatch(1024) == 4
+    assert largest_microbatch(2**20) == 1
+
+
+def test_an_empty_batch_has_no_microbatches():
+    assert lengths_of_scans(8, 0) == []

@@ -275,9 +275,14 @@ def test_book_keeping_agrees_and_has_the_same_rules(name, native):
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)
     fun = with_float8_products(model.loss, PER_EXAMPLE, native=native)
     kept, formed, wide = (
-        jax.jit(dpmp.clipped_grad(f, l2_clip_norm=0.1, method=method).__call__)(
-            params, batch
-        )
+        jax.jit(
+            dpmp.clipped_grad(
+                f,
+                l2_clip_norm=0.1,
+                method=method,
+                accumulator=reference.FLOAT_SUMS[method],
+            ).__call__
+        )(params, batch)
         for f, method in [
             (fun, "book_keeping"),
             (fun, "per_example"),
@@ -311,7 +316,12 @@ def test_products_of_parameters_are_rounded_for_each_example(native):
     }
     x = jnp.asarray(rng.normal(size=(6, 4)) * 2.0 ** np.arange(6)[:, None], "float32")
     kept, formed = (
-        dpmp.clipped_grad(fun, l2_clip_norm=1.0, method=method)(params, x)
+        dpmp.clipped_grad(
+            fun,
+            l2_clip_norm=1.0,
+            method=method,
+            accumulator=reference.FLOAT_SUMS[method],
+        )(params, x)
         for method in ("book_keeping", "per_example")
     )
     for ours, expected in zip(*map(jax.tree.leaves, (kept, formed)), strict=True):

@@ -63,7 +63,7 @@ def test_a_scale_changes_no_bit_of_float32_gradients(loss_scale, accumulator):
 @pytest.mark.parametrize(
     "loss_scale", [2.0**-9, loss_scaling.by_loss()], ids=["static", "by_loss"]
 )
-@pytest.mark.parametrize("accumulator", [None, "bounded"])
+@pytest.mark.parametrize("accumulator", ["unproved_float32", "bounded"])
 def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, accumulator):
     kwargs = {"accumulator": accumulator, "method": "book_keeping"}
     expected = _sum(None, **kwargs)
@@ -76,9 +76,10 @@ def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, accumulator):
 )
 def test_small_gradients_do_not_vanish_in_float16(method, loss_scale):
     weight = 2.0**-20
-    wide, _ = _sum(None, weight=weight, method=method)
-    lost, _ = _sum(None, jnp.float16, weight, method=method)
-    kept, sensitive = _sum(loss_scale, jnp.float16, weight, method=method)
+    kwargs = {"method": method, "accumulator": reference.FLOAT_SUMS[method]}
+    wide, _ = _sum(None, weight=weight, **kwargs)
+    lost, _ = _sum(None, jnp.float16, weight, **kwargs)
+    kept, sensitive = _sum(loss_scale, jnp.float16, weight, **kwargs)
 
     def distance(x):
         differences = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), x, wide)
@@ -92,20 +93,21 @@ def test_small_gradients_do_not_vanish_in_float16(method, loss_scale):
 @pytest.mark.parametrize("method", _METHODS)
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_an_example_that_overflows_contributes_zero(method, microbatch_size):
-    kwargs = {"method": method, "microbatch_size": microbatch_size}
+    accumulator = f"{reference.FLOAT_SUMS[method]}x2"
+    kwargs = {
+        "method": method,
+        "microbatch_size": microbatch_size,
+        "accumulator": accumulator,
+    }
     # Float16 ends at 2^16: the gradients of the last examples are beyond it.
     scale, weight = 2.0**15, 8.0
-    total, sensitive = _sum(
-        scale, jnp.float16, weight, accumulator="float32x2", **kwargs
-    )
+    total, sensitive = _sum(scale, jnp.float16, weight, **kwargs)
     is_kept = np.isfinite(sensitive.grad_norms)
     assert 0 < np.sum(is_kept) < 6
     params, batch = jax.tree.map(
         lambda x: x.astype(jnp.float16), (_PARAMS, _make_batch(weight))
     )
-    fun = clipped_grad(
-        _loss, l2_clip_norm=4.0, loss_scale=scale, accumulator="float32x2", **kwargs
-    )
+    fun = clipped_grad(_loss, l2_clip_norm=4.0, loss_scale=scale, **kwargs)
     expected = jax.jit(fun.__call__)(params, batch, is_padding_example=~is_kept)
     _assert_same(total, expected)
 
@@ -114,7 +116,11 @@ def test_an_example_that_overflows_contributes_zero(method, microbatch_size):
 def test_contributions_have_at_most_the_clip_norm(method):
     for i in range(6):
         fun = clipped_grad(
-            _loss, l2_clip_norm=0.01, loss_scale=loss_scaling.by_loss(), method=method
+            _loss,
+            l2_clip_norm=0.01,
+            loss_scale=loss_scaling.by_loss(),
+            method=method,
+            accumulator=reference.FLOAT_SUMS[method],
         )
         total = jax.jit(fun.__call__)(
             _PARAMS, _make_batch(), is_padding_example=np.arange(6) != i
@@ -166,6 +172,106 @@ def test_losses_that_are_not_finite_are_selected_away(loss, method):
     )
     expected = fun(_PARAMS, _make_batch(), is_padding_example=np.arange(6) == 2)
     _assert_same(fun(_PARAMS, batch), expected)
+
+
+_NO_SCALES = [-2.0, -0.0, math.nan, math.inf, -math.inf]
+_WILD_SCALES = [
+    *(2.0**k for k in (41, 64, 65, 67, 100, 127, -41, -100, -126)),
+    *(3.0, 1e30, 1e-30, 1e-42, 0.0, *_NO_SCALES),
+]
+
+
+def _bilinear_loss(w, batch):
+    return jnp.sum((batch["x"] @ w) * batch["g"])
+
+
+@functools.cache
+def _make_wild_sum(method, accumulator, kind):
+    """The sum as a function of scale, batch and padding: one program."""
+
+    def total(scale, batch, is_padding):
+        fun = clipped_grad(
+            _bilinear_loss,
+            l2_clip_norm=0.01,
+            loss_scale={"array": scale, "function": lambda _: scale}[kind],
+            method=method,
+            accumulator=accumulator,
+            microbatch_size=2,
+        )
+        return fun(jnp.zeros((3, 2)), batch, is_padding_example=is_padding)
+
+    return jax.jit(total)
+
+
+def _real_values(total):
+    if isinstance(total, dpmp.GridArray):
+        return np.asarray(total.steps, np.float64) * total.unit
+    return reference.float64_values(total)
+
+
+@pytest.mark.parametrize("kind", ["array", "function"])
+@pytest.mark.parametrize(
+    ("method", "accumulator"),
+    [
+        *(("per_example", x) for x in ("float32", "float32x2", "exact")),
+        *(("book_keeping", x) for x in ("unproved_float32", "bounded")),
+    ],
+)
+def test_no_scale_makes_an_example_count_for_more(method, accumulator, kind):
+    """Nor does it change what other examples of the microbatch count for."""
+    rng = np.random.default_rng(0)
+    total = _make_wild_sum(method, accumulator, kind)
+    for sizes in ([0.1, 0.03, 1e-7, 1.0], [1e-12, 1.0, 1e-36, 0.0], [1e17, 1, 1, 1]):
+        roots = np.sqrt(sizes)[:, None, None]
+        batch = {
+            "x": jnp.asarray(roots * rng.normal(size=(4, 2, 3)), jnp.float32),
+            "g": jnp.asarray(roots * rng.normal(size=(4, 2, 2)), jnp.float32),
+        }
+        for scale in _WILD_SCALES:
+            whole = _real_values(total(scale, batch, np.zeros(4, bool)))
+            for i in range(4):
+                without = _real_values(total(scale, batch, np.arange(4) == i))
+                # Of a sum of four, each of at most the clip norm.
+                rounding = 4 * 2.0**-24
+                assert np.linalg.norm(whole - without) <= 0.01 * (1 + rounding)
+
+
+@pytest.mark.parametrize("method", _METHODS)
+@pytest.mark.parametrize("scale", _NO_SCALES)
+def test_an_example_without_a_scale_contributes_zero(method, scale):
+    def loss_scale(loss):
+        return jnp.where(loss > 1.0, jnp.asarray(scale, loss.dtype), 1.0)
+
+    fun = clipped_grad(
+        lambda w, x: jnp.sum(w * x) ** 2,
+        l2_clip_norm=1.0,
+        loss_scale=loss_scale,
+        return_grad_norms=True,
+        method=method,
+        accumulator=reference.FLOAT_SUMS[method],
+    )
+    x = jnp.array([[0.5, 0.0], [3.0, 4.0], [0.0, 0.25]])
+    w = jnp.ones(2)
+    total, sensitive = jax.jit(fun.__call__)(w, x)
+    expected, _ = jax.jit(fun.__call__)(w, x, is_padding_example=np.arange(3) == 1)
+    _assert_same(total, expected)
+    np.testing.assert_array_equal(np.isfinite(sensitive.grad_norms), [1, 0, 1])
+
+
+def test_scales_are_rounded_down_to_powers_of_two_in_range():
+    given = jnp.array([3.0, 2.0**41, 1e30, 1e-30, 1e-42, 0.0, 5.5, 2.0**-40], "float32")
+    _, (_, _, scales) = jax.vmap(
+        lambda scale: loss_scaling.scaled(lambda x: (x, None), scale)(jnp.float32(1))
+    )(given)
+    expected = np.exp2([1.0, 40, 40, -40, -40, -40, 2, -40])
+    np.testing.assert_array_equal(scales, expected)
+
+
+@pytest.mark.parametrize("returned", [np.ones(3, np.float32), np.bool(1)])
+def test_a_function_that_returns_no_number_is_refused(returned):
+    fun = clipped_grad(_loss, l2_clip_norm=1.0, loss_scale=lambda _: returned)
+    with pytest.raises(ValueError, match="must be one number"):
+        fun(_PARAMS, _make_batch())
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 3.0, 2.0**41, math.inf, math.nan, "2"])

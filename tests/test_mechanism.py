@@ -414,7 +414,8 @@ def test_without_privacy_bounded_sums_become_floats():
         noise_multiplier=1.0, method="book_keeping", arithmetic="bounded"
     )
     baseline = mechanism.without_privacy()
-    assert (baseline.method, baseline.arithmetic) == ("book_keeping", "float32")
+    assert baseline.method == "book_keeping"
+    assert baseline.arithmetic == "unproved_float32"
 
 
 def test_without_privacy_the_sampling_is_the_same():
@@ -585,3 +586,18 @@ def test_steps_beyond_the_plan_have_no_guarantee(step):
 def test_a_seed_that_is_no_key_is_refused():
     with pytest.raises(ValueError, match="must be one key made by"):
         make_mechanism(noise_multiplier=1.0).privatizer(0)
+
+
+def test_the_default_arithmetic_is_one_that_is_proved():
+    assert make_mechanism().arithmetic == "exact"
+    kept = make_mechanism(method="book_keeping")
+    assert kept.arithmetic == "bounded"
+    assert kept == make_mechanism(method="book_keeping", arithmetic="bounded")
+
+
+def test_batches_can_be_divided_by_microbatches_that_are_chosen():
+    for size, padded in ((10, 16), (100, 128), (33, 64), (1, 1)):
+        mechanism = make_mechanism(method="book_keeping", truncated_batch_size=size)
+        assert mechanism.padded_batch_size == padded
+        exact = dataclasses.replace(mechanism, method="per_example", arithmetic="exact")
+        assert exact.padded_batch_size == size

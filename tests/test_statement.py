@@ -41,8 +41,17 @@ def test_it_tells_how_bounded_sums_are_made():
     assert "The claim holds for the bits that are released." in statement
 
 
+def test_it_tells_how_large_microbatches_of_bounded_sums_are():
+    chosen, given = (
+        statement_of(make_mechanism(method="book_keeping", microbatch_size=size))
+        for size in (None, 4)
+    )
+    assert "as many examples as that allows, chosen from shapes alone" in chosen
+    assert "(of 4 examples)" in given
+
+
 def test_it_tells_that_float_sums_of_book_keeping_are_not_proved():
-    mechanism = make_mechanism(method="book_keeping", arithmetic="float32")
+    mechanism = make_mechanism(method="book_keeping", arithmetic="unproved_float32")
     statement = statement_of(mechanism)
     assert "up to ordinary rounding, which is NOT PROVED" in statement
     assert "The claim holds for the bits" not in statement

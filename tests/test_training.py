@@ -156,13 +156,11 @@ def zero_gradient(params, batch):
     ids=["sgd", "adam", "book-keeping"],
 )
 def test_without_privacy_it_is_plain_training_on_the_same_batches(optimizer, method):
-    arithmetic = {"per_example": "exact", "book_keeping": "bounded"}[method]
     trainer = make_trainer(
         optimizer=optimizer,
         is_private=False,
         iterations=10,
         method=method,
-        arithmetic=arithmetic,
     )
     data, params = make_data(), make_params()
     state = trainer.init(params, prng_key=KEY)

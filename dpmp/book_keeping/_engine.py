@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from dpmp import _jaxpr
 from dpmp._accumulation import Accumulator
-from dpmp._bounded import BoundedGrid, Roundings, clip_by
+from dpmp._bounded import BoundedGrid, Roundings, clip_by, largest_microbatch
 from dpmp._fence import behind_a_branch
 from dpmp._stored import at_least_float32
-from dpmp._typing import GradEngine, PyTree, SquaredNorm
+from dpmp._typing import PyTree, SquaredNorm
 from dpmp.book_keeping import _kept, _norms, _products, _sums, _terms, _totals, _views
 from dpmp.book_keeping._gradients import Recorded
 from dpmp.book_keeping._norms import Term
@@ -106,7 +106,7 @@ def engine(
     prng_argnum: int | None,
     spmd_axis_name: Any,
     is_bounded: bool,
-) -> GradEngine:
+) -> "Engine":
     """An engine that differentiates `fun` for the examples of a batch.
 
     Args:
@@ -121,27 +121,30 @@ def engine(
       A function of the arguments of `fun`, batched, that gives `BookKeptGrads`.
     """
     of_examples = [*batch_argnums, *([] if prng_argnum is None else [prng_argnum])]
-    single = isinstance(argnums, int)
-    of_params = [argnums] if single else list(argnums)
+    return Engine(fun, argnums, tuple(of_examples), spmd_axis_name, is_bounded)
 
-    def of_one_example(args, kwargs, params, example):
-        args = list(args)
-        for i, x in (*zip(of_params, params, strict=True), *example.items()):
-            args[i] = x
-        return fun(*args, **kwargs)
 
-    def run(*args: Any, **kwargs: Any) -> BookKeptGrads:
-        params = [jax.tree.map(jnp.asarray, args[i]) for i in of_params]
-        examples = {i: args[i] for i in of_examples}
-        loss = functools.partial(of_one_example, args, kwargs)
-        example = jax.tree.map(_first, examples)
-        program = analyse(loss, params, example, is_bounded=is_bounded)
+@dataclass(frozen=True)
+class Engine:
+    """A `GradEngine`; see `engine` for the attributes."""
+
+    fun: Callable[..., tuple[Any, PyTree]]
+    argnums: int | Sequence[int]
+    of_examples: tuple[int, ...]
+    spmd_axis_name: Any
+    is_bounded: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "BookKeptGrads":
+        """The gradients of the examples of a batch."""
+        params = [jax.tree.map(jnp.asarray, args[i]) for i in self._of_params]
+        examples = {i: args[i] for i in self.of_examples}
+        program = self._analyse(params, examples, args, kwargs)
         leaves = jax.tree.leaves(params)
         compute = _products.adapted(
             jax.vmap(
                 functools.partial(_one_example, program),
                 in_axes=(None, 0),
-                spmd_axis_name=spmd_axis_name,
+                spmd_axis_name=self.spmd_axis_name,
             )
         )
 
@@ -150,10 +153,31 @@ def engine(
             return values, aux, _kept.keep(program.terms, program.plan.sites, recorded)
 
         values, aux, recorded = behind_a_branch(compute_and_keep, (args, kwargs))
-        tree = params[0] if single else tuple(params)
+        tree = params[0] if isinstance(self.argnums, int) else tuple(params)
         return BookKeptGrads(values, aux, program, tree, recorded)
 
-    return run
+    def largest_microbatch(self, *args: Any, **kwargs: Any) -> int:
+        """How many examples a microbatch of "bounded" sums may have; from shapes."""
+        params = [args[i] for i in self._of_params]
+        examples = {i: args[i] for i in self.of_examples}
+        terms = self._analyse(params, examples, args, kwargs).terms
+        return largest_microbatch(max(term.roundings.positions for term in terms))
+
+    @property
+    def _of_params(self) -> list[int]:
+        return [self.argnums] if isinstance(self.argnums, int) else list(self.argnums)
+
+    def _analyse(
+        self, params: list[Any], examples: PyTree, args: Any, kwargs: Any
+    ) -> Program:
+        def of_one_example(params, example):
+            given = dict(enumerate(args)) | dict(
+                zip(self._of_params, params, strict=True)
+            )
+            return self.fun(*(given | example).values(), **kwargs)
+
+        example = jax.tree.map(_first, examples)
+        return analyse(of_one_example, params, example, is_bounded=self.is_bounded)
 
 
 def _first(x: Any) -> Any:

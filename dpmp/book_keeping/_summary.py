@@ -23,7 +23,10 @@ _COST_OF_FORMING = 16
 # Gradients of fewer entries are formed without harm.
 _LARGE = 2**14
 
-_ACCUMULATORS = ("bounded", "float32", "float32x2", "float64")
+_ACCUMULATORS = (
+    "bounded",
+    *(f"unproved_{name}" for name in ("float32", "float32x2", "float64")),
+)
 
 _ADVICE = {
     "parameters": "Let data meet parameters themselves, not what is computed from "
@@ -155,8 +158,8 @@ def summarize(
       batch_argnums: as in `clipped_grad`.
       keep_batch_dim: as in `clipped_grad`.
       has_aux: as in `clipped_grad`.
-      accumulator: as in `clipped_grad`. With "bounded" sums, parameters that are used
-        in arithmetic on their own are tapped whole.
+      accumulator: as in `clipped_grad`. With "bounded" sums (None), parameters that are
+        used in arithmetic on their own are tapped whole.
       **kwargs: reach `fun` unchanged.
 
     Returns:
@@ -175,7 +178,7 @@ def summarize(
         accumulator is None or accumulator in _ACCUMULATORS,
         f"accumulator must be one of {list(_ACCUMULATORS)}",
         accumulator=accumulator,
-        fix='Sums on a grid are "bounded" here; leave it out for float32 ones.',
+        fix="Leave it out for sums that are proved.",
     )
     batch_argnums = _arguments.as_argnums("batch_argnums", batch_argnums)
     grad_argnums = _arguments.as_argnums("argnums", argnums)
@@ -193,7 +196,7 @@ def summarize(
         return value, aux
 
     def read(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Summary, str | None]:
-        bounded = accumulator == "bounded"
+        bounded = accumulator in (None, "bounded")
         program = _program(loss_fn, args, kwargs, grad_argnums, batch_argnums, bounded)
         params = _pick(args, grad_argnums)
         paths = _paths(params[0] if grad_argnums == (argnums,) else params)

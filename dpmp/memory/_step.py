@@ -1,5 +1,6 @@
 """The parts of a training step, by what they take and when they are there."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpmp import _arithmetic, _validate
+from dpmp import _arguments, _arithmetic, _validate, book_keeping
+from dpmp._clipped_sum import largest_divisor
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.memory import _gradients
@@ -50,8 +52,9 @@ class Step:
         """Checks everything before anything is traced."""
         policy = Policy.from_name(policy) if isinstance(policy, str) else policy
         if arithmetic is None:
-            arithmetic = {"book_keeping": "bounded", None: "float32"}.get(
-                method, "exact"
+            is_plain = method is None
+            arithmetic = (
+                "float32" if is_plain else _arithmetic.default_arithmetic(method)
             )
         if method is not None:
             _arithmetic.check_method(method, arithmetic)
@@ -82,7 +85,28 @@ class Step:
             microbatch_size or batch_size,
         )
         step._check_loss()
+        if microbatch_size is None and arithmetic == "bounded":
+            return dataclasses.replace(step, size=step._size_of_bounded_parts())
         return step
+
+    def _size_of_bounded_parts(self) -> int:
+        """The microbatch size that "bounded" sums choose."""
+        engine = book_keeping.engine(
+            _arguments.of_one_example((1,), True)(
+                lambda *args: (self.loss_fn(*args), None)
+            ),
+            argnums=0,
+            batch_argnums=(1,),
+            prng_argnum=None,
+            spmd_axis_name=None,
+            is_bounded=True,
+        )
+        found = []
+        jax.eval_shape(
+            lambda *args: found.append(engine.largest_microbatch(*args)),
+            *self._loss_args(self.batch_size),
+        )
+        return largest_divisor(self.batch_size, found[0])
 
     def _check_loss(self) -> None:
         shape = jax.eval_shape(self.loss_fn, *self._loss_args(1))
@@ -124,7 +148,7 @@ class Step:
     @property
     def bytes_of_sum(self) -> int:
         """Of one sum of gradients."""
-        words = {"float32x2": 2, "float64": 2}.get(self.arithmetic, 1)
+        words = 2 if self.arithmetic.endswith(("float32x2", "float64")) else 1
         return 4 * words * self.num_parameters
 
     @functools.cached_property
@@ -140,7 +164,7 @@ class Step:
             iterations=1,
             l2_clip_norm=1.0,
             noise_multiplier=1.0,
-            microbatch_size=None if microbatch_size == batch_size else microbatch_size,
+            microbatch_size=microbatch_size,
             method=self.method or "per_example",
             arithmetic=self.arithmetic,
             num_parameters=self.num_parameters,

@@ -1,0 +1,350 @@
+"""Sums over the devices of a mesh, whatever the types of its axes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding
+
+from dpmp import (
+    DPSGD,
+    DoubleWord,
+    DPTrainer,
+    GridArray,
+    Policy,
+    _accumulation,
+    clipped_fun,
+    clipped_grad,
+    noise_addition,
+)
+
+P = jax.P
+
+AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
+
+
+def make_mesh(size, axis_type=AxisType.Auto):
+    return jax.make_mesh(
+        (size,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:size]
+    )
+
+
+def loss(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
+
+
+def make_params():
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {
+        "w": jax.random.normal(keys[0], (8, 16)),
+        "b": jnp.zeros(16),
+        "out": jax.random.normal(keys[1], (16, 1)),
+    }
+
+
+def make_batch(size=16):
+    keys = jax.random.split(jax.random.key(1), 2)
+    return {
+        "x": jax.random.normal(keys[0], (size, 8)),
+        "y": jax.random.normal(keys[1], (size, 1)),
+    }
+
+
+def linear_loss(params, batch):
+    """Its gradient is the example, whatever a compiler does."""
+    products = jax.tree.map(lambda w, x: jnp.sum(w * x), params, batch)
+    return sum(jax.tree.leaves(products))
+
+
+def make_linear_batch(size=16):
+    keys = jax.random.split(jax.random.key(2), 3)
+    shapes = {name: (size, *x.shape) for name, x in make_params().items()}
+    return {
+        name: jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def place(tree, mesh, spec):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def assert_same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def make_sum_fn(method, accumulator, **options):
+    return clipped_grad(
+        LOSSES[method],
+        l2_clip_norm=0.5,
+        method=method,
+        accumulator=accumulator,
+        keep_batch_dim=False,
+        **options,
+    ).__call__
+
+
+LOSSES = {"per_example": linear_loss, "book_keeping": loss}
+BATCHES = {"per_example": make_linear_batch(), "book_keeping": make_batch()}
+
+
+@functools.cache
+def sum_on_one_device(method, accumulator, microbatch_size=None):
+    fn = make_sum_fn(method, accumulator, microbatch_size=microbatch_size)
+    return jax.jit(fn)(make_params(), BATCHES[method])
+
+
+FLOATS = [
+    ("per_example", "float32"),
+    ("per_example", "float32x2"),
+    ("book_keeping", "unproved_float32"),
+    ("book_keeping", "unproved_float32x2"),
+]
+INTEGERS = [("per_example", "exact"), ("book_keeping", "bounded")]
+
+
+def sum_of_shards(mesh, method, accumulator, **options):
+    """What `psum` gives of the sums of all shards."""
+    fn = make_sum_fn(method, accumulator, **options)
+    return jax.jit(
+        jax.shard_map(
+            lambda *args: jax.lax.psum(fn(*args), "data"),
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize(("method", "accumulator"), FLOATS)
+def test_float_sums_of_shards_are_refused(method, accumulator, axis_type):
+    mesh = make_mesh(8, axis_type)
+    args = place(make_params(), mesh, P()), place(BATCHES[method], mesh, P("data"))
+    with pytest.raises(ValueError, match=r"mapped_axes={'data': 8}.*\"exact\" sums"):
+        sum_of_shards(mesh, method, accumulator)(*args)
+
+
+def test_float_sums_of_mapped_devices_are_refused():
+    fn = clipped_fun(lambda x: x, l2_clip_norm=1.0, accumulator="float32x2")
+    with pytest.raises(ValueError, match="what other devices add"):
+        jax.pmap(lambda x: jax.lax.psum(fn(x), "i"), axis_name="i")(np.ones((8, 4)))
+
+
+@pytest.mark.parametrize("options", [{"l2_clip_norm": np.inf}, {"nan_safe": False}])
+def test_float_sums_that_are_not_private_may_be_mapped(options):
+    fn = clipped_fun(lambda x: x, **{"l2_clip_norm": 1.0, **options})
+    mapped = jax.pmap(lambda x: jax.lax.psum(fn(x), "i"), axis_name="i")
+    np.testing.assert_allclose(mapped(np.ones((8, 1)))[0], 8, rtol=0.01)
+
+
+def test_float_sums_of_one_shard_are_sums():
+    total = sum_of_shards(make_mesh(1), "per_example", "float32x2")(
+        make_params(), make_linear_batch()
+    )
+    assert_same(total, sum_on_one_device("per_example", "float32x2"))
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize(("method", "accumulator"), INTEGERS)
+def test_integers_of_shards_add_up(method, accumulator, axis_type):
+    mesh = make_mesh(8, axis_type)
+    args = place(make_params(), mesh, P()), place(BATCHES[method], mesh, P("data"))
+    total = sum_of_shards(mesh, method, accumulator)(*args)
+    # Each device sums up a microbatch of two.
+    assert_same(total, sum_on_one_device(method, accumulator, 2))
+
+
+SPECS = [(P("data"), P()), (P("data"), P("data")), (P(), P("data"))]
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize(("of_batch", "of_params"), SPECS)
+@pytest.mark.parametrize("size", [2, 8])
+def test_exact_sums_are_the_same_on_any_mesh(
+    size, of_batch, of_params, axis_type, compiled
+):
+    mesh = make_mesh(size, axis_type)
+    params, batch = make_params(), place(make_linear_batch(), mesh, of_batch)
+    params = {
+        **{name: place(x, mesh, P()) for name, x in params.items()},
+        "w": place(params["w"], mesh, of_params),
+    }
+    fn = make_sum_fn("per_example", "exact", return_values=True)
+    fn = jax.jit(fn) if compiled else fn
+    total, sensitive = fn(params, batch)
+    assert_same(total, sum_on_one_device("per_example", "exact"))
+    if axis_type == AxisType.Explicit:
+        assert jax.typeof(total["w"].steps) == jax.typeof(params["w"]).update(
+            dtype=jnp.dtype("int32")
+        )
+        spec = jax.typeof(sensitive.values).sharding.spec
+        assert spec[0] == (of_batch[0] if of_batch else None)
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize("microbatch_size", [None, 8])
+@pytest.mark.parametrize("accumulator", ["float32", "float32x2"])
+def test_float_sums_of_sharded_batches_err_no_more_than_is_counted(
+    accumulator, microbatch_size, axis_type
+):
+    mesh = make_mesh(8, axis_type)
+    params = place(make_params(), mesh, P())
+    batch = place(make_linear_batch(), mesh, P("data"))
+    fn = jax.jit(
+        make_sum_fn("per_example", accumulator, microbatch_size=microbatch_size)
+    )
+
+    def total(is_empty):
+        sums = fn(params, batch, is_padding_example=place(is_empty, mesh, P("data")))
+        return np.concatenate([real_values(x).ravel() for x in sums.values()])
+
+    error = total(np.zeros(16, bool)) - sum(
+        total(np.arange(16) != i) for i in range(16)
+    )
+    arithmetic = _accumulation.get_accumulator(accumulator)
+    counted = _accumulation.rounding_slack(arithmetic, 16, microbatch_size or 16) / 2
+    # Contributions are at most the clip norm; float64 has roundings of its own.
+    assert np.linalg.norm(error) <= 0.5 * counted + 1e-14
+
+
+def real_values(x):
+    return sum(np.asarray(word, np.float64) for word in jax.tree.leaves(x))
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize("microbatch_size", [None, 8])
+def test_bounded_sums_of_sharded_batches(microbatch_size, axis_type):
+    mesh = make_mesh(8, axis_type)
+    args = place(make_params(), mesh, P()), place(make_batch(), mesh, P("data"))
+    fn = make_sum_fn("book_keeping", "bounded", microbatch_size=microbatch_size)
+    with jax.set_mesh(mesh):
+        total = jax.jit(fn)(*args)
+    expected = sum_on_one_device("book_keeping", "bounded", microbatch_size)
+    # Contractions are made in another order, so that a sum may be rounded to another
+    # integer; float32 has as many as the resolution.
+    for ours, theirs in zip(*map(jax.tree.leaves, (total, expected)), strict=True):
+        assert np.max(np.abs(np.asarray(ours - theirs))) <= 8
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_one_example_changes_a_sharded_bounded_sum_by_at_most_the_clip_norm(axis_type):
+    mesh = make_mesh(8, axis_type)
+    params, batch = (
+        place(make_params(), mesh, P()),
+        place(make_batch(), mesh, P("data")),
+    )
+    fn = jax.jit(make_sum_fn("book_keeping", "bounded"))
+
+    def total(*empty):
+        is_empty = place(np.isin(np.arange(16), empty), mesh, P("data"))
+        result = fn(params, batch, is_padding_example=is_empty)
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), result)
+
+    whole = total()
+    for i in range(0, 16, 5):
+        change = jax.tree.map(np.subtract, whole, total(i))
+        unit = whole["w"].unit
+        assert 0.4 < reference.norm([x.steps for x in change.values()]) * unit <= 0.5
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+def test_functions_of_explicit_arrays_are_clipped(compiled):
+    mesh = make_mesh(8, AxisType.Explicit)
+    x = np.linspace(-2, 2, 64, dtype=np.float32).reshape(16, 4)
+    fn = clipped_fun(
+        lambda x, name: (x[0], jnp.sum(x)),
+        has_aux=True,
+        l2_clip_norm=1.0,
+        return_norms=True,
+    )
+    fn = functools.partial(fn.__call__, name="a keyword that is no array")
+    expected = jax.jit(fn)(x)
+    fn = jax.jit(fn) if compiled else fn
+    assert_same(fn(place(x, mesh, P("data"))), expected)
+    with jax.set_mesh(mesh):
+        assert_same(fn(x), expected)
+
+
+def test_random_keys_and_padding_may_be_explicit():
+    def noisy_loss(w, x, key):
+        return jnp.mean(x @ w * jax.random.normal(key, ()))
+
+    mesh = make_mesh(4, AxisType.Explicit)
+    fn = clipped_grad(
+        noisy_loss, l2_clip_norm=1.0, accumulator="exact", prng_argnum=2
+    ).__call__
+    args = jnp.ones(3), jnp.ones((8, 3)), jax.random.key(0)
+    padding = np.arange(8) > 5
+    expected = jax.jit(fn)(*args, is_padding_example=padding)
+    specs = P(), P("data"), P()
+    args = [place(x, mesh, spec) for x, spec in zip(args, specs, strict=True)]
+    padding = place(padding, mesh, P("data"))
+    assert_same(jax.jit(fn)(*args, is_padding_example=padding), expected)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("kind", [GridArray, DoubleWord, None])
+def test_noise_is_added_to_explicit_sums(kind, compiled):
+    mesh = make_mesh(8, AxisType.Explicit)
+    x = {
+        GridArray: GridArray(jnp.arange(32), 2.0**-15),
+        DoubleWord: DoubleWord(jnp.linspace(0, 1, 32), jnp.zeros(32)),
+        None: jnp.linspace(0, 1, 32),
+    }[kind]
+    privatizer = noise_addition.gaussian_privatizer(
+        stddev=0.5, prng_key=jax.random.key(0)
+    )
+    state = privatizer.init(x)
+    expected, _ = jax.jit(privatizer.update)({"w": x}, state)
+    update = jax.jit(privatizer.update) if compiled else privatizer.update
+    noisy, _ = update({"w": place(x, mesh, P("data"))}, state)
+    assert_same(noisy, expected)
+    assert jax.typeof(noisy["w"]).sharding.spec == P("data")
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+def test_a_trainer_steps_on_any_mesh(method, axis_type):
+    mechanism = DPSGD(
+        num_examples=64,
+        expected_batch_size=8,
+        iterations=3,
+        l2_clip_norm=0.5,
+        noise_multiplier=1.0,
+        truncated_batch_size=16,
+        method=method,
+        num_parameters=200,
+    )
+    trainer = DPTrainer(
+        mechanism=mechanism,
+        loss_fn=loss,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        policy=Policy.from_name("float32"),
+    )
+    key, is_padding = jax.random.key(0), np.arange(16) > 9
+    expected = trainer.init(make_params(), prng_key=key)
+    for _ in range(3):
+        expected = trainer.train_step(expected, make_batch(), is_padding)
+    mesh = make_mesh(8, axis_type)
+    params = place(make_params(), mesh, P())
+    params["w"] = place(params["w"], mesh, P("data"))
+    state = trainer.init(params, prng_key=key)
+    batch, is_padding = place((make_batch(), is_padding), mesh, P("data"))
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    for _ in range(3):
+        state = trainer.train_step(state, batch, is_padding)
+    # Products of a model are computed in another order on each mesh.
+    for name, x in expected.params.items():
+        np.testing.assert_allclose(state.params[name], x, rtol=1e-4, atol=1e-5)
+    if axis_type == AxisType.Explicit:
+        assert jax.typeof(state.params["w"]) == jax.typeof(params["w"])
+        # Else the second step would be compiled anew.
+        assert jax.tree.map(lambda x: x.sharding, state) == shardings

@@ -1,0 +1,126 @@
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpmp import _accumulation, _reduction, _stored
+
+_U = Fraction(_accumulation.UNIT_ROUNDOFF)
+_BATCH_SIZES = [*range(1, 20), 27, 33, 64, 65, 100, 256, 257, 1024]
+
+
+def _sum_examples(rows, add=jnp.add):
+    """The sum of (B, n) as examples are added up, and what it was made of."""
+    size = _reduction.block_size(len(rows))
+
+    def add_block(i):
+        block = _stored.rows_of_block(rows, i, size)
+        return [_reduction.pairwise(list(block), add)]
+
+    return _reduction.sum_examples(add_block, len(rows) // size, add=add)[0]
+
+
+@pytest.mark.parametrize("batch_size", _BATCH_SIZES)
+def test_every_example_is_added_once(batch_size):
+    # Modulo 2^32, other multiplicities give another sum, but for a chance of 2^-96.
+    rng = np.random.default_rng(batch_size)
+    rows = rng.integers(2**32, size=(batch_size, 3), dtype=np.uint32)
+    total = jax.jit(_sum_examples)(jnp.asarray(rows))
+    np.testing.assert_array_equal(total, rows.sum(0, dtype=np.uint32))
+
+
+def _rounded_additions(batch_size):
+    """The depth of a sum of examples, and the terms below each of its additions."""
+
+    # Pairs of (terms, depth, sum over additions of the terms below); no terms, no
+    # rounding.
+    def add(a, b):
+        terms = a[..., 0] + b[..., 0]
+        rounds = ((a[..., 0] > 0) & (b[..., 0] > 0)).astype(jnp.int32)
+        depth = jnp.maximum(a[..., 1], b[..., 1]) + rounds
+        below = a[..., 2] + b[..., 2] + rounds * terms
+        return jnp.stack([terms, depth, below], axis=-1)
+
+    ones = jnp.tile(jnp.array([1, 0, 0]), (batch_size, 1))
+    return _sum_examples(ones, add)
+
+
+@pytest.mark.parametrize("batch_size", _BATCH_SIZES)
+def test_additions_of_examples_are_counted(batch_size):
+    terms, depth, below = map(int, _rounded_additions(batch_size))
+    assert terms == batch_size
+    assert depth <= _reduction.depth(batch_size)
+    assert below <= _reduction.summed_norms(batch_size)
+    # All loops are full, and the counts exact.
+    if batch_size in (1, 8, 16, 64, 256, 1024):
+        assert depth == _reduction.depth(batch_size)
+        assert below == pytest.approx(_reduction.summed_norms(batch_size))
+
+
+def test_a_program_does_not_grow_with_the_batch():
+    def num_lines(batch_size):
+        rows = jax.ShapeDtypeStruct((batch_size, 5), jnp.float32)
+        return jax.jit(_sum_examples).lower(rows).as_text().count("\n")
+
+    assert num_lines(512) == num_lines(128)
+    assert num_lines(4096) <= 1.5 * num_lines(64)
+
+
+def _square(rows, start, *operands):
+    del start, operands
+    return rows * rows
+
+
+def _weighted(rows, start, *operands):
+    (weights,) = operands
+    return jax.lax.dynamic_slice_in_dim(weights, start, rows.shape[1]) * rows
+
+
+@pytest.mark.parametrize("sizes", [[1], [0, 3], [7, 513], [4099], [70_001], [600] * 9])
+def test_every_entry_is_added_once(sizes):
+    rng = np.random.default_rng(len(sizes))
+    arrays = [rng.integers(-9, 9, (2, n)).astype(np.float32) for n in sizes]
+    weights = rng.integers(-9, 9, max(sizes)).astype(np.float32)
+    stack = [_stored.StoredArray(jnp.asarray(x), x.dtype, x.shape[1:]) for x in arrays]
+
+    @jax.jit
+    def total():
+        return _reduction.sum_entries(stack, _weighted, jnp.add, jnp.asarray(weights))[
+            0
+        ]
+
+    expected = sum(x @ weights[: x.shape[1]] for x in arrays)
+    np.testing.assert_array_equal(total(), expected)
+
+
+@pytest.mark.parametrize("size", [1, 3, 33, 513, 5000, 70_001, 2**17])
+def test_sums_of_entries_err_by_their_depth_at_most(size):
+    x = np.random.default_rng(size).uniform(0.5, 1, (20, size)).astype(np.float32)
+    depth = 0
+
+    @jax.jit
+    def squares(x):
+        nonlocal depth
+        stack = [_stored.StoredArray(x, x.dtype, x.shape[1:])]
+        total, depth = _reduction.sum_entries(stack, _square, jnp.add)
+        return total
+
+    exact = np.array([math.fsum(row) for row in x.astype(np.float64) ** 2])
+    error = np.abs(np.asarray(squares(x), np.float64) / exact - 1)
+    assert error.max() <= (depth + 1) * float(_U) * 1.001
+    assert depth <= 2 * math.ceil(math.log2(size)) + 10
+
+
+def test_a_program_has_arrays_of_one_shape_once():
+    def num_lines(count):
+        def squares(xs):
+            stack = [_stored.StoredArray(x, x.dtype, x.shape[1:]) for x in xs]
+            return _reduction.sum_entries(stack, _square, jnp.add)[0]
+
+        xs = [jax.ShapeDtypeStruct((4, 5000), jnp.float32)] * count
+        return jax.jit(squares).lower(xs).as_text().count("\n")
+
+    assert num_lines(20) - num_lines(10) <= 10 * 3
