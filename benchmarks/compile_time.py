@@ -10,7 +10,7 @@ the sum of clipped gradients of a batch,
 
 and the same for `gaussian_privatizer` on 300 arrays.
 
-    python benchmarks/compile_time.py        # fifteen minutes on two cores
+    python -m benchmarks.compile_time        # ten minutes on two cores
 
 Every line is appended to benchmarks/results/compile_time.jsonl.
 """
@@ -22,14 +22,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import flax_models
 import jax
 import jax.numpy as jnp
 import jax_privacy.clipping
-import models
-import results
 
 import dpmp
+from benchmarks import flax_models, models, results
 from dpmp import noise_addition
 
 ARITHMETICS = ("float32", "float32x2", "exact")

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from models import Task
+
+from benchmarks.models import Task
 
 
 class _Block(nn.Module):

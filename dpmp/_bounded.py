@@ -235,8 +235,7 @@ class BoundedGrid:
 
     def lift(self, total: jax.Array) -> jax.Array:
         """The sum of a microbatch, in units, rounded to integers."""
-        limit = 2.0**31 - 128  # the largest float32 below 2^31
-        return jnp.round(jnp.clip(total, -limit, limit)).astype(jnp.int32)
+        return _to_integers(total)
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The sum of two parts of a batch."""
@@ -245,3 +244,9 @@ class BoundedGrid:
     def finish(self, total: PyTree) -> Any:
         """A tree of sums, with the unit that they are counted in."""
         return self.grid.finish(total)
+
+
+@jax.jit  # a program has it once for all arrays of one shape
+def _to_integers(x: jax.Array) -> jax.Array:
+    limit = 2.0**31 - 128  # the largest float32 below 2^31
+    return jnp.round(jnp.clip(x, -limit, limit)).astype(jnp.int32)

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -55,6 +55,28 @@ def check_key(prng_key: Any) -> None:
         fix="Leave it out to draw 128 bits from the system; integers are refused "
         "because the noise is only as hard to guess as its key.",
     )
+
+
+def fold_in(prng_key: jax.Array, data: Any) -> jax.Array:
+    """`jax.random.fold_in`, computed once: see `_in_memory`."""
+    return _in_memory(lambda: jax.random.fold_in(prng_key, data), prng_key)
+
+
+def split(prng_key: jax.Array, num: int) -> jax.Array:
+    """`jax.random.split`, computed once: see `_in_memory`."""
+    return _in_memory(lambda: jax.random.split(prng_key, num), prng_key)
+
+
+def _in_memory(derive: Callable[[], jax.Array], prng_key: jax.Array) -> jax.Array:
+    """Keys that were derived from another one, in memory.
+
+    Read from anywhere else they would be derived anew, with those that they derive
+    from: every link of a chain would multiply the work, and the program.
+    """
+    words = behind_a_branch(
+        lambda: jax.random.key_data(derive()), jax.random.key_data(prng_key)
+    )
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(prng_key))
 
 
 def key_words(prng_key: jax.Array) -> jax.Array:

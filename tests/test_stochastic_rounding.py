@@ -4,10 +4,14 @@ import numpy as np
 import optax
 import pytest
 
-from dpmp import DPSGD, DPTrainer, Policy
-from dpmp._stochastic_rounding import _to_bfloat16
+from dpmp import DPSGD, DPTrainer, Policy, _stochastic_rounding
 
 POLICY = Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)
+
+
+def _to_bfloat16(x, prng_key):
+    like = jnp.zeros(x.shape, jnp.bfloat16)
+    return _stochastic_rounding.round_like(x, like, prng_key)
 
 
 def _neighbours(x):

@@ -307,7 +307,12 @@ def _root(squares: Any, side: _Side) -> jax.Array:
     if side.num_rows is not None:
         return jnp.ones(side.parts[0].shape, jnp.float32)
     num_entries = sum(part.shape[2] for part in side.parts)
-    return jnp.sqrt(jnp.maximum(squares, 0) + FLOOR * num_entries)
+    return _root_of(squares, FLOOR * num_entries)
+
+
+@jax.jit  # a program has it once for all arrays of one shape
+def _root_of(squares: jax.Array, floor: float) -> jax.Array:
+    return jnp.sqrt(jnp.maximum(squares, 0) + floor)
 
 
 def _extents(site: Site, number: int, recorded: Recorded) -> jax.Array:
@@ -321,6 +326,7 @@ def _extents(site: Site, number: int, recorded: Recorded) -> jax.Array:
     return jnp.sum(_times(*sizes), axis=1)
 
 
+@jax.jit
 def _times(a: jax.Array, b: jax.Array) -> jax.Array:
     dtype = at_least_float32(a.dtype, b.dtype)
     return a.astype(dtype) * b.astype(dtype)

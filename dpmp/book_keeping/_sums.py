@@ -76,6 +76,7 @@ def _of_site(
     return site.outer.to_view(total)
 
 
+@jax.jit  # a program has it once for all arrays of one shape
 def _scale(x: jax.Array, coefs: jax.Array) -> jax.Array:
     x = x.astype(at_least_float32(x.dtype))
     return coefs.astype(x.dtype).reshape(-1, *[1] * (x.ndim - 1)) * x
@@ -90,6 +91,7 @@ def _of_entries(grads: jax.Array, coefs: jax.Array, keep: jax.Array) -> jax.Arra
     return terms[0]
 
 
+@jax.jit
 def _select(keep: jax.Array, x: jax.Array) -> jax.Array:
     """Zero times infinity would be NaN."""
     return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))

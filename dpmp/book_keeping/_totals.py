@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from dpmp._stored import at_least_float32
 
 
+@jax.jit  # a program has it once for all arrays of one shape
 def of_rows(x: jax.Array) -> jax.Array:
     """Parts of the sum of all entries: (P,)."""
     columns = _num_columns(x.size)
