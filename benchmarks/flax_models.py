@@ -58,7 +58,8 @@ def transformer(
     tokens = jax.random.randint(jax.random.key(0), shape, 0, vocabulary)
 
     def loss_fn(params, batch):
-        logits = model.apply(params, batch["tokens"])[:, :-1].astype(jnp.float32)
+        logits: Any = model.apply(params, batch["tokens"])
+        logits = logits[:, :-1].astype(jnp.float32)
         labels = batch["tokens"][:, 1:]
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -113,7 +114,8 @@ def unet(dtype: Any, batch_size: int = 8) -> Task:
     image = jax.random.normal(jax.random.key(0), (batch_size, 16, 16, 3)).astype(dtype)
 
     def loss_fn(params, batch):
-        error = model.apply(params, batch["image"]) - batch["image"]
+        image: Any = model.apply(params, batch["image"])
+        error = image - batch["image"]
         return jnp.square(error.astype(jnp.float32)).mean()
 
     return Task(loss_fn, _init(model, image, dtype), {"image": image})

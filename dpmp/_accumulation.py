@@ -176,8 +176,8 @@ def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
     )
 
 
-def _square(rows: jax.Array, start: Any) -> jax.Array:
-    del start
+def _square(rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+    del start, operands
     return jnp.square(rows)
 
 

@@ -246,7 +246,7 @@ class _Squares:
     def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
         (coef,) = operands
         steps = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
-        return jnp.square(jnp.abs(steps).astype(self.dtype))
+        return jnp.square(steps.astype(self.dtype))  # of negative ones too, modulo 2^32
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.minimum(a + b, jnp.asarray(self.limit, self.dtype))

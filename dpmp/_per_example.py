@@ -59,13 +59,16 @@ class StackedGrads:
         size = _reduction.block_size(batch_size)
 
         def add_blocks(i: Any) -> list[PyTree]:
-            return [
-                _add_block(
-                    x.bits, coef, mask, i, x.dtype, size=size, accumulator=accumulator
-                )
-                for group, coef, mask in zip(groups, coefs, masks, strict=True)
-                for x in group.arrays
-            ]
+            sums = []
+            for group, coef, mask in zip(groups, coefs, masks, strict=True):
+                of_block = [list(rows_of_block(x, i, size)) for x in (coef, mask)]
+                sums += [
+                    _add_block(
+                        x.bits, *of_block, i, dtype=x.dtype, accumulator=accumulator
+                    )
+                    for x in group.arrays
+                ]
+            return sums
 
         sums = iter(
             _reduction.sum_examples(add_blocks, batch_size // size, add=accumulator.add)
@@ -80,25 +83,25 @@ class StackedGrads:
 
 
 # Compiled as one: a program has it once for all arrays of one shape.
-@functools.partial(jax.jit, static_argnames=("dtype", "size", "accumulator"))
+@functools.partial(jax.jit, static_argnames=("dtype", "accumulator"))
 def _add_block(
     bits: jax.Array,
-    coef: jax.Array,
-    mask: jax.Array,
+    coefs: list[jax.Array],
+    masks: list[jax.Array],
     block: Any,
+    *,
     dtype: Any,
-    size: int,
     accumulator: Accumulator | Grid,
 ) -> PyTree:
     """The sum of a block of examples, for one array."""
-    rows, coef, mask = (rows_of_block(x, block, size) for x in (bits, coef, mask))
 
     @jax.jit  # for all rows
     def term(row: jax.Array, coef: jax.Array, mask: jax.Array) -> jax.Array:
         zero = ~mask  # or anything, if nothing is selected
         return _select(accumulator.contribution(to_float(row, dtype), coef, zero), mask)
 
-    return accumulator.add_block([term(rows[i], coef[i], mask[i]) for i in range(size)])
+    rows = rows_of_block(bits, block, len(coefs))
+    return accumulator.add_block(list(map(term, rows, coefs, masks)))
 
 
 def _as_bits(is_selected: jax.Array) -> jax.Array:

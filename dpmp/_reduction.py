@@ -69,7 +69,7 @@ def sum_entries(
 
     Args:
       stack: arrays of (B, n).
-      term: the function.
+      term: the function; of zeros, it gives zeros.
       add: elementwise; zero is its neutral element.
       *operands: what the function is given besides.
 
@@ -84,11 +84,24 @@ def sum_entries(
     total = fence(jnp.concatenate([part.astype(dtype) for part in parts], axis=1))
     if total.shape[1] == 0:
         return jnp.zeros(total.shape[:1], dtype), 0
+    return _sum_columns(total, add), depth + _depth_of_columns(total.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames="add")
+def _sum_columns(total: jax.Array, add: Add) -> jax.Array:
+    """The sum of all columns: (B,)."""
     while (size := total.shape[1]) > 1:
         rest, total = _sum_blocks(_columns(total), size, add)
         total = jnp.concatenate([*rest, total], axis=1) if rest else total
+    return total[:, 0]
+
+
+def _depth_of_columns(size: int) -> int:
+    depth = 0
+    while size > 1:
         depth += _depth_of_blocks(size)
-    return total[:, 0], depth
+        size = _size_after_blocks(size)
+    return depth
 
 
 # Compiled as one: a program has it once for all arrays of one shape.
@@ -102,9 +115,10 @@ def _sum_until_few(
     def terms(bits: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
         return term(to_float(bits, dtype), start, *operands)
 
-    def take(start: Any, size: int) -> jax.Array:
+    def take_terms(start: Any, size: int) -> jax.Array:
         return terms(columns_of(bits, start, size), jnp.int32(start), *operands)
 
+    take: Columns = take_terms
     parts, size = [], bits.shape[1]
     while size > _FEW_ENTRIES:
         rest, total = _sum_blocks(take, size, add)
@@ -118,7 +132,11 @@ def _sum_blocks(
 ) -> tuple[list[jax.Array], jax.Array]:
     """What is left of `size` columns: those that fill no block, and sums of blocks."""
     block, num_blocks = _block_of(size), _num_blocks(size)
+    if num_blocks == 1:  # the last columns of a block may be zeros
+        width = -(-size // block)
+        return [], fence(pairwise([take(j * width, width) for j in range(block)], add))
     width = size // (block * num_blocks)
+    whole = block * num_blocks * width
 
     def sum_block(i: Any) -> jax.Array:
         # A block is made of columns that are far apart: whole rows are added up.
@@ -126,7 +144,6 @@ def _sum_blocks(
             [take((i * block + j) * width, width) for j in range(block)], add
         )
 
-    whole = block * num_blocks * width
     rest = [take(whole, size - whole)] if whole < size else []
     return rest, fence(_sum_of_blocks(sum_block, num_blocks, add))
 
@@ -134,8 +151,6 @@ def _sum_blocks(
 def _sum_of_blocks(
     sum_block: Callable[[Any], jax.Array], num_blocks: int, add: Add
 ) -> jax.Array:
-    if num_blocks == 1:
-        return sum_block(0)
     shape = jax.eval_shape(sum_block, np.int32(0))
     zeros = jnp.zeros(shape.shape, shape.dtype)
     return jax.lax.fori_loop(
@@ -161,8 +176,16 @@ def _depth_until_few(size: int) -> int:
     depth = 0
     while size > _FEW_ENTRIES:
         depth += _depth_of_blocks(size)
-        size //= _block_of(size) * _num_blocks(size)
+        size = _size_after_blocks(size, with_rest=False)
     return depth
+
+
+def _size_after_blocks(size: int, *, with_rest: bool = True) -> int:
+    """How many columns `_sum_blocks` leaves, with or without those in no block."""
+    num_columns = _block_of(size) * _num_blocks(size)
+    if _num_blocks(size) == 1:
+        return -(-size // num_columns)
+    return size // num_columns + (size % num_columns if with_rest else 0)
 
 
 def _log2_ceil(n: int) -> int:

@@ -56,11 +56,17 @@ def at_least_float32(*dtypes: Any) -> Any:
 
 
 def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
-    """Some columns of a matrix, from a number on that may be traced."""
+    """Some columns of a matrix, from a number on that may be traced.
+
+    Columns beyond the last one are zeros; of them there are none if it is traced.
+    """
     if size == x.shape[1]:
         return x
     if isinstance(start, int):
-        return jax.lax.slice_in_dim(x, start, start + size, axis=1)
+        stop = min(start + size, x.shape[1])
+        columns = jax.lax.slice_in_dim(x, min(start, stop), stop, axis=1)
+        missing = size - columns.shape[1]
+        return jnp.pad(columns, [(0, 0), (0, missing)]) if missing else columns
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
 
@@ -82,6 +88,7 @@ def compute_and_store(
     Returns:
       The tree with its leaves as `StoredArray`, and the second part.
     """
+    compute = jax.jit(compute)  # so that it is traced once
     shapes, _ = jax.eval_shape(compute)
 
     def compute_bits():

@@ -17,7 +17,7 @@ import pytest
 from scipy import stats
 
 import dpmp
-from dpmp import _random, noise_addition
+from dpmp import _grid_noise, _random, noise_addition
 from dpmp._discrete_gaussian import DiscreteGaussian
 from dpmp._grid import GridArray
 from dpmp.noise_addition import (
@@ -56,7 +56,8 @@ def make_privatizer(make, *, stddev=1.0, prng_key=KEY, **kwargs):
 def without_fence():
     """Nothing is compiled as a whole, which would be done anew in every call."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noise_addition, "behind_a_branch", lambda compute, _: compute())
+        for module in (noise_addition, _grid_noise):
+            patch.setattr(module, "behind_a_branch", lambda compute, _: compute())
         yield patch
 
 
@@ -349,7 +350,7 @@ def chosen(leaf, **kwargs):
     recorder = types.SimpleNamespace(at_least=recording_at_least)
     with without_fence() as patch:
         patch.setattr(noise_addition, "_snap", recording_snap)
-        patch.setattr(noise_addition, "DiscreteGaussian", recorder)
+        patch.setattr(_grid_noise, "DiscreteGaussian", recorder)
         # Traced alone, a sum may have any size.
         privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
         jax.eval_shape(privatizer.update, leaf, privatizer.init(None))
@@ -434,7 +435,7 @@ def widths_asked_for(total, **kwargs):
 
     recorder = types.SimpleNamespace(at_least=at_least)
     with without_fence() as patch:
-        patch.setattr(noise_addition, "DiscreteGaussian", recorder)
+        patch.setattr(_grid_noise, "DiscreteGaussian", recorder)
         privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
         jax.eval_shape(privatizer.update, total, privatizer.init(None))
     return widths
@@ -900,7 +901,7 @@ def test_without_a_key_init_is_refused_under_jit(make):
     assert jax.jit(with_key.init)(jnp.zeros(3)).step == 0
 
 
-@pytest.mark.parametrize("stddev", [-1.0, np.inf, np.nan, None, jnp.ones(())], ids=str)
+@pytest.mark.parametrize("stddev", [-1.0, np.inf, np.nan, None, jnp.ones(1)], ids=str)
 @each_privatizer
 def test_a_stddev_that_is_no_finite_number_is_refused(make, stddev):
     kwargs = {"l2_sensitivity": 1.0} if make is gaussian_privatizer else {}
@@ -909,7 +910,7 @@ def test_a_stddev_that_is_no_finite_number_is_refused(make, stddev):
             make(stddev=stddev, prng_key=KEY, **given)
 
 
-@pytest.mark.parametrize("l2_sensitivity", [0.0, -1.0, np.inf, np.nan, jnp.ones(())])
+@pytest.mark.parametrize("l2_sensitivity", [0.0, -1.0, np.inf, np.nan, jnp.ones(1)])
 def test_a_sensitivity_that_is_no_positive_number_is_refused(l2_sensitivity):
     with pytest.raises(ValueError, match="l2_sensitivity must be a finite number abov"):
         gaussian_privatizer(stddev=1.0, prng_key=KEY, l2_sensitivity=l2_sensitivity)

@@ -82,7 +82,8 @@ def _weighted(rows, start, *operands):
 def test_every_entry_is_added_once(sizes):
     rng = np.random.default_rng(len(sizes))
     arrays = [rng.integers(-9, 9, (2, n)).astype(np.float32) for n in sizes]
-    weights = rng.integers(-9, 9, max(sizes)).astype(np.float32)
+    # Columns beyond the last are zeros, and need a weight.
+    weights = rng.integers(-9, 9, max(sizes) + 100).astype(np.float32)
     stack = [_stored.StoredArray(jnp.asarray(x), x.dtype, x.shape[1:]) for x in arrays]
 
     @jax.jit

@@ -1,0 +1,96 @@
+"""Programs of many arrays stay small: lines of StableHLO beyond the loss's own."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dpmp
+from dpmp import _random, noise_addition
+from dpmp._stochastic_rounding import round_like
+
+ARITHMETICS = ["exact", "float32", "float32x2"]
+
+# What a shape takes that no other array has.
+LINES_OF_A_SHAPE = {"exact": 320, "float32": 150, "float32x2": 190}
+
+
+def num_lines(fun, *args):
+    return jax.jit(lambda *xs: fun(*xs)).lower(*args).as_text().count("\n")
+
+
+def lines_per_array(batch_size, widths, **kwargs):
+    """Of a network of layers of these widths, beyond the plain gradient."""
+    params = [jnp.ones((a, b)) for a, b in itertools.pairwise(widths)]
+    batch = jnp.ones((batch_size, widths[0]))
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.square(x))
+
+    clip = dpmp.clipped_grad(loss, l2_clip_norm=1.0, **kwargs)
+    plain = num_lines(jax.grad(loss), params, batch)
+    return (num_lines(clip, params, batch) - plain) / len(params)
+
+
+@pytest.mark.parametrize("batch_size", [32, 512])
+@pytest.mark.parametrize("accumulator", ARITHMETICS)
+def test_arrays_of_one_shape_take_few_lines(accumulator, batch_size):
+    assert lines_per_array(batch_size, [64] * 21, accumulator=accumulator) <= 60
+
+
+@pytest.mark.parametrize("accumulator", ARITHMETICS)
+def test_arrays_of_different_shapes_take_few_lines(accumulator):
+    widths = range(60, 81)  # no two layers have the same shape
+    lines = lines_per_array(32, widths, accumulator=accumulator)
+    assert lines <= LINES_OF_A_SHAPE[accumulator]
+
+
+def test_small_arrays_take_few_lines():
+    params = [jnp.ones(()) for _ in range(200)]
+    clip = dpmp.clipped_grad(
+        lambda p, x: jnp.mean(jnp.stack(p) * x), l2_clip_norm=1.0, accumulator="exact"
+    )
+    assert num_lines(clip, params, jnp.ones((8, 200))) <= 200 * 25
+
+
+def test_clipping_groups_take_few_lines():
+    params = [jnp.ones((64, 64))] * 20
+
+    def loss(params, x):
+        return sum(jnp.mean(x @ w) for w in params)
+
+    def lines(l2_clip_norm):
+        clip = dpmp.clipped_grad(loss, l2_clip_norm=l2_clip_norm, accumulator="exact")
+        return num_lines(clip, params, jnp.ones((32, 64)))
+
+    assert (lines([1.0] * 20) - lines(1.0)) / 20 <= 120
+
+
+def test_book_keeping_takes_few_lines():
+    kwargs = {"method": "book_keeping", "accumulator": "bounded"}
+    assert lines_per_array(32, [64] * 21, **kwargs) <= 60
+
+
+@pytest.mark.parametrize("size", [100, 20_000])
+def test_noise_for_many_arrays_takes_few_lines(size):
+    total = [dpmp.GridArray(jnp.zeros(size, jnp.int32), 2.0**-15)] * 100
+    privatizer = noise_addition.gaussian_privatizer(
+        stddev=1.0, prng_key=jax.random.key(0)
+    )
+    state = privatizer.init(None)
+    assert num_lines(lambda s: privatizer.update(total, s), state) <= 100 * 30
+
+
+def test_keys_that_derive_from_each_other_are_derived_once():
+    # Fused, a chain of three 128-bit keys would be computed 64 times.
+    params = [jnp.ones(8, jnp.bfloat16)] * 2
+
+    def round_all(key, step):
+        key = _random.fold_in(key, step)
+        return round_like([jnp.ones(8)] * 2, params, key)
+
+    program = jax.jit(round_all).lower(_random.fresh_key(), 3).compile()
+    assert program.as_text().count("\n") <= 5_000
