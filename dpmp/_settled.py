@@ -53,6 +53,13 @@ def places(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.sharding if _is_placed(x) else None, tree)
 
 
+def devices_of(tree: PyTree) -> frozenset[Any]:
+    """The devices that arrays stay on; none where no array has a place."""
+    return frozenset().union(
+        *(x.sharding.device_set for x in jax.tree.leaves(tree) if _is_placed(x))
+    )
+
+
 def _home(shardings: list[Sharding]) -> Sharding | None:
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):

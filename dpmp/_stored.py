@@ -72,7 +72,7 @@ def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
 
 def rows_of_block(x: jax.Array, block: Any, size: int) -> jax.Array:
     """Of `len(x) / size` blocks of examples, one: (size, ...)."""
-    blocks = x.reshape(size, -1, *x.shape[1:])
+    blocks = x.reshape(size, x.shape[0] // size, *x.shape[1:])
     return jax.lax.dynamic_index_in_dim(blocks, block, 1, keepdims=False)
 
 

@@ -30,7 +30,7 @@ from dpmp import (
 from dpmp._clipped_sum import specs_of_examples
 from dpmp._numbers import as_number
 from dpmp._progress import Progress
-from dpmp._settled import places, put_together, strongly_typed
+from dpmp._settled import devices_of, places, put_together, strongly_typed
 from dpmp._source import Source as Source  # to users, it is dpmp.training.Source
 from dpmp._source import as_source, load_batch
 from dpmp._state import SensitiveOutputs as SensitiveOutputs
@@ -310,7 +310,8 @@ class DPTrainer:
             )
         batch = jax.tree.map(jnp.asarray, batch)
         state = put_together(state, batch)
-        of_state, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
+        types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
+        of_state = types, devices_of(state)
         compiled = self._programs.get(of_state)
         compiled = compiled or (of_batch, *self._make_program(state, batch))
         compiled_for, program, constants = compiled
@@ -326,8 +327,11 @@ class DPTrainer:
         return outputs
 
     @functools.cached_property
-    def _programs(self) -> dict[str, tuple[str, jax.stages.Wrapped, list[Any]]]:
-        """The compiled step, and the types of its batch, by those of the state."""
+    def _programs(self) -> dict[Any, tuple[str, jax.stages.Wrapped, list[Any]]]:
+        """The compiled step, and the types of its batch, by those of the state.
+
+        And by its devices: a program leaves a state where it was made for.
+        """
         return {}
 
     def _make_program(

@@ -168,6 +168,16 @@ def test_a_run_on_sharded_batches_is_compiled_once():
     assert counts[0] == counts[1] == counts[2]
 
 
+def test_a_run_can_be_moved_to_other_devices():
+    trainer = make_trainer()
+    state = trainer.init(jnp.ones(4))
+    for step, device in enumerate(jax.devices()[1:3], 1):
+        state = jax.device_put(state, device)
+        data = np.ones((64, 4), np.float32)
+        state = trainer.fit(state, data, stop_at=step, progress=False)
+        assert state.params.devices() == {device}
+
+
 def test_arrays_that_have_no_place_follow_those_that_do():
     mesh = mesh_of(2)
     placed = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("x")))
