@@ -140,9 +140,9 @@ def clipped_grad(
       loss_scale: what the loss is multiplied by to be differentiated, for float16: a
         power of two, or a function from the loss of an example to one, such as
         `dpmp.loss_scaling.by_loss()`. What comes out is that of the loss itself. Scales
-        that are arrays, or come from a function, are rounded down to a power of two,
-        from 2^-40 to 2^40; an example whose scale is negative or not finite contributes
-        zero.
+        that jax traces, or that come from a function, are rounded down to a power of
+        two, from 2^-40 to 2^40; an example whose scale is negative or not finite
+        contributes zero.
       counts_overflows: whether to return a `released_metrics.JointSum`: the sum, and
         one more coordinate for the noise, which counts gradients that are not finite.
         The sensitivity of both together is that of the sum.

@@ -127,7 +127,7 @@ def _residue(example):
     return example["p"][None] * example["one"][None] - example["a"] * example["b"]
 
 
-def _residue_batch(repeats=32, n=64):
+def _residue_batch(repeats=32, n=300):
     rng = np.random.default_rng(0)
     a, b = rng.uniform(1, 2, (2, 1, n)).astype(np.float32)
     wide = [np.repeat(x[:, None], repeats, axis=1) for x in (a, b)]
