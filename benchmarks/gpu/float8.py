@@ -59,7 +59,7 @@ _ENGINES: dict[str, Callable[..., Any]] = {
         dpmp.clipped_grad,
         l2_clip_norm=1.0,
         method="book_keeping",
-        accumulator="float32",
+        accumulator="unproved_float32",
     ),
     "per example, exact": functools.partial(
         dpmp.clipped_grad,
