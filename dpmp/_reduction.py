@@ -26,8 +26,6 @@ from dpmp._typing import PyTree
 
 # Elementwise.
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
-# Of the examples of a block, from a start to a stop: (stop - start, n).
-Terms: TypeAlias = Callable[[int, int], jax.Array]
 # As many as asked for, from a start on, which may be traced: (B, size).
 Columns: TypeAlias = Callable[[Any, int], jax.Array]
 
@@ -163,7 +161,7 @@ def _block_of(size: int) -> int:
 
 
 def _num_blocks(size: int) -> int:
-    """That are added up at once."""
+    """How many blocks are added up in a loop."""
     return _BLOCKS_OF_LARGE if size > _LARGE else 1
 
 
@@ -205,7 +203,7 @@ def sum_examples(
     """Adds up the blocks of all arrays.
 
     Args:
-      take: `take(i)` gives the sum of block i for every array. It is traced once.
+      take: `take(i)` gives the sum of block i for every array.
       num_blocks: at least 1.
       add: elementwise addition of two of these sums.
     """
