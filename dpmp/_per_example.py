@@ -61,7 +61,7 @@ class StackedGrads:
         def add_blocks(i: Any) -> list[PyTree]:
             sums = []
             for group, coef, mask in zip(groups, coefs, masks, strict=True):
-                of_block = [list(rows_of_block(x, i, size)) for x in (coef, mask)]
+                of_block = [rows_of_block(x, i, size) for x in (coef, mask)]
                 sums += [
                     _add_block(
                         x.bits, *of_block, i, dtype=x.dtype, accumulator=accumulator

@@ -70,10 +70,23 @@ def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
 
-def rows_of_block(x: jax.Array, block: Any, size: int) -> jax.Array:
-    """Of `len(x) / size` blocks of examples, one: (size, ...)."""
-    blocks = x.reshape(size, x.shape[0] // size, *x.shape[1:])
-    return jax.lax.dynamic_index_in_dim(blocks, block, 1, keepdims=False)
+def rows_of_block(x: jax.Array, block: Any, size: int) -> list[jax.Array]:
+    """Of `len(x) / size` blocks of examples, the rows of one.
+
+    A block is made of rows that are far apart, so that no block of an array that is
+    sharded by examples lies on one device alone.
+    """
+    num_blocks = x.shape[0] // size
+    blocks = x.reshape(size, num_blocks, *x.shape[1:])
+
+    def row(j: int) -> jax.Array:
+        # Each row is taken from a block of its own, by an index that the compiler does
+        # not know to be the same: a block with many readers becomes a function that
+        # loads its index for every entry, and no loop over entries is vectorised.
+        index = jnp.minimum(block, num_blocks - 1 + j)
+        return jax.lax.dynamic_index_in_dim(blocks, index, 1, keepdims=False)[j]
+
+    return [row(j) for j in range(size)]
 
 
 def compute_and_store(
