@@ -48,9 +48,9 @@ import jax_privacy.clipping
 import dpmp
 from benchmarks import models, results, timing
 from dpmp import book_keeping
-from dpmp._accumulation import get_accumulator
 from dpmp._fence import behind_a_branch
-from dpmp.book_keeping import _engine, _kept, _norms, _products
+from dpmp.engines.book_keeping import _engine, _kept, _norms, _products
+from dpmp.numerics._float_sums import get_accumulator
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 Functions = dict[str, Callable[..., Any]]

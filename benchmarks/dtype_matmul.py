@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import results
-from dpmp import _timing
-from dpmp.devices import _products
+from dpmp.tools import _timing
+from dpmp.tools.devices import _products
 
 
 class Subject(NamedTuple):

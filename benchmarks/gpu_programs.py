@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import dpmp
 from benchmarks import models, results
 from benchmarks.book_keeping import DTYPES, TASKS
-from dpmp import _float8
+from dpmp.programs import _float8
 
 _WITH_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 

@@ -1,4 +1,4 @@
-"""Compiles functions, times them in turn (see `dpmp._timing`), and compares them."""
+"""Compiles functions, times them in turn (see `dpmp.tools._timing`), and compares them."""
 
 import functools
 import statistics
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dpmp import _timing
+from dpmp.tools import _timing
 
 
 class Measured(NamedTuple):

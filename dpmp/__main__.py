@@ -8,8 +8,9 @@ from typing import Any
 
 import rich.console
 
-from dpmp import _selfcheck, devices, memory
-from dpmp._selfcheck_results import Sizes
+from dpmp.tools import devices, memory
+from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck._results import Sizes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,11 +68,11 @@ def _selfcheck_command(args: argparse.Namespace) -> int:
     sizes = Sizes()
     if args.thorough:
         sizes = Sizes(num_training=2**25, num_test=2**22)
-    subjects = _selfcheck.all_subjects(include_unsafe=args.include_unsafe)
-    results = _selfcheck.run(subjects, sizes, rich.console.Console())
+    subjects = _command.all_subjects(include_unsafe=args.include_unsafe)
+    results = _command.run(subjects, sizes, rich.console.Console())
     if args.json is not None:
-        _selfcheck.write_json(args.json, results)
-    return 1 if _selfcheck.broken_claims(results) else 0
+        _command.write_json(args.json, results)
+    return 1 if _command.broken_claims(results) else 0
 
 
 if __name__ == "__main__":

@@ -35,10 +35,12 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._grid import DEFAULT_RESOLUTION, Grid, GridArray
 from dpmp._numbers import as_real
-from dpmp._stored import at_least_float32
-from dpmp._typing import GradEngine, PerExampleGrads, PyTree, SquaredNorm
+from dpmp._typing import PyTree
+from dpmp.engines._interface import GradEngine, PerExampleGrads
+from dpmp.numerics._float_sums import SquaredNorm
+from dpmp.numerics._grid import DEFAULT_RESOLUTION, Grid, GridArray
+from dpmp.numerics._stored import at_least_float32
 
 LossScale: TypeAlias = float | jax.Array | Callable[[jax.Array], jax.Array]
 

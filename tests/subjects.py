@@ -5,9 +5,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from dpmp._selfcheck_dpmp import dpmp_subjects
-from dpmp._selfcheck_results import Sizes
-from dpmp._selfcheck_subjects import BatchShape, Sums
+from dpmp.tools.selfcheck._modes import dpmp_subjects
+from dpmp.tools.selfcheck._results import Sizes
+from dpmp.tools.selfcheck._subjects import BatchShape, Sums
 
 SIZES = Sizes(
     num_entries=2000,

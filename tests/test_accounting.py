@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from dpmp import _epsilon, accounting
+from dpmp import accounting
+from dpmp.accounting import _epsilon
 
 ADD_OR_REMOVE, REPLACE, REPLACE_SPECIAL = (
     dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,

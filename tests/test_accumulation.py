@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import reference
 
-from dpmp import _accumulation, _reduction, _stored
-from dpmp._accumulation import DoubleWord
+from dpmp.numerics import _float_sums, _reduction, _stored
+from dpmp.numerics._float_sums import DoubleWord
 
-_U = Fraction(_accumulation.UNIT_ROUNDOFF)
+_U = Fraction(_float_sums.UNIT_ROUNDOFF)
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ _U = Fraction(_accumulation.UNIT_ROUNDOFF)
 def test_rounding_slack_covers_twice_the_errors_of_all_additions(
     batch_size, microbatch_size
 ):
-    accumulator = _accumulation.get_accumulator("float32")
-    slack = _accumulation.rounding_slack(accumulator, batch_size, microbatch_size)
+    accumulator = _float_sums.get_accumulator("float32")
+    slack = _float_sums.rounding_slack(accumulator, batch_size, microbatch_size)
     num_microbatches = batch_size // microbatch_size
     below = num_microbatches * _reduction.summed_norms(microbatch_size)
     below += sum(microbatch_size * (i + 1) for i in range(1, num_microbatches))
@@ -31,13 +31,13 @@ def test_rounding_slack_covers_twice_the_errors_of_all_additions(
 
 def test_rounding_slack_of_one_example_is_zero():
     for name in ("float32", "float32x2"):
-        accumulator = _accumulation.get_accumulator(name)
-        assert _accumulation.rounding_slack(accumulator, 1, 1) == 0
+        accumulator = _float_sums.get_accumulator(name)
+        assert _float_sums.rounding_slack(accumulator, 1, 1) == 0
 
 
 def test_wider_accumulators_have_a_negligible_slack():
-    accumulator = _accumulation.get_accumulator("float32x2")
-    assert _accumulation.rounding_slack(accumulator, 2**16, 2**16) < 1e-7
+    accumulator = _float_sums.get_accumulator("float32x2")
+    assert _float_sums.rounding_slack(accumulator, 2**16, 2**16) < 1e-7
 
 
 _finite = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
@@ -55,7 +55,7 @@ def _double_words(draw, num=64):
     return DoubleWord(his, los)
 
 
-_add_double_words = jax.jit(_accumulation.add_double_words)
+_add_double_words = jax.jit(_float_sums.add_double_words)
 
 
 @hypothesis.given(_double_words(), _double_words(), st.booleans())
@@ -87,7 +87,7 @@ def test_double_word_addition_keeps_its_error_bound_uncompiled():
     los = (his * rng.uniform(-(2.0**-25), 2.0**-25, his.shape)).astype(np.float32)
     x, y = (DoubleWord(*words) for words in zip(his, los, strict=True))
     with jax.disable_jit():
-        _assert_within_error_bound(_accumulation.add_double_words(x, y), x, y)
+        _assert_within_error_bound(_float_sums.add_double_words(x, y), x, y)
 
 
 def test_double_word_sums_are_renormalised():
@@ -100,7 +100,7 @@ def test_double_word_sums_are_renormalised():
     *[hypothesis.extra.numpy.arrays(np.float32, 64, elements=_finite)] * 2
 )
 def test_two_sum_is_exact(a, b):
-    s, error = jax.jit(_accumulation.two_sum)(a, b)
+    s, error = jax.jit(_float_sums.two_sum)(a, b)
     np.testing.assert_array_equal(s, a + b)
     exact = reference.exact_values(a) + reference.exact_values(b)
     assert all(reference.exact_values(s) + reference.exact_values(error) == exact)
@@ -108,7 +108,7 @@ def test_two_sum_is_exact(a, b):
 
 def _stacked(*leaves):
     stack, _ = _stored.compute_and_store(lambda: (list(leaves), None), jnp.ones(1))
-    return _accumulation.squared_norm(stack)
+    return _float_sums.squared_norm(stack)
 
 
 @pytest.mark.parametrize("size", [1, 33, 4096, 4097, 20_000])
@@ -118,7 +118,7 @@ def test_squared_norms_are_within_their_number_of_roundings(dtype, size):
     x = jnp.full((1, size), 1.0 / 3, dtype)
     norm = jax.jit(lambda: _stacked(x))()
     exact = reference.exact_squared_norm(x)
-    u = Fraction(_accumulation.UNIT_ROUNDOFF)
+    u = Fraction(_float_sums.UNIT_ROUNDOFF)
     error = abs(Fraction(float(norm.value[0])) / exact - 1)
     assert error <= (1 + u) ** int(norm.roundings) - 1
     assert norm.value.dtype == jnp.float32
@@ -147,13 +147,13 @@ def test_float64_norms_are_float64():
 
 def test_unknown_accumulators_are_refused():
     with pytest.raises(ValueError, match="accumulator must be one of"):
-        _accumulation.get_accumulator("float128")
+        _float_sums.get_accumulator("float128")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "int32"])
 def test_narrow_sums_are_refused(dtype):
     with pytest.raises(ValueError, match="dtype must be float32 or float64"):
-        _accumulation.get_accumulator(None, dtype)
+        _float_sums.get_accumulator(None, dtype)
 
 
 @pytest.mark.parametrize("name", ["float32x2", "float64"])
@@ -162,7 +162,7 @@ def test_a_dtype_that_contradicts_the_accumulator_is_refused(name):
         jax.enable_x64(True),
         pytest.raises(ValueError, match="must name the same arithmetic"),
     ):
-        _accumulation.get_accumulator(
+        _float_sums.get_accumulator(
             name, np.float64 if name == "float32x2" else np.float32
         )
 
@@ -170,4 +170,4 @@ def test_a_dtype_that_contradicts_the_accumulator_is_refused(name):
 @pytest.mark.parametrize(("name", "dtype"), [("float64", None), (None, np.float64)])
 def test_float64_sums_without_64_bit_mode_are_refused(name, dtype):
     with pytest.raises(ValueError, match="float64 sums need 64-bit mode"):
-        _accumulation.get_accumulator(name, dtype)
+        _float_sums.get_accumulator(name, dtype)

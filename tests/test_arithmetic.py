@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 
 from dpmp import GridArray, clipped_fun, clipped_grad
-from dpmp._accumulation import DoubleWord
-from dpmp._grid import LARGEST_RESOLUTION
+from dpmp.numerics._float_sums import DoubleWord
+from dpmp.numerics._grid import LARGEST_RESOLUTION
 
 
 def loss(w, x):

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.book_keeping import measure_extents
+from dpmp.engines.book_keeping import measure_extents
 
 
 def loss(w, batch):

@@ -7,7 +7,7 @@ import pytest
 from reference import FLOAT_SUMS, assert_trees_close
 
 from dpmp import clipped_grad
-from dpmp._grid import LARGEST_RESOLUTION
+from dpmp.numerics._grid import LARGEST_RESOLUTION
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=8), jnp.float32)

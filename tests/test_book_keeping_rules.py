@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import reference
 
-from dpmp.book_keeping._engine import analyse
-from dpmp.clipping import clipped_grad
+from dpmp.clipping._clipped_grad import clipped_grad
+from dpmp.engines.book_keeping._engine import analyse
 
 _SIZE = 3
 _IS_PADDING = np.array([False, True, False])

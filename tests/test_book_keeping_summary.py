@@ -11,7 +11,7 @@ import more_models
 import pytest
 
 import dpmp
-from dpmp.book_keeping import Summary, _engine, summarize
+from dpmp.engines.book_keeping import Summary, _engine, summarize
 
 ZOO = {model.name: model for model in (*models.ZOO, *more_models.PARAMETER_USES)}
 

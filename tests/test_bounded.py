@@ -1,4 +1,4 @@
-"""The proof of `dpmp._bounded`, tried on factors that are made to break it."""
+"""The proof of `dpmp.numerics._bounded`, tried on factors that are made to break it."""
 
 import functools
 from fractions import Fraction
@@ -10,14 +10,14 @@ import pytest
 from reference import exact_values
 
 from dpmp import clipped_grad
-from dpmp._bounded import (
+from dpmp.numerics._bounded import (
     SLACK,
     Roundings,
     clip_by,
     largest_extent,
     largest_microbatch,
 )
-from dpmp._grid import LARGEST_RESOLUTION
+from dpmp.numerics._grid import LARGEST_RESOLUTION
 
 POSITIONS, LEFT, RIGHT = 32, 12, 20
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dpmp import Policy, _timing, devices
-from dpmp.devices import (
+from dpmp import Policy, devices
+from dpmp.tools import _timing
+from dpmp.tools.devices import (
     DeviceReport,
     Row,
     _measure,
@@ -21,7 +22,7 @@ from dpmp.devices import (
     check_device_runs,
     measure_dtypes,
 )
-from dpmp.devices._products import Kind
+from dpmp.tools.devices._products import Kind
 
 NAMES = [
     "float32",

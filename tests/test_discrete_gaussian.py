@@ -16,10 +16,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import equations
 from scipy import stats
 
-from dpmp import _alias_table, _discrete_gaussian
-from dpmp._alias_table import look_up
-from dpmp._discrete_gaussian import DiscreteGaussian
 from dpmp._threefry import threefry4x32
+from dpmp.noise_addition import _alias_table, _discrete_gaussian
+from dpmp.noise_addition._alias_table import look_up
+from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 
 KEY = jnp.array([0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834], jnp.uint32)
 STEP = jnp.int32(0)

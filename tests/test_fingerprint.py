@@ -12,8 +12,9 @@ import optax
 import pytest
 
 import dpmp
-from dpmp import _fingerprint, loss_scaling
-from dpmp._float8 import PER_EXAMPLE
+from dpmp import loss_scaling
+from dpmp.programs._float8 import PER_EXAMPLE
+from dpmp.training import _fingerprint
 
 RELATIONS = dp_accounting.NeighboringRelation
 DATA = np.ones((64, 3), np.float32)

@@ -12,9 +12,10 @@ from more_models import PARAMETER_USES
 from programs import equations
 
 import dpmp
-from dpmp import DPSGD, DPTrainer, Policy, _float8, book_keeping
-from dpmp._float8 import is_native, with_float8_products
-from dpmp._float8_product import PER_EXAMPLE, _rounded, _to_float8
+from dpmp import DPSGD, DPTrainer, Policy, book_keeping
+from dpmp.programs import _float8
+from dpmp.programs._float8 import is_native, with_float8_products
+from dpmp.programs._float8_product import PER_EXAMPLE, _rounded, _to_float8
 
 FORMATS = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from programs import equations
 
-from dpmp import _clip_norms, _grid
-from dpmp._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, Grid, GridArray
-from dpmp._stored import StoredArray
-from dpmp.clipping import clipped_fun, clipped_grad
+from dpmp.clipping import _clip_norms
+from dpmp.clipping._clipped_grad import clipped_fun, clipped_grad
+from dpmp.numerics import _grid
+from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, Grid, GridArray
+from dpmp.numerics._stored import StoredArray
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _RESOLUTIONS = (1000, DEFAULT_RESOLUTION, 2**17 + 1, LARGEST_RESOLUTION)

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp import _jaxpr
-from dpmp._jaxpr import hoist_constants
+from dpmp.programs import _jaxpr
+from dpmp.programs._jaxpr import hoist_constants
 
 FROZEN = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
 ARGS = (jnp.array([1.0, -2.0, 0.5]), {"x": jnp.array([[0.3, 0.1, -0.2]])})

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dpmp import Policy, _timing
-from dpmp.memory import (
+from dpmp import Policy
+from dpmp.tools import _timing
+from dpmp.tools.memory import (
     _command,
     accumulation_overhead,
     add_memory_command,

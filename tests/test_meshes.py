@@ -16,11 +16,11 @@ from dpmp import (
     DPTrainer,
     GridArray,
     Policy,
-    _accumulation,
     clipped_fun,
     clipped_grad,
     noise_addition,
 )
+from dpmp.numerics import _float_sums
 
 P = jax.P
 
@@ -209,8 +209,8 @@ def test_float_sums_of_sharded_batches_err_no_more_than_is_counted(
     error = total(np.zeros(16, bool)) - sum(
         total(np.arange(16) != i) for i in range(16)
     )
-    arithmetic = _accumulation.get_accumulator(accumulator)
-    counted = _accumulation.rounding_slack(arithmetic, 16, microbatch_size or 16) / 2
+    arithmetic = _float_sums.get_accumulator(accumulator)
+    counted = _float_sums.rounding_slack(arithmetic, 16, microbatch_size or 16) / 2
     # Contributions are at most the clip norm; float64 has roundings of its own.
     assert np.linalg.norm(error) <= 0.5 * counted + 1e-14
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from dpmp import clipped_grad
-from dpmp.microbatches import MicrobatchTimes, measure_microbatch_sizes
+from dpmp.tools.microbatches import MicrobatchTimes, measure_microbatch_sizes
 
 
 def loss(w, x):

@@ -17,15 +17,16 @@ import pytest
 from scipy import stats
 
 import dpmp
-from dpmp import _grid_noise, _random, noise_addition
-from dpmp._discrete_gaussian import DiscreteGaussian
-from dpmp._grid import GridArray
-from dpmp.noise_addition import (
+from dpmp import _random, noise_addition
+from dpmp.noise_addition import _grid_noise
+from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
+from dpmp.noise_addition._privatizers import (
     NoiseState,
     continuous_gaussian_privatizer,
     gaussian_privatizer,
     num_entries,
 )
+from dpmp.numerics._grid import GridArray
 
 KEY = jax.random.key(20240607)
 NUM_DRAWS = 100_000

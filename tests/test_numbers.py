@@ -15,10 +15,10 @@ import pytest
 import dpmp
 from dpmp import accounting, batch_selection, loss_scaling, noise_addition
 from dpmp._numbers import as_number, as_real
-from dpmp.book_keeping import measure_extents
-from dpmp.memory import accumulation_overhead, estimate_memory
-from dpmp.microbatches import measure_microbatch_sizes
-from dpmp.released_metrics import ReleasedMetrics
+from dpmp.clipping._joint_sums import ReleasedMetrics
+from dpmp.engines.book_keeping import measure_extents
+from dpmp.tools.memory import accumulation_overhead, estimate_memory
+from dpmp.tools.microbatches import measure_microbatch_sizes
 
 KEY = jax.random.key(3)
 KINDS = {

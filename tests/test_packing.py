@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp import _packing
+from dpmp.numerics import _packing
 
 _SHAPES = [(3,), (), (200, 100), (0, 4), (16_384,), (200, 100), (16_385,), (5, 5)]
 

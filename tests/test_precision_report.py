@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import dpmp
-from dpmp.precision import Policy
-from dpmp.precision_report import precision_report
+from dpmp.precision._policy import Policy
+from dpmp.tools.precision_report import precision_report
 
 _ALARMS = {"running sum", "sum", "gradient sum", "exponential", "normalisation"}
 _X = jax.ShapeDtypeStruct((64, 128), jnp.float32)

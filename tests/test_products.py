@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from programs import equations
 
-from dpmp.book_keeping._products import adapted
+from dpmp.engines.book_keeping._products import adapted
 
 # Batch axes of one are "u" and "v".
 _CONTRACTIONS = [

@@ -8,7 +8,7 @@ import pytest
 
 import dpmp
 from dpmp import _random, noise_addition
-from dpmp._stochastic_rounding import round_like
+from dpmp.precision._stochastic_rounding import round_like
 
 ARITHMETICS = ["exact", "float32", "float32x2"]
 

@@ -5,8 +5,8 @@ import re
 import pytest
 import rich.console
 
-from dpmp import _progress
-from dpmp._progress import Progress
+from dpmp.training import _progress
+from dpmp.training._progress import Progress
 
 
 def describe_steps(step, last_step):

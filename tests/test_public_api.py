@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import dpmp
-from dpmp import _accumulation
+from dpmp.numerics import _float_sums
 
 ROOT = pathlib.Path(dpmp.__file__).parent
 README = pathlib.Path(__file__).parent.parent / "README.md"
@@ -59,7 +59,7 @@ def test_readme_quotes_the_largest_batches():
     table = re.search(r"\| `accumulator=` .*?\n\n", README.read_text(), re.S).group()
     for row in table.splitlines()[2:-1]:
         name, share, *quoted = re.findall(r"[\w.%]+", row)
-        accumulator = _accumulation.get_accumulator(name)
+        accumulator = _float_sums.get_accumulator(name)
         assert share == f"{100 * accumulator.slack:.2g}%"
         for microbatch_size, size in zip((None, 64, 16, 1), quoted, strict=True):
             assert int(size) == _largest_batch(accumulator, microbatch_size)
@@ -70,7 +70,7 @@ def _largest_batch(accumulator, microbatch_size):
     return max(
         size
         for size in sizes
-        if _accumulation.rounding_slack(accumulator, size, microbatch_size or size)
+        if _float_sums.rounding_slack(accumulator, size, microbatch_size or size)
         <= accumulator.slack
     )
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp import _accumulation, _reduction, _stored
+from dpmp.numerics import _float_sums, _reduction, _stored
 
-_U = Fraction(_accumulation.UNIT_ROUNDOFF)
+_U = Fraction(_float_sums.UNIT_ROUNDOFF)
 _BATCH_SIZES = [*range(1, 20), 27, 33, 64, 65, 100, 256, 257, 1024]
 
 

@@ -13,9 +13,9 @@ import rich.console
 
 import dpmp
 from dpmp import ReleasedMetrics
-from dpmp._progress import Progress
-from dpmp.clipping import clipped_grad
-from dpmp.released_metrics import JointSum
+from dpmp.clipping._clipped_grad import clipped_grad
+from dpmp.clipping._joint_sums import JointSum
+from dpmp.training._progress import Progress
 
 _ALL = ReleasedMetrics(
     largest_loss=4.0, fraction_clipped=True, fraction_overflowed=True, norm_share=0.5

@@ -1,7 +1,7 @@
 import pytest
 
-from dpmp._discrete_gaussian import DiscreteGaussian
-from dpmp._resolution import choose_resolution
+from dpmp.mechanism._resolution import choose_resolution
+from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 
 
 @pytest.mark.parametrize("noise_multiplier", [1e-4, 0.01, 0.3, 0.634, 1.0, 3.7, 20.0])

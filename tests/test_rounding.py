@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpmp._rounding import digits_above, digits_below, round_up
+from dpmp.accounting._rounding import digits_above, digits_below, round_up
 
 
 @given(st.floats(1e-300, 1e300), st.integers(1, 8))

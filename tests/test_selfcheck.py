@@ -12,9 +12,10 @@ import pytest
 import rich.console
 from subjects import DPMP, SIZES, sum_in_float64, sums
 
-from dpmp import __main__, _selfcheck
-from dpmp._selfcheck_noise import measure_keys
-from dpmp._selfcheck_subjects import Subjects
+from dpmp import __main__
+from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck._noise import measure_keys
+from dpmp.tools.selfcheck._subjects import Subjects
 
 BROKEN = sums(lambda *_: [np.full((1, 1), math.inf)])
 GOOD = sums(sum_in_float64)
@@ -70,7 +71,7 @@ def test_a_file_in_no_directory_is_refused_before_anything_is_measured(capsys):
 def test_tables_fit_into_80_columns():
     file = io.StringIO()
     console = rich.console.Console(file=file, width=80)
-    _selfcheck.run(Subjects(sums=(GOOD, BROKEN)), SIZES, console)
+    _command.run(Subjects(sums=(GOOD, BROKEN)), SIZES, console)
     assert max(map(len, file.getvalue().splitlines())) <= 80
 
 
@@ -96,7 +97,7 @@ def test_as_many_digits_are_shown_as_it_takes(value, passed, text):
         at_most=1.0,
         passed=passed,
     )
-    assert _selfcheck._measured(result) == text
+    assert _command._measured(result) == text
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 from scipy import stats
 from subjects import DPMP, SIZES, by_name, passed
 
-from dpmp._selfcheck_dpmp import unsafe_releases
-from dpmp._selfcheck_noise import measure_keys, measure_noise
-from dpmp._selfcheck_subjects import Keys, Releases
+from dpmp.tools.selfcheck._modes import unsafe_releases
+from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
+from dpmp.tools.selfcheck._subjects import Keys, Releases
 
 # Fine grids take more releases until numbers repeat.
 MORE_RELEASES = dataclasses.replace(SIZES, num_training=2**22, num_test=2**18)

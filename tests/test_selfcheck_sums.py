@@ -19,8 +19,8 @@ from subjects import (
     sums,
 )
 
-from dpmp._selfcheck_subjects import BatchShape
-from dpmp._selfcheck_sums import (
+from dpmp.tools.selfcheck._subjects import BatchShape
+from dpmp.tools.selfcheck._sums import (
     measure_contributions,
     measure_sensitivity,
     squared_norm,

@@ -7,7 +7,7 @@ import pytest
 
 import dpmp
 from dpmp import training
-from dpmp._source import Source, as_source, load_batch
+from dpmp.training._source import Source, as_source, load_batch
 
 ARRAYS = {
     "x": np.arange(1, 25, dtype=np.float32).reshape(12, 2),

@@ -4,7 +4,8 @@ import numpy as np
 import optax
 import pytest
 
-from dpmp import DPSGD, DPTrainer, Policy, _stochastic_rounding
+from dpmp import DPSGD, DPTrainer, Policy
+from dpmp.precision import _stochastic_rounding
 
 POLICY = Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp import _jaxpr
-from dpmp.book_keeping import _totals
+from dpmp.engines.book_keeping import _totals
+from dpmp.programs import _jaxpr
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 17, 64, 1000, 2**12 + 1])

@@ -12,8 +12,8 @@ from benchmarks import gpt2
 from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program
 from benchmarks.gpu.session import Session
-from dpmp import _float8
-from dpmp.devices import _products
+from dpmp.programs import _float8
+from dpmp.tools.devices import _products
 
 _SHAPE = gpt2.Shape(4, 2048, 16, vocabulary=8192, positions=512)
 _KINDS = ("bfloat16", "bfloat16 -> float32", "float8_e4m3fn -> float32")

@@ -9,7 +9,7 @@ from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program
 from benchmarks.gpu.session import Session
 from dpmp import devices
-from dpmp.devices import _products
+from dpmp.tools.devices import _products
 
 _QUEUED = 10
 

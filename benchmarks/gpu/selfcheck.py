@@ -1,9 +1,9 @@
 """`python -m dpmp selfcheck` on this device, without the other libraries."""
 
 from benchmarks.gpu.session import Session
-from dpmp import _selfcheck
-from dpmp._selfcheck_dpmp import dpmp_subjects
-from dpmp._selfcheck_results import Sizes
+from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck._modes import dpmp_subjects
+from dpmp.tools.selfcheck._results import Sizes
 
 
 def run(session: Session) -> None:
@@ -14,14 +14,14 @@ def run(session: Session) -> None:
         subjects = subjects._replace(sums=subjects.sums[:1], releases=())
     if session.compile_only:
         return  # its programs are made one by one, from what those before gave
-    for results in _selfcheck._parts(subjects, sizes):
+    for results in _command._parts(subjects, sizes):
         claims = [x for x in results if x.is_claimed]
         session.record(
             "claims of the self-check",
             claims=len(claims),
             broken=[
                 f"{x.measurement}; {x.subject}; {x.value}; {x.worst_case}"
-                for x in _selfcheck.broken_claims(results)
+                for x in _command.broken_claims(results)
             ],
             measured={f"{x.measurement}; {x.subject}": x.value for x in claims},
         )

@@ -1,0 +1,182 @@
+"""From clip norms and computed squared norms to clip coefficients that hold.
+
+Let u be the unit roundoff of float32. A squared norm computed with r roundings on its
+longest path is at least (1 - u)^r of the true one, so that the contribution
+
+    y = round(coef * g),    coef = round(bound / round(sqrt(squared norm)))
+
+has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)). Dividing the clip norm by
+that factor, with `_SPARE_ROUNDINGS` for second-order terms and for hardware whose
+square root or division is a few units off, makes |y| <= l2_clip_norm.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpmp import _validate
+from dpmp._numbers import as_real
+from dpmp._typing import PyTree
+from dpmp.numerics._float_sums import SquaredNorm
+from dpmp.numerics._float_sums import UNIT_ROUNDOFF
+from dpmp.numerics._stored import at_least_float32
+
+# Three roundings in the module's formula, one where a float64 term is rounded to a
+# float32 sum, and four to spare.
+_SPARE_ROUNDINGS = 8
+
+
+@dataclass(frozen=True)
+class ClipNorms:
+    """A tree of clip norms, and what the clipped gradients are divided by.
+
+    Attributes:
+      norms: the clip norms of the groups.
+      prefix: their tree structure, a prefix of that of the gradients.
+      rescale_to_unit_norm: whether to divide by the norm of all clip norms.
+      normalize_by: a further divisor.
+    """
+
+    norms: tuple[float, ...]
+    prefix: Any
+    rescale_to_unit_norm: bool
+    normalize_by: float
+
+    @classmethod
+    def from_tree(
+        cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
+    ) -> "ClipNorms":
+        """Checks and flattens a tree of clip norms."""
+        norms, prefix = jax.tree.flatten(jax.tree.map(as_real, tree))
+        _validate.require(
+            len(norms) > 0,
+            "l2_clip_norm must hold at least one number",
+            l2_clip_norm=tree,
+            fix="Pass a number, or a tree of numbers that is a prefix of the gradient.",
+        )
+        for norm in norms:
+            _validate.require(
+                _validate.is_real(norm) and norm >= 0,
+                "every l2_clip_norm must be a number of at least 0 (infinity included)",
+                l2_clip_norm=norm,
+                fix="Pass Python numbers: the clip norm is public, and known before "
+                "tracing.",
+            )
+        normalize_by = _validate.positive(
+            normalize_by=normalize_by, fix="Use 1.0, or the expected batch size."
+        )
+        total = math.hypot(*norms)
+        for scale in (*norms, normalize_by, total / normalize_by):
+            _validate.require(
+                scale in (0, math.inf) or 1e-15 <= scale <= 1e15,
+                "clip norms and normalize_by must be from 1e-15 to 1e15",
+                l2_clip_norm=total,
+                normalize_by=normalize_by,
+                fix="Rescale the loss: float32 cannot handle other sizes.",
+            )
+        return cls(
+            tuple(norms),
+            prefix,
+            rescale_to_unit_norm,
+            normalize_by,
+        )
+
+    @property
+    def l2_norm_bound(self) -> float:
+        """The largest norm of what one example contributes."""
+        total = 1.0 if self.rescale_to_unit_norm else math.hypot(*self.norms)
+        return total / self.normalize_by
+
+    def check_prefix_of(self, tree: PyTree) -> None:
+        """Raises ValueError unless each clip norm has a non-empty part of `tree`."""
+        try:
+            groups = self.prefix.flatten_up_to(tree)
+        except ValueError as error:
+            _validate.fail(
+                "l2_clip_norm must be a number or a prefix of what is clipped",
+                l2_clip_norm=self.prefix,
+                clipped=jax.tree.structure(tree),
+                fix=f"They differ: {error}.",
+            )
+        for group in groups:
+            _validate.require(
+                len(jax.tree.leaves(group)) > 0,
+                "every clip norm must clip at least one array",
+                clipped=jax.tree.structure(tree),
+                fix="Remove the clip norms, or argnums, that have no array.",
+            )
+
+    @property
+    def targets(self) -> list[tuple[float, float]]:
+        """For each group: the norm to clip to, and the largest coefficient."""
+        total = math.hypot(*self.norms)
+        divisor = self.normalize_by * (total if self.rescale_to_unit_norm else 1.0)
+        if divisor == 0:  # the limit of small clip norms: directions alone
+            share = 1 / math.sqrt(len(self.norms)) / self.normalize_by
+            return [(share, math.inf)] * len(self.norms)
+        if math.isinf(divisor):
+            return [(0.0, 0.0)] * len(self.norms)
+        return [(norm / divisor, 1 / divisor) for norm in self.norms]
+
+
+def coefficients(
+    targets: list[tuple[float, float]], norms: list[SquaredNorm]
+) -> list[jax.Array]:
+    """The (B,) clip coefficients of each group.
+
+    Args:
+      targets: for each group, what the clipped gradient has at most: as norm, and as
+        coefficient.
+      norms: the squared norms of the groups.
+
+    Returns:
+      For each group the smaller of target norm / norm and the target coefficient.
+    """
+    return [
+        _coefficient(
+            _round_down(bound * _shrinkage(norm)).astype(norm.value.dtype),
+            _round_down(cap).astype(norm.value.dtype),
+            (norm.value if norm.bound is None else norm.bound) + norm.underflow,
+        )
+        for (bound, cap), norm in zip(targets, norms, strict=True)
+    ]
+
+
+def are_clipped(
+    targets: list[tuple[float, float]], coefs: list[jax.Array]
+) -> jax.Array:
+    """Which examples have a coefficient below the largest, in any group: (B,) bool."""
+    below = [
+        coef < _round_down(cap).astype(coef.dtype)
+        for (_, cap), coef in zip(targets, coefs, strict=True)
+    ]
+    return functools.reduce(jnp.logical_or, below)
+
+
+# Compiled as one, also where all else runs operation by operation: XLA has a way of
+# its own to divide by a square root.
+@jax.jit
+def _coefficient(bound: Any, cap: Any, squared_norm: jax.Array) -> jax.Array:
+    return jnp.minimum(cap, bound / jnp.sqrt(squared_norm))
+
+
+def _shrinkage(norm: SquaredNorm) -> float:
+    return 1 - (norm.roundings / 2 + _SPARE_ROUNDINGS) * UNIT_ROUNDOFF
+
+
+def _round_down(x: float) -> np.float32:
+    """The largest float32 that is at most `x`."""
+    with np.errstate(over="ignore"):
+        rounded = np.float32(x)
+    return np.nextafter(rounded, np.float32(-np.inf)) if float(rounded) > x else rounded
+
+
+def global_norm(norms: list[SquaredNorm]) -> jax.Array:
+    """The (B,) norms over all groups, as measured."""
+    dtype = at_least_float32(*(norm.value.dtype for norm in norms))
+    return jnp.sqrt(sum(norm.value.astype(dtype) for norm in norms))

@@ -1,0 +1,82 @@
+"""Clips one pytree."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.clipping import _clip_norms, _clipped_sum
+from dpmp.clipping._clip_norms import ClipNorms
+from dpmp.engines import _per_example, _signature
+from dpmp.numerics import _float_sums
+
+
+def clip_pytree(
+    pytree: PyTree,
+    clip_norm: Any,
+    rescale_to_unit_norm: bool = False,
+    nan_safe: bool = True,
+    return_zero: bool | jax.Array = False,
+) -> tuple[PyTree, jax.Array]:
+    """Scales a pytree down to an L2 norm of at most `clip_norm`.
+
+    >>> clipped, norm = clip_pytree({"w": jnp.array([3.0, 4.0])}, 1.0)
+    >>> print(norm, clipped["w"])
+    5.0 [0.59999967 0.7999996 ]
+
+    Guarantees:
+      The norm of the computed output is at most `clip_norm`, or 1 if
+      `rescale_to_unit_norm`, unless it is mapped by `jax.vmap` (use `clipped_fun` for
+      batches). Edge cases:
+
+      | case                       | rescale_to_unit_norm | output               |
+      | :------------------------- | :------------------- | :------------------- |
+      | clip_norm 0                | False                | zero                 |
+      | clip_norm 0                | True                 | the input / its norm |
+      | clip_norm infinite         | False                | the input            |
+      | clip_norm infinite         | True                 | zero                 |
+      | the norm is 0              | either               | zero                 |
+      | infinite or NaN in the input or its norm | either | zero, if `nan_safe`  |
+
+    Args:
+      pytree: float arrays of any shapes.
+      clip_norm: a number, or a tree of numbers that is a prefix of `pytree`: each
+        clips its part.
+      rescale_to_unit_norm: divides the output by `clip_norm` (by the norm of all
+        clip norms, if there are several).
+      nan_safe: selects zero in place of anything that is not finite; without it NaN
+        goes through and the guarantee is void for such input.
+      return_zero: selects zero whatever the input.
+
+    Returns:
+      The clipped tree, in float32 or wider (a narrower dtype would round the norm
+      above the bound again), and the norm of the input, which is sensitive.
+
+    Raises:
+      ValueError: for a negative, NaN or traced clip norm, one that is no prefix of
+        `pytree`, and leaves that are not float arrays.
+    """
+    clip_norms = ClipNorms.from_tree(clip_norm, rescale_to_unit_norm, 1.0)
+    _signature.check_float_leaves(pytree, "pytree")
+    clip_norms.check_prefix_of(pytree)
+    return_zero = jnp.asarray(return_zero)
+    _validate.require(
+        return_zero.shape == () and return_zero.dtype == jnp.dtype("bool"),
+        "return_zero must be one bool",
+        shape=return_zero.shape,
+        dtype=return_zero.dtype.name,
+        fix="For a batch, use clipped_fun and is_padding_example.",
+    )
+    grads = _per_example.store_one(pytree)
+    norms = grads.squared_norms(clip_norms.prefix)
+    norm = _clip_norms.global_norm(norms)
+    coefs = _clip_norms.coefficients(clip_norms.targets, norms)
+    clipped = grads.weighted_sum(
+        coefs,
+        _clipped_sum.keep_mask(norm, coefs, return_zero[None], nan_safe),
+        clip_norms.prefix,
+        _float_sums.get_accumulator(None, norm.dtype),
+    )
+    return clipped, norm[0]

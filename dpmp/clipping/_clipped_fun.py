@@ -1,0 +1,122 @@
+"""Clips what a function gives for each example."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dpmp import _meshes
+from dpmp._numbers import as_number
+from dpmp.clipping._clip_norms import ClipNorms
+from dpmp.clipping._clipped_sum import ClippedSum, specs_of_examples, specs_of_sum
+from dpmp.clipping._sensitivity import BoundedSensitivityCallable
+from dpmp.engines import _per_example, _signature
+from dpmp.numerics._arithmetic import check_method, get_arithmetic
+
+
+def clipped_fun(
+    fun: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | Sequence[int] = 0,
+    keep_batch_dim: bool = True,
+    l2_clip_norm: Any,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    return_norms: bool = False,
+    microbatch_size: int | None = None,
+    nan_safe: bool = True,
+    dtype: Any = None,
+    prng_argnum: int | None = None,
+    spmd_axis_name: Any = None,
+    accumulator: str | None = None,
+    resolution: int | None = None,
+) -> BoundedSensitivityCallable:
+    """Clips the output of a function for each example, and sums over the batch.
+
+    >>> clipped_sum = clipped_fun(jnp.sum, l2_clip_norm=1.0)
+    >>> print(f"{clipped_sum(jnp.array([0.0, 0.25, -0.5, 10.0])):.4f}")
+    0.7422
+
+    Guarantees:
+      As for `clipped_grad`, of which this is the part without differentiation.
+
+    Args:
+      fun: gives a tree of float arrays, or (tree, aux) if `has_aux`.
+      has_aux: whether `fun` returns a pair.
+      batch_argnums: which arguments have a leading example axis.
+      keep_batch_dim: as in `clipped_grad`.
+      l2_clip_norm: as in `clipped_grad`.
+      rescale_to_unit_norm: as in `clipped_grad`.
+      normalize_by: as in `clipped_grad`.
+      return_norms: whether to return the norms before clipping, (B,); sensitive.
+      microbatch_size: as in `clipped_grad`.
+      nan_safe: as in `clipped_grad`.
+      dtype: as in `clipped_grad`.
+      prng_argnum: as in `clipped_grad`.
+      spmd_axis_name: as in `jax.vmap`.
+      accumulator: as in `clipped_grad`.
+      resolution: as in `clipped_grad`.
+
+    Returns:
+      A callable with the arguments of `fun` and `is_padding_example`. It returns the
+      sum, or (sum, aux), (sum, norms) or (sum, (aux, norms)), as asked for.
+
+    Raises:
+      ValueError: as for `clipped_grad`.
+    """
+    check_method("per_example", accumulator)
+    batch_argnums = _signature.as_argnums("batch_argnums", batch_argnums)
+    prng_argnum = as_number(prng_argnum)
+    clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
+
+    @_signature.of_one_example(batch_argnums, keep_batch_dim)
+    def value_fn(*args, **kwargs):
+        output = fun(*args, **kwargs)
+        value, aux = _signature.unpack_aux(output) if has_aux else (output, None)
+        _signature.check_float_leaves(value, "the output of fun")
+        clip_norms.check_prefix_of(value)
+        return value, aux
+
+    def for_one_example(*args, **kwargs):
+        value, aux = value_fn(*args, **kwargs)
+        return value, (None, aux)
+
+    clipped_sum = ClippedSum(
+        engine=_per_example.stack_engine(
+            for_one_example,
+            batch_argnums=batch_argnums,
+            prng_argnum=prng_argnum,
+            spmd_axis_name=spmd_axis_name,
+        ),
+        clip_norms=clip_norms,
+        accumulator=get_arithmetic(
+            accumulator,
+            dtype=dtype,
+            resolution=resolution,
+            clip_norms=clip_norms,
+            nan_safe=nan_safe,
+        ),
+        batch_argnums=batch_argnums,
+        prng_argnum=prng_argnum,
+        microbatch_size=microbatch_size,
+        nan_safe=nan_safe,
+    )
+
+    def clipped_fn(*args, is_padding_example, **kwargs):
+        total, (_, norms, _, aux) = clipped_sum(args, kwargs, is_padding_example)
+        if has_aux and return_norms:
+            return total, (aux, norms)
+        if has_aux or return_norms:
+            return total, aux if has_aux else norms
+        return total
+
+    def out_specs(specs, output):
+        total, outputs = output if has_aux or return_norms else (output, ())
+        return specs_of_sum(total, []) + specs_of_examples(
+            outputs, specs[batch_argnums[0]]
+        )
+
+    return BoundedSensitivityCallable(
+        _meshes.on_automatic_axes(clipped_fn, out_specs),
+        clipped_sum.l2_norm_bound,
+        has_aux or return_norms,
+    )

@@ -1,0 +1,267 @@
+"""The loop over microbatches: gradients, coefficients, selection, running sum."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.engines._interface import GradEngine
+from dpmp.clipping import _clip_norms
+from dpmp.clipping._clip_norms import ClipNorms
+from dpmp.engines import _signature
+from dpmp.numerics._bounded import BoundedGrid
+from dpmp.numerics._float_sums import Accumulator, DoubleWord
+from dpmp.numerics._grid import Grid
+
+
+class Outputs(NamedTuple):
+    """Of the examples of a batch, sensitive; zero for padding.
+
+    Attributes:
+      values: what the engine calls so: losses, (B,).
+      grad_norms: before clipping, (B,).
+      is_clipped: whether anything finite was scaled down, (B,) bool.
+      aux: auxiliary outputs.
+    """
+
+    values: Any
+    grad_norms: jax.Array
+    is_clipped: jax.Array
+    aux: PyTree
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """A function of a batch: the sum of its clipped contributions.
+
+    Attributes:
+      engine: gives the per-example gradients of a microbatch.
+      clip_norms: what they are clipped to.
+      accumulator: the arithmetic of the sum.
+      batch_argnums: the arguments with an example axis.
+      prng_argnum: the argument that is a key to be split over the examples.
+      microbatch_size: how many examples the engine sees at a time, or None for all.
+      largest_microbatch: how many these are at most where there is no
+        `microbatch_size`, as a function of the arguments of the engine.
+      nan_safe: whether examples that are not finite are selected away.
+    """
+
+    engine: GradEngine
+    clip_norms: ClipNorms
+    accumulator: Accumulator | Grid | BoundedGrid
+    batch_argnums: tuple[int, ...]
+    prng_argnum: int | None
+    microbatch_size: int | None
+    nan_safe: bool
+    largest_microbatch: Callable[..., int] | None = None
+
+    def __post_init__(self):
+        if self.microbatch_size is not None:
+            size = _validate.positive_integer(
+                microbatch_size=self.microbatch_size,
+                fix="Use a divisor of the batch size, or None for the whole batch.",
+            )
+            object.__setattr__(self, "microbatch_size", size)
+
+    @property
+    def l2_norm_bound(self) -> float:
+        """The largest norm of what one example contributes; infinite if not safe."""
+        return self.clip_norms.l2_norm_bound if self.nan_safe else math.inf
+
+    def __call__(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        is_padding_example: jax.Array | None,
+    ) -> tuple[PyTree, Outputs]:
+        """The sum, and what is known of each example."""
+        self.accumulator.check_mode()
+        if math.isfinite(self.l2_norm_bound):
+            self.accumulator.check_not_mapped()
+        batch_size = self._check_batch(args, is_padding_example)
+        examples = {i: args[i] for i in self.batch_argnums}
+        if self.prng_argnum is not None:
+            key = args[self.prng_argnum]
+            examples[self.prng_argnum] = jax.random.split(key, batch_size)
+
+        def call_args(examples):
+            return [examples.get(i, arg) for i, arg in enumerate(args)]
+
+        def one_microbatch(examples, is_padding):
+            return self._one_microbatch(call_args(examples), kwargs, is_padding)
+
+        size = self.microbatch_size or batch_size
+        if self.microbatch_size is None and self.largest_microbatch and batch_size:
+            largest = self.largest_microbatch(*call_args(examples), **kwargs)
+            size = largest_divisor(batch_size, largest)
+        if math.isfinite(self.clip_norms.l2_norm_bound):
+            self.accumulator.check_batch(batch_size, size)
+
+        if batch_size == 0:
+            total, outputs = self._empty(one_microbatch, examples)
+        elif size == batch_size:
+            total, outputs = one_microbatch(examples, is_padding_example)
+        else:
+            total, outputs = self._scan(
+                one_microbatch, examples, is_padding_example, size
+            )
+        return self.accumulator.finish(total), outputs
+
+    def _one_microbatch(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        is_padding: jax.Array | None,
+    ) -> tuple[PyTree, Outputs]:
+        grads = self.engine(*args, **kwargs)
+        norms = grads.squared_norms(self.clip_norms.prefix)
+        global_norm = _clip_norms.global_norm(norms)
+        targets = self.accumulator.targets(
+            self.clip_norms.targets, [norm.num_entries for norm in norms]
+        )
+        coefs = _clip_norms.coefficients(targets, norms)
+        total = grads.weighted_sum(
+            coefs,
+            keep_mask(global_norm, coefs, is_padding, self.nan_safe),
+            self.clip_norms.prefix,
+            self.accumulator,
+        )
+        is_clipped = _clip_norms.are_clipped(targets, coefs) & jnp.isfinite(global_norm)
+        outputs = Outputs(grads.values, global_norm, is_clipped, grads.aux)
+        return total, _zero_padding(outputs, is_padding)
+
+    def _scan(
+        self,
+        one_microbatch: Callable[..., Any],
+        examples: PyTree,
+        is_padding: jax.Array | None,
+        size: int,
+    ) -> tuple[PyTree, Any]:
+        """One microbatch after another, passing over those of padding only."""
+        microbatches = jax.tree.map(
+            lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]),
+            (examples, is_padding),
+        )
+        one_microbatch = jax.jit(one_microbatch)  # so that it is traced once
+        first = jax.tree.map(lambda x: x[0], microbatches)
+        zeros = _zeros(jax.eval_shape(one_microbatch, *first))
+
+        def step(total, microbatch):
+            def compute():
+                part, outputs = one_microbatch(*microbatch)
+                return self._add(total, part), outputs
+
+            if is_padding is None:
+                return compute()
+            return jax.lax.cond(
+                jnp.all(microbatch[1]), lambda: (total, zeros[1]), compute
+            )
+
+        total, outputs = jax.lax.scan(step, zeros[0], microbatches)
+        return total, jax.tree.map(
+            lambda x: x.reshape(x.shape[0] * size, *x.shape[2:]), outputs
+        )
+
+    def _add(self, a: PyTree, b: PyTree) -> PyTree:
+        return jax.tree.map(
+            self.accumulator.add, a, b, is_leaf=lambda x: isinstance(x, DoubleWord)
+        )
+
+    def _empty(
+        self, one_microbatch: Callable[..., Any], examples: PyTree
+    ) -> tuple[PyTree, Any]:
+        """What a batch of no examples gives: zeros of the right shapes."""
+        one_example = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), examples
+        )
+        total, outputs = jax.eval_shape(one_microbatch, one_example, None)
+        return _zeros(total), jax.tree.map(lambda x: x[:0], _zeros(outputs))
+
+    def _check_batch(
+        self, args: Sequence[Any], is_padding_example: jax.Array | None
+    ) -> int:
+        """The batch size, once all that must have it does."""
+        last = max((*self.batch_argnums, self.prng_argnum or 0))
+        _validate.require(
+            len(args) > last,
+            f"there must be at least {last + 1} positional arguments",
+            num_args=len(args),
+            fix="Pass the arguments that batch_argnums and prng_argnum name by "
+            "position.",
+        )
+        sizes = _signature.batch_sizes(args, self.batch_argnums)
+        if is_padding_example is not None:
+            sizes["is_padding_example"] = jnp.shape(is_padding_example)
+            _validate.require(
+                jnp.result_type(is_padding_example) == jnp.dtype("bool"),
+                "is_padding_example must be a bool array",
+                dtype=jnp.result_type(is_padding_example),
+                fix="Compare, as in `indices < 0`.",
+            )
+        batch_size = _signature.common_batch_size(sizes)
+        _validate.require(
+            batch_size % (self.microbatch_size or 1) == 0,
+            "microbatch_size must divide the batch size",
+            microbatch_size=self.microbatch_size,
+            batch_size=batch_size,
+            fix="Pad the batch and mark the padding in is_padding_example.",
+        )
+        return batch_size
+
+
+def largest_divisor(batch_size: int, limit: int) -> int:
+    """The largest microbatch size of at most `limit` that divides the batch size."""
+    sizes = range(1, min(batch_size, limit) + 1)
+    return max(size for size in sizes if batch_size % size == 0)
+
+
+def keep_mask(
+    global_norm: jax.Array,
+    coefs: Sequence[jax.Array],
+    is_padding: jax.Array | None,
+    nan_safe: bool,
+) -> jax.Array:
+    """Which examples contribute: (B,) bool."""
+    keep = jnp.full(global_norm.shape, True)
+    if nan_safe:
+        finite = map(jnp.isfinite, (global_norm, *coefs))
+        keep = functools.reduce(jnp.logical_and, finite)
+    return keep if is_padding is None else keep & ~is_padding
+
+
+def _zero_padding(outputs: PyTree, is_padding: jax.Array | None) -> PyTree:
+    if is_padding is None:
+        return outputs
+    return jax.tree.map(
+        lambda x: jnp.where(
+            is_padding.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros_like(x), x
+        ),
+        outputs,
+    )
+
+
+def _zeros(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
+    """Partition specs for the arrays of a sum: those of parameters, then replicated."""
+    leaves = jax.tree.leaves(total, is_leaf=lambda x: isinstance(x, DoubleWord))
+    specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]
+    return [
+        spec
+        for leaf, spec in zip(leaves, specs, strict=True)
+        for _ in jax.tree.leaves(leaf)
+    ]
+
+
+def specs_of_examples(outputs: PyTree, batch: PyTree) -> list[jax.P]:
+    """The same for what has an example axis, from the specs of a batch."""
+    axis = jax.tree.leaves(batch)[0][:1]
+    return [jax.P(*axis)] * len(jax.tree.leaves(outputs))

@@ -1,0 +1,84 @@
+"""Functions that come with a bound on their sensitivity."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import dp_accounting
+import jax
+
+from dpmp import _validate
+from dpmp._numbers import as_real
+from dpmp.accounting._relation import DEFAULT_RELATION
+
+
+@dataclass(frozen=True)
+class BoundedSensitivityCallable:
+    """A function of a batch whose output is bounded in sensitivity.
+
+    If `has_aux` is False the bound holds for the whole output; otherwise the output
+    is a pair, the bound holds for its first part, and the second part is sensitive:
+    per-example values that must not be released.
+
+    Attributes:
+      fun: the function.
+      l2_norm_bound: what one example adds to the sum, at most, in L2 norm.
+      has_aux: whether the output is a pair.
+      keeps_places: whether the bound holds only as long as all other examples keep
+        their places in the batch.
+    """
+
+    fun: Callable[..., Any]
+    l2_norm_bound: float
+    has_aux: bool
+    keeps_places: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "l2_norm_bound", as_real(self.l2_norm_bound))
+
+    def __call__(
+        self, *args: Any, is_padding_example: jax.Array | None = None, **kwargs: Any
+    ) -> Any:
+        """Calls `fun`; see the function that made this one."""
+        return self.fun(*args, is_padding_example=is_padding_example, **kwargs)
+
+    def sensitivity(
+        self,
+        neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION,
+    ) -> float:
+        """The L2 sensitivity of the computed output.
+
+        Guarantees:
+          The bound holds for the numbers that come out, also for two batches of
+          different sizes: what rounding adds has been taken from the clip norm. (Not
+          for sums whose name begins with "unproved": there it may be exceeded.) It is
+          twice as large for replace-one as for add/remove and zero-out
+          (REPLACE_SPECIAL).
+
+        Args:
+          neighboring_relation: which two batches are neighbours.
+
+        Returns:
+          The sensitivity, in the unit of the output.
+
+        Raises:
+          ValueError: if `neighboring_relation` is not one of dp_accounting's, or is
+            ADD_OR_REMOVE_ONE and the bound holds for the others only.
+        """
+        relations = dp_accounting.NeighboringRelation
+        _validate.require(
+            isinstance(neighboring_relation, relations),
+            "neighboring_relation must be a dp_accounting.NeighboringRelation",
+            neighboring_relation=neighboring_relation,
+            fix="Use ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL.",
+        )
+        _validate.require(
+            not self.keeps_places
+            or neighboring_relation is not relations.ADD_OR_REMOVE_ONE,
+            '"bounded" sums have a sensitivity for neighbours of equal size',
+            neighboring_relation=neighboring_relation.name,
+            fix="Use REPLACE_SPECIAL (one example blanked out), whose epsilon is the "
+            'same, or method="per_example" with "exact" sums.',
+        )
+        replaces_one = neighboring_relation is relations.REPLACE_ONE
+        return self.l2_norm_bound * (2 if replaces_one else 1)

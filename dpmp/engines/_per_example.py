@@ -1,0 +1,216 @@
+"""The vmap engine: holds the stack of per-example gradients in the model's dtype."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpmp._fence import behind_a_branch
+from dpmp._typing import PyTree
+from dpmp.engines._interface import GradEngine
+from dpmp.numerics._float_sums import SquaredNorm
+from dpmp.numerics import _float_sums, _packing, _reduction
+from dpmp.numerics._float_sums import Accumulator
+from dpmp.numerics._grid import Grid
+from dpmp.numerics._stored import (
+    StoredArray,
+    compute_and_store,
+    rows_of_block,
+    to_float,
+)
+
+# Arrays of this many entries or fewer are joined.
+_FEW = 512
+
+
+@dataclass(frozen=True)
+class StackedGrads:
+    """`PerExampleGrads` over arrays with a leading example axis.
+
+    Attributes:
+      values: per-example losses, (B,), or None.
+      aux: per-example auxiliary outputs, leaves (B, ...).
+      stack: the tree to be clipped, its leaves `StoredArray` of shape (B, ...).
+    """
+
+    values: Any
+    aux: PyTree
+    stack: PyTree
+
+    def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
+        """See `PerExampleGrads`."""
+        return [
+            _float_sums.squared_norm(group.arrays) for group in self._groups(prefix)
+        ]
+
+    def weighted_sum(
+        self,
+        clip_coefs: list[jax.Array],
+        keep: jax.Array,
+        prefix: Any,
+        accumulator: Accumulator | Grid,
+    ) -> PyTree:
+        """See `PerExampleGrads`."""
+        groups = self._groups(prefix)
+        # The same bits for whatever reads them, a check and a sum.
+        coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
+        counted = [
+            accumulator.admit(group.arrays, coef, keep, i)
+            for i, (group, coef) in enumerate(zip(groups, coefs, strict=True))
+        ]
+        masks = behind_a_branch(lambda: [_as_bits(x) for x in counted], counted)
+        (batch_size,) = keep.shape
+        size = _reduction.block_size(batch_size)
+
+        def add_blocks(i: Any) -> list[PyTree]:
+            sums = []
+            for group, coef, mask in zip(groups, coefs, masks, strict=True):
+                of_block = [rows_of_block(x, i, size) for x in (coef, mask)]
+                sums += [
+                    _add_block(
+                        x.bits, *of_block, i, dtype=x.dtype, accumulator=accumulator
+                    )
+                    for x in group.arrays
+                ]
+            return sums
+
+        sums = iter(
+            _reduction.sum_examples(add_blocks, batch_size // size, add=accumulator.add)
+        )
+        return jax.tree.unflatten(
+            prefix,
+            [group.unpack([next(sums) for _ in group.arrays]) for group in groups],
+        )
+
+    def _groups(self, prefix: Any) -> list["_Group"]:
+        return [_Group.of(tree) for tree in prefix.flatten_up_to(self.stack)]
+
+
+# Compiled as one: a program has it once for all arrays of one shape.
+@functools.partial(jax.jit, static_argnames=("dtype", "accumulator"))
+def _add_block(
+    bits: jax.Array,
+    coefs: list[jax.Array],
+    masks: list[jax.Array],
+    block: Any,
+    *,
+    dtype: Any,
+    accumulator: Accumulator | Grid,
+) -> PyTree:
+    """The sum of a block of examples, for one array."""
+
+    @jax.jit  # for all rows
+    def term(row: jax.Array, coef: jax.Array, mask: jax.Array) -> jax.Array:
+        zero = ~mask  # or anything, if nothing is selected
+        return _select(accumulator.contribution(to_float(row, dtype), coef, zero), mask)
+
+    rows = rows_of_block(bits, block, len(coefs))
+    return accumulator.add_block(list(map(term, rows, coefs, masks)))
+
+
+def _as_bits(is_selected: jax.Array) -> jax.Array:
+    """All bits for true, none for false: int32."""
+    return -is_selected.astype(jnp.int32)
+
+
+def _select(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Zero in place of numbers whose mask is zero, be they infinite or NaN.
+
+    Their bits are selected, after the product that they are, by what the compiler knows
+    nothing of. So it cannot contract the product into an addition, which would break
+    the error-free transformations of double words.
+    """
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, integer) & mask.astype(integer)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+class _Group(NamedTuple):
+    """The arrays of a clipping group, the small ones joined.
+
+    Attributes:
+      arrays: (B, n).
+      leaves: what they are made of.
+      numbers: of the leaves that each array is made of.
+      treedef: of the leaves.
+    """
+
+    arrays: list[StoredArray]
+    leaves: list[StoredArray]
+    numbers: list[list[int]]
+    treedef: Any
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "_Group":
+        leaves, treedef = jax.tree.flatten(tree)
+        numbers = _packing.groups_of(
+            [x.bits.shape[1] for x in leaves], [x.dtype for x in leaves], few=_FEW
+        )
+        joined = _packing.join([x.bits for x in leaves], numbers)
+        arrays = [
+            StoredArray(bits, leaves[some[0]].dtype, bits.shape[1:])
+            for bits, some in zip(joined, numbers, strict=True)
+        ]
+        return cls(arrays, leaves, numbers, treedef)
+
+    def unpack(self, sums: list[PyTree]) -> PyTree:
+        """Sums over examples of the leaves, from those of the arrays."""
+        sizes = [x.bits.shape[1] for x in self.leaves]
+        words = [jax.tree.leaves(total) for total in sums]  # a double word has two
+        split = [
+            _packing.split(word, self.numbers, sizes)
+            for word in zip(*words, strict=True)
+        ]
+        number = jax.tree.structure(sums[0])
+        return self.treedef.unflatten(
+            number.unflatten([x.reshape(leaf.shape) for x in of_leaf])
+            for leaf, *of_leaf in zip(self.leaves, *split, strict=True)
+        )
+
+
+def store_one(tree: PyTree) -> StackedGrads:
+    """A batch of the one example whose gradient is given."""
+    stack, _ = compute_and_store(
+        lambda: (jax.tree.map(lambda x: jnp.asarray(x)[None], tree), None),
+        tree,
+    )
+    return StackedGrads(None, None, stack)
+
+
+def stack_engine(
+    fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
+    *,
+    batch_argnums: Sequence[int],
+    prng_argnum: int | None,
+    spmd_axis_name: Any,
+) -> GradEngine:
+    """An engine that maps `fun` over the examples of a batch.
+
+    Args:
+      fun: from one example's arguments to (tree to be clipped, (value, aux)).
+      batch_argnums: the positions of arguments with a leading example axis.
+      prng_argnum: the position of an argument that holds one key per example.
+      spmd_axis_name: as in `jax.vmap`.
+
+    Returns:
+      A function of the arguments of `fun`, batched, that gives `StackedGrads`.
+    """
+    mapped = {*batch_argnums, prng_argnum}
+
+    def engine(*args: Any, **kwargs: Any) -> StackedGrads:
+        in_axes = [0 if i in mapped else None for i in range(len(args))]
+
+        def compute():
+            return jax.vmap(
+                functools.partial(fun, **kwargs),
+                in_axes=in_axes,
+                spmd_axis_name=spmd_axis_name,
+            )(*args)
+
+        stack, (values, aux) = compute_and_store(compute, (args, kwargs))
+        return StackedGrads(values, aux, stack)
+
+    return engine

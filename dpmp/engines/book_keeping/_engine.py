@@ -1,0 +1,346 @@
+"""The book-keeping engine: per-example norms and clipped sums without the gradients.
+
+One pass forward records what goes into every site, one pass back the cotangents of what
+comes out (Bu et al., 2022); neither forms a per-example gradient, except where that is
+smaller than what it is formed from, or nothing else is known to be exact.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpmp._fence import behind_a_branch
+from dpmp._typing import PyTree
+from dpmp.numerics._float_sums import SquaredNorm
+from dpmp.engines.book_keeping import (
+    _kept,
+    _norms,
+    _products,
+    _sums,
+    _terms,
+    _totals,
+    _views,
+)
+from dpmp.engines.book_keeping._gradients import Recorded
+from dpmp.engines.book_keeping._norms import Term
+from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
+from dpmp.engines.book_keeping._sites import Site
+from dpmp.engines.book_keeping._views import View
+from dpmp.numerics._bounded import BoundedGrid, Roundings, clip_by, largest_microbatch
+from dpmp.numerics._float_sums import Accumulator
+from dpmp.numerics._stored import at_least_float32
+from dpmp.programs import _jaxpr
+
+# Where roundings are not counted, the errors of norms and sums, squared, relative to
+# squared extents: a few times what they are seen to be, and what one rounding of all
+# factors to bfloat16 can do.
+_ERROR, _BFLOAT16_ERROR = 2.0**-22, 2.0**-16
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is known of a loss before it is evaluated.
+
+    Attributes:
+      plan: of the loss of one example, a function of parameters and the example.
+      params: the roots that are parameters.
+      terms: of their squared norms.
+      sites: of the plan; those whose gradients are kept are dense.
+      aux_treedef: of what the loss returns besides its value.
+      is_bounded: whether to clip by what is proved.
+    """
+
+    plan: Plan
+    params: list[View]
+    terms: list[Term]
+    sites: list[Site]
+    aux_treedef: Any
+    is_bounded: bool
+
+    def dummies(self) -> list[jax.Array]:
+        """Zeros, in the place of which cotangents come out."""
+        shapes = (site.cotangent for site in self.plan.sites)
+        return [jnp.zeros(x.shape, x.dtype) for x in shapes]
+
+
+def analyse(
+    fun: Callable[[PyTree, PyTree], tuple[Any, PyTree]],
+    params: PyTree,
+    example: PyTree,
+    *,
+    is_bounded: bool = False,
+) -> Program:
+    """Finds the sites of a loss, and how to compute norms from them.
+
+    Args:
+      fun: `fun(params, example)` gives the loss and auxiliary outputs.
+      params: arrays or their shapes.
+      example: the same, of one example.
+      is_bounded: whether errors of all norms have to be known. Parameters that are used
+        in arithmetic on their own are then tapped whole.
+    """
+    closed, treedef = _jaxpr.trace(fun, params, example)
+    avals = closed.in_avals
+    num_params = len(jax.tree.leaves(params))
+    roots = [
+        _views.make_root(i, aval, is_param=True)
+        for i, aval in enumerate(avals[:num_params])
+    ]
+    inputs = [*roots, *[None] * (len(avals) - num_params)]
+    aux = range(1, len(closed.out_avals))
+    plan = make_plan(closed, inputs, unread=aux)
+    if is_bounded and (tangled := _terms.tangled_params(plan.sites, roots)):
+        plan = make_plan(closed, inputs, tapped=tangled, unread=aux)
+        assert not _terms.tangled_params(plan.sites, roots)
+    program = Program(plan, roots, [], [], treedef.children()[1], is_bounded)
+    _, records = jax.eval_shape(
+        lambda *args: execute(plan, args, program.dummies()), *avals
+    )
+    terms = _terms.make_terms(plan.sites, roots, records)
+    sites = _kept.dense_if_kept(terms, plan.sites)
+    return dataclasses.replace(program, terms=terms, sites=sites)
+
+
+def engine(
+    fun: Callable[..., tuple[Any, PyTree]],
+    *,
+    argnums: int | Sequence[int],
+    batch_argnums: Sequence[int],
+    prng_argnum: int | None,
+    spmd_axis_name: Any,
+    is_bounded: bool,
+) -> "Engine":
+    """An engine that differentiates `fun` for the examples of a batch.
+
+    Args:
+      fun: from one example's arguments to (loss, aux).
+      argnums: the positions of the parameters.
+      batch_argnums: the positions of arguments with a leading example axis.
+      prng_argnum: the position of an argument that holds one key per example.
+      spmd_axis_name: as in `jax.vmap`.
+      is_bounded: whether to clip by bounds that are proved, see `dpmp.numerics._bounded`.
+
+    Returns:
+      A function of the arguments of `fun`, batched, that gives `BookKeptGrads`.
+    """
+    of_examples = [*batch_argnums, *([] if prng_argnum is None else [prng_argnum])]
+    return Engine(fun, argnums, tuple(of_examples), spmd_axis_name, is_bounded)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A `GradEngine`; see `engine` for the attributes."""
+
+    fun: Callable[..., tuple[Any, PyTree]]
+    argnums: int | Sequence[int]
+    of_examples: tuple[int, ...]
+    spmd_axis_name: Any
+    is_bounded: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "BookKeptGrads":
+        """The gradients of the examples of a batch."""
+        params = [jax.tree.map(jnp.asarray, args[i]) for i in self._of_params]
+        examples = {i: args[i] for i in self.of_examples}
+        program = self._analyse(params, examples, args, kwargs)
+        leaves = jax.tree.leaves(params)
+        compute = _products.adapted(
+            jax.vmap(
+                functools.partial(_one_example, program),
+                in_axes=(None, 0),
+                spmd_axis_name=self.spmd_axis_name,
+            )
+        )
+
+        def compute_and_keep() -> tuple[Any, PyTree, Recorded]:
+            values, aux, recorded = compute(leaves, jax.tree.leaves(examples))
+            return values, aux, _kept.keep(program.terms, program.plan.sites, recorded)
+
+        values, aux, recorded = behind_a_branch(compute_and_keep, (args, kwargs))
+        tree = params[0] if isinstance(self.argnums, int) else tuple(params)
+        return BookKeptGrads(values, aux, program, tree, recorded)
+
+    def largest_microbatch(self, *args: Any, **kwargs: Any) -> int:
+        """How many examples a microbatch of "bounded" sums may have; from shapes."""
+        params = [args[i] for i in self._of_params]
+        examples = {i: args[i] for i in self.of_examples}
+        terms = self._analyse(params, examples, args, kwargs).terms
+        return largest_microbatch(max(term.roundings.positions for term in terms))
+
+    @property
+    def _of_params(self) -> list[int]:
+        return [self.argnums] if isinstance(self.argnums, int) else list(self.argnums)
+
+    def _analyse(
+        self, params: list[Any], examples: PyTree, args: Any, kwargs: Any
+    ) -> Program:
+        def of_one_example(params, example):
+            given = dict(enumerate(args)) | dict(
+                zip(self._of_params, params, strict=True)
+            )
+            return self.fun(*(given | example).values(), **kwargs)
+
+        example = jax.tree.map(_first, examples)
+        return analyse(of_one_example, params, example, is_bounded=self.is_bounded)
+
+
+def _first(x: Any) -> Any:
+    return jax.typeof(x).update(shape=jnp.shape(x)[1:])
+
+
+def _one_example(
+    program: Program, params: list[Any], example: list[Any]
+) -> tuple[Any, PyTree, Recorded]:
+    """Loss, auxiliary outputs, and what is recorded on the way forth and back."""
+
+    def tapped(dummies: list[jax.Array]) -> Any:
+        outputs, records = execute(program.plan, [*params, *example], dummies)
+        return outputs[0], (outputs[1:], records)
+
+    value, vjp, (aux, records) = jax.vjp(tapped, program.dummies(), has_aux=True)
+    (cotangents,) = vjp(jnp.ones_like(value))
+    aux = jax.tree.unflatten(program.aux_treedef, aux)
+    return value, aux, (records, cotangents)
+
+
+class Group(NamedTuple):
+    """What is known of the gradients of some parameters.
+
+    Attributes:
+      squared_norm: (B,).
+      extent: (B,), squared, see `dpmp.numerics._bounded`.
+      cancelling: (B,), the part of it of which norm or sum may be what is left of much
+        larger terms.
+      roundings: in these.
+      num_products: that they are sums of.
+      num_entries: of the parameters.
+    """
+
+    squared_norm: jax.Array
+    extent: jax.Array
+    cancelling: jax.Array
+    roundings: Roundings
+    num_products: int
+    num_entries: int
+
+
+@dataclass(frozen=True)
+class BookKeptGrads:
+    """`PerExampleGrads` that are never formed.
+
+    Attributes:
+      values: per-example losses, (B,).
+      aux: per-example auxiliary outputs, leaves (B, ...).
+      program: what was run.
+      params: the parameters.
+      recorded: values and cotangents of all sites, with a leading example axis.
+    """
+
+    values: jax.Array
+    aux: PyTree
+    program: Program
+    params: PyTree
+    recorded: Recorded
+
+    def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
+        """See `PerExampleGrads`; what to clip by leaves room for rounding."""
+        return [self._squared_norm(x) for x in self.measure(self._groups(prefix))]
+
+    def measure(self, groups: Sequence[Sequence[int]]) -> list["Group"]:
+        """Norms and extents of groups of parameters."""
+        terms = self.program.terms
+        measured = _norms.measure_all(terms, self._roots, self.recorded)
+        dtype = at_least_float32(*(x.dtype for x in jax.tree.leaves(measured)))
+        results = []
+        for group in groups:
+            parts = [
+                (term, x)
+                for term, of_params in zip(terms, measured, strict=True)
+                for root, x in zip(term.params, of_params, strict=True)
+                if root in group
+            ]
+            roundings = functools.reduce(
+                Roundings.at_least, (term.roundings for term, _ in parts), Roundings()
+            )
+            squares = [x.squared_norm for _, x in parts]
+            extents = [x.extent for _, x in parts]
+            cancelling = [x.extent for term, x in parts if term.cancels]
+            # A zero for each, as there may be none, of the widest dtype of all.
+            zero = jnp.zeros((*self.values.shape, 1), dtype)
+            squares, extents, cancelling = (
+                _totals.joined([zero, *some]) for some in (squares, extents, cancelling)
+            )
+            depth = _totals.depth(max(squares.shape[-1], extents.shape[-1]))
+            results.append(
+                Group(
+                    # Inner products that cancel may leave less than nothing.
+                    jnp.maximum(_totals.add_up(squares), 0),
+                    _totals.add_up(extents),
+                    _totals.add_up(cancelling),
+                    roundings.after(depth),
+                    sum(term.num_products for term, _ in parts),
+                    sum(math.prod(self.program.params[i].aval.shape) for i in group),
+                )
+            )
+        return results
+
+    def _squared_norm(self, group: "Group") -> SquaredNorm:
+        if self.program.is_bounded:
+            bound = clip_by(
+                group.squared_norm,
+                group.extent,
+                group.roundings,
+                num_terms=group.num_products,
+                folding_error=self._folding_error,
+            )
+        else:
+            error = _BFLOAT16_ERROR if self._rounds_factors else _ERROR
+            square = group.squared_norm + error * group.cancelling
+            bound = jnp.sqrt(square) * (1 + self._folding_error)
+        return SquaredNorm(group.squared_norm, 0, group.num_entries, jnp.square(bound))
+
+    @property
+    def _folding_error(self) -> float:
+        """Of the rounding of a factor, times a coefficient, to its dtype."""
+        return 2.0**-8 if self._rounds_factors else 2.0**-22
+
+    @property
+    def _rounds_factors(self) -> bool:
+        """Whether factors, times a coefficient, are rounded to bfloat16."""
+        cotangents = (x.cotangent for x in self.program.sites if x.outer)
+        return any(x.dtype == jnp.bfloat16 for x in cotangents)
+
+    def weighted_sum(
+        self,
+        clip_coefs: list[jax.Array],
+        keep: jax.Array,
+        prefix: Any,
+        accumulator: Accumulator | BoundedGrid,
+    ) -> PyTree:
+        """See `PerExampleGrads`."""
+        # The same bits for all sites, whatever else reads them.
+        clip_coefs, keep = behind_a_branch(
+            lambda: (clip_coefs, keep), (clip_coefs, keep)
+        )
+        sums: dict[int, jax.Array] = {}
+        for group, coefs in zip(self._groups(prefix), clip_coefs, strict=True):
+            sums |= _sums.weighted_sum(
+                self.program.sites, group, self._roots, self.recorded, coefs, keep
+            )
+        leaves, treedef = jax.tree.flatten(self.params)
+        return treedef.unflatten(accumulator.lift(sums[i]) for i in range(len(leaves)))
+
+    @property
+    def _roots(self) -> dict[int, Any]:
+        return dict(enumerate(jax.tree.leaves(self.params)))
+
+    def _groups(self, prefix: Any) -> list[list[int]]:
+        """The parameters of each clipping group."""
+        leaves, treedef = jax.tree.flatten(self.params)
+        numbers = treedef.unflatten(range(len(leaves)))
+        return [jax.tree.leaves(group) for group in prefix.flatten_up_to(numbers)]

@@ -1,0 +1,103 @@
+"""Products of arrays, as processors and compilers like them.
+
+XLA's CPU compiler widens both operands of a product with a bfloat16 result, and uses
+the matrix units of the processor only if the result is float32. Accelerators sum in
+float32 in any case. So nothing is lost by asking for float32 and rounding once; on a
+processor with such units it is several times faster.
+
+An example is a batch of one, and where its axis is a batch axis of a product, the same
+compiler writes transpositions as concatenations of slices, which take seconds to
+compile. So such axes are left out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp.numerics._stored import at_least_float32
+from dpmp.programs import _jaxpr
+
+
+def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, with products as above.
+
+    bfloat16 ones are computed in float32 and rounded on CPUs only; batch axes of one
+    are left out everywhere.
+    """
+    return _jaxpr.rewrite(fun, _replace)
+
+
+def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
+    if eqn.primitive.name != "dot_general":
+        return None
+    operands, numbers = _without_batches_of_one(
+        values, *eqn.params["dimension_numbers"]
+    )
+    atoms = (*eqn.invars, *eqn.outvars)
+    is_narrow = all(atom.aval.dtype == jnp.bfloat16 for atom in atoms)
+    if not is_narrow and operands is values:
+        return None
+
+    def wide(*operands: jax.Array) -> jax.Array:
+        return apart(contract(*operands, *numbers)).astype(jnp.bfloat16)
+
+    def plain(*operands: jax.Array) -> jax.Array:
+        (product,) = _jaxpr.bind(eqn, operands, dimension_numbers=numbers)
+        return product
+
+    if is_narrow:
+        product = jax.lax.platform_dependent(*operands, cpu=wide, default=plain)
+    else:
+        product = plain(*operands)
+    return [product.reshape(eqn.outvars[0].aval.shape)]
+
+
+def _without_batches_of_one(
+    operands: list[Any], contracting: Any, batch: Any
+) -> tuple[list[Any], Any]:
+    """Operands without batch axes of size one, and what to contract of them."""
+    pairs = [(i, j) for i, j in zip(*batch, strict=True) if operands[0].shape[i] != 1]
+    if len(pairs) == len(batch[0]):
+        return operands, (contracting, batch)
+    kept = [
+        [i for i in range(x.ndim) if i not in axes or any(i == p[side] for p in pairs)]
+        for side, (x, axes) in enumerate(zip(operands, batch, strict=True))
+    ]
+    sides = list(zip(*pairs, strict=True)) or [(), ()]
+    numbers = tuple(
+        tuple(tuple(map(kept[side].index, axes[side])) for side in range(2))
+        for axes in (contracting, sides)
+    )
+    smaller = [
+        x.reshape([x.shape[i] for i in axes])
+        for x, axes in zip(operands, kept, strict=True)
+    ]
+    return smaller, numbers
+
+
+def contract(
+    a: jax.Array, b: jax.Array, contracting: Any, batch: Any = ((), ())
+) -> jax.Array:
+    """A dot product with results in float32 or wider, of operands as they are."""
+    if a.dtype == jnp.bfloat16 and batch[0]:
+        # As XLA's CPU compiler has no code for any other order in such products
+        # ("Unsupported element type for DotThunk"), what is contracted comes last.
+        kept = [i for i in range(a.ndim) if i not in (*batch[0], *contracting[0])]
+        order = (*batch[0], *kept, *contracting[0])
+        a, b = apart(a.transpose(order)), apart(b)
+        contracting = (tuple(map(order.index, contracting[0])), contracting[1])
+        batch = (tuple(map(order.index, batch[0])), batch[1])
+    return jax.lax.dot_general(
+        a,
+        b,
+        (contracting, batch),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=at_least_float32(a.dtype, b.dtype),
+    )
+
+
+def apart(x: jax.Array) -> jax.Array:
+    """Keeps XLA from making a transposition of an array a part of a product."""
+    return jax.lax.optimization_barrier(x)

@@ -1,0 +1,305 @@
+"""The rules: for an equation on data and views, the sites that it makes.
+
+Equations that multiply data by a view have a gradient of the outer form, and a rule of
+their own here. All others have a tap, which is exact for any of them: `tap_dense`
+takes the gradient of the one equation, in float32; `tap` takes that of the view itself,
+in its own dtype, through whatever comes after it.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpmp.engines.book_keeping import _views
+from dpmp.engines.book_keeping._sites import Outer
+from dpmp.engines.book_keeping._views import View
+from dpmp.programs import _float8_product, _jaxpr
+
+
+class OuterRule(NamedTuple):
+    """What a rule finds out about an equation whose gradient is a sum of products.
+
+    Attributes:
+      name: for people.
+      operand: the position of the operand that is the view.
+      record: the position of the operand to be recorded.
+      outer: the form of the gradient, from that record and the output's cotangent.
+    """
+
+    name: str
+    operand: int
+    record: int
+    outer: Outer
+
+
+def outer_rule(eqn: Any, operands: Sequence[View | None]) -> OuterRule | None:
+    """The rule for an equation, if it has one and exactly one view in it.
+
+    Args:
+      eqn: the equation.
+      operands: for each operand the view that it is, or None for data.
+    """
+    rule = _OUTER_RULES.get(_jaxpr.name(eqn))
+    which = [i for i, view in enumerate(operands) if view is not None and view.leaves]
+    return None if rule is None or len(which) != 1 else rule(eqn, which[0])
+
+
+def _dot_general(eqn: Any, operand: int) -> OuterRule:
+    return _dot(eqn, operand, eqn.params["dimension_numbers"])
+
+
+def _dot_of_float8(eqn: Any, operand: int) -> OuterRule:
+    """The same, as the operands are rounded already."""
+    ndim = eqn.invars[operand].aval.ndim
+    return _dot(eqn, operand, _float8_product.dimension_numbers(ndim))
+
+
+def _dot(eqn: Any, operand: int, dimension_numbers: Any) -> OuterRule:
+    """Contracted axes are n, free ones m, batch axes K; T is what the data has left."""
+    contracting, batch = dimension_numbers
+    data = 1 - operand
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    free = [
+        tuple(i for i in range(len(shapes[j])) if i not in (*contracting[j], *batch[j]))
+        for j in (0, 1)
+    ]
+    sizes = [math.prod(shapes[data][i] for i in batch[data])]
+    sizes += [math.prod(shapes[data][i] for i in free[data])]
+    num_left = math.prod(shapes[data][i] for i in contracting[data])
+    num_right = math.prod(shapes[operand][i] for i in free[operand])
+    num_batch = len(batch[data])
+    # The output has the batch axes, the free ones of the left operand, and the right's.
+    num_free = [len(free[0]), len(free[1])]
+    starts = [num_batch, num_batch + num_free[0]]
+    free_out = [
+        tuple(range(start, start + n))
+        for start, n in zip(starts, num_free, strict=True)
+    ]
+
+    def factors(records: list[jax.Array], cotangent: jax.Array) -> Any:
+        (x,) = records
+        left = x.transpose(*batch[data], *free[data], *contracting[data])
+        order = (*range(num_batch), *free_out[data], *free_out[operand])
+        right = cotangent.transpose(order)
+        return [left.reshape(*sizes, num_left)], right.reshape(*sizes, num_right)
+
+    axes = (tuple(batch[operand]), tuple(contracting[operand]), free[operand])
+    to_view = _from_axes(axes, shapes[operand])
+    return OuterRule("dot", operand, data, Outer(factors, to_view, axes))
+
+
+def _from_axes(
+    axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
+) -> Callable[[jax.Array], jax.Array]:
+    order = tuple(itertools.chain(*axes))
+
+    def to_view(grad: jax.Array) -> jax.Array:
+        grad = grad.reshape([shape[i] for i in order])
+        return grad.transpose(np.argsort(order).tolist())
+
+    return to_view
+
+
+def _gather(eqn: Any, operand: int) -> OuterRule | None:
+    """Rows by number, as of an embedding."""
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    shape = eqn.invars[0].aval.shape
+    rows = numbers.start_index_map
+    takes_rows = (
+        operand == 0
+        and len(rows) == 1
+        and numbers.collapsed_slice_dims == rows
+        and not numbers.operand_batching_dims
+    )
+    if not takes_rows:
+        return None
+    (row,) = rows
+    others = tuple(i for i in range(len(shape)) if i != row)
+    if params["slice_sizes"] != tuple(
+        1 if i == row else n for i, n in enumerate(shape)
+    ):
+        return None
+    mode = jax.lax.GatherScatterMode.from_any(params["mode"])
+    num_rows, offset_dims = shape[row], numbers.offset_dims
+
+    def factors(records: list[jax.Array], cotangent: jax.Array) -> Any:
+        ids = records[0].reshape(1, -1)
+        if ids.dtype.itemsize < 4:  # with no room for the number of rows
+            ids = ids.astype(jnp.int32)
+        last = tuple(range(cotangent.ndim - len(offset_dims), cotangent.ndim))
+        right = jnp.moveaxis(cotangent, offset_dims, last)
+        right = right.reshape(1, ids.size, math.prod(shape[i] for i in others))
+        if mode is not jax.lax.GatherScatterMode.CLIP:
+            is_row = (ids >= 0) & (ids < num_rows)
+            right = jnp.where(is_row[..., None], right, jnp.zeros_like(right))
+        return [jnp.clip(ids, 0, num_rows - 1).astype(jnp.int32)], right
+
+    axes = ((), (row,), others)
+    outer = Outer(factors, _from_axes(axes, shape), axes, num_rows=num_rows)
+    return OuterRule("gather", operand, 1, outer)
+
+
+def _convolution(eqn: Any, operand: int) -> OuterRule | None:
+    """For each place in the window a dot product of channels, group by group."""
+    params = eqn.params
+    if operand != 1 or params["batch_group_count"] != 1:
+        return None
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    shape = [eqn.invars[1].aval.shape[i] for i in numbers.rhs_spec]
+    num_out, num_in, *window = shape
+
+    def in_groups(x: jax.Array, num_channels: int) -> jax.Array:
+        """From (batch, channels, *space)."""
+        x = x.reshape(x.shape[0], groups, num_channels, -1).transpose(1, 0, 3, 2)
+        return jax.lax.collapse(x, 1, 3)
+
+    def factors(records: list[jax.Array], cotangent: jax.Array) -> Any:
+        x = records[0].transpose(numbers.lhs_spec)
+        seen = _seen_from_each_place(x, window, params)
+        right = in_groups(cotangent.transpose(numbers.out_spec), num_out // groups)
+        return [in_groups(x, num_in) for x in seen], right
+
+    def to_view(grad: jax.Array) -> jax.Array:
+        # Groups, places, channels of the input, and of the output.
+        grad = grad.reshape(groups, *window, num_in, -1)
+        last = grad.ndim - 1
+        grad = grad.transpose(0, last, last - 1, *range(1, last - 1)).reshape(shape)
+        return grad.transpose(np.argsort(numbers.rhs_spec).tolist())
+
+    return OuterRule("convolution", operand, 0, Outer(factors, to_view, None))
+
+
+def _seen_from_each_place(
+    x: jax.Array, window: Sequence[int], params: dict[str, Any]
+) -> list[jax.Array]:
+    """What the outputs of a convolution see: (batch, channels, *outputs) each."""
+    padding = [(0, 0, 0)] * 2 + [
+        (low, high, dilation - 1)
+        for (low, high), dilation in zip(
+            params["padding"], params["lhs_dilation"], strict=True
+        )
+    ]
+    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
+    strides, dilation = params["window_strides"], params["rhs_dilation"]
+    spans = [(n - 1) * step for n, step in zip(window, dilation, strict=True)]
+    num_out = [
+        (n - span - 1) // stride + 1
+        for n, span, stride in zip(padded.shape[2:], spans, strides, strict=True)
+    ]
+    seen = []
+    for place in itertools.product(*map(range, window)):
+        starts = [i * step for i, step in zip(place, dilation, strict=True)]
+        limits = [
+            start + (n - 1) * stride + 1
+            for start, n, stride in zip(starts, num_out, strides, strict=True)
+        ]
+        corner, end = (0, 0, *starts), (*padded.shape[:2], *limits)
+        seen.append(jax.lax.slice(padded, corner, end, (1, 1, *strides)))
+    return seen
+
+
+_OUTER_RULES = {
+    "dot_general": _dot_general,
+    _jaxpr.CUSTOM_VJP + _float8_product.NAME: _dot_of_float8,
+    "gather": _gather,
+    "conv_general_dilated": _convolution,
+}
+
+
+@jax.custom_vjp
+def tap(value: jax.Array, dummy: jax.Array) -> jax.Array:
+    """`value`, whose cotangent comes out as that of `dummy`, which is not read."""
+    del dummy
+    return value
+
+
+tap.defvjp(lambda value, _: (value, None), lambda _, ct: (ct, ct))
+
+
+class Operand(NamedTuple):
+    """An operand that is a view.
+
+    Attributes:
+      position: among the operands.
+      shape: of the view that is meant.
+      broadcast: shape and dimensions, if it is repeated to be the operand. Its gradient
+        is then a sum, taken in float32.
+    """
+
+    position: int
+    shape: tuple[int, ...]
+    broadcast: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+    def shrink(self, value: jax.Array) -> jax.Array:
+        """From the operand to the view."""
+        if self.broadcast is None:
+            return value
+        sizes = dict(zip(self.broadcast[1], self.shape, strict=True))
+        return value[
+            tuple(slice(sizes[i]) if i in sizes else 0 for i in range(value.ndim))
+        ]
+
+    def expand(self, view: jax.Array) -> jax.Array:
+        """From the view to the operand."""
+        if self.broadcast is None:
+            return view
+        return jax.lax.broadcast_in_dim(view, *self.broadcast)
+
+
+def tap_dense(
+    eqn: Any,
+    operands: Sequence[Operand],
+    values: Sequence[Any],
+    dummies: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """An equation; gradients of its views come out as the cotangents of dummies.
+
+    Args:
+      eqn: an equation without a body.
+      operands: which of the operands are views.
+      values: the operands.
+      dummies: of the shapes of the views, float32 or wider; they are not read.
+
+    Returns:
+      The outputs.
+    """
+
+    def substituted(values: Sequence[Any], views: Sequence[Any]) -> list[Any]:
+        values = list(values)
+        for operand, view in zip(operands, views, strict=True):
+            values[operand.position] = operand.expand(view)
+        return values
+
+    @jax.custom_vjp
+    def met(values: list[Any], dummies: list[jax.Array]) -> list[Any]:
+        del dummies
+        return _jaxpr.bind(eqn, values)
+
+    def forward(values: list[Any], dummies: list[jax.Array]) -> Any:
+        return met(values, dummies), values
+
+    def backward(values: list[Any], cotangents: list[Any]) -> Any:
+        _, vjp_values = jax.vjp(lambda *xs: _jaxpr.bind(eqn, xs), *values)
+        views = [
+            operand.shrink(values[operand.position]).astype(dummy.dtype)
+            for operand, dummy in zip(operands, dummies, strict=True)
+        ]
+        # With respect to all operands: some rules of jax know no other case.
+        wide, vjp_views = jax.vjp(
+            lambda views, values: _views.bind_widened(eqn, substituted(values, views)),
+            views,
+            values,
+        )
+        of_wide = [
+            ct.astype(x.dtype) if _views.is_float(x.dtype) else ct
+            for ct, x in zip(cotangents, wide, strict=True)
+        ]
+        return list(vjp_values(cotangents)), vjp_views(of_wide)[0]
+
+    met.defvjp(forward, backward)
+    return met(list(values), list(dummies))

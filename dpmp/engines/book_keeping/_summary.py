@@ -1,0 +1,337 @@
+"""What book-keeping will do with a loss: which rules apply, and what norms cost."""
+
+import collections
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.engines import _signature
+from dpmp.engines.book_keeping import _terms
+from dpmp.engines.book_keeping._engine import Program, analyse
+from dpmp.engines.book_keeping._norms import Term
+from dpmp.engines.book_keeping._views import View
+
+# A gradient that is formed has to be written and read, which is not in the cost of its
+# norm. In multiplications, for each entry.
+_COST_OF_FORMING = 16
+
+# Gradients of fewer entries are formed without harm.
+_LARGE = 2**14
+
+_ACCUMULATORS = (
+    "bounded",
+    *(f"unproved_{name}" for name in ("float32", "float32x2", "float64")),
+)
+
+_ADVICE = {
+    "parameters": "Let data meet parameters themselves, not what is computed from "
+    "them, and keep penalties on parameters out of the loss: an optimizer adds them "
+    "without looking at data.",
+    "whole": "Take products with them out of branches, while loops and custom "
+    "derivatives, or write these with jax.lax.scan; round them straight through with "
+    "jax.lax.stop_gradient.",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What book-keeping does with one parameter.
+
+    Attributes:
+      path: in the tree of parameters, as `jax.tree_util.keystr` writes it.
+      shape: of the parameter.
+      num_entries: of the parameter.
+      rules: of its sites, that is of the places where data meets it, in the order of
+        the program; none for a parameter without influence on the loss.
+      forms: of the parts of its squared norm: "entries" (the gradient is there), "kept"
+        (it is formed, and kept for the sum), "gram" (inner products of positions),
+        "product" (it is formed, for a few examples at a time) or "parameters" (formed
+        and sent back to the parameters).
+      cost: of the norm, in multiplications for one example.
+      share: of the cost of all norms.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    num_entries: int
+    rules: tuple[str, ...]
+    forms: tuple[str, ...]
+    cost: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What book-keeping does with each parameter; as a string, a table of that.
+
+    Attributes:
+      rows: one for each parameter.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def num_entries(self) -> int:
+        """Of all parameters."""
+        return sum(row.num_entries for row in self.rows)
+
+    @property
+    def cost(self) -> float:
+        """Of all norms, in multiplications for one example."""
+        return sum(row.cost for row in self.rows)
+
+    def __str__(self) -> str:
+        header = ("", "shape", "entries", "rules", "norm by", "cost", "share")
+        total = ("total", "", f"{self.num_entries:,}", "", "", f"{self.cost:,.0f}", "")
+        lines = [header, *map(_cells, self.rows), total]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(_line(cells, widths) for cells in lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.path or "(itself)",
+        str(row.shape),
+        f"{row.num_entries:,}",
+        _counted(row.rules),
+        _counted(row.forms),
+        f"{row.cost:,.0f}",
+        f"{row.share:.1%}",
+    )
+
+
+def _counted(names: Sequence[str]) -> str:
+    counts = collections.Counter(names).items()
+    return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts) or "-"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Numbers to the right, the rest to the left."""
+    aligned = (
+        f"{cell:{'>' if i in (2, 5, 6) else '<'}{width}}"
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join(aligned).rstrip()
+
+
+def summarize(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] = 1,
+    keep_batch_dim: bool = True,
+    has_aux: bool = False,
+    accumulator: str | None = None,
+    **kwargs: Any,
+) -> Summary:
+    """Tells what `clipped_grad(fun, method="book_keeping")` does with each parameter.
+
+    Nothing is computed: the loss is traced for one example, and the ways to find the
+    norm of each parameter's gradient are compared by what they cost.
+
+    >>> def loss(params, batch):
+    ...     hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    ...     return jnp.mean((hidden @ params["out"]) ** 2)
+    >>> params = {
+    ...     "w": jax.ShapeDtypeStruct((256, 64), jnp.bfloat16),
+    ...     "b": jax.ShapeDtypeStruct((64,), jnp.bfloat16),
+    ...     "out": jax.ShapeDtypeStruct((64, 2), jnp.bfloat16),
+    ... }
+    >>> batch = {"x": jax.ShapeDtypeStruct((1000, 32, 256), jnp.bfloat16)}
+    >>> print(summarize(loss, params, batch))
+             shape      entries  rules  norm by     cost  share
+    ['b']    (64,)           64  add    entries       64   0.0%
+    ['out']  (64, 2)        128  dot    kept      12,288   3.4%
+    ['w']    (256, 64)   16,384  dot    gram     344,064  96.5%
+    total                16,576                  356,416
+
+    Args:
+      fun: as for `clipped_grad`.
+      *args: of `fun`, as for `clipped_grad`; a `jax.ShapeDtypeStruct` may take the
+        place of any array. A random key that `clipped_grad` would split comes as it is.
+      argnums: as in `clipped_grad`.
+      batch_argnums: as in `clipped_grad`.
+      keep_batch_dim: as in `clipped_grad`.
+      has_aux: as in `clipped_grad`.
+      accumulator: as in `clipped_grad`. With "bounded" sums (None), parameters that are
+        used in arithmetic on their own are tapped whole.
+      **kwargs: reach `fun` unchanged.
+
+    Returns:
+      The summary. The cost of a norm that several parameters share is divided among
+      them in proportion to their entries.
+
+    Raises:
+      ValueError: before `fun` is traced, for invalid arguments and for arrays that do
+        not fit them; for a loss that is not a float scalar.
+
+    Warns:
+      UserWarning: if more than half of the cost is due to gradients of parameters that
+        have to be formed for want of a better rule.
+    """
+    _validate.require(
+        accumulator is None or accumulator in _ACCUMULATORS,
+        f"accumulator must be one of {list(_ACCUMULATORS)}",
+        accumulator=accumulator,
+        fix="Leave it out for sums that are proved.",
+    )
+    batch_argnums = _signature.as_argnums("batch_argnums", batch_argnums)
+    grad_argnums = _signature.as_argnums("argnums", argnums)
+    _signature.check_disjoint(grad_argnums, batch_argnums, None)
+    _signature.check_num_args(args, (*grad_argnums, *batch_argnums))
+    for i in grad_argnums:
+        _signature.check_float_leaves(args[i], f"argument {i}")
+    _signature.common_batch_size(_signature.batch_sizes(args, batch_argnums))
+
+    @_signature.of_one_example(batch_argnums, keep_batch_dim)
+    def loss_fn(*args: Any, **kwargs: Any) -> Any:
+        output = fun(*args, **kwargs)
+        value, aux = _signature.unpack_aux(output) if has_aux else (output, None)
+        _signature.check_loss(value)
+        return value, aux
+
+    def read(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Summary, str | None]:
+        bounded = accumulator in (None, "bounded")
+        program = _program(loss_fn, args, kwargs, grad_argnums, batch_argnums, bounded)
+        params = _pick(args, grad_argnums)
+        paths = _paths(params[0] if grad_argnums == (argnums,) else params)
+        costs = [_cost(term, program) for term in program.terms]
+        return _summary(program, costs, paths), _complaint(program, costs, paths)
+
+    summary, complaint = _while_tracing(read, args, kwargs)
+    if complaint is not None:
+        warnings.warn(complaint, stacklevel=2)
+    return summary
+
+
+def _paths(tree: PyTree) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, _ in leaves]
+
+
+def _pick(args: Sequence[Any], argnums: Iterable[int]) -> tuple[Any, ...]:
+    return tuple(args[i] for i in argnums)
+
+
+def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What `fun` returns when it is given arrays without values.
+
+    Arguments that are neither parameters nor batched have to be constants of the loss,
+    as they are for the engine, so that they need to be something that can be closed
+    over; shapes alone cannot.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    results = []
+
+    def trace(arrays: list[Any]) -> None:
+        given = iter(arrays)
+        some = [
+            next(given) if yes else x for x, yes in zip(leaves, is_array, strict=True)
+        ]
+        results.append(fun(*treedef.unflatten(some)))
+
+    arrays = [x for x, yes in zip(leaves, is_array, strict=True) if yes]
+    jax.eval_shape(trace, arrays)
+    return results[0]
+
+
+def _program(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    argnums: Sequence[int],
+    batch_argnums: Sequence[int],
+    is_bounded: bool,
+) -> Program:
+    def of_one_example(params: Sequence[PyTree], example: Sequence[PyTree]) -> Any:
+        inputs = dict(enumerate(args))
+        inputs |= zip(argnums, params, strict=True)
+        inputs |= zip(batch_argnums, example, strict=True)
+        return fun(*inputs.values(), **kwargs)
+
+    params = _pick(args, argnums)
+    example = jax.tree.map(
+        lambda x: jax.typeof(x).update(shape=x.shape[1:]), _pick(args, batch_argnums)
+    )
+    return analyse(of_one_example, params, example, is_bounded=is_bounded)
+
+
+def _cost(term: Term, program: Program) -> float:
+    """Multiplications for one example, with those of forming what has no rule."""
+    rules = [program.plan.sites[i].rule for i in term.sites]
+    is_formed = term.form == "entries" and "whole" in rules
+    return term.cost * (1 + _COST_OF_FORMING if is_formed else 1)
+
+
+def _summary(program: Program, costs: Sequence[float], paths: Sequence[str]) -> Summary:
+    rows = []
+    sites = program.plan.sites
+    for param, path in zip(program.params, paths, strict=True):
+        used = [
+            (term, cost * _share_of(param, term, program))
+            for term, cost in zip(program.terms, costs, strict=True)
+            if param.root in term.params
+        ]
+        cost = sum(cost for _, cost in used)
+        rows.append(
+            Row(
+                path,
+                param.aval.shape,
+                math.prod(param.aval.shape),
+                tuple(x.rule for x in sites if param.root in x.view.leaves),
+                tuple(term.form for term, _ in used),
+                cost,
+                cost / max(sum(costs), 1),
+            )
+        )
+    return Summary(tuple(rows))
+
+
+def _share_of(param: View, term: Term, program: Program) -> float:
+    sizes = _sizes(program)
+    return sizes[param.root] / max(sum(sizes[i] for i in term.params), 1)
+
+
+def _complaint(
+    program: Program, costs: Sequence[float], paths: Sequence[str]
+) -> str | None:
+    """What to say of fallbacks that take more than half of the cost."""
+    kinds = [_kind_of_fallback(term, program) for term in program.terms]
+    fallbacks = [(t, k) for t, k in zip(program.terms, kinds, strict=True) if k]
+    cost = sum(cost for cost, kind in zip(costs, kinds, strict=True) if kind)
+    if 2 * cost <= sum(costs):
+        return None
+    path_of = {x.root: path for x, path in zip(program.params, paths, strict=True)}
+    roots = dict.fromkeys(i for term, _ in fallbacks for i in term.params)
+    names = ", ".join(path_of[i] or "(itself)" for i in roots)
+    reasons = [kind for _, kind in fallbacks]
+    # With "bounded" sums, what is used in arithmetic is tapped whole as well.
+    reasons += ["parameters"] if program.is_bounded else []
+    advice = " ".join(_ADVICE[reason] for reason in dict.fromkeys(reasons))
+    return (
+        f"For lack of a better rule, per-example gradients of {names} are formed, "
+        f"which takes {cost / sum(costs):.0%} of the cost of all norms. {advice} If "
+        f'that is no option, compare the time to that of method="per_example".'
+    )
+
+
+def _kind_of_fallback(term: Term, program: Program) -> str | None:
+    """The key to the advice, for what forms large gradients for lack of a rule."""
+    tangled = _terms.tangled_params(program.plan.sites, program.params)
+    if term.form == "parameters" and not set(tangled).isdisjoint(term.params):
+        return "parameters"
+    rules = [program.plan.sites[i].rule for i in term.sites]
+    is_large = sum(_sizes(program)[i] for i in term.params) >= _LARGE
+    return "whole" if "whole" in rules and is_large else None
+
+
+def _sizes(program: Program) -> dict[int | None, int]:
+    """The number of entries of each parameter."""
+    return {x.root: math.prod(x.aval.shape) for x in program.params}

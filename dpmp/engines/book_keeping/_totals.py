@@ -1,0 +1,53 @@
+"""Sums of squares, in an order that has few roundings on any path.
+
+Rows of about sqrt(n) entries are added up by the compiler, in whatever order; their
+sums, of all that belongs together, by a tree of elementwise additions, of which it
+keeps the order.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from dpmp.numerics._stored import at_least_float32
+
+
+@jax.jit  # a program has it once for all arrays of one shape
+def of_rows(x: jax.Array) -> jax.Array:
+    """Parts of the sum of all entries: (P,)."""
+    columns = _num_columns(x.size)
+    return jnp.sum(jnp.pad(x.ravel(), (0, -x.size % columns)).reshape(-1, columns), 1)
+
+
+def joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """The parts of all, one after another on the last axis, in the widest dtype."""
+    dtype = at_least_float32(*(x.dtype for x in parts))
+    return jnp.concatenate([x.astype(dtype) for x in parts], axis=-1)
+
+
+def add_up(parts: jax.Array) -> jax.Array:
+    """The sum over the last axis."""
+    if parts.shape[-1] == 0:
+        return jnp.zeros(parts.shape[:-1], parts.dtype)
+    while (size := parts.shape[-1]) > 1:
+        half = size // 2
+        pairs = parts[..., :half] + parts[..., half : 2 * half]
+        parts = jnp.concatenate([pairs, parts[..., 2 * half :]], axis=-1)
+    return parts[..., 0]
+
+
+def num_roundings(size: int) -> int:
+    """On any path from one of `size` entries to the sum of all."""
+    columns = _num_columns(size)
+    return columns + depth(math.ceil(size / columns))
+
+
+def depth(num_parts: int) -> int:
+    """Of the tree that adds them up."""
+    return math.ceil(math.log2(max(num_parts, 1)))
+
+
+def _num_columns(size: int) -> int:
+    return 2 ** math.ceil(math.log2(max(size, 1)) / 2)

@@ -1,0 +1,302 @@
+"""Values that depend on parameters and constants only, and how they came from them.
+
+A program meets a parameter after casts, transpositions, slices and arithmetic. A view
+remembers that way, so that the gradient of what was met goes back to the parameter: in
+float32, past every cast, and without running the model again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpmp.numerics._stored import at_least_float32
+from dpmp.programs import _jaxpr
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A value that depends on parameters and constants only.
+
+    Attributes:
+      aval: shape and dtype in the program.
+      leaves: the parameters it depends on, as indices of roots.
+      parents: the views it is computed from; a root has none.
+      root: the index of a root, that is of a parameter or a constant.
+      compute: from float32 values of the parents to its own.
+      rearrange: from a NumPy array of the parameter's shape to the NumPy view of the
+        entries that this is made of; None if it does more than select, reorder and
+        shift them by constants, or if NumPy has no such view.
+      broadcast: shape and dimensions, if it repeats its parent.
+    """
+
+    aval: Any
+    leaves: frozenset[int]
+    parents: tuple["View", ...] = ()
+    root: int | None = None
+    compute: Callable[..., Any] = lambda: None
+    rearrange: Callable[[np.ndarray], np.ndarray | None] = lambda _: None
+    broadcast: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+def make_root(index: int, aval: Any, *, is_param: bool) -> View:
+    """A parameter, or a constant of the program."""
+    leaves = frozenset([index] if is_param else [])
+    return View(aval, leaves, root=index, rearrange=lambda array: array)
+
+
+def make_constant(value: Any) -> View:
+    """A number or an array that is written in the program."""
+    return View(jax.typeof(value), frozenset(), compute=lambda: value)
+
+
+def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
+    """The outputs of an equation on views."""
+    leaves = frozenset[int]().union(*(view.leaves for view in operands))
+    if eqn.primitive.name == "stop_gradient":
+        leaves = frozenset()
+    return [
+        View(
+            output.aval,
+            leaves,
+            tuple(operands),
+            compute=lambda *values, i=i: _bind_in_float32(eqn, values)[i],
+            rearrange=_rearrangement(eqn, i, operands),
+            broadcast=_broadcast(eqn),
+        )
+        for i, output in enumerate(eqn.outvars)
+    ]
+
+
+def lift(view: View, outer: Mapping[int, View], mapped: set[int], size: int) -> View:
+    """A view inside of a loop, as one of what the loop was given.
+
+    Args:
+      view: its roots are operands of the loop.
+      outer: the views outside that these operands are.
+      mapped: the operands that the loop goes through, a slice of them being a root.
+      size: the number of iterations.
+
+    Returns:
+      The view; of all iterations, with a leading axis, if it depends on a slice.
+    """
+    used = sorted(_roots_of(view))
+    parents = tuple(outer[i] for i in used)
+    is_mapped = [i in mapped for i in used]
+
+    def compute(*values: jax.Array) -> jax.Array:
+        def one_iteration(*slices: jax.Array) -> jax.Array:
+            return evaluate([view], dict(zip(used, slices, strict=True)))[0]
+
+        if not any(is_mapped):
+            return one_iteration(*values)
+        in_axes = [0 if x else None for x in is_mapped]
+        return jax.vmap(one_iteration, in_axes=in_axes, axis_size=size)(*values)
+
+    def rearrange(array: np.ndarray) -> np.ndarray | None:
+        operand = _only_parent(parents).rearrange(array)
+        if operand is None or operand.size == 0:
+            return None
+        if not any(is_mapped):
+            return view.rearrange(operand)
+        one = view.rearrange(operand[0, ...])
+        if one is None:
+            return None
+        strides = (operand.strides[0], *one.strides)
+        return np.lib.stride_tricks.as_strided(one, (size, *one.shape), strides)
+
+    shape = (size, *view.aval.shape) if any(is_mapped) else view.aval.shape
+    return View(
+        jax.ShapeDtypeStruct(shape, view.aval.dtype),
+        frozenset[int]().union(*(parent.leaves for parent in parents)),
+        parents,
+        compute=compute,
+        rearrange=rearrange if len(used) == 1 else lambda _: None,
+    )
+
+
+def depends_on(view: View, roots: set[int]) -> bool:
+    """Whether a view is computed from any of some roots."""
+    return not roots.isdisjoint(_roots_of(view))
+
+
+def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]:
+    """The values of views, in float32 or wider, from those of the roots."""
+    known: dict[int, Any] = {}
+
+    def value(view: View) -> Any:
+        if id(view) not in known:
+            known[id(view)] = _widen(
+                view.compute(*map(value, view.parents))
+                if view.root is None
+                else roots[view.root]
+            )
+        return known[id(view)]
+
+    return [value(view) for view in views]
+
+
+def _roots_of(view: View) -> set[int]:
+    found, seen, stack = set[int](), set[int](), [view]
+    while stack:
+        view = stack.pop()
+        if id(view) not in seen:
+            seen.add(id(view))
+            found |= set() if view.root is None else {view.root}
+            stack += view.parents
+    return found
+
+
+def goes_back_exactly(eqn: Any) -> bool:
+    """Whether a gradient goes back through an equation in float32, and linearly.
+
+    Norms are of what goes back for each example, sums of what goes back for all at
+    once. A custom rule may round what it is given, or clip it; other bodies have their
+    dtypes written in them.
+    """
+    if eqn.primitive.name.startswith("scatter"):
+        floats = [x for x in (v.aval.dtype for v in eqn.invars) if is_float(x)]
+        return all(x.itemsize >= 4 for x in floats)
+    if eqn.primitive.name == "while":  # which nothing goes back through
+        return True
+    return not _jaxpr.has_body(eqn) and eqn.primitive.name != "reduce_precision"
+
+
+def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
+    """An equation without casts to less than float32."""
+    if _jaxpr.has_body(eqn) or eqn.primitive.name == "bitcast_convert_type":
+        avals = [atom.aval for atom in eqn.invars]
+        values = [_cast(x, aval.dtype) for x, aval in zip(values, avals, strict=True)]
+        return _jaxpr.bind(eqn, values)
+    return bind_widened(eqn, values)
+
+
+def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """An equation without a body, on and to floats of at least float32."""
+    changed: dict[str, Any] = {
+        name: at_least_float32(eqn.params[name])
+        for name in ("new_dtype", "preferred_element_type", "out_dtype")
+        if eqn.params.get(name) is not None and is_float(eqn.params[name])
+    }
+    if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+        changed["precision"] = jax.lax.Precision.HIGHEST
+    return _jaxpr.bind(eqn, [_widen(x) for x in values], **changed)
+
+
+def _widen(x: Any) -> jax.Array:
+    dtype = jnp.result_type(x)
+    return _cast(x, at_least_float32(dtype)) if is_float(dtype) else jnp.asarray(x)
+
+
+def _cast(x: Any, dtype: Any) -> jax.Array:
+    return jnp.asarray(x).astype(dtype)
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether gradients flow through values of a dtype."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _broadcast(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    if eqn.primitive.name != "broadcast_in_dim" or len(eqn.invars) != 1:
+        return None
+    return eqn.params["shape"], eqn.params["broadcast_dimensions"]
+
+
+def _rearrangement(
+    eqn: Any, output: int, operands: Sequence[View]
+) -> Callable[[np.ndarray], np.ndarray | None]:
+    name = eqn.primitive.name
+    if name not in _REARRANGEMENTS or sum(bool(x.leaves) for x in operands) != 1:
+        return lambda _: None
+    parent = _only_parent(operands)
+
+    def rearrange(array: np.ndarray) -> np.ndarray | None:
+        entries = parent.rearrange(array)
+        if entries is None:
+            return None
+        return _REARRANGEMENTS[name](entries, eqn, operands, output)
+
+    return rearrange
+
+
+def _only_parent(views: Sequence[View]) -> View:
+    (parent,) = (view for view in views if view.leaves)
+    return parent
+
+
+def _shift(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
+    """Adding a constant: the gradient does not see it."""
+    is_negated = eqn.primitive.name == "sub" and not operands[0].leaves
+    same_shape = x.shape == eqn.outvars[0].aval.shape
+    return x if same_shape and not is_negated else None
+
+
+def _convert(x: np.ndarray, eqn: Any, *_: Any) -> Any:
+    return x if is_float(eqn.params["new_dtype"]) else None
+
+
+def _reshape(x: np.ndarray, eqn: Any, *_: Any) -> Any:
+    if eqn.params.get("dimensions") is not None:
+        return None
+    return _as_view(x, eqn.outvars[0].aval.shape)
+
+
+def _add_axes(x: np.ndarray, eqn: Any, *_: Any) -> Any:
+    """Broadcasting that repeats nothing."""
+    shape = eqn.params["shape"]
+    return _as_view(x, shape) if x.size == np.prod(shape, dtype=int) else None
+
+
+def _as_view(x: np.ndarray, shape: tuple[int, ...]) -> Any:
+    reshaped = x.reshape(shape)
+    return reshaped if np.may_share_memory(reshaped, x) else None
+
+
+def _slice(x: np.ndarray, eqn: Any, *_: Any) -> Any:
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or [1] * x.ndim
+    return x[(*map(slice, starts, limits, strides), ...)]
+
+
+def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
+    """With indices that are written in the program."""
+    atoms, sizes = eqn.invars[1:], eqn.params["slice_sizes"]
+    if not all(map(_jaxpr.is_literal, atoms)):
+        return None
+    starts = (
+        int(np.clip(atom.val, 0, n - size))
+        for atom, n, size in zip(atoms, x.shape, sizes, strict=True)
+    )
+    ranges = (slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
+    return x[(*ranges, ...)]
+
+
+def _split(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
+    sizes, axis = eqn.params["sizes"], eqn.params["axis"]
+    return np.split(x, np.cumsum(sizes)[:-1], axis)[output]
+
+
+def _unstack(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
+    return np.moveaxis(x, eqn.params["axis"], 0)[output, ...]
+
+
+# From the NumPy view of an operand to that of the result.
+_REARRANGEMENTS: dict[str, Callable[..., Any]] = {
+    "add": _shift,
+    "sub": _shift,
+    "convert_element_type": _convert,
+    "copy": lambda x, *_: x,
+    "transpose": lambda x, eqn, *_: x.transpose(eqn.params["permutation"]),
+    "reshape": _reshape,
+    "squeeze": lambda x, eqn, *_: x.squeeze(tuple(eqn.params["dimensions"])),
+    "broadcast_in_dim": _add_axes,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "rev": lambda x, eqn, *_: np.flip(x, eqn.params["dimensions"]),
+    "split": _split,
+    "unstack": _unstack,
+}

@@ -1,0 +1,60 @@
+"""How fine the grid of exact sums is, for a given amount of noise."""
+
+import math
+
+from dpmp import _validate
+from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
+from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_LOSS, LARGEST_RESOLUTION
+
+# For D entries the resolution that is wanted, and what rounding takes of the clip norm
+# (`Grid.targets`, `BoundedGrid.targets`).
+_NEEDS = {
+    "exact": (lambda d: math.sqrt(100 * d), lambda d, k: d / (8 * k**2) + 3 / k),
+    "bounded": (lambda d: 400 * math.sqrt(d), lambda d, k: math.sqrt(d) / k),
+}
+
+
+def choose_resolution(
+    noise_multiplier: float, num_parameters: int, arithmetic: str
+) -> int:
+    """As fine as rounding asks for, and as the noise that is added allows.
+
+    A third draw of noise is worth 1 % of the clip norm.
+
+    Args:
+      noise_multiplier: standard deviation of the noise over the clip norm.
+      num_parameters: the number of entries that are rounded.
+      arithmetic: "exact" or "bounded".
+    """
+    wanted, loss_fn = _NEEDS[arithmetic]
+    wanted = math.ceil(wanted(num_parameters))
+    wanted = min(max(wanted, DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
+    for num_draws in (2, 3):
+        noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
+        # The unit is rounded to float32, which must not call for wider noise.
+        widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
+        resolution = max(1, int(widest))
+        loss = loss_fn(num_parameters, resolution)
+        if loss <= 0.01:
+            break
+    _validate.require(
+        loss <= LARGEST_LOSS,
+        f"rounding to a grid must cost at most {LARGEST_LOSS:.0%} of the clip norm",
+        cost=f"{loss:.2g}",
+        noise_multiplier=noise_multiplier,
+        num_parameters=num_parameters,
+        fix="Pass num_parameters, if there are fewer, or use less noise, or "
+        "arithmetic='float32x2'.",
+    )
+    resolution = min(resolution, LARGEST_RESOLUTION)
+    narrowest = DiscreteGaussian((1,)).effective_stddev
+    # 1 % less is enough: `resolution` was rounded down, and `DiscreteGaussian.at_least`
+    # widens the noise again.
+    _validate.require(
+        1.01 * noise_multiplier * resolution >= narrowest,
+        f"exact noise must have at least {narrowest:.0f} units of the grid",
+        noise_multiplier=noise_multiplier,
+        resolution=resolution,
+        fix="Use more noise, none at all (0), or arithmetic='float32x2'.",
+    )
+    return resolution

@@ -1,0 +1,177 @@
+"""The privacy claim of a mechanism in plain words, with its assumptions and limits."""
+
+import math
+import textwrap
+
+import dp_accounting
+import jax
+
+from dpmp import batch_selection
+from dpmp._typing import PyTree
+from dpmp.accounting import _guarantees
+from dpmp.accounting._rounding import digits_above, digits_below, round_up
+from dpmp.clipping._joint_sums import ReleasedMetrics
+from dpmp.numerics import _arithmetic, _bounded
+
+_Relation = dp_accounting.NeighboringRelation
+
+_NEIGHBOURS = {
+    _Relation.ADD_OR_REMOVE_ONE: "one has one example more than the other",
+    _Relation.REPLACE_ONE: "they differ in the content of one example",
+    _Relation.REPLACE_SPECIAL: "one example of the first is blanked out in the second",
+}
+
+# Where the number of examples is protected, it is not in the statement either.
+_NUMBER_IS_PROTECTED = (
+    "The number of examples is protected with them. The settings of the run (sampling "
+    "probability, batch sizes, steps) are public, and it is assumed that they were "
+    "chosen without that number, which they would give away."
+)
+
+
+def no_claim() -> str:
+    """Of a mechanism that is not private."""
+    return _wrap(
+        "No privacy: gradients are not clipped or no noise is added, and anything "
+        "computed from them may reveal the training data."
+    )
+
+
+def no_epsilon(delta: float) -> str:
+    """Of a mechanism whose epsilon is infinite in spite of noise and clipping."""
+    return _wrap(
+        f"No epsilon is claimed at delta {digits_above(delta, 3)}. "
+        f"Gradients are clipped and noise is added, but so little that its distance "
+        f"from ideal Gaussian noise counts: "
+        f"added up over all steps and parameters, and multiplied by exp(epsilon), that "
+        f"is more than the share of delta that is left for it. Use more noise, a "
+        f"larger delta, or a num_parameters closer to what is trained."
+    )
+
+
+def claim(
+    guarantee: _guarantees.PrivacyGuarantee,
+    sampling: batch_selection.PoissonSampling,
+    *,
+    num_examples: int,
+    expected_batch_size: float,
+    l2_clip_norm: PyTree,
+    noise_multiplier: float,
+    arithmetic: str,
+    method: str,
+    microbatch_size: int | None,
+    resolution: int | None,
+    released_metrics: ReleasedMetrics | None,
+) -> str:
+    """Of a mechanism with a finite epsilon; the facts are named as in `DPSGD`."""
+    relation = _Relation[guarantee.neighboring_relation]
+    number = f"The number of examples, {num_examples}, is public."
+    if relation is _Relation.ADD_OR_REMOVE_ONE:
+        number = _NUMBER_IS_PROTECTED
+    return _wrap(
+        f"The trained parameters, and all that comes of the noisy gradients, are "
+        f"({round_up(guarantee.epsilon)}, {digits_above(guarantee.delta, 3)})-"
+        f"differentially private.",
+        f"- Protected unit: one example. Two datasets are neighbours if "
+        f"{_NEIGHBOURS[relation]}. {number}",
+        f"- Sampling: each example is in each batch independently with probability "
+        f"{digits_above(sampling.sampling_prob, 4)} "
+        f"(expected batch size {expected_batch_size:g}); "
+        f"batches above {sampling.truncated_batch_size} are truncated at random, and "
+        f"that is accounted for. Batches taken in any other way void the claim.",
+        f"- Steps: {sampling.iterations}.",
+        f"- Clipping: L2 norm of {_describe_clip_norm(l2_clip_norm)} per example.",
+        f"- Noise: Gaussian, noise multiplier {digits_below(noise_multiplier, 5)} "
+        f"(standard deviation over the largest contribution of one example).",
+        *_describe_metrics(released_metrics, noise_multiplier, expected_batch_size),
+        f"- Accountant: {guarantee.accountant}.",
+        "- Arithmetic: "
+        + _describe_arithmetic(
+            arithmetic, method, microbatch_size, resolution, noise_multiplier
+        ),
+        "- Not covered: the random bits are assumed ideal and their keys secret; "
+        "running time, which depends on the batch size; losses, norms and "
+        "other per-example values, and choices made by looking at them (such as "
+        "hyper-parameters tuned on this data); anything else released about the data.",
+    )
+
+
+def _describe_metrics(
+    metrics: ReleasedMetrics | None, noise_multiplier: float, batch_size: float
+) -> list[str]:
+    if metrics is None:
+        return []
+    means = ", ".join(
+        f"{name} (standard deviation "
+        f"{metrics.stddev(name, noise_multiplier, batch_size):.2g})"
+        for name in metrics.names
+    )
+    return [
+        f"- Released at every step, besides the gradient and covered with it: the mean "
+        f"of {means}. That makes the noise on the gradient {metrics.widening:.2%} "
+        f"wider than it would be."
+    ]
+
+
+def _describe_arithmetic(
+    arithmetic: str,
+    method: str,
+    microbatch_size: int | None,
+    resolution: int | None,
+    noise_multiplier: float,
+) -> str:
+    noise = (
+        "Discrete Gaussian noise, in integers, is added before anything is rounded to "
+        "float32."
+    )
+    holds = "The claim holds for the bits that are released."
+    if resolution is not None:
+        width = f"Its standard deviation has {resolution * noise_multiplier:.0f} units."
+        if arithmetic == "exact":
+            return (
+                f"clipped gradients are rounded to a grid on which the largest "
+                f"contribution has {resolution} units; their norms are checked, and "
+                f"they are summed, in integers, without rounding. {noise} {holds} "
+                f"{width}"
+            )
+        examples = "as many examples as that allows, chosen from shapes alone"
+        if microbatch_size is not None:
+            examples = f"{microbatch_size} examples"
+        return (
+            f"gradients are never formed; they are clipped by bounds on their norms "
+            f"that include rounding, in microbatches whose sums may err by "
+            f"{_bounded.SLACK:.2%} of the clip norm, which is lowered by that (of "
+            f"{examples}). The "
+            f"sums are rounded to a grid on which the largest contribution has "
+            f"{resolution} units, and added up in integers. {noise} {holds} {width} It "
+            f"is assumed that other examples keep their places in the batch, and that "
+            f"the device adds in the same order every time."
+        )
+    accumulator = _arithmetic.float_accumulator(arithmetic)
+    lowered = (
+        f"norms in float32 or wider; sums in {accumulator.name}. The clip norm is "
+        f"lowered by what rounding can add ({accumulator.slack:.2g} of it for the sum)"
+    )
+    on_a_grid = "Sums are put on a grid, and the noise is wider by what that costs."
+    if method == "book_keeping":
+        return (
+            f"{lowered}, as far as microbatches are added up. Within a microbatch, "
+            f"gradients are never formed, and the sensitivity of sums holds up to "
+            f"ordinary rounding, which is NOT PROVED; arithmetic='bounded' is. "
+            f"{on_a_grid} {noise}"
+        )
+    return (
+        f"{lowered}, so that the sensitivity holds for the computed floats. "
+        f"{on_a_grid} {noise} {holds}"
+    )
+
+
+def _describe_clip_norm(l2_clip_norm: PyTree) -> str:
+    norms = jax.tree.leaves(l2_clip_norm)
+    if len(norms) == 1:
+        return f"{norms[0]:g}"
+    return f"{math.hypot(*norms):g} in {len(norms)} groups"
+
+
+def _wrap(*lines: str) -> str:
+    return "\n".join(textwrap.fill(x, 88, subsequent_indent="  ") for x in lines)

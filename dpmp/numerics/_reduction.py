@@ -1,0 +1,272 @@
+"""Sums of many terms, with few roundings on any path and in programs that stay small.
+
+A compiler adds up the terms of a reduction in whatever order it likes. It keeps the
+order of additions that are written out, but these take hundreds of lines of a program
+for each array. So short blocks of terms are written out, once for all arrays of one
+shape:
+
+- Over the entries of arrays (`sum_entries`), the sums of blocks are cut into blocks
+  again, until few are left. What is left of all arrays is added up together.
+- Over the examples of a batch (`sum_examples`), a loop of a few iterations, or several
+  nested ones, adds up the blocks of all arrays at once.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpmp._fence import fence
+from dpmp._typing import PyTree
+from dpmp.numerics._stored import StoredArray, columns_of, to_float
+
+# Elementwise.
+Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+# As many as asked for, from a start on, which may be traced: (B, size).
+Columns: TypeAlias = Callable[[Any, int], jax.Array]
+
+# Terms in a block.
+_BLOCK = 8
+
+# Of arrays with more entries, several blocks are added up in a loop: that takes less
+# memory, and a little more time.
+_LARGE, _BLOCKS_OF_LARGE = 2**16, 8
+
+# What is left of arrays of this many entries or fewer is joined before it is added up.
+_FEW_ENTRIES = 512
+
+# Iterations of all loops but the outermost.
+_ITERATIONS = 4
+
+
+def pairwise(terms: Sequence[PyTree], add: Callable[[PyTree, PyTree], PyTree]) -> Any:
+    """The sum of at least one term as a balanced tree of additions."""
+    terms = list(terms)
+    while len(terms) > 1:
+        pairs = [add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
+        terms = pairs + terms[2 * len(pairs) :]
+    return terms[0]
+
+
+class EntryTerm(Protocol):
+    """A function of the entries of an array; hashable, so that it is traced once."""
+
+    def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+        """Terms: (B, n), from the columns from `start` on, and what else it needs."""
+        ...
+
+
+def sum_entries(
+    stack: Sequence[StoredArray], term: EntryTerm, add: Add, *operands: jax.Array
+) -> tuple[jax.Array, int]:
+    """Sums a function of the entries of at least one array, for each example.
+
+    Args:
+      stack: arrays of (B, n).
+      term: the function; of zeros, it gives zeros.
+      add: elementwise; zero is its neutral element.
+      *operands: what the function is given besides.
+
+    Returns:
+      The sums, (B,), and the largest number of additions on any path.
+    """
+    parts, depth = [], 0
+    for x in stack:
+        parts += _sum_until_few(x.bits, *operands, dtype=x.dtype, term=term, add=add)
+        depth = max(depth, _depth_until_few(x.bits.shape[1]))
+    dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    total = fence(jnp.concatenate([part.astype(dtype) for part in parts], axis=1))
+    if total.shape[1] == 0:
+        return jnp.zeros(total.shape[:1], dtype), 0
+    return _sum_columns(total, add), depth + _depth_of_columns(total.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames="add")
+def _sum_columns(total: jax.Array, add: Add) -> jax.Array:
+    """The sum of all columns: (B,)."""
+    while (size := total.shape[1]) > 1:
+        rest, total = _sum_blocks(_columns(total), size, add)
+        total = jnp.concatenate([*rest, total], axis=1) if rest else total
+    return total[:, 0]
+
+
+def _depth_of_columns(size: int) -> int:
+    depth = 0
+    while size > 1:
+        depth += _depth_of_blocks(size)
+        size = _size_after_blocks(size)
+    return depth
+
+
+# Compiled as one: a program has it once for all arrays of one shape.
+@functools.partial(jax.jit, static_argnames=("dtype", "term", "add"))
+def _sum_until_few(
+    bits: jax.Array, *operands: jax.Array, dtype: Any, term: EntryTerm, add: Add
+) -> list[jax.Array]:
+    """Terms, added up until few are left: (B, k) arrays."""
+
+    @jax.jit  # for all columns of one number
+    def terms(bits: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+        return term(to_float(bits, dtype), start, *operands)
+
+    def take_terms(start: Any, size: int) -> jax.Array:
+        return terms(columns_of(bits, start, size), jnp.int32(start), *operands)
+
+    take: Columns = take_terms
+    parts, size = [], bits.shape[1]
+    while size > _FEW_ENTRIES:
+        rest, total = _sum_blocks(take, size, add)
+        parts += rest
+        take, size = _columns(total), total.shape[1]
+    return [*parts, take(0, size)]
+
+
+def _sum_blocks(
+    take: Columns, size: int, add: Add
+) -> tuple[list[jax.Array], jax.Array]:
+    """What is left of `size` columns: those that fill no block, and sums of blocks."""
+    block, num_blocks = _block_of(size), _num_blocks(size)
+    if num_blocks == 1:  # the last columns of a block may be zeros
+        width = -(-size // block)
+        return [], fence(pairwise([take(j * width, width) for j in range(block)], add))
+    width = size // (block * num_blocks)
+    whole = block * num_blocks * width
+
+    def sum_block(i: Any) -> jax.Array:
+        # A block is made of columns that are far apart: whole rows are added up.
+        return pairwise(
+            [take((i * block + j) * width, width) for j in range(block)], add
+        )
+
+    rest = [take(whole, size - whole)] if whole < size else []
+    return rest, fence(_sum_of_blocks(sum_block, num_blocks, add))
+
+
+def _sum_of_blocks(
+    sum_block: Callable[[Any], jax.Array], num_blocks: int, add: Add
+) -> jax.Array:
+    shape = jax.eval_shape(sum_block, np.int32(0))
+    zeros = jnp.zeros(shape.shape, shape.dtype)
+    return jax.lax.fori_loop(
+        0, num_blocks, lambda i, total: add(total, sum_block(i)), zeros
+    )
+
+
+def _block_of(size: int) -> int:
+    return min(size, _BLOCK)
+
+
+def _num_blocks(size: int) -> int:
+    """How many blocks are added up in a loop."""
+    return _BLOCKS_OF_LARGE if size > _LARGE else 1
+
+
+def _depth_of_blocks(size: int) -> int:
+    """The additions that `_sum_blocks` makes on a path."""
+    return _log2_ceil(_block_of(size)) + _num_blocks(size) - 1
+
+
+def _depth_until_few(size: int) -> int:
+    depth = 0
+    while size > _FEW_ENTRIES:
+        depth += _depth_of_blocks(size)
+        size = _size_after_blocks(size, with_rest=False)
+    return depth
+
+
+def _size_after_blocks(size: int, *, with_rest: bool = True) -> int:
+    """How many columns `_sum_blocks` leaves, with or without those in no block."""
+    num_columns = _block_of(size) * _num_blocks(size)
+    if _num_blocks(size) == 1:
+        return -(-size // num_columns)
+    return size // num_columns + (size % num_columns if with_rest else 0)
+
+
+def _log2_ceil(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+def _columns(x: jax.Array) -> Columns:
+    return functools.partial(columns_of, x)
+
+
+def sum_examples(
+    take: Callable[[Any], list[PyTree]],
+    num_blocks: int,
+    *,
+    add: Callable[[PyTree, PyTree], PyTree],
+) -> list[PyTree]:
+    """Adds up the blocks of all arrays.
+
+    Args:
+      take: `take(i)` gives the sum of block i for every array.
+      num_blocks: at least 1.
+      add: elementwise addition of two of these sums.
+    """
+    if num_blocks == 1:
+        return take(0)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(take, jnp.int32(0))
+    )
+    loops = _loops(num_blocks)
+    spans = [math.prod(loops[:i]) for i in range(len(loops))]
+
+    def add_all(a: list[PyTree], b: list[PyTree]) -> list[PyTree]:
+        return [add(x, y) for x, y in zip(a, b, strict=True)]
+
+    def run(level: int, start: Any) -> list[PyTree]:
+        if level < 0:
+            return take(start)
+        span = spans[level]
+
+        def body(i: jax.Array, total: list[PyTree]) -> list[PyTree]:
+            return add_all(total, run(level - 1, start + span * i))
+
+        left = num_blocks - start  # not all of the loops inside may be full
+        count = jnp.minimum(loops[level], (left + span - 1) // span)
+        is_full = num_blocks == math.prod(loops) or level == len(loops) - 1
+        return jax.lax.fori_loop(0, loops[level] if is_full else count, body, zeros)
+
+    return run(len(loops) - 1, 0)
+
+
+def block_size(num_examples: int) -> int:
+    """How many examples a block has: a divisor, so that blocks are views."""
+    sizes = range(1, _BLOCK + 1)
+    return max(size for size in sizes if num_examples % size == 0)
+
+
+def _loops(num_blocks: int) -> list[int]:
+    """The iterations of nested loops, from the innermost on; all full but the last."""
+    loops = []
+    while num_blocks > _BLOCK:
+        loops.append(_ITERATIONS)
+        num_blocks = -(-num_blocks // _ITERATIONS)
+    return [*loops, num_blocks]
+
+
+def depth(num_examples: int) -> int:
+    """The largest number of rounded additions on any path of a sum of examples."""
+    size, loops = _sizes(num_examples)
+    return _log2_ceil(size) + sum(count - 1 for count in loops)
+
+
+def summed_norms(num_examples: int) -> float:
+    """The norms below each addition that rounds, added up, for terms of norm 1.
+
+    A loop over k terms has partial sums of 2, 3, ... and k terms; its first addition is
+    to zero, and exact. Loops that are not full count as full.
+    """
+    size, loops = _sizes(num_examples)
+    each = _log2_ceil(size) + sum((k + 1) / 2 - 1 / k for k in loops)
+    return size * math.prod(loops) * each
+
+
+def _sizes(num_examples: int) -> tuple[int, list[int]]:
+    """Of a block, and of the loops over blocks."""
+    size = block_size(num_examples)
+    return size, _loops(num_examples // size)

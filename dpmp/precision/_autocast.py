@@ -1,0 +1,143 @@
+"""Mixed precision for a model that was written in float32.
+
+The program of the model is traced and evaluated again, with products in half precision
+and everything that sums, exponentiates or normalises in float32:
+
+    products        operands in the compute dtype, summed in float32
+    what follows    in whatever precision its operands have; float32 if they differ
+    all else        in float32
+
+`_TABLE` names the operations; what is not in it is of the third kind, an operation that
+is new to jax among them.
+
+References:
+  Micikevicius et al.: Mixed precision training, 2018, section 3.
+  https://docs.pytorch.org/docs/stable/amp.html: the lists of operations of another
+    library, which these agree with for the most part.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp._typing import PyTree
+from dpmp.precision._policy import Policy
+from dpmp.programs import _jaxpr
+
+# The names of jax's primitives by what becomes of them; all others are of float32.
+_TABLE = {
+    "products": "dot_general conv_general_dilated",
+    # They move entries, compare them, or add a rounding error of their own size.
+    "following": (
+        "broadcast_in_dim concatenate copy copy_p dynamic_slice dynamic_update_slice "
+        "expand_dims gather optimization_barrier pad reshape rev select_n slice split "
+        "squeeze stop_gradient transpose unstack "
+        "eq ge gt is_finite le lt ne sign reduce_max reduce_min "
+        "abs add add_any ceil clamp cos erf floor logistic max min mul neg round sin "
+        "sub tanh"
+    ),
+}
+_PRODUCTS, _FOLLOWING = (frozenset(names.split()) for names in _TABLE.values())
+
+
+def autocast(
+    fun: Callable[..., PyTree], policy: str | Policy = "mixed_bfloat16"
+) -> Callable[..., PyTree]:
+    """`fun` with its products in the compute dtype of a policy.
+
+    Parameters may stay in float32: they are rounded where products need them, once for
+    each, and gradients come back in float32. The result may be differentiated, mapped
+    and compiled, and goes with both engines of `clipped_grad`. In loops and branches
+    the same holds, but what is carried from one iteration to the next keeps its dtype.
+    Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) run in
+    float32, as they are.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+    >>> w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
+    >>> print(autocast(lambda w, x: x @ w)(w, x).dtype, autocast(loss)(w, x).dtype)
+    float32 float32
+
+    Args:
+      fun: computes in float32. What it casts to other dtypes on its own stays as it is.
+      policy: or the name of one; only its `compute_dtype` counts.
+
+    Returns:
+      A function of the same arguments and results, of the same dtypes.
+
+    Raises:
+      ValueError: for the name of no policy.
+    """
+    policy = Policy.from_name(policy) if isinstance(policy, str) else policy
+    dtype = policy.compute_dtype
+
+    @functools.wraps(fun)
+    def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
+        closed, treedef = _jaxpr.trace(lambda *xs: fun(*xs, **kwargs), *args)
+        results = _run(closed, jax.tree.leaves(args), dtype)
+        return jax.tree.unflatten(treedef, results)
+
+    return cast_fun
+
+
+def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
+    """The outputs of a program, in the dtypes that they have in it."""
+
+    def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
+        return _run(body, values, dtype)
+
+    def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name in _PRODUCTS:
+            return _in_low_precision(eqn, values, dtype)
+        if name in _FOLLOWING and _is_followed(eqn, values, dtype):
+            values = [
+                _cast(x, a, dtype) for x, a in zip(values, eqn.invars, strict=True)
+            ]
+            return _jaxpr.bind(eqn, values)
+        values = [_restore(x, atom) for x, atom in zip(values, eqn.invars, strict=True)]
+        return _jaxpr.bind_bodies(eqn, values, run_body)
+
+    results = _jaxpr.run(closed, values, evaluate)
+    return [
+        _restore(x, atom) for x, atom in zip(results, closed.jaxpr.outvars, strict=True)
+    ]
+
+
+def _in_low_precision(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
+    """A product of float32 operands with operands and result in the compute dtype."""
+    if not all(_is_float32(atom) for atom in (*eqn.invars, *eqn.outvars)):
+        restored = [_restore(x, a) for x, a in zip(values, eqn.invars, strict=True)]
+        return _jaxpr.bind(eqn, restored)
+    operands = [_as_dtype(x, dtype) for x in values]
+    return _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
+
+
+def _is_followed(eqn: Any, values: Sequence[Any], dtype: Any) -> bool:
+    """Whether all operands are in the compute dtype, but for numbers in the program."""
+    dtypes = {
+        jnp.result_type(x)
+        for x, atom in zip(values, eqn.invars, strict=True)
+        if _is_float32(atom) and not _jaxpr.is_literal(atom)
+    }
+    return dtypes == {jnp.dtype(dtype)}
+
+
+def _cast(x: Any, atom: Any, dtype: Any) -> Any:
+    return _as_dtype(x, dtype) if _is_float32(atom) else x
+
+
+def _restore(x: Any, atom: Any) -> Any:
+    """In the dtype that the program has."""
+    return _as_dtype(x, atom.aval.dtype) if _is_float32(atom) else x
+
+
+def _as_dtype(x: Any, dtype: Any) -> Any:
+    return x if jnp.result_type(x) == dtype else jax.lax.convert_element_type(x, dtype)
+
+
+def _is_float32(atom: Any) -> bool:
+    return getattr(atom.aval, "dtype", None) == jnp.float32

@@ -1,0 +1,243 @@
+"""Which dtype the model computes in, and which its parameters are kept in.
+
+The dtypes of norms, sums and noise are not here: they decide what the privacy claim
+is worth, and belong to the mechanism.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.numerics._stored import at_least_float32
+from dpmp.precision import _stochastic_rounding
+from dpmp.programs import _float8
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Dtypes of master parameters and of computation.
+
+    >>> policy = Policy.from_name("mixed_bfloat16")
+    >>> params = policy.cast_to_param({"w": jnp.ones(3), "steps": jnp.arange(2)})
+    >>> compute_params = policy.cast_to_compute(params)
+    >>> print(params["w"].dtype, compute_params["w"].dtype)
+    float32 bfloat16
+
+    >>> policy = Policy.from_name("mixed_bfloat16", float32_paths=("embed",))
+    >>> params = policy.cast_to_compute({"embed": jnp.ones(3), "w": jnp.ones(3)})
+    >>> print(params["embed"].dtype, params["w"].dtype)
+    float32 bfloat16
+
+    Attributes:
+      param_dtype: of the master parameters, float32 or wider: an update that is small
+        against a half-precision parameter does not change it. Or bfloat16, with
+        `stochastic_rounding`.
+      compute_dtype: of the copies that the loss is given, and of float inputs.
+      matmul_precision: of products of float32 operands in the loss, as in
+        `jax.default_matmul_precision`; None leaves it to jax. Norms and sums are
+        computed in full precision, whatever it is.
+      float32_paths: regular expressions; parameters whose path
+        (`jax.tree_util.keystr(path, simple=True, separator=".")`) one of them is found
+        in are kept in float32, or a wider `param_dtype`, and reach the loss in it.
+      float8_scale: rounds the operands of products in the loss, if they are not wider
+        than `compute_dtype`, to float8_e4m3fn, and cotangents to float8_e5m2; products
+        in functions with derivatives of their own are left alone. "per_example" for
+        scales that are computed for each operand of each example (those of parameters
+        are common to all), or a power of two to multiply operands by. Dot products are
+        of 8 bits on NVIDIA's GPUs from compute capability 8.9 on, with sums in float32,
+        and emulated in `compute_dtype` on other devices. Convolutions are emulated
+        everywhere, and so are the norms and sums of book-keeping.
+      stochastic_rounding: keeps parameters in bfloat16 without float32 masters. Updates
+        are added in float32, and the sum is rounded up or down at random, so that small
+        updates count on average. It saves four of the 18 bytes that master, copy, sum
+        of gradients and Adam's state take for a parameter.
+    """
+
+    param_dtype: Any
+    compute_dtype: Any
+    matmul_precision: str | None = None
+    float32_paths: tuple[str, ...] = ()
+    float8_scale: str | float | None = None
+    stochastic_rounding: bool = False
+
+    def __post_init__(self):
+        for name in ("param_dtype", "compute_dtype"):
+            dtype = jnp.dtype(getattr(self, name))
+            _validate.require(
+                jnp.issubdtype(dtype, jnp.floating),
+                f"{name} must be a float dtype",
+                dtype=dtype.name,
+                fix="Use float32 for parameters, and float32 or bfloat16 to compute.",
+            )
+            object.__setattr__(self, name, dtype)
+        _validate.require(
+            self.param_dtype == jnp.bfloat16
+            if self.stochastic_rounding
+            else self.param_dtype.itemsize >= 4,
+            "param_dtype must be float32 or wider, or bfloat16 with "
+            "stochastic_rounding",
+            param_dtype=self.param_dtype.name,
+            stochastic_rounding=self.stochastic_rounding,
+            fix="Narrow compute_dtype instead, or set both.",
+        )
+        _validate.require(
+            self.matmul_precision in (None, *_MATMUL_PRECISIONS),
+            f"matmul_precision must be one of {list(_MATMUL_PRECISIONS)}, or None",
+            matmul_precision=self.matmul_precision,
+            fix='Use "tensorfloat32" for TF32, where the device has it.',
+        )
+        _validate.require(
+            not isinstance(self.float32_paths, str),
+            "float32_paths must be a tuple of regular expressions",
+            float32_paths=self.float32_paths,
+            fix='Write ("embed",) for a single one.',
+        )
+        object.__setattr__(self, "float32_paths", tuple(self.float32_paths))
+        scale = _float8.check_scale(self.float8_scale)
+        object.__setattr__(self, "float8_scale", scale)
+        _validate.check_x64(self.param_dtype, "float64 parameters")
+
+    @classmethod
+    def from_name(cls, name: str, *, float32_paths: tuple[str, ...] = ()) -> "Policy":
+        """A preset.
+
+        - "float32": everything in float32, also on devices that would compute products
+          in TF32 or bfloat16 by default.
+        - "tf32": float32, with products of operands that are rounded to 10 bits on
+          devices that have TF32; others compute in float32.
+        - "mixed_bfloat16": the loss in bfloat16.
+        - "mixed_float16": the loss in float16, whose gradients underflow below 6e-8.
+        - "float8": the loss in bfloat16, with operands of products rounded to float8,
+          by scales of each example; emulated, and slower, but for dot products on
+          recent GPUs.
+
+        Args:
+          name: of the preset.
+          float32_paths: parameters that stay in float32.
+
+        Raises:
+          ValueError: for any other name.
+        """
+        _validate.require(
+            name in PRESETS,
+            f"policy must be one of {sorted(PRESETS)}",
+            policy=name,
+            fix="Use one of these names, or Policy(param_dtype=, compute_dtype=).",
+        )
+        return cls(jnp.float32, float32_paths=float32_paths, **PRESETS[name])
+
+    def cast_to_compute(self, params: PyTree) -> PyTree:
+        """Casts parameters to what the loss is given, leaving what is no float.
+
+        Raises:
+          ValueError: for an expression in `float32_paths` that no path matches.
+        """
+        return self._cast_params(params, self.compute_dtype)
+
+    def cast_to_param(self, params: PyTree) -> PyTree:
+        """Casts parameters to what is kept of them, leaving what is no float.
+
+        Raises:
+          ValueError: for an expression in `float32_paths` that no path matches.
+        """
+        return self._cast_params(params, self.param_dtype)
+
+    def _cast_params(self, params: PyTree, dtype: Any) -> PyTree:
+        unused = set(self.float32_paths)
+
+        def cast(path: Any, x: Any) -> jax.Array:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            found = {p for p in self.float32_paths if re.search(p, name)}
+            unused.difference_update(found)
+            return _cast(x, at_least_float32(self.param_dtype) if found else dtype)
+
+        cast_params = jax.tree_util.tree_map_with_path(cast, params)
+        _validate.require(
+            not unused,
+            "every expression in float32_paths must be found in a path of parameters",
+            unused=sorted(unused),
+            fix="jax.tree_util.keystr(path, simple=True, separator='.') writes paths.",
+        )
+        return cast_params
+
+    def cast_inputs(self, batch: PyTree) -> PyTree:
+        """Casts float inputs to `compute_dtype`, leaving the rest."""
+        return jax.tree.map(lambda x: _cast(x, self.compute_dtype), batch)
+
+    def cast_to_update(self, tree: PyTree) -> PyTree:
+        """Casts to what optimizers compute in: `param_dtype`, float32 at least."""
+        dtype = at_least_float32(self.param_dtype)
+        return jax.tree.map(lambda x: _cast(x, dtype), tree)
+
+    def apply_updates(
+        self, params: PyTree, updates: PyTree, prng_key: jax.Array | None = None
+    ) -> PyTree:
+        """As `optax.apply_updates`, for parameters as they are kept.
+
+        Guarantees:
+          It is post-processing: what it rounds is released. Who knows that, and what
+          comes out, learns random bits of the key, which so must be for nothing else.
+
+        Args:
+          params: in the dtypes of `cast_to_param`.
+          updates: from an optimizer that was given `cast_to_update(params)`.
+          prng_key: of this update, for `stochastic_rounding`.
+
+        Returns:
+          New parameters, of the dtypes of `params`.
+
+        Raises:
+          ValueError: for `stochastic_rounding` without a key.
+        """
+        if not self.stochastic_rounding:
+            return optax.apply_updates(params, updates)
+        if prng_key is None:
+            _validate.fail(
+                "stochastic rounding needs a key",
+                prng_key=None,
+                fix="Pass another one at every step.",
+            )
+        sums = optax.apply_updates(self.cast_to_update(params), updates)
+        return _stochastic_rounding.round_like(sums, params, prng_key)
+
+    def in_product_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """`fun` with products in the precision asked for, and those of its gradient.
+
+        That is `matmul_precision` and `float8_scale`. Nothing outside of `fun` is
+        affected.
+        """
+        if self.float8_scale is not None:
+            fun = _float8.with_float8_products(
+                fun, self.float8_scale, widest=self.compute_dtype
+            )
+        if self.matmul_precision is None:
+            return fun
+
+        def scoped(*args: Any, **kwargs: Any) -> Any:
+            with jax.default_matmul_precision(self.matmul_precision):
+                return fun(*args, **kwargs)
+
+        return scoped
+
+
+_MATMUL_PRECISIONS = ("bfloat16", "tensorfloat32", "float32", "highest")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "float32": {"compute_dtype": jnp.float32, "matmul_precision": "float32"},
+    "tf32": {"compute_dtype": jnp.float32, "matmul_precision": "tensorfloat32"},
+    "mixed_bfloat16": {"compute_dtype": jnp.bfloat16},
+    "mixed_float16": {"compute_dtype": jnp.float16},
+    "float8": {"compute_dtype": jnp.bfloat16, "float8_scale": _float8.PER_EXAMPLE},
+}
+
+
+def _cast(x: Any, dtype: Any) -> jax.Array:
+    is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return jnp.asarray(x, dtype) if is_float else jnp.asarray(x)

@@ -1,0 +1,143 @@
+"""Losses with products of operands that are rounded to 8 bits.
+
+What goes into a product is rounded to float8_e4m3fn, and the cotangent of what comes
+out of it to float8_e5m2, which has less precision and more range. An array is scaled by
+a power of two so that its largest entry is just below the largest that the format has.
+That scale is computed from the array itself: in the loss of one example, from that
+example (and parameters, which are no secret). A history of largest entries, which is
+common outside of privacy, would carry what one example does over to all others.
+
+References:
+  Micikevicius et al.: FP8 formats for deep learning, 2022, sections 3 and 4.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _validate
+from dpmp._numbers import as_real
+from dpmp._typing import PyTree
+from dpmp.programs import _float8_product, _jaxpr
+from dpmp.programs._float8_product import PER_EXAMPLE
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def is_native() -> bool:
+    """Whether the default device multiplies numbers of 8 bits: NVIDIA's, from 8.9 on.
+
+    Of others it is not known, or not the same numbers.
+    """
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = chosen or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
+        return False
+    major, minor = capability.split(".")
+    return (int(major), int(minor)) >= (8, 9)
+
+
+def with_float8_products(
+    fun: Callable[..., PyTree],
+    scale: str | float,
+    *,
+    widest: Any = jnp.float32,
+    native: bool | None = None,
+) -> Callable[..., PyTree]:
+    """`fun` with products of numbers that float8 has, and such a gradient.
+
+    Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) are
+    left as they are.
+
+    Args:
+      fun: a traceable function, of one example if scales are to be of one.
+      scale: `PER_EXAMPLE` for scales from the arrays themselves; or a power of two,
+        that all operands are multiplied by, and no cotangent.
+      widest: products with an operand of a wider dtype are left as they are.
+      native: whether dot products are to be of 8 bits on the device too; None for
+        where `is_native`. Convolutions are emulated in the dtype of their operands.
+    """
+    largest_size = jnp.dtype(widest).itemsize
+
+    def is_rounded(eqn: Any) -> bool:
+        if eqn.primitive.name not in _PRODUCTS:
+            return False
+        dtypes = [v.aval.dtype for v in eqn.invars]
+        return all(
+            jnp.issubdtype(x, jnp.floating) and x.itemsize <= largest_size
+            for x in dtypes
+        )
+
+    def product(eqn: Any, operands: list[jax.Array]) -> jax.Array:
+        is_asked_for = is_native() if native is None else native
+        if not is_asked_for or eqn.primitive.name != "dot_general":
+            (result,) = _jaxpr.bind(eqn, operands)
+            return result
+        return _float8_product.dot_general(
+            *operands,
+            dimension_numbers=eqn.params["dimension_numbers"],
+            dtype=eqn.outvars[0].aval.dtype,
+            scale=scale,
+        )
+
+    def run(closed: Any, values: Sequence[Any]) -> list[Any]:
+        return _jaxpr.run(closed, values, evaluate)
+
+    def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+        if not is_rounded(eqn):
+            return _jaxpr.bind_bodies(eqn, values, run)
+        result = product(eqn, [_with_rounded_value(x, scale) for x in values])
+        return [_with_rounded_cotangent(scale, result)]
+
+    @functools.wraps(fun)
+    def float8_fun(*args: Any, **kwargs: Any) -> PyTree:
+        closed, treedef = _jaxpr.trace(lambda *xs: fun(*xs, **kwargs), *args)
+        return jax.tree.unflatten(treedef, run(closed, jax.tree.leaves(args)))
+
+    return float8_fun
+
+
+def check_scale(scale: str | float | None) -> str | float | None:
+    """The scale, as a Python number if it is one; raises ValueError if it is none."""
+    if not isinstance(scale, str):
+        scale = as_real(scale)
+    _validate.require(
+        scale in (None, PER_EXAMPLE) or _validate.is_scale(scale),
+        f'float8_scale must be "{PER_EXAMPLE}" or a power of two, from 2^-40 to 2^40',
+        float8_scale=scale,
+        fix=f'Use "{PER_EXAMPLE}": scales that examples share must not depend on them.',
+    )
+    return scale
+
+
+def _with_rounded_value(x: jax.Array, scale: str | float) -> jax.Array:
+    """Gradients pass as if nothing had been rounded."""
+    constant = jax.lax.stop_gradient(x)
+    return _float8_product.rounded_operand(constant, scale) + (x - constant)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_rounded_cotangent(scale: str | float, x: jax.Array) -> jax.Array:
+    del scale
+    return x
+
+
+def _keep_nothing(scale: str | float, x: jax.Array) -> tuple[jax.Array, None]:
+    del scale
+    return x, None
+
+
+def _round_cotangent(
+    scale: str | float, _: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    return (_float8_product.rounded_cotangent(cotangent, scale),)
+
+
+_with_rounded_cotangent.defvjp(_keep_nothing, _round_cotangent)

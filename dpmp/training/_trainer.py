@@ -1,0 +1,432 @@
+"""DPTrainer: from a mechanism, a loss and an optimizer to a training run.
+
+Sampling, loading and the loop are on the host; everything between a batch and the
+updated parameters is one compiled step. What the step returns is released, and what
+goes into it is not shown to anyone.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpmp import _meshes, _random, _validate, loss_scaling
+from dpmp._numbers import as_number
+from dpmp._typing import PyTree
+from dpmp.accounting import _guarantees
+from dpmp.clipping._clipped_sum import specs_of_examples
+from dpmp.loss_scaling import DynamicScale, LossScale
+from dpmp.mechanism._dpsgd import DPSGD
+from dpmp.precision._policy import Policy
+from dpmp.programs import _float8, _jaxpr
+from dpmp.tools import devices
+from dpmp.training import _fingerprint
+from dpmp.training._progress import Progress
+from dpmp.training._settled import devices_of, places, put_together, strongly_typed
+from dpmp.training._source import Source as Source
+from dpmp.training._source import as_source, load_batch
+from dpmp.training._state import SensitiveOutputs as SensitiveOutputs
+from dpmp.training._state import TrainingState as TrainingState
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPTrainer:
+    """Trains with the mechanism it is given, and with nothing else.
+
+    With several processes, `jax.distributed.initialize` comes first: whether the device
+    can compute in the policy's dtype is tried at once.
+
+    >>> mechanism = DPSGD(
+    ...     num_examples=64,
+    ...     expected_batch_size=16,
+    ...     iterations=3,
+    ...     l2_clip_norm=1.0,
+    ...     noise_multiplier=1.0,
+    ... )
+    >>> trainer = DPTrainer(
+    ...     mechanism=mechanism,
+    ...     loss_fn=lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2),
+    ...     optimizer=optax.sgd(0.1),
+    ...     policy=Policy.from_name("mixed_bfloat16"),
+    ... )
+    >>> state = trainer.init(jnp.zeros(5))
+    >>> data = {"x": np.ones((64, 5), np.float32), "y": np.ones(64, np.float32)}
+    >>> state = trainer.fit(state, data, progress=False)
+    >>> print(state.step, state.params.dtype)
+    3 float32
+
+    Guarantees:
+      `TrainingState.params` and `.opt_state` after any number of steps are covered by
+      `mechanism.guarantee(step)`. No un-noised value is returned, logged or used to
+      decide anything, except through `sensitive_callback`.
+
+    Attributes:
+      mechanism: what is run and accounted for.
+      loss_fn: `loss_fn(params, batch)`, or `loss_fn(params, batch, key)` if
+        `uses_prng_key`: the scalar loss of one example, given as a batch of one. It
+        gets parameters and float inputs in the compute dtype. Arrays that it closes
+        over (a frozen model) are passed to the compiled step as arguments.
+      optimizer: any optax transformation; all of it is post-processing.
+      policy: dtypes of parameters and of computation.
+      uses_prng_key: whether the loss takes a key of its own for each example.
+      loss_scale: as in `dpmp.clipped_grad`, or a `dpmp.loss_scaling.DynamicScale`: for
+        float16, whose small gradients are zero without one.
+    """
+
+    mechanism: DPSGD
+    loss_fn: Callable[..., jax.Array]
+    optimizer: optax.GradientTransformation
+    policy: Policy
+    uses_prng_key: bool = False
+    loss_scale: LossScale | DynamicScale | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
+        devices.check_device_runs(self.policy.compute_dtype)
+        if self.policy.float8_scale is not None and not _float8.is_native():
+            warnings.warn(
+                "float8 products are emulated on this device: rounded as they would "
+                "be, and slower.",
+                stacklevel=3,
+            )
+        if isinstance(self.loss_scale, DynamicScale):
+            return
+        if self.loss_scale is not None:
+            loss_scaling.check(self.loss_scale)
+        elif self.policy.compute_dtype == jnp.float16:
+            warnings.warn(
+                "float16 gradients below 6e-8 become zero, which small losses do not "
+                "survive: pass loss_scale=dpmp.loss_scaling.by_loss(), or a power of "
+                "two.",
+                stacklevel=3,
+            )
+
+    def init(
+        self, params: PyTree, *, prng_key: jax.Array | None = None
+    ) -> TrainingState:
+        """The state before the first step.
+
+        Args:
+          params: initial parameters, which must not depend on the private data. They
+            are copied to the policy's `param_dtype`.
+          prng_key: the root of all randomness of the run; None for 128 bits from the
+            system. A key is for one run: with it again, on other data or with other
+            hyper-parameters, the difference of the two runs would be free of noise.
+            The same goes for continuing one saved state in two ways.
+
+        Returns:
+          A `TrainingState`.
+
+        Raises:
+          ValueError: for a `prng_key` that is no jax key.
+        """
+        if prng_key is None:
+            prng_key = _random.fresh_key()
+        _random.check_key(prng_key)
+        noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
+        params = jax.tree.map(jnp.copy, self.policy.cast_to_param(params))
+        state = TrainingState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            # Copied, since a transformation may keep the parameters themselves, and
+            # all arrays of the state are donated.
+            opt_state=strongly_typed(
+                jax.tree.map(
+                    jnp.copy, self.optimizer.init(self.policy.cast_to_update(params))
+                )
+            ),
+            noise_state=self.mechanism.privatizer(noise_key).init(params),
+            sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
+            # The default generator compiles in any program that the loss may be.
+            model_key=jax.random.wrap_key_data(
+                jax.random.bits(model_key, (2,), jnp.uint32), impl="threefry2x32"
+            ),
+            scale_state=self._dynamic_scale and self._dynamic_scale.init(),
+            metrics={
+                name: jnp.full((), jnp.nan, jnp.float32)
+                for name in self.mechanism.metric_names
+            },
+            update_key=update_key if self.policy.stochastic_rounding else None,
+            fingerprint=jnp.asarray(_fingerprint.fingerprint(self._facts)),
+        )
+        return put_together(state)
+
+    @functools.cached_property
+    def _facts(self) -> dict[str, str]:
+        """What the claim about the steps rests on, besides their number."""
+        return _fingerprint.facts_of(self.mechanism, self.policy, self.loss_scale)
+
+    @property
+    def _dynamic_scale(self) -> DynamicScale | None:
+        return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
+
+    def train_step(
+        self, state: TrainingState, batch: PyTree, is_padding_example: Any
+    ) -> TrainingState:
+        """One update, from one batch that `fit` would have drawn.
+
+        The arrays of `state` are donated: use only the state that comes back.
+
+        Args:
+          state: the state before.
+          batch: arrays with a leading axis of `mechanism.padded_batch_size`.
+          is_padding_example: (padded_batch_size,) bool.
+
+        Returns:
+          The state after.
+
+        Raises:
+          ValueError: for a batch of another size, or of other shapes or dtypes than
+            those before; after the last step; and for a state that `fit` would not
+            continue.
+        """
+        _fingerprint.check(state.fingerprint, self._facts)
+        _validate.require(
+            int(state.step) < self.mechanism.iterations,
+            f"step must be below iterations = {self.mechanism.iterations}",
+            step=int(state.step),
+            fix="Plan more of them before the run starts.",
+        )
+        return self._step(state, batch, is_padding_example)[0]
+
+    def lower(self, state: PyTree, batch: PyTree) -> Any:
+        """The step as a program that can be compiled and looked at, and is not run.
+
+        Args:
+          state: a `TrainingState`, or the shapes of one (`jax.eval_shape`).
+          batch: as in `train_step`, or its shapes.
+
+        Returns:
+          A `jax.stages.Lowered`.
+        """
+        program, constants = self._make_program(state, batch)
+        shape = (self.mechanism.padded_batch_size,)
+        is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)
+        return program.lower(state, batch, is_padding, constants)
+
+    def fit(
+        self,
+        state: TrainingState,
+        source: PyTree | Source,
+        *,
+        stop_at: int | None = None,
+        callback: Callable[[TrainingState], None] | None = None,
+        sensitive_callback: Callable[[SensitiveOutputs], None] | None = None,
+        progress: bool = True,
+    ) -> TrainingState:
+        """Makes the steps that are left.
+
+        Args:
+          state: from `init`, or saved from an earlier run; its arrays are donated.
+          source: arrays with a leading axis of `mechanism.num_examples`, or a `Source`.
+          stop_at: the step to stop at; None for `mechanism.iterations`.
+          callback: is called with the state after every step. The state is donated to
+            the next step: copy what is to be kept.
+          sensitive_callback: is called after every step with un-noised values. What it
+            sees is outside of the privacy guarantee.
+          progress: whether to report step, epsilon, speed and time left.
+
+        Returns:
+          The state after `stop_at` steps.
+
+        Raises:
+          ValueError: for a dataset of another size than the mechanism accounts for;
+            batches that differ in their shapes or dtypes; steps beyond the last; and a
+            state whose past steps were made with another mechanism, policy or loss
+            scale. Of these, `delta`, `iterations`, and how batches are cut into
+            microbatches may change.
+        """
+        mechanism = self.mechanism
+        _fingerprint.check(state.fingerprint, self._facts)
+        start = int(state.step)
+        stop = mechanism.iterations if stop_at is None else as_number(stop_at)
+        _validate.require(
+            _validate.is_integer(stop) and start <= stop <= mechanism.iterations,
+            f"stop_at must be from the current step to {mechanism.iterations}",
+            step=start,
+            stop_at=stop,
+            fix="Privacy is accounted for `iterations` steps; plan more of them before "
+            "the run starts.",
+        )
+        source = as_source(source, mechanism.num_examples)
+        key = int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")
+        with self._progress(start, stop, enabled=progress) as report:
+            for step in range(start, stop):
+                batch, is_padding = self._load_batch(source, step, key)
+                state, outputs = self._step(state, batch, is_padding)
+                if sensitive_callback is not None:
+                    sensitive_callback(
+                        SensitiveOutputs(*outputs, jnp.asarray(is_padding))
+                    )
+                if callback is not None:
+                    callback(state)
+                if report.is_due(step + 1):
+                    jax.block_until_ready(state.step)
+                report.update(step + 1, state.metrics)
+        return state
+
+    def _load_batch(
+        self, source: Source, step: int, key: int
+    ) -> tuple[PyTree, np.ndarray]:
+        indices = self.mechanism.sampling.indices(
+            step, num_examples=self.mechanism.num_examples, key=key
+        )
+        return load_batch(source, indices, self.mechanism.padded_batch_size)
+
+    def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
+        if enabled:  # an error must come before the first step, not after it
+            _describe_privacy(self.mechanism, stop, stop)
+        return Progress(
+            start=start,
+            stop=stop,
+            examples_per_step=self.mechanism.expected_batch_size,
+            describe_privacy=functools.partial(_describe_privacy, self.mechanism),
+            enabled=enabled,
+        )
+
+    def _step(
+        self, state: TrainingState, batch: PyTree, is_padding: Any
+    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
+        """The new state, and the sensitive losses and norms."""
+        size = self.mechanism.padded_batch_size
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
+        # The size given may not be shown: how many examples a batch has is sensitive.
+        if sizes != {(size,)}:
+            raise ValueError(
+                f"every batch must be padded to {size} examples. Pad it, and mark the "
+                f"padding in is_padding_example."
+            )
+        batch = jax.tree.map(jnp.asarray, batch)
+        state = put_together(state, batch)
+        types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
+        of_state = types, devices_of(state)
+        compiled = self._programs.get(of_state)
+        compiled = compiled or (of_batch, *self._make_program(state, batch))
+        compiled_for, program, constants = compiled
+        # Nothing of the batch may be shown: its shapes may tell what is in it.
+        if of_batch != compiled_for:
+            raise ValueError(
+                "all batches must have the same tree, shapes and dtypes, or compiling "
+                "would show what is in them. Pad examples to one size (see "
+                "dpmp.training.Source); use another DPTrainer for other data."
+            )
+        outputs = program(state, batch, jnp.asarray(is_padding), constants)
+        self._programs[of_state] = compiled  # now that it runs
+        return outputs
+
+    @functools.cached_property
+    def _programs(self) -> dict[Any, tuple[str, jax.stages.Wrapped, list[Any]]]:
+        """The compiled step, and the types of its batch, by those of the state.
+
+        And by its devices: a program leaves a state where it was made for.
+        """
+        return {}
+
+    def _make_program(
+        self, state: TrainingState, batch: PyTree
+    ) -> tuple[jax.stages.Wrapped, list[Any]]:
+        """The step to be compiled, and the arrays that the loss closes over."""
+
+        def example_args(state, batch):
+            return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
+
+        args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
+        keys = (state.model_key,) if self.uses_prng_key else ()
+        loss_fn = self.policy.in_product_precision(self.loss_fn)
+        loss_fn, constants = _jaxpr.hoist_constants(loss_fn, *args, *keys)
+
+        def step(state, batch, is_padding, constants):
+            return self._update(
+                functools.partial(loss_fn, constants), state, batch, is_padding
+            )
+
+        def out_specs(specs, output):
+            per_example = specs_of_examples(output[1], specs[1])
+            return [*jax.tree.leaves(specs[0]), *per_example]
+
+        step = _meshes.on_automatic_axes(step, out_specs)
+        program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
+        return program, constants
+
+    def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """What the loss is given."""
+        policy = self.policy
+        return policy.cast_to_compute(state.params), policy.cast_inputs(batch)
+
+    def _update(
+        self,
+        loss_fn: Callable[..., jax.Array],
+        state: TrainingState,
+        batch: PyTree,
+        is_padding: jax.Array,
+    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
+        """One step, as it is traced; see the picture in the README."""
+        dynamic = self._dynamic_scale
+        grad_fn = self.mechanism.clipped_grad(
+            loss_fn,
+            return_values=True,
+            return_grad_norms=True,
+            loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
+            counts_overflows=dynamic is not None,
+            prng_argnum=2 if self.uses_prng_key else None,
+        )
+        key = _random.fold_in(state.model_key, state.step)
+        # Cast here, not in the loss: there, gradients would come back in float32.
+        args = self._loss_args(state, batch)
+        sum_of_clipped_grads, sensitive = grad_fn(
+            *args,
+            *((key,) if self.uses_prng_key else ()),
+            is_padding_example=is_padding,
+        )
+        # Everything above is sensitive; below, only noised values exist.
+        privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
+        noisy, noise_state = privatizer.update(sum_of_clipped_grads, state.noise_state)
+        released = self.mechanism.split(noisy)
+        updates, opt_state = self.optimizer.update(
+            self.policy.cast_to_update(released.noisy_grads),
+            state.opt_state,
+            self.policy.cast_to_update(state.params),
+        )
+        new_state = TrainingState(
+            step=state.step + 1,
+            params=self._apply(updates, state),
+            opt_state=strongly_typed(opt_state),
+            noise_state=noise_state,
+            sampling_key=state.sampling_key,
+            model_key=state.model_key,
+            scale_state=dynamic
+            and dynamic.update(
+                state.scale_state,
+                released.num_overflows,
+                stddev=self.mechanism.overflow_stddev,
+            ),
+            metrics=released.metrics,
+            update_key=state.update_key,
+            fingerprint=state.fingerprint,
+        )
+        return new_state, (sensitive.values, sensitive.grad_norms)
+
+    def _apply(self, updates: PyTree, state: TrainingState) -> PyTree:
+        """New parameters."""
+        key = state.update_key
+        if key is not None:
+            key = _random.fold_in(key, state.step)
+        return self.policy.apply_updates(state.params, updates, key)
+
+
+def _describe_privacy(mechanism: DPSGD, step: int, last_step: int) -> str:
+    if not mechanism.is_private:
+        return "no privacy"
+    if mechanism.delta is None:
+        return "epsilon not shown without a delta"
+    spent, final = mechanism.guarantee(step), mechanism.guarantee(last_step)
+    return (
+        f"epsilon {_guarantees.round_up(spent.epsilon)} of "
+        f"{_guarantees.round_up(final.epsilon)}"
+    )
