@@ -26,7 +26,7 @@ import optax
 import dpmp
 from benchmarks import models, results, timing
 from dpmp import noise_addition
-from dpmp.clipping._clipped_grad import clipped_fun
+from dpmp.clipping import clipped_fun
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 # Three draws of noise, and norms checked in 64 bits.

@@ -1,4 +1,4 @@
-"""Compiles functions, times them in turn (see `dpmp.tools._timing`), and compares them."""
+"""Compiles functions, times them in turn (see `dpmp.tools._timing`), compares them."""
 
 import functools
 import statistics

@@ -13,20 +13,14 @@ would have been, and the guarantee is the same. An example that overflows contri
 zero, by selection. To skip such a step, or to lower a scale that others share because
 of it, would show everybody that there was such an example.
 
-A scale that adapts to all examples moves by a count of overflows that has noise. The
-count is one more coordinate of the sum: with a largest contribution of C, an example
-adds either (clipped gradient, 0) or (0, C), a vector of norm C at most, so that noise
-and epsilon are those of the gradient alone. Two examples are at most sqrt(2) C apart,
-below the 2 C that replace-one is charged for. The count comes out with a standard
-deviation of `noise_multiplier` examples.
+A scale that adapts to all examples moves by a count of overflows that has noise
+(`dpmp/clipping/_joint_sums.py`).
 
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.2.
   https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling: growth and backoff.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -36,18 +30,11 @@ import jax.numpy as jnp
 
 from dpmp import _validate
 from dpmp._numbers import as_real
-from dpmp._typing import PyTree
-from dpmp.engines._interface import GradEngine, PerExampleGrads
-from dpmp.numerics._float_sums import SquaredNorm
-from dpmp.numerics._grid import DEFAULT_RESOLUTION, Grid, GridArray
-from dpmp.numerics._stored import at_least_float32
 
 LossScale: TypeAlias = float | jax.Array | Callable[[jax.Array], jax.Array]
 
-_LARGEST = 2.0**40
-
-# Leaves room for the product with a power of two.
-_LARGEST_COEFFICIENT = 2.0**100
+# The largest scale; its inverse is the smallest one.
+LARGEST = 2.0**40
 
 
 def by_loss(
@@ -75,7 +62,7 @@ def by_loss(
     target = _validate.positive(target=target, fix="Use 1024.0, for example.")
     largest = as_real(largest)
     _validate.require(
-        _validate.is_real(largest) and 1 / _LARGEST <= largest <= _LARGEST,
+        _validate.is_real(largest) and 1 / LARGEST <= largest <= LARGEST,
         "the largest scale must be from 2^-40 to 2^40",
         largest=largest,
         fix="Use 2.0**15, for example.",
@@ -84,7 +71,7 @@ def by_loss(
     def scale(loss: jax.Array) -> jax.Array:
         # From the bits of the float, so that it is a power of two and nothing else.
         ratio = target / jnp.maximum(jnp.abs(loss.astype(jnp.float32)), 1e-30)
-        _, exponent = jnp.frexp(jnp.clip(ratio, 1 / _LARGEST, largest))
+        _, exponent = jnp.frexp(jnp.clip(ratio, 1 / LARGEST, largest))
         return jnp.ldexp(jnp.float32(1), exponent - 1)
 
     return scale
@@ -165,37 +152,10 @@ class DynamicScale:
         steps = jnp.where(overflowed, 0, state.steps_without_overflow + 1)
         grows = steps >= self.growth_interval
         factor = jnp.where(overflowed, 0.5, jnp.where(grows, 2.0, 1.0))
-        scale = jnp.clip(state.scale * factor, 1 / _LARGEST, _LARGEST)
+        scale = jnp.clip(state.scale * factor, 1 / LARGEST, LARGEST)
         return ScaleState(
             scale.astype(jnp.float32), jnp.where(grows, 0, steps).astype(jnp.int32)
         )
-
-
-def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
-    """One more coordinate for a sum: a contribution for each norm that is not finite.
-
-    Args:
-      grad_norms: (B,), zero for padding.
-      l2_norm_bound: the largest contribution of an example.
-
-    Returns:
-      A sum on a grid of its own, of at most 65,535 examples.
-    """
-    bound = contribution(l2_norm_bound)
-    unit = Grid.from_bounds([bound], bound, DEFAULT_RESOLUTION).unit
-    count = jnp.sum(~jnp.isfinite(grad_norms), dtype=jnp.int32)
-    return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
-
-
-def in_examples(noisy_overflows: jax.Array, l2_norm_bound: float) -> jax.Array:
-    """What `count_overflows` gave, with noise, as a number of examples."""
-    return noisy_overflows / contribution(l2_norm_bound)
-
-
-def contribution(l2_norm_bound: float) -> float:
-    """What an example counts for; without clipping there is no noise either."""
-    l2_norm_bound = as_real(l2_norm_bound)
-    return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
 
 def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
@@ -232,128 +192,3 @@ def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
         loss_scale=loss_scale,
         fix="Use 2.0**10, for example: other numbers would round the gradient.",
     )
-
-
-def scaled(
-    loss_fn: Callable[..., tuple[jax.Array, PyTree]], loss_scale: LossScale
-) -> Callable[..., tuple[jax.Array, tuple[PyTree, jax.Array, jax.Array]]]:
-    """A loss of one example, scaled.
-
-    Args:
-      loss_fn: gives the loss and auxiliary outputs.
-      loss_scale: a power of two, or a function from the loss to one.
-
-    Returns:
-      A function that gives the scaled loss, in float32 or wider, and (auxiliary
-      outputs, loss, scale).
-    """
-
-    @functools.wraps(loss_fn)
-    def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        value, aux = loss_fn(*args, **kwargs)
-        value = jnp.asarray(value)
-        wide = value.astype(at_least_float32(value.dtype))
-        constant = jax.lax.stop_gradient(value)
-        if isinstance(loss_scale, float | int):  # `check` has seen it
-            factor = scale = jnp.asarray(loss_scale, wide.dtype)
-        else:
-            scale = loss_scale(constant) if callable(loss_scale) else loss_scale
-            scale = _to_power_of_two(scale)
-            factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)
-        return wide * factor, (aux, value, scale)
-
-    return scaled_loss_fn
-
-
-def _to_power_of_two(scale: Any) -> jax.Array:
-    """The scale that is used: float32, from 2^-40 to 2^40, or NaN for what is no scale.
-
-    Integer operations on the bits of the float: a float comparison may take subnormal
-    numbers for zero in one place and not in another.
-    """
-    scale = jnp.asarray(scale)
-    _validate.require(
-        scale.shape == () and jnp.issubdtype(scale.dtype, jnp.number),
-        "the loss_scale of an example must be one number",
-        shape=scale.shape,
-        dtype=scale.dtype.name,
-        fix="Return a scalar from the function, as dpmp.loss_scaling.by_loss() does.",
-    )
-    bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
-    exponent = bits >> 23  # with the sign above it: negative for negative numbers
-    is_scale = (exponent >= 0) & (exponent < 255)
-    largest = int(math.log2(_LARGEST))
-    exponent = jnp.clip(exponent, 127 - largest, 127 + largest)
-    power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    return jnp.where(is_scale, power, jnp.nan)
-
-
-def unscaled(engine: GradEngine) -> GradEngine:
-    """An engine of a scaled loss, as one of the loss itself."""
-
-    def run(*args: Any, **kwargs: Any) -> UnscaledGrads:
-        return UnscaledGrads(engine(*args, **kwargs))
-
-    return run
-
-
-@dataclass(frozen=True)
-class UnscaledGrads:
-    """`PerExampleGrads` of a loss, from those of the scaled one.
-
-    Attributes:
-      grads: of the scaled loss.
-    """
-
-    grads: PerExampleGrads
-
-    @property
-    def values(self) -> jax.Array:
-        """The losses, (B,)."""
-        return self.grads.aux[1]
-
-    @property
-    def aux(self) -> PyTree:
-        """The auxiliary outputs of the loss."""
-        return self.grads.aux[0]
-
-    @property
-    def scales(self) -> jax.Array:
-        """(B,), NaN for examples that have none and are to contribute zero."""
-        return self.grads.aux[2]
-
-    def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
-        """See `PerExampleGrads`."""
-        return list(map(self._unscale, self.grads.squared_norms(prefix)))
-
-    def _unscale(self, norm: SquaredNorm) -> SquaredNorm:
-        # Divided by NaN, norms are NaN: such an example is selected away.
-        def divide(x: jax.Array) -> jax.Array:
-            scales = self.scales.astype(x.dtype)
-            return x / scales / scales
-
-        # What underflowed is added here, before a small scale enlarges it.
-        bound = norm.value if norm.bound is None else norm.bound
-        bound = divide(bound + norm.underflow)
-        return norm._replace(value=divide(norm.value), bound=bound)
-
-    def weighted_sum(
-        self,
-        clip_coefs: list[jax.Array],
-        keep: jax.Array,
-        prefix: Any,
-        accumulator: Any,
-    ) -> PyTree:
-        """See `PerExampleGrads`."""
-        coefs = [_limit(c / self.scales.astype(c.dtype)) for c in clip_coefs]
-        return self.grads.weighted_sum(coefs, keep, prefix, accumulator)
-
-
-def _limit(coefs: jax.Array) -> jax.Array:
-    """Coefficients that are safe to multiply with; smaller ones always clip as well.
-
-    Infinity times zero would be NaN, and a coefficient below the normal numbers may be
-    rounded up by half of itself.
-    """
-    coefs = jnp.minimum(coefs, _LARGEST_COEFFICIENT)
-    return jnp.where(coefs < 2.0**-126, jnp.zeros_like(coefs), coefs)

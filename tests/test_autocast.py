@@ -11,9 +11,9 @@ import pytest
 import reference
 from programs import equations
 
-from dpmp.clipping._clipped_grad import clipped_grad
+from dpmp.clipping import clipped_grad
+from dpmp.precision import Policy
 from dpmp.precision._autocast import autocast
-from dpmp.precision._policy import Policy
 
 _ZOO = {x.name: x for x in (*models.ZOO, *more_models.PARAMETER_USES)}
 _X = jnp.linspace(-1.0, 2.0, 24).reshape(4, 6)

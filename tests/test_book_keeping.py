@@ -16,7 +16,7 @@ import reference
 from models import Model
 from programs import equations
 
-from dpmp.clipping._clipped_grad import clipped_grad
+from dpmp.clipping import clipped_grad
 from dpmp.engines.book_keeping import _engine
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}

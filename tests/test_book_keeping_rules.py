@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import reference
 
-from dpmp.clipping._clipped_grad import clipped_grad
+from dpmp.clipping import clipped_grad
 from dpmp.engines.book_keeping._engine import analyse
 
 _SIZE = 3

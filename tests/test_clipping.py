@@ -16,7 +16,7 @@ import reference
 from programs import equations
 
 from dpmp import clipping
-from dpmp.clipping._clipped_grad import clip_pytree, clipped_fun, clipped_grad
+from dpmp.clipping import clip_pytree, clipped_fun, clipped_grad
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 
 _RELATIONS = dp_accounting.NeighboringRelation

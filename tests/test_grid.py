@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from programs import equations
 
-from dpmp.clipping import _clip_norms
-from dpmp.clipping._clipped_grad import clipped_fun, clipped_grad
+from dpmp.clipping import _clip_norms, clipped_fun, clipped_grad
 from dpmp.numerics import _grid
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, Grid, GridArray
 from dpmp.numerics._stored import StoredArray

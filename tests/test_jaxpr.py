@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.programs import _jaxpr
-from dpmp.programs._jaxpr import hoist_constants
+from dpmp.programs import _bodies, _interpreter, _transformations
+from dpmp.programs._transformations import hoist_constants
 
 FROZEN = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
 ARGS = (jnp.array([1.0, -2.0, 0.5]), {"x": jnp.array([[0.3, 0.1, -0.2]])})
@@ -164,11 +164,11 @@ def names_of(closed):
 
 
 def evaluated(closed, *args):
-    return _jaxpr.run(closed, args, _jaxpr.bind)
+    return _interpreter.run(closed, args, _interpreter.bind)
 
 
 def only_equation(fun, *args):
-    closed, _ = _jaxpr.trace(fun, *args)
+    closed, _ = _interpreter.trace(fun, *args)
     (eqn,) = closed.jaxpr.eqns
     return eqn
 
@@ -178,7 +178,7 @@ def test_a_traced_function_has_flat_arguments_and_the_tree_of_its_output():
         return {"sum": tree["a"] + x, "rest": (tree["b"], None)}
 
     args = {"a": X, "b": jnp.arange(2)}, 2 * X
-    closed, treedef = _jaxpr.trace(fun, *args)
+    closed, treedef = _interpreter.trace(fun, *args)
     leaves = evaluated(closed, *jax.tree.leaves(args))
     actual, expected = jax.tree.unflatten(treedef, leaves), fun(*args)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
@@ -190,7 +190,8 @@ def test_calls_under_jit_are_written_out():
     def inner(x):
         return jnp.sin(x) * FROZEN[0]
 
-    closed, _ = _jaxpr.trace(jax.jit(lambda x: inner(x) + jax.jit(inner)(2 * x)), X)
+    twice = jax.jit(lambda x: inner(x) + jax.jit(inner)(2 * x))
+    closed, _ = _interpreter.trace(twice, X)
     assert names_of(closed).count("sin") == 2
     assert not {"jit", "pjit", "closed_call"} & set(names_of(closed))
     np.testing.assert_allclose(
@@ -200,30 +201,30 @@ def test_calls_under_jit_are_written_out():
 
 def test_inlining_keeps_a_program_without_calls():
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) + x)(X)
-    assert str(_jaxpr.inline(closed)) == str(closed)
+    assert str(_interpreter.inline(closed)) == str(closed)
 
 
 @pytest.mark.parametrize("index", [0, 2, -1, np.int32(-2), (1, -1)])
 def test_indices_that_are_known_are_written_in_the_program(index):
-    closed, _ = _jaxpr.trace(lambda w: w[index], jnp.ones((4, 3)))
+    closed, _ = _interpreter.trace(lambda w: w[index], jnp.ones((4, 3)))
     for eqn in closed.jaxpr.eqns:
-        assert all(map(_jaxpr.is_literal, eqn.invars[1:]))
+        assert all(map(_interpreter.is_literal, eqn.invars[1:]))
     np.testing.assert_array_equal(*evaluated(closed, jnp.ones((4, 3))), 1)
 
 
 def test_a_program_runs_in_any_interpretation_of_its_values():
-    closed, _ = _jaxpr.trace(lambda x: jnp.sin(x) * jnp.sin(jnp.cos(x)), X)
+    closed, _ = _interpreter.trace(lambda x: jnp.sin(x) * jnp.sin(jnp.cos(x)), X)
 
     def number_of_sines(eqn, values):
         own = eqn.primitive.name == "sin"
         return [own + sum(values)]
 
-    assert _jaxpr.run(closed, [0], number_of_sines) == [2]
+    assert _interpreter.run(closed, [0], number_of_sines) == [2]
 
 
 def test_outputs_may_be_arguments_constants_and_numbers():
-    closed, _ = _jaxpr.trace(lambda x: (x, FROZEN, 1.0), X)
-    x, frozen, one = _jaxpr.run(closed, ["x"], _jaxpr.bind)
+    closed, _ = _interpreter.trace(lambda x: (x, FROZEN, 1.0), X)
+    x, frozen, one = _interpreter.run(closed, ["x"], _interpreter.bind)
     assert (x, one) == ("x", 1.0)
     np.testing.assert_array_equal(frozen, FROZEN)
 
@@ -231,13 +232,13 @@ def test_outputs_may_be_arguments_constants_and_numbers():
 def test_an_equation_is_bound_with_parameters_changed():
     half = X.astype(jnp.bfloat16)
     eqn = only_equation(jnp.dot, half, half)
-    (product,) = _jaxpr.bind(eqn, [half, half])
-    (wide,) = _jaxpr.bind(eqn, [half, half], preferred_element_type=jnp.float32)
+    (product,) = _interpreter.bind(eqn, [half, half])
+    (wide,) = _interpreter.bind(eqn, [half, half], preferred_element_type=jnp.float32)
     assert (product.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
 
 
 def test_equations_with_several_outputs_are_bound():
-    closed, _ = _jaxpr.trace(lambda x: jnp.split(x, 3), X)
+    closed, _ = _interpreter.trace(lambda x: jnp.split(x, 3), X)
     np.testing.assert_array_equal(np.concatenate(evaluated(closed, X)), X)
 
 
@@ -278,15 +279,15 @@ WITHOUT_BODY = {
 
 @pytest.mark.parametrize("name", WITH_BODY)
 def test_loops_and_branches_and_custom_rules_have_bodies(name):
-    closed, _ = _jaxpr.trace(WITH_BODY[name], X)
-    assert any(map(_jaxpr.has_body, closed.jaxpr.eqns))
+    closed, _ = _interpreter.trace(WITH_BODY[name], X)
+    assert any(map(_bodies.has_body, closed.jaxpr.eqns))
 
 
 @pytest.mark.parametrize("name", WITHOUT_BODY)
 def test_single_operations_have_none(name):
-    closed, _ = _jaxpr.trace(WITHOUT_BODY[name], X)
+    closed, _ = _interpreter.trace(WITHOUT_BODY[name], X)
     assert closed.jaxpr.eqns
-    assert not any(map(_jaxpr.has_body, closed.jaxpr.eqns))
+    assert not any(map(_bodies.has_body, closed.jaxpr.eqns))
 
 
 def looping(w, start, xs, **options):
@@ -312,7 +313,7 @@ def test_a_loop_is_told_by_its_parts(options):
         return looping(*args, **options)
 
     eqn = only_equation(fun, *LOOP_ARGS)
-    loop = _jaxpr.as_loop(eqn)
+    loop = _bodies.as_loop(eqn)
     assert (loop.num_consts, loop.num_carry) == (1, 1)
     assert loop.options["length"] == 4
     assert loop.options["reverse"] == options.get("reverse", False)
@@ -332,15 +333,15 @@ def test_a_loop_is_told_by_its_parts(options):
     remade = only_equation(
         lambda *xs: jax.lax.scan(iteration, carry, slices, **loop.options), X
     )
-    assert _jaxpr.as_loop(remade).options == loop.options
+    assert _bodies.as_loop(remade).options == loop.options
 
 
 def test_only_loops_are_loops_and_only_checkpoints_are_rematerialised():
     for name, fun in {**WITH_BODY, **WITHOUT_BODY}.items():
-        closed, _ = _jaxpr.trace(fun, X)
+        closed, _ = _interpreter.trace(fun, X)
         for eqn in closed.jaxpr.eqns:
-            assert (_jaxpr.as_loop(eqn) is not None) == (name == "scan")
-            is_rematerialised = _jaxpr.as_rematerialised(eqn) is not None
+            assert (_bodies.as_loop(eqn) is not None) == (name == "scan")
+            is_rematerialised = _bodies.as_rematerialised(eqn) is not None
             assert is_rematerialised == (name == "checkpoint")
 
 
@@ -353,14 +354,14 @@ def test_a_checkpoint_is_told_by_its_body_and_wrapped_again(policy, prevent_cse)
     args = LOOP_ARGS[:2]
     checkpoint = jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
     eqn = only_equation(checkpoint, *args)
-    body, wrap = _jaxpr.as_rematerialised(eqn)
+    body, wrap = _bodies.as_rematerialised(eqn)
     assert "dot_general" in names_of(body)  # written out
 
     def again(*xs):
         return wrap(lambda *xs: evaluated(body, *xs))(*xs)
 
     operands = [jnp.ones(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    (new,) = _jaxpr.trace(again, *operands)[0].jaxpr.eqns
+    (new,) = _interpreter.trace(again, *operands)[0].jaxpr.eqns
     assert new.primitive.name == eqn.primitive.name
     for name in ("policy", "prevent_cse"):
         assert new.params[name] == eqn.params[name]
@@ -454,7 +455,7 @@ def assert_trees_equal(actual, expected):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equations_are_replaced_wherever_they_are(name):
     expected = PROGRAMS[name](doubled_sine)(X)
-    rewritten = _jaxpr.rewrite(PROGRAMS[name](sine), double_sines)
+    rewritten = _transformations.rewrite(PROGRAMS[name](sine), double_sines)
     assert_trees_equal(rewritten(X), expected)
     assert_trees_equal(jax.jit(rewritten)(X), expected)
 
@@ -462,7 +463,7 @@ def test_equations_are_replaced_wherever_they_are(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_stays_as_it_is_where_nothing_is_replaced(name):
     program = PROGRAMS[name](sine)
-    rewritten = _jaxpr.rewrite(program, lambda eqn, values: None)
+    rewritten = _transformations.rewrite(program, lambda eqn, values: None)
     assert_trees_equal(rewritten(X), program(X))
 
 
@@ -476,7 +477,7 @@ def test_a_derivative_is_rewritten(name):
     def has_sine(x):
         return -jnp.cos(x)
 
-    rewritten = _jaxpr.rewrite(derivative(has_sine), double_sines)
+    rewritten = _transformations.rewrite(derivative(has_sine), double_sines)
     assert_trees_equal(rewritten(X), derivative(doubled_derivative)(X))
 
 
@@ -489,7 +490,7 @@ def test_a_body_is_left_alone_if_what_replaces_it_has_arrays_of_its_own():
     def fun(x):
         return jax.lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x), jnp.sin(x)
 
-    in_loop, outside = _jaxpr.rewrite(fun, replace)(X)
+    in_loop, outside = _transformations.rewrite(fun, replace)(X)
     np.testing.assert_allclose(in_loop, jnp.sin(jnp.sin(X)), rtol=1e-6)
     np.testing.assert_allclose(outside, X * large, rtol=1e-6)
 
@@ -510,7 +511,9 @@ def stacks_twice(op, *, reverse):
 def test_a_loop_stacks_once_what_it_gives_twice(reverse, transform):
     xs = jnp.stack([X, X + 1])
     args = xs if transform is jax.vmap else X
-    rewritten = _jaxpr.rewrite(stacks_twice(sine, reverse=reverse), double_sines)
+    rewritten = _transformations.rewrite(
+        stacks_twice(sine, reverse=reverse), double_sines
+    )
     expected = transform(stacks_twice(doubled_sine, reverse=reverse))(args)
     assert_trees_equal(transform(rewritten)(args), expected)
     before, after = (
@@ -527,7 +530,7 @@ def test_a_loop_stacks_once_what_it_gives_twice(reverse, transform):
 def test_of_a_batch_too_what_a_loop_gives_twice_is_there_once():
     xs = jnp.stack([X, X + 1])
     batched = jax.vmap(stacks_twice(sine, reverse=True))
-    rewritten = _jaxpr.rewrite(batched, lambda eqn, values: None)
+    rewritten = _transformations.rewrite(batched, lambda eqn, values: None)
     assert_trees_equal(rewritten(xs), batched(xs))
     before, after = (
         {id(v) for v in jax.make_jaxpr(fun)(xs).jaxpr.outvars}

@@ -12,7 +12,7 @@ import reference
 
 import dpmp
 from dpmp import loss_scaling
-from dpmp.clipping._clipped_grad import clipped_grad
+from dpmp.clipping import clipped_grad
 
 _METHODS = ["per_example", "book_keeping"]
 

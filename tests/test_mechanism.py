@@ -11,8 +11,8 @@ from scipy import stats
 
 from dpmp import DPSGD, accounting
 from dpmp.batch_selection import PoissonSampling
+from dpmp.noise_addition import NoiseState
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
-from dpmp.noise_addition._privatizers import NoiseState
 
 KEY = jax.random.key(5)
 RELATIONS = dp_accounting.NeighboringRelation

@@ -18,14 +18,14 @@ from scipy import stats
 
 import dpmp
 from dpmp import _random, noise_addition
-from dpmp.noise_addition import _grid_noise
-from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
-from dpmp.noise_addition._privatizers import (
+from dpmp.noise_addition import (
     NoiseState,
+    _grid_noise,
     continuous_gaussian_privatizer,
     gaussian_privatizer,
     num_entries,
 )
+from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics._grid import GridArray
 
 KEY = jax.random.key(20240607)

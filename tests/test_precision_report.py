@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import dpmp
-from dpmp.precision._policy import Policy
+from dpmp.precision import Policy
 from dpmp.tools.precision_report import precision_report
 
 _ALARMS = {"running sum", "sum", "gradient sum", "exponential", "normalisation"}

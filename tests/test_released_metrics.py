@@ -13,7 +13,7 @@ import rich.console
 
 import dpmp
 from dpmp import ReleasedMetrics
-from dpmp.clipping._clipped_grad import clipped_grad
+from dpmp.clipping import clipped_grad
 from dpmp.clipping._joint_sums import JointSum
 from dpmp.training._progress import Progress
 

@@ -28,7 +28,7 @@ def selfcheck(monkeypatch, capsys):
 
     def run(subjects, *args):
         monkeypatch.setattr(__main__, "Sizes", lambda: SIZES)
-        monkeypatch.setattr(_selfcheck, "all_subjects", lambda **_: subjects)
+        monkeypatch.setattr(_command, "all_subjects", lambda **_: subjects)
         status = __main__.main(["selfcheck", *args])
         return status, capsys.readouterr().out
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reference
 
-from dpmp.clipping._clipped_grad import clipped_fun
+from dpmp.clipping import clipped_fun
 from dpmp.numerics import _stored
 
 _SPECIAL = [0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan, 3.14159, 1e-7]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dpmp.engines.book_keeping import _totals
-from dpmp.programs import _jaxpr
+from dpmp.programs import _interpreter
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 17, 64, 1000, 2**12 + 1])
@@ -39,7 +39,9 @@ def _depth_of(jaxpr):
     """The most additions on any path from an input to the output."""
     depths = {}
     for eqn in jaxpr.eqns:
-        inputs = [depths.get(x, 0) for x in eqn.invars if not _jaxpr.is_literal(x)]
+        inputs = [
+            depths.get(x, 0) for x in eqn.invars if not _interpreter.is_literal(x)
+        ]
         longest = max(inputs, default=0) + (eqn.primitive.name == "add")
         depths |= dict.fromkeys(eqn.outvars, longest)
     return depths.get(jaxpr.outvars[0], 0)

@@ -21,7 +21,7 @@ from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program
 from benchmarks.gpu.session import Session, finding, run_checks
 from dpmp import noise_addition
-from dpmp.clipping._clipped_grad import clipped_fun
+from dpmp.clipping import clipped_fun
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _RESOLUTIONS = (2**15 - 1, 2**22)

@@ -1,1 +1,42 @@
-"""TODO."""
+"""What a run of DP-SGD costs in privacy, and how much noise a target needs.
+
+Describe a run as an event, and ask for its epsilon:
+
+>>> event = dpsgd_event(1.0, iterations=1000, sampling_prob=0.01)
+>>> print(f"{get_epsilon(event, delta=1e-6).epsilon:.3f}")
+2.125
+
+`calibrate_noise_multiplier` answers the opposite question. All analysis is done by
+dp_accounting; events are its events. Two datasets are neighbours if one example is
+blanked out (REPLACE_SPECIAL), here and everywhere in dpmp, unless another
+`neighboring_relation` is given.
+"""
+
+from dpmp.accounting._events import (
+    choose_truncated_batch_size,
+    dpsgd_event,
+    truncated_dpsgd_event,
+    truncation_probability,
+)
+from dpmp.accounting._guarantees import (
+    PrivacyGuarantee,
+    calibrate_noise_multiplier,
+    check_delta,
+    get_epsilon,
+)
+from dpmp.accounting._relation import DEFAULT_RELATION, check_relation
+from dpmp.accounting._rounding import round_up
+
+__all__ = [
+    "DEFAULT_RELATION",
+    "PrivacyGuarantee",
+    "calibrate_noise_multiplier",
+    "check_delta",
+    "check_relation",
+    "choose_truncated_batch_size",
+    "dpsgd_event",
+    "get_epsilon",
+    "round_up",
+    "truncated_dpsgd_event",
+    "truncation_probability",
+]

@@ -25,7 +25,7 @@ from dpmp.clipping._joint_sums import ReleasedMetrics, join
 from dpmp.clipping._sensitivity import (
     BoundedSensitivityCallable as BoundedSensitivityCallable,
 )
-from dpmp.engines import _per_example, _signature, book_keeping
+from dpmp.engines import _per_example, _scaled_loss, _signature, book_keeping
 from dpmp.loss_scaling import LossScale
 from dpmp.numerics._arithmetic import check_method, choose_arithmetic, get_arithmetic
 
@@ -108,8 +108,9 @@ def clipped_grad(
         of it for the norm, and for the sum 1/128 with "float32", 2e-6 with the wider
         ones. It does not depend on the batch; batches too large for it are refused.
       - With `method="book_keeping"`, "bounded" sums (the default there) have a
-        sensitivity that is proved for the bits that are computed (`dpmp.numerics._bounded`), as
-        long as the other examples keep their places (not for ADD_OR_REMOVE_ONE). Float
+        sensitivity that is proved for the bits that are computed
+        (`dpmp.numerics._bounded`), as long as the other examples keep their places (not
+        for ADD_OR_REMOVE_ONE). Float
         sums have none that is proved, and have to be asked for by names that say so,
         such as "unproved_float32": their sensitivity holds up to ordinary rounding
         within a microbatch. What is taken from the clip norm (1/256 for bfloat16, and
@@ -212,7 +213,7 @@ def clipped_grad(
         return value, aux
 
     if loss_scale is not None:
-        loss_fn = loss_scaling.scaled(loss_fn, loss_scale)
+        loss_fn = _scaled_loss.scaled(loss_fn, loss_scale)
 
     def for_one_example(*args, **kwargs):
         outputs, grads = jax.value_and_grad(loss_fn, argnums, has_aux=True)(
@@ -239,13 +240,14 @@ def clipped_grad(
     else:
         engine = _per_example.stack_engine(for_one_example, **options)
     clipped_sum = ClippedSum(
-        engine=engine if loss_scale is None else loss_scaling.unscaled(engine),
+        engine=engine if loss_scale is None else _scaled_loss.unscaled(engine),
         clip_norms=clip_norms,
         accumulator=get_arithmetic(
             accumulator,
             dtype=dtype,
             resolution=resolution,
-            clip_norms=clip_norms,
+            bounds=[bound for bound, _ in clip_norms.targets],
+            l2_norm_bound=clip_norms.l2_norm_bound,
             nan_safe=nan_safe,
         ),
         batch_argnums=batch_argnums,

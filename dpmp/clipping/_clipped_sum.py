@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.engines._interface import GradEngine
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.engines import _signature
+from dpmp.engines._interface import GradEngine
 from dpmp.numerics._bounded import BoundedGrid
 from dpmp.numerics._float_sums import Accumulator, DoubleWord
 from dpmp.numerics._grid import Grid

@@ -7,8 +7,13 @@ an example to that sum, and its metrics a vector m of norm at most k,
 
 and one Gaussian mechanism releases both. For the same epsilon, the noise on the
 gradient becomes wider by sqrt(1 + (k / C)^2), 0.5 % at k = C / 10. (Splitting the
-budget, and running one mechanism for each, would come to the same.) The fraction of
-examples that overflowed costs nothing: see `loss_scaling`.
+budget, and running one mechanism for each, would come to the same.)
+
+The number of examples whose gradient is not finite costs nothing. With a largest
+contribution of C, an example adds either (clipped gradient, 0) or (0, C), a vector of
+norm C at most, so that noise and epsilon are those of the gradient alone. Two examples
+are at most sqrt(2) C apart, below the 2 C that replace-one is charged for. The count
+comes out with a standard deviation of `noise_multiplier` examples.
 """
 
 import math
@@ -18,11 +23,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpmp import _validate, loss_scaling
+from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.clipping._clipped_sum import Outputs
-from dpmp.numerics._grid import Grid, GridArray
+from dpmp.numerics._grid import DEFAULT_RESOLUTION, Grid, GridArray
 
 # Of the grid of a metric: fine for a mean, and no batch is too large for its sums.
 _RESOLUTION = 2**10 - 1
@@ -43,20 +48,6 @@ class JointSum(NamedTuple):
     sum_of_clipped_grads: PyTree
     num_overflows: Any
     metrics: dict[str, Any]
-
-
-class Released(NamedTuple):
-    """What a `JointSum` is after the noise.
-
-    Attributes:
-      noisy_grads: the sum of clipped gradients.
-      num_overflows: of examples; None if they are not counted.
-      metrics: means over examples, by name.
-    """
-
-    noisy_grads: PyTree
-    num_overflows: Any
-    metrics: dict[str, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +95,10 @@ class ReleasedMetrics:
     @property
     def names(self) -> tuple[str, ...]:
         """Of all metrics."""
-        return self._paid + (("overflowed",) if self.fraction_overflowed else ())
+        return self.paid + (("overflowed",) if self.fraction_overflowed else ())
 
     @property
-    def _paid(self) -> tuple[str, ...]:
+    def paid(self) -> tuple[str, ...]:
         """Of the metrics that are coordinates of their own."""
         loss = () if self.largest_loss is None else ("loss",)
         return loss + (("clipped",) if self.fraction_clipped else ())
@@ -115,12 +106,12 @@ class ReleasedMetrics:
     @property
     def widening(self) -> float:
         """By what share the noise on the gradient becomes wider."""
-        return math.hypot(1, self.norm_share) - 1 if self._paid else 0.0
+        return math.hypot(1, self.norm_share) - 1 if self.paid else 0.0
 
     def joint_norm_bound(self, l2_norm_bound: float) -> float:
         """The largest contribution of an example to the sum and its metrics."""
         l2_norm_bound = as_real(l2_norm_bound)
-        if not self._paid:
+        if not self.paid:
             return l2_norm_bound
         # Two roundings at most, and upwards.
         return math.hypot(1, self.norm_share) * l2_norm_bound * (1 + 2.0**-50)
@@ -135,7 +126,7 @@ class ReleasedMetrics:
             return noise_multiplier * (1 + self.widening) / expected_batch_size
         unit = self.largest_loss if name == "loss" and self.largest_loss else 1.0
         noise = noise_multiplier * math.hypot(1, self.norm_share) / self.norm_share
-        return noise * math.sqrt(len(self._paid)) * unit / expected_batch_size
+        return noise * math.sqrt(len(self.paid)) * unit / expected_batch_size
 
     def sums(
         self, values: jax.Array, is_clipped: jax.Array, l2_norm_bound: float
@@ -161,7 +152,7 @@ class ReleasedMetrics:
             "loss": jnp.where(jnp.isnan(loss), 0, loss),
             "clipped": is_clipped.astype(jnp.float32),
         }
-        largest = self._largest(l2_norm_bound)
+        largest = self.largest_of_one(l2_norm_bound)
         unit = Grid.from_bounds([largest], largest, _RESOLUTION).unit
         # In 64-bit mode, a sum of int32 would be int64.
         return {
@@ -172,37 +163,40 @@ class ReleasedMetrics:
                 ),
                 unit,
             )
-            for name in self._paid
+            for name in self.paid
         }
 
-    def _largest(self, l2_norm_bound: float) -> float:
+    def largest_of_one(self, l2_norm_bound: float) -> float:
         """The largest contribution to one metric: their norm is below k together."""
-        k = self.norm_share * loss_scaling.contribution(as_real(l2_norm_bound))
-        return k / math.sqrt(max(len(self._paid), 1)) * (1 - 2.0**-50)
+        k = self.norm_share * contribution(as_real(l2_norm_bound))
+        return k / math.sqrt(max(len(self.paid), 1)) * (1 - 2.0**-50)
 
-    def means(
-        self, noisy: JointSum, l2_norm_bound: float, expected_batch_size: float
-    ) -> dict[str, jax.Array]:
-        """The metrics by name, from sums with noise; released.
 
-        Args:
-          noisy: the joint sum, after the noise.
-          l2_norm_bound: as in `sums`.
-          expected_batch_size: what the mean is taken over; the size of a batch is not
-            to be known.
-        """
-        l2_norm_bound = as_real(l2_norm_bound)
-        expected_batch_size = as_real(expected_batch_size)
-        units = {"loss": self.largest_loss or 1.0, "clipped": 1.0}
-        means = {
-            name: noisy.metrics[name]
-            * (units[name] / self._largest(l2_norm_bound) / expected_batch_size)
-            for name in self._paid
-        }
-        if self.fraction_overflowed:
-            count = loss_scaling.in_examples(noisy.num_overflows, l2_norm_bound)
-            means["overflowed"] = count / expected_batch_size
-        return means
+def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
+    """One more coordinate for a sum: a contribution for each norm that is not finite.
+
+    Args:
+      grad_norms: (B,), zero for padding.
+      l2_norm_bound: the largest contribution of an example.
+
+    Returns:
+      A sum on a grid of its own, of at most 65,535 examples.
+    """
+    bound = contribution(l2_norm_bound)
+    unit = Grid.from_bounds([bound], bound, DEFAULT_RESOLUTION).unit
+    count = jnp.sum(~jnp.isfinite(grad_norms), dtype=jnp.int32)
+    return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
+
+
+def in_examples(noisy_overflows: jax.Array, l2_norm_bound: float) -> jax.Array:
+    """What `count_overflows` gave, with noise, as a number of examples."""
+    return noisy_overflows / contribution(l2_norm_bound)
+
+
+def contribution(l2_norm_bound: float) -> float:
+    """What an example counts for; without clipping there is no noise either."""
+    l2_norm_bound = as_real(l2_norm_bound)
+    return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
 
 def join(
@@ -233,22 +227,5 @@ def join(
         sums = metrics.sums(outputs.values, outputs.is_clipped, l2_norm_bound)
     count = None
     if counts_overflows:
-        count = loss_scaling.count_overflows(outputs.grad_norms, l2_norm_bound)
+        count = count_overflows(outputs.grad_norms, l2_norm_bound)
     return JointSum(total, count, sums)
-
-
-def split(
-    noisy: PyTree,
-    l2_norm_bound: float,
-    expected_batch_size: float,
-    metrics: ReleasedMetrics | None,
-) -> Released:
-    """What `join` made, after the noise."""
-    if not isinstance(noisy, JointSum):
-        return Released(noisy, None, {})
-    count, means = noisy.num_overflows, {}
-    if count is not None:
-        count = loss_scaling.in_examples(count, l2_norm_bound)
-    if metrics is not None:
-        means = metrics.means(noisy, l2_norm_bound, expected_batch_size)
-    return Released(noisy.sum_of_clipped_grads, count, means)

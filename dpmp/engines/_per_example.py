@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.engines._interface import GradEngine
-from dpmp.numerics._float_sums import SquaredNorm
 from dpmp.numerics import _float_sums, _packing, _reduction
-from dpmp.numerics._float_sums import Accumulator
+from dpmp.numerics._float_sums import Accumulator, SquaredNorm
 from dpmp.numerics._grid import Grid
 from dpmp.numerics._stored import (
     StoredArray,

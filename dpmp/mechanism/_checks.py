@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 
-from dpmp import _validate
+from dpmp import _validate, accounting
 from dpmp._numbers import as_real
-from dpmp.accounting import _guarantees
 
 
 def checked_fields(mechanism: Any) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
         num_examples=mechanism.num_examples,
         fix="Use a smaller batch.",
     )
-    _guarantees.check_relation(mechanism.neighboring_relation)
+    accounting.check_relation(mechanism.neighboring_relation)
     return {
         **checked,
         # Whether these are clip norms is up to `ClipNorms`.
@@ -53,7 +52,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "noise_multiplier": functools.partial(
         _validate.nonnegative, fix="Leave it out and call calibrate(epsilon=, delta=)."
     ),
-    "delta": _guarantees.check_delta,
+    "delta": accounting.check_delta,
     "truncated_batch_size": functools.partial(
         _validate.positive_integer, fix="Use 32, or None."
     ),

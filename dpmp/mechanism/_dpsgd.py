@@ -14,18 +14,15 @@ import dp_accounting
 import jax
 import optax
 
-from dpmp import _validate, batch_selection
+from dpmp import _validate, accounting, batch_selection, clipping, noise_addition
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
-from dpmp.accounting import _guarantees
 from dpmp.accounting._relation import DEFAULT_RELATION
-from dpmp.clipping import _clipped_grad
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._joint_sums import JointSum, Released, ReleasedMetrics, split
-from dpmp.loss_scaling import contribution
+from dpmp.clipping._joint_sums import JointSum, ReleasedMetrics, contribution
 from dpmp.mechanism import _checks, _sampler_share, _statement
+from dpmp.mechanism._released import Released, split
 from dpmp.mechanism._resolution import choose_resolution
-from dpmp.noise_addition import _privatizers
 from dpmp.numerics._arithmetic import default_arithmetic, float_arithmetic
 
 _Relation = dp_accounting.NeighboringRelation
@@ -59,7 +56,7 @@ class DPSGD:
         of one example, None before `calibrate`, 0 for no privacy.
       delta: the delta that epsilon is quoted at, set by `calibrate`.
       truncated_batch_size: the largest batch; None for a size that is exceeded with a
-        probability below 1e-20 (`_guarantees.choose_truncated_batch_size`).
+        probability below 1e-20 (`accounting.choose_truncated_batch_size`).
       microbatch_size: as in `clipped_grad`; batches are padded to a multiple of it, or
         of a power of two up to 32 where "bounded" sums choose their own.
       rescale_to_unit_norm: as in `clipped_grad`.
@@ -219,7 +216,7 @@ class DPSGD:
 
     def clipped_grad(
         self, fun: Callable[..., Any], argnums: Any = 0, **kwargs: Any
-    ) -> _clipped_grad.BoundedSensitivityCallable:
+    ) -> clipping.BoundedSensitivityCallable:
         """`dpmp.clipped_grad` with this mechanism's clipping and arithmetic.
 
         Args:
@@ -242,7 +239,7 @@ class DPSGD:
             nan_safe=False,
             fix="Use dpmp.clipped_grad to look for NaN, on public data.",
         )
-        return _clipped_grad.clipped_grad(
+        return clipping.clipped_grad(
             fun,
             argnums,
             l2_clip_norm=self.l2_clip_norm,
@@ -265,7 +262,7 @@ class DPSGD:
         to a loop of your own to stop there (`DPTrainer` does).
 
         Args:
-          prng_key: as in `_privatizers.gaussian_privatizer`.
+          prng_key: as in `noise_addition.gaussian_privatizer`.
 
         Returns:
           An `optax.GradientTransformation`.
@@ -274,7 +271,7 @@ class DPSGD:
           ValueError: before calibration, and when called, for more entries than
             `num_parameters`.
         """
-        privatizer = _privatizers.gaussian_privatizer(
+        privatizer = noise_addition.gaussian_privatizer(
             stddev=self.stddev,
             prng_key=prng_key,
             l2_sensitivity=(self.is_private and self._joint_norm_bound) or None,
@@ -285,7 +282,7 @@ class DPSGD:
             if isinstance(updates, JointSum):
                 grads = updates.sum_of_clipped_grads
             _checks.check_num_parameters(
-                _privatizers.num_entries(grads), self.num_parameters
+                noise_addition.num_entries(grads), self.num_parameters
             )
             return privatizer.update(updates, state, params)
 
@@ -302,7 +299,7 @@ class DPSGD:
 
     def guarantee(
         self, step: int | None = None, *, delta: float | None = None
-    ) -> _guarantees.PrivacyGuarantee:
+    ) -> accounting.PrivacyGuarantee:
         """Epsilon after a number of steps.
 
         Args:
@@ -335,7 +332,7 @@ class DPSGD:
         guarantees = [
             _sampler_share.get_epsilon(
                 self._event(self._calibrated, num_steps, num_examples=size),
-                delta=_guarantees.check_delta(delta),
+                delta=accounting.check_delta(delta),
                 num_entries=max(num_steps, 1) * self._num_coordinates,
                 neighboring_relation=self.neighboring_relation,
             )
@@ -415,7 +412,7 @@ class DPSGD:
         num_examples = max(self._larger_sizes)
         if self.truncated_batch_size is not None:
             return min(self.truncated_batch_size, num_examples)
-        return _guarantees.choose_truncated_batch_size(
+        return accounting.choose_truncated_batch_size(
             num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
         )
 
@@ -437,10 +434,10 @@ class DPSGD:
         if not math.isfinite(self._l2_norm_bound):
             return dp_accounting.NonPrivateDpEvent()
         if self._largest_batch >= num_examples:
-            return _guarantees.dpsgd_event(
+            return accounting.dpsgd_event(
                 noise_multiplier, steps, sampling_prob=self.sampling_prob
             )
-        return _guarantees.truncated_dpsgd_event(
+        return accounting.truncated_dpsgd_event(
             noise_multiplier,
             steps,
             sampling_prob=self.sampling_prob,

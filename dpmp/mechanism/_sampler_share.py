@@ -1,8 +1,8 @@
 """Epsilon of noise that a computer draws: a share of delta is left for the sampler.
 
-No entry of the noise is quite ideal (`noise_addition/_discrete_gaussian.py`), and a total variation
-distance of t takes (1 + exp(epsilon)) t of delta. Where the share does not cover that,
-nothing is claimed.
+No entry of the noise is quite ideal (`noise_addition/_discrete_gaussian.py`), and a
+total variation distance of t takes (1 + exp(epsilon)) t of delta. Where the share
+does not cover that, nothing is claimed.
 """
 
 import dataclasses
@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import dp_accounting
 
-from dpmp import _validate
-from dpmp.accounting import _guarantees
+from dpmp import _validate, accounting
 from dpmp.noise_addition._discrete_gaussian import LARGEST_TOTAL_VARIATION
 
 _SHARE = 1e-4
@@ -26,10 +25,10 @@ def get_epsilon(
     delta: float,
     num_entries: int,
     neighboring_relation: dp_accounting.NeighboringRelation,
-) -> _guarantees.PrivacyGuarantee:
+) -> accounting.PrivacyGuarantee:
     """As in `accounting`, for an event with `num_entries` entries of noise."""
-    delta = _guarantees.check_delta(delta)  # before the share is taken from it
-    guarantee = _guarantees.get_epsilon(
+    delta = accounting.check_delta(delta)  # before the share is taken from it
+    guarantee = accounting.get_epsilon(
         event,
         delta=delta * (1 - _SHARE),
         neighboring_relation=neighboring_relation,
@@ -49,7 +48,7 @@ def calibrate_noise_multiplier(
 ) -> float:
     """As in `accounting`, for events with `num_entries` entries of noise."""
     epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
-    delta = _guarantees.check_delta(delta)
+    delta = accounting.check_delta(delta)
     largest = _largest_epsilon(delta, num_entries)
     _validate.require(
         epsilon <= largest,
@@ -58,7 +57,7 @@ def calibrate_noise_multiplier(
         epsilon=epsilon,
         fix="So large an epsilon is hardly a claim; without_privacy() makes none.",
     )
-    return _guarantees.calibrate_noise_multiplier(
+    return accounting.calibrate_noise_multiplier(
         make_event,
         epsilon=epsilon,
         delta=delta * (1 - _SHARE),

@@ -6,9 +6,8 @@ import textwrap
 import dp_accounting
 import jax
 
-from dpmp import batch_selection
+from dpmp import accounting, batch_selection
 from dpmp._typing import PyTree
-from dpmp.accounting import _guarantees
 from dpmp.accounting._rounding import digits_above, digits_below, round_up
 from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.numerics import _arithmetic, _bounded
@@ -50,7 +49,7 @@ def no_epsilon(delta: float) -> str:
 
 
 def claim(
-    guarantee: _guarantees.PrivacyGuarantee,
+    guarantee: accounting.PrivacyGuarantee,
     sampling: batch_selection.PoissonSampling,
     *,
     num_examples: int,

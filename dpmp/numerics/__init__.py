@@ -1,1 +1,10 @@
-"""TODO."""
+"""Sums of clipped gradients: in integers, or in floats whose rounding is bounded.
+
+Nothing here knows of privacy. Modules import only from rows below their own:
+
+    _arithmetic
+    _bounded
+    _grid   _float_sums
+    _reduction
+    _stored   _packing
+"""

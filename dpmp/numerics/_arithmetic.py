@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 from dpmp import _validate
-from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.numerics import _float_sums
 from dpmp.numerics._bounded import BoundedGrid
 from dpmp.numerics._float_sums import Accumulator
@@ -105,7 +104,8 @@ def get_arithmetic(
     *,
     dtype: Any,
     resolution: int | None,
-    clip_norms: ClipNorms,
+    bounds: list[float],
+    l2_norm_bound: float,
     nan_safe: bool,
 ) -> Accumulator | Grid | BoundedGrid:
     """The arithmetic of sums; see `clipped_grad` for the arguments.
@@ -126,8 +126,8 @@ def get_arithmetic(
         return float_accumulator(name, dtype)
     default = DEFAULT_RESOLUTION if name == "exact" else LARGEST_RESOLUTION
     grid = Grid.from_bounds(
-        [bound for bound, _ in clip_norms.targets],
-        clip_norms.l2_norm_bound if nan_safe else math.inf,
+        bounds,
+        l2_norm_bound if nan_safe else math.inf,
         default if resolution is None else resolution,
     )
     return grid if name == "exact" else BoundedGrid(grid)

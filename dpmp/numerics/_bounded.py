@@ -1,7 +1,7 @@
 """Clipped sums of gradients that are never formed, with a sensitivity that is proved.
 
 A gradient engine that keeps left and right factors of gradients cannot round and check
-a contribution as `numerics/_grid.py` does. But it can bound what rounding does to it, and clip
+a contribution as `_grid.py` does. But it can bound what rounding does to it, and clip
 by the bound. Let example i have, for one parameter, the gradient
 
     G_i = sum over positions t of  l_it (x) r_it,     A_i = sum over t of |l_it| |r_it|

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
-from dpmp.programs import _jaxpr
+from dpmp.programs import _bodies, _interpreter
 
 # The names of jax's primitives by what becomes of them; all others are of float32.
 _TABLE = {
@@ -76,7 +76,7 @@ def autocast(
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
-        closed, treedef = _jaxpr.trace(lambda *xs: fun(*xs, **kwargs), *args)
+        closed, treedef = _interpreter.trace(lambda *xs: fun(*xs, **kwargs), *args)
         results = _run(closed, jax.tree.leaves(args), dtype)
         return jax.tree.unflatten(treedef, results)
 
@@ -97,11 +97,11 @@ def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
             values = [
                 _cast(x, a, dtype) for x, a in zip(values, eqn.invars, strict=True)
             ]
-            return _jaxpr.bind(eqn, values)
+            return _interpreter.bind(eqn, values)
         values = [_restore(x, atom) for x, atom in zip(values, eqn.invars, strict=True)]
-        return _jaxpr.bind_bodies(eqn, values, run_body)
+        return _bodies.bind_bodies(eqn, values, run_body)
 
-    results = _jaxpr.run(closed, values, evaluate)
+    results = _interpreter.run(closed, values, evaluate)
     return [
         _restore(x, atom) for x, atom in zip(results, closed.jaxpr.outvars, strict=True)
     ]
@@ -111,9 +111,9 @@ def _in_low_precision(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
     """A product of float32 operands with operands and result in the compute dtype."""
     if not all(_is_float32(atom) for atom in (*eqn.invars, *eqn.outvars)):
         restored = [_restore(x, a) for x, a in zip(values, eqn.invars, strict=True)]
-        return _jaxpr.bind(eqn, restored)
+        return _interpreter.bind(eqn, restored)
     operands = [_as_dtype(x, dtype) for x in values]
-    return _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
+    return _interpreter.bind(eqn, operands, preferred_element_type=dtype)
 
 
 def _is_followed(eqn: Any, values: Sequence[Any], dtype: Any) -> bool:
@@ -121,7 +121,7 @@ def _is_followed(eqn: Any, values: Sequence[Any], dtype: Any) -> bool:
     dtypes = {
         jnp.result_type(x)
         for x, atom in zip(values, eqn.invars, strict=True)
-        if _is_float32(atom) and not _jaxpr.is_literal(atom)
+        if _is_float32(atom) and not _interpreter.is_literal(atom)
     }
     return dtypes == {jnp.dtype(dtype)}
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
-from dpmp.programs import _float8_product, _jaxpr
+from dpmp.programs import _bodies, _float8_product, _interpreter
 from dpmp.programs._float8_product import PER_EXAMPLE
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -78,7 +78,7 @@ def with_float8_products(
     def product(eqn: Any, operands: list[jax.Array]) -> jax.Array:
         is_asked_for = is_native() if native is None else native
         if not is_asked_for or eqn.primitive.name != "dot_general":
-            (result,) = _jaxpr.bind(eqn, operands)
+            (result,) = _interpreter.bind(eqn, operands)
             return result
         return _float8_product.dot_general(
             *operands,
@@ -88,17 +88,17 @@ def with_float8_products(
         )
 
     def run(closed: Any, values: Sequence[Any]) -> list[Any]:
-        return _jaxpr.run(closed, values, evaluate)
+        return _interpreter.run(closed, values, evaluate)
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         if not is_rounded(eqn):
-            return _jaxpr.bind_bodies(eqn, values, run)
+            return _bodies.bind_bodies(eqn, values, run)
         result = product(eqn, [_with_rounded_value(x, scale) for x in values])
         return [_with_rounded_cotangent(scale, result)]
 
     @functools.wraps(fun)
     def float8_fun(*args: Any, **kwargs: Any) -> PyTree:
-        closed, treedef = _jaxpr.trace(lambda *xs: fun(*xs, **kwargs), *args)
+        closed, treedef = _interpreter.trace(lambda *xs: fun(*xs, **kwargs), *args)
         return jax.tree.unflatten(treedef, run(closed, jax.tree.leaves(args)))
 
     return float8_fun

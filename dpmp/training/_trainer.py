@@ -16,16 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _meshes, _random, _validate, loss_scaling
+from dpmp import _meshes, _random, _validate, accounting, loss_scaling
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
-from dpmp.accounting import _guarantees
 from dpmp.clipping._clipped_sum import specs_of_examples
 from dpmp.loss_scaling import DynamicScale, LossScale
-from dpmp.mechanism._dpsgd import DPSGD
-from dpmp.precision._policy import Policy
-from dpmp.programs import _float8, _jaxpr
-from dpmp.tools import devices
+from dpmp.mechanism import DPSGD
+from dpmp.precision import Policy
+from dpmp.programs import _float8, _transformations
 from dpmp.training import _fingerprint
 from dpmp.training._progress import Progress
 from dpmp.training._settled import devices_of, places, put_together, strongly_typed
@@ -88,7 +86,6 @@ class DPTrainer:
 
     def __post_init__(self):
         object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
-        devices.check_device_runs(self.policy.compute_dtype)
         if self.policy.float8_scale is not None and not _float8.is_native():
             warnings.warn(
                 "float8 products are emulated on this device: rounded as they would "
@@ -339,7 +336,7 @@ class DPTrainer:
         args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
         keys = (state.model_key,) if self.uses_prng_key else ()
         loss_fn = self.policy.in_product_precision(self.loss_fn)
-        loss_fn, constants = _jaxpr.hoist_constants(loss_fn, *args, *keys)
+        loss_fn, constants = _transformations.hoist_constants(loss_fn, *args, *keys)
 
         def step(state, batch, is_padding, constants):
             return self._update(
@@ -427,6 +424,6 @@ def _describe_privacy(mechanism: DPSGD, step: int, last_step: int) -> str:
         return "epsilon not shown without a delta"
     spent, final = mechanism.guarantee(step), mechanism.guarantee(last_step)
     return (
-        f"epsilon {_guarantees.round_up(spent.epsilon)} of "
-        f"{_guarantees.round_up(final.epsilon)}"
+        f"epsilon {accounting.round_up(spent.epsilon)} of "
+        f"{accounting.round_up(final.epsilon)}"
     )

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
-from dpmp.numerics._float_sums import SquaredNorm
 from dpmp.engines.book_keeping import (
     _kept,
     _norms,
@@ -33,9 +32,9 @@ from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
 from dpmp.engines.book_keeping._sites import Site
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._bounded import BoundedGrid, Roundings, clip_by, largest_microbatch
-from dpmp.numerics._float_sums import Accumulator
+from dpmp.numerics._float_sums import Accumulator, SquaredNorm
 from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _jaxpr
+from dpmp.programs import _interpreter
 
 # Where roundings are not counted, the errors of norms and sums, squared, relative to
 # squared extents: a few times what they are seen to be, and what one rounding of all
@@ -85,7 +84,7 @@ def analyse(
       is_bounded: whether errors of all norms have to be known. Parameters that are used
         in arithmetic on their own are then tapped whole.
     """
-    closed, treedef = _jaxpr.trace(fun, params, example)
+    closed, treedef = _interpreter.trace(fun, params, example)
     avals = closed.in_avals
     num_params = len(jax.tree.leaves(params))
     roots = [
@@ -124,7 +123,8 @@ def engine(
       batch_argnums: the positions of arguments with a leading example axis.
       prng_argnum: the position of an argument that holds one key per example.
       spmd_axis_name: as in `jax.vmap`.
-      is_bounded: whether to clip by bounds that are proved, see `dpmp.numerics._bounded`.
+      is_bounded: whether to clip by bounds that are proved; see
+        `dpmp.numerics._bounded`.
 
     Returns:
       A function of the arguments of `fun`, batched, that gives `BookKeptGrads`.

@@ -8,7 +8,8 @@ squared norms add up; where they are of the same ones, with
 (ghost norms: Goodfellow, 2015; Li et al., 2021) as long as that is cheaper than to form
 G. What remains is formed, one example at a time if need be, and sent back to the
 parameters. Beside its squared norm, each has a squared extent: that of the sum of
-|left| |right| over positions, which rounding errors are relative to (`numerics/_bounded.py`).
+|left| |right| over positions, which rounding errors are relative to
+(`numerics/_bounded.py`).
 """
 
 import functools
@@ -41,8 +42,8 @@ class Measured(NamedTuple):
     Attributes:
       squared_norm: the parts that it is the sum of, of one example, (P,), or of a
         batch, (B, P).
-      extent: squared, as in `numerics/_bounded.py`, in the same way, of any number of parts; may
-        be too large by what is cut off.
+      extent: squared, as in `numerics/_bounded.py`, in the same way, of any number of
+        parts; may be too large by what is cut off.
     """
 
     squared_norm: jax.Array

@@ -4,13 +4,14 @@
 parameters among its operands, what becomes of it. `execute` evaluates the program as it
 is, except for these. Between them they know all control flow:
 
-    jax.jit, constants     written out (`_jaxpr.inline`)
+    jax.jit, constants     written out (`_interpreter.inline`)
     scan                   again a scan, with a plan of its own for the body
     jax.checkpoint         again a checkpoint, with a plan of its own
     anything else          with a body is left alone, and the views that it is given
                            are tapped whole
 """
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from dpmp.engines.book_keeping import _rules, _sites, _views
 from dpmp.engines.book_keeping._sites import Site
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _jaxpr
+from dpmp.programs import _bodies, _interpreter
 
 # From the values of an equation's operands, and dummies, to the values of its outputs
 # and what is recorded.
@@ -101,7 +102,7 @@ def make_plan(
 
     first = _whole_step([x if i in tapped else None for i, x in enumerate(args)], list)
     inputs = [_DATA if x is None or i in tapped else x for i, x in enumerate(args)]
-    outputs = [_as_view(x) for x in _jaxpr.run(closed, inputs, evaluate)]
+    outputs = [_as_view(x) for x in _interpreter.run(closed, inputs, evaluate)]
     read = [None if i in unread else view for i, view in enumerate(outputs)]
     return Plan(closed, first, steps, _whole_step(read, list))
 
@@ -129,10 +130,10 @@ def execute(
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         step = plan.steps.get(id(eqn))
-        return _jaxpr.bind(eqn, values) if step is None else take(step, values)
+        return _interpreter.bind(eqn, values) if step is None else take(step, values)
 
     args = take(plan.first, list(args))
-    outputs = take(plan.last, _jaxpr.run(plan.closed, args, evaluate))
+    outputs = take(plan.last, _interpreter.run(plan.closed, args, evaluate))
     return outputs, records
 
 
@@ -156,15 +157,15 @@ def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
     if not has_gradient or not any(map(_is_tappable, views)):
         return outputs, None
     if any(_is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-        return outputs, _whole_step(views, lambda values: _jaxpr.bind(eqn, values))
-    if (loop := _jaxpr.as_loop(eqn)) is not None and loop.options["length"] > 0:
+        return outputs, _whole_step(views, functools.partial(_interpreter.bind, eqn))
+    if (loop := _bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
         return _loop_step(loop, views)
-    if (remat := _jaxpr.as_rematerialised(eqn)) is not None:
+    if (remat := _bodies.as_rematerialised(eqn)) is not None:
         return _call_step(*remat, views)
     if (rule := _rules.outer_rule(eqn, views)) is not None:
         return outputs, _outer_step(eqn, rule, views)
-    if _jaxpr.has_body(eqn):
-        return outputs, _whole_step(views, lambda values: _jaxpr.bind(eqn, values))
+    if _bodies.has_body(eqn):
+        return outputs, _whole_step(views, functools.partial(_interpreter.bind, eqn))
     return outputs, _dense_step(eqn, views)
 
 
@@ -195,7 +196,7 @@ def _outer_step(eqn: Any, rule: Any, views: list[View | None]) -> _Step:
     assert view is not None
 
     def handler(values, dummies):
-        (value,) = _jaxpr.bind(eqn, values)
+        (value,) = _interpreter.bind(eqn, values)
         return [_rules.tap(value, dummies[0])], [values[rule.record]]
 
     return _Step([Site(rule.name, view, (0,), cotangent, rule.outer)], handler, 1)

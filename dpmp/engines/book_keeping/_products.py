@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _jaxpr
+from dpmp.programs import _interpreter, _transformations
 
 
 def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,7 +26,7 @@ def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
     bfloat16 ones are computed in float32 and rounded on CPUs only; batch axes of one
     are left out everywhere.
     """
-    return _jaxpr.rewrite(fun, _replace)
+    return _transformations.rewrite(fun, _replace)
 
 
 def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
@@ -44,7 +44,7 @@ def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
         return apart(contract(*operands, *numbers)).astype(jnp.bfloat16)
 
     def plain(*operands: jax.Array) -> jax.Array:
-        (product,) = _jaxpr.bind(eqn, operands, dimension_numbers=numbers)
+        (product,) = _interpreter.bind(eqn, operands, dimension_numbers=numbers)
         return product
 
     if is_narrow:

@@ -18,7 +18,7 @@ import numpy as np
 from dpmp.engines.book_keeping import _views
 from dpmp.engines.book_keeping._sites import Outer
 from dpmp.engines.book_keeping._views import View
-from dpmp.programs import _float8_product, _jaxpr
+from dpmp.programs import _float8_product, _interpreter
 
 
 class OuterRule(NamedTuple):
@@ -44,7 +44,7 @@ def outer_rule(eqn: Any, operands: Sequence[View | None]) -> OuterRule | None:
       eqn: the equation.
       operands: for each operand the view that it is, or None for data.
     """
-    rule = _OUTER_RULES.get(_jaxpr.name(eqn))
+    rule = _OUTER_RULES.get(_interpreter.name(eqn))
     which = [i for i, view in enumerate(operands) if view is not None and view.leaves]
     return None if rule is None or len(which) != 1 else rule(eqn, which[0])
 
@@ -205,7 +205,7 @@ def _seen_from_each_place(
 
 _OUTER_RULES = {
     "dot_general": _dot_general,
-    _jaxpr.CUSTOM_VJP + _float8_product.NAME: _dot_of_float8,
+    _interpreter.CUSTOM_VJP + _float8_product.NAME: _dot_of_float8,
     "gather": _gather,
     "conv_general_dilated": _convolution,
 }
@@ -278,13 +278,13 @@ def tap_dense(
     @jax.custom_vjp
     def met(values: list[Any], dummies: list[jax.Array]) -> list[Any]:
         del dummies
-        return _jaxpr.bind(eqn, values)
+        return _interpreter.bind(eqn, values)
 
     def forward(values: list[Any], dummies: list[jax.Array]) -> Any:
         return met(values, dummies), values
 
     def backward(values: list[Any], cotangents: list[Any]) -> Any:
-        _, vjp_values = jax.vjp(lambda *xs: _jaxpr.bind(eqn, xs), *values)
+        _, vjp_values = jax.vjp(lambda *xs: _interpreter.bind(eqn, xs), *values)
         views = [
             operand.shrink(values[operand.position]).astype(dummy.dtype)
             for operand, dummy in zip(operands, dummies, strict=True)

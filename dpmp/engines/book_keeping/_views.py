@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _jaxpr
+from dpmp.programs import _bodies, _interpreter
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,15 +162,15 @@ def goes_back_exactly(eqn: Any) -> bool:
         return all(x.itemsize >= 4 for x in floats)
     if eqn.primitive.name == "while":  # which nothing goes back through
         return True
-    return not _jaxpr.has_body(eqn) and eqn.primitive.name != "reduce_precision"
+    return not _bodies.has_body(eqn) and eqn.primitive.name != "reduce_precision"
 
 
 def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     """An equation without casts to less than float32."""
-    if _jaxpr.has_body(eqn) or eqn.primitive.name == "bitcast_convert_type":
+    if _bodies.has_body(eqn) or eqn.primitive.name == "bitcast_convert_type":
         avals = [atom.aval for atom in eqn.invars]
         values = [_cast(x, aval.dtype) for x, aval in zip(values, avals, strict=True)]
-        return _jaxpr.bind(eqn, values)
+        return _interpreter.bind(eqn, values)
     return bind_widened(eqn, values)
 
 
@@ -183,7 +183,7 @@ def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
     }
     if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
         changed["precision"] = jax.lax.Precision.HIGHEST
-    return _jaxpr.bind(eqn, [_widen(x) for x in values], **changed)
+    return _interpreter.bind(eqn, [_widen(x) for x in values], **changed)
 
 
 def _widen(x: Any) -> jax.Array:
@@ -265,7 +265,7 @@ def _slice(x: np.ndarray, eqn: Any, *_: Any) -> Any:
 def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
     """With indices that are written in the program."""
     atoms, sizes = eqn.invars[1:], eqn.params["slice_sizes"]
-    if not all(map(_jaxpr.is_literal, atoms)):
+    if not all(map(_interpreter.is_literal, atoms)):
         return None
     starts = (
         int(np.clip(atom.val, 0, n - size))

@@ -11,7 +11,7 @@ import rich.console
 import rich.table
 
 from dpmp._typing import PyTree
-from dpmp.precision._policy import PRESETS, Policy
+from dpmp.precision import PRESETS, Policy
 from dpmp.tools.memory._estimate import MemoryEstimate, compiled_memory, estimate_memory
 from dpmp.tools.memory._overhead import (
     AccumulationOverhead,

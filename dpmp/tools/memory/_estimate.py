@@ -17,7 +17,7 @@ import optax
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.precision._policy import Policy
+from dpmp.precision import Policy
 from dpmp.tools.memory._step import Step
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
-from dpmp.clipping._clipped_grad import clipped_grad
+from dpmp.clipping import clipped_grad
 from dpmp.tools import _timing
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp.programs import _jaxpr
+from dpmp.programs import _bodies, _interpreter
 
 _WITH_BODIES = ("scan", "while", "cond")
 _VIEWS = (
@@ -107,9 +107,11 @@ class _Builder:
 
     def add_jaxpr(self, jaxpr: Any, env: dict[Any, Any]) -> list[Value | None]:
         for eqn in jaxpr.eqns:
-            operands = [None if _jaxpr.is_literal(x) else env[x] for x in eqn.invars]
+            operands = [
+                None if _interpreter.is_literal(x) else env[x] for x in eqn.invars
+            ]
             env |= dict(zip(eqn.outvars, self.add(eqn, operands), strict=True))
-        return [None if _jaxpr.is_literal(x) else env[x] for x in jaxpr.outvars]
+        return [None if _interpreter.is_literal(x) else env[x] for x in jaxpr.outvars]
 
     def add(self, eqn: Any, operands: list[Any]) -> Sequence[Value | None]:
         name = eqn.primitive.name
@@ -173,7 +175,7 @@ class _Builder:
         if name == "scan":
             return self._scan(eqn, operands, outputs)
         inputs = [x for x in operands if x is not None]
-        bodies = [as_body(x, self.label) for x in _bodies(eqn)]
+        bodies = [as_body(x, self.label) for x in _inner_jaxprs(eqn)]
         carry = bodies[-1].inputs[-len(outputs) :] if name == "while" else []
         return Node(name, inputs, outputs, bodies, carry)
 
@@ -190,7 +192,7 @@ class _Builder:
     def _scan(
         self, eqn: Any, operands: list[Value | None], outputs: list[Value]
     ) -> Node:
-        loop = _jaxpr.as_loop(eqn)
+        loop = _bodies.as_loop(eqn)
         assert loop is not None
         body = as_body(loop.body, self.label)
         first = loop.num_consts + loop.num_carry
@@ -270,7 +272,7 @@ def _callee(eqn: Any) -> Any:
     return None
 
 
-def _bodies(eqn: Any) -> list[Any]:
+def _inner_jaxprs(eqn: Any) -> list[Any]:
     names = {"while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
     bodies = [eqn.params[name] for name in names.get(eqn.primitive.name, ())]
     return jax.tree.leaves(bodies, is_leaf=lambda x: hasattr(x, "jaxpr"))

@@ -15,12 +15,12 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.clipping._clipped_sum import largest_divisor
 from dpmp.engines import _signature, book_keeping
-from dpmp.mechanism._dpsgd import DPSGD
+from dpmp.mechanism import DPSGD
 from dpmp.numerics import _arithmetic
-from dpmp.precision._policy import Policy
+from dpmp.precision import Policy
 from dpmp.tools.memory import _gradients
 from dpmp.tools.memory._gradients import tree_bytes
-from dpmp.training._trainer import DPTrainer
+from dpmp.training import DPTrainer
 
 _Lines = list[tuple[str, int, str]]
 

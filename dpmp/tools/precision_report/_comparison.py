@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import loss_scaling
 from dpmp._typing import PyTree
-from dpmp.precision._policy import Policy
+from dpmp.engines import _scaled_loss
+from dpmp.precision import Policy
 
 # Gradients of other batches are larger, and so is what is between loss and parameters.
 _HEADROOM = 16
@@ -151,7 +151,7 @@ def _runner(
 
     @jax.jit
     def value_and_grads(scale: jax.Array, *args: PyTree) -> tuple[jax.Array, PyTree]:
-        loss_fn = loss_scaling.scaled(lambda *args: (fun(*args), None), scale)
+        loss_fn = _scaled_loss.scaled(lambda *args: (fun(*args), None), scale)
         (_, (_, loss, _)), grads = jax.value_and_grad(loss_fn, has_aux=True)(*args)
         return loss, grads
 

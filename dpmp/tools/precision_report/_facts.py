@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dpmp.programs import _jaxpr
+from dpmp.programs import _bodies
 
 
 class Place(NamedTuple):
@@ -53,14 +53,14 @@ class Facts(NamedTuple):
 NOTHING = Facts()
 
 
-def of_iteration(facts: Sequence[Facts], program: _jaxpr.SubProgram) -> list[Facts]:
+def of_iteration(facts: Sequence[Facts], program: _bodies.SubProgram) -> list[Facts]:
     """What is known of the arguments of a loop's body: not what another one carries."""
     first, last = program.num_consts, program.num_consts + program.num_carry
     carry = [Facts(carries=frozenset([i])) for i in range(program.num_carry)]
     return [*map(_uncarried, facts[:first]), *carry, *map(_uncarried, facts[last:])]
 
 
-def of_loop(outputs: Sequence[Facts], program: _jaxpr.SubProgram) -> list[Facts]:
+def of_loop(outputs: Sequence[Facts], program: _bodies.SubProgram) -> list[Facts]:
     """What is known of the results of a loop, from those of its body."""
     num_carry = program.num_carry
     return [*[NOTHING] * num_carry, *map(_uncarried, outputs[num_carry:])]

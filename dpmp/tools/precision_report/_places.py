@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from dpmp._typing import PyTree
-from dpmp.programs import _jaxpr
+from dpmp.programs import _bodies, _interpreter, _source_lines
 from dpmp.tools.precision_report._facts import (
     NOTHING,
     Facts,
@@ -105,7 +105,9 @@ class _Walk:
         known = dict(zip(jaxpr.invars, facts, strict=True))
 
         def read(atom: Any) -> Facts:
-            return NOTHING if _jaxpr.is_literal(atom) else known.get(atom, NOTHING)
+            return (
+                NOTHING if _interpreter.is_literal(atom) else known.get(atom, NOTHING)
+            )
 
         for eqn in _live_equations(jaxpr):
             results = self._step(eqn, [read(atom) for atom in eqn.invars])
@@ -115,7 +117,7 @@ class _Walk:
     def _step(self, eqn: Any, operands: list[Facts]) -> list[Facts]:
         name = eqn.primitive.name
         kind = _KIND_OF.get(name)
-        if kind is None and (programs := _jaxpr.sub_programs(eqn)):
+        if kind is None and (programs := _bodies.sub_programs(eqn)):
             return self._enter(eqn, operands, programs)
         if name == "convert_element_type":
             result = self._convert(eqn, operands[0])
@@ -124,14 +126,14 @@ class _Walk:
         return [result] * len(eqn.outvars)
 
     def _enter(
-        self, eqn: Any, operands: list[Facts], programs: list[_jaxpr.SubProgram]
+        self, eqn: Any, operands: list[Facts], programs: list[_bodies.SubProgram]
     ) -> list[Facts]:
         """Walks the programs of a call, a loop or a branch."""
         by_atom = {
             id(atom): facts for atom, facts in zip(eqn.invars, operands, strict=True)
         }
         results = [NOTHING] * len(eqn.outvars)
-        outer, self.caller = self.caller, _jaxpr.user_line(eqn) or self.caller
+        outer, self.caller = self.caller, _source_lines.user_line(eqn) or self.caller
         for program in programs:
             facts = [by_atom.get(id(atom), NOTHING) for atom in program.invars]
             is_loop = program.num_carry > 0
@@ -146,7 +148,7 @@ class _Walk:
         return results
 
     def _check_carry(
-        self, eqn: Any, program: _jaxpr.SubProgram, i: int, facts: Facts
+        self, eqn: Any, program: _bodies.SubProgram, i: int, facts: Facts
     ) -> None:
         dtype = _dtype(program.jaxpr.outvars[i])
         if not (is_narrow(dtype) and i in facts.carries and facts.adds):
@@ -166,7 +168,7 @@ class _Walk:
             if operand.rounded is not None:
                 self._add_rounding(operand.rounded, source)
             return facts._replace(widened=operand.rounded or cast)
-        if is_wide(old) and is_narrow(new) and not _jaxpr.is_literal(atom):
+        if is_wide(old) and is_narrow(new) and not _interpreter.is_literal(atom):
             cast = cast._replace(dtype=str(new))
             if operand.widened is not None and operand.widened.dtype == cast.dtype:
                 self.places.append(cast._replace(kind="idle cast"))
@@ -258,7 +260,7 @@ class _Walk:
         return facts
 
     def _source(self, eqn: Any) -> tuple[str, int]:
-        return _jaxpr.source_line(eqn, self.caller)
+        return _source_lines.source_line(eqn, self.caller)
 
     def _add_narrow(self, eqn: Any, kind: str) -> None:
         dtype = _dtype(eqn.outvars[0])
@@ -286,12 +288,12 @@ def _is_factor(eqn: Any, operands: Sequence[Facts]) -> bool:
 
 def _live_equations(jaxpr: Any) -> list[Any]:
     """Those that results depend on: differentiation leaves others behind."""
-    needed = {v for v in jaxpr.outvars if not _jaxpr.is_literal(v)}
+    needed = {v for v in jaxpr.outvars if not _interpreter.is_literal(v)}
     live = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             live.append(eqn)
-            needed.update(v for v in eqn.invars if not _jaxpr.is_literal(v))
+            needed.update(v for v in eqn.invars if not _interpreter.is_literal(v))
     return live[::-1]
 
 

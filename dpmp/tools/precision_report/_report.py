@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from dpmp import _validate, loss_scaling
 from dpmp._typing import PyTree
 from dpmp.engines import _signature
-from dpmp.precision._policy import Policy
+from dpmp.precision import Policy
 from dpmp.tools.precision_report import _plot, _text
 from dpmp.tools.precision_report._comparison import Comparison, compare, path_of
 from dpmp.tools.precision_report._findings import Finding, find

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.clipping import _clipped_grad
-from dpmp.noise_addition import _privatizers
+from dpmp import clipping, noise_addition
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
 from dpmp.tools.selfcheck._subjects import (
     NOISE_MULTIPLIER,
@@ -53,8 +52,8 @@ def dpmp_subjects() -> Subjects:
 
 def _clip(
     mode: _Mode, l2_clip_norm: float, microbatch_size: int | None
-) -> _clipped_grad.BoundedSensitivityCallable:
-    return _clipped_grad.clipped_fun(
+) -> clipping.BoundedSensitivityCallable:
+    return clipping.clipped_fun(
         lambda x: x,
         keep_batch_dim=False,
         l2_clip_norm=l2_clip_norm,
@@ -78,7 +77,7 @@ def _sums(mode: _Mode) -> Sums:
 
 
 def _releases(mode: _Mode) -> Releases:
-    privatizer = _privatizers.gaussian_privatizer(
+    privatizer = noise_addition.gaussian_privatizer(
         stddev=NOISE_MULTIPLIER, l2_sensitivity=1.0
     )
     return Releases(mode.name, True, draw_fn(_clip(mode, 1.0, None), privatizer))
@@ -86,20 +85,20 @@ def _releases(mode: _Mode) -> Releases:
 
 def unsafe_releases() -> Releases:
     """Float noise, whose failure is expected."""
-    privatizer = _privatizers.continuous_gaussian_privatizer(stddev=NOISE_MULTIPLIER)
+    privatizer = noise_addition.continuous_gaussian_privatizer(stddev=NOISE_MULTIPLIER)
     clip = _clip(_Mode("", "float32", None, ()), 1.0, None)
     return Releases("dpmp continuous (unsafe)", False, draw_fn(clip, privatizer))
 
 
 def _keys() -> Keys:
-    privatizer: Any = _privatizers.gaussian_privatizer(stddev=1.0)
+    privatizer: Any = noise_addition.gaussian_privatizer(stddev=1.0)
     zeros = jnp.zeros(4, jnp.float32)
     impl = jax.random.key_impl(privatizer.init(zeros).prng_key)
 
     @jax.jit
     def noise(words: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(words, impl=impl)
-        state = _privatizers.NoiseState(key, jnp.zeros((), jnp.int32))
+        state = noise_addition.NoiseState(key, jnp.zeros((), jnp.int32))
         return privatizer.update(zeros, state)[0]
 
     return Keys(

@@ -1,0 +1,187 @@
+"""What a run of DP-SGD is to an accountant: sampled Gaussian steps, composed."""
+
+import bisect
+from typing import Any
+
+import dp_accounting
+from scipy import stats
+
+from dpmp import _validate
+from dpmp.accounting import _epsilon
+
+_CHECKS = {
+    "noise_multiplier": (_validate.nonnegative, "Use calibrate_noise_multiplier."),
+    "sampling_prob": (
+        _validate.probability,
+        "Use expected_batch_size / num_examples.",
+    ),
+    "num_examples": (_validate.positive_integer, "Count the examples to train on."),
+    "truncated_batch_size": (
+        _validate.positive_integer,
+        "Use choose_truncated_batch_size.",
+    ),
+    "multiple_of": (_validate.positive_integer, "Use the microbatch size, or 1."),
+}
+
+
+def dpsgd_event(
+    noise_multiplier: float, iterations: int, *, sampling_prob: float
+) -> dp_accounting.DpEvent:
+    """The event of DP-SGD on Poisson-sampled batches.
+
+    `noise_multiplier` is the standard deviation of the noise over the largest
+    contribution of one example, whatever the neighbouring relation: that replacing an
+    example moves the sum twice as far is left to the accountant.
+
+    >>> dpsgd_event(1.0, 1000, sampling_prob=0.01).count
+    1000
+
+    Args:
+      noise_multiplier: 0 for an event that is not private.
+      iterations: the number of steps; 0 for an event that costs nothing.
+      sampling_prob: the probability that an example is in a batch.
+
+    Returns:
+      An event for `get_epsilon` or any accountant of dp_accounting.
+
+    Raises:
+      ValueError: for an argument that is out of range.
+
+    References:
+      [Abadi et al., 2016](https://arxiv.org/abs/1607.00133)
+    """
+    noise_multiplier, sampling_prob = _check(
+        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
+    )
+    step = _epsilon.sampled_gaussian(noise_multiplier, sampling_prob)
+    return _repeat(step, noise_multiplier, iterations)
+
+
+def truncated_dpsgd_event(
+    noise_multiplier: float,
+    iterations: int,
+    *,
+    sampling_prob: float,
+    num_examples: int,
+    truncated_batch_size: int,
+) -> dp_accounting.DpEvent:
+    """As `dpsgd_event`, where batches above a limit lose random examples.
+
+    >>> event = truncated_dpsgd_event(
+    ...     1.0, 1000, sampling_prob=0.01, num_examples=6000, truncated_batch_size=150
+    ... )
+    >>> round(get_epsilon(event, delta=1e-6).epsilon, 2)
+    2.12
+
+    Args:
+      noise_multiplier: as in `dpsgd_event`.
+      iterations: as in `dpsgd_event`.
+      sampling_prob: the probability that an example is drawn.
+      num_examples: the size of the larger of two neighbouring datasets. Under
+        ADD_OR_REMOVE_ONE a dataset has larger and smaller neighbours: what it costs is
+        the worse of this event for its size and for one more.
+      truncated_batch_size: the largest batch.
+
+    Returns:
+      An event for `get_epsilon` or dp_accounting's `PLDAccountant`.
+
+    Raises:
+      ValueError: for an argument that is out of range.
+
+    References:
+      [Ganesh, 2025](https://arxiv.org/abs/2508.15089)
+    """
+    noise_multiplier, sampling_prob = _check(
+        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
+    )
+    num_examples, truncated_batch_size = _check(
+        num_examples=num_examples, truncated_batch_size=truncated_batch_size
+    )
+    step = dp_accounting.TruncatedSubsampledGaussianDpEvent(
+        dataset_size=num_examples,
+        sampling_probability=sampling_prob,
+        truncated_batch_size=truncated_batch_size,
+        noise_multiplier=noise_multiplier,
+    )
+    return _repeat(step, noise_multiplier, iterations)
+
+
+def truncation_probability(
+    num_examples: int, sampling_prob: float, truncated_batch_size: int
+) -> float:
+    """P[Binomial(num_examples, sampling_prob) > truncated_batch_size].
+
+    >>> print(f"{truncation_probability(6000, 0.01, 150):.2g}")
+    2.6e-23
+
+    Args:
+      num_examples: the size of the dataset.
+      sampling_prob: the probability that an example is drawn.
+      truncated_batch_size: the largest batch.
+
+    Returns:
+      The probability to eleven digits, down to 1e-300.
+
+    Raises:
+      ValueError: for an argument that is out of range.
+    """
+    num_examples, sampling_prob, truncated_batch_size = _check(
+        num_examples=num_examples,
+        sampling_prob=sampling_prob,
+        truncated_batch_size=truncated_batch_size,
+    )
+    return float(stats.binom.sf(truncated_batch_size, num_examples, sampling_prob))
+
+
+def choose_truncated_batch_size(
+    num_examples: int, sampling_prob: float, *, multiple_of: int = 1
+) -> int:
+    """The smallest batch size exceeded with a probability of at most 1e-20.
+
+    That changes epsilon by less than anyone prints, and spares `get_epsilon` the much
+    wider losses of truncated batches.
+
+    >>> choose_truncated_batch_size(6000, 0.01, multiple_of=16)
+    144
+
+    Args:
+      num_examples: the size of the dataset.
+      sampling_prob: the probability that an example is drawn.
+      multiple_of: what the size should be a multiple of.
+
+    Returns:
+      At most `num_examples`, rounded up to a multiple.
+
+    Raises:
+      ValueError: for an argument that is out of range.
+    """
+    num_examples, multiple_of = _check(
+        num_examples=num_examples, multiple_of=multiple_of
+    )
+
+    def is_rare(size: int) -> bool:
+        return truncation_probability(num_examples, sampling_prob, size) <= 1e-20
+
+    sizes = range(multiple_of, num_examples + multiple_of, multiple_of)
+    return int(sizes[bisect.bisect_left(sizes, True, key=is_rare)])
+
+
+def _repeat(
+    step: dp_accounting.DpEvent, noise_multiplier: float, iterations: int
+) -> dp_accounting.DpEvent:
+    iterations = _validate.nonnegative_integer(
+        iterations=iterations, fix="Use the number of updates."
+    )
+    if iterations == 0:
+        return dp_accounting.NoOpDpEvent()
+    if noise_multiplier == 0:
+        return dp_accounting.NonPrivateDpEvent()
+    return dp_accounting.SelfComposedDpEvent(step, iterations)
+
+
+def _check(**values: Any) -> list[Any]:
+    """The values as Python numbers; raises ValueError for one out of range."""
+    return [
+        _CHECKS[name][0](**{name: x}, fix=_CHECKS[name][1])
+        for name, x in values.items()
+    ]

@@ -1,0 +1,144 @@
+"""Engines of a loss that is multiplied by a scale, as engines of the loss itself."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _validate, loss_scaling
+from dpmp._typing import PyTree
+from dpmp.engines._interface import GradEngine, PerExampleGrads
+from dpmp.numerics._float_sums import SquaredNorm
+from dpmp.numerics._stored import at_least_float32
+
+# Leaves room for the product with a power of two.
+_LARGEST_COEFFICIENT = 2.0**100
+
+
+def scaled(
+    loss_fn: Callable[..., tuple[jax.Array, PyTree]], loss_scale: loss_scaling.LossScale
+) -> Callable[..., tuple[jax.Array, tuple[PyTree, jax.Array, jax.Array]]]:
+    """A loss of one example, scaled.
+
+    Args:
+      loss_fn: gives the loss and auxiliary outputs.
+      loss_scale: a power of two, or a function from the loss to one.
+
+    Returns:
+      A function that gives the scaled loss, in float32 or wider, and (auxiliary
+      outputs, loss, scale).
+    """
+
+    @functools.wraps(loss_fn)
+    def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        value, aux = loss_fn(*args, **kwargs)
+        value = jnp.asarray(value)
+        wide = value.astype(at_least_float32(value.dtype))
+        constant = jax.lax.stop_gradient(value)
+        if isinstance(loss_scale, float | int):  # `check` has seen it
+            factor = scale = jnp.asarray(loss_scale, wide.dtype)
+        else:
+            scale = loss_scale(constant) if callable(loss_scale) else loss_scale
+            scale = _to_power_of_two(scale)
+            factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)
+        return wide * factor, (aux, value, scale)
+
+    return scaled_loss_fn
+
+
+def _to_power_of_two(scale: Any) -> jax.Array:
+    """The scale that is used: float32, from 2^-40 to 2^40, or NaN for what is no scale.
+
+    Integer operations on the bits of the float: a float comparison may take subnormal
+    numbers for zero in one place and not in another.
+    """
+    scale = jnp.asarray(scale)
+    _validate.require(
+        scale.shape == () and jnp.issubdtype(scale.dtype, jnp.number),
+        "the loss_scale of an example must be one number",
+        shape=scale.shape,
+        dtype=scale.dtype.name,
+        fix="Return a scalar from the function, as dpmp.loss_scaling.by_loss() does.",
+    )
+    bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
+    exponent = bits >> 23  # with the sign above it: negative for negative numbers
+    is_scale = (exponent >= 0) & (exponent < 255)
+    largest = int(math.log2(loss_scaling.LARGEST))
+    exponent = jnp.clip(exponent, 127 - largest, 127 + largest)
+    power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.where(is_scale, power, jnp.nan)
+
+
+def unscaled(engine: GradEngine) -> GradEngine:
+    """An engine of a scaled loss, as one of the loss itself."""
+
+    def run(*args: Any, **kwargs: Any) -> UnscaledGrads:
+        return UnscaledGrads(engine(*args, **kwargs))
+
+    return run
+
+
+@dataclass(frozen=True)
+class UnscaledGrads:
+    """`PerExampleGrads` of a loss, from those of the scaled one.
+
+    Attributes:
+      grads: of the scaled loss.
+    """
+
+    grads: PerExampleGrads
+
+    @property
+    def values(self) -> jax.Array:
+        """The losses, (B,)."""
+        return self.grads.aux[1]
+
+    @property
+    def aux(self) -> PyTree:
+        """The auxiliary outputs of the loss."""
+        return self.grads.aux[0]
+
+    @property
+    def scales(self) -> jax.Array:
+        """(B,), NaN for examples that have none and are to contribute zero."""
+        return self.grads.aux[2]
+
+    def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
+        """See `PerExampleGrads`."""
+        return list(map(self._unscale, self.grads.squared_norms(prefix)))
+
+    def _unscale(self, norm: SquaredNorm) -> SquaredNorm:
+        # Divided by NaN, norms are NaN: such an example is selected away.
+        def divide(x: jax.Array) -> jax.Array:
+            scales = self.scales.astype(x.dtype)
+            return x / scales / scales
+
+        # What underflowed is added here, before a small scale enlarges it.
+        bound = norm.value if norm.bound is None else norm.bound
+        bound = divide(bound + norm.underflow)
+        return norm._replace(value=divide(norm.value), bound=bound)
+
+    def weighted_sum(
+        self,
+        clip_coefs: list[jax.Array],
+        keep: jax.Array,
+        prefix: Any,
+        accumulator: Any,
+    ) -> PyTree:
+        """See `PerExampleGrads`."""
+        coefs = [_limit(c / self.scales.astype(c.dtype)) for c in clip_coefs]
+        return self.grads.weighted_sum(coefs, keep, prefix, accumulator)
+
+
+def _limit(coefs: jax.Array) -> jax.Array:
+    """Coefficients that are safe to multiply with; smaller ones always clip as well.
+
+    Infinity times zero would be NaN, and a coefficient below the normal numbers may be
+    rounded up by half of itself.
+    """
+    coefs = jnp.minimum(coefs, _LARGEST_COEFFICIENT)
+    return jnp.where(coefs < 2.0**-126, jnp.zeros_like(coefs), coefs)

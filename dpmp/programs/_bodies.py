@@ -1,0 +1,210 @@
+"""Programs inside of a program: calls, loops, branches, rematerialised parts."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.extend.core
+import jax.numpy as jnp
+
+from dpmp.programs._interpreter import CALLS, bind, callee, inline, is_literal
+
+_REMATERIALISED = ("remat2", "checkpoint", "remat")
+_BODIES = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    **dict.fromkeys(_REMATERIALISED, ("jaxpr",)),
+}
+
+
+class Loop(NamedTuple):
+    """A scan: its body takes constants, then the carry, then a slice of the rest.
+
+    Attributes:
+      body: closed jaxpr.
+      num_consts: how many operands every iteration sees as they are.
+      num_carry: how many are carried on.
+      options: of `jax.lax.scan`.
+    """
+
+    body: Any
+    num_consts: int
+    num_carry: int
+    options: dict[str, Any]
+
+
+class SubProgram(NamedTuple):
+    """A program that an equation runs.
+
+    Attributes:
+      jaxpr: of the program.
+      invars: for each of its arguments the equation's operand, or None if unknown.
+      num_consts: how many of the arguments every iteration sees as they are.
+      num_carry: how many, after these, are carried on; 0 for what is no loop.
+      length: the number of iterations, or None if it depends on data.
+      has_results: whether its results are those of the equation.
+    """
+
+    jaxpr: Any
+    invars: Sequence[Any]
+    num_consts: int = 0
+    num_carry: int = 0
+    length: int | None = 1
+    has_results: bool = True
+
+
+def has_body(eqn: Any) -> bool:
+    """Whether an equation runs programs of its own: a loop, a branch, a custom rule."""
+    return any(
+        callable(part) or hasattr(part, "eqns") or hasattr(part, "jaxpr")
+        for value in eqn.params.values()
+        for part in (value if isinstance(value, tuple) else (value,))
+        if not isinstance(part, type)
+    )
+
+
+def as_loop(eqn: Any) -> Loop | None:
+    """The parts of a scan; None for other equations."""
+    if eqn.primitive.name != "scan":
+        return None
+    params = eqn.params
+    num_consts, num_carry = _counts_of_scan(params)
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    return Loop(inline(params["jaxpr"]), num_consts, num_carry, options)
+
+
+def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:
+    """The closed body of a `jax.checkpoint`, and the wrapper to apply again."""
+    if eqn.primitive.name not in _REMATERIALISED:
+        return None
+    body = jax.extend.core.ClosedJaxpr(eqn.params["jaxpr"], ())
+    wrap = functools.partial(
+        jax.checkpoint,
+        policy=eqn.params["policy"],
+        prevent_cse=eqn.params["prevent_cse"],
+    )
+    return inline(body), wrap
+
+
+def sub_programs(eqn: Any) -> list[SubProgram]:
+    """The programs that an equation runs, as they are: nothing is traced again."""
+    params, operands = eqn.params, list(eqn.invars)
+    if eqn.primitive.name == "scan":
+        jaxpr, counts = params["jaxpr"].jaxpr, _counts_of_scan(params)
+        return [SubProgram(jaxpr, operands, *counts, params["length"])]
+    if eqn.primitive.name == "while":
+        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+        carry = operands[num_cond + num_body :]
+        cond = SubProgram(
+            params["cond_jaxpr"].jaxpr,
+            operands[:num_cond] + carry,
+            num_cond,
+            len(carry),
+            None,
+            has_results=False,
+        )
+        body = params["body_jaxpr"].jaxpr
+        rest = operands[num_cond:]
+        return [cond, SubProgram(body, rest, num_body, len(carry), None)]
+    given = operands[1:] if eqn.primitive.name == "cond" else operands
+    return [_called(jaxpr, given, eqn) for jaxpr in _jaxprs_in(params)]
+
+
+def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # jax 0.12
+    return len(list(consts)), len(list(carry))
+
+
+def _jaxprs_in(params: dict[str, Any]) -> list[Any]:
+    parts = [
+        part
+        for value in params.values()
+        for part in (value if isinstance(value, tuple | list) else (value,))
+    ]
+    jaxprs = [getattr(part, "jaxpr", part) for part in parts]
+    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
+
+
+def _called(jaxpr: Any, operands: Sequence[Any], eqn: Any) -> SubProgram:
+    fits = len(jaxpr.invars) == len(operands)
+    has_results = len(jaxpr.outvars) == len(eqn.outvars)
+    invars = operands if fits else [None] * len(jaxpr.invars)
+    return SubProgram(jaxpr, invars, has_results=has_results)
+
+
+def bind_bodies(
+    eqn: Any,
+    values: Sequence[Any],
+    run_body: Callable[[Any, Sequence[Any]], list[Any]],
+) -> list[Any]:
+    """Evaluates an equation, running calls, loops and branches in another way.
+
+    Args:
+      eqn: any equation.
+      values: of its operands, in the dtypes that they have in the program.
+      run_body: `run_body(closed, values)` gives the outputs of a closed jaxpr, of the
+        shapes and dtypes that they have in it.
+    """
+    if eqn.primitive.name in CALLS:
+        return run_body(callee(eqn), values)
+    if eqn.primitive.name not in _BODIES:
+        return bind(eqn, values)
+    if eqn.primitive.name == "scan" and _stacks_anything_twice(eqn):
+        return _stack_once(eqn, values, run_body)
+
+    def rewritten(body: Any) -> Any:
+        is_closed = isinstance(body, jax.extend.core.ClosedJaxpr)
+        closed = body if is_closed else jax.extend.core.ClosedJaxpr(body, ())
+        new = jax.make_jaxpr(lambda *xs: run_body(closed, xs))(*closed.in_avals)
+        if new.consts:  # there is no place for them
+            return body
+        return new if is_closed else new.jaxpr
+
+    bodies = {name: eqn.params[name] for name in _BODIES[eqn.primitive.name]}
+    return bind(eqn, values, **jax.tree.map(rewritten, bodies))
+
+
+def _stacks_anything_twice(eqn: Any) -> bool:
+    """Whether a scan gives the same values more than once, each with their own copy."""
+    variables = [v for v in eqn.params["jaxpr"].jaxpr.outvars if not is_literal(v)]
+    return len(set(variables)) < len(variables)
+
+
+def _stack_once(
+    eqn: Any,
+    values: Sequence[Any],
+    run_body: Callable[[Any, Sequence[Any]], list[Any]],
+) -> list[Any]:
+    """A scan with one stack for outputs that are the same."""
+    loop = as_loop(eqn)
+    assert loop is not None
+    values = [
+        x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
+        for x, aval in zip(values, loop.body.in_avals, strict=True)
+    ]
+    consts = values[: loop.num_consts]
+    carry = values[loop.num_consts : loop.num_consts + loop.num_carry]
+    stacked = loop.body.jaxpr.outvars[loop.num_carry :]
+    places = {atom: i for i, atom in reversed([*enumerate(map(_name_of, stacked))])}
+    kept = sorted(places.values())
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = run_body(loop.body, [*consts, *carry, *xs])
+        ys = outputs[loop.num_carry :]
+        return outputs[: loop.num_carry], [ys[i] for i in kept]
+
+    xs = values[loop.num_consts + loop.num_carry :]
+    carry, ys = jax.lax.scan(body, carry, xs, **loop.options)
+    by_place = dict(zip(kept, ys, strict=True))
+    return [*carry, *(by_place[places[_name_of(atom)]] for atom in stacked)]
+
+
+def _name_of(atom: Any) -> Any:
+    """What two outputs have in common if they are the same."""
+    return id(atom) if is_literal(atom) else atom
