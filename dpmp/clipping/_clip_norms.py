@@ -22,7 +22,8 @@ import numpy as np
 from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
-from dpmp.numerics._float_sums import UNIT_ROUNDOFF, SquaredNorm
+from dpmp.numerics._float_sums import UNIT_ROUNDOFF
+from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
 
 # Three roundings in the module's formula, one where a float64 term is rounded to a

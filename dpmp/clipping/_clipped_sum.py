@@ -15,9 +15,8 @@ from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.engines import _signature
 from dpmp.engines._interface import GradEngine
-from dpmp.numerics._bounded import BoundedGrid
-from dpmp.numerics._float_sums import Accumulator, DoubleWord
-from dpmp.numerics._grid import Grid
+from dpmp.numerics._arithmetic import Arithmetic
+from dpmp.numerics._sums import is_sum
 
 
 class Outputs(NamedTuple):
@@ -43,7 +42,7 @@ class ClippedSum:
     Attributes:
       engine: gives the per-example gradients of a microbatch.
       clip_norms: what they are clipped to.
-      accumulator: the arithmetic of the sum.
+      arithmetic: of the sum, for these clip norms.
       batch_argnums: the arguments with an example axis.
       prng_argnum: the argument that is a key to be split over the examples.
       microbatch_size: how many examples the engine sees at a time, or None for all.
@@ -54,7 +53,7 @@ class ClippedSum:
 
     engine: GradEngine
     clip_norms: ClipNorms
-    accumulator: Accumulator | Grid | BoundedGrid
+    arithmetic: Arithmetic
     batch_argnums: tuple[int, ...]
     prng_argnum: int | None
     microbatch_size: int | None
@@ -81,9 +80,9 @@ class ClippedSum:
         is_padding_example: jax.Array | None,
     ) -> tuple[PyTree, Outputs]:
         """The sum, and what is known of each example."""
-        self.accumulator.check_mode()
+        self.arithmetic.check_mode()
         if math.isfinite(self.l2_norm_bound):
-            self.accumulator.check_not_mapped()
+            self.arithmetic.check_not_mapped()
         batch_size = self._check_batch(args, is_padding_example)
         examples = {i: args[i] for i in self.batch_argnums}
         if self.prng_argnum is not None:
@@ -101,7 +100,7 @@ class ClippedSum:
             largest = self.largest_microbatch(*call_args(examples), **kwargs)
             size = largest_divisor(batch_size, largest)
         if math.isfinite(self.clip_norms.l2_norm_bound):
-            self.accumulator.check_batch(batch_size, size)
+            self.arithmetic.check_batch(batch_size, size)
 
         if batch_size == 0:
             total, outputs = self._empty(one_microbatch, examples)
@@ -111,7 +110,7 @@ class ClippedSum:
             total, outputs = self._scan(
                 one_microbatch, examples, is_padding_example, size
             )
-        return self.accumulator.finish(total), outputs
+        return self.arithmetic.finish(total), outputs
 
     def _one_microbatch(
         self,
@@ -122,7 +121,7 @@ class ClippedSum:
         grads = self.engine(*args, **kwargs)
         norms = grads.squared_norms(self.clip_norms.prefix)
         global_norm = _clip_norms.global_norm(norms)
-        targets = self.accumulator.targets(
+        targets = self.arithmetic.targets(
             self.clip_norms.targets, [norm.num_entries for norm in norms]
         )
         coefs = _clip_norms.coefficients(targets, norms)
@@ -130,7 +129,7 @@ class ClippedSum:
             coefs,
             keep_mask(global_norm, coefs, is_padding, self.nan_safe),
             self.clip_norms.prefix,
-            self.accumulator,
+            self.arithmetic,
         )
         is_clipped = _clip_norms.are_clipped(targets, coefs) & jnp.isfinite(global_norm)
         outputs = Outputs(grads.values, global_norm, is_clipped, grads.aux)
@@ -169,9 +168,7 @@ class ClippedSum:
         )
 
     def _add(self, a: PyTree, b: PyTree) -> PyTree:
-        return jax.tree.map(
-            self.accumulator.add, a, b, is_leaf=lambda x: isinstance(x, DoubleWord)
-        )
+        return jax.tree.map(self.arithmetic.add, a, b, is_leaf=is_sum)
 
     def _empty(
         self, one_microbatch: Callable[..., Any], examples: PyTree
@@ -252,7 +249,7 @@ def _zeros(shapes: PyTree) -> PyTree:
 
 def specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
     """Partition specs for the arrays of a sum: those of parameters, then replicated."""
-    leaves = jax.tree.leaves(total, is_leaf=lambda x: isinstance(x, DoubleWord))
+    leaves = jax.tree.leaves(total, is_leaf=is_sum)
     specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]
     return [
         spec

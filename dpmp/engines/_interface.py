@@ -6,7 +6,8 @@ from typing import Any, Protocol, TypeAlias
 import jax
 
 from dpmp._typing import PyTree
-from dpmp.numerics._float_sums import SquaredNorm
+from dpmp.numerics._arithmetic import Arithmetic
+from dpmp.numerics._squared_norms import SquaredNorm
 
 
 class PerExampleGrads(Protocol):
@@ -37,7 +38,7 @@ class PerExampleGrads(Protocol):
         clip_coefs: list[jax.Array],
         keep: jax.Array,
         prefix: Any,
-        accumulator: Any,
+        arithmetic: Arithmetic,
     ) -> PyTree:
         """The sum over examples of coefficient times gradient.
 
@@ -46,10 +47,10 @@ class PerExampleGrads(Protocol):
           keep: (B,) bool; an example that is not kept contributes exactly zero,
             by selection, whatever its gradient holds.
           prefix: tree structure of the clip norms.
-          accumulator: the arithmetic of the sum, see `dpmp.numerics._float_sums`.
+          arithmetic: of the sum.
 
         Returns:
-          The sum, in the accumulator's representation.
+          The sum, before `arithmetic.finish`.
         """
         ...
 

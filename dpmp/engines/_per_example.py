@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.engines._interface import GradEngine
-from dpmp.numerics import _float_sums, _packing, _reduction
-from dpmp.numerics._float_sums import Accumulator, SquaredNorm
-from dpmp.numerics._grid import Grid
+from dpmp.numerics import _packing, _reduction
+from dpmp.numerics._arithmetic import Arithmetic, GradientSums
+from dpmp.numerics._squared_norms import SquaredNorm, squared_norm
 from dpmp.numerics._stored import (
     StoredArray,
     compute_and_store,
@@ -42,7 +42,7 @@ class StackedGrads:
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
         """See `PerExampleGrads`."""
         return [
-            _float_sums.squared_norm(group.arrays) for group in self._groups(prefix)
+            squared_norm(group.arrays) for group in self._groups(prefix)
         ]
 
     def weighted_sum(
@@ -50,14 +50,15 @@ class StackedGrads:
         clip_coefs: list[jax.Array],
         keep: jax.Array,
         prefix: Any,
-        accumulator: Accumulator | Grid,
+        arithmetic: Arithmetic,
     ) -> PyTree:
         """See `PerExampleGrads`."""
+        sums_of = cast("GradientSums", arithmetic)  # `check_method` has seen to it
         groups = self._groups(prefix)
         # The same bits for whatever reads them, a check and a sum.
         coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
         counted = [
-            accumulator.admit(group.arrays, coef, keep, i)
+            sums_of.admit(group.arrays, coef, keep, i)
             for i, (group, coef) in enumerate(zip(groups, coefs, strict=True))
         ]
         masks = behind_a_branch(lambda: [_as_bits(x) for x in counted], counted)
@@ -70,14 +71,14 @@ class StackedGrads:
                 of_block = [rows_of_block(x, i, size) for x in (coef, mask)]
                 sums += [
                     _add_block(
-                        x.bits, *of_block, i, dtype=x.dtype, accumulator=accumulator
+                        x.bits, *of_block, i, dtype=x.dtype, arithmetic=sums_of
                     )
                     for x in group.arrays
                 ]
             return sums
 
         sums = iter(
-            _reduction.sum_examples(add_blocks, batch_size // size, add=accumulator.add)
+            _reduction.sum_examples(add_blocks, batch_size // size, add=sums_of.add)
         )
         return jax.tree.unflatten(
             prefix,
@@ -89,7 +90,7 @@ class StackedGrads:
 
 
 # Compiled as one: a program has it once for all arrays of one shape.
-@functools.partial(jax.jit, static_argnames=("dtype", "accumulator"))
+@functools.partial(jax.jit, static_argnames=("dtype", "arithmetic"))
 def _add_block(
     bits: jax.Array,
     coefs: list[jax.Array],
@@ -97,17 +98,17 @@ def _add_block(
     block: Any,
     *,
     dtype: Any,
-    accumulator: Accumulator | Grid,
+    arithmetic: GradientSums,
 ) -> PyTree:
     """The sum of a block of examples, for one array."""
 
     @jax.jit  # for all rows
     def term(row: jax.Array, coef: jax.Array, mask: jax.Array) -> jax.Array:
         zero = ~mask  # or anything, if nothing is selected
-        return _select(accumulator.contribution(to_float(row, dtype), coef, zero), mask)
+        return _select(arithmetic.contribution(to_float(row, dtype), coef, zero), mask)
 
     rows = rows_of_block(bits, block, len(coefs))
-    return accumulator.add_block(list(map(term, rows, coefs, masks)))
+    return arithmetic.add_block(list(map(term, rows, coefs, masks)))
 
 
 def _as_bits(is_selected: jax.Array) -> jax.Array:

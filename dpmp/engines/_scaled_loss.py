@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from dpmp import _validate, loss_scaling
 from dpmp._typing import PyTree
 from dpmp.engines._interface import GradEngine, PerExampleGrads
-from dpmp.numerics._float_sums import SquaredNorm
+from dpmp.numerics._arithmetic import Arithmetic
+from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
 
 # Leaves room for the product with a power of two.
@@ -127,11 +128,11 @@ class UnscaledGrads:
         clip_coefs: list[jax.Array],
         keep: jax.Array,
         prefix: Any,
-        accumulator: Any,
+        arithmetic: Arithmetic,
     ) -> PyTree:
         """See `PerExampleGrads`."""
         coefs = [_limit(c / self.scales.astype(c.dtype)) for c in clip_coefs]
-        return self.grads.weighted_sum(coefs, keep, prefix, accumulator)
+        return self.grads.weighted_sum(coefs, keep, prefix, arithmetic)
 
 
 def _limit(coefs: jax.Array) -> jax.Array:

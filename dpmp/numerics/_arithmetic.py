@@ -1,133 +1,247 @@
-"""Which arithmetic a sum of clipped gradients has, and which engine it goes with."""
+"""The arithmetic of a sum of clipped gradients: parsed once, by name, into an object.
 
-import dataclasses
-import math
-from typing import Any
+    arithmetic = parse("exact", method="per_example")
+
+How a sum is formed, and why its sensitivity holds, is nobody else's business: no other
+module compares these names, or asks what kind of object it has been given.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
 
 from dpmp import _validate
-from dpmp.numerics import _float_sums
-from dpmp.numerics._bounded import BoundedGrid
-from dpmp.numerics._float_sums import Accumulator
-from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, Grid
+from dpmp._typing import PyTree
+from dpmp.numerics._bounded import BoundedSums
+from dpmp.numerics._exact import ExactSums
+from dpmp.numerics._float_sums import FLOAT_SUMS, UNPROVED
+from dpmp.numerics._stored import StoredArray
 
-_METHODS = ("per_example", "book_keeping")
-_ON_GRIDS = ("exact", "bounded")
-
-# Float sums of book-keeping: whoever uses them says that nothing is proved.
-_UNPROVED = "unproved_"
+_ON_GRIDS = {"exact": ExactSums, "bounded": BoundedSums}
 
 
-def choose_arithmetic(method: str, name: str | None, dtype: Any) -> str | None:
-    """The arithmetic of `clipped_grad`: the one that is given, or what is proved."""
-    if method != "book_keeping" or name is not None:
-        return name
-    _validate.require(
-        dtype is None,
-        "book-keeping has no proved sums of a float dtype",
-        dtype=dtype,
-        fix='Leave dtype out for "bounded" sums, or say accumulator="unproved_float32" '
-        'or "unproved_float64", or use method="per_example".',
-    )
-    return "bounded"
+class Arithmetic(Protocol):
+    """How clipped gradients are added up; frozen and hashable."""
+
+    @property
+    def name(self) -> str:
+        """As users spell it."""
+        ...
+
+    @property
+    def resolution(self) -> int | None:
+        """How many units the largest contribution has; None where there is no grid."""
+        ...
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """What the sum takes."""
+        ...
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the sensitivity holds for the bits that are computed."""
+        ...
+
+    @property
+    def needs_clipping(self) -> bool:
+        """Whether there is no such sum for an infinite clip norm."""
+        ...
+
+    @property
+    def clips_by_bounds(self) -> bool:
+        """Whether an engine has to bound what it computes.
+
+        Such bounds need small microbatches, and hold if examples keep their places.
+        """
+        ...
+
+    @property
+    def assumption(self) -> str:
+        """A sentence for the statement on what is assumed; empty for nothing."""
+        ...
+
+    def check_method(self, method: str) -> None:
+        """Raises ValueError for a gradient engine that it does not go with."""
+        ...
+
+    def check_mode(self) -> None:
+        """Raises ValueError where jax would silently narrow the sum."""
+        ...
+
+    def check_not_mapped(self) -> None:
+        """Raises ValueError where sums of other devices must not be added to it."""
+        ...
+
+    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
+        """Raises ValueError for a batch whose sum is not covered."""
+        ...
+
+    def for_clip_norms(
+        self, bounds: Sequence[float], l2_norm_bound: float
+    ) -> "Arithmetic":
+        """The arithmetic of a sum.
+
+        Args:
+          bounds: the largest norm of each clipping group.
+          l2_norm_bound: the largest norm of all of them together.
+        """
+        ...
+
+    def targets(
+        self, targets: list[tuple[float, float]], num_entries: list[int]
+    ) -> list[tuple[float, float]]:
+        """What to clip to, with room for rounding.
+
+        Args:
+          targets: for each group the largest norm, and the largest coefficient.
+          num_entries: of each group.
+
+        Returns:
+          The same, for contributions to the sum.
+        """
+        ...
+
+    def add(self, a: PyTree, b: PyTree) -> PyTree:
+        """The sum of two sums."""
+        ...
+
+    def finish(self, total: PyTree) -> PyTree:
+        """A tree of sums as users get it."""
+        ...
+
+    def wanted_resolution(self, num_parameters: int) -> float | None:
+        """How fine a grid should be; None where there is none."""
+        ...
+
+    def share_lost(self, num_parameters: int, resolution: int) -> float:
+        """The share of the clip norm that rounding to a grid takes."""
+        ...
+
+    def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
+        """Sentences for the statement on how sums are formed."""
+        ...
 
 
-def default_arithmetic(method: str) -> str:
-    """The arithmetic of `DPSGD` for a gradient engine."""
-    return "bounded" if method == "book_keeping" else "exact"
+class GradientSums(Arithmetic, Protocol):
+    """An arithmetic for engines that form gradients."""
+
+    def admit(
+        self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
+    ) -> jax.Array:
+        """Which examples contribute, (B,) bool, where gradients are formed.
+
+        Args:
+          stack: the arrays of a clipping group, (B, n).
+          coef: (B,) coefficients.
+          keep: (B,) bool.
+          group: the number of the group.
+        """
+        ...
+
+    def contribution(
+        self, row: jax.Array, coef: jax.Array, zero: jax.Array
+    ) -> jax.Array:
+        """What an example adds to the sum, (n,), from its gradient and coefficient.
+
+        Args:
+          row: (n,), float32 or wider.
+          coef: a number.
+          zero: an int32 that the compiler does not know to be zero.
+        """
+        ...
+
+    def add_block(self, terms: list[jax.Array]) -> PyTree:
+        """The sum of a few contributions."""
+        ...
 
 
-def float_arithmetic(method: str) -> str:
-    """Where nothing is to be private."""
-    return f"{_UNPROVED}float32" if method == "book_keeping" else "float32"
+class PartialSums(Arithmetic, Protocol):
+    """An arithmetic for engines that form the sums of microbatches, in floats."""
+
+    def lift(self, total: jax.Array) -> PyTree:
+        """The sum of a microbatch, where an engine has formed it in floats."""
+        ...
 
 
-def float_accumulator(name: str | None, dtype: Any = None) -> Accumulator:
-    """The accumulator for the name of a float arithmetic, proved or not."""
-    proved = name and name.removeprefix(_UNPROVED)
-    accumulator = _float_sums.get_accumulator(proved, dtype)
-    return dataclasses.replace(accumulator, name=name or accumulator.name)
-
-
-def check_method(
-    method: str, accumulator: str | None, pre_clipping_transform: Any = None
-) -> None:
-    """Raises ValueError for an engine that cannot do what is asked for."""
-    _validate.require(
-        method in _METHODS,
-        f"method must be one of {list(_METHODS)}",
-        method=method,
-        fix='Use "book_keeping" for speed, "per_example" for exact sums.',
-    )
-    is_book_keeping = method == "book_keeping"
-    _validate.require(
-        accumulator != "exact" or not is_book_keeping,
-        "exact sums need gradients that are there to be rounded and checked",
-        method=method,
-        accumulator=accumulator,
-        fix='Use "bounded" in its place (in DPSGD: arithmetic="bounded"), or '
-        'method="per_example".',
-    )
-    _validate.require(
-        not is_book_keeping
-        or accumulator == "bounded"
-        or str(accumulator).startswith(_UNPROVED),
-        "the sensitivity of float sums is not proved in book-keeping",
-        method=method,
-        accumulator=accumulator,
-        fix='Use "bounded", which is, or method="per_example"; or say that you know: '
-        f'"{_UNPROVED}float32", "{_UNPROVED}float32x2" or "{_UNPROVED}float64".',
-    )
-    _validate.require(
-        is_book_keeping or not str(accumulator).startswith(_UNPROVED),
-        "float sums of gradients that are formed are proved",
-        method=method,
-        accumulator=accumulator,
-        fix=f'Use the name without "{_UNPROVED}", or method="book_keeping".',
-    )
-    _validate.require(
-        accumulator != "bounded" or is_book_keeping,
-        '"bounded" sums are for gradients that are never formed',
-        method=method,
-        accumulator=accumulator,
-        fix='Use "exact", or method="book_keeping".',
-    )
-    _validate.require(
-        pre_clipping_transform is None or not is_book_keeping,
-        "pre_clipping_transform needs gradients that are there to be transformed",
-        method=method,
-        fix='Use method="per_example", or make it a part of the loss.',
-    )
-
-
-def get_arithmetic(
+def parse(
     name: str | None,
     *,
-    dtype: Any,
-    resolution: int | None,
-    bounds: list[float],
-    l2_norm_bound: float,
-    nan_safe: bool,
-) -> Accumulator | Grid | BoundedGrid:
-    """The arithmetic of sums; see `clipped_grad` for the arguments.
+    method: str = "per_example",
+    dtype: Any = None,
+    resolution: int | None = None,
+) -> Arithmetic:
+    """The arithmetic of `clipped_grad`; see there for the arguments.
 
     Raises:
-      ValueError: for arguments that do not go together, or are out of range.
+      ValueError: for an unknown name, for a dtype narrower than float32, for arguments
+        that do not go together, and for float64 without 64-bit mode.
     """
+    if name is None:
+        name = _name_for_dtype(dtype, method)
+    names = [*_ON_GRIDS, *sorted(FLOAT_SUMS)]
+    _validate.require(
+        name in names,
+        f"arithmetic must be one of {names}",
+        arithmetic=name,
+        fix="Use one of these names.",
+    )
     is_on_grid = name in _ON_GRIDS
     _validate.require(
         dtype is None if is_on_grid else resolution is None,
         'dtype goes with float sums, and resolution with "exact" and "bounded"',
-        accumulator=name,
+        arithmetic=name,
         dtype=dtype,
         resolution=resolution,
         fix="Leave out the other one.",
     )
-    if not is_on_grid:
-        return float_accumulator(name, dtype)
-    default = DEFAULT_RESOLUTION if name == "exact" else LARGEST_RESOLUTION
-    grid = Grid.from_bounds(
-        bounds,
-        l2_norm_bound if nan_safe else math.inf,
-        default if resolution is None else resolution,
+    if is_on_grid:
+        given = {} if resolution is None else {"resolution": resolution}
+        arithmetic = _ON_GRIDS[name](**given)
+    else:
+        arithmetic = FLOAT_SUMS[name]
+        _validate.require(
+            dtype is None or np.dtype(dtype) == arithmetic.dtype,
+            "dtype and arithmetic must name the same sums",
+            dtype=None if dtype is None else np.dtype(dtype).name,
+            arithmetic=name,
+            fix="Leave out one of the two: rounding a wide sum to float32 before the "
+            "noise is added would undo it.",
+        )
+    arithmetic.check_method(method)
+    arithmetic.check_mode()
+    return arithmetic
+
+
+def _name_for_dtype(dtype: Any, method: str) -> str:
+    if method == "book_keeping":
+        _validate.require(
+            dtype is None,
+            "book-keeping has no proved sums of a float dtype",
+            dtype=dtype,
+            fix='Leave dtype out for "bounded" sums, or say '
+            f'arithmetic="{UNPROVED}float32" or "{UNPROVED}float64", or use '
+            'method="per_example".',
+        )
+        return "bounded"
+    name = "float32" if dtype is None else np.dtype(dtype).name
+    _validate.require(
+        name in ("float32", "float64"),
+        "dtype must be float32 or float64",
+        dtype=name,
+        fix="Leave dtype out: half-precision norms and sums break the clipping bound, "
+        "and only the model's own arithmetic may be narrower.",
     )
-    return grid if name == "exact" else BoundedGrid(grid)
+    return name
+
+
+def default_name(method: str) -> str:
+    """The arithmetic of `DPSGD`, unless another one is asked for."""
+    return "bounded" if method == "book_keeping" else "exact"
+
+
+def name_without_privacy(method: str) -> str:
+    """The arithmetic where nothing is clipped."""
+    return f"{UNPROVED}float32" if method == "book_keeping" else "float32"

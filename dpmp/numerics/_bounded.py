@@ -80,7 +80,8 @@ References:
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
-from dpmp.numerics._grid import Grid
+from dpmp.numerics._grid import LARGEST_RESOLUTION, Grid
 
 # The share of the clip norm that is set aside for the rounding of sums.
 SLACK = 2.0**-6
@@ -200,18 +201,50 @@ def _gamma(num_roundings: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundedGrid:
-    """Sums on a grid, of microbatches that were summed in floats; see above.
+class BoundedSums:
+    """The arithmetic of bounded sums; an `Arithmetic`.
+
+    Microbatches are summed in floats, rounded to a grid, and added up in integers.
 
     Attributes:
-      grid: which, with radii that are the clip norms.
+      resolution: how many units of the grid the largest contribution has.
+      grid: that of the sum, once the clip norms are known.
     """
 
-    grid: Grid
+    resolution: int = LARGEST_RESOLUTION
+    grid: Grid = Grid.UNKNOWN
+
+    name: ClassVar[str] = "bounded"
+    bytes_per_entry: ClassVar[int] = 4
+    is_proved: ClassVar[bool] = True
+    needs_clipping: ClassVar[bool] = True
+    clips_by_bounds: ClassVar[bool] = True
+    assumption: ClassVar[str] = (
+        "It is assumed that other examples keep their places in the batch, and that "
+        "the device adds in the same order every time."
+    )
+
+    def check_method(self, method: str) -> None:
+        """See `Arithmetic`."""
+        _validate.require(
+            method == "book_keeping",
+            '"bounded" sums are for gradients that are never formed',
+            method=method,
+            arithmetic=self.name,
+            fix='Use "exact", or method="book_keeping".',
+        )
+
+    def for_clip_norms(
+        self, bounds: Sequence[float], l2_norm_bound: float
+    ) -> "BoundedSums":
+        """See `Arithmetic`."""
+        grid = Grid.from_bounds(bounds, l2_norm_bound, self.resolution)
+        return dataclasses.replace(self, grid=grid)
 
     def check_batch(self, batch_size: int, microbatch_size: int) -> None:
         """Warns of sums that can wrap around."""
-        self.grid.check_batch(batch_size, microbatch_size)
+        del microbatch_size
+        self.grid.warn_of_overflow(batch_size)
 
     def check_mode(self) -> None:
         """No 64-bit mode is needed."""
@@ -230,7 +263,7 @@ class BoundedGrid:
             room = (1 + 2.0**-10) * math.sqrt(size)
             self.grid.check_loss(radius - room, radius, size, bound)
             largest = max(radius - room, 0) / (1 + SLACK)
-            scaled.append((largest, cap / self.grid.unit if self.grid.unit else 0.0))
+            scaled.append((largest, self.grid.in_units(cap)))
         return scaled
 
     def lift(self, total: jax.Array) -> jax.Array:
@@ -239,11 +272,32 @@ class BoundedGrid:
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The sum of two parts of a batch."""
-        return self.grid.add(a, b)
+        return a + b
 
-    def finish(self, total: PyTree) -> Any:
+    def finish(self, total: PyTree) -> PyTree:
         """A tree of sums, with the unit that they are counted in."""
         return self.grid.finish(total)
+
+    def wanted_resolution(self, num_parameters: int) -> float:
+        """See `Arithmetic`."""
+        return 400 * math.sqrt(num_parameters)
+
+    def share_lost(self, num_parameters: int, resolution: int) -> float:
+        """See `Arithmetic`; what `targets` takes."""
+        return math.sqrt(num_parameters) / resolution
+
+    def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
+        """See `Arithmetic`."""
+        examples = "as many examples as that allows, chosen from shapes alone"
+        if microbatch_size is not None:
+            examples = f"{microbatch_size} examples"
+        return (
+            f"gradients are never formed; they are clipped by bounds on their norms "
+            f"that include rounding, in microbatches whose sums may err by {SLACK:.2%} "
+            f"of the clip norm, which is lowered by that (of {examples}). The sums are "
+            f"rounded to a grid on which the largest contribution has {resolution} "
+            f"units, and added up in integers."
+        )
 
 
 @jax.jit  # a program has it once for all arrays of one shape

@@ -4,11 +4,12 @@ What rounding can do to a sum follows from the order of its additions, which
 `numerics/_reduction.py` fixes.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,42 +17,33 @@ import numpy as np
 
 from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
-from dpmp.numerics import _reduction
+from dpmp.numerics import _double_words, _reduction
 from dpmp.numerics._stored import StoredArray
 
 UNIT_ROUNDOFF = 2.0**-24
 
-_SMALLEST_NORMAL = 2.0**-126
-
-
-class DoubleWord(NamedTuple):
-    """An unevaluated sum `hi + lo` of two float32 arrays, about 48 bits wide.
-
-    It is what `clipped_grad(..., accumulator="float32x2")` returns for each leaf.
-    Add the noise before rounding to float32 (`dpmp.noise_addition` does): rounded
-    alone, the sum loses what the second word was for. Do not add two of them (`psum`
-    would add high and low words apart): nothing covers what that rounds.
-    """
-
-    hi: jax.Array
-    lo: jax.Array
+# Float sums of book-keeping: whoever uses them says that nothing is proved.
+UNPROVED = "unproved_"
 
 
 @dataclass(frozen=True)
-class Accumulator:
-    """The arithmetic in which clipped gradients are summed over a batch.
+class FloatSums:
+    """The arithmetic of float sums; an `Arithmetic`.
 
     Attributes:
       name: as users spell it.
-      dtype: of the output (of both words for "float32x2").
-      lift: from float32 or wider terms to the accumulator's representation.
-      add: the sum of two values in that representation.
-      add_block: the sum of a few contributions, float32 or wider, in that
-        representation.
+      dtype: of the sum (of both words for "float32x2").
+      lift: from float32 or wider terms to a sum of one term.
+      add: the sum of two sums.
+      add_block: the sum of a few contributions, which are float32 or wider.
       unit_roundoff: bound on the relative error of one `add`.
       slack: the share of the clip norm that is set aside for rounding. It is the same
         for all batches: if it depended on their size, one example more would rescale
         all others.
+      bytes_per_entry: what the sum takes.
+      is_proved: whether the slack covers everything that rounds. It does where the
+        gradients are formed; where they are not, nothing counts what rounds within a
+        microbatch.
     """
 
     name: str
@@ -61,6 +53,38 @@ class Accumulator:
     add_block: Callable[[list[jax.Array]], PyTree]
     unit_roundoff: float
     slack: float
+    bytes_per_entry: int
+    is_proved: bool = True
+
+    resolution: ClassVar[None] = None
+    needs_clipping: ClassVar[bool] = False
+    clips_by_bounds: ClassVar[bool] = False
+
+    def check_method(self, method: str) -> None:
+        """See `Arithmetic`."""
+        is_book_keeping = method == "book_keeping"
+        _validate.require(
+            not (is_book_keeping and self.is_proved),
+            "the sensitivity of float sums is not proved in book-keeping",
+            method=method,
+            arithmetic=self.name,
+            fix='Use "bounded", which is, or method="per_example"; or say that you '
+            f'know: "{UNPROVED}float32", "{UNPROVED}float32x2" or "{UNPROVED}float64".',
+        )
+        _validate.require(
+            is_book_keeping or self.is_proved,
+            "float sums of gradients that are formed are proved",
+            method=method,
+            arithmetic=self.name,
+            fix=f'Use the name without "{UNPROVED}", or method="book_keeping".',
+        )
+
+    def for_clip_norms(
+        self, bounds: Sequence[float], l2_norm_bound: float
+    ) -> "FloatSums":
+        """See `Arithmetic`."""
+        del bounds, l2_norm_bound
+        return self
 
     def check_batch(self, batch_size: int, microbatch_size: int) -> None:
         """Raises ValueError for a sum whose rounding is not covered."""
@@ -71,13 +95,12 @@ class Accumulator:
             cost=f"{slack:.2g}",
             batch_size=batch_size,
             microbatch_size=microbatch_size,
-            accumulator=self.name,
-            fix='Use accumulator="float32x2" (in DPSGD: arithmetic="float32x2"), or '
-            "larger microbatches.",
+            arithmetic=self.name,
+            fix='Use arithmetic="float32x2", or larger microbatches.',
         )
 
     def check_mode(self) -> None:
-        """Raises ValueError where jax would silently narrow this accumulator."""
+        """Raises ValueError where jax would silently narrow these sums."""
         _validate.check_x64(self.dtype, "float64 sums")
 
     def check_not_mapped(self) -> None:
@@ -109,50 +132,42 @@ class Accumulator:
         """The sum as users get it."""
         return total
 
+    def wanted_resolution(self, num_parameters: int) -> None:
+        """Floats have no grid."""
+        del num_parameters
 
-def get_accumulator(name: str | None, dtype: Any = None) -> Accumulator:
-    """The accumulator for a name and an output dtype; either may be None.
+    def share_lost(self, num_parameters: int, resolution: int) -> float:
+        """Rounding to a grid costs nothing where there is none."""
+        del num_parameters, resolution
+        return 0.0
 
-    Raises:
-      ValueError: for an unknown name, for a dtype narrower than float32, for two
-        that contradict each other, and for float64 without 64-bit mode.
-    """
-    if name is None:
-        name = _name_for_dtype(dtype)
-    _validate.require(
-        name in _ACCUMULATORS,
-        f"accumulator must be one of {['exact', *sorted(_ACCUMULATORS)]}",
-        accumulator=name,
-        fix="Use one of these names.",
-    )
-    accumulator = _ACCUMULATORS[name]
-    _validate.require(
-        dtype is None or np.dtype(dtype) == accumulator.dtype,
-        "dtype and accumulator must name the same arithmetic",
-        dtype=None if dtype is None else np.dtype(dtype).name,
-        accumulator=name,
-        fix="Leave out one of the two: rounding a wide sum to float32 before the "
-        "noise is added would undo it.",
-    )
-    accumulator.check_mode()
-    return accumulator
+    def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
+        """See `Arithmetic`."""
+        del resolution, microbatch_size
+        lowered = (
+            f"norms in float32 or wider; sums in {self.name}. The clip norm is lowered "
+            f"by what rounding can add ({self.slack:.2g} of it for the sum)"
+        )
+        on_a_grid = "Sums are put on a grid, and the noise is wider by what that costs."
+        if self.is_proved:
+            return (
+                f"{lowered}, so that the sensitivity holds for the computed floats. "
+                f"{on_a_grid}"
+            )
+        return (
+            f"{lowered}, as far as microbatches are added up. Within a microbatch, "
+            f"gradients are never formed, and the sensitivity of sums holds up to "
+            f"ordinary rounding, which is NOT PROVED; arithmetic='bounded' is. "
+            f"{on_a_grid}"
+        )
 
-
-def _name_for_dtype(dtype: Any) -> str:
-    name = "float32" if dtype is None else np.dtype(dtype).name
-    _validate.require(
-        name in ("float32", "float64"),
-        "dtype must be float32 or float64",
-        dtype=name,
-        fix="Leave dtype out: half-precision norms and sums break the clipping bound, "
-        "and only the model's own arithmetic may be narrower.",
-    )
-    return name
+    @property
+    def assumption(self) -> str:
+        """See `Arithmetic`."""
+        return ""
 
 
-def rounding_slack(
-    accumulator: Accumulator, batch_size: int, microbatch_size: int
-) -> float:
+def rounding_slack(sums: FloatSums, batch_size: int, microbatch_size: int) -> float:
     """How far rounding can move the sums of two neighbouring batches apart.
 
     In units of the largest contribution of one example. Every addition errs by at
@@ -165,103 +180,17 @@ def rounding_slack(
     running_sums = size * (num_microbatches * (num_microbatches + 1) / 2 - 1)
     error = num_microbatches * _reduction.summed_norms(size) + max(running_sums, 0)
     longest_path = _reduction.depth(size) + num_microbatches
-    u = accumulator.unit_roundoff
+    u = sums.unit_roundoff
     return 2 * u * error * (1 + u) ** longest_path
-
-
-class SquaredNorm(NamedTuple):
-    """Per-example squared norms of one clipping group, with their rounding error.
-
-    Attributes:
-      value: (B,) float32 or wider; the computed sums of squares.
-      roundings: the largest number of roundings on any path from an entry to
-        `value`: its square (if that is rounded) and the additions above it.
-      num_entries: how many squares were added up.
-      bound: (B,), what to clip by in place of `value`: an upper bound on the squared
-        norm of what is summed for a coefficient of 1, from an engine that has one.
-    """
-
-    value: jax.Array
-    roundings: int
-    num_entries: int
-    bound: jax.Array | None = None
-
-    @property
-    def underflow(self) -> float:
-        """What flushing tiny squares to zero can have taken from `value`."""
-        return max(self.num_entries, 1) * _SMALLEST_NORMAL
-
-
-def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
-    """Per-example squared norms over at least one array."""
-    value, depth = _reduction.sum_entries(stack, _square, jnp.add)
-    # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
-    rounded_square = any(x.dtype.itemsize > 2 for x in stack)
-    return SquaredNorm(
-        value, depth + rounded_square, sum(x.bits.shape[1] for x in stack)
-    )
-
-
-def _square(rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
-    del start, operands
-    return jnp.square(rows)
-
-
-def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rounded sum and its exact error (Knuth)."""
-    s = a + b
-    b_part = s - a
-    return s, (a - (s - b_part)) + (b - b_part)
-
-
-def _fast_two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same for |a| >= |b| (Dekker)."""
-    s = a + b
-    return s, b - (s - a)
-
-
-def add_double_words(x: DoubleWord, y: DoubleWord) -> DoubleWord:
-    """AccurateDWPlusDW, relative error below 3 u^2 + 13 u^3.
-
-    References:
-      [Joldes, Muller, Popescu: Tight and rigorous error bounds for basic building
-      blocks of double-word arithmetic, algorithm 6](https://doi.org/10.1145/3121432)
-    """
-    s, s_error = two_sum(x.hi, y.hi)
-    t, t_error = two_sum(x.lo, y.lo)
-    s, s_error = _fast_two_sum(s, s_error + t)
-    return DoubleWord(*_fast_two_sum(s, s_error + t_error))
-
-
-def _lift_to_double_word(x: jax.Array) -> DoubleWord:
-    x = x.astype(jnp.float32)
-    return DoubleWord(x, jnp.zeros_like(x))
-
-
-def add_float(x: DoubleWord, y: jax.Array) -> DoubleWord:
-    """DWPlusFP, relative error at most 2 u^2: algorithm 4 of the same."""
-    s, s_error = two_sum(x.hi, y)
-    return DoubleWord(*_fast_two_sum(s, x.lo + s_error))
-
-
-# Compiled as one: a program has them once for every shape.
-_add_double_words, _add_float = jax.jit(add_double_words), jax.jit(add_float)
-
-
-def _add_block_of_double_words(terms: list[jax.Array]) -> DoubleWord:
-    # One after another, eight terms have partial sums of 35 terms, at 2 u^2 each.
-    # Counted are 24 terms, as in a balanced tree, at twice that.
-    first, *others = (term.astype(jnp.float32) for term in terms)
-    return functools.reduce(_add_float, others, _lift_to_double_word(first))
 
 
 def _add_block_of_floats(dtype: Any, terms: list[jax.Array]) -> jax.Array:
     return _reduction.pairwise([term.astype(dtype) for term in terms], jnp.add)
 
 
-def _of_floats(dtype: Any, unit_roundoff: float, slack: float) -> Accumulator:
+def _of_floats(dtype: Any, unit_roundoff: float, slack: float) -> FloatSums:
     dtype = np.dtype(dtype)
-    return Accumulator(
+    return FloatSums(
         name=dtype.name,
         dtype=dtype,
         lift=lambda x: x.astype(dtype),
@@ -269,19 +198,28 @@ def _of_floats(dtype: Any, unit_roundoff: float, slack: float) -> Accumulator:
         add_block=functools.partial(_add_block_of_floats, dtype),
         unit_roundoff=unit_roundoff,
         slack=slack,
+        bytes_per_entry=dtype.itemsize,
     )
 
 
-_ACCUMULATORS = {
+_PROVED = {
     "float32": _of_floats(np.float32, UNIT_ROUNDOFF, 2.0**-7),
-    "float32x2": Accumulator(
+    "float32x2": FloatSums(
         name="float32x2",
         dtype=np.dtype(np.float32),
-        lift=_lift_to_double_word,
-        add=_add_double_words,
-        add_block=_add_block_of_double_words,
+        lift=_double_words.lift,
+        add=_double_words.add,
+        add_block=_double_words.add_block,
         unit_roundoff=4 * UNIT_ROUNDOFF**2,
         slack=2.0**-19,
+        bytes_per_entry=8,
     ),
     "float64": _of_floats(np.float64, 2.0**-53, 2.0**-19),
 }
+_UNPROVED = {
+    f"{UNPROVED}{name}": dataclasses.replace(
+        sums, name=f"{UNPROVED}{name}", is_proved=False
+    )
+    for name, sums in _PROVED.items()
+}
+FLOAT_SUMS = _PROVED | _UNPROVED

@@ -1,22 +1,12 @@
-"""Sums of clipped gradients on a grid of integers: exact, in any order.
-
-One unit of the grid is the largest contribution of an example over `resolution`. A
-contribution is rounded to integers q, and counts only if
-
-    sum of q^2 <= radius^2
-
-holds in integer arithmetic, for every clipping group; otherwise zero is selected. What
-the floats before did, in which order, and what a compiler made of them does not matter
-any more. Integers are added modulo 2^32, which has no rounding and no order: the
-sensitivity is `resolution` units for a batch of any size, however it is cut up.
-"""
+"""Grids of integers: multiples of one unit, in which clip norms are whole numbers."""
 
 import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +15,16 @@ import numpy as np
 from dpmp import _validate
 from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
-from dpmp.numerics import _reduction
-from dpmp.numerics._stored import StoredArray
+from dpmp.numerics._stored import at_least_float32
 
 # Squares of that many units fit into 32 bits, with one bit to see an overflow.
 DEFAULT_RESOLUTION = 2**15 - 1
 
-# Up to here, integers times 2**_FRACTION_BITS are exact in float32 and fit into int32.
+# Up to here, integers with eight more bits are exact in float32 and fit into int32.
 LARGEST_RESOLUTION = 2**22
 
 # The share of a clip norm that rounding may take.
 LARGEST_LOSS = 0.05
-
-_FRACTION_BITS = 8
-_WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio
 
 
 @functools.partial(
@@ -48,7 +34,7 @@ _WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio
 class GridArray:
     """An array of multiples of one number: `steps * unit`.
 
-    It is what `clipped_grad(..., accumulator="exact")` returns for each leaf. Such sums
+    It is what `clipped_grad(..., arithmetic="exact")` returns for each leaf. Such sums
     may be added (`jax.lax.psum`), and nothing else: noise comes before any division and
     any rounding (`dpmp.noise_addition` insists).
 
@@ -63,14 +49,40 @@ class GridArray:
     def __post_init__(self):
         object.__setattr__(self, "unit", as_real(self.unit))
 
+    @property
+    def is_on_grid(self) -> bool:
+        """See `Sum`."""
+        return True
+
     def to_float(self) -> jax.Array:
         """The float32 numbers that are nearest."""
         return self.steps.astype(jnp.float32) * np.float32(self.unit)
 
+    def words(self) -> tuple[jax.Array, None]:
+        """See `Sum`."""
+        return self.to_float(), None
+
+    def snapped(self, unit: float) -> "GridArray":
+        """See `Sum`: it has a grid of its own."""
+        del unit
+        return self
+
+    def check_before_noise(self, leaf: int) -> None:
+        """See `Sum`."""
+        # Integer noise hides nothing of a fraction.
+        _validate.require(
+            self.steps.dtype == jnp.dtype("int32"),
+            "the steps of an exact sum must be int32 until they have noise",
+            leaf=leaf,
+            dtype=self.steps.dtype.name,
+            fix="Add parts up (psum, not pmean), divide by normalize_by, and do the "
+            "rest after the noise.",
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Exact sums on a grid; the counterpart of `Accumulator`.
+    """A grid for some clip norms.
 
     Attributes:
       radii: the largest norm of each clipping group, in units.
@@ -82,9 +94,11 @@ class Grid:
     resolution: int
     unit: float
 
+    UNKNOWN: ClassVar["Grid"]
+
     @classmethod
     def from_bounds(
-        cls, bounds: list[float], l2_norm_bound: float, resolution: int
+        cls, bounds: Sequence[float], l2_norm_bound: float, resolution: int
     ) -> "Grid":
         """A grid on which the groups are bounded as they are in real numbers.
 
@@ -107,7 +121,7 @@ class Grid:
             math.isfinite(l2_norm_bound),
             "exact sums need a finite clip norm, and nan_safe=True",
             l2_norm_bound=l2_norm_bound,
-            fix='Use accumulator="float32" where nothing is to be private (with '
+            fix='Use arithmetic="float32" where nothing is to be private (with '
             'book-keeping "unproved_float32"; in DPSGD: without_privacy()).',
         )
         squares = [Fraction(bound) ** 2 for bound in bounds]
@@ -122,9 +136,8 @@ class Grid:
             unit=float(unit),
         )
 
-    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
+    def warn_of_overflow(self, batch_size: int) -> None:
         """Warns of sums that can wrap around."""
-        del microbatch_size
         largest = (2**31 - 1) // self.resolution
         if batch_size > largest:
             warnings.warn(
@@ -135,24 +148,6 @@ class Grid:
                 f'"float32x2" instead of "exact".',
                 stacklevel=2,
             )
-
-    def targets(
-        self, targets: list[tuple[float, float]], num_entries: list[int]
-    ) -> list[tuple[float, float]]:
-        """The norms to clip to, and the largest coefficients, in units.
-
-        Rounding adds at most 1/4 to the square of an entry, on average, and all
-        entries together stray from that by about the radius.
-        """
-        scaled = []
-        for (bound, cap), radius, size in zip(
-            targets, self.radii, num_entries, strict=True
-        ):
-            room = size / 4 + 6 * radius
-            largest = math.sqrt(max(radius**2 - room, 0))
-            self.check_loss(largest, radius, size, bound)
-            scaled.append((largest, cap / self.unit if self.unit else 0.0))
-        return scaled
 
     def check_loss(self, left: float, radius: int, size: int, bound: float) -> None:
         """Raises ValueError for a grid so coarse that little is left of a clip norm.
@@ -169,109 +164,47 @@ class Grid:
             f"{LARGEST_LOSS:.0%} of the clip norm",
             resolution=self.resolution,
             fix=f"Use a higher one, up to {LARGEST_RESOLUTION}, or "
-            'accumulator="float32x2".',
+            'arithmetic="float32x2".',
         )
 
-    def check_mode(self) -> None:
-        """Exact sums need no 64-bit mode."""
-
-    def check_not_mapped(self) -> None:
-        """Integers may be added over devices."""
-
-    def admit(
-        self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
-    ) -> jax.Array:
-        """Which examples contribute: those that are kept and within the radius.
-
-        Args:
-          stack: the arrays of a clipping group, (B, n).
-          coef: (B,) coefficients, from gradients to units.
-          keep: (B,) bool.
-          group: the number of the group.
-        """
-        return keep & _is_within(stack, coef, self.radii[group])
-
-    def contribution(
-        self, row: jax.Array, coef: jax.Array, zero: jax.Array
-    ) -> jax.Array:
-        """What an example adds to the sum: (n,).
-
-        Args:
-          row: its entries.
-          coef: its coefficient.
-          zero: an int32 that the compiler does not know. It would keep the thresholds
-            of all positions in memory.
-        """
-        return _round(row[None], coef[None], zero)[0]
-
-    def add_block(self, terms: list[jax.Array]) -> jax.Array:
-        """The sum of a few contributions."""
-        return _reduction.pairwise(terms, self.add)
-
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The sum of two parts of a batch."""
-        return a + b
+    def in_units(self, x: float) -> float:
+        """A coefficient, as one from gradients to units."""
+        return x / self.unit if self.unit else 0.0
 
     def finish(self, total: PyTree) -> PyTree:
         """A tree of sums, with the unit that they are counted in."""
         return jax.tree.map(lambda steps: GridArray(steps, self.unit), total)
 
 
-def _is_within(stack: list[StoredArray], coef: jax.Array, radius: int) -> jax.Array:
-    """Whether the sum of squares is at most that of the radius, exactly: (B,) bool.
+Grid.UNKNOWN = Grid((), 0, 0.0)  # before the clip norms are known
 
-    Squares and sums are cut off at a power of two above `radius`^2, before they can
-    exceed their dtype.
+
+def snap(hi: jax.Array, lo: jax.Array | None, unit: float) -> GridArray:
+    """A float sum, or one of two words, rounded to multiples of a power of two.
+
+    Scaling by a power of two is exact, and rounding moves an entry by at most half a
+    unit (and 2^-24, where both words matter).
     """
-    fits_32_bits = radius < 2**15
-    with jax.enable_x64(not fits_32_bits or jax.config.read("jax_enable_x64")):
-        squares = _SQUARES_IN_32_BITS if fits_32_bits else _SQUARES_IN_64_BITS
-        total, _ = _reduction.sum_entries(stack, squares, squares.add, coef)
-        return total <= jnp.asarray(radius**2, squares.dtype)
+    scaled = hi.astype(at_least_float32(hi.dtype)) * (1 / unit)
+    whole = jnp.round(scaled)
+    steps = _to_integers(whole, 2**31 - 2**26)
+    if lo is not None:
+        steps += _to_integers(jnp.round((scaled - whole) + lo * (1 / unit)), 2**20)
+    # What was cut off at the first limit is well beyond this one, whatever `lo` adds.
+    return GridArray(jnp.clip(steps, -(2**31) + 2**27, 2**31 - 2**27), unit)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Squares:
-    """Of the integers that gradients are rounded to, cut off.
-
-    Attributes:
-      dtype: of the squares and their sums.
-      largest: integer whose square is not cut off.
-      limit: of sums; twice as much fits into the dtype.
-    """
-
-    dtype: Any
-    largest: int
-    limit: int
-
-    def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
-        (coef,) = operands
-        steps = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
-        return jnp.square(steps.astype(self.dtype))  # of negative ones too, modulo 2^32
-
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.minimum(a + b, jnp.asarray(self.limit, self.dtype))
+def _to_integers(x: jax.Array, limit: int) -> jax.Array:
+    return jnp.clip(x, -limit, limit).astype(jnp.int32)
 
 
-_SQUARES_IN_32_BITS = _Squares(np.dtype(np.uint32), 2**15, 2**30)
-_SQUARES_IN_64_BITS = _Squares(np.dtype(np.uint64), 2**24, 2**48)
-
-
-def _round(rows: jax.Array, coef: jax.Array, start: Any) -> jax.Array:
-    """Coefficient times row, (B, n), rounded to int32.
-
-    It is done in fixed point, with a threshold that goes round with the position of
-    the entry: gradients with many equal entries, which would all be rounded the same
-    way, keep their norm. A float product is all that is rounded before; it cannot be
-    contracted into an addition, so that norm and sum see the same integers.
-
-    Args:
-      rows: float32 or wider.
-      coef: (B,).
-      start: the position of the first column.
-    """
-    scaled = (coef * 2.0**_FRACTION_BITS)[:, None].astype(rows.dtype) * rows
-    position = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1)
-    position += jnp.asarray(start).astype(jnp.uint32)
-    threshold = (position * _WEYL_STEP) >> np.uint32(32 - _FRACTION_BITS)
-    return (scaled.astype(jnp.int32) + threshold.astype(jnp.int32)) >> _FRACTION_BITS
+def check_float(x: jax.Array, leaf: int) -> None:
+    """Raises ValueError for what is no array of floats."""
+    dtype = jnp.result_type(x)
+    _validate.require(
+        jnp.issubdtype(dtype, jnp.floating),
+        "every leaf of sum_of_clipped_grads must be a real float array",
+        leaf=leaf,
+        dtype=dtype.name,
+        fix="Add noise to the output of clipped_grad, before anything else.",
+    )

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,9 @@ from dpmp.engines.book_keeping._norms import Term
 from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
 from dpmp.engines.book_keeping._sites import Site
 from dpmp.engines.book_keeping._views import View
-from dpmp.numerics._bounded import BoundedGrid, Roundings, clip_by, largest_microbatch
-from dpmp.numerics._float_sums import Accumulator, SquaredNorm
+from dpmp.numerics._arithmetic import Arithmetic, PartialSums
+from dpmp.numerics._bounded import Roundings, clip_by, largest_microbatch
+from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
 from dpmp.programs import _interpreter
 
@@ -320,9 +321,10 @@ class BookKeptGrads:
         clip_coefs: list[jax.Array],
         keep: jax.Array,
         prefix: Any,
-        accumulator: Accumulator | BoundedGrid,
+        arithmetic: Arithmetic,
     ) -> PyTree:
         """See `PerExampleGrads`."""
+        sums_of = cast("PartialSums", arithmetic)  # `check_method` has seen to it
         # The same bits for all sites, whatever else reads them.
         clip_coefs, keep = behind_a_branch(
             lambda: (clip_coefs, keep), (clip_coefs, keep)
@@ -333,7 +335,7 @@ class BookKeptGrads:
                 self.program.sites, group, self._roots, self.recorded, coefs, keep
             )
         leaves, treedef = jax.tree.flatten(self.params)
-        return treedef.unflatten(accumulator.lift(sums[i]) for i in range(len(leaves)))
+        return treedef.unflatten(sums_of.lift(sums[i]) for i in range(len(leaves)))
 
     @property
     def _roots(self) -> dict[int, Any]:

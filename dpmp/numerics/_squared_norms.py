@@ -1,0 +1,49 @@
+"""Per-example squared norms in floats, and how often they were rounded."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpmp.numerics import _reduction
+from dpmp.numerics._stored import StoredArray
+
+_SMALLEST_NORMAL = 2.0**-126
+
+
+class SquaredNorm(NamedTuple):
+    """Per-example squared norms of one clipping group, with their rounding error.
+
+    Attributes:
+      value: (B,) float32 or wider; the computed sums of squares.
+      roundings: the largest number of roundings on any path from an entry to
+        `value`: its square (if that is rounded) and the additions above it.
+      num_entries: how many squares were added up.
+      bound: (B,), what to clip by in place of `value`: an upper bound on the squared
+        norm of what is summed for a coefficient of 1, from an engine that has one.
+    """
+
+    value: jax.Array
+    roundings: int
+    num_entries: int
+    bound: jax.Array | None = None
+
+    @property
+    def underflow(self) -> float:
+        """What flushing tiny squares to zero can have taken from `value`."""
+        return max(self.num_entries, 1) * _SMALLEST_NORMAL
+
+
+def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
+    """Per-example squared norms over at least one array."""
+    value, depth = _reduction.sum_entries(stack, _square, jnp.add)
+    # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
+    rounded_square = any(x.dtype.itemsize > 2 for x in stack)
+    return SquaredNorm(
+        value, depth + rounded_square, sum(x.bits.shape[1] for x in stack)
+    )
+
+
+def _square(rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+    del start, operands
+    return jnp.square(rows)
