@@ -49,8 +49,9 @@ import dpmp
 from benchmarks import models, results, timing
 from dpmp import book_keeping
 from dpmp._fence import behind_a_branch
+from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _engine, _kept, _norms, _products
-from dpmp.numerics._float_sums import get_accumulator
+from dpmp.numerics._arithmetic import parse
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 Functions = dict[str, Callable[..., Any]]
@@ -105,7 +106,7 @@ def contenders(task: models.Task, batch_size: int) -> Functions:
     )
     for size in (None, *(n for n in (4, 8, 16) if n < batch_size)):
         functions[_name("dpmp", size)] = clip(
-            microbatch_size=size, accumulator="unproved_float32"
+            microbatch_size=size, arithmetic="unproved_float32"
         )
     for size in (4, 8):
         bounded = clip(microbatch_size=size)
@@ -138,25 +139,15 @@ def _in_microbatches(grad_fn: Callable[..., Any], size: int) -> Callable[..., An
 
 def _unclipped(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """The mean gradient, by the sums of book-keeping."""
-    engine = book_keeping.engine(
-        lambda params, x: (
-            loss_fn(params, jax.tree.map(lambda leaf: leaf[None], x)),
-            (),
-        ),
-        argnums=0,
-        batch_argnums=(1,),
-        prng_argnum=None,
-        spmd_axis_name=None,
-        is_bounded=False,
-    )
+    signature = Signature.parse(argnums=0, batch_argnums=1)
+    loss_of_one = signature.of_one_example(loss_fn, check_loss)
+    engine = book_keeping.Engine(loss_of_one, signature, is_bounded=False)
 
     def grad_fn(params: Any, batch: Any) -> Any:
         size = len(jax.tree.leaves(batch)[0])
         coefs, keep = jnp.full(size, 1 / size), jnp.full(size, True)
         one_group = jax.tree.structure(0)
-        return engine(params, batch).weighted_sum(
-            [coefs], keep, one_group, get_accumulator(None)
-        )
+        return engine(params, batch).weighted_sum([coefs], keep, one_group, parse(None))
 
     return grad_fn
 
@@ -319,7 +310,7 @@ def _clipped_sum(
     (norm,) = grads.squared_norms(one_group)
     assert norm.bound is not None
     keep, coefs = jnp.full(len(x), True), jax.lax.rsqrt(norm.bound)
-    return grads.weighted_sum([coefs], keep, one_group, get_accumulator(None))
+    return grads.weighted_sum([coefs], keep, one_group, parse(None))
 
 
 def time_over_the_faster(

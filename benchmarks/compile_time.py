@@ -76,8 +76,8 @@ def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
         "jax_privacy": jax_privacy.clipping.clipped_grad(
             task.loss_fn, l2_clip_norm=1.0, dtype=jnp.float32
         ),
-        **{name: clip(accumulator=name) for name in ARITHMETICS},
-        "book-keeping, bounded": kept(accumulator="bounded"),
+        **{name: clip(arithmetic=name) for name in ARITHMETICS},
+        "book-keeping, bounded": kept(arithmetic="bounded"),
     }
 
 

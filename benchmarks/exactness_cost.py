@@ -30,7 +30,7 @@ from dpmp.clipping import clipped_fun
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 # Three draws of noise, and norms checked in 64 bits.
-FINE = {"accumulator": "exact", "resolution": 2**20}
+FINE = {"arithmetic": "exact", "resolution": 2**20}
 
 
 def clip_and_sum(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
@@ -78,8 +78,8 @@ def step(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
     exact = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
     floats = noise_addition.continuous_gaussian_privatizer(stddev=1.0, prng_key=key)
     functions = {
-        "float32": make_step(floats, accumulator="float32"),
-        "exact": make_step(exact, accumulator="exact"),
+        "float32": make_step(floats, arithmetic="float32"),
+        "exact": make_step(exact, arithmetic="exact"),
         "fine": make_step(exact, **FINE),
     }
     args = (params, optimizer.init(params), exact.init(params), task.batch)
@@ -113,10 +113,10 @@ def noise(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
 
 def _by_arithmetic(clip: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return {
-        "float32": clip(accumulator="float32"),
-        "exact": clip(accumulator="exact"),
+        "float32": clip(arithmetic="float32"),
+        "exact": clip(arithmetic="exact"),
         "fine": clip(**FINE),
-        "float32x2": clip(accumulator="float32x2"),
+        "float32x2": clip(arithmetic="float32x2"),
     }
 
 

@@ -44,8 +44,8 @@ def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     kept = functools.partial(clip, method="book_keeping")
     return {
         "plain": jax.grad(task.loss_fn),
-        "book-keeping, at once": kept(accumulator="unproved_float32"),
-        "book-keeping, 8": kept(microbatch_size=8, accumulator="unproved_float32"),
+        "book-keeping, at once": kept(arithmetic="unproved_float32"),
+        "book-keeping, 8": kept(microbatch_size=8, arithmetic="unproved_float32"),
         "book-keeping, bounded, 8": kept(microbatch_size=8),
         "per example, 8": clip(microbatch_size=8),
     }
@@ -80,7 +80,7 @@ def count_products(
         policy.in_product_precision(task.loss_fn),
         l2_clip_norm=1.0,
         method=method,
-        accumulator=None if method == "per_example" else "unproved_float32",
+        arithmetic=None if method == "per_example" else "unproved_float32",
     )
 
     def step(params: Any, batch: Any) -> Any:

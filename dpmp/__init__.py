@@ -11,7 +11,7 @@ from dpmp.clipping import (
 from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.engines import book_keeping
 from dpmp.mechanism import DPSGD
-from dpmp.numerics._float_sums import DoubleWord
+from dpmp.numerics._double_words import DoubleWord
 from dpmp.numerics._grid import GridArray
 from dpmp.precision import Policy
 from dpmp.precision._autocast import autocast

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dpmp.numerics._float_sums import DoubleWord
+from dpmp.numerics._double_words import DoubleWord
 
 
 def _is_double_word(x: Any) -> bool:

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 import reference
 
-from dpmp.numerics import _float_sums, _reduction, _stored
-from dpmp.numerics._float_sums import DoubleWord
+from dpmp.numerics import (
+    _double_words,
+    _float_sums,
+    _reduction,
+    _squared_norms,
+    _stored,
+)
+from dpmp.numerics._double_words import DoubleWord
 
 _U = Fraction(_float_sums.UNIT_ROUNDOFF)
 
@@ -45,7 +51,7 @@ _tiny_bits = st.floats(-1.0, 1.0, width=32, allow_subnormal=False)
 
 
 @st.composite
-def _double_words(draw, num=64):
+def _pairs(draw, num=64):
     """Sums of a word and at most half a unit in its last place, of mixed sizes."""
     his = np.float32(draw(st.lists(_finite, min_size=num, max_size=num)))
     shares = np.float32(draw(st.lists(_tiny_bits, min_size=num, max_size=num)))
@@ -55,10 +61,10 @@ def _double_words(draw, num=64):
     return DoubleWord(his, los)
 
 
-_add_double_words = jax.jit(_float_sums.add_double_words)
+_add_double_words = jax.jit(_double_words.add_double_words)
 
 
-@hypothesis.given(_double_words(), _double_words(), st.booleans())
+@hypothesis.given(_pairs(), _pairs(), st.booleans())
 def test_compiled_double_word_addition_keeps_its_error_bound(x, y, cancels):
     if cancels:  # leaves what the low words hold
         y = DoubleWord(-x.hi, y.lo * np.float32(2.0**-10))
@@ -87,7 +93,7 @@ def test_double_word_addition_keeps_its_error_bound_uncompiled():
     los = (his * rng.uniform(-(2.0**-25), 2.0**-25, his.shape)).astype(np.float32)
     x, y = (DoubleWord(*words) for words in zip(his, los, strict=True))
     with jax.disable_jit():
-        _assert_within_error_bound(_float_sums.add_double_words(x, y), x, y)
+        _assert_within_error_bound(_double_words.add_double_words(x, y), x, y)
 
 
 def test_double_word_sums_are_renormalised():
@@ -100,7 +106,7 @@ def test_double_word_sums_are_renormalised():
     *[hypothesis.extra.numpy.arrays(np.float32, 64, elements=_finite)] * 2
 )
 def test_two_sum_is_exact(a, b):
-    s, error = jax.jit(_float_sums.two_sum)(a, b)
+    s, error = jax.jit(_double_words.two_sum)(a, b)
     np.testing.assert_array_equal(s, a + b)
     exact = reference.exact_values(a) + reference.exact_values(b)
     assert all(reference.exact_values(s) + reference.exact_values(error) == exact)
@@ -108,7 +114,7 @@ def test_two_sum_is_exact(a, b):
 
 def _stacked(*leaves):
     stack, _ = _stored.compute_and_store(lambda: (list(leaves), None), jnp.ones(1))
-    return _float_sums.squared_norm(stack)
+    return _squared_norms.squared_norm(stack)
 
 
 @pytest.mark.parametrize("size", [1, 33, 4096, 4097, 20_000])

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from dpmp import GridArray, clipped_fun, clipped_grad
-from dpmp.numerics._float_sums import DoubleWord
+from dpmp.numerics._double_words import DoubleWord
 from dpmp.numerics._grid import LARGEST_RESOLUTION
 
 
@@ -15,7 +15,7 @@ ARGS = (jnp.ones(3), jnp.ones((4, 3)))
 
 
 @pytest.mark.parametrize(
-    ("accumulator", "kind"),
+    ("arithmetic", "kind"),
     [
         (None, GridArray),
         ("bounded", GridArray),
@@ -25,7 +25,7 @@ ARGS = (jnp.ones(3), jnp.ones((4, 3)))
 )
 def test_book_keeping_sums_in_every_arithmetic_but_exact(accumulator, kind):
     fn = clipped_grad(
-        loss, l2_clip_norm=1.0, method="book_keeping", accumulator=accumulator
+        loss, l2_clip_norm=1.0, method="book_keeping", arithmetic=accumulator
     )
     assert isinstance(jax.jit(fn.__call__)(*ARGS), kind)
 
@@ -36,7 +36,7 @@ def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
             loss,
             l2_clip_norm=3.0,
             method="book_keeping",
-            accumulator="bounded",
+            arithmetic="bounded",
             resolution=resolution,
         )
         unit = jax.jit(fn.__call__)(*ARGS).unit
@@ -46,10 +46,10 @@ def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"method": "book_keeping", "accumulator": "exact"}, "rounded and checked"),
-        ({"accumulator": "bounded"}, "for gradients that are never formed"),
+        ({"method": "book_keeping", "arithmetic": "exact"}, "rounded and checked"),
+        ({"arithmetic": "bounded"}, "for gradients that are never formed"),
         *(
-            ({"method": "book_keeping", "accumulator": x}, "float sums is not proved")
+            ({"method": "book_keeping", "arithmetic": x}, "float sums is not proved")
             for x in ("float32", "float32x2", "float64", "half")
         ),
         (
@@ -59,7 +59,7 @@ def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
         (
             {
                 "method": "book_keeping",
-                "accumulator": "unproved_float32",
+                "arithmetic": "unproved_float32",
                 "dtype": jnp.float64,
             },
             "must name the same arithmetic",
@@ -68,12 +68,12 @@ def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
             {"method": "book_keeping", "nan_safe": False},
             r"nan_safe=True.*unproved_float32",
         ),
-        ({"accumulator": "unproved_float32"}, "gradients that are formed are proved"),
+        ({"arithmetic": "unproved_float32"}, "gradients that are formed are proved"),
         (
             {"method": "book_keeping", "pre_clipping_transform": lambda x: x},
             "pre_clipping_transform needs",
         ),
-        ({"accumulator": "exact", "dtype": jnp.float32}, "dtype goes with float sums"),
+        ({"arithmetic": "exact", "dtype": jnp.float32}, "dtype goes with float sums"),
         ({"resolution": 100}, 'resolution with "exact" and "bounded"'),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_does_not_go_together_is_refused(options, match):
 
 def test_functions_without_gradients_have_no_bounded_sums():
     with pytest.raises(ValueError, match="for gradients that are never formed"):
-        clipped_fun(lambda x: x, l2_clip_norm=1.0, accumulator="bounded")
+        clipped_fun(lambda x: x, l2_clip_norm=1.0, arithmetic="bounded")
 
 
 def test_a_grid_too_coarse_for_the_parameters_is_refused():
@@ -92,7 +92,7 @@ def test_a_grid_too_coarse_for_the_parameters_is_refused():
         loss,
         l2_clip_norm=1.0,
         method="book_keeping",
-        accumulator="bounded",
+        arithmetic="bounded",
         resolution=30,
     )
     with pytest.raises(ValueError, match="fine enough to round 3 entries"):

@@ -175,7 +175,7 @@ def test_models_of_the_zoo_train_privately(name, method):
                 fun,
                 l2_clip_norm=0.1,
                 method=method,
-                accumulator=reference.FLOAT_SUMS[method],
+                arithmetic=reference.FLOAT_SUMS[method],
             ).__call__
         )(params, batch)
         for fun in (model.loss, loss)

@@ -122,7 +122,7 @@ def _clipped_sum(model: Model, l2_clip_norm: float) -> Callable[..., Any]:
         return_values=True,
         return_grad_norms=True,
         method="book_keeping",
-        accumulator="unproved_float32x2",
+        arithmetic="unproved_float32x2",
     )
     compiled = jax.jit(fun.__call__)
 
@@ -356,7 +356,7 @@ def _make_sum(*, compiled=True, loss=_loss, **kwargs):
     kwargs = {
         "l2_clip_norm": 0.1,
         "method": "book_keeping",
-        "accumulator": "unproved_float32",
+        "arithmetic": "unproved_float32",
         **kwargs,
     }
     fun = clipped_grad(loss, **kwargs).__call__
@@ -391,10 +391,10 @@ def test_neither_microbatches_nor_compilation_change_the_sum(microbatch_size, co
     reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
 
 
-@pytest.mark.parametrize("accumulator", ["unproved_float32x2", "unproved_float64"])
+@pytest.mark.parametrize("arithmetic", ["unproved_float32x2", "unproved_float64"])
 def test_microbatches_are_added_in_the_arithmetic_asked_for(accumulator):
     with jax.enable_x64("float64" in accumulator):
-        total = _sum(accumulator=accumulator, microbatch_size=2)
+        total = _sum(arithmetic=accumulator, microbatch_size=2)
     words = len(_PARAMS) * (2 if "float32x2" in accumulator else 1)
     assert len(jax.tree.leaves(total)) == words
     if "float32x2" in accumulator:
@@ -487,7 +487,7 @@ def test_parameters_of_one_weight_are_clipped_apart():
         model.loss,
         l2_clip_norm=clip_norms,
         method="book_keeping",
-        accumulator="unproved_float32",
+        arithmetic="unproved_float32",
     )
     _, stack = _values_and_grads(model)(params, batch)
     targets = {name: x / _SLACK for name, x in clip_norms.items()}
@@ -577,7 +577,7 @@ def test_dropout_is_that_of_the_vmap_engine(microbatch_size, make_key):
             prng_argnum=2,
             microbatch_size=size,
             method=method,
-            accumulator=reference.FLOAT_SUMS[method],
+            arithmetic=reference.FLOAT_SUMS[method],
             return_values=True,
         )
         return jax.jit(fun.__call__)(_PARAMS, _BATCH, make_key(0))
@@ -603,7 +603,7 @@ def test_several_arguments_are_differentiated_and_batched(microbatch_size):
         l2_clip_norm=clip_norms,
         microbatch_size=microbatch_size,
         method="book_keeping",
-        accumulator="unproved_float32",
+        arithmetic="unproved_float32",
     )
     args = _BATCH["x"], _PARAMS["w"], _BATCH["ids"], rest
     total = jax.jit(fun.__call__)(*args)
@@ -618,7 +618,7 @@ def test_one_argument_in_a_tuple_gives_a_tuple():
         (0,),
         l2_clip_norm=0.1,
         method="book_keeping",
-        accumulator="unproved_float32",
+        arithmetic="unproved_float32",
     )
     (total,) = fun(_PARAMS, _BATCH)
     reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
@@ -635,7 +635,7 @@ def test_other_arguments_reach_every_example_unchanged(compiled):
             loss,
             l2_clip_norm=0.1,
             method="book_keeping",
-            accumulator="unproved_float32",
+            arithmetic="unproved_float32",
         )
         return fun(_PARAMS, _BATCH, frozen, scale=scale, name="kept")
 
@@ -654,7 +654,7 @@ def test_a_python_number_is_a_parameter(compiled):
         l2_clip_norm=3.5,
         return_grad_norms=True,
         method="book_keeping",
-        accumulator="unproved_float32",
+        arithmetic="unproved_float32",
     ).__call__
     fun = jax.jit(fun) if compiled else fun
     total, sensitive = fun(3.0, jnp.asarray([0.0, 7.0, -2.0]))
@@ -664,7 +664,7 @@ def test_a_python_number_is_a_parameter(compiled):
 
 def test_parameters_may_be_numpy_arrays():
     fun = clipped_grad(
-        _loss, l2_clip_norm=0.1, method="book_keeping", accumulator="unproved_float32"
+        _loss, l2_clip_norm=0.1, method="book_keeping", arithmetic="unproved_float32"
     )
     total = fun(jax.tree.map(np.asarray, _PARAMS), _BATCH)
     reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
@@ -679,7 +679,7 @@ def test_float64_models_stay_float64():
         fun = clipped_grad(
             _loss,
             l2_clip_norm=1e6,
-            accumulator="unproved_float64",
+            arithmetic="unproved_float64",
             return_grad_norms=True,
             method="book_keeping",
         )
@@ -700,7 +700,7 @@ def test_windows_of_many_examples_are_seen_a_few_examples_at_a_time():
     kernel = jax.random.normal(jax.random.key(0), (3, 2, 3, 3))
     images = jax.random.normal(jax.random.key(1), (41, 2, 8, 8))
     fun = clipped_grad(
-        loss, l2_clip_norm=0.01, method="book_keeping", accumulator="unproved_float32"
+        loss, l2_clip_norm=0.01, method="book_keeping", arithmetic="unproved_float32"
     )
     stack = jax.vmap(jax.grad(loss), in_axes=(None, 0))(kernel, images[:, None])
     expected = reference.clipped_sum(stack, 0.01 / _SLACK)
@@ -757,7 +757,7 @@ def test_gradients_of_examples_are_never_formed():
             loss,
             l2_clip_norm=1.0,
             method=method,
-            accumulator=reference.FLOAT_SUMS[method],
+            arithmetic=reference.FLOAT_SUMS[method],
         )
         largest[method] = _largest_array(jax.make_jaxpr(fun.__call__)(params, x).jaxpr)
     assert largest["per_example"] >= size * width**2
@@ -776,7 +776,7 @@ def test_losses_are_traced_once_for_all_microbatches():
         l2_clip_norm=0.1,
         microbatch_size=2,
         method="book_keeping",
-        accumulator="unproved_float32",
+        arithmetic="unproved_float32",
     )
     clipped_sum = jax.jit(fun.__call__)
     for is_padding in (np.zeros(_SIZE, bool), np.ones(_SIZE, bool)):

@@ -21,7 +21,7 @@ def _clip(loss, params, *batch, clip_norm=1.0, **options):
         lambda params, batch: loss(params, *batch),
         l2_clip_norm=clip_norm,
         method=method,
-        accumulator=options.pop("accumulator", FLOAT_SUMS[method]),
+        arithmetic=options.pop("arithmetic", FLOAT_SUMS[method]),
         keep_batch_dim=False,
         **options,
     )

@@ -51,7 +51,7 @@ def test_gradients_are_those_of_jax(program):
                     loss,
                     l2_clip_norm=1e9,
                     method=method,
-                    accumulator=FLOAT_SUMS[method],
+                    arithmetic=FLOAT_SUMS[method],
                 ).__call__
             )(params, X)
             for method in ("per_example", "book_keeping")
@@ -74,7 +74,7 @@ def test_columns_of_bfloat16_are_taken():
     theirs, ours = (
         jax.jit(
             clipped_grad(
-                loss, l2_clip_norm=1e9, method=method, accumulator=FLOAT_SUMS[method]
+                loss, l2_clip_norm=1e9, method=method, arithmetic=FLOAT_SUMS[method]
             ).__call__
         )(params, batch)
         for method in ("per_example", "book_keeping")
@@ -97,7 +97,7 @@ def test_integers_that_meet_parameters_do_not_wrap_around():
             return jnp.sum(product * b["g"][0])
 
         fn = clipped_grad(
-            loss, l2_clip_norm=1.0, method="book_keeping", accumulator="bounded"
+            loss, l2_clip_norm=1.0, method="book_keeping", arithmetic="bounded"
         )
         total = jax.jit(fn.__call__)(jnp.zeros((4, 4), jnp.float32), batch)
     norm = np.linalg.norm(np.asarray(total.steps, np.float64)) / LARGEST_RESOLUTION
@@ -114,7 +114,7 @@ def test_cancelling_examples_are_kept():
         lambda w, b: jnp.sum(b["g"] * (b["x"] @ w)),
         l2_clip_norm=1.0,
         method="book_keeping",
-        accumulator="unproved_float32",
+        arithmetic="unproved_float32",
         return_grad_norms=True,
     )
     _, sensitive = jax.jit(fn.__call__)(jnp.zeros((3, 3)), batch)

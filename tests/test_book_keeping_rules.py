@@ -38,7 +38,7 @@ def _check(loss, params, batch):
             keep_batch_dim=False,
             return_grad_norms=True,
             method="book_keeping",
-            accumulator="unproved_float32",
+            arithmetic="unproved_float32",
         )
         stack = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
         return clipped_sum(params, batch, is_padding_example=_IS_PADDING), stack

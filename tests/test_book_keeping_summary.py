@@ -100,12 +100,12 @@ def test_shares_add_up(model):
         assert row.share == pytest.approx(row.cost / summary.cost)
 
 
-@pytest.mark.parametrize("accumulator", ["unproved_float32", "bounded"])
+@pytest.mark.parametrize("arithmetic", ["unproved_float32", "bounded"])
 def test_summaries_say_what_the_engine_does(model, accumulator, monkeypatch):
     params, batch = model.init(jnp.float32), model.make_batch(0, 4)
-    rows = _quietly(model.loss, params, batch, accumulator=accumulator).rows
+    rows = _quietly(model.loss, params, batch, arithmetic=accumulator).rows
     program = _program_of_engine(
-        monkeypatch, model.loss, params, batch, accumulator=accumulator
+        monkeypatch, model.loss, params, batch, arithmetic=accumulator
     )
     for root, row in enumerate(rows):
         terms = [x for x in program.terms if root in x.params]
@@ -138,7 +138,7 @@ def test_arguments_without_an_example_axis_are_constants_as_in_the_engine(monkey
         return jnp.mean(batch @ (frozen + params["a"] @ params["b"]))
 
     args = _params(a=(6, 2), b=(2, 5)), _batch(4, 3, 6), _batch(6, 5)
-    options = {"accumulator": "unproved_float32"}
+    options = {"arithmetic": "unproved_float32"}
     program = _program_of_engine(monkeypatch, loss, *args, **options)
     assert [site.rule for site in program.plan.sites] == ["dot"]
     rows = _quietly(loss, *args, **options).rows
@@ -242,7 +242,7 @@ def test_warns_of_gradients_that_are_sent_back_to_parameters():
             loss,
             _params(w=(8, 8), b=(8,)),
             _batch(2, 8),
-            accumulator="unproved_float32",
+            arithmetic="unproved_float32",
         )
     assert record[0].filename == __file__
     assert _rows(summary)["['w']"].forms == ("parameters",)
@@ -254,9 +254,9 @@ def test_bounded_sums_form_what_is_computed_from_parameters():
 
     args = _params(w=(256, 256), b=(256,)), _batch(2, 256)
     with pytest.warns(UserWarning, match=r"\['w'\] .* branches.* computed from"):
-        rows = _rows(summarize(loss, *args, accumulator="bounded"))
+        rows = _rows(summarize(loss, *args, arithmetic="bounded"))
     assert rows["['w']"].rules == ("whole",)
-    rows = _rows(_quietly(loss, *args, accumulator="unproved_float32"))
+    rows = _rows(_quietly(loss, *args, arithmetic="unproved_float32"))
     assert rows["['w']"].rules == ("dot",)
 
 
@@ -341,7 +341,7 @@ def test_refuses_batches_without_one_size():
 
 def test_refuses_accumulators_that_there_are_not():
     with pytest.raises(ValueError, match="accumulator must be"):
-        summarize(_never, _batch(4), _batch(9, 4), accumulator="exact")
+        summarize(_never, _batch(4), _batch(9, 4), arithmetic="exact")
 
 
 def test_refuses_losses_that_are_not_one_number():

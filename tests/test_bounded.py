@@ -65,7 +65,7 @@ def make_sum_fn(accumulator, microbatch_size=None):
         loss,
         l2_clip_norm=1.0,
         method="book_keeping",
-        accumulator=accumulator,
+        arithmetic=accumulator,
         microbatch_size=microbatch_size,
     )
     return jax.jit(lambda w, batch, empty: fn(w, batch, is_padding_example=empty))
@@ -125,7 +125,7 @@ def norm_fn():
         loss,
         l2_clip_norm=1e9,
         method="book_keeping",
-        accumulator="bounded",
+        arithmetic="bounded",
         return_grad_norms=True,
     )
     return jax.jit(lambda *args: fn(*args)[1].grad_norms)

@@ -281,7 +281,7 @@ def test_book_keeping_agrees_and_has_the_same_rules(name, native):
                 f,
                 l2_clip_norm=0.1,
                 method=method,
-                accumulator=reference.FLOAT_SUMS[method],
+                arithmetic=reference.FLOAT_SUMS[method],
             ).__call__
         )(params, batch)
         for f, method in [
@@ -321,7 +321,7 @@ def test_products_of_parameters_are_rounded_for_each_example(native):
             fun,
             l2_clip_norm=1.0,
             method=method,
-            accumulator=reference.FLOAT_SUMS[method],
+            arithmetic=reference.FLOAT_SUMS[method],
         )(params, x)
         for method in ("book_keeping", "per_example")
     )

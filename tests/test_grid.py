@@ -15,7 +15,7 @@ import pytest
 from programs import equations
 
 from dpmp.clipping import _clip_norms, clipped_fun, clipped_grad
-from dpmp.numerics import _grid
+from dpmp.numerics import _exact
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, Grid, GridArray
 from dpmp.numerics._stored import StoredArray
 
@@ -28,7 +28,7 @@ def _exact_sum_fn(**kwargs):
     fn = clipped_fun(
         lambda x: x,
         keep_batch_dim=False,
-        accumulator="exact",
+        arithmetic="exact",
         **{"l2_clip_norm": 1.0, **kwargs},
     )
     return jax.jit(fn.__call__)
@@ -133,7 +133,7 @@ def test_the_check_is_exact(radius, size):
     @jax.jit
     def is_within(steps):
         stack = StoredArray(steps, jnp.dtype(jnp.float32), (size,))
-        return _grid._is_within([stack], jnp.ones(len(steps)), radius)
+        return _exact._is_within([stack], jnp.ones(len(steps)), radius)
 
     # All of the radius but what some ones make up for.
     num_ones = min(size - 1, 2 * radius - 1)
@@ -286,7 +286,7 @@ def test_padding_does_not_change_a_bit(batch, microbatch_size):
 
 def test_compilation_does_not_change_a_bit(batch):
     fn = clipped_fun(
-        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, accumulator="exact"
+        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, arithmetic="exact"
     )
     _assert_same(fn(batch), _exact_sum(batch))
 
@@ -301,7 +301,7 @@ def test_examples_one_by_one_add_up_to_the_same_bits(batch):
 
 def test_mapping_over_batches_does_not_change_a_bit(batch):
     fn = clipped_fun(
-        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, accumulator="exact"
+        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, arithmetic="exact"
     )
     batches = jax.tree.map(lambda x: x.reshape(2, 8, -1), batch)
     halves = jax.jit(jax.vmap(fn.__call__))(batches)
@@ -346,7 +346,7 @@ def test_gradients_are_within_a_unit_of_the_wide_sum(model):
         fn = clipped_grad(model.loss, l2_clip_norm=1.0, **kwargs)
         return jax.jit(fn.__call__)(params, batch)
 
-    exact, wide = total(accumulator="exact"), total(accumulator="float32x2")
+    exact, wide = total(arithmetic="exact"), total(arithmetic="float32x2")
 
     def check(exact, wide):
         difference = np.abs(np.asarray(exact.to_float()) - np.asarray(wide.hi))
@@ -384,7 +384,7 @@ def test_wrapping_around_leaves_the_sensitivity_as_it_is():
 
 def test_ordinary_resolutions_need_no_64_bit_numbers(batch):
     fn = clipped_fun(
-        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, accumulator="exact"
+        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, arithmetic="exact"
     )
     jaxpr = jax.make_jaxpr(fn.__call__)(batch).jaxpr
     names = {v.aval.dtype.name for eqn in equations(jaxpr) for v in eqn.outvars}
@@ -404,8 +404,8 @@ def test_memory_is_that_of_float32_sums(dtype, resolution):
         compiled = jax.jit(fn.__call__).lower(x).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    exact = temporary_bytes(accumulator="exact", resolution=resolution)
-    assert exact <= 1.1 * temporary_bytes(accumulator="float32")
+    exact = temporary_bytes(arithmetic="exact", resolution=resolution)
+    assert exact <= 1.1 * temporary_bytes(arithmetic="float32")
 
 
 # Errors.

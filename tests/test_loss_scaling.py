@@ -54,18 +54,18 @@ def _assert_same(actual, expected):
     [1.0, 2.0**-9, 2.0**20, loss_scaling.by_loss()],
     ids=["1", "small", "large", "by_loss"],
 )
-@pytest.mark.parametrize("accumulator", [None, "exact", "float32x2"])
+@pytest.mark.parametrize("arithmetic", [None, "exact", "float32x2"])
 def test_a_scale_changes_no_bit_of_float32_gradients(loss_scale, accumulator):
-    expected = _sum(None, accumulator=accumulator)
-    _assert_same(_sum(loss_scale, accumulator=accumulator), expected)
+    expected = _sum(None, arithmetic=accumulator)
+    _assert_same(_sum(loss_scale, arithmetic=accumulator), expected)
 
 
 @pytest.mark.parametrize(
     "loss_scale", [2.0**-9, loss_scaling.by_loss()], ids=["static", "by_loss"]
 )
-@pytest.mark.parametrize("accumulator", ["unproved_float32", "bounded"])
+@pytest.mark.parametrize("arithmetic", ["unproved_float32", "bounded"])
 def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, accumulator):
-    kwargs = {"accumulator": accumulator, "method": "book_keeping"}
+    kwargs = {"arithmetic": accumulator, "method": "book_keeping"}
     expected = _sum(None, **kwargs)
     _assert_same(_sum(loss_scale, **kwargs), expected)
 
@@ -76,7 +76,7 @@ def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, accumulator):
 )
 def test_small_gradients_do_not_vanish_in_float16(method, loss_scale):
     weight = 2.0**-20
-    kwargs = {"method": method, "accumulator": reference.FLOAT_SUMS[method]}
+    kwargs = {"method": method, "arithmetic": reference.FLOAT_SUMS[method]}
     wide, _ = _sum(None, weight=weight, **kwargs)
     lost, _ = _sum(None, jnp.float16, weight, **kwargs)
     kept, sensitive = _sum(loss_scale, jnp.float16, weight, **kwargs)
@@ -97,7 +97,7 @@ def test_an_example_that_overflows_contributes_zero(method, microbatch_size):
     kwargs = {
         "method": method,
         "microbatch_size": microbatch_size,
-        "accumulator": accumulator,
+        "arithmetic": accumulator,
     }
     # Float16 ends at 2^16: the gradients of the last examples are beyond it.
     scale, weight = 2.0**15, 8.0
@@ -120,7 +120,7 @@ def test_contributions_have_at_most_the_clip_norm(method):
             l2_clip_norm=0.01,
             loss_scale=loss_scaling.by_loss(),
             method=method,
-            accumulator=reference.FLOAT_SUMS[method],
+            arithmetic=reference.FLOAT_SUMS[method],
         )
         total = jax.jit(fun.__call__)(
             _PARAMS, _make_batch(), is_padding_example=np.arange(6) != i
@@ -195,7 +195,7 @@ def _make_wild_sum(method, accumulator, kind):
             l2_clip_norm=0.01,
             loss_scale={"array": scale, "function": lambda _: scale}[kind],
             method=method,
-            accumulator=accumulator,
+            arithmetic=accumulator,
             microbatch_size=2,
         )
         return fun(jnp.zeros((3, 2)), batch, is_padding_example=is_padding)
@@ -211,7 +211,7 @@ def _real_values(total):
 
 @pytest.mark.parametrize("kind", ["array", "function"])
 @pytest.mark.parametrize(
-    ("method", "accumulator"),
+    ("method", "arithmetic"),
     [
         *(("per_example", x) for x in ("float32", "float32x2", "exact")),
         *(("book_keeping", x) for x in ("unproved_float32", "bounded")),
@@ -248,7 +248,7 @@ def test_an_example_without_a_scale_contributes_zero(method, scale):
         loss_scale=loss_scale,
         return_grad_norms=True,
         method=method,
-        accumulator=reference.FLOAT_SUMS[method],
+        arithmetic=reference.FLOAT_SUMS[method],
     )
     x = jnp.array([[0.5, 0.0], [3.0, 4.0], [0.0, 0.25]])
     w = jnp.ones(2)
@@ -372,7 +372,7 @@ def test_gradients_that_are_not_finite_are_counted(method, microbatch_size):
 
 def test_an_example_counts_or_contributes_but_never_both():
     fun = clipped_grad(
-        _loss, l2_clip_norm=0.01, accumulator="exact", counts_overflows=True
+        _loss, l2_clip_norm=0.01, arithmetic="exact", counts_overflows=True
     )
     for batch in (_make_batch(), _spoiled_batch(2)):
         counted = fun(_PARAMS, batch, is_padding_example=np.arange(6) != 2)
@@ -512,7 +512,7 @@ def _released(is_there):
     fun = clipped_grad(
         lambda w, x: jnp.sum(w * x),
         l2_clip_norm=1.0,
-        accumulator="exact",
+        arithmetic="exact",
         counts_overflows=True,
     )
     batch = jnp.array([[1.0, 0.0], [jnp.inf, 0.0]])

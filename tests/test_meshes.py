@@ -83,7 +83,7 @@ def make_sum_fn(method, accumulator, **options):
         LOSSES[method],
         l2_clip_norm=0.5,
         method=method,
-        accumulator=accumulator,
+        arithmetic=accumulator,
         keep_batch_dim=False,
         **options,
     ).__call__
@@ -123,7 +123,7 @@ def sum_of_shards(mesh, method, accumulator, **options):
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
-@pytest.mark.parametrize(("method", "accumulator"), FLOATS)
+@pytest.mark.parametrize(("method", "arithmetic"), FLOATS)
 def test_float_sums_of_shards_are_refused(method, accumulator, axis_type):
     mesh = make_mesh(8, axis_type)
     args = place(make_params(), mesh, P()), place(BATCHES[method], mesh, P("data"))
@@ -132,7 +132,7 @@ def test_float_sums_of_shards_are_refused(method, accumulator, axis_type):
 
 
 def test_float_sums_of_mapped_devices_are_refused():
-    fn = clipped_fun(lambda x: x, l2_clip_norm=1.0, accumulator="float32x2")
+    fn = clipped_fun(lambda x: x, l2_clip_norm=1.0, arithmetic="float32x2")
     with pytest.raises(ValueError, match="what other devices add"):
         jax.pmap(lambda x: jax.lax.psum(fn(x), "i"), axis_name="i")(np.ones((8, 4)))
 
@@ -152,7 +152,7 @@ def test_float_sums_of_one_shard_are_sums():
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
-@pytest.mark.parametrize(("method", "accumulator"), INTEGERS)
+@pytest.mark.parametrize(("method", "arithmetic"), INTEGERS)
 def test_integers_of_shards_add_up(method, accumulator, axis_type):
     mesh = make_mesh(8, axis_type)
     args = place(make_params(), mesh, P()), place(BATCHES[method], mesh, P("data"))
@@ -191,7 +191,7 @@ def test_exact_sums_are_the_same_on_any_mesh(
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize("microbatch_size", [None, 8])
-@pytest.mark.parametrize("accumulator", ["float32", "float32x2"])
+@pytest.mark.parametrize("arithmetic", ["float32", "float32x2"])
 def test_float_sums_of_sharded_batches_err_no_more_than_is_counted(
     accumulator, microbatch_size, axis_type
 ):
@@ -279,7 +279,7 @@ def test_random_keys_and_padding_may_be_explicit():
 
     mesh = make_mesh(4, AxisType.Explicit)
     fn = clipped_grad(
-        noisy_loss, l2_clip_norm=1.0, accumulator="exact", prng_argnum=2
+        noisy_loss, l2_clip_norm=1.0, arithmetic="exact", prng_argnum=2
     ).__call__
     args = jnp.ones(3), jnp.ones((8, 3)), jax.random.key(0)
     padding = np.arange(8) > 5

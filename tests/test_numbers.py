@@ -156,7 +156,7 @@ INTEGERS = {
     ),
     "clipped_grad.microbatch_size": (lambda x: clipped(microbatch_size=x), 2),
     "clipped_grad.resolution": (
-        lambda x: clipped(accumulator="exact", resolution=x),
+        lambda x: clipped(arithmetic="exact", resolution=x),
         100,
     ),
     "clipped_grad.argnums": (

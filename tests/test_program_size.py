@@ -36,22 +36,22 @@ def lines_per_array(batch_size, widths, **kwargs):
 
 
 @pytest.mark.parametrize("batch_size", [32, 512])
-@pytest.mark.parametrize("accumulator", ARITHMETICS)
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
 def test_arrays_of_one_shape_take_few_lines(accumulator, batch_size):
-    assert lines_per_array(batch_size, [64] * 21, accumulator=accumulator) <= 60
+    assert lines_per_array(batch_size, [64] * 21, arithmetic=accumulator) <= 60
 
 
-@pytest.mark.parametrize("accumulator", ARITHMETICS)
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
 def test_arrays_of_different_shapes_take_few_lines(accumulator):
     widths = range(60, 81)  # no two layers have the same shape
-    lines = lines_per_array(32, widths, accumulator=accumulator)
+    lines = lines_per_array(32, widths, arithmetic=accumulator)
     assert lines <= LINES_OF_A_SHAPE[accumulator]
 
 
 def test_small_arrays_take_few_lines():
     params = [jnp.ones(()) for _ in range(200)]
     clip = dpmp.clipped_grad(
-        lambda p, x: jnp.mean(jnp.stack(p) * x), l2_clip_norm=1.0, accumulator="exact"
+        lambda p, x: jnp.mean(jnp.stack(p) * x), l2_clip_norm=1.0, arithmetic="exact"
     )
     assert num_lines(clip, params, jnp.ones((8, 200))) <= 200 * 25
 
@@ -63,14 +63,14 @@ def test_clipping_groups_take_few_lines():
         return sum(jnp.mean(x @ w) for w in params)
 
     def lines(l2_clip_norm):
-        clip = dpmp.clipped_grad(loss, l2_clip_norm=l2_clip_norm, accumulator="exact")
+        clip = dpmp.clipped_grad(loss, l2_clip_norm=l2_clip_norm, arithmetic="exact")
         return num_lines(clip, params, jnp.ones((32, 64)))
 
     assert (lines([1.0] * 20) - lines(1.0)) / 20 <= 120
 
 
 def test_book_keeping_takes_few_lines():
-    kwargs = {"method": "book_keeping", "accumulator": "bounded"}
+    kwargs = {"method": "book_keeping", "arithmetic": "bounded"}
     assert lines_per_array(32, [64] * 21, **kwargs) <= 60
 
 

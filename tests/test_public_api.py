@@ -55,7 +55,7 @@ def test_readme_code_runs_as_it_stands():
 
 
 def test_readme_quotes_the_largest_batches():
-    table = re.search(r"\| `accumulator=` .*?\n\n", README.read_text(), re.S).group()
+    table = re.search(r"\| `arithmetic=` .*?\n\n", README.read_text(), re.S).group()
     for row in table.splitlines()[2:-1]:
         name, share, *quoted = re.findall(r"[\w.%]+", row)
         accumulator = _float_sums.get_accumulator(name)

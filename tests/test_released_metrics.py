@@ -31,7 +31,7 @@ def _loss(w, x):
 def _joint_sum(metrics, batch=_BATCH, is_padding=_IS_PADDING, **kwargs):
     fun = clipped_grad(
         _loss,
-        **{"l2_clip_norm": 2.0, "normalize_by": 4.0, "accumulator": "exact", **kwargs},
+        **{"l2_clip_norm": 2.0, "normalize_by": 4.0, "arithmetic": "exact", **kwargs},
         released_metrics=metrics,
     )
     return fun, jax.jit(fun.__call__)(jnp.ones(2), batch, is_padding_example=is_padding)
@@ -51,14 +51,12 @@ def _dpsgd(**kwargs):
     )
 
 
-@pytest.mark.parametrize("accumulator", ["exact", "float32", "float32x2"])
+@pytest.mark.parametrize("arithmetic", ["exact", "float32", "float32x2"])
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 def test_without_noise_metrics_are_means_over_the_expected_batch(
     accumulator, microbatch_size
 ):
-    _, joint = _joint_sum(
-        _ALL, accumulator=accumulator, microbatch_size=microbatch_size
-    )
+    _, joint = _joint_sum(_ALL, arithmetic=accumulator, microbatch_size=microbatch_size)
     assert isinstance(joint, JointSum)
     privatizer = dpmp.noise_addition.gaussian_privatizer(
         stddev=0.0, prng_key=jax.random.key(0)

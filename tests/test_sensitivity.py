@@ -13,7 +13,7 @@ def bounded():
         lambda w, x: jnp.mean(x @ w),
         l2_clip_norm=2.0,
         method="book_keeping",
-        accumulator="bounded",
+        arithmetic="bounded",
     )
 
 
@@ -57,5 +57,5 @@ def test_no_sensitivity_of_book_keeping_is_unproved_unless_that_was_said(
     if dtype is not None or relation is Relation.ADD_OR_REMOVE_ONE:
         with pytest.raises(ValueError, match=r"equal size|no proved sums"):
             sensitivity()
-    said = sensitivity(accumulator="unproved_float32")
+    said = sensitivity(arithmetic="unproved_float32")
     assert said == (4.0 if relation is Relation.REPLACE_ONE else 2.0)

@@ -65,13 +65,13 @@ def test_blocks_hold_every_row_once():
     np.testing.assert_array_equal(np.sort(np.concatenate(blocks), axis=0), x)
 
 
-@pytest.mark.parametrize("accumulator", ["exact", "float32", "float32x2"])
+@pytest.mark.parametrize("arithmetic", ["exact", "float32", "float32x2"])
 def test_a_clipping_group_may_have_no_entries(accumulator):
     norms = {"empty": 1.0, "rest": 1.0}
     clipped = clipped_fun(
         lambda x: {"empty": x[0, :0], "rest": x[0]},
         l2_clip_norm=norms,
-        accumulator=accumulator,
+        arithmetic=accumulator,
     )
     total = clipped(jnp.ones((4, 2)))
     shapes = [x.shape for x in jax.tree.leaves(total["empty"])]

@@ -62,7 +62,7 @@ def _bounded_program(
         loss,
         l2_clip_norm=1.0,
         method="book_keeping",
-        accumulator="bounded",
+        arithmetic="bounded",
         resolution=_RESOLUTION,
         microbatch_size=microbatch_size,
     )
@@ -205,7 +205,7 @@ def _norm_program(batch: Any) -> Program:
         _linear_loss,
         l2_clip_norm=1e9,
         method="book_keeping",
-        accumulator="bounded",
+        arithmetic="bounded",
         microbatch_size=2,
         return_grad_norms=True,
     )

@@ -55,7 +55,7 @@ def _exact_program(
         lambda x: x,
         keep_batch_dim=False,
         l2_clip_norm=1.0,
-        accumulator="exact",
+        arithmetic="exact",
         resolution=resolution,
         microbatch_size=microbatch_size,
     )

@@ -59,13 +59,13 @@ _ENGINES: dict[str, Callable[..., Any]] = {
         dpmp.clipped_grad,
         l2_clip_norm=1.0,
         method="book_keeping",
-        accumulator="unproved_float32",
+        arithmetic="unproved_float32",
     ),
     "per example, exact": functools.partial(
         dpmp.clipped_grad,
         l2_clip_norm=1.0,
         method="per_example",
-        accumulator="exact",
+        arithmetic="exact",
         microbatch_size=_MICROBATCH_SIZE,
     ),
 }

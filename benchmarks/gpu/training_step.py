@@ -121,14 +121,14 @@ def grad_fns(
     makers = {
         "plain": lambda size: jax.grad(loss_fn),
         "book-keeping, float32": lambda size: clip(
-            method="book_keeping", accumulator="unproved_float32", microbatch_size=size
+            method="book_keeping", arithmetic="unproved_float32", microbatch_size=size
         ),
         "book-keeping, bounded": lambda size: clip(
-            method="book_keeping", accumulator="bounded", microbatch_size=size
+            method="book_keeping", arithmetic="bounded", microbatch_size=size
         ),
         "per example, exact": lambda size: clip(
             method="per_example",
-            accumulator="exact",
+            arithmetic="exact",
             resolution=resolution,
             microbatch_size=size,
         ),

@@ -22,6 +22,7 @@ import numpy as np
 from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
+from dpmp.numerics._arithmetic import Arithmetic
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
@@ -91,6 +92,12 @@ class ClipNorms:
         """The largest norm of what one example contributes."""
         total = 1.0 if self.rescale_to_unit_norm else math.hypot(*self.norms)
         return total / self.normalize_by
+
+    def fit(self, arithmetic: Arithmetic, nan_safe: bool = True) -> Arithmetic:
+        """An arithmetic, for sums of what is clipped to these norms."""
+        l2_norm_bound = self.l2_norm_bound if nan_safe else math.inf
+        bounds = [bound for bound, _ in self.targets]
+        return arithmetic.for_clip_norms(bounds, l2_norm_bound)
 
     def check_prefix_of(self, tree: PyTree) -> None:
         """Raises ValueError unless each clip norm has a non-empty part of `tree`."""

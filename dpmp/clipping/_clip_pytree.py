@@ -10,7 +10,7 @@ from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms, _clipped_sum
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.engines import _per_example, _signature
-from dpmp.numerics import _float_sums
+from dpmp.numerics._arithmetic import parse
 
 
 def clip_pytree(
@@ -77,6 +77,6 @@ def clip_pytree(
         coefs,
         _clipped_sum.keep_mask(norm, coefs, return_zero[None], nan_safe),
         clip_norms.prefix,
-        _float_sums.get_accumulator(None, norm.dtype),
+        parse(None, dtype=norm.dtype),
     )
     return clipped, norm[0]

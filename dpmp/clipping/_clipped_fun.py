@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dpmp import _meshes
-from dpmp._numbers import as_number
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._clipped_sum import ClippedSum, specs_of_examples, specs_of_sum
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
-from dpmp.engines import _per_example, _signature
-from dpmp.numerics._arithmetic import check_method, get_arithmetic
+from dpmp.engines._per_example import stack_engine
+from dpmp.engines._signature import Signature, check_float_leaves
+from dpmp.numerics._arithmetic import parse
 
 
 def clipped_fun(
@@ -27,7 +27,7 @@ def clipped_fun(
     dtype: Any = None,
     prng_argnum: int | None = None,
     spmd_axis_name: Any = None,
-    accumulator: str | None = None,
+    arithmetic: str | None = None,
     resolution: int | None = None,
 ) -> BoundedSensitivityCallable:
     """Clips the output of a function for each example, and sums over the batch.
@@ -53,7 +53,7 @@ def clipped_fun(
       dtype: as in `clipped_grad`.
       prng_argnum: as in `clipped_grad`.
       spmd_axis_name: as in `jax.vmap`.
-      accumulator: as in `clipped_grad`.
+      arithmetic: as in `clipped_grad`.
       resolution: as in `clipped_grad`.
 
     Returns:
@@ -63,46 +63,36 @@ def clipped_fun(
     Raises:
       ValueError: as for `clipped_grad`.
     """
-    check_method("per_example", accumulator)
-    batch_argnums = _signature.as_argnums("batch_argnums", batch_argnums)
-    prng_argnum = as_number(prng_argnum)
+    sums = parse(arithmetic, dtype=dtype, resolution=resolution)
+    signature = Signature.parse(
+        batch_argnums=batch_argnums,
+        prng_argnum=prng_argnum,
+        keep_batch_dim=keep_batch_dim,
+        has_aux=has_aux,
+    )
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 
-    @_signature.of_one_example(batch_argnums, keep_batch_dim)
-    def value_fn(*args, **kwargs):
-        output = fun(*args, **kwargs)
-        value, aux = _signature.unpack_aux(output) if has_aux else (output, None)
-        _signature.check_float_leaves(value, "the output of fun")
+    def check(value):
+        check_float_leaves(value, "the output of fun")
         clip_norms.check_prefix_of(value)
-        return value, aux
+
+    value_fn = signature.of_one_example(fun, check)
 
     def for_one_example(*args, **kwargs):
         value, aux = value_fn(*args, **kwargs)
         return value, (None, aux)
 
     clipped_sum = ClippedSum(
-        engine=_per_example.stack_engine(
-            for_one_example,
-            batch_argnums=batch_argnums,
-            prng_argnum=prng_argnum,
-            spmd_axis_name=spmd_axis_name,
-        ),
+        engine=stack_engine(for_one_example, signature, spmd_axis_name=spmd_axis_name),
+        signature=signature,
         clip_norms=clip_norms,
-        accumulator=get_arithmetic(
-            accumulator,
-            dtype=dtype,
-            resolution=resolution,
-            bounds=[bound for bound, _ in clip_norms.targets],
-            l2_norm_bound=clip_norms.l2_norm_bound,
-            nan_safe=nan_safe,
-        ),
-        batch_argnums=batch_argnums,
-        prng_argnum=prng_argnum,
+        arithmetic=clip_norms.fit(sums, nan_safe),
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
     )
 
     def clipped_fn(*args, is_padding_example, **kwargs):
+        signature.check(args)
         total, (_, norms, _, aux) = clipped_sum(args, kwargs, is_padding_example)
         if has_aux and return_norms:
             return total, (aux, norms)
@@ -113,7 +103,7 @@ def clipped_fun(
     def out_specs(specs, output):
         total, outputs = output if has_aux or return_norms else (output, ())
         return specs_of_sum(total, []) + specs_of_examples(
-            outputs, specs[batch_argnums[0]]
+            outputs, specs[signature.batch_argnums[0]]
         )
 
     return BoundedSensitivityCallable(

@@ -18,16 +18,15 @@ from dpmp import _meshes, _validate, loss_scaling
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._clip_pytree import clip_pytree as clip_pytree
-from dpmp.clipping._clipped_fun import clipped_fun as clipped_fun
 from dpmp.clipping._clipped_sum import ClippedSum, specs_of_examples, specs_of_sum
 from dpmp.clipping._joint_sums import ReleasedMetrics, join
 from dpmp.clipping._sensitivity import (
     BoundedSensitivityCallable as BoundedSensitivityCallable,
 )
-from dpmp.engines import _per_example, _scaled_loss, _signature, book_keeping
+from dpmp.engines._methods import check_method, make_engine
+from dpmp.engines._signature import Signature, check_float_leaves
 from dpmp.loss_scaling import LossScale
-from dpmp.numerics._arithmetic import check_method, choose_arithmetic, get_arithmetic
+from dpmp.numerics._arithmetic import parse
 
 AuxiliaryOutput = collections.namedtuple(
     "AuxiliaryOutput", ["values", "grad_norms", "aux"]
@@ -57,7 +56,7 @@ def clipped_grad(
     prng_argnum: int | None = None,
     spmd_axis_name: Any = None,
     method: str = "per_example",
-    accumulator: str | None = None,
+    arithmetic: str | None = None,
     resolution: int | None = None,
 ) -> BoundedSensitivityCallable:
     """Makes a function that sums the clipped per-example gradients of `fun`.
@@ -110,13 +109,12 @@ def clipped_grad(
       - With `method="book_keeping"`, "bounded" sums (the default there) have a
         sensitivity that is proved for the bits that are computed
         (`dpmp.numerics._bounded`), as long as the other examples keep their places (not
-        for ADD_OR_REMOVE_ONE). Float
-        sums have none that is proved, and have to be asked for by names that say so,
-        such as "unproved_float32": their sensitivity holds up to ordinary rounding
-        within a microbatch. What is taken from the clip norm (1/256 for bfloat16, and
-        more where a gradient is what is left of much larger terms) is more than what
-        rounding was seen to add, but gradients can be made up for which it is not
-        enough (by less than half).
+        for ADD_OR_REMOVE_ONE). Float sums have none that is proved, and have to be
+        asked for by names that say so, such as "unproved_float32": their sensitivity
+        holds up to ordinary rounding within a microbatch. What is taken from the clip
+        norm (1/256 for bfloat16, and more where a gradient is what is left of much
+        larger terms) is more than what rounding was seen to add, but gradients can be
+        made up for which it is not enough (by less than half).
       - Values, norms and aux are per example, depend on that example alone, and are
         sensitive.
 
@@ -160,7 +158,7 @@ def clipped_grad(
         example. "book_keeping" keeps activations and cotangents in place of them,
         which takes less time and, for what is neither wide nor multiplied by few
         positions, less memory; `book_keeping.summarize` shows what it does with a loss.
-      accumulator: the arithmetic of the sum: "exact" (leaves are `GridArray`: integers
+      arithmetic: of the sum: "exact" (leaves are `GridArray`: integers
         times a unit), "float32" (None), "float32x2" (leaves are `DoubleWord`) or
         "float64"; with book-keeping "bounded" (None; `GridArray`), or
         "unproved_float32", "unproved_float32x2" or "unproved_float64". See the README
@@ -186,72 +184,34 @@ def clipped_grad(
       [De et al.: Unlocking high-accuracy differentially private image classification,
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
-    accumulator = choose_arithmetic(method, accumulator, dtype)
-    check_method(method, accumulator, pre_clipping_transform)
+    check_method(method, pre_clipping_transform)
+    sums = parse(arithmetic, method=method, dtype=dtype, resolution=resolution)
     loss_scale = as_number(loss_scale)
     if loss_scale is not None:
         loss_scaling.check(loss_scale, pre_clipping_transform)
-    _validate.require(
-        nan_safe or not (counts_overflows or released_metrics),
-        "what is counted or released must come of gradients that are safe",
-        nan_safe=nan_safe,
-        fix="Leave nan_safe out.",
-    )
-    batch_argnums = _signature.as_argnums("batch_argnums", batch_argnums)
-    grad_argnums = _signature.as_argnums("argnums", argnums)
-    is_single = not isinstance(argnums, tuple | list)
-    argnums = grad_argnums[0] if is_single else grad_argnums
-    prng_argnum = as_number(prng_argnum)
-    _signature.check_disjoint(grad_argnums, batch_argnums, prng_argnum)
-    clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
-
-    @_signature.of_one_example(batch_argnums, keep_batch_dim)
-    def loss_fn(*args, **kwargs):
-        output = fun(*args, **kwargs)
-        value, aux = _signature.unpack_aux(output) if has_aux else (output, None)
-        _signature.check_loss(value)
-        return value, aux
-
-    if loss_scale is not None:
-        loss_fn = _scaled_loss.scaled(loss_fn, loss_scale)
-
-    def for_one_example(*args, **kwargs):
-        outputs, grads = jax.value_and_grad(loss_fn, argnums, has_aux=True)(
-            *args, **kwargs
-        )
-        if pre_clipping_transform is not None:
-            grads = pre_clipping_transform(grads)
-            _signature.check_float_leaves(grads, "the output of pre_clipping_transform")
-        clip_norms.check_prefix_of(grads)
-        return grads, outputs
-
-    options = {
-        "batch_argnums": batch_argnums,
-        "prng_argnum": prng_argnum,
-        "spmd_axis_name": spmd_axis_name,
-    }
-    is_bounded = accumulator == "bounded"
-    largest_microbatch = None
-    if method == "book_keeping":
-        engine = book_keeping.engine(
-            loss_fn, argnums=argnums, is_bounded=is_bounded, **options
-        )
-        largest_microbatch = engine.largest_microbatch if is_bounded else None
-    else:
-        engine = _per_example.stack_engine(for_one_example, **options)
-    clipped_sum = ClippedSum(
-        engine=engine if loss_scale is None else _scaled_loss.unscaled(engine),
-        clip_norms=clip_norms,
-        accumulator=get_arithmetic(
-            accumulator,
-            dtype=dtype,
-            resolution=resolution,
-            bounds=[bound for bound, _ in clip_norms.targets],
-            l2_norm_bound=clip_norms.l2_norm_bound,
-            nan_safe=nan_safe,
-        ),
+    _check_safe(nan_safe, counts_overflows or released_metrics is not None)
+    signature = Signature.parse(
+        argnums=argnums,
         batch_argnums=batch_argnums,
         prng_argnum=prng_argnum,
+        keep_batch_dim=keep_batch_dim,
+        has_aux=has_aux,
+    )
+    clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
+    engine, largest_microbatch = make_engine(
+        fun,
+        signature,
+        method=method,
+        is_bounded=sums.clips_by_bounds,
+        loss_scale=loss_scale,
+        transform=_checked(pre_clipping_transform, clip_norms),
+        spmd_axis_name=spmd_axis_name,
+    )
+    clipped_sum = ClippedSum(
+        engine=engine,
+        signature=signature,
+        clip_norms=clip_norms,
+        arithmetic=clip_norms.fit(sums, nan_safe),
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
         largest_microbatch=largest_microbatch,
@@ -259,12 +219,9 @@ def clipped_grad(
     returns_aux = has_aux or return_values or return_grad_norms
 
     def clipped_grad_fn(*args, is_padding_example, **kwargs):
-        _signature.check_num_args(args, (*grad_argnums, *batch_argnums))
-        for i in grad_argnums:
-            _signature.check_float_leaves(args[i], f"argument {i}")
+        signature.check(args)
         if pre_clipping_transform is None:
-            params = tuple(args[i] for i in grad_argnums)
-            clip_norms.check_prefix_of(params[0] if is_single else params)
+            clip_norms.check_prefix_of(signature.params(args))
         total, outputs = clipped_sum(args, kwargs, is_padding_example)
         total = join(
             total,
@@ -282,11 +239,10 @@ def clipped_grad(
         )
 
     def out_specs(specs, output):
-        total = output[0] if returns_aux else output
-        params = jax.tree.leaves([specs[i] for i in grad_argnums])
-        params = [] if pre_clipping_transform else params
-        return specs_of_sum(total, params) + specs_of_examples(
-            output[1] if returns_aux else (), specs[batch_argnums[0]]
+        total, outputs = output if returns_aux else (output, ())
+        params = [] if pre_clipping_transform else signature.params(specs)
+        return specs_of_sum(total, jax.tree.leaves(params)) + specs_of_examples(
+            outputs, specs[signature.batch_argnums[0]]
         )
 
     l2_norm_bound = clipped_sum.l2_norm_bound
@@ -296,5 +252,30 @@ def clipped_grad(
         _meshes.on_automatic_axes(clipped_grad_fn, out_specs),
         l2_norm_bound,
         returns_aux,
-        keeps_places=is_bounded,
+        keeps_places=sums.clips_by_bounds,
     )
+
+
+def _check_safe(nan_safe: bool, is_released: bool) -> None:
+    _validate.require(
+        nan_safe or not is_released,
+        "what is counted or released must come of gradients that are safe",
+        nan_safe=nan_safe,
+        fix="Leave nan_safe out.",
+    )
+
+
+def _checked(
+    transform: Callable[[PyTree], PyTree] | None, clip_norms: ClipNorms
+) -> Callable[[PyTree], PyTree] | None:
+    """A transform whose output is checked; None for none."""
+    if transform is None:
+        return None
+
+    def checked(grads: PyTree) -> PyTree:
+        grads = transform(grads)
+        check_float_leaves(grads, "the output of pre_clipping_transform")
+        clip_norms.check_prefix_of(grads)
+        return grads
+
+    return checked

@@ -13,8 +13,8 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.engines import _signature
 from dpmp.engines._interface import GradEngine
+from dpmp.engines._signature import Signature
 from dpmp.numerics._arithmetic import Arithmetic
 from dpmp.numerics._sums import is_sum
 
@@ -41,10 +41,9 @@ class ClippedSum:
 
     Attributes:
       engine: gives the per-example gradients of a microbatch.
+      signature: of the engine.
       clip_norms: what they are clipped to.
       arithmetic: of the sum, for these clip norms.
-      batch_argnums: the arguments with an example axis.
-      prng_argnum: the argument that is a key to be split over the examples.
       microbatch_size: how many examples the engine sees at a time, or None for all.
       largest_microbatch: how many these are at most where there is no
         `microbatch_size`, as a function of the arguments of the engine.
@@ -52,10 +51,9 @@ class ClippedSum:
     """
 
     engine: GradEngine
+    signature: Signature
     clip_norms: ClipNorms
     arithmetic: Arithmetic
-    batch_argnums: tuple[int, ...]
-    prng_argnum: int | None
     microbatch_size: int | None
     nan_safe: bool
     largest_microbatch: Callable[..., int] | None = None
@@ -84,10 +82,7 @@ class ClippedSum:
         if math.isfinite(self.l2_norm_bound):
             self.arithmetic.check_not_mapped()
         batch_size = self._check_batch(args, is_padding_example)
-        examples = {i: args[i] for i in self.batch_argnums}
-        if self.prng_argnum is not None:
-            key = args[self.prng_argnum]
-            examples[self.prng_argnum] = jax.random.split(key, batch_size)
+        examples = self.signature.examples(args, batch_size)
 
         def call_args(examples):
             return [examples.get(i, arg) for i, arg in enumerate(args)]
@@ -184,24 +179,7 @@ class ClippedSum:
         self, args: Sequence[Any], is_padding_example: jax.Array | None
     ) -> int:
         """The batch size, once all that must have it does."""
-        last = max((*self.batch_argnums, self.prng_argnum or 0))
-        _validate.require(
-            len(args) > last,
-            f"there must be at least {last + 1} positional arguments",
-            num_args=len(args),
-            fix="Pass the arguments that batch_argnums and prng_argnum name by "
-            "position.",
-        )
-        sizes = _signature.batch_sizes(args, self.batch_argnums)
-        if is_padding_example is not None:
-            sizes["is_padding_example"] = jnp.shape(is_padding_example)
-            _validate.require(
-                jnp.result_type(is_padding_example) == jnp.dtype("bool"),
-                "is_padding_example must be a bool array",
-                dtype=jnp.result_type(is_padding_example),
-                fix="Compare, as in `indices < 0`.",
-            )
-        batch_size = _signature.common_batch_size(sizes)
+        batch_size = self.signature.batch_size(args, is_padding_example)
         _validate.require(
             batch_size % (self.microbatch_size or 1) == 0,
             "microbatch_size must divide the batch size",

@@ -1,7 +1,7 @@
 """The vmap engine: holds the stack of per-example gradients in the model's dtype."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.engines._interface import GradEngine
+from dpmp.engines._signature import Signature
 from dpmp.numerics import _packing, _reduction
 from dpmp.numerics._arithmetic import Arithmetic, GradientSums
 from dpmp.numerics._squared_norms import SquaredNorm, squared_norm
@@ -41,9 +42,7 @@ class StackedGrads:
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
         """See `PerExampleGrads`."""
-        return [
-            squared_norm(group.arrays) for group in self._groups(prefix)
-        ]
+        return [squared_norm(group.arrays) for group in self._groups(prefix)]
 
     def weighted_sum(
         self,
@@ -70,9 +69,7 @@ class StackedGrads:
             for group, coef, mask in zip(groups, coefs, masks, strict=True):
                 of_block = [rows_of_block(x, i, size) for x in (coef, mask)]
                 sums += [
-                    _add_block(
-                        x.bits, *of_block, i, dtype=x.dtype, arithmetic=sums_of
-                    )
+                    _add_block(x.bits, *of_block, i, dtype=x.dtype, arithmetic=sums_of)
                     for x in group.arrays
                 ]
             return sums
@@ -182,26 +179,23 @@ def store_one(tree: PyTree) -> StackedGrads:
 
 def stack_engine(
     fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
+    signature: Signature,
     *,
-    batch_argnums: Sequence[int],
-    prng_argnum: int | None,
-    spmd_axis_name: Any,
+    spmd_axis_name: Any = None,
 ) -> GradEngine:
     """An engine that maps `fun` over the examples of a batch.
 
     Args:
       fun: from one example's arguments to (tree to be clipped, (value, aux)).
-      batch_argnums: the positions of arguments with a leading example axis.
-      prng_argnum: the position of an argument that holds one key per example.
+      signature: of `fun`.
       spmd_axis_name: as in `jax.vmap`.
 
     Returns:
       A function of the arguments of `fun`, batched, that gives `StackedGrads`.
     """
-    mapped = {*batch_argnums, prng_argnum}
 
     def engine(*args: Any, **kwargs: Any) -> StackedGrads:
-        in_axes = [0 if i in mapped else None for i in range(len(args))]
+        in_axes = [0 if i in signature.of_examples else None for i in range(len(args))]
 
         def compute():
             return jax.vmap(

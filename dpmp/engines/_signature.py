@@ -1,7 +1,8 @@
-"""Checks of the functions and arguments that clipping is given."""
+"""Which argument of a function is what: parameters, a batch of examples, a key."""
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,7 +13,163 @@ from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 
 
-def as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Signature:
+    """What the arguments of a function are, parsed once.
+
+    Attributes:
+      argnums: the positions of the parameters, as `jax.grad` takes them: one position,
+        or several; none where nothing is differentiated.
+      batch_argnums: the positions of arguments with a leading example axis.
+      prng_argnum: the position of a key that is split over the examples, or None.
+      keep_batch_dim: whether the function is given one example as a batch of one.
+      has_aux: whether it returns a pair.
+    """
+
+    argnums: int | tuple[int, ...]
+    batch_argnums: tuple[int, ...]
+    prng_argnum: int | None
+    keep_batch_dim: bool
+    has_aux: bool
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        argnums: int | Sequence[int] = (),
+        batch_argnums: int | Sequence[int],
+        prng_argnum: int | None = None,
+        keep_batch_dim: bool = True,
+        has_aux: bool = False,
+    ) -> "Signature":
+        """Checks the positions as users write them.
+
+        Raises:
+          ValueError: for what is no position, and for an argument of two meanings.
+        """
+        positions = () if argnums == () else _as_argnums("argnums", argnums)
+        batched = _as_argnums("batch_argnums", batch_argnums)
+        keys = () if prng_argnum is None else _as_argnums("prng_argnum", prng_argnum)
+        every = (*positions, *batched, *keys)
+        _validate.require(
+            len(set(every)) == len(every),
+            "argnums, batch_argnums and prng_argnum must not overlap",
+            argnums=argnums,
+            batch_argnums=batch_argnums,
+            prng_argnum=prng_argnum,
+            fix="An argument is differentiated, or batched, or a key.",
+        )
+        is_single = not isinstance(argnums, tuple | list)
+        return cls(
+            every[0] if is_single else positions,
+            batched,
+            keys[0] if keys else None,
+            keep_batch_dim,
+            has_aux,
+        )
+
+    @property
+    def of_params(self) -> tuple[int, ...]:
+        """The positions of the parameters."""
+        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+
+    @property
+    def of_examples(self) -> tuple[int, ...]:
+        """The positions of what differs from example to example."""
+        key = () if self.prng_argnum is None else (self.prng_argnum,)
+        return (*self.batch_argnums, *key)
+
+    def params(self, args: Sequence[Any]) -> PyTree:
+        """The parameters, in the tree that their gradient has."""
+        params = tuple(args[i] for i in self.of_params)
+        return params[0] if isinstance(self.argnums, int) else params
+
+    def examples(self, args: Sequence[Any], batch_size: int) -> dict[int, Any]:
+        """What has an example axis, by position; the key is split."""
+        examples = {i: args[i] for i in self.batch_argnums}
+        if self.prng_argnum is not None:
+            key = args[self.prng_argnum]
+            examples[self.prng_argnum] = jax.random.split(key, batch_size)
+        return examples
+
+    def shapes_of_one_example(self, args: Sequence[Any]) -> dict[int, Any]:
+        """The same, of one example, for arguments in which the key is not split."""
+        of_one = {
+            i: jax.tree.map(without_example_axis, args[i]) for i in self.batch_argnums
+        }
+        if self.prng_argnum is not None:
+            of_one[self.prng_argnum] = jax.typeof(args[self.prng_argnum])
+        return of_one
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raises ValueError for positions or parameters that there are not."""
+        check_num_args(args, (*self.of_params, *self.of_examples))
+        for i in self.of_params:
+            check_float_leaves(args[i], f"argument {i}")
+
+    def batch_size(
+        self, args: Sequence[Any], is_padding_example: jax.Array | None = None
+    ) -> int:
+        """The batch size, once all that must have it does.
+
+        Raises:
+          ValueError: for batched arguments, or a mask, of other sizes.
+        """
+        sizes = {
+            f"argument {i}{jax.tree_util.keystr(path)}": jnp.shape(leaf)[:1]
+            for i in self.batch_argnums
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[i])
+        }
+        if is_padding_example is not None:
+            sizes["is_padding_example"] = jnp.shape(is_padding_example)
+            _validate.require(
+                jnp.result_type(is_padding_example) == jnp.dtype("bool"),
+                "is_padding_example must be a bool array",
+                dtype=jnp.result_type(is_padding_example),
+                fix="Compare, as in `indices < 0`.",
+            )
+        _validate.require(
+            len(set(sizes.values())) == 1 and () not in sizes.values(),
+            "all batched arguments must have one leading axis of the same size",
+            sizes=sizes,
+            fix="Stack the examples along axis 0, or correct batch_argnums.",
+        )
+        ((batch_size,),) = set(sizes.values())
+        return batch_size
+
+    def of_one_example(
+        self, fun: Callable[..., Any], check: Callable[[Any], None]
+    ) -> Callable[..., tuple[Any, PyTree]]:
+        """`fun` as a function of one example to (value, aux), None for no aux.
+
+        What has the axis of a batch of one among the auxiliary outputs loses it.
+
+        Args:
+          fun: as users write it.
+          check: raises ValueError for a value that is none.
+        """
+
+        @functools.wraps(fun)
+        def value_and_aux(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+            given = [
+                jax.tree.map(_as_batch_of_one, arg) if i in batched else arg
+                for i, arg in enumerate(args)
+            ]
+            output = fun(*given, **kwargs)
+            value, aux = _unpack_aux(output) if self.has_aux else (output, None)
+            check(value)
+            return value, jax.tree.map(_drop_batch_of_one, aux) if batched else aux
+
+        batched = self.batch_argnums if self.keep_batch_dim else ()
+        return value_and_aux
+
+
+def without_example_axis(x: Any) -> Any:
+    """The type of one example's part of a batched array."""
+    return jax.typeof(x).update(shape=jnp.shape(x)[1:])
+
+
+def _as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
     """One position or several, as a tuple."""
     as_tuple = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     as_tuple = tuple(map(as_number, as_tuple))
@@ -25,22 +182,6 @@ def as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
     return as_tuple
 
 
-def check_disjoint(
-    argnums: tuple[int, ...], batch_argnums: tuple[int, ...], prng_argnum: int | None
-) -> None:
-    """Raises ValueError for an argument with two meanings."""
-    keys = () if prng_argnum is None else as_argnums("prng_argnum", prng_argnum)
-    positions = (*argnums, *batch_argnums, *keys)
-    _validate.require(
-        len(set(positions)) == len(positions),
-        "argnums, batch_argnums and prng_argnum must not overlap",
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        prng_argnum=prng_argnum,
-        fix="An argument is differentiated, or batched, or a key.",
-    )
-
-
 def check_num_args(args: Sequence[Any], argnums: tuple[int, ...]) -> None:
     """Raises ValueError unless all of `argnums` are positions of arguments."""
     _validate.require(
@@ -51,53 +192,8 @@ def check_num_args(args: Sequence[Any], argnums: tuple[int, ...]) -> None:
     )
 
 
-def batch_sizes(
-    args: Sequence[Any], batch_argnums: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
-    """The sizes of the leading axes of batched arguments, by name; () for none."""
-    return {
-        f"argument {i}{jax.tree_util.keystr(path)}": jnp.shape(leaf)[:1]
-        for i in batch_argnums
-        for path, leaf in jax.tree_util.tree_leaves_with_path(args[i])
-    }
-
-
-def common_batch_size(sizes: dict[str, tuple[int, ...]]) -> int:
-    """The one size that all have; raises ValueError if there is none."""
-    _validate.require(
-        len(set(sizes.values())) == 1 and () not in sizes.values(),
-        "all batched arguments must have one leading axis of the same size",
-        sizes=sizes,
-        fix="Stack the examples along axis 0, or correct batch_argnums.",
-    )
-    ((batch_size,),) = set(sizes.values())
-    return batch_size
-
-
-def of_one_example(
-    batch_argnums: Sequence[int], keep_batch_dim: bool
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator for functions to (value, aux), so that they take one example.
-
-    With `keep_batch_dim` they are given it as a batch of one, and what has that axis
-    among the auxiliary outputs loses it.
-    """
-
-    def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fun)
-        def with_batch_of_one(*args: Any, **kwargs: Any) -> Any:
-            value, aux = fun(
-                *(
-                    jax.tree.map(lambda x: x[None], arg) if i in batch_argnums else arg
-                    for i, arg in enumerate(args)
-                ),
-                **kwargs,
-            )
-            return value, jax.tree.map(_drop_batch_of_one, aux)
-
-        return with_batch_of_one if keep_batch_dim else fun
-
-    return decorate
+def _as_batch_of_one(x: Any) -> Any:
+    return x[None]
 
 
 def _drop_batch_of_one(x: Any) -> Any:
@@ -137,7 +233,7 @@ def check_loss(value: Any) -> None:
     )
 
 
-def unpack_aux(output: Any) -> tuple[Any, Any]:
+def _unpack_aux(output: Any) -> tuple[Any, Any]:
     """The two parts of what a function with `has_aux` returns."""
     _validate.require(
         isinstance(output, tuple) and len(output) == 2,

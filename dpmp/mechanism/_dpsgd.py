@@ -20,10 +20,17 @@ from dpmp._typing import PyTree
 from dpmp.accounting._relation import DEFAULT_RELATION
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._joint_sums import JointSum, ReleasedMetrics, contribution
+from dpmp.engines._methods import check_method
 from dpmp.mechanism import _checks, _sampler_share, _statement
 from dpmp.mechanism._released import Released, split
 from dpmp.mechanism._resolution import choose_resolution
-from dpmp.numerics._arithmetic import default_arithmetic, float_arithmetic
+from dpmp.numerics._arithmetic import (
+    Arithmetic,
+    default_name,
+    name_without_privacy,
+    parse,
+)
+from dpmp.numerics._sums import num_entries
 
 _Relation = dp_accounting.NeighboringRelation
 
@@ -92,7 +99,8 @@ class DPSGD:
 
     def __post_init__(self):
         # Frozen, but a name that says what is run is worth more than None.
-        object.__setattr__(self, "arithmetic", self._arithmetic)
+        name = self.arithmetic or default_name(self.method)
+        object.__setattr__(self, "arithmetic", name)
         for name, value in _checks.checked_fields(self).items():
             object.__setattr__(self, name, value)
         # Checks what is left: clip norms, arithmetic and method.
@@ -151,8 +159,8 @@ class DPSGD:
             self,
             l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
             rescale_to_unit_norm=False,
-            arithmetic=float_arithmetic(self.method)
-            if self._is_on_grid
+            arithmetic=name_without_privacy(self.method)
+            if self._sums.needs_clipping
             else self.arithmetic,
             noise_multiplier=0.0,
         )
@@ -199,10 +207,8 @@ class DPSGD:
     @property
     def resolution(self) -> int | None:
         """How many units of the grid the largest contribution has; None for floats."""
-        if not self._is_on_grid:
-            return None
         return choose_resolution(
-            self.noise_multiplier or 1.0, self.num_parameters, self._arithmetic
+            self.noise_multiplier or 1.0, self.num_parameters, self._sums
         )
 
     @property
@@ -247,7 +253,7 @@ class DPSGD:
             normalize_by=self.expected_batch_size,
             microbatch_size=self.microbatch_size,
             method=self.method,
-            accumulator=self.arithmetic,
+            arithmetic=self.arithmetic,
             resolution=self.resolution,
             released_metrics=self.released_metrics,
             **kwargs,
@@ -281,9 +287,7 @@ class DPSGD:
             grads = updates
             if isinstance(updates, JointSum):
                 grads = updates.sum_of_clipped_grads
-            _checks.check_num_parameters(
-                noise_addition.num_entries(grads), self.num_parameters
-            )
+            _checks.check_num_parameters(num_entries(grads), self.num_parameters)
             return privatizer.update(updates, state, params)
 
         return optax.GradientTransformation(privatizer.init, update)
@@ -358,8 +362,7 @@ class DPSGD:
             expected_batch_size=self.expected_batch_size,
             l2_clip_norm=self.l2_clip_norm,
             noise_multiplier=self._calibrated,
-            arithmetic=self._arithmetic,
-            method=self.method,
+            arithmetic=self._sums,
             microbatch_size=self.microbatch_size,
             resolution=self.resolution,
             released_metrics=self.released_metrics,
@@ -387,13 +390,10 @@ class DPSGD:
         """The same, to all that is released at a step."""
         return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
 
-    @property
-    def _arithmetic(self) -> str:
-        return self.arithmetic or default_arithmetic(self.method)
-
-    @property
-    def _is_on_grid(self) -> bool:
-        return self.arithmetic in ("exact", "bounded")
+    @functools.cached_property
+    def _sums(self) -> Arithmetic:
+        check_method(self.method)
+        return parse(self.arithmetic, method=self.method)
 
     @property
     def _num_coordinates(self) -> int:
@@ -419,7 +419,7 @@ class DPSGD:
     @property
     def _multiple_of_batches(self) -> int:
         """Of the size of padded batches, so that microbatches can divide it."""
-        if self.microbatch_size is not None or self.arithmetic != "bounded":
+        if self.microbatch_size is not None or not self._sums.clips_by_bounds:
             return self.microbatch_size or 1
         return min(32, 2 ** (self._largest_batch.bit_length() - 1))
 

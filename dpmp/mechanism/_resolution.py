@@ -4,19 +4,13 @@ import math
 
 from dpmp import _validate
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
+from dpmp.numerics._arithmetic import Arithmetic
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_LOSS, LARGEST_RESOLUTION
-
-# For D entries the resolution that is wanted, and what rounding takes of the clip norm
-# (`Grid.targets`, `BoundedGrid.targets`).
-_NEEDS = {
-    "exact": (lambda d: math.sqrt(100 * d), lambda d, k: d / (8 * k**2) + 3 / k),
-    "bounded": (lambda d: 400 * math.sqrt(d), lambda d, k: math.sqrt(d) / k),
-}
 
 
 def choose_resolution(
-    noise_multiplier: float, num_parameters: int, arithmetic: str
-) -> int:
+    noise_multiplier: float, num_parameters: int, arithmetic: Arithmetic
+) -> int | None:
     """As fine as rounding asks for, and as the noise that is added allows.
 
     A third draw of noise is worth 1 % of the clip norm.
@@ -24,17 +18,23 @@ def choose_resolution(
     Args:
       noise_multiplier: standard deviation of the noise over the clip norm.
       num_parameters: the number of entries that are rounded.
-      arithmetic: "exact" or "bounded".
+      arithmetic: of the sum.
+
+    Returns:
+      How many units the largest contribution has; None for an arithmetic without a
+      grid.
     """
-    wanted, loss_fn = _NEEDS[arithmetic]
-    wanted = math.ceil(wanted(num_parameters))
+    wanted = arithmetic.wanted_resolution(num_parameters)
+    if wanted is None:
+        return None
+    wanted = math.ceil(wanted)
     wanted = min(max(wanted, DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
     for num_draws in (2, 3):
         noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
         # The unit is rounded to float32, which must not call for wider noise.
         widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
         resolution = max(1, int(widest))
-        loss = loss_fn(num_parameters, resolution)
+        loss = arithmetic.share_lost(num_parameters, resolution)
         if loss <= 0.01:
             break
     _validate.require(

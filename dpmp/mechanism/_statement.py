@@ -10,7 +10,7 @@ from dpmp import accounting, batch_selection
 from dpmp._typing import PyTree
 from dpmp.accounting._rounding import digits_above, digits_below, round_up
 from dpmp.clipping._joint_sums import ReleasedMetrics
-from dpmp.numerics import _arithmetic, _bounded
+from dpmp.numerics._arithmetic import Arithmetic
 
 _Relation = dp_accounting.NeighboringRelation
 
@@ -56,8 +56,7 @@ def claim(
     expected_batch_size: float,
     l2_clip_norm: PyTree,
     noise_multiplier: float,
-    arithmetic: str,
-    method: str,
+    arithmetic: Arithmetic,
     microbatch_size: int | None,
     resolution: int | None,
     released_metrics: ReleasedMetrics | None,
@@ -86,7 +85,7 @@ def claim(
         f"- Accountant: {guarantee.accountant}.",
         "- Arithmetic: "
         + _describe_arithmetic(
-            arithmetic, method, microbatch_size, resolution, noise_multiplier
+            arithmetic, microbatch_size, resolution, noise_multiplier
         ),
         "- Not covered: the random bits are assumed ideal and their keys secret; "
         "running time, which depends on the batch size; losses, norms and "
@@ -113,56 +112,22 @@ def _describe_metrics(
 
 
 def _describe_arithmetic(
-    arithmetic: str,
-    method: str,
+    arithmetic: Arithmetic,
     microbatch_size: int | None,
     resolution: int | None,
     noise_multiplier: float,
 ) -> str:
-    noise = (
+    sentences = [
+        arithmetic.describe(resolution, microbatch_size),
         "Discrete Gaussian noise, in integers, is added before anything is rounded to "
-        "float32."
-    )
-    holds = "The claim holds for the bits that are released."
+        "float32.",
+    ]
     if resolution is not None:
-        width = f"Its standard deviation has {resolution * noise_multiplier:.0f} units."
-        if arithmetic == "exact":
-            return (
-                f"clipped gradients are rounded to a grid on which the largest "
-                f"contribution has {resolution} units; their norms are checked, and "
-                f"they are summed, in integers, without rounding. {noise} {holds} "
-                f"{width}"
-            )
-        examples = "as many examples as that allows, chosen from shapes alone"
-        if microbatch_size is not None:
-            examples = f"{microbatch_size} examples"
-        return (
-            f"gradients are never formed; they are clipped by bounds on their norms "
-            f"that include rounding, in microbatches whose sums may err by "
-            f"{_bounded.SLACK:.2%} of the clip norm, which is lowered by that (of "
-            f"{examples}). The "
-            f"sums are rounded to a grid on which the largest contribution has "
-            f"{resolution} units, and added up in integers. {noise} {holds} {width} It "
-            f"is assumed that other examples keep their places in the batch, and that "
-            f"the device adds in the same order every time."
-        )
-    accumulator = _arithmetic.float_accumulator(arithmetic)
-    lowered = (
-        f"norms in float32 or wider; sums in {accumulator.name}. The clip norm is "
-        f"lowered by what rounding can add ({accumulator.slack:.2g} of it for the sum)"
-    )
-    on_a_grid = "Sums are put on a grid, and the noise is wider by what that costs."
-    if method == "book_keeping":
-        return (
-            f"{lowered}, as far as microbatches are added up. Within a microbatch, "
-            f"gradients are never formed, and the sensitivity of sums holds up to "
-            f"ordinary rounding, which is NOT PROVED; arithmetic='bounded' is. "
-            f"{on_a_grid} {noise}"
-        )
-    return (
-        f"{lowered}, so that the sensitivity holds for the computed floats. "
-        f"{on_a_grid} {noise} {holds}"
-    )
+        units = f"{resolution * noise_multiplier:.0f}"
+        sentences.append(f"Its standard deviation has {units} units of the grid.")
+    if arithmetic.is_proved:
+        sentences.append("The claim holds for the bits that are released.")
+    return " ".join([*sentences, arithmetic.assumption]).strip()
 
 
 def _describe_clip_norm(l2_clip_norm: PyTree) -> str:

@@ -13,12 +13,10 @@ from dpmp.noise_addition._privatizers import (
     NoiseState,
     continuous_gaussian_privatizer,
     gaussian_privatizer,
-    num_entries,
 )
 
 __all__ = [
     "NoiseState",
     "continuous_gaussian_privatizer",
     "gaussian_privatizer",
-    "num_entries",
 ]

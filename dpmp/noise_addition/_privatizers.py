@@ -18,9 +18,9 @@ from dpmp import _meshes, _random, _validate
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.noise_addition import _grid_noise
-from dpmp.numerics._float_sums import DoubleWord, two_sum
-from dpmp.numerics._grid import GridArray
+from dpmp.numerics._double_words import two_sum
 from dpmp.numerics._stored import at_least_float32
+from dpmp.numerics._sums import Sum, as_sum, is_sum, num_entries
 
 # What is assumed of a float sum whose sensitivity is not given.
 _LARGEST_NOISE_MULTIPLIER = 32.0
@@ -111,18 +111,15 @@ def gaussian_privatizer(
         )
     stddev = _check_stddev(stddev)
 
-    def add_noise(leaves: list[Any], noise_state: NoiseState) -> list[jax.Array]:
+    def add_noise(sums: list[Sum], noise_state: NoiseState) -> list[jax.Array]:
         noise_multiplier = _LARGEST_NOISE_MULTIPLIER
         if l2_sensitivity is not None:
             noise_multiplier = stddev / l2_sensitivity
-        snap_cost = noise_multiplier * math.sqrt(num_entries(leaves))
-        on_grids, widened = [], Fraction(stddev)
-        for leaf in leaves:
-            if not isinstance(leaf, GridArray):
-                leaf, width = _snap(leaf, stddev, snap_cost)
-                widened = width * Fraction(leaf.unit)
-            on_grids.append(leaf)
-        # What moves some leaves apart concerns all of them.
+        unit, widened = 1.0, Fraction(stddev)
+        if not all(x.is_on_grid for x in sums):  # what moves some concerns all of them
+            snap_cost = noise_multiplier * math.sqrt(num_entries(sums))
+            unit, widened = _snapping(stddev, snap_cost)
+        on_grids = [x.snapped(unit) for x in sums]
         key_words = _random.key_words(noise_state.prng_key)
         return _grid_noise.add_noise(on_grids, widened, key_words, noise_state.step)
 
@@ -164,23 +161,23 @@ def continuous_gaussian_privatizer(
     """
     stddev, noise_dtype = _check_stddev(stddev), _check_noise_dtype(dtype)
 
-    def add_noise(leaves: list[Any], noise_state: NoiseState) -> list[jax.Array]:
+    def add_noise(sums: list[Sum], noise_state: NoiseState) -> list[jax.Array]:
         step_key = _random.fold_in(noise_state.prng_key, noise_state.step)
 
         def add_all() -> list[jax.Array]:
-            keys = [_random.fold_in(step_key, i) for i in range(len(leaves))]
+            keys = [_random.fold_in(step_key, i) for i in range(len(sums))]
             return [
-                _add_float_noise(leaf, key, stddev, noise_dtype)
-                for leaf, key in zip(leaves, keys, strict=True)
+                _add_float_noise(x, key, stddev, noise_dtype)
+                for x, key in zip(sums, keys, strict=True)
             ]
 
-        return behind_a_branch(add_all, (noise_state.step, leaves))
+        return behind_a_branch(add_all, (noise_state.step, sums))
 
     return _privatizer(add_noise, stddev, prng_key)
 
 
 def _privatizer(
-    add_noise: Callable[[list[Any], NoiseState], list[jax.Array]],
+    add_noise: Callable[[list[Sum], NoiseState], list[jax.Array]],
     stddev: float,
     prng_key: jax.Array | None,
 ) -> optax.GradientTransformation:
@@ -197,12 +194,11 @@ def _privatizer(
         sum_of_clipped_grads: PyTree, noise_state: NoiseState, params: PyTree = None
     ) -> tuple[PyTree, NoiseState]:
         del params
-        leaves, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=_is_sum)
-        _check_leaves(leaves)
-        if stddev:
-            noisy = add_noise(leaves, noise_state)
-        else:
-            noisy = [_to_float(leaf) for leaf in leaves]
+        leaves, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_sum)
+        sums = [as_sum(leaf) for leaf in leaves]
+        for i, x in enumerate(sums):
+            x.check_before_noise(i)
+        noisy = add_noise(sums, noise_state) if stddev else [x.to_float() for x in sums]
         new_state = NoiseState(noise_state.prng_key, noise_state.step + 1)
         return jax.tree.unflatten(treedef, noisy), new_state
 
@@ -213,21 +209,17 @@ def _privatizer(
 
 def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:
     """Noisy sums are sharded as the sums are, and the state is on all devices."""
-    sums = jax.tree.leaves(specs[0], is_leaf=_is_sum)
+    sums = jax.tree.leaves(specs[0], is_leaf=is_sum)
     of_noisy = [jax.tree.leaves(x)[0] for x in sums]
     return [*of_noisy, *(jax.P() for _ in jax.tree.leaves(output[1]))]
 
 
-def _snap(leaf: Any, stddev: float, snap_cost: float) -> tuple[GridArray, Fraction]:
-    """A float sum, rounded to a grid, and the standard deviation it takes, in units.
-
-    Scaling by a power of two is exact, and rounding moves an entry by at most half a
-    unit (and 2^-24, where both words of a `DoubleWord` matter).
+def _snapping(stddev: float, snap_cost: float) -> tuple[float, Fraction]:
+    """The unit that float sums are rounded to, and the standard deviation it takes.
 
     Args:
-      leaf: a float array or a `DoubleWord`.
-      stddev: of the noise to be added, in the unit of the sum.
-      snap_cost: what rounding adds to the standard deviation, in units of the grid.
+      stddev: of the noise to be added.
+      snap_cost: what rounding adds to it, in units.
     """
     _validate.require(
         1e-24 <= stddev <= 1e30,
@@ -239,25 +231,12 @@ def _snap(leaf: Any, stddev: float, snap_cost: float) -> tuple[GridArray, Fracti
     finest = math.ceil(math.log2(max(snap_cost, 1.0))) + _LOG_SNAP_SHARE
     log_units = min(max(finest, lowest), highest)
     unit = 2.0 ** (math.frexp(stddev)[1] - 1 - log_units)
-    hi, lo = leaf if isinstance(leaf, DoubleWord) else (jnp.asarray(leaf), None)
-    scaled = hi.astype(at_least_float32(hi.dtype)) * (1 / unit)
-    whole = jnp.round(scaled)
-    steps = _to_integers(whole, 2**31 - 2**26)
-    if lo is not None:
-        steps += _to_integers(jnp.round((scaled - whole) + lo * (1 / unit)), 2**20)
-    # What was cut off at the first limit is well beyond this one, whatever `lo` adds.
-    steps = jnp.clip(steps, -(2**31) + 2**27, 2**31 - 2**27)
     width = Fraction(stddev) / Fraction(unit) + Fraction(snap_cost * (1 + 2.0**-20))
-    return GridArray(steps, unit), width
+    return unit, width * Fraction(unit)
 
 
-def _to_integers(x: jax.Array, limit: int) -> jax.Array:
-    return jnp.clip(x, -limit, limit).astype(jnp.int32)
-
-
-def _add_float_noise(leaf: Any, key: jax.Array, stddev: float, dtype: Any) -> jax.Array:
-    leaf = leaf.to_float() if isinstance(leaf, GridArray) else leaf
-    hi, lo = leaf if isinstance(leaf, DoubleWord) else (jnp.asarray(leaf), None)
+def _add_float_noise(x: Sum, key: jax.Array, stddev: float, dtype: Any) -> jax.Array:
+    hi, lo = x.words()
     sum_dtype = at_least_float32(hi.dtype)
     noise_dtype = jnp.dtype(dtype or sum_dtype)
     out_dtype = at_least_float32(sum_dtype, noise_dtype)
@@ -276,26 +255,6 @@ def _round_up(x: float, dtype: Any) -> jax.Array:
     if float(rounded) < x:
         rounded = np.nextafter(rounded, np.asarray(np.inf, dtype))
     return jnp.asarray(rounded)
-
-
-def _is_sum(x: Any) -> bool:
-    """Whether `x` is a sum that takes more than one array to write down."""
-    return isinstance(x, DoubleWord | GridArray)
-
-
-def _to_float(leaf: Any) -> jax.Array:
-    """A sum in float32 or wider."""
-    if isinstance(leaf, GridArray):
-        return leaf.to_float()
-    if isinstance(leaf, DoubleWord):
-        return leaf.hi + leaf.lo
-    return jnp.asarray(leaf).astype(at_least_float32(jnp.result_type(leaf)))
-
-
-def num_entries(sum_of_clipped_grads: PyTree) -> int:
-    """How many entries a sum has, whatever it is written down in."""
-    leaves = jax.tree.leaves(sum_of_clipped_grads, is_leaf=_is_sum)
-    return sum(math.prod(jax.eval_shape(_to_float, leaf).shape) for leaf in leaves)
 
 
 def _check_stddev(stddev: float) -> float:
@@ -317,26 +276,3 @@ def _check_noise_dtype(dtype: Any) -> Any:
     )
     _validate.check_x64(np.dtype(dtype), "float64 noise")
     return np.dtype(dtype)
-
-
-def _check_leaves(leaves: list[Any]) -> None:
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, GridArray):
-            # Integer noise hides nothing of a fraction.
-            _validate.require(
-                leaf.steps.dtype == jnp.dtype("int32"),
-                "the steps of an exact sum must be int32 until they have noise",
-                leaf=i,
-                dtype=leaf.steps.dtype.name,
-                fix="Add parts up (psum, not pmean), divide by normalize_by, and do "
-                "the rest after the noise.",
-            )
-            continue
-        dtype = jnp.result_type(leaf.hi if isinstance(leaf, DoubleWord) else leaf)
-        _validate.require(
-            jnp.issubdtype(dtype, jnp.floating),
-            "every leaf of sum_of_clipped_grads must be a real float array",
-            leaf=i,
-            dtype=dtype.name,
-            fix="Add noise to the output of clipped_grad, before anything else.",
-        )

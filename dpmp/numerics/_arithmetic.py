@@ -104,7 +104,7 @@ class Arithmetic(Protocol):
         """
         ...
 
-    def add(self, a: PyTree, b: PyTree) -> PyTree:
+    def add(self, a: PyTree, b: PyTree, /) -> PyTree:
         """The sum of two sums."""
         ...
 
@@ -153,7 +153,7 @@ class GradientSums(Arithmetic, Protocol):
         """
         ...
 
-    def add_block(self, terms: list[jax.Array]) -> PyTree:
+    def add_block(self, terms: list[jax.Array], /) -> PyTree:
         """The sum of a few contributions."""
         ...
 
@@ -161,7 +161,7 @@ class GradientSums(Arithmetic, Protocol):
 class PartialSums(Arithmetic, Protocol):
     """An arithmetic for engines that form the sums of microbatches, in floats."""
 
-    def lift(self, total: jax.Array) -> PyTree:
+    def lift(self, total: jax.Array, /) -> PyTree:
         """The sum of a microbatch, where an engine has formed it in floats."""
         ...
 
@@ -199,7 +199,7 @@ def parse(
     )
     if is_on_grid:
         given = {} if resolution is None else {"resolution": resolution}
-        arithmetic = _ON_GRIDS[name](**given)
+        arithmetic: Arithmetic = _ON_GRIDS[name](**given)
     else:
         arithmetic = FLOAT_SUMS[name]
         _validate.require(

@@ -81,7 +81,7 @@ References:
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -214,14 +214,15 @@ class BoundedSums:
     resolution: int = LARGEST_RESOLUTION
     grid: Grid = Grid.UNKNOWN
 
-    name: ClassVar[str] = "bounded"
-    bytes_per_entry: ClassVar[int] = 4
-    is_proved: ClassVar[bool] = True
-    needs_clipping: ClassVar[bool] = True
-    clips_by_bounds: ClassVar[bool] = True
-    assumption: ClassVar[str] = (
-        "It is assumed that other examples keep their places in the batch, and that "
-        "the device adds in the same order every time."
+    name: str = dataclasses.field(default="bounded", init=False)
+    bytes_per_entry: int = dataclasses.field(default=4, init=False)
+    is_proved: bool = dataclasses.field(default=True, init=False)
+    needs_clipping: bool = dataclasses.field(default=True, init=False)
+    clips_by_bounds: bool = dataclasses.field(default=True, init=False)
+    assumption: str = dataclasses.field(
+        default="It is assumed that other examples keep their places in the batch, and "
+        "that the device adds in the same order every time.",
+        init=False,
     )
 
     def check_method(self, method: str) -> None:

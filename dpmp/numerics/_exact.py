@@ -14,7 +14,7 @@ sensitivity is `resolution` units for a batch of any size, however it is cut up.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,12 @@ class ExactSums:
     resolution: int = DEFAULT_RESOLUTION
     grid: Grid = Grid.UNKNOWN
 
-    name: ClassVar[str] = "exact"
-    bytes_per_entry: ClassVar[int] = 4
-    is_proved: ClassVar[bool] = True
-    needs_clipping: ClassVar[bool] = True
-    clips_by_bounds: ClassVar[bool] = False
-    assumption: ClassVar[str] = ""
+    name: str = dataclasses.field(default="exact", init=False)
+    bytes_per_entry: int = dataclasses.field(default=4, init=False)
+    is_proved: bool = dataclasses.field(default=True, init=False)
+    needs_clipping: bool = dataclasses.field(default=True, init=False)
+    clips_by_bounds: bool = dataclasses.field(default=False, init=False)
+    assumption: str = dataclasses.field(default="", init=False)
 
     def check_method(self, method: str) -> None:
         """See `Arithmetic`."""

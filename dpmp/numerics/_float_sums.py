@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,9 +56,10 @@ class FloatSums:
     bytes_per_entry: int
     is_proved: bool = True
 
-    resolution: ClassVar[None] = None
-    needs_clipping: ClassVar[bool] = False
-    clips_by_bounds: ClassVar[bool] = False
+    resolution: None = dataclasses.field(default=None, init=False)
+    needs_clipping: bool = dataclasses.field(default=False, init=False)
+    clips_by_bounds: bool = dataclasses.field(default=False, init=False)
+    assumption: str = dataclasses.field(default="", init=False)
 
     def check_method(self, method: str) -> None:
         """See `Arithmetic`."""
@@ -160,11 +161,6 @@ class FloatSums:
             f"ordinary rounding, which is NOT PROVED; arithmetic='bounded' is. "
             f"{on_a_grid}"
         )
-
-    @property
-    def assumption(self) -> str:
-        """See `Arithmetic`."""
-        return ""
 
 
 def rounding_slack(sums: FloatSums, batch_size: int, microbatch_size: int) -> float:

@@ -62,7 +62,7 @@ class _FloatSum(NamedTuple):
 
 def is_sum(x: Any) -> bool:
     """Whether `x` is a sum that takes more than one array to write down."""
-    return isinstance(x, DoubleWord | GridArray)
+    return isinstance(x, DoubleWord | GridArray | _FloatSum)
 
 
 def as_sum(leaf: Any) -> Sum:

@@ -19,9 +19,10 @@ import optax
 from dpmp import _meshes, _random, _validate, accounting, loss_scaling
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
+from dpmp.clipping import AuxiliaryOutput
 from dpmp.clipping._clipped_sum import specs_of_examples
 from dpmp.loss_scaling import DynamicScale, LossScale
-from dpmp.mechanism import DPSGD
+from dpmp.mechanism import DPSGD, Released
 from dpmp.precision import Policy
 from dpmp.programs import _float8, _transformations
 from dpmp.training import _fingerprint
@@ -364,6 +365,20 @@ class DPTrainer:
         is_padding: jax.Array,
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """One step, as it is traced; see the picture in the README."""
+        total, sensitive = self._sum_sensitive(loss_fn, state, batch, is_padding)
+        # Everything above this line is sensitive; below it, only noised values exist.
+        released, noise_state = self._add_noise(total, state)
+        new_state = self._release(released, noise_state, state)
+        return new_state, (sensitive.values, sensitive.grad_norms)
+
+    def _sum_sensitive(
+        self,
+        loss_fn: Callable[..., jax.Array],
+        state: TrainingState,
+        batch: PyTree,
+        is_padding: jax.Array,
+    ) -> tuple[PyTree, AuxiliaryOutput]:
+        """The sum of clipped gradients, and what is known of each example."""
         dynamic = self._dynamic_scale
         grad_fn = self.mechanism.clipped_grad(
             loss_fn,
@@ -373,41 +388,45 @@ class DPTrainer:
             counts_overflows=dynamic is not None,
             prng_argnum=2 if self.uses_prng_key else None,
         )
-        key = _random.fold_in(state.model_key, state.step)
         # Cast here, not in the loss: there, gradients would come back in float32.
         args = self._loss_args(state, batch)
-        sum_of_clipped_grads, sensitive = grad_fn(
-            *args,
-            *((key,) if self.uses_prng_key else ()),
-            is_padding_example=is_padding,
-        )
-        # Everything above is sensitive; below, only noised values exist.
+        if self.uses_prng_key:
+            args = (*args, _random.fold_in(state.model_key, state.step))
+        return grad_fn(*args, is_padding_example=is_padding)
+
+    def _add_noise(self, total: PyTree, state: TrainingState) -> tuple[Released, Any]:
+        """What the sum becomes, and the next state of the noise."""
         privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
-        noisy, noise_state = privatizer.update(sum_of_clipped_grads, state.noise_state)
-        released = self.mechanism.split(noisy)
+        noisy, noise_state = privatizer.update(total, state.noise_state)
+        return self.mechanism.split(noisy), noise_state
+
+    def _release(
+        self, released: Released, noise_state: Any, state: TrainingState
+    ) -> TrainingState:
+        """The next state, from noised values alone."""
         updates, opt_state = self.optimizer.update(
             self.policy.cast_to_update(released.noisy_grads),
             state.opt_state,
             self.policy.cast_to_update(state.params),
         )
-        new_state = TrainingState(
+        return state._replace(
             step=state.step + 1,
             params=self._apply(updates, state),
             opt_state=strongly_typed(opt_state),
             noise_state=noise_state,
-            sampling_key=state.sampling_key,
-            model_key=state.model_key,
-            scale_state=dynamic
-            and dynamic.update(
-                state.scale_state,
-                released.num_overflows,
-                stddev=self.mechanism.overflow_stddev,
-            ),
+            scale_state=self._next_scale(released, state),
             metrics=released.metrics,
-            update_key=state.update_key,
-            fingerprint=state.fingerprint,
         )
-        return new_state, (sensitive.values, sensitive.grad_norms)
+
+    def _next_scale(self, released: Released, state: TrainingState) -> Any:
+        dynamic = self._dynamic_scale
+        if dynamic is None:
+            return None
+        return dynamic.update(
+            state.scale_state,
+            released.num_overflows,
+            stddev=self.mechanism.overflow_stddev,
+        )
 
     def _apply(self, updates: PyTree, state: TrainingState) -> PyTree:
         """New parameters."""

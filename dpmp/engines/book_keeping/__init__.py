@@ -13,7 +13,7 @@ Modules import only from rows below their own:
     _views   _products
 """
 
-from dpmp.engines.book_keeping._engine import engine as engine
+from dpmp.engines.book_keeping._engine import Engine as Engine
 from dpmp.engines.book_keeping._extents import Extents as Extents
 from dpmp.engines.book_keeping._extents import measure_extents as measure_extents
 from dpmp.engines.book_keeping._summary import Summary as Summary

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
+from dpmp.engines._signature import Signature, without_example_axis
 from dpmp.engines.book_keeping import (
     _kept,
     _norms,
@@ -107,48 +108,29 @@ def analyse(
     return dataclasses.replace(program, terms=terms, sites=sites)
 
 
-def engine(
-    fun: Callable[..., tuple[Any, PyTree]],
-    *,
-    argnums: int | Sequence[int],
-    batch_argnums: Sequence[int],
-    prng_argnum: int | None,
-    spmd_axis_name: Any,
-    is_bounded: bool,
-) -> "Engine":
-    """An engine that differentiates `fun` for the examples of a batch.
-
-    Args:
-      fun: from one example's arguments to (loss, aux).
-      argnums: the positions of the parameters.
-      batch_argnums: the positions of arguments with a leading example axis.
-      prng_argnum: the position of an argument that holds one key per example.
-      spmd_axis_name: as in `jax.vmap`.
-      is_bounded: whether to clip by bounds that are proved; see
-        `dpmp.numerics._bounded`.
-
-    Returns:
-      A function of the arguments of `fun`, batched, that gives `BookKeptGrads`.
-    """
-    of_examples = [*batch_argnums, *([] if prng_argnum is None else [prng_argnum])]
-    return Engine(fun, argnums, tuple(of_examples), spmd_axis_name, is_bounded)
-
-
 @dataclass(frozen=True)
 class Engine:
-    """A `GradEngine`; see `engine` for the attributes."""
+    """A `GradEngine` that differentiates a loss for the examples of a batch.
+
+    Attributes:
+      fun: from one example's arguments to (loss, aux).
+      signature: of `fun`.
+      is_bounded: whether to clip by bounds that are proved; see
+        `dpmp.numerics._bounded`.
+      spmd_axis_name: as in `jax.vmap`.
+    """
 
     fun: Callable[..., tuple[Any, PyTree]]
-    argnums: int | Sequence[int]
-    of_examples: tuple[int, ...]
-    spmd_axis_name: Any
+    signature: Signature
     is_bounded: bool
+    spmd_axis_name: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> "BookKeptGrads":
         """The gradients of the examples of a batch."""
-        params = [jax.tree.map(jnp.asarray, args[i]) for i in self._of_params]
-        examples = {i: args[i] for i in self.of_examples}
-        program = self._analyse(params, examples, args, kwargs)
+        params = [jax.tree.map(jnp.asarray, args[i]) for i in self.signature.of_params]
+        examples = {i: args[i] for i in self.signature.of_examples}
+        example = jax.tree.map(without_example_axis, examples)
+        program = self.analyse(params, example, args, kwargs)
         leaves = jax.tree.leaves(params)
         compute = _products.adapted(
             jax.vmap(
@@ -163,35 +145,42 @@ class Engine:
             return values, aux, _kept.keep(program.terms, program.plan.sites, recorded)
 
         values, aux, recorded = behind_a_branch(compute_and_keep, (args, kwargs))
-        tree = params[0] if isinstance(self.argnums, int) else tuple(params)
+        is_single = isinstance(self.signature.argnums, int)
+        tree = params[0] if is_single else tuple(params)
         return BookKeptGrads(values, aux, program, tree, recorded)
 
     def largest_microbatch(self, *args: Any, **kwargs: Any) -> int:
         """How many examples a microbatch of "bounded" sums may have; from shapes."""
-        params = [args[i] for i in self._of_params]
-        examples = {i: args[i] for i in self.of_examples}
-        terms = self._analyse(params, examples, args, kwargs).terms
+        params = [args[i] for i in self.signature.of_params]
+        example = {
+            i: jax.tree.map(without_example_axis, args[i])
+            for i in self.signature.of_examples
+        }
+        terms = self.analyse(params, example, args, kwargs).terms
         return largest_microbatch(max(term.roundings.positions for term in terms))
 
-    @property
-    def _of_params(self) -> list[int]:
-        return [self.argnums] if isinstance(self.argnums, int) else list(self.argnums)
-
-    def _analyse(
-        self, params: list[Any], examples: PyTree, args: Any, kwargs: Any
+    def analyse(
+        self,
+        params: Sequence[Any],
+        example: dict[int, Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> Program:
-        def of_one_example(params, example):
-            given = dict(enumerate(args)) | dict(
-                zip(self._of_params, params, strict=True)
-            )
+        """The program of one example.
+
+        Args:
+          params: for each position of parameters, arrays or shapes.
+          example: what differs from example to example, by position: shapes of one.
+          args: all arguments; those that are neither are constants of the loss.
+          kwargs: the same.
+        """
+
+        def of_one_example(params: Sequence[Any], example: dict[int, Any]) -> Any:
+            given = dict(enumerate(args))
+            given |= zip(self.signature.of_params, params, strict=True)
             return self.fun(*(given | example).values(), **kwargs)
 
-        example = jax.tree.map(_first, examples)
         return analyse(of_one_example, params, example, is_bounded=self.is_bounded)
-
-
-def _first(x: Any) -> Any:
-    return jax.typeof(x).update(shape=jnp.shape(x)[1:])
 
 
 def _one_example(

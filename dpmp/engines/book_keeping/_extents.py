@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp.engines import _signature
-from dpmp.engines.book_keeping._engine import engine
+from dpmp.engines._signature import Signature, check_loss
+from dpmp.engines.book_keeping._engine import Engine
 from dpmp.numerics import _bounded
 
 
@@ -34,8 +34,9 @@ def measure_extents(
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = 1,
     keep_batch_dim: bool = True,
+    prng_argnum: int | None = None,
 ) -> Extents:
-    """What `accumulator="bounded"` would cut, on public data.
+    """What `arithmetic="bounded"` would cut, on public data.
 
     Bounds on rounding grow with the extent of a gradient, the sum of the sizes of the
     terms that it is a sum of. Examples whose extent is many times their norm, because
@@ -55,6 +56,7 @@ def measure_extents(
       argnums: as in `clipped_grad`.
       batch_argnums: as in `clipped_grad`.
       keep_batch_dim: as in `clipped_grad`.
+      prng_argnum: as in `clipped_grad`.
 
     Returns:
       `Extents` of all parameters together.
@@ -66,51 +68,33 @@ def measure_extents(
     microbatch_size = _validate.positive_integer(
         microbatch_size=microbatch_size, fix="Use 8, for example."
     )
-    batch_argnums = _signature.as_argnums("batch_argnums", batch_argnums)
-    grad_argnums = _signature.as_argnums("argnums", argnums)
-    _signature.check_disjoint(grad_argnums, batch_argnums, None)
-    _signature.check_num_args(args, (*grad_argnums, *batch_argnums))
-
-    @_signature.of_one_example(batch_argnums, keep_batch_dim)
-    def loss_fn(*args: Any) -> tuple[Any, None]:
-        value = fun(*args)
-        _signature.check_loss(value)
-        return value, None
-
-    run = engine(
-        loss_fn,
+    signature = Signature.parse(
         argnums=argnums,
         batch_argnums=batch_argnums,
-        prng_argnum=None,
-        spmd_axis_name=None,
-        is_bounded=True,
+        prng_argnum=prng_argnum,
+        keep_batch_dim=keep_batch_dim,
+    )
+    signature.check(args)
+    batch_size = signature.batch_size(args)
+    examples = signature.examples(args, batch_size)
+    engine = Engine(
+        signature.of_one_example(fun, check_loss), signature, is_bounded=True
     )
     roundings = []
 
     @jax.jit
     def ratios_of(*args: Any) -> jax.Array:
-        grads: Any = run(*args)
+        grads = engine(*args)
         (group,) = grads.measure([range(len(jax.tree.leaves(grads.params)))])
         roundings.append(group.roundings)
         return jnp.sqrt(group.extent / group.squared_norm)
 
-    sizes = _signature.batch_sizes(args, batch_argnums)
-    parts = [
-        ratios_of(*_part(args, batch_argnums, start, microbatch_size))
-        for start in range(0, _signature.common_batch_size(sizes), microbatch_size)
-    ]
+    def part(start: int) -> list[Any]:
+        some = jax.tree.map(lambda x: x[start : start + microbatch_size], examples)
+        return [some.get(i, arg) for i, arg in enumerate(args)]
+
+    starts = range(0, batch_size, microbatch_size)
+    parts = [ratios_of(*part(start)) for start in starts]
     ratios = jnp.concatenate(parts)
     largest = _bounded.largest_extent(microbatch_size, roundings[0])
     return Extents(ratios, largest, float(jnp.mean(ratios > largest)))
-
-
-def _part(
-    args: Sequence[Any], batch_argnums: Sequence[int], start: int, size: int
-) -> list[Any]:
-    """The arguments with some of the examples."""
-    return [
-        jax.tree.map(lambda x: x[start : start + size], arg)
-        if i in batch_argnums
-        else arg
-        for i, arg in enumerate(args)
-    ]

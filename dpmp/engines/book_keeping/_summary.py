@@ -3,19 +3,19 @@
 import collections
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.engines import _signature
+from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _terms
-from dpmp.engines.book_keeping._engine import Program, analyse
+from dpmp.engines.book_keeping._engine import Engine, Program
 from dpmp.engines.book_keeping._norms import Term
 from dpmp.engines.book_keeping._views import View
+from dpmp.numerics._arithmetic import parse
 
 # A gradient that is formed has to be written and read, which is not in the cost of its
 # norm. In multiplications, for each entry.
@@ -23,11 +23,6 @@ _COST_OF_FORMING = 16
 
 # Gradients of fewer entries are formed without harm.
 _LARGE = 2**14
-
-_ACCUMULATORS = (
-    "bounded",
-    *(f"unproved_{name}" for name in ("float32", "float32x2", "float64")),
-)
 
 _ADVICE = {
     "parameters": "Let data meet parameters themselves, not what is computed from "
@@ -127,7 +122,8 @@ def summarize(
     batch_argnums: int | Sequence[int] = 1,
     keep_batch_dim: bool = True,
     has_aux: bool = False,
-    accumulator: str | None = None,
+    prng_argnum: int | None = None,
+    arithmetic: str | None = None,
     **kwargs: Any,
 ) -> Summary:
     """Tells what `clipped_grad(fun, method="book_keeping")` does with each parameter.
@@ -154,12 +150,13 @@ def summarize(
     Args:
       fun: as for `clipped_grad`.
       *args: of `fun`, as for `clipped_grad`; a `jax.ShapeDtypeStruct` may take the
-        place of any array. A random key that `clipped_grad` would split comes as it is.
+        place of any array.
       argnums: as in `clipped_grad`.
       batch_argnums: as in `clipped_grad`.
       keep_batch_dim: as in `clipped_grad`.
       has_aux: as in `clipped_grad`.
-      accumulator: as in `clipped_grad`. With "bounded" sums (None), parameters that are
+      prng_argnum: as in `clipped_grad`.
+      arithmetic: as in `clipped_grad`. With "bounded" sums (None), parameters that are
         used in arithmetic on their own are tapped whole.
       **kwargs: reach `fun` unchanged.
 
@@ -175,32 +172,25 @@ def summarize(
       UserWarning: if more than half of the cost is due to gradients of parameters that
         have to be formed for want of a better rule.
     """
-    _validate.require(
-        accumulator is None or accumulator in _ACCUMULATORS,
-        f"accumulator must be one of {list(_ACCUMULATORS)}",
-        accumulator=accumulator,
-        fix="Leave it out for sums that are proved.",
+    sums = parse(arithmetic, method="book_keeping")
+    signature = Signature.parse(
+        argnums=argnums,
+        batch_argnums=batch_argnums,
+        prng_argnum=prng_argnum,
+        keep_batch_dim=keep_batch_dim,
+        has_aux=has_aux,
     )
-    batch_argnums = _signature.as_argnums("batch_argnums", batch_argnums)
-    grad_argnums = _signature.as_argnums("argnums", argnums)
-    _signature.check_disjoint(grad_argnums, batch_argnums, None)
-    _signature.check_num_args(args, (*grad_argnums, *batch_argnums))
-    for i in grad_argnums:
-        _signature.check_float_leaves(args[i], f"argument {i}")
-    _signature.common_batch_size(_signature.batch_sizes(args, batch_argnums))
-
-    @_signature.of_one_example(batch_argnums, keep_batch_dim)
-    def loss_fn(*args: Any, **kwargs: Any) -> Any:
-        output = fun(*args, **kwargs)
-        value, aux = _signature.unpack_aux(output) if has_aux else (output, None)
-        _signature.check_loss(value)
-        return value, aux
+    signature.check(args)
+    signature.batch_size(args)
+    engine = Engine(
+        signature.of_one_example(fun, check_loss), signature, sums.clips_by_bounds
+    )
 
     def read(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Summary, str | None]:
-        bounded = accumulator in (None, "bounded")
-        program = _program(loss_fn, args, kwargs, grad_argnums, batch_argnums, bounded)
-        params = _pick(args, grad_argnums)
-        paths = _paths(params[0] if grad_argnums == (argnums,) else params)
+        params = [args[i] for i in signature.of_params]
+        example = signature.shapes_of_one_example(args)
+        program = engine.analyse(params, example, args, kwargs)
+        paths = _paths(signature.params(args))
         costs = [_cost(term, program) for term in program.terms]
         return _summary(program, costs, paths), _complaint(program, costs, paths)
 
@@ -213,10 +203,6 @@ def summarize(
 def _paths(tree: PyTree) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [jax.tree_util.keystr(path) for path, _ in leaves]
-
-
-def _pick(args: Sequence[Any], argnums: Iterable[int]) -> tuple[Any, ...]:
-    return tuple(args[i] for i in argnums)
 
 
 def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -240,27 +226,6 @@ def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     arrays = [x for x, yes in zip(leaves, is_array, strict=True) if yes]
     jax.eval_shape(trace, arrays)
     return results[0]
-
-
-def _program(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    argnums: Sequence[int],
-    batch_argnums: Sequence[int],
-    is_bounded: bool,
-) -> Program:
-    def of_one_example(params: Sequence[PyTree], example: Sequence[PyTree]) -> Any:
-        inputs = dict(enumerate(args))
-        inputs |= zip(argnums, params, strict=True)
-        inputs |= zip(batch_argnums, example, strict=True)
-        return fun(*inputs.values(), **kwargs)
-
-    params = _pick(args, argnums)
-    example = jax.tree.map(
-        lambda x: jax.typeof(x).update(shape=x.shape[1:]), _pick(args, batch_argnums)
-    )
-    return analyse(of_one_example, params, example, is_bounded=is_bounded)
 
 
 def _cost(term: Term, program: Program) -> float:

@@ -125,7 +125,7 @@ def measure_accumulation_share(
       params: arrays, or `jax.ShapeDtypeStruct` for zeros.
       batch: the same; values do not matter, and should not be private.
       rounds: how often each is timed, in turn.
-      **options: of `clipped_grad`, such as `method`, `accumulator`, `microbatch_size`.
+      **options: of `clipped_grad`, such as `method`, `arithmetic`, `microbatch_size`.
 
     Returns:
       The median over rounds of the time that clipping adds, over the plain time.

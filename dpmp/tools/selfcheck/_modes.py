@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import clipping, noise_addition
-from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
+from dpmp.numerics._arithmetic import parse
+from dpmp.numerics._grid import LARGEST_RESOLUTION
 from dpmp.tools.selfcheck._subjects import (
     NOISE_MULTIPLIER,
     BatchShape,
@@ -24,7 +25,7 @@ from dpmp.tools.selfcheck._subjects import (
 
 class _Mode(NamedTuple):
     name: str
-    accumulator: str
+    arithmetic: str
     resolution: int | None
     batches: tuple[BatchShape, ...]
 
@@ -58,7 +59,7 @@ def _clip(
         keep_batch_dim=False,
         l2_clip_norm=l2_clip_norm,
         microbatch_size=microbatch_size,
-        accumulator=mode.accumulator,
+        arithmetic=mode.arithmetic,
         resolution=mode.resolution,
     )
 
@@ -68,10 +69,8 @@ def _sums(mode: _Mode) -> Sums:
         l2_clip_norm: float, microbatch_size: int | None
     ) -> tuple[SumFn, Fraction]:
         fn = _clip(mode, l2_clip_norm, microbatch_size)
-        bound = fn.sensitivity()
-        if mode.accumulator == "exact":
-            bound = mode.resolution or DEFAULT_RESOLUTION
-        return sum_fn(fn), Fraction(bound)
+        units = parse(mode.arithmetic, resolution=mode.resolution).resolution
+        return sum_fn(fn), Fraction(fn.sensitivity() if units is None else units)
 
     return Sums(mode.name, True, make, mode.batches, smallest_clip_norm=1e-15)
 

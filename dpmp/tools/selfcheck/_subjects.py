@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.numerics._float_sums import DoubleWord
 from dpmp.numerics._grid import GridArray
+from dpmp.numerics._sums import is_sum
 
 NOISE_MULTIPLIER = 1.0
 
@@ -112,18 +112,14 @@ def sum_fn(fn: Callable[..., Any]) -> SumFn:
             total = fn(batch, is_padding_example=is_padding)
         else:
             total = compiled(batch, is_padding)
-        return [_rows(x) for x in jax.tree.leaves(total, is_leaf=_is_sum)]
+        return [_rows(x) for x in jax.tree.leaves(total, is_leaf=is_sum)]
 
     return summed
 
 
-def _is_sum(x: Any) -> bool:
-    return isinstance(x, DoubleWord | GridArray)
-
-
 def _rows(x: Any) -> np.ndarray:
     """(k, n); integers count units of their grid."""
-    parts = [x.steps] if isinstance(x, GridArray) else list(x) if _is_sum(x) else [x]
+    parts = [x.steps] if isinstance(x, GridArray) else list(x) if is_sum(x) else [x]
     return np.stack([np.asarray(part).astype(np.float64).ravel() for part in parts])
 
 

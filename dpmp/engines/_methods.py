@@ -1,0 +1,79 @@
+"""From the name of a method to a gradient engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.engines import _per_example, _scaled_loss, book_keeping
+from dpmp.engines._interface import GradEngine
+from dpmp.engines._signature import Signature, check_loss
+from dpmp.loss_scaling import LossScale
+
+_METHODS = ("per_example", "book_keeping")
+
+
+def check_method(method: str, pre_clipping_transform: Any = None) -> None:
+    """Raises ValueError for an unknown method, and for one that cannot transform."""
+    _validate.require(
+        method in _METHODS,
+        f"method must be one of {list(_METHODS)}",
+        method=method,
+        fix='Use "book_keeping" for speed, "per_example" for exact sums.',
+    )
+    _validate.require(
+        pre_clipping_transform is None or method != "book_keeping",
+        "pre_clipping_transform needs gradients that are there to be transformed",
+        method=method,
+        fix='Use method="per_example", or make it a part of the loss.',
+    )
+
+
+def make_engine(
+    fun: Callable[..., Any],
+    signature: Signature,
+    *,
+    method: str,
+    is_bounded: bool,
+    loss_scale: LossScale | None = None,
+    transform: Callable[[PyTree], PyTree] | None = None,
+    spmd_axis_name: Any = None,
+) -> tuple[GradEngine, Callable[..., int] | None]:
+    """The gradient engine of a loss.
+
+    Args:
+      fun: the loss, as users write it.
+      signature: of `fun`.
+      method: the name of the engine.
+      is_bounded: whether it has to bound what it computes.
+      loss_scale: what the loss is multiplied by.
+      transform: of the gradient of each example.
+      spmd_axis_name: as in `jax.vmap`.
+
+    Returns:
+      The engine, and a function of its arguments to the largest microbatch that it may
+      have; None for no limit.
+    """
+    loss_fn = signature.of_one_example(fun, check_loss)
+    if loss_scale is not None:
+        loss_fn = _scaled_loss.scaled(loss_fn, loss_scale)
+    largest_microbatch = None
+    if method == "book_keeping":
+        engine = book_keeping.Engine(loss_fn, signature, is_bounded, spmd_axis_name)
+        largest_microbatch = engine.largest_microbatch if is_bounded else None
+    else:
+
+        def for_one_example(*args: Any, **kwargs: Any) -> tuple[PyTree, Any]:
+            outputs, grads = jax.value_and_grad(
+                loss_fn, signature.argnums, has_aux=True
+            )(*args, **kwargs)
+            return grads if transform is None else transform(grads), outputs
+
+        engine = _per_example.stack_engine(
+            for_one_example, signature, spmd_axis_name=spmd_axis_name
+        )
+    if loss_scale is not None:
+        engine = _scaled_loss.unscaled(engine)
+    return engine, largest_microbatch
