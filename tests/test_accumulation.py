@@ -16,6 +16,7 @@ from dpmp.numerics import (
     _squared_norms,
     _stored,
 )
+from dpmp.numerics._arithmetic import parse
 from dpmp.numerics._double_words import DoubleWord
 
 _U = Fraction(_float_sums.UNIT_ROUNDOFF)
@@ -27,23 +28,23 @@ _U = Fraction(_float_sums.UNIT_ROUNDOFF)
 def test_rounding_slack_covers_twice_the_errors_of_all_additions(
     batch_size, microbatch_size
 ):
-    accumulator = _float_sums.get_accumulator("float32")
-    slack = _float_sums.rounding_slack(accumulator, batch_size, microbatch_size)
+    arithmetic = parse("float32")
+    slack = _float_sums.rounding_slack(arithmetic, batch_size, microbatch_size)
     num_microbatches = batch_size // microbatch_size
     below = num_microbatches * _reduction.summed_norms(microbatch_size)
     below += sum(microbatch_size * (i + 1) for i in range(1, num_microbatches))
-    assert slack >= 2 * accumulator.unit_roundoff * below
+    assert slack >= 2 * arithmetic.unit_roundoff * below
 
 
 def test_rounding_slack_of_one_example_is_zero():
     for name in ("float32", "float32x2"):
-        accumulator = _float_sums.get_accumulator(name)
-        assert _float_sums.rounding_slack(accumulator, 1, 1) == 0
+        arithmetic = parse(name)
+        assert _float_sums.rounding_slack(arithmetic, 1, 1) == 0
 
 
 def test_wider_accumulators_have_a_negligible_slack():
-    accumulator = _float_sums.get_accumulator("float32x2")
-    assert _float_sums.rounding_slack(accumulator, 2**16, 2**16) < 1e-7
+    arithmetic = parse("float32x2")
+    assert _float_sums.rounding_slack(arithmetic, 2**16, 2**16) < 1e-7
 
 
 _finite = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
@@ -152,28 +153,26 @@ def test_float64_norms_are_float64():
 
 
 def test_unknown_accumulators_are_refused():
-    with pytest.raises(ValueError, match="accumulator must be one of"):
-        _float_sums.get_accumulator("float128")
+    with pytest.raises(ValueError, match="arithmetic must be one of"):
+        parse("float128")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "int32"])
 def test_narrow_sums_are_refused(dtype):
     with pytest.raises(ValueError, match="dtype must be float32 or float64"):
-        _float_sums.get_accumulator(None, dtype)
+        parse(None, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", ["float32x2", "float64"])
 def test_a_dtype_that_contradicts_the_accumulator_is_refused(name):
     with (
         jax.enable_x64(True),
-        pytest.raises(ValueError, match="must name the same arithmetic"),
+        pytest.raises(ValueError, match="must name the same sums"),
     ):
-        _float_sums.get_accumulator(
-            name, np.float64 if name == "float32x2" else np.float32
-        )
+        parse(name, dtype=np.float64 if name == "float32x2" else np.float32)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("float64", None), (None, np.float64)])
 def test_float64_sums_without_64_bit_mode_are_refused(name, dtype):
     with pytest.raises(ValueError, match="float64 sums need 64-bit mode"):
-        _float_sums.get_accumulator(name, dtype)
+        parse(name, dtype=dtype)

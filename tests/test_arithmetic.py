@@ -23,9 +23,9 @@ ARGS = (jnp.ones(3), jnp.ones((4, 3)))
         ("unproved_float32x2", DoubleWord),
     ],
 )
-def test_book_keeping_sums_in_every_arithmetic_but_exact(accumulator, kind):
+def test_book_keeping_sums_in_every_arithmetic_but_exact(arithmetic, kind):
     fn = clipped_grad(
-        loss, l2_clip_norm=1.0, method="book_keeping", arithmetic=accumulator
+        loss, l2_clip_norm=1.0, method="book_keeping", arithmetic=arithmetic
     )
     assert isinstance(jax.jit(fn.__call__)(*ARGS), kind)
 
@@ -50,7 +50,7 @@ def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
         ({"arithmetic": "bounded"}, "for gradients that are never formed"),
         *(
             ({"method": "book_keeping", "arithmetic": x}, "float sums is not proved")
-            for x in ("float32", "float32x2", "float64", "half")
+            for x in ("float32", "float32x2", "float64")
         ),
         (
             {"method": "book_keeping", "dtype": jnp.float32},
@@ -62,7 +62,7 @@ def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
                 "arithmetic": "unproved_float32",
                 "dtype": jnp.float64,
             },
-            "must name the same arithmetic",
+            "must name the same sums",
         ),
         (
             {"method": "book_keeping", "nan_safe": False},

@@ -392,12 +392,12 @@ def test_neither_microbatches_nor_compilation_change_the_sum(microbatch_size, co
 
 
 @pytest.mark.parametrize("arithmetic", ["unproved_float32x2", "unproved_float64"])
-def test_microbatches_are_added_in_the_arithmetic_asked_for(accumulator):
-    with jax.enable_x64("float64" in accumulator):
-        total = _sum(arithmetic=accumulator, microbatch_size=2)
-    words = len(_PARAMS) * (2 if "float32x2" in accumulator else 1)
+def test_microbatches_are_added_in_the_arithmetic_asked_for(arithmetic):
+    with jax.enable_x64("float64" in arithmetic):
+        total = _sum(arithmetic=arithmetic, microbatch_size=2)
+    words = len(_PARAMS) * (2 if "float32x2" in arithmetic else 1)
     assert len(jax.tree.leaves(total)) == words
-    if "float32x2" in accumulator:
+    if "float32x2" in arithmetic:
         total = jax.tree.map(_in_float64, total, is_leaf=_is_double_word)
     expected = _oracle(l2_clip_norm=0.1 * _SLACK)
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)

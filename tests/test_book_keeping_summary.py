@@ -101,11 +101,11 @@ def test_shares_add_up(model):
 
 
 @pytest.mark.parametrize("arithmetic", ["unproved_float32", "bounded"])
-def test_summaries_say_what_the_engine_does(model, accumulator, monkeypatch):
+def test_summaries_say_what_the_engine_does(model, arithmetic, monkeypatch):
     params, batch = model.init(jnp.float32), model.make_batch(0, 4)
-    rows = _quietly(model.loss, params, batch, arithmetic=accumulator).rows
+    rows = _quietly(model.loss, params, batch, arithmetic=arithmetic).rows
     program = _program_of_engine(
-        monkeypatch, model.loss, params, batch, arithmetic=accumulator
+        monkeypatch, model.loss, params, batch, arithmetic=arithmetic
     )
     for root, row in enumerate(rows):
         terms = [x for x in program.terms if root in x.params]
@@ -126,9 +126,9 @@ def _program_of_engine(monkeypatch, loss, *args, **kwargs):
         programs.append(analyse(*args, **kwargs))
         raise _AnalysedError
 
-    monkeypatch.setattr(_engine, "analyse", analyse_and_stop)
     grad_fn = dpmp.clipped_grad(loss, l2_clip_norm=1.0, method="book_keeping", **kwargs)
-    with pytest.raises(_AnalysedError):
+    with monkeypatch.context() as patch, pytest.raises(_AnalysedError):
+        patch.setattr(_engine, "analyse", analyse_and_stop)
         jax.eval_shape(grad_fn, *args)
     return programs[0]
 
@@ -339,9 +339,23 @@ def test_refuses_batches_without_one_size():
         summarize(_never, _batch(4), 1.0)
 
 
-def test_refuses_accumulators_that_there_are_not():
-    with pytest.raises(ValueError, match="accumulator must be"):
-        summarize(_never, _batch(4), _batch(9, 4), arithmetic="exact")
+@pytest.mark.parametrize("name", ["exact", "float32", "float128"])
+def test_refuses_arithmetics_that_do_not_go_with_book_keeping(name):
+    with pytest.raises(ValueError, match="exact sums need|not proved|must be one of"):
+        summarize(_never, _batch(4), _batch(9, 4), arithmetic=name)
+
+
+def test_what_meets_only_the_key_has_the_rule_of_the_engine(monkeypatch):
+    def loss(params, batch, key):
+        noise = jax.random.normal(key, (3, 6))
+        return jnp.mean((noise @ params["w"]) ** 2) + 0 * jnp.sum(batch)
+
+    params, batch = _params(w=(6, 2)), _batch(4, 3)
+    options = {"prng_argnum": 2}
+    args = params, batch, jax.random.key(0)
+    program = _program_of_engine(monkeypatch, loss, *args, **options)
+    (row,) = summarize(loss, *args, **options).rows  # warnings raise
+    assert row.rules == tuple(site.rule for site in program.plan.sites) == ("dot",)
 
 
 def test_refuses_losses_that_are_not_one_number():

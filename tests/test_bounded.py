@@ -60,12 +60,12 @@ CASES = list(make_cases(1, jnp.float32))
 
 
 @functools.cache
-def make_sum_fn(accumulator, microbatch_size=None):
+def make_sum_fn(arithmetic, microbatch_size=None):
     fn = clipped_grad(
         loss,
         l2_clip_norm=1.0,
         method="book_keeping",
-        arithmetic=accumulator,
+        arithmetic=arithmetic,
         microbatch_size=microbatch_size,
     )
     return jax.jit(lambda w, batch, empty: fn(w, batch, is_padding_example=empty))
@@ -75,14 +75,14 @@ def zeros(dtype):
     return jnp.zeros((LEFT, RIGHT), dtype)
 
 
-def largest_change(accumulator, dtype, microbatch_size, batch):
+def largest_change(arithmetic, dtype, microbatch_size, batch):
     """The largest change of the sum by one example, over the clip norm, squared."""
     size = batch["x"].shape[0]
-    sum_fn = make_sum_fn(accumulator, microbatch_size)
+    sum_fn = make_sum_fn(arithmetic, microbatch_size)
 
     def total(*empty):
         result = sum_fn(zeros(dtype), batch, np.isin(np.arange(size), empty))
-        if accumulator == "bounded":
+        if arithmetic == "bounded":
             steps = np.asarray(result.steps).ravel().astype(object)
             return np.array([Fraction(int(x), LARGEST_RESOLUTION) for x in steps])
         return exact_values(result)

@@ -273,15 +273,15 @@ def _neighbours(examples, i):
     ("size", "microbatch_size"), [(1, None), (2, 1), (96, None), (256, 16), (128, 1)]
 )
 def test_neighbouring_sums_differ_by_at_most_the_sensitivity(
-    size, microbatch_size, accumulator, dtype
+    size, microbatch_size, arithmetic, dtype
 ):
-    with jax.enable_x64(accumulator == "float64"):
+    with jax.enable_x64(arithmetic == "float64"):
         fun = clipped_fun(
             lambda x: x,
             l2_clip_norm=1.0,
             keep_batch_dim=False,
             microbatch_size=microbatch_size,
-            arithmetic=accumulator,
+            arithmetic=arithmetic,
         )
         computed_sum = _jit(fun)
         for make_batch in _BATCHES:
@@ -298,9 +298,9 @@ def test_neighbouring_sums_differ_by_at_most_the_sensitivity(
 
 @pytest.mark.parametrize("size", [2, 65, 257])
 @pytest.mark.parametrize("arithmetic", ["float32", "float32x2"])
-def test_a_batch_one_example_shorter_is_within_the_sensitivity(size, accumulator):
+def test_a_batch_one_example_shorter_is_within_the_sensitivity(size, arithmetic):
     fun = clipped_fun(
-        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, arithmetic=accumulator
+        lambda x: x, l2_clip_norm=1.0, keep_batch_dim=False, arithmetic=arithmetic
     )
     examples = np.ones((size, 1), np.float32)
     examples[-1] = -1
@@ -437,11 +437,11 @@ def test_per_layer_clip_norms_clip_each_layer():
 
 
 @pytest.mark.parametrize("arithmetic", ["float32x2", "float64"])
-def test_wide_sums_are_those_of_the_oracle(accumulator):
+def test_wide_sums_are_those_of_the_oracle(arithmetic):
     _, _, stack = _stack(models.MLP, jnp.float32)
-    with jax.enable_x64(accumulator == "float64"):
-        total = _mlp_sum(0.3, arithmetic=accumulator)
-        if accumulator == "float32x2":
+    with jax.enable_x64(arithmetic == "float64"):
+        total = _mlp_sum(0.3, arithmetic=arithmetic)
+        if arithmetic == "float32x2":
             words = {leaf.dtype for leaf in jax.tree.leaves(total)}
             assert words == {jnp.dtype(jnp.float32)}
             total = jax.tree.map(

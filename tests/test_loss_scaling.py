@@ -55,17 +55,17 @@ def _assert_same(actual, expected):
     ids=["1", "small", "large", "by_loss"],
 )
 @pytest.mark.parametrize("arithmetic", [None, "exact", "float32x2"])
-def test_a_scale_changes_no_bit_of_float32_gradients(loss_scale, accumulator):
-    expected = _sum(None, arithmetic=accumulator)
-    _assert_same(_sum(loss_scale, arithmetic=accumulator), expected)
+def test_a_scale_changes_no_bit_of_float32_gradients(loss_scale, arithmetic):
+    expected = _sum(None, arithmetic=arithmetic)
+    _assert_same(_sum(loss_scale, arithmetic=arithmetic), expected)
 
 
 @pytest.mark.parametrize(
     "loss_scale", [2.0**-9, loss_scaling.by_loss()], ids=["static", "by_loss"]
 )
 @pytest.mark.parametrize("arithmetic", ["unproved_float32", "bounded"])
-def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, accumulator):
-    kwargs = {"arithmetic": accumulator, "method": "book_keeping"}
+def test_a_scale_changes_nothing_that_is_kept_in_books(loss_scale, arithmetic):
+    kwargs = {"arithmetic": arithmetic, "method": "book_keeping"}
     expected = _sum(None, **kwargs)
     _assert_same(_sum(loss_scale, **kwargs), expected)
 
@@ -93,11 +93,11 @@ def test_small_gradients_do_not_vanish_in_float16(method, loss_scale):
 @pytest.mark.parametrize("method", _METHODS)
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_an_example_that_overflows_contributes_zero(method, microbatch_size):
-    accumulator = f"{reference.FLOAT_SUMS[method]}x2"
+    arithmetic = f"{reference.FLOAT_SUMS[method]}x2"
     kwargs = {
         "method": method,
         "microbatch_size": microbatch_size,
-        "arithmetic": accumulator,
+        "arithmetic": arithmetic,
     }
     # Float16 ends at 2^16: the gradients of the last examples are beyond it.
     scale, weight = 2.0**15, 8.0
@@ -186,7 +186,7 @@ def _bilinear_loss(w, batch):
 
 
 @functools.cache
-def _make_wild_sum(method, accumulator, kind):
+def _make_wild_sum(method, arithmetic, kind):
     """The sum as a function of scale, batch and padding: one program."""
 
     def total(scale, batch, is_padding):
@@ -195,7 +195,7 @@ def _make_wild_sum(method, accumulator, kind):
             l2_clip_norm=0.01,
             loss_scale={"array": scale, "function": lambda _: scale}[kind],
             method=method,
-            arithmetic=accumulator,
+            arithmetic=arithmetic,
             microbatch_size=2,
         )
         return fun(jnp.zeros((3, 2)), batch, is_padding_example=is_padding)
@@ -217,10 +217,10 @@ def _real_values(total):
         *(("book_keeping", x) for x in ("unproved_float32", "bounded")),
     ],
 )
-def test_no_scale_makes_an_example_count_for_more(method, accumulator, kind):
+def test_no_scale_makes_an_example_count_for_more(method, arithmetic, kind):
     """Nor does it change what other examples of the microbatch count for."""
     rng = np.random.default_rng(0)
-    total = _make_wild_sum(method, accumulator, kind)
+    total = _make_wild_sum(method, arithmetic, kind)
     for sizes in ([0.1, 0.03, 1e-7, 1.0], [1e-12, 1.0, 1e-36, 0.0], [1e17, 1, 1, 1]):
         roots = np.sqrt(sizes)[:, None, None]
         batch = {

@@ -484,7 +484,7 @@ def test_noise_and_clipping_are_private():
         ({"microbatch_size": -1}, "microbatch_size must be an integer of at least 1"),
         ({"l2_clip_norm": -1.0}, "every l2_clip_norm must be a number of at least 0"),
         ({"l2_clip_norm": {}}, "l2_clip_norm must hold at least one number"),
-        ({"arithmetic": "bfloat16"}, "accumulator must be one of"),
+        ({"arithmetic": "bfloat16"}, "arithmetic must be one of"),
         ({"arithmetic": "float64"}, "float64 sums need 64-bit mode"),
         ({"method": "magic"}, "method must be"),
     ],

@@ -21,6 +21,7 @@ from dpmp import (
     noise_addition,
 )
 from dpmp.numerics import _float_sums
+from dpmp.numerics._arithmetic import parse
 
 P = jax.P
 
@@ -78,12 +79,12 @@ def assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def make_sum_fn(method, accumulator, **options):
+def make_sum_fn(method, arithmetic, **options):
     return clipped_grad(
         LOSSES[method],
         l2_clip_norm=0.5,
         method=method,
-        arithmetic=accumulator,
+        arithmetic=arithmetic,
         keep_batch_dim=False,
         **options,
     ).__call__
@@ -94,8 +95,8 @@ BATCHES = {"per_example": make_linear_batch(), "book_keeping": make_batch()}
 
 
 @functools.cache
-def sum_on_one_device(method, accumulator, microbatch_size=None):
-    fn = make_sum_fn(method, accumulator, microbatch_size=microbatch_size)
+def sum_on_one_device(method, arithmetic, microbatch_size=None):
+    fn = make_sum_fn(method, arithmetic, microbatch_size=microbatch_size)
     return jax.jit(fn)(make_params(), BATCHES[method])
 
 
@@ -108,9 +109,9 @@ FLOATS = [
 INTEGERS = [("per_example", "exact"), ("book_keeping", "bounded")]
 
 
-def sum_of_shards(mesh, method, accumulator, **options):
+def sum_of_shards(mesh, method, arithmetic, **options):
     """What `psum` gives of the sums of all shards."""
-    fn = make_sum_fn(method, accumulator, **options)
+    fn = make_sum_fn(method, arithmetic, **options)
     return jax.jit(
         jax.shard_map(
             lambda *args: jax.lax.psum(fn(*args), "data"),
@@ -124,11 +125,11 @@ def sum_of_shards(mesh, method, accumulator, **options):
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize(("method", "arithmetic"), FLOATS)
-def test_float_sums_of_shards_are_refused(method, accumulator, axis_type):
+def test_float_sums_of_shards_are_refused(method, arithmetic, axis_type):
     mesh = make_mesh(8, axis_type)
     args = place(make_params(), mesh, P()), place(BATCHES[method], mesh, P("data"))
     with pytest.raises(ValueError, match=r"mapped_axes={'data': 8}.*\"exact\" sums"):
-        sum_of_shards(mesh, method, accumulator)(*args)
+        sum_of_shards(mesh, method, arithmetic)(*args)
 
 
 def test_float_sums_of_mapped_devices_are_refused():
@@ -153,12 +154,12 @@ def test_float_sums_of_one_shard_are_sums():
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize(("method", "arithmetic"), INTEGERS)
-def test_integers_of_shards_add_up(method, accumulator, axis_type):
+def test_integers_of_shards_add_up(method, arithmetic, axis_type):
     mesh = make_mesh(8, axis_type)
     args = place(make_params(), mesh, P()), place(BATCHES[method], mesh, P("data"))
-    total = sum_of_shards(mesh, method, accumulator)(*args)
+    total = sum_of_shards(mesh, method, arithmetic)(*args)
     # Each device sums up a microbatch of two.
-    assert_same(total, sum_on_one_device(method, accumulator, 2))
+    assert_same(total, sum_on_one_device(method, arithmetic, 2))
 
 
 SPECS = [(P("data"), P()), (P("data"), P("data")), (P(), P("data"))]
@@ -193,13 +194,13 @@ def test_exact_sums_are_the_same_on_any_mesh(
 @pytest.mark.parametrize("microbatch_size", [None, 8])
 @pytest.mark.parametrize("arithmetic", ["float32", "float32x2"])
 def test_float_sums_of_sharded_batches_err_no_more_than_is_counted(
-    accumulator, microbatch_size, axis_type
+    arithmetic, microbatch_size, axis_type
 ):
     mesh = make_mesh(8, axis_type)
     params = place(make_params(), mesh, P())
     batch = place(make_linear_batch(), mesh, P("data"))
     fn = jax.jit(
-        make_sum_fn("per_example", accumulator, microbatch_size=microbatch_size)
+        make_sum_fn("per_example", arithmetic, microbatch_size=microbatch_size)
     )
 
     def total(is_empty):
@@ -209,7 +210,7 @@ def test_float_sums_of_sharded_batches_err_no_more_than_is_counted(
     error = total(np.zeros(16, bool)) - sum(
         total(np.arange(16) != i) for i in range(16)
     )
-    arithmetic = _float_sums.get_accumulator(accumulator)
+    arithmetic = parse(arithmetic)
     counted = _float_sums.rounding_slack(arithmetic, 16, microbatch_size or 16) / 2
     # Contributions are at most the clip norm; float64 has roundings of its own.
     assert np.linalg.norm(error) <= 0.5 * counted + 1e-14

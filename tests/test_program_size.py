@@ -37,15 +37,15 @@ def lines_per_array(batch_size, widths, **kwargs):
 
 @pytest.mark.parametrize("batch_size", [32, 512])
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-def test_arrays_of_one_shape_take_few_lines(accumulator, batch_size):
-    assert lines_per_array(batch_size, [64] * 21, arithmetic=accumulator) <= 60
+def test_arrays_of_one_shape_take_few_lines(arithmetic, batch_size):
+    assert lines_per_array(batch_size, [64] * 21, arithmetic=arithmetic) <= 60
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-def test_arrays_of_different_shapes_take_few_lines(accumulator):
+def test_arrays_of_different_shapes_take_few_lines(arithmetic):
     widths = range(60, 81)  # no two layers have the same shape
-    lines = lines_per_array(32, widths, arithmetic=accumulator)
-    assert lines <= LINES_OF_A_SHAPE[accumulator]
+    lines = lines_per_array(32, widths, arithmetic=arithmetic)
+    assert lines <= LINES_OF_A_SHAPE[arithmetic]
 
 
 def test_small_arrays_take_few_lines():

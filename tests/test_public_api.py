@@ -16,6 +16,7 @@ import pytest
 
 import dpmp
 from dpmp.numerics import _float_sums
+from dpmp.numerics._arithmetic import parse
 
 ROOT = pathlib.Path(dpmp.__file__).parent
 README = pathlib.Path(__file__).parent.parent / "README.md"
@@ -42,7 +43,9 @@ FLOORS = _read_floors()
 def test_doctests_are_true(name):
     names = {"jax": jax, "jnp": jnp, "np": np, "optax": optax}
     module = importlib.import_module(name)
-    failures, _ = doctest.testmod(module, extraglobs={**names, **vars(dpmp)})
+    around = vars(importlib.import_module(name.rpartition(".")[0]))
+    names |= vars(dpmp) | around
+    failures, _ = doctest.testmod(module, extraglobs=names)
     assert failures == 0
 
 
@@ -58,19 +61,19 @@ def test_readme_quotes_the_largest_batches():
     table = re.search(r"\| `arithmetic=` .*?\n\n", README.read_text(), re.S).group()
     for row in table.splitlines()[2:-1]:
         name, share, *quoted = re.findall(r"[\w.%]+", row)
-        accumulator = _float_sums.get_accumulator(name)
-        assert share == f"{100 * accumulator.slack:.2g}%"
+        arithmetic = parse(name)
+        assert share == f"{100 * arithmetic.slack:.2g}%"
         for microbatch_size, size in zip((None, 64, 16, 1), quoted, strict=True):
-            assert int(size) == _largest_batch(accumulator, microbatch_size)
+            assert int(size) == _largest_batch(arithmetic, microbatch_size)
 
 
-def _largest_batch(accumulator, microbatch_size):
+def _largest_batch(arithmetic, microbatch_size):
     sizes = (2**k for k in range(25) if 2**k >= (microbatch_size or 1))
     return max(
         size
         for size in sizes
-        if _float_sums.rounding_slack(accumulator, size, microbatch_size or size)
-        <= accumulator.slack
+        if _float_sums.rounding_slack(arithmetic, size, microbatch_size or size)
+        <= arithmetic.slack
     )
 
 

@@ -54,15 +54,15 @@ def _dpsgd(**kwargs):
 @pytest.mark.parametrize("arithmetic", ["exact", "float32", "float32x2"])
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 def test_without_noise_metrics_are_means_over_the_expected_batch(
-    accumulator, microbatch_size
+    arithmetic, microbatch_size
 ):
-    _, joint = _joint_sum(_ALL, arithmetic=accumulator, microbatch_size=microbatch_size)
+    _, joint = _joint_sum(_ALL, arithmetic=arithmetic, microbatch_size=microbatch_size)
     assert isinstance(joint, JointSum)
     privatizer = dpmp.noise_addition.gaussian_privatizer(
         stddev=0.0, prng_key=jax.random.key(0)
     )
     noisy, _ = privatizer.update(joint, privatizer.init(joint))
-    metrics = _dpsgd(arithmetic=accumulator).split(noisy).metrics
+    metrics = _dpsgd(arithmetic=arithmetic).split(noisy).metrics
     # Losses of 0.5 and 3, of 101 and infinity: two are cut off at 4.
     expected = {"loss": (0.5 + 3 + 4 + 4) / 4, "clipped": 2 / 4, "overflowed": 1 / 4}
     assert metrics.keys() == expected.keys()

@@ -2,12 +2,13 @@ import pytest
 
 from dpmp.mechanism._resolution import choose_resolution
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
+from dpmp.numerics._exact import ExactSums
 
 
 @pytest.mark.parametrize("noise_multiplier", [1e-4, 0.01, 0.3, 0.634, 1.0, 3.7, 20.0])
 @pytest.mark.parametrize("num_parameters", [100, 10**7, 10**9])
 def test_the_noise_is_as_wide_as_accounted_for(noise_multiplier, num_parameters):
-    resolution = choose_resolution(noise_multiplier, num_parameters, "exact")
+    resolution = choose_resolution(noise_multiplier, num_parameters, ExactSums())
     noise = DiscreteGaussian.at_least(noise_multiplier * resolution)
     excess = noise.effective_stddev / (noise_multiplier * resolution)
     # The largest contribution has a whole number of units, and 2^-21 is kept free.
@@ -30,4 +31,4 @@ def test_noise_and_models_that_no_grid_fits_are_refused(
     noise_multiplier, num_parameters, message
 ):
     with pytest.raises(ValueError, match=message):
-        choose_resolution(noise_multiplier, num_parameters, "exact")
+        choose_resolution(noise_multiplier, num_parameters, ExactSums())

@@ -29,7 +29,7 @@ def test_it_tells_how_exact_sums_are_made():
     assert mechanism.resolution == 32756
     assert "the largest contribution has 32756 units" in statement
     assert "in integers, without rounding" in statement
-    assert "Its standard deviation has 16378 units." in statement
+    assert "Its standard deviation has 16378 units of the grid." in statement
 
 
 def test_it_tells_how_bounded_sums_are_made():

@@ -66,12 +66,12 @@ def test_blocks_hold_every_row_once():
 
 
 @pytest.mark.parametrize("arithmetic", ["exact", "float32", "float32x2"])
-def test_a_clipping_group_may_have_no_entries(accumulator):
+def test_a_clipping_group_may_have_no_entries(arithmetic):
     norms = {"empty": 1.0, "rest": 1.0}
     clipped = clipped_fun(
         lambda x: {"empty": x[0, :0], "rest": x[0]},
         l2_clip_norm=norms,
-        arithmetic=accumulator,
+        arithmetic=arithmetic,
     )
     total = clipped(jnp.ones((4, 2)))
     shapes = [x.shape for x in jax.tree.leaves(total["empty"])]

@@ -36,18 +36,18 @@ class Signature:
     def parse(
         cls,
         *,
-        argnums: int | Sequence[int] = (),
+        argnums: int | Sequence[int] | None = None,
         batch_argnums: int | Sequence[int],
         prng_argnum: int | None = None,
         keep_batch_dim: bool = True,
         has_aux: bool = False,
     ) -> "Signature":
-        """Checks the positions as users write them.
+        """Checks the positions as users write them; no `argnums` are none.
 
         Raises:
           ValueError: for what is no position, and for an argument of two meanings.
         """
-        positions = () if argnums == () else _as_argnums("argnums", argnums)
+        positions = () if argnums is None else _as_argnums("argnums", argnums)
         batched = _as_argnums("batch_argnums", batch_argnums)
         keys = () if prng_argnum is None else _as_argnums("prng_argnum", prng_argnum)
         every = (*positions, *batched, *keys)
@@ -59,7 +59,7 @@ class Signature:
             prng_argnum=prng_argnum,
             fix="An argument is differentiated, or batched, or a key.",
         )
-        is_single = not isinstance(argnums, tuple | list)
+        is_single = not isinstance(argnums, tuple | list | None)
         return cls(
             every[0] if is_single else positions,
             batched,

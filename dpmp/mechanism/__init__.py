@@ -4,7 +4,7 @@
 ...     num_examples=10_000, expected_batch_size=100, iterations=500, l2_clip_norm=1.0
 ... ).calibrate(epsilon=4.0, delta=1e-6)
 >>> print(f"{mechanism.guarantee(step=100).epsilon:.2f}")
-2.94
+2.80
 
 What is run and what is accounted for come from the same object, so that they cannot
 drift apart.

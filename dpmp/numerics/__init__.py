@@ -3,8 +3,9 @@
 Nothing here knows of privacy. Modules import only from rows below their own:
 
     _arithmetic
-    _bounded
-    _grid   _float_sums
-    _reduction
+    _bounded   _exact   _sums
+    _float_sums   _squared_norms
+    _double_words
+    _grid   _reduction
     _stored   _packing
 """

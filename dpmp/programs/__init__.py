@@ -1,7 +1,7 @@
 """Programs that jax has traced: how to read them, run them and write them anew.
 
-These are the only files that import `jax.extend`, but for `dpmp/_random.py`. Modules
-import only from rows below their own:
+No other files know how jax writes down programs. Modules import only from rows below
+their own:
 
     _float8
     _float8_product   _transformations

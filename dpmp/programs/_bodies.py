@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.extend.core
 import jax.numpy as jnp
 

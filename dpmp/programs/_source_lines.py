@@ -5,8 +5,6 @@ import sysconfig
 from typing import Any
 
 import jax
-import jax.core
-import jax.extend.core
 
 
 def source_line(eqn: Any, caller: tuple[str, int] | None) -> tuple[str, int]:

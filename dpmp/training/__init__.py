@@ -9,7 +9,7 @@
 ...     ).calibrate(epsilon=8.0, delta=1e-5),
 ...     loss_fn=loss_fn,
 ...     optimizer=optax.sgd(0.1),
-...     policy="float32",
+...     policy=Policy.from_name("float32"),
 ... )
 >>> state = trainer.init({"w": jnp.zeros(2)})
 >>> state = trainer.fit(state, data, progress=False)
