@@ -127,9 +127,10 @@ def _program_of_engine(monkeypatch, loss, *args, **kwargs):
         raise _AnalysedError
 
     grad_fn = dpmp.clipped_grad(loss, l2_clip_norm=1.0, method="book_keeping", **kwargs)
-    with monkeypatch.context() as patch, pytest.raises(_AnalysedError):
+    with monkeypatch.context() as patch:
         patch.setattr(_engine, "analyse", analyse_and_stop)
-        jax.eval_shape(grad_fn, *args)
+        with pytest.raises(_AnalysedError):
+            jax.eval_shape(grad_fn, *args)
     return programs[0]
 
 
@@ -341,7 +342,7 @@ def test_refuses_batches_without_one_size():
 
 @pytest.mark.parametrize("name", ["exact", "float32", "float128"])
 def test_refuses_arithmetics_that_do_not_go_with_book_keeping(name):
-    with pytest.raises(ValueError, match="exact sums need|not proved|must be one of"):
+    with pytest.raises(ValueError, match=r"exact sums need|not proved|must be one of"):
         summarize(_never, _batch(4), _batch(9, 4), arithmetic=name)
 
 

@@ -91,7 +91,7 @@ def test_a_step_returns_the_types_that_init_gives(name, x64):
         state = trainer.init(jnp.ones(4, jnp.float32))
         size = trainer.mechanism.padded_batch_size
         batch = jnp.zeros((size, 4), jnp.float32)
-        program, constants = trainer._make_program(state, batch)
+        program, constants = trainer._step.make_program(state, batch)
         after, _ = jax.eval_shape(
             program, state, batch, np.zeros(size, bool), constants
         )

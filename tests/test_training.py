@@ -753,7 +753,7 @@ def test_what_the_loss_closes_over_is_an_argument_of_the_program(kind):
 
     trainer = make_trainer(loss_fn)
     state = trainer.init(jnp.zeros(4))
-    program, constants = trainer._make_program(state, make_data())
+    program, constants = trainer._step.make_program(state, make_data())
     assert max(x.nbytes for x in constants) == frozen.nbytes
     lowered = program.lower(state, make_data(), np.zeros(NUM_EXAMPLES, bool), constants)
     assert len(lowered.as_text()) < 1e6

@@ -15,13 +15,13 @@ import jax
 import optax
 
 from dpmp import _validate, accounting, batch_selection, clipping, noise_addition
-from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.accounting._relation import DEFAULT_RELATION
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._joint_sums import JointSum, ReleasedMetrics, contribution
 from dpmp.engines._methods import check_method
-from dpmp.mechanism import _checks, _sampler_share, _statement
+from dpmp.mechanism import _checks, _statement
+from dpmp.mechanism._costs import Costs, larger_sizes
 from dpmp.mechanism._released import Released, split
 from dpmp.mechanism._resolution import choose_resolution
 from dpmp.numerics._arithmetic import (
@@ -137,16 +137,7 @@ class DPSGD:
         Raises:
           ValueError: for a target that is out of range or cannot be reached.
         """
-        noise_multiplier = max(
-            _sampler_share.calibrate_noise_multiplier(
-                functools.partial(self._event, num_examples=size),
-                epsilon=epsilon,
-                delta=delta,
-                num_entries=self.iterations * self._num_coordinates,
-                neighboring_relation=self.neighboring_relation,
-            )
-            for size in self._larger_sizes
-        )
+        noise_multiplier = self._costs.calibrate(epsilon=epsilon, delta=delta)
         return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
 
     def without_privacy(self) -> "DPSGD":
@@ -218,7 +209,7 @@ class DPSGD:
         Under ADD_OR_REMOVE_ONE, about datasets of `num_examples` and one more; those of
         `num_examples` and one less may cost more, and `guarantee` looks at both.
         """
-        return self._event(self._calibrated, num_examples=max(self._larger_sizes))
+        return self._costs.event(self._calibrated, self.iterations)
 
     def clipped_grad(
         self, fun: Callable[..., Any], argnums: Any = 0, **kwargs: Any
@@ -319,30 +310,9 @@ class DPSGD:
           ValueError: before calibration, for a delta that is missing or out of range,
             and for a step beyond `iterations`.
         """
-        num_steps = self.iterations if step is None else as_number(step)
-        _validate.require(
-            _validate.is_integer(num_steps) and 0 <= num_steps <= self.iterations,
-            f"step must be from 0 to iterations = {self.iterations}",
-            step=step,
-            fix="Only these steps are covered.",
+        return self._costs.guarantee(
+            self._calibrated, step, delta=self.delta if delta is None else delta
         )
-        delta = self.delta if delta is None else delta
-        if delta is None:
-            _validate.fail(
-                "epsilon is defined for a delta",
-                delta=None,
-                fix="Pass delta=, well below 1 / num_examples.",
-            )
-        guarantees = [
-            _sampler_share.get_epsilon(
-                self._event(self._calibrated, num_steps, num_examples=size),
-                delta=accounting.check_delta(delta),
-                num_entries=max(num_steps, 1) * self._num_coordinates,
-                neighboring_relation=self.neighboring_relation,
-            )
-            for size in self._larger_sizes
-        ]
-        return max(guarantees, key=lambda guarantee: guarantee.epsilon)
 
     def statement(self) -> str:
         """The privacy claim in plain words, with its assumptions and limits.
@@ -395,21 +365,9 @@ class DPSGD:
         check_method(self.method)
         return parse(self.arithmetic, method=self.method)
 
-    @property
-    def _num_coordinates(self) -> int:
-        """Of what gets noise: the gradient, and whatever a `JointSum` adds."""
-        return self.num_parameters + 3
-
-    @property
-    def _larger_sizes(self) -> tuple[int, ...]:
-        """For each pair of neighbours, the size of the larger one."""
-        if self.neighboring_relation is _Relation.ADD_OR_REMOVE_ONE:
-            return self.num_examples, self.num_examples + 1
-        return (self.num_examples,)
-
     @functools.cached_property
     def _largest_batch(self) -> int:
-        num_examples = max(self._larger_sizes)
+        num_examples = max(larger_sizes(self.num_examples, self.neighboring_relation))
         if self.truncated_batch_size is not None:
             return min(self.truncated_batch_size, num_examples)
         return accounting.choose_truncated_batch_size(
@@ -423,24 +381,15 @@ class DPSGD:
             return self.microbatch_size or 1
         return min(32, 2 ** (self._largest_batch.bit_length() - 1))
 
-    def _event(
-        self,
-        noise_multiplier: float,
-        steps: int | None = None,
-        *,
-        num_examples: int,
-    ) -> dp_accounting.DpEvent:
-        steps = self.iterations if steps is None else steps
-        if not math.isfinite(self._l2_norm_bound):
-            return dp_accounting.NonPrivateDpEvent()
-        if self._largest_batch >= num_examples:
-            return accounting.dpsgd_event(
-                noise_multiplier, steps, sampling_prob=self.sampling_prob
-            )
-        return accounting.truncated_dpsgd_event(
-            noise_multiplier,
-            steps,
+    @property
+    def _costs(self) -> Costs:
+        return Costs(
+            num_examples=self.num_examples,
             sampling_prob=self.sampling_prob,
-            num_examples=num_examples,
-            truncated_batch_size=self._largest_batch,
+            iterations=self.iterations,
+            largest_batch=self._largest_batch,
+            is_clipped=math.isfinite(self._l2_norm_bound),
+            # The gradient, and whatever a `JointSum` adds.
+            num_coordinates=self.num_parameters + 3,
+            neighboring_relation=self.neighboring_relation,
         )

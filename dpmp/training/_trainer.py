@@ -16,30 +16,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _meshes, _random, _validate, accounting, loss_scaling
+from dpmp import _random, _validate, accounting, loss_scaling
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
-from dpmp.clipping import AuxiliaryOutput
-from dpmp.clipping._clipped_sum import specs_of_examples
 from dpmp.loss_scaling import DynamicScale, LossScale
-from dpmp.mechanism import DPSGD, Released
+from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
-from dpmp.programs import _float8, _transformations
+from dpmp.programs import _float8
 from dpmp.training import _fingerprint
+from dpmp.training._programs import Programs
 from dpmp.training._progress import Progress
-from dpmp.training._settled import devices_of, places, put_together, strongly_typed
+from dpmp.training._settled import put_together, strongly_typed
 from dpmp.training._source import Source as Source
 from dpmp.training._source import as_source, load_batch
 from dpmp.training._state import SensitiveOutputs as SensitiveOutputs
 from dpmp.training._state import TrainingState as TrainingState
+from dpmp.training._step import Step
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPTrainer:
     """Trains with the mechanism it is given, and with nothing else.
-
-    With several processes, `jax.distributed.initialize` comes first: whether the device
-    can compute in the policy's dtype is tried at once.
 
     >>> mechanism = DPSGD(
     ...     num_examples=64,
@@ -145,7 +142,7 @@ class DPTrainer:
             model_key=jax.random.wrap_key_data(
                 jax.random.bits(model_key, (2,), jnp.uint32), impl="threefry2x32"
             ),
-            scale_state=self._dynamic_scale and self._dynamic_scale.init(),
+            scale_state=self._step.dynamic_scale and self._step.dynamic_scale.init(),
             metrics={
                 name: jnp.full((), jnp.nan, jnp.float32)
                 for name in self.mechanism.metric_names
@@ -156,13 +153,24 @@ class DPTrainer:
         return put_together(state)
 
     @functools.cached_property
+    def _step(self) -> Step:
+        return Step(
+            mechanism=self.mechanism,
+            loss_fn=self.loss_fn,
+            optimizer=self.optimizer,
+            policy=self.policy,
+            uses_prng_key=self.uses_prng_key,
+            loss_scale=self.loss_scale,
+        )
+
+    @functools.cached_property
+    def _programs(self) -> Programs:
+        return Programs(self._step)
+
+    @functools.cached_property
     def _facts(self) -> dict[str, str]:
         """What the claim about the steps rests on, besides their number."""
         return _fingerprint.facts_of(self.mechanism, self.policy, self.loss_scale)
-
-    @property
-    def _dynamic_scale(self) -> DynamicScale | None:
-        return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
 
     def train_step(
         self, state: TrainingState, batch: PyTree, is_padding_example: Any
@@ -191,7 +199,7 @@ class DPTrainer:
             step=int(state.step),
             fix="Plan more of them before the run starts.",
         )
-        return self._step(state, batch, is_padding_example)[0]
+        return self._programs.run(state, batch, is_padding_example)[0]
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """The step as a program that can be compiled and looked at, and is not run.
@@ -203,7 +211,7 @@ class DPTrainer:
         Returns:
           A `jax.stages.Lowered`.
         """
-        program, constants = self._make_program(state, batch)
+        program, constants = self._step.make_program(state, batch)
         shape = (self.mechanism.padded_batch_size,)
         is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)
         return program.lower(state, batch, is_padding, constants)
@@ -257,7 +265,7 @@ class DPTrainer:
         with self._progress(start, stop, enabled=progress) as report:
             for step in range(start, stop):
                 batch, is_padding = self._load_batch(source, step, key)
-                state, outputs = self._step(state, batch, is_padding)
+                state, outputs = self._programs.run(state, batch, is_padding)
                 if sensitive_callback is not None:
                     sensitive_callback(
                         SensitiveOutputs(*outputs, jnp.asarray(is_padding))
@@ -287,153 +295,6 @@ class DPTrainer:
             describe_privacy=functools.partial(_describe_privacy, self.mechanism),
             enabled=enabled,
         )
-
-    def _step(
-        self, state: TrainingState, batch: PyTree, is_padding: Any
-    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
-        """The new state, and the sensitive losses and norms."""
-        size = self.mechanism.padded_batch_size
-        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
-        # The size given may not be shown: how many examples a batch has is sensitive.
-        if sizes != {(size,)}:
-            raise ValueError(
-                f"every batch must be padded to {size} examples. Pad it, and mark the "
-                f"padding in is_padding_example."
-            )
-        batch = jax.tree.map(jnp.asarray, batch)
-        state = put_together(state, batch)
-        types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
-        of_state = types, devices_of(state)
-        compiled = self._programs.get(of_state)
-        compiled = compiled or (of_batch, *self._make_program(state, batch))
-        compiled_for, program, constants = compiled
-        # Nothing of the batch may be shown: its shapes may tell what is in it.
-        if of_batch != compiled_for:
-            raise ValueError(
-                "all batches must have the same tree, shapes and dtypes, or compiling "
-                "would show what is in them. Pad examples to one size (see "
-                "dpmp.training.Source); use another DPTrainer for other data."
-            )
-        outputs = program(state, batch, jnp.asarray(is_padding), constants)
-        self._programs[of_state] = compiled  # now that it runs
-        return outputs
-
-    @functools.cached_property
-    def _programs(self) -> dict[Any, tuple[str, jax.stages.Wrapped, list[Any]]]:
-        """The compiled step, and the types of its batch, by those of the state.
-
-        And by its devices: a program leaves a state where it was made for.
-        """
-        return {}
-
-    def _make_program(
-        self, state: TrainingState, batch: PyTree
-    ) -> tuple[jax.stages.Wrapped, list[Any]]:
-        """The step to be compiled, and the arrays that the loss closes over."""
-
-        def example_args(state, batch):
-            return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
-
-        args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
-        keys = (state.model_key,) if self.uses_prng_key else ()
-        loss_fn = self.policy.in_product_precision(self.loss_fn)
-        loss_fn, constants = _transformations.hoist_constants(loss_fn, *args, *keys)
-
-        def step(state, batch, is_padding, constants):
-            return self._update(
-                functools.partial(loss_fn, constants), state, batch, is_padding
-            )
-
-        def out_specs(specs, output):
-            per_example = specs_of_examples(output[1], specs[1])
-            return [*jax.tree.leaves(specs[0]), *per_example]
-
-        step = _meshes.on_automatic_axes(step, out_specs)
-        program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
-        return program, constants
-
-    def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """What the loss is given."""
-        policy = self.policy
-        return policy.cast_to_compute(state.params), policy.cast_inputs(batch)
-
-    def _update(
-        self,
-        loss_fn: Callable[..., jax.Array],
-        state: TrainingState,
-        batch: PyTree,
-        is_padding: jax.Array,
-    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
-        """One step, as it is traced; see the picture in the README."""
-        total, sensitive = self._sum_sensitive(loss_fn, state, batch, is_padding)
-        # Everything above this line is sensitive; below it, only noised values exist.
-        released, noise_state = self._add_noise(total, state)
-        new_state = self._release(released, noise_state, state)
-        return new_state, (sensitive.values, sensitive.grad_norms)
-
-    def _sum_sensitive(
-        self,
-        loss_fn: Callable[..., jax.Array],
-        state: TrainingState,
-        batch: PyTree,
-        is_padding: jax.Array,
-    ) -> tuple[PyTree, AuxiliaryOutput]:
-        """The sum of clipped gradients, and what is known of each example."""
-        dynamic = self._dynamic_scale
-        grad_fn = self.mechanism.clipped_grad(
-            loss_fn,
-            return_values=True,
-            return_grad_norms=True,
-            loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
-            counts_overflows=dynamic is not None,
-            prng_argnum=2 if self.uses_prng_key else None,
-        )
-        # Cast here, not in the loss: there, gradients would come back in float32.
-        args = self._loss_args(state, batch)
-        if self.uses_prng_key:
-            args = (*args, _random.fold_in(state.model_key, state.step))
-        return grad_fn(*args, is_padding_example=is_padding)
-
-    def _add_noise(self, total: PyTree, state: TrainingState) -> tuple[Released, Any]:
-        """What the sum becomes, and the next state of the noise."""
-        privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
-        noisy, noise_state = privatizer.update(total, state.noise_state)
-        return self.mechanism.split(noisy), noise_state
-
-    def _release(
-        self, released: Released, noise_state: Any, state: TrainingState
-    ) -> TrainingState:
-        """The next state, from noised values alone."""
-        updates, opt_state = self.optimizer.update(
-            self.policy.cast_to_update(released.noisy_grads),
-            state.opt_state,
-            self.policy.cast_to_update(state.params),
-        )
-        return state._replace(
-            step=state.step + 1,
-            params=self._apply(updates, state),
-            opt_state=strongly_typed(opt_state),
-            noise_state=noise_state,
-            scale_state=self._next_scale(released, state),
-            metrics=released.metrics,
-        )
-
-    def _next_scale(self, released: Released, state: TrainingState) -> Any:
-        dynamic = self._dynamic_scale
-        if dynamic is None:
-            return None
-        return dynamic.update(
-            state.scale_state,
-            released.num_overflows,
-            stddev=self.mechanism.overflow_stddev,
-        )
-
-    def _apply(self, updates: PyTree, state: TrainingState) -> PyTree:
-        """New parameters."""
-        key = state.update_key
-        if key is not None:
-            key = _random.fold_in(key, state.step)
-        return self.policy.apply_updates(state.params, updates, key)
 
 
 def _describe_privacy(mechanism: DPSGD, step: int, last_step: int) -> str:
