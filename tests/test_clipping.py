@@ -923,6 +923,46 @@ def test_clip_norms_that_do_not_fit_the_gradient_are_refused():
         clip_pytree(jnp.ones(2), {"a": 1.0})
 
 
-def test_traced_clip_norms_are_refused():
-    with pytest.raises(ValueError, match="known before tracing"):
+@pytest.mark.parametrize(
+    ("method", "arithmetic"),
+    [
+        ("per_example", "float32"),
+        ("per_example", "exact"),
+        ("book_keeping", "bounded"),
+    ],
+)
+def test_traced_clip_norms_clip_as_numbers_do(method, arithmetic):
+    def clip(l2_clip_norm, x):
+        fn = clipped_grad(
+            _loss,
+            l2_clip_norm=l2_clip_norm,
+            rescale_to_unit_norm=True,
+            normalize_by=2.0,
+            method=method,
+            arithmetic=arithmetic,
+        )
+        assert fn.sensitivity() == 0.5
+        return fn(_PARAMS, x)
+
+    compiled = jax.jit(clip)
+    for clip_norm in (1e-3, 0.7, 1e4):
+        ours, theirs = (
+            compiled(clip_norm, _X),
+            jax.jit(functools.partial(clip, clip_norm))(_X),
+        )
+        for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+            is_integer = jnp.issubdtype(a.dtype, jnp.integer)
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=4 if is_integer else 0)
+    assert compiled._cache_size() == 1
+    for clip_norm in (-1.0, 0.0, math.nan, math.inf, 1e30):
+        zero = compiled(clip_norm, _X)
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(zero))
+
+
+def test_traced_clip_norms_need_a_sensitivity_that_is_known():
+    with pytest.raises(ValueError, match="rescale_to_unit_norm=True"):
         jax.jit(clip_pytree)(jnp.ones(2), 1.0)
+    with pytest.raises(ValueError, match="must be one float scalar"):
+        jax.jit(functools.partial(clip_pytree, rescale_to_unit_norm=True))(
+            (jnp.ones(2), jnp.ones(2)), (1.0, 1.0)
+        )

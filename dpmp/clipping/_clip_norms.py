@@ -10,6 +10,7 @@ that factor, with `_SPARE_ROUNDINGS` for second-order terms and for hardware who
 square root or division is a few units off, makes |y| <= l2_clip_norm.
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -41,18 +42,25 @@ class ClipNorms:
       prefix: their tree structure, a prefix of that of the gradients.
       rescale_to_unit_norm: whether to divide by the norm of all clip norms.
       normalize_by: a further divisor.
+      traced: a clip norm that only a running program knows, float32; None for none.
+        What is clipped to it is divided by it, so that `norms` are the number 1.
     """
 
     norms: tuple[float, ...]
     prefix: Any
     rescale_to_unit_norm: bool
     normalize_by: float
+    traced: jax.Array | None = None
 
     @classmethod
     def from_tree(
         cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
     ) -> "ClipNorms":
         """Checks and flattens a tree of clip norms."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+            traced, prefix = _check_traced(tree, rescale_to_unit_norm)
+            numbers = cls.from_tree(1.0, rescale_to_unit_norm, normalize_by)
+            return dataclasses.replace(numbers, prefix=prefix, traced=traced)
         norms, prefix = jax.tree.flatten(jax.tree.map(as_real, tree))
         _validate.require(
             len(norms) > 0,
@@ -119,8 +127,16 @@ class ClipNorms:
             )
 
     @property
-    def targets(self) -> list[tuple[float, float]]:
-        """For each group: the norm to clip to, and the largest coefficient."""
+    def targets(self) -> list[tuple[float, Any]]:
+        """For each group: the norm to clip to, and the largest coefficient.
+
+        The coefficient is an array for a traced clip norm, and NaN for one that is no
+        clip norm: then no example contributes.
+        """
+        if self.traced is not None:
+            ((bound, cap),) = dataclasses.replace(self, traced=None).targets
+            is_valid = (self.traced >= 1e-15) & (self.traced <= 1e15)
+            return [(bound, jnp.where(is_valid, cap / self.traced, jnp.nan))]
         total = math.hypot(*self.norms)
         divisor = self.normalize_by * (total if self.rescale_to_unit_norm else 1.0)
         if divisor == 0:  # the limit of small clip norms: directions alone
@@ -132,7 +148,7 @@ class ClipNorms:
 
 
 def coefficients(
-    targets: list[tuple[float, float]], norms: list[SquaredNorm]
+    targets: list[tuple[float, Any]], norms: list[SquaredNorm]
 ) -> list[jax.Array]:
     """The (B,) clip coefficients of each group.
 
@@ -154,9 +170,7 @@ def coefficients(
     ]
 
 
-def are_clipped(
-    targets: list[tuple[float, float]], coefs: list[jax.Array]
-) -> jax.Array:
+def are_clipped(targets: list[tuple[float, Any]], coefs: list[jax.Array]) -> jax.Array:
     """Which examples have a coefficient below the largest, in any group: (B,) bool."""
     below = [
         coef < _round_down(cap).astype(coef.dtype)
@@ -176,8 +190,14 @@ def _shrinkage(norm: SquaredNorm) -> float:
     return 1 - (norm.roundings / 2 + _SPARE_ROUNDINGS) * UNIT_ROUNDOFF
 
 
-def _round_down(x: float) -> np.float32:
-    """The largest float32 that is at most `x`."""
+def _round_down(x: Any) -> Any:
+    """The largest float32 that is at most `x`; an array as it is.
+
+    Coefficients that are arrays come of a traced clip norm. They only keep gradients
+    from being scaled up: the norm that is clipped to is a number.
+    """
+    if isinstance(x, jax.Array):
+        return x
     with np.errstate(over="ignore"):
         rounded = np.float32(x)
     return np.nextafter(rounded, np.float32(-np.inf)) if float(rounded) > x else rounded
@@ -187,3 +207,23 @@ def global_norm(norms: list[SquaredNorm]) -> jax.Array:
     """The (B,) norms over all groups, as measured."""
     dtype = at_least_float32(*(norm.value.dtype for norm in norms))
     return jnp.sqrt(sum(norm.value.astype(dtype) for norm in norms))
+
+
+def _check_traced(tree: PyTree, rescale_to_unit_norm: bool) -> tuple[jax.Array, Any]:
+    """The one traced clip norm, and the tree structure that it has."""
+    leaves, prefix = jax.tree.flatten(tree)
+    is_float = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
+    _validate.require(
+        len(leaves) == 1 and is_float and jnp.shape(leaves[0]) == (),
+        "a traced l2_clip_norm must be one float scalar, for all parameters",
+        l2_clip_norm=tree,
+        fix="Pass Python numbers for several clip norms.",
+    )
+    _validate.require(
+        rescale_to_unit_norm,
+        "a traced l2_clip_norm needs a sensitivity that does not depend on it",
+        rescale_to_unit_norm=rescale_to_unit_norm,
+        fix="Set rescale_to_unit_norm=True, which divides what is clipped by the clip "
+        "norm; or pass a Python number.",
+    )
+    return leaves[0].astype(jnp.float32), prefix

@@ -55,8 +55,8 @@ def clip_pytree(
       above the bound again), and the norm of the input, which is sensitive.
 
     Raises:
-      ValueError: for a negative, NaN or traced clip norm, one that is no prefix of
-        `pytree`, and leaves that are not float arrays.
+      ValueError: for a clip norm that `clipped_grad` would not take, one that is no
+        prefix of `pytree`, and leaves that are not float arrays.
     """
     clip_norms = ClipNorms.from_tree(clip_norm, rescale_to_unit_norm, 1.0)
     _signature.check_float_leaves(pytree, "pytree")

@@ -124,6 +124,10 @@ def clipped_grad(
       has_aux: whether `fun` returns a pair.
       l2_clip_norm: the clip norm, or a tree of clip norms that is a prefix of the
         gradient (for one argnum, of that argument): each clips its own part.
+        One number may be a traced float scalar, if `rescale_to_unit_norm`: so a clip
+        norm can follow the training without a new compilation. It must be public, as
+        one that noisy releases decide on is. Where it is not from 1e-15 to 1e15, no
+        example contributes.
       rescale_to_unit_norm: divides the clipped gradients by the clip norm (by the
         norm of all clip norms), which decouples it from the learning rate.
       normalize_by: divides the sum, usually by the expected batch size.

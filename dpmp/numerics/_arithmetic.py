@@ -91,8 +91,8 @@ class Arithmetic(Protocol):
         ...
 
     def targets(
-        self, targets: list[tuple[float, float]], num_entries: list[int]
-    ) -> list[tuple[float, float]]:
+        self, targets: list[tuple[float, Any]], num_entries: list[int]
+    ) -> list[tuple[float, Any]]:
         """What to clip to, with room for rounding.
 
         Args:

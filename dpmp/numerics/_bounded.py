@@ -81,7 +81,7 @@ References:
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -254,8 +254,8 @@ class BoundedSums:
         """Integers may be added over devices."""
 
     def targets(
-        self, targets: list[tuple[float, float]], num_entries: list[int]
-    ) -> list[tuple[float, float]]:
+        self, targets: list[tuple[float, Any]], num_entries: list[int]
+    ) -> list[tuple[float, Any]]:
         """The norms to clip to, and the largest coefficients, in units."""
         scaled = []
         for (bound, cap), radius, size in zip(

@@ -72,8 +72,8 @@ class ExactSums:
         self.grid.warn_of_overflow(batch_size)
 
     def targets(
-        self, targets: list[tuple[float, float]], num_entries: list[int]
-    ) -> list[tuple[float, float]]:
+        self, targets: list[tuple[float, Any]], num_entries: list[int]
+    ) -> list[tuple[float, Any]]:
         """The norms to clip to, and the largest coefficients, in units.
 
         Rounding adds at most 1/4 to the square of an entry, on average, and all

@@ -109,8 +109,8 @@ class FloatSums:
         _meshes.check_not_mapped(f"{self.name} sums")
 
     def targets(
-        self, targets: list[tuple[float, float]], num_entries: list[int]
-    ) -> list[tuple[float, float]]:
+        self, targets: list[tuple[float, Any]], num_entries: list[int]
+    ) -> list[tuple[float, Any]]:
         """The norms to clip to, and the largest coefficients, that leave the slack."""
         del num_entries
         return [(bound / (1 + self.slack), cap) for bound, cap in targets]

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +167,7 @@ class Grid:
             'arithmetic="float32x2".',
         )
 
-    def in_units(self, x: float) -> float:
+    def in_units(self, x: Any) -> Any:
         """A coefficient, as one from gradients to units."""
         return x / self.unit if self.unit else 0.0
 
