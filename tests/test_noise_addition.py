@@ -23,10 +23,10 @@ from dpmp.noise_addition import (
     _grid_noise,
     continuous_gaussian_privatizer,
     gaussian_privatizer,
-    num_entries,
 )
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics._grid import GridArray
+from dpmp.numerics._sums import num_entries
 
 KEY = jax.random.key(20240607)
 NUM_DRAWS = 100_000
