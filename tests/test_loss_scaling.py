@@ -508,7 +508,7 @@ def test_a_clip_norm_of_zero_has_nothing_to_count():
 _TRIALS = 2000
 
 
-def _released(is_there):
+def _released_with(is_there):
     """The scales after one step, and what is released with them, over many runs."""
     dynamic = loss_scaling.DynamicScale(tolerated=0.0)
     fun = clipped_grad(
@@ -543,7 +543,7 @@ def _advantage(x, y):
 
 
 def test_who_sees_scale_and_count_knows_no_more_than_the_gaussian_mechanism_allows():
-    without, with_it = _released(False), _released(True)
+    without, with_it = _released_with(False), _released_with(True)
     # Four standard errors of a difference of two shares.
     error = 4 * math.sqrt(0.5 / _TRIALS)
     assert 0.383 - error <= _advantage(without[1], with_it[1]) <= 0.383 + error
