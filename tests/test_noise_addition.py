@@ -21,6 +21,7 @@ from dpmp import _random
 from dpmp.noise_addition import (
     NoiseState,
     _grid_noise,
+    _privatizers,
     continuous_gaussian_privatizer,
     gaussian_privatizer,
 )
