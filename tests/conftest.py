@@ -13,7 +13,7 @@ import pathlib
 import hypothesis
 import jax
 
-# Programs that were compiled once, in this run or an earlier one, are not compiled anew.
+# What was compiled once, in this run or an earlier one, is not compiled anew.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
     jax.config.update("jax_compilation_cache_dir", str(cache))
