@@ -484,7 +484,6 @@ def test_sizes_to_measure_may_be_of_any_library():
     assert [type(size) for size in times.seconds] == [int]
     step = [
         estimate_memory(
-            linear_loss,
             jnp.ones(2),
             jnp.ones((4, 2)),
             optimizer=optax.sgd(0.1),

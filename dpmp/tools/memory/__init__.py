@@ -1,23 +1,34 @@
-"""What a training step takes: memory, and operations of clipped sums.
+"""What a training step takes: memory, and the operations of clipped sums.
+
+`estimate_memory` counts what follows from shapes alone, line by line. `compiled_memory`
+compiles a step without running it, and reads the compiler's figures.
+`accumulation_overhead` counts the operations that clipping adds to training, and
+`measure_accumulation_share` times them. `python -m dpmp memory` shows memory and
+operations for a transformer.
 
 Modules import only from rows below their own:
 
     _command
-    _estimate   _overhead
-    _step
-    _gradients
-    _liveness
-    _program
+    _account   _compiled   _overhead   _transformer
 """
 
-from dpmp.tools.memory._command import add_memory_command as add_memory_command
-from dpmp.tools.memory._estimate import CompiledMemory as CompiledMemory
-from dpmp.tools.memory._estimate import MemoryEstimate as MemoryEstimate
-from dpmp.tools.memory._estimate import MemoryLine as MemoryLine
-from dpmp.tools.memory._estimate import compiled_memory as compiled_memory
-from dpmp.tools.memory._estimate import estimate_memory as estimate_memory
-from dpmp.tools.memory._overhead import AccumulationOverhead as AccumulationOverhead
-from dpmp.tools.memory._overhead import accumulation_overhead as accumulation_overhead
+from dpmp.tools.memory._account import MemoryEstimate, MemoryLine, estimate_memory
+from dpmp.tools.memory._command import add_memory_command
+from dpmp.tools.memory._compiled import CompiledMemory, compiled_memory
 from dpmp.tools.memory._overhead import (
-    measure_accumulation_share as measure_accumulation_share,
+    AccumulationOverhead,
+    accumulation_overhead,
+    measure_accumulation_share,
 )
+
+__all__ = [
+    "AccumulationOverhead",
+    "CompiledMemory",
+    "MemoryEstimate",
+    "MemoryLine",
+    "accumulation_overhead",
+    "add_memory_command",
+    "compiled_memory",
+    "estimate_memory",
+    "measure_accumulation_share",
+]

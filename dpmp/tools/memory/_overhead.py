@@ -27,13 +27,13 @@ from dpmp.tools import _timing
 
 @dataclass(frozen=True)
 class AccumulationOverhead:
-    """Operations of one batch.
+    """The operations of one batch.
 
     Attributes:
-      accumulation: of norms and clipped sums.
-      training: forward and backward pass.
-      measured: what clipping adds to the time of a plain gradient, as a share of that;
-        None if it was not measured.
+      accumulation: those of norms and clipped sums.
+      training: those of the forward and the backward pass.
+      measured: the time that clipping adds to a plain gradient, as a share of the time
+        of that gradient; None if it was not measured.
     """
 
     accumulation: int
@@ -68,21 +68,21 @@ def accumulation_overhead(
     >>> print(accumulation_overhead(10**9, batch_size=512, num_positions=512 * 1024))
     clipped sums: 2.05e+12 operations, training: 3.15e+15; 0.065% more
 
-    Exact sums take more operations on each entry (rounding, and an integer norm), and
-    so a few times as long where memory is not what limits; book-keeping takes others.
+    Exact sums also round every entry and square integers, and take a few times as long
+    unless memory limits the speed. Book-keeping takes other operations.
 
     Args:
-      params: arrays, shapes, or how many parameters the model has.
-      batch_size: examples in a batch.
-      num_positions: tokens in a batch, or examples where these have no positions.
-      num_trainable: how many of the parameters have gradients; None for all.
-      measured: from `measure_accumulation_share`, to be shown beside.
+      params: arrays, shapes, or the number of parameters of the model.
+      batch_size: the number of examples in a batch.
+      num_positions: the number of tokens in a batch, or of examples without positions.
+      num_trainable: the number of parameters that have gradients; None for all.
+      measured: a result of `measure_accumulation_share`, to be shown beside.
 
     Returns:
       An `AccumulationOverhead`.
 
     Raises:
-      ValueError: for sizes that are no positive integers.
+      ValueError: for sizes that are not positive integers.
     """
     num_parameters = params
     if not _validate.is_integer(params):  # an array without axes is one parameter
@@ -117,21 +117,21 @@ def measure_accumulation_share(
 ) -> float:
     """Times the clipped sum against the plain gradient of the batch, on this device.
 
-    The difference has everything in it that privacy adds to a gradient, also what the
-    per-example products of a layer cost more than one for the whole batch.
+    The difference is all that privacy adds to a gradient. It includes the loss of speed
+    where a layer has one product per example in place of one for the whole batch.
 
     Args:
-      loss_fn: as in `clipped_grad`, and the mean over a larger batch.
-      params: arrays, or `jax.ShapeDtypeStruct` for zeros.
-      batch: the same; values do not matter, and should not be private.
-      rounds: how often each is timed, in turn.
+      loss_fn: as in `clipped_grad`; of a larger batch, the mean loss.
+      params: arrays, or `jax.ShapeDtypeStruct`s for zeros.
+      batch: the same. Shapes are all that matters: do not pass private data.
+      rounds: how often each function is timed, in turn.
       **options: of `clipped_grad`, such as `method`, `arithmetic`, `microbatch_size`.
 
     Returns:
       The median over rounds of the time that clipping adds, over the plain time.
 
     Raises:
-      ValueError: for `rounds` that is no positive integer, and as `clipped_grad`.
+      ValueError: for `rounds` that is not a positive integer, and as `clipped_grad`.
     """
     rounds = _validate.positive_integer(rounds=rounds, fix="Use 3.")
     clipped = clipped_grad(loss_fn, l2_clip_norm=1.0, **options)
