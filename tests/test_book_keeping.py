@@ -17,6 +17,7 @@ from models import Model
 from programs import equations
 
 from dpmp.clipping import clipped_grad
+from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _engine
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -291,17 +292,9 @@ def test_no_bit_of_an_example_depends_on_the_others(case):
 
 @pytest.mark.parametrize("model", models.ZOO, ids=lambda m: m.name)
 def test_no_bit_that_is_recorded_depends_on_the_other_examples(model):
-    def loss(params, example):
-        return model.loss(params, jax.tree.map(lambda x: x[None], example)), None
-
-    run = _engine.engine(
-        loss,
-        argnums=0,
-        batch_argnums=(1,),
-        prng_argnum=None,
-        spmd_axis_name=None,
-        is_bounded=False,
-    )
+    signature = Signature.parse(argnums=0, batch_argnums=1)
+    loss_fn = signature.of_one_example(model.loss, check_loss)
+    run = _engine.Engine(loss_fn, signature, is_bounded=False)
     params, batch = model.init(jnp.bfloat16), model.make_batch(3, _SIZE)
     mixed = _mixed(batch, model.make_batch(4, _SIZE), np.arange(_SIZE) < 3)
     record = jax.jit(lambda batch: run(params, batch).recorded)

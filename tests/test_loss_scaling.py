@@ -12,7 +12,9 @@ import reference
 
 import dpmp
 from dpmp import loss_scaling
-from dpmp.clipping import clipped_grad
+from dpmp.clipping import _joint_sums, clipped_grad
+from dpmp.engines import _scaled_loss
+from dpmp.mechanism import _released
 
 _METHODS = ["per_example", "book_keeping"]
 
@@ -261,7 +263,7 @@ def test_an_example_without_a_scale_contributes_zero(method, scale):
 def test_scales_are_rounded_down_to_powers_of_two_in_range():
     given = jnp.array([3.0, 2.0**41, 1e30, 1e-30, 1e-42, 0.0, 5.5, 2.0**-40], "float32")
     _, (_, _, scales) = jax.vmap(
-        lambda scale: loss_scaling.scaled(lambda x: (x, None), scale)(jnp.float32(1))
+        lambda scale: _scaled_loss.scaled(lambda x: (x, None), scale)(jnp.float32(1))
     )(given)
     expected = np.exp2([1.0, 40, 40, -40, -40, -40, 2, -40])
     np.testing.assert_array_equal(scales, expected)
@@ -383,7 +385,7 @@ def test_an_example_counts_or_contributes_but_never_both():
 
 
 def test_counts_do_not_wrap_around():
-    count = loss_scaling.count_overflows(jnp.full(2**17, jnp.inf), 1.0)
+    count = _joint_sums.count_overflows(jnp.full(2**17, jnp.inf), 1.0)
     assert int(count.steps) == (2**16 - 1) * 32767
 
 
@@ -506,7 +508,7 @@ def test_a_clip_norm_of_zero_has_nothing_to_count():
 _TRIALS = 2000
 
 
-def _released(is_there):
+def _released_with(is_there):
     """The scales after one step, and what is released with them, over many runs."""
     dynamic = loss_scaling.DynamicScale(tolerated=0.0)
     fun = clipped_grad(
@@ -526,7 +528,7 @@ def _released(is_there):
             stddev=1.0, prng_key=jax.random.key(seed)
         )
         noisy, _ = privatizer.update(counted, privatizer.init(counted))
-        count = loss_scaling.in_examples(noisy.num_overflows, 1.0)
+        count = _released.in_examples(noisy.num_overflows, 1.0)
         return dynamic.update(dynamic.init(), count, stddev=1.0).scale, count
 
     seeds = np.arange(_TRIALS) + _TRIALS * is_there
@@ -541,7 +543,7 @@ def _advantage(x, y):
 
 
 def test_who_sees_scale_and_count_knows_no_more_than_the_gaussian_mechanism_allows():
-    without, with_it = _released(False), _released(True)
+    without, with_it = _released_with(False), _released_with(True)
     # Four standard errors of a difference of two shares.
     error = 4 * math.sqrt(0.5 / _TRIALS)
     assert 0.383 - error <= _advantage(without[1], with_it[1]) <= 0.383 + error

@@ -17,16 +17,17 @@ import pytest
 from scipy import stats
 
 import dpmp
-from dpmp import _random, noise_addition
+from dpmp import _random
 from dpmp.noise_addition import (
     NoiseState,
     _grid_noise,
+    _privatizers,
     continuous_gaussian_privatizer,
     gaussian_privatizer,
-    num_entries,
 )
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics._grid import GridArray
+from dpmp.numerics._sums import as_sum, num_entries
 
 KEY = jax.random.key(20240607)
 NUM_DRAWS = 100_000
@@ -57,7 +58,7 @@ def make_privatizer(make, *, stddev=1.0, prng_key=KEY, **kwargs):
 def without_fence():
     """Nothing is compiled as a whole, which would be done anew in every call."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (noise_addition, _grid_noise):
+        for module in (_privatizers, _grid_noise):
             patch.setattr(module, "behind_a_branch", lambda compute, _: compute())
         yield patch
 
@@ -337,12 +338,12 @@ def test_neither_compilation_nor_sharding_changes_a_bit(mixed_total):
 def chosen(leaf, **kwargs):
     """The unit of the grid, and the noise that the privatizer chooses for one leaf."""
     units, noises = [getattr(leaf, "unit", None)], []
-    snap = noise_addition._snap
+    snapping = _privatizers._snapping
 
-    def recording_snap(*args):
-        snapped, width = snap(*args)
-        units.append(snapped.unit)
-        return snapped, width
+    def recording_snapping(*args):
+        unit, widened = snapping(*args)
+        units.append(unit)
+        return unit, widened
 
     def recording_at_least(width):
         noises.append(DiscreteGaussian.at_least(width))
@@ -350,7 +351,7 @@ def chosen(leaf, **kwargs):
 
     recorder = types.SimpleNamespace(at_least=recording_at_least)
     with without_fence() as patch:
-        patch.setattr(noise_addition, "_snap", recording_snap)
+        patch.setattr(_privatizers, "_snapping", recording_snapping)
         patch.setattr(_grid_noise, "DiscreteGaussian", recorder)
         # Traced alone, a sum may have any size.
         privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
@@ -504,7 +505,8 @@ def test_sums_with_noise_wrap_around():
 
 def snap(leaf, stddev, cost):
     """The unit, and the steps of a float sum as Python integers."""
-    snapped, _ = noise_addition._snap(leaf, stddev, cost)
+    unit, _ = _privatizers._snapping(stddev, cost)
+    snapped = as_sum(leaf).snapped(unit)
     return snapped.unit, [int(step) for step in snapped.steps]
 
 

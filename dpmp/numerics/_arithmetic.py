@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from dpmp import _validate
+from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.numerics._bounded import BoundedSums
 from dpmp.numerics._exact import ExactSums
@@ -186,6 +187,7 @@ def parse(
     """
     if name is None:
         name = _name_for_dtype(dtype, method)
+    resolution = as_number(resolution)
     names = [*_ON_GRIDS, *sorted(FLOAT_SUMS)]
     _validate.require(
         name in names,
