@@ -16,7 +16,7 @@ _METHODS = ("per_example", "book_keeping")
 
 
 def check_method(method: str, pre_clipping_transform: Any = None) -> None:
-    """Raises ValueError for an unknown method, or a transform that it cannot apply."""
+    """Raises ValueError for an unknown method, or one that cannot apply a transform."""
     _validate.require(
         method in _METHODS,
         f"method must be one of {list(_METHODS)}",
@@ -47,15 +47,15 @@ def make_engine(
       fun: the loss, as users write it.
       signature: the signature of `fun`.
       method: the name of the engine.
-      is_bounded: whether the engine must compute upper bounds on the norms, which
-        include rounding.
+      is_bounded: whether the engine must compute its norms as upper bounds that include
+        rounding errors.
       loss_scale: the factor by which the loss is multiplied before differentiation.
       transform: a function that is applied to the gradient of each example.
       spmd_axis_name: as in `jax.vmap`.
 
     Returns:
-      The engine, and a function that takes the arguments of the engine and returns the
-      size of the largest microbatch. The second one is None if there is no limit.
+      The engine, and a function that returns the size of the largest microbatch from
+      the arguments of the engine. This function is None if there is no limit.
     """
     loss_fn = signature.of_one_example(fun, check_loss)
     if loss_scale is not None:

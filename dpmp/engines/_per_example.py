@@ -109,7 +109,7 @@ def _add_block(
 
 
 def _as_bits(is_selected: jax.Array) -> jax.Array:
-    """Converts True to 32 one bits and False to 32 zero bits: int32."""
+    """Converts a bool to int32: all bits are set for True, none for False."""
     return -is_selected.astype(jnp.int32)
 
 
@@ -154,7 +154,7 @@ class _Group(NamedTuple):
         return cls(arrays, leaves, numbers, treedef)
 
     def unpack(self, sums: list[PyTree]) -> PyTree:
-        """Turns sums over examples of the arrays into those of the leaves."""
+        """Splits the sums of joined arrays into the sums of the leaves."""
         sizes = [x.bits.shape[1] for x in self.leaves]
         words = [jax.tree.leaves(total) for total in sums]  # two for a double word
         split = [

@@ -140,9 +140,9 @@ class UnscaledGrads:
 def _limit(coefs: jax.Array) -> jax.Array:
     """Lowers coefficients to a range in which products with them are safe.
 
-    A smaller coefficient always clips too. A large one may become infinite, and
-    infinity times zero would be NaN. One below the normal numbers may be rounded up by
-    half of itself, so it becomes zero.
+    A lower coefficient clips more, so it is always allowed. A large coefficient may
+    become infinite, and infinity times zero would be NaN. A coefficient below the
+    normal numbers may be rounded up by half of itself, so it becomes zero.
     """
     coefs = jnp.minimum(coefs, _LARGEST_COEFFICIENT)
     return jnp.where(coefs < 2.0**-126, jnp.zeros_like(coefs), coefs)

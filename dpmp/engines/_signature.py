@@ -94,7 +94,10 @@ class Signature:
         return examples
 
     def shapes_of_one_example(self, args: Sequence[Any]) -> dict[int, Any]:
-        """Returns the types of one example's arguments, by position, with one key."""
+        """Returns the types of one example's arguments, by position.
+
+        The key in `args` stands for the key of one example, and is not split.
+        """
         of_one = {
             i: jax.tree.map(without_example_axis, args[i]) for i in self.batch_argnums
         }

@@ -58,7 +58,7 @@ class Arithmetic(Protocol):
 
     @property
     def clips_by_bounds(self) -> bool:
-        """Whether an engine must compute upper bounds on norms, which include rounding.
+        """Whether an engine must compute upper bounds that include rounding errors.
 
         Such bounds need small microbatches, and hold if examples keep their places.
         """
@@ -66,7 +66,7 @@ class Arithmetic(Protocol):
 
     @property
     def assumption(self) -> str:
-        """A sentence on the assumptions, for the statement; empty without any."""
+        """A sentence for the statement: the assumptions of the proof, or nothing."""
         ...
 
     def check_method(self, method: str) -> None:
@@ -106,7 +106,8 @@ class Arithmetic(Protocol):
           num_entries: the number of entries of each group.
 
         Returns:
-          The norms and coefficients that contributions have to respect, for each group.
+          For each group the norm to clip to, and the largest coefficient. On a grid,
+          both are in units.
         """
         ...
 

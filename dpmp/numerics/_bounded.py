@@ -21,7 +21,8 @@ These cases are covered too:
 
 - A gradient that is kept (formed once and stored for the sum) is in memory itself. It
   is one position, with A_i = |G_i|.
-- Several sites of a parameter may add to the same entries. They have more positions.
+- Several sites of a parameter may add to the same entries. Their positions are counted
+  together.
 - For K independent groups, or for several parameters, A_i^2 is the sum of the squares
   of their extents, and |G_i|^2 is the sum of their squared norms. By Minkowski's
   inequality, all that follows holds for them together.
@@ -86,9 +87,10 @@ Examples keep their places, which REPLACE_SPECIAL and REPLACE_ONE grant, but
 ADD_OR_REMOVE_ONE does not.
 
 Devices. A compiler may divide a contraction over devices and then add the parts, in any
-order. These additions are more operations of the same sum. They are counted in h, since
-no path has more additions than there are summands, at most m T. Under `shard_map` each
-device has microbatches of its own, and only one of them changes; `psum` adds integers.
+order. These additions are more operations of the same sum. They are counted in h: no
+path has more additions than the sum has summands, and these are at most m T. Under
+`shard_map` each device has microbatches of its own, and only one of them changes;
+`psum` adds integers.
 
 References:
   Higham: Accuracy and stability of numerical algorithms, 2002, chapters 3 and 4.
@@ -158,7 +160,7 @@ def clip_by(
     num_terms: int,
     folding_error: float,
 ) -> jax.Array:
-    """Returns the number to divide the target norm by, for the coefficient: (B,).
+    """Returns the divisor of the target norm that gives the coefficient: (B,).
 
     Args:
       squared_norm: V for a microbatch of B examples, (B,).

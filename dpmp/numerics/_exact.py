@@ -1,13 +1,14 @@
 """Sums of clipped gradients in integers on a grid: exact, in any order.
 
-One unit of the grid is the largest contribution of an example, divided by `resolution`.
-(A contribution is the clipped gradient of one example as it enters the sum.) A
-contribution is rounded to integers q. It counts only if
+A contribution is the clipped gradient of one example as it enters the sum. One unit of
+the grid is the largest contribution divided by `resolution`. Each contribution is
+rounded to integers q, and checked for each clipping group. The part of a group counts
+only if
 
     sum of q^2 <= radius^2
 
-holds in integer arithmetic, for every clipping group; otherwise zero is selected. So
-the sensitivity does not depend on the earlier float operations, their order, or the
+holds in integer arithmetic, with the radius of the group. Otherwise zero is selected.
+So the sensitivity does not depend on the earlier float operations, their order, or the
 compiler. Integers are added modulo 2^32, which does not round and does not depend on
 the order. The sensitivity is therefore `resolution` units for a batch of any size, and
 for any division into microbatches.
@@ -55,7 +56,7 @@ class ExactSums:
         """See `Arithmetic`."""
         _validate.require(
             method != "book_keeping",
-            "exact sums need gradients that are formed, so that each can be checked",
+            "exact sums need gradients that are formed, rounded and checked",
             method=method,
             arithmetic=self.name,
             fix='Use arithmetic="bounded" instead, or method="per_example".',
@@ -198,9 +199,9 @@ def _round(rows: jax.Array, coef: jax.Array, start: Any) -> jax.Array:
 
     The rounding is done in fixed point. Its threshold cycles with the position of the
     entry. So a gradient with many equal entries keeps its norm, which it would lose if
-    all of them were rounded the same way. Before that, only one float product is
-    rounded. It cannot be contracted into an addition, so the norm and the sum see the
-    same integers.
+    all of them were rounded the same way. The only operation before it that rounds is
+    one float product. The compiler cannot contract this product into an addition, so
+    the check of the norm and the sum see the same integers.
 
     Args:
       rows: gradients, float32 or wider.

@@ -34,9 +34,9 @@ LARGEST_LOSS = 0.05
 class GridArray:
     """An array of multiples of one number: `steps * unit`.
 
-    It is the type of each leaf that `clipped_grad(..., arithmetic="exact")` returns.
-    Such arrays may be added (`jax.lax.psum`). All other operations must wait until
-    noise is added: noise comes before any division and any rounding, and
+    It is the type of each leaf that `clipped_grad` returns with "exact" or "bounded"
+    arithmetic. Such arrays may be added (`jax.lax.psum`). All other operations must
+    wait until noise is added: noise comes before any division and any rounding, and
     `dpmp.noise_addition` enforces this.
 
     Attributes:

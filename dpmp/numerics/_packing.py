@@ -1,9 +1,9 @@
-"""Groups of small arrays that are processed together, which keeps programs small.
+"""Groups of arrays that are processed together, which keeps programs small.
 
 A model may have hundreds of arrays. Small arrays are joined to larger ones before they
-are added up. Random numbers are drawn for several arrays at once. Small arrays share
-one vector. Larger arrays of one shape share a stack, which a compiler can shard as it
-shards the arrays.
+are added up. Random numbers are drawn for several arrays at once. For these, small
+arrays share one vector. Larger arrays of one shape share a stack, which a compiler can
+shard as it shards the arrays.
 """
 
 import itertools

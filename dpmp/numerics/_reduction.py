@@ -259,7 +259,7 @@ def depth(num_examples: int) -> int:
 
 
 def summed_norms(num_examples: int) -> float:
-    """Adds up, over all additions that round, the norm of the sum below each.
+    """Adds up the norms of the partial sums that all rounding additions produce.
 
     Every summand has norm 1. A loop over k summands has partial sums of 2, 3, ... and k
     summands. Its first addition is to zero, and exact. Loops that are not full count as

@@ -58,7 +58,7 @@ def at_least_float32(*dtypes: Any) -> Any:
 def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
     """Returns `size` columns of a matrix; `start` may be traced.
 
-    Columns beyond the last one are zeros. If `start` is traced, there must be none.
+    Columns beyond the last one are zeros. A traced `start` must leave none of them.
     """
     if size == x.shape[1]:
         return x

@@ -61,7 +61,7 @@ class _FloatSum(NamedTuple):
 
 
 def is_sum(x: Any) -> bool:
-    """Whether `x` is a sum that needs more than one array."""
+    """Whether `x` is an instance of a class of sums, and not a plain array."""
     return isinstance(x, DoubleWord | GridArray | _FloatSum)
 
 

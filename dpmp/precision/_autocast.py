@@ -51,9 +51,9 @@ def autocast(
 
     Parameters may stay in float32. They are rounded once for each product that needs
     them, and their gradients come back in float32. The result may be differentiated,
-    mapped and compiled, and works with both engines of `clipped_grad`. The same holds
-    in loops and branches, except that a value keeps its dtype when it is carried from
-    one iteration to the next. Functions with derivatives of their own
+    mapped and compiled, and works with both engines of `clipped_grad`. Loops and
+    branches are treated in the same way, except that a value keeps its dtype when it is
+    carried from one iteration to the next. Functions with derivatives of their own
     (`jax.custom_jvp`, `jax.custom_vjp`) run unchanged, in float32.
 
     >>> def loss(w, x):

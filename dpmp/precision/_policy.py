@@ -59,9 +59,9 @@ class Policy:
         and the norms and sums of book-keeping, are emulated everywhere.
       stochastic_rounding: whether parameters are stored in bfloat16, without float32
         masters. Updates are added in float32, and the sum is rounded up or down at
-        random, so that small updates count on average. For each parameter, this saves
-        four of the 18 bytes of the master, the copy, the sum of gradients and the state
-        of Adam.
+        random, so that small updates count on average. Otherwise the master, the copy,
+        the sum of gradients and the state of Adam take 18 bytes for each entry. This
+        saves four of them.
     """
 
     param_dtype: Any

@@ -30,9 +30,10 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def is_native() -> bool:
-    """Whether the default device multiplies 8-bit numbers: NVIDIA's, from 8.9 on.
+    """Whether the default device multiplies 8-bit numbers.
 
-    Other devices are unknown in this respect, or have other 8-bit formats.
+    NVIDIA GPUs do, from compute capability 8.9 on. Other devices are unknown in this
+    respect, or have other 8-bit formats.
     """
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     device = chosen or jax.devices()[0]
@@ -59,12 +60,11 @@ def with_float8_products(
 
     Args:
       fun: a traceable function. It takes one example if scales are to depend on one.
-      scale: `PER_EXAMPLE` for scales that are computed from the arrays. Or a power of
+      scale: `PER_EXAMPLE` for scales that are computed from the arrays, or a power of
         two that multiplies all operands, and no cotangent.
       widest: a product with an operand of a wider dtype stays as it is.
-      native: whether the device computes dot products with 8-bit numbers. None stands
-        for the result of `is_native`. Convolutions are emulated in the dtype of their
-        operands.
+      native: whether the device computes dot products with 8-bit numbers; None asks
+        `is_native`. Convolutions are emulated in the dtype of their operands.
     """
     largest_size = jnp.dtype(widest).itemsize
 

@@ -41,11 +41,12 @@ def rounded_cotangent(x: jax.Array, scale: str | float) -> jax.Array:
 
     Args:
       x: float array.
-      scale: the scale of operands. A scale that is a number does not apply to
-        cotangents: a loss scale moves all of them.
+      scale: the scale of operands. With `PER_EXAMPLE`, the cotangent gets a scale of
+        its own. A number does not apply to cotangents, since a loss scale moves all of
+        them.
 
     Returns:
-      An array as that of `rounded_operand`.
+      As for `rounded_operand`.
     """
     return _rounded(x, _COTANGENTS, _of_cotangents(scale))
 
@@ -74,9 +75,9 @@ def _to_grid(x: jax.Array, format: Any) -> jax.Array:
 def _exponent(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
     """Returns the exponent of the power of two to multiply by.
 
-    A given scale determines it. Otherwise, it belongs to the largest power that leaves
-    all entries in range. For an array that is rounded already, this is the power it was
-    rounded with, or a larger one, so the array stays exact.
+    If `scale` is a number, this is its exponent. Otherwise it is that of the largest
+    power of two that leaves all entries in range. For an array that is rounded already,
+    this is the power it was rounded with, or a larger one, so the array stays exact.
     """
     if not isinstance(scale, str):
         return jnp.int32(round(math.log2(scale)))

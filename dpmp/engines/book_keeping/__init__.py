@@ -1,13 +1,13 @@
 """Clipped sums of per-example gradients that are never formed.
 
-Terms that all files use:
+Words that all files use:
 
     view       a value that is computed from parameters and constants only
     site       a place in the loss where data meets a view of parameters
+    position   one outer product in the gradient of a site, such as that of one token
+    extent     the sum over positions of |left| |right|: at least the norm
     term       a part of the squared norm of a parameter's gradient
-    position   one outer product in a gradient, for example that of one token
-    extent     the sum over positions of |left| |right|, at least the norm
-    kept       said of a gradient that is formed once, for its norm and for the sum
+    kept       a gradient is kept if it is formed once, for its norm and for the sum
 
 Modules import only from rows below their own:
 

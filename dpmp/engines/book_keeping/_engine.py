@@ -53,7 +53,7 @@ class Program:
       plan: the plan for the loss of one example, a function of parameters and the
         example.
       params: the roots that are parameters.
-      terms: the terms of their squared norms.
+      terms: the terms of the squared norms of `params`.
       sites: the sites of the plan. A site whose gradient is kept appears as a dense
         one.
       aux_treedef: the tree structure of the auxiliary outputs.
@@ -68,7 +68,7 @@ class Program:
     is_bounded: bool
 
     def dummies(self) -> list[jax.Array]:
-        """Returns one zero array for each site; its cotangent is the site's."""
+        """Returns a zero array for each site, to receive the site's cotangent."""
         shapes = (site.cotangent for site in self.plan.sites)
         return [jnp.zeros(x.shape, x.dtype) for x in shapes]
 
@@ -86,8 +86,9 @@ def analyse(
       fun: `fun(params, example)` returns the loss and auxiliary outputs.
       params: arrays or their shapes.
       example: arrays or their shapes, for one example.
-      is_bounded: whether the errors of all norms must be known. If so, a parameter that
-        the loss computes with before it meets data is tapped whole.
+      is_bounded: whether the errors of all norms must be known. If so, parameters on
+        which the loss does arithmetic before they meet data are tapped whole (see
+        `_rules`).
     """
     closed, treedef = _interpreter.trace(fun, params, example)
     avals = closed.in_avals

@@ -46,7 +46,7 @@ def factors(site: Site, number: int, recorded: Recorded) -> Factors:
 
 
 def _as_floats(x: jax.Array) -> jax.Array:
-    """Widens integers, which would wrap around, and 8-bit floats, which GPUs round."""
+    """Widens integers, which wrap around, and 8-bit floats, which lose bits on GPUs."""
     is_wide = _views.is_float(x.dtype) and x.dtype.itemsize >= 2
     return x if is_wide else x.astype(jnp.float32)
 

@@ -81,6 +81,6 @@ def keep(terms: Sequence[Term], sites: Sequence[Site], recorded: Recorded) -> Re
 
 
 def _num_at_a_time(site: Site, num_examples: int) -> int:
-    """The patches of a convolution are several times as large as the recorded input."""
+    """Limits the chunk for convolutions, whose patches are larger than their input."""
     has_places = site.outer is not None and site.outer.axes is None
     return max(8, num_examples // 4) if has_places else num_examples

@@ -21,7 +21,7 @@ from dpmp.programs import _interpreter, _transformations
 
 
 def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Evaluates `fun` with products in these forms.
+    """Returns `fun` with its products in these forms.
 
     On CPUs only, bfloat16 products are computed in float32 and rounded. Batch axes of
     size one are left out on all devices.

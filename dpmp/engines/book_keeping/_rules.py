@@ -1,11 +1,11 @@
 """The rules: which sites an equation on data and views makes.
 
-An equation that multiplies data by a view has a gradient of the outer form, and a rule
-of its own here. Every other equation gets a tap. A tap returns its argument unchanged,
-and gives out the cotangent that comes back to it. There are two taps, and both are
-exact for any equation:
+An equation that multiplies data by a view has a gradient of the outer form (`_sites`),
+and a rule of its own here. Every other equation gets a tap, which is exact. A tap
+returns its argument unchanged, and gives out the cotangent that comes back to it. There
+are two taps:
 
-- `tap_dense` takes the gradient of one equation, in float32.
+- `tap_dense` takes the gradient of one equation without a body, in float32.
 - `tap` takes the gradient of the view itself, in the dtype of the view, through all
   equations that follow. A view with this tap is "tapped whole".
 """
@@ -65,7 +65,11 @@ def _dot_of_float8(eqn: Any, operand: int) -> OuterRule:
 
 
 def _dot(eqn: Any, operand: int, dimension_numbers: Any) -> OuterRule:
-    """n: contracted axes; m: free axes of the view; T: those of the data; K: batch."""
+    """The rule of a dot product.
+
+    In the outer form, n stands for the contracted axes, m for the free axes of the
+    view, T for the free axes of the data, and K for the batch axes.
+    """
     contracting, batch = dimension_numbers
     data = 1 - operand
     shapes = [atom.aval.shape for atom in eqn.invars]

@@ -161,9 +161,10 @@ def summarize(
       keep_batch_dim: as in `clipped_grad`.
       has_aux: as in `clipped_grad`.
       prng_argnum: as in `clipped_grad`.
-      arithmetic: as in `clipped_grad`. With "bounded" sums (also for None), the
-        gradient is taken with respect to the whole parameter if the loss computes with
-        that parameter before it meets data. The table then shows the rule "whole".
+      arithmetic: as in `clipped_grad`. "bounded" sums (also for None) need one more
+        rule: if the loss does arithmetic on a parameter before that meets data, the
+        gradient is taken with respect to the whole parameter. The table then shows
+        the rule "whole".
       **kwargs: keyword arguments that `fun` receives unchanged.
 
     Returns:
@@ -214,9 +215,9 @@ def _paths(tree: PyTree) -> list[str]:
 def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls `fun` with arrays that have no values, and returns its result.
 
-    Arguments that are neither parameters nor batched are constants of the loss, as they
-    are for the engine. So they have to be something that a function can close over,
-    which a shape alone is not.
+    Some arguments are neither parameters nor batched. The loss closes over them, as in
+    the engine. It could not close over a shape, so each shape becomes a traced array
+    here.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
@@ -283,7 +284,7 @@ def _complaint(
     roots = dict.fromkeys(i for term, _ in fallbacks for i in term.params)
     names = ", ".join(path_of[i] or "(itself)" for i in roots)
     reasons = [kind for _, kind in fallbacks]
-    # With "bounded" sums, a parameter that the loss computes with is tapped whole too.
+    # With "bounded" sums, parameters are tapped whole because of arithmetic too.
     reasons += ["parameters"] if program.is_bounded else []
     advice = " ".join(_ADVICE[reason] for reason in dict.fromkeys(reasons))
     return (

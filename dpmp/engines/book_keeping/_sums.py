@@ -95,7 +95,7 @@ def _of_entries(grads: jax.Array, coefs: jax.Array, keep: jax.Array) -> jax.Arra
 
 @jax.jit
 def _select(keep: jax.Array, x: jax.Array) -> jax.Array:
-    """Selects zero for other examples; a product with zero could be NaN."""
+    """Selects zero where `keep` is False; a product with zero could be NaN."""
     return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
 

@@ -41,7 +41,7 @@ def make_terms(
 
 
 def tangled_params(sites: Sequence[Site], params: Sequence[View]) -> list[int]:
-    """The parameters, as numbers of roots, that some site reads through arithmetic."""
+    """Lists the parameters that some site sees through arithmetic, by their roots."""
     return [_root(param) for param in params if _entries(sites, param) is None]
 
 

@@ -29,7 +29,8 @@ class View:
       compute: maps float32 values of the parents to the value of the view.
       rearrange: maps a NumPy array of the parameter's shape to a NumPy view of the
         entries that make up this view. It returns None if this view does more than
-        select, reorder and shift entries by constants, or if no such NumPy view exists.
+        select and reorder entries and add constants to them, or if no such NumPy view
+        exists.
       broadcast: the shape and dimensions of a broadcast of the parent, or None.
     """
 
@@ -263,7 +264,7 @@ def _slice(x: np.ndarray, eqn: Any, *_: Any) -> Any:
 
 
 def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
-    """Handles indices that are written in the program."""
+    """Slices at indices that are written in the program, and at no others."""
     atoms, sizes = eqn.invars[1:], eqn.params["slice_sizes"]
     if not all(map(_interpreter.is_literal, atoms)):
         return None
