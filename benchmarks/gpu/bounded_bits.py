@@ -77,7 +77,7 @@ def _bounded_program(
 
 
 def _factors(is_tiny: bool, dtype: Any) -> dict[str, dict[str, jax.Array]]:
-    """Batches whose gradients, of (n, m), are hard to sum: see `tests/test_bounded`."""
+    """Batches whose gradients, of (n, m), are hard to sum."""
     size, positions, n, m = (4, 16, 8, 16) if is_tiny else (8, 128, 512, 1024)
     rng = np.random.default_rng(0)
     x, g = rng.normal(size=(size, positions, n)), rng.normal(size=(size, positions, m))

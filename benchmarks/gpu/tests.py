@@ -16,29 +16,29 @@ _ROOT = pathlib.Path(__file__).parents[2]
 
 # What rests on the arithmetic of the device, the most important first.
 _FILES = (
-    "test_grid",
-    "test_bounded",
-    "test_accumulation",
-    "test_discrete_gaussian",
+    "numerics/test_exact",
+    "numerics/test_bounded",
+    "numerics/test_float_sums",
+    "noise_addition/test_discrete_gaussian",
     "test_threefry",
-    "test_stored",
-    "test_clip_norms",
+    "numerics/test_stored",
+    "clipping/test_clip_norms",
     "test_fence",
-    "test_totals",
-    "test_products",
+    "engines/book_keeping/test_totals",
+    "engines/book_keeping/test_products",
     "test_random",
-    "test_book_keeping_neighbours",
-    "test_noise_addition",
-    "test_stochastic_rounding",
-    "test_float8",
-    "test_book_keeping",
+    "engines/book_keeping/test_neighbours",
+    "noise_addition/test_noise_addition",
+    "precision/test_stochastic_rounding",
+    "programs/test_float8",
+    "engines/book_keeping/test_engine",
 )
-_TINY_FILES = ("test_products",)
+_TINY_FILES = ("engines/book_keeping/test_products",)
 _PROCESSES = 8
 
 _OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 _TEST = re.compile(
-    r"tests/(\w+)\.py::(.+?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL)|$)"
+    r"tests/([\w/]+)\.py::(.+?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL)|$)"
 )
 
 
@@ -99,7 +99,8 @@ def _run_pytest(files: tuple[str, ...], limit: float) -> tuple[str, str]:
 
 def _arguments(files: tuple[str, ...]) -> list[str]:
     # Warnings of a newer jax say nothing about the device.
-    options = ["-v", "--tb=short", "-m", "not slow", "-W", "default", "-o", "addopts="]
+    options = ["-v", "--tb=short", "-m", "not slow", "-W", "default"]
+    options += ["-o", "addopts=", "--import-mode=importlib"]
     if importlib.util.find_spec("xdist") is not None and len(files) > 1:
         options += ["-n", str(_PROCESSES), "--maxschedchunk", "1"]  # in this order
     return [*options, "-p", "no:cacheprovider", *(f"tests/{x}.py" for x in files)]

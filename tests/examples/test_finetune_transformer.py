@@ -11,7 +11,7 @@ from programs import equations
 
 from dpmp import Policy
 
-PATH = pathlib.Path(__file__).parents[1] / "examples" / "finetune_transformer.py"
+PATH = pathlib.Path(__file__).parents[2] / "examples" / "finetune_transformer.py"
 
 
 @pytest.fixture(scope="module")

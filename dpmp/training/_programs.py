@@ -1,0 +1,52 @@
+"""The compiled step: one program for a whole run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp._typing import PyTree
+from dpmp.training._settled import devices_of, put_together
+from dpmp.training._state import TrainingState
+from dpmp.training._step import Step
+
+
+class Programs:
+    """A step, compiled once for every type of state and the devices that it is on.
+
+    A program leaves a state where the program was made for.
+    """
+
+    def __init__(self, step: Step):
+        self._step = step
+        self._compiled: dict[Any, tuple[str, jax.stages.Wrapped, list[Any]]] = {}
+
+    def run(
+        self, state: TrainingState, batch: PyTree, is_padding: Any
+    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
+        """The new state, and the sensitive losses and norms."""
+        size = self._step.mechanism.padded_batch_size
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
+        # The size given may not be shown: how many examples a batch has is sensitive.
+        if sizes != {(size,)}:
+            raise ValueError(
+                f"every batch must be padded to {size} examples. Pad it, and mark the "
+                f"padding in is_padding_example."
+            )
+        batch = jax.tree.map(jnp.asarray, batch)
+        state = put_together(state, batch)
+        types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
+        of_state = types, devices_of(state)
+        compiled = self._compiled.get(of_state)
+        compiled = compiled or (of_batch, *self._step.make_program(state, batch))
+        compiled_for, program, constants = compiled
+        # Nothing of the batch may be shown: its shapes may tell what is in it.
+        if of_batch != compiled_for:
+            raise ValueError(
+                "all batches must have the same tree, shapes and dtypes, or compiling "
+                "would show what is in them. Pad examples to one size (see "
+                "dpmp.training.Source); use another DPTrainer for other data."
+            )
+        outputs = program(state, batch, jnp.asarray(is_padding), constants)
+        self._compiled[of_state] = compiled  # now that it runs
+        return outputs

@@ -1,0 +1,146 @@
+"""One step, as it is traced: what is sensitive, the line, what is released."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from dpmp import _meshes, _random
+from dpmp._typing import PyTree
+from dpmp.clipping import AuxiliaryOutput
+from dpmp.clipping._clipped_sum import specs_of_examples
+from dpmp.loss_scaling import DynamicScale, LossScale
+from dpmp.mechanism import DPSGD, Released
+from dpmp.precision import Policy
+from dpmp.programs import _transformations
+from dpmp.training._settled import places, strongly_typed
+from dpmp.training._state import TrainingState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step is made of; the attributes are those of `DPTrainer`."""
+
+    mechanism: DPSGD
+    loss_fn: Callable[..., jax.Array]
+    optimizer: optax.GradientTransformation
+    policy: Policy
+    uses_prng_key: bool
+    loss_scale: LossScale | DynamicScale | None
+
+    @property
+    def dynamic_scale(self) -> DynamicScale | None:
+        """The scale that follows noisy counts, if the loss has one."""
+        return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
+
+    def make_program(
+        self, state: TrainingState, batch: PyTree
+    ) -> tuple[jax.stages.Wrapped, list[Any]]:
+        """The step to be compiled, and the arrays that the loss closes over."""
+
+        def example_args(state, batch):
+            return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
+
+        args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
+        keys = (state.model_key,) if self.uses_prng_key else ()
+        loss_fn = self.policy.in_product_precision(self.loss_fn)
+        loss_fn, constants = _transformations.hoist_constants(loss_fn, *args, *keys)
+
+        def step(state, batch, is_padding, constants):
+            return self._update(
+                functools.partial(loss_fn, constants), state, batch, is_padding
+            )
+
+        def out_specs(specs, output):
+            per_example = specs_of_examples(output[1], specs[1])
+            return [*jax.tree.leaves(specs[0]), *per_example]
+
+        step = _meshes.on_automatic_axes(step, out_specs)
+        program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
+        return program, constants
+
+    def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """What the loss is given."""
+        policy = self.policy
+        return policy.cast_to_compute(state.params), policy.cast_inputs(batch)
+
+    def _update(
+        self,
+        loss_fn: Callable[..., jax.Array],
+        state: TrainingState,
+        batch: PyTree,
+        is_padding: jax.Array,
+    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
+        """One step, as it is traced; see the picture in the README."""
+        total, sensitive = self._sum_sensitive(loss_fn, state, batch, is_padding)
+        # Everything above this line is sensitive; below it, only noised values exist.
+        released, noise_state = self._add_noise(total, state)
+        new_state = self._release(released, noise_state, state)
+        return new_state, (sensitive.values, sensitive.grad_norms)
+
+    def _sum_sensitive(
+        self,
+        loss_fn: Callable[..., jax.Array],
+        state: TrainingState,
+        batch: PyTree,
+        is_padding: jax.Array,
+    ) -> tuple[PyTree, AuxiliaryOutput]:
+        """The sum of clipped gradients, and what is known of each example."""
+        dynamic = self.dynamic_scale
+        grad_fn = self.mechanism.clipped_grad(
+            loss_fn,
+            return_values=True,
+            return_grad_norms=True,
+            loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
+            counts_overflows=dynamic is not None,
+            prng_argnum=2 if self.uses_prng_key else None,
+        )
+        # Cast here, not in the loss: there, gradients would come back in float32.
+        args = self._loss_args(state, batch)
+        if self.uses_prng_key:
+            args = (*args, _random.fold_in(state.model_key, state.step))
+        return grad_fn(*args, is_padding_example=is_padding)
+
+    def _add_noise(self, total: PyTree, state: TrainingState) -> tuple[Released, Any]:
+        """What the sum becomes, and the next state of the noise."""
+        privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
+        noisy, noise_state = privatizer.update(total, state.noise_state)
+        return self.mechanism.split(noisy), noise_state
+
+    def _release(
+        self, released: Released, noise_state: Any, state: TrainingState
+    ) -> TrainingState:
+        """The next state, from noised values alone."""
+        updates, opt_state = self.optimizer.update(
+            self.policy.cast_to_update(released.noisy_grads),
+            state.opt_state,
+            self.policy.cast_to_update(state.params),
+        )
+        return state._replace(
+            step=state.step + 1,
+            params=self._apply(updates, state),
+            opt_state=strongly_typed(opt_state),
+            noise_state=noise_state,
+            scale_state=self._next_scale(released, state),
+            metrics=released.metrics,
+        )
+
+    def _next_scale(self, released: Released, state: TrainingState) -> Any:
+        dynamic = self.dynamic_scale
+        if dynamic is None:
+            return None
+        return dynamic.update(
+            state.scale_state,
+            released.num_overflows,
+            stddev=self.mechanism.overflow_stddev,
+        )
+
+    def _apply(self, updates: PyTree, state: TrainingState) -> PyTree:
+        """New parameters."""
+        key = state.update_key
+        if key is not None:
+            key = _random.fold_in(key, state.step)
+        return self.policy.apply_updates(state.params, updates, key)
