@@ -78,7 +78,7 @@ class Arithmetic(Protocol):
         ...
 
     def check_not_mapped(self) -> None:
-        """Raises ValueError if a sum over devices would not be covered."""
+        """Raises ValueError under `jax.shard_map`, unless `psum` may add its sums."""
         ...
 
     def check_batch(self, batch_size: int, microbatch_size: int) -> None:

@@ -2,7 +2,8 @@
 
 Book-keeping stores factors of gradients, not gradients. So it cannot round and check
 each contribution (the clipped gradient of one example), as `_exact.py` does. Instead,
-it computes upper bounds on all rounding errors, and clips by these bounds.
+it computes an upper bound on each norm that includes all rounding errors, and clips by
+this bound.
 
 Notation. For one parameter, the gradient of example i and its extent A_i are
 
@@ -76,9 +77,9 @@ These cases are covered too:
 Underflow. Products below 2^-126 may be flushed to zero. So `_SMALLEST_NORMAL` for each
 product is added to V and to A^2. `FLOOR` for each entry is added to |l_t|^2 and
 |r_t|^2, which makes gamma(inner) A^2 larger than the loss in inner products. If the
-bound in the denominator of c exceeds 2^60, the coefficient is zero, so that no
-coefficient underflows. The sum can lose m T 2^-126 in an entry, which is below a
-thousandth of a unit of the grid. `BoundedSums.targets` leaves room for it.
+denominator of c exceeds 2^60, the coefficient is zero, so that no coefficient
+underflows. The sum can lose m T 2^-126 in an entry, which is below a thousandth of a
+unit of the grid. `BoundedSums.targets` leaves room for it.
 
 Conditions. The factors in memory for an example depend on that example alone, in its
 place. A sum of the same numbers is the same whenever it is computed. (On GPUs, this

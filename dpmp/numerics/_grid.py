@@ -101,7 +101,7 @@ class Grid:
     def from_bounds(
         cls, bounds: Sequence[float], l2_norm_bound: float, resolution: int
     ) -> "Grid":
-        """Makes a grid on which no norm can exceed its bound in real numbers.
+        """Makes a grid whose integer radii never exceed the norms in real numbers.
 
         Args:
           bounds: the largest norm of each group.

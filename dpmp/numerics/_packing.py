@@ -26,8 +26,7 @@ class Draw(NamedTuple):
 
     Attributes:
       shape: the shape of the draw.
-      ranges: for the number of each array its range along the first axis, from start to
-        stop.
+      ranges: by the number of each array, its start and stop along the first axis.
     """
 
     shape: tuple[int, ...]

@@ -182,7 +182,7 @@ def _depth_until_few(size: int) -> int:
 
 
 def _size_after_blocks(size: int, *, with_rest: bool = True) -> int:
-    """The number of columns that `_sum_blocks` leaves, with or without the rest."""
+    """The number of columns that `_sum_blocks` leaves, with or without its rest."""
     num_columns = _block_of(size) * _num_blocks(size)
     if _num_blocks(size) == 1:
         return -(-size // num_columns)

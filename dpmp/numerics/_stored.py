@@ -23,7 +23,7 @@ class StoredArray:
     """A stack of per-example arrays, flattened, with 16-bit floats held as integers.
 
     Integers stop XLA from computing slices of 16-bit floats from a float32 copy of the
-    whole stack. An instance is a leaf of its pytree.
+    whole stack. An instance is one leaf of a pytree.
 
     Attributes:
       bits: the entries, (B, n), as uint16 for 16-bit floats.

@@ -110,7 +110,7 @@ def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
 
 
 def _in_low_precision(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
-    """Computes a product of float32 operands in the compute dtype, with that result."""
+    """Computes a float32 product with operands and result in the compute dtype."""
     if not all(_is_float32(atom) for atom in (*eqn.invars, *eqn.outvars)):
         restored = [_restore(x, a) for x, a in zip(values, eqn.invars, strict=True)]
         return _interpreter.bind(eqn, restored)

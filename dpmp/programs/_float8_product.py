@@ -129,7 +129,9 @@ def dot_general(
 
 
 def dimension_numbers(ndim: int) -> Any:
-    """The axes of the function named `NAME`: the last contracted, the first a batch.
+    """The dimension numbers of the product that programs call `NAME`.
+
+    The last axes are contracted. The first axis, if there are three, is a batch axis.
 
     Args:
       ndim: the number of axes of each operand: 3, or 2 without a batch.

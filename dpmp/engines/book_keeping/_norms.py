@@ -69,8 +69,8 @@ class Term:
       params: the parameters whose squared norms the term is a part of.
       measure: a function of the values of all roots and the records of one example. It
         returns a `Measured` for each of `params`.
-      roundings: the counts of roundings in these numbers, and in the sum over a
-        batch.
+      roundings: the counts of roundings in these numbers, and in the sum of gradients
+        over a batch.
       num_products: the number of products that the squared norm is a sum of.
       cost: multiplications for one example.
       size: float32 entries of temporary memory for one example.

@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def sites(self) -> list[Site]:
-        """The sites in the order of the program, which also numbers the records."""
+        """The sites in the order of the program, in which records are numbered too."""
         sites, first_record = [], 0
         for step in (self.first, *self.steps.values(), self.last):
             sites += [_sites.in_call(x, x.view, first_record) for x in step.sites]

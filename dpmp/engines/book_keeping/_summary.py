@@ -296,7 +296,7 @@ def _complaint(
 
 
 def _kind_of_fallback(term: Term, program: Program) -> str | None:
-    """The key of the advice for a term without a rule, if its gradients are large."""
+    """The key of the advice for a term that is a fallback, or None."""
     tangled = _terms.tangled_params(program.plan.sites, program.params)
     if term.form == "parameters" and not set(tangled).isdisjoint(term.params):
         return "parameters"

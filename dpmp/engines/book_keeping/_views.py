@@ -78,7 +78,7 @@ def lift(view: View, outer: Mapping[int, View], mapped: set[int], size: int) -> 
     Args:
       view: a view whose roots are operands of the loop.
       outer: the views outside that these operands are.
-      mapped: the operands that the loop goes through; for these, the root is a slice.
+      mapped: the operands that the loop slices; the root of such an operand is a slice.
       size: the number of iterations.
 
     Returns:
@@ -156,7 +156,7 @@ def goes_back_exactly(eqn: Any) -> bool:
 
     Norms are computed from gradients that are sent back for each example. Sums are sent
     back for all examples at once. The two agree only if sending back is linear. A
-    custom rule may round or clip its cotangent, and other bodies have fixed dtypes.
+    custom rule may round or clip its cotangent, and the dtypes in other bodies are fixed.
     """
     if eqn.primitive.name.startswith("scatter"):
         floats = [x for x in (v.aval.dtype for v in eqn.invars) if is_float(x)]
