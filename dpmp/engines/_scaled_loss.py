@@ -1,4 +1,4 @@
-"""Differentiates a loss times a scale, and divides norms and sums by that scale."""
+"""Differentiates a loss times a scale, and removes the scale from norms and sums."""
 
 import functools
 import math

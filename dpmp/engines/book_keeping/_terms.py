@@ -41,7 +41,7 @@ def make_terms(
 
 
 def tangled_params(sites: Sequence[Site], params: Sequence[View]) -> list[int]:
-    """Lists the parameters that some site sees through arithmetic, by their roots."""
+    """Lists the roots of parameters with a view that is not made of entries alone."""
     return [_root(param) for param in params if _entries(sites, param) is None]
 
 

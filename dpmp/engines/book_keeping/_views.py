@@ -156,7 +156,8 @@ def goes_back_exactly(eqn: Any) -> bool:
 
     Norms are computed from gradients that are sent back for each example. Sums are sent
     back for all examples at once. The two agree only if sending back is linear. A
-    custom rule may round or clip its cotangent, and the dtypes in other bodies are fixed.
+    custom rule may round or clip its cotangent. Other bodies have dtypes written in
+    them, which may be below float32.
     """
     if eqn.primitive.name.startswith("scatter"):
         floats = [x for x in (v.aval.dtype for v in eqn.invars) if is_float(x)]
