@@ -32,8 +32,8 @@ Columns: TypeAlias = Callable[[Any, int], jax.Array]
 # The number of summands in a block.
 _BLOCK = 8
 
-# Arrays with more entries add up several blocks in a loop, which takes less memory and
-# a little more time.
+# For arrays with more entries, a loop adds up this many blocks. It takes less memory
+# and a little more time.
 _LARGE, _BLOCKS_OF_LARGE = 2**16, 8
 
 # Arrays of at most this many entries are joined before their columns are added up.

@@ -17,8 +17,8 @@ from dpmp.engines.book_keeping._norms import Term
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._arithmetic import parse
 
-# A gradient that is formed must be written and read, in multiplications for each entry.
-# The cost of its norm does not include this.
+# The cost of writing and reading an entry of a gradient that is formed, in
+# multiplications. The cost of the norm does not include it.
 _COST_OF_FORMING = 16
 
 # Gradients of fewer entries may be formed without a warning.
