@@ -1,5 +1,6 @@
 """Gradient engines: per-example squared norms, and weighted sums of gradients.
 
-`_interface.py` is what an engine gives. `_per_example.py` forms the gradient of every
-example; `book_keeping` does without. Neither knows of privacy.
+`_interface.py` defines the interface of an engine. The engine in `_per_example.py`
+forms the gradient of every example. The engine in `book_keeping` computes the same
+norms and sums without forming these gradients. No engine knows of privacy.
 """

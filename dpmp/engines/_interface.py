@@ -1,4 +1,4 @@
-"""The seam between gradient engines and clipping."""
+"""The interface between gradient engines and clipping."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
@@ -11,12 +11,15 @@ from dpmp.numerics._squared_norms import SquaredNorm
 
 
 class PerExampleGrads(Protocol):
-    """What clipping needs to know about the gradients of one (micro)batch.
+    """The gradients of one batch or microbatch, as clipping sees them.
 
-    Clipping sees squared norms and a weighted sum, never the gradients; how an
-    engine represents them (a stack, or activations and cotangents) is its own
-    business. `prefix` is the tree structure of the clip norms: one group of
-    parameters for each of its leaves.
+    Clipping reads squared norms and a weighted sum; it never reads a gradient. Each
+    engine is free in how it represents the gradients, for example as a stack, or as
+    activations and cotangents.
+
+    The argument `prefix` of the methods is the tree structure of the clip norms. Each
+    of its leaves stands for one clipping group: the parameters that share one clip
+    norm.
     """
 
     @property
@@ -26,11 +29,11 @@ class PerExampleGrads(Protocol):
 
     @property
     def aux(self) -> PyTree:
-        """Per-example auxiliary outputs, leaves (B, ...)."""
+        """Per-example auxiliary outputs, with leaves of shape (B, ...)."""
         ...
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
-        """One `SquaredNorm` for each leaf of `prefix`."""
+        """Computes one `SquaredNorm` for each leaf of `prefix`."""
         ...
 
     def weighted_sum(
@@ -40,14 +43,14 @@ class PerExampleGrads(Protocol):
         prefix: Any,
         arithmetic: Arithmetic,
     ) -> PyTree:
-        """The sum over examples of coefficient times gradient.
+        """Sums coefficient times gradient over the examples.
 
         Args:
-          clip_coefs: for each leaf of `prefix` the (B,) coefficients.
-          keep: (B,) bool; an example that is not kept contributes exactly zero,
-            by selection, whatever its gradient holds.
-          prefix: tree structure of the clip norms.
-          arithmetic: of the sum.
+          clip_coefs: the (B,) coefficients for each leaf of `prefix`.
+          keep: (B,) bool. An example whose entry is False contributes exactly zero, by
+            selection, even if its gradient is infinite or NaN.
+          prefix: the tree structure of the clip norms.
+          arithmetic: the arithmetic of the sum.
 
         Returns:
           The sum, before `arithmetic.finish`.

@@ -1,4 +1,4 @@
-"""From the name of a method to a gradient engine."""
+"""Makes a gradient engine from the name of a method."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _METHODS = ("per_example", "book_keeping")
 
 
 def check_method(method: str, pre_clipping_transform: Any = None) -> None:
-    """Raises ValueError for an unknown method, and for one that cannot transform."""
+    """Raises ValueError for an unknown method, or one that cannot apply a transform."""
     _validate.require(
         method in _METHODS,
         f"method must be one of {list(_METHODS)}",
@@ -25,9 +25,9 @@ def check_method(method: str, pre_clipping_transform: Any = None) -> None:
     )
     _validate.require(
         pre_clipping_transform is None or method != "book_keeping",
-        "pre_clipping_transform needs gradients that are there to be transformed",
+        "pre_clipping_transform needs an engine that forms gradients",
         method=method,
-        fix='Use method="per_example", or make it a part of the loss.',
+        fix='Use method="per_example", or build the transform into the loss.',
     )
 
 
@@ -41,20 +41,21 @@ def make_engine(
     transform: Callable[[PyTree], PyTree] | None = None,
     spmd_axis_name: Any = None,
 ) -> tuple[GradEngine, Callable[..., int] | None]:
-    """The gradient engine of a loss.
+    """Makes the gradient engine of a loss.
 
     Args:
       fun: the loss, as users write it.
-      signature: of `fun`.
+      signature: the signature of `fun`.
       method: the name of the engine.
-      is_bounded: whether it has to bound what it computes.
-      loss_scale: what the loss is multiplied by.
-      transform: of the gradient of each example.
+      is_bounded: whether the engine must compute its norms as upper bounds that include
+        rounding errors.
+      loss_scale: the factor by which the loss is multiplied before differentiation.
+      transform: a function that is applied to the gradient of each example.
       spmd_axis_name: as in `jax.vmap`.
 
     Returns:
-      The engine, and a function of its arguments to the largest microbatch that it may
-      have; None for no limit.
+      The engine, and a function that returns the size of the largest microbatch from
+      the arguments of the engine. This function is None if there is no limit.
     """
     loss_fn = signature.of_one_example(fun, check_loss)
     if loss_scale is not None:

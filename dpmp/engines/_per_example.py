@@ -1,4 +1,4 @@
-"""The vmap engine: holds the stack of per-example gradients in the model's dtype."""
+"""The vmap engine: it holds a stack of per-example gradients in the model's dtype."""
 
 import functools
 from collections.abc import Callable
@@ -22,18 +22,18 @@ from dpmp.numerics._stored import (
     to_float,
 )
 
-# Arrays of this many entries or fewer are joined.
+# Arrays of at most this many entries are joined.
 _FEW = 512
 
 
 @dataclass(frozen=True)
 class StackedGrads:
-    """`PerExampleGrads` over arrays with a leading example axis.
+    """`PerExampleGrads` as arrays with a leading example axis.
 
     Attributes:
       values: per-example losses, (B,), or None.
-      aux: per-example auxiliary outputs, leaves (B, ...).
-      stack: the tree to be clipped, its leaves `StoredArray` of shape (B, ...).
+      aux: per-example auxiliary outputs, with leaves of shape (B, ...).
+      stack: the tree to clip. Its leaves are `StoredArray`s of shape (B, ...).
     """
 
     values: Any
@@ -52,9 +52,9 @@ class StackedGrads:
         arithmetic: Arithmetic,
     ) -> PyTree:
         """See `PerExampleGrads`."""
-        sums_of = cast("GradientSums", arithmetic)  # `check_method` has seen to it
+        sums_of = cast("GradientSums", arithmetic)  # enforced by `check_method`
         groups = self._groups(prefix)
-        # The same bits for whatever reads them, a check and a sum.
+        # The check of the norm and the sum must read the same bits.
         coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
         counted = [
             sums_of.admit(group.arrays, coef, keep, i)
@@ -86,7 +86,7 @@ class StackedGrads:
         return [_Group.of(tree) for tree in prefix.flatten_up_to(self.stack)]
 
 
-# Compiled as one: a program has it once for all arrays of one shape.
+# A jitted function: the program has one copy for all arrays of one shape.
 @functools.partial(jax.jit, static_argnames=("dtype", "arithmetic"))
 def _add_block(
     bits: jax.Array,
@@ -97,11 +97,11 @@ def _add_block(
     dtype: Any,
     arithmetic: GradientSums,
 ) -> PyTree:
-    """The sum of a block of examples, for one array."""
+    """Sums the contributions of a block of examples, for one array."""
 
-    @jax.jit  # for all rows
+    @jax.jit  # one copy for all rows
     def term(row: jax.Array, coef: jax.Array, mask: jax.Array) -> jax.Array:
-        zero = ~mask  # or anything, if nothing is selected
+        zero = ~mask  # zero for every example that is selected
         return _select(arithmetic.contribution(to_float(row, dtype), coef, zero), mask)
 
     rows = rows_of_block(bits, block, len(coefs))
@@ -109,16 +109,16 @@ def _add_block(
 
 
 def _as_bits(is_selected: jax.Array) -> jax.Array:
-    """All bits for true, none for false: int32."""
+    """Converts a bool to int32: all bits are set for True, none for False."""
     return -is_selected.astype(jnp.int32)
 
 
 def _select(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Zero in place of numbers whose mask is zero, be they infinite or NaN.
+    """Replaces numbers whose mask is zero by zero, even if they are infinite or NaN.
 
-    Their bits are selected, after the product that they are, by what the compiler knows
-    nothing of. So it cannot contract the product into an addition, which would break
-    the error-free transformations of double words.
+    It masks the bits of the finished product with an integer that the compiler does not
+    know. So the compiler cannot contract the product into a following addition (FMA),
+    which would break the error-free transformations of double words.
     """
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, integer) & mask.astype(integer)
@@ -126,13 +126,13 @@ def _select(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 class _Group(NamedTuple):
-    """The arrays of a clipping group, the small ones joined.
+    """The arrays of a clipping group, with the small ones joined.
 
     Attributes:
-      arrays: (B, n).
-      leaves: what they are made of.
-      numbers: of the leaves that each array is made of.
-      treedef: of the leaves.
+      arrays: the arrays after joining, each of shape (B, n).
+      leaves: the leaves that were joined.
+      numbers: for each array the numbers of the leaves that make it up.
+      treedef: the tree structure of the leaves.
     """
 
     arrays: list[StoredArray]
@@ -154,9 +154,9 @@ class _Group(NamedTuple):
         return cls(arrays, leaves, numbers, treedef)
 
     def unpack(self, sums: list[PyTree]) -> PyTree:
-        """Sums over examples of the leaves, from those of the arrays."""
+        """Splits the sums of joined arrays into the sums of the leaves."""
         sizes = [x.bits.shape[1] for x in self.leaves]
-        words = [jax.tree.leaves(total) for total in sums]  # a double word has two
+        words = [jax.tree.leaves(total) for total in sums]  # two for a double word
         split = [
             _packing.split(word, self.numbers, sizes)
             for word in zip(*words, strict=True)
@@ -169,7 +169,7 @@ class _Group(NamedTuple):
 
 
 def store_one(tree: PyTree) -> StackedGrads:
-    """A batch of the one example whose gradient is given."""
+    """Wraps the gradient of one example as a batch of one."""
     stack, _ = compute_and_store(
         lambda: (jax.tree.map(lambda x: jnp.asarray(x)[None], tree), None),
         tree,
@@ -183,15 +183,15 @@ def stack_engine(
     *,
     spmd_axis_name: Any = None,
 ) -> GradEngine:
-    """An engine that maps `fun` over the examples of a batch.
+    """Makes an engine that maps `fun` over the examples of a batch.
 
     Args:
-      fun: from one example's arguments to (tree to be clipped, (value, aux)).
-      signature: of `fun`.
+      fun: takes the arguments of one example and returns (tree to clip, (value, aux)).
+      signature: the signature of `fun`.
       spmd_axis_name: as in `jax.vmap`.
 
     Returns:
-      A function of the arguments of `fun`, batched, that gives `StackedGrads`.
+      A function that takes the arguments of `fun`, batched, and returns `StackedGrads`.
     """
 
     def engine(*args: Any, **kwargs: Any) -> StackedGrads:

@@ -1,4 +1,4 @@
-"""Engines of a loss that is multiplied by a scale, as engines of the loss itself."""
+"""Differentiates a loss times a scale, and removes the scale from norms and sums."""
 
 import functools
 import math
@@ -16,21 +16,21 @@ from dpmp.numerics._arithmetic import Arithmetic
 from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
 
-# Leaves room for the product with a power of two.
+# The product of this coefficient and a power of two stays finite.
 _LARGEST_COEFFICIENT = 2.0**100
 
 
 def scaled(
     loss_fn: Callable[..., tuple[jax.Array, PyTree]], loss_scale: loss_scaling.LossScale
 ) -> Callable[..., tuple[jax.Array, tuple[PyTree, jax.Array, jax.Array]]]:
-    """A loss of one example, scaled.
+    """Multiplies the loss of one example by a scale.
 
     Args:
-      loss_fn: gives the loss and auxiliary outputs.
-      loss_scale: a power of two, or a function from the loss to one.
+      loss_fn: returns the loss and auxiliary outputs.
+      loss_scale: a power of two, or a function that maps the loss to one.
 
     Returns:
-      A function that gives the scaled loss, in float32 or wider, and (auxiliary
+      A function that returns the scaled loss, in float32 or wider, and (auxiliary
       outputs, loss, scale).
     """
 
@@ -40,7 +40,7 @@ def scaled(
         value = jnp.asarray(value)
         wide = value.astype(at_least_float32(value.dtype))
         constant = jax.lax.stop_gradient(value)
-        if isinstance(loss_scale, float | int):  # `check` has seen it
+        if isinstance(loss_scale, float | int):  # validated by `loss_scaling.check`
             factor = scale = jnp.asarray(loss_scale, wide.dtype)
         else:
             scale = loss_scale(constant) if callable(loss_scale) else loss_scale
@@ -52,10 +52,12 @@ def scaled(
 
 
 def _to_power_of_two(scale: Any) -> jax.Array:
-    """The scale that is used: float32, from 2^-40 to 2^40, or NaN for what is no scale.
+    """Rounds a scale down to a power of two, in float32, limited to 2^-40 ... 2^40.
 
-    Integer operations on the bits of the float: a float comparison may take subnormal
-    numbers for zero in one place and not in another.
+    The result is NaN if the scale is negative, infinite or NaN.
+
+    The function works on the bits of the float with integer operations. A float
+    comparison may treat a subnormal number as zero in one place and not in another.
     """
     scale = jnp.asarray(scale)
     _validate.require(
@@ -66,7 +68,7 @@ def _to_power_of_two(scale: Any) -> jax.Array:
         fix="Return a scalar from the function, as dpmp.loss_scaling.by_loss() does.",
     )
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
-    exponent = bits >> 23  # with the sign above it: negative for negative numbers
+    exponent = bits >> 23  # negative for negative numbers: the sign bit is on top
     is_scale = (exponent >= 0) & (exponent < 255)
     largest = int(math.log2(loss_scaling.LARGEST))
     exponent = jnp.clip(exponent, 127 - largest, 127 + largest)
@@ -75,7 +77,7 @@ def _to_power_of_two(scale: Any) -> jax.Array:
 
 
 def unscaled(engine: GradEngine) -> GradEngine:
-    """An engine of a scaled loss, as one of the loss itself."""
+    """Turns an engine of the scaled loss into an engine of the loss itself."""
 
     def run(*args: Any, **kwargs: Any) -> UnscaledGrads:
         return UnscaledGrads(engine(*args, **kwargs))
@@ -85,10 +87,10 @@ def unscaled(engine: GradEngine) -> GradEngine:
 
 @dataclass(frozen=True)
 class UnscaledGrads:
-    """`PerExampleGrads` of a loss, from those of the scaled one.
+    """`PerExampleGrads` of a loss, computed from those of the scaled loss.
 
     Attributes:
-      grads: of the scaled loss.
+      grads: the gradients of the scaled loss.
     """
 
     grads: PerExampleGrads
@@ -105,7 +107,7 @@ class UnscaledGrads:
 
     @property
     def scales(self) -> jax.Array:
-        """(B,), NaN for examples that have none and are to contribute zero."""
+        """The scales, (B,). An example with scale NaN contributes zero."""
         return self.grads.aux[2]
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
@@ -113,12 +115,12 @@ class UnscaledGrads:
         return list(map(self._unscale, self.grads.squared_norms(prefix)))
 
     def _unscale(self, norm: SquaredNorm) -> SquaredNorm:
-        # Divided by NaN, norms are NaN: such an example is selected away.
+        # A norm that is divided by NaN is NaN, so the example is selected away.
         def divide(x: jax.Array) -> jax.Array:
             scales = self.scales.astype(x.dtype)
             return x / scales / scales
 
-        # What underflowed is added here, before a small scale enlarges it.
+        # The underflow must be added before a small scale enlarges it.
         bound = norm.value if norm.bound is None else norm.bound
         bound = divide(bound + norm.underflow)
         return norm._replace(value=divide(norm.value), bound=bound)
@@ -136,10 +138,11 @@ class UnscaledGrads:
 
 
 def _limit(coefs: jax.Array) -> jax.Array:
-    """Coefficients that are safe to multiply with; smaller ones always clip as well.
+    """Lowers coefficients to a range in which products with them are safe.
 
-    Infinity times zero would be NaN, and a coefficient below the normal numbers may be
-    rounded up by half of itself.
+    A lower coefficient clips more, so it is always allowed. A large coefficient may
+    become infinite, and infinity times zero would be NaN. A coefficient below the
+    normal numbers may be rounded up by half of itself, so it becomes zero.
     """
     coefs = jnp.minimum(coefs, _LARGEST_COEFFICIENT)
     return jnp.where(coefs < 2.0**-126, jnp.zeros_like(coefs), coefs)

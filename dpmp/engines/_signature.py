@@ -1,4 +1,4 @@
-"""Which argument of a function is what: parameters, a batch of examples, a key."""
+"""The roles of a function's arguments: parameters, a batch of examples, a key."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ from dpmp._typing import PyTree
 
 @dataclass(frozen=True)
 class Signature:
-    """What the arguments of a function are, parsed once.
+    """The roles of a function's arguments, parsed once.
 
     Attributes:
       argnums: the positions of the parameters, as `jax.grad` takes them: one position,
-        or several; none where nothing is differentiated.
-      batch_argnums: the positions of arguments with a leading example axis.
+        or several. The tuple is empty if nothing is differentiated.
+      batch_argnums: the positions of the arguments with a leading example axis.
       prng_argnum: the position of a key that is split over the examples, or None.
-      keep_batch_dim: whether the function is given one example as a batch of one.
-      has_aux: whether it returns a pair.
+      keep_batch_dim: whether the function receives one example as a batch of one.
+      has_aux: whether the function returns a pair (value, aux).
     """
 
     argnums: int | tuple[int, ...]
@@ -42,10 +42,11 @@ class Signature:
         keep_batch_dim: bool = True,
         has_aux: bool = False,
     ) -> "Signature":
-        """Checks the positions as users write them; no `argnums` are none.
+        """Checks the positions as users write them; `argnums=None` means no parameters.
 
         Raises:
-          ValueError: for what is no position, and for an argument of two meanings.
+          ValueError: for a value that is not a position, and for an argument with two
+            roles.
         """
         positions = () if argnums is None else _as_argnums("argnums", argnums)
         batched = _as_argnums("batch_argnums", batch_argnums)
@@ -75,17 +76,17 @@ class Signature:
 
     @property
     def of_examples(self) -> tuple[int, ...]:
-        """The positions of what differs from example to example."""
+        """The positions of the arguments that differ between examples."""
         key = () if self.prng_argnum is None else (self.prng_argnum,)
         return (*self.batch_argnums, *key)
 
     def params(self, args: Sequence[Any]) -> PyTree:
-        """The parameters, in the tree that their gradient has."""
+        """Returns the parameters, in the tree structure that their gradient has."""
         params = tuple(args[i] for i in self.of_params)
         return params[0] if isinstance(self.argnums, int) else params
 
     def examples(self, args: Sequence[Any], batch_size: int) -> dict[int, Any]:
-        """What has an example axis, by position; the key is split."""
+        """Returns the arguments with an example axis, by position; the key is split."""
         examples = {i: args[i] for i in self.batch_argnums}
         if self.prng_argnum is not None:
             key = args[self.prng_argnum]
@@ -93,7 +94,10 @@ class Signature:
         return examples
 
     def shapes_of_one_example(self, args: Sequence[Any]) -> dict[int, Any]:
-        """The same, of one example, for arguments in which the key is not split."""
+        """Returns the types of one example's arguments, by position.
+
+        The key in `args` stands for the key of one example, and is not split.
+        """
         of_one = {
             i: jax.tree.map(without_example_axis, args[i]) for i in self.batch_argnums
         }
@@ -102,7 +106,7 @@ class Signature:
         return of_one
 
     def check(self, args: Sequence[Any]) -> None:
-        """Raises ValueError for positions or parameters that there are not."""
+        """Raises ValueError for missing positions and for non-float parameters."""
         check_num_args(args, (*self.of_params, *self.of_examples))
         for i in self.of_params:
             check_float_leaves(args[i], f"argument {i}")
@@ -110,10 +114,10 @@ class Signature:
     def batch_size(
         self, args: Sequence[Any], is_padding_example: jax.Array | None = None
     ) -> int:
-        """The batch size, once all that must have it does.
+        """Returns the batch size, after a check that all batched arguments share it.
 
         Raises:
-          ValueError: for batched arguments, or a mask, of other sizes.
+          ValueError: for batched arguments, or a mask, of different sizes.
         """
         sizes = {
             f"argument {i}{jax.tree_util.keystr(path)}": jnp.shape(leaf)[:1]
@@ -140,13 +144,14 @@ class Signature:
     def of_one_example(
         self, fun: Callable[..., Any], check: Callable[[Any], None]
     ) -> Callable[..., tuple[Any, PyTree]]:
-        """`fun` as a function of one example to (value, aux), None for no aux.
+        """Turns `fun` into a function of one example that returns (value, aux).
 
-        What has the axis of a batch of one among the auxiliary outputs loses it.
+        Without auxiliary outputs, aux is None. With `keep_batch_dim`, `fun` receives a
+        batch of one, and every auxiliary output with that axis loses it.
 
         Args:
           fun: as users write it.
-          check: raises ValueError for a value that is none.
+          check: raises ValueError for an invalid value.
         """
 
         @functools.wraps(fun)
@@ -170,7 +175,7 @@ def without_example_axis(x: Any) -> Any:
 
 
 def _as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
-    """One position or several, as a tuple."""
+    """Turns one position, or several, into a tuple."""
     as_tuple = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     as_tuple = tuple(map(as_number, as_tuple))
     _validate.require(
@@ -183,7 +188,7 @@ def _as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
 
 
 def check_num_args(args: Sequence[Any], argnums: tuple[int, ...]) -> None:
-    """Raises ValueError unless all of `argnums` are positions of arguments."""
+    """Raises ValueError unless every position in `argnums` has an argument."""
     _validate.require(
         len(args) > max(argnums),
         f"there must be at least {max(argnums) + 1} positional arguments",
@@ -201,7 +206,7 @@ def _drop_batch_of_one(x: Any) -> Any:
 
 
 def check_float_leaves(tree: PyTree, name: str) -> None:
-    """Raises ValueError, naming the leaf, for what cannot be clipped."""
+    """Raises ValueError, with the name of the leaf, if a leaf cannot be clipped."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     _validate.require(
         len(leaves) > 0,
@@ -234,7 +239,7 @@ def check_loss(value: Any) -> None:
 
 
 def _unpack_aux(output: Any) -> tuple[Any, Any]:
-    """The two parts of what a function with `has_aux` returns."""
+    """Splits the output of a function with `has_aux`."""
     _validate.require(
         isinstance(output, tuple) and len(output) == 2,
         "with has_aux=True fun must return a pair (value, aux)",

@@ -1,6 +1,6 @@
 """Sums of clipped gradients: in integers, or in floats whose rounding is bounded.
 
-Nothing here knows of privacy. Modules import only from rows below their own:
+No module here knows of privacy. Modules import only from rows below their own:
 
     _arithmetic
     _bounded   _exact   _sums

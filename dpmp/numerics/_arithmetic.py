@@ -1,9 +1,9 @@
-"""The arithmetic of a sum of clipped gradients: parsed once, by name, into an object.
+"""The arithmetic of a sum of clipped gradients, as one object.
 
     arithmetic = parse("exact", method="per_example")
 
-How a sum is formed, and why its sensitivity holds, is nobody else's business: no other
-module compares these names, or asks what kind of object it has been given.
+The object alone knows how a sum is formed, and why its sensitivity holds. No other
+module compares names of arithmetics, or asks for the type of the object.
 """
 
 from collections.abc import Sequence
@@ -24,36 +24,41 @@ _ON_GRIDS = {"exact": ExactSums, "bounded": BoundedSums}
 
 
 class Arithmetic(Protocol):
-    """How clipped gradients are added up; frozen and hashable."""
+    """A way to add up clipped gradients; frozen and hashable.
+
+    A contribution is the clipped gradient of one example as it enters the sum. A
+    clipping group is the parameters that share one clip norm. Some arithmetics use a
+    grid: they count in integer multiples of one number, the unit.
+    """
 
     @property
     def name(self) -> str:
-        """As users spell it."""
+        """The name, as users spell it."""
         ...
 
     @property
     def resolution(self) -> int | None:
-        """How many units the largest contribution has; None where there is no grid."""
+        """The size of the largest contribution in units, or None without a grid."""
         ...
 
     @property
     def bytes_per_entry(self) -> int:
-        """What the sum takes."""
+        """The memory of the sum, in bytes for each entry."""
         ...
 
     @property
     def is_proved(self) -> bool:
-        """Whether the sensitivity holds for the bits that are computed."""
+        """Whether the sensitivity is proved for the computed bits."""
         ...
 
     @property
     def needs_clipping(self) -> bool:
-        """Whether there is no such sum for an infinite clip norm."""
+        """Whether the arithmetic needs a finite clip norm."""
         ...
 
     @property
     def clips_by_bounds(self) -> bool:
-        """Whether an engine has to bound what it computes.
+        """Whether an engine must compute upper bounds that include rounding errors.
 
         Such bounds need small microbatches, and hold if examples keep their places.
         """
@@ -61,68 +66,69 @@ class Arithmetic(Protocol):
 
     @property
     def assumption(self) -> str:
-        """A sentence for the statement on what is assumed; empty for nothing."""
+        """A sentence for the statement: the assumptions of the proof, or nothing."""
         ...
 
     def check_method(self, method: str) -> None:
-        """Raises ValueError for a gradient engine that it does not go with."""
+        """Raises ValueError for a gradient engine that cannot use this arithmetic."""
         ...
 
     def check_mode(self) -> None:
-        """Raises ValueError where jax would silently narrow the sum."""
+        """Raises ValueError if jax would silently narrow the sum."""
         ...
 
     def check_not_mapped(self) -> None:
-        """Raises ValueError where sums of other devices must not be added to it."""
+        """Raises ValueError under `jax.shard_map`, unless `psum` may add its sums."""
         ...
 
     def check_batch(self, batch_size: int, microbatch_size: int) -> None:
-        """Raises ValueError for a batch whose sum is not covered."""
+        """Raises ValueError for a batch whose rounding is not covered."""
         ...
 
     def for_clip_norms(
         self, bounds: Sequence[float], l2_norm_bound: float
     ) -> "Arithmetic":
-        """The arithmetic of a sum.
+        """Returns this arithmetic for given clip norms.
 
         Args:
           bounds: the largest norm of each clipping group.
-          l2_norm_bound: the largest norm of all of them together.
+          l2_norm_bound: the largest norm of all groups together.
         """
         ...
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """What to clip to, with room for rounding.
+        """Returns the norms to clip to, which leave room for rounding.
 
         Args:
           targets: for each group the largest norm, and the largest coefficient.
-          num_entries: of each group.
+          num_entries: the number of entries of each group.
 
         Returns:
-          The same, for contributions to the sum.
+          For each group the norm to clip to, and the largest coefficient. On a grid,
+          both are in units.
         """
         ...
 
     def add(self, a: PyTree, b: PyTree, /) -> PyTree:
-        """The sum of two sums."""
+        """Adds two sums."""
         ...
 
     def finish(self, total: PyTree) -> PyTree:
-        """A tree of sums as users get it."""
+        """Turns a tree of sums into the form that users receive."""
         ...
 
     def wanted_resolution(self, num_parameters: int) -> float | None:
-        """How fine a grid should be; None where there is none."""
+        """Returns the resolution that a sum needs, or None without a grid."""
         ...
 
     def share_lost(self, num_parameters: int, resolution: int) -> float:
-        """The share of the clip norm that rounding to a grid takes."""
+        """Returns the share of the clip norm that rounding to a grid takes."""
         ...
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
-        """Sentences for the statement on how sums are formed."""
+        """Describes for the statement, in full sentences, how sums are formed."""
         ...
 
 
@@ -132,12 +138,12 @@ class GradientSums(Arithmetic, Protocol):
     def admit(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
-        """Which examples contribute, (B,) bool, where gradients are formed.
+        """Returns which examples contribute, (B,) bool.
 
         Args:
           stack: the arrays of a clipping group, (B, n).
           coef: (B,) coefficients.
-          keep: (B,) bool.
+          keep: (B,) bool. An example whose entry is False does not contribute.
           group: the number of the group.
         """
         ...
@@ -145,17 +151,17 @@ class GradientSums(Arithmetic, Protocol):
     def contribution(
         self, row: jax.Array, coef: jax.Array, zero: jax.Array
     ) -> jax.Array:
-        """What an example adds to the sum, (n,), from its gradient and coefficient.
+        """Returns the contribution of an example, (n,).
 
         Args:
-          row: (n,), float32 or wider.
-          coef: a number.
-          zero: an int32 that the compiler does not know to be zero.
+          row: the gradient, (n,), float32 or wider.
+          coef: the coefficient, a number.
+          zero: an int32 zero that the compiler does not know to be zero.
         """
         ...
 
     def add_block(self, terms: list[jax.Array], /) -> PyTree:
-        """The sum of a few contributions."""
+        """Adds up a few contributions."""
         ...
 
 
@@ -163,7 +169,7 @@ class PartialSums(Arithmetic, Protocol):
     """An arithmetic for engines that form the sums of microbatches, in floats."""
 
     def lift(self, total: jax.Array, /) -> PyTree:
-        """The sum of a microbatch, where an engine has formed it in floats."""
+        """Turns the float sum of a microbatch into a sum of this arithmetic."""
         ...
 
 
@@ -174,7 +180,7 @@ def parse(
     dtype: Any = None,
     resolution: int | None = None,
 ) -> Arithmetic:
-    """The arithmetic of `clipped_grad`; see there for the arguments.
+    """Makes the arithmetic of `clipped_grad`; see there for the arguments.
 
     Raises:
       ValueError: for an unknown name, for a dtype narrower than float32, for arguments
@@ -197,7 +203,7 @@ def parse(
         arithmetic=name,
         dtype=dtype,
         resolution=resolution,
-        fix="Leave out the other one.",
+        fix="Leave out the argument that does not fit.",
     )
     if is_on_grid:
         given = {} if resolution is None else {"resolution": resolution}
@@ -223,7 +229,7 @@ def _name_for_dtype(dtype: Any, method: str) -> str:
             dtype is None,
             "book-keeping has no proved sums of a float dtype",
             dtype=dtype,
-            fix='Leave dtype out for "bounded" sums, or say '
+            fix='Leave dtype out for "bounded" sums, or pass '
             f'arithmetic="{UNPROVED}float32" or "{UNPROVED}float64", or use '
             'method="per_example".',
         )
@@ -240,10 +246,10 @@ def _name_for_dtype(dtype: Any, method: str) -> str:
 
 
 def default_name(method: str) -> str:
-    """The arithmetic of `DPSGD`, unless another one is asked for."""
+    """The name of the default arithmetic of `DPSGD`."""
     return "bounded" if method == "book_keeping" else "exact"
 
 
 def name_without_privacy(method: str) -> str:
-    """The arithmetic where nothing is clipped."""
+    """The name of the arithmetic for training without clipping."""
     return f"{UNPROVED}float32" if method == "book_keeping" else "float32"

@@ -1,78 +1,97 @@
-"""Clipped sums of gradients that are never formed, with a sensitivity that is proved.
+"""Clipped sums of gradients that are never formed, with a proved sensitivity.
 
-A gradient engine that keeps left and right factors of gradients cannot round and check
-a contribution as `_grid.py` does. But it can bound what rounding does to it, and clip
-by the bound. Let example i have, for one parameter, the gradient
+Book-keeping stores factors of gradients, not gradients. So it cannot round and check
+each contribution (the clipped gradient of one example), as `_exact.py` does. Instead,
+it computes an upper bound on each norm that includes all rounding errors, and clips by
+this bound.
 
-    G_i = sum over positions t of  l_it (x) r_it,     A_i = sum over t of |l_it| |r_it|
+Notation. For one parameter, the gradient of example i and its extent A_i are
 
-of numbers that are in memory, and so exact. (A gradient that was formed and is kept for
-the sum is in memory itself: one position, A_i = |G_i|. Several sites of a parameter,
-that are summed in the same entries, have more positions. In K independent groups, and
-for several parameters, A_i^2 is the sum of their squares; so is |G_i|^2, and by
-Minkowski's inequality what follows holds for them together.) Let u bound the relative
-error of one float32 operation and
+    G_i = sum over positions t of  l_it (x) r_it,     A_i = sum over t of |l_it| |r_it|.
 
-    gamma(h) = (1 + u)^h - 1
+The factors l_it and r_it are in memory, so they are exact numbers. Let u be an upper
+bound on the relative error of one float32 operation, and let
 
-what h of them add up to, in any order: a computed sum of terms is the sum of terms
-times (1 + theta), |theta| <= gamma(h), if no path from a term to the sum has more than
-h.
+    gamma(h) = (1 + u)^h - 1.
 
-1. Norms. Computed from inner products of positions, |G_i|^2 is a sum over t, s of (l_t
-   . l_s)(r_t . r_s), whose terms are at most |l_t||l_s||r_t||r_s| before they are
-   rounded: it is off by at most gamma(inner) A_i^2. Computed from a gradient that was
-   formed, that is off by gamma(product) A_i in norm, and the sum of its squares by a
-   factor 1 + gamma(total). A_i^2 itself is a sum of nonnegative terms, off by a factor
-   1 + gamma(extent). So with the computed V and E
+This is the relative error that h operations can add up to, in any order: in a computed
+sum, each summand is multiplied by a factor 1 + theta with |theta| <= gamma(h), if no
+path from a summand to the sum has more than h operations.
+
+These cases are covered too:
+
+- A gradient that is kept (formed once and stored for the sum) is in memory itself. It
+  is one position, with A_i = |G_i|.
+- Several sites of a parameter may add to the same entries. Their positions are counted
+  together.
+- For K independent groups, or for several parameters, A_i^2 is the sum of the squares
+  of their extents, and |G_i|^2 is the sum of their squared norms. By Minkowski's
+  inequality, all that follows holds for them together.
+
+1. Norms. There are two ways to compute |G_i|^2. The first takes inner products of
+   positions: |G_i|^2 is a sum over t, s of (l_t . l_s)(r_t . r_s). Before rounding, the
+   magnitudes of the products in one of these summands add up to at most
+   |l_t||l_s||r_t||r_s|, and over all t, s to at most A_i^2. So the sum is off by at
+   most gamma(inner) A_i^2. The second way forms the gradient, which is off by at most
+   gamma(product) A_i in norm. The sum of its squares is off by at most a factor
+   1 + gamma(total). A_i^2 itself is a sum of nonnegative summands, and is off by at
+   most a factor 1 + gamma(extent). Let V be the computed |G_i|^2, and E the computed
+   A_i^2. Then
 
        A_i <= A = sqrt(E (1 + gamma(extent)))
        |G_i| <= N = sqrt(V (1 + gamma(total)) + gamma(inner) A^2) + gamma(product) A.
 
-2. The coefficient is folded into one of the two factors, whose entries are rounded to
-   their dtype, of relative error eta (2^-8 for bfloat16: 8 bits, half a unit in the
-   last place). The product that is summed then differs from c G_i by at most c eta A_i:
+2. The coefficient c. It is multiplied into one of the two factors, and the entries of
+   the result are rounded to their dtype, with a relative error of at most eta. For
+   bfloat16, eta is 2^-8: 8 bits, half a unit in the last place. The outer products that
+   are summed then differ from c G_i by at most c eta A_i, so
 
        norm of the contribution, in exact arithmetic, <= c (N + eta A).
 
-3. The sum. One contraction over m examples and all positions, in any order, errs in
-   each entry by at most gamma(h) times the sum of the magnitudes of its terms, h = m T
-   + (sites and the last product), so that its error has a norm of at most gamma(h)
-   times the sum over examples of c_i (1 + eta) A_i. With
+3. The sum of a microbatch. It is one contraction over m examples and all positions, in
+   any order. Each entry is off by at most gamma(h) times the sum of the magnitudes of
+   its summands, where h = m T + (sites and the last product). So the error has a norm
+   of at most gamma(h) times the sum over examples of c_i (1 + eta) A_i. The coefficient
+   is chosen as
 
-       c = target / max(N + eta A, (1 + eta) A / kappa)
+       c = target / max(N + eta A, (1 + eta) A / kappa).
 
-   every summand is at most kappa * target, and two microbatches one of which lacks an
-   example (its slot is empty: nothing else moves) differ by at most
+   Then each c_i (1 + eta) A_i is at most kappa * target. Consider two microbatches, one
+   of which lacks an example: its slot is empty, and nothing else moves. Their errors
+   have m and m - 1 such summands, so the two sums differ by at most
 
-       target (1 + gamma(h) (2 m - 1) kappa)  =  target (1 + SLACK),
+       target (1 + gamma(h) (2 m - 1) kappa)  =  target (1 + SLACK).
 
-   for kappa is chosen so. Examples with A > kappa N are scaled down more than their
-   norm asks for.
+   The last equation defines kappa. An example with A > kappa N is scaled down more than
+   its norm asks for.
 
-4. Each microbatch's sum is rounded to a grid, which moves two of them apart by at most
-   a unit in each entry, sqrt(D) units in all, and these integers are added without any
-   rounding. Microbatches that do not have the example are the same, bit for bit. With
+4. The sum of a batch. The sum of each microbatch is rounded to a grid. This moves two
+   sums further apart by at most one unit in each of D entries, so by at most sqrt(D)
+   units in norm. The resulting integers are added without any rounding. Microbatches
+   without the example are the same in both batches, bit for bit. With
 
        target = (l2_clip_norm - sqrt(D) units) / (1 + SLACK)
 
    the sum changes by at most `l2_clip_norm`.
 
-Underflow. Products below 2^-126 may be flushed to zero. `_SMALLEST_NORMAL` for each of
-the terms is added to V, and `FLOOR` for each entry to |l_t|^2 and |r_t|^2, which makes
-gamma(inner) A^2 larger than what inner products can lose. Bounds above 2^60 give the
-coefficient zero, so that no smaller one underflows. What the sum can lose (m T 2^-126
-in an entry) is below a thousandth of a unit of the grid.
+Underflow. Products below 2^-126 may be flushed to zero. So `_SMALLEST_NORMAL` for each
+product is added to V and to A^2. `FLOOR` for each entry is added to |l_t|^2 and
+|r_t|^2, which makes gamma(inner) A^2 larger than the loss in inner products. If the
+denominator of c exceeds 2^60, the coefficient is zero, so that no coefficient
+underflows. The sum can lose m T 2^-126 in an entry, which is below a thousandth of a
+unit of the grid. `BoundedSums.targets` leaves room for it.
 
-Conditions. What is in memory for an example depends on that example alone, in its
-place; a sum of the same numbers is the same whenever it is computed (on GPUs, those of
-embeddings are if XLA is told so: `--xla_gpu_deterministic_ops`); examples keep their
-places (REPLACE_SPECIAL and REPLACE_ONE, not ADD_OR_REMOVE_ONE).
+Conditions. The factors in memory for an example depend on that example alone, in its
+place. A sum of the same numbers is the same whenever it is computed. (On GPUs, this
+holds for the sums of embeddings if XLA is run with `--xla_gpu_deterministic_ops`.)
+Examples keep their places, which REPLACE_SPECIAL and REPLACE_ONE grant, but
+ADD_OR_REMOVE_ONE does not.
 
-Devices. Where a compiler divides a contraction over devices, their parts are added as
-one more step of the same sum, in whatever order: h counts these additions as well, as
-there are at most m T terms. Under `shard_map` each device has microbatches of its own,
-of which one changes; `psum` adds integers.
+Devices. A compiler may divide a contraction over devices and then add the parts, in any
+order. These additions are more operations of the same sum. They are counted in h: no
+path has more additions than the sum has summands, and these are at most m T. Under
+`shard_map` each device has microbatches of its own, and only one of them changes;
+`psum` adds integers.
 
 References:
   Higham: Accuracy and stability of numerical algorithms, 2002, chapters 3 and 4.
@@ -91,28 +110,28 @@ from dpmp._typing import PyTree
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 from dpmp.numerics._grid import LARGEST_RESOLUTION, Grid
 
-# The share of the clip norm that is set aside for the rounding of sums.
+# The share of the clip norm that is reserved for the rounding of sums.
 SLACK = 2.0**-6
 
-# Added for each entry to squared norms of factors.
+# Added to the squared norms of factors, once for each entry.
 FLOOR = 2.0**-100
 
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST_BOUND = 2.0**60
 
-# For roundings of what is computed here.
+# Covers the roundings of the computations in this file.
 _SPARE_ROUNDINGS = 16
 
 
 class Roundings(NamedTuple):
-    """How many roundings there are on the longest path, by what they are relative to.
+    """The largest numbers of roundings on any path, by the size they are relative to.
 
     Attributes:
-      inner: of a squared norm from inner products, relative to A^2.
-      product: of a gradient that is formed, relative to A.
-      total: of a sum of squares, relative to itself.
-      extent: of A^2, relative to itself.
-      positions: what one example adds to the sum: positions of all sites.
+      inner: roundings of a squared norm from inner products, relative to A^2.
+      product: roundings of a gradient that is formed, relative to A.
+      total: roundings of a sum of squares, relative to that sum.
+      extent: roundings of A^2, relative to A^2.
+      positions: the number of positions of one example, over all sites.
     """
 
     inner: int = 0
@@ -122,7 +141,7 @@ class Roundings(NamedTuple):
     positions: int = 1
 
     def after(self, additions: int) -> "Roundings":
-        """With that many more, of the parts of all parameters to a total."""
+        """Counts more additions, which sum the parts of all parameters."""
         return self._replace(
             inner=self.inner + additions,
             total=self.total + additions,
@@ -130,7 +149,7 @@ class Roundings(NamedTuple):
         )
 
     def at_least(self, other: "Roundings") -> "Roundings":
-        """As many as in either of the two."""
+        """Returns the larger count of the two, for each attribute."""
         return Roundings(*map(max, self, other))
 
 
@@ -142,17 +161,17 @@ def clip_by(
     num_terms: int,
     folding_error: float,
 ) -> jax.Array:
-    """What the target norm is divided by for a coefficient that holds: (B,).
+    """Returns the divisor of the target norm that gives the coefficient: (B,).
 
     Args:
-      squared_norm: V of a microbatch of B examples, (B,).
+      squared_norm: V for a microbatch of B examples, (B,).
       extent: E, (B,).
-      roundings: of these and of the sum.
-      num_terms: how many products V and E are made of.
+      roundings: the counts of roundings in V, in E and in the sum.
+      num_terms: the number of products that V and E are sums of.
       folding_error: eta.
 
     Raises:
-      ValueError: for a microbatch so large that hardly a gradient would be left whole.
+      ValueError: for a microbatch so large that almost every gradient would be cut.
     """
     size = squared_norm.shape[0]
     kappa = largest_extent(size, roundings)
@@ -161,9 +180,9 @@ def clip_by(
         f'"bounded" sums of {roundings.positions} positions for each example need '
         f"small microbatches",
         microbatch_size=size,
-        fix=f"Leave it out, use microbatch_size="
-        f"{largest_microbatch(roundings.positions)} or less, shorter examples, or "
-        'sums that are not proved: "unproved_float32".',
+        fix=f"Leave microbatch_size out, use microbatch_size="
+        f"{largest_microbatch(roundings.positions)} or less, use shorter examples, or "
+        'use sums without a proof: arithmetic="unproved_float32".',
     )
     lost = num_terms * _SMALLEST_NORMAL
     a_squared = extent * (1 + _gamma(roundings.extent + _SPARE_ROUNDINGS)) + lost
@@ -177,13 +196,13 @@ def clip_by(
 
 
 def largest_extent(microbatch_size: int, roundings: Roundings) -> float:
-    """Kappa: the largest A, in units of the target norm."""
+    """Returns kappa: the largest A, in units of the target norm."""
     chain = _gamma(microbatch_size * roundings.positions + _SPARE_ROUNDINGS)
     return SLACK / (chain * (2 * microbatch_size - 1))
 
 
 def largest_microbatch(positions: int) -> int:
-    """A power of two, of examples with that many positions, that are hardly cut.
+    """Returns the largest power of two at which hardly any example is cut.
 
     The gradients of trained transformers have an extent of 5 to 7 norms.
     """
@@ -194,8 +213,8 @@ def largest_microbatch(positions: int) -> int:
 
 
 def _gamma(num_roundings: int) -> float:
-    """What roundings add up to; none cost nothing."""
-    # Matrix units of accelerators may truncate, at twice the error.
+    """The relative error that roundings add up to; zero for no roundings."""
+    # Matrix units of accelerators may truncate, which has twice the error of rounding.
     u = UNIT_ROUNDOFF * (1 if jax.default_backend() == "cpu" else 2)
     return math.expm1(num_roundings * math.log1p(u))
 
@@ -204,11 +223,12 @@ def _gamma(num_roundings: int) -> float:
 class BoundedSums:
     """The arithmetic of bounded sums; an `Arithmetic`.
 
-    Microbatches are summed in floats, rounded to a grid, and added up in integers.
+    Microbatches are summed in floats. Their sums are rounded to a grid, and added up in
+    integers.
 
     Attributes:
-      resolution: how many units of the grid the largest contribution has.
-      grid: that of the sum, once the clip norms are known.
+      resolution: the size of the largest contribution, in units of the grid.
+      grid: the grid of the sum, once the clip norms are known.
     """
 
     resolution: int = LARGEST_RESOLUTION
@@ -243,15 +263,15 @@ class BoundedSums:
         return dataclasses.replace(self, grid=grid)
 
     def check_batch(self, batch_size: int, microbatch_size: int) -> None:
-        """Warns of sums that can wrap around."""
+        """Warns if sums can wrap around."""
         del microbatch_size
         self.grid.warn_of_overflow(batch_size)
 
     def check_mode(self) -> None:
-        """No 64-bit mode is needed."""
+        """Does nothing: these sums need no 64-bit mode."""
 
     def check_not_mapped(self) -> None:
-        """Integers may be added over devices."""
+        """Does nothing: integers may be added over devices."""
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
@@ -268,15 +288,15 @@ class BoundedSums:
         return scaled
 
     def lift(self, total: jax.Array) -> jax.Array:
-        """The sum of a microbatch, in units, rounded to integers."""
+        """Rounds the sum of a microbatch, in units, to integers."""
         return _to_integers(total)
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The sum of two parts of a batch."""
+        """Adds the sums of two parts of a batch."""
         return a + b
 
     def finish(self, total: PyTree) -> PyTree:
-        """A tree of sums, with the unit that they are counted in."""
+        """Adds the unit to a tree of integer sums."""
         return self.grid.finish(total)
 
     def wanted_resolution(self, num_parameters: int) -> float:
@@ -284,7 +304,7 @@ class BoundedSums:
         return 400 * math.sqrt(num_parameters)
 
     def share_lost(self, num_parameters: int, resolution: int) -> float:
-        """See `Arithmetic`; what `targets` takes."""
+        """See `Arithmetic`; this is the share that `targets` takes."""
         return math.sqrt(num_parameters) / resolution
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
@@ -301,7 +321,7 @@ class BoundedSums:
         )
 
 
-@jax.jit  # a program has it once for all arrays of one shape
+@jax.jit  # a program has one copy for all arrays of one shape
 def _to_integers(x: jax.Array) -> jax.Array:
     limit = 2.0**31 - 128  # the largest float32 below 2^31
     return jnp.round(jnp.clip(x, -limit, limit)).astype(jnp.int32)

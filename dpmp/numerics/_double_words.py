@@ -1,4 +1,4 @@
-"""Pairs of float32 numbers whose sum has about 48 bits."""
+"""Pairs of float32 numbers whose sum has a precision of about 48 bits."""
 
 import functools
 from typing import NamedTuple
@@ -12,10 +12,11 @@ from dpmp.numerics._grid import GridArray, check_float, snap
 class DoubleWord(NamedTuple):
     """An unevaluated sum `hi + lo` of two float32 arrays, about 48 bits wide.
 
-    It is what `clipped_grad(..., arithmetic="float32x2")` returns for each leaf.
-    Add the noise before rounding to float32 (`dpmp.noise_addition` does): rounded
-    alone, the sum loses what the second word was for. Do not add two of them (`psum`
-    would add high and low words apart): nothing covers what that rounds.
+    It is the type of each leaf that `clipped_grad(..., arithmetic="float32x2")`
+    returns. Noise must be added before the pair is rounded to float32, as
+    `dpmp.noise_addition` does. A rounded pair has lost the precision of the second
+    word. Do not add two pairs outside of this module. For example, `psum` would add
+    high and low words separately, and the sensitivity does not cover that rounding.
     """
 
     hi: jax.Array
@@ -44,24 +45,24 @@ class DoubleWord(NamedTuple):
 
 
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rounded sum and its exact error (Knuth)."""
+    """Returns the rounded sum and its exact error (Knuth)."""
     s = a + b
     b_part = s - a
     return s, (a - (s - b_part)) + (b - b_part)
 
 
 def _fast_two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same for |a| >= |b| (Dekker)."""
+    """Returns the rounded sum and its exact error, for |a| >= |b| (Dekker)."""
     s = a + b
     return s, b - (s - a)
 
 
 def add_double_words(x: DoubleWord, y: DoubleWord) -> DoubleWord:
-    """AccurateDWPlusDW, relative error below 3 u^2 + 13 u^3.
+    """Adds pairs by AccurateDWPlusDW, with a relative error below 3 u^2 + 13 u^3.
 
     References:
       [Joldes, Muller, Popescu: Tight and rigorous error bounds for basic building
-      blocks of double-word arithmetic, algorithm 6](https://doi.org/10.1145/3121432)
+        blocks of double-word arithmetic, algorithm 6](https://doi.org/10.1145/3121432)
     """
     s, s_error = two_sum(x.hi, y.hi)
     t, t_error = two_sum(x.lo, y.lo)
@@ -75,17 +76,18 @@ def lift(x: jax.Array) -> DoubleWord:
 
 
 def add_float(x: DoubleWord, y: jax.Array) -> DoubleWord:
-    """DWPlusFP, relative error at most 2 u^2: algorithm 4 of the same."""
+    """Adds by DWPlusFP, relative error at most 2 u^2: algorithm 4 of that paper."""
     s, s_error = two_sum(x.hi, y)
     return DoubleWord(*_fast_two_sum(s, x.lo + s_error))
 
 
-# Compiled as one: a program has them once for every shape.
+# Jitted functions: a program has one copy of each for every shape.
 add, _add_float = jax.jit(add_double_words), jax.jit(add_float)
 
 
 def add_block(terms: list[jax.Array]) -> DoubleWord:
-    # One after another, eight terms have partial sums of 35 terms, at 2 u^2 each.
-    # Counted are 24 terms, as in a balanced tree, at twice that.
+    # Eight numbers that are added one after another have partial sums of 35 numbers in
+    # all, with a relative error of 2 u^2 each. The slack counts 24 numbers, as in a
+    # balanced tree, at 4 u^2 each, which is more.
     first, *others = (term.astype(jnp.float32) for term in terms)
     return functools.reduce(_add_float, others, lift(first))

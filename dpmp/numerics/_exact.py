@@ -1,14 +1,17 @@
 """Sums of clipped gradients in integers on a grid: exact, in any order.
 
-One unit of the grid is the largest contribution of an example over `resolution`. A
-contribution is rounded to integers q, and counts only if
+A contribution is the clipped gradient of one example as it enters the sum. One unit of
+the grid is the largest contribution divided by `resolution`. Each contribution is
+rounded to integers q, and checked for each clipping group. The part of a group counts
+only if
 
     sum of q^2 <= radius^2
 
-holds in integer arithmetic, for every clipping group; otherwise zero is selected. What
-the floats before did, in which order, and what a compiler made of them does not matter
-any more. Integers are added modulo 2^32, which has no rounding and no order: the
-sensitivity is `resolution` units for a batch of any size, however it is cut up.
+holds in integer arithmetic, with the radius of the group. Otherwise zero is selected.
+So the sensitivity does not depend on the earlier float operations, their order, or the
+compiler. Integers are added modulo 2^32, which does not round and does not depend on
+the order. The sensitivity is therefore `resolution` units for a batch of any size, and
+for any division into microbatches.
 """
 
 import dataclasses
@@ -35,8 +38,8 @@ class ExactSums:
     """The arithmetic of exact sums; an `Arithmetic`.
 
     Attributes:
-      resolution: how many units of the grid the largest contribution has.
-      grid: that of the sum, once the clip norms are known.
+      resolution: the size of the largest contribution, in units of the grid.
+      grid: the grid of the sum, once the clip norms are known.
     """
 
     resolution: int = DEFAULT_RESOLUTION
@@ -53,10 +56,10 @@ class ExactSums:
         """See `Arithmetic`."""
         _validate.require(
             method != "book_keeping",
-            "exact sums need gradients that are there to be rounded and checked",
+            "exact sums need gradients that are formed, rounded and checked",
             method=method,
             arithmetic=self.name,
-            fix='Use arithmetic="bounded" in its place, or method="per_example".',
+            fix='Use arithmetic="bounded" instead, or method="per_example".',
         )
 
     def for_clip_norms(
@@ -67,7 +70,7 @@ class ExactSums:
         return dataclasses.replace(self, grid=grid)
 
     def check_batch(self, batch_size: int, microbatch_size: int) -> None:
-        """Warns of sums that can wrap around."""
+        """Warns if sums can wrap around."""
         del microbatch_size
         self.grid.warn_of_overflow(batch_size)
 
@@ -76,8 +79,8 @@ class ExactSums:
     ) -> list[tuple[float, Any]]:
         """The norms to clip to, and the largest coefficients, in units.
 
-        Rounding adds at most 1/4 to the square of an entry, on average, and all
-        entries together stray from that by about the radius.
+        On average, rounding adds at most 1/4 to the square of an entry. The sum over
+        all entries deviates from that average by about the radius.
         """
         scaled = []
         for (bound, cap), radius, size in zip(
@@ -90,20 +93,20 @@ class ExactSums:
         return scaled
 
     def check_mode(self) -> None:
-        """Exact sums need no 64-bit mode."""
+        """Does nothing: exact sums need no 64-bit mode."""
 
     def check_not_mapped(self) -> None:
-        """Integers may be added over devices."""
+        """Does nothing: integers may be added over devices."""
 
     def admit(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
-        """Which examples contribute: those that are kept and within the radius.
+        """Returns which examples contribute, by `keep` and by the radius.
 
         Args:
           stack: the arrays of a clipping group, (B, n).
           coef: (B,) coefficients, from gradients to units.
-          keep: (B,) bool.
+          keep: (B,) bool. An example whose entry is False does not contribute.
           group: the number of the group.
         """
         return keep & _is_within(stack, coef, self.grid.radii[group])
@@ -111,26 +114,26 @@ class ExactSums:
     def contribution(
         self, row: jax.Array, coef: jax.Array, zero: jax.Array
     ) -> jax.Array:
-        """What an example adds to the sum: (n,).
+        """Returns the contribution of an example, in integers: (n,).
 
         Args:
-          row: its entries.
+          row: the entries of its gradient.
           coef: its coefficient.
-          zero: an int32 that the compiler does not know. It would keep the thresholds
-            of all positions in memory.
+          zero: an int32 zero that the compiler does not know. With a known zero, it
+            would store the rounding thresholds of all positions.
         """
         return _round(row[None], coef[None], zero)[0]
 
     def add_block(self, terms: list[jax.Array]) -> jax.Array:
-        """The sum of a few contributions."""
+        """Adds up a few contributions."""
         return _reduction.pairwise(terms, self.add)
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The sum of two parts of a batch."""
+        """Adds the sums of two parts of a batch."""
         return a + b
 
     def finish(self, total: PyTree) -> PyTree:
-        """A tree of sums, with the unit that they are counted in."""
+        """Adds the unit to a tree of integer sums."""
         return self.grid.finish(total)
 
     def wanted_resolution(self, num_parameters: int) -> float:
@@ -138,7 +141,7 @@ class ExactSums:
         return math.sqrt(100 * num_parameters)
 
     def share_lost(self, num_parameters: int, resolution: int) -> float:
-        """See `Arithmetic`; what `targets` takes."""
+        """See `Arithmetic`; this is the share that `targets` takes."""
         return num_parameters / (8 * resolution**2) + 3 / resolution
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
@@ -152,10 +155,10 @@ class ExactSums:
 
 
 def _is_within(stack: list[StoredArray], coef: jax.Array, radius: int) -> jax.Array:
-    """Whether the sum of squares is at most that of the radius, exactly: (B,) bool.
+    """Whether the sum of squares is at most the squared radius, exactly: (B,) bool.
 
-    Squares and sums are cut off at a power of two above `radius`^2, before they can
-    exceed their dtype.
+    Squares and sums are cut off at a power of two above the squared radius, so that
+    they never exceed their dtype.
     """
     fits_32_bits = radius < 2**15
     with jax.enable_x64(not fits_32_bits or jax.config.read("jax_enable_x64")):
@@ -166,12 +169,12 @@ def _is_within(stack: list[StoredArray], coef: jax.Array, radius: int) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class _Squares:
-    """Of the integers that gradients are rounded to, cut off.
+    """Squares of the integers that gradients are rounded to, cut off at a limit.
 
     Attributes:
-      dtype: of the squares and their sums.
-      largest: integer whose square is not cut off.
-      limit: of sums; twice as much fits into the dtype.
+      dtype: the dtype of the squares and their sums.
+      largest: the largest integer whose square is not cut off.
+      limit: the limit of sums; twice the limit fits into the dtype.
     """
 
     dtype: Any
@@ -181,7 +184,7 @@ class _Squares:
     def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
         (coef,) = operands
         steps = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
-        return jnp.square(steps.astype(self.dtype))  # of negative ones too, modulo 2^32
+        return jnp.square(steps.astype(self.dtype))  # right if a negative one wraps
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.minimum(a + b, jnp.asarray(self.limit, self.dtype))
@@ -192,16 +195,17 @@ _SQUARES_IN_64_BITS = _Squares(np.dtype(np.uint64), 2**24, 2**48)
 
 
 def _round(rows: jax.Array, coef: jax.Array, start: Any) -> jax.Array:
-    """Coefficient times row, (B, n), rounded to int32.
+    """Multiplies rows by coefficients, (B, n), and rounds to int32.
 
-    It is done in fixed point, with a threshold that goes round with the position of
-    the entry: gradients with many equal entries, which would all be rounded the same
-    way, keep their norm. A float product is all that is rounded before; it cannot be
-    contracted into an addition, so that norm and sum see the same integers.
+    The rounding is done in fixed point. Its threshold cycles with the position of the
+    entry. So a gradient with many equal entries keeps its norm, which it would lose if
+    all of them were rounded the same way. The only operation before it that rounds is
+    one float product. The compiler cannot contract this product into an addition, so
+    the check of the norm and the sum see the same integers.
 
     Args:
-      rows: float32 or wider.
-      coef: (B,).
+      rows: gradients, float32 or wider.
+      coef: coefficients, (B,).
       start: the position of the first column.
     """
     scaled = (coef * 2.0**_FRACTION_BITS)[:, None].astype(rows.dtype) * rows

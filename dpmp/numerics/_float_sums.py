@@ -1,7 +1,7 @@
-"""Float sums in an order we control, with a bound on what their rounding costs.
+"""Float sums in a fixed order, with an upper bound on their rounding error.
 
-What rounding can do to a sum follows from the order of its additions, which
-`numerics/_reduction.py` fixes.
+The order of the additions determines how much rounding can change a sum.
+`numerics/_reduction.py` fixes that order.
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ from dpmp.numerics._stored import StoredArray
 
 UNIT_ROUNDOFF = 2.0**-24
 
-# Float sums of book-keeping: whoever uses them says that nothing is proved.
+# The prefix of float sums in book-keeping. It makes users say that these sums have no
+# proof.
 UNPROVED = "unproved_"
 
 
@@ -31,19 +32,19 @@ class FloatSums:
     """The arithmetic of float sums; an `Arithmetic`.
 
     Attributes:
-      name: as users spell it.
-      dtype: of the sum (of both words for "float32x2").
-      lift: from float32 or wider terms to a sum of one term.
-      add: the sum of two sums.
-      add_block: the sum of a few contributions, which are float32 or wider.
-      unit_roundoff: bound on the relative error of one `add`.
-      slack: the share of the clip norm that is set aside for rounding. It is the same
-        for all batches: if it depended on their size, one example more would rescale
-        all others.
-      bytes_per_entry: what the sum takes.
-      is_proved: whether the slack covers everything that rounds. It does where the
-        gradients are formed; where they are not, nothing counts what rounds within a
-        microbatch.
+      name: the name, as users spell it.
+      dtype: the dtype of the sum (of both words for "float32x2").
+      lift: turns one array, float32 or wider, into a sum of one summand.
+      add: adds two sums.
+      add_block: adds up a few contributions, which are float32 or wider.
+      unit_roundoff: an upper bound on the relative error of one `add`.
+      slack: the share of the clip norm that is reserved for rounding. It is the same
+        for all batches: if it depended on the batch size, one more example would
+        rescale all others.
+      bytes_per_entry: the memory of the sum, in bytes for each entry.
+      is_proved: whether the slack covers all roundings. It does for gradients that are
+        formed. For gradients that are never formed, no count covers the roundings
+        within a microbatch.
     """
 
     name: str
@@ -69,12 +70,13 @@ class FloatSums:
             "the sensitivity of float sums is not proved in book-keeping",
             method=method,
             arithmetic=self.name,
-            fix='Use "bounded", which is, or method="per_example"; or say that you '
-            f'know: "{UNPROVED}float32", "{UNPROVED}float32x2" or "{UNPROVED}float64".',
+            fix='Use arithmetic="bounded", which has a proof, or method="per_example". '
+            f'Float sums without a proof are "{UNPROVED}float32", '
+            f'"{UNPROVED}float32x2" and "{UNPROVED}float64".',
         )
         _validate.require(
             is_book_keeping or self.is_proved,
-            "float sums of gradients that are formed are proved",
+            f'names with "{UNPROVED}" are for method="book_keeping" alone',
             method=method,
             arithmetic=self.name,
             fix=f'Use the name without "{UNPROVED}", or method="book_keeping".',
@@ -92,7 +94,7 @@ class FloatSums:
         slack = rounding_slack(self, batch_size, microbatch_size)
         _validate.require(
             slack <= self.slack,
-            f"rounding may cost a sum {self.slack:.2g} of the clip norm",
+            f"rounding may cost a sum at most {self.slack:.2g} of the clip norm",
             cost=f"{slack:.2g}",
             batch_size=batch_size,
             microbatch_size=microbatch_size,
@@ -101,44 +103,44 @@ class FloatSums:
         )
 
     def check_mode(self) -> None:
-        """Raises ValueError where jax would silently narrow these sums."""
+        """Raises ValueError if jax would silently narrow these sums."""
         _validate.check_x64(self.dtype, "float64 sums")
 
     def check_not_mapped(self) -> None:
-        """Raises ValueError where sums of other devices would be added to this one."""
+        """Raises ValueError if sums of other devices would be added to this one."""
         _meshes.check_not_mapped(f"{self.name} sums")
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """The norms to clip to, and the largest coefficients, that leave the slack."""
+        """The norms to clip to, which leave the slack, and the largest coefficients."""
         del num_entries
         return [(bound / (1 + self.slack), cap) for bound, cap in targets]
 
     def admit(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
-        """Which examples contribute: those that are kept."""
+        """Returns which examples contribute: those whose `keep` is True."""
         del stack, coef, group
         return keep
 
     def contribution(
         self, row: jax.Array, coef: jax.Array, zero: jax.Array
     ) -> jax.Array:
-        """What an example adds to the sum: (n,), from its entries and coefficient."""
+        """Returns the contribution of an example: (n,)."""
         del zero
         return coef.astype(row.dtype) * row
 
     def finish(self, total: PyTree) -> PyTree:
-        """The sum as users get it."""
+        """Returns the sum as it is, the form that users receive."""
         return total
 
     def wanted_resolution(self, num_parameters: int) -> None:
-        """Floats have no grid."""
+        """Returns None, since floats have no grid."""
         del num_parameters
 
     def share_lost(self, num_parameters: int, resolution: int) -> float:
-        """Rounding to a grid costs nothing where there is none."""
+        """Returns zero, since floats have no grid."""
         del num_parameters, resolution
         return 0.0
 
@@ -164,12 +166,13 @@ class FloatSums:
 
 
 def rounding_slack(sums: FloatSums, batch_size: int, microbatch_size: int) -> float:
-    """How far rounding can move the sums of two neighbouring batches apart.
+    """The largest distance that rounding can add between sums of neighbouring batches.
 
-    In units of the largest contribution of one example. Every addition errs by at
-    most the unit roundoff times the sum of the norms below it, and may err
-    differently for the neighbour, since removing an example can move all later ones
-    to other slots: twice the sum over all additions.
+    It is in units of the largest contribution of one example. Every addition errs by at
+    most the unit roundoff times the sum of the norms of all contributions below it in
+    the tree of additions. The addition may err differently for the neighbouring batch,
+    because removing an example can move all later examples to other slots. So the
+    result is twice the sum over all additions.
     """
     size = max(microbatch_size, 1)
     num_microbatches = math.ceil(batch_size / size)

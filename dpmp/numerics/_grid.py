@@ -17,13 +17,13 @@ from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
 from dpmp.numerics._stored import at_least_float32
 
-# Squares of that many units fit into 32 bits, with one bit to see an overflow.
+# Squares of integers up to this one fit into 32 bits, with room to see an overflow.
 DEFAULT_RESOLUTION = 2**15 - 1
 
-# Up to here, integers with eight more bits are exact in float32 and fit into int32.
+# Integers up to this one are exact in float32, and fit into int32 with eight more bits.
 LARGEST_RESOLUTION = 2**22
 
-# The share of a clip norm that rounding may take.
+# The largest share of a clip norm that rounding may take.
 LARGEST_LOSS = 0.05
 
 
@@ -34,13 +34,14 @@ LARGEST_LOSS = 0.05
 class GridArray:
     """An array of multiples of one number: `steps * unit`.
 
-    It is what `clipped_grad(..., arithmetic="exact")` returns for each leaf. Such sums
-    may be added (`jax.lax.psum`), and nothing else: noise comes before any division and
-    any rounding (`dpmp.noise_addition` insists).
+    It is the type of each leaf that `clipped_grad` returns with "exact" or "bounded"
+    arithmetic. Such arrays may be added (`jax.lax.psum`). All other operations must
+    wait until noise is added: noise comes before any division and any rounding, and
+    `dpmp.noise_addition` enforces this.
 
     Attributes:
-      steps: int32, modulo 2^32.
-      unit: of the grid, a float32 number.
+      steps: the multiples, int32, modulo 2^32.
+      unit: the unit of the grid, a float32 number.
     """
 
     steps: jax.Array
@@ -55,7 +56,7 @@ class GridArray:
         return True
 
     def to_float(self) -> jax.Array:
-        """The float32 numbers that are nearest."""
+        """Returns the nearest float32 numbers."""
         return self.steps.astype(jnp.float32) * np.float32(self.unit)
 
     def words(self) -> tuple[jax.Array, None]:
@@ -63,31 +64,31 @@ class GridArray:
         return self.to_float(), None
 
     def snapped(self, unit: float) -> "GridArray":
-        """See `Sum`: it has a grid of its own."""
+        """See `Sum`. The array is on a grid already, and is returned as it is."""
         del unit
         return self
 
     def check_before_noise(self, leaf: int) -> None:
         """See `Sum`."""
-        # Integer noise hides nothing of a fraction.
+        # Integer noise does not hide the fractional part of a number.
         _validate.require(
             self.steps.dtype == jnp.dtype("int32"),
-            "the steps of an exact sum must be int32 until they have noise",
+            "the steps of an exact sum must stay int32 until noise is added",
             leaf=leaf,
             dtype=self.steps.dtype.name,
-            fix="Add parts up (psum, not pmean), divide by normalize_by, and do the "
-            "rest after the noise.",
+            fix="Add parts with psum (not pmean), divide with normalize_by, and do "
+            "everything else after the noise.",
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A grid for some clip norms.
+    """The grid for given clip norms.
 
     Attributes:
       radii: the largest norm of each clipping group, in units.
-      resolution: the largest norm of all of them together.
-      unit: of the grid.
+      resolution: the largest norm of all groups together, in units.
+      unit: the unit of the grid.
     """
 
     radii: tuple[int, ...]
@@ -100,15 +101,16 @@ class Grid:
     def from_bounds(
         cls, bounds: Sequence[float], l2_norm_bound: float, resolution: int
     ) -> "Grid":
-        """A grid on which the groups are bounded as they are in real numbers.
+        """Makes a grid whose integer radii never exceed the norms in real numbers.
 
         Args:
           bounds: the largest norm of each group.
-          l2_norm_bound: the largest norm of all of them together.
-          resolution: the same, in units of the grid.
+          l2_norm_bound: the largest norm of all groups together.
+          resolution: `l2_norm_bound`, in units of the grid.
 
         Raises:
-          ValueError: for a resolution that is out of range, and for infinite bounds.
+          ValueError: for a resolution that is out of range, and for an infinite
+            `l2_norm_bound`.
         """
         resolution = as_number(resolution)
         _validate.require(
@@ -119,9 +121,9 @@ class Grid:
         )
         _validate.require(
             math.isfinite(l2_norm_bound),
-            "exact sums need a finite clip norm, and nan_safe=True",
+            '"exact" and "bounded" sums need a finite clip norm, and nan_safe=True',
             l2_norm_bound=l2_norm_bound,
-            fix='Use arithmetic="float32" where nothing is to be private (with '
+            fix='Use arithmetic="float32" if nothing is to be private (with '
             'book-keeping "unproved_float32"; in DPSGD: without_privacy()).',
         )
         squares = [Fraction(bound) ** 2 for bound in bounds]
@@ -137,7 +139,7 @@ class Grid:
         )
 
     def warn_of_overflow(self, batch_size: int) -> None:
-        """Warns of sums that can wrap around."""
+        """Warns if sums can wrap around."""
         largest = (2**31 - 1) // self.resolution
         if batch_size > largest:
             warnings.warn(
@@ -150,29 +152,29 @@ class Grid:
             )
 
     def check_loss(self, left: float, radius: int, size: int, bound: float) -> None:
-        """Raises ValueError for a grid so coarse that little is left of a clip norm.
+        """Raises ValueError if rounding to the grid takes too much of a clip norm.
 
         Args:
-          left: what is left of the radius.
-          radius: of the clipping group.
-          size: the number of its entries.
-          bound: its clip norm.
+          left: the part of the radius that is left after room for rounding.
+          radius: the radius of the clipping group.
+          size: the number of entries of the group.
+          bound: the clip norm of the group.
         """
         _validate.require(
             left >= (1 - LARGEST_LOSS) * radius > 0 or bound == 0,
-            f"a resolution must be fine enough to round {size} entries at the cost of "
-            f"{LARGEST_LOSS:.0%} of the clip norm",
+            f"the resolution must be fine enough to round {size} entries at a cost of "
+            f"at most {LARGEST_LOSS:.0%} of the clip norm",
             resolution=self.resolution,
-            fix=f"Use a higher one, up to {LARGEST_RESOLUTION}, or "
+            fix=f"Use a higher resolution, up to {LARGEST_RESOLUTION}, or "
             'arithmetic="float32x2".',
         )
 
     def in_units(self, x: Any) -> Any:
-        """A coefficient, as one from gradients to units."""
+        """Converts a coefficient, so that it maps gradients to units."""
         return x / self.unit if self.unit else 0.0
 
     def finish(self, total: PyTree) -> PyTree:
-        """A tree of sums, with the unit that they are counted in."""
+        """Adds the unit to a tree of integer sums."""
         return jax.tree.map(lambda steps: GridArray(steps, self.unit), total)
 
 
@@ -180,17 +182,18 @@ Grid.UNKNOWN = Grid((), 0, 0.0)  # before the clip norms are known
 
 
 def snap(hi: jax.Array, lo: jax.Array | None, unit: float) -> GridArray:
-    """A float sum, or one of two words, rounded to multiples of a power of two.
+    """Rounds a float sum, of one word or two, to multiples of a power of two.
 
-    Scaling by a power of two is exact, and rounding moves an entry by at most half a
-    unit (and 2^-24, where both words matter).
+    Scaling by a power of two is exact. Rounding moves an entry by at most half a unit,
+    and by 2^-24 of a unit more if both words matter.
     """
     scaled = hi.astype(at_least_float32(hi.dtype)) * (1 / unit)
     whole = jnp.round(scaled)
     steps = _to_integers(whole, 2**31 - 2**26)
     if lo is not None:
         steps += _to_integers(jnp.round((scaled - whole) + lo * (1 / unit)), 2**20)
-    # What was cut off at the first limit is well beyond this one, whatever `lo` adds.
+    # A number that was cut off at the first limit is well beyond this limit, for any
+    # `lo`.
     return GridArray(jnp.clip(steps, -(2**31) + 2**27, 2**31 - 2**27), unit)
 
 
@@ -199,12 +202,12 @@ def _to_integers(x: jax.Array, limit: int) -> jax.Array:
 
 
 def check_float(x: jax.Array, leaf: int) -> None:
-    """Raises ValueError for what is no array of floats."""
+    """Raises ValueError unless `x` is an array of floats."""
     dtype = jnp.result_type(x)
     _validate.require(
         jnp.issubdtype(dtype, jnp.floating),
         "every leaf of sum_of_clipped_grads must be a real float array",
         leaf=leaf,
         dtype=dtype.name,
-        fix="Add noise to the output of clipped_grad, before anything else.",
+        fix="Add noise to the output of clipped_grad, before any other operation.",
     )

@@ -1,8 +1,9 @@
-"""Arrays that are dealt with together, so that programs of hundreds of them stay small.
+"""Groups of arrays that are processed together, which keeps programs small.
 
-Small arrays are joined to larger ones before they are added up. And random numbers are
-drawn for several arrays at once: for small ones as one vector, and for larger ones of
-one shape as a stack, which a compiler can shard as it shards the arrays.
+A model may have hundreds of arrays. Small arrays are joined to larger ones before they
+are added up. Random numbers are drawn for several arrays at once. For these, small
+arrays share one vector. Larger arrays of one shape share a stack, which a compiler can
+shard as it shards the arrays.
 """
 
 import itertools
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 # Arrays of this many entries or fewer share a vector of random numbers.
 _SMALL = 2**14
 
-# What is drawn at once has at most so many entries, if it is for more than one array.
+# The largest number of random numbers in a draw for more than one array.
 _LARGEST_DRAW = 2**22
 
 
@@ -24,9 +25,8 @@ class Draw(NamedTuple):
     """Random numbers that are drawn at once.
 
     Attributes:
-      shape: of what is drawn.
-      ranges: which of it, along the first axis, is for which array: from a start to a
-        stop, by the number of the array.
+      shape: the shape of the draw.
+      ranges: by the number of each array, its start and stop along the first axis.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Draw(NamedTuple):
 
 
 def draws(shapes: Sequence[tuple[int, ...]], kinds: Sequence[Hashable]) -> list[Draw]:
-    """What to draw for arrays of some shapes; those of one draw are of one kind."""
+    """Plans the draws for arrays of given shapes; a draw serves arrays of one kind."""
     small: dict[Hashable, list[int]] = {}
     large: dict[Hashable, list[int]] = {}
     for i, (shape, kind) in enumerate(zip(shapes, kinds, strict=True)):
@@ -68,12 +68,12 @@ def _stack(shape: tuple[int, ...], numbers: Sequence[int]) -> Draw:
 def groups_of(
     sizes: Sequence[int], kinds: Sequence[Hashable], *, few: int
 ) -> list[list[int]]:
-    """Which arrays to join: their numbers, in groups, every number once.
+    """Chooses which arrays to join. Returns groups of their numbers, each number once.
 
     Args:
-      sizes: how many entries each array has.
-      kinds: only arrays of one kind are joined.
-      few: arrays of more entries stay alone.
+      sizes: the number of entries of each array.
+      kinds: the kind of each array. Only arrays of one kind are joined.
+      few: arrays with more entries than this stay alone.
     """
     small: dict[Hashable, list[int]] = {}
     groups = []
@@ -89,7 +89,7 @@ def groups_of(
 
 
 def join(arrays: Sequence[jax.Array], groups: list[list[int]]) -> list[jax.Array]:
-    """One array for each group: its arrays (..., n), side by side."""
+    """Joins the arrays (..., n) of each group side by side."""
     return [
         arrays[group[0]]
         if len(group) == 1
@@ -101,7 +101,7 @@ def join(arrays: Sequence[jax.Array], groups: list[list[int]]) -> list[jax.Array
 def split(
     joined: Sequence[jax.Array], groups: list[list[int]], sizes: Sequence[int]
 ) -> list[jax.Array]:
-    """The arrays that were joined, in their first order, of the given sizes."""
+    """Splits joined arrays again, into the original order and the given sizes."""
     arrays: dict[int, jax.Array] = {}
     for x, group in zip(joined, groups, strict=True):
         if len(group) == 1:

@@ -1,14 +1,14 @@
-"""Sums of many terms, with few roundings on any path and in programs that stay small.
+"""Sums with few roundings on any path, in programs that stay small.
 
-A compiler adds up the terms of a reduction in whatever order it likes. It keeps the
+A compiler adds up the summands of a reduction in an order of its choice. It keeps the
 order of additions that are written out, but these take hundreds of lines of a program
-for each array. So short blocks of terms are written out, once for all arrays of one
-shape:
+for each array. So only short blocks of summands are written out, once for all arrays of
+one shape:
 
-- Over the entries of arrays (`sum_entries`), the sums of blocks are cut into blocks
-  again, until few are left. What is left of all arrays is added up together.
-- Over the examples of a batch (`sum_examples`), a loop of a few iterations, or several
-  nested ones, adds up the blocks of all arrays at once.
+- `sum_entries` sums over the entries of arrays. It cuts the sums of blocks into blocks
+  again, until few are left. The remaining columns of all arrays are added up together.
+- `sum_examples` sums over the examples of a batch. One loop of a few iterations, or
+  several nested loops, add up the blocks of all arrays at once.
 """
 
 import functools
@@ -24,27 +24,27 @@ from dpmp._fence import fence
 from dpmp._typing import PyTree
 from dpmp.numerics._stored import StoredArray, columns_of, to_float
 
-# Elementwise.
+# An elementwise addition.
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
-# As many as asked for, from a start on, which may be traced: (B, size).
+# A function of a start, which may be traced, and a number of columns: (B, size).
 Columns: TypeAlias = Callable[[Any, int], jax.Array]
 
-# Terms in a block.
+# The number of summands in a block.
 _BLOCK = 8
 
-# Of arrays with more entries, several blocks are added up in a loop: that takes less
-# memory, and a little more time.
+# For arrays with more entries, a loop adds up this many blocks. It takes less memory
+# and a little more time.
 _LARGE, _BLOCKS_OF_LARGE = 2**16, 8
 
-# What is left of arrays of this many entries or fewer is joined before it is added up.
+# Arrays of at most this many entries are joined before their columns are added up.
 _FEW_ENTRIES = 512
 
-# Iterations of all loops but the outermost.
+# The number of iterations of all loops but the outermost.
 _ITERATIONS = 4
 
 
 def pairwise(terms: Sequence[PyTree], add: Callable[[PyTree, PyTree], PyTree]) -> Any:
-    """The sum of at least one term as a balanced tree of additions."""
+    """Adds up at least one summand, as a balanced tree of additions."""
     terms = list(terms)
     while len(terms) > 1:
         pairs = [add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
@@ -53,10 +53,13 @@ def pairwise(terms: Sequence[PyTree], add: Callable[[PyTree, PyTree], PyTree]) -
 
 
 class EntryTerm(Protocol):
-    """A function of the entries of an array; hashable, so that it is traced once."""
+    """A function that maps the entries of an array to summands.
+
+    It is hashable, so that it is traced once.
+    """
 
     def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
-        """Terms: (B, n), from the columns from `start` on, and what else it needs."""
+        """Returns summands, (B, n), from the columns that begin at `start`."""
         ...
 
 
@@ -66,10 +69,10 @@ def sum_entries(
     """Sums a function of the entries of at least one array, for each example.
 
     Args:
-      stack: arrays of (B, n).
-      term: the function; of zeros, it gives zeros.
-      add: elementwise; zero is its neutral element.
-      *operands: what the function is given besides.
+      stack: arrays of shape (B, n).
+      term: the function. It maps zeros to zeros.
+      add: an elementwise addition whose neutral element is zero.
+      *operands: more arguments of the function.
 
     Returns:
       The sums, (B,), and the largest number of additions on any path.
@@ -87,7 +90,7 @@ def sum_entries(
 
 @functools.partial(jax.jit, static_argnames="add")
 def _sum_columns(total: jax.Array, add: Add) -> jax.Array:
-    """The sum of all columns: (B,)."""
+    """Sums all columns: (B,)."""
     while (size := total.shape[1]) > 1:
         rest, total = _sum_blocks(_columns(total), size, add)
         total = jnp.concatenate([*rest, total], axis=1) if rest else total
@@ -102,14 +105,14 @@ def _depth_of_columns(size: int) -> int:
     return depth
 
 
-# Compiled as one: a program has it once for all arrays of one shape.
+# A jitted function: the program has one copy for all arrays of one shape.
 @functools.partial(jax.jit, static_argnames=("dtype", "term", "add"))
 def _sum_until_few(
     bits: jax.Array, *operands: jax.Array, dtype: Any, term: EntryTerm, add: Add
 ) -> list[jax.Array]:
-    """Terms, added up until few are left: (B, k) arrays."""
+    """Adds up summands until few columns are left: (B, k) arrays."""
 
-    @jax.jit  # for all columns of one number
+    @jax.jit  # one copy for all slices of one width
     def terms(bits: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
         return term(to_float(bits, dtype), start, *operands)
 
@@ -128,16 +131,16 @@ def _sum_until_few(
 def _sum_blocks(
     take: Columns, size: int, add: Add
 ) -> tuple[list[jax.Array], jax.Array]:
-    """What is left of `size` columns: those that fill no block, and sums of blocks."""
+    """Returns the columns that fill no block, and the sums of blocks."""
     block, num_blocks = _block_of(size), _num_blocks(size)
-    if num_blocks == 1:  # the last columns of a block may be zeros
+    if num_blocks == 1:  # the last columns of a block may be padding
         width = -(-size // block)
         return [], fence(pairwise([take(j * width, width) for j in range(block)], add))
     width = size // (block * num_blocks)
     whole = block * num_blocks * width
 
     def sum_block(i: Any) -> jax.Array:
-        # A block is made of columns that are far apart: whole rows are added up.
+        # The columns of a block are far apart, so whole rows are added up.
         return pairwise(
             [take((i * block + j) * width, width) for j in range(block)], add
         )
@@ -161,12 +164,12 @@ def _block_of(size: int) -> int:
 
 
 def _num_blocks(size: int) -> int:
-    """How many blocks are added up in a loop."""
+    """The number of blocks that a loop adds up."""
     return _BLOCKS_OF_LARGE if size > _LARGE else 1
 
 
 def _depth_of_blocks(size: int) -> int:
-    """The additions that `_sum_blocks` makes on a path."""
+    """The number of additions that `_sum_blocks` makes on a path."""
     return _log2_ceil(_block_of(size)) + _num_blocks(size) - 1
 
 
@@ -179,7 +182,7 @@ def _depth_until_few(size: int) -> int:
 
 
 def _size_after_blocks(size: int, *, with_rest: bool = True) -> int:
-    """How many columns `_sum_blocks` leaves, with or without those in no block."""
+    """The number of columns that `_sum_blocks` leaves, with or without its rest."""
     num_columns = _block_of(size) * _num_blocks(size)
     if _num_blocks(size) == 1:
         return -(-size // num_columns)
@@ -203,9 +206,9 @@ def sum_examples(
     """Adds up the blocks of all arrays.
 
     Args:
-      take: `take(i)` gives the sum of block i for every array.
-      num_blocks: at least 1.
-      add: elementwise addition of two of these sums.
+      take: `take(i)` returns the sum of block i for every array.
+      num_blocks: the number of blocks, at least 1.
+      add: the elementwise addition of two of these sums.
     """
     if num_blocks == 1:
         return take(0)
@@ -226,7 +229,7 @@ def sum_examples(
         def body(i: jax.Array, total: list[PyTree]) -> list[PyTree]:
             return add_all(total, run(level - 1, start + span * i))
 
-        left = num_blocks - start  # not all of the loops inside may be full
+        left = num_blocks - start  # the last inner loops may not be full
         count = jnp.minimum(loops[level], (left + span - 1) // span)
         is_full = num_blocks == math.prod(loops) or level == len(loops) - 1
         return jax.lax.fori_loop(0, loops[level] if is_full else count, body, zeros)
@@ -235,13 +238,13 @@ def sum_examples(
 
 
 def block_size(num_examples: int) -> int:
-    """How many examples a block has: a divisor, so that blocks are views."""
+    """The number of examples in a block: a divisor, so that blocks are views."""
     sizes = range(1, _BLOCK + 1)
     return max(size for size in sizes if num_examples % size == 0)
 
 
 def _loops(num_blocks: int) -> list[int]:
-    """The iterations of nested loops, from the innermost on; all full but the last."""
+    """The iterations of nested loops, innermost first; all but the last are full."""
     loops = []
     while num_blocks > _BLOCK:
         loops.append(_ITERATIONS)
@@ -256,10 +259,11 @@ def depth(num_examples: int) -> int:
 
 
 def summed_norms(num_examples: int) -> float:
-    """The norms below each addition that rounds, added up, for terms of norm 1.
+    """Adds up the norms of the partial sums that all rounding additions produce.
 
-    A loop over k terms has partial sums of 2, 3, ... and k terms; its first addition is
-    to zero, and exact. Loops that are not full count as full.
+    Every summand has norm 1. A loop over k summands has partial sums of 2, 3, ... and k
+    summands. Its first addition is to zero, and exact. Loops that are not full count as
+    full.
     """
     size, loops = _sizes(num_examples)
     each = _log2_ceil(size) + sum((k + 1) / 2 - 1 / k for k in loops)
@@ -267,6 +271,6 @@ def summed_norms(num_examples: int) -> float:
 
 
 def _sizes(num_examples: int) -> tuple[int, list[int]]:
-    """Of a block, and of the loops over blocks."""
+    """The size of a block, and the iterations of the loops over blocks."""
     size = block_size(num_examples)
     return size, _loops(num_examples // size)

@@ -1,4 +1,4 @@
-"""Per-example squared norms in floats, and how often they were rounded."""
+"""Per-example squared norms in floats, with their numbers of roundings."""
 
 from typing import Any, NamedTuple
 
@@ -15,12 +15,14 @@ class SquaredNorm(NamedTuple):
     """Per-example squared norms of one clipping group, with their rounding error.
 
     Attributes:
-      value: (B,) float32 or wider; the computed sums of squares.
-      roundings: the largest number of roundings on any path from an entry to
-        `value`: its square (if that is rounded) and the additions above it.
-      num_entries: how many squares were added up.
-      bound: (B,), what to clip by in place of `value`: an upper bound on the squared
-        norm of what is summed for a coefficient of 1, from an engine that has one.
+      value: the computed sums of squares, (B,), float32 or wider.
+      roundings: the largest number of roundings on any path from an entry to `value`.
+        They are that of its square, unless the square is exact, and one for each
+        addition.
+      num_entries: the number of squares in each sum.
+      bound: an upper bound on the squared norm of the contribution for a coefficient of
+        1, (B,), or None. If an engine gives this bound, clipping uses it in place of
+        `value`.
     """
 
     value: jax.Array
@@ -30,12 +32,12 @@ class SquaredNorm(NamedTuple):
 
     @property
     def underflow(self) -> float:
-        """What flushing tiny squares to zero can have taken from `value`."""
+        """The most that `value` can have lost by flushing tiny squares to zero."""
         return max(self.num_entries, 1) * _SMALLEST_NORMAL
 
 
 def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
-    """Per-example squared norms over at least one array."""
+    """Computes per-example squared norms over at least one array."""
     value, depth = _reduction.sum_entries(stack, _square, jnp.add)
     # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
     rounded_square = any(x.dtype.itemsize > 2 for x in stack)

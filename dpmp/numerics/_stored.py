@@ -1,9 +1,9 @@
-"""Arrays whose bits are settled, so that every reader of them sees the same numbers.
+"""Arrays whose bits are stored once, so that every reader sees the same numbers.
 
-A compiler may compute a value again where it is used a second time, contract a product
-into an addition there and not here, or keep the float32 behind a value that was rounded
-to 16 bits. The norm of a gradient would then be that of other numbers than the ones
-that are summed.
+A compiler has several ways to change a value between two uses. It may compute the value
+again for the second use. It may contract a product into an addition in one place and
+not in the other. It may use the float32 number from which a 16-bit value was rounded.
+The norm would then belong to other numbers than the sum.
 """
 
 import math
@@ -22,13 +22,13 @@ from dpmp._typing import PyTree
 class StoredArray:
     """A stack of per-example arrays, flattened, with 16-bit floats held as integers.
 
-    These keep XLA from computing slices of 16-bit floats from a float32 copy of the
-    whole stack. An instance is a leaf of its pytree.
+    Integers stop XLA from computing slices of 16-bit floats from a float32 copy of the
+    whole stack. An instance is one leaf of a pytree.
 
     Attributes:
-      bits: (B, n), uint16 for 16-bit floats.
-      dtype: of the floats.
-      shape: of one example.
+      bits: the entries, (B, n), as uint16 for 16-bit floats.
+      dtype: the dtype of the floats.
+      shape: the shape of one example.
     """
 
     bits: jax.Array
@@ -36,12 +36,12 @@ class StoredArray:
     shape: tuple[int, ...]
 
     def load(self, start: Any, size: int) -> jax.Array:
-        """A range of the entries of all examples, in float32 or wider: (B, size)."""
+        """Returns a range of entries as float32 or wider: (B, size)."""
         return to_float(columns_of(self.bits, start, size), self.dtype)
 
 
 def to_float(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Stored bits as floats of 32 bits or more."""
+    """Converts stored bits to floats of 32 bits or more."""
     if dtype == jnp.bfloat16:  # the upper half of a float32
         return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
     if bits.dtype != dtype:
@@ -50,15 +50,15 @@ def to_float(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def at_least_float32(*dtypes: Any) -> Any:
-    """The widest of float32 and those of some dtypes that are floats."""
+    """The widest float dtype among float32 and the given dtypes."""
     floats = [d for d in map(jnp.dtype, dtypes) if jnp.issubdtype(d, jnp.floating)]
     return max((jnp.dtype(jnp.float32), *floats), key=lambda d: d.itemsize)
 
 
 def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
-    """Some columns of a matrix, from a number on that may be traced.
+    """Returns `size` columns of a matrix; `start` may be traced.
 
-    Columns beyond the last one are zeros; of them there are none if it is traced.
+    Columns beyond the last one are zeros. A traced `start` must leave none of them.
     """
     if size == x.shape[1]:
         return x
@@ -71,18 +71,18 @@ def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
 
 
 def rows_of_block(x: jax.Array, block: Any, size: int) -> list[jax.Array]:
-    """Of `len(x) / size` blocks of examples, the rows of one.
+    """Returns the rows of one of the `len(x) / size` blocks of examples.
 
-    A block is made of rows that are far apart, so that no block of an array that is
-    sharded by examples lies on one device alone.
+    The rows of a block are far apart. So no block lies on one device alone if the array
+    is sharded by examples.
     """
     num_blocks = x.shape[0] // size
     blocks = x.reshape(size, num_blocks, *x.shape[1:])
 
     def row(j: int) -> jax.Array:
-        # Each row is taken from a block of its own, by an index that the compiler does
-        # not know to be the same: a block with many readers becomes a function that
-        # loads its index for every entry, and no loop over entries is vectorised.
+        # Each row is taken by an index of its own, so that the compiler cannot know
+        # them to be equal. XLA turns a block with many readers into a function that
+        # loads its index for every entry, and then vectorises no loop over entries.
         index = jnp.minimum(block, num_blocks - 1 + j)
         return jax.lax.dynamic_index_in_dim(blocks, index, 1, keepdims=False)[j]
 
@@ -92,14 +92,14 @@ def rows_of_block(x: jax.Array, block: Any, size: int) -> list[jax.Array]:
 def compute_and_store(
     compute: Callable[[], tuple[PyTree, PyTree]], witness: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Stores the first part of what `compute` returns, leaving the second as it is.
+    """Stores the first result of `compute`, and leaves the second as it is.
 
     Args:
-      compute: gives a tree of stacked float arrays, (B, ...), and anything else.
+      compute: returns a tree of stacked float arrays, (B, ...), and anything else.
       witness: arrays, at least one of them not a constant of the program.
 
     Returns:
-      The tree with its leaves as `StoredArray`, and the second part.
+      The tree with its leaves as `StoredArray`, and the second result.
     """
     compute = jax.jit(compute)  # so that it is traced once
     shapes, _ = jax.eval_shape(compute)

@@ -1,4 +1,4 @@
-"""What a sum of clipped gradients is written down in: the leaves of its tree."""
+"""The types that hold a sum of clipped gradients, as the leaves of its tree."""
 
 import math
 from typing import Any, NamedTuple, Protocol
@@ -17,23 +17,23 @@ class Sum(Protocol):
 
     @property
     def is_on_grid(self) -> bool:
-        """Whether it is in integers already."""
+        """Whether the sum is in integers already."""
         ...
 
     def words(self) -> tuple[jax.Array, jax.Array | None]:
-        """The sum in floats, and what is to be added to it, if anything."""
+        """Returns the sum in floats, and the low word to add to it, or None."""
         ...
 
     def to_float(self) -> jax.Array:
-        """The sum as one array of floats, float32 or wider."""
+        """Returns the sum as one array of floats, float32 or wider."""
         ...
 
     def snapped(self, unit: float) -> GridArray:
-        """The sum in integers; rounded to multiples of `unit` if it is in floats."""
+        """Returns the sum in integers: a float sum in rounded multiples of `unit`."""
         ...
 
     def check_before_noise(self, leaf: int) -> None:
-        """Raises ValueError, with the number of the leaf, for what is no such sum."""
+        """Raises ValueError, with the leaf's number, unless this is a valid sum."""
         ...
 
 
@@ -61,17 +61,17 @@ class _FloatSum(NamedTuple):
 
 
 def is_sum(x: Any) -> bool:
-    """Whether `x` is a sum that takes more than one array to write down."""
+    """Whether `x` is an instance of a class of sums, and not a plain array."""
     return isinstance(x, DoubleWord | GridArray | _FloatSum)
 
 
 def as_sum(leaf: Any) -> Sum:
-    """A leaf of a sum of clipped gradients."""
+    """Wraps a leaf of a sum of clipped gradients as a `Sum`."""
     return leaf if is_sum(leaf) else _FloatSum(leaf)
 
 
 def num_entries(sum_of_clipped_grads: PyTree) -> int:
-    """How many entries a sum has, whatever it is written down in."""
+    """Counts the entries of a sum, in any of its types."""
     leaves = jax.tree.leaves(sum_of_clipped_grads, is_leaf=is_sum)
     shapes = (jax.eval_shape(lambda x: as_sum(x).to_float(), x).shape for x in leaves)
     return sum(map(math.prod, shapes))

@@ -1,12 +1,13 @@
-"""Which dtype the model computes in, and which its parameters are kept in.
+"""The dtype that the model computes in, and the dtype of its parameters.
 
 >>> policy = Policy.from_name("mixed_bfloat16")
 >>> print(policy.cast_to_compute({"w": jnp.ones(2)})["w"].dtype)
 bfloat16
 
-`autocast` is for a model that was written in float32: it computes its products in 16
-bits and leaves the rest as it is. The dtypes of norms, sums and noise are not here:
-they decide what the privacy claim is, and belong to the mechanism.
+`autocast` is for a model that was written in float32. It computes the products of the
+model in 16 bits, and leaves the rest as it is. The dtypes of norms, sums and noise are
+not part of a policy: the privacy guarantee depends on them, so they belong to the
+mechanism.
 """
 
 from dpmp.precision._autocast import autocast

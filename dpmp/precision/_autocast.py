@@ -1,19 +1,20 @@
 """Mixed precision for a model that was written in float32.
 
-The program of the model is traced and evaluated again, with products in half precision
-and everything that sums, exponentiates or normalises in float32:
+The program of the model is traced and evaluated again. Products run in half precision.
+All operations that sum, exponentiate or normalise run in float32. There are three kinds
+of operations:
 
-    products        operands in the compute dtype, summed in float32
-    what follows    in whatever precision its operands have; float32 if they differ
-    all else        in float32
+    products        operands and results in the compute dtype, summed in float32
+    following       in the dtype of the operands; float32 if they differ
+    all others      in float32
 
-`_TABLE` names the operations; what is not in it is of the third kind, an operation that
-is new to jax among them.
+`_TABLE` lists the operations of the first two kinds. An operation that is not listed,
+such as a new one in jax, runs in float32.
 
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.
   https://docs.pytorch.org/docs/stable/amp.html: the lists of operations of another
-    library, which these agree with for the most part.
+    library, which agree with these for the most part.
 """
 
 import functools
@@ -27,10 +28,10 @@ from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
 from dpmp.programs import _bodies, _interpreter
 
-# The names of jax's primitives by what becomes of them; all others are of float32.
+# The names of jax's primitives, by kind. All others run in float32.
 _TABLE = {
     "products": "dot_general conv_general_dilated",
-    # They move entries, compare them, or add a rounding error of their own size.
+    # These move entries, compare them, or add an error the size of one rounding.
     "following": (
         "broadcast_in_dim concatenate copy copy_p dynamic_slice dynamic_update_slice "
         "expand_dims gather optimization_barrier pad reshape rev select_n slice split "
@@ -46,14 +47,14 @@ _PRODUCTS, _FOLLOWING = (frozenset(names.split()) for names in _TABLE.values())
 def autocast(
     fun: Callable[..., PyTree], policy: str | Policy = "mixed_bfloat16"
 ) -> Callable[..., PyTree]:
-    """`fun` with its products in the compute dtype of a policy.
+    """Makes `fun` compute its products in the compute dtype of a policy.
 
-    Parameters may stay in float32: they are rounded where products need them, once for
-    each, and gradients come back in float32. The result may be differentiated, mapped
-    and compiled, and goes with both engines of `clipped_grad`. In loops and branches
-    the same holds, but what is carried from one iteration to the next keeps its dtype.
-    Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) run in
-    float32, as they are.
+    Parameters may stay in float32. They are rounded once for each product that needs
+    them, and their gradients come back in float32. The result may be differentiated,
+    mapped and compiled, and works with both engines of `clipped_grad`. Loops and
+    branches are treated in the same way, except that a value keeps its dtype when it is
+    carried from one iteration to the next. Functions with derivatives of their own
+    (`jax.custom_jvp`, `jax.custom_vjp`) run unchanged, in float32.
 
     >>> def loss(w, x):
     ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
@@ -62,14 +63,15 @@ def autocast(
     float32 float32
 
     Args:
-      fun: computes in float32. What it casts to other dtypes on its own stays as it is.
-      policy: or the name of one; only its `compute_dtype` counts.
+      fun: a function that computes in float32. Values that it casts to other dtypes
+        itself stay in these dtypes.
+      policy: a policy, or the name of one. Only its `compute_dtype` counts.
 
     Returns:
-      A function of the same arguments and results, of the same dtypes.
+      A function with the same arguments and results, of the same dtypes.
 
     Raises:
-      ValueError: for the name of no policy.
+      ValueError: if no policy has this name.
     """
     policy = Policy.from_name(policy) if isinstance(policy, str) else policy
     dtype = policy.compute_dtype
@@ -84,7 +86,7 @@ def autocast(
 
 
 def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
-    """The outputs of a program, in the dtypes that they have in it."""
+    """Returns the outputs of a program, in their dtypes in the program."""
 
     def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
         return _run(body, values, dtype)
@@ -108,7 +110,7 @@ def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
 
 
 def _in_low_precision(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
-    """A product of float32 operands with operands and result in the compute dtype."""
+    """Computes a float32 product with operands and result in the compute dtype."""
     if not all(_is_float32(atom) for atom in (*eqn.invars, *eqn.outvars)):
         restored = [_restore(x, a) for x, a in zip(values, eqn.invars, strict=True)]
         return _interpreter.bind(eqn, restored)
@@ -117,7 +119,7 @@ def _in_low_precision(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
 
 
 def _is_followed(eqn: Any, values: Sequence[Any], dtype: Any) -> bool:
-    """Whether all operands are in the compute dtype, but for numbers in the program."""
+    """Whether all float32 operands, except literals, now have the compute dtype."""
     dtypes = {
         jnp.result_type(x)
         for x, atom in zip(values, eqn.invars, strict=True)
@@ -131,7 +133,7 @@ def _cast(x: Any, atom: Any, dtype: Any) -> Any:
 
 
 def _restore(x: Any, atom: Any) -> Any:
-    """In the dtype that the program has."""
+    """Casts a value back to its dtype in the program."""
     return _as_dtype(x, atom.aval.dtype) if _is_float32(atom) else x
 
 

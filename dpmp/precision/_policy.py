@@ -1,7 +1,7 @@
-"""Which dtype the model computes in, and which its parameters are kept in.
+"""The dtype that the model computes in, and the dtype of its parameters.
 
-The dtypes of norms, sums and noise are not here: they decide what the privacy claim
-is worth, and belong to the mechanism.
+The dtypes of norms, sums and noise are not here. The privacy guarantee depends on them,
+so they belong to the mechanism.
 """
 
 import re
@@ -22,7 +22,7 @@ from dpmp.programs import _float8
 
 @dataclass(frozen=True)
 class Policy:
-    """Dtypes of master parameters and of computation.
+    """The dtypes of master parameters and of computation.
 
     >>> policy = Policy.from_name("mixed_bfloat16")
     >>> params = policy.cast_to_param({"w": jnp.ones(3), "steps": jnp.arange(2)})
@@ -36,28 +36,32 @@ class Policy:
     float32 bfloat16
 
     Attributes:
-      param_dtype: of the master parameters, float32 or wider: an update that is small
-        against a half-precision parameter does not change it. Or bfloat16, with
-        `stochastic_rounding`.
-      compute_dtype: of the copies that the loss is given, and of float inputs.
-      matmul_precision: of products of float32 operands in the loss, as in
-        `jax.default_matmul_precision`; None leaves it to jax. Norms and sums are
-        computed in full precision, whatever it is.
-      float32_paths: regular expressions; parameters whose path
-        (`jax.tree_util.keystr(path, simple=True, separator=".")`) one of them is found
-        in are kept in float32, or a wider `param_dtype`, and reach the loss in it.
-      float8_scale: rounds the operands of products in the loss, if they are not wider
-        than `compute_dtype`, to float8_e4m3fn, and cotangents to float8_e5m2; products
-        in functions with derivatives of their own are left alone. "per_example" for
-        scales that are computed for each operand of each example (those of parameters
-        are common to all), or a power of two to multiply operands by. Dot products are
-        of 8 bits on NVIDIA's GPUs from compute capability 8.9 on, with sums in float32,
-        and emulated in `compute_dtype` on other devices. Convolutions are emulated
-        everywhere, and so are the norms and sums of book-keeping.
-      stochastic_rounding: keeps parameters in bfloat16 without float32 masters. Updates
-        are added in float32, and the sum is rounded up or down at random, so that small
-        updates count on average. It saves four of the 18 bytes that master, copy, sum
-        of gradients and Adam's state take for a parameter.
+      param_dtype: the dtype of the master parameters: float32 or wider, or bfloat16
+        with `stochastic_rounding`. In half precision, a parameter does not change if an
+        update is small compared with it.
+      compute_dtype: the dtype of the copies of parameters that the loss receives, and
+        of float inputs.
+      matmul_precision: the precision of products of float32 operands in the loss, as in
+        `jax.default_matmul_precision`. None leaves it to jax. Norms and sums always use
+        full precision.
+      float32_paths: regular expressions. A parameter stays in float32, or a wider
+        `param_dtype`, if one of them is found in its path, and the loss receives it in
+        that dtype. The path is `jax.tree_util.keystr(path, simple=True,
+        separator=".")`.
+      float8_scale: if given, the operands of products in the loss are rounded to
+        float8_e4m3fn, and cotangents to float8_e5m2. Two kinds of products are not
+        rounded: those with an operand wider than `compute_dtype`, and those in
+        functions with derivatives of their own. The scale is "per_example", or a power
+        of two that multiplies all operands. "per_example" computes a scale for each
+        operand of each example (a parameter has one scale for all examples). Dot
+        products run in 8 bits, with sums in float32, on NVIDIA GPUs from compute
+        capability 8.9 on. Other devices emulate them in `compute_dtype`. Convolutions,
+        and the norms and sums of book-keeping, are emulated everywhere.
+      stochastic_rounding: whether parameters are stored in bfloat16, without float32
+        masters. Updates are added in float32, and the sum is rounded up or down at
+        random, so that small updates count on average. Otherwise the master, the copy,
+        the sum of gradients and the state of Adam take 18 bytes for each entry. This
+        saves four of them.
     """
 
     param_dtype: Any
@@ -85,7 +89,7 @@ class Policy:
             "stochastic_rounding",
             param_dtype=self.param_dtype.name,
             stochastic_rounding=self.stochastic_rounding,
-            fix="Narrow compute_dtype instead, or set both.",
+            fix="Narrow compute_dtype instead, or use both options.",
         )
         _validate.require(
             self.matmul_precision in (None, *_MATMUL_PRECISIONS),
@@ -106,21 +110,21 @@ class Policy:
 
     @classmethod
     def from_name(cls, name: str, *, float32_paths: tuple[str, ...] = ()) -> "Policy":
-        """A preset.
+        """Makes a policy from the name of a preset.
 
         - "float32": everything in float32, also on devices that would compute products
           in TF32 or bfloat16 by default.
-        - "tf32": float32, with products of operands that are rounded to 10 bits on
-          devices that have TF32; others compute in float32.
+        - "tf32": float32, with operands of products rounded to 10 bits on devices that
+          have TF32. Other devices compute in float32.
         - "mixed_bfloat16": the loss in bfloat16.
-        - "mixed_float16": the loss in float16, whose gradients underflow below 6e-8.
+        - "mixed_float16": the loss in float16. Its gradients underflow below 6e-8.
         - "float8": the loss in bfloat16, with operands of products rounded to float8,
-          by scales of each example; emulated, and slower, but for dot products on
-          recent GPUs.
+          by a scale for each example. It is emulated, and slower, except for dot
+          products on recent GPUs.
 
         Args:
-          name: of the preset.
-          float32_paths: parameters that stay in float32.
+          name: the name of the preset.
+          float32_paths: the parameters that stay in float32, as for `Policy`.
 
         Raises:
           ValueError: for any other name.
@@ -134,18 +138,18 @@ class Policy:
         return cls(jnp.float32, float32_paths=float32_paths, **PRESETS[name])
 
     def cast_to_compute(self, params: PyTree) -> PyTree:
-        """Casts parameters to what the loss is given, leaving what is no float.
+        """Casts float parameters to the dtypes that the loss receives.
 
         Raises:
-          ValueError: for an expression in `float32_paths` that no path matches.
+          ValueError: for an expression in `float32_paths` that is found in no path.
         """
         return self._cast_params(params, self.compute_dtype)
 
     def cast_to_param(self, params: PyTree) -> PyTree:
-        """Casts parameters to what is kept of them, leaving what is no float.
+        """Casts float parameters to the dtypes that they are stored in.
 
         Raises:
-          ValueError: for an expression in `float32_paths` that no path matches.
+          ValueError: for an expression in `float32_paths` that is found in no path.
         """
         return self._cast_params(params, self.param_dtype)
 
@@ -161,37 +165,38 @@ class Policy:
         cast_params = jax.tree_util.tree_map_with_path(cast, params)
         _validate.require(
             not unused,
-            "every expression in float32_paths must be found in a path of parameters",
+            "every expression in float32_paths must be found in a parameter's path",
             unused=sorted(unused),
-            fix="jax.tree_util.keystr(path, simple=True, separator='.') writes paths.",
+            fix="Paths are keystr(path, simple=True, separator='.') of jax.tree_util.",
         )
         return cast_params
 
     def cast_inputs(self, batch: PyTree) -> PyTree:
-        """Casts float inputs to `compute_dtype`, leaving the rest."""
+        """Casts float inputs to `compute_dtype`, and leaves all others."""
         return jax.tree.map(lambda x: _cast(x, self.compute_dtype), batch)
 
     def cast_to_update(self, tree: PyTree) -> PyTree:
-        """Casts to what optimizers compute in: `param_dtype`, float32 at least."""
+        """Casts floats for an optimizer, to float32 or a wider `param_dtype`."""
         dtype = at_least_float32(self.param_dtype)
         return jax.tree.map(lambda x: _cast(x, dtype), tree)
 
     def apply_updates(
         self, params: PyTree, updates: PyTree, prng_key: jax.Array | None = None
     ) -> PyTree:
-        """As `optax.apply_updates`, for parameters as they are kept.
+        """Adds updates to stored parameters, as `optax.apply_updates` does.
 
         Guarantees:
-          It is post-processing: what it rounds is released. Who knows that, and what
-          comes out, learns random bits of the key, which so must be for nothing else.
+          Rounding here is post-processing: its input is already released. Anyone who
+          knows the input and the rounded output learns some bits of `prng_key`. Use
+          that key for nothing else.
 
         Args:
-          params: in the dtypes of `cast_to_param`.
-          updates: from an optimizer that was given `cast_to_update(params)`.
-          prng_key: of this update, for `stochastic_rounding`.
+          params: parameters in the dtypes of `cast_to_param`.
+          updates: the updates of an optimizer that received `cast_to_update(params)`.
+          prng_key: a key for this update alone, needed for `stochastic_rounding`.
 
         Returns:
-          New parameters, of the dtypes of `params`.
+          New parameters, in the dtypes of `params`.
 
         Raises:
           ValueError: for `stochastic_rounding` without a key.
@@ -202,15 +207,15 @@ class Policy:
             _validate.fail(
                 "stochastic rounding needs a key",
                 prng_key=None,
-                fix="Pass another one at every step.",
+                fix="Pass a new key at every step.",
             )
         sums = optax.apply_updates(self.cast_to_update(params), updates)
         return _stochastic_rounding.round_like(sums, params, prng_key)
 
     def in_product_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun` with products in the precision asked for, and those of its gradient.
+        """Makes `fun` and its gradient compute products as the policy says.
 
-        That is `matmul_precision` and `float8_scale`. Nothing outside of `fun` is
+        This covers `matmul_precision` and `float8_scale`. Code outside of `fun` is not
         affected.
         """
         if self.float8_scale is not None:

@@ -1,8 +1,8 @@
-"""float32 to bfloat16, up or down at random, so that the mean is what was rounded.
+"""Rounds float32 to bfloat16, up or down at random, without changing the mean.
 
-Rounding to nearest loses every update below half a unit in the last place, 2^-9 of the
-parameter: training stands still. Rounded at random, an update of a tenth of a unit
-moves the parameter by a unit in one step out of ten.
+Rounding to nearest loses every update below half a unit in the last place, which is
+2^-9 of the parameter: training stands still. With random rounding, an update of a tenth
+of a unit moves the parameter by a unit in one step out of ten.
 
 References:
   Gupta et al.: Deep learning with limited numerical precision, 2015, section 3.
@@ -23,7 +23,7 @@ _DROPPED_BITS = 16
 
 
 def round_like(tree: PyTree, like: PyTree, prng_key: jax.Array) -> PyTree:
-    """The leaves of a float32 tree that are bfloat16 in another, rounded at random."""
+    """Rounds a float32 tree at random, for the leaves that are bfloat16 in `like`."""
     leaves, treedef = jax.tree.flatten(tree)
     is_rounded = [dtype == jnp.bfloat16 for dtype in _dtypes(like)]
     numbers = [i for i, rounds in enumerate(is_rounded) if rounds]
@@ -31,7 +31,8 @@ def round_like(tree: PyTree, like: PyTree, prng_key: jax.Array) -> PyTree:
     keys = _random.split(prng_key, max(len(draws), 1))
     for draw, key in zip(draws, keys, strict=False):
         some = {i: leaves[numbers[i]] for i in draw.ranges}
-        # A branch, as the bits would be drawn anew for whatever reads a parameter.
+        # Without a branch, the bits would be drawn anew for every reader of a
+        # parameter.
         rounded = behind_a_branch(
             functools.partial(_round_draw, draw, some, key), jax.random.key_data(key)
         )
@@ -43,7 +44,7 @@ def round_like(tree: PyTree, like: PyTree, prng_key: jax.Array) -> PyTree:
 def _round_draw(
     draw: _packing.Draw, leaves: dict[int, jax.Array], key: jax.Array
 ) -> dict[int, jax.Array]:
-    """The leaves of a draw, by number, rounded."""
+    """Rounds the leaves of a draw; returns them by number."""
 
     def sample() -> jax.Array:
         return jax.random.bits(key, draw.shape, jnp.uint16)
@@ -66,11 +67,12 @@ def _dtypes(tree: PyTree) -> list[Any]:
 
 
 def _to_bfloat16(x: jax.Array, random_bits: jax.Array) -> jax.Array:
-    """Of a float32 array; what is not finite, or would not be, is rounded to nearest.
+    """Rounds a float32 array at random; infinity, NaN and overflows to nearest.
 
-    The bits of a float are those of its magnitude, in order. Adding a random number to
-    them that has as many bits as are dropped carries into the last bit that is kept
-    with a probability of what is dropped, over a unit.
+    The bits of a float below its sign, read as an integer, grow with its magnitude. A
+    random number with as many bits as are dropped is added to them. The probability of
+    a carry into the last remaining bit is the dropped part, as a fraction of one unit
+    of that bit.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     noisy = bits + random_bits.astype(jnp.uint32)

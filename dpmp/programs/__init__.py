@@ -1,6 +1,6 @@
-"""Programs that jax has traced: how to read them, run them and write them anew.
+"""Programs that jax has traced: how to read, run and rewrite them.
 
-No other files know how jax writes down programs. Modules import only from rows below
+No other files know how jax represents programs. Modules import only from rows below
 their own:
 
     _float8

@@ -20,13 +20,13 @@ _BODIES = {
 
 
 class Loop(NamedTuple):
-    """A scan: its body takes constants, then the carry, then a slice of the rest.
+    """A scan. Its body takes constants, then the carry, then slices of the rest.
 
     Attributes:
-      body: closed jaxpr.
-      num_consts: how many operands every iteration sees as they are.
-      num_carry: how many are carried on.
-      options: of `jax.lax.scan`.
+      body: the body, a closed jaxpr.
+      num_consts: the number of operands that every iteration receives unchanged.
+      num_carry: the number of operands that are carried between iterations.
+      options: the options of `jax.lax.scan`.
     """
 
     body: Any
@@ -39,10 +39,11 @@ class SubProgram(NamedTuple):
     """A program that an equation runs.
 
     Attributes:
-      jaxpr: of the program.
-      invars: for each of its arguments the equation's operand, or None if unknown.
-      num_consts: how many of the arguments every iteration sees as they are.
-      num_carry: how many, after these, are carried on; 0 for what is no loop.
+      jaxpr: the jaxpr of the program.
+      invars: for each of its arguments the operand of the equation, or None if unknown.
+      num_consts: the number of arguments that every iteration receives unchanged.
+      num_carry: the number of arguments, after these, that are carried between
+        iterations; 0 without a loop.
       length: the number of iterations, or None if it depends on data.
       has_results: whether its results are those of the equation.
     """
@@ -66,7 +67,7 @@ def has_body(eqn: Any) -> bool:
 
 
 def as_loop(eqn: Any) -> Loop | None:
-    """The parts of a scan; None for other equations."""
+    """Returns the parts of a scan, or None for another equation."""
     if eqn.primitive.name != "scan":
         return None
     params = eqn.params
@@ -76,7 +77,7 @@ def as_loop(eqn: Any) -> Loop | None:
 
 
 def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:
-    """The closed body of a `jax.checkpoint`, and the wrapper to apply again."""
+    """Returns the closed body of a `jax.checkpoint`, and the wrapper to apply again."""
     if eqn.primitive.name not in _REMATERIALISED:
         return None
     body = jax.extend.core.ClosedJaxpr(eqn.params["jaxpr"], ())
@@ -89,7 +90,7 @@ def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:
 
 
 def sub_programs(eqn: Any) -> list[SubProgram]:
-    """The programs that an equation runs, as they are: nothing is traced again."""
+    """Lists the programs that an equation runs, without tracing them again."""
     params, operands = eqn.params, list(eqn.invars)
     if eqn.primitive.name == "scan":
         jaxpr, counts = params["jaxpr"].jaxpr, _counts_of_scan(params)
@@ -113,7 +114,7 @@ def sub_programs(eqn: Any) -> list[SubProgram]:
 
 
 def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands are constants, and how many are carried."""
+    """Returns the number of constants, and the number of carried operands."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # jax 0.12
@@ -142,13 +143,13 @@ def bind_bodies(
     values: Sequence[Any],
     run_body: Callable[[Any, Sequence[Any]], list[Any]],
 ) -> list[Any]:
-    """Evaluates an equation, running calls, loops and branches in another way.
+    """Evaluates an equation, but runs calls, loops and branches by `run_body`.
 
     Args:
       eqn: any equation.
-      values: of its operands, in the dtypes that they have in the program.
-      run_body: `run_body(closed, values)` gives the outputs of a closed jaxpr, of the
-        shapes and dtypes that they have in it.
+      values: the values of its operands, in their dtypes in the program.
+      run_body: `run_body(closed, values)` returns the outputs of a closed jaxpr, in
+        their shapes and dtypes in that jaxpr.
     """
     if eqn.primitive.name in CALLS:
         return run_body(callee(eqn), values)
@@ -161,7 +162,7 @@ def bind_bodies(
         is_closed = isinstance(body, jax.extend.core.ClosedJaxpr)
         closed = body if is_closed else jax.extend.core.ClosedJaxpr(body, ())
         new = jax.make_jaxpr(lambda *xs: run_body(closed, xs))(*closed.in_avals)
-        if new.consts:  # there is no place for them
+        if new.consts:  # the equation has no place for constants
             return body
         return new if is_closed else new.jaxpr
 
@@ -170,7 +171,7 @@ def bind_bodies(
 
 
 def _stacks_anything_twice(eqn: Any) -> bool:
-    """Whether a scan gives the same values more than once, each with their own copy."""
+    """Whether a scan stacks the same values more than once, in separate copies."""
     variables = [v for v in eqn.params["jaxpr"].jaxpr.outvars if not is_literal(v)]
     return len(set(variables)) < len(variables)
 
@@ -180,7 +181,7 @@ def _stack_once(
     values: Sequence[Any],
     run_body: Callable[[Any, Sequence[Any]], list[Any]],
 ) -> list[Any]:
-    """A scan with one stack for outputs that are the same."""
+    """Evaluates a scan with one stack for outputs that are the same."""
     loop = as_loop(eqn)
     assert loop is not None
     values = [
@@ -205,5 +206,5 @@ def _stack_once(
 
 
 def _name_of(atom: Any) -> Any:
-    """What two outputs have in common if they are the same."""
+    """A key that is equal for two outputs if they are the same."""
     return id(atom) if is_literal(atom) else atom

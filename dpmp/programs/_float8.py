@@ -1,11 +1,12 @@
-"""Losses with products of operands that are rounded to 8 bits.
+"""Losses whose products have operands that are rounded to 8 bits.
 
-What goes into a product is rounded to float8_e4m3fn, and the cotangent of what comes
-out of it to float8_e5m2, which has less precision and more range. An array is scaled by
-a power of two so that its largest entry is just below the largest that the format has.
-That scale is computed from the array itself: in the loss of one example, from that
-example (and parameters, which are no secret). A history of largest entries, which is
-common outside of privacy, would carry what one example does over to all others.
+The operands of a product are rounded to float8_e4m3fn. The cotangent of its result is
+rounded to float8_e5m2, which has less precision and more range. Each array is scaled by
+a power of two, so that its largest entry is just below the largest number of the
+format. The scale is computed from the array itself. So in the loss of one example, it
+depends on that example alone (and on parameters, which are no secret). Outside of
+privacy, scales often come from a history of largest entries. Such a history would let
+one example influence all others.
 
 References:
   Micikevicius et al.: FP8 formats for deep learning, 2022, sections 3 and 4.
@@ -29,9 +30,10 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def is_native() -> bool:
-    """Whether the default device multiplies numbers of 8 bits: NVIDIA's, from 8.9 on.
+    """Whether the default device multiplies 8-bit numbers.
 
-    Of others it is not known, or not the same numbers.
+    NVIDIA GPUs do, from compute capability 8.9 on. Other devices are unknown in this
+    respect, or have other 8-bit formats.
     """
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     device = chosen or jax.devices()[0]
@@ -51,18 +53,18 @@ def with_float8_products(
     widest: Any = jnp.float32,
     native: bool | None = None,
 ) -> Callable[..., PyTree]:
-    """`fun` with products of numbers that float8 has, and such a gradient.
+    """Makes `fun` compute its products with float8 operands, also in its gradient.
 
-    Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) are
-    left as they are.
+    Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) stay as
+    they are.
 
     Args:
-      fun: a traceable function, of one example if scales are to be of one.
-      scale: `PER_EXAMPLE` for scales from the arrays themselves; or a power of two,
-        that all operands are multiplied by, and no cotangent.
-      widest: products with an operand of a wider dtype are left as they are.
-      native: whether dot products are to be of 8 bits on the device too; None for
-        where `is_native`. Convolutions are emulated in the dtype of their operands.
+      fun: a traceable function. It takes one example if scales are to depend on one.
+      scale: `PER_EXAMPLE` for scales that are computed from the arrays, or a power of
+        two that multiplies all operands, and no cotangent.
+      widest: a product with an operand of a wider dtype stays as it is.
+      native: whether the device computes dot products with 8-bit numbers; None asks
+        `is_native`. Convolutions are emulated in the dtype of their operands.
     """
     largest_size = jnp.dtype(widest).itemsize
 
@@ -105,20 +107,20 @@ def with_float8_products(
 
 
 def check_scale(scale: str | float | None) -> str | float | None:
-    """The scale, as a Python number if it is one; raises ValueError if it is none."""
+    """Returns the scale as a Python value; raises ValueError if it is invalid."""
     if not isinstance(scale, str):
         scale = as_real(scale)
     _validate.require(
         scale in (None, PER_EXAMPLE) or _validate.is_scale(scale),
         f'float8_scale must be "{PER_EXAMPLE}" or a power of two, from 2^-40 to 2^40',
         float8_scale=scale,
-        fix=f'Use "{PER_EXAMPLE}": scales that examples share must not depend on them.',
+        fix=f'Use "{PER_EXAMPLE}": a shared scale must not depend on examples.',
     )
     return scale
 
 
 def _with_rounded_value(x: jax.Array, scale: str | float) -> jax.Array:
-    """Gradients pass as if nothing had been rounded."""
+    """Rounds a value; gradients pass as if it had not been rounded."""
     constant = jax.lax.stop_gradient(x)
     return _float8_product.rounded_operand(constant, scale) + (x - constant)
 

@@ -1,8 +1,8 @@
-"""Arrays that are rounded to 8 bits, each with a scale of its own, and their products.
+"""Arrays that are rounded to 8 bits, each with its own scale, and their products.
 
-A rounded array keeps its dtype: it holds numbers of a float8 format, times a power of
-two. So products of such arrays are the same whether they are taken as they are, which
-emulates float8, or of 8 bits each, which `dot_general` here asks for.
+A rounded array keeps its dtype. It holds numbers of a float8 format, times a power of
+two. A product of such arrays can be taken in their dtype, which emulates float8, or in
+8 bits, which `dot_general` here requests. The result is the same.
 """
 
 import math
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 PER_EXAMPLE = "per_example"
 
-# What `dot_general` is called in programs: book-keeping finds it by that.
+# The name of `dot_general` in programs, by which book-keeping finds it.
 NAME = "dpmp.float8_product"
 
 _OPERANDS = jnp.float8_e4m3fn
@@ -22,30 +22,31 @@ _COTANGENTS = jnp.float8_e5m2
 
 
 def rounded_operand(x: jax.Array, scale: str | float) -> jax.Array:
-    """The nearest numbers that an operand can have.
+    """Rounds an array to the nearest numbers of the format of operands.
 
     Args:
       x: float array.
-      scale: to multiply `x` by before; `PER_EXAMPLE` for the largest power of two that
-        leaves its entries in range.
+      scale: the factor for `x` before it is rounded. `PER_EXAMPLE` stands for the
+        largest power of two that leaves all entries in range.
 
     Returns:
-      An array of the dtype of `x`; what is finite and out of range becomes the largest
-      number, what is not finite stays.
+      An array of the dtype of `x`. A finite number out of range becomes the largest
+      number of the format. Infinity and NaN stay.
     """
     return _rounded(x, _OPERANDS, scale)
 
 
 def rounded_cotangent(x: jax.Array, scale: str | float) -> jax.Array:
-    """The nearest numbers that a cotangent can have, with more range, less precision.
+    """Rounds an array to the format of cotangents: more range, less precision.
 
     Args:
       x: float array.
-      scale: of operands. Cotangents are not multiplied by a number that is given: a
-        loss scale moves all of them.
+      scale: the scale of operands. With `PER_EXAMPLE`, the cotangent gets a scale of
+        its own. A number does not apply to cotangents, since a loss scale moves all of
+        them.
 
     Returns:
-      As `rounded_operand`.
+      As for `rounded_operand`.
     """
     return _rounded(x, _COTANGENTS, _of_cotangents(scale))
 
@@ -63,7 +64,7 @@ def _rounded(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
 
 
 def _to_grid(x: jax.Array, format: Any) -> jax.Array:
-    """Without a cast there and back, which XLA leaves out on GPUs."""
+    """Rounds without a cast to float8 and back, which XLA leaves out on GPUs."""
     largest, smallest = float(format.max), float(format.smallest_subnormal)
     x = jnp.clip(x, -largest, largest)
     normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=format.nmant)
@@ -72,25 +73,26 @@ def _to_grid(x: jax.Array, format: Any) -> jax.Array:
 
 
 def _exponent(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
-    """Of the power of two to multiply by: of the scale, if it is given.
+    """Returns the exponent of the power of two to multiply by.
 
-    Otherwise of the largest one that leaves all entries in range. For a rounded array
-    that is the one it was rounded with, or a larger one, so that it stays exact.
+    If `scale` is a number, this is its exponent. Otherwise it is that of the largest
+    power of two that leaves all entries in range. For an array that is rounded already,
+    this is the power it was rounded with, or a larger one, so the array stays exact.
     """
     if not isinstance(scale, str):
         return jnp.int32(round(math.log2(scale)))
     largest = jnp.max(jnp.abs(x), initial=0.0)
-    # Compared, not divided: division is not exact on all devices.
+    # The fractions are compared, since division is not exact on all devices.
     limit, of_limit = math.frexp(float(jnp.finfo(dtype).max))
     fraction, of_largest = jnp.frexp(largest)
     exponent = of_limit - of_largest - (fraction > limit).astype(jnp.int32)
-    # Such that neither the power nor its inverse is subnormal.
+    # Within these limits, neither the power nor its inverse is subnormal.
     exponent = jnp.clip(exponent, -100, 100).astype(jnp.int32)
     return jnp.where((largest > 0) & jnp.isfinite(largest), exponent, 0)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Exactly, on any device: from the bits of a normal float32."""
+    """Computes a power of two exactly on any device, from the bits of a float32."""
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
@@ -102,21 +104,21 @@ def dot_general(
     dtype: Any,
     scale: str | float,
 ) -> jax.Array:
-    """`jax.lax.dot_general`, by products of 8 bits that are summed in float32.
+    """Computes `jax.lax.dot_general` from 8-bit products that are summed in float32.
 
-    Its cotangent has to be rounded too: the products of the gradient are of 8 bits as
-    well. XLA widens operands on devices that do not multiply such numbers. What is not
-    finite counts as NaN, as float8_e4m3fn has no infinity.
+    The caller must round the cotangent of the result too, since the products of the
+    gradient are also taken in 8 bits. XLA widens the operands on devices that cannot
+    multiply 8-bit numbers. Infinity counts as NaN, since float8_e4m3fn has no infinity.
 
     Args:
       x: float array, rounded.
       y: float array, rounded.
-      dimension_numbers: of `jax.lax.dot_general`.
-      dtype: of the result.
-      scale: that operands were rounded with.
+      dimension_numbers: as for `jax.lax.dot_general`.
+      dtype: the dtype of the result.
+      scale: the scale that the operands were rounded with.
 
     Returns:
-      Array of that dtype.
+      An array of dtype `dtype`.
     """
     contracted, batch = dimension_numbers
     left = _ordered(x, batch[0], contracted[0])
@@ -127,17 +129,19 @@ def dot_general(
 
 
 def dimension_numbers(ndim: int) -> Any:
-    """Of what is called `NAME`: the last axes are contracted, the first is of a batch.
+    """The dimension numbers of the product that programs call `NAME`.
+
+    The last axes are contracted. The first axis, if there are three, is a batch axis.
 
     Args:
-      ndim: of either operand: 3, or 2 without a batch.
+      ndim: the number of axes of each operand: 3, or 2 without a batch.
     """
     batch = tuple(range(ndim - 2))
     return ((ndim - 1,), (ndim - 1,)), (batch, batch)
 
 
 class _Ordered(NamedTuple):
-    """An operand with axes for what is in a batch (if any is), free and contracted."""
+    """An operand whose axes are: batch (if there is any), free, contracted."""
 
     array: jax.Array
     batch: list[int]
@@ -153,7 +157,7 @@ def _ordered(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> _
 
 
 class _Config(NamedTuple):
-    """What a product is told besides its operands."""
+    """The settings of a product."""
 
     scale: str | float
     dtype: Any
@@ -162,7 +166,7 @@ class _Config(NamedTuple):
 
 
 class _Float8(NamedTuple):
-    """Numbers of 8 bits, and the exponent of what they were multiplied by."""
+    """Numbers of 8 bits, and the exponent of the power that they were multiplied by."""
 
     numbers: jax.Array
     exponent: jax.Array
@@ -172,13 +176,13 @@ class _Float8(NamedTuple):
 
 
 def _to_float8(x: jax.Array, dtype: Any, scale: str | float) -> _Float8:
-    """Exact for rounded arrays."""
+    """Converts to 8 bits; this is exact for rounded arrays."""
     wide = x.astype(jnp.float32)
     exponent = _exponent(wide, dtype, scale)
     largest = float(jnp.finfo(dtype).max)
-    # In float16, a rounded array may have been rounded up once more.
+    # A rounded array in float16 may have been rounded up once more.
     scaled = jnp.clip(wide * _power_of_two(exponent), -largest, largest)
-    # Conversion of what is not finite differs between devices.
+    # Devices convert infinity and NaN in different ways.
     numbers = jnp.where(jnp.isfinite(wide), scaled, jnp.nan).astype(dtype)
     return _Float8(numbers, exponent)
 
@@ -188,11 +192,11 @@ def _contract(x: _Float8, y: _Float8, dtype: Any) -> jax.Array:
         x.numbers,
         y.numbers,
         dimension_numbers(x.numbers.ndim),
-        # By default, GPUs keep fewer bits than float32 of sums of such products.
+        # By default, GPUs keep fewer bits than float32 in sums of such products.
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    # The smaller power first, so that nothing is out of range on the way.
+    # The smaller power comes first, so that no intermediate result is out of range.
     exponents = -x.exponent, -y.exponent
     total *= _power_of_two(jnp.minimum(*exponents))
     total *= _power_of_two(jnp.maximum(*exponents))
@@ -221,7 +225,7 @@ def _undifferentiated(config: _Config, x: jax.Array, y: jax.Array) -> jax.Array:
     return _forward(config, x, y)[0]
 
 
-# Programs call a `jax.custom_vjp` as its function.
+# A program shows a `jax.custom_vjp` under the name of its function.
 _undifferentiated.__name__ = NAME
 _product = jax.custom_vjp(_undifferentiated, nondiff_argnums=(0,))
 _product.defvjp(_forward, _backward)

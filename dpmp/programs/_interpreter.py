@@ -1,4 +1,4 @@
-"""Reads a program that jax has traced, and runs it in any interpretation of values."""
+"""Reads programs that jax has traced, and runs them on values of any kind."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,17 +18,18 @@ _SCALAR_ARITHMETIC += ("convert_element_type",)
 
 
 def trace(fun: Callable[..., PyTree], *example_args: Any) -> tuple[Any, Any]:
-    """A function as a closed jaxpr of flat arguments, and the tree of its output.
+    """Traces a function to a closed jaxpr, and returns the tree of its output too.
 
-    Calls under `jax.jit` are written out, but for those inside of loops, branches and
-    custom derivatives. Index arithmetic on numbers that are known is done.
+    The jaxpr takes flat arguments. Calls under `jax.jit` are written out, except inside
+    of loops, branches and custom derivatives. Index arithmetic on known numbers is
+    evaluated.
     """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*example_args)
     return inline(closed), jax.tree.structure(out_shape)
 
 
 def inline(closed: Any) -> Any:
-    """The closed jaxpr with calls under `jax.jit` written out."""
+    """Writes out the calls under `jax.jit` in a closed jaxpr."""
     return jax.make_jaxpr(functools.partial(_inlined, closed))(*closed.in_avals)
 
 
@@ -45,7 +46,7 @@ def _inlined(closed: Any, *args: Any) -> list[Any]:
 
 
 def callee(eqn: Any) -> Any:
-    """The closed jaxpr of a call."""
+    """Returns the closed jaxpr of a call."""
     return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
 
 
@@ -60,13 +61,13 @@ def _is_known_number(eqn: Any, values: list[Any]) -> bool:
 def run(
     closed: Any, args: Sequence[Any], evaluate: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Goes through the equations of a closed jaxpr, in any interpretation of values.
+    """Runs the equations of a closed jaxpr on values of any kind.
 
     Args:
       closed: closed jaxpr.
       args: the values of its arguments.
-      evaluate: `evaluate(eqn, values)` gives the values of an equation's outputs.
-        Constants and literals come as they are.
+      evaluate: `evaluate(eqn, values)` returns the values of an equation's outputs.
+        Constants and literals are passed as they are.
 
     Returns:
       The values of the outputs.
@@ -97,7 +98,7 @@ def is_literal(atom: Any) -> bool:
 
 
 def name(eqn: Any) -> str:
-    """Of the primitive; with `CUSTOM_VJP` before it, of a function with such a rule."""
+    """The name of the primitive, or `CUSTOM_VJP` and the name of the function."""
     if eqn.primitive.name != _CUSTOM_VJP:
         return eqn.primitive.name
     body = eqn.params["call_jaxpr"]

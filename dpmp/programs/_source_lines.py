@@ -1,4 +1,4 @@
-"""Which line of the user's code asked for an equation."""
+"""Finds the line of the user's code that produced an equation."""
 
 import os
 import sysconfig
@@ -8,27 +8,27 @@ import jax
 
 
 def source_line(eqn: Any, caller: tuple[str, int] | None) -> tuple[str, int]:
-    """File and line that asked for an equation.
+    """Returns the file and line that produced an equation.
 
     Args:
       eqn: any equation.
-      caller: the user's line that called the program which it is in, if known:
-        equations do not know of it.
+      caller: the user's line that called the program of the equation, or None. An
+        equation does not know this line itself.
 
     Returns:
-      The user's line, or the caller's, or one in an installed package other than jax.
+      The user's line, or `caller`, or a line in an installed package other than jax.
     """
     known = user_line(eqn) or caller or _line(eqn, _OUR_FILES + _JAX_FILES)
     return ("unknown", 0) if known is None else known
 
 
 def user_line(eqn: Any) -> tuple[str, int] | None:
-    """The innermost line that asked for an equation, and is in no installed package."""
+    """The innermost line that produced an equation and is in no installed package."""
     return _line(eqn, _OUR_FILES + _INSTALLED_FILES)
 
 
 def _line(eqn: Any, skipped: tuple[str, ...]) -> tuple[str, int] | None:
-    """Without what called this package, to have a function traced."""
+    """Ignores the callers of this package, which only had a function traced."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else list(traceback.frames)
     ours = [i for i, x in enumerate(frames) if x.file_name.startswith(_OUR_FILES)]

@@ -1,4 +1,4 @@
-"""Functions of the same result, whose programs are another one."""
+"""Rewrites the program of a function without changing its result."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,16 +16,16 @@ def hoist_constants(
 ) -> tuple[Callable[..., PyTree], list[Any]]:
     """Turns the arrays that `fun` closes over into an argument.
 
-    Compiled as they are, such arrays become part of the program: a frozen model of a
-    few gigabytes would be copied into it, and compiled again for every change. Arrays
-    that functions under `jax.jit` close over are found as well. What stays in the
-    program is closed over by the rules of a custom derivative, or by a function under
-    `jax.jit` inside of a loop or a branch.
+    Without this, the compiler makes such arrays part of the program. A frozen model of
+    a few gigabytes would be copied into the program, and every change of it would need
+    a new compilation. Arrays that functions under `jax.jit` close over are found too.
+    Two kinds of arrays stay in the program: those in the rules of a custom derivative,
+    and those in a function under `jax.jit` inside of a loop or a branch.
 
     Args:
       fun: a traceable function.
-      *example_args: arguments, or `jax.ShapeDtypeStruct`s, of the only shapes and
-        dtypes that the result will accept.
+      *example_args: arguments, or `jax.ShapeDtypeStruct`s. The result accepts these
+        shapes and dtypes only.
 
     Returns:
       `hoisted(constants, *args)` and `constants`.
@@ -44,13 +44,13 @@ def rewrite(
     fun: Callable[..., PyTree],
     replace: Callable[[Any, list[Any]], list[Any] | None],
 ) -> Callable[..., PyTree]:
-    """A function some of whose equations are evaluated in another way.
+    """Makes a function in which some equations are evaluated in another way.
 
     Args:
-      fun: a traceable function that need not be differentiated any more.
-      replace: `replace(eqn, values)` gives the values of an equation's outputs, of the
-        shapes and dtypes that they had, or None to leave it as it is. It is asked about
-        the equations inside of loops and branches too.
+      fun: a traceable function. The result need not be differentiable.
+      replace: `replace(eqn, values)` returns the values of an equation's outputs, in
+        the same shapes and dtypes, or None to leave the equation as it is. It is also
+        called for the equations inside of loops and branches.
 
     Returns:
       A function of the same arguments.
@@ -64,8 +64,9 @@ def rewrite(
                 return results
             if eqn.primitive.name != "transpose":
                 return bind_bodies(eqn, values, run_body)
-            # `jax.vmap` does so for each output, though a loop stacks them once. What
-            # can be read again is alive until the end of `run`, and its id its own.
+            # `jax.vmap` transposes each output anew, though a loop stacks them once.
+            # The values in `transposed` stay alive until the end of `run`, so no id is
+            # used twice.
             key = id(values[0]), tuple(eqn.params["permutation"])
             if key not in transposed:
                 transposed[key] = bind(eqn, values)

@@ -985,7 +985,7 @@ def test_the_smallest_and_the_largest_noise_hide_a_sum(stddev):
 def test_exact_sums_that_were_divided_or_rounded_are_refused(make, change):
     privatizer = make(stddev=1.0, prng_key=KEY)
     total = {"w": GridArray(jnp.arange(4), 1.0)}
-    with pytest.raises(ValueError, match="must be int32 until they have noise"):
+    with pytest.raises(ValueError, match="must stay int32 until noise is added"):
         privatizer.update(jax.tree.map(change, total), privatizer.init(None))
 
 

@@ -421,7 +421,7 @@ def test_resolutions_out_of_range_are_refused(resolution):
     "kwargs", [{"l2_clip_norm": math.inf}, {"l2_clip_norm": 1.0, "nan_safe": False}]
 )
 def test_unbounded_contributions_are_refused(kwargs):
-    with pytest.raises(ValueError, match="exact sums need a finite clip norm"):
+    with pytest.raises(ValueError, match="sums need a finite clip norm"):
         _exact_sum(jnp.ones((1, 1)), **kwargs)
 
 

@@ -1,8 +1,9 @@
 """The book-keeping engine: per-example norms and clipped sums without the gradients.
 
-One pass forward records what goes into every site, one pass back the cotangents of what
-comes out (Bu et al., 2022); neither forms a per-example gradient, except where that is
-smaller than what it is formed from, or nothing else is known to be exact.
+One forward pass records the input of every site, and one backward pass records the
+cotangent of its output (Bu et al., 2022). The engine forms a per-example gradient in
+two cases only: the gradient is smaller than the recorded values, or no other exact way
+is known.
 """
 
 import dataclasses
@@ -38,23 +39,25 @@ from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
 from dpmp.programs import _interpreter
 
-# Where roundings are not counted, the errors of norms and sums, squared, relative to
-# squared extents: a few times what they are seen to be, and what one rounding of all
-# factors to bfloat16 can do.
+# Unproved sums do not count roundings. These are the squared errors of norms and sums,
+# relative to the squared extent. The first is a few times the largest error that was
+# measured. The second is what one rounding of all factors to bfloat16 can cause.
 _ERROR, _BFLOAT16_ERROR = 2.0**-22, 2.0**-16
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is known of a loss before it is evaluated.
+    """The analysis of a loss, made before the loss is evaluated.
 
     Attributes:
-      plan: of the loss of one example, a function of parameters and the example.
+      plan: the plan for the loss of one example, a function of parameters and the
+        example.
       params: the roots that are parameters.
-      terms: of their squared norms.
-      sites: of the plan; those whose gradients are kept are dense.
-      aux_treedef: of what the loss returns besides its value.
-      is_bounded: whether to clip by what is proved.
+      terms: the terms of the squared norms of `params`.
+      sites: the sites of the plan. A site whose gradient is kept appears as a dense
+        one.
+      aux_treedef: the tree structure of the auxiliary outputs.
+      is_bounded: whether to clip by proved upper bounds.
     """
 
     plan: Plan
@@ -65,7 +68,7 @@ class Program:
     is_bounded: bool
 
     def dummies(self) -> list[jax.Array]:
-        """Zeros, in the place of which cotangents come out."""
+        """Returns a zero array for each site, to receive the site's cotangent."""
         shapes = (site.cotangent for site in self.plan.sites)
         return [jnp.zeros(x.shape, x.dtype) for x in shapes]
 
@@ -80,11 +83,12 @@ def analyse(
     """Finds the sites of a loss, and how to compute norms from them.
 
     Args:
-      fun: `fun(params, example)` gives the loss and auxiliary outputs.
+      fun: `fun(params, example)` returns the loss and auxiliary outputs.
       params: arrays or their shapes.
-      example: the same, of one example.
-      is_bounded: whether errors of all norms have to be known. Parameters that are used
-        in arithmetic on their own are then tapped whole.
+      example: arrays or their shapes, for one example.
+      is_bounded: whether the errors of all norms must be known. If so, parameters on
+        which the loss does arithmetic before they meet data are tapped whole (see
+        `_rules`).
     """
     closed, treedef = _interpreter.trace(fun, params, example)
     avals = closed.in_avals
@@ -113,10 +117,9 @@ class Engine:
     """A `GradEngine` that differentiates a loss for the examples of a batch.
 
     Attributes:
-      fun: from one example's arguments to (loss, aux).
-      signature: of `fun`.
-      is_bounded: whether to clip by bounds that are proved; see
-        `dpmp.numerics._bounded`.
+      fun: takes the arguments of one example and returns (loss, aux).
+      signature: the signature of `fun`.
+      is_bounded: whether to clip by proved upper bounds; see `dpmp.numerics._bounded`.
       spmd_axis_name: as in `jax.vmap`.
     """
 
@@ -126,7 +129,7 @@ class Engine:
     spmd_axis_name: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> "BookKeptGrads":
-        """The gradients of the examples of a batch."""
+        """Returns the gradients of the examples of a batch."""
         params = [jax.tree.map(jnp.asarray, args[i]) for i in self.signature.of_params]
         examples = {i: args[i] for i in self.signature.of_examples}
         example = jax.tree.map(without_example_axis, examples)
@@ -150,7 +153,7 @@ class Engine:
         return BookKeptGrads(values, aux, program, tree, recorded)
 
     def largest_microbatch(self, *args: Any, **kwargs: Any) -> int:
-        """How many examples a microbatch of "bounded" sums may have; from shapes."""
+        """Returns the largest microbatch size of "bounded" sums, from shapes alone."""
         params = [args[i] for i in self.signature.of_params]
         example = {
             i: jax.tree.map(without_example_axis, args[i])
@@ -166,13 +169,15 @@ class Engine:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Program:
-        """The program of one example.
+        """Analyses the loss of one example.
 
         Args:
           params: for each position of parameters, arrays or shapes.
-          example: what differs from example to example, by position: shapes of one.
-          args: all arguments; those that are neither are constants of the loss.
-          kwargs: the same.
+          example: the shapes of the arguments that differ between examples, by
+            position.
+          args: all positional arguments. Those that are neither parameters nor examples
+            are constants of the loss.
+          kwargs: the keyword arguments, which are constants of the loss too.
         """
 
         def of_one_example(params: Sequence[Any], example: dict[int, Any]) -> Any:
@@ -186,7 +191,7 @@ class Engine:
 def _one_example(
     program: Program, params: list[Any], example: list[Any]
 ) -> tuple[Any, PyTree, Recorded]:
-    """Loss, auxiliary outputs, and what is recorded on the way forth and back."""
+    """Returns the loss, auxiliary outputs, and the recorded values and cotangents."""
 
     def tapped(dummies: list[jax.Array]) -> Any:
         outputs, records = execute(program.plan, [*params, *example], dummies)
@@ -199,16 +204,17 @@ def _one_example(
 
 
 class Group(NamedTuple):
-    """What is known of the gradients of some parameters.
+    """The measured gradients of a clipping group.
 
     Attributes:
-      squared_norm: (B,).
-      extent: (B,), squared, see `dpmp.numerics._bounded`.
-      cancelling: (B,), the part of it of which norm or sum may be what is left of much
-        larger terms.
-      roundings: in these.
-      num_products: that they are sums of.
-      num_entries: of the parameters.
+      squared_norm: the squared norms, (B,).
+      extent: the squared extents, (B,); see `dpmp.numerics._bounded`.
+      cancelling: the part of `extent` from gradients that are not in memory, (B,). The
+        norm or the sum of these gradients may be the small rest of much larger numbers
+        that cancel.
+      roundings: the counts of roundings in these numbers.
+      num_products: the number of products that the squared norm is a sum of.
+      num_entries: the number of entries of the parameters.
     """
 
     squared_norm: jax.Array
@@ -221,14 +227,14 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class BookKeptGrads:
-    """`PerExampleGrads` that are never formed.
+    """`PerExampleGrads` without the gradients themselves.
 
     Attributes:
       values: per-example losses, (B,).
-      aux: per-example auxiliary outputs, leaves (B, ...).
-      program: what was run.
+      aux: per-example auxiliary outputs, with leaves of shape (B, ...).
+      program: the program that was run.
       params: the parameters.
-      recorded: values and cotangents of all sites, with a leading example axis.
+      recorded: the values and cotangents of all sites, with a leading example axis.
     """
 
     values: jax.Array
@@ -238,11 +244,11 @@ class BookKeptGrads:
     recorded: Recorded
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
-        """See `PerExampleGrads`; what to clip by leaves room for rounding."""
+        """See `PerExampleGrads`; the bounds to clip by leave room for rounding."""
         return [self._squared_norm(x) for x in self.measure(self._groups(prefix))]
 
     def measure(self, groups: Sequence[Sequence[int]]) -> list["Group"]:
-        """Norms and extents of groups of parameters."""
+        """Measures the norms and extents of groups of parameters."""
         terms = self.program.terms
         measured = _norms.measure_all(terms, self._roots, self.recorded)
         dtype = at_least_float32(*(x.dtype for x in jax.tree.leaves(measured)))
@@ -260,7 +266,7 @@ class BookKeptGrads:
             squares = [x.squared_norm for _, x in parts]
             extents = [x.extent for _, x in parts]
             cancelling = [x.extent for term, x in parts if term.cancels]
-            # A zero for each, as there may be none, of the widest dtype of all.
+            # The lists may be empty, so each gets a zero, in the widest dtype of all.
             zero = jnp.zeros((*self.values.shape, 1), dtype)
             squares, extents, cancelling = (
                 _totals.joined([zero, *some]) for some in (squares, extents, cancelling)
@@ -268,7 +274,7 @@ class BookKeptGrads:
             depth = _totals.depth(max(squares.shape[-1], extents.shape[-1]))
             results.append(
                 Group(
-                    # Inner products that cancel may leave less than nothing.
+                    # Inner products that cancel may add up to less than zero.
                     jnp.maximum(_totals.add_up(squares), 0),
                     _totals.add_up(extents),
                     _totals.add_up(cancelling),
@@ -296,12 +302,12 @@ class BookKeptGrads:
 
     @property
     def _folding_error(self) -> float:
-        """Of the rounding of a factor, times a coefficient, to its dtype."""
+        """The relative rounding error of a factor times a coefficient."""
         return 2.0**-8 if self._rounds_factors else 2.0**-22
 
     @property
     def _rounds_factors(self) -> bool:
-        """Whether factors, times a coefficient, are rounded to bfloat16."""
+        """Whether a factor times a coefficient is rounded to bfloat16."""
         cotangents = (x.cotangent for x in self.program.sites if x.outer)
         return any(x.dtype == jnp.bfloat16 for x in cotangents)
 
@@ -313,8 +319,9 @@ class BookKeptGrads:
         arithmetic: Arithmetic,
     ) -> PyTree:
         """See `PerExampleGrads`."""
-        sums_of = cast("PartialSums", arithmetic)  # `check_method` has seen to it
-        # The same bits for all sites, whatever else reads them.
+        sums_of = cast("PartialSums", arithmetic)  # enforced by `check_method`
+        # All sites must read the same bits of the coefficients, whatever else reads
+        # them.
         clip_coefs, keep = behind_a_branch(
             lambda: (clip_coefs, keep), (clip_coefs, keep)
         )
@@ -331,7 +338,7 @@ class BookKeptGrads:
         return dict(enumerate(jax.tree.leaves(self.params)))
 
     def _groups(self, prefix: Any) -> list[list[int]]:
-        """The parameters of each clipping group."""
+        """Lists the parameters of each clipping group."""
         leaves, treedef = jax.tree.flatten(self.params)
         numbers = treedef.unflatten(range(len(leaves)))
         return [jax.tree.leaves(group) for group in prefix.flatten_up_to(numbers)]

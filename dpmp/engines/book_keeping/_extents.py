@@ -1,4 +1,4 @@
-"""How much of what "bounded" sums keep depends on the extents of gradients."""
+"""Measures how much "bounded" sums cut because of the extents of gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,13 +13,14 @@ from dpmp.numerics import _bounded
 
 
 class Extents(NamedTuple):
-    """Extents of per-example gradients, over their norms.
+    """The extents of per-example gradients, divided by their norms.
 
     Attributes:
-      ratios: (B,), 1 for gradients without any cancellation.
+      ratios: extent over norm, (B,). It is 1 for a gradient whose summands do not
+        cancel at all.
       largest: the ratio above which a gradient is scaled down more than its norm asks
-        for; it depends on the microbatch size, and on nothing private.
-      share_cut: of the examples above it.
+        for. It depends on the microbatch size, and on nothing private.
+      share_cut: the share of the examples whose ratio is above `largest`.
     """
 
     ratios: jax.Array
@@ -36,11 +37,13 @@ def measure_extents(
     keep_batch_dim: bool = True,
     prng_argnum: int | None = None,
 ) -> Extents:
-    """What `arithmetic="bounded"` would cut, on public data.
+    """Measures what `arithmetic="bounded"` would cut, on public data.
 
-    Bounds on rounding grow with the extent of a gradient, the sum of the sizes of the
-    terms that it is a sum of. Examples whose extent is many times their norm, because
-    their terms cancel, count for less.
+    The gradient of an example is a sum of outer products, one for each position. Its
+    extent is the sum of their norms. The extent is at least the norm of the gradient,
+    and much larger if the products cancel. The upper bounds on rounding errors grow
+    with the extent. So an example whose extent is many times its norm is scaled down
+    further than its norm asks for.
 
     >>> def loss(w, x):
     ...     return jnp.mean((x @ w) ** 2)
@@ -50,20 +53,21 @@ def measure_extents(
     [1.002, 1.0] 0.0
 
     Args:
-      fun: gives a scalar loss.
-      *args: of `fun`, on public or synthetic data: the result is not private.
-      microbatch_size: that "bounded" sums would have.
+      fun: returns a scalar loss.
+      *args: the arguments of `fun`, on public or synthetic data: the result is not
+        private.
+      microbatch_size: the microbatch size of the "bounded" sums.
       argnums: as in `clipped_grad`.
       batch_argnums: as in `clipped_grad`.
       keep_batch_dim: as in `clipped_grad`.
       prng_argnum: as in `clipped_grad`.
 
     Returns:
-      `Extents` of all parameters together.
+      The `Extents` of the gradient of all parameters together.
 
     Raises:
-      ValueError: for a microbatch size that is not a positive integer, and arguments
-        that `clipped_grad` would not take.
+      ValueError: for a microbatch size that is not a positive integer, and for
+        arguments that `clipped_grad` would not take.
     """
     microbatch_size = _validate.positive_integer(
         microbatch_size=microbatch_size, fix="Use 8, for example."

@@ -1,4 +1,4 @@
-"""Gradients of sites: their factors, and where nothing else will do, themselves."""
+"""Gradients of sites: their factors, and the gradients themselves where needed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ from dpmp.engines.book_keeping._sites import Factors, Site
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._stored import at_least_float32
 
-# What was recorded of one example: values by number, None for those that are read no
-# more, and a cotangent for each site.
+# The recorded values of one example by number, with None for values that nothing reads
+# any more, and a cotangent for each site.
 Recorded = tuple[list[Any], list[jax.Array]]
 
 
 class Sizes(NamedTuple):
-    """Of a sum of outer products: groups, positions, and the sides of a product."""
+    """The sizes of a sum of outer products: groups, positions, and the two sides."""
 
     groups: int
     positions: int
@@ -35,7 +35,7 @@ def sizes_of(site: Site, records: list[Any]) -> Sizes:
 
 
 def factors(site: Site, number: int, recorded: Recorded) -> Factors:
-    """Left and right of one example; vectors are of floats of 16 bits or more."""
+    """Returns left and right of one example; vectors have floats of 16 bits or more."""
     records, cotangents = recorded
     assert site.outer is not None
     chosen = [records[i] for i in site.records]
@@ -46,13 +46,13 @@ def factors(site: Site, number: int, recorded: Recorded) -> Factors:
 
 
 def _as_floats(x: jax.Array) -> jax.Array:
-    """Integers would wrap around, and products of 8-bit floats lose bits on GPUs."""
+    """Widens integers, which wrap around, and 8-bit floats, which lose bits on GPUs."""
     is_wide = _views.is_float(x.dtype) and x.dtype.itemsize >= 2
     return x if is_wide else x.astype(jnp.float32)
 
 
 def product(site: Site, number: int, recorded: Recorded) -> jax.Array:
-    """The gradient of a site of the outer form: (K, n, m)."""
+    """Forms the gradient of a site of the outer form: (K, n, m)."""
     assert site.outer is not None
     left, right = factors(site, number, recorded)
     if (num_rows := site.outer.num_rows) is None:
@@ -67,7 +67,7 @@ def product(site: Site, number: int, recorded: Recorded) -> jax.Array:
 
 
 def gradient(site: Site, number: int, recorded: Recorded) -> jax.Array:
-    """The gradient of a site's view, for one example, in float32 or wider."""
+    """Returns the gradient of a site's view, for one example, in float32 or wider."""
     if site.outer is None:
         grad = recorded[1][number]
         return grad.astype(at_least_float32(grad.dtype))
@@ -77,7 +77,7 @@ def gradient(site: Site, number: int, recorded: Recorded) -> jax.Array:
 def pull_back(
     views: Sequence[View], params: Sequence[int], roots: Any, grads: list[jax.Array]
 ) -> list[jax.Array]:
-    """From gradients of views to those of parameters, in float32 or wider."""
+    """Turns gradients of views into those of parameters, in float32 or wider."""
     primals = [
         jnp.asarray(roots[i]).astype(at_least_float32(roots[i].dtype)) for i in params
     ]

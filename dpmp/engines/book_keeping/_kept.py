@@ -1,8 +1,8 @@
-"""Gradients that are formed once, for norm and sum.
+"""Kept gradients: formed once, stored, and read for the norm and for the sum.
 
-Where the gradient of an example takes no more memory than what it is formed from, as
-those of convolutions, it is kept in the place of that: its sum over examples then costs
-next to nothing.
+A gradient is kept if it takes no more memory than the values that it is formed from,
+and saves time. The gradients of convolutions are an example. A kept gradient replaces
+these values in memory, and its sum over the examples costs next to nothing.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from dpmp.engines.book_keeping._sites import Site, dense
 
 
 def kept_term(site: Site, number: int, param: int, records: Any) -> Term:
-    """The term of a gradient of the outer form that is kept.
+    """Makes the term of a gradient of the outer form that is kept.
 
     Args:
-      site: of the plan.
-      number: of the site.
-      param: its parameter.
+      site: a site of the plan.
+      number: the number of the site.
+      param: the number of its parameter.
       records: shapes and dtypes of the recorded values.
     """
     formed = _norms.product_term(site, number, param, records)
@@ -35,7 +35,7 @@ def kept_term(site: Site, number: int, param: int, records: Any) -> Term:
 
 
 def is_better(kept: Term, other: Term, site: Site, records: Any) -> bool:
-    """Whether memory and time speak for keeping a site's gradient."""
+    """Whether both memory and time favour keeping a site's gradient."""
     arrays = [*(records[i] for i in site.records), site.cotangent]
     if _num_bytes([dense(site).cotangent]) > _num_bytes(arrays):
         return False
@@ -43,7 +43,7 @@ def is_better(kept: Term, other: Term, site: Site, records: Any) -> bool:
 
 
 def _cost_of_sum(site: Site, records: Any) -> float:
-    """Of a weighted sum of gradients that are not kept, for one example."""
+    """The cost of a weighted sum of gradients that are not kept, for one example."""
     groups, positions, left, right = _gradients.sizes_of(site, records)
     is_of_rows = _gradients.num_rows_of(site) is not None
     return groups * positions * right * (1 if is_of_rows else left)
@@ -54,18 +54,18 @@ def _num_bytes(arrays: Sequence[Any]) -> int:
 
 
 def dense_if_kept(terms: Sequence[Term], sites: Sequence[Site]) -> list[Site]:
-    """The sites of a plan, as norms and sums meet them."""
+    """Returns the sites of a plan; those with a kept gradient become dense."""
     kept = {term.sites[0] for term in terms if term.form == "kept"}
     return [dense(site) if i in kept else site for i, site in enumerate(sites)]
 
 
 def keep(terms: Sequence[Term], sites: Sequence[Site], recorded: Recorded) -> Recorded:
-    """Forms the gradients that are kept, in place of what they are formed from.
+    """Forms the gradients to keep, and drops the values that nothing reads any more.
 
     Args:
-      terms: of all sites.
-      sites: of the plan.
-      recorded: of all examples, with a leading axis.
+      terms: the terms of all sites.
+      sites: the sites of the plan.
+      recorded: the records of all examples, with a leading axis.
     """
     records, grads = recorded[0], list(recorded[1])
     for i in (term.sites[0] for term in terms if term.form == "kept"):
@@ -81,6 +81,6 @@ def keep(terms: Sequence[Term], sites: Sequence[Site], recorded: Recorded) -> Re
 
 
 def _num_at_a_time(site: Site, num_examples: int) -> int:
-    """What is seen from all places of a window is several times what is recorded."""
+    """Limits the chunk for convolutions, whose patches are larger than their input."""
     has_places = site.outer is not None and site.outer.axes is None
     return max(8, num_examples // 4) if has_places else num_examples

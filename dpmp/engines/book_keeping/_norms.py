@@ -1,15 +1,21 @@
-"""Norms of per-example gradients, from what was recorded at their sites.
+"""Norms of per-example gradients, from the records of their sites.
 
-A parameter's gradient is the sum over its sites. Where these are of different entries,
-squared norms add up; where they are of the same ones, with
+The gradient of a parameter is the sum over its sites. Its squared norm is found in one
+of three ways:
+
+1. If the sites read different entries of the parameter, their squared norms add up.
+2. If they read the same entries, inner products of positions give it (ghost norms:
+   Goodfellow, 2015; Li et al., 2021). This way is taken where it costs less than
+   forming G:
 
     <G_a, G_b> = sum over positions t, s of <left_at, left_bs> <right_at, right_bs>
 
-(ghost norms: Goodfellow, 2015; Li et al., 2021) as long as that is cheaper than to form
-G. What remains is formed, one example at a time if need be, and sent back to the
-parameters. Beside its squared norm, each has a squared extent: that of the sum of
-|left| |right| over positions, which rounding errors are relative to
-(`numerics/_bounded.py`).
+3. Otherwise the gradient is formed, one example at a time if need be. If a parameter
+   has several sites, or if the loss computes with it before it meets data, the
+   gradients of the sites are then sent back to the parameter.
+
+Each squared norm comes with a squared extent. The extent is the sum of |left| |right|
+over positions, and rounding errors are relative to it (`numerics/_bounded.py`).
 """
 
 import functools
@@ -29,21 +35,21 @@ from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._bounded import FLOOR, Roundings
 from dpmp.numerics._stored import at_least_float32
 
-# As many examples at a time as have temporary arrays of this size.
+# Examples are measured in chunks whose temporary arrays have about this many entries.
 _CHUNK_ENTRIES = 2**23
 
-# What it takes to write an entry and to read it again, in multiplications.
+# The cost of writing an entry and reading it again, in multiplications.
 COST_OF_AN_ENTRY = 16
 
 
 class Measured(NamedTuple):
-    """Of the gradient of one parameter, or of a part of its entries, in parts.
+    """The measured gradient of one parameter, or of some of its entries, in parts.
 
     Attributes:
-      squared_norm: the parts that it is the sum of, of one example, (P,), or of a
-        batch, (B, P).
-      extent: squared, as in `numerics/_bounded.py`, in the same way, of any number of
-        parts; may be too large by what is cut off.
+      squared_norm: the summands of the squared norm: (P,) for one example, (B, P) for a
+        batch.
+      extent: the summands of the squared extent (`numerics/_bounded.py`), in the same
+        layout, with a P of its own. It may be too large by the allowance for underflow.
     """
 
     squared_norm: jax.Array
@@ -52,18 +58,20 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Term:
-    """A part of the squared norms that is computed as one.
+    """A part of the squared norms that is computed at once.
 
     Attributes:
-      form: "entries" (the gradient is there), "kept" (it is formed, and kept for the
-        sum), "gram" (inner products of positions), "product" (it is formed twice) or
-        "parameters" (and sent back to them).
-      sites: their numbers.
-      params: the parameters whose squared norms it is part of.
-      measure: from the values of all roots, and what was recorded of one example, to
-        that part for each of `params`.
-      roundings: in these, and in the sum of gradients over a batch.
-      num_products: that the squared norm is a sum of.
+      form: how the squared norm is computed. "entries": the gradient was recorded
+        itself. "kept": the gradient is formed, and kept for the sum. "gram": by inner
+        products of positions. "product": the gradient is formed for the norm and not
+        stored. "parameters": the gradient is formed and sent back to the parameters.
+      sites: the numbers of the sites.
+      params: the parameters whose squared norms the term is a part of.
+      measure: a function of the values of all roots and the records of one example. It
+        returns a `Measured` for each of `params`.
+      roundings: the counts of roundings in these numbers, and in the sum of gradients
+        over a batch.
+      num_products: the number of products that the squared norm is a sum of.
       cost: multiplications for one example.
       size: float32 entries of temporary memory for one example.
     """
@@ -84,7 +92,7 @@ class Term:
 
 
 def entry_term(site: Site, number: int, param: int) -> Term:
-    """Of a site whose gradient is recorded as it is."""
+    """Makes the term of a site whose gradient is recorded itself."""
 
     def measure(roots: Any, recorded: Recorded) -> list[Measured]:
         del roots
@@ -106,7 +114,7 @@ def entry_term(site: Site, number: int, param: int) -> Term:
 
 
 def product_term(site: Site, number: int, param: int, records: Any) -> Term:
-    """Of a site of the outer form, whose gradient is formed."""
+    """Makes the term of a site of the outer form, whose gradient is formed."""
     groups, positions, left, right = _gradients.sizes_of(site, records)
     size = groups * left * right
 
@@ -132,12 +140,13 @@ def product_term(site: Site, number: int, param: int, records: Any) -> Term:
 def gram_term(
     sites: Sequence[Site], swapped: dict[int, bool], param: int, records: Any
 ) -> Term:
-    """Of sites that have the entries of one parameter in common.
+    """Makes the term of sites that have the entries of one parameter in common.
 
     Args:
-      sites: all of them.
-      swapped: those that are meant, and whether left is what is right in the first.
-      param: the parameter.
+      sites: all sites.
+      swapped: for the number of each site in the term, whether its left side is the
+        right side of the first site.
+      param: the number of the parameter.
       records: shapes and dtypes of the recorded values.
     """
 
@@ -162,7 +171,7 @@ def gram_term(
     positions = sum(x.positions for x in sizes)
     squares = groups * positions**2
     longest = max(x.positions for x in sizes)
-    # Numbers of rows are compared, which costs and rounds nothing.
+    # Row numbers are compared, which costs no multiplication and rounds nothing.
     multiplied = (
         right
         if all(_gradients.num_rows_of(sites[i]) for i in swapped)
@@ -188,9 +197,10 @@ def gram_term(
 def parameter_term(
     sites: Sequence[Site], numbers: list[int], params: Sequence[View], records: Any
 ) -> Term:
-    """Of any sites: their gradients are formed and sent back to the parameters.
+    """Makes the term of any sites: it forms their gradients and sends them back.
 
-    The extents are meant for sites of the same one parameter, that are made of entries.
+    The extents hold only if all sites belong to one parameter, and each of their views
+    consists of entries of it.
     """
     views = [sites[i].view for i in numbers]
     roots_of_params = [param.root for param in params if param.root is not None]
@@ -227,7 +237,7 @@ def parameter_term(
             per_entry = outer.positions * _cost_of_products(sites[i])
             cost += num_entries * (per_entry + COST_OF_AN_ENTRY)
         roundings = roundings.at_least(Roundings(extent=2 * extent))
-    # Any of the sites' entries may be added to that of any other.
+    # An entry of one site may be added to an entry of any other site.
     several = Roundings(product=positions + len(numbers), positions=positions)
     return Term(
         "parameters",
@@ -242,20 +252,20 @@ def parameter_term(
 
 
 def _cost_of_products(site: Site) -> float:
-    """Of forming a gradient: bfloat16 factors are transposed for it."""
+    """The cost factor of forming a gradient: bfloat16 factors are transposed for it."""
     return 2 if site.cotangent.dtype == jnp.bfloat16 else 1
 
 
 def measure_all(terms: Sequence[Term], roots: Any, recorded: Recorded) -> Any:
-    """What the terms measure of all examples.
+    """Evaluates the terms for all examples.
 
     Args:
-      terms: of all sites.
+      terms: the terms of all sites.
       roots: the values of parameters and constants.
-      recorded: of all examples, with a leading axis.
+      recorded: the records of all examples, with a leading axis.
 
     Returns:
-      For each term a list of `Measured`, (B, P), for each of its parameters.
+      For each term a list with one `Measured`, (B, P), for each of its parameters.
     """
     results = []
     for term in terms:
@@ -274,14 +284,14 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 class _Side(NamedTuple):
-    """Parts of vectors (K, T, n), or one of numbers of rows (K, T) out of n."""
+    """A side of outer products: vectors (K, T, n) in parts, or row numbers (K, T)."""
 
     parts: list[jax.Array]
     num_rows: int | None
 
 
 def _gram(a: _Side, b: _Side) -> jax.Array:
-    """Inner products of all positions: (K, T_a, T_b)."""
+    """The inner products of all pairs of positions: (K, T_a, T_b)."""
     if a.num_rows is not None and b.num_rows is not None:
         rows, others = a.parts[0], b.parts[0]
         return (rows[:, :, None] == others[:, None, :]).astype(jnp.float32)
@@ -299,25 +309,25 @@ def _gram(a: _Side, b: _Side) -> jax.Array:
 
 
 def _sizes_of_vectors(side: _Side, gram: jax.Array) -> jax.Array:
-    """Norms of vectors from their inner products: (K, T)."""
+    """The norms of vectors, from their inner products: (K, T)."""
     return _root(jnp.diagonal(gram, axis1=1, axis2=2), side)
 
 
 def _root(squares: Any, side: _Side) -> jax.Array:
-    """A little too large, for what was flushed to zero."""
+    """A root, a little too large, to cover squares that were flushed to zero."""
     if side.num_rows is not None:
         return jnp.ones(side.parts[0].shape, jnp.float32)
     num_entries = sum(part.shape[2] for part in side.parts)
     return _root_of(squares, FLOOR * num_entries)
 
 
-@jax.jit  # a program has it once for all arrays of one shape
+@jax.jit  # a program has one copy for all arrays of one shape
 def _root_of(squares: jax.Array, floor: float) -> jax.Array:
     return jnp.sqrt(jnp.maximum(squares, 0) + floor)
 
 
 def _extents(site: Site, number: int, recorded: Recorded) -> jax.Array:
-    """The sum of |left| |right| over positions: (K,)."""
+    """The extent, the sum of |left| |right| over positions: (K,)."""
     left, right = _gradients.factors(site, number, recorded)
     sides = _Side(left, _gradients.num_rows_of(site)), _Side([right], None)
     sizes = (

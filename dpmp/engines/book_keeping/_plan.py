@@ -1,13 +1,14 @@
-"""From the program of one example's loss to its sites, and back to values.
+"""Finds the sites in the program of one example's loss, and evaluates that program.
 
-`make_plan` goes through the equations once and decides, for each that has a view of
-parameters among its operands, what becomes of it. `execute` evaluates the program as it
-is, except for these. Between them they know all control flow:
+`make_plan` goes through the equations once. For each equation that has a view of
+parameters among its operands, it decides how to evaluate it. `execute` evaluates these
+equations as decided, and all others as they are. These two functions handle all control
+flow:
 
     jax.jit, constants     written out (`_interpreter.inline`)
-    scan                   again a scan, with a plan of its own for the body
-    jax.checkpoint         again a checkpoint, with a plan of its own
-    anything else          with a body is left alone, and the views that it is given
+    scan                   stays a scan, with a plan of its own for the body
+    jax.checkpoint         stays a checkpoint, with a plan of its own
+    any other body         stays as it is; the views among its operands
                            are tapped whole
 """
 
@@ -25,14 +26,14 @@ from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._stored import at_least_float32
 from dpmp.programs import _bodies, _interpreter
 
-# From the values of an equation's operands, and dummies, to the values of its outputs
-# and what is recorded.
+# A function of the values of an equation's operands, and dummies. It returns the values
+# of the outputs, and the recorded values.
 Handler = Callable[[list[Any], list[jax.Array]], tuple[list[Any], list[Any]]]
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What becomes of one equation: its sites, and how to evaluate it."""
+    """The decision for one equation: its sites, and how to evaluate it."""
 
     sites: list[Site]
     handler: Handler
@@ -41,13 +42,13 @@ class _Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, and what becomes of the equations where data meets parameters.
+    """A program, and decisions for the equations where data meets parameters.
 
     Attributes:
-      closed: closed jaxpr.
-      first: of the arguments.
-      steps: by the identity of an equation.
-      last: of the outputs, which may be views themselves.
+      closed: the closed jaxpr of the program.
+      first: the decision for the arguments.
+      steps: the decisions for equations, by the identity of the equation.
+      last: the decision for the outputs, which may be views themselves.
     """
 
     closed: Any
@@ -57,12 +58,12 @@ class Plan:
 
     @property
     def num_records(self) -> int:
-        """How many values are recorded."""
+        """The number of recorded values."""
         return sum(step.num_records for step in self.steps.values())
 
     @property
     def sites(self) -> list[Site]:
-        """In the order of the program; records are numbered in this order too."""
+        """The sites in the order of the program, in which records are numbered too."""
         sites, first_record = [], 0
         for step in (self.first, *self.steps.values(), self.last):
             sites += [_sites.in_call(x, x.view, first_record) for x in step.sites]
@@ -80,10 +81,10 @@ def make_plan(
     """Finds the sites of a program without calls under `jax.jit`.
 
     Args:
-      closed: closed jaxpr.
+      closed: the closed jaxpr of the program.
       args: for each argument the view that it is, or None for data.
-      tapped: the arguments that are to be tapped whole, before anything else.
-      unread: the outputs whose cotangents are of no interest.
+      tapped: the arguments to tap whole, before anything else reads them.
+      unread: the outputs whose cotangents nobody reads.
 
     Returns:
       The plan.
@@ -110,13 +111,13 @@ def make_plan(
 def execute(
     plan: Plan, args: Sequence[Any], dummies: Sequence[jax.Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Evaluates a program.
+    """Evaluates a program as planned.
 
     Args:
-      plan: of the program.
-      args: values.
-      dummies: for each site a float array of shape and dtype of its cotangent, which
-        will come out as the cotangent of it.
+      plan: the plan of the program.
+      args: the values of the arguments.
+      dummies: for each site a float array with the shape and dtype of its cotangent.
+        The cotangent of this array comes out as the cotangent of the site.
 
     Returns:
       The outputs, and the recorded values.
@@ -138,7 +139,7 @@ def execute(
 
 
 class _Data:
-    """Anything that depends on an example."""
+    """Stands for any value that depends on an example."""
 
 
 _DATA = _Data()
@@ -151,7 +152,7 @@ def _as_view(x: Any) -> View | None:
 
 
 def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
-    """What an equation on data and views gives, and what becomes of it."""
+    """Returns the outputs of an equation on data and views, and the decision for it."""
     outputs: list[Any] = [_DATA] * len(eqn.outvars)
     has_gradient = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
     if not has_gradient or not any(map(_is_tappable, views)):
@@ -170,15 +171,15 @@ def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
 
 
 def _is_tappable(view: View | None) -> bool:
-    """Whether there is a gradient of a view."""
+    """Whether a value is a view that has a gradient."""
     return view is not None and bool(view.leaves) and _views.is_float(view.aval.dtype)
 
 
 def _has_to_be_tapped(eqn: Any, views: Sequence[View]) -> bool:
-    """Whether gradients cannot go back through an equation on views for a whole batch.
+    """Whether gradients of a whole batch cannot be sent back through an equation.
 
-    It may leave the real numbers, or be one whose gradient of a sum is not the sum of
-    gradients.
+    This is so if the result may be complex, or if the gradient of a sum is not the sum
+    of the gradients.
     """
     becomes_complex = any(_is_complex(v.aval) for v in eqn.outvars)
     is_exact = not becomes_complex and _views.goes_back_exactly(eqn)
@@ -224,7 +225,7 @@ def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
 def _whole_step(
     views: Sequence[View | None], fn: Callable[[list[Any]], list[Any]]
 ) -> _Step:
-    """Taps each view with a gradient, then goes on with `fn`."""
+    """Taps each view that has a gradient, then goes on with `fn`."""
     which = {
         i: view
         for i, view in enumerate(views)
@@ -253,7 +254,7 @@ def _whole_step(
 def _call_step(
     body: Any, wrap: Callable[..., Any], views: list[View | None]
 ) -> tuple[list[Any], _Step]:
-    """A body that is evaluated once, under a wrapper that has to stay."""
+    """Plans a body that is evaluated once, under a wrapper that has to stay."""
     inner = make_plan(body, _inner_roots(views, [v.aval for v in body.jaxpr.invars]))
     outer = {i: view for i, view in enumerate(views) if view is not None}
     sites = [
@@ -275,10 +276,11 @@ def _inner_roots(views: Sequence[View | None], avals: Sequence[Any]) -> list[Any
 
 
 def _loop_step(loop: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
-    """A scan, of the same length and direction, that takes dummies and gives records.
+    """Plans a scan of the same length and direction, with dummies in and records out.
 
-    What it carries on unchanged counts as closed over; views among the rest of what it
-    carries are tapped whole, as it replaces them by data.
+    A carried value that the body returns unchanged counts as a constant of the body.
+    Views among the other carried values are tapped whole, since the loop replaces them
+    by data.
     """
     body, size = loop.body, loop.options["length"]
     carry = range(loop.num_consts, loop.num_consts + loop.num_carry)

@@ -1,13 +1,13 @@
-"""Products of arrays, as processors and compilers like them.
+"""Products of arrays, in the forms that processors and compilers handle well.
 
-XLA's CPU compiler widens both operands of a product with a bfloat16 result, and uses
+For a product with a bfloat16 result, XLA's CPU compiler widens both operands. It uses
 the matrix units of the processor only if the result is float32. Accelerators sum in
-float32 in any case. So nothing is lost by asking for float32 and rounding once; on a
-processor with such units it is several times faster.
+float32 in any case. So nothing is lost by asking for a float32 result and rounding it
+once. On a processor with matrix units this is several times faster.
 
-An example is a batch of one, and where its axis is a batch axis of a product, the same
-compiler writes transpositions as concatenations of slices, which take seconds to
-compile. So such axes are left out.
+Book-keeping treats an example as a batch of one. If the axis of that batch is a batch
+axis of a product, the same compiler writes transpositions as concatenations of slices,
+which take seconds to compile. So products are taken without such axes.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from dpmp.programs import _interpreter, _transformations
 
 
 def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, with products as above.
+    """Returns `fun` with its products in these forms.
 
-    bfloat16 ones are computed in float32 and rounded on CPUs only; batch axes of one
-    are left out everywhere.
+    On CPUs only, bfloat16 products are computed in float32 and rounded. Batch axes of
+    size one are left out on all devices.
     """
     return _transformations.rewrite(fun, _replace)
 
@@ -57,7 +57,7 @@ def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
 def _without_batches_of_one(
     operands: list[Any], contracting: Any, batch: Any
 ) -> tuple[list[Any], Any]:
-    """Operands without batch axes of size one, and what to contract of them."""
+    """Removes batch axes of size one, and renumbers the axes to contract."""
     pairs = [(i, j) for i, j in zip(*batch, strict=True) if operands[0].shape[i] != 1]
     if len(pairs) == len(batch[0]):
         return operands, (contracting, batch)
@@ -80,10 +80,10 @@ def _without_batches_of_one(
 def contract(
     a: jax.Array, b: jax.Array, contracting: Any, batch: Any = ((), ())
 ) -> jax.Array:
-    """A dot product with results in float32 or wider, of operands as they are."""
+    """Takes a dot product in float32 or wider, without widening the operands."""
     if a.dtype == jnp.bfloat16 and batch[0]:
-        # As XLA's CPU compiler has no code for any other order in such products
-        # ("Unsupported element type for DotThunk"), what is contracted comes last.
+        # XLA's CPU compiler has code for such products only if the contracted axes come
+        # last ("Unsupported element type for DotThunk").
         kept = [i for i in range(a.ndim) if i not in (*batch[0], *contracting[0])]
         order = (*batch[0], *kept, *contracting[0])
         a, b = apart(a.transpose(order)), apart(b)
@@ -99,5 +99,5 @@ def contract(
 
 
 def apart(x: jax.Array) -> jax.Array:
-    """Keeps XLA from making a transposition of an array a part of a product."""
+    """Stops XLA from merging the transposition of an array into a product."""
     return jax.lax.optimization_barrier(x)

@@ -1,9 +1,13 @@
-"""The rules: for an equation on data and views, the sites that it makes.
+"""The rules: which sites an equation on data and views makes.
 
-Equations that multiply data by a view have a gradient of the outer form, and a rule of
-their own here. All others have a tap, which is exact for any of them: `tap_dense`
-takes the gradient of the one equation, in float32; `tap` takes that of the view itself,
-in its own dtype, through whatever comes after it.
+An equation that multiplies data by a view has a gradient of the outer form (`_sites`),
+and a rule of its own here. Every other equation gets a tap, which is exact. A tap
+returns its argument unchanged, and gives out the cotangent that comes back to it. There
+are two taps:
+
+- `tap_dense` takes the gradient of one equation without a body, in float32.
+- `tap` takes the gradient of the view itself, in the dtype of the view, through all
+  equations that follow. A view with this tap is "tapped whole".
 """
 
 import itertools
@@ -22,13 +26,14 @@ from dpmp.programs import _float8_product, _interpreter
 
 
 class OuterRule(NamedTuple):
-    """What a rule finds out about an equation whose gradient is a sum of products.
+    """The result of a rule, for an equation whose gradient is a sum of outer products.
 
     Attributes:
       name: for people.
       operand: the position of the operand that is the view.
-      record: the position of the operand to be recorded.
-      outer: the form of the gradient, from that record and the output's cotangent.
+      record: the position of the operand to record.
+      outer: the form of the gradient, as a function of that record and the output's
+        cotangent.
     """
 
     name: str
@@ -38,7 +43,7 @@ class OuterRule(NamedTuple):
 
 
 def outer_rule(eqn: Any, operands: Sequence[View | None]) -> OuterRule | None:
-    """The rule for an equation, if it has one and exactly one view in it.
+    """Finds the rule of an equation, if it has one and exactly one operand is a view.
 
     Args:
       eqn: the equation.
@@ -54,13 +59,17 @@ def _dot_general(eqn: Any, operand: int) -> OuterRule:
 
 
 def _dot_of_float8(eqn: Any, operand: int) -> OuterRule:
-    """The same, as the operands are rounded already."""
+    """Treats a float8 product as a dot product: its operands are already rounded."""
     ndim = eqn.invars[operand].aval.ndim
     return _dot(eqn, operand, _float8_product.dimension_numbers(ndim))
 
 
 def _dot(eqn: Any, operand: int, dimension_numbers: Any) -> OuterRule:
-    """Contracted axes are n, free ones m, batch axes K; T is what the data has left."""
+    """The rule of a dot product.
+
+    In the outer form, n stands for the contracted axes, m for the free axes of the
+    view, T for the free axes of the data, and K for the batch axes.
+    """
     contracting, batch = dimension_numbers
     data = 1 - operand
     shapes = [atom.aval.shape for atom in eqn.invars]
@@ -73,7 +82,7 @@ def _dot(eqn: Any, operand: int, dimension_numbers: Any) -> OuterRule:
     num_left = math.prod(shapes[data][i] for i in contracting[data])
     num_right = math.prod(shapes[operand][i] for i in free[operand])
     num_batch = len(batch[data])
-    # The output has the batch axes, the free ones of the left operand, and the right's.
+    # Axes of the output: batch, free ones of the left operand, free ones of the right.
     num_free = [len(free[0]), len(free[1])]
     starts = [num_batch, num_batch + num_free[0]]
     free_out = [
@@ -106,7 +115,7 @@ def _from_axes(
 
 
 def _gather(eqn: Any, operand: int) -> OuterRule | None:
-    """Rows by number, as of an embedding."""
+    """The rule of an embedding, which takes rows by their numbers."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     shape = eqn.invars[0].aval.shape
     rows = numbers.start_index_map
@@ -129,7 +138,7 @@ def _gather(eqn: Any, operand: int) -> OuterRule | None:
 
     def factors(records: list[jax.Array], cotangent: jax.Array) -> Any:
         ids = records[0].reshape(1, -1)
-        if ids.dtype.itemsize < 4:  # with no room for the number of rows
+        if ids.dtype.itemsize < 4:  # the number of rows may not fit
             ids = ids.astype(jnp.int32)
         last = tuple(range(cotangent.ndim - len(offset_dims), cotangent.ndim))
         right = jnp.moveaxis(cotangent, offset_dims, last)
@@ -145,7 +154,7 @@ def _gather(eqn: Any, operand: int) -> OuterRule | None:
 
 
 def _convolution(eqn: Any, operand: int) -> OuterRule | None:
-    """For each place in the window a dot product of channels, group by group."""
+    """The rule of a convolution: a product of channels for each place in the window."""
     params = eqn.params
     if operand != 1 or params["batch_group_count"] != 1:
         return None
@@ -154,7 +163,7 @@ def _convolution(eqn: Any, operand: int) -> OuterRule | None:
     num_out, num_in, *window = shape
 
     def in_groups(x: jax.Array, num_channels: int) -> jax.Array:
-        """From (batch, channels, *space)."""
+        """(batch, channels, *space) to (groups, positions, channels)."""
         x = x.reshape(x.shape[0], groups, num_channels, -1).transpose(1, 0, 3, 2)
         return jax.lax.collapse(x, 1, 3)
 
@@ -165,7 +174,7 @@ def _convolution(eqn: Any, operand: int) -> OuterRule | None:
         return [in_groups(x, num_in) for x in seen], right
 
     def to_view(grad: jax.Array) -> jax.Array:
-        # Groups, places, channels of the input, and of the output.
+        # Axes: groups, places in the window, input channels, output channels.
         grad = grad.reshape(groups, *window, num_in, -1)
         last = grad.ndim - 1
         grad = grad.transpose(0, last, last - 1, *range(1, last - 1)).reshape(shape)
@@ -177,7 +186,7 @@ def _convolution(eqn: Any, operand: int) -> OuterRule | None:
 def _seen_from_each_place(
     x: jax.Array, window: Sequence[int], params: dict[str, Any]
 ) -> list[jax.Array]:
-    """What the outputs of a convolution see: (batch, channels, *outputs) each."""
+    """The input at each place in the window: (batch, channels, *outputs) each."""
     padding = [(0, 0, 0)] * 2 + [
         (low, high, dilation - 1)
         for (low, high), dilation in zip(
@@ -213,7 +222,7 @@ _OUTER_RULES = {
 
 @jax.custom_vjp
 def tap(value: jax.Array, dummy: jax.Array) -> jax.Array:
-    """`value`, whose cotangent comes out as that of `dummy`, which is not read."""
+    """Returns `value`; its cotangent comes out as that of `dummy`."""
     del dummy
     return value
 
@@ -225,10 +234,10 @@ class Operand(NamedTuple):
     """An operand that is a view.
 
     Attributes:
-      position: among the operands.
-      shape: of the view that is meant.
-      broadcast: shape and dimensions, if it is repeated to be the operand. Its gradient
-        is then a sum, taken in float32.
+      position: the position among the operands.
+      shape: the shape of the view to tap.
+      broadcast: the shape and dimensions of a broadcast that turns the view into the
+        operand, or None. The gradient of the view is then a sum, taken in float32.
     """
 
     position: int
@@ -236,7 +245,7 @@ class Operand(NamedTuple):
     broadcast: tuple[tuple[int, ...], tuple[int, ...]] | None
 
     def shrink(self, value: jax.Array) -> jax.Array:
-        """From the operand to the view."""
+        """Turns the value of the operand into that of the view."""
         if self.broadcast is None:
             return value
         sizes = dict(zip(self.broadcast[1], self.shape, strict=True))
@@ -245,7 +254,7 @@ class Operand(NamedTuple):
         ]
 
     def expand(self, view: jax.Array) -> jax.Array:
-        """From the view to the operand."""
+        """Turns the value of the view into that of the operand."""
         if self.broadcast is None:
             return view
         return jax.lax.broadcast_in_dim(view, *self.broadcast)
@@ -257,13 +266,13 @@ def tap_dense(
     values: Sequence[Any],
     dummies: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """An equation; gradients of its views come out as the cotangents of dummies.
+    """Evaluates an equation; gradients of its views become the cotangents of dummies.
 
     Args:
       eqn: an equation without a body.
       operands: which of the operands are views.
-      values: the operands.
-      dummies: of the shapes of the views, float32 or wider; they are not read.
+      values: the values of the operands.
+      dummies: arrays with the shapes of the views, float32 or wider. They are not read.
 
     Returns:
       The outputs.
@@ -289,7 +298,8 @@ def tap_dense(
             operand.shrink(values[operand.position]).astype(dummy.dtype)
             for operand, dummy in zip(operands, dummies, strict=True)
         ]
-        # With respect to all operands: some rules of jax know no other case.
+        # Differentiate with respect to all operands: some rules of jax allow nothing
+        # else.
         wide, vjp_views = jax.vjp(
             lambda views, values: _views.bind_widened(eqn, substituted(values, views)),
             views,

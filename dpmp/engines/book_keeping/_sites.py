@@ -1,13 +1,14 @@
-"""Sites: where a program's data meets its parameters.
+"""Sites: the places in a program where data meets a view of its parameters.
 
-At a site, the gradient of a view has a form that is known before it is computed:
+The gradient of that view, for one example, has one of two forms. The form is known
+before the gradient is computed:
 
     outer   G[k] = sum over positions t of  left[k, t] (x) right[k, t]
     dense   G itself
 
-for each example. In the first, `left` comes from the values that went in, `right` from
-the cotangent of what came out (Goodfellow, 2015), and nothing of the size of G need be
-formed to know its norm, or the sum of many of them.
+In the outer form, `left` comes from the values that enter the site, and `right` from
+the cotangent of its output (Goodfellow, 2015). The norm of G, and the sum of many G,
+can be computed without an array of the size of G.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._stored import at_least_float32
 
-# The parts of left, and right.
+# The parts of left, and then right.
 Factors = tuple[list[jax.Array], jax.Array]
 
 
@@ -30,14 +31,14 @@ class Outer:
     """A gradient that is a sum of outer products, in K independent groups.
 
     Attributes:
-      factors: from the recorded values and the cotangent of one example to left, in
-        one part or in several, (K, T, n_1), (K, T, n_2), ... that make up n, and to
-        right, (K, T, m).
-      to_view: from (K, n, m) to the shape of the view, without arithmetic.
-      axes: which axes of the view make up K, n and m, in this order; None if they are
-        not made up of whole axes.
-      num_rows: if `left` holds the numbers of rows, (K, T), in place of vectors (K, T,
-        n) that are 1 there and 0 elsewhere: n.
+      factors: a function of the recorded values and the cotangent of one example. It
+        returns left and right. Left has one part or several, (K, T, n_1), (K, T, n_2),
+        ..., which make up n. Right has the shape (K, T, m).
+      to_view: maps (K, n, m) to the shape of the view, without arithmetic.
+      axes: the axes of the view that make up K, n and m, in this order. None if K, n
+        and m are not made up of whole axes.
+      num_rows: n, if `left` holds row numbers, (K, T). A row number stands for a vector
+        of length n that is 1 at this row and 0 elsewhere. None otherwise.
     """
 
     factors: Callable[[list[jax.Array], jax.Array], Factors]
@@ -48,15 +49,15 @@ class Outer:
 
 @dataclass(frozen=True)
 class Site:
-    """One meeting of data and a view.
+    """One place where data meets a view.
 
     Attributes:
-      rule: how its gradient is known, for people.
-      view: what the gradient is of.
-      records: the values to be recorded on the way forward, by number.
-      cotangent: shape and dtype of what comes out of the way back: the cotangent of
-        the output, or for dense sites the gradient.
-      outer: the form of the gradient; None if it is dense.
+      rule: the name of the rule that gives the gradient, for people.
+      view: the view whose gradient is taken.
+      records: the numbers of the values to record in the forward pass.
+      cotangent: the shape and dtype of the result of the backward pass. This is the
+        cotangent of the output, or for dense sites the gradient.
+      outer: the outer form of the gradient, or None if it is dense.
     """
 
     rule: str
@@ -67,7 +68,7 @@ class Site:
 
 
 def dense(site: Site) -> Site:
-    """The same site, as one whose gradient is there."""
+    """Returns the same site in dense form, for a gradient that is formed."""
     aval = site.view.aval
     dtype = at_least_float32(aval.dtype, site.cotangent.dtype)
     cotangent = jax.ShapeDtypeStruct(aval.shape, dtype)
@@ -75,7 +76,7 @@ def dense(site: Site) -> Site:
 
 
 def in_call(site: Site, view: View, first_record: int) -> Site:
-    """A site inside of a call, as one of what is around it."""
+    """Turns a site in the body of a call into a site of the surrounding program."""
     records = tuple(first_record + i for i in site.records)
     return dataclasses.replace(site, view=view, records=records)
 
@@ -83,15 +84,15 @@ def in_call(site: Site, view: View, first_record: int) -> Site:
 def in_loop(
     site: Site, view: View, first_record: int, size: int, *, is_mapped: bool
 ) -> Site:
-    """A site inside of a loop, as one of all iterations.
+    """Turns a site in the body of a loop into a site for all iterations.
 
     Args:
-      site: of one iteration.
-      view: of all of them.
+      site: the site of one iteration.
+      view: the view for all iterations.
       first_record: the number of the first recorded value of the loop.
       size: the number of iterations.
-      is_mapped: whether the iterations have views of their own, or share one, whose
-        gradient is then the sum over them.
+      is_mapped: whether each iteration has a view of its own. If they share one view,
+        its gradient is the sum over the iterations.
     """
     cotangent, outer = site.cotangent, site.outer
     if outer is not None or is_mapped:
@@ -104,7 +105,7 @@ def in_loop(
 
 
 def _of_groups(outer: Outer, size: int) -> Outer:
-    """One group more for each iteration."""
+    """Adds one group for each iteration."""
 
     def factors(*args: Any) -> Factors:
         both = jax.vmap(outer.factors)(*args)
@@ -121,7 +122,7 @@ def _of_groups(outer: Outer, size: int) -> Outer:
 
 
 def _of_positions(outer: Outer) -> Outer:
-    """More positions for each iteration."""
+    """Adds positions for each iteration."""
 
     def factors(*args: Any) -> Factors:
         both = jax.vmap(outer.factors)(*args)

@@ -1,4 +1,4 @@
-"""What book-keeping will do with a loss: which rules apply, and what norms cost."""
+"""Shows how book-keeping will treat a loss: its rules, and the costs of norms."""
 
 import collections
 import math
@@ -17,39 +17,43 @@ from dpmp.engines.book_keeping._norms import Term
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._arithmetic import parse
 
-# A gradient that is formed has to be written and read, which is not in the cost of its
-# norm. In multiplications, for each entry.
+# The cost of writing and reading an entry of a gradient that is formed, in
+# multiplications. The cost of the norm does not include it.
 _COST_OF_FORMING = 16
 
-# Gradients of fewer entries are formed without harm.
+# Gradients of fewer entries may be formed without a warning.
 _LARGE = 2**14
 
 _ADVICE = {
-    "parameters": "Let data meet parameters themselves, not what is computed from "
-    "them, and keep penalties on parameters out of the loss: an optimizer adds them "
-    "without looking at data.",
-    "whole": "Take products with them out of branches, while loops and custom "
-    "derivatives, or write these with jax.lax.scan; round them straight through with "
-    "jax.lax.stop_gradient.",
+    "parameters": "Use the parameters themselves where they meet data, not values that "
+    "are computed from them. Keep penalties on parameters out of the loss: an "
+    "optimizer can add them without looking at data.",
+    "whole": "Move products with these parameters out of branches, while loops and "
+    "custom derivatives, or write the loops with jax.lax.scan. For straight-through "
+    "rounding, use jax.lax.stop_gradient.",
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """What book-keeping does with one parameter.
+    """How book-keeping treats one parameter.
+
+    A site is a place in the loss where data meets the parameter. The squared norm of
+    the parameter's gradient is a sum of terms.
 
     Attributes:
-      path: in the tree of parameters, as `jax.tree_util.keystr` writes it.
-      shape: of the parameter.
-      num_entries: of the parameter.
-      rules: of its sites, that is of the places where data meets it, in the order of
-        the program; none for a parameter without influence on the loss.
-      forms: of the parts of its squared norm: "entries" (the gradient is there), "kept"
-        (it is formed, and kept for the sum), "gram" (inner products of positions),
-        "product" (it is formed, for a few examples at a time) or "parameters" (formed
-        and sent back to the parameters).
-      cost: of the norm, in multiplications for one example.
-      share: of the cost of all norms.
+      path: the path in the tree of parameters, as `jax.tree_util.keystr` writes it.
+      shape: the shape of the parameter.
+      num_entries: the number of its entries.
+      rules: the rules of its sites, in the order of the program. The tuple is empty for
+        a parameter without influence on the loss.
+      forms: how each term of the squared norm is computed. "entries": the gradient is
+        recorded itself. "kept": the gradient is formed once, and kept for the sum.
+        "gram": by inner products of positions. "product": the gradient is formed, for a
+        few examples at a time. "parameters": the gradient is formed and sent back to
+        the parameters.
+      cost: the cost of the norm, in multiplications for one example.
+      share: the share of this cost in the cost of all norms.
     """
 
     path: str
@@ -63,22 +67,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """What book-keeping does with each parameter; as a string, a table of that.
+    """How book-keeping treats each parameter; as a string, a table.
 
     Attributes:
-      rows: one for each parameter.
+      rows: one row for each parameter.
     """
 
     rows: tuple[Row, ...]
 
     @property
     def num_entries(self) -> int:
-        """Of all parameters."""
+        """The number of entries of all parameters."""
         return sum(row.num_entries for row in self.rows)
 
     @property
     def cost(self) -> float:
-        """Of all norms, in multiplications for one example."""
+        """The cost of all norms, in multiplications for one example."""
         return sum(row.cost for row in self.rows)
 
     def __str__(self) -> str:
@@ -107,7 +111,7 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Numbers to the right, the rest to the left."""
+    """Aligns numbers to the right, and all other cells to the left."""
     aligned = (
         f"{cell:{'>' if i in (2, 5, 6) else '<'}{width}}"
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
@@ -126,10 +130,11 @@ def summarize(
     arithmetic: str | None = None,
     **kwargs: Any,
 ) -> Summary:
-    """Tells what `clipped_grad(fun, method="book_keeping")` does with each parameter.
+    """Tells how `clipped_grad(fun, method="book_keeping")` treats each parameter.
 
-    Nothing is computed: the loss is traced for one example, and the ways to find the
-    norm of each parameter's gradient are compared by what they cost.
+    Nothing is computed. The loss is traced for one example, and the cheapest way to
+    find the norm of each parameter's gradient is chosen. The columns of the table are
+    explained at `Row`.
 
     >>> def loss(params, batch):
     ...     hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
@@ -148,29 +153,31 @@ def summarize(
     total                16,576                  356,416
 
     Args:
-      fun: as for `clipped_grad`.
-      *args: of `fun`, as for `clipped_grad`; a `jax.ShapeDtypeStruct` may take the
-        place of any array.
+      fun: the loss, as for `clipped_grad`.
+      *args: the arguments of `fun`, as for `clipped_grad`. A `jax.ShapeDtypeStruct` may
+        take the place of any array.
       argnums: as in `clipped_grad`.
       batch_argnums: as in `clipped_grad`.
       keep_batch_dim: as in `clipped_grad`.
       has_aux: as in `clipped_grad`.
       prng_argnum: as in `clipped_grad`.
-      arithmetic: as in `clipped_grad`. With "bounded" sums (None), parameters that are
-        used in arithmetic on their own are tapped whole.
-      **kwargs: reach `fun` unchanged.
+      arithmetic: as in `clipped_grad`. "bounded" sums (also for None) need one more
+        rule: if the loss does arithmetic on a parameter before that meets data, the
+        gradient is taken with respect to the whole parameter. The table then shows
+        the rule "whole".
+      **kwargs: keyword arguments that `fun` receives unchanged.
 
     Returns:
-      The summary. The cost of a norm that several parameters share is divided among
+      The summary. If several parameters share the cost of a norm, it is divided among
       them in proportion to their entries.
 
     Raises:
       ValueError: before `fun` is traced, for invalid arguments and for arrays that do
-        not fit them; for a loss that is not a float scalar.
+        not fit them. Also for a loss that is not a float scalar.
 
     Warns:
-      UserWarning: if more than half of the cost is due to gradients of parameters that
-        have to be formed for want of a better rule.
+      UserWarning: if more than half of the cost is due to parameters whose gradients
+        must be formed for lack of a better rule.
     """
     sums = parse(arithmetic, method="book_keeping")
     signature = Signature.parse(
@@ -206,11 +213,11 @@ def _paths(tree: PyTree) -> list[str]:
 
 
 def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What `fun` returns when it is given arrays without values.
+    """Calls `fun` with arrays that have no values, and returns its result.
 
-    Arguments that are neither parameters nor batched have to be constants of the loss,
-    as they are for the engine, so that they need to be something that can be closed
-    over; shapes alone cannot.
+    Some arguments are neither parameters nor batched. The loss closes over them, as in
+    the engine. It could not close over a shape, so each shape becomes a traced array
+    here.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
@@ -229,7 +236,7 @@ def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _cost(term: Term, program: Program) -> float:
-    """Multiplications for one example, with those of forming what has no rule."""
+    """Multiplications for one example, including those for gradients without a rule."""
     rules = [program.plan.sites[i].rule for i in term.sites]
     is_formed = term.form == "entries" and "whole" in rules
     return term.cost * (1 + _COST_OF_FORMING if is_formed else 1)
@@ -267,7 +274,7 @@ def _share_of(param: View, term: Term, program: Program) -> float:
 def _complaint(
     program: Program, costs: Sequence[float], paths: Sequence[str]
 ) -> str | None:
-    """What to say of fallbacks that take more than half of the cost."""
+    """The warning about fallbacks that take more than half of the cost, or None."""
     kinds = [_kind_of_fallback(term, program) for term in program.terms]
     fallbacks = [(t, k) for t, k in zip(program.terms, kinds, strict=True) if k]
     cost = sum(cost for cost, kind in zip(costs, kinds, strict=True) if kind)
@@ -277,18 +284,19 @@ def _complaint(
     roots = dict.fromkeys(i for term, _ in fallbacks for i in term.params)
     names = ", ".join(path_of[i] or "(itself)" for i in roots)
     reasons = [kind for _, kind in fallbacks]
-    # With "bounded" sums, what is used in arithmetic is tapped whole as well.
+    # With "bounded" sums, parameters are tapped whole because of arithmetic too.
     reasons += ["parameters"] if program.is_bounded else []
     advice = " ".join(_ADVICE[reason] for reason in dict.fromkeys(reasons))
     return (
-        f"For lack of a better rule, per-example gradients of {names} are formed, "
-        f"which takes {cost / sum(costs):.0%} of the cost of all norms. {advice} If "
-        f'that is no option, compare the time to that of method="per_example".'
+        f"Per-example gradients of {names} are formed for lack of a better rule. This "
+        f"takes {cost / sum(costs):.0%} of the cost of all norms. {advice} If you "
+        f"cannot change the loss, compare the running time with that of "
+        f'method="per_example".'
     )
 
 
 def _kind_of_fallback(term: Term, program: Program) -> str | None:
-    """The key to the advice, for what forms large gradients for lack of a rule."""
+    """The key of the advice for a term that is a fallback, or None."""
     tangled = _terms.tangled_params(program.plan.sites, program.params)
     if term.form == "parameters" and not set(tangled).isdisjoint(term.params):
         return "parameters"

@@ -1,9 +1,10 @@
-"""Sums of weighted per-example gradients, from what was recorded at their sites.
+"""Sums of weighted per-example gradients, from the records of their sites.
 
     sum over i of  c_i G_i  =  sum over i, t of  left_it (x) (c_i right_it)
 
-is one contraction over examples and positions, with a float32 result. For bfloat16
-operands, c_i right_it is rounded to bfloat16 again.
+The right side is one contraction over examples and positions, with a float32 result. If
+both operands are bfloat16, the product of c_i and a factor is rounded to bfloat16
+again.
 """
 
 from collections.abc import Sequence
@@ -26,15 +27,16 @@ def weighted_sum(
     coefs: jax.Array,
     keep: jax.Array,
 ) -> dict[int, jax.Array]:
-    """The sum of coefficient times gradient, for some parameters.
+    """Sums coefficient times gradient over the examples, for some parameters.
 
     Args:
-      sites: of the program of one example.
+      sites: the sites of the program of one example.
       params: the parameters, as numbers of roots.
       roots: the values of parameters and constants.
-      recorded: of all examples, with a leading axis.
+      recorded: the records of all examples, with a leading axis.
       coefs: (B,), float32.
-      keep: (B,) bool; the others are selected away, whatever was recorded of them.
+      keep: (B,) bool. An example whose entry is False contributes zero, by selection,
+        whatever its records hold.
 
     Returns:
       The sums, float32 or wider; zeros for a parameter without a site.
@@ -49,7 +51,7 @@ def weighted_sum(
 def _of_site(
     site: Site, number: int, recorded: Recorded, coefs: jax.Array, keep: jax.Array
 ) -> jax.Array:
-    """The sum of a site's gradients, of the shape of its view."""
+    """Sums the gradients of a site over the examples, in the shape of its view."""
     if site.outer is None:
         return _of_entries(recorded[1][number], coefs, keep)
 
@@ -66,7 +68,7 @@ def _of_site(
         first = _select(keep, _scale(first, coefs)).astype(dtype)
         return _contract(first, _select(keep, second))
 
-    # The smaller one is weighted, as it is written anew for the product anyway.
+    # The smaller factor is weighted, since the weighted one has to be written again.
     if len(left) == 1 and left[0].size <= right.size:
         total = _products.apart(product(left[0], right))
     else:
@@ -76,7 +78,7 @@ def _of_site(
     return site.outer.to_view(total)
 
 
-@jax.jit  # a program has it once for all arrays of one shape
+@jax.jit  # a program has one copy for all arrays of one shape
 def _scale(x: jax.Array, coefs: jax.Array) -> jax.Array:
     x = x.astype(at_least_float32(x.dtype))
     return coefs.astype(x.dtype).reshape(-1, *[1] * (x.ndim - 1)) * x
@@ -93,31 +95,31 @@ def _of_entries(grads: jax.Array, coefs: jax.Array, keep: jax.Array) -> jax.Arra
 
 @jax.jit
 def _select(keep: jax.Array, x: jax.Array) -> jax.Array:
-    """Zero times infinity would be NaN."""
+    """Selects zero where `keep` is False; a product with zero could be NaN."""
     return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
 
 def _weighted_dtype(first: jax.Array, second: jax.Array) -> Any:
-    """bfloat16 has room for any coefficient; float16 has not."""
+    """The dtype of a weighted factor; float16 cannot hold every coefficient."""
     if first.dtype == second.dtype == jnp.bfloat16:
         return first.dtype
     return at_least_float32(first.dtype, second.dtype)
 
 
 def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
-    """(B, K, T, n) and (B, K, T, m) to (K, n, m)."""
+    """Contracts (B, K, T, n) with (B, K, T, m) to (K, n, m)."""
     if left.dtype != right.dtype:
         dtype = at_least_float32(left.dtype, right.dtype)
         left, right = left.astype(dtype), right.astype(dtype)
     if left.shape[1] == 1:
-        # Not reshaped to two axes: XLA would then fold a transposition into the
-        # product, and its CPU compiler would widen both bfloat16 operands for it.
+        # Two axes after a reshape would be slower: XLA would fold a transposition into
+        # the product, and its CPU compiler would widen both bfloat16 operands for it.
         return _products.contract(left[:, 0], right[:, 0], ((0, 1), (0, 1)))[None]
     return _products.contract(left, right, ((0, 2), (0, 2)), ((1,), (1,)))
 
 
 def _scatter(rows: jax.Array, values: jax.Array, num_rows: int) -> jax.Array:
-    """Rows (B, K, T) and values (B, K, T, m) to (K, num_rows, m)."""
+    """Adds values (B, K, T, m) to the rows (B, K, T) of zeros (K, num_rows, m)."""
 
     def add(rows: jax.Array, values: jax.Array) -> jax.Array:
         zeros = jnp.zeros((num_rows, values.shape[-1]), values.dtype)

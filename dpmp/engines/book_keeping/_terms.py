@@ -1,4 +1,4 @@
-"""Which way to compute the norm of each parameter: the cheapest that is exact."""
+"""Chooses the cheapest exact way to compute the norm of each parameter's gradient."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,12 +18,13 @@ def make_terms(
     """Chooses how to compute the squared norms of all parameters.
 
     Args:
-      sites: of the program of one example.
+      sites: the sites of the program of one example.
       params: the roots that are parameters.
       records: shapes and dtypes of the recorded values.
 
     Returns:
-      Terms; the squared norm of a parameter is the sum of those that it is in.
+      The terms. The squared norm of a parameter is the sum of the terms that contain
+      it.
     """
     terms, tangled = [], list[View]()
     for param in params:
@@ -40,7 +41,7 @@ def make_terms(
 
 
 def tangled_params(sites: Sequence[Site], params: Sequence[View]) -> list[int]:
-    """The parameters of which sites see more than entries, as numbers of roots."""
+    """Lists the roots of parameters with a view that is not made of entries alone."""
     return [_root(param) for param in params if _entries(sites, param) is None]
 
 
@@ -54,12 +55,12 @@ def _sites_of(sites: Sequence[Site], param: View) -> list[int]:
 
 
 def _entries(sites: Sequence[Site], param: View) -> dict[int, np.ndarray] | None:
-    """For each of its sites the entries of a parameter that the view is made of.
+    """Finds, for each site of a parameter, the entries that the site's view is made of.
 
-    None if any of them does not say. Address and strides of NumPy views tell whether
-    they have any entries in common.
+    The result is None if the view of some site is not made of entries alone. The
+    entries are NumPy views, whose addresses and strides tell whether they overlap.
     """
-    # Memory that is never touched costs nothing.
+    # This array is never read or written, so it costs no memory.
     array = np.empty(param.aval.shape, np.int8)
     found = {}
     for i in _sites_of(sites, param):
@@ -70,7 +71,7 @@ def _entries(sites: Sequence[Site], param: View) -> dict[int, np.ndarray] | None
 
 
 def _components(entries: dict[int, np.ndarray]) -> list[list[int]]:
-    """Sites in sets that have no entries in common."""
+    """Divides sites into sets that have no entries in common."""
     components: list[list[int]] = []
     for i, x in entries.items():
         touched = [c for c in components if any(_overlap(x, entries[j]) for j in c)]
@@ -105,9 +106,9 @@ def _cheapest_term(
 def _orientations(
     sites: Sequence[Site], entries: dict[int, np.ndarray]
 ) -> dict[int, bool] | None:
-    """For sites of the same entries whether left is what is right in the first.
+    """Tells which sites exchange left and right, compared with the first site.
 
-    None for sites whose products have no sides in common.
+    The result is None if the outer products of the sites do not have the same sides.
     """
     if len(entries) == 1:
         return dict.fromkeys(entries, False)

@@ -1,8 +1,8 @@
-"""Sums of squares, in an order that has few roundings on any path.
+"""Sums of squares, in an order with few roundings on any path.
 
-Rows of about sqrt(n) entries are added up by the compiler, in whatever order; their
-sums, of all that belongs together, by a tree of elementwise additions, of which it
-keeps the order.
+The compiler adds up rows of about sqrt(n) entries, in an order of its choice. A tree of
+elementwise additions then adds up the sums of all rows. The compiler keeps the order of
+these additions.
 """
 
 import math
@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from dpmp.numerics._stored import at_least_float32
 
 
-@jax.jit  # a program has it once for all arrays of one shape
+@jax.jit  # a program has one copy for all arrays of one shape
 def of_rows(x: jax.Array) -> jax.Array:
-    """Parts of the sum of all entries: (P,)."""
+    """Sums the rows, which are parts of the sum of all entries: (P,)."""
     columns = _num_columns(x.size)
     return jnp.sum(jnp.pad(x.ravel(), (0, -x.size % columns)).reshape(-1, columns), 1)
 
 
 def joined(parts: Sequence[jax.Array]) -> jax.Array:
-    """The parts of all, one after another on the last axis, in the widest dtype."""
+    """Joins the parts along the last axis, in the widest dtype."""
     dtype = at_least_float32(*(x.dtype for x in parts))
     return jnp.concatenate([x.astype(dtype) for x in parts], axis=-1)
 
 
 def add_up(parts: jax.Array) -> jax.Array:
-    """The sum over the last axis."""
+    """Sums over the last axis."""
     if parts.shape[-1] == 0:
         return jnp.zeros(parts.shape[:-1], parts.dtype)
     while (size := parts.shape[-1]) > 1:
@@ -39,13 +39,13 @@ def add_up(parts: jax.Array) -> jax.Array:
 
 
 def num_roundings(size: int) -> int:
-    """On any path from one of `size` entries to the sum of all."""
+    """The number of roundings on any path from one of `size` entries to their sum."""
     columns = _num_columns(size)
     return columns + depth(math.ceil(size / columns))
 
 
 def depth(num_parts: int) -> int:
-    """Of the tree that adds them up."""
+    """The depth of the tree that adds up the parts."""
     return math.ceil(math.log2(max(num_parts, 1)))
 
 

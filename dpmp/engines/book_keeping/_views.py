@@ -1,8 +1,8 @@
-"""Values that depend on parameters and constants only, and how they came from them.
+"""Views: values computed from parameters and constants only, with their history.
 
-A program meets a parameter after casts, transpositions, slices and arithmetic. A view
-remembers that way, so that the gradient of what was met goes back to the parameter: in
-float32, past every cast, and without running the model again.
+A program uses a parameter after casts, transpositions, slices and arithmetic. A view
+remembers these operations. With them, the gradient of the view is sent back to the
+parameter in float32, past every cast, and without running the model again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +22,16 @@ class View:
     """A value that depends on parameters and constants only.
 
     Attributes:
-      aval: shape and dtype in the program.
+      aval: its shape and dtype in the program.
       leaves: the parameters it depends on, as indices of roots.
       parents: the views it is computed from; a root has none.
-      root: the index of a root, that is of a parameter or a constant.
-      compute: from float32 values of the parents to its own.
-      rearrange: from a NumPy array of the parameter's shape to the NumPy view of the
-        entries that this is made of; None if it does more than select, reorder and
-        shift them by constants, or if NumPy has no such view.
-      broadcast: shape and dimensions, if it repeats its parent.
+      root: the index of a root (a parameter or a constant), or None.
+      compute: maps float32 values of the parents to the value of the view.
+      rearrange: maps a NumPy array of the parameter's shape to a NumPy view of the
+        entries that make up this view. It returns None if this view does more than
+        select and reorder entries and add constants to them, or if no such NumPy view
+        exists.
+      broadcast: the shape and dimensions of a broadcast of the parent, or None.
     """
 
     aval: Any
@@ -43,18 +44,18 @@ class View:
 
 
 def make_root(index: int, aval: Any, *, is_param: bool) -> View:
-    """A parameter, or a constant of the program."""
+    """Makes the view of a parameter, or of a constant of the program."""
     leaves = frozenset([index] if is_param else [])
     return View(aval, leaves, root=index, rearrange=lambda array: array)
 
 
 def make_constant(value: Any) -> View:
-    """A number or an array that is written in the program."""
+    """Makes the view of a number or array that is written in the program."""
     return View(jax.typeof(value), frozenset(), compute=lambda: value)
 
 
 def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
-    """The outputs of an equation on views."""
+    """Makes the views that an equation computes from views."""
     leaves = frozenset[int]().union(*(view.leaves for view in operands))
     if eqn.primitive.name == "stop_gradient":
         leaves = frozenset()
@@ -72,16 +73,16 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
 
 
 def lift(view: View, outer: Mapping[int, View], mapped: set[int], size: int) -> View:
-    """A view inside of a loop, as one of what the loop was given.
+    """Turns a view in the body of a loop or call into a view of its operands.
 
     Args:
-      view: its roots are operands of the loop.
+      view: a view whose roots are operands of the loop.
       outer: the views outside that these operands are.
-      mapped: the operands that the loop goes through, a slice of them being a root.
+      mapped: the operands that the loop slices; the root of such an operand is a slice.
       size: the number of iterations.
 
     Returns:
-      The view; of all iterations, with a leading axis, if it depends on a slice.
+      The view. If it depends on a slice, it covers all iterations, with a leading axis.
     """
     used = sorted(_roots_of(view))
     parents = tuple(outer[i] for i in used)
@@ -124,7 +125,7 @@ def depends_on(view: View, roots: set[int]) -> bool:
 
 
 def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]:
-    """The values of views, in float32 or wider, from those of the roots."""
+    """Computes the values of views, in float32 or wider, from those of the roots."""
     known: dict[int, Any] = {}
 
     def value(view: View) -> Any:
@@ -151,22 +152,23 @@ def _roots_of(view: View) -> set[int]:
 
 
 def goes_back_exactly(eqn: Any) -> bool:
-    """Whether a gradient goes back through an equation in float32, and linearly.
+    """Whether gradients go back through an equation linearly, and in float32.
 
-    Norms are of what goes back for each example, sums of what goes back for all at
-    once. A custom rule may round what it is given, or clip it; other bodies have their
-    dtypes written in them.
+    Norms are computed from gradients that are sent back for each example. Sums are sent
+    back for all examples at once. The two agree only if sending back is linear. A
+    custom rule may round or clip its cotangent. Other bodies have dtypes written in
+    them, which may be below float32.
     """
     if eqn.primitive.name.startswith("scatter"):
         floats = [x for x in (v.aval.dtype for v in eqn.invars) if is_float(x)]
         return all(x.itemsize >= 4 for x in floats)
-    if eqn.primitive.name == "while":  # which nothing goes back through
+    if eqn.primitive.name == "while":  # it sends no gradients back
         return True
     return not _bodies.has_body(eqn) and eqn.primitive.name != "reduce_precision"
 
 
 def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """An equation without casts to less than float32."""
+    """Evaluates an equation without casts to less than float32."""
     if _bodies.has_body(eqn) or eqn.primitive.name == "bitcast_convert_type":
         avals = [atom.aval for atom in eqn.invars]
         values = [_cast(x, aval.dtype) for x, aval in zip(values, avals, strict=True)]
@@ -175,7 +177,7 @@ def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """An equation without a body, on and to floats of at least float32."""
+    """Evaluates an equation without a body, with all floats in float32 or wider."""
     changed: dict[str, Any] = {
         name: at_least_float32(eqn.params[name])
         for name in ("new_dtype", "preferred_element_type", "out_dtype")
@@ -229,7 +231,7 @@ def _only_parent(views: Sequence[View]) -> View:
 
 
 def _shift(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
-    """Adding a constant: the gradient does not see it."""
+    """Adding a constant does not change the gradient."""
     is_negated = eqn.primitive.name == "sub" and not operands[0].leaves
     same_shape = x.shape == eqn.outvars[0].aval.shape
     return x if same_shape and not is_negated else None
@@ -246,7 +248,7 @@ def _reshape(x: np.ndarray, eqn: Any, *_: Any) -> Any:
 
 
 def _add_axes(x: np.ndarray, eqn: Any, *_: Any) -> Any:
-    """Broadcasting that repeats nothing."""
+    """A broadcast that repeats nothing is a reshape."""
     shape = eqn.params["shape"]
     return _as_view(x, shape) if x.size == np.prod(shape, dtype=int) else None
 
@@ -263,7 +265,7 @@ def _slice(x: np.ndarray, eqn: Any, *_: Any) -> Any:
 
 
 def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
-    """With indices that are written in the program."""
+    """Slices at indices that are written in the program, and at no others."""
     atoms, sizes = eqn.invars[1:], eqn.params["slice_sizes"]
     if not all(map(_interpreter.is_literal, atoms)):
         return None
@@ -284,7 +286,7 @@ def _unstack(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
     return np.moveaxis(x, eqn.params["axis"], 0)[output, ...]
 
 
-# From the NumPy view of an operand to that of the result.
+# Each function maps the NumPy view of an operand to that of the result.
 _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
     "add": _shift,
     "sub": _shift,
