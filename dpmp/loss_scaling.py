@@ -11,15 +11,16 @@ too, so that a compiler may divide twice by a scale or once by its square. A sca
 is known only when a program runs (an array, or the result of a function) is rounded to
 such a power of two there.
 
-There are three kinds of scales:
+There are two kinds of scales:
 
 - A constant, or a function of the example alone (`by_loss`). The unscaled gradient and
   the guarantee are the same as without a scale. An example whose gradient overflows
   contributes zero.
 - A scale that follows the gradients of all examples (`DynamicScale`). It changes only
   with a noisy count of the overflows (`dpmp/clipping/_joint_sums.py`).
-- The usual rule, which skips a step or lowers the common scale after an overflow, is
-  not offered: it would show everyone that some example overflowed.
+
+Other libraries skip a step, or lower the common scale, after an overflow. dpmp does
+not, because that would show everyone that some example overflowed.
 
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.2.
@@ -59,7 +60,8 @@ def by_loss(
 
     Returns:
       A function from the loss of an example to its scale: the largest power of two
-      that scales the loss to at most `target`, limited to 2^-40 and `largest`.
+      that scales the loss to at most `target`, but at least 2^-40 and at most
+      `largest`.
 
     Raises:
       ValueError: if `target` is not positive or `largest` is out of range.
@@ -167,7 +169,7 @@ class DynamicScale:
 
 
 def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
-    """Raises ValueError for an invalid scale, and for a scale beside a transform."""
+    """Raises ValueError for an invalid scale, or for a scale with a transform."""
     _validate.require(
         pre_clipping_transform is None,
         "pre_clipping_transform must be given gradients without a loss_scale",

@@ -1,7 +1,8 @@
 """Computes what a run of DP-SGD costs in privacy, and how much noise a target needs.
 
-The privacy cost is a pair (epsilon, delta); smaller is more private. Describe a run as
-an event, and compute its epsilon for a given delta:
+The privacy cost is a pair (epsilon, delta): for two neighbouring datasets, the
+probability of any outcome differs by at most a factor of exp(epsilon), plus delta.
+Describe a run as an event, and compute its epsilon for a given delta:
 
 >>> event = dpsgd_event(1.0, iterations=1000, sampling_prob=0.01)
 >>> print(f"{get_epsilon(event, delta=1e-6).epsilon:.3f}")

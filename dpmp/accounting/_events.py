@@ -30,9 +30,8 @@ def dpsgd_event(
     """The event of a run of DP-SGD on Poisson-sampled batches.
 
     `noise_multiplier` is the standard deviation of the noise over the largest norm of a
-    contribution (the clipped gradient of one example). This is so for every
-    neighbouring
-    relation: the accountant knows that replacing an example moves the sum twice as far.
+    contribution (the clipped gradient of one example), for every neighbouring relation.
+    The accountant knows that replacing an example moves the sum twice as far.
 
     >>> dpsgd_event(1.0, 1000, sampling_prob=0.01).count
     1000
@@ -66,9 +65,10 @@ def truncated_dpsgd_event(
     num_examples: int,
     truncated_batch_size: int,
 ) -> dp_accounting.DpEvent:
-    """The event of a run of DP-SGD whose largest batches are truncated.
+    """The event of a run of DP-SGD in which too large batches are truncated.
 
-    A batch above the limit loses examples at random until it has as many as the limit.
+    A batch of more than `truncated_batch_size` examples keeps that many of them, drawn
+    at random.
 
     >>> event = truncated_dpsgd_event(
     ...     1.0, 1000, sampling_prob=0.01, num_examples=6000, truncated_batch_size=150
@@ -144,7 +144,7 @@ def choose_truncated_batch_size(
     """The smallest batch size that is exceeded with a probability of at most 1e-20.
 
     Truncation at this size changes epsilon by less than anyone prints. It also lets
-    `get_epsilon` avoid the slower and less tight analysis of truncated batches.
+    `get_epsilon` avoid the slower and coarser analysis of truncated batches.
 
     >>> choose_truncated_batch_size(6000, 0.01, multiple_of=16)
     144

@@ -196,9 +196,9 @@ def _shrinkage(norm: SquaredNorm) -> float:
 def _round_down(x: Any) -> Any:
     """The largest float32 that is at most `x`; an array is returned unchanged.
 
-    An array is the largest coefficient for a traced clip norm. Its rounding is
-    harmless: it only keeps gradients from being scaled up, and the target norm is a
-      number.
+    An array is the largest coefficient for a traced clip norm. Its rounding does no
+    harm, because it only keeps gradients from being scaled up. The norm of the result
+    is bounded by the target norm, which is a number.
     """
     if isinstance(x, jax.Array):
         return x

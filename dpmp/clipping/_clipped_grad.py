@@ -86,15 +86,15 @@ def clipped_grad(
       sums of two neighbouring batches differ by no more than that. It is
       `l2_clip_norm / normalize_by` under add/remove and zero-out (one example is
       blanked out), and twice as much under replace-one. With `rescale_to_unit_norm`, 1
-      takes the place of `l2_clip_norm`. With a tree of clip norms, the norm of all of
-      them takes its place.
+      stands in for `l2_clip_norm`. With a tree of clip norms, the norm of all of them
+      does.
 
       Conditions:
 
       - `nan_safe` is True.
       - The gradient of an example depends on no other example (no batch statistics).
-      - It does not depend on the example's place in the batch either, not even in its
-        last bits. (XLA does not promise this; see the README.)
+      - The gradient does not depend on the example's place in the batch either, not
+        even in its last bits. (XLA does not promise this; see the README.)
       - The key of `prng_argnum` is secret and is used once. Each place in the batch
         gets its own part of the key.
       - No `jax.vmap` is around this function. It would let the compiler compute a
@@ -161,8 +161,9 @@ def clipped_grad(
         from 2^-40 to 2^40. An example whose scale is negative or not finite contributes
         zero.
       counts_overflows: whether to return a `dpmp.clipping.JointSum`, which adds one
-        coordinate to the sum: the number of gradients that are not finite, to be
-        released with noise. Sum and count together have the sensitivity of the sum.
+        coordinate to the sum: the number of examples whose gradient norm is not finite.
+        It is meant to be released with noise. Sum and count together have the
+        sensitivity of the sum.
       released_metrics: adds coordinates for noisy metrics to the sum, which becomes a
         `JointSum`. `ReleasedMetrics` says what they cost.
       pre_clipping_transform: a function of the gradient of one example. Its output is

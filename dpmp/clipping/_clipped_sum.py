@@ -44,8 +44,8 @@ class ClippedSum:
       signature: the signature of the engine.
       clip_norms: the clip norms of the gradients.
       arithmetic: the arithmetic of the sum, for these clip norms.
-      microbatch_size: how many examples the engine sees at a time, or None for as many
-        as possible.
+      microbatch_size: how many examples the engine sees at a time. None is the whole
+        batch, or as many as `largest_microbatch` allows.
       nan_safe: whether a gradient that is not finite contributes zero.
       largest_microbatch: a function from the arguments of the engine to the largest
         microbatch that is used without a `microbatch_size`; None for no limit.
@@ -179,7 +179,7 @@ class ClippedSum:
     def _check_batch(
         self, args: Sequence[Any], is_padding_example: jax.Array | None
     ) -> int:
-        """The batch size; raises ValueError if arguments disagree or it is unfit."""
+        """Returns the batch size; raises ValueError if a size does not fit."""
         batch_size = self.signature.batch_size(args, is_padding_example)
         _validate.require(
             batch_size % (self.microbatch_size or 1) == 0,

@@ -7,7 +7,7 @@ of one example be a vector m of norm at most k. Then
     (clipped gradient, m)      has a norm of at most      sqrt(C^2 + k^2),
 
 and one Gaussian mechanism releases both. At the same epsilon, the noise on the gradient
-is wider by a factor of sqrt(1 + (k / C)^2), which is 0.5 % at k = C / 10. (Two
+is wider by a factor of sqrt(1 + (k / C)^2). At k = C / 10, it is 0.5 % wider. (Two
 mechanisms that share the privacy budget would cost the same.)
 
 An overflow is an example whose gradient norm is not finite. The number of overflows

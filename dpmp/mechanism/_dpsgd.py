@@ -39,9 +39,14 @@ _Relation = dp_accounting.NeighboringRelation
 class DPSGD:
     """DP-SGD on Poisson-sampled batches, before or after calibration of the noise.
 
-    In every step, DP-SGD draws a random batch, clips the gradient of each example, sums
-    these and adds Gaussian noise. The clipped gradient of one example is called its
-    contribution. `calibrate` finds the least noise that meets a privacy target.
+    In every step, DP-SGD draws a random batch, clips the gradient of each example, adds
+    the clipped gradients up and adds Gaussian noise to the sum. The clipped gradient of
+    one example is called its contribution. `calibrate` finds the least noise that meets
+    a privacy target.
+
+    The target is a pair (epsilon, delta). Training is (epsilon, delta)-differentially
+    private if, for any two neighbouring datasets A and B and any set S of outcomes,
+    P[outcome on A in S] <= exp(epsilon) P[outcome on B in S] + delta.
 
     >>> mechanism = DPSGD(
     ...     num_examples=10_000,

@@ -33,8 +33,8 @@ _CAPACITY = _TOTAL_WEIGHT // _NUM_COLUMNS
 class AliasTable(NamedTuple):
     """A table that maps a uniform integer below 2^128 to a value of the noise.
 
-    The highest 13 bits of the integer are the index c of a column. The value is c -
-    4096 if the integer is below the end of that column, and otherwise the column's
+    The highest 13 bits of the integer are the index c of a column. If the integer is
+    below the end of that column, the value is c - 4096. Otherwise it is the column's
     other value.
 
     Attributes:
@@ -50,7 +50,7 @@ def look_up(table: AliasTable, words: Sequence[jax.Array]) -> jax.Array:
     """Maps integers of four uint32 words, highest first, to int32 values."""
     column = words[0] >> np.uint32(32 - _COLUMN_BITS)
     own = column.astype(jnp.int32) - np.int32(_CENTER)
-    # Tables of two values in one word would make XLA store each word that it reads.
+    # If one word held two of these values, XLA would store the word to read it twice.
     other = _take(table.others, column).astype(jnp.int32)
     ends = [_take(end, column) for end in table.ends]
     return jnp.where(_is_less(words, ends), own, other)

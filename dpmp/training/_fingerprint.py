@@ -1,4 +1,4 @@
-"""A fingerprint in the state of a run, so that no other mechanism continues it.
+"""The fingerprint of a run, which keeps another mechanism from continuing it.
 
 The accounting assumes that all steps of a run were made by one mechanism. If another
 mechanism continued the run, its epsilon would be wrong for the past steps. So a state
@@ -36,7 +36,7 @@ from dpmp._typing import PyTree
 
 _MAY_CHANGE = {"delta", "iterations", "microbatch_size"}
 
-_WORDS = 2  # the 32-bit words of a hash
+_WORDS = 2  # each hash has two 32-bit words
 
 
 def facts_of(mechanism: Any, policy: Any, loss_scale: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ from dpmp.training._step import Step
 
 
 class Programs:
-    """The compiled programs of a step, one for each type and devices of a state.
+    """The compiled programs of a step, one for each combination of types and devices.
 
     The state that a program returns is on the devices that the program was made for.
     """

@@ -1,7 +1,7 @@
 """Shows the progress of a run: a bar on a terminal, plain lines elsewhere.
 
-It is given step counts, epsilons and noisy metrics. Nothing else that depends on the
-data reaches it.
+The report is made of step counts, epsilons and noisy metrics. Nothing else that depends
+on the data reaches it.
 """
 
 import time

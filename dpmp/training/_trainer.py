@@ -114,8 +114,9 @@ class DPTrainer:
             They are copied to the policy's `param_dtype`.
           prng_key: the key from which all random numbers of the run are derived. None
             draws 128 bits from the operating system. Use a key for one run only: the
-            noise of two runs with the same key cancels in their difference. The same
-            happens if one saved state is continued in two ways.
+            noise of two runs with the same key cancels in their difference, whatever
+            their data and hyper-parameters. The same happens if one saved state is
+            continued in two ways.
 
         Returns:
           A `TrainingState`.
@@ -249,8 +250,8 @@ class DPTrainer:
           ValueError: if the dataset does not have the size that the mechanism accounts
             for, if batches differ in their shapes or dtypes, if `stop_at` is out of
             range, or if the past steps were made with another mechanism, policy or loss
-            scale. Of the mechanism, `delta`, `iterations` and the division into
-            microbatches may change.
+            scale. Only `delta`, `iterations` and the division into microbatches may
+            change during a run.
         """
         mechanism = self.mechanism
         _fingerprint.check(state.fingerprint, self._facts)
