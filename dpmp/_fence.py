@@ -44,7 +44,7 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
             is_any = jnp.any(all_firsts != jnp.zeros_like(all_firsts))
             integer ^= is_any.astype(jnp.uint32)
     compute, restore = _without_repetitions(compute)
-    compute = jax.jit(compute)  # so that it is traced once
+    compute = jax.jit(compute)  # jit traces it only once
     shapes = jax.eval_shape(compute)
     return restore(
         jax.lax.cond(

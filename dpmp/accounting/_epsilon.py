@@ -122,7 +122,7 @@ class Run(NamedTuple):
 
 
 def bound(run: Run, delta: float) -> _Bound:
-    """Returns epsilon by the first method that has an answer, and the accountant."""
+    """Returns epsilon and its accountant, by the tightest method with an answer."""
     if not run.steps:
         return 0.0, "nothing is released"
     if any(step.noise_multiplier == 0 for step in run.steps):

@@ -1,8 +1,9 @@
-"""Sums of clipped per-example gradients, with a proved bound on each contribution.
+"""Sums of clipped per-example gradients, with a bound on their sensitivity.
 
-Clipping scales the gradient of each example down to a fixed norm, the clip norm, before
-the gradients are added up. The sensitivity is the largest change of the sum when one
-example changes. It holds for the computed numbers, rounding included.
+Clipping scales the gradient of each example down to a norm of at most the clip norm,
+before the gradients are added up. The sensitivity is the largest change of the sum when
+one example changes. The bound holds for the computed numbers, rounding included, except
+for sums whose arithmetic has a name that begins with "unproved".
 
 >>> grad_fn = clipped_grad(lambda w, x: jnp.mean((x - w) ** 2), l2_clip_norm=1.0)
 >>> sum_of_clipped_grads = grad_fn(3.0, jnp.array([0.0, 7.0, -2.0]))

@@ -48,19 +48,19 @@ def clipped_fun(
       fun: returns a tree of float arrays, or (tree, aux) if `has_aux`.
       has_aux: whether `fun` returns a pair.
       batch_argnums: the positions of the arguments that have a leading example axis.
-      keep_batch_dim: as in `clipped_grad`.
-      l2_clip_norm: as in `clipped_grad`.
-      rescale_to_unit_norm: as in `clipped_grad`.
-      normalize_by: as in `clipped_grad`.
+      keep_batch_dim: see `clipped_grad`.
+      l2_clip_norm: see `clipped_grad`.
+      rescale_to_unit_norm: see `clipped_grad`.
+      normalize_by: see `clipped_grad`.
       return_norms: whether to return the norms before clipping, (B,). They are
         sensitive.
-      microbatch_size: as in `clipped_grad`.
-      nan_safe: as in `clipped_grad`.
-      dtype: as in `clipped_grad`.
-      prng_argnum: as in `clipped_grad`.
-      spmd_axis_name: as in `jax.vmap`.
-      arithmetic: as in `clipped_grad`.
-      resolution: as in `clipped_grad`.
+      microbatch_size: see `clipped_grad`.
+      nan_safe: see `clipped_grad`.
+      dtype: see `clipped_grad`.
+      prng_argnum: see `clipped_grad`.
+      spmd_axis_name: see `jax.vmap`.
+      arithmetic: see `clipped_grad`.
+      resolution: see `clipped_grad`.
 
     Returns:
       A callable with the arguments of `fun` and `is_padding_example`. It returns the

@@ -102,8 +102,9 @@ def clipped_grad(
 
       Batches and devices:
 
-      - An example contributes zero, by selection, if its gradient is not finite or if
-        its squared norm overflows the dtype of the norm. So does a padding example.
+      - An example contributes zero if its gradient is not finite or if its squared norm
+        overflows the dtype of the norm. So does a padding example. The zero is selected
+        and not the result of a product, so that NaN cannot pass.
       - The sum is zero for an empty batch and for a batch of padding only.
       - Values, norms and aux of an example depend on that example alone. They are
         sensitive.

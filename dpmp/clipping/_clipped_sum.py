@@ -143,7 +143,7 @@ class ClippedSum:
             lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]),
             (examples, is_padding),
         )
-        one_microbatch = jax.jit(one_microbatch)  # so that it is traced once
+        one_microbatch = jax.jit(one_microbatch)  # jit traces it only once
         first = jax.tree.map(lambda x: x[0], microbatches)
         zeros = _zeros(jax.eval_shape(one_microbatch, *first))
 

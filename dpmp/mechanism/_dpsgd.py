@@ -372,7 +372,7 @@ class DPSGD:
 
     @property
     def _joint_norm_bound(self) -> float:
-        """The largest norm of a contribution, with its count and metrics."""
+        """The largest norm of a contribution together with its metrics."""
         return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
 
     @functools.cached_property

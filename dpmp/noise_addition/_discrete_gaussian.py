@@ -90,10 +90,11 @@ class DiscreteGaussian:
     int32 (2, 3)
 
     Guarantees:
-      - Adding this noise to integers is post-processing of the Gaussian mechanism with
-        `effective_stddev`, up to a total variation distance of `total_variation` for
-        each entry of each release. If these distances add up to t, the delta that an
-        accountant finds for epsilon grows by (1 + exp(epsilon)) t.
+      - Adding this noise to integers is as private as the Gaussian mechanism with
+        `effective_stddev`: it is post-processing of that mechanism, up to a total
+        variation distance of `total_variation` for each entry of each release. If these
+        distances add up to t, the delta that an accountant finds for epsilon grows by
+        (1 + exp(epsilon)) t.
       - This is proved for uniform random bits. The bits of Threefry are assumed to look
         uniform to everyone who does not know the key.
       - Running time and control flow do not depend on the values of the noise. The

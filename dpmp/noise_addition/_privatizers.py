@@ -61,11 +61,12 @@ def gaussian_privatizer(
     float32 1
 
     Guarantees:
-      - The computed output is post-processing of the Gaussian mechanism with this
-        standard deviation, up to a total variation distance below 2^-109 for each
-        entry. To achieve this, the sum is expressed in integers (multiples of the unit
-        of a grid), discrete Gaussian noise on the same grid is added, and only the
-        result is rounded to float32.
+      - The computed output is as private as that of the ideal Gaussian mechanism with
+        this standard deviation: it is post-processing of that output, up to a total
+        variation distance (the largest difference in the probability of any event)
+        below 2^-109 for each entry. To achieve this, the sum is expressed in integers
+        (multiples of the unit of a grid), and discrete Gaussian noise on the same grid
+        is added. Only the result is rounded to float32.
       - The noise of an entry is a function of the root key, the step and the place of
         the entry in the tree. A step that is run again repeats its release bit for bit,
         and no two steps share noise. Under `jax.jit`, the noise does not depend on the

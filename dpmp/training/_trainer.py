@@ -107,7 +107,7 @@ class DPTrainer:
     def init(
         self, params: PyTree, *, prng_key: jax.Array | None = None
     ) -> TrainingState:
-        """The state before the first step.
+        """Makes the state before the first step.
 
         Args:
           params: the initial parameters, which must not depend on the private data.
