@@ -14,7 +14,7 @@ from dpmp.tools.selfcheck._results import Sizes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, and returns the exit status."""
+    """Runs one command and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m dpmp", description="Tools for private training."
     )

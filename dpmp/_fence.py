@@ -1,8 +1,9 @@
-"""Results that are computed once, whoever reads them.
+"""Makes the compiler compute a result once and store it.
 
-A compiler may fuse a computation into every one of its readers, doing it anew for each.
-An `optimization_barrier` does not help: XLA's CPU compiler takes it out before it
-decides what to fuse. What leaves a branch is in memory, and nothing is fused across.
+A compiler may fuse a computation into each operation that reads its result, and then
+repeats it for each of them. An `optimization_barrier` does not prevent this, because
+XLA's CPU compiler removes it before it decides what to fuse. The results of a branch
+(`jax.lax.cond`) are always stored in memory, and nothing is fused across its end.
 """
 
 from collections.abc import Callable
@@ -16,26 +17,26 @@ from dpmp._typing import PyTree
 
 
 def fence(tree: PyTree) -> PyTree:
-    """Keeps what was computed apart from what follows, where a compiler heeds it."""
+    """Stops a compiler that respects optimization barriers from fusing across here."""
     return jax.lax.optimization_barrier(tree)
 
 
 def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
-    """Computes on one side of a branch that is always taken, whatever the data.
+    """Calls `compute` inside a branch that is always taken, whatever the data.
 
     Args:
-      compute: gives a tree of arrays.
-      witness: anything with arrays in it, at least one of them not a constant of the
-        program: the branch seems to depend on them, and the compiler does not know
-        that no integer of 32 bits has 64 bits set.
+      compute: returns a tree of arrays.
+      witness: a tree with at least one array that is not a constant of the program.
+        The condition of the branch is computed from these arrays, and the compiler
+        cannot tell that it is always true (a 32-bit integer never has 64 bits set).
 
     Returns:
-      What `compute` returns, in memory.
+      The output of `compute`, stored in memory.
     """
     integer = jnp.zeros((), jnp.uint32)
     leaves = [x for x in jax.tree.leaves(witness) if isinstance(x, jax.Array)]
     if not any(isinstance(x, jax.core.Tracer) for x in (integer, *leaves)):
-        return compute()  # one operation after another: nothing is fused
+        return compute()  # nothing is fused where operations run one by one
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         firsts = [_first(x) for x in leaves if x.dtype == dtype and _has_numbers(x)]
         if firsts:
@@ -43,7 +44,7 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
             is_any = jnp.any(all_firsts != jnp.zeros_like(all_firsts))
             integer ^= is_any.astype(jnp.uint32)
     compute, restore = _without_repetitions(compute)
-    compute = jax.jit(compute)  # so that it is traced once
+    compute = jax.jit(compute)  # jit traces it only once
     shapes = jax.eval_shape(compute)
     return restore(
         jax.lax.cond(
@@ -66,9 +67,9 @@ def _first(x: jax.Array) -> jax.Array:
 def _without_repetitions(
     compute: Callable[[], PyTree],
 ) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], PyTree]]:
-    """`compute`, giving each array once, and what makes its tree from them.
+    """Makes `compute` return each array once, with a function that restores its tree.
 
-    What leaves a branch twice is there twice.
+    A branch stores an array twice if it returns it twice.
     """
     found = []
 

@@ -1,9 +1,9 @@
-"""The axes of a device mesh: which are mapped by hand, and which are explicit.
+"""The three kinds of axes of a device mesh, and how dpmp treats them.
 
-Under `jax.shard_map` and `jax.pmap` ("manual" axes), a function sees one shard and
-knows nothing of the others. Under `jax.jit`, the compiler divides the work ("auto"
-axes), or jax requires every operation to say how its result is sharded ("explicit"
-axes, the default of `jax.make_mesh`). This library leaves that to the compiler.
+- "Manual" axes (`jax.shard_map`, `jax.pmap`): a function sees one shard and no other.
+- "Auto" axes (`jax.jit`): the compiler divides the work.
+- "Explicit" axes (`jax.jit` with the default of `jax.make_mesh`): every operation must
+  say how its result is sharded. dpmp turns these axes into auto axes while it computes.
 """
 
 import functools
@@ -18,15 +18,16 @@ from dpmp import _validate
 
 
 def check_not_mapped(what: str) -> None:
-    """Raises ValueError where other devices hold other parts of a sum."""
+    """Raises ValueError inside `shard_map` or `pmap` over more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = {name: mesh.shape[name] for name in mesh.manual_axes if mesh.shape[name] > 1}
     _validate.require(
         not axes,
-        f"{what} have no sensitivity that covers what other devices add to them",
+        f"{what} must be outside of shard_map and pmap, because their sensitivity does "
+        f"not cover what other devices add to them",
         mapped_axes=axes,
-        fix='Use "exact" sums (with book-keeping "bounded"), integers which psum adds '
-        "without rounding, or jax.jit with sharded arrays in place of shard_map.",
+        fix='Use "exact" sums (with book-keeping "bounded"), whose integers psum adds '
+        "without rounding. Or use jax.jit with sharded arrays in place of shard_map.",
     )
 
 
@@ -34,15 +35,16 @@ def on_automatic_axes(
     fun: Callable[..., Any],
     out_specs: Callable[[Any, Any], Sequence[jax.P]],
 ) -> Callable[..., Any]:
-    """A function whose operations need not say how their results are sharded.
+    """Makes `fun` work with arrays on meshes with explicit axes.
 
     Args:
       fun: any function of pytrees.
-      out_specs: from the positional arguments, with partition specs in the place of
-        arrays, and the output, to a spec for each array of the output.
+      out_specs: returns a partition spec for each array of the output of `fun`. Its
+        arguments are the positional arguments of `fun`, with partition specs in place
+        of arrays, and the output of `fun`.
 
     Returns:
-      A function that does the same, also with arrays on meshes with explicit axes.
+      A function that computes the same as `fun` on a mesh of any kind.
     """
 
     @functools.wraps(fun)
@@ -71,14 +73,14 @@ def on_automatic_axes(
 
         arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
         if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-            run = jax.jit(run)  # else jax does not know on which devices
+            run = jax.jit(run)  # outside of jit, jax would not know the devices
         return run(arrays)
 
     return wrapper
 
 
 def shapes(tree: Any) -> Any:
-    """Shapes and dtypes of arrays, without their shardings."""
+    """The shapes and dtypes of a tree of arrays, without their shardings."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         aval = jax.typeof(x)
@@ -90,7 +92,7 @@ def shapes(tree: Any) -> Any:
 
 
 def _explicit_mesh(leaves: list[Any]) -> Any:
-    """The abstract mesh of the context, or of an array, if it has explicit axes."""
+    """The first mesh with explicit axes, of the context or of an array, or None."""
     meshes = [jax.sharding.get_abstract_mesh()]
     meshes += [jax.typeof(x).sharding.mesh for x in leaves if isinstance(x, jax.Array)]
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)

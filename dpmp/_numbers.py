@@ -1,8 +1,8 @@
-"""Numbers as users write them, turned into the Python numbers of the same value.
+"""Converts the numbers that users pass into Python numbers of the same value.
 
-NumPy and jax scalars carry a dtype, and arithmetic with them happens in that dtype: a
-product of two int32 overflows, and 1e-15 is zero beside a float16. So no scalar of
-theirs gets past the functions and dataclasses that users call.
+NumPy and jax compute with scalars in the dtype of these scalars: a product of two int32
+overflows, and 1e-15 becomes zero beside a float16. So the functions and dataclasses
+that users call convert every such scalar first.
 """
 
 import math
@@ -16,10 +16,11 @@ import numpy as np
 
 
 def as_number(value: Any) -> Any:
-    """An integer as `int`, another real number as `float`; all else unchanged.
+    """Converts an integer to `int` and any other real number to `float`.
 
-    Scalars of NumPy and jax are numbers, and so are their arrays without axes. Truth
-    values are none, nor are values that jax traces.
+    NumPy and jax scalars count as numbers, and so do their arrays without axes. A
+    `bool` and a traced value do not count as numbers. They are returned unchanged, and
+    so is everything else.
     """
     if isinstance(value, bool | jax.core.Tracer):
         return value
@@ -31,7 +32,7 @@ def as_number(value: Any) -> Any:
 
 
 def as_real(value: Any) -> Any:
-    """As `as_number`, with integers as `float` too."""
+    """Converts any real number to `float`, integers included; see `as_number`."""
     value = as_number(value)
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return _to_float(value) if is_integer else value
@@ -47,7 +48,7 @@ def _from_array(value: Any) -> Any:
 
 
 def _to_float(value: Any) -> float:
-    """NaN, which is refused everywhere, for what floats have no number for."""
+    """The value as a `float`; NaN, which every check refuses, if it is out of range."""
     try:
         number = float(value)
     except OverflowError:

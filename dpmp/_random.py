@@ -1,4 +1,4 @@
-"""Keys with 128 bits of entropy from the operating system."""
+"""Random keys of 128 bits, and the derivation of one key from another."""
 
 import functools
 import os
@@ -19,11 +19,11 @@ _KEY_BYTES = 16
 
 
 def fresh_key() -> jax.Array:
-    """A new 128-bit key.
+    """Draws a new 128-bit key from the operating system.
 
     Raises:
-      ValueError: while jax traces: the key would be a constant of the program, and its
-        noise would repeat whenever that runs.
+      ValueError: inside a traced function. There the key would be a constant of the
+        compiled program, and every run of that program would repeat the same noise.
     """
     # Under a transformation that traces, any new array is traced.
     _validate.require(
@@ -31,14 +31,14 @@ def fresh_key() -> jax.Array:
         "a key from the system must be drawn outside of jax.jit and other "
         "transformations",
         traced=True,
-        fix="Call init before the step is compiled, or pass prng_key.",
+        fix="Call init outside of the compiled function, or pass prng_key.",
     )
     words = np.frombuffer(os.urandom(_KEY_BYTES), np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(words), impl=_key_impl())
 
 
 def fresh_integer() -> int:
-    """A new 128-bit integer."""
+    """Draws a new 128-bit integer from the operating system."""
     return int.from_bytes(os.urandom(_KEY_BYTES), "little")
 
 
@@ -50,28 +50,28 @@ def check_key(prng_key: Any) -> None:
     _validate.require(
         is_key and prng_key.shape == (),
         "prng_key must be one key made by jax.random.key",
-        # Not the keys themselves, which are secret.
+        # The key itself is secret and must not appear in the message.
         prng_key=str(jax.typeof(prng_key)) if is_key else type(prng_key).__name__,
-        fix="Leave it out to draw 128 bits from the system; integers are refused "
+        fix="Leave it out to draw 128 bits from the system. Integers are refused, "
         "because the noise is only as hard to guess as its key.",
     )
 
 
 def fold_in(prng_key: jax.Array, data: Any) -> jax.Array:
-    """`jax.random.fold_in`, computed once: see `_in_memory`."""
+    """Computes `jax.random.fold_in` once; see `_in_memory`."""
     return _in_memory(lambda: jax.random.fold_in(prng_key, data), prng_key)
 
 
 def split(prng_key: jax.Array, num: int) -> jax.Array:
-    """`jax.random.split`, computed once: see `_in_memory`."""
+    """Computes `jax.random.split` once; see `_in_memory`."""
     return _in_memory(lambda: jax.random.split(prng_key, num), prng_key)
 
 
 def _in_memory(derive: Callable[[], jax.Array], prng_key: jax.Array) -> jax.Array:
-    """Keys that were derived from another one, in memory.
+    """Derives keys from another key, and stores them in memory.
 
-    Read from anywhere else they would be derived anew, with those that they derive
-    from: every link of a chain would multiply the work, and the program.
+    Otherwise the compiler could fuse the derivation into every operation that reads
+    the keys, and each link of a chain of keys would multiply the work.
     """
     words = behind_a_branch(
         lambda: jax.random.key_data(derive()), jax.random.key_data(prng_key)
@@ -80,14 +80,14 @@ def _in_memory(derive: Callable[[], jax.Array], prng_key: jax.Array) -> jax.Arra
 
 
 def key_words(prng_key: jax.Array) -> jax.Array:
-    """The (4,) uint32 words of a key; those of shorter keys end in zeros."""
+    """The (4,) uint32 words of a key; a shorter key is padded with zeros."""
     words = jax.random.key_data(prng_key)
     return jnp.zeros(4, jnp.uint32).at[: words.size].set(words)
 
 
 @functools.cache
 def _key_impl() -> Hashable:
-    """Keys of 128 bits; jax has them from 0.10.2 on."""
+    """The implementation of 128-bit keys: jax's from 0.10.2 on, or else our own."""
     try:
         jax.eval_shape(lambda: jax.random.key(0, impl="threefry4x32"))
     except ValueError:
@@ -96,7 +96,7 @@ def _key_impl() -> Hashable:
 
 
 def define_key_impl(name: str) -> Hashable:
-    """Keys that give the bits of jax's threefry4x32, for a jax that has none."""
+    """Defines keys with the bits of jax's threefry4x32, for a jax without them."""
     return jax.extend.random.define_prng_impl(
         key_shape=(4,),
         seed=_key_from_seed,
@@ -109,11 +109,12 @@ def define_key_impl(name: str) -> Hashable:
 
 
 def positions(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The place of every entry of an array: two uint32 arrays, distinct as pairs.
+    """Two uint32 arrays (high, low) that number the entries of an array.
 
-    The second is the flat index, as long as that fits into 32 bits, and otherwise the
-    index within the longest run of last axes for which it does. Both are sums over
-    axes, which a compiler can compute on each shard of a sharded array.
+    No two entries have the same pair. `low` is the flat index if that fits into 32
+    bits. Otherwise it is the index within as many of the last axes as fit, and `high`
+    is the index within the other axes. Both are sums over axes, so that a compiler can
+    compute them on each shard of a sharded array.
     """
     place = [jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)]
     word, stride = 1, 1
@@ -128,8 +129,8 @@ def positions(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 def _fold_in(key: jax.Array, data: Any) -> jax.Array:
-    # Four words that depend on four words: fused, a chain of keys would be computed
-    # four times as often at every link.
+    # Each of the four words depends on all four words of the key. If the compiler fused
+    # them, each link of a chain of keys would be computed four times as often.
     return behind_a_branch(lambda: _encrypt(key, 0, 0, 0, data), (key, data))
 
 
@@ -142,7 +143,7 @@ def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.
 
 
 def _encrypt(key: jax.Array, *counter: Any) -> jax.Array:
-    """The four words of each block, along a new last axis."""
+    """Encrypts counters; the four words of each block are along a new last axis."""
     words = jnp.broadcast_arrays(*[jnp.asarray(x).astype(jnp.uint32) for x in counter])
     return jnp.stack(threefry4x32(list(key), words), axis=-1)
 

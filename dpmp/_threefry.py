@@ -1,4 +1,4 @@
-"""Threefry-4x32: 128 random bits from a key of 128 bits and a counter of 128 bits.
+"""Threefry-4x32 makes 128 random bits from a 128-bit key and a 128-bit counter.
 
 References:
   [Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, section
@@ -28,11 +28,11 @@ _KEY_PARITY = np.uint32(0x1BD11BDA)
 def threefry4x32(
     key: Sequence[jax.Array], counter: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Encrypts a counter; it is constant time, and elementwise in both arguments.
+    """Encrypts a counter, elementwise and in constant time.
 
     Args:
       key: four uint32 arrays.
-      counter: four uint32 arrays that broadcast with them.
+      counter: four uint32 arrays that broadcast with those of the key.
 
     Returns:
       Four uint32 arrays.

@@ -1,4 +1,4 @@
-"""Error messages in three parts: what is required, what was given, what to do."""
+"""Checks whose messages say what is required, what was given and what to do."""
 
 import math
 import numbers
@@ -14,7 +14,7 @@ from dpmp._numbers import as_number, as_real
 def fail(
     required: str, *, fix: str, error: type[Exception] = ValueError, **given: Any
 ) -> NoReturn:
-    """Raises `error`, naming what is required, the given values, and the way out."""
+    """Raises `error` with the requirement, the given values and the fix."""
     values = ", ".join(f"{name}={value!r}" for name, value in given.items())
     raise error(f"{required}; got {values}. {fix}")
 
@@ -27,7 +27,7 @@ def require(
     error: type[Exception] = ValueError,
     **given: Any,
 ) -> None:
-    """Fails unless `condition` holds."""
+    """Raises `error` unless `condition` holds; see `fail`."""
     if not condition:
         fail(required, fix=fix, error=error, **given)
 
@@ -39,43 +39,43 @@ def is_real(value: Any) -> bool:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether `value` is an integral Python or NumPy number."""
+    """Whether `value` is a Python or NumPy integer (no bool)."""
     return is_real(value) and isinstance(value, numbers.Integral)
 
 
 def is_scale(value: Any) -> bool:
-    """Whether `value` is a power of two, from 2^-40 to 2^40."""
+    """Whether `value` is a power of two from 2^-40 to 2^40."""
     value = as_number(value)
     in_range = is_real(value) and 2.0**-40 <= value <= 2.0**40
     return in_range and math.frexp(value)[0] == 0.5
 
 
 def positive_integer(*, fix: str, **value: Any) -> int:
-    """The one keyword value as an `int`; requires an integer of at least 1."""
+    """Checks that the one keyword is an integer of at least 1; returns an `int`."""
     return _checked_integer(1, fix, value)
 
 
 def nonnegative_integer(*, fix: str, **value: Any) -> int:
-    """The one keyword value as an `int`; requires an integer of at least 0."""
+    """Checks that the one keyword is an integer of at least 0; returns an `int`."""
     return _checked_integer(0, fix, value)
 
 
 def positive(*, fix: str, **value: Any) -> float:
-    """The one keyword value as a `float`; requires a finite number above 0."""
+    """Checks that the one keyword is finite and above 0; returns a `float`."""
     return _checked_real(
         lambda x: 0 < x < math.inf, "a finite number above 0", fix, value
     )
 
 
 def nonnegative(*, fix: str, **value: Any) -> float:
-    """The one keyword value as a `float`; requires a finite number of at least 0."""
+    """Checks that the one keyword is finite and at least 0; returns a `float`."""
     return _checked_real(
         lambda x: 0 <= x < math.inf, "a finite number of at least 0", fix, value
     )
 
 
 def probability(*, fix: str, **value: Any) -> float:
-    """The one keyword value as a `float`; requires a number in (0, 1]."""
+    """Checks that the one keyword is in (0, 1]; returns a `float`."""
     return _checked_real(lambda x: 0 < x <= 1, "in (0, 1]", fix, value)
 
 

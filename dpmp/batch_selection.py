@@ -1,8 +1,9 @@
-"""Poisson sampling: from a key and a step to the indices of a batch.
+"""Poisson sampling: draws the indices of a batch from a key and a step number.
 
-The accountant's amplification by sampling holds for batches in which every example is
-included independently of all others. Which examples are in a batch, and how many, is
-sensitive.
+Random batches make training more private, because an example takes part in few steps.
+The accountant counts on this gain, which is proved for Poisson sampling: every example
+is in a batch with the same probability, independently of all other examples. The
+indices of a batch and its size are sensitive.
 """
 
 from collections.abc import Iterator
@@ -17,13 +18,13 @@ from dpmp._numbers import as_number
 
 _WORD = 2**64
 
-# Streams of one key and step.
+# Each key and step has two independent streams of random words.
 _INCLUSION, _TRUNCATION = 0, 1
 
 
 @dataclass(frozen=True)
 class PoissonSampling:
-    """Includes each example in each batch independently, with one probability.
+    """Includes each example in each batch independently with the same probability.
 
     >>> sampling = PoissonSampling(sampling_prob=0.25, iterations=3)
     >>> for step in range(3):
@@ -33,18 +34,20 @@ class PoissonSampling:
     [ 5  7 11]
 
     Guarantees:
-      - `indices` is a function of (key, step, num_examples): the batch of any step can
-        be had without those before it, and again after a restart. It uses the raw
-        words of a counter-based generator (Philox), which NumPy keeps unchanged.
+      - The batch is a function of (key, step, num_examples). Any batch can be drawn
+        without the batches before it, and drawn again after a restart. The function
+        uses the raw words of a counter-based generator (Philox), which NumPy keeps
+        unchanged.
       - The probability of inclusion is `sampling_prob` rounded down to a multiple of
         2^-64.
-      - With `truncated_batch_size`, a batch that is larger is replaced by a uniformly
-        random part of it. Account for that with `accounting.truncated_dpsgd_event`.
+      - A batch of more than `truncated_batch_size` examples is replaced by that many of
+        its examples, drawn uniformly. Account for this with
+        `accounting.truncated_dpsgd_event`.
 
     Attributes:
-      sampling_prob: the probability of inclusion, in (0, 1].
+      sampling_prob: the probability that an example is in a batch, in (0, 1].
       iterations: the number of batches.
-      truncated_batch_size: the largest batch, or None.
+      truncated_batch_size: the size of the largest batch, or None for no limit.
 
     References:
       [Chua et al.: Scalable DP-SGD, Poisson subsampling and
@@ -74,26 +77,25 @@ class PoissonSampling:
             object.__setattr__(self, name, value)
 
     def indices(self, step: int, *, num_examples: int, key: int) -> np.ndarray:
-        """The examples of one batch, sensitive.
+        """Draws the indices of one batch, which are sensitive.
 
         Args:
-          step: which batch, from 0 to `iterations` - 1.
+          step: the number of the batch, from 0 to `iterations` - 1.
           num_examples: the size of the dataset.
-          key: an integer below 2^128; use one key for one run on one dataset.
+          key: an integer from 0 to 2^128 - 1. Use each key for one run on one dataset.
 
         Returns:
-          Ascending int64 indices below `num_examples`, possibly none.
+          Ascending int64 indices below `num_examples`. There may be none.
 
         Raises:
-          ValueError: for a step outside of the accounted range, an empty dataset or a
-            key out of range.
+          ValueError: if the step or the key is out of range, or the dataset is empty.
         """
         step, key = as_number(step), as_number(key)
         _validate.require(
             _validate.is_integer(step) and 0 <= step < self.iterations,
             f"step must be from 0 to iterations - 1 = {self.iterations - 1}",
             step=step,
-            fix="Privacy is accounted for `iterations` batches; plan more of them "
+            fix="Privacy is accounted for `iterations` batches. Plan more of them "
             "before the run starts.",
         )
         num_examples = _validate.positive_integer(
@@ -101,7 +103,7 @@ class PoissonSampling:
         )
         _validate.require(
             _validate.is_integer(key) and 0 <= key < 2**128,
-            "key must be an integer of at most 128 bits",
+            "key must be an integer from 0 to 2^128 - 1",
             key_type=type(key).__name__,
             fix="Use secrets.randbits(128), and keep it secret.",
         )
@@ -118,15 +120,15 @@ class PoissonSampling:
     def batch_iterator(
         self, num_examples: int, rng: np.random.Generator | int | None = None
     ) -> Iterator[np.ndarray]:
-        """Yields the batches of all iterations in order, as `indices` gives them.
+        """Yields the indices of all batches in order; see `indices`.
 
         Args:
           num_examples: the size of the dataset.
-          rng: a NumPy generator to draw the key from, or the key itself; None for 128
-            bits from the system.
+          rng: a NumPy generator from which the key is drawn, or the key itself. None
+            draws a key of 128 bits from the operating system.
 
         Yields:
-          Ascending int64 indices, sensitive.
+          Ascending int64 indices, which are sensitive.
         """
         if isinstance(rng, np.random.Generator):
             key = int.from_bytes(rng.bytes(16), "little")
@@ -137,20 +139,22 @@ class PoissonSampling:
 
 
 def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
-    """Appends -1 up to a static size; `padded < 0` is `is_padding_example`.
+    """Pads the indices of a batch with -1, so that all batches have one size.
+
+    The mask `is_padding_example` of the padded batch is `padded < 0`.
 
     >>> print(pad_indices(np.array([3, 8]), 4))
     [ 3  8 -1 -1]
 
     Args:
       indices: (k,) integers.
-      batch_size: the static size, at least k.
+      batch_size: the size of the padded batch, at least k.
 
     Returns:
       (batch_size,) integers.
 
     Raises:
-      ValueError: if the batch is larger than `batch_size`.
+      ValueError: if there are more than `batch_size` indices.
     """
     batch_size = as_number(batch_size)
     _validate.require(
@@ -164,7 +168,7 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
 
 
 def _random_words(key: int, step: int, stream: int, size: int) -> np.ndarray:
-    """`size` uniform 64-bit words, a function of the arguments."""
+    """Draws `size` uniform 64-bit words, a function of the arguments."""
     counter = np.array([0, 0, stream, step], np.uint64)
     key_words = np.array([key % _WORD, key // _WORD], np.uint64)
     return np.random.Philox(counter=counter, key=key_words).random_raw(size)

@@ -1,20 +1,26 @@
-"""Loss scales: gradients that are neither too small for float16 nor too large.
+"""Loss scales keep gradients within the range of float16.
 
-What is below 6e-8 is zero in float16, and what is above 65504 infinite. So the loss of
-an example is multiplied by a scale before it is differentiated, and the coefficient
-that clips the gradient is divided by it, in float32. Scales are powers of two, which
-round nothing, from 2^-40 to 2^40, whose squares and their inverses are float32 numbers
-too: it does not matter whether a compiler divides by a scale twice or by its square
-once. Scales that are known only when a program runs (arrays, and what functions return)
-are made so there.
+A float16 number below 6e-8 becomes zero, and one above 65504 becomes infinite. So the
+loss of each example is multiplied by a scale before it is differentiated. The clip
+coefficient (the factor that shrinks the gradient to the clip norm) is then divided by
+the scale, in float32.
 
-A scale may be known beforehand, or depend on the example alone: its gradient is what it
-would have been, and the guarantee is the same. An example that overflows contributes
-zero, by selection. To skip such a step, or to lower a scale that others share because
-of it, would show everybody that there was such an example.
+Scales are powers of two from 2^-40 to 2^40. Multiplying by a power of two does not
+round. The squares of these scales and the inverses of the squares are float32 numbers
+too, so that a compiler may divide twice by a scale or once by its square. A scale that
+is known only when a program runs (an array, or the result of a function) is rounded to
+such a power of two there.
 
-A scale that adapts to all examples moves by a count of overflows that has noise
-(`dpmp/clipping/_joint_sums.py`).
+There are two kinds of scales:
+
+- A constant, or a function of the example alone (`by_loss`). The unscaled gradient and
+  the guarantee are the same as without a scale. An example whose gradient overflows
+  contributes zero.
+- A scale that follows the gradients of all examples (`DynamicScale`). It changes only
+  with a noisy count of the overflows (`dpmp/clipping/_joint_sums.py`).
+
+Other libraries skip a step, or lower the common scale, after an overflow. dpmp does
+not, because that would show everyone that some example overflowed.
 
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.2.
@@ -33,31 +39,32 @@ from dpmp._numbers import as_real
 
 LossScale: TypeAlias = float | jax.Array | Callable[[jax.Array], jax.Array]
 
-# The largest scale; its inverse is the smallest one.
+# The largest scale; the smallest scale is its inverse.
 LARGEST = 2.0**40
 
 
 def by_loss(
     target: float = 2.0**10, *, largest: float = 2.0**15
 ) -> Callable[[jax.Array], jax.Array]:
-    """A scale for each example, with which its loss is about `target`.
+    """Makes a function that scales the loss of each example to about `target`.
 
     >>> scale = by_loss(1024)
     >>> print([float(scale(jnp.float32(loss))) for loss in (3.0, 0.1, 1e-6)])
     [256.0, 8192.0, 32768.0]
 
     Args:
-      target: what losses are scaled to, but for a factor of two.
-      largest: scale. The gradients of losses close to zero need not be small: those of
-        squares are as their roots. And where a model returns a float16 loss, the scale
-        itself has to be one.
+      target: the scaled loss, up to a factor of two.
+      largest: the largest scale. It matters for losses close to zero, whose gradients
+        need not be as small: the gradient of a square is proportional to its root. If
+        the model returns a float16 loss, the scale must be a float16 number too.
 
     Returns:
-      A function from the loss of an example to the largest power of two that scales it
-      to at most `target`, and from 2^-40 to `largest`.
+      A function from the loss of an example to its scale: the largest power of two
+      that scales the loss to at most `target`, but at least 2^-40 and at most
+      `largest`.
 
     Raises:
-      ValueError: for a target that is not positive, and a `largest` out of range.
+      ValueError: if `target` is not positive or `largest` is out of range.
     """
     target = _validate.positive(target=target, fix="Use 1024.0, for example.")
     largest = as_real(largest)
@@ -69,7 +76,7 @@ def by_loss(
     )
 
     def scale(loss: jax.Array) -> jax.Array:
-        # From the bits of the float, so that it is a power of two and nothing else.
+        # frexp and ldexp work on the bits of the float: the scale is a power of two.
         ratio = target / jnp.maximum(jnp.abs(loss.astype(jnp.float32)), 1e-30)
         _, exponent = jnp.frexp(jnp.clip(ratio, 1 / LARGEST, largest))
         return jnp.ldexp(jnp.float32(1), exponent - 1)
@@ -78,11 +85,11 @@ def by_loss(
 
 
 class ScaleState(NamedTuple):
-    """What the next scale depends on; released.
+    """The state of a `DynamicScale`; it is released.
 
     Attributes:
-      scale: float32, a power of two.
-      steps_without_overflow: int32, since the scale last moved.
+      scale: the scale of the next step, a float32 power of two.
+      steps_without_overflow: int32, counts the steps since the scale last moved.
     """
 
     scale: jax.Array
@@ -91,10 +98,11 @@ class ScaleState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScale:
-    """A scale that all examples share, and that follows their gradients.
+    """A scale that all examples share and that follows their gradients.
 
-    After `growth_interval` steps without many overflows it doubles, after a step with
-    many it halves, and that step counts as any other.
+    An example overflows if the norm of its gradient is not finite. The scale halves
+    after a step with many overflows, and doubles after `growth_interval` steps without
+    many. Every step counts, with or without overflows.
 
     >>> dynamic = DynamicScale(initial=1024.0, growth_interval=2)
     >>> state = dynamic.init()
@@ -106,13 +114,15 @@ class DynamicScale:
     [1024.0, 512.0, 512.0, 1024.0]
 
     Guarantees:
-      It is a function of noisy counts, and so post-processing of what is accounted for.
+      The scale depends on the data only through noisy counts of overflows, whose
+      privacy is accounted for. The scale itself costs no more privacy.
 
     Attributes:
       initial: the first scale, a power of two.
-      growth_interval: steps without overflow before it doubles.
-      tolerated: how many examples of a batch may overflow, besides what noise alone may
-        look like (three standard deviations).
+      growth_interval: the number of steps without many overflows before the scale
+        doubles.
+      tolerated: a step has many overflows if the noisy count is more than this number
+        plus three standard deviations of the noise.
     """
 
     initial: float = 2.0**15
@@ -143,9 +153,9 @@ class DynamicScale:
         """The state after a step.
 
         Args:
-          state: before it.
-          noisy_count: of overflowing examples.
-          stddev: of its noise, in examples.
+          state: the state before the step.
+          noisy_count: the number of examples that overflowed, plus noise.
+          stddev: the standard deviation of this noise, in examples.
         """
         stddev = as_real(stddev)
         overflowed = noisy_count > self.tolerated + 3 * stddev
@@ -159,19 +169,18 @@ class DynamicScale:
 
 
 def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
-    """Raises ValueError for what is no scale, and where there can be none."""
+    """Raises ValueError for an invalid scale, or for a scale with a transform."""
     _validate.require(
         pre_clipping_transform is None,
-        "pre_clipping_transform cannot be given gradients that are scaled",
+        "pre_clipping_transform must be given gradients without a loss_scale",
         loss_scale=loss_scale,
-        fix="Leave one of them out; a transform that knows of the scale may be a part "
-        "of the loss.",
+        fix="Leave one of them out, or make the transform a part of the loss.",
     )
     _validate.require(
         not isinstance(loss_scale, DynamicScale),
-        "a dynamic loss_scale has to be updated by noisy counts",
+        "a dynamic loss_scale must be updated with noisy counts of overflows",
         loss_scale=loss_scale,
-        fix="Give it to DPTrainer; or pass the scale of its state, and "
+        fix="Pass it to DPTrainer. Or pass the scale of its state and "
         "counts_overflows=True.",
     )
     if callable(loss_scale):
@@ -182,13 +191,13 @@ def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
             "an array as loss_scale must be a float scalar",
             shape=loss_scale.shape,
             dtype=loss_scale.dtype,
-            fix="Scales for each example are functions of its loss: "
+            fix="For one scale per example, use a function of its loss, such as "
             "dpmp.loss_scaling.by_loss().",
         )
         return
     _validate.require(
         _validate.is_scale(loss_scale),
-        "loss_scale must be a power of two, from 2^-40 to 2^40",
+        "loss_scale must be a power of two from 2^-40 to 2^40",
         loss_scale=loss_scale,
-        fix="Use 2.0**10, for example: other numbers would round the gradient.",
+        fix="Use 2.0**10, for example. Other numbers would round the gradient.",
     )

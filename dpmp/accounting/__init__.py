@@ -1,15 +1,17 @@
-"""What a run of DP-SGD costs in privacy, and how much noise a target needs.
+"""Computes what a run of DP-SGD costs in privacy, and how much noise a target needs.
 
-Describe a run as an event, and ask for its epsilon:
+The privacy cost is a pair (epsilon, delta): for two neighbouring datasets, the
+probability of any outcome differs by at most a factor of exp(epsilon), plus delta.
+Describe a run as an event, and compute its epsilon for a given delta:
 
 >>> event = dpsgd_event(1.0, iterations=1000, sampling_prob=0.01)
 >>> print(f"{get_epsilon(event, delta=1e-6).epsilon:.3f}")
 2.125
 
-`calibrate_noise_multiplier` answers the opposite question. All analysis is done by
-dp_accounting; events are its events. Two datasets are neighbours if one example is
-blanked out (REPLACE_SPECIAL), here and everywhere in dpmp, unless another
-`neighboring_relation` is given.
+`calibrate_noise_multiplier` answers the opposite question. The package dp_accounting
+does all analysis and defines the events. By default, here and everywhere in dpmp, two
+datasets are neighbours if one example of the first is blanked out in the second
+(REPLACE_SPECIAL). The argument `neighboring_relation` chooses another definition.
 """
 
 from dpmp.accounting._events import (

@@ -1,4 +1,4 @@
-"""The search for the least noise that meets a target."""
+"""Searches for the least noise that meets a privacy target."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ _LOG_NOISE_RANGE, _LOG_NOISE_TOLERANCE = (-9.0, 21.0), 5e-5
 def least_noise_multiplier(
     make_run: Callable[[float], _epsilon.Run], *, epsilon: float, delta: float
 ) -> float | None:
-    """The least value that is confirmed to meet the target; None if none is."""
+    """The least noise multiplier found to meet the target, or None if none does."""
     confirmed = []
 
     @functools.cache
@@ -25,7 +25,7 @@ def least_noise_multiplier(
         ratio = _epsilon.bound(make_run(math.exp(log_noise)), delta)[0] / epsilon
         if ratio <= 1:
             confirmed.append(log_noise)
-        return math.log(min(max(ratio, 0.1), 10.0))  # the search cannot use infinities
+        return math.log(min(max(ratio, 0.1), 10.0))  # the search fails on infinities
 
     _close_in_on_zero(excess, _guess_log_noise(make_run, epsilon, delta))
     return math.exp(min(confirmed)) if confirmed else None
@@ -34,7 +34,7 @@ def least_noise_multiplier(
 def _guess_log_noise(
     make_run: Callable[[float], _epsilon.Run], epsilon: float, delta: float
 ) -> float:
-    """The solution if the losses were those of one Gaussian mechanism."""
+    """Guesses the solution as if the run were one Gaussian mechanism."""
     with np.errstate(all="ignore"):
         signal = 1 / dp_accounting.get_sigma_gaussian(epsilon, delta)
     guess = pld.common.inverse_monotone_function(
@@ -48,9 +48,10 @@ def _guess_log_noise(
 
 
 def _close_in_on_zero(excess: Callable[[float], float], start: float) -> None:
-    """Evaluates a falling function on both sides of its zero, close to it.
+    """Evaluates a falling function close to its zero, on both sides.
 
-    The search of dp_accounting has no relative tolerance and fails on infinities.
+    This does not use the search of dp_accounting, which has no relative tolerance and
+    fails on infinities.
     """
     low = high = start
     stride = 0.1

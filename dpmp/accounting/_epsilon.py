@@ -1,7 +1,8 @@
-"""Epsilon of Gaussian steps: which accountant to ask, and on which grid.
+"""Computes epsilon of Gaussian steps: chooses an accountant and its grid.
 
-The analysis is dp_accounting's. Accountants compute in floating point, too: what their
-rounding can amount to is charged for.
+The accountants are those of dp_accounting. They compute in floating point, so that
+their results have rounding errors. A bound on these errors is charged to delta or
+epsilon.
 """
 
 import functools
@@ -21,14 +22,15 @@ from dpmp._numbers import as_number
 _Relation = dp_accounting.NeighboringRelation
 _Bound: TypeAlias = tuple[float, str]  # epsilon, and the accountant in words
 
-# Points in the grid of one step and of all: a few seconds and 0.5 GB at the most.
+# The most points in the grid of one step and in that of all steps. They limit an
+# analysis to a few seconds and 0.5 GB.
 _STEP_POINTS, _TOTAL_POINTS = 1e5, 6e5
-# An interval of a step's standard deviation / 80 moves epsilon by 1e-5 of itself. One
-# above 100 is needed where epsilon is beyond 1e4, and Renyi DP says as much.
+# An interval of a step's standard deviation / 80 moves epsilon by 1e-5 of itself. An
+# interval above 100 is needed only for epsilons above 1e4, where Renyi DP is as good.
 _POINTS_PER_STDDEV, _LARGEST_INTERVAL = 80, 100.0
-# Room for the last roundings of a result, relative.
+# A relative margin for the last roundings of a result.
 _MARGIN = 1e-6
-# Below 3.5, the series for orders that are not integers need not converge.
+# Below 3.5 there are integers only: for other orders, the series need not converge.
 _RDP_ORDERS = (2, 3, *np.arange(3.5, 11, 0.1), *range(11, 64), 96, 128, 256, 512, 1024)
 
 
@@ -44,7 +46,7 @@ def sampled_gaussian(
 
 @dataclass(frozen=True)
 class _Step:
-    """One kind of step of a run, and how often it is taken."""
+    """A kind of step, and how often a run takes it."""
 
     noise_multiplier: float
     sampling_prob: float
@@ -67,7 +69,7 @@ class _Step:
 
 
 def steps_of(event: Any, count: int = 1) -> list[_Step]:
-    """Takes an event apart."""
+    """Splits an event into its kinds of steps."""
     match event:
         case dp_accounting.NoOpDpEvent() | dp_accounting.SelfComposedDpEvent(count=0):
             return []
@@ -90,7 +92,7 @@ def steps_of(event: Any, count: int = 1) -> list[_Step]:
             step = _Step(event.noise_multiplier, event.sampling_probability, count)
             if size >= num_examples:
                 return [step]
-            # What underflows is still more than nothing.
+            # A probability that underflows to 0 is still above 0.
             prob = step.sampling_prob
             tail = max(
                 float(stats.binom.sf(size, num_examples, prob)), sys.float_info.min
@@ -102,13 +104,14 @@ def steps_of(event: Any, count: int = 1) -> list[_Step]:
     _validate.fail(
         "event must be made of Gaussian steps, sampled, truncated or composed",
         event=event,
-        fix="Use dpsgd_event; for other mechanisms, an accountant of dp_accounting.",
+        fix="Use dpsgd_event. For other mechanisms, use an accountant of "
+        "dp_accounting.",
         error=ValueError if isinstance(event, dp_accounting.DpEvent) else TypeError,
     )
 
 
 class Run(NamedTuple):
-    """All steps, and the relation they are accounted for under."""
+    """All steps of a run, and the neighbouring relation to account for."""
 
     steps: list[_Step]
     relation: _Relation
@@ -119,13 +122,13 @@ class Run(NamedTuple):
 
 
 def bound(run: Run, delta: float) -> _Bound:
-    """Epsilon and its accountant, by the tightest method that has an answer."""
+    """Returns epsilon and its accountant, by the tightest method with an answer."""
     if not run.steps:
         return 0.0, "nothing is released"
     if any(step.noise_multiplier == 0 for step in run.steps):
         return math.inf, "no noise, no privacy"
     for method in _METHODS:
-        # Where noise is next to nothing, dp_accounting overflows.
+        # For very little noise, dp_accounting overflows.
         try:
             with np.errstate(all="ignore"):
                 epsilon, accountant = method(run, delta)
@@ -137,7 +140,7 @@ def bound(run: Run, delta: float) -> _Bound:
 
 
 def _gaussian_bound(run: Run, delta: float) -> _Bound:
-    """Without sampling, steps compose to one Gaussian mechanism."""
+    """Epsilon without sampling, where all steps compose to one Gaussian mechanism."""
     if any(step.sampling_prob < 1 or step.truncation for step in run.steps):
         return _NO_ANSWER
     signal = math.hypot(
@@ -161,8 +164,8 @@ def _pld_bound(run: Run, delta: float) -> _Bound:
     delta -= rounding
     epsilon = accountant.get_epsilon(delta * (1 - _MARGIN)) * (1 + _MARGIN)
     if epsilon > 600 and accountant.get_delta(800) <= delta:
-        # get_epsilon sums exp(-loss), subnormal from 708 on and 0 from 745 on;
-        # get_delta does not.
+        # get_epsilon sums exp(-loss), which is subnormal for losses from 708 on and 0
+        # from 745 on. get_delta does not have this problem.
         search = pld.common.BinarySearchParameters(0, 800, tolerance=1e-3)
         found = pld.common.inverse_monotone_function(
             accountant.get_delta, delta, search
@@ -178,8 +181,9 @@ def _rdp_bound(run: Run, delta: float) -> _Bound:
         return _NO_ANSWER
     for step in run.steps:
         accountant.compose(step.event, step.count)
-    # Series are cut at 1e-13. Rounding turns a divergence that is next to nothing
-    # negative, and overflow turns one into NaN: dp_accounting takes both for no loss.
+    # dp_accounting cuts its series at 1e-13. Rounding can make a tiny divergence
+    # negative, and overflow makes a divergence NaN. dp_accounting would take both for
+    # no loss at all.
     rounding = 1e-12 * run.num_steps
     divergences = np.nan_to_num(
         accountant.rdp * (1 + 1e-12) + rounding, nan=math.inf, posinf=math.inf
@@ -189,11 +193,12 @@ def _rdp_bound(run: Run, delta: float) -> _Bound:
 
 
 def _untruncated_bound(run: Run, delta: float, *, share: float) -> _Bound:
-    """Pays for truncation with a share of delta, and analyses the run without it.
+    """Charges truncation to a share of delta, and analyses the run without it.
 
-    With M the run, N the run that does not truncate, and t the probability that N has a
-    batch above the limit: coupled, they agree until then, so on any one dataset
-    |P[M in S] - P[N in S]| <= t. If N is (epsilon, d)-DP, then for neighbours A and B
+    Let M be the run, N the same run without truncation, and t the probability that N
+    has a batch above the limit. With the same random choices, M and N agree until such
+    a batch occurs. So |P[M in S] - P[N in S]| <= t on any one dataset. If N is
+    (epsilon, d)-DP, then for neighbours A and B
       P[M(A) in S] <= P[N(A) in S] + t <= e^epsilon P[N(B) in S] + d + t
                    <= e^epsilon P[M(B) in S] + d + (1 + e^epsilon) t.
     """
@@ -219,7 +224,7 @@ _METHODS = (
 
 
 def _grid(run: Run) -> tuple[float, float]:
-    """The interval of the grid, and what rounding can do to delta."""
+    """Returns the interval of the grid, and a bound on the rounding error of delta."""
     width = max(_loss_scale(step, run.relation)[0] for step in run.steps)
     moment = total_moment(run)
     stddev = math.sqrt(moment / run.num_steps)
@@ -229,15 +234,16 @@ def _grid(run: Run) -> tuple[float, float]:
         stddev / _POINTS_PER_STDDEV,
         width / _STEP_POINTS,
         min(span, run.num_steps * width) / _TOTAL_POINTS,
-        # Probabilities are second differences of deltas over the interval. If that is
-        # smaller, the last bits of the deltas show.
+        # dp_accounting computes probabilities as second differences of deltas over the
+        # interval. With a smaller interval, the rounding of the deltas would dominate.
         math.sqrt(1e-13 * run.num_steps * stddev),
     )
-    # A delta of a step is the difference of two numbers in [0, 1]; one is exp of terms
-    # as large as the losses. If all are wrong by at most r, the step with an atom of r
-    # at infinity dominates the true one; the atoms add up over the steps, and so do the
-    # roundings of the power of the Fourier transform. Measured against exact values,
-    # the error stays below 5e-17 per step.
+    # A delta of one step is the difference of two numbers in [0, 1], and one of these
+    # is exp of terms as large as the losses. If all deltas are wrong by at most r, then
+    # the computed step with an extra atom of r at infinity dominates the true step.
+    # These atoms add up over the steps, and so do the roundings of the power of the
+    # Fourier transform. In comparison with exact values, the error was below 5e-17 per
+    # step.
     return interval, sys.float_info.epsilon * (4 + width) * run.num_steps
 
 
@@ -246,12 +252,12 @@ def total_moment(run: Run) -> float:
 
 
 def _loss_scale(step: _Step, relation: _Relation) -> tuple[float, float]:
-    """Range and second moment of the privacy loss of a step, for choosing a grid."""
+    """The range and second moment of the privacy loss of a step, to choose a grid."""
     width, moment = _sampled_loss_scale(step.noise_multiplier, step.sampling_prob)
     if relation is _Relation.REPLACE_ONE:
         width, moment = 2 * width, 4 * moment
     if step.truncation:
-        # dp_accounting mixes in the replacement of an example that falls out.
+        # dp_accounting adds the case that truncation replaces one example by another.
         wide, more = _sampled_loss_scale(step.noise_multiplier / 2, step.sampling_prob)
         width = max(width, 2 * wide)
         moment += 4 * more * min(1.0, step.truncation / step.sampling_prob)
@@ -259,7 +265,7 @@ def _loss_scale(step: _Step, relation: _Relation) -> tuple[float, float]:
 
 
 def _sampled_loss_scale(noise: float, prob: float) -> tuple[float, float]:
-    noise = max(noise, 1e-9)  # of which more than this need not be known
+    noise = max(noise, 1e-9)  # avoids an overflow below; the exact range hardly matters
     precision = noise**-2
     reach = precision / 2 + 10.5 / noise  # dp_accounting cuts noise off at exp(-50)
     rest, sampled = special.log1p(-prob), math.log(prob)
@@ -272,7 +278,7 @@ def _sampled_loss_scale(noise: float, prob: float) -> tuple[float, float]:
 
 
 def _checked(noise_multiplier: float, sampling_prob: float) -> tuple[float, float]:
-    """Both as Python numbers; raises ValueError for one that is out of range."""
+    """Returns both as Python numbers; raises ValueError if one is out of range."""
     return (
         _validate.nonnegative(
             noise_multiplier=noise_multiplier, fix="Use calibrate_noise_multiplier."

@@ -1,4 +1,4 @@
-"""What a run of DP-SGD is to an accountant: sampled Gaussian steps, composed."""
+"""Describes runs of DP-SGD as events for an accountant."""
 
 import bisect
 from typing import Any
@@ -27,25 +27,25 @@ _CHECKS = {
 def dpsgd_event(
     noise_multiplier: float, iterations: int, *, sampling_prob: float
 ) -> dp_accounting.DpEvent:
-    """The event of DP-SGD on Poisson-sampled batches.
+    """The event of a run of DP-SGD on Poisson-sampled batches.
 
-    `noise_multiplier` is the standard deviation of the noise over the largest
-    contribution of one example, whatever the neighbouring relation: that replacing an
-    example moves the sum twice as far is left to the accountant.
+    `noise_multiplier` is the standard deviation of the noise over the largest norm of a
+    contribution (the clipped gradient of one example), for every neighbouring relation.
+    The accountant knows that replacing an example moves the sum twice as far.
 
     >>> dpsgd_event(1.0, 1000, sampling_prob=0.01).count
     1000
 
     Args:
-      noise_multiplier: 0 for an event that is not private.
-      iterations: the number of steps; 0 for an event that costs nothing.
+      noise_multiplier: the noise multiplier; 0 gives an event that is not private.
+      iterations: the number of steps; 0 gives an event that costs nothing.
       sampling_prob: the probability that an example is in a batch.
 
     Returns:
       An event for `get_epsilon` or any accountant of dp_accounting.
 
     Raises:
-      ValueError: for an argument that is out of range.
+      ValueError: if an argument is out of range.
 
     References:
       [Abadi et al., 2016](https://arxiv.org/abs/1607.00133)
@@ -65,7 +65,10 @@ def truncated_dpsgd_event(
     num_examples: int,
     truncated_batch_size: int,
 ) -> dp_accounting.DpEvent:
-    """As `dpsgd_event`, where batches above a limit lose random examples.
+    """The event of a run of DP-SGD in which too large batches are truncated.
+
+    A batch of more than `truncated_batch_size` examples keeps that many of them, drawn
+    at random.
 
     >>> event = truncated_dpsgd_event(
     ...     1.0, 1000, sampling_prob=0.01, num_examples=6000, truncated_batch_size=150
@@ -74,19 +77,19 @@ def truncated_dpsgd_event(
     2.12
 
     Args:
-      noise_multiplier: as in `dpsgd_event`.
-      iterations: as in `dpsgd_event`.
-      sampling_prob: the probability that an example is drawn.
+      noise_multiplier: see `dpsgd_event`.
+      iterations: see `dpsgd_event`.
+      sampling_prob: the probability that an example is drawn, before truncation.
       num_examples: the size of the larger of two neighbouring datasets. Under
-        ADD_OR_REMOVE_ONE a dataset has larger and smaller neighbours: what it costs is
-        the worse of this event for its size and for one more.
-      truncated_batch_size: the largest batch.
+        ADD_OR_REMOVE_ONE, a dataset has larger and smaller neighbours. Its epsilon is
+        then the larger one of two events: for its own size, and for one example more.
+      truncated_batch_size: the size of the largest batch.
 
     Returns:
       An event for `get_epsilon` or dp_accounting's `PLDAccountant`.
 
     Raises:
-      ValueError: for an argument that is out of range.
+      ValueError: if an argument is out of range.
 
     References:
       [Ganesh, 2025](https://arxiv.org/abs/2508.15089)
@@ -109,7 +112,9 @@ def truncated_dpsgd_event(
 def truncation_probability(
     num_examples: int, sampling_prob: float, truncated_batch_size: int
 ) -> float:
-    """P[Binomial(num_examples, sampling_prob) > truncated_batch_size].
+    """The probability that a batch has more than `truncated_batch_size` examples.
+
+    It is P[Binomial(num_examples, sampling_prob) > truncated_batch_size].
 
     >>> print(f"{truncation_probability(6000, 0.01, 150):.2g}")
     2.6e-23
@@ -117,13 +122,13 @@ def truncation_probability(
     Args:
       num_examples: the size of the dataset.
       sampling_prob: the probability that an example is drawn.
-      truncated_batch_size: the largest batch.
+      truncated_batch_size: the size of the largest batch.
 
     Returns:
-      The probability to eleven digits, down to 1e-300.
+      The probability, accurate to eleven digits down to 1e-300.
 
     Raises:
-      ValueError: for an argument that is out of range.
+      ValueError: if an argument is out of range.
     """
     num_examples, sampling_prob, truncated_batch_size = _check(
         num_examples=num_examples,
@@ -136,10 +141,10 @@ def truncation_probability(
 def choose_truncated_batch_size(
     num_examples: int, sampling_prob: float, *, multiple_of: int = 1
 ) -> int:
-    """The smallest batch size exceeded with a probability of at most 1e-20.
+    """The smallest batch size that is exceeded with a probability of at most 1e-20.
 
-    That changes epsilon by less than anyone prints, and spares `get_epsilon` the much
-    wider losses of truncated batches.
+    Truncation at this size changes epsilon by less than anyone prints. It also lets
+    `get_epsilon` avoid the slower and coarser analysis of truncated batches.
 
     >>> choose_truncated_batch_size(6000, 0.01, multiple_of=16)
     144
@@ -147,13 +152,13 @@ def choose_truncated_batch_size(
     Args:
       num_examples: the size of the dataset.
       sampling_prob: the probability that an example is drawn.
-      multiple_of: what the size should be a multiple of.
+      multiple_of: the divisor that the returned size must have.
 
     Returns:
-      At most `num_examples`, rounded up to a multiple.
+      A multiple of `multiple_of`, at most `num_examples` rounded up to a multiple.
 
     Raises:
-      ValueError: for an argument that is out of range.
+      ValueError: if an argument is out of range.
     """
     num_examples, multiple_of = _check(
         num_examples=num_examples, multiple_of=multiple_of
@@ -180,7 +185,7 @@ def _repeat(
 
 
 def _check(**values: Any) -> list[Any]:
-    """The values as Python numbers; raises ValueError for one out of range."""
+    """Returns the values as Python numbers; raises ValueError for one out of range."""
     return [
         _CHECKS[name][0](**{name: x}, fix=_CHECKS[name][1])
         for name, x in values.items()

@@ -1,4 +1,4 @@
-"""Epsilon of an event, and the noise that a target epsilon needs."""
+"""Computes epsilon of an event, and the noise that a target epsilon needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ _Relation = dp_accounting.NeighboringRelation
 
 @dataclass(frozen=True)
 class PrivacyGuarantee:
-    """A run is (epsilon, delta)-DP; epsilon may be infinite.
+    """States that a run is (epsilon, delta)-differentially private.
 
     Attributes:
-      epsilon: an upper bound.
-      delta: the one asked for.
-      accountant: where epsilon comes from, in words.
-      neighboring_relation: the name of dp_accounting's relation.
+      epsilon: an upper bound, which may be infinite.
+      delta: the delta for which epsilon was computed.
+      accountant: the method that computed epsilon, in words.
+      neighboring_relation: the name of the relation in dp_accounting.
     """
 
     epsilon: float
@@ -41,32 +41,33 @@ def get_epsilon(
     delta: float,
     neighboring_relation: _Relation = DEFAULT_RELATION,
 ) -> PrivacyGuarantee:
-    """An upper bound on the epsilon of an event, tight wherever that can be computed.
+    """An upper bound on the epsilon of an event, tight where a tight one is known.
 
     >>> guarantee = get_epsilon(dpsgd_event(1.0, 1000, sampling_prob=0.01), delta=1e-6)
     >>> print(f"{guarantee.epsilon:.3f} by {guarantee.accountant}")
     2.125 by privacy loss distributions
 
     Guarantees:
-      The number returned is a bound, in spite of rounding errors: what these can amount
-      to, for privacy loss distributions (PLD) about 1e-15 per step, is taken from delta
-      first, and where delta is smaller, Renyi DP (RDP) takes over. Large losses get a
-      coarse grid, which bounds time and memory and can only raise epsilon. Without
-      noise epsilon is infinite; without steps it is 0.
+      The returned epsilon is an upper bound in spite of rounding errors. With privacy
+      loss distributions (PLD), rounding can amount to about 1e-15 per step, and this is
+      subtracted from delta first. If delta is too small for that, Renyi DP (RDP) is
+      used. Large privacy losses are computed on a coarse grid, which limits time and
+      memory and can only raise epsilon. Without noise epsilon is infinite. Without
+      steps it is 0.
 
     Args:
-      event: Gaussian steps, sampled, truncated and composed.
-      delta: well below 1 over the number of examples.
-      neighboring_relation: which datasets are neighbours; see `dpsgd_event`.
+      event: Gaussian steps, which may be sampled, truncated and composed.
+      delta: a probability; choose it well below 1 over the number of examples.
+      neighboring_relation: which two datasets are neighbours; see `dpmp.accounting`.
 
     Returns:
-      Epsilon and how it was found.
+      Epsilon and the method that computed it.
 
     Raises:
-      TypeError: for something that is not an event or not a relation.
-      ValueError: for other mechanisms, for a delta outside of (0, 1), and where no
-        accountant has an answer. RDP has none for `REPLACE_ONE` and for truncation that
-        is not very rare.
+      TypeError: if `event` is not an event, or `neighboring_relation` not a relation.
+      ValueError: for other mechanisms, if delta is outside of (0, 1), or if no
+        accountant has an answer. RDP has none for `REPLACE_ONE`, nor for truncation
+        that is not very rare.
 
     References:
       PLD: [Doroshenko et al., 2022](https://arxiv.org/abs/2207.04380). RDP: [Mironov et
@@ -83,7 +84,7 @@ def get_epsilon(
         "noise and delta must be large enough for an accountant",
         delta=delta,
         neighboring_relation=neighboring_relation.name,
-        fix="Raise them. Larger truncated batches help; so do relations other than "
+        fix="Raise them. Larger truncated batches help, and so do relations other than "
         "REPLACE_ONE, which RDP cannot analyse.",
     )
     return PrivacyGuarantee(epsilon, delta, accountant, neighboring_relation.name)
@@ -96,7 +97,7 @@ def calibrate_noise_multiplier(
     delta: float,
     neighboring_relation: _Relation = DEFAULT_RELATION,
 ) -> float:
-    """The smallest noise multiplier that meets a target.
+    """The smallest noise multiplier that meets a privacy target.
 
     >>> import functools
     >>> make_event = functools.partial(dpsgd_event, iterations=1000, sampling_prob=0.01)
@@ -104,18 +105,20 @@ def calibrate_noise_multiplier(
     1.029
 
     Args:
-      make_event: from a noise multiplier to an event, more private for more noise.
-      epsilon: the target.
-      delta: as in `get_epsilon`.
-      neighboring_relation: as in `get_epsilon`.
+      make_event: a function from a noise multiplier to an event. More noise must make
+        the event more private.
+      epsilon: the target epsilon.
+      delta: see `get_epsilon`.
+      neighboring_relation: see `get_epsilon`.
 
     Returns:
-      A value that `get_epsilon` confirms, at most 1e-4 of itself above the smallest
-      such value; about 1e-4 where even that little noise is enough.
+      A noise multiplier for which `get_epsilon` is at most the target. It is at most
+      1e-4 of itself above the smallest one. Noise multipliers below about 1e-4 are not
+      tried.
 
     Raises:
-      TypeError: for a `make_event` that is not such a function.
-      ValueError: for a target that is out of range or needs more noise than 1e9.
+      TypeError: if `make_event` is not a function from a noise multiplier to an event.
+      ValueError: if the target is out of range or needs a noise multiplier above 1e9.
     """
     _validate.require(
         callable(make_event),
@@ -141,13 +144,14 @@ def calibrate_noise_multiplier(
             "the target must be within reach of a noise multiplier of 1e9",
             epsilon=epsilon,
             delta=delta,
-            fix="Raise it; get_epsilon(make_event(1e9)) tells what stands in the way.",
+            fix="Raise epsilon or delta. get_epsilon(make_event(1e9)) tells what "
+            "stands in the way.",
         )
     return noise_multiplier
 
 
 def check_delta(delta: float) -> float:
-    """`delta` as a `float`; raises ValueError unless it is in (0, 1)."""
+    """Returns `delta` as a `float`; raises ValueError unless it is in (0, 1)."""
     value = as_real(delta)
     _validate.require(
         _validate.is_real(value) and 0 < value < 1,

@@ -1,4 +1,4 @@
-"""Figures of a privacy claim in few digits, which never claim more than is true."""
+"""Writes numbers of a privacy claim in few digits, without claiming too much."""
 
 import decimal
 import math
@@ -6,12 +6,12 @@ import sys
 
 from dpmp._numbers import as_real
 
-# Enough for every digit of a float.
+# The precision that holds every digit of any float.
 _EVERY_DIGIT = sys.float_info.max_10_exp + 4
 
 
 def round_up(epsilon: float) -> str:
-    """Epsilon to three decimals, never below its value; "inf" where it is infinite.
+    """Writes epsilon with three decimals, rounded up; infinity is "inf".
 
     >>> print(round_up(3.5021), round_up(math.inf))
     3.503 inf
@@ -28,7 +28,9 @@ def round_up(epsilon: float) -> str:
 
 
 def digits_above(x: float, num_digits: int) -> str:
-    """The least number of so many digits that, read again, is not below `x`.
+    """Writes `x` with `num_digits` significant digits, rounded up.
+
+    The float that is read from the text is not below `x`.
 
     >>> print(digits_above(1e-5, 3), digits_above(1.2341e-6, 3))
     1e-05 1.24e-06
@@ -37,7 +39,9 @@ def digits_above(x: float, num_digits: int) -> str:
 
 
 def digits_below(x: float, num_digits: int) -> str:
-    """The largest number of so many digits that, read again, is not above `x`.
+    """Writes `x` with `num_digits` significant digits, rounded down.
+
+    The float that is read from the text is not above `x`.
 
     >>> print(digits_below(1.23456, 5))
     1.2345
@@ -46,6 +50,7 @@ def digits_below(x: float, num_digits: int) -> str:
 
 
 def _digits(x: float, num_digits: int, rounding: str) -> str:
-    # From the shortest text that gives this float: 1e-5 is 0.00001 to whoever wrote it.
+    # repr gives the shortest text for this float. The user who wrote 1e-5 meant
+    # 0.00001, and not the float next to it.
     context = decimal.Context(prec=num_digits, rounding=rounding)
     return f"{float(context.create_decimal(repr(as_real(x)))):.{num_digits}g}"

@@ -1,13 +1,15 @@
-"""From clip norms and computed squared norms to clip coefficients that hold.
+"""Computes clip coefficients that bound the computed contributions.
 
-Let u be the unit roundoff of float32. A squared norm computed with r roundings on its
-longest path is at least (1 - u)^r of the true one, so that the contribution
+The clip coefficient of an example multiplies its gradient g. Let u be the unit roundoff
+of float32, and let the computed squared norm of g have r roundings on its longest path.
+It is then at least (1 - u)^r times the true squared norm, so that the contribution
 
     y = round(coef * g),    coef = round(bound / round(sqrt(squared norm)))
 
-has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)). Dividing the clip norm by
-that factor, with `_SPARE_ROUNDINGS` for second-order terms and for hardware whose
-square root or division is a few units off, makes |y| <= l2_clip_norm.
+has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)). So |y| <= l2_clip_norm if
+`bound` is the clip norm divided by that factor. `_SPARE_ROUNDINGS` adds room for the
+second-order terms, and for hardware whose square root or division is off by a few units
+in the last place.
 """
 
 import dataclasses
@@ -28,22 +30,24 @@ from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
 
-# Three roundings in the module's formula, one where a float64 term is rounded to a
-# float32 sum, and four to spare.
+# Three for the roundings in the formula of the module, one for the rounding of a
+# float64 term to a float32 sum, and four to spare.
 _SPARE_ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
 class ClipNorms:
-    """A tree of clip norms, and what the clipped gradients are divided by.
+    """The clip norm of each clipping group, and the divisor of the clipped gradients.
+
+    A clipping group is a set of parameters that share one clip norm.
 
     Attributes:
       norms: the clip norms of the groups.
-      prefix: their tree structure, a prefix of that of the gradients.
+      prefix: the tree structure of the clip norms, a prefix of that of the gradients.
       rescale_to_unit_norm: whether to divide by the norm of all clip norms.
       normalize_by: a further divisor.
-      traced: a clip norm that only a running program knows, float32; None for none.
-        What is clipped to it is divided by it, so that `norms` are the number 1.
+      traced: a float32 clip norm that is known only when the program runs, or None.
+        The clipped gradients are divided by it, so that `norms` is (1.0,).
     """
 
     norms: tuple[float, ...]
@@ -56,7 +60,7 @@ class ClipNorms:
     def from_tree(
         cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
     ) -> "ClipNorms":
-        """Checks and flattens a tree of clip norms."""
+        """Makes clip norms from a tree of numbers; raises ValueError if it is bad."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
             traced, prefix = _check_traced(tree, rescale_to_unit_norm)
             numbers = cls.from_tree(1.0, rescale_to_unit_norm, normalize_by)
@@ -73,7 +77,7 @@ class ClipNorms:
                 _validate.is_real(norm) and norm >= 0,
                 "every l2_clip_norm must be a number of at least 0 (infinity included)",
                 l2_clip_norm=norm,
-                fix="Pass Python numbers: the clip norm is public, and known before "
+                fix="Pass Python numbers: a clip norm is public and known before "
                 "tracing.",
             )
         normalize_by = _validate.positive(
@@ -97,41 +101,41 @@ class ClipNorms:
 
     @property
     def l2_norm_bound(self) -> float:
-        """The largest norm of what one example contributes."""
+        """The largest norm of a contribution, over all groups together."""
         total = 1.0 if self.rescale_to_unit_norm else math.hypot(*self.norms)
         return total / self.normalize_by
 
     def fit(self, arithmetic: Arithmetic, nan_safe: bool = True) -> Arithmetic:
-        """An arithmetic, for sums of what is clipped to these norms."""
+        """Adapts an arithmetic to sums of gradients that are clipped to these norms."""
         l2_norm_bound = self.l2_norm_bound if nan_safe else math.inf
         bounds = [bound for bound, _ in self.targets]
         return arithmetic.for_clip_norms(bounds, l2_norm_bound)
 
     def check_prefix_of(self, tree: PyTree) -> None:
-        """Raises ValueError unless each clip norm has a non-empty part of `tree`."""
+        """Raises ValueError unless each clip norm clips a non-empty part of `tree`."""
         try:
             groups = self.prefix.flatten_up_to(tree)
         except ValueError as error:
             _validate.fail(
-                "l2_clip_norm must be a number or a prefix of what is clipped",
+                "l2_clip_norm must be a number or a prefix of the clipped tree",
                 l2_clip_norm=self.prefix,
                 clipped=jax.tree.structure(tree),
-                fix=f"They differ: {error}.",
+                fix=f"Make the trees agree. They differ: {error}.",
             )
         for group in groups:
             _validate.require(
                 len(jax.tree.leaves(group)) > 0,
                 "every clip norm must clip at least one array",
                 clipped=jax.tree.structure(tree),
-                fix="Remove the clip norms, or argnums, that have no array.",
+                fix="Remove the clip norms or the argnums that have no array.",
             )
 
     @property
     def targets(self) -> list[tuple[float, Any]]:
-        """For each group: the norm to clip to, and the largest coefficient.
+        """The target norm and the largest coefficient of each group.
 
-        The coefficient is an array for a traced clip norm, and NaN for one that is no
-        clip norm: then no example contributes.
+        With a traced clip norm, the coefficient is an array. It is NaN if that clip
+        norm is not from 1e-15 to 1e15, and then every contribution is zero.
         """
         if self.traced is not None:
             ((bound, cap),) = dataclasses.replace(self, traced=None).targets
@@ -139,7 +143,7 @@ class ClipNorms:
             return [(bound, jnp.where(is_valid, cap / self.traced, jnp.nan))]
         total = math.hypot(*self.norms)
         divisor = self.normalize_by * (total if self.rescale_to_unit_norm else 1.0)
-        if divisor == 0:  # the limit of small clip norms: directions alone
+        if divisor == 0:  # in the limit of small clip norms, only directions are left
             share = 1 / math.sqrt(len(self.norms)) / self.normalize_by
             return [(share, math.inf)] * len(self.norms)
         if math.isinf(divisor):
@@ -153,12 +157,11 @@ def coefficients(
     """The (B,) clip coefficients of each group.
 
     Args:
-      targets: for each group, what the clipped gradient has at most: as norm, and as
-        coefficient.
-      norms: the squared norms of the groups.
+      targets: the target norm and the largest coefficient of each group.
+      norms: the squared norms of the gradients of each group.
 
     Returns:
-      For each group the smaller of target norm / norm and the target coefficient.
+      For each group the smaller of target norm / norm and the largest coefficient.
     """
     return [
         _coefficient(
@@ -171,7 +174,7 @@ def coefficients(
 
 
 def are_clipped(targets: list[tuple[float, Any]], coefs: list[jax.Array]) -> jax.Array:
-    """Which examples have a coefficient below the largest, in any group: (B,) bool."""
+    """Whether each example is scaled down in any group, (B,) bool."""
     below = [
         coef < _round_down(cap).astype(coef.dtype)
         for (_, cap), coef in zip(targets, coefs, strict=True)
@@ -179,8 +182,8 @@ def are_clipped(targets: list[tuple[float, Any]], coefs: list[jax.Array]) -> jax
     return functools.reduce(jnp.logical_or, below)
 
 
-# Compiled as one, also where all else runs operation by operation: XLA has a way of
-# its own to divide by a square root.
+# Compiled even where all other operations run one by one, so that the bits are the
+# same: XLA compiles a division by a square root in a way of its own.
 @jax.jit
 def _coefficient(bound: Any, cap: Any, squared_norm: jax.Array) -> jax.Array:
     return jnp.minimum(cap, bound / jnp.sqrt(squared_norm))
@@ -191,10 +194,11 @@ def _shrinkage(norm: SquaredNorm) -> float:
 
 
 def _round_down(x: Any) -> Any:
-    """The largest float32 that is at most `x`; an array as it is.
+    """The largest float32 that is at most `x`; an array is returned unchanged.
 
-    Coefficients that are arrays come of a traced clip norm. They only keep gradients
-    from being scaled up: the norm that is clipped to is a number.
+    An array is the largest coefficient for a traced clip norm. Its rounding does no
+    harm, because it only keeps gradients from being scaled up. The norm of the result
+    is bounded by the target norm, which is a number.
     """
     if isinstance(x, jax.Array):
         return x
@@ -204,18 +208,18 @@ def _round_down(x: Any) -> Any:
 
 
 def global_norm(norms: list[SquaredNorm]) -> jax.Array:
-    """The (B,) norms over all groups, as measured."""
+    """The (B,) computed norms of the gradients, over all groups together."""
     dtype = at_least_float32(*(norm.value.dtype for norm in norms))
     return jnp.sqrt(sum(norm.value.astype(dtype) for norm in norms))
 
 
 def _check_traced(tree: PyTree, rescale_to_unit_norm: bool) -> tuple[jax.Array, Any]:
-    """The one traced clip norm, and the tree structure that it has."""
+    """Returns the traced clip norm and its tree structure; raises if it is bad."""
     leaves, prefix = jax.tree.flatten(tree)
     is_float = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
     _validate.require(
         len(leaves) == 1 and is_float and jnp.shape(leaves[0]) == (),
-        "a traced l2_clip_norm must be one float scalar, for all parameters",
+        "a traced l2_clip_norm must be one float scalar for all parameters",
         l2_clip_norm=tree,
         fix="Pass Python numbers for several clip norms.",
     )
@@ -223,7 +227,7 @@ def _check_traced(tree: PyTree, rescale_to_unit_norm: bool) -> tuple[jax.Array, 
         rescale_to_unit_norm,
         "a traced l2_clip_norm needs a sensitivity that does not depend on it",
         rescale_to_unit_norm=rescale_to_unit_norm,
-        fix="Set rescale_to_unit_norm=True, which divides what is clipped by the clip "
-        "norm; or pass a Python number.",
+        fix="Set rescale_to_unit_norm=True, which divides the clipped gradients by the "
+        "clip norm. Or pass a Python number.",
     )
     return leaves[0].astype(jnp.float32), prefix

@@ -1,4 +1,4 @@
-"""Clips one pytree."""
+"""Clips one pytree to a largest norm."""
 
 from typing import Any
 
@@ -27,9 +27,9 @@ def clip_pytree(
     5.0 [0.59999967 0.7999996 ]
 
     Guarantees:
-      The norm of the computed output is at most `clip_norm`, or 1 if
-      `rescale_to_unit_norm`, unless it is mapped by `jax.vmap` (use `clipped_fun` for
-      batches). Edge cases:
+      The norm of the computed output is at most `clip_norm`, or at most 1 with
+      `rescale_to_unit_norm`. This does not hold under `jax.vmap`; for batches, use
+      `clipped_fun`. Edge cases:
 
       | case                       | rescale_to_unit_norm | output               |
       | :------------------------- | :------------------- | :------------------- |
@@ -38,25 +38,26 @@ def clip_pytree(
       | clip_norm infinite         | False                | the input            |
       | clip_norm infinite         | True                 | zero                 |
       | the norm is 0              | either               | zero                 |
-      | infinite or NaN in the input or its norm | either | zero, if `nan_safe`  |
+      | infinity or NaN in the input or its norm | either | zero, if `nan_safe`  |
 
     Args:
       pytree: float arrays of any shapes.
-      clip_norm: a number, or a tree of numbers that is a prefix of `pytree`: each
-        clips its part.
-      rescale_to_unit_norm: divides the output by `clip_norm` (by the norm of all
-        clip norms, if there are several).
-      nan_safe: selects zero in place of anything that is not finite; without it NaN
-        goes through and the guarantee is void for such input.
-      return_zero: selects zero whatever the input.
+      clip_norm: a number, or a tree of numbers that is a prefix of `pytree`. Each
+        number clips its own part of `pytree`.
+      rescale_to_unit_norm: whether to divide the output by `clip_norm`, or by the norm
+        of all clip norms if there are several.
+      nan_safe: whether to return zero if the input or its norm is not finite. Without
+        it, NaN goes through and the guarantee is void for such input.
+      return_zero: whether to return zero whatever the input; it may be an array.
 
     Returns:
-      The clipped tree, in float32 or wider (a narrower dtype would round the norm
-      above the bound again), and the norm of the input, which is sensitive.
+      A pair of the clipped tree and the norm of the input, which is sensitive. The
+      clipped tree is float32 or wider, because rounding to a narrower dtype could raise
+      its norm above the bound.
 
     Raises:
-      ValueError: for a clip norm that `clipped_grad` would not take, one that is no
-        prefix of `pytree`, and leaves that are not float arrays.
+      ValueError: if `clipped_grad` would refuse the clip norm, if the clip norm is not
+        a prefix of `pytree`, or if a leaf is not a float array.
     """
     clip_norms = ClipNorms.from_tree(clip_norm, rescale_to_unit_norm, 1.0)
     _signature.check_float_leaves(pytree, "pytree")

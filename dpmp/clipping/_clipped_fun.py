@@ -1,4 +1,4 @@
-"""Clips what a function gives for each example."""
+"""Clips the output of a function for each example, and adds the clipped outputs up."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,38 +30,45 @@ def clipped_fun(
     arithmetic: str | None = None,
     resolution: int | None = None,
 ) -> BoundedSensitivityCallable:
-    """Clips the output of a function for each example, and sums over the batch.
+    """Makes a function that sums the clipped per-example outputs of `fun`.
+
+    Each example is given to `fun`, and its output is scaled down to a norm of at most
+    `l2_clip_norm` before the outputs are added up. `clipped_grad` does the same with
+    the gradient of `fun`.
 
     >>> clipped_sum = clipped_fun(jnp.sum, l2_clip_norm=1.0)
     >>> print(f"{clipped_sum(jnp.array([0.0, 0.25, -0.5, 10.0])):.4f}")
     0.7422
 
     Guarantees:
-      As for `clipped_grad`, of which this is the part without differentiation.
+      See `clipped_grad`: the same guarantees hold, with the output of `fun` in place of
+      a gradient.
 
     Args:
-      fun: gives a tree of float arrays, or (tree, aux) if `has_aux`.
+      fun: returns a tree of float arrays, or (tree, aux) if `has_aux`.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: which arguments have a leading example axis.
-      keep_batch_dim: as in `clipped_grad`.
-      l2_clip_norm: as in `clipped_grad`.
-      rescale_to_unit_norm: as in `clipped_grad`.
-      normalize_by: as in `clipped_grad`.
-      return_norms: whether to return the norms before clipping, (B,); sensitive.
-      microbatch_size: as in `clipped_grad`.
-      nan_safe: as in `clipped_grad`.
-      dtype: as in `clipped_grad`.
-      prng_argnum: as in `clipped_grad`.
-      spmd_axis_name: as in `jax.vmap`.
-      arithmetic: as in `clipped_grad`.
-      resolution: as in `clipped_grad`.
+      batch_argnums: the positions of the arguments that have a leading example axis.
+      keep_batch_dim: see `clipped_grad`.
+      l2_clip_norm: see `clipped_grad`.
+      rescale_to_unit_norm: see `clipped_grad`.
+      normalize_by: see `clipped_grad`.
+      return_norms: whether to return the norms before clipping, (B,). They are
+        sensitive.
+      microbatch_size: see `clipped_grad`.
+      nan_safe: see `clipped_grad`.
+      dtype: see `clipped_grad`.
+      prng_argnum: see `clipped_grad`.
+      spmd_axis_name: see `jax.vmap`.
+      arithmetic: see `clipped_grad`.
+      resolution: see `clipped_grad`.
 
     Returns:
       A callable with the arguments of `fun` and `is_padding_example`. It returns the
-      sum, or (sum, aux), (sum, norms) or (sum, (aux, norms)), as asked for.
+      sum; or (sum, aux) if `has_aux`, (sum, norms) if `return_norms`, and
+      (sum, (aux, norms)) with both.
 
     Raises:
-      ValueError: as for `clipped_grad`.
+      ValueError: see `clipped_grad`.
     """
     sums = parse(arithmetic, dtype=dtype, resolution=resolution)
     signature = Signature.parse(

@@ -1,11 +1,12 @@
-"""Sums of clipped per-example gradients, with a sensitivity that the floats keep.
+"""Sums clipped per-example gradients, with a bound that holds for the computed sum.
 
     clip_coef = min(1, l2_clip_norm / norm)     for each example and clipping group
     sum       = sum of clip_coef * gradient     over the examples of the batch
 
-Norms are float32 or wider whatever the dtype of the gradients. The clip norm is
-lowered by a bound on all that rounding can add, in the norm, the coefficient and the
-sum, so that `.sensitivity()` holds for the numbers that are computed.
+A clipping group is a set of parameters that share one clip norm. Norms are float32 or
+wider, whatever the dtype of the gradients. Rounding can make a computed sum larger than
+the formula says. So the clip norm is lowered by a bound on the rounding errors of the
+norm, the coefficient and the sum, and `.sensitivity()` holds for the computed sum.
 """
 
 import collections
@@ -31,7 +32,7 @@ from dpmp.numerics._arithmetic import parse
 AuxiliaryOutput = collections.namedtuple(
     "AuxiliaryOutput", ["values", "grad_norms", "aux"]
 )
-"""Sensitive per-example outputs of `clipped_grad`; those not asked for are None."""
+"""The sensitive per-example outputs of `clipped_grad`; None for each not asked for."""
 
 
 def clipped_grad(
@@ -61,8 +62,9 @@ def clipped_grad(
 ) -> BoundedSensitivityCallable:
     """Makes a function that sums the clipped per-example gradients of `fun`.
 
-    Like `jax.grad`, with the gradient of each example scaled down to a norm of at
-    most `l2_clip_norm` before they are summed.
+    This function is like `jax.grad`, but it computes the gradient of each example of a
+    batch, scales each gradient down to a norm of at most `l2_clip_norm`, and adds them
+    up. The scaled gradient of one example is called its contribution.
 
     >>> def loss(w, x):
     ...     return 0.5 * jnp.mean((x - w) ** 2)
@@ -71,116 +73,137 @@ def clipped_grad(
     >>> print(f"{grad:.4f}", sensitive.grad_norms)
     3.0000 [3. 4. 5.]
 
-    Groups (user-level privacy): with `keep_batch_dim=False` and one more axis in the
-    batch, what is clipped is the gradient of the mean over a user's examples.
+    To protect users with several examples each, use `keep_batch_dim=False` and one more
+    axis in the batch. Here each user has two examples, and the gradient of the mean
+    loss over these two is clipped.
 
     >>> user_grad_fn = clipped_grad(loss, l2_clip_norm=3.5, keep_batch_dim=False)
     >>> print(user_grad_fn(3.0, jnp.array([[1.0, -1.0], [2.0, 2.0], [0.0, 3.0]])))
     5.5
 
     Guarantees:
-      The L2 sensitivity of the computed sum is at most `.sensitivity(relation)`,
-      that is `l2_clip_norm / normalize_by` under add/remove and zero-out, or
-      `1 / normalize_by` if `rescale_to_unit_norm`, and twice that under replace-one.
-      With a tree of clip norms, the norm of all of them takes the place of
-      `l2_clip_norm`. Conditions: `nan_safe`; the gradient of an example depends on
-      no other example (no batch statistics), nor on its place in the batch, also in
-      its last bits (XLA does not promise that; see the README); the key of
-      `prng_argnum`, whose parts go by place, is secret and used once; and no
-      `jax.vmap` around this function, which lets the compiler compute gradients
-      twice, in two ways, for the norm and for the sum. Then:
+      The L2 sensitivity of the computed sum is at most `.sensitivity(relation)`: the
+      sums of two neighbouring batches differ by no more than that. It is
+      `l2_clip_norm / normalize_by` under add/remove and zero-out (one example is
+      blanked out), and twice as much under replace-one. With `rescale_to_unit_norm`, 1
+      stands in for `l2_clip_norm`. With a tree of clip norms, the norm of all of them
+      does.
 
-      - An example whose gradient is not finite, or whose squared norm overflows the
-        norm's dtype, contributes zero, by selection. So does a padding example.
-      - An empty batch, or one of padding only, gives zero.
-      - It works under `jax.jit` with sharded arguments, whatever the types of the axes
-        of their mesh. Sums are sharded as the arguments that they are gradients of.
-      - It works under `jax.shard_map` with `check_vma=False` for sums of integers,
-        which `psum` may add. Float sums are refused there, as nothing covers what it
-        costs to round their sum, and for the same reason those of parts of a batch must
-        not be added outside: use `microbatch_size`.
-      - With "exact" sums the clipped gradient is rounded to integers whose norm is
-        checked in integer arithmetic; one that exceeded the bound all the same would
-        contribute zero. The sum is the same, bit for bit, for any microbatch size,
-        order of examples, padding and sharding, as long as the gradients are.
-      - With the others, what rounding can add is taken from the clip norm: about 1e-6
-        of it for the norm, and for the sum 1/128 with "float32", 2e-6 with the wider
-        ones. It does not depend on the batch; batches too large for it are refused.
-      - With `method="book_keeping"`, "bounded" sums (the default there) have a
-        sensitivity that is proved for the bits that are computed
-        (`dpmp.numerics._bounded`), as long as the other examples keep their places (not
-        for ADD_OR_REMOVE_ONE). Float sums have none that is proved, and have to be
-        asked for by names that say so, such as "unproved_float32": their sensitivity
-        holds up to ordinary rounding within a microbatch. What is taken from the clip
-        norm (1/256 for bfloat16, and more where a gradient is what is left of much
-        larger terms) is more than what rounding was seen to add, but gradients can be
-        made up for which it is not enough (by less than half).
-      - Values, norms and aux are per example, depend on that example alone, and are
+      Conditions:
+
+      - `nan_safe` is True.
+      - The gradient of an example depends on no other example (no batch statistics).
+      - The gradient does not depend on the example's place in the batch either, not
+        even in its last bits. (XLA does not promise this; see the README.)
+      - The key of `prng_argnum` is secret and is used once. Each place in the batch
+        gets its own part of the key.
+      - No `jax.vmap` is around this function. It would let the compiler compute a
+        gradient twice and differently, once for the norm and once for the sum.
+
+      Batches and devices:
+
+      - An example contributes zero if its gradient is not finite or if its squared norm
+        overflows the dtype of the norm. So does a padding example. The zero is selected
+        and not the result of a product, so that NaN cannot pass.
+      - The sum is zero for an empty batch and for a batch of padding only.
+      - Values, norms and aux of an example depend on that example alone. They are
         sensitive.
+      - `jax.jit` with sharded arguments works for all types of mesh axes. The gradient
+        of an argument is sharded as this argument is.
+      - `jax.shard_map` with `check_vma=False` works for sums of integers ("exact" and
+        "bounded"), which `psum` may add. Float sums are refused there, because the
+        sensitivity does not cover the rounding of that addition. For the same reason,
+        do not add up float sums of parts of a batch yourself; use `microbatch_size`.
+
+      Rounding, by `arithmetic`:
+
+      - "exact": each contribution is rounded to integers, and their norm is checked in
+        integer arithmetic. A contribution above the bound is replaced by zero. The sum
+        is the same, bit for bit, for any microbatch size, order of examples, padding
+        and sharding, as long as the gradients are the same.
+      - "float32", "float32x2" and "float64": the clip norm is lowered by what rounding
+        can add. That is about 1e-6 of it for the norm, and for the sum 1/128 of it with
+        "float32" and 2e-6 with the other two. These shares do not depend on the batch,
+        and a batch that is too large for them is refused.
+      - "bounded" (for `method="book_keeping"`): the sensitivity is proved for the
+        computed bits (`dpmp.numerics._bounded`), as long as all other examples keep
+        their places. So it does not hold under ADD_OR_REMOVE_ONE.
+      - "unproved_float32" and the like (for `method="book_keeping"`): the sensitivity
+        is not proved. It holds up to ordinary rounding within a microbatch. The clip
+        norm is lowered by 1/256 for bfloat16, and by more where the large terms of a
+        gradient almost cancel. That was enough in every measurement, but gradients can
+        be constructed for which it falls short, by less than half.
 
     Args:
-      fun: gives a scalar loss, or (loss, aux) if `has_aux`.
-      argnums: which arguments to differentiate; they have no example axis.
+      fun: returns a scalar loss, or (loss, aux) if `has_aux`.
+      argnums: the positions of the arguments to differentiate. These arguments have no
+        example axis.
       has_aux: whether `fun` returns a pair.
-      l2_clip_norm: the clip norm, or a tree of clip norms that is a prefix of the
-        gradient (for one argnum, of that argument): each clips its own part.
-        One number may be a traced float scalar, if `rescale_to_unit_norm`: so a clip
-        norm can follow the training without a new compilation. It must be public, as
-        one that noisy releases decide on is. Where it is not from 1e-15 to 1e15, no
-        example contributes.
-      rescale_to_unit_norm: divides the clipped gradients by the clip norm (by the
-        norm of all clip norms), which decouples it from the learning rate.
-      normalize_by: divides the sum, usually by the expected batch size.
-      batch_argnums: which arguments have a leading example axis, of one size.
+      l2_clip_norm: the clip norm, or a tree of clip norms. The tree is a prefix of the
+        gradient (with one argnum, of the gradient of that argument), and each number
+        clips its own part. With `rescale_to_unit_norm`, a single clip norm may be a
+        traced float scalar, so that it can change during training without a new
+        compilation. It must be public, for instance chosen by means of noisy releases
+        alone. If it is not from 1e-15 to 1e15, all contributions are zero.
+      rescale_to_unit_norm: whether to divide the clipped gradients by the clip norm (by
+        the norm of all clip norms), so that it does not affect the learning rate.
+      normalize_by: divides the sum; usually the expected batch size.
+      batch_argnums: the positions of the arguments with a leading example axis. The
+        axis has the same size in all of them.
       keep_batch_dim: whether `fun` is given one example as a batch of one (True) or
         without that axis (False).
       return_values: whether to return the per-example losses, (B,).
-      return_grad_norms: whether to return the norms before clipping, (B,), float32.
-      loss_scale: what the loss is multiplied by to be differentiated, for float16: a
-        power of two, or a function from the loss of an example to one, such as
-        `dpmp.loss_scaling.by_loss()`. What comes out is that of the loss itself. Scales
-        that jax traces, or that come from a function, are rounded down to a power of
-        two, from 2^-40 to 2^40; an example whose scale is negative or not finite
-        contributes zero.
-      counts_overflows: whether to return a `released_metrics.JointSum`: the sum, and
-        one more coordinate for the noise, which counts gradients that are not finite.
-        The sensitivity of both together is that of the sum.
-      released_metrics: more coordinates of a `JointSum`; see there what they cost.
-      pre_clipping_transform: applied to the gradient of each example before it is
-        clipped; what it returns is what is clipped and summed.
-      microbatch_size: how many examples to process at a time; must divide the batch
-        size. Bounds memory. Microbatches of padding only are skipped. None is for all
-        at once, or with "bounded" sums for the largest divisor of the batch size that
-        leaves gradients whole, which depends on the positions of an example (8 examples
-        of 128 positions, for instance) and is chosen when the loss is traced.
-      nan_safe: selects zero for what is not finite; without it NaN goes through, for
-        debugging, and `.sensitivity()` is infinite.
-      dtype: of a float sum, float32 (None) or float64.
+      return_grad_norms: whether to return the norms before clipping, (B,), in float32
+        or wider.
+      loss_scale: multiplies the loss before it is differentiated, for float16. It is a
+        power of two, or a function from the loss of an example to a power of two, such
+        as `dpmp.loss_scaling.by_loss()`. The outputs are those of the unscaled loss. A
+        scale that is traced or comes from a function is rounded down to a power of two
+        from 2^-40 to 2^40. An example whose scale is negative or not finite contributes
+        zero.
+      counts_overflows: whether to return a `dpmp.clipping.JointSum`, which adds one
+        coordinate to the sum: the number of examples whose gradient norm is not finite.
+        It is meant to be released with noise. Sum and count together have the
+        sensitivity of the sum.
+      released_metrics: adds coordinates for noisy metrics to the sum, which becomes a
+        `JointSum`. `ReleasedMetrics` says what they cost.
+      pre_clipping_transform: a function of the gradient of one example. Its output is
+        clipped and summed in place of the gradient.
+      microbatch_size: how many examples to process at a time, to limit memory. It must
+        divide the batch size. Microbatches of padding only are skipped. None processes
+        the whole batch at once, except with "bounded" sums. These use the largest
+        divisor of the batch size that leaves gradients whole, that is, scales hardly
+        any gradient below the clip norm. It depends on the length of sequences (for
+        instance, 8 examples of 128 positions) and is chosen when the loss is traced.
+      nan_safe: whether a gradient that is not finite contributes zero. Without it, NaN
+        goes through, for debugging, and `.sensitivity()` is infinite.
+      dtype: the dtype of a float sum, float32 (None) or float64.
       prng_argnum: the position of a random key that is split over the examples.
-      spmd_axis_name: as in `jax.vmap`.
+      spmd_axis_name: see `jax.vmap`.
       method: the gradient engine. "per_example" (vmap) forms the gradient of every
-        example. "book_keeping" keeps activations and cotangents in place of them,
-        which takes less time and, for what is neither wide nor multiplied by few
-        positions, less memory; `book_keeping.summarize` shows what it does with a loss.
-      arithmetic: of the sum: "exact" (leaves are `GridArray`: integers
-        times a unit), "float32" (None), "float32x2" (leaves are `DoubleWord`) or
-        "float64"; with book-keeping "bounded" (None; `GridArray`), or
-        "unproved_float32", "unproved_float32x2" or "unproved_float64". See the README
-        on which to use.
-      resolution: of "exact" and "bounded" sums: how many units the largest contribution
-        has; 32767 (None) for "exact", 2^22 for "bounded", or up to 2^22.
+        example. "book_keeping" stores activations and cotangents in place of the
+        gradients. It takes less time, and also less memory except for parameters that
+        are wide or multiplied by few positions. `book_keeping.summarize` shows what it
+        does with each parameter of a loss.
+      arithmetic: how the sum is computed: "exact" (its leaves are `GridArray`, integers
+        times a unit), "float32" (None), "float32x2" (its leaves are `DoubleWord`) or
+        "float64". With book-keeping: "bounded" (None; its leaves are `GridArray`),
+        "unproved_float32", "unproved_float32x2" or "unproved_float64". The README says
+        which one to use.
+      resolution: how many units of the grid the largest contribution has, for "exact"
+        (None is 32767) and "bounded" sums (None is 2^22). It is at most 2^22.
 
     Returns:
       A callable with the arguments of `fun` and the keyword `is_padding_example`, a
-      (B,) bool array. Keyword arguments reach `fun` unchanged for every example. It
-      returns the sum, or (sum, AuxiliaryOutput) if `has_aux`, `return_values` or
-      `return_grad_norms`.
+      (B,) bool array. It returns the sum, or (sum, AuxiliaryOutput) if `has_aux`,
+      `return_values` or `return_grad_norms`. All other keyword arguments reach `fun`
+      unchanged for every example.
 
     Raises:
-      ValueError: at construction for contradictory or invalid arguments; when called,
-        before anything is differentiated, for arguments whose shapes or dtypes do not
-        fit, a batch that `microbatch_size` does not divide, and a batch so large that
-        the rounding of its sum is not covered.
+      ValueError: at construction if arguments are invalid or contradict each other.
+        When called, before anything is differentiated, if the shapes or dtypes of the
+        arguments do not fit, if `microbatch_size` does not divide the batch size, or if
+        the batch is so large that the rounding of its sum is not covered.
 
     References:
       [Abadi et al.: Deep learning with differential privacy, algorithm
@@ -263,7 +286,7 @@ def clipped_grad(
 def _check_safe(nan_safe: bool, is_released: bool) -> None:
     _validate.require(
         nan_safe or not is_released,
-        "what is counted or released must come of gradients that are safe",
+        "counts_overflows and released_metrics must have nan_safe=True",
         nan_safe=nan_safe,
         fix="Leave nan_safe out.",
     )
@@ -272,7 +295,7 @@ def _check_safe(nan_safe: bool, is_released: bool) -> None:
 def _checked(
     transform: Callable[[PyTree], PyTree] | None, clip_norms: ClipNorms
 ) -> Callable[[PyTree], PyTree] | None:
-    """A transform whose output is checked; None for none."""
+    """Makes the transform check its output; None stays None."""
     if transform is None:
         return None
 

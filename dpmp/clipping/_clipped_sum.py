@@ -1,4 +1,4 @@
-"""The loop over microbatches: gradients, coefficients, selection, running sum."""
+"""Loops over the microbatches of a batch and adds up their clipped gradients."""
 
 import functools
 import math
@@ -20,13 +20,13 @@ from dpmp.numerics._sums import is_sum
 
 
 class Outputs(NamedTuple):
-    """Of the examples of a batch, sensitive; zero for padding.
+    """The sensitive outputs of each example of a batch; zero for padding examples.
 
     Attributes:
-      values: what the engine calls so: losses, (B,).
-      grad_norms: before clipping, (B,).
-      is_clipped: whether anything finite was scaled down, (B,) bool.
-      aux: auxiliary outputs.
+      values: the values of the gradient engine; for losses, (B,).
+      grad_norms: the norms before clipping, (B,).
+      is_clipped: whether a finite gradient was scaled down in any group, (B,) bool.
+      aux: the auxiliary outputs.
     """
 
     values: Any
@@ -37,17 +37,18 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """A function of a batch: the sum of its clipped contributions.
+    """A function that clips and sums the gradients of a batch.
 
     Attributes:
-      engine: gives the per-example gradients of a microbatch.
-      signature: of the engine.
-      clip_norms: what they are clipped to.
-      arithmetic: of the sum, for these clip norms.
-      microbatch_size: how many examples the engine sees at a time, or None for all.
-      largest_microbatch: how many these are at most where there is no
-        `microbatch_size`, as a function of the arguments of the engine.
-      nan_safe: whether examples that are not finite are selected away.
+      engine: computes the per-example gradients of a microbatch.
+      signature: the signature of the engine.
+      clip_norms: the clip norms of the gradients.
+      arithmetic: the arithmetic of the sum, for these clip norms.
+      microbatch_size: how many examples the engine sees at a time. None is the whole
+        batch, or as many as `largest_microbatch` allows.
+      nan_safe: whether a gradient that is not finite contributes zero.
+      largest_microbatch: a function from the arguments of the engine to the largest
+        microbatch that is used without a `microbatch_size`; None for no limit.
     """
 
     engine: GradEngine
@@ -68,7 +69,7 @@ class ClippedSum:
 
     @property
     def l2_norm_bound(self) -> float:
-        """The largest norm of what one example contributes; infinite if not safe."""
+        """The largest norm of a contribution; infinite without `nan_safe`."""
         return self.clip_norms.l2_norm_bound if self.nan_safe else math.inf
 
     def __call__(
@@ -77,7 +78,7 @@ class ClippedSum:
         kwargs: dict[str, Any],
         is_padding_example: jax.Array | None,
     ) -> tuple[PyTree, Outputs]:
-        """The sum, and what is known of each example."""
+        """Returns the sum and the sensitive outputs of each example."""
         self.arithmetic.check_mode()
         if math.isfinite(self.l2_norm_bound):
             self.arithmetic.check_not_mapped()
@@ -137,12 +138,12 @@ class ClippedSum:
         is_padding: jax.Array | None,
         size: int,
     ) -> tuple[PyTree, Any]:
-        """One microbatch after another, passing over those of padding only."""
+        """Sums one microbatch after another, and skips those of padding only."""
         microbatches = jax.tree.map(
             lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]),
             (examples, is_padding),
         )
-        one_microbatch = jax.jit(one_microbatch)  # so that it is traced once
+        one_microbatch = jax.jit(one_microbatch)  # jit traces it only once
         first = jax.tree.map(lambda x: x[0], microbatches)
         zeros = _zeros(jax.eval_shape(one_microbatch, *first))
 
@@ -168,7 +169,7 @@ class ClippedSum:
     def _empty(
         self, one_microbatch: Callable[..., Any], examples: PyTree
     ) -> tuple[PyTree, Any]:
-        """What a batch of no examples gives: zeros of the right shapes."""
+        """Returns zeros in the shapes that a batch without examples has."""
         one_example = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), examples
         )
@@ -178,14 +179,14 @@ class ClippedSum:
     def _check_batch(
         self, args: Sequence[Any], is_padding_example: jax.Array | None
     ) -> int:
-        """The batch size, once all that must have it does."""
+        """Returns the batch size; raises ValueError if a size does not fit."""
         batch_size = self.signature.batch_size(args, is_padding_example)
         _validate.require(
             batch_size % (self.microbatch_size or 1) == 0,
             "microbatch_size must divide the batch size",
             microbatch_size=self.microbatch_size,
             batch_size=batch_size,
-            fix="Pad the batch and mark the padding in is_padding_example.",
+            fix="Pad the batch, and mark the padding in is_padding_example.",
         )
         return batch_size
 
@@ -202,7 +203,7 @@ def keep_mask(
     is_padding: jax.Array | None,
     nan_safe: bool,
 ) -> jax.Array:
-    """Which examples contribute: (B,) bool."""
+    """Whether each example contributes to the sum, (B,) bool."""
     keep = jnp.full(global_norm.shape, True)
     if nan_safe:
         finite = map(jnp.isfinite, (global_norm, *coefs))
@@ -226,7 +227,7 @@ def _zeros(shapes: PyTree) -> PyTree:
 
 
 def specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
-    """Partition specs for the arrays of a sum: those of parameters, then replicated."""
+    """Partition specs for a sum: those of the parameters, and replicated otherwise."""
     leaves = jax.tree.leaves(total, is_leaf=is_sum)
     specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]
     return [
@@ -237,6 +238,6 @@ def specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
 
 
 def specs_of_examples(outputs: PyTree, batch: PyTree) -> list[jax.P]:
-    """The same for what has an example axis, from the specs of a batch."""
+    """Partition specs for per-example outputs, from those of the batch."""
     axis = jax.tree.leaves(batch)[0][:1]
     return [jax.P(*axis)] * len(jax.tree.leaves(outputs))

@@ -1,19 +1,21 @@
-"""Metrics with noise: what a run may show of its losses and of its clipping.
+"""Noisy metrics: what a run may show of its losses and its clipping.
 
-Each is one more coordinate of the sum of gradients. With C the largest contribution of
-an example to that sum, and its metrics a vector m of norm at most k,
+Each metric is one more coordinate of the sum of clipped gradients, and receives noise
+together with it. Let C be the largest norm of a clipped gradient, and let the metrics
+of one example be a vector m of norm at most k. Then
 
     (clipped gradient, m)      has a norm of at most      sqrt(C^2 + k^2),
 
-and one Gaussian mechanism releases both. For the same epsilon, the noise on the
-gradient becomes wider by sqrt(1 + (k / C)^2), 0.5 % at k = C / 10. (Splitting the
-budget, and running one mechanism for each, would come to the same.)
+and one Gaussian mechanism releases both. At the same epsilon, the noise on the gradient
+is wider by a factor of sqrt(1 + (k / C)^2). At k = C / 10, it is 0.5 % wider. (Two
+mechanisms that share the privacy budget would cost the same.)
 
-The number of examples whose gradient is not finite costs nothing. With a largest
-contribution of C, an example adds either (clipped gradient, 0) or (0, C), a vector of
-norm C at most, so that noise and epsilon are those of the gradient alone. Two examples
-are at most sqrt(2) C apart, below the 2 C that replace-one is charged for. The count
-comes out with a standard deviation of `noise_multiplier` examples.
+An overflow is an example whose gradient norm is not finite. The number of overflows
+costs nothing. An example adds either (clipped gradient, 0) or, if it overflows, (0, C).
+Both have a norm of at most C, so that noise and epsilon are those of the gradient
+alone. The contributions of two examples differ by at most sqrt(2) C, and replace-one is
+charged for 2 C. The noise on the count has a standard deviation of `noise_multiplier`
+examples.
 """
 
 import math
@@ -29,20 +31,20 @@ from dpmp._typing import PyTree
 from dpmp.clipping._clipped_sum import Outputs
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, Grid, GridArray
 
-# Of the grid of a metric: fine for a mean, and no batch is too large for its sums.
+# The grid of a metric: fine enough for a mean, and coarse enough for large batches.
 _RESOLUTION = 2**10 - 1
 
 _LARGEST_BATCH = (2**31 - 1) // _RESOLUTION
 
 
 class JointSum(NamedTuple):
-    """A sum of clipped gradients, and what gets noise together with it.
+    """A sum of clipped gradients, with the sums that receive noise together with it.
 
     Attributes:
-      sum_of_clipped_grads: as on its own.
-      num_overflows: of examples whose gradient is not finite, in units of the largest
-        contribution to the sum; None if they are not counted.
-      metrics: sums over examples, by name.
+      sum_of_clipped_grads: the sum of clipped gradients.
+      num_overflows: the number of examples whose gradient norm is not finite, times the
+        largest norm of a clipped gradient. None if these examples are not counted.
+      metrics: the sum over examples of each metric, by name.
     """
 
     sum_of_clipped_grads: PyTree
@@ -52,21 +54,25 @@ class JointSum(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedMetrics:
-    """Which metrics to release at every step, and what they may cost.
+    """Chooses metrics to release with noise at every step.
+
+    A metric receives noise together with the gradient. The cost of "loss" and "clipped"
+    is wider noise on the gradient: `widening` tells by how much.
 
     >>> metrics = ReleasedMetrics(largest_loss=8.0, fraction_clipped=True)
     >>> print(f"{metrics.widening:.2%} {metrics.stddev('loss', 1.0, 512):.3f}")
     0.50% 0.222
 
     Attributes:
-      largest_loss: what losses are cut off at, for "loss", their mean; None not to
-        release it. Losses below zero count as zero.
+      largest_loss: releases "loss", the mean loss, with losses limited to the range
+        from 0 to this value. None does not release it.
       fraction_clipped: whether to release "clipped", the fraction of examples whose
         gradient was scaled down.
       fraction_overflowed: whether to release "overflowed", the fraction of examples
-        whose gradient was not finite. It is free.
-      norm_share: the norm of an example's other metrics over that of its clipped
-        gradient, k / C: the smaller, the more noise they have.
+        whose gradient norm was not finite. It costs nothing.
+      norm_share: the largest norm of the metrics "loss" and "clipped" of one example,
+        over the largest norm of a clipped gradient. A smaller share means more noise on
+        these metrics and less on the gradient.
     """
 
     largest_loss: float | None = None
@@ -94,32 +100,32 @@ class ReleasedMetrics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all metrics."""
+        """The names of the released metrics."""
         return self.paid + (("overflowed",) if self.fraction_overflowed else ())
 
     @property
     def paid(self) -> tuple[str, ...]:
-        """Of the metrics that are coordinates of their own."""
+        """The names of the metrics that widen the noise on the gradient."""
         loss = () if self.largest_loss is None else ("loss",)
         return loss + (("clipped",) if self.fraction_clipped else ())
 
     @property
     def widening(self) -> float:
-        """By what share the noise on the gradient becomes wider."""
+        """How much wider the noise on the gradient is: 0.005 means by 0.5 %."""
         return math.hypot(1, self.norm_share) - 1 if self.paid else 0.0
 
     def joint_norm_bound(self, l2_norm_bound: float) -> float:
-        """The largest contribution of an example to the sum and its metrics."""
+        """The largest norm of a contribution to the sum and the metrics together."""
         l2_norm_bound = as_real(l2_norm_bound)
         if not self.paid:
             return l2_norm_bound
-        # Two roundings at most, and upwards.
+        # The last factor covers the roundings of the others: it may only err upwards.
         return math.hypot(1, self.norm_share) * l2_norm_bound * (1 + 2.0**-50)
 
     def stddev(
         self, name: str, noise_multiplier: float, expected_batch_size: float
     ) -> float:
-        """Standard deviation of the noise of a metric, in its own unit."""
+        """The standard deviation of the noise on a metric, in the metric's own unit."""
         noise_multiplier = as_real(noise_multiplier)
         expected_batch_size = as_real(expected_batch_size)
         if name == "overflowed":
@@ -131,22 +137,23 @@ class ReleasedMetrics:
     def sums(
         self, values: jax.Array, is_clipped: jax.Array, l2_norm_bound: float
     ) -> dict[str, GridArray]:
-        """The metrics that are coordinates of their own, summed over a batch.
+        """The sums over a batch of the metrics "loss" and "clipped", where released.
 
         Args:
           values: the losses, (B,), zero for padding.
           is_clipped: (B,) bool, False for padding.
-          l2_norm_bound: the largest contribution of an example to the sum of gradients.
+          l2_norm_bound: the largest norm of a clipped gradient.
 
         Raises:
           ValueError: for a batch of more than two million examples.
         """
         _validate.require(
             values.shape[0] <= _LARGEST_BATCH,
-            f"batches with released metrics have at most {_LARGEST_BATCH} examples",
+            f"batches with released metrics must have at most {_LARGEST_BATCH} "
+            f"examples",
             fix="Leave released_metrics out.",
         )
-        # As shares from 0 to 1. What is no number is no loss to be counted.
+        # Every metric is scaled to shares from 0 to 1. A loss of NaN counts as 0.
         loss = jnp.clip(values.astype(jnp.float32) / (self.largest_loss or 1.0), 0, 1)
         shares = {
             "loss": jnp.where(jnp.isnan(loss), 0, loss),
@@ -154,7 +161,7 @@ class ReleasedMetrics:
         }
         largest = self.largest_of_one(l2_norm_bound)
         unit = Grid.from_bounds([largest], largest, _RESOLUTION).unit
-        # In 64-bit mode, a sum of int32 would be int64.
+        # Without this dtype, a sum of int32 would be int64 in 64-bit mode.
         return {
             name: GridArray(
                 jnp.sum(
@@ -167,20 +174,20 @@ class ReleasedMetrics:
         }
 
     def largest_of_one(self, l2_norm_bound: float) -> float:
-        """The largest contribution to one metric: their norm is below k together."""
+        """The largest coordinate of each metric; k bounds the norm of all of them."""
         k = self.norm_share * contribution(as_real(l2_norm_bound))
         return k / math.sqrt(max(len(self.paid), 1)) * (1 - 2.0**-50)
 
 
 def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
-    """One more coordinate for a sum: a contribution for each norm that is not finite.
+    """Counts the examples whose gradient norm is not finite.
 
     Args:
       grad_norms: (B,), zero for padding.
-      l2_norm_bound: the largest contribution of an example.
+      l2_norm_bound: the largest norm of a clipped gradient; the unit of the count.
 
     Returns:
-      A sum on a grid of its own, of at most 65,535 examples.
+      The count times `l2_norm_bound`, on a grid of its own; at most 65,535 are counted.
     """
     bound = contribution(l2_norm_bound)
     unit = Grid.from_bounds([bound], bound, DEFAULT_RESOLUTION).unit
@@ -189,12 +196,15 @@ def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
 
 
 def in_examples(noisy_overflows: jax.Array, l2_norm_bound: float) -> jax.Array:
-    """What `count_overflows` gave, with noise, as a number of examples."""
+    """Converts a noisy output of `count_overflows` to a number of examples."""
     return noisy_overflows / contribution(l2_norm_bound)
 
 
 def contribution(l2_norm_bound: float) -> float:
-    """What an example counts for; without clipping there is no noise either."""
+    """What one overflow adds to the count: the largest contribution, or 1 if infinite.
+
+    It is infinite only without clipping, and then there is no noise either.
+    """
     l2_norm_bound = as_real(l2_norm_bound)
     return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
@@ -207,17 +217,17 @@ def join(
     *,
     counts_overflows: bool,
 ) -> PyTree:
-    """A sum of clipped gradients with what gets noise together with it.
+    """Joins a sum of clipped gradients with the sums of the metrics.
 
     Args:
-      total: the sum.
-      outputs: sensitive, of the examples.
-      l2_norm_bound: the largest contribution of an example to the sum.
-      metrics: to be released.
-      counts_overflows: whether the scale of the loss needs to know.
+      total: the sum of clipped gradients.
+      outputs: the sensitive outputs of the examples.
+      l2_norm_bound: the largest norm of a clipped gradient.
+      metrics: the metrics to release, or None.
+      counts_overflows: whether a dynamic loss scale needs the number of overflows.
 
     Returns:
-      The sum alone if there is nothing else, or a `JointSum`.
+      A `JointSum`, or `total` unchanged if there is nothing to join.
     """
     if metrics is None and not counts_overflows:
         return total

@@ -1,4 +1,4 @@
-"""Functions that come with a bound on their sensitivity."""
+"""A function that comes with a bound on its sensitivity."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,18 +14,19 @@ from dpmp.accounting._relation import DEFAULT_RELATION
 
 @dataclass(frozen=True)
 class BoundedSensitivityCallable:
-    """A function of a batch whose output is bounded in sensitivity.
+    """A function of a batch with a bound on the sensitivity of its output.
 
-    If `has_aux` is False the bound holds for the whole output; otherwise the output
-    is a pair, the bound holds for its first part, and the second part is sensitive:
-    per-example values that must not be released.
+    The sensitivity is the largest L2 norm by which the outputs for two neighbouring
+    batches may differ. If `has_aux` is False, the bound holds for the whole output.
+    Otherwise the output is a pair, and the bound holds for its first part. The second
+    part holds per-example values, which are sensitive and must not be released.
 
     Attributes:
       fun: the function.
-      l2_norm_bound: what one example adds to the sum, at most, in L2 norm.
+      l2_norm_bound: the largest L2 norm of what one example adds to the sum.
       has_aux: whether the output is a pair.
-      keeps_places: whether the bound holds only as long as all other examples keep
-        their places in the batch.
+      keeps_places: whether the bound holds only if all other examples keep their places
+        in the batch.
     """
 
     fun: Callable[..., Any]
@@ -39,7 +40,7 @@ class BoundedSensitivityCallable:
     def __call__(
         self, *args: Any, is_padding_example: jax.Array | None = None, **kwargs: Any
     ) -> Any:
-        """Calls `fun`; see the function that made this one."""
+        """Calls `fun`; for its arguments, see the function that made this callable."""
         return self.fun(*args, is_padding_example=is_padding_example, **kwargs)
 
     def sensitivity(
@@ -49,11 +50,11 @@ class BoundedSensitivityCallable:
         """The L2 sensitivity of the computed output.
 
         Guarantees:
-          The bound holds for the numbers that come out, also for two batches of
-          different sizes: what rounding adds has been taken from the clip norm. (Not
-          for sums whose name begins with "unproved": there it may be exceeded.) It is
-          twice as large for replace-one as for add/remove and zero-out
-          (REPLACE_SPECIAL).
+          The bound holds for the computed numbers, because the clip norm was lowered by
+          what rounding can add. It also holds for two batches of different sizes. It
+          may be exceeded by sums whose arithmetic has a name that begins with
+          "unproved". It is twice as large for replace-one as for add/remove and
+          zero-out (REPLACE_SPECIAL).
 
         Args:
           neighboring_relation: which two batches are neighbours.
@@ -62,8 +63,8 @@ class BoundedSensitivityCallable:
           The sensitivity, in the unit of the output.
 
         Raises:
-          ValueError: if `neighboring_relation` is not one of dp_accounting's, or is
-            ADD_OR_REMOVE_ONE and the bound holds for the others only.
+          ValueError: if `neighboring_relation` is not a relation of dp_accounting, or
+            if it is ADD_OR_REMOVE_ONE and `keeps_places` is True.
         """
         relations = dp_accounting.NeighboringRelation
         _validate.require(
@@ -75,7 +76,7 @@ class BoundedSensitivityCallable:
         _validate.require(
             not self.keeps_places
             or neighboring_relation is not relations.ADD_OR_REMOVE_ONE,
-            '"bounded" sums have a sensitivity for neighbours of equal size',
+            '"bounded" sums must have neighbours of equal size',
             neighboring_relation=neighboring_relation.name,
             fix="Use REPLACE_SPECIAL (one example blanked out), whose epsilon is the "
             'same, or method="per_example" with "exact" sums.',

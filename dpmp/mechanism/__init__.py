@@ -1,4 +1,4 @@
-"""DPSGD: one frozen description of sampling, clipping, arithmetic, noise and event.
+"""DPSGD describes one private training run: sampling, clipping, arithmetic and noise.
 
 >>> mechanism = DPSGD(
 ...     num_examples=10_000, expected_batch_size=100, iterations=500, l2_clip_norm=1.0
@@ -6,8 +6,8 @@
 >>> print(f"{mechanism.guarantee(step=100).epsilon:.2f}")
 2.80
 
-What is run and what is accounted for come from the same object, so that they cannot
-drift apart.
+The training steps and the privacy accounting read the same object, so that they cannot
+disagree.
 """
 
 from dpmp.mechanism._dpsgd import DPSGD

@@ -1,4 +1,4 @@
-"""What `DPSGD` requires of its fields."""
+"""Checks the fields of `DPSGD`."""
 
 import functools
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from dpmp._numbers import as_real
 
 
 def checked_fields(mechanism: Any) -> dict[str, Any]:
-    """The numbers among the fields as Python numbers, by name.
+    """Returns the numeric fields as Python numbers, by name.
 
     Raises:
-      ValueError: for a field that is out of range.
+      ValueError: if a field is out of range.
     """
     checked: dict[str, Any] = {
         name: None if given is None and name in _OPTIONAL else check(**{name: given})
@@ -31,7 +31,7 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
     accounting.check_relation(mechanism.neighboring_relation)
     return {
         **checked,
-        # Whether these are clip norms is up to `ClipNorms`.
+        # `ClipNorms` checks the values of the clip norms.
         "l2_clip_norm": jax.tree.map(as_real, mechanism.l2_clip_norm),
     }
 
@@ -66,7 +66,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
 
 
 def check_num_parameters(num_entries: int, num_parameters: int) -> None:
-    """Raises ValueError for a gradient with more entries than are accounted for."""
+    """Raises ValueError if a gradient has more entries than are accounted for."""
     _validate.require(
         num_entries <= num_parameters,
         "the gradient must have at most num_parameters entries",

@@ -1,4 +1,4 @@
-"""What the steps of a mechanism cost in privacy, and how much noise a target needs."""
+"""Computes what the steps of a mechanism cost in privacy, and how much noise to add."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ _Relation = dp_accounting.NeighboringRelation
 
 
 def larger_sizes(num_examples: int, relation: _Relation) -> tuple[int, ...]:
-    """For each pair of neighbouring datasets, the size of the larger one."""
+    """The sizes that the larger of two neighbouring datasets may have."""
     if relation is _Relation.ADD_OR_REMOVE_ONE:
         return num_examples, num_examples + 1
     return (num_examples,)
@@ -20,15 +20,16 @@ def larger_sizes(num_examples: int, relation: _Relation) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The facts that privacy costs follow from, besides the noise.
+    """All facts that the privacy cost of a run depends on, besides the noise.
 
     Attributes:
       num_examples: the size of the dataset.
       sampling_prob: the probability that an example is drawn.
       iterations: the number of steps.
-      largest_batch: what batches are truncated to.
-      is_clipped: whether contributions are bounded at all.
-      num_coordinates: how many numbers receive noise at a step.
+      largest_batch: the size to which larger batches are truncated.
+      is_clipped: whether the clip norm is finite.
+      num_coordinates: an upper bound on the number of entries that receive noise in a
+        step.
       neighboring_relation: which two datasets are neighbours.
     """
 
@@ -47,13 +48,13 @@ class Costs:
     def event(
         self, noise_multiplier: float, steps: int, num_examples: int | None = None
     ) -> dp_accounting.DpEvent:
-        """Some steps, for an accountant.
+        """Describes a number of steps as an event for an accountant.
 
         Args:
-          noise_multiplier: of every step.
-          steps: how many there are.
+          noise_multiplier: the noise multiplier of every step.
+          steps: the number of steps.
           num_examples: the size of the larger of two neighbouring datasets; None for
-            the largest that there may be.
+            the largest possible size.
         """
         num_examples = num_examples or max(self._larger_sizes)
         if not self.is_clipped:
@@ -71,7 +72,7 @@ class Costs:
         )
 
     def calibrate(self, *, epsilon: float, delta: float) -> float:
-        """The least noise multiplier with which all steps satisfy (epsilon, delta)."""
+        """The least noise multiplier for which all steps satisfy (epsilon, delta)."""
         return max(
             _sampler_share.calibrate_noise_multiplier(
                 lambda x, size=size: self.event(x, self.iterations, size),
@@ -86,17 +87,17 @@ class Costs:
     def guarantee(
         self, noise_multiplier: float, step: int | None, *, delta: float | None
     ) -> accounting.PrivacyGuarantee:
-        """Epsilon after some steps; None for all of them."""
+        """Computes epsilon after `step` steps; None is for all of them."""
         steps = self.iterations if step is None else as_number(step)
         _validate.require(
             _validate.is_integer(steps) and 0 <= steps <= self.iterations,
             f"step must be from 0 to iterations = {self.iterations}",
             step=step,
-            fix="Only these steps are covered.",
+            fix="Use one of these, or plan more iterations before the run starts.",
         )
         if delta is None:
             _validate.fail(
-                "epsilon is defined for a delta",
+                "epsilon must be computed for a given delta",
                 delta=None,
                 fix="Pass delta=, well below 1 / num_examples.",
             )

@@ -1,7 +1,7 @@
-"""DPSGD: one frozen description of sampling, clipping, arithmetic, noise and event.
+"""DPSGD describes one private training run: sampling, clipping, arithmetic and noise.
 
-What is run and what is accounted for come from the same object, so that they cannot
-drift apart.
+The training steps and the privacy accounting read the same object, so that they cannot
+disagree.
 """
 
 import dataclasses
@@ -37,7 +37,16 @@ _Relation = dp_accounting.NeighboringRelation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPSGD:
-    """DP-SGD on Poisson-sampled batches, before or after calibration.
+    """DP-SGD on Poisson-sampled batches, before or after calibration of the noise.
+
+    In every step, DP-SGD draws a random batch, clips the gradient of each example, adds
+    the clipped gradients up and adds Gaussian noise to the sum. The clipped gradient of
+    one example is called its contribution. `calibrate` finds the least noise that meets
+    a privacy target.
+
+    The target is a pair (epsilon, delta). Training is (epsilon, delta)-differentially
+    private if, for any two neighbouring datasets A and B and any set S of outcomes,
+    P[outcome on A in S] <= exp(epsilon) P[outcome on B in S] + delta.
 
     >>> mechanism = DPSGD(
     ...     num_examples=10_000,
@@ -49,37 +58,42 @@ class DPSGD:
     0.720 4.000
 
     Guarantees:
-      The released sequence of noisy gradients, and so anything computed from it, is
-      (epsilon, delta)-differentially private with the values of `.guarantee()`, under
-      the assumptions that `.statement()` spells out.
+      The released sequence of noisy gradients is (epsilon, delta)-differentially
+      private with the values of `.guarantee()`. So is everything that is computed from
+      it. `.statement()` lists the assumptions.
 
     Attributes:
-      num_examples: the size of the dataset; public, except under ADD_OR_REMOVE_ONE.
-      expected_batch_size: how many examples a batch has on average. The sampling
-        probability is this over `num_examples`, the sum of gradients is divided by it.
+      num_examples: the size of the dataset. It is public, except under
+        ADD_OR_REMOVE_ONE.
+      expected_batch_size: the average number of examples in a batch. The sampling
+        probability is this number over `num_examples`. The sum of clipped gradients is
+        divided by this number.
       iterations: the number of steps to account for.
-      l2_clip_norm: the clip norm, or a tree of them, as in `clipped_grad`.
-      noise_multiplier: standard deviation of the noise over the largest contribution
-        of one example, None before `calibrate`, 0 for no privacy.
-      delta: the delta that epsilon is quoted at, set by `calibrate`.
-      truncated_batch_size: the largest batch; None for a size that is exceeded with a
-        probability below 1e-20 (`accounting.choose_truncated_batch_size`).
-      microbatch_size: as in `clipped_grad`; batches are padded to a multiple of it, or
-        of a power of two up to 32 where "bounded" sums choose their own.
-      rescale_to_unit_norm: as in `clipped_grad`.
-      arithmetic: of the sum: "exact" integers (None), or "float32", "float32x2",
-        "float64"; for book-keeping "bounded" (None), or floats without a proof,
-        "unproved_float32". See `clipped_grad`. The noise is made of integers in each
-        case.
-      num_parameters: an upper bound on the number of entries of the gradient, public.
-        It decides on the resolution of the grid and on what sampling from a table
-        costs; larger gradients are refused.
-      method: the gradient engine, as in `clipped_grad`.
+      l2_clip_norm: the clip norm, or a tree of clip norms; see `clipped_grad`.
+      noise_multiplier: the standard deviation of the noise over the largest norm of a
+        contribution. It is None before `calibrate`, and 0 for no privacy.
+      delta: the delta for which epsilon is computed, set by `calibrate`.
+      truncated_batch_size: the size of the largest batch. None is a size that is
+        exceeded with a probability of at most 1e-20
+        (`accounting.choose_truncated_batch_size`).
+      microbatch_size: see `clipped_grad`. Batches are padded to a multiple of it. Where
+        "bounded" sums choose it themselves, batches are padded to a multiple of a power
+        of two of at most 32.
+      rescale_to_unit_norm: see `clipped_grad`.
+      arithmetic: how the sum is computed: "exact" (None), "float32", "float32x2" or
+        "float64". With book-keeping: "bounded" (None), or floats without a proof, such
+        as "unproved_float32". See `clipped_grad`. The noise consists of integers in all
+        cases.
+      num_parameters: an upper bound on the number of entries of the gradient, which is
+        public. The resolution of the grid depends on it, and so does the share of delta
+        that the sampler of the noise uses up. A larger gradient is refused.
+      method: the gradient engine; see `clipped_grad`.
       released_metrics: noisy means to release at every step besides the gradient.
-      neighboring_relation: which two datasets are neighbours. By default (zero-out)
-        they have the same size, as `num_examples` is public. Under ADD_OR_REMOVE_ONE
-        that number is protected too, if none of the other fields was derived from it,
-        and truncation is charged for the worse of the datasets next to this one.
+      neighboring_relation: which two datasets are neighbours. By default, one example
+        is blanked out (zero-out): both datasets have the same size, and `num_examples`
+        is public. Under ADD_OR_REMOVE_ONE that number is protected too, provided that
+        no other field was derived from it. Neighbours then have one example more or
+        less, and epsilon is the larger one of both cases.
     """
 
     num_examples: int
@@ -98,25 +112,25 @@ class DPSGD:
     neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION
 
     def __post_init__(self):
-        # Frozen, but a name that says what is run is worth more than None.
+        # The name of the arithmetic that runs tells a reader more than None.
         name = self.arithmetic or default_name(self.method)
         object.__setattr__(self, "arithmetic", name)
         for name, value in _checks.checked_fields(self).items():
             object.__setattr__(self, name, value)
-        # Checks what is left: clip norms, arithmetic and method.
+        # This call checks the other fields: clip norms, arithmetic and method.
         self.clipped_grad(lambda *_: 0.0).sensitivity(self.neighboring_relation)
 
     @classmethod
     def from_epochs(cls, *, epochs: float, **fields: Any) -> "DPSGD":
-        """As the constructor, with `iterations` from a number of expected epochs.
+        """Makes a mechanism whose number of steps comes from a number of epochs.
 
         Args:
           epochs: how often each example is used on average.
-          **fields: the other attributes.
+          **fields: the attributes except `iterations`.
 
         Returns:
-          A mechanism of `epochs * num_examples / expected_batch_size` steps, rounded:
-          a number that tells `num_examples`, where that is not public.
+          A mechanism with `epochs * num_examples / expected_batch_size` steps, rounded.
+          This number reveals `num_examples`, where that is not public.
         """
         epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
         one_step = cls(iterations=1, **fields)
@@ -128,23 +142,23 @@ class DPSGD:
 
         Args:
           epsilon: the target after all iterations.
-          delta: well below 1 / num_examples.
+          delta: the target delta; choose it well below 1 / num_examples.
 
         Returns:
-          A mechanism with `noise_multiplier` and `delta` set. It errs on the private
-          side: its epsilon is at most the target.
+          A mechanism with `noise_multiplier` and `delta` set. Its epsilon is at most
+          the target.
 
         Raises:
-          ValueError: for a target that is out of range or cannot be reached.
+          ValueError: if the target is out of range or cannot be reached.
         """
         noise_multiplier = self._costs.calibrate(epsilon=epsilon, delta=delta)
         return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
 
     def without_privacy(self) -> "DPSGD":
-        """The same sampling with no clipping and no noise, in floating point.
+        """The same mechanism without clipping and noise, as a baseline to compare with.
 
-        The baseline to compare with: through the same code, equal to ordinary training
-        on the same batches up to float32 rounding.
+        It runs the same code in floating point. Its results are those of ordinary
+        training on the same batches, up to float32 rounding.
         """
         return dataclasses.replace(
             self,
@@ -158,7 +172,7 @@ class DPSGD:
 
     @property
     def is_private(self) -> bool:
-        """Whether there are clipping and noise; see `guarantee` for what they give."""
+        """Whether gradients are clipped and receive noise; `guarantee` has epsilon."""
         return bool(self.noise_multiplier) and math.isfinite(self._l2_norm_bound)
 
     @property
@@ -175,24 +189,24 @@ class DPSGD:
 
     @property
     def padded_batch_size(self) -> int:
-        """The static size that batches are padded to."""
+        """The size to which all batches are padded."""
         multiple = self._multiple_of_batches
         return math.ceil(self._largest_batch / multiple) * multiple
 
     @property
     def stddev(self) -> float:
-        """Standard deviation of the noise on the averaged gradient."""
+        """The standard deviation of the noise on the averaged gradient."""
         return self._calibrated * self._joint_norm_bound if self._calibrated else 0.0
 
     @property
     def overflow_stddev(self) -> float:
-        """Standard deviation of the noise on a count of overflows, in examples."""
+        """The standard deviation of the noise on the number of overflows."""
         one = contribution(self._l2_norm_bound)
         return self.stddev / one if one else math.inf
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Of `released_metrics`."""
+        """The names of the released metrics."""
         return self.released_metrics.names if self.released_metrics else ()
 
     @property
@@ -204,37 +218,38 @@ class DPSGD:
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
-        """What the accountant is told about all iterations.
+        """All iterations as an event of dp_accounting.
 
-        Under ADD_OR_REMOVE_ONE, about datasets of `num_examples` and one more; those of
-        `num_examples` and one less may cost more, and `guarantee` looks at both.
+        Under ADD_OR_REMOVE_ONE, it describes the neighbour with one example more. The
+        neighbour with one example less may cost more; `guarantee` considers both.
         """
         return self._costs.event(self._calibrated, self.iterations)
 
     def clipped_grad(
         self, fun: Callable[..., Any], argnums: Any = 0, **kwargs: Any
     ) -> clipping.BoundedSensitivityCallable:
-        """`dpmp.clipped_grad` with this mechanism's clipping and arithmetic.
+        """Calls `dpmp.clipped_grad` with this mechanism's clipping and arithmetic.
 
         Args:
           fun: the loss.
-          argnums: which arguments to differentiate.
+          argnums: the positions of the arguments to differentiate.
           **kwargs: arguments of `clipped_grad` that do not affect the sensitivity, such
             as `has_aux`, `batch_argnums` or `return_values`.
 
         Returns:
-          The callable; its output is divided by `expected_batch_size`. With
-          `released_metrics` it is a `JointSum`, to get noise as it is (`.privatizer`)
-          and be taken apart after that (`.split`).
+          A callable that returns the sum of clipped gradients over
+          `expected_batch_size`. With `released_metrics` it returns a `JointSum`: add
+          noise to it with `.privatizer`, and then take it apart with `.split`.
 
         Raises:
           ValueError: for `nan_safe=False`, which has no guarantee.
         """
         _validate.require(
             kwargs.get("nan_safe", True),
-            "a mechanism must select away what is not finite",
+            "a mechanism must have nan_safe=True, so that its guarantee holds",
             nan_safe=False,
-            fix="Use dpmp.clipped_grad to look for NaN, on public data.",
+            fix="Leave nan_safe out. To look for NaN on public data, use "
+            "dpmp.clipped_grad.",
         )
         return clipping.clipped_grad(
             fun,
@@ -253,20 +268,20 @@ class DPSGD:
     def privatizer(
         self, prng_key: jax.Array | None = None
     ) -> optax.GradientTransformation:
-        """The noise for the output of `.clipped_grad`.
+        """Makes the transformation that adds noise to the output of `.clipped_grad`.
 
-        What is accounted for is one `update` for each of `iterations` steps; it is up
-        to a loop of your own to stop there (`DPTrainer` does).
+        The guarantee covers one `update` for each of `iterations` steps. `DPTrainer`
+        stops after these; a training loop of your own must do so itself.
 
         Args:
-          prng_key: as in `noise_addition.gaussian_privatizer`.
+          prng_key: see `noise_addition.gaussian_privatizer`.
 
         Returns:
-          An `optax.GradientTransformation`.
+          An `optax.GradientTransformation`. Its `update` raises ValueError for a
+          gradient with more than `num_parameters` entries.
 
         Raises:
-          ValueError: before calibration, and when called, for more entries than
-            `num_parameters`.
+          ValueError: before calibration.
         """
         privatizer = noise_addition.gaussian_privatizer(
             stddev=self.stddev,
@@ -284,7 +299,7 @@ class DPSGD:
         return optax.GradientTransformation(privatizer.init, update)
 
     def split(self, noisy: PyTree) -> Released:
-        """What comes out of `.privatizer`: gradients, overflows and metrics."""
+        """Splits the output of `.privatizer` into gradients, overflows and metrics."""
         return split(
             noisy,
             self._l2_norm_bound,
@@ -295,30 +310,30 @@ class DPSGD:
     def guarantee(
         self, step: int | None = None, *, delta: float | None = None
     ) -> accounting.PrivacyGuarantee:
-        """Epsilon after a number of steps.
+        """Computes epsilon after a number of steps.
 
         Args:
-          step: how many steps have been released; None for all iterations.
-          delta: None for the one given to `calibrate`.
+          step: the number of steps that were released; None for all iterations.
+          delta: the delta; None for the one that was given to `calibrate`.
 
         Returns:
-          Epsilon, delta, and how they were computed. Epsilon is infinite without
-          clipping or noise, and where delta leaves no room for what the sampler of the
-          noise falls short of (`mechanism/_sampler_share.py`).
+          Epsilon, delta, and the accountant that computed them. Epsilon is infinite
+          without clipping or noise. It is also infinite if delta is too small to cover
+          the sampler's deviation from ideal noise (`mechanism/_sampler_share.py`).
 
         Raises:
-          ValueError: before calibration, for a delta that is missing or out of range,
-            and for a step beyond `iterations`.
+          ValueError: before calibration, if delta is missing or out of range, or if the
+            step is above `iterations`.
         """
         return self._costs.guarantee(
             self._calibrated, step, delta=self.delta if delta is None else delta
         )
 
     def statement(self) -> str:
-        """The privacy claim in plain words, with its assumptions and limits.
+        """States the privacy claim in plain words, with its assumptions and limits.
 
         Raises:
-          ValueError: before calibration, and without a delta.
+          ValueError: before calibration, or without a delta.
         """
         if not self.is_private and self.noise_multiplier is not None:
             return _statement.no_claim()
@@ -350,14 +365,14 @@ class DPSGD:
 
     @property
     def _l2_norm_bound(self) -> float:
-        """The largest contribution of an example to the averaged gradient."""
+        """The largest norm of a contribution to the averaged gradient."""
         return ClipNorms.from_tree(
             self.l2_clip_norm, self.rescale_to_unit_norm, self.expected_batch_size
         ).l2_norm_bound
 
     @property
     def _joint_norm_bound(self) -> float:
-        """The same, to all that is released at a step."""
+        """The largest norm of a contribution together with its metrics."""
         return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
 
     @functools.cached_property
@@ -376,7 +391,7 @@ class DPSGD:
 
     @property
     def _multiple_of_batches(self) -> int:
-        """Of the size of padded batches, so that microbatches can divide it."""
+        """The divisor of all padded batch sizes, so that microbatches divide them."""
         if self.microbatch_size is not None or not self._sums.clips_by_bounds:
             return self.microbatch_size or 1
         return min(32, 2 ** (self._largest_batch.bit_length() - 1))
@@ -389,7 +404,7 @@ class DPSGD:
             iterations=self.iterations,
             largest_batch=self._largest_batch,
             is_clipped=math.isfinite(self._l2_norm_bound),
-            # The gradient, and whatever a `JointSum` adds.
+            # The entries of the gradient, and up to 3 that a `JointSum` adds.
             num_coordinates=self.num_parameters + 3,
             neighboring_relation=self.neighboring_relation,
         )

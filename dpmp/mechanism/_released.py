@@ -1,4 +1,4 @@
-"""What a step releases: noisy gradients, a noisy count of overflows, noisy metrics."""
+"""Splits the noisy output of a step into gradients, overflows and metrics."""
 
 from typing import Any, NamedTuple
 
@@ -10,12 +10,13 @@ from dpmp.clipping._joint_sums import JointSum, ReleasedMetrics, contribution
 
 
 class Released(NamedTuple):
-    """What a `JointSum` is after the noise.
+    """The noisy values that one step releases.
 
     Attributes:
-      noisy_grads: the sum of clipped gradients.
-      num_overflows: of examples; None if they are not counted.
-      metrics: means over examples, by name.
+      noisy_grads: the averaged clipped gradient, with noise.
+      num_overflows: the noisy number of examples whose gradient norm is not finite;
+        None if these are not counted.
+      metrics: the noisy means over examples, by name.
     """
 
     noisy_grads: PyTree
@@ -29,7 +30,7 @@ def split(
     expected_batch_size: float,
     metrics: ReleasedMetrics | None,
 ) -> Released:
-    """What `join` made, after the noise."""
+    """Splits a noisy output of `clipped_grad`, which may be a `JointSum`."""
     if not isinstance(noisy, JointSum):
         return Released(noisy, None, {})
     count, means = noisy.num_overflows, {}
@@ -41,7 +42,7 @@ def split(
 
 
 def in_examples(noisy_overflows: jax.Array, l2_norm_bound: float) -> jax.Array:
-    """A count of overflows with noise, as a number of examples."""
+    """Converts a noisy count of overflows to a number of examples."""
     return noisy_overflows / contribution(l2_norm_bound)
 
 
@@ -51,9 +52,9 @@ def _means(
     l2_norm_bound: float,
     expected_batch_size: float,
 ) -> dict[str, jax.Array]:
-    """The metrics by name.
+    """The noisy means of the metrics, by name.
 
-    Means are taken over the expected batch size; that of a batch is sensitive.
+    The sums are divided by the expected batch size; the true batch size is sensitive.
     """
     l2_norm_bound = as_real(l2_norm_bound)
     expected_batch_size = as_real(expected_batch_size)

@@ -1,4 +1,4 @@
-"""How fine the grid of exact sums is, for a given amount of noise."""
+"""Chooses how fine the grid of a sum is, for a given amount of noise."""
 
 import math
 
@@ -11,18 +11,24 @@ from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_LOSS, LARGEST_RESOLU
 def choose_resolution(
     noise_multiplier: float, num_parameters: int, arithmetic: Arithmetic
 ) -> int | None:
-    """As fine as rounding asks for, and as the noise that is added allows.
+    """Chooses the resolution of the grid of a sum.
 
-    A third draw of noise is worth 1 % of the clip norm.
+    The resolution is the number of units that the largest contribution has. Rounding to
+    a coarse grid takes a share of the clip norm. But the sampler of the noise limits
+    how fine the grid may be. The sum of three draws of noise allows a finer grid than
+    that of two, and is used if the share is above 1 % with two.
 
     Args:
-      noise_multiplier: standard deviation of the noise over the clip norm.
+      noise_multiplier: the standard deviation of the noise over the clip norm.
       num_parameters: the number of entries that are rounded.
-      arithmetic: of the sum.
+      arithmetic: the arithmetic of the sum.
 
     Returns:
-      How many units the largest contribution has; None for an arithmetic without a
-      grid.
+      The resolution, or None for an arithmetic without a grid.
+
+    Raises:
+      ValueError: if rounding costs too much of the clip norm, or if the noise is too
+        narrow for the sampler.
     """
     wanted = arithmetic.wanted_resolution(num_parameters)
     if wanted is None:
@@ -31,7 +37,7 @@ def choose_resolution(
     wanted = min(max(wanted, DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
     for num_draws in (2, 3):
         noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
-        # The unit is rounded to float32, which must not call for wider noise.
+        # The margin keeps the rounding of the unit to float32 from needing wider noise.
         widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
         resolution = max(1, int(widest))
         loss = arithmetic.share_lost(num_parameters, resolution)
@@ -43,18 +49,18 @@ def choose_resolution(
         cost=f"{loss:.2g}",
         noise_multiplier=noise_multiplier,
         num_parameters=num_parameters,
-        fix="Pass num_parameters, if there are fewer, or use less noise, or "
+        fix="Pass num_parameters if there are fewer. Or use less noise, or "
         "arithmetic='float32x2'.",
     )
     resolution = min(resolution, LARGEST_RESOLUTION)
     narrowest = DiscreteGaussian((1,)).effective_stddev
-    # 1 % less is enough: `resolution` was rounded down, and `DiscreteGaussian.at_least`
-    # widens the noise again.
+    # 1 % less than the narrowest noise is enough: `resolution` was rounded down, and
+    # `DiscreteGaussian.at_least` widens the noise again.
     _validate.require(
         1.01 * noise_multiplier * resolution >= narrowest,
         f"exact noise must have at least {narrowest:.0f} units of the grid",
         noise_multiplier=noise_multiplier,
         resolution=resolution,
-        fix="Use more noise, none at all (0), or arithmetic='float32x2'.",
+        fix="Use more noise, no noise at all (0), or arithmetic='float32x2'.",
     )
     return resolution

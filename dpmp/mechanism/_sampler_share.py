@@ -1,8 +1,9 @@
-"""Epsilon of noise that a computer draws: a share of delta is left for the sampler.
+"""Charges a share of delta for the sampler's deviation from ideal Gaussian noise.
 
-No entry of the noise is quite ideal (`noise_addition/_discrete_gaussian.py`), and a
-total variation distance of t takes (1 + exp(epsilon)) t of delta. Where the share
-does not cover that, nothing is claimed.
+Each entry of the noise deviates slightly from an ideal discrete Gaussian
+(`noise_addition/_discrete_gaussian.py`). If the total variation distances of all
+entries add up to t, they use up (1 + exp(epsilon)) t of delta. If the share does not
+cover this, no finite epsilon is claimed.
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ def get_epsilon(
     num_entries: int,
     neighboring_relation: dp_accounting.NeighboringRelation,
 ) -> accounting.PrivacyGuarantee:
-    """As in `accounting`, for an event with `num_entries` entries of noise."""
-    delta = accounting.check_delta(delta)  # before the share is taken from it
+    """Like the function of `accounting`, for `num_entries` entries of noise."""
+    delta = accounting.check_delta(delta)  # so that the message shows the given delta
     guarantee = accounting.get_epsilon(
         event,
         delta=delta * (1 - _SHARE),
@@ -46,16 +47,17 @@ def calibrate_noise_multiplier(
     num_entries: int,
     neighboring_relation: dp_accounting.NeighboringRelation,
 ) -> float:
-    """As in `accounting`, for events with `num_entries` entries of noise."""
+    """Like the function of `accounting`, for `num_entries` entries of noise."""
     epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
     delta = accounting.check_delta(delta)
     largest = _largest_epsilon(delta, num_entries)
     _validate.require(
         epsilon <= largest,
-        f"epsilon must be at most {largest:.4g}, beyond which the sampler of the "
-        f"noise, not its width, limits the claim",
+        f"epsilon must be at most {largest:.4g}: above that, the sampler of the noise "
+        f"limits epsilon, and not the width of the noise",
         epsilon=epsilon,
-        fix="So large an epsilon is hardly a claim; without_privacy() makes none.",
+        fix="Use a smaller epsilon, since such a large one protects hardly anything. "
+        "Or use without_privacy(), which claims no epsilon.",
     )
     return accounting.calibrate_noise_multiplier(
         make_event,
@@ -66,6 +68,6 @@ def calibrate_noise_multiplier(
 
 
 def _largest_epsilon(delta: float, num_entries: int) -> float:
-    """Up to which the noise may pass for ideal."""
+    """The largest epsilon for which the share covers the sampler's deviation."""
     share = _SHARE * delta / (num_entries * LARGEST_TOTAL_VARIATION)
     return math.log(share - 1) if share > 1 else -math.inf

@@ -1,4 +1,4 @@
-"""The privacy claim of a mechanism in plain words, with its assumptions and limits."""
+"""States the privacy claim of a mechanism in plain words, with its assumptions."""
 
 import math
 import textwrap
@@ -20,7 +20,7 @@ _NEIGHBOURS = {
     _Relation.REPLACE_SPECIAL: "one example of the first is blanked out in the second",
 }
 
-# Where the number of examples is protected, it is not in the statement either.
+# Under ADD_OR_REMOVE_ONE this replaces the number of examples, which is protected.
 _NUMBER_IS_PROTECTED = (
     "The number of examples is protected with them. The settings of the run (sampling "
     "probability, batch sizes, steps) are public, and it is assumed that they were "
@@ -29,7 +29,7 @@ _NUMBER_IS_PROTECTED = (
 
 
 def no_claim() -> str:
-    """Of a mechanism that is not private."""
+    """The statement of a mechanism that is not private."""
     return _wrap(
         "No privacy: gradients are not clipped or no noise is added, and anything "
         "computed from them may reveal the training data."
@@ -37,7 +37,7 @@ def no_claim() -> str:
 
 
 def no_epsilon(delta: float) -> str:
-    """Of a mechanism whose epsilon is infinite in spite of noise and clipping."""
+    """The statement of a mechanism with clipping, noise and an infinite epsilon."""
     return _wrap(
         f"No epsilon is claimed at delta {digits_above(delta, 3)}. "
         f"Gradients are clipped and noise is added, but so little that its distance "
@@ -61,7 +61,7 @@ def claim(
     resolution: int | None,
     released_metrics: ReleasedMetrics | None,
 ) -> str:
-    """Of a mechanism with a finite epsilon; the facts are named as in `DPSGD`."""
+    """The statement of a mechanism with a finite epsilon; `DPSGD` has the arguments."""
     relation = _Relation[guarantee.neighboring_relation]
     number = f"The number of examples, {num_examples}, is public."
     if relation is _Relation.ADD_OR_REMOVE_ONE:

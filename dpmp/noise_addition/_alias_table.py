@@ -1,7 +1,8 @@
-"""The base distribution of the noise: an alias table of integers.
+"""The alias table from which the base draws of the noise are looked up.
 
-It gives the integer x a probability proportional to exp(-x^2 / (2 BASE_VARIANCE)), for
-all x whose probability is not below 2^-129 (12.9 standard deviations).
+In the base distribution D_{Z,s0}, with s0^2 = BASE_VARIANCE, the integer x has a
+probability proportional to exp(-x^2 / 2 s0^2). The table holds all x whose probability
+is not below 2^-129 (12.9 standard deviations).
 
 References:
   [Walker: An efficient method for generating discrete random variables with general
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Chosen for sums of two draws: see `_discrete_gaussian`.
+# The value is chosen for sums of two draws; see `_discrete_gaussian`.
 BASE_VARIANCE = 4 * (1 + 128**2)
 
 _COLUMN_BITS = 13
@@ -30,14 +31,15 @@ _CAPACITY = _TOTAL_WEIGHT // _NUM_COLUMNS
 
 
 class AliasTable(NamedTuple):
-    """What value an integer below 2^128 stands for.
+    """A table that maps a uniform integer below 2^128 to a value of the noise.
 
-    Its highest 13 bits are the index c of a column. Below the end of that column it
-    stands for the column's own value, c - 4096, and from there on for the other one.
+    The highest 13 bits of the integer are the index c of a column. If the integer is
+    below the end of that column, the value is c - 4096. Otherwise it is the column's
+    other value.
 
     Attributes:
-      ends: four (8192,) uint32 arrays, the highest words first.
-      others: (8192,) int16.
+      ends: the ends of the columns, four (8192,) uint32 arrays, highest words first.
+      others: the other values of the columns, (8192,) int16.
     """
 
     ends: tuple[np.ndarray, ...]
@@ -45,10 +47,10 @@ class AliasTable(NamedTuple):
 
 
 def look_up(table: AliasTable, words: Sequence[jax.Array]) -> jax.Array:
-    """The int32 values that integers of four uint32 words, highest first, stand for."""
+    """Maps integers of four uint32 words, highest first, to int32 values."""
     column = words[0] >> np.uint32(32 - _COLUMN_BITS)
     own = column.astype(jnp.int32) - np.int32(_CENTER)
-    # Were two of these packed into one word, XLA would store what is read for both.
+    # If one word held two of these values, XLA would store the word to read it twice.
     other = _take(table.others, column).astype(jnp.int32)
     ends = [_take(end, column) for end in table.ends]
     return jnp.where(_is_less(words, ends), own, other)
@@ -59,7 +61,7 @@ def _take(array: np.ndarray, index: jax.Array) -> jax.Array:
 
 
 def _is_less(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
-    """Compares integers of several words, highest first; it always reads all words."""
+    """Whether a < b, for integers of words, highest first; always reads all words."""
     is_less = a[-1] < b[-1]
     for x, y in zip(a[-2::-1], b[-2::-1], strict=True):
         is_less = (x < y) | ((x == y) & is_less)
@@ -68,14 +70,14 @@ def _is_less(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
 
 @functools.cache
 def alias_table() -> AliasTable:
-    """The columns that give every value its weight, exactly."""
+    """Builds the table that gives every value exactly its weight."""
     remaining = list(weights())
     ends = [column * _CAPACITY for column in range(_NUM_COLUMNS)]
     others = list(range(_NUM_COLUMNS))
     small = [column for column in others if remaining[column] < _CAPACITY]
     large = [column for column in others if remaining[column] >= _CAPACITY]
-    # On average, the columns that are not settled have weights of their capacity: while
-    # there is a small one, there is a large one.
+    # The weights that remain for the unfinished columns are the capacity on average. So
+    # there is a large column as long as there is a small one.
     while small:
         column, other = small.pop(), large[-1]
         ends[column] += remaining[column]
@@ -102,11 +104,12 @@ def weights() -> tuple[int, ...]:
 
 @functools.cache
 def table_total_variation() -> Fraction:
-    """A bound on the distance of the table's distribution from D_{Z,s0}.
+    """A bound on the total variation distance of the table from D_{Z,s0}.
 
-    It is the distance from the distribution of the masses, and that one's from the true
-    one. All integers together, their masses are off by less than 2^14, and
-    distributions are no further apart than a share of 2^14 in the total.
+    It is the sum of two distances: from the table to the distribution of the computed
+    masses, and from there to D_{Z,s0}. The errors of the masses add up to less than
+    2^14 over all integers, so that the second distance is at most 2^14 / (sum of the
+    masses).
     """
     masses = _masses()
     total = sum(masses)
@@ -119,9 +122,9 @@ def table_total_variation() -> Fraction:
 
 @functools.cache
 def _masses() -> tuple[int, ...]:
-    """10^50 exp(-x^2 / 2 s0^2) for -4096, ..., 4095, off by less than 2 in each.
+    """Computes 10^50 exp(-x^2 / 2 s0^2) for -4096, ..., 4095, each within 2.
 
-    The integers further out have less than 1 in all.
+    The masses of all integers further out add up to less than 1.
     """
     with decimal.localcontext(decimal.Context(prec=60)):
         half = [

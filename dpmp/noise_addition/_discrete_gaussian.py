@@ -1,9 +1,9 @@
-"""Discrete Gaussian noise: exact, in integers only, in constant time.
+"""Samples discrete Gaussian noise in constant time, with integers only.
 
-Samplers elsewhere reject, and leak through their running time, or round floats, and
-leak through the lowest bits. This one looks up a base distribution, D_{Z,s0} with
-s0^2 = 4 (1 + 128^2), in an alias table of integers, and adds up draws: a x1 + b x2, or
-k (a x1 + b x2) + x3.
+Other samplers reject candidates and leak information through their running time, or
+round floats and leak it through the lowest bits. This sampler looks up draws from a
+base distribution, D_{Z,s0} with s0^2 = 4 (1 + 128^2), in an alias table of integers. It
+adds up two or three of these draws to a x1 + b x2 or k (a x1 + b x2) + x3.
 
 D_{Z,s} gives the integer n a probability proportional to exp(-n^2 / 2 s^2). By Poisson
 summation, a sum over shifted integers hardly depends on the shift c:
@@ -11,25 +11,27 @@ summation, a sum over shifted integers hardly depends on the shift c:
   sum_j exp(-(j - c)^2 / 2 t^2) = t sqrt(2 pi) (1 +- e),
   e = 2 sum_{m >= 1} exp(-2 pi^2 t^2 m^2) < 2^-112.9 where t^2 >= 4.
 
-*Convolution.* For x from D_{Z,u}, y from D_{Z,v} and a, b without a common factor, the
-pairs with a x + b y = n are (x0 + j b, y0 - j a) for all integers j. With
-s^2 = a^2 u^2 + b^2 v^2 and t = u v / s, completing the square in j makes the
-probability of n proportional to
+*Convolution.* Let x be from D_{Z,u} and y from D_{Z,v}, and let a and b have no common
+factor. The pairs with a x + b y = n are (x0 + j b, y0 - j a) for all integers j. Let
+s^2 = a^2 u^2 + b^2 v^2 and t = u v / s. Completing the square in j shows that the
+probability of n is proportional to
 
   exp(-n^2 / 2 s^2) sum_j exp(-(j - c)^2 / 2 t^2)     for some c.
 
-So a x + b y is D_{Z,s}, up to a factor between (1 - e) / (1 + e) and its inverse. Two
-base draws have u = v = s0, and t^2 = s0^2 / (a^2 + b^2) is at least 4 for
-a^2 + b^2 <= 1 + 128^2. Their sum, times k, meets a third with u^2 = (a^2 + b^2) s0^2
-and v = s0, where t^2 = s0^2 / (k^2 + 1 / (a^2 + b^2)) is at least 4 for k <= 128.
+So a x + b y has the distribution D_{Z,s}, up to a factor between (1 - e) / (1 + e) and
+its inverse. For two base draws, u = v = s0, and t^2 = s0^2 / (a^2 + b^2) is at least 4
+if a^2 + b^2 <= 1 + 128^2. Their sum is multiplied by k and added to a third draw. Then
+u^2 = (a^2 + b^2) s0^2 and v = s0, and t^2 = s0^2 / (k^2 + 1 / (a^2 + b^2)) is at least
+4 if k <= 128.
 
-*Accounting.* Add real Gaussian noise of variance s^2 - 4 to an integer S, and round the
-sum x to the integer n with a probability of exp(-(n - x)^2 / 8) / w(x). The integral of
-density times exp(-(n - x)^2 / 8) is proportional to exp(-(n - S)^2 / 2 s^2), and w(x)
-is 2 sqrt(2 pi) (1 +- e). So n - S is D_{Z,s}, up to a factor within the same bounds,
-and adding D_{Z,s} is post-processing of the Gaussian mechanism.
+*Accounting.* Add real Gaussian noise of variance s^2 - 4 to an integer S. Round the
+result x to the integer n with probability exp(-(n - x)^2 / 8) / w(x), where w(x) is the
+sum of exp(-(n - x)^2 / 8) over all n. The integral of the density of x times
+exp(-(n - x)^2 / 8) is proportional to exp(-(n - S)^2 / 2 s^2), and w(x) is
+2 sqrt(2 pi) (1 +- e). So n - S has the distribution D_{Z,s}, up to a factor within the
+same bounds: adding noise from D_{Z,s} is post-processing of the Gaussian mechanism.
 
-Such a factor makes a total variation distance of at most e / (1 - e) < 2^-112.
+Such a factor amounts to a total variation distance of at most e / (1 - e) < 2^-112.
 
 References:
   [Canonne, Kamath, Steinke: The discrete Gaussian for differential
@@ -62,15 +64,15 @@ from dpmp.noise_addition._alias_table import (
 
 _LARGEST_MULTIPLIER = 128
 
-# The smallest t^2 above, and what a sum over shifted integers then costs.
+# The smallest t^2 in the text above, and the distance that each of its uses costs.
 _LATTICE_VARIANCE = 4
 _LATTICE_TOTAL_VARIATION = Fraction(1, 2**112)
 _LARGEST_SQUARES = 1 + _LARGEST_MULTIPLIER**2
 
-# Above the total variation of all widths.
+# A bound on `total_variation` for all multipliers.
 LARGEST_TOTAL_VARIATION = 2.0**-109
 
-# Base draws 1, 2 and 3 have a stream each.
+# Stream 4 i + d of the random bits is for base draw d (1, 2 or 3) of leaf i.
 _STREAMS_PER_LEAF = 4
 _NUM_LEAVES = 2**32 // _STREAMS_PER_LEAF
 
@@ -88,20 +90,21 @@ class DiscreteGaussian:
     int32 (2, 3)
 
     Guarantees:
-      - Added to integers, it is post-processing of the Gaussian mechanism with
-        `effective_stddev`, but for a total variation distance of `total_variation` for
-        each entry of each release. If these add up to t, the delta that an accountant
-        finds for epsilon grows by (1 + exp(epsilon)) t.
-      - That holds for uniform bits. Those of Threefry pass for uniform with everybody
-        who does not know the key.
-      - Time and control flow are the same for all values: nothing branches, ends early
-        or is left out. The addresses read from the table, 144 KiB, do depend on the
-        noise, and whoever shares a cache with the program may learn about them.
+      - Adding this noise to integers is as private as the Gaussian mechanism with
+        `effective_stddev`: it is post-processing of that mechanism, up to a total
+        variation distance of `total_variation` for each entry of each release. If these
+        distances add up to t, the delta that an accountant finds for epsilon grows by
+        (1 + exp(epsilon)) t.
+      - This is proved for uniform random bits. The bits of Threefry are assumed to look
+        uniform to everyone who does not know the key.
+      - Running time and control flow do not depend on the values of the noise. The
+        addresses that are read from the table of 144 KiB do depend on them. A program
+        that shares a cache with this one may learn something about these addresses.
 
     Attributes:
-      multipliers: of the base draws that are added up: (1,), (a, b) or (k a, k b, 1),
-        where a and b have no common factor, a^2 + b^2 is at most 1 + 128^2, and k at
-        most 128.
+      multipliers: the factors of the base draws: (1,), (a, b) or (k a, k b, 1). Here a
+        and b have no common factor, a^2 + b^2 is at most 1 + 128^2, and k is at most
+        128.
 
     Raises:
       ValueError: for other multipliers.
@@ -114,17 +117,18 @@ class DiscreteGaussian:
             _are_multipliers(self.multipliers),
             "multipliers must be (1,), (a, b) or (k * a, k * b, 1) within their limits",
             multipliers=self.multipliers,
-            fix="Use DiscreteGaussian.at_least: other sums are no discrete Gaussians.",
+            fix="Use DiscreteGaussian.at_least. Other sums are not discrete Gaussian.",
         )
 
     @classmethod
     def at_least(cls, stddev: float | Fraction) -> "DiscreteGaussian":
-        """Noise with an effective standard deviation of at least that, or little more.
+        """Noise whose effective standard deviation is `stddev` or slightly more.
 
-        It is 4 % more at most from 3000 units on, and 0.25 % from 33,000 on.
+        It is at most 4 % more from 3000 units of the grid on, and at most 0.25 % more
+        from 33,000 units on.
 
         Raises:
-          ValueError: for more than about 4.19 million units.
+          ValueError: if `stddev` is more than about 4.19 million units.
         """
         squared = Fraction(stddev) ** 2 + _LATTICE_VARIANCE
         needed = math.ceil(squared / BASE_VARIANCE)
@@ -138,14 +142,14 @@ class DiscreteGaussian:
             k <= _LARGEST_MULTIPLIER,
             "the noise must have at most 4.19 million units of the grid",
             stddev=float(stddev),
-            fix="Use a lower resolution; for float sums, pass l2_sensitivity.",
+            fix="Use a lower resolution. For float sums, pass l2_sensitivity.",
         )
         pair = pairs[bisect.bisect_left(pairs, (math.ceil((needed - 1) / k**2),))][1]
         return cls((k * pair[0], k * pair[1], 1))
 
     @classmethod
     def at_most(cls, stddev: float, num_draws: int) -> "DiscreteGaussian":
-        """The widest noise of two or three draws that is no wider, or the narrowest."""
+        """The widest noise of two or three draws up to `stddev`, or the narrowest."""
         squared = Fraction(stddev) ** 2 + _LATTICE_VARIANCE
         allowed = int(squared / BASE_VARIANCE)
         pairs = _pairs()
@@ -159,22 +163,22 @@ class DiscreteGaussian:
 
     @property
     def variance(self) -> int:
-        """The parameter of the distribution, in squared units of the grid."""
+        """The parameter s^2 of the distribution, in squared units of the grid."""
         return BASE_VARIANCE * sum(m * m for m in self.multipliers)
 
     @property
     def effective_stddev(self) -> float:
-        """That of the Gaussian mechanism to account for, rounded down."""
+        """The stddev of the Gaussian mechanism to account for, rounded down."""
         square = self.variance - _LATTICE_VARIANCE
         root = math.sqrt(square)
         return root if Fraction(root) ** 2 <= square else math.nextafter(root, 0)
 
     @property
     def total_variation(self) -> float:
-        """A bound for one entry, rounded up: see Guarantees.
+        """A bound on the total variation distance of one entry, rounded up.
 
-        It is that of the table for every draw, and that of a sum over shifted integers
-        for every convolution and for the rounding of the Gaussian mechanism.
+        Each draw costs the distance of the table. Each convolution, and the rounding of
+        the Gaussian mechanism, costs the distance of a sum over shifted integers.
         """
         exact = len(self.multipliers) * (
             table_total_variation() + _LATTICE_TOTAL_VARIATION
@@ -185,17 +189,18 @@ class DiscreteGaussian:
     def sample(
         self, key: jax.Array, shape: tuple[int, ...], *, step: jax.Array, leaf: int
     ) -> jax.Array:
-        """Draws independent noise, a function of key, step, leaf and place alone.
+        """Draws independent noise for every entry of an array.
 
-        The bits are the same under any transformation and any sharding; the places in
-        a shard count from zero within `jax.shard_map`.
+        Each entry is a function of the key, the step, the leaf and the place of the
+        entry. It is the same under any transformation and any sharding. Within
+        `jax.shard_map`, the places in each shard count from zero.
 
         Args:
-          key: (4,) uint32: `jax.random.key_data` of a 128-bit key that is used for
+          key: (4,) uint32, the `jax.random.key_data` of a 128-bit key. Use this key for
             nothing else.
-          shape: of the noise.
-          step: int32 or uint32 scalar, another one for every release under a key.
-          leaf: which of the arrays of a release this is, from 0 to 2^30 - 1.
+          shape: the shape of the noise.
+          step: int32 or uint32 scalar. Use another one for every release with the key.
+          leaf: the number of the array within the release, from 0 to 2^30 - 1.
 
         Returns:
           An int32 array.
@@ -213,8 +218,8 @@ class DiscreteGaussian:
         return noise
 
 
-# One trace serves all draws of one shape, and a table that comes as an argument is one
-# constant of a program, however many shapes there are.
+# jit traces this once for all draws of one shape. The table is an argument, so that a
+# program holds it once as a constant, however many shapes there are.
 @functools.partial(jax.jit, static_argnames="shape")
 def _base_draw(
     table: AliasTable,
@@ -224,15 +229,16 @@ def _base_draw(
     shape: tuple[int, ...],
 ) -> jax.Array:
     high, low = positions(shape)
-    # A stream is never 0, as the first word is in jax's own blocks, for bits and for
-    # keys. And the first thing that happens to a place is to be mixed with a stream:
-    # draws share few arrays, which XLA might store for them.
+    # In the counters that jax uses itself, for bits and for keys, the first word is 0.
+    # A stream is never 0, so that no counter is used twice. The stream comes first for
+    # another reason: the places are mixed with it at once, and draws share few arrays
+    # that XLA might store.
     return look_up(table, threefry4x32(list(key), [stream, low, step, high]))
 
 
 @functools.cache
 def _pairs() -> list[tuple[int, tuple[int, int]]]:
-    """All (a^2 + b^2, (a, b)) that a sum of two draws may have, in order."""
+    """All (a^2 + b^2, (a, b)) that are allowed for a sum of two draws, in order."""
     up_to = range(1, _LARGEST_MULTIPLIER + 1)
     return sorted(
         (a * a + b * b, (a, b))
@@ -268,13 +274,13 @@ def _check_counter(key: jax.Array, step: jax.Array, leaf: int) -> None:
         _is_array(step, (), "int32", "uint32"),
         "step must be an int32 or uint32 scalar",
         step=str(jax.typeof(step)),
-        fix="Count releases in 32 bits: the lower half of a wider count would repeat.",
+        fix="Count releases in 32 bits. The lower half of a wider count would repeat.",
     )
     _validate.require(
         _validate.is_integer(leaf) and 0 <= leaf < _NUM_LEAVES,
         f"leaf must be an integer from 0 to {_NUM_LEAVES - 1}",
         leaf=leaf,
-        fix="Use the position among the leaves of the release.",
+        fix="Use the position of the array among the leaves of the release.",
     )
 
 

@@ -1,7 +1,7 @@
-"""Discrete Gaussian noise for the leaves of a tree, in programs that stay small.
+"""Adds discrete Gaussian noise to the leaves of a tree, in small programs.
 
-A draw takes a thousand instructions of a program. So noise is drawn for several leaves
-at once (`_packing.draws`).
+The program of one draw has about a thousand instructions. So one draw makes the noise
+of several leaves at once (`_packing.draws`).
 """
 
 import functools
@@ -25,10 +25,10 @@ def add_noise(
     """Adds independent noise to every entry of every leaf.
 
     Args:
-      leaves: multiples of the units of their grids.
-      stddev: of the noise, at least, in the unit of the sum.
+      leaves: the leaves of the sum, each a multiple of the unit of its grid.
+      stddev: the least standard deviation of the noise, in the unit of the sum.
       key_words: (4,) uint32; see `DiscreteGaussian.sample`.
-      step: another one for every release under a key.
+      step: the number of the release; use another one for every release with a key.
 
     Returns:
       The sums, rounded to float32.
@@ -45,8 +45,9 @@ def add_noise(
             step=step,
             leaf=number,
         )
-        # One branch keeps the noise apart from whatever reads the sums, and ends its
-        # time in memory; another one, inside, from the leaves that share it.
+        # This branch keeps the compiler from repeating the draw in every reader of the
+        # sums, and frees the memory of the noise. The branch inside `_add_draw` keeps
+        # it from repeating the draw in every leaf.
         add = functools.partial(_add_draw, draw, leaves, sample, step)
         noisy |= behind_a_branch(add, step)
     return [noisy[i] for i in range(len(leaves))]
@@ -58,7 +59,7 @@ def _add_draw(
     sample: Callable[[], jax.Array],
     step: jax.Array,
 ) -> dict[int, jax.Array]:
-    """The leaves of a draw, with noise, by number."""
+    """Adds one draw to its leaves; returns the noisy leaves by number."""
     if len(draw.ranges) == 1:
         (i,) = draw.ranges
         return {i: _add(leaves[i], sample())}

@@ -1,7 +1,7 @@
 """Privatizers: optax transformations that add calibrated noise to a clipped sum.
 
-Everything that goes in is sensitive, everything that comes out is released, and
-whatever optax does afterwards is post-processing.
+The sum is sensitive, and the noisy sum is released. The optax transformations that
+follow see the noisy sum alone, so that they cost no more privacy.
 """
 
 import math
@@ -22,22 +22,23 @@ from dpmp.numerics._double_words import two_sum
 from dpmp.numerics._stored import at_least_float32
 from dpmp.numerics._sums import Sum, as_sum, is_sum, num_entries
 
-# What is assumed of a float sum whose sensitivity is not given.
+# The noise multiplier that is assumed for a float sum without a given sensitivity.
 _LARGEST_NOISE_MULTIPLIER = 32.0
 
-# Float sums are put on a grid so fine that this costs 1/4096 of the noise, as long as
-# the standard deviation has between 2^14 and 2^21 units: the sampler has none that are
-# much wider, and sums must fit into 32 bits.
+# Float sums are rounded to a grid that is so fine that rounding costs 1/4096 of the
+# noise. But the standard deviation of the noise must have between 2^14 and 2^21 units
+# of the grid, because the sampler has no much wider noise, and sums must fit into 32
+# bits.
 _LOG_SNAP_SHARE = 12
 _LOG_UNITS = (14, 20)
 
 
 class NoiseState(NamedTuple):
-    """What the noise of the next step is a function of.
+    """The state of a privatizer: the noise of the next step is a function of it.
 
     Attributes:
-      prng_key: the root key; whoever knows it can take the noise off.
-      step: int32 counter of the releases made.
+      prng_key: the root key. It is secret: anyone who knows it can subtract the noise.
+      step: int32, the number of releases made so far.
     """
 
     prng_key: jax.Array
@@ -60,46 +61,53 @@ def gaussian_privatizer(
     float32 1
 
     Guarantees:
-      - The output is post-processing of the Gaussian mechanism with this standard
-        deviation, for the bits that come out, but for a total variation distance below
-        2^-109 in each entry: integers get discrete Gaussian noise, on a grid that both
-        are on, and become float32 after that.
-      - The noise is a function of (root key, step, place of the entry in the tree): a
-        step that is run again repeats its release bit for bit, and no two steps share
-        noise. It does not depend on the sharding of the sum under `jax.jit`; within
-        `jax.shard_map`, every device must have the whole sum, or shards would have the
-        same noise.
-      - Without `prng_key`, each `init` draws a key of 128 bits from the system.
+      - The computed output is as private as that of the ideal Gaussian mechanism with
+        this standard deviation: it is post-processing of that output, up to a total
+        variation distance (the largest difference in the probability of any event)
+        below 2^-109 for each entry. To achieve this, the sum is expressed in integers
+        (multiples of the unit of a grid), and discrete Gaussian noise on the same grid
+        is added. Only the result is rounded to float32.
+      - The noise of an entry is a function of the root key, the step and the place of
+        the entry in the tree. A step that is run again repeats its release bit for bit,
+        and no two steps share noise. Under `jax.jit`, the noise does not depend on the
+        sharding of the sum. Within `jax.shard_map`, every device must have the whole
+        sum, because all shards would receive the same noise.
+      - Without `prng_key`, each `init` draws a key of 128 bits from the operating
+        system.
 
-      A `GridArray` (an exact sum) brings its grid along. Other sums are first rounded
-      to multiples of a power of two. That can move two of them apart by the root of the
-      number of entries, in units of that grid, and the noise is wider by as much: at a
-      noise multiplier of 1, by 1/4096 up to 65,000 entries, and by 1/1000 for a
-      million. Entries of more than 960 standard deviations are cut off.
+      An exact sum is a `GridArray`, which has a grid already. Any other sum is first
+      rounded to a grid whose unit is a power of two. The rounding can move two sums
+      apart by as many units as the root of the number of entries. The noise is made
+      wider to cover this: at a noise multiplier of 1, by 1/4096 for up to 65,000
+      entries, and by 1/1000 for a million. Entries beyond 960 standard deviations are
+      cut off at that size.
 
     Args:
-      stddev: standard deviation of the noise, in the unit of the sum: the noise
-        multiplier times the sensitivity *of the function whose output goes in* (if
-        that divides by `normalize_by`, so does its `.sensitivity()`). The noise is
-        never narrower. On the grid of an exact sum it may be wider: by less than 4 %
-        if `stddev` has at least 3000 units, by less than 0.25 % from 33,000 on.
-      prng_key: a jax key, for one privatizer of one run, which sees the whole sum;
-        None for 128 bits from the system. Two runs with one key have the same noise,
-        and their difference has none, be it that they differ in data, in clip norm, in
-        learning rate or in anything else. The same goes for `jax.vmap` over sums, and
-        for two privatizers with one key in one optimizer.
-      l2_sensitivity: that of the sum. Rounding a float sum costs the more, the larger
-        `stddev` is in comparison; without this, up to 32 times is assumed. Exact sums
+      stddev: the standard deviation of the noise, in the unit of the sum. It is the
+        noise multiplier times the `.sensitivity()` of the function that computed the
+        sum. (If that function divides by `normalize_by`, its sensitivity does too.) The
+        noise is never narrower. On the grid of an exact sum it may be wider: by less
+        than 4 % if `stddev` has at least 3000 units, and by less than 0.25 % from
+        33,000 units on.
+      prng_key: a jax key, or None to draw 128 bits from the operating system. Use a key
+        for one privatizer of one run, and apply the privatizer to the whole sum. Two
+        runs with the same key have the same noise, so that the difference of their
+        outputs has none, whether they differ in data, clip norm, learning rate or
+        anything else. The same happens with `jax.vmap` over sums, and with two
+        privatizers of one key in one optimizer.
+      l2_sensitivity: the sensitivity of the sum. Rounding a float sum to a grid costs
+        more noise if `stddev` is a larger multiple of the sensitivity. Without this
+        argument, `stddev` is assumed to be at most 32 times the sensitivity. Exact sums
         do not need it.
 
     Returns:
       An `optax.GradientTransformation` with state `NoiseState` and float32 output.
 
     Raises:
-      ValueError: for a negative or infinite `stddev`, an `l2_sensitivity` that is not
-        positive, a `prng_key` that is no jax key, leaves that are not float arrays,
-        `init` under `jax.jit` without a key, noise of more than four million units of
-        the grid, and for float sums a `stddev` that is not from 1e-24 to 1e30.
+      ValueError: if `stddev` is negative or infinite, `l2_sensitivity` is not positive,
+        `prng_key` is not a jax key, a leaf is not a float array, `init` is called under
+        `jax.jit` without a key, the noise has more than four million units of the grid,
+        or the `stddev` for a float sum is not from 1e-24 to 1e30.
 
     References:
       [Canonne, Kamath, Steinke: The discrete Gaussian for differential
@@ -116,7 +124,8 @@ def gaussian_privatizer(
         if l2_sensitivity is not None:
             noise_multiplier = stddev / l2_sensitivity
         unit, widened = 1.0, Fraction(stddev)
-        if not all(x.is_on_grid for x in sums):  # what moves some concerns all of them
+        # Rounding some leaves moves the sum as a whole, so that all noise gets wider.
+        if not all(x.is_on_grid for x in sums):
             snap_cost = noise_multiplier * math.sqrt(num_entries(sums))
             unit, widened = _snapping(stddev, snap_cost)
         on_grids = [x.snapped(unit) for x in sums]
@@ -134,26 +143,27 @@ def continuous_gaussian_privatizer(
 ) -> optax.GradientTransformation:
     """Adds floating-point noise: for comparison, not for sensitive data.
 
-    Noise is drawn and added in float32 or wider, and the two words of a `DoubleWord`
-    and a float64 sum meet it before anything is rounded. Still, the guarantee of the
-    Gaussian mechanism is one about real numbers. A float32 sum of 0 and one of 1 leave
-    different lowest bits in the output, which tell them apart nine times out of ten,
-    and noise in float32 ends at 5.42 standard deviations (Mironov 2012;
-    `python -m dpmp selfcheck` shows it).
+    The guarantee of the Gaussian mechanism is about real numbers, and floats break it.
+    A float32 sum of 0 and one of 1 leave different lowest bits in the output, which
+    tell the two apart nine times out of ten. And noise in float32 ends at 5.42 standard
+    deviations (Mironov 2012; `python -m dpmp selfcheck` shows it). All this happens
+    although noise is drawn and added in float32 or wider, and although a `DoubleWord`
+    or float64 sum is not rounded before the noise is added.
 
     Args:
-      stddev: as in `gaussian_privatizer`.
-      prng_key: as in `gaussian_privatizer`.
-      dtype: of the noise, float32 or float64; None for the dtype of each leaf, or
-        float32 where that is narrower.
+      stddev: see `gaussian_privatizer`.
+      prng_key: see `gaussian_privatizer`.
+      dtype: the dtype of the noise, float32 or float64. None is the dtype of each leaf,
+        but at least float32.
 
     Returns:
       An `optax.GradientTransformation` with state `NoiseState`; its output is float32
       or wider.
 
     Raises:
-      ValueError: as `gaussian_privatizer`, for a dtype narrower than float32, and for
-        float64 without 64-bit mode.
+      ValueError: if `stddev`, `prng_key`, a leaf or `init` is refused as in
+        `gaussian_privatizer`, if `dtype` is neither float32 nor float64, or for float64
+        without 64-bit mode.
 
     References:
       [Mironov: On significance of the least significant bits for differential
@@ -203,23 +213,24 @@ def _privatizer(
         return jax.tree.unflatten(treedef, noisy), new_state
 
     update = _meshes.on_automatic_axes(update, _specs_of_noisy)
-    # The arguments have jax_privacy's names, where optax has its own.
+    # The cast is for the type checker: the argument names are jax_privacy's, not
+    # optax's.
     return optax.GradientTransformation(init, cast("optax.TransformUpdateFn", update))
 
 
 def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:
-    """Noisy sums are sharded as the sums are, and the state is on all devices."""
+    """Partition specs: a noisy sum is sharded as the sum, the state is replicated."""
     sums = jax.tree.leaves(specs[0], is_leaf=is_sum)
     of_noisy = [jax.tree.leaves(x)[0] for x in sums]
     return [*of_noisy, *(jax.P() for _ in jax.tree.leaves(output[1]))]
 
 
 def _snapping(stddev: float, snap_cost: float) -> tuple[float, Fraction]:
-    """The unit that float sums are rounded to, and the standard deviation it takes.
+    """The unit of the grid for float sums, and the widened standard deviation.
 
     Args:
-      stddev: of the noise to be added.
-      snap_cost: what rounding adds to it, in units.
+      stddev: the standard deviation of the noise without rounding.
+      snap_cost: what rounding adds to that standard deviation, in units of the grid.
     """
     _validate.require(
         1e-24 <= stddev <= 1e30,
@@ -250,7 +261,7 @@ def _add_float_noise(x: Sum, key: jax.Array, stddev: float, dtype: Any) -> jax.A
 
 
 def _round_up(x: float, dtype: Any) -> jax.Array:
-    """`x` in a dtype, not below its value: no less noise than was calibrated for."""
+    """Rounds `x` up to a dtype, so that the noise is not less than was calibrated."""
     rounded = np.asarray(x, dtype)
     if float(rounded) < x:
         rounded = np.nextafter(rounded, np.asarray(np.inf, dtype))
@@ -271,8 +282,8 @@ def _check_noise_dtype(dtype: Any) -> Any:
         name in ("float32", "float64"),
         "the dtype of the noise must be float32 or float64",
         dtype=name,
-        fix="Leave it out: half-precision normals take a few hundred distinct values "
-        "and are not Gaussian.",
+        fix="Leave it out. Half-precision noise has only a few hundred distinct values "
+        "and is not Gaussian.",
     )
     _validate.check_x64(np.dtype(dtype), "float64 noise")
     return np.dtype(dtype)

@@ -1,4 +1,4 @@
-"""DPTrainer: from a mechanism, a loss and an optimizer to a training run.
+"""DPTrainer trains with a privacy mechanism, a loss and an optimizer.
 
 >>> data = {"x": np.ones((100, 2), np.float32), "y": np.ones(100, np.float32)}
 >>> def loss_fn(params, batch):
@@ -16,7 +16,8 @@
 >>> print(state.step)
 2
 
-`fit` samples batches, makes the steps and reports epsilon; `train_step` is one of them.
+`fit` samples the batches, makes all steps and reports epsilon. `train_step` makes one
+step.
 """
 
 from dpmp.training._source import Source

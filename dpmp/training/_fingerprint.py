@@ -1,22 +1,23 @@
-"""What the past steps of a run cost, in a form that travels with its state.
+"""The fingerprint of a run, which keeps another mechanism from continuing it.
 
-A state that goes on under another mechanism would be charged for steps that it never
-made, and not for those that it did. So it carries a hash of every public fact that the
-claim about its past steps rests on: the fields of the mechanism, of the policy, and the
-loss scale. No key and nothing of the data goes in.
+The accounting assumes that all steps of a run were made by one mechanism. If another
+mechanism continued the run, its epsilon would be wrong for the past steps. So a state
+carries a hash of every public fact that this epsilon rests on: the fields of the
+mechanism and of the policy, and the loss scale. The hashes depend on no key and on no
+data.
 
-Some fields may change between two steps, because nothing about the past depends on
-them:
+Some fields may change between two steps, because the cost of past steps does not depend
+on them:
 
-- `delta` is where epsilon is quoted at, and can be asked for anew at any time;
-- `iterations` is how many steps are planned, and steps that were made cost what they
-  cost;
-- `microbatch_size` is how a batch is cut up, as long as batches are truncated at the
-  same size.
+- `delta`: epsilon can be computed for any delta at any time.
+- `iterations`: this is the number of planned steps. Past steps cost the same with any
+  plan.
+- `microbatch_size`: this is how a batch is divided. It may change as long as batches
+  are truncated at the same size.
 
-A loss scale that is a function is told by its name and by the numbers that it closes
-over, as those of `dpmp.loss_scaling.by_loss` do. Two functions that differ in their
-code alone look the same.
+A loss scale that is a function is identified by its name and by the numbers that it
+closes over, such as those of `dpmp.loss_scaling.by_loss`. Two functions that differ in
+their code alone have the same fingerprint.
 """
 
 import dataclasses
@@ -35,11 +36,11 @@ from dpmp._typing import PyTree
 
 _MAY_CHANGE = {"delta", "iterations", "microbatch_size"}
 
-_WORDS = 2  # of 32 bits, for each fact
+_WORDS = 2  # each hash has two 32-bit words
 
 
 def facts_of(mechanism: Any, policy: Any, loss_scale: Any) -> dict[str, str]:
-    """The public facts that a claim rests on, by name, each in an unambiguous text."""
+    """The public facts that epsilon rests on, as unambiguous texts by name."""
     of_mechanism = _fields(mechanism)
     facts = {
         name: _describe(x)
@@ -47,7 +48,7 @@ def facts_of(mechanism: Any, policy: Any, loss_scale: Any) -> dict[str, str]:
         if name not in _MAY_CHANGE
     }
     facts["l2_clip_norm"] = _describe_tree(of_mechanism["l2_clip_norm"])
-    # What is done, whether it was asked for or chosen.
+    # The values in use, whether they were given or chosen.
     facts["truncated_batch_size"] = _describe(mechanism.sampling.truncated_batch_size)
     facts["resolution"] = _describe(mechanism.resolution)
     for name, x in _fields(policy).items():
@@ -57,24 +58,24 @@ def facts_of(mechanism: Any, policy: Any, loss_scale: Any) -> dict[str, str]:
 
 
 def fingerprint(facts: Mapping[str, str]) -> np.ndarray:
-    """A row of hashes for each fact: uint32, (facts, words)."""
+    """The hashes of all facts, (facts, words) uint32."""
     return np.stack([_hash(f"{name}={text}") for name, text in facts.items()])
 
 
 def check(given: Any, facts: Mapping[str, str]) -> None:
-    """Raises ValueError, naming the facts, unless a state is of a run with these.
+    """Raises ValueError, naming the changed facts, unless a state has these facts.
 
     Args:
-      given: the fingerprint that the state carries.
-      facts: those of the trainer that is to continue it.
+      given: the fingerprint of the state.
+      facts: the facts of the trainer that is to continue the run.
     """
     expected = fingerprint(facts)
     _validate.require(
         given is not None and np.shape(given) == expected.shape,
-        "a state must carry the fingerprint that this version of dpmp gives it",
+        "a state must carry the fingerprint of this version of dpmp",
         shape=None if given is None else np.shape(given),
-        fix="Continue it with the version that it comes from; or start a run of its "
-        "own, which is charged for separately, with trainer.init.",
+        fix="Continue the run with the version that it comes from. Or start another "
+        "run, which costs privacy of its own, with trainer.init.",
     )
     is_same = np.all(np.asarray(given) == expected, axis=1)
     changed: dict[str, Any] = {
@@ -82,11 +83,11 @@ def check(given: Any, facts: Mapping[str, str]) -> None:
     }
     _validate.require(
         not changed,
-        f"a state goes on with the mechanism, policy and loss scale of its past steps, "
-        f"and this one was made with another {' and '.join(changed)}",
+        f"a run must continue with the mechanism, policy and loss scale of its past "
+        f"steps, and these were made with another {' and '.join(changed)}",
         **changed,
-        fix="Build the trainer as it was; or start a run of its own, which is charged "
-        "for separately, with trainer.init.",
+        fix="Build the trainer as it was. Or start another run, which costs privacy of "
+        "its own, with trainer.init.",
     )
 
 
@@ -135,7 +136,7 @@ def _describe_function(fn: Callable[..., Any]) -> str:
 
 
 def _closed_over(fn: Any) -> dict[Any, Any]:
-    """The numbers that a function closes over, or has as defaults."""
+    """The numbers that a function closes over or has as defaults, by name."""
     cells = zip(
         getattr(getattr(fn, "__code__", None), "co_freevars", ()),
         getattr(fn, "__closure__", None) or (),

@@ -1,4 +1,4 @@
-"""The compiled step: one program for a whole run."""
+"""Compiles the step, once for a whole run."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from dpmp.training._step import Step
 
 
 class Programs:
-    """A step, compiled once for every type of state and the devices that it is on.
+    """The compiled programs of a step, one for each combination of types and devices.
 
-    A program leaves a state where the program was made for.
+    The state that a program returns is on the devices that the program was made for.
     """
 
     def __init__(self, step: Step):
@@ -24,14 +24,14 @@ class Programs:
     def run(
         self, state: TrainingState, batch: PyTree, is_padding: Any
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
-        """The new state, and the sensitive losses and norms."""
+        """Runs the step; returns the new state and the sensitive losses and norms."""
         size = self._step.mechanism.padded_batch_size
         sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
-        # The size given may not be shown: how many examples a batch has is sensitive.
+        # The message does not show the given size: the number of examples is sensitive.
         if sizes != {(size,)}:
             raise ValueError(
-                f"every batch must be padded to {size} examples. Pad it, and mark the "
-                f"padding in is_padding_example."
+                f"every batch must be padded to {size} examples; got another number. "
+                f"Pad it, and mark the padding in is_padding_example."
             )
         batch = jax.tree.map(jnp.asarray, batch)
         state = put_together(state, batch)
@@ -40,13 +40,14 @@ class Programs:
         compiled = self._compiled.get(of_state)
         compiled = compiled or (of_batch, *self._step.make_program(state, batch))
         compiled_for, program, constants = compiled
-        # Nothing of the batch may be shown: its shapes may tell what is in it.
+        # The message shows nothing of the batch: its shapes may reveal its content.
         if of_batch != compiled_for:
             raise ValueError(
-                "all batches must have the same tree, shapes and dtypes, or compiling "
-                "would show what is in them. Pad examples to one size (see "
-                "dpmp.training.Source); use another DPTrainer for other data."
+                "all batches must have the same tree, shapes and dtypes, because "
+                "another compilation would reveal what is in them; got other ones. Pad "
+                "examples to one size (see dpmp.training.Source), and use another "
+                "DPTrainer for other data."
             )
         outputs = program(state, batch, jnp.asarray(is_padding), constants)
-        self._compiled[of_state] = compiled  # now that it runs
+        self._compiled[of_state] = compiled  # only a program that ran is worth keeping
         return outputs

@@ -1,7 +1,7 @@
-"""Progress of a run: a bar on a terminal, a plain line now and then elsewhere.
+"""Shows the progress of a run: a bar on a terminal, plain lines elsewhere.
 
-It is told step counts, epsilons, and metrics that have noise: nothing else that depends
-on the data.
+The report is made of step counts, epsilons and noisy metrics. Nothing else that depends
+on the data reaches it.
 """
 
 import time
@@ -16,10 +16,11 @@ _NUM_REPORTS = 10
 
 
 class Progress:
-    """Reports steps as they are made; a context manager.
+    """A context manager that reports the steps of a run.
 
-    What is spent is computed for a few steps and quoted, between them, for the next of
-    them: never less than has been spent.
+    The spent epsilon takes long to compute, and so it is computed for a few steps only.
+    Between these, the report shows the epsilon of the next of them, which is never less
+    than the epsilon that was spent.
     """
 
     def __init__(
@@ -32,15 +33,16 @@ class Progress:
         enabled: bool = True,
         console: rich.console.Console | None = None,
     ):
-        """Prepares a report on steps `start` to `stop`.
+        """Prepares a report on the steps from `start` to `stop`.
 
         Args:
-          start: steps made before.
-          stop: steps made in the end.
-          examples_per_step: the expected number, which is public.
-          describe_privacy: from a number of steps, and the last, to what is spent.
+          start: the number of steps that were made before.
+          stop: the number of steps at the end.
+          examples_per_step: the expected number of examples, which is public.
+          describe_privacy: a function from the current and the final number of steps to
+            a text on the privacy that is spent.
           enabled: whether to report at all.
-          console: where to; standard error by default.
+          console: the console to write to; standard error by default.
         """
         self._start, self._stop = start, stop
         self._examples_per_step = examples_per_step
@@ -72,15 +74,15 @@ class Progress:
         self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Takes note that `step` steps are made.
+        """Reports that `step` steps are made, if a report is due.
 
         Args:
-          step: how many.
-          metrics: released means of the last step, by name.
+          step: the number of steps that are made.
+          metrics: the released metrics of the last step, by name.
         """
         metrics = metrics or {}
         if self._first_step_at is None:
-            # The first step is not counted: it includes compilation.
+            # The speed leaves out the first step, which includes compilation.
             self._start, self._first_step_at = step, time.monotonic()
         if self._shows_bar:
             text = self._describe(step, metrics)

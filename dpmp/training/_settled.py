@@ -1,8 +1,8 @@
-"""Types that a training state has from the first step on, so that one program does.
+"""Gives a training state its final types and devices before the first step.
 
-jax compiles a step anew when an array of the state comes back with another dtype, as a
-weakly typed one, or on other devices than it went in with. A state is settled before
-its first step, by what is here.
+jax compiles a step again if an array of the state returns with another dtype, with a
+weak type, or on other devices. The functions of this module prevent this, so that a run
+needs one compiled program.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ from dpmp._typing import PyTree
 
 
 def strongly_typed(tree: PyTree) -> PyTree:
-    """The same arrays with dtypes that do not give way to others.
+    """Makes the dtypes of all arrays strong, so that they give way to no other dtype.
 
-    A Python number, and what is computed from nothing but Python numbers, is weakly
-    typed; what a step returns in its place need not be.
+    A Python number is weakly typed, and so is an array that was computed from Python
+    numbers alone. The array that a step returns in its place need not be.
     """
     return jax.tree.map(_strongly_typed, tree)
 
@@ -32,15 +32,17 @@ def _strongly_typed(x: Any) -> jax.Array:
 
 
 def put_together(tree: PyTree, others: PyTree = ()) -> PyTree:
-    """Puts the arrays that have no place of their own where the rest is.
+    """Copies the uncommitted arrays of a tree to the devices of the committed arrays.
+
+    jax may move an uncommitted array to other devices. It leaves a committed array
+    where it is.
 
     Args:
-      tree: arrays. Those that jax may still move (they are not "committed") are copied
-        to all devices of those that it may not.
-      others: more arrays that may have a place.
+      tree: the arrays to copy.
+      others: more arrays, whose devices count if they are committed.
 
     Returns:
-      The tree; nothing is moved where no array has a place.
+      The tree. It is unchanged if no array is committed.
     """
     home = _home([x.sharding for x in jax.tree.leaves((tree, others)) if _is_placed(x)])
     if home is None:
@@ -49,12 +51,12 @@ def put_together(tree: PyTree, others: PyTree = ()) -> PyTree:
 
 
 def places(tree: PyTree) -> PyTree:
-    """For `out_shardings`: where each array is; None for those without a place."""
+    """The sharding of each committed array and None for others (`out_shardings`)."""
     return jax.tree.map(lambda x: x.sharding if _is_placed(x) else None, tree)
 
 
 def devices_of(tree: PyTree) -> frozenset[Any]:
-    """The devices that arrays stay on; none where no array has a place."""
+    """The devices of all committed arrays; the set may be empty."""
     return frozenset().union(
         *(x.sharding.device_set for x in jax.tree.leaves(tree) if _is_placed(x))
     )
@@ -68,6 +70,6 @@ def _home(shardings: list[Sharding]) -> Sharding | None:
 
 
 def _is_placed(x: Any) -> bool:
-    """Whether `x` has devices that it stays on."""
+    """Whether `x` is a committed array, which stays on its devices."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     return is_array and x.committed

@@ -1,4 +1,4 @@
-"""Loading a batch on the host: from a dataset and indices to padded arrays."""
+"""Loads a batch on the host: turns a dataset and indices into padded arrays."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,25 +12,25 @@ from dpmp.batch_selection import pad_indices
 
 
 class Source(Protocol):
-    """A dataset that gives the examples of a batch at once.
+    """A dataset that returns all examples of a batch at once.
 
-    All batches must have the same tree of arrays, with the same dtypes, and the same
-    shapes but for the number of examples: pad what differs in length to one length.
-    Other shapes would take another program, and the time to compile it would show what
-    is in a batch.
+    All batches must have the same tree of arrays, with the same dtypes. Their shapes
+    must be the same, except for the number of examples: pad sequences of different
+    lengths to one length. Another shape would need another compiled program, and the
+    time to compile it would reveal what is in a batch.
     """
 
     def __getitem__(self, indices: np.ndarray, /) -> PyTree:
-        """Examples at (k,) int64 indices: arrays of shape (k, ...), k possibly 0."""
+        """The examples at (k,) int64 indices, as arrays (k, ...); k may be 0."""
         ...
 
     def __len__(self) -> int:
-        """How many examples there are, which sampling and accounting depend on."""
+        """The number of examples; sampling and accounting depend on it."""
         ...
 
 
 def as_source(source: PyTree | Source, num_examples: int) -> Source:
-    """Gives a pytree of arrays the interface of a `Source`, and checks the size."""
+    """Makes a `Source` of a pytree of arrays, and checks the number of examples."""
     is_arrays = all(hasattr(x, "shape") for x in jax.tree.leaves(source))
     _validate.require(
         is_arrays or _has_interface(source),
@@ -60,14 +60,14 @@ def _has_interface(source: Any) -> bool:
 def load_batch(
     source: Source, indices: np.ndarray, batch_size: int
 ) -> tuple[PyTree, np.ndarray]:
-    """The batch and `is_padding_example`; padding is zeros, not data."""
+    """Loads a batch padded with zeros; returns it with `is_padding_example`."""
 
     def pad(x):
         x = np.asarray(x)
-        # Neither number may be shown: how many examples a batch has is sensitive.
+        # The message shows neither number: the number of examples is sensitive.
         if x.ndim == 0 or len(x) != len(indices):
             raise ValueError(
-                "the source must return one row for each index it is given. "
+                "the source must return one row for each index; got another number. "
                 "See dpmp.training.Source."
             )
         return np.pad(x, [(0, batch_size - len(indices))] + [(0, 0)] * (x.ndim - 1))

@@ -1,4 +1,4 @@
-"""What a training run is between two steps, and what it may show besides."""
+"""The state of a run between two steps, and the sensitive outputs of a step."""
 
 from typing import NamedTuple
 
@@ -8,23 +8,24 @@ from dpmp._typing import PyTree
 
 
 class TrainingState(NamedTuple):
-    """All that the next step depends on, besides the data.
+    """Everything that the next step depends on, besides the data.
 
-    A run that is continued from a saved state repeats, bit for bit, what it would have
-    done without the interruption. The keys are secret.
+    A run that continues from a saved state is the same, bit for bit, as a run without
+    the interruption. The keys are secret.
 
     Attributes:
-      step: int32, steps made.
-      params: master parameters; released.
-      opt_state: state of the optimizer; released.
-      noise_state: `noise_addition.NoiseState`, root key and counter of the noise.
-      sampling_key: (4,) uint32, root key of the batches.
-      model_key: root key of whatever randomness the loss uses.
-      scale_state: of a `loss_scaling.DynamicScale`, or None; released.
-      metrics: with noise, of the last step; released. NaN before the first.
-      update_key: root key of stochastic rounding, or None without.
-      fingerprint: uint32, hashes of what the claim about past steps rests on
-        (`training/_fingerprint.py`); public. Only a trainer with the same goes on.
+      step: int32, the number of steps made so far.
+      params: the master parameters; released.
+      opt_state: the state of the optimizer; released.
+      noise_state: a `noise_addition.NoiseState` with the root key of the noise; secret.
+      sampling_key: (4,) uint32, the root key of the batches; secret.
+      model_key: the root key of the randomness in the loss; secret.
+      scale_state: the state of a `loss_scaling.DynamicScale`, or None; released.
+      metrics: the noisy metrics of the last step, NaN before the first; released.
+      update_key: the root key of stochastic rounding, or None without; secret.
+      fingerprint: uint32, hashes of the facts that the privacy claim about past steps
+        rests on (`training/_fingerprint.py`); public. A trainer with other facts
+        refuses to continue the run.
     """
 
     step: jax.Array
@@ -40,7 +41,7 @@ class TrainingState(NamedTuple):
 
 
 class SensitiveOutputs(NamedTuple):
-    """Un-noised per-example values of one step: for debugging on public data only.
+    """Per-example values of one step without noise, for debugging on public data only.
 
     Attributes:
       values: (padded batch size,) losses, zero for padding.

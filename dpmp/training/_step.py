@@ -1,4 +1,7 @@
-"""One step, as it is traced: what is sensitive, the line, what is released."""
+"""One step of training: a sum of clipped gradients, noise, and an update.
+
+The sum is sensitive. Only noisy values reach the update, and they are released.
+"""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +25,7 @@ from dpmp.training._state import TrainingState
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step is made of; the attributes are those of `DPTrainer`."""
+    """Makes the program of a step; `DPTrainer` documents the attributes."""
 
     mechanism: DPSGD
     loss_fn: Callable[..., jax.Array]
@@ -33,13 +36,16 @@ class Step:
 
     @property
     def dynamic_scale(self) -> DynamicScale | None:
-        """The scale that follows noisy counts, if the loss has one."""
+        """The loss scale if it is a `DynamicScale`, or else None."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
 
     def make_program(
         self, state: TrainingState, batch: PyTree
     ) -> tuple[jax.stages.Wrapped, list[Any]]:
-        """The step to be compiled, and the arrays that the loss closes over."""
+        """Returns the step, not yet compiled, and the arrays that the loss closes over.
+
+        The arrays are the last argument of the step.
+        """
 
         def example_args(state, batch):
             return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
@@ -63,7 +69,7 @@ class Step:
         return program, constants
 
     def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """What the loss is given."""
+        """The arguments of the loss: parameters and batch in the compute dtype."""
         policy = self.policy
         return policy.cast_to_compute(state.params), policy.cast_inputs(batch)
 
@@ -74,9 +80,10 @@ class Step:
         batch: PyTree,
         is_padding: jax.Array,
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
-        """One step, as it is traced; see the picture in the README."""
+        """Makes one step under tracing; see the picture in the README."""
         total, sensitive = self._sum_sensitive(loss_fn, state, batch, is_padding)
-        # Everything above this line is sensitive; below it, only noised values exist.
+        # All values above this line are sensitive. The next state has noisy values
+        # only.
         released, noise_state = self._add_noise(total, state)
         new_state = self._release(released, noise_state, state)
         return new_state, (sensitive.values, sensitive.grad_norms)
@@ -88,7 +95,7 @@ class Step:
         batch: PyTree,
         is_padding: jax.Array,
     ) -> tuple[PyTree, AuxiliaryOutput]:
-        """The sum of clipped gradients, and what is known of each example."""
+        """Returns the sum of clipped gradients, and the outputs of each example."""
         dynamic = self.dynamic_scale
         grad_fn = self.mechanism.clipped_grad(
             loss_fn,
@@ -98,14 +105,14 @@ class Step:
             counts_overflows=dynamic is not None,
             prng_argnum=2 if self.uses_prng_key else None,
         )
-        # Cast here, not in the loss: there, gradients would come back in float32.
+        # A cast inside the loss would return the gradients in float32.
         args = self._loss_args(state, batch)
         if self.uses_prng_key:
             args = (*args, _random.fold_in(state.model_key, state.step))
         return grad_fn(*args, is_padding_example=is_padding)
 
     def _add_noise(self, total: PyTree, state: TrainingState) -> tuple[Released, Any]:
-        """What the sum becomes, and the next state of the noise."""
+        """Adds noise to the sum; returns it with the next state of the noise."""
         privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
         noisy, noise_state = privatizer.update(total, state.noise_state)
         return self.mechanism.split(noisy), noise_state
@@ -113,7 +120,7 @@ class Step:
     def _release(
         self, released: Released, noise_state: Any, state: TrainingState
     ) -> TrainingState:
-        """The next state, from noised values alone."""
+        """Makes the next state from noisy values alone."""
         updates, opt_state = self.optimizer.update(
             self.policy.cast_to_update(released.noisy_grads),
             state.opt_state,
@@ -139,7 +146,7 @@ class Step:
         )
 
     def _apply(self, updates: PyTree, state: TrainingState) -> PyTree:
-        """New parameters."""
+        """Applies updates to the parameters of a state."""
         key = state.update_key
         if key is not None:
             key = _random.fold_in(key, state.step)

@@ -1,8 +1,8 @@
-"""DPTrainer: from a mechanism, a loss and an optimizer to a training run.
+"""DPTrainer trains with a privacy mechanism, a loss and an optimizer.
 
-Sampling, loading and the loop are on the host; everything between a batch and the
-updated parameters is one compiled step. What the step returns is released, and what
-goes into it is not shown to anyone.
+The host samples and loads the batches and runs the loop. One compiled step does
+everything between a batch and the updated parameters. A batch is sensitive; the updated
+parameters are released.
 """
 
 import functools
@@ -36,7 +36,7 @@ from dpmp.training._step import Step
 
 @dataclass(frozen=True, kw_only=True)
 class DPTrainer:
-    """Trains with the mechanism it is given, and with nothing else.
+    """Trains a model with the mechanism that also accounts for the privacy cost.
 
     >>> mechanism = DPSGD(
     ...     num_examples=64,
@@ -58,21 +58,23 @@ class DPTrainer:
     3 float32
 
     Guarantees:
-      `TrainingState.params` and `.opt_state` after any number of steps are covered by
-      `mechanism.guarantee(step)`. No un-noised value is returned, logged or used to
-      decide anything, except through `sensitive_callback`.
+      `mechanism.guarantee(step)` covers `TrainingState.params` and `.opt_state` after
+      any number of steps. No value without noise is returned, logged or used to decide
+      anything, except through `sensitive_callback`.
 
     Attributes:
-      mechanism: what is run and accounted for.
+      mechanism: describes sampling, clipping and noise, and accounts for them.
       loss_fn: `loss_fn(params, batch)`, or `loss_fn(params, batch, key)` if
-        `uses_prng_key`: the scalar loss of one example, given as a batch of one. It
-        gets parameters and float inputs in the compute dtype. Arrays that it closes
-        over (a frozen model) are passed to the compiled step as arguments.
-      optimizer: any optax transformation; all of it is post-processing.
-      policy: dtypes of parameters and of computation.
+        `uses_prng_key`. It returns the scalar loss of one example, which it is given as
+        a batch of one. Parameters and float inputs have the compute dtype. Arrays that
+        it closes over (a frozen model) are passed to the compiled step as arguments.
+      optimizer: any optax transformation. It sees noisy gradients alone, so that it
+        costs no more privacy.
+      policy: the dtypes of parameters and of computation.
       uses_prng_key: whether the loss takes a key of its own for each example.
-      loss_scale: as in `dpmp.clipped_grad`, or a `dpmp.loss_scaling.DynamicScale`: for
-        float16, whose small gradients are zero without one.
+      loss_scale: see `dpmp.clipped_grad`; it may also be a
+        `dpmp.loss_scaling.DynamicScale`. It is for float16, in which small gradients
+        become zero without a scale.
     """
 
     mechanism: DPSGD
@@ -86,8 +88,8 @@ class DPTrainer:
         object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
         if self.policy.float8_scale is not None and not _float8.is_native():
             warnings.warn(
-                "float8 products are emulated on this device: rounded as they would "
-                "be, and slower.",
+                "float8 products are emulated on this device: they are rounded as on "
+                "a device with float8, but slower.",
                 stacklevel=3,
             )
         if isinstance(self.loss_scale, DynamicScale):
@@ -96,30 +98,31 @@ class DPTrainer:
             loss_scaling.check(self.loss_scale)
         elif self.policy.compute_dtype == jnp.float16:
             warnings.warn(
-                "float16 gradients below 6e-8 become zero, which small losses do not "
-                "survive: pass loss_scale=dpmp.loss_scaling.by_loss(), or a power of "
-                "two.",
+                "float16 gradients below 6e-8 become zero, which keeps small losses "
+                "from training. Pass loss_scale=dpmp.loss_scaling.by_loss(), or a "
+                "power of two.",
                 stacklevel=3,
             )
 
     def init(
         self, params: PyTree, *, prng_key: jax.Array | None = None
     ) -> TrainingState:
-        """The state before the first step.
+        """Makes the state before the first step.
 
         Args:
-          params: initial parameters, which must not depend on the private data. They
-            are copied to the policy's `param_dtype`.
-          prng_key: the root of all randomness of the run; None for 128 bits from the
-            system. A key is for one run: with it again, on other data or with other
-            hyper-parameters, the difference of the two runs would be free of noise.
-            The same goes for continuing one saved state in two ways.
+          params: the initial parameters, which must not depend on the private data.
+            They are copied to the policy's `param_dtype`.
+          prng_key: the key from which all random numbers of the run are derived. None
+            draws 128 bits from the operating system. Use a key for one run only: the
+            noise of two runs with the same key cancels in their difference, whatever
+            their data and hyper-parameters. The same happens if one saved state is
+            continued in two ways.
 
         Returns:
           A `TrainingState`.
 
         Raises:
-          ValueError: for a `prng_key` that is no jax key.
+          ValueError: if `prng_key` is not a jax key.
         """
         if prng_key is None:
             prng_key = _random.fresh_key()
@@ -129,8 +132,8 @@ class DPTrainer:
         state = TrainingState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            # Copied, since a transformation may keep the parameters themselves, and
-            # all arrays of the state are donated.
+            # A transformation may keep the parameters themselves. They are copied,
+            # because no array of the state may be donated twice.
             opt_state=strongly_typed(
                 jax.tree.map(
                     jnp.copy, self.optimizer.init(self.policy.cast_to_update(params))
@@ -138,7 +141,7 @@ class DPTrainer:
             ),
             noise_state=self.mechanism.privatizer(noise_key).init(params),
             sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
-            # The default generator compiles in any program that the loss may be.
+            # This generator, the default of jax, compiles in every loss.
             model_key=jax.random.wrap_key_data(
                 jax.random.bits(model_key, (2,), jnp.uint32), impl="threefry2x32"
             ),
@@ -169,44 +172,44 @@ class DPTrainer:
 
     @functools.cached_property
     def _facts(self) -> dict[str, str]:
-        """What the claim about the steps rests on, besides their number."""
+        """The facts that epsilon rests on, besides the number of steps."""
         return _fingerprint.facts_of(self.mechanism, self.policy, self.loss_scale)
 
     def train_step(
         self, state: TrainingState, batch: PyTree, is_padding_example: Any
     ) -> TrainingState:
-        """One update, from one batch that `fit` would have drawn.
+        """Makes one step with one batch, which must be drawn as `fit` draws it.
 
-        The arrays of `state` are donated: use only the state that comes back.
+        The arrays of `state` are donated: afterwards, use only the returned state.
 
         Args:
-          state: the state before.
+          state: the state before the step.
           batch: arrays with a leading axis of `mechanism.padded_batch_size`.
           is_padding_example: (padded_batch_size,) bool.
 
         Returns:
-          The state after.
+          The state after the step.
 
         Raises:
-          ValueError: for a batch of another size, or of other shapes or dtypes than
-            those before; after the last step; and for a state that `fit` would not
-            continue.
+          ValueError: if the batch has another size, or other shapes or dtypes than
+            earlier batches; if all iterations are done; or if `fit` would refuse to
+            continue the state.
         """
         _fingerprint.check(state.fingerprint, self._facts)
         _validate.require(
             int(state.step) < self.mechanism.iterations,
             f"step must be below iterations = {self.mechanism.iterations}",
             step=int(state.step),
-            fix="Plan more of them before the run starts.",
+            fix="Plan more iterations before the run starts.",
         )
         return self._programs.run(state, batch, is_padding_example)[0]
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
-        """The step as a program that can be compiled and looked at, and is not run.
+        """Returns the program of a step, to compile and inspect it without running it.
 
         Args:
-          state: a `TrainingState`, or the shapes of one (`jax.eval_shape`).
-          batch: as in `train_step`, or its shapes.
+          state: a `TrainingState`, or its shapes (`jax.eval_shape`).
+          batch: a batch as in `train_step`, or its shapes.
 
         Returns:
           A `jax.stages.Lowered`.
@@ -226,27 +229,29 @@ class DPTrainer:
         sensitive_callback: Callable[[SensitiveOutputs], None] | None = None,
         progress: bool = True,
     ) -> TrainingState:
-        """Makes the steps that are left.
+        """Makes all remaining steps of the run, or those up to `stop_at`.
 
         Args:
-          state: from `init`, or saved from an earlier run; its arrays are donated.
+          state: a state from `init`, or one that was saved before. Its arrays are
+            donated: afterwards, use only the returned state.
           source: arrays with a leading axis of `mechanism.num_examples`, or a `Source`.
-          stop_at: the step to stop at; None for `mechanism.iterations`.
-          callback: is called with the state after every step. The state is donated to
-            the next step: copy what is to be kept.
-          sensitive_callback: is called after every step with un-noised values. What it
-            sees is outside of the privacy guarantee.
+          stop_at: the number of steps after which to stop; None for
+            `mechanism.iterations`.
+          callback: a function that is called with the state after every step. The state
+            is donated to the next step, so copy the arrays that you want to keep.
+          sensitive_callback: a function that is called with values without noise after
+            every step. The privacy guarantee does not cover these values.
           progress: whether to report step, epsilon, speed and time left.
 
         Returns:
           The state after `stop_at` steps.
 
         Raises:
-          ValueError: for a dataset of another size than the mechanism accounts for;
-            batches that differ in their shapes or dtypes; steps beyond the last; and a
-            state whose past steps were made with another mechanism, policy or loss
-            scale. Of these, `delta`, `iterations`, and how batches are cut into
-            microbatches may change.
+          ValueError: if the dataset does not have the size that the mechanism accounts
+            for, if batches differ in their shapes or dtypes, if `stop_at` is out of
+            range, or if the past steps were made with another mechanism, policy or loss
+            scale. Only `delta`, `iterations` and the division into microbatches may
+            change during a run.
         """
         mechanism = self.mechanism
         _fingerprint.check(state.fingerprint, self._facts)
@@ -257,7 +262,7 @@ class DPTrainer:
             f"stop_at must be from the current step to {mechanism.iterations}",
             step=start,
             stop_at=stop,
-            fix="Privacy is accounted for `iterations` steps; plan more of them before "
+            fix="Privacy is accounted for `iterations` steps. Plan more of them before "
             "the run starts.",
         )
         source = as_source(source, mechanism.num_examples)
@@ -286,7 +291,7 @@ class DPTrainer:
         return load_batch(source, indices, self.mechanism.padded_batch_size)
 
     def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
-        if enabled:  # an error must come before the first step, not after it
+        if enabled:  # raises an error before the first step, and not after it
             _describe_privacy(self.mechanism, stop, stop)
         return Progress(
             start=start,

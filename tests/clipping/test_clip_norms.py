@@ -129,7 +129,7 @@ def test_numpy_and_integer_clip_norms_are_numbers():
 
 
 def test_clip_norms_that_are_no_prefix_are_refused():
-    with pytest.raises(ValueError, match="must be a number or a prefix of what"):
+    with pytest.raises(ValueError, match="must be a number or a prefix of the"):
         _clip_norms_of({"a": 1.0}).check_prefix_of({"b": 0.0})
 
 

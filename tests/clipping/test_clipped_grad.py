@@ -917,9 +917,9 @@ def test_functions_without_the_promised_aux_are_refused():
 
 
 def test_clip_norms_that_do_not_fit_the_gradient_are_refused():
-    with pytest.raises(ValueError, match="or a prefix of what is clipped"):
+    with pytest.raises(ValueError, match="or a prefix of the clipped tree"):
         clipped_grad(_loss, l2_clip_norm=(1.0, 1.0))(_PARAMS, _X)
-    with pytest.raises(ValueError, match="or a prefix of what is clipped"):
+    with pytest.raises(ValueError, match="or a prefix of the clipped tree"):
         clip_pytree(jnp.ones(2), {"a": 1.0})
 
 

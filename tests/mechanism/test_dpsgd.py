@@ -572,7 +572,7 @@ def test_a_delta_out_of_range_has_no_guarantee(delta):
 
 
 def test_epsilon_without_delta_is_refused():
-    with pytest.raises(ValueError, match="epsilon is defined for a delta"):
+    with pytest.raises(ValueError, match="epsilon must be computed for a given"):
         make_mechanism(noise_multiplier=1.0).guarantee()
 
 

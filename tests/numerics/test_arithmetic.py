@@ -101,5 +101,5 @@ def test_a_grid_too_coarse_for_the_parameters_is_refused():
 
 def test_clip_norms_that_are_no_prefix_are_refused_before_tracing():
     fn = clipped_grad(loss, l2_clip_norm={"a": 1.0}, method="book_keeping")
-    with pytest.raises(ValueError, match="prefix of what is clipped"):
+    with pytest.raises(ValueError, match="prefix of the clipped tree"):
         fn(*ARGS)
