@@ -147,12 +147,11 @@ class ReleasedMetrics:
         Raises:
           ValueError: for a batch of more than two million examples.
         """
-        _validate.require(
-            values.shape[0] <= _LARGEST_BATCH,
-            f"batches with released metrics must have at most {_LARGEST_BATCH} "
-            f"examples",
-            fix="Leave released_metrics out.",
-        )
+        if values.shape[0] > _LARGEST_BATCH:  # the size of a batch is sensitive
+            raise ValueError(
+                f"batches with released metrics have at most {_LARGEST_BATCH} examples. "
+                f"Leave released_metrics out."
+            )
         # Every metric is scaled to shares from 0 to 1. A loss of NaN counts as 0.
         loss = jnp.clip(values.astype(jnp.float32) / (self.largest_loss or 1.0), 0, 1)
         shares = {
@@ -193,11 +192,6 @@ def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
     unit = Grid.from_bounds([bound], bound, DEFAULT_RESOLUTION).unit
     count = jnp.sum(~jnp.isfinite(grad_norms), dtype=jnp.int32)
     return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
-
-
-def in_examples(noisy_overflows: jax.Array, l2_norm_bound: float) -> jax.Array:
-    """Converts a noisy output of `count_overflows` to a number of examples."""
-    return noisy_overflows / contribution(l2_norm_bound)
 
 
 def contribution(l2_norm_bound: float) -> float:
