@@ -149,8 +149,8 @@ class ReleasedMetrics:
         """
         if values.shape[0] > _LARGEST_BATCH:  # the size of a batch is sensitive
             raise ValueError(
-                f"batches with released metrics have at most {_LARGEST_BATCH} examples. "
-                f"Leave released_metrics out."
+                f"batches with released metrics must have at most {_LARGEST_BATCH} "
+                f"examples. Leave released_metrics out."
             )
         # Every metric is scaled to shares from 0 to 1. A loss of NaN counts as 0.
         loss = jnp.clip(values.astype(jnp.float32) / (self.largest_loss or 1.0), 0, 1)

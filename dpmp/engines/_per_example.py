@@ -18,6 +18,7 @@ from dpmp.numerics._squared_norms import SquaredNorm, squared_norm
 from dpmp.numerics._stored import (
     StoredArray,
     compute_and_store,
+    indices_of_block,
     rows_of_block,
     to_float,
 )
@@ -65,11 +66,13 @@ class StackedGrads:
         size = _reduction.block_size(batch_size)
 
         def add_blocks(i: Any) -> list[PyTree]:
-            sums = []
+            sums, indices = [], indices_of_block(i, batch_size // size, size)
             for group, coef, mask in zip(groups, coefs, masks, strict=True):
-                of_block = [rows_of_block(x, i, size) for x in (coef, mask)]
+                rows = [rows_of_block(x, indices) for x in (coef, mask)]
                 sums += [
-                    _add_block(x.bits, *of_block, i, dtype=x.dtype, arithmetic=sums_of)
+                    _add_block(
+                        x.bits, *rows, indices, dtype=x.dtype, arithmetic=sums_of
+                    )
                     for x in group.arrays
                 ]
             return sums
@@ -92,7 +95,7 @@ def _add_block(
     bits: jax.Array,
     coefs: list[jax.Array],
     masks: list[jax.Array],
-    block: Any,
+    indices: list[jax.Array],
     *,
     dtype: Any,
     arithmetic: GradientSums,
@@ -104,7 +107,7 @@ def _add_block(
         zero = ~mask  # zero for every example that is selected
         return _select(arithmetic.contribution(to_float(row, dtype), coef, zero), mask)
 
-    rows = rows_of_block(bits, block, len(coefs))
+    rows = rows_of_block(bits, indices)
     return arithmetic.add_block(list(map(term, rows, coefs, masks)))
 
 

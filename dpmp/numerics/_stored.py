@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
@@ -70,23 +71,33 @@ def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
 
-def rows_of_block(x: jax.Array, block: Any, size: int) -> list[jax.Array]:
-    """Returns the rows of one of the `len(x) / size` blocks of examples.
+def indices_of_block(block: Any, num_blocks: int, size: int) -> list[jax.Array]:
+    """Returns the number of a block of examples, once for each of its rows: uint32.
+
+    The compiler does not know the indices to be equal. XLA turns a block with many
+    readers into a function that loads its index for every entry, and then vectorises
+    no loop over entries.
+    """
+    block = jnp.asarray(block).astype(jnp.uint32)
+    return [jnp.minimum(block, np.uint32(num_blocks - 1 + j)) for j in range(size)]
+
+
+def rows_of_block(x: jax.Array, indices: list[jax.Array]) -> list[jax.Array]:
+    """Returns the rows of a block of examples, by its `indices_of_block`.
 
     The rows of a block are far apart. So no block lies on one device alone if the array
     is sharded by examples.
     """
+    size, rest = len(indices), x.shape[1:]
     num_blocks = x.shape[0] // size
-    blocks = x.reshape(size, num_blocks, *x.shape[1:])
-
-    def row(j: int) -> jax.Array:
-        # Each row is taken by an index of its own, so that the compiler cannot know
-        # them to be equal. XLA turns a block with many readers into a function that
-        # loads its index for every entry, and then vectorises no loop over entries.
-        index = jnp.minimum(block, num_blocks - 1 + j)
-        return jax.lax.dynamic_index_in_dim(blocks, index, 1, keepdims=False)[j]
-
-    return [row(j) for j in range(size)]
+    blocks = x.reshape(size, num_blocks, *rest)
+    starts = [np.uint32(0)] * len(rest)
+    return [
+        jax.lax.dynamic_slice(blocks, (np.uint32(0), index, *starts), (size, 1, *rest))[
+            j, 0
+        ]
+        for j, index in enumerate(indices)
+    ]
 
 
 def compute_and_store(

@@ -17,7 +17,8 @@ def _sum_examples(rows, add=jnp.add):
     size = _reduction.block_size(len(rows))
 
     def add_block(i):
-        block = _stored.rows_of_block(rows, i, size)
+        indices = _stored.indices_of_block(i, len(rows) // size, size)
+        block = _stored.rows_of_block(rows, indices)
         return [_reduction.pairwise(list(block), add)]
 
     return _reduction.sum_examples(add_block, len(rows) // size, add=add)[0]

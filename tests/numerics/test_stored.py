@@ -61,7 +61,8 @@ def test_a_range_of_entries_is_loaded(start):
 
 def test_blocks_hold_every_row_once():
     x = jnp.arange(12).reshape(6, 2)
-    blocks = [_stored.rows_of_block(x, i, 2) for i in range(3)]
+    indices = [_stored.indices_of_block(i, 3, 2) for i in range(3)]
+    blocks = [_stored.rows_of_block(x, some) for some in indices]
     np.testing.assert_array_equal(np.sort(np.concatenate(blocks), axis=0), x)
 
 
