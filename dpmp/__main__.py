@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="command")
     _add_selfcheck(commands)
-    devices.add_devices_command(commands, file_type=_new_file)
+    devices.add_devices_command(commands)
     memory.add_memory_command(commands)
     args = parser.parse_args(argv)
     if args.command is None:

@@ -704,17 +704,6 @@ def test_a_seed_that_is_no_key_is_refused(prng_key):
         default_trainer().init(make_params(), prng_key=prng_key)
 
 
-def test_a_dtype_that_the_device_does_not_run_is_refused(monkeypatch):
-    def run(dtype, *_):
-        if dtype == "bfloat16":
-            raise RuntimeError("no such unit")
-
-    monkeypatch.setattr("dpmp.devices._measure._run", run)
-    make_trainer(policy=Policy.from_name("float32"))
-    with pytest.raises(ValueError, match=r"bfloat16 must run .*no such unit"):
-        make_trainer(policy=Policy.from_name("mixed_bfloat16"))
-
-
 def test_a_mechanism_before_calibration_is_refused():
     with pytest.raises(ValueError, match="must have a noise multiplier"):
         make_trainer(noise_multiplier=None).init(make_params())
