@@ -15,7 +15,6 @@ from dpmp.tools.precision_report._findings import NOTES, Finding
 _CLOSE = 0.99
 _NOTICEABLE_LOSS = 0.01
 _NUM_WORST = 3
-_NUM_LINES = 5
 _AUTOCAST_HELPS = {
     "running sum",
     "sum",
@@ -34,14 +33,14 @@ def render(
     best: Comparison | None,
 ) -> str:
     """Writes the report; `given` and `best` are comparisons at two loss scales."""
-    parts = [f"Precision of {name}, {policy}", *_about_lines(findings)]
-    advice = []
+    parts, advice = [f"Precision of {name}, {policy}"], []
     if given is not None and best is not None:
         parts += _comparison(given, best)
         advice += _about_the_scale(given, best)
     advice += _about_findings(findings, best)
     steps = (_item(i, text) for i, text in enumerate(advice, 1))
     parts.append("What to change\n" + ("\n".join(steps) or "  Nothing."))
+    parts += _about_products([x for x in findings if x.kind in NOTES])
     return "\n\n".join(parts)
 
 
@@ -53,36 +52,6 @@ def _item(number: int, text: str) -> str:
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
     return textwrap.indent(_plain_text.table(rows, right), "  ")
-
-
-def _about_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Lines on which something is lost, and how many others are as they should be."""
-    names = _short_sources(findings)
-    header = ("kind", "line", "operation", "dtype", "times", "terms", "error up to")
-    rows = [_cells(x, names) for x in findings if x.kind not in NOTES]
-    table = "\n" + _table([header, *rows], right=(4, 5, 6)) if rows else ": none"
-    yield f"Lines that lose more than they have to{table}"
-    if products := [x for x in findings if x.kind in NOTES]:
-        count = sum(x.count for x in products)
-        longest = max(x.length or 1 for x in products)
-        yield _plain_text.paragraph(
-            f"Besides, products with 16-bit results, as there should be: {count}, of "
-            f"up to {longest:,} terms. XLA usually adds in float32 within these, and "
-            "rounds the result."
-        )
-
-
-def _cells(x: Finding, names: dict[str, str]) -> tuple[str, ...]:
-    is_new = x.in_gradient and x.kind != "gradient sum"
-    return (
-        f"{x.kind} (gradient)" if is_new else x.kind,
-        names[x.source],
-        _shortened(x.primitive, 30),
-        x.dtype,
-        str(x.count),
-        "" if x.length is None else f"{x.length:,}",
-        "" if x.bound is None else f"{x.bound:.0%}",
-    )
 
 
 def _short_sources(findings: Iterable[Finding]) -> dict[str, str]:
@@ -190,15 +159,32 @@ def _about_findings(
 
 
 def _lines(group: Sequence[Finding], names: dict[str, str]) -> Iterator[str]:
-    """The lines of the source, as they are written there."""
-    for x in group[:_NUM_LINES]:
+    """The lines of the source, and what happens on each of them."""
+    for x in group:
         file, _, line = x.source.rpartition(":")
         code = linecache.getline(file, int(line)).strip()
-        shown = x.primitive if x.kind in ("parameter", "input") else code
-        yield f"     {names[x.source]}  {_shortened(shown, 60)}".rstrip()
-    if len(group) > _NUM_LINES:
-        yield f"     and {len(group) - _NUM_LINES} more"
+        yield f"     {names[x.source]}  {_shortened(code, 60)}".rstrip()
+        details = [
+            f"{_shortened(x.primitive, 40)} in {x.dtype}",
+            f"{x.count} times" if x.count > 1 else "",
+            f"{x.length:,} terms" if x.length is not None else "",
+            f"an error of up to {x.bound:.0%}" if x.bound is not None else "",
+            "in the gradient" if x.in_gradient else "",
+        ]
+        yield f"       {', '.join(filter(None, details))}"
 
 
 def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3].rstrip() + "..."
+
+
+def _about_products(products: Sequence[Finding]) -> Iterator[str]:
+    """How many operations are as they should be."""
+    if products:
+        count = sum(x.count for x in products)
+        longest = max(x.length or 1 for x in products)
+        yield _plain_text.paragraph(
+            f"Products with 16-bit results, as there should be: {count}, of up to "
+            f"{longest:,} terms. XLA usually adds in float32 within these, and rounds "
+            "the result."
+        )
