@@ -17,8 +17,6 @@ import statistics
 import sys
 from typing import Any, NamedTuple
 
-import jax
-
 from benchmarks import results
 from dpmp.tools import _timing
 from dpmp.tools.devices import _products
@@ -61,9 +59,8 @@ SUBJECTS = {
 
 def measure(subject: Subject, rounds: int) -> dict[str, dict[str, Any]]:
     """Times all kinds of products that run, and names the others' errors."""
-    kinds, device = _products.all_kinds(), jax.devices()[0]
     programs, errors = _products.compile_all(
-        kinds, subject.shapes, device, subject.contraction
+        _products.KINDS, subject.shapes, subject.contraction
     )
     seconds = _timing.in_turn(programs, rounds)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -83,7 +80,7 @@ def measure(subject: Subject, rounds: int) -> dict[str, dict[str, Any]]:
 
 def table(measured: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Ratios of time, with a row for each subject."""
-    kinds = [kind.name for kind in _products.all_kinds()][1:]
+    kinds = [kind.name for kind in _products.KINDS][1:]
     header = ["", *kinds]
     rows = [
         [name, *(_cell(figures["time_ratio"].get(kind)) for kind in kinds)]

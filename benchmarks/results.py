@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-_PACKAGES = ("dpmp", "jax", "jaxlib", "jax-privacy", "flax", "optax")
+_PACKAGES = ("dpmp", "jax", "jaxlib", "jax-privacy", "flax", "optax", "opacus")
 
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -43,7 +43,7 @@ def _environment() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "device": device(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: v for name in _PACKAGES if (v := _version(name))},
     }
 
 

@@ -10,6 +10,7 @@ import rich.console
 
 from dpmp.tools import devices, memory
 from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._results import Sizes
 
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="command")
     _add_selfcheck(commands)
-    devices.add_devices_command(commands, file_type=_new_file)
+    devices.add_devices_command(commands)
     memory.add_memory_command(commands)
     args = parser.parse_args(argv)
     if args.command is None:
@@ -36,9 +37,8 @@ def _add_selfcheck(commands: Any) -> None:
         help="measure what dpmp promises of its arithmetic, on this machine",
         description=(
             "Measures, on this machine and its first device, what dpmp promises of "
-            "clipping, sums, noise and keys; and the same of jax_privacy and Opacus, "
-            "where they are installed. It takes a minute or two. The exit status is 1 "
-            "if a promise of dpmp does not hold."
+            "clipping, sums, noise and keys. It takes a minute or two. The exit status "
+            "is 1 if a promise does not hold."
         ),
     )
     parser.add_argument(
@@ -68,7 +68,7 @@ def _selfcheck_command(args: argparse.Namespace) -> int:
     sizes = Sizes()
     if args.thorough:
         sizes = Sizes(num_training=2**25, num_test=2**22)
-    subjects = _command.all_subjects(include_unsafe=args.include_unsafe)
+    subjects = dpmp_subjects(include_unsafe=args.include_unsafe)
     results = _command.run(subjects, sizes, rich.console.Console())
     if args.json is not None:
         _command.write_json(args.json, results)

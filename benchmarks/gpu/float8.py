@@ -107,9 +107,9 @@ def _compare_steps(
 
 
 def _compare_products(session: Session, size: int) -> None:
-    kinds = [kind for kind in _products.all_kinds() if kind.name in _KINDS]
+    kinds = [kind for kind in _products.KINDS if kind.name in _KINDS]
     shapes = (size, size), (size, size)
-    calls, errors = _products.compile_all(kinds, shapes, jax.devices()[0])
+    calls, errors = _products.compile_all(kinds, shapes)
     seconds = programs.in_turn(session, calls, rounds=2 if session.is_tiny else 10)
     figures = programs.summarize(seconds, reference="bfloat16")
     session.record("product", size=size, **figures, errors=errors)

@@ -22,7 +22,7 @@ def run(session: Session) -> None:
         return
     for size in sizes:
         _measure_rates(session, size)
-    report = devices.measure_dtypes(size=sizes[0], rounds=3)
+    report = devices.measure_dtypes(size=sizes[0])
     rows = {row.name: dataclasses.asdict(row) for row in report.rows}
     session.record("measured dtypes", size=sizes[0], rows=rows)
 
@@ -33,15 +33,14 @@ def _programs(sizes: tuple[int, ...]) -> dict[str, Program]:
             kind, (jax.ShapeDtypeStruct((size, size), kind.dtype),) * 2
         )
         for size in sizes
-        for kind in _products.all_kinds()
+        for kind in _products.KINDS
     }
 
 
 def _measure_rates(session: Session, size: int) -> None:
     """The fastest of five times, of products that wait in line for the device."""
     shapes = (size, size), (size, size)
-    kinds, device = _products.all_kinds(), jax.devices()[0]
-    calls, errors = _products.compile_all(kinds, shapes, device)
+    calls, errors = _products.compile_all(_products.KINDS, shapes)
     timed = functools.partial(programs.seconds_of, queued=_QUEUED)
     seconds = {name: min(timed(call) for _ in range(5)) for name, call in calls.items()}
     session.record(

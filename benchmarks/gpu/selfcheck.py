@@ -1,4 +1,4 @@
-"""`python -m dpmp selfcheck` on this device, without the other libraries."""
+"""`python -m dpmp selfcheck` on this device."""
 
 from benchmarks.gpu.session import Session
 from dpmp.tools.selfcheck import _command

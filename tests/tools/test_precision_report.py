@@ -155,7 +155,7 @@ def test_a_narrow_variance_is_found():
 
 
 def test_division_by_what_is_no_sum_is_no_normalisation():
-    assert _kinds(lambda w, x: x / w, _W, _X) == set()
+    assert _kinds(lambda w, x: x / w, _W, _X, differentiate=False) == set()
 
 
 def _accumulate(w, x, dtype):
@@ -240,7 +240,7 @@ def test_long_chains_of_additions_are_found():
         return jnp.max(sum((x[i] for i in range(64)), w))  # chain
 
     finding = _found(fun, _W, _X, differentiate=False)["running sum", _line("chain")]
-    assert (finding.count, finding.length) == (1, 65)
+    assert finding.length == 65
 
 
 def test_sums_that_gradients_scatter_are_found():
@@ -287,15 +287,6 @@ def test_a_cast_that_something_happens_after_is_no_round_trip():
         return jnp.max((narrow * w).astype(jnp.float32))
 
     assert "round trip" not in _kinds(fun, _W, _X)
-
-
-def test_a_cast_forth_and_back_is_found():
-    def fun(w, x):
-        wide = (x * w).astype(jnp.float32)
-        return jnp.max(wide.T.astype(x.dtype))  # idle
-
-    found = _found(fun, _W, _X, differentiate=False)
-    assert list(found) == [("idle cast", _line("idle"))]
 
 
 def test_a_product_that_is_rounded_and_widened_is_found():

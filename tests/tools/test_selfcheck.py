@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 import rich.console
@@ -16,6 +17,7 @@ from dpmp import __main__
 from dpmp.tools.selfcheck import _command
 from dpmp.tools.selfcheck._noise import measure_keys
 from dpmp.tools.selfcheck._subjects import Subjects
+from dpmp.tools.selfcheck._sums import measure_contributions
 
 BROKEN = sums(lambda *_: [np.full((1, 1), math.inf)])
 GOOD = sums(sum_in_float64)
@@ -28,7 +30,7 @@ def selfcheck(monkeypatch, capsys):
 
     def run(subjects, *args):
         monkeypatch.setattr(__main__, "Sizes", lambda: SIZES)
-        monkeypatch.setattr(_command, "all_subjects", lambda **_: subjects)
+        monkeypatch.setattr(__main__, "dpmp_subjects", lambda **_: subjects)
         status = __main__.main(["selfcheck", *args])
         return status, capsys.readouterr().out
 
@@ -112,3 +114,19 @@ def test_the_whole_command(tmp_path):
     assert all(x["passed"] for x in results if x["is_claimed"])
     unsafe = [x for x in results if x["subject"] == "dpmp continuous (unsafe)"]
     assert [x["passed"] for x in unsafe[:2]] == [False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+def test_jax_privacy_is_measured_and_fails():
+    pytest.importorskip("jax_privacy")
+    from benchmarks import selfcheck_others
+
+    with jax.numpy_dtype_promotion("standard"):
+        subjects = selfcheck_others.all_subjects()
+        (default,) = (x for x in subjects.sums if x.name == "jax_privacy default")
+        largest, _ = measure_contributions(default, SIZES)
+        (keys,) = (x for x in subjects.keys if x.name == "jax_privacy")
+        assert measure_keys(keys)[0].value < 32
+    assert not largest.is_claimed
+    assert largest.value > 2

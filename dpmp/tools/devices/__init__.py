@@ -7,7 +7,6 @@ Modules import only from rows below their own:
 """
 
 from dpmp.tools.devices._measure import add_devices_command as add_devices_command
-from dpmp.tools.devices._measure import check_device_runs as check_device_runs
 from dpmp.tools.devices._measure import measure_dtypes as measure_dtypes
 from dpmp.tools.devices._report import DeviceReport as DeviceReport
 from dpmp.tools.devices._report import Row as Row

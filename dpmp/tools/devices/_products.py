@@ -1,4 +1,4 @@
-"""Products by dtype: whether a device runs them, and how much they round."""
+"""Products of matrices by dtype: programs that compute them, and their errors."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 _MATRICES = "ij,jk->ik"
-_FLOAT32_ROUNDOFF = 2.0**-24
 
-# Terms of the sums that errors are measured on, and rows and columns of the operands.
-_FEW, _MANY, _SIDE = 16, 4096, 128
+# Errors are measured on results of this many rows and columns. Their entries are sums
+# of few terms, or of many.
+_SIDE, _FEW, _MANY = 128, 16, 4096
 
 
 class Kind(NamedTuple):
     """A kind of product.
 
     Attributes:
-      name: as reports show it.
-      dtype: of both operands.
-      result: dtype of the result.
-      precision: as in `jax.default_matmul_precision`; None leaves it to jax.
+      name: the name in reports.
+      dtype: the dtype of both operands.
+      result: the dtype of the result.
+      precision: a value of `jax.default_matmul_precision`; None for the default of jax.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     precision: str | None = None
 
     def __call__(self, a: Any, b: Any, contraction: str = _MATRICES) -> jax.Array:
-        """The product, contracted as in `jnp.einsum`."""
+        """Computes the product. The contraction is written as for `jnp.einsum`."""
         return jnp.einsum(
             contraction,
             a,
@@ -40,24 +40,8 @@ class Kind(NamedTuple):
             preferred_element_type=jnp.dtype(self.result),
         )
 
-    @property
-    def largest_rounding_error(self) -> float:
-        """What `rounding_error` may be: twice the roundoff, as some units truncate."""
-        operands = 2 * _ROUNDOFFS.get(self.name, roundoff(self.dtype))
-        result = roundoff(self.result)
-        return 2 * (operands + result + _FEW * min(result, _FLOAT32_ROUNDOFF))
 
-    @property
-    def largest_sum_error(self) -> float:
-        """What `sum_error` is at most, if sums are in float32 and rounded once."""
-        return roundoff(self.result)
-
-
-# What operands are rounded to, where it is not their own dtype: 10 bits behind the
-# point in TF32, and perhaps bfloat16 in what jax does by default.
-_ROUNDOFFS = {"tf32": 2.0**-11, "float32 by default": 2.0**-8}
-
-_KINDS = (
+KINDS = (
     Kind("float32", "float32", "float32", "float32"),
     Kind("float32 by default", "float32", "float32"),
     Kind("tf32", "float32", "float32", "tensorfloat32"),
@@ -67,111 +51,70 @@ _KINDS = (
     Kind("float16 -> float32", "float16", "float32"),
     Kind("float8_e4m3fn -> float32", "float8_e4m3fn", "float32"),
 )
-_FLOAT64 = Kind("float64", "float64", "float64", "highest")
-
-
-def all_kinds() -> tuple[Kind, ...]:
-    """Those to measure: float32 first, and float64 only in 64-bit mode."""
-    return (*_KINDS, _FLOAT64) if jax.config.read("jax_enable_x64") else _KINDS
-
-
-def roundoff(dtype: Any) -> float:
-    """The largest relative error of rounding a number to a dtype."""
-    return float(jnp.finfo(dtype).eps) / 2
-
-
-def place(x: Any, dtype: Any, device: Any) -> jax.Array:
-    """An array on a device, rounded to a dtype on the host."""
-    return jax.device_put(np.asarray(x).astype(jnp.dtype(dtype)), device)
 
 
 def compile_product(
-    kind: Kind, a: jax.Array, b: jax.Array, contraction: str = _MATRICES
-) -> Callable[..., jax.Array]:
-    """The program for operands like these, on the device they are on."""
-    return jax.jit(lambda a, b: kind(a, b, contraction)).lower(a, b).compile()
+    kind: Kind, a: np.ndarray, b: np.ndarray, contraction: str = _MATRICES
+) -> Callable[[], jax.Array]:
+    """Compiles a product of two arrays of the host, and runs it once.
 
-
-def attempt(run: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What `run` returns, or None and the exception that it raises."""
-    try:
-        return jax.block_until_ready(run()), None
-    except Exception as error:  # which ones a backend raises is not documented
-        message = str(error).strip().partition("\n")[0]
-        return None, f"{type(error).__name__}: {message[:200]}"
-
-
-def run_tiny(kind: Kind, device: Any) -> jax.Array:
-    """The product of two matrices of ones."""
-    ones = place(np.ones((16, 16)), kind.dtype, device)
-    return compile_product(kind, ones, ones)(ones, ones)
+    Every program has operands of its own, so that no program finds its operands in a
+    cache because another one has just used them.
+    """
+    operands = [jnp.asarray(x.astype(jnp.dtype(kind.dtype))) for x in (a, b)]
+    program = jax.jit(lambda a, b: kind(a, b, contraction)).lower(*operands).compile()
+    jax.block_until_ready(program(*operands))  # some products fail only here
+    return functools.partial(program, *operands)
 
 
 def compile_all(
     kinds: Iterable[Kind],
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    device: Any,
     contraction: str = _MATRICES,
 ) -> tuple[dict[str, Callable[[], jax.Array]], dict[str, str]]:
-    """Products of random operands, by name, and the exceptions of those that fail."""
+    """Compiles products of random operands.
+
+    Returns:
+      The programs of the products that run, and the exceptions of the others. Both
+      dictionaries go by the names of the kinds.
+    """
+    # A few numbers are repeated, since the time does not depend on them.
+    numbers = np.random.default_rng(0).standard_normal(4099, np.float32)
+    a, b = (np.resize(numbers, shape) for shape in shapes)
     programs, errors = {}, {}
     for kind in kinds:
-        prepare = functools.partial(_prepare, kind, shapes, device, contraction)
-        program, error = attempt(prepare)
-        if error is None:
-            programs[kind.name] = program
-        else:
-            errors[kind.name] = error
+        try:
+            programs[kind.name] = compile_product(kind, a, b, contraction)
+        except Exception as error:  # backends do not document what they raise
+            message = str(error).strip().partition("\n")[0]
+            errors[kind.name] = f"{type(error).__name__}: {message[:200]}"
     return programs, errors
 
 
-def _prepare(
-    kind: Kind, shapes: Any, device: Any, contraction: str
-) -> Callable[[], jax.Array]:
-    # Operands of its own: nothing is in a cache because another kind left it there.
-    a, b = _operands(shapes, kind.dtype, device)
-    program = compile_product(kind, a, b, contraction)
-    jax.block_until_ready(program(a, b))  # some fail only now
-    return functools.partial(program, a, b)
+def rounding_error(kind: Kind) -> float:
+    """The largest relative error of sums of few products of numbers from 1 to 2.
 
-
-def _operands(
-    shapes: Iterable[tuple[int, ...]], dtype: str, device: Any
-) -> tuple[jax.Array, ...]:
-    # A few numbers over and over again: time does not depend on them.
-    numbers = np.random.default_rng(0).standard_normal(4099, np.float32)
-    return tuple(place(np.resize(numbers, shape), dtype, device) for shape in shapes)
-
-
-def rounding_error(kind: Kind, device: Any) -> float:
-    """The largest relative error of products of float32 numbers from 1 to 2.
-
-    In sums of so few terms the rounding of operands shows, whether that is to their
-    dtype beforehand or inside of the product.
+    The numbers have all bits of float32. The error shows how operands are rounded,
+    whether that happens before the product or inside of it.
     """
     rng = np.random.default_rng(0)
-    a, b = rng.uniform(1, 2, (2, _SIDE, _FEW)).astype(np.float32)
-    return _error(kind, a, b.T, device)
+    return _error(kind, *rng.uniform(1, 2, (2, _SIDE, _FEW)).astype(np.float32))
 
 
-def sum_error(kind: Kind, device: Any) -> float:
-    """The largest relative error of long sums of products of short numbers.
+def adds_in_float32(kind: Kind) -> bool:
+    """Whether long sums of products are in float32 or wider until they are rounded.
 
-    The numbers are eighths from 1 to 15/8, which all dtypes hold; the sums have at
-    most 20 bits, so that float32 adds them without error, in any order. What is left is
-    the rounding of the result, or of sums that are narrower than float32.
+    The operands are eighths from 1 to 15/8, which all dtypes hold. Float32 adds their
+    products without error in any order, because the sums have at most 20 bits. So the
+    only error that float32 explains is that of rounding the result once.
     """
     rng = np.random.default_rng(0)
-    a, b = 1 + rng.integers(0, 8, (2, _SIDE, _MANY)) / 8
-    return _error(kind, a, b.T, device)
+    operands = 1 + rng.integers(0, 8, (2, _SIDE, _MANY)) / 8
+    return _error(kind, *operands) <= float(jnp.finfo(kind.result).eps) / 2
 
 
-def _error(kind: Kind, a: Any, b: Any, device: Any) -> float:
-    operands = place(a, kind.dtype, device), place(b, kind.dtype, device)
-    actual = compile_product(kind, *operands)(*operands)
-    # Exact for float32 operands: their products have 48 bits.
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    error = np.max(np.abs(np.asarray(actual).astype(np.float64) / exact - 1))
-    if not np.isfinite(error):
-        raise FloatingPointError("a product of small numbers is not finite")
-    return float(error)
+def _error(kind: Kind, a: np.ndarray, b: np.ndarray) -> float:
+    actual = np.asarray(compile_product(kind, a, b.T)()).astype(np.float64)
+    # Float64 is exact for products of float32 numbers, which have 48 bits.
+    exact = a.astype(np.float64) @ b.T.astype(np.float64)
+    return float(np.max(np.abs(actual / exact - 1)))

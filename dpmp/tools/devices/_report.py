@@ -1,248 +1,163 @@
-"""From what was measured of a device to verdicts, advice and a table."""
+"""What a device does with products: verdicts, advice and a table."""
 
-import dataclasses
-import io
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import rich.console
-import rich.table
+from dpmp.tools import _plain_text
 
-# In times of float32. What is emulated computes in float32, and is seldom faster than
-# that by a fifth because of other work on the machine.
+# An emulated product computes in float32. Other work on the machine seldom makes it
+# appear faster than float32 by a fifth.
 _FASTER = 0.8
-_TWICE_AS_WIDE = 3.0
 
-# Float32 products of the kind measured err by less, TF32 ones by more.
-_CHANGES_BITS = 2.0**-18
+# Float32 products of the kind that is measured have smaller errors than this, and TF32
+# products have larger ones.
+_FLOAT32_ERROR = 2.0**-18
 
-# The presets that are faster than float32 if a product is "native"; bfloat16 comes
+# The preset for each kind of product that may be faster than float32. Bfloat16 comes
 # first, as it needs no loss scale.
-_PRESETS = {
-    "bfloat16": "mixed_bfloat16",
-    "float16": "mixed_float16",
-    "tf32": "tf32",
-}
+_PRESETS = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "tf32": "tf32"}
+
+# What a verdict on a kind of product means for training: the kind, the verdicts, and
+# the meaning.
+_NARROWER = "native", "emulated"
+_HINTS = (
+    (
+        "float32 by default",
+        _NARROWER,
+        "The default of jax rounds float32 operands here. "
+        'dpmp.Policy.from_name("float32") asks for full precision.',
+    ),
+    ("tf32", ("float32",), 'The preset "tf32" changes nothing here.'),
+    (
+        "bfloat16",
+        ("native",),
+        "It has the range of float32, and takes half the memory.",
+    ),
+    ("bfloat16", ("emulated",), 'Here "mixed_bfloat16" saves memory, but no time.'),
+    (
+        "bfloat16 -> float32",
+        ("native",),
+        'On CPUs, method="book_keeping" computes these products. With it, try '
+        '"mixed_bfloat16" even if other bfloat16 products are slow.',
+    ),
+    (
+        "float16",
+        _NARROWER,
+        'The preset "mixed_float16" needs a loss scale: dpmp.loss_scaling.by_loss().',
+    ),
+    (
+        "float8_e4m3fn -> float32",
+        _NARROWER,
+        'The preset "float8" uses these products on GPUs of compute capability 8.9 and '
+        "later. Elsewhere it computes in bfloat16 with rounded operands, which shows "
+        "what float8 does to accuracy.",
+    ),
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one kind of product; None where it does not run.
+    """The measurements of one kind of product. They are None if it does not run.
 
     Attributes:
-      name: the dtype of the operands, and after "->" that of the result if it differs.
-        "float32" is in full precision; "float32 by default" and "tf32" may not be.
-      error: the exception that was raised, or what is wrong with the result.
-      seconds: the median time.
-      operations_per_second: multiplications and additions.
-      time_ratio: the median over rounds of its time over that of float32.
+      name: the dtype of the operands, and after "->" the dtype of the result if that is
+        another one. "float32" asks for full precision. "float32 by default" and "tf32"
+        have float32 operands, but may compute with less.
+      error: the exception that the product raised, if any.
+      operations_per_second: the rate of multiplications and additions.
+      time_ratio: the time of the product over that of float32: the median over rounds.
       rounding_error: the largest relative error of sums of 16 products of float32
-        numbers, which are first rounded to the dtype.
-      sum_error: the largest relative error of sums of 4096 products that float32 adds
-        without error.
-      too_large: which of the two errors are larger than the dtype explains.
+        numbers, which are rounded to the dtype first.
+      adds_in_float32: whether sums within the product are in float32 or wider.
     """
 
     name: str
     error: str | None = None
-    seconds: float | None = None
     operations_per_second: float | None = None
     time_ratio: float | None = None
     rounding_error: float | None = None
-    sum_error: float | None = None
-    too_large: tuple[str, ...] = ()
+    adds_in_float32: bool | None = None
 
     @property
     def verdict(self) -> str:
-        """One of "native", "emulated" and "unavailable", as in `measure_dtypes`."""
+        """One of the verdicts that `measure_dtypes` explains."""
         if self.time_ratio is None or self.rounding_error is None:
             return "unavailable"
-        is_native = {
-            "float32": True,
-            "float32 by default": True,
-            "tf32": self.rounding_error > _CHANGES_BITS,
-            "float64": self.time_ratio <= _TWICE_AS_WIDE,
-        }.get(self.name, self.time_ratio <= _FASTER)
-        return "native" if is_native else "emulated"
+        if not self.adds_in_float32:
+            return "imprecise"
+        if self.rounding_error <= _FLOAT32_ERROR:
+            return "float32"
+        return "native" if self.time_ratio <= _FASTER else "emulated"
 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What a device does with products of each dtype; `str` gives table and advice.
+    """How fast and how exact products are on a device. `print` shows it as a table.
 
     Attributes:
-      device_kind: as jax names it.
-      platform: as jax names it.
-      num_devices: of the platform, in this process.
-      jax_version: the version.
-      size: of the square matrices whose products were timed.
-      rounds: that were timed.
-      rows: one for each kind of product.
+      device_kind: the name that jax gives to the device.
+      platform: the name that jax gives to its platform.
+      size: the number of rows and columns of the matrices that were timed.
+      rows: the measurements, one row for each kind of product.
     """
 
     device_kind: str
     platform: str
-    num_devices: int
-    jax_version: str
     size: int
-    rounds: int
     rows: tuple[Row, ...]
 
     @property
     def policy(self) -> str:
         """The preset of `dpmp.Policy` that suits the device."""
-        return recommended_policy(self.rows)
+        native = [row.name for row in self.rows if row.verdict == "native"]
+        suitable = (preset for name, preset in _PRESETS.items() if name in native)
+        return next(suitable, "float32")
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What follows for training, in sentences."""
-        return tuple(_advice(self.rows))
-
-    def to_json(self) -> str:
-        """All fields, with verdicts, policy and advice."""
-        rows = [{**dataclasses.asdict(x), "verdict": x.verdict} for x in self.rows]
-        content = {**dataclasses.asdict(self), "rows": rows}
-        content |= {"policy": self.policy, "advice": self.advice}
-        return json.dumps(content, indent=2, allow_nan=False)
+        """What the measurements mean for training."""
+        use = f'Use dpmp.Policy.from_name("{self.policy}").'
+        return (use, *_advice(self.rows))
 
     def __str__(self) -> str:
-        file = io.StringIO()
-        console = rich.console.Console(file=file, width=80, color_system=None)
-        for part in (
-            f"{self.device_kind} ({self.platform}), number of devices: "
-            f"{self.num_devices}, jax {self.jax_version}",
-            "",
-            _table(self.rows),
-            "",
-            f"Time is that of {self.size} x {self.size} matrices, over that of float32 "
-            f"({self.rounds} rounds). Errors are relative: with operands rounded to "
-            "the dtype, and of sums that float32 adds without error; ! marks those "
-            "that the dtype does not explain.",
-            *(f"{x.name}: {x.error}" for x in self.rows if x.error),
-            "",
-            *(f"- {sentence}" for sentence in self.advice),
-        ):
-            console.print(part, markup=False, highlight=False)
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        parts = [
+            f"{self.device_kind} ({self.platform})",
+            _plain_text.table([_HEADER, *map(_cells, self.rows)], right=(2, 3, 4)),
+            _plain_text.paragraph(
+                f"Times are of products of {self.size} x {self.size} matrices, in "
+                "times of float32. The error is that of rounding operands, relative to "
+                "the result."
+            ),
+            "\n".join(_plain_text.paragraph(x, bullet="- ") for x in self.advice),
+        ]
+        return "\n\n".join(parts)
 
 
-def _table(rows: Sequence[Row]) -> rich.table.Table:
-    table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "verdict"):
-        table.add_column(name, no_wrap=True)
-    for name in ("Gop/s", "time", "rounding", "sums"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for x in rows:
-        rate = x.operations_per_second
-        table.add_row(
-            x.name,
-            x.verdict,
-            "-" if rate is None else f"{rate / 1e9:,.1f}",
-            "-" if x.time_ratio is None else f"{x.time_ratio:.2f}",
-            *(_marked(x, name) for name in ("rounding_error", "sum_error")),
-        )
-    return table
+_HEADER = ("product", "verdict", "Gop/s", "time", "error", "sums")
 
 
-def _marked(row: Row, name: str) -> str:
-    error = getattr(row, name)
-    mark = "!" if name in row.too_large else ""
-    return "-" if error is None else f"{error:.1e}{mark}"
-
-
-def recommended_policy(rows: Sequence[Row]) -> str:
-    """The first preset with products that are faster, and no worse than their dtype."""
-    is_good = {
-        x.name: x.verdict == "native"
-        and x.time_ratio is not None
-        and x.time_ratio <= _FASTER
-        and not x.too_large
-        for x in rows
-    }
-    found = (preset for name, preset in _PRESETS.items() if is_good.get(name))
-    return next(found, "float32")
-
-
-def _advice(rows: Sequence[Row]) -> Iterator[str]:
-    by_name = {x.name: x for x in rows}
-    policy = recommended_policy(rows)
-    yield f'Use dpmp.Policy.from_name("{policy}"): {_reason(policy, by_name)}.'
-    yield _of_bfloat16(by_name["bfloat16"], by_name["bfloat16 -> float32"])
-    yield _of_float16(by_name["float16"])
-    yield _of_tf32(by_name["tf32"])
-    yield from _of_default(by_name["float32 by default"])
-    yield _of_float8(by_name["float8_e4m3fn -> float32"])
-    if float64 := by_name.get("float64"):
-        yield f'float64: {_in_time(float64)}. For sums, "float32x2" is as good.'
-    yield _of_sums(rows)
-
-
-def _reason(policy: str, by_name: dict[str, Row]) -> str:
-    reasons = {preset: _in_time(by_name[x]) for x, preset in _PRESETS.items()}
-    return reasons.get(policy, "no preset with narrower products is faster here")
-
-
-def _in_time(row: Row) -> str:
-    if row.time_ratio is None:
-        return "products do not run here"
-    return f"products take {row.time_ratio:.2f} of the time of float32"
-
-
-def _of_bfloat16(row: Row, with_float32_result: Row) -> str:
-    text = f"bfloat16: {_in_time(row)}"
-    if row.verdict == "native":
-        return f"{text}, with the range of float32, and half the memory."
-    if row.verdict == "unavailable":
-        return f"{text}."
-    text += '. "mixed_bfloat16" saves memory, not time.'
-    if with_float32_result.verdict != "native":
-        return text
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.operations_per_second is None:
+        return row.name, row.verdict, "-", "-", "-", "-"
     return (
-        f"{text} But with a float32 result {_in_time(with_float32_result)}, and "
-        'method="book_keeping" asks for that on CPUs: with it, try both.'
+        row.name,
+        row.verdict,
+        f"{row.operations_per_second / 1e9:,.1f}",
+        f"{row.time_ratio:.2f}",
+        f"{row.rounding_error:.1e}",
+        "in float32" if row.adds_in_float32 else "narrower",
     )
 
 
-def _of_float16(row: Row) -> str:
-    text = f"float16: {_in_time(row)}"
-    if row.verdict == "unavailable":
-        return f"{text}."
-    return f'{text}. "mixed_float16" needs a loss scale: dpmp.loss_scaling.by_loss().'
-
-
-def _of_tf32(row: Row) -> str:
-    if row.verdict == "emulated":
-        return 'tf32: no effect here. "tf32" computes in float32.'
-    return f"tf32: {_in_time(row)}" + (
-        f", with an error of {row.rounding_error:.1g}."
-        if row.verdict == "native"
-        else "."
-    )
-
-
-def _of_default(row: Row) -> Iterator[str]:
-    if row.rounding_error is not None and row.rounding_error > _CHANGES_BITS:
-        yield (
-            "float32: what jax does by default is less here, with an error of "
-            f'{row.rounding_error:.1g}. dpmp.Policy.from_name("float32") asks for all.'
-        )
-
-
-def _of_float8(row: Row) -> str:
-    hint = ", emulated" if row.verdict == "emulated" else ""
-    return (
-        f"float8_e4m3fn: {_in_time(row)}{hint}. "
-        'The preset "float8" asks for them on GPUs of compute capability 8.9 and '
-        "later, and computes in bfloat16 with operands rounded to it elsewhere, to see "
-        "what that does to accuracy."
-    )
-
-
-def _of_sums(rows: Sequence[Row]) -> str:
-    if names := [x.name for x in rows if x.too_large]:
-        return (
-            f"Less precise than their dtype explains: {', '.join(names)}. Their sums, "
-            "or operands, are rounded to something narrower."
-        )
-    return "Sums inside of products are in float32 or wider, for all that run."
+def _advice(rows: tuple[Row, ...]) -> Iterator[str]:
+    for row in rows:
+        if row.error is not None:
+            yield f"{row.name}: products do not run here ({row.error})."
+        for name, verdicts, hint in _HINTS:
+            if row.name == name and row.verdict in verdicts:
+                time = f"products take {row.time_ratio:.2f} of the time of float32"
+                yield f"{name}: {time}. {hint}"
+    if names := ", ".join(x.name for x in rows if x.verdict == "imprecise"):
+        yield f"Sums within these products are narrower than float32: {names}."
+    else:
+        yield "Sums within all products that run are in float32 or wider."

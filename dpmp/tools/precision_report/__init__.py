@@ -1,12 +1,11 @@
-"""Where a loss needs more than 16 bits, and what that takes from its gradient.
+"""Where a loss needs more than 16 bits, and how that changes its gradient.
 
 Modules import only from rows below their own:
 
     _report
     _plot   _text
-    _comparison   _findings
-    _places
-    _facts   _terms
+    _comparison   _findings   _places
+    _facts
 """
 
 from dpmp.tools.precision_report._comparison import Comparison as Comparison

@@ -1,8 +1,7 @@
-"""What a policy makes of a loss and its gradient on data, next to float32."""
+"""Compares a loss and its gradient under a policy with those in float32, on data."""
 
-import collections
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,25 +13,28 @@ from dpmp._typing import PyTree
 from dpmp.engines import _scaled_loss
 from dpmp.precision import Policy
 
-# Gradients of other batches are larger, and so is what is between loss and parameters.
+# Gradients of other batches are larger, and so are values between loss and parameters.
 _HEADROOM = 16
 
-# A loss scale is the first cotangent, which float16 has to hold.
-_LARGEST_SCALE = 2.0**15
-_SMALLEST_SCALE = 2.0**-15
+# Loss scales are 2^k for these k. A scale is the first cotangent, which float16 has to
+# hold.
+_POWERS = range(15, -16, -1)
+
+# How rounding changes a number that is not zero.
+_NORMAL, _ZERO, _SUBNORMAL, _OVERFLOW = range(4)
 
 Exponents = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What rounding to a dtype makes of float32 numbers that are not zero.
+    """How rounding to a dtype changes float32 numbers that are not zero.
 
     Attributes:
-      num_entries: how many there are.
-      zero: share of those that become zero.
-      subnormal: share of those that lose bits, being too small for the dtype.
-      overflow: share of those that become infinite.
+      num_entries: the number of these numbers.
+      zero: the share of those that become zero.
+      subnormal: the share of those that lose bits because they become subnormal.
+      overflow: the share of those that become infinite.
     """
 
     num_entries: int
@@ -42,21 +44,22 @@ class Shares:
 
     @property
     def lost(self) -> float:
-        """Share of those that become zero or lose bits."""
+        """The share of the numbers that become zero or lose bits."""
         return self.zero + self.subnormal
 
 
 @dataclass(frozen=True)
 class GradientComparison:
-    """A gradient of the policy, and the one in float32.
+    """A gradient under the policy, next to the gradient in float32.
 
     Attributes:
-      path: of the parameter; "" for all of them.
-      num_entries: of the parameter.
-      cosine: of the angle between the two; 1.0 if both are zero.
-      norm_ratio: the norm of the policy's over that of the other.
-      not_finite: the share of entries of the policy's that are infinite or NaN.
-      rounded: the float32 gradient, scaled and rounded to the dtype of the other.
+      path: the path of the parameter; "" for all parameters.
+      num_entries: the number of entries.
+      cosine: the cosine of the angle between the two; 1.0 if both are zero.
+      norm_ratio: the norm of the policy's gradient over the norm of the other.
+      not_finite: the share of the policy's entries that are infinite or NaN.
+      rounded: the loss of bits when the float32 gradient is scaled, and rounded to the
+        dtype of the policy's.
     """
 
     path: str
@@ -69,17 +72,17 @@ class GradientComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a policy computes at a loss scale, next to float32; nothing has noise.
+    """A policy at a loss scale, next to float32. None of these numbers has noise.
 
     Attributes:
-      loss_scale: what the policy's loss was multiplied by before differentiation.
-      loss: with the policy.
-      float32_loss: without.
-      total: of the gradient with respect to all parameters.
-      parameters: of each, the smallest cosine first.
-      exponents: how many entries of the policy's gradient, unscaled, are from 2^k to
-        2^(k+1) in size, for each k; zeros are left out.
-      float32_exponents: the same without the policy.
+      loss_scale: the factor of the policy's loss during differentiation.
+      loss: the loss under the policy.
+      float32_loss: the loss in float32.
+      total: the gradient with respect to all parameters.
+      parameters: the gradient of each parameter, the smallest cosine first.
+      exponents: for each k, the number of entries of the policy's gradient, unscaled,
+        whose size is from 2^k to 2^(k+1). Zeros are left out.
+      float32_exponents: the same for the float32 gradient.
     """
 
     loss_scale: float
@@ -92,18 +95,11 @@ class Comparison:
 
     @property
     def relative_difference(self) -> float:
-        """Of the losses."""
+        """The difference of the losses, relative to the loss in float32."""
         if self.loss == self.float32_loss:
             return 0.0
         size = abs(self.float32_loss)
         return abs(self.loss - self.float32_loss) / size if size else math.inf
-
-
-class _Run(NamedTuple):
-    """A loss, and its gradient as it was computed: the scaled one."""
-
-    loss: float
-    grads: list[np.ndarray]
 
 
 def compare(
@@ -113,41 +109,49 @@ def compare(
     policy: Policy,
     scale: float,
 ) -> tuple[Comparison, Comparison]:
-    """What a policy computes at a loss scale, and at the one that suits it best.
+    """Compares `fun` under a policy with a function in float32, on the same arguments.
 
-    Args:
-      fun: gives the loss of its arguments, parameters first.
-      reference_fun: gives the one to compare with, in float32.
-      args: arrays.
-      policy: casts arguments, for the one gradient.
-      scale: a power of two.
+    The first comparison is at the loss scale that is given, and the second one at the
+    loss scale that suits the gradient best.
     """
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(args[0])]
-    reference = _runner(reference_fun, args, Policy.from_name("float32"))(1.0)
+    exact = _runner(reference_fun, args, Policy.from_name("float32"))(1.0)
     run = _runner(fun, args, policy)
 
-    first = run(scale)
-    given = _compared(first, reference, scale, paths)
-    scale = best_scale(reference.grads, [x.dtype for x in first.grads])
-    while True:
-        is_known = scale == given.loss_scale
-        best = given if is_known else _compared(run(scale), reference, scale, paths)
-        if not best.total.not_finite or scale <= _SMALLEST_SCALE:
-            return given, best
-        scale /= 2
+    def compared(scale: float) -> Comparison:
+        return _compared(run(scale), exact, scale, paths)
+
+    given = best = compared(scale)
+    dtypes = [x.dtype for x in jax.tree.leaves(policy.cast_to_compute(args[0]))]
+    if (scale := _best_scale(exact.grads, dtypes)) != given.loss_scale:
+        best = compared(scale)
+    while best.total.not_finite and best.loss_scale > 2.0 ** _POWERS[-1]:
+        best = compared(best.loss_scale / 2)
+    return given, best
+
+
+def cast(args: Sequence[PyTree], policy: Policy) -> tuple[PyTree, ...]:
+    """The arguments that a policy gives to a function, parameters first."""
+    return (policy.cast_to_compute(args[0]), *map(policy.cast_inputs, args[1:]))
 
 
 def path_of(path: Any) -> str:
-    """As the expressions in `Policy.float32_paths` see it."""
+    """A path as the expressions in `Policy.float32_paths` see it."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+class _Run(NamedTuple):
+    """A loss, and its scaled gradient with an array of (n,) for each parameter."""
+
+    loss: float
+    grads: list[np.ndarray]
 
 
 def _runner(
     fun: Callable[..., jax.Array], args: Sequence[PyTree], policy: Policy
 ) -> Callable[[float], _Run]:
-    """Loss and gradient under a policy, as a function of the loss scale."""
-    fun = policy.in_product_precision(fun)
-    compute_args = policy.cast_to_compute(args[0]), *map(policy.cast_inputs, args[1:])
+    """A function from a loss scale to the loss and the gradient under a policy."""
+    fun, compute_args = policy.in_product_precision(fun), cast(args, policy)
 
     @jax.jit
     def value_and_grads(scale: jax.Array, *args: PyTree) -> tuple[jax.Array, PyTree]:
@@ -157,125 +161,101 @@ def _runner(
 
     def run(scale: float) -> _Run:
         loss, grads = value_and_grads(jnp.float32(scale), *compute_args)
-        return _Run(float(loss), [np.asarray(x) for x in jax.tree.leaves(grads)])
+        return _Run(float(loss), [np.ravel(x) for x in jax.tree.leaves(grads)])
 
     return run
 
 
-def best_scale(grads: Sequence[np.ndarray], dtypes: Sequence[Any]) -> float:
-    """The smallest power of two with which the fewest entries are zero or subnormal.
+def _best_scale(grads: Sequence[np.ndarray], dtypes: Sequence[Any]) -> float:
+    """The power of two with which the fewest entries become zero or subnormal.
 
-    Args:
-      grads: in float32, not scaled.
-      dtypes: that they are to be rounded to.
+    Of several such powers it is the one that is closest to 1: larger ones gain nothing,
+    and risk an overflow. `grads` are in float32, and are rounded to `dtypes`.
     """
     largest = max((np.max(np.abs(x), initial=0.0) for x in grads), default=0.0)
     limit = min(float(jnp.finfo(dtype).max) for dtype in dtypes) / _HEADROOM
-    scale, best, fewest = _LARGEST_SCALE, _SMALLEST_SCALE, math.inf
-    while scale >= _SMALLEST_SCALE:
-        if largest * scale <= limit:
-            rounded = [_shares(x, d, scale) for x, d in zip(grads, dtypes, strict=True)]
-            lost = sum(round(x.lost * x.num_entries) for x in rounded)
-            if lost > fewest:
-                break
-            # Larger ones do as well, but to go up for nothing is to risk an overflow.
-            if lost < fewest or scale >= 1:
-                best, fewest = scale, lost
-        scale /= 2
-    return best
+    exponents = [_exponents(x) for x in grads]
+    smallest = [int(jnp.finfo(dtype).minexp) for dtype in dtypes]
+
+    def num_lost(power: int) -> int:
+        pairs = zip(exponents, smallest, strict=True)
+        return sum(n for sizes, low in pairs for k, n in sizes if k + power < low)
+
+    powers = [k for k in _POWERS if largest * 2.0**k <= limit] or [_POWERS[-1]]
+    return 2.0 ** min(powers, key=lambda k: (num_lost(k), abs(k)))
 
 
-def _shares(x: np.ndarray, dtype: Any, scale: float) -> Shares:
-    """What becomes of the entries of a float32 array that are not zero."""
-    sizes = np.abs(x[x != 0]).astype(np.float32) * np.float32(scale)
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = sizes.astype(dtype).astype(np.float32)
-    smallest = float(jnp.finfo(dtype).smallest_normal)
-    count = max(1, sizes.size)
-    return Shares(
-        sizes.size,
-        np.count_nonzero(rounded == 0) / count,
-        np.count_nonzero((rounded != 0) & (rounded < smallest)) / count,
-        np.count_nonzero(~np.isfinite(rounded)) / count,
-    )
+class _Pair(NamedTuple):
+    """Two gradients with respect to one parameter or to all of them.
+
+    Attributes:
+      actual: the policy's gradient, unscaled, in float32: (n,).
+      exact: the gradient in float32: (n,).
+      fates: how rounding changes the entries of `exact` that are not zero.
+    """
+
+    actual: np.ndarray
+    exact: np.ndarray
+    fates: np.ndarray
 
 
-def _together(parts: Iterable[Shares]) -> Shares:
-    """The shares of all entries."""
-    parts = list(parts)
-    count = sum(x.num_entries for x in parts)
-
-    def share(name: str) -> float:
-        total = sum(getattr(x, name) * x.num_entries for x in parts)
-        return total / max(1, count)
-
-    return Shares(count, share("zero"), share("subnormal"), share("overflow"))
-
-
-class _Products(NamedTuple):
-    """Inner products of the two gradients with each other and with themselves."""
-
-    both: float
-    own: float
-    reference: float
-
-
-def _compared(
-    run: _Run, reference: _Run, scale: float, paths: Sequence[str]
-) -> Comparison:
-    grads = [x.astype(np.float32) / np.float32(scale) for x in run.grads]
-    wide = reference.grads
-    products = [_products(x, y) for x, y in zip(grads, wide, strict=True)]
-    bad = [int(np.count_nonzero(~np.isfinite(x))) for x in grads]
-    shares = [_shares(y, x.dtype, scale) for x, y in zip(run.grads, wide, strict=True)]
-    parts = [
-        _gradient_comparison(path, x.size, product, count, share)
-        for path, x, product, count, share in zip(
-            paths, grads, products, bad, shares, strict=True
-        )
+def _compared(run: _Run, exact: _Run, scale: float, paths: Sequence[str]) -> Comparison:
+    pairs = [
+        _Pair(x.astype(np.float32) / np.float32(scale), y, _fates(y, x.dtype, scale))
+        for x, y in zip(run.grads, exact.grads, strict=True)
     ]
-    total = _Products(*map(sum, zip(*products, strict=True)))
-    size = sum(x.size for x in grads)
+    total = _Pair(*map(np.concatenate, zip(*pairs, strict=True)))
+    parameters = map(_gradient_comparison, paths, pairs)
     return Comparison(
         scale,
         run.loss,
-        reference.loss,
-        _gradient_comparison("", size, total, sum(bad), _together(shares)),
-        # What is not a number is worst.
-        tuple(sorted(parts, key=lambda x: (x.cosine == x.cosine, x.cosine))),
-        _exponents(grads),
-        _exponents(wide),
+        exact.loss,
+        _gradient_comparison("", total),
+        tuple(sorted(parameters, key=lambda x: (not math.isnan(x.cosine), x.cosine))),
+        _exponents(total.actual),
+        _exponents(total.exact),
     )
 
 
-def _products(x: np.ndarray, y: np.ndarray) -> _Products:
-    a, b = x.astype(np.float64).ravel(), y.astype(np.float64).ravel()
-    with np.errstate(invalid="ignore", over="ignore"):
-        return _Products(float(a @ b), float(a @ a), float(b @ b))
+def _fates(x: np.ndarray, dtype: Any, scale: float) -> np.ndarray:
+    sizes = np.abs(x[x != 0]) * np.float32(scale)
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = sizes.astype(dtype).astype(np.float32)
+    is_subnormal = rounded < float(jnp.finfo(dtype).smallest_normal)
+    conditions = [rounded == 0, is_subnormal, ~np.isfinite(rounded)]
+    return np.select(conditions, [_ZERO, _SUBNORMAL, _OVERFLOW], _NORMAL)
 
 
-def _gradient_comparison(
-    path: str, size: int, products: _Products, num_bad: int, rounded: Shares
-) -> GradientComparison:
-    both, own, reference = products
-    is_zero = own == 0 == reference
+def _gradient_comparison(path: str, pair: _Pair) -> GradientComparison:
+    actual, exact, fates = pair
     with np.errstate(all="ignore"):
-        cosine = float(np.float64(both) / np.sqrt(np.float64(own) * reference))
-        ratio = float(np.sqrt(np.float64(own) / reference))
-    if is_zero:
-        cosine = ratio = 1.0
-    elif own == 0 or reference == 0:
-        cosine = 0.0
+        norm, exact_norm = (np.sqrt(_dot(x, x)) for x in (actual, exact))
+        ratio, cosine = norm / exact_norm, 0.0
+        if norm == exact_norm == 0:
+            ratio = cosine = 1.0
+        elif norm != 0 and exact_norm != 0:
+            cosine = _dot(actual, exact) / (norm * exact_norm)
+    zero, subnormal, overflow = (
+        np.count_nonzero(fates == fate) / max(1, fates.size)
+        for fate in (_ZERO, _SUBNORMAL, _OVERFLOW)
+    )
     return GradientComparison(
-        path, size, cosine, ratio, num_bad / max(1, size), rounded
+        path,
+        actual.size,
+        float(cosine),
+        float(ratio),
+        np.count_nonzero(~np.isfinite(actual)) / max(1, actual.size),
+        Shares(fates.size, zero, subnormal, overflow),
     )
 
 
-def _exponents(grads: Iterable[np.ndarray]) -> Exponents:
-    """How many entries there are of each size, in powers of two."""
-    counts: collections.Counter[int] = collections.Counter()
-    for x in grads:
-        _, exponents = np.frexp(x[np.isfinite(x) & (x != 0)])
-        found, times = np.unique(exponents - 1, return_counts=True)
-        counts.update(dict(zip(found.tolist(), times.tolist(), strict=True)))
-    return tuple(sorted(counts.items()))
+def _dot(x: np.ndarray, y: np.ndarray) -> np.floating:
+    """The inner product in float64, without copies of the arrays."""
+    return np.float64(np.einsum("i,i->", x, y, dtype=np.float64))
+
+
+def _exponents(x: np.ndarray) -> Exponents:
+    """The number of entries of each size, in powers of two."""
+    _, exponents = np.frexp(x[np.isfinite(x) & (x != 0)])
+    found, counts = np.unique(exponents - 1, return_counts=True)
+    return tuple(zip(found.tolist(), counts.tolist(), strict=True))

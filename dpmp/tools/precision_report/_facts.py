@@ -1,20 +1,24 @@
-"""What is known of the values of a program, and where it loses more than it has to."""
+"""What is known of the values of a program, and where 16 bits lose too much of them."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dpmp.programs import _bodies
+import jax.numpy as jnp
+
+# The part of a sum that rounding may take before it is worth telling.
+_NOTICEABLE = 1 / 8
 
 
 class Place(NamedTuple):
     """An equation that loses more than it has to.
 
     Attributes:
-      kind: what it loses it by, a key of the advice in `precision_report`.
-      primitive: jax's name for the operation, or the path of an argument.
-      dtype: the narrow one.
-      source: file and line.
-      length: the number of terms, for sums of a known number.
+      kind: how it loses that, as in `Finding`.
+      primitive: the name of the operation in jax, or the path of an argument.
+      dtype: the narrow dtype.
+      source: the file and the line.
+      length: the number of terms, for sums of a known number of them.
     """
 
     kind: str
@@ -28,15 +32,14 @@ class Facts(NamedTuple):
     """What is known of a value.
 
     Attributes:
-      rounded: how it lost the bits that it might have, if it is a 16-bit value.
-      widened: what it is a copy of, if that is a 16-bit value.
-      is_tie: whether it tells where floats are equal.
-      is_sum: whether it is a sum, but for a factor, a root or what is added.
-      terms: of how many 16-bit values it is a sum.
-      chain: where the place of that sum is in the list of places.
-      carries: which of the values that a loop carries are terms of it.
-      adds: how many additions it took from there.
-      source: of the last of these.
+      rounded: where a 16-bit value lost the bits of a wider one.
+      widened: the same for a wider copy of such a 16-bit value.
+      is_tie: whether it tells which floats are equal.
+      is_sum: whether it is a sum, possibly with a factor, a root or an addend.
+      terms: the number of 16-bit values that it is a sum of.
+      carries: the values carried by a loop that are terms of it, by position.
+      adds: the number of additions since these were carried.
+      source: the file and the line of the last of these additions.
     """
 
     rounded: Place | None = None
@@ -44,7 +47,6 @@ class Facts(NamedTuple):
     is_tie: bool = False
     is_sum: bool = False
     terms: int = 1
-    chain: int | None = None
     carries: frozenset[int] = frozenset()
     adds: int = 0
     source: tuple[str, int] = ("unknown", 0)
@@ -53,21 +55,9 @@ class Facts(NamedTuple):
 NOTHING = Facts()
 
 
-def of_iteration(facts: Sequence[Facts], program: _bodies.SubProgram) -> list[Facts]:
-    """What is known of the arguments of a loop's body: not what another one carries."""
-    first, last = program.num_consts, program.num_consts + program.num_carry
-    carry = [Facts(carries=frozenset([i])) for i in range(program.num_carry)]
-    return [*map(_uncarried, facts[:first]), *carry, *map(_uncarried, facts[last:])]
-
-
-def of_loop(outputs: Sequence[Facts], program: _bodies.SubProgram) -> list[Facts]:
-    """What is known of the results of a loop, from those of its body."""
-    num_carry = program.num_carry
-    return [*[NOTHING] * num_carry, *map(_uncarried, outputs[num_carry:])]
-
-
-def _uncarried(facts: Facts) -> Facts:
-    return facts._replace(carries=frozenset(), adds=0)
+def outside_of_loops(facts: Sequence[Facts]) -> list[Facts]:
+    """The facts without the values that loops carry."""
+    return [x._replace(carries=frozenset(), adds=0) for x in facts]
 
 
 def merged(operands: Sequence[Facts]) -> Facts:
@@ -77,7 +67,6 @@ def merged(operands: Sequence[Facts]) -> Facts:
         rounded=_first(x.rounded for x in operands),
         widened=_first(x.widened for x in operands),
         terms=max((x.terms for x in operands), default=1),
-        chain=_first(x.chain for x in operands),
         carries=frozenset().union(*(x.carries for x in carriers)),
         adds=max(x.adds for x in carriers),
         source=carriers[-1].source,
@@ -86,3 +75,60 @@ def merged(operands: Sequence[Facts]) -> Facts:
 
 def _first(values: Iterator[Any]) -> Any:
     return next((x for x in values if x is not None), None)
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a float of 16 bits or fewer."""
+    return is_float(dtype) and dtype.itemsize <= 2
+
+
+def is_wide(dtype: Any) -> bool:
+    """Whether a dtype is a float of more than 16 bits."""
+    return is_float(dtype) and dtype.itemsize > 2
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is a real float. None is not."""
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def rounding_bound(length: int, dtype: Any) -> float:
+    """The largest part of a sum of positive terms that rounding takes.
+
+    It is reached if every addition is rounded by half of the dtype's epsilon. The
+    typical loss is the root of a third of that many roundings.
+    """
+    return length * float(jnp.finfo(dtype).eps) / 2
+
+
+def is_noticeable(length: int | None, dtype: Any) -> bool:
+    """Whether rounding may take a good part of a sum; None is any number of terms."""
+    return length is None or rounding_bound(length, dtype) >= _NOTICEABLE
+
+
+def num_terms(eqn: Any) -> int | None:
+    """The number of terms of each entry of a result; None for what is no sum.
+
+    For scatters it is the largest number of terms that an entry may have.
+    """
+    name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return math.prod(shape[i] for i in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        return math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+    if name.startswith("ragged_dot"):
+        return shape[-1]
+    if name.startswith("scatter"):
+        batched = params["dimension_numbers"].scatter_indices_batching_dims
+        updates = eqn.invars[1].aval.shape[:-1]
+        sizes = [n for i, n in enumerate(updates) if i not in batched]
+        return 1 if params["unique_indices"] else math.prod(sizes)
+    if name == "cumsum":
+        return shape[params["axis"]]
+    if name == "reduce_window_sum":
+        return math.prod(params["window_dimensions"])
+    if name == "reduce_sum":
+        return math.prod(shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
+    return None

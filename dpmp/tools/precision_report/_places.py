@@ -1,6 +1,6 @@
-"""Places of a program where 16 bits are not enough, found without running it.
+"""Finds the places of a program where 16 bits are not enough, without running it.
 
-What is known of a value goes with it from equation to equation: that it is a copy of
+The facts about a value go with it from equation to equation: that it is a copy of
 something wider, that it is a sum, of how many terms, and which value that a loop
 carries it came from.
 """
@@ -8,29 +8,19 @@ carries it came from.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
-from dpmp._typing import PyTree
 from dpmp.programs import _bodies, _interpreter, _source_lines
+from dpmp.tools.precision_report import _facts
 from dpmp.tools.precision_report._facts import (
     NOTHING,
     Facts,
     Place,
-    merged,
-    of_iteration,
-    of_loop,
-)
-from dpmp.tools.precision_report._terms import (
-    is_float,
     is_narrow,
-    is_noticeable,
     is_wide,
-    num_terms,
-    num_updates,
+    merged,
 )
 
-# The names of jax's primitives by what they may do to 16-bit values. Others do no more
-# than to add a rounding error of their own size.
+# What operations of jax do to 16-bit values. Those that are not listed only add a
+# rounding error of their own size.
 _TABLE = {
     # Entries stay what they are.
     "moves": (
@@ -38,46 +28,37 @@ _TABLE = {
         "optimization_barrier pad reshape rev select_n slice split squeeze "
         "stop_gradient transpose unstack"
     ),
-    # What is added to a sum, or scales it, leaves it one.
+    # A sum remains one if something is added to it, or if it is scaled.
     "adds": "add add_any sub",
     "scales": "mul div neg max",
-    # The compiler chooses in which order, and in what. XLA on CPUs makes 4096 of 4096
-    # ones along one axis of a bfloat16 array, and 1024 along two (jax 0.10 to 0.12).
-    "sums": "reduce_sum reduce_window_sum cumsum",
     # XLA adds in float32 within these: only the result is rounded.
     "products": "dot_general ragged_dot ragged_dot_general conv_general_dilated",
-    # The result is rounded after every addition.
-    "scatters": "scatter-add scatter_add",
-    # The absolute error of one side is the relative error of the other.
-    "exponentials": "exp exp2 expm1 log log1p pow cumlogsumexp lgamma digamma",
     # The derivative of a maximum divides by the number of entries that equal it.
     "ties": "eq",
-    # Applied to a variance or a norm; `div` counts if it divides by a sum.
-    "roots": "rsqrt sqrt",
 }
-_KIND_OF = {name: kind for kind, names in _TABLE.items() for name in names.split()}
+# Operations that lose more than others, by the kind of finding that they make.
+_LOSSES = {
+    # The compiler chooses the order and the dtype. XLA on CPUs makes 4096 of 4096 ones
+    # along one axis of a bfloat16 array, and 1024 along two (jax 0.10 to 0.12).
+    "sum": "reduce_sum reduce_window_sum cumsum",
+    # The result is rounded after every addition.
+    "running sum": "scatter-add scatter_add",
+    # The absolute error of one side is the relative error of the other.
+    "exponential": "exp exp2 expm1 log log1p pow cumlogsumexp lgamma digamma",
+    # Applied to a variance or a norm. `div` counts if it divides by a sum.
+    "normalisation": "rsqrt sqrt",
+}
+_GROUP_OF = {
+    name: group
+    for group, names in [*_TABLE.items(), *_LOSSES.items()]
+    for name in names.split()
+}
 
-_ARGUMENTS = ("parameter", "input")
-
-
-def trace(fun: Callable[..., PyTree], args: Sequence[PyTree]) -> Any:
-    """The program of a function, with the lines that it comes from.
-
-    Args:
-      fun: traceable.
-      args: arrays, or their shapes and dtypes.
-    """
-    return jax.make_jaxpr(fun)(*args).jaxpr
+ARGUMENTS = ("parameter", "input")
 
 
 def find_places(jaxpr: Any, casts: Sequence[tuple[str, str] | None]) -> list[Place]:
-    """All places in a program, in its order.
-
-    Args:
-      jaxpr: from `trace`.
-      casts: for each argument of the program None, or how it was rounded to what it is
-        ("parameter" or "input") and its path.
-    """
+    """All places in a program; `casts` has kind and path of the arguments rounded."""
     walk = _Walk()
     facts = [
         NOTHING if cast is None else Facts(rounded=_cast_place(cast, v))
@@ -88,15 +69,20 @@ def find_places(jaxpr: Any, casts: Sequence[tuple[str, str] | None]) -> list[Pla
 
 
 def _cast_place(cast: tuple[str, str], variable: Any) -> Place:
-    kind, path = cast
-    return Place(kind, path, variable.aval.dtype.name, ("unknown", 0))
+    return Place(*cast, variable.aval.dtype.name, ("unknown", 0))
 
 
 class _Walk:
-    """Goes through a program once."""
+    """Goes through a program once.
+
+    Attributes:
+      places: the places found so far.
+      used: arguments that are better off in 16 bits, or are told of elsewhere.
+      caller: the line of the user's code that called the current program.
+    """
 
     def __init__(self):
-        self.places: list[Place | Any] = []
+        self.places: list[Place] = []
         self.used: set[tuple[str, str]] = set()
         self.caller: tuple[str, int] | None = None
 
@@ -110,106 +96,94 @@ class _Walk:
             )
 
         for eqn in _live_equations(jaxpr):
-            results = self._step(eqn, [read(atom) for atom in eqn.invars])
-            known |= zip(eqn.outvars, results, strict=True)
+            known |= zip(eqn.outvars, self._step(eqn, read), strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _step(self, eqn: Any, operands: list[Facts]) -> list[Facts]:
-        name = eqn.primitive.name
-        kind = _KIND_OF.get(name)
-        if kind is None and (programs := _bodies.sub_programs(eqn)):
-            return self._enter(eqn, operands, programs)
-        if name == "convert_element_type":
+    def _step(self, eqn: Any, read: Callable[[Any], Facts]) -> list[Facts]:
+        operands = [read(atom) for atom in eqn.invars]
+        group = _GROUP_OF.get(eqn.primitive.name, "")
+        if not group and (programs := _bodies.sub_programs(eqn)):
+            return self._enter(eqn, read, programs)
+        if eqn.primitive.name == "convert_element_type":
             result = self._convert(eqn, operands[0])
+        elif group == "moves":
+            result = merged(operands)._replace(is_sum=any(x.is_sum for x in operands))
         else:
-            result = self._apply(eqn, kind, operands)
+            for facts in operands:
+                self._use(facts.rounded)
+            result = self._compute(eqn, group, operands)
         return [result] * len(eqn.outvars)
 
+    def _compute(self, eqn: Any, group: str, operands: list[Facts]) -> Facts:
+        if group == "ties":
+            return Facts(is_tie=_facts.is_float(_dtype(eqn.invars[0])))
+        if group not in _LOSSES:
+            rule = getattr(self, f"_{group}", None)
+            return NOTHING if rule is None else rule(eqn, operands)
+        if operands[0].is_tie:  # few, and 16 bits hold small integers
+            return NOTHING
+        self._add_result(group, eqn, _facts.num_terms(eqn))
+        is_root_of_sum = group == "normalisation" and operands[0].is_sum
+        return Facts(is_sum=group == "sum" or is_root_of_sum)
+
     def _enter(
-        self, eqn: Any, operands: list[Facts], programs: list[_bodies.SubProgram]
+        self,
+        eqn: Any,
+        read: Callable[[Any], Facts],
+        programs: Sequence[_bodies.SubProgram],
     ) -> list[Facts]:
         """Walks the programs of a call, a loop or a branch."""
-        by_atom = {
-            id(atom): facts for atom, facts in zip(eqn.invars, operands, strict=True)
-        }
         results = [NOTHING] * len(eqn.outvars)
         outer, self.caller = self.caller, _source_lines.user_line(eqn) or self.caller
         for program in programs:
-            facts = [by_atom.get(id(atom), NOTHING) for atom in program.invars]
-            is_loop = program.num_carry > 0
-            outputs = self.run(
-                program.jaxpr, of_iteration(facts, program) if is_loop else facts
-            )
-            if program.has_results:
-                for i in range(program.num_carry):
-                    self._check_carry(eqn, program, i, outputs[i])
-                results = of_loop(outputs, program) if is_loop else outputs
+            facts = [read(atom) for atom in program.invars]
+            if program.num_carry:
+                outputs = self._iterate(eqn, program, facts)
+            else:
+                outputs = self.run(program.jaxpr, facts)
+            results = outputs if program.has_results else results
         self.caller = outer
         return results
 
-    def _check_carry(
-        self, eqn: Any, program: _bodies.SubProgram, i: int, facts: Facts
-    ) -> None:
-        dtype = _dtype(program.jaxpr.outvars[i])
-        if not (is_narrow(dtype) and i in facts.carries and facts.adds):
-            return
-        length = None if program.length is None else program.length * facts.adds
-        if length is None or is_noticeable(length, dtype):
-            name = f"{eqn.primitive.name} carry"
-            self._add("running sum", name, dtype, facts.source, length)
+    def _iterate(
+        self, eqn: Any, program: _bodies.SubProgram, facts: list[Facts]
+    ) -> list[Facts]:
+        """Walks the body of a loop, and tells of sums that it carries."""
+        first, count = program.num_consts, program.num_carry
+        facts = _facts.outside_of_loops(facts)
+        carry = [Facts(carries=frozenset([i])) for i in range(count)]
+        outputs = self.run(
+            program.jaxpr, [*facts[:first], *carry, *facts[first + count :]]
+        )
+        if not program.has_results:
+            return []
+        for i, x in enumerate(outputs[:count]):
+            if i in x.carries and x.adds:
+                dtype = _dtype(program.jaxpr.outvars[i])
+                length = program.length and program.length * x.adds
+                name = f"{eqn.primitive.name} carry"
+                self._add("running sum", name, dtype, x.source, length)
+        return [*[NOTHING] * count, *_facts.outside_of_loops(outputs[count:])]
 
     def _convert(self, eqn: Any, operand: Facts) -> Facts:
-        atom, result = eqn.invars[0], eqn.outvars[0]
-        old, new = _dtype(atom), _dtype(result)
-        source = self._source(eqn)
-        facts = operand._replace(rounded=None, widened=None, terms=1, chain=None)
-        cast = Place("round trip", "astype", str(old), source)
+        old, new = _dtype(eqn.invars[0]), _dtype(eqn.outvars[0])
+        source, lost = self._source(eqn), operand.rounded
+        facts = operand._replace(rounded=None, widened=None, terms=1)
         if is_narrow(old) and is_wide(new):
-            if operand.rounded is not None:
-                self._add_rounding(operand.rounded, source)
-            return facts._replace(widened=operand.rounded or cast)
-        if is_wide(old) and is_narrow(new) and not _interpreter.is_literal(atom):
-            cast = cast._replace(dtype=str(new))
-            if operand.widened is not None and operand.widened.dtype == cast.dtype:
-                self.places.append(cast._replace(kind="idle cast"))
+            if lost is not None and lost.kind in ARGUMENTS:
+                lost = lost._replace(source=source)
+            self.places += [] if lost is None else [lost]
+            return facts._replace(widened=operand.rounded)
+        is_literal = _interpreter.is_literal(eqn.invars[0])
+        if is_wide(old) and is_narrow(new) and not is_literal:
+            cast = Place("round trip", "astype", str(new), source)
             return facts._replace(rounded=cast)
         return facts
 
-    def _add_rounding(self, place: Place, source: tuple[str, int]) -> None:
-        is_argument = place.kind in _ARGUMENTS
-        self.places.append(place._replace(source=source) if is_argument else place)
-
-    def _use(self, place: Place | None) -> None:
-        """Notes that an argument is better off in 16 bits, or told of elsewhere."""
-        if place is not None and place.kind in _ARGUMENTS:
-            self.used.add((place.kind, place.primitive))
-
-    def _apply(self, eqn: Any, kind: str | None, operands: list[Facts]) -> Facts:
-        """What an ordinary operation does to its operands."""
-        if kind == "moves":
-            return merged(operands)._replace(is_sum=any(x.is_sum for x in operands))
-        for facts in operands:
-            self._use(facts.rounded)
-        check = getattr(self, f"_{kind}", None)
-        return NOTHING if check is None else check(eqn, operands)
-
-    def _sums(self, eqn: Any, operands: list[Facts]) -> Facts:
-        if operands[0].is_tie:  # few, and 16 bits hold small integers
-            return NOTHING
-        self._add_long(eqn, "sum", num_terms(eqn))
-        return Facts(is_sum=True)
-
-    def _ties(self, eqn: Any, operands: list[Facts]) -> Facts:
-        return Facts(is_tie=is_float(_dtype(eqn.invars[0])))
-
-    def _scatters(self, eqn: Any, operands: list[Facts]) -> Facts:
-        self._add_long(eqn, "running sum", num_updates(eqn))
-        return NOTHING
-
     def _products(self, eqn: Any, operands: list[Facts]) -> Facts:
-        dtype = _dtype(eqn.outvars[0])
-        name, length = eqn.primitive.name, num_terms(eqn)
-        place = Place("product", name, str(dtype), self._source(eqn), length)
+        dtype, length = _dtype(eqn.outvars[0]), _facts.num_terms(eqn)
+        name, source = eqn.primitive.name, self._source(eqn)
+        place = Place("product", name, str(dtype), source, length)
         if all(is_wide(_dtype(atom)) for atom in eqn.invars[:2]):
             for facts in operands:
                 self._use(facts.widened)
@@ -219,63 +193,43 @@ class _Walk:
         self.places.append(place)
         return Facts(rounded=place._replace(kind="narrow product"))
 
-    def _exponentials(self, eqn: Any, operands: list[Facts]) -> Facts:
-        self._add_narrow(eqn, "exponential")
-        return NOTHING
-
-    def _roots(self, eqn: Any, operands: list[Facts]) -> Facts:
-        self._add_narrow(eqn, "normalisation")
-        return Facts(is_sum=operands[0].is_sum)
-
     def _scales(self, eqn: Any, operands: list[Facts]) -> Facts:
         if eqn.primitive.name == "div" and operands[1].is_sum:
-            self._add_narrow(eqn, "normalisation")
+            self._add_result("normalisation", eqn)
             operands = operands[:1]
-        some = merged(operands)
+        some = merged(operands)._replace(rounded=None, widened=None, terms=1)
         is_sum = sum(x.is_sum for x in operands) == 1 and _is_factor(eqn, operands)
-        return Facts(
-            is_sum=is_sum, carries=some.carries, adds=some.adds, source=some.source
-        )
+        return some._replace(is_sum=is_sum)
 
     def _adds(self, eqn: Any, operands: list[Facts]) -> Facts:
-        dtype = _dtype(eqn.outvars[0])
-        carries = frozenset().union(*(x.carries for x in operands))
+        some, dtype = merged(operands), _dtype(eqn.outvars[0])
         terms = sum(x.terms for x in operands) if is_narrow(dtype) else 1
-        source = self._source(eqn)
-        facts = Facts(
+        self._add_result("running sum", eqn, terms)
+        return Facts(
             is_sum=any(x.is_sum for x in operands) and _is_factor(eqn, operands),
             terms=terms,
-            chain=next((x.chain for x in operands if x.chain is not None), None),
-            carries=carries,
-            adds=max(x.adds for x in operands) + 1 if carries else 0,
-            source=source,
+            carries=some.carries,
+            adds=some.adds + 1 if some.carries else 0,
+            source=self._source(eqn),
         )
-        if not is_noticeable(terms, dtype):
-            return facts
-        place = Place("running sum", "add", str(dtype), source, terms)
-        if facts.chain is None:
-            self.places.append(place)
-            return facts._replace(chain=len(self.places) - 1)
-        self.places[facts.chain] = place
-        return facts
+
+    def _use(self, place: Place | None) -> None:
+        if place is not None and place.kind in ARGUMENTS:
+            self.used.add((place.kind, place.primitive))
 
     def _source(self, eqn: Any) -> tuple[str, int]:
         return _source_lines.source_line(eqn, self.caller)
 
-    def _add_narrow(self, eqn: Any, kind: str) -> None:
-        dtype = _dtype(eqn.outvars[0])
-        if is_narrow(dtype):
-            name = eqn.primitive.name
-            self._add(kind, name, dtype, self._source(eqn))
+    def _add_result(self, kind: str, eqn: Any, length: int | None = None) -> None:
+        name, dtype = eqn.primitive.name, _dtype(eqn.outvars[0])
+        self._add(kind, name, dtype, self._source(eqn), length)
 
-    def _add_long(self, eqn: Any, kind: str, length: int) -> None:
-        dtype = _dtype(eqn.outvars[0])
-        if is_noticeable(length, dtype):
-            name, source = eqn.primitive.name, self._source(eqn)
-            self._add(kind, name, dtype, source, length)
-
-    def _add(self, kind: str, name: str, dtype: Any, source: Any, length: Any = None):
-        self.places.append(Place(kind, name, str(dtype), source, length))
+    def _add(
+        self, kind: str, name: str, dtype: Any, source: Any, length: int | None
+    ) -> None:
+        """Adds a place if its dtype is narrow, and its sum long."""
+        if is_narrow(dtype) and _facts.is_noticeable(length, dtype):
+            self.places.append(Place(kind, name, str(dtype), source, length))
 
 
 def _is_factor(eqn: Any, operands: Sequence[Facts]) -> bool:
@@ -287,7 +241,7 @@ def _is_factor(eqn: Any, operands: Sequence[Facts]) -> bool:
 
 
 def _live_equations(jaxpr: Any) -> list[Any]:
-    """Those that results depend on: differentiation leaves others behind."""
+    """The equations that results depend on: differentiation leaves others behind."""
     needed = {v for v in jaxpr.outvars if not _interpreter.is_literal(v)}
     live = []
     for eqn in reversed(jaxpr.eqns):

@@ -1,8 +1,8 @@
-"""What 16 bits do to a loss: where its program loses precision, and how much on data.
+"""Reports where 16 bits lose precision in a loss, and how much they lose on data.
 
-The program is looked at as it would run: with parameters and inputs in the dtypes that
-a policy gives them, and with its gradient. With data, loss and gradient are compared
-with those in float32.
+The program of the loss is analysed as it would run: with parameters and inputs in the
+dtypes that a policy gives them, and with its gradient. With data, loss and gradient are
+compared with those in float32.
 
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.
@@ -22,22 +22,27 @@ from dpmp._typing import PyTree
 from dpmp.engines import _signature
 from dpmp.precision import Policy
 from dpmp.tools.precision_report import _plot, _text
-from dpmp.tools.precision_report._comparison import Comparison, compare, path_of
+from dpmp.tools.precision_report._comparison import (
+    Comparison,
+    cast,
+    compare,
+    path_of,
+)
+from dpmp.tools.precision_report._facts import is_narrow
 from dpmp.tools.precision_report._findings import Finding, find
-from dpmp.tools.precision_report._places import find_places, trace
-from dpmp.tools.precision_report._terms import is_narrow
+from dpmp.tools.precision_report._places import find_places
 
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """What a policy does to a loss; as a string, an account of it.
+    """How a policy changes a loss. `print` shows the report as text.
 
     Attributes:
-      name: of the function.
-      policy: its name, or its compute dtype.
-      findings: lines of the program, those with most to gain first.
-      comparison: with float32, on data; None without.
-      suggested: the same at the loss scale with which the fewest entries of the
+      name: the name of the function.
+      policy: the name of the policy, or its compute dtype.
+      findings: lines of the program, with most to gain first.
+      comparison: the comparison with float32; None without data.
+      suggested: the comparison at the loss scale with which the fewest entries of the
         gradient become zero or subnormal; None without data.
     """
 
@@ -53,12 +58,12 @@ class PrecisionReport:
         )
 
     def plot(self, path: Any = None) -> Any:
-        """Draws how large the entries of the gradient are, and what dtypes can hold.
+        """Draws the sizes of the gradient's entries beside the ranges of dtypes.
 
-        Like the comparison, it is for public or synthetic data only.
+        The picture is for public or synthetic data only, since it has no noise.
 
         Args:
-          path: of a file to save it to, if any.
+          path: a file to save the picture to, if any.
 
         Returns:
           A matplotlib figure.
@@ -83,19 +88,19 @@ def precision_report(
     fun: Callable[..., Any],
     *args: Any,
     policy: str | Policy = "mixed_bfloat16",
-    differentiate: bool | None = None,
+    differentiate: bool = True,
     loss_scale: float = 1.0,
     reference: Callable[..., Any] | None = None,
 ) -> PrecisionReport:
     """Tells where a loss needs more than 16 bits, and what to change.
 
-    The program of `fun` and of its gradient is traced, loops, branches and compiled
-    functions included, and lines of the source are listed on which 16-bit values are
-    added up, exponentiated, divided by sums, or widened after bits were lost. That
-    takes no data. With arrays, loss and gradient are computed too, and compared with
-    float32.
+    The function traces `fun` and its gradient, with all loops, branches and compiled
+    functions. It lists the lines of the source on which 16-bit values are added up,
+    exponentiated, divided by sums, or widened after bits were lost. Shapes are enough
+    for that. If all arguments are arrays, it also computes loss and gradient, and
+    compares them with float32.
 
-    Nothing of the comparison is noised: it is for public or synthetic data only.
+    The comparison has no noise: use it with public or synthetic data only.
 
     >>> def loss(params, x):
     ...     return jnp.mean(jax.nn.softmax(x @ params["w"]) ** 2)
@@ -106,24 +111,22 @@ def precision_report(
     ['exponential', 'normalisation']
 
     Args:
-      fun: gives a loss; what it casts on its own stays as it is.
-      *args: of `fun`, parameters first and then what data it takes, in the shapes that
-        it will have: a batch of one example for the loss of one. A
-        `jax.ShapeDtypeStruct` may take the place of any array; then nothing is
-        compared.
-      policy: or the name of one. It casts parameters and inputs as `DPTrainer` does.
-      differentiate: whether to look at the gradient too, and compare; left out, it does
-        if `fun` returns a float scalar, or is given arrays only.
-      loss_scale: that the loss is multiplied by in the comparison, a power of two.
-      reference: what to compare with in float32; `fun` if left out. For
-        `fun=dpmp.autocast(loss)` and policy="float32" that is `loss`.
+      fun: the loss. Its own casts stay as they are.
+      *args: the arguments of `fun`: parameters first, then data, in the shapes of
+        training. For the loss of one example that is a batch of one. If a
+        `jax.ShapeDtypeStruct` takes the place of an array, nothing is compared.
+      policy: a policy or the name of one. It casts arguments as `DPTrainer` does.
+      differentiate: whether to look at the gradient too, and compare with float32.
+      loss_scale: the factor of the loss in the comparison, a power of two.
+      reference: the function to compare with, in float32; `fun` by default. Compare
+        `fun=dpmp.autocast(loss)` and `policy="float32"` with `reference=loss`.
 
     Returns:
-      The report, to be printed; `.plot()` draws the gradient.
+      The report. `print` shows it, and `.plot()` draws the gradient.
 
     Raises:
-      ValueError: for what is no function, for the name of no policy, for a loss scale
-        that is no power of two, and for what cannot be differentiated.
+      ValueError: if `fun` is no function or cannot be differentiated, if there is no
+        such policy, or if the loss scale is no power of two.
     """
     _validate.require(
         callable(fun), "fun must be a function", fun=fun, fix="Pass the loss first."
@@ -132,43 +135,28 @@ def precision_report(
     loss_scaling.check(loss_scale)
     name = policy if isinstance(policy, str) else policy.compute_dtype.name
     policy = Policy.from_name(policy) if isinstance(policy, str) else policy
-    has_data = not any(
-        isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)
-    )
-    shapes = jax.eval_shape(lambda *args: _cast(args, policy), *args)
-    scoped = policy.in_product_precision(fun)
-    if differentiate is None:
-        differentiate = has_data or _is_loss(jax.eval_shape(scoped, *shapes))
-    if differentiate:
-        _check(scoped, shapes)
+    leaves = jax.tree.leaves(args)
+    has_data = not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
     # Rounding to float8 writes the program anew, and the lines of its source are lost.
     plain = dataclasses.replace(policy, float8_scale=None).in_product_precision(fun)
-    findings = _findings(plain, args, shapes, policy, differentiate)
+    if differentiate:
+        _check(plain, shapes)
+    findings = _findings(plain, _casts(args, shapes), shapes, policy, differentiate)
+    comparisons = None, None
+    if has_data and differentiate:
+        comparisons = compare(fun, reference or fun, args, policy, float(loss_scale))
     fun_name = getattr(fun, "__name__", type(fun).__name__)
-    if not (has_data and differentiate):
-        return PrecisionReport(fun_name, name, findings)
-    compared = compare(fun, reference or fun, args, policy, float(loss_scale))
-    return PrecisionReport(fun_name, name, findings, *compared)
-
-
-def _cast(args: Sequence[PyTree], policy: Policy) -> tuple[PyTree, ...]:
-    """What `fun` is given."""
-    return (policy.cast_to_compute(args[0]), *map(policy.cast_inputs, args[1:]))
-
-
-def _is_loss(output: Any) -> bool:
-    is_array = isinstance(output, jax.ShapeDtypeStruct)
-    return (
-        is_array and output.shape == () and jnp.issubdtype(output.dtype, jnp.floating)
-    )
+    return PrecisionReport(fun_name, name, findings, *comparisons)
 
 
 def _check(fun: Callable[..., Any], shapes: Sequence[PyTree]) -> None:
-    """Raises ValueError for what has no gradient."""
+    """Raises ValueError for a function that has no gradient."""
     _signature.check_float_leaves(shapes[0], "argument 0")
     output = jax.eval_shape(fun, *shapes)
+    is_scalar = isinstance(output, jax.ShapeDtypeStruct) and output.shape == ()
     _validate.require(
-        _is_loss(output),
+        is_scalar and jnp.issubdtype(output.dtype, jnp.floating),
         "fun must return a scalar float loss to be differentiated and compared",
         output=output,
         fix="Reduce it with jnp.mean or jnp.sum, and return nothing else; or look at "
@@ -176,40 +164,33 @@ def _check(fun: Callable[..., Any], shapes: Sequence[PyTree]) -> None:
     )
 
 
+def _casts(
+    args: Sequence[PyTree], shapes: Sequence[PyTree]
+) -> list[tuple[str, str] | None]:
+    """The kind and the path of each leaf that the policy narrows; None for others."""
+    casts = []
+    given = jax.tree_util.tree_leaves_with_path(tuple(args))
+    for (path, x), shape in zip(given, jax.tree.leaves(shapes), strict=True):
+        i, rest = path[0].idx, path[1:]
+        place = "parameter", path_of(rest)
+        if i > 0:
+            place = "input", f"argument {i}{jax.tree_util.keystr(rest)}"
+        is_narrower = is_narrow(shape.dtype) and not is_narrow(jnp.result_type(x))
+        casts.append(place if is_narrower else None)
+    return casts
+
+
 def _findings(
     fun: Callable[..., Any],
-    args: Sequence[PyTree],
+    casts: Sequence[tuple[str, str] | None],
     shapes: Sequence[PyTree],
     policy: Policy,
     differentiate: bool,
 ) -> tuple[Finding, ...]:
-    casts = _casts(args, shapes)
-    loss = find_places(trace(fun, shapes), casts)
+    loss = find_places(jax.make_jaxpr(fun)(*shapes).jaxpr, casts)
     if not is_narrow(policy.compute_dtype):
         loss = [x for x in loss if x.kind != "wide product"]
-    gradient = []
-    if differentiate:
-        program = trace(jax.value_and_grad(fun), shapes)
-        gradient = find_places(program, [None] * len(casts))
-    return find(loss, gradient)
-
-
-def _casts(
-    args: Sequence[PyTree], shapes: Sequence[PyTree]
-) -> list[tuple[str, str] | None]:
-    """For each leaf of the arguments, what it is if the policy narrows it."""
-
-    def cast(i: int, path: Any, given: Any, shape: Any) -> tuple[str, str] | None:
-        is_narrower = is_narrow(shape.dtype) and not is_narrow(jnp.result_type(given))
-        name = path_of(path) if i == 0 else f"argument {i}{jax.tree_util.keystr(path)}"
-        return ("input" if i else "parameter", name) if is_narrower else None
-
-    return [
-        cast(i, path, given, shape)
-        for i, arg in enumerate(args)
-        for (path, given), shape in zip(
-            jax.tree_util.tree_leaves_with_path(arg),
-            jax.tree.leaves(shapes[i]),
-            strict=True,
-        )
-    ]
+    if not differentiate:
+        return find(loss, [])
+    program = jax.make_jaxpr(jax.value_and_grad(fun))(*shapes)
+    return find(loss, find_places(program.jaxpr, [None] * len(casts)))

@@ -1,7 +1,7 @@
 """Checks on this machine what dpmp promises of its arithmetic.
 
 A compiler, a device or a library may do what nobody thought of. So the claims are
-measured, on synthetic data, and so are other ways of doing the same.
+measured, on synthetic data.
 """
 
 import dataclasses
@@ -17,21 +17,12 @@ import jax
 import rich.console
 import rich.table
 
-from dpmp.tools.selfcheck._modes import dpmp_subjects, unsafe_releases
 from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
-from dpmp.tools.selfcheck._others import other_subjects
 from dpmp.tools.selfcheck._results import Result, Sizes
 from dpmp.tools.selfcheck._subjects import Subjects
 from dpmp.tools.selfcheck._sums import measure_contributions, measure_sensitivity
 
-_PACKAGES = ("dpmp", "jax", "jaxlib", "numpy", "jax-privacy", "opacus", "torch")
-
-
-def all_subjects(*, include_unsafe: bool) -> Subjects:
-    """The modes of dpmp that can run, and the other libraries that are installed."""
-    unsafe = [Subjects(releases=(unsafe_releases(),))] if include_unsafe else []
-    parts = [dpmp_subjects(), *unsafe, *other_subjects()]
-    return Subjects(*(sum(field, ()) for field in zip(*parts, strict=True)))
+_PACKAGES = ("dpmp", "jax", "jaxlib", "numpy")
 
 
 def run(
@@ -125,18 +116,21 @@ def _print(console: rich.console.Console, text: str) -> None:
 
 
 def write_json(path: pathlib.Path, results: list[Result]) -> None:
-    """Writes the device, versions and results to a file.
+    """Writes the device, versions and results to a file."""
+    content = {**_environment(), "results": list(map(as_json, results))}
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
-    What is not finite is written as a string, since JSON has no numbers for it.
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The fields of a result.
+
+    Numbers that are not finite become strings, since JSON has no numbers for them.
     """
-    rows = [{k: _as_json(v) for k, v in dataclasses.asdict(x).items()} for x in results]
-    text = json.dumps({**_environment(), "results": rows}, indent=2, allow_nan=False)
-    path.write_text(text + "\n")
 
+    def value(x: Any) -> Any:
+        return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
-def _as_json(value: Any) -> Any:
-    is_special = isinstance(value, float) and not math.isfinite(value)
-    return str(value) if is_special else value
+    return {name: value(x) for name, x in dataclasses.asdict(result).items()}
 
 
 def _environment() -> dict[str, Any]:
@@ -144,12 +138,5 @@ def _environment() -> dict[str, Any]:
     return {
         "device": f"{device.device_kind} ({platform.machine()})",
         "python": platform.python_version(),
-        "versions": {name: v for name in _PACKAGES if (v := _version(name))},
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

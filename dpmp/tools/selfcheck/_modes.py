@@ -30,8 +30,12 @@ class _Mode(NamedTuple):
     batches: tuple[BatchShape, ...]
 
 
-def dpmp_subjects() -> Subjects:
-    """The modes of dpmp that keep a promise."""
+def dpmp_subjects(*, include_unsafe: bool = False) -> Subjects:
+    """The modes of dpmp that keep a promise.
+
+    Args:
+      include_unsafe: whether to add float noise, which keeps none.
+    """
     small = (BatchShape(jnp.float32, 64, 1), BatchShape(jnp.bfloat16, 256))
     large = (*small, BatchShape(jnp.float32, 1024, 16), BatchShape(jnp.float32, 4096))
     one_by_one = BatchShape(jnp.float32, 4096, 1)
@@ -46,9 +50,10 @@ def dpmp_subjects() -> Subjects:
         modes.append(_Mode("dpmp float64", "float64", None, (*large, one_by_one)))
     else:
         remarks += ("dpmp float64: not checked, as JAX_ENABLE_X64 is not set.",)
-    return Subjects(
-        tuple(map(_sums, modes)), tuple(map(_releases, modes)), (_keys(),), remarks
-    )
+    releases = [_releases(mode) for mode in modes]
+    if include_unsafe:
+        releases.append(unsafe_releases())
+    return Subjects(tuple(map(_sums, modes)), tuple(releases), (_keys(),), remarks)
 
 
 def _clip(

@@ -1,19 +1,30 @@
-"""Other libraries that a self-check examines: jax_privacy and Opacus.
+"""Do other libraries keep the promises that dpmp makes of its arithmetic?
 
-They are imported when they are asked for, and left out where they are not installed.
+The measurements of `python -m dpmp selfcheck` are made of dpmp, of its float noise, of
+jax_privacy, and, where it is installed, of Opacus.
+
+    python -m benchmarks.selfcheck_others        # six minutes on two cores
+
+Every measurement is appended to benchmarks/results/selfcheck_others.jsonl.
 """
 
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich.console
+from jax_privacy import clipping as their_clipping
+from jax_privacy import noise_addition as their_noise
 
+from benchmarks import results
+from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck._modes import dpmp_subjects
+from dpmp.tools.selfcheck._results import Sizes
 from dpmp.tools.selfcheck._subjects import (
     NOISE_MULTIPLIER,
     BatchShape,
@@ -28,18 +39,10 @@ from dpmp.tools.selfcheck._subjects import (
 )
 
 
-def other_subjects() -> list[Subjects]:
-    """The libraries that are installed, and remarks on those that are not."""
-    return [
-        _if_installed("jax_privacy", _jax_privacy),
-        _if_installed("opacus", _opacus),
-    ]
-
-
-def _if_installed(module: str, make: Callable[[], Subjects]) -> Subjects:
-    if importlib.util.find_spec(module) is None:
-        return Subjects(remarks=(f"{module}: not checked, it is not installed.",))
-    return make()
+def all_subjects() -> Subjects:
+    """Gives dpmp with its float noise, jax_privacy, and Opacus if it is installed."""
+    parts = [dpmp_subjects(include_unsafe=True), _jax_privacy(), _opacus()]
+    return Subjects(*(sum(field, ()) for field in zip(*parts, strict=True)))
 
 
 def _jax_privacy() -> Subjects:
@@ -60,8 +63,6 @@ def _jax_privacy() -> Subjects:
 
 
 def _jax_privacy_sums(name: str, dtype: Any, batches: tuple[BatchShape, ...]) -> Sums:
-    from jax_privacy import clipping as their_clipping
-
     def make(
         l2_clip_norm: float, microbatch_size: int | None
     ) -> tuple[SumFn, Fraction]:
@@ -79,9 +80,6 @@ def _jax_privacy_sums(name: str, dtype: Any, batches: tuple[BatchShape, ...]) ->
 
 def _jax_privacy_releases(name: str, dtype: Any) -> Releases:
     """Noise on a sum of this dtype."""
-    from jax_privacy import clipping as their_clipping
-    from jax_privacy import noise_addition as their_noise
-
     fn = their_clipping.clipped_fun(lambda x: x, keep_batch_dim=False, l2_clip_norm=1.0)
     # Left to itself, it takes a seed from NumPy's generator, whose state is not ours.
     seed = int.from_bytes(os.urandom(3), "little")
@@ -90,8 +88,6 @@ def _jax_privacy_releases(name: str, dtype: Any) -> Releases:
 
 
 def _jax_privacy_keys() -> Keys:
-    from jax_privacy import noise_addition as their_noise
-
     zeros = jnp.zeros(4, jnp.float32)
 
     def draw() -> np.ndarray:
@@ -108,6 +104,8 @@ def _jax_privacy_keys() -> Keys:
 
 
 def _opacus() -> Subjects:
+    if importlib.util.find_spec("opacus") is None:
+        return Subjects(remarks=("Opacus: not measured, as it is not installed.",))
     batches = tuple(BatchShape(jnp.float32, size) for size in (64, 1024, 4096))
     return Subjects(
         # It adds 1e-6 to all norms.
@@ -179,3 +177,15 @@ def _opacus_optimizer(params: list[Any], l2_clip_norm: float, **kwargs: Any) -> 
         expected_batch_size=1,
         **kwargs,
     )
+
+
+def main() -> None:
+    """Measures everything, prints tables and appends the figures."""
+    measured = _command.run(all_subjects(), Sizes(), rich.console.Console())
+    for name in dict.fromkeys(x.measurement for x in measured):
+        rows = [_command.as_json(x) for x in measured if x.measurement == name]
+        results.append("selfcheck_others", measurement=name, results=rows)
+
+
+if __name__ == "__main__":
+    main()
