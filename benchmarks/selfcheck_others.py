@@ -3,7 +3,7 @@
 The measurements of `python -m dpmp selfcheck` are made of dpmp, of its float noise, of
 jax_privacy, and, where it is installed, of Opacus.
 
-    python -m benchmarks.selfcheck_others        # six minutes on two cores
+    python -m benchmarks.selfcheck_others        # three minutes on two cores
 
 Every measurement is appended to benchmarks/results/selfcheck_others.jsonl.
 """

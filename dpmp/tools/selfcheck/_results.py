@@ -45,7 +45,7 @@ class Sizes:
     """
 
     num_entries: int = 20_000
-    num_leaves: int = 3000
+    num_leaves: int = 1000
     largest_batch: int = 4096
     num_training: int = 2**23
     num_test: int = 2**20

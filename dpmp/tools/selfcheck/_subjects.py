@@ -14,10 +14,6 @@ from dpmp.numerics._sums import is_sum
 
 NOISE_MULTIPLIER = 1.0
 
-# XLA takes minutes to compile a program that has so many outputs, and longer than all
-# of its operations one by one.
-_MANY_LEAVES = 300
-
 # Releases that are drawn in one step.
 _STEP_SIZE = 2**18
 
@@ -108,10 +104,7 @@ def sum_fn(fn: Callable[..., Any]) -> SumFn:
     compiled = jax.jit(lambda batch, mask: fn(batch, is_padding_example=mask))
 
     def summed(batch: list[np.ndarray], is_padding: np.ndarray) -> Rows:
-        if len(batch) > _MANY_LEAVES:
-            total = fn(batch, is_padding_example=is_padding)
-        else:
-            total = compiled(batch, is_padding)
+        total = compiled(batch, is_padding)
         return [_rows(x) for x in jax.tree.leaves(total, is_leaf=is_sum)]
 
     return summed
