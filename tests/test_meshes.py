@@ -165,6 +165,7 @@ def test_integers_of_shards_add_up(method, arithmetic, axis_type):
 SPECS = [(P("data"), P()), (P("data"), P("data")), (P(), P("data"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize(("of_batch", "of_params"), SPECS)
@@ -190,6 +191,7 @@ def test_exact_sums_are_the_same_on_any_mesh(
         assert spec[0] == (of_batch[0] if of_batch else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize("microbatch_size", [None, 8])
 @pytest.mark.parametrize("arithmetic", ["float32", "float32x2"])
@@ -220,6 +222,7 @@ def real_values(x):
     return sum(np.asarray(word, np.float64) for word in jax.tree.leaves(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize("microbatch_size", [None, 8])
 def test_bounded_sums_of_sharded_batches(microbatch_size, axis_type):
@@ -311,6 +314,7 @@ def test_noise_is_added_to_explicit_sums(kind, compiled):
     assert jax.typeof(noisy["w"]).sharding.spec == P("data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])
 def test_a_trainer_steps_on_any_mesh(method, axis_type):

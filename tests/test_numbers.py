@@ -407,6 +407,7 @@ def convert(kind, value):
     return number if float(number) == value else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_scalar_of_any_library_means_what_the_python_number_means(name):
     fun, value = CASES[name]

@@ -159,6 +159,7 @@ def test_an_example_that_is_not_finite_contributes_zero(bad):
     )
 
 
+@pytest.mark.slow
 def test_a_contribution_of_many_leaves_is_checked_as_one(multiply_coefficients):
     tree = {str(i): jnp.ones((1, 3), _DTYPES[i % 3]) for i in range(300)}
 
@@ -338,6 +339,7 @@ def test_mapping_over_shards_does_not_change_a_bit(resolution):
     _assert_same(jax.jit(mapped)(batch), fn(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", models.ZOO, ids=lambda model: model.name)
 def test_gradients_are_within_a_unit_of_the_wide_sum(model):
     params, batch = model.init(jnp.bfloat16), model.make_batch(0, 8)
@@ -392,6 +394,7 @@ def test_ordinary_resolutions_need_no_64_bit_numbers(batch):
     assert not [name for name in names if "64" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resolution", [DEFAULT_RESOLUTION, LARGEST_RESOLUTION])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_memory_is_that_of_float32_sums(dtype, resolution):

@@ -149,6 +149,7 @@ def test_functions_with_derivatives_of_their_own_run_as_they_are():
     np.testing.assert_allclose(grad, expected, rtol=0.02, atol=0.05)
 
 
+@pytest.mark.slow
 def test_contractions_of_attention_are_narrow_and_its_softmax_is_not():
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -162,6 +163,7 @@ def test_contractions_of_attention_are_narrow_and_its_softmax_is_not():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "conv", "transformer", "lstm", "vit"])
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])
 def test_models_of_the_zoo_train_privately(name, method):

@@ -87,6 +87,7 @@ _PRODUCTS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [PER_EXAMPLE, 4.0])
 @pytest.mark.parametrize("spec", _PRODUCTS.split())
@@ -227,6 +228,7 @@ def test_loops_branches_and_remat_are_gone_into():
 _ZOO = {model.name: model for model in (*ZOO, *PARAMETER_USES)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 @pytest.mark.parametrize("name", ["mlp", "conv"])
 def test_scales_of_one_example_do_not_depend_on_the_others(name, native):
@@ -267,6 +269,7 @@ def test_products_of_wider_operands_are_left_alone():
     assert (names.count("reduce_precision"), names.count("dot_general")) == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 @pytest.mark.parametrize(
     "name", ["mlp", "conv", pytest.param("decoder-scan", marks=pytest.mark.slow)]
@@ -302,6 +305,7 @@ def test_book_keeping_agrees_and_has_the_same_rules(name, native):
     assert rules == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 def test_products_of_parameters_are_rounded_for_each_example(native):
     """Their gradient is, by a scale of its own, and not that of the sum."""
@@ -329,6 +333,7 @@ def test_products_of_parameters_are_rounded_for_each_example(native):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 def test_the_preset_trains_and_says_if_it_is_emulated(monkeypatch, recwarn, native):
     monkeypatch.setattr(_float8, "is_native", lambda: native)

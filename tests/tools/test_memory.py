@@ -136,6 +136,7 @@ def test_the_table_shows_every_line_and_what_is_not_counted():
     assert "Activations, and what book-keeping records, are not counted" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     ["mixed_bfloat16", "float32", _WITHOUT_MASTERS],
@@ -154,6 +155,7 @@ def test_the_account_is_within_10_percent_where_activations_are_few(policy):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method"),
     [

@@ -17,6 +17,7 @@ from dpmp.tools.selfcheck._subjects import Keys, Releases
 MORE_RELEASES = dataclasses.replace(SIZES, num_training=2**22, num_test=2**18)
 
 
+@pytest.mark.slow
 @by_name(DPMP.releases)
 def test_the_noise_of_dpmp_passes(subject):
     assert all(passed(measure_noise(subject, MORE_RELEASES)))

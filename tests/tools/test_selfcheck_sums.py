@@ -27,6 +27,7 @@ from dpmp.tools.selfcheck._sums import (
 )
 
 
+@pytest.mark.slow
 @by_name(DPMP.sums)
 def test_the_sums_of_dpmp_pass(subject):
     assert all(passed(measure_contributions(subject, SIZES)))

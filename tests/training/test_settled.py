@@ -137,6 +137,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_is_compiled_once_wherever_it_is(place):
     trainer = make_trainer(released_metrics=METRICS)

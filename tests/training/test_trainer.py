@@ -15,7 +15,6 @@ from dpmp import (
     SensitiveOutputs,
     TrainingState,
     _random,
-    training,
 )
 
 NUM_EXAMPLES = 12
@@ -212,6 +211,7 @@ def test_an_empty_batch_changes_nothing_but_the_step():
 # What is added and how much an example can change.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -868,7 +868,7 @@ def test_progress_can_be_turned_off(capsys):
 @pytest.mark.parametrize("noise_multiplier", [0.7, 1.0, 1.37, 2.0, 3.3])
 def test_progress_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
     mechanism = make_trainer(noise_multiplier=noise_multiplier, delta=1e-5).mechanism
-    _, spent, _, final = training._describe_privacy(mechanism, 3, 6).split(" ")
+    _, spent, _, final = _trainer._describe_privacy(mechanism, 3, 6).split(" ")
     for quoted, step in ((spent, 3), (final, 6)):
         epsilon = mechanism.guarantee(step).epsilon
         assert epsilon <= float(quoted) < epsilon + 0.01

@@ -193,10 +193,12 @@ def _assert_same(actual, expected):
 # Against the exact oracle, and in half precision against the model in float32.
 
 
+@pytest.mark.slow
 def test_some_examples_are_clipped_and_some_are_not(case):
     assert 1 <= np.sum(case.is_small) <= _SIZE - 1
 
 
+@pytest.mark.slow
 def test_norms_are_as_good_as_those_of_the_vmap_engine(case):
     _, sensitive = case.run(case.batch)
     expected = reference.per_example_norms(case.wide)
@@ -258,6 +260,7 @@ def test_an_example_contributes_at_most_the_clip_norm(case):
         _assert_clipped(total, norm, case.l2_clip_norm, case.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
 @pytest.mark.parametrize("name", ["mlp", "conv", "weight_norm"])
 def test_a_batch_of_one_contributes_at_most_the_clip_norm(name, dtype):
@@ -374,6 +377,7 @@ def _oracle(batch=_BATCH, l2_clip_norm=0.1, *, loss=_loss, keep=None, divisor=1.
 _TOLERANCE = _CLIPPING_ERROR[jnp.float32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("microbatch_size", "compiled"),
     [(None, True), (1, True), (2, True), (None, False)],
@@ -554,6 +558,7 @@ def test_aux_has_one_leading_axis_of_examples(keep_batch_dim, microbatch_size):
     np.testing.assert_array_equal(aux["param"][0], _PARAMS["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("microbatch_size", "make_key"), [(None, jax.random.key), (2, jax.random.PRNGKey)]
 )
@@ -686,6 +691,7 @@ def test_float64_models_stay_float64():
         reference.assert_trees_close(total, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_windows_of_many_examples_are_seen_a_few_examples_at_a_time():
     def loss(kernel, image):
         return jnp.mean(jnp.tanh(jax.lax.conv(image, kernel, (1, 1), "SAME")))

@@ -41,6 +41,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_are_those_of_jax(program):
     loss, params = PROGRAMS[program]

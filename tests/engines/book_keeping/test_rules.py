@@ -381,6 +381,7 @@ _PROGRAMS = {
 _WITHOUT_SHRINKING = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_examples", [8, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make_program", _PROGRAMS.values(), ids=_PROGRAMS)
 def test_sums_and_norms_are_those_of_the_gradients_that_jax_finds(
@@ -478,6 +479,7 @@ def _sign_of_gradient(w):
 _sign_of_gradient.defvjp(lambda w: (2 * w, None), lambda _, ct: (jnp.sign(ct),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _OTHERS)
 def test_other_equations_have_the_gradients_that_jax_finds(name):
     draw = _Fixed()
