@@ -16,6 +16,7 @@ from dpmp import (
     TrainingState,
     _random,
 )
+from dpmp.training import _trainer
 
 NUM_EXAMPLES = 12
 EPS = 2.0**-23
