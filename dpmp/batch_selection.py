@@ -16,6 +16,8 @@ import numpy as np
 from dpmp import _random, _validate
 from dpmp._numbers import as_number
 
+__all__ = ["PoissonSampling"]
+
 _WORD = 2**64
 
 # Each key and step has two independent streams of random words.

@@ -37,6 +37,8 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._numbers import as_real
 
+__all__ = ["DynamicScale", "LossScale", "ScaleState", "by_loss", "check"]
+
 LossScale: TypeAlias = float | jax.Array | Callable[[jax.Array], jax.Array]
 
 # The largest scale; the smallest scale is its inverse.

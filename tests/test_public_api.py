@@ -82,6 +82,18 @@ def test_all_names_exist_and_are_documented():
         assert getattr(dpmp, name).__doc__, name
 
 
+@pytest.mark.parametrize(
+    "module",
+    filter(inspect.ismodule, (getattr(dpmp, name) for name in dpmp.__all__)),
+    ids=lambda module: module.__name__,
+)
+def test_public_modules_say_what_they_have(module):
+    assert module.__all__ == sorted(module.__all__)
+    for public in module.__all__:
+        assert hasattr(module, public)
+    assert module.__doc__.count("\n\n") >= 1  # a paragraph besides the first line
+
+
 def test_one_neighbouring_relation_is_the_default_everywhere():
     relations = [
         parameter.default

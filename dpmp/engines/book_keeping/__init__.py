@@ -1,5 +1,19 @@
 """Clipped sums of per-example gradients that are never formed.
 
+Book-keeping is chosen by `clipped_grad(..., method="book_keeping")` or
+`DPSGD(..., method="book_keeping")`. To see what it does with each parameter of a loss,
+print a summary; it needs shapes only:
+
+>>> def loss(w, batch):
+...     return jnp.mean((batch @ w) ** 2)
+>>> shapes = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in [(256, 64), (8, 32, 256)]]
+>>> summary = summarize(loss, *shapes)
+>>> print(summary.rows[0].rules, summary.rows[0].forms)
+('dot',) ('gram',)
+
+`measure_extents` tells, on public data, how many gradients "bounded" sums would scale
+down by more than their norm asks for.
+
 Words that all files use:
 
     view       a value that is computed from parameters and constants only
@@ -22,8 +36,8 @@ Modules import only from rows below their own:
     _views   _products
 """
 
-from dpmp.engines.book_keeping._engine import Engine as Engine
-from dpmp.engines.book_keeping._extents import Extents as Extents
-from dpmp.engines.book_keeping._extents import measure_extents as measure_extents
-from dpmp.engines.book_keeping._summary import Summary as Summary
-from dpmp.engines.book_keeping._summary import summarize as summarize
+from dpmp.engines.book_keeping._engine import Engine
+from dpmp.engines.book_keeping._extents import Extents, measure_extents
+from dpmp.engines.book_keeping._summary import Summary, summarize
+
+__all__ = ["Engine", "Extents", "Summary", "measure_extents", "summarize"]

@@ -1,4 +1,7 @@
-"""Which dtypes a device multiplies, how fast and how exactly; what to train in.
+"""Which dtypes a device multiplies, how fast and how exactly.
+
+`print(measure_dtypes())`, or `python -m dpmp devices`, measures this device in some
+seconds and says which policy to train with.
 
 Modules import only from rows below their own:
 
@@ -6,7 +9,7 @@ Modules import only from rows below their own:
     _report   _products
 """
 
-from dpmp.tools.devices._measure import add_devices_command as add_devices_command
-from dpmp.tools.devices._measure import measure_dtypes as measure_dtypes
-from dpmp.tools.devices._report import DeviceReport as DeviceReport
-from dpmp.tools.devices._report import Row as Row
+from dpmp.tools.devices._measure import add_devices_command, measure_dtypes
+from dpmp.tools.devices._report import DeviceReport, Row
+
+__all__ = ["DeviceReport", "Row", "add_devices_command", "measure_dtypes"]

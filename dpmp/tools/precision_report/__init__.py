@@ -1,5 +1,9 @@
 """Where a loss needs more than 16 bits, and how that changes its gradient.
 
+`print(precision_report(loss_fn, params, example))` lists the lines of a loss on which
+16 bits are too few, with advice for each, and compares loss and gradient with float32.
+The data must be public or synthetic: nothing in the report has noise.
+
 Modules import only from rows below their own:
 
     _report
@@ -8,10 +12,14 @@ Modules import only from rows below their own:
     _facts
 """
 
-from dpmp.tools.precision_report._comparison import Comparison as Comparison
-from dpmp.tools.precision_report._comparison import (
-    GradientComparison as GradientComparison,
-)
-from dpmp.tools.precision_report._findings import Finding as Finding
-from dpmp.tools.precision_report._report import PrecisionReport as PrecisionReport
-from dpmp.tools.precision_report._report import precision_report as precision_report
+from dpmp.tools.precision_report._comparison import Comparison, GradientComparison
+from dpmp.tools.precision_report._findings import Finding
+from dpmp.tools.precision_report._report import PrecisionReport, precision_report
+
+__all__ = [
+    "Comparison",
+    "Finding",
+    "GradientComparison",
+    "PrecisionReport",
+    "precision_report",
+]
