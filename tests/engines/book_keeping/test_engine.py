@@ -144,6 +144,7 @@ def _in_float64(x: Any) -> np.ndarray:
 
 # Left to the slow tests: what takes seconds to compile.
 _SLOW = {"decoder", "decoder-tied", "decoder-scan", "decoder-remat"}
+_SLOW |= {"decoder-scan-remat-tied", "group_norm_cnn", "vit", "experts", "nested_loops"}
 
 # Half precision is much the same for models that are much the same.
 _IN_FLOAT16 = {"mlp", "conv", "lstm", "weight_norm", "lora"}
