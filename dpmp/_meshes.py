@@ -79,6 +79,17 @@ def on_automatic_axes(
     return wrapper
 
 
+def freed(x: jax.Array) -> jax.Array:
+    """An array that a function on automatic axes closes over, as it needs it.
+
+    `on_automatic_axes` does so for arguments.
+    """
+    is_explicit = bool(jax.typeof(x).sharding.mesh.explicit_axes)
+    if is_explicit and not jax.sharding.get_abstract_mesh().explicit_axes:
+        return _reshard(x, jax.P(*[None] * x.ndim))
+    return x
+
+
 def shapes(tree: Any) -> Any:
     """The shapes and dtypes of a tree of arrays, without their shardings."""
 

@@ -353,3 +353,32 @@ def test_a_trainer_steps_on_any_mesh(method, axis_type):
         assert jax.typeof(state.params["w"]) == jax.typeof(params["w"])
         # Else the second step would be compiled anew.
         assert jax.tree.map(lambda x: x.sharding, state) == shardings
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "float32"])
+def test_a_traced_clip_norm_may_live_on_an_explicit_mesh(arithmetic):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def put(x, spec):
+        return jax.device_put(x, jax.NamedSharding(mesh, spec))
+
+    def clip(l2_clip_norm, w, x):
+        return clipped_grad(
+            lambda w, x: jnp.sum(x * w),
+            l2_clip_norm=l2_clip_norm,
+            rescale_to_unit_norm=True,
+            arithmetic=arithmetic,
+        )(w, x)
+
+    w, x, c = jnp.zeros(3), jnp.ones((4, 3)), jnp.float32(0.7)
+    expected = jax.jit(clip)(c, w, x)
+    args = put(w, jax.P()), put(x, jax.P("d"))
+    for clip_norm in (c, put(c, jax.P())):
+        for given, wanted in zip(
+            jax.tree.leaves(jax.jit(clip)(clip_norm, *args)),
+            jax.tree.leaves(expected),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(given, wanted)
+    with jax.set_mesh(mesh):
+        jax.jit(lambda c: clip(c, *args))(c)

@@ -23,7 +23,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _validate
+from dpmp import _meshes, _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.numerics._arithmetic import Arithmetic
@@ -109,7 +109,7 @@ class ClipNorms:
     def fit(self, arithmetic: Arithmetic, nan_safe: bool = True) -> Arithmetic:
         """Adapts an arithmetic to sums of gradients that are clipped to these norms."""
         l2_norm_bound = self.l2_norm_bound if nan_safe else math.inf
-        bounds = [bound for bound, _ in self.targets]
+        bounds = [bound for bound, _ in dataclasses.replace(self, traced=None).targets]
         return arithmetic.for_clip_norms(bounds, l2_norm_bound)
 
     def check_prefix_of(self, tree: PyTree) -> None:
@@ -140,8 +140,9 @@ class ClipNorms:
         """
         if self.traced is not None:
             ((bound, cap),) = dataclasses.replace(self, traced=None).targets
-            is_valid = (self.traced >= 1e-15) & (self.traced <= 1e15)
-            return [(bound, jnp.where(is_valid, cap / self.traced, jnp.nan))]
+            clip_norm = _meshes.freed(self.traced)
+            is_valid = (clip_norm >= 1e-15) & (clip_norm <= 1e15)
+            return [(bound, jnp.where(is_valid, cap / clip_norm, jnp.nan))]
         total = math.hypot(*self.norms)
         divisor = self.normalize_by * (total if self.rescale_to_unit_norm else 1.0)
         if divisor == 0:  # in the limit of small clip norms, only directions are left

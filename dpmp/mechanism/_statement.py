@@ -24,7 +24,9 @@ _NEIGHBOURS = {
 _NUMBER_IS_PROTECTED = (
     "The number of examples is protected with them. The settings of the run (sampling "
     "probability, batch sizes, steps) are public, and it is assumed that they were "
-    "chosen without that number, which they would give away."
+    "chosen without that number, which they would give away. (A sampling probability "
+    "that was computed as the expected batch size over that number gives it away to "
+    "those who know both.)"
 )
 
 

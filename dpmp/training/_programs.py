@@ -48,6 +48,9 @@ class Programs:
                 "examples to one size (see dpmp.training.Source), and use another "
                 "DPTrainer for other data."
             )
-        outputs = program(state, batch, jnp.asarray(is_padding), constants)
+        # jax's debug flags look at all results, and would show in an exception that the
+        # gradient or the loss of an example is not finite.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            outputs = program(state, batch, jnp.asarray(is_padding), constants)
         self._compiled[of_state] = compiled  # only a program that ran is worth keeping
         return outputs

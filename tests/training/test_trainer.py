@@ -889,3 +889,17 @@ def test_book_keeping_trains_and_resumes_bit_for_bit():
     resumed = trainer.fit(load(save(half)), data, progress=False)
     assert_bitwise_equal(resumed, whole)
     assert whole.params["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
+def test_debug_flags_show_nothing_of_an_example(flag):
+    data = make_data()
+    data["x"][3] = np.nan if flag == "jax_debug_nans" else np.inf
+    trainer = make_trainer()
+    state = trainer.init(make_params())
+    jax.config.update(flag, True)
+    try:
+        state = trainer.fit(state, data, stop_at=1, progress=False)
+    finally:
+        jax.config.update(flag, False)
+    assert np.all(np.isfinite(state.params["w"]))
