@@ -25,6 +25,14 @@ class Programs:
         self, state: TrainingState, batch: PyTree, is_padding: Any
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """Runs the step; returns the new state and the sensitive losses and norms."""
+        # jax's debug flags look at all arrays, those of the batch and the results. They
+        # would show in an exception that an example, or its gradient, is not finite.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return self._run(state, batch, is_padding)
+
+    def _run(
+        self, state: TrainingState, batch: PyTree, is_padding: Any
+    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         size = self._step.mechanism.padded_batch_size
         sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
         # The message does not show the given size: the number of examples is sensitive.
@@ -48,9 +56,6 @@ class Programs:
                 "examples to one size (see dpmp.training.Source), and use another "
                 "DPTrainer for other data."
             )
-        # jax's debug flags look at all results, and would show in an exception that the
-        # gradient or the loss of an example is not finite.
-        with jax.debug_nans(False), jax.debug_infs(False):
-            outputs = program(state, batch, jnp.asarray(is_padding), constants)
+        outputs = program(state, batch, jnp.asarray(is_padding), constants)
         self._compiled[of_state] = compiled  # only a program that ran is worth keeping
         return outputs

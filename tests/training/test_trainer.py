@@ -895,7 +895,7 @@ def test_book_keeping_trains_and_resumes_bit_for_bit():
 def test_debug_flags_show_nothing_of_an_example(flag):
     data = make_data()
     data["x"][3] = np.nan if flag == "jax_debug_nans" else np.inf
-    trainer = make_trainer()
+    trainer = make_trainer(expected_batch_size=NUM_EXAMPLES)  # every example is drawn
     state = trainer.init(make_params())
     jax.config.update(flag, True)
     try:
