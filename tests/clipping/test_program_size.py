@@ -23,11 +23,15 @@ def num_lines(fun, *args):
 def lines_per_array(batch_size, widths, **kwargs):
     """Of a network of layers of these widths, beyond the plain gradient."""
     params = [jnp.ones((a, b)) for a, b in itertools.pairwise(widths)]
-    batch = jnp.ones((batch_size, widths[0]))
+    return lines_per_layer(
+        jnp.matmul, params, jnp.ones((batch_size, widths[0])), kwargs
+    )
 
+
+def lines_per_layer(layer, params, batch, kwargs):
     def loss(params, x):
         for w in params:
-            x = jnp.tanh(x @ w)
+            x = jnp.tanh(layer(x, w))
         return jnp.mean(jnp.square(x))
 
     clip = dpmp.clipped_grad(loss, l2_clip_norm=1.0, **kwargs)
@@ -69,9 +73,25 @@ def test_clipping_groups_take_few_lines():
     assert (lines([1.0] * 20) - lines(1.0)) / 20 <= 120
 
 
-def test_book_keeping_takes_few_lines():
+def convolution(x, w):
+    return jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "weights", "batch", "dtype", "limit"),
+    [
+        (jnp.matmul, (64, 64), (32, 64), jnp.float32, 60),
+        (jnp.matmul, (64, 64), (32, 8, 64), jnp.bfloat16, 60),
+        (convolution, (3, 3, 16, 16), (32, 8, 8, 16), jnp.float32, 160),
+    ],
+    ids=["dense", "bfloat16", "convolution"],
+)
+def test_book_keeping_takes_few_lines(layer, weights, batch, dtype, limit):
+    params, batch = [jnp.ones(weights, dtype)] * 20, jnp.ones(batch, dtype)
     kwargs = {"method": "book_keeping", "arithmetic": "bounded"}
-    assert lines_per_array(32, [64] * 21, **kwargs) <= 60
+    assert lines_per_layer(layer, params, batch, kwargs) <= limit
 
 
 @pytest.mark.parametrize("size", [100, 20_000])

@@ -10,6 +10,7 @@ axis of a product, the same compiler writes transpositions as concatenations of 
 which take seconds to compile. So products are taken without such axes.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,18 +41,25 @@ def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
     if not is_narrow and operands is values:
         return None
 
-    def wide(*operands: jax.Array) -> jax.Array:
-        return apart(contract(*operands, *numbers)).astype(jnp.bfloat16)
-
-    def plain(*operands: jax.Array) -> jax.Array:
-        (product,) = _interpreter.bind(eqn, operands, dimension_numbers=numbers)
-        return product
-
     if is_narrow:
-        product = jax.lax.platform_dependent(*operands, cpu=wide, default=plain)
+        product = _narrow(*operands, numbers, tuple(sorted(eqn.params.items())))
     else:
-        product = plain(*operands)
+        (product,) = _interpreter.bind(eqn, operands, dimension_numbers=numbers)
     return [product.reshape(eqn.outvars[0].aval.shape)]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))  # one copy for products of a kind
+def _narrow(a: jax.Array, b: jax.Array, numbers: Any, params: Any) -> jax.Array:
+    """A bfloat16 product, taken in float32 on CPUs; `params` are jax's, in pairs."""
+
+    def wide(a: jax.Array, b: jax.Array) -> jax.Array:
+        return apart(contract(a, b, *numbers)).astype(jnp.bfloat16)
+
+    def plain(a: jax.Array, b: jax.Array) -> jax.Array:
+        others = {k: v for k, v in params if k != "dimension_numbers"}
+        return jax.lax.dot_general(a, b, numbers, **others)
+
+    return jax.lax.platform_dependent(a, b, cpu=wide, default=plain)
 
 
 def _without_batches_of_one(

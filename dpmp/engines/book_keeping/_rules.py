@@ -10,6 +10,7 @@ are two taps:
   equations that follow. A view with this tap is "tapped whole".
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -160,18 +161,15 @@ def _convolution(eqn: Any, operand: int) -> OuterRule | None:
         return None
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     shape = [eqn.invars[1].aval.shape[i] for i in numbers.rhs_spec]
-    num_out, num_in, *window = shape
-
-    def in_groups(x: jax.Array, num_channels: int) -> jax.Array:
-        """(batch, channels, *space) to (groups, positions, channels)."""
-        x = x.reshape(x.shape[0], groups, num_channels, -1).transpose(1, 0, 3, 2)
-        return jax.lax.collapse(x, 1, 3)
+    num_in, *window = shape[1:]
+    geometry = _Geometry(
+        groups, tuple(window), *(tuple(params[name]) for name in _Geometry._fields[2:])
+    )
 
     def factors(records: list[jax.Array], cotangent: jax.Array) -> Any:
         x = records[0].transpose(numbers.lhs_spec)
-        seen = _seen_from_each_place(x, window, params)
-        right = in_groups(cotangent.transpose(numbers.out_spec), num_out // groups)
-        return [in_groups(x, num_in) for x in seen], right
+        right = _in_groups(cotangent.transpose(numbers.out_spec), groups)
+        return _seen_from_each_place(x, geometry), right
 
     def to_view(grad: jax.Array) -> jax.Array:
         # Axes: groups, places in the window, input channels, output channels.
@@ -183,33 +181,52 @@ def _convolution(eqn: Any, operand: int) -> OuterRule | None:
     return OuterRule("convolution", operand, 0, Outer(factors, to_view, None))
 
 
-def _seen_from_each_place(
-    x: jax.Array, window: Sequence[int], params: dict[str, Any]
-) -> list[jax.Array]:
-    """The input at each place in the window: (batch, channels, *outputs) each."""
+class _Geometry(NamedTuple):
+    """What a convolution sees: its groups, its window, and parameters of jax."""
+
+    groups: int
+    window: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    window_strides: tuple[int, ...]
+
+
+@functools.partial(jax.jit, static_argnums=1)  # one copy for all layers of one shape
+def _seen_from_each_place(x: jax.Array, geometry: _Geometry) -> list[jax.Array]:
+    """The input at each place in the window: (groups, positions, channels) each."""
     padding = [(0, 0, 0)] * 2 + [
         (low, high, dilation - 1)
         for (low, high), dilation in zip(
-            params["padding"], params["lhs_dilation"], strict=True
+            geometry.padding, geometry.lhs_dilation, strict=True
         )
     ]
     padded = jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
-    strides, dilation = params["window_strides"], params["rhs_dilation"]
-    spans = [(n - 1) * step for n, step in zip(window, dilation, strict=True)]
+    window, strides = geometry.window, geometry.window_strides
+    steps = geometry.rhs_dilation
+    spans = [(n - 1) * step for n, step in zip(window, steps, strict=True)]
     num_out = [
         (n - span - 1) // stride + 1
         for n, span, stride in zip(padded.shape[2:], spans, strides, strict=True)
     ]
     seen = []
     for place in itertools.product(*map(range, window)):
-        starts = [i * step for i, step in zip(place, dilation, strict=True)]
+        starts = [i * step for i, step in zip(place, steps, strict=True)]
         limits = [
             start + (n - 1) * stride + 1
             for start, n, stride in zip(starts, num_out, strides, strict=True)
         ]
         corner, end = (0, 0, *starts), (*padded.shape[:2], *limits)
-        seen.append(jax.lax.slice(padded, corner, end, (1, 1, *strides)))
+        at_place = jax.lax.slice(padded, corner, end, (1, 1, *strides))
+        seen.append(_in_groups(at_place, geometry.groups))
     return seen
+
+
+def _in_groups(x: jax.Array, groups: int) -> jax.Array:
+    """(batch, channels, *space) to (groups, positions, channels)."""
+    batch_size, num_channels = x.shape[:2]
+    x = x.reshape(batch_size, groups, num_channels // groups, -1)
+    return jax.lax.collapse(x.transpose(1, 0, 3, 2), 1, 3)
 
 
 _OUTER_RULES = {

@@ -63,22 +63,26 @@ def _of_site(
         weighted = _select(keep, _scale(right, coefs))
         return site.outer.to_view(_scatter(left[0], weighted, site.outer.num_rows))
 
-    def product(first: jax.Array, second: jax.Array) -> jax.Array:
-        dtype = _weighted_dtype(first, second)
-        first = _select(keep, _scale(first, coefs)).astype(dtype)
-        return _contract(first, _select(keep, second))
-
     # The smaller factor is weighted, since the weighted one has to be written again.
     if len(left) == 1 and left[0].size <= right.size:
-        total = _products.apart(product(left[0], right))
+        total = _products.apart(_weighted_product(left[0], right, coefs, keep))
     else:
-        totals = [product(right, part) for part in left]
+        totals = [_weighted_product(right, part, coefs, keep) for part in left]
         total = _products.apart(jnp.concatenate(totals, axis=2))
         total = jnp.swapaxes(total, 1, 2)
     return site.outer.to_view(total)
 
 
 @jax.jit  # a program has one copy for all arrays of one shape
+def _weighted_product(
+    first: jax.Array, second: jax.Array, coefs: jax.Array, keep: jax.Array
+) -> jax.Array:
+    dtype = _weighted_dtype(first, second)
+    first = _select(keep, _scale(first, coefs)).astype(dtype)
+    return _contract(first, _select(keep, second))
+
+
+@jax.jit
 def _scale(x: jax.Array, coefs: jax.Array) -> jax.Array:
     x = x.astype(at_least_float32(x.dtype))
     return coefs.astype(x.dtype).reshape(-1, *[1] * (x.ndim - 1)) * x
