@@ -36,14 +36,13 @@ class Loop(NamedTuple):
 
 
 class SubProgram(NamedTuple):
-    """A program that an equation runs.
+    """A program that an equation runs; for a loop, see also `Loop`.
 
     Attributes:
       jaxpr: the jaxpr of the program.
       invars: for each of its arguments the operand of the equation, or None if unknown.
-      num_consts: the number of arguments that every iteration receives unchanged.
-      num_carry: the number of arguments, after these, that are carried between
-        iterations; 0 without a loop.
+      num_consts: as for `Loop`; 0 without a loop.
+      num_carry: as for `Loop`; 0 without a loop.
       length: the number of iterations, or None if it depends on data.
       has_results: whether its results are those of the equation.
     """
@@ -60,8 +59,7 @@ def has_body(eqn: Any) -> bool:
     """Whether an equation runs programs of its own: a loop, a branch, a custom rule."""
     return any(
         callable(part) or hasattr(part, "eqns") or hasattr(part, "jaxpr")
-        for value in eqn.params.values()
-        for part in (value if isinstance(value, tuple) else (value,))
+        for part in _parts_of(eqn.params)
         if not isinstance(part, type)
     )
 
@@ -110,7 +108,15 @@ def sub_programs(eqn: Any) -> list[SubProgram]:
         rest = operands[num_cond:]
         return [cond, SubProgram(body, rest, num_body, len(carry), None)]
     given = operands[1:] if eqn.primitive.name == "cond" else operands
-    return [_called(jaxpr, given, eqn) for jaxpr in _jaxprs_in(params)]
+    return [
+        SubProgram(
+            jaxpr,
+            given if len(jaxpr.invars) == len(given) else [None] * len(jaxpr.invars),
+            has_results=len(jaxpr.outvars) == len(eqn.outvars),
+        )
+        for jaxpr in (getattr(part, "jaxpr", part) for part in _parts_of(params))
+        if hasattr(jaxpr, "eqns")
+    ]
 
 
 def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
@@ -121,21 +127,13 @@ def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def _jaxprs_in(params: dict[str, Any]) -> list[Any]:
-    parts = [
+def _parts_of(params: dict[str, Any]) -> list[Any]:
+    """The values of parameters, and those in tuples."""
+    return [
         part
         for value in params.values()
         for part in (value if isinstance(value, tuple | list) else (value,))
     ]
-    jaxprs = [getattr(part, "jaxpr", part) for part in parts]
-    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
-
-
-def _called(jaxpr: Any, operands: Sequence[Any], eqn: Any) -> SubProgram:
-    fits = len(jaxpr.invars) == len(operands)
-    has_results = len(jaxpr.outvars) == len(eqn.outvars)
-    invars = operands if fits else [None] * len(jaxpr.invars)
-    return SubProgram(jaxpr, invars, has_results=has_results)
 
 
 def bind_bodies(
@@ -145,11 +143,8 @@ def bind_bodies(
 ) -> list[Any]:
     """Evaluates an equation, but runs calls, loops and branches by `run_body`.
 
-    Args:
-      eqn: any equation.
-      values: the values of its operands, in their dtypes in the program.
-      run_body: `run_body(closed, values)` returns the outputs of a closed jaxpr, in
-        their shapes and dtypes in that jaxpr.
+    `run_body(closed, values)` returns the outputs of a closed jaxpr. All values have
+    their dtypes in the program.
     """
     if eqn.primitive.name in CALLS:
         return run_body(callee(eqn), values)
@@ -191,8 +186,9 @@ def _stack_once(
     consts = values[: loop.num_consts]
     carry = values[loop.num_consts : loop.num_consts + loop.num_carry]
     stacked = loop.body.jaxpr.outvars[loop.num_carry :]
-    places = {atom: i for i, atom in reversed([*enumerate(map(_name_of, stacked))])}
-    kept = sorted(places.values())
+    # The same output may be there more than once.
+    names = [id(atom) if is_literal(atom) else atom for atom in stacked]
+    kept = sorted(map(names.index, set(names)))
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         outputs = run_body(loop.body, [*consts, *carry, *xs])
@@ -201,10 +197,5 @@ def _stack_once(
 
     xs = values[loop.num_consts + loop.num_carry :]
     carry, ys = jax.lax.scan(body, carry, xs, **loop.options)
-    by_place = dict(zip(kept, ys, strict=True))
-    return [*carry, *(by_place[places[_name_of(atom)]] for atom in stacked)]
-
-
-def _name_of(atom: Any) -> Any:
-    """A key that is equal for two outputs if they are the same."""
-    return id(atom) if is_literal(atom) else atom
+    by_name = {names[i]: y for i, y in zip(kept, ys, strict=True)}
+    return [*carry, *map(by_name.__getitem__, names)]

@@ -24,7 +24,7 @@ from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.programs import _bodies, _float8_product, _interpreter
-from dpmp.programs._float8_product import PER_EXAMPLE
+from dpmp.programs._float8_product import COTANGENTS, OPERANDS, PER_EXAMPLE
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -69,23 +69,20 @@ def with_float8_products(
     largest_size = jnp.dtype(widest).itemsize
 
     def is_rounded(eqn: Any) -> bool:
-        if eqn.primitive.name not in _PRODUCTS:
-            return False
-        dtypes = [v.aval.dtype for v in eqn.invars]
-        return all(
-            jnp.issubdtype(x, jnp.floating) and x.itemsize <= largest_size
-            for x in dtypes
+        return eqn.primitive.name in _PRODUCTS and all(
+            jnp.issubdtype(v.aval.dtype, jnp.floating)
+            and v.aval.dtype.itemsize <= largest_size
+            for v in eqn.invars
         )
 
     def product(eqn: Any, operands: list[jax.Array]) -> jax.Array:
         is_asked_for = is_native() if native is None else native
         if not is_asked_for or eqn.primitive.name != "dot_general":
-            (result,) = _interpreter.bind(eqn, operands)
-            return result
+            return _interpreter.bind(eqn, operands)[0]
         return _float8_product.dot_general(
             *operands,
             dimension_numbers=eqn.params["dimension_numbers"],
-            dtype=eqn.outvars[0].aval.dtype,
+            result=eqn.outvars[0].aval,
             scale=scale,
         )
 
@@ -122,7 +119,7 @@ def check_scale(scale: str | float | None) -> str | float | None:
 def _with_rounded_value(x: jax.Array, scale: str | float) -> jax.Array:
     """Rounds a value; gradients pass as if it had not been rounded."""
     constant = jax.lax.stop_gradient(x)
-    return _float8_product.rounded_operand(constant, scale) + (x - constant)
+    return _float8_product.round_to(constant, OPERANDS, scale) + (x - constant)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -131,15 +128,11 @@ def _with_rounded_cotangent(scale: str | float, x: jax.Array) -> jax.Array:
     return x
 
 
-def _keep_nothing(scale: str | float, x: jax.Array) -> tuple[jax.Array, None]:
-    del scale
-    return x, None
-
-
 def _round_cotangent(
     scale: str | float, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array]:
-    return (_float8_product.rounded_cotangent(cotangent, scale),)
+    scale = _float8_product.of_cotangents(scale)
+    return (_float8_product.round_to(cotangent, COTANGENTS, scale),)
 
 
-_with_rounded_cotangent.defvjp(_keep_nothing, _round_cotangent)
+_with_rounded_cotangent.defvjp(lambda _, x: (x, None), _round_cotangent)

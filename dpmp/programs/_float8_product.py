@@ -17,15 +17,16 @@ PER_EXAMPLE = "per_example"
 # The name of `dot_general` in programs, by which book-keeping finds it.
 NAME = "dpmp.float8_product"
 
-_OPERANDS = jnp.float8_e4m3fn
-_COTANGENTS = jnp.float8_e5m2
+# Cotangents have less precision and more range.
+OPERANDS, COTANGENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def rounded_operand(x: jax.Array, scale: str | float) -> jax.Array:
-    """Rounds an array to the nearest numbers of the format of operands.
+def round_to(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
+    """Rounds an array to the nearest numbers of a format, times a power of two.
 
     Args:
       x: float array.
+      dtype: the format, `OPERANDS` or `COTANGENTS`.
       scale: the factor for `x` before it is rounded. `PER_EXAMPLE` stands for the
         largest power of two that leaves all entries in range.
 
@@ -33,34 +34,16 @@ def rounded_operand(x: jax.Array, scale: str | float) -> jax.Array:
       An array of the dtype of `x`. A finite number out of range becomes the largest
       number of the format. Infinity and NaN stay.
     """
-    return _rounded(x, _OPERANDS, scale)
-
-
-def rounded_cotangent(x: jax.Array, scale: str | float) -> jax.Array:
-    """Rounds an array to the format of cotangents: more range, less precision.
-
-    Args:
-      x: float array.
-      scale: the scale of operands. With `PER_EXAMPLE`, the cotangent gets a scale of
-        its own. A number does not apply to cotangents, since a loss scale moves all of
-        them.
-
-    Returns:
-      As for `rounded_operand`.
-    """
-    return _rounded(x, _COTANGENTS, _of_cotangents(scale))
-
-
-def _of_cotangents(scale: str | float) -> str | float:
-    return scale if scale == PER_EXAMPLE else 1.0
-
-
-def _rounded(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
     wide = x.astype(jnp.float32)
     exponent = _exponent(wide, dtype, scale)
-    rounded = _to_grid(wide * _power_of_two(exponent), jnp.finfo(dtype))
-    rounded = rounded * _power_of_two(-exponent)
-    return jnp.where(jnp.isfinite(x), rounded.astype(x.dtype), x)
+    numbers = _to_grid(wide * _power_of_two(exponent), jnp.finfo(dtype))
+    numbers = numbers * _power_of_two(-exponent)
+    return jnp.where(jnp.isfinite(x), numbers.astype(x.dtype), x)
+
+
+def of_cotangents(scale: str | float) -> str | float:
+    """The scale of cotangents: a number does not apply, as a loss scale moves them."""
+    return scale if scale == PER_EXAMPLE else 1.0
 
 
 def _to_grid(x: jax.Array, format: Any) -> jax.Array:
@@ -75,9 +58,8 @@ def _to_grid(x: jax.Array, format: Any) -> jax.Array:
 def _exponent(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
     """Returns the exponent of the power of two to multiply by.
 
-    If `scale` is a number, this is its exponent. Otherwise it is that of the largest
-    power of two that leaves all entries in range. For an array that is rounded already,
-    this is the power it was rounded with, or a larger one, so the array stays exact.
+    For an array that is rounded already, `PER_EXAMPLE` gives the power it was rounded
+    with, or a larger one, so the array stays exact.
     """
     if not isinstance(scale, str):
         return jnp.int32(round(math.log2(scale)))
@@ -101,7 +83,7 @@ def dot_general(
     y: jax.Array,
     *,
     dimension_numbers: Any,
-    dtype: Any,
+    result: Any,
     scale: str | float,
 ) -> jax.Array:
     """Computes `jax.lax.dot_general` from 8-bit products that are summed in float32.
@@ -114,46 +96,30 @@ def dot_general(
       x: float array, rounded.
       y: float array, rounded.
       dimension_numbers: as for `jax.lax.dot_general`.
-      dtype: the dtype of the result.
+      result: the shape and dtype of the result.
       scale: the scale that the operands were rounded with.
-
-    Returns:
-      An array of dtype `dtype`.
     """
     contracted, batch = dimension_numbers
-    left = _ordered(x, batch[0], contracted[0])
-    right = _ordered(y, batch[1], contracted[1])
-    config = _Config(scale, jnp.dtype(dtype), x.dtype, y.dtype)
-    result = _product(config, left.array, right.array)
-    return result.reshape(*left.batch, *left.free, *right.free)
+    config = _Config(scale, jnp.dtype(result.dtype), x.dtype, y.dtype)
+    left, right = map(_ordered, (x, y), batch, contracted)
+    return _product(config, left, right).reshape(result.shape)
 
 
 def dimension_numbers(ndim: int) -> Any:
     """The dimension numbers of the product that programs call `NAME`.
 
-    The last axes are contracted. The first axis, if there are three, is a batch axis.
-
-    Args:
-      ndim: the number of axes of each operand: 3, or 2 without a batch.
+    The last axes are contracted. The first of three axes is a batch axis.
     """
     batch = tuple(range(ndim - 2))
     return ((ndim - 1,), (ndim - 1,)), (batch, batch)
 
 
-class _Ordered(NamedTuple):
-    """An operand whose axes are: batch (if there is any), free, contracted."""
-
-    array: jax.Array
-    batch: list[int]
-    free: list[int]
-
-
-def _ordered(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> _Ordered:
+def _ordered(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> Any:
+    """Joins axes, so that there are: batch (if there is any), free, contracted."""
     free = [i for i in range(x.ndim) if i not in (*batch, *contracted)]
-    sizes = [[x.shape[i] for i in axes] for axes in (batch, free, contracted)]
-    shape = [math.prod(part) for part in sizes]
-    array = x.transpose(*batch, *free, *contracted)
-    return _Ordered(array.reshape(shape if batch else shape[1:]), *sizes[:2])
+    parts = [axes for axes in (batch, free, contracted) if axes is not batch or axes]
+    shape = [math.prod(x.shape[i] for i in axes) for axes in parts]
+    return x.transpose(*batch, *free, *contracted).reshape(shape)
 
 
 class _Config(NamedTuple):
@@ -206,7 +172,7 @@ def _contract(x: _Float8, y: _Float8, dtype: Any) -> jax.Array:
 def _forward(
     config: _Config, x: jax.Array, y: jax.Array
 ) -> tuple[jax.Array, tuple[_Float8, _Float8]]:
-    left, right = (_to_float8(a, _OPERANDS, config.scale) for a in (x, y))
+    left, right = (_to_float8(a, OPERANDS, config.scale) for a in (x, y))
     return _contract(left, right, config.dtype), (left, right)
 
 
@@ -214,7 +180,7 @@ def _backward(
     config: _Config, operands: tuple[_Float8, _Float8], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     left, right = operands
-    ct = _to_float8(cotangent, _COTANGENTS, _of_cotangents(config.scale))
+    ct = _to_float8(cotangent, COTANGENTS, of_cotangents(config.scale))
     return (
         _contract(ct, right.transposed(), config.left_dtype),
         _contract(ct.transposed(), left.transposed(), config.right_dtype),

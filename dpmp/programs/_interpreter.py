@@ -61,16 +61,10 @@ def _is_known_number(eqn: Any, values: list[Any]) -> bool:
 def run(
     closed: Any, args: Sequence[Any], evaluate: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Runs the equations of a closed jaxpr on values of any kind.
+    """Runs the equations of a closed jaxpr on values of any kind; returns the outputs.
 
-    Args:
-      closed: closed jaxpr.
-      args: the values of its arguments.
-      evaluate: `evaluate(eqn, values)` returns the values of an equation's outputs.
-        Constants and literals are passed as they are.
-
-    Returns:
-      The values of the outputs.
+    `evaluate(eqn, values)` returns the values of an equation's outputs. Constants and
+    literals are passed as they are.
     """
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))

@@ -10,13 +10,8 @@ import jax
 def source_line(eqn: Any, caller: tuple[str, int] | None) -> tuple[str, int]:
     """Returns the file and line that produced an equation.
 
-    Args:
-      eqn: any equation.
-      caller: the user's line that called the program of the equation, or None. An
-        equation does not know this line itself.
-
-    Returns:
-      The user's line, or `caller`, or a line in an installed package other than jax.
+    This is the user's line, or that of the `caller` of the equation's program, which an
+    equation does not know itself, or a line in an installed package other than jax.
     """
     known = user_line(eqn) or caller or _line(eqn, _OUR_FILES + _JAX_FILES)
     return ("unknown", 0) if known is None else known

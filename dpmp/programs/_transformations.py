@@ -22,13 +22,8 @@ def hoist_constants(
     Two kinds of arrays stay in the program: those in the rules of a custom derivative,
     and those in a function under `jax.jit` inside of a loop or a branch.
 
-    Args:
-      fun: a traceable function.
-      *example_args: arguments, or `jax.ShapeDtypeStruct`s. The result accepts these
-        shapes and dtypes only.
-
-    Returns:
-      `hoisted(constants, *args)` and `constants`.
+    Returns `hoisted(constants, *args)` and `constants`. It accepts the shapes and
+    dtypes of the example arguments only.
     """
     closed, out_treedef = trace(fun, *example_args)
 
@@ -46,14 +41,9 @@ def rewrite(
 ) -> Callable[..., PyTree]:
     """Makes a function in which some equations are evaluated in another way.
 
-    Args:
-      fun: a traceable function. The result need not be differentiable.
-      replace: `replace(eqn, values)` returns the values of an equation's outputs, in
-        the same shapes and dtypes, or None to leave the equation as it is. It is also
-        called for the equations inside of loops and branches.
-
-    Returns:
-      A function of the same arguments.
+    `replace(eqn, values)` returns the values of an equation's outputs, in the same
+    shapes and dtypes, or None to leave the equation as it is. It is also called for the
+    equations inside of loops and branches. The result need not be differentiable.
     """
 
     def run_body(body: Any, values: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import dpmp
 from dpmp import DPSGD, DPTrainer, Policy, book_keeping
 from dpmp.programs import _float8
 from dpmp.programs._float8 import is_native, with_float8_products
-from dpmp.programs._float8_product import PER_EXAMPLE, _rounded, _to_float8
+from dpmp.programs._float8_product import PER_EXAMPLE, _to_float8, round_to
 
 FORMATS = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 
@@ -24,7 +24,7 @@ FORMATS = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_rounds_to_the_nearest_number_of_the_format(name, dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=500), dtype)
-    rounded = _rounded(x, FORMATS[name], 1.0)
+    rounded = round_to(x, FORMATS[name], 1.0)
     expected = np.asarray(x, np.float32).astype(getattr(ml_dtypes, name))
     np.testing.assert_array_equal(
         np.asarray(rounded, np.float32), expected.astype(np.float32)
@@ -34,32 +34,32 @@ def test_rounds_to_the_nearest_number_of_the_format(name, dtype):
 @pytest.mark.parametrize("size", [1e-30, 3e-5, 1.0, 7e4, 1e30])
 def test_a_scale_of_its_own_makes_an_array_of_any_size_fit(size):
     x = jnp.float32(size) * jnp.linspace(-1, 1, 99)
-    rounded = _rounded(x, jnp.float8_e4m3fn, PER_EXAMPLE)
+    rounded = round_to(x, jnp.float8_e4m3fn, PER_EXAMPLE)
     # Three bits after the point, half a unit; the smallest is 2^-15 of the largest.
     np.testing.assert_allclose(rounded, x, rtol=2.0**-4, atol=2.0**-15 * size)
     assert jnp.max(jnp.abs(rounded - x)) > 0
 
 
 def test_a_static_scale_stops_at_the_largest_number():
-    rounded = _rounded(jnp.float32([1e6, -300.0, 1e-3]), jnp.float8_e4m3fn, 2.0)
+    rounded = round_to(jnp.float32([1e6, -300.0, 1e-3]), jnp.float8_e4m3fn, 2.0)
     np.testing.assert_array_equal(rounded, [224.0, -224.0, 2.0**-10])
 
 
 @pytest.mark.parametrize("scale", [PER_EXAMPLE, 1.0])
 def test_what_is_not_finite_stays_so_and_zeros_and_nothing_stay_too(scale):
     x = jnp.float32([jnp.inf, -jnp.inf, jnp.nan, 1.0])
-    rounded = _rounded(x, jnp.float8_e4m3fn, scale)
+    rounded = round_to(x, jnp.float8_e4m3fn, scale)
     np.testing.assert_array_equal(rounded, x)
     np.testing.assert_array_equal(
-        _rounded(jnp.zeros(3), jnp.float8_e4m3fn, scale), [0, 0, 0]
+        round_to(jnp.zeros(3), jnp.float8_e4m3fn, scale), [0, 0, 0]
     )
-    assert _rounded(jnp.zeros((0, 3)), jnp.float8_e4m3fn, scale).shape == (0, 3)
+    assert round_to(jnp.zeros((0, 3)), jnp.float8_e4m3fn, scale).shape == (0, 3)
 
 
 def _by_hand(w, x, cotangent):
     """A product and its gradients, of rounded numbers."""
-    w8, x8 = (_rounded(a, jnp.float8_e4m3fn, PER_EXAMPLE) for a in (w, x))
-    c8 = _rounded(cotangent, jnp.float8_e5m2, PER_EXAMPLE)
+    w8, x8 = (round_to(a, jnp.float8_e4m3fn, PER_EXAMPLE) for a in (w, x))
+    c8 = round_to(cotangent, jnp.float8_e5m2, PER_EXAMPLE)
     return x8 @ w8, x8.T @ c8, c8 @ w8.T
 
 
@@ -129,7 +129,7 @@ def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale, dtype, n
     x[:100, 0] = largest * 2.0 ** rng.integers(-30, -20, size=100)
     x[::3] *= 1 + 2.0**-6
     x = jnp.asarray(x, dtype)
-    rounded = jax.vmap(lambda x: _rounded(x, FORMATS[name], scale))(x)
+    rounded = jax.vmap(lambda x: round_to(x, FORMATS[name], scale))(x)
     numbers, exponents = jax.vmap(lambda x: _to_float8(x, FORMATS[name], scale))(
         rounded
     )
@@ -252,7 +252,7 @@ def test_scales_of_one_example_do_not_depend_on_the_others(name, native):
     assert jnp.all(norms(batch)[1:] != norms(larger)[1:])
     for x in jax.tree.leaves(larger):
         if jnp.issubdtype(x.dtype, jnp.floating):
-            assert not jnp.any(_rounded(x, jnp.float8_e4m3fn, PER_EXAMPLE)[0])
+            assert not jnp.any(round_to(x, jnp.float8_e4m3fn, PER_EXAMPLE)[0])
 
 
 def test_products_of_wider_operands_are_left_alone():
