@@ -50,7 +50,8 @@ from benchmarks import models, results, timing
 from dpmp import book_keeping
 from dpmp._fence import behind_a_branch
 from dpmp.engines._signature import Signature, check_loss
-from dpmp.engines.book_keeping import _engine, _kept, _norms, _products
+from dpmp.engines.book_keeping import _engine, _norms, _products, _terms
+from dpmp.engines.book_keeping._sites import Recorded
 from dpmp.numerics._arithmetic import parse
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -272,8 +273,8 @@ def measure_layer(
     program = _engine.analyse(lambda w, x: (jnp.sum((x @ w).astype(float)), ()), w, x)
     (site,), (chosen,) = program.plan.sites, program.terms
     terms = {
-        "gram": _norms.gram_term([site], {0: False}, 0, [x]),
-        "kept": _kept.kept_term(site, 0, 0, [x]),
+        "gram": _norms.gram_term({0: site}, [False], 0),
+        "kept": _terms.kept_term(0, site, 0),
     }
     keys = jax.random.split(jax.random.key(0))
     shape = (batch_size, length, width)
@@ -299,12 +300,12 @@ def _clipped_sum(
     program: _engine.Program, term: _norms.Term, w: jax.Array, *recorded: jax.Array
 ) -> Any:
     """Of what was recorded of a layer, with its norms computed by some term."""
-    sites = _kept.dense_if_kept([term], program.plan.sites)
+    sites = _terms.dense_if_kept([term], program.plan.sites)
     program = dataclasses.replace(program, terms=[term], sites=sites)
-    x, cotangents = recorded
     kept = behind_a_branch(
-        lambda: _kept.keep([term], program.plan.sites, ([x], [cotangents])), recorded
+        lambda: _terms.keep([term], program.plan.sites, [Recorded(*recorded)]), recorded
     )
+    x, _ = recorded
     grads = _engine.BookKeptGrads(jnp.zeros(len(x)), (), program, w, kept)
     one_group = jax.tree.structure(0)
     (norm,) = grads.squared_norms(one_group)

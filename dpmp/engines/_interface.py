@@ -23,7 +23,7 @@ class PerExampleGrads(Protocol):
     """
 
     @property
-    def values(self) -> Any:
+    def values(self) -> jax.Array | None:
         """Per-example losses, (B,)."""
         ...
 

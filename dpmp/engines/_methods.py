@@ -12,14 +12,14 @@ from dpmp.engines._interface import GradEngine
 from dpmp.engines._signature import Signature, check_loss
 from dpmp.loss_scaling import LossScale
 
-_METHODS = ("per_example", "book_keeping")
+METHODS = ("per_example", "book_keeping")
 
 
 def check_method(method: str, pre_clipping_transform: Any = None) -> None:
     """Raises ValueError for an unknown method, or one that cannot apply a transform."""
     _validate.require(
-        method in _METHODS,
-        f"method must be one of {list(_METHODS)}",
+        method in METHODS,
+        f"method must be one of {list(METHODS)}",
         method=method,
         fix='Use "book_keeping" for speed, "per_example" for exact sums.',
     )
@@ -47,15 +47,14 @@ def make_engine(
       fun: the loss, as users write it.
       signature: the signature of `fun`.
       method: the name of the engine.
-      is_bounded: whether the engine must compute its norms as upper bounds that include
-        rounding errors.
+      is_bounded: whether norms must be upper bounds that include rounding errors.
       loss_scale: the factor by which the loss is multiplied before differentiation.
       transform: a function that is applied to the gradient of each example.
       spmd_axis_name: as in `jax.vmap`.
 
     Returns:
-      The engine, and a function that returns the size of the largest microbatch from
-      the arguments of the engine. This function is None if there is no limit.
+      The engine, and a function from its arguments to the largest microbatch size, or
+      None if there is no limit.
     """
     loss_fn = signature.of_one_example(fun, check_loss)
     if loss_scale is not None:

@@ -37,7 +37,7 @@ class StackedGrads:
       stack: the tree to clip. Its leaves are `StoredArray`s of shape (B, ...).
     """
 
-    values: Any
+    values: jax.Array | None
     aux: PyTree
     stack: PyTree
 
@@ -61,7 +61,10 @@ class StackedGrads:
             sums_of.admit(group.arrays, coef, keep, i)
             for i, (group, coef) in enumerate(zip(groups, coefs, strict=True))
         ]
-        masks = behind_a_branch(lambda: [_as_bits(x) for x in counted], counted)
+        # All bits are set for an example that is selected, none for the others.
+        masks = behind_a_branch(
+            lambda: [-x.astype(jnp.int32) for x in counted], counted
+        )
         (batch_size,) = keep.shape
         size = _reduction.block_size(batch_size)
 
@@ -77,12 +80,12 @@ class StackedGrads:
                 ]
             return sums
 
-        sums = iter(
-            _reduction.sum_examples(add_blocks, batch_size // size, add=sums_of.add)
+        totals = _reduction.sum_examples(
+            add_blocks, batch_size // size, add=sums_of.add
         )
-        return jax.tree.unflatten(
-            prefix,
-            [group.unpack([next(sums) for _ in group.arrays]) for group in groups],
+        sums = iter(totals)
+        return prefix.unflatten(
+            group.unpack([next(sums) for _ in group.arrays]) for group in groups
         )
 
     def _groups(self, prefix: Any) -> list["_Group"]:
@@ -109,11 +112,6 @@ def _add_block(
 
     rows = rows_of_block(bits, indices)
     return arithmetic.add_block(list(map(term, rows, coefs, masks)))
-
-
-def _as_bits(is_selected: jax.Array) -> jax.Array:
-    """Converts a bool to int32: all bits are set for True, none for False."""
-    return -is_selected.astype(jnp.int32)
 
 
 def _select(x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -174,8 +172,7 @@ class _Group(NamedTuple):
 def store_one(tree: PyTree) -> StackedGrads:
     """Wraps the gradient of one example as a batch of one."""
     stack, _ = compute_and_store(
-        lambda: (jax.tree.map(lambda x: jnp.asarray(x)[None], tree), None),
-        tree,
+        lambda: (jax.tree.map(lambda x: jnp.asarray(x)[None], tree), None), tree
     )
     return StackedGrads(None, None, stack)
 
@@ -188,26 +185,18 @@ def stack_engine(
 ) -> GradEngine:
     """Makes an engine that maps `fun` over the examples of a batch.
 
-    Args:
-      fun: takes the arguments of one example and returns (tree to clip, (value, aux)).
-      signature: the signature of `fun`.
-      spmd_axis_name: as in `jax.vmap`.
-
-    Returns:
-      A function that takes the arguments of `fun`, batched, and returns `StackedGrads`.
+    `fun` takes the arguments of one example and returns (tree to clip, (value, aux)).
     """
 
     def engine(*args: Any, **kwargs: Any) -> StackedGrads:
-        in_axes = [0 if i in signature.of_examples else None for i in range(len(args))]
-
-        def compute():
-            return jax.vmap(
-                functools.partial(fun, **kwargs),
-                in_axes=in_axes,
-                spmd_axis_name=spmd_axis_name,
-            )(*args)
-
-        stack, (values, aux) = compute_and_store(compute, (args, kwargs))
+        mapped = jax.vmap(
+            functools.partial(fun, **kwargs),
+            in_axes=[
+                0 if i in signature.of_examples else None for i in range(len(args))
+            ],
+            spmd_axis_name=spmd_axis_name,
+        )
+        stack, (values, aux) = compute_and_store(lambda: mapped(*args), (args, kwargs))
         return StackedGrads(values, aux, stack)
 
     return engine

@@ -23,15 +23,9 @@ _LARGEST_COEFFICIENT = 2.0**100
 def scaled(
     loss_fn: Callable[..., tuple[jax.Array, PyTree]], loss_scale: loss_scaling.LossScale
 ) -> Callable[..., tuple[jax.Array, tuple[PyTree, jax.Array, jax.Array]]]:
-    """Multiplies the loss of one example by a scale.
+    """Multiplies the loss of one example by a power of two, or a function of the loss.
 
-    Args:
-      loss_fn: returns the loss and auxiliary outputs.
-      loss_scale: a power of two, or a function that maps the loss to one.
-
-    Returns:
-      A function that returns the scaled loss, in float32 or wider, and (auxiliary
-      outputs, loss, scale).
+    The result returns the scaled loss, in float32 or wider, and (aux, loss, scale).
     """
 
     @functools.wraps(loss_fn)
@@ -80,7 +74,9 @@ def unscaled(engine: GradEngine) -> GradEngine:
     """Turns an engine of the scaled loss into an engine of the loss itself."""
 
     def run(*args: Any, **kwargs: Any) -> UnscaledGrads:
-        return UnscaledGrads(engine(*args, **kwargs))
+        grads = engine(*args, **kwargs)
+        aux, values, scales = grads.aux
+        return UnscaledGrads(values, aux, scales, grads)
 
     return run
 
@@ -90,29 +86,20 @@ class UnscaledGrads:
     """`PerExampleGrads` of a loss, computed from those of the scaled loss.
 
     Attributes:
-      grads: the gradients of the scaled loss.
+      values: the losses, (B,).
+      aux: the auxiliary outputs of the loss.
+      scales: the scales, (B,). An example with scale NaN contributes zero.
+      scaled: the gradients of the scaled loss.
     """
 
-    grads: PerExampleGrads
-
-    @property
-    def values(self) -> jax.Array:
-        """The losses, (B,)."""
-        return self.grads.aux[1]
-
-    @property
-    def aux(self) -> PyTree:
-        """The auxiliary outputs of the loss."""
-        return self.grads.aux[0]
-
-    @property
-    def scales(self) -> jax.Array:
-        """The scales, (B,). An example with scale NaN contributes zero."""
-        return self.grads.aux[2]
+    values: jax.Array
+    aux: PyTree
+    scales: jax.Array
+    scaled: PerExampleGrads
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
         """See `PerExampleGrads`."""
-        return list(map(self._unscale, self.grads.squared_norms(prefix)))
+        return list(map(self._unscale, self.scaled.squared_norms(prefix)))
 
     def _unscale(self, norm: SquaredNorm) -> SquaredNorm:
         # A norm that is divided by NaN is NaN, so the example is selected away.
@@ -134,7 +121,7 @@ class UnscaledGrads:
     ) -> PyTree:
         """See `PerExampleGrads`."""
         coefs = [_limit(c / self.scales.astype(c.dtype)) for c in clip_coefs]
-        return self.grads.weighted_sum(coefs, keep, prefix, arithmetic)
+        return self.scaled.weighted_sum(coefs, keep, prefix, arithmetic)
 
 
 def _limit(coefs: jax.Array) -> jax.Array:

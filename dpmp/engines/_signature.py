@@ -44,9 +44,7 @@ class Signature:
     ) -> "Signature":
         """Checks the positions as users write them; `argnums=None` means no parameters.
 
-        Raises:
-          ValueError: for a value that is not a position, and for an argument with two
-            roles.
+        Raises ValueError for a value that is not a position, or has two roles.
         """
         positions = () if argnums is None else _as_argnums("argnums", argnums)
         batched = _as_argnums("batch_argnums", batch_argnums)
@@ -93,18 +91,6 @@ class Signature:
             examples[self.prng_argnum] = jax.random.split(key, batch_size)
         return examples
 
-    def shapes_of_one_example(self, args: Sequence[Any]) -> dict[int, Any]:
-        """Returns the types of one example's arguments, by position.
-
-        The key in `args` stands for the key of one example, and is not split.
-        """
-        of_one = {
-            i: jax.tree.map(without_example_axis, args[i]) for i in self.batch_argnums
-        }
-        if self.prng_argnum is not None:
-            of_one[self.prng_argnum] = jax.typeof(args[self.prng_argnum])
-        return of_one
-
     def check(self, args: Sequence[Any]) -> None:
         """Raises ValueError for missing positions and for non-float parameters."""
         check_num_args(args, (*self.of_params, *self.of_examples))
@@ -114,11 +100,7 @@ class Signature:
     def batch_size(
         self, args: Sequence[Any], is_padding_example: jax.Array | None = None
     ) -> int:
-        """Returns the batch size, after a check that all batched arguments share it.
-
-        Raises:
-          ValueError: for batched arguments, or a mask, of different sizes.
-        """
+        """Returns the batch size; raises ValueError unless all arguments share it."""
         sizes = {
             f"argument {i}{jax.tree_util.keystr(path)}": jnp.shape(leaf)[:1]
             for i in self.batch_argnums
@@ -147,25 +129,25 @@ class Signature:
         """Turns `fun` into a function of one example that returns (value, aux).
 
         Without auxiliary outputs, aux is None. With `keep_batch_dim`, `fun` receives a
-        batch of one, and every auxiliary output with that axis loses it.
-
-        Args:
-          fun: as users write it.
-          check: raises ValueError for an invalid value.
+        batch of one, and every auxiliary output with that axis loses it. `check` raises
+        ValueError for an invalid value.
         """
+        batched = self.batch_argnums if self.keep_batch_dim else ()
+
+        def drop_batch_of_one(x: Any) -> Any:
+            return x[0] if batched and jnp.shape(x)[:1] == (1,) else x
 
         @functools.wraps(fun)
         def value_and_aux(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
             given = [
-                jax.tree.map(_as_batch_of_one, arg) if i in batched else arg
+                jax.tree.map(lambda x: x[None], arg) if i in batched else arg
                 for i, arg in enumerate(args)
             ]
             output = fun(*given, **kwargs)
             value, aux = _unpack_aux(output) if self.has_aux else (output, None)
             check(value)
-            return value, jax.tree.map(_drop_batch_of_one, aux) if batched else aux
+            return value, jax.tree.map(drop_batch_of_one, aux)
 
-        batched = self.batch_argnums if self.keep_batch_dim else ()
         return value_and_aux
 
 
@@ -195,14 +177,6 @@ def check_num_args(args: Sequence[Any], argnums: tuple[int, ...]) -> None:
         num_args=len(args),
         fix="Pass the arguments that argnums name by position.",
     )
-
-
-def _as_batch_of_one(x: Any) -> Any:
-    return x[None]
-
-
-def _drop_batch_of_one(x: Any) -> Any:
-    return x[0] if jnp.ndim(x) and jnp.shape(x)[0] == 1 else x
 
 
 def check_float_leaves(tree: PyTree, name: str) -> None:

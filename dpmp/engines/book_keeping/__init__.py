@@ -27,11 +27,9 @@ Modules import only from rows below their own:
 
     _summary   _extents
     _engine
-    _terms   _sums
-    _kept
+    _terms
     _norms   _plan
-    _gradients   _totals
-    _rules
+    _gradients   _rules   _totals
     _sites
     _views   _products
 """

@@ -6,7 +6,6 @@ two cases only: the gradient is smaller than the recorded values, or no other ex
 is known.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,18 +19,16 @@ from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.engines._signature import Signature, without_example_axis
 from dpmp.engines.book_keeping import (
-    _kept,
+    _gradients,
     _norms,
     _products,
-    _sums,
     _terms,
     _totals,
     _views,
 )
-from dpmp.engines.book_keeping._gradients import Recorded
 from dpmp.engines.book_keeping._norms import Term
 from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
-from dpmp.engines.book_keeping._sites import Site
+from dpmp.engines.book_keeping._sites import Recorded, Site
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._arithmetic import Arithmetic, PartialSums
 from dpmp.numerics._bounded import Roundings, clip_by, largest_microbatch
@@ -50,12 +47,10 @@ class Program:
     """The analysis of a loss, made before the loss is evaluated.
 
     Attributes:
-      plan: the plan for the loss of one example, a function of parameters and the
-        example.
+      plan: the plan for a function of the parameters and one example.
       params: the roots that are parameters.
       terms: the terms of the squared norms of `params`.
-      sites: the sites of the plan. A site whose gradient is kept appears as a dense
-        one.
+      sites: the sites of the plan; dense for a gradient that is kept.
       aux_treedef: the tree structure of the auxiliary outputs.
       is_bounded: whether to clip by proved upper bounds.
     """
@@ -67,11 +62,6 @@ class Program:
     aux_treedef: Any
     is_bounded: bool
 
-    def dummies(self) -> list[jax.Array]:
-        """Returns a zero array for each site, to receive the site's cotangent."""
-        shapes = (site.cotangent for site in self.plan.sites)
-        return [jnp.zeros(x.shape, x.dtype) for x in shapes]
-
 
 def analyse(
     fun: Callable[[PyTree, PyTree], tuple[Any, PyTree]],
@@ -80,19 +70,14 @@ def analyse(
     *,
     is_bounded: bool = False,
 ) -> Program:
-    """Finds the sites of a loss, and how to compute norms from them.
+    """Finds the sites of `fun(params, example)`, and how to compute norms from them.
 
-    Args:
-      fun: `fun(params, example)` returns the loss and auxiliary outputs.
-      params: arrays or their shapes.
-      example: arrays or their shapes, for one example.
-      is_bounded: whether the errors of all norms must be known. If so, parameters on
-        which the loss does arithmetic before they meet data are tapped whole (see
-        `_rules`).
+    Arrays and their shapes will do. With `is_bounded`, the errors of all norms must be
+    known. So parameters on which the loss does arithmetic before they meet data are
+    tapped whole (see `_rules`).
     """
     closed, treedef = _interpreter.trace(fun, params, example)
-    avals = closed.in_avals
-    num_params = len(jax.tree.leaves(params))
+    avals, num_params = closed.in_avals, len(jax.tree.leaves(params))
     roots = [
         _views.make_root(i, aval, is_param=True)
         for i, aval in enumerate(avals[:num_params])
@@ -103,13 +88,9 @@ def analyse(
     if is_bounded and (tangled := _terms.tangled_params(plan.sites, roots)):
         plan = make_plan(closed, inputs, tapped=tangled, unread=aux)
         assert not _terms.tangled_params(plan.sites, roots)
-    program = Program(plan, roots, [], [], treedef.children()[1], is_bounded)
-    _, records = jax.eval_shape(
-        lambda *args: execute(plan, args, program.dummies()), *avals
-    )
-    terms = _terms.make_terms(plan.sites, roots, records)
-    sites = _kept.dense_if_kept(terms, plan.sites)
-    return dataclasses.replace(program, terms=terms, sites=sites)
+    terms = _terms.make_terms(plan.sites, roots)
+    sites = _terms.dense_if_kept(terms, plan.sites)
+    return Program(plan, roots, terms, sites, treedef.children()[1], is_bounded)
 
 
 @dataclass(frozen=True)
@@ -130,11 +111,8 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> "BookKeptGrads":
         """Returns the gradients of the examples of a batch."""
-        params = [jax.tree.map(jnp.asarray, args[i]) for i in self.signature.of_params]
-        examples = {i: args[i] for i in self.signature.of_examples}
-        example = jax.tree.map(without_example_axis, examples)
-        program = self.analyse(params, example, args, kwargs)
-        leaves = jax.tree.leaves(params)
+        program = self.analyse(args, kwargs)
+        params = jax.tree.map(jnp.asarray, self.signature.params(args))
         compute = _products.adapted(
             jax.vmap(
                 functools.partial(_one_example, program),
@@ -142,42 +120,24 @@ class Engine:
                 spmd_axis_name=self.spmd_axis_name,
             )
         )
+        inputs = jax.tree.leaves(params), jax.tree.leaves(self._examples(args))
 
-        def compute_and_keep() -> tuple[Any, PyTree, Recorded]:
-            values, aux, recorded = compute(leaves, jax.tree.leaves(examples))
-            return values, aux, _kept.keep(program.terms, program.plan.sites, recorded)
+        def compute_and_keep() -> tuple[Any, PyTree, list[Recorded]]:
+            values, aux, recorded = compute(*inputs)
+            return values, aux, _terms.keep(program.terms, program.plan.sites, recorded)
 
         values, aux, recorded = behind_a_branch(compute_and_keep, (args, kwargs))
-        is_single = isinstance(self.signature.argnums, int)
-        tree = params[0] if is_single else tuple(params)
-        return BookKeptGrads(values, aux, program, tree, recorded)
+        return BookKeptGrads(values, aux, program, params, recorded)
 
     def largest_microbatch(self, *args: Any, **kwargs: Any) -> int:
         """Returns the largest microbatch size of "bounded" sums, from shapes alone."""
-        params = [args[i] for i in self.signature.of_params]
-        example = {
-            i: jax.tree.map(without_example_axis, args[i])
-            for i in self.signature.of_examples
-        }
-        terms = self.analyse(params, example, args, kwargs).terms
+        terms = self.analyse(args, kwargs).terms
         return largest_microbatch(max(term.roundings.positions for term in terms))
 
-    def analyse(
-        self,
-        params: Sequence[Any],
-        example: dict[int, Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Program:
-        """Analyses the loss of one example.
+    def analyse(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+        """Analyses the loss of one example, from the shapes of a batch.
 
-        Args:
-          params: for each position of parameters, arrays or shapes.
-          example: the shapes of the arguments that differ between examples, by
-            position.
-          args: all positional arguments. Those that are neither parameters nor examples
-            are constants of the loss.
-          kwargs: the keyword arguments, which are constants of the loss too.
+        Arguments that are neither parameters nor examples are constants of the loss.
         """
 
         def of_one_example(params: Sequence[Any], example: dict[int, Any]) -> Any:
@@ -185,36 +145,38 @@ class Engine:
             given |= zip(self.signature.of_params, params, strict=True)
             return self.fun(*(given | example).values(), **kwargs)
 
+        params = [args[i] for i in self.signature.of_params]
+        example = jax.tree.map(without_example_axis, self._examples(args))
         return analyse(of_one_example, params, example, is_bounded=self.is_bounded)
+
+    def _examples(self, args: Sequence[Any]) -> dict[int, Any]:
+        return {i: args[i] for i in self.signature.of_examples}
 
 
 def _one_example(
     program: Program, params: list[Any], example: list[Any]
-) -> tuple[Any, PyTree, Recorded]:
-    """Returns the loss, auxiliary outputs, and the recorded values and cotangents."""
+) -> tuple[Any, PyTree, list[Recorded]]:
+    """Returns the loss, the auxiliary outputs, and what is recorded at each site."""
 
     def tapped(dummies: list[jax.Array]) -> Any:
         outputs, records = execute(program.plan, [*params, *example], dummies)
         return outputs[0], (outputs[1:], records)
 
-    value, vjp, (aux, records) = jax.vjp(tapped, program.dummies(), has_aux=True)
+    # Zeros, which only receive the cotangents of the sites.
+    shapes = [site.cotangent for site in program.plan.sites]
+    dummies = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+    value, vjp, (aux, records) = jax.vjp(tapped, dummies, has_aux=True)
     (cotangents,) = vjp(jnp.ones_like(value))
     aux = jax.tree.unflatten(program.aux_treedef, aux)
-    return value, aux, (records, cotangents)
+    return value, aux, list(map(Recorded, records, cotangents))
 
 
 class Group(NamedTuple):
     """The measured gradients of a clipping group.
 
-    Attributes:
-      squared_norm: the squared norms, (B,).
-      extent: the squared extents, (B,); see `dpmp.numerics._bounded`.
-      cancelling: the part of `extent` from gradients that are not in memory, (B,). The
-        norm or the sum of these gradients may be the small rest of much larger numbers
-        that cancel.
-      roundings: the counts of roundings in these numbers.
-      num_products: the number of products that the squared norm is a sum of.
-      num_entries: the number of entries of the parameters.
+    Norms and extents are squared, (B,). `cancelling` is the part of `extent` from
+    gradients that are not in memory. The norm or the sum of these gradients may be the
+    small rest of much larger numbers that cancel.
     """
 
     squared_norm: jax.Array
@@ -234,14 +196,14 @@ class BookKeptGrads:
       aux: per-example auxiliary outputs, with leaves of shape (B, ...).
       program: the program that was run.
       params: the parameters.
-      recorded: the values and cotangents of all sites, with a leading example axis.
+      recorded: for each site the numbers of the batch.
     """
 
     values: jax.Array
     aux: PyTree
     program: Program
     params: PyTree
-    recorded: Recorded
+    recorded: list[Recorded]
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
         """See `PerExampleGrads`; the bounds to clip by leave room for rounding."""
@@ -250,7 +212,7 @@ class BookKeptGrads:
     def measure(self, groups: Sequence[Sequence[int]]) -> list["Group"]:
         """Measures the norms and extents of groups of parameters."""
         terms = self.program.terms
-        measured = _norms.measure_all(terms, self._roots, self.recorded)
+        measured = [_norms.measure(x, self._roots, self.recorded) for x in terms]
         dtype = at_least_float32(*(x.dtype for x in jax.tree.leaves(measured)))
         results = []
         for group in groups:
@@ -327,7 +289,7 @@ class BookKeptGrads:
         )
         sums: dict[int, jax.Array] = {}
         for group, coefs in zip(self._groups(prefix), clip_coefs, strict=True):
-            sums |= _sums.weighted_sum(
+            sums |= _gradients.weighted_sum(
                 self.program.sites, group, self._roots, self.recorded, coefs, keep
             )
         leaves, treedef = jax.tree.flatten(self.params)

@@ -1,4 +1,4 @@
-"""Norms of per-example gradients, from the records of their sites.
+"""Norms of per-example gradients, from the numbers recorded at their sites.
 
 The gradient of a parameter is the sum over its sites. Its squared norm is found in one
 of three ways:
@@ -21,16 +21,15 @@ over positions, and rounding errors are relative to it (`numerics/_bounded.py`).
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _gradients, _products, _totals
-from dpmp.engines.book_keeping._gradients import Recorded
-from dpmp.engines.book_keeping._sites import Site
+from dpmp.engines.book_keeping import _gradients, _products, _totals, _views
+from dpmp.engines.book_keeping._sites import Outer, Recorded, Site, Sizes
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._bounded import FLOOR, Roundings
 from dpmp.numerics._stored import at_least_float32
@@ -45,11 +44,9 @@ COST_OF_AN_ENTRY = 16
 class Measured(NamedTuple):
     """The measured gradient of one parameter, or of some of its entries, in parts.
 
-    Attributes:
-      squared_norm: the summands of the squared norm: (P,) for one example, (B, P) for a
-        batch.
-      extent: the summands of the squared extent (`numerics/_bounded.py`), in the same
-        layout, with a P of its own. It may be too large by the allowance for underflow.
+    Both attributes are summands: (P,) for one example, (B, P) for a batch, each with a
+    P of its own. `extent` is squared (`numerics/_bounded.py`). It may be too large by
+    the allowance for underflow.
     """
 
     squared_norm: jax.Array
@@ -61,14 +58,11 @@ class Term:
     """A part of the squared norms that is computed at once.
 
     Attributes:
-      form: how the squared norm is computed. "entries": the gradient was recorded
-        itself. "kept": the gradient is formed, and kept for the sum. "gram": by inner
-        products of positions. "product": the gradient is formed for the norm and not
-        stored. "parameters": the gradient is formed and sent back to the parameters.
+      form: how the squared norm is computed; `_summary.Row` explains the words.
       sites: the numbers of the sites.
       params: the parameters whose squared norms the term is a part of.
-      measure: a function of the values of all roots and the records of one example. It
-        returns a `Measured` for each of `params`.
+      measure: a function of the values of all roots, and of what one example recorded
+        at the sites. It returns a `Measured` for each of `params`.
       roundings: the counts of roundings in these numbers, and in the sum of gradients
         over a batch.
       num_products: the number of products that the squared norm is a sum of.
@@ -79,7 +73,7 @@ class Term:
     form: str
     sites: list[int]
     params: list[int]
-    measure: Callable[[Any, Recorded], list[Measured]]
+    measure: Callable[[Mapping[int, Any], Sequence[Recorded]], list[Measured]]
     roundings: Roundings
     num_products: int
     cost: float
@@ -91,16 +85,15 @@ class Term:
         return self.form not in ("entries", "kept")
 
 
-def entry_term(site: Site, number: int, param: int) -> Term:
+def entry_term(number: int, site: Site, param: int) -> Term:
     """Makes the term of a site whose gradient is recorded itself."""
-
-    def measure(roots: Any, recorded: Recorded) -> list[Measured]:
-        del roots
-        squares = _totals.of_rows(_square(recorded[1][number]))
-        return [Measured(squares, squares)]
-
     size = math.prod(site.cotangent.shape)
     roundings = _totals.num_roundings(size) + 1
+
+    def measure(_: Any, recorded: Sequence[Recorded]) -> list[Measured]:
+        squares = _totals.of_rows(_square(recorded[0].cotangent))
+        return [Measured(squares, squares)]
+
     return Term(
         "entries",
         [number],
@@ -108,112 +101,98 @@ def entry_term(site: Site, number: int, param: int) -> Term:
         measure,
         Roundings(total=roundings, extent=roundings),
         size,
-        size,
+        # A gradient without a rule is formed by the backward pass.
+        size * (1 + COST_OF_AN_ENTRY if site.rule == "whole" else 1),
         0,
     )
 
 
-def product_term(site: Site, number: int, param: int, records: Any) -> Term:
+def product_term(number: int, site: Site, param: int) -> Term:
     """Makes the term of a site of the outer form, whose gradient is formed."""
-    groups, positions, left, right = _gradients.sizes_of(site, records)
+    outer = _outer(site)
+    groups, positions, left, right = outer.sizes
     size = groups * left * right
 
-    def measure(roots: Any, recorded: Recorded) -> list[Measured]:
-        del roots
-        squares = _square(_gradients.product(site, number, recorded))
-        extents = _extents(site, number, recorded)
+    def measure(_: Any, recorded: Sequence[Recorded]) -> list[Measured]:
+        squares = _square(_gradients.product(site, recorded[0]))
+        extents = _extents(site, recorded[0])
         return [Measured(_totals.of_rows(squares), jnp.square(extents))]
 
     roundings = Roundings(
         product=positions + 1,
         total=_totals.num_roundings(size) + 1,
-        extent=_roundings_of_extent(groups, positions, left, right),
+        extent=_roundings_of_extent(outer.sizes),
         positions=positions,
     )
-    if _gradients.num_rows_of(site) is not None:
-        cost = size * COST_OF_AN_ENTRY + groups * positions * right
+    cost = size * COST_OF_AN_ENTRY
+    if outer.has_rows:
+        cost += groups * positions * right
     else:
-        cost = size * (positions * _cost_of_products(site) + COST_OF_AN_ENTRY)
+        cost += size * positions * _cost_of_products(site)
     return Term("product", [number], [param], measure, roundings, size, cost, size)
 
 
-def gram_term(
-    sites: Sequence[Site], swapped: dict[int, bool], param: int, records: Any
-) -> Term:
+def gram_term(sites: Mapping[int, Site], swapped: Sequence[bool], param: int) -> Term:
     """Makes the term of sites that have the entries of one parameter in common.
 
-    Args:
-      sites: all sites.
-      swapped: for the number of each site in the term, whether its left side is the
-        right side of the first site.
-      param: the number of the parameter.
-      records: shapes and dtypes of the recorded values.
+    `swapped` tells of each site whether its left side is the right side of the first.
     """
 
-    def measure(roots: Any, recorded: Recorded) -> list[Measured]:
-        del roots
-        sides = {}
-        for i, is_swapped in swapped.items():
-            left, right = _gradients.factors(sites[i], i, recorded)
-            pair = _Side(left, _gradients.num_rows_of(sites[i])), _Side([right], None)
-            sides[i] = pair[::-1] if is_swapped else pair
+    def measure(_: Any, recorded: Sequence[Recorded]) -> list[Measured]:
+        sides = [
+            _sides(site, numbers)[:: -1 if is_swapped else 1]
+            for site, numbers, is_swapped in zip(
+                sites.values(), recorded, swapped, strict=True
+            )
+        ]
         squares, extents = [], 0.0
         for a, b in itertools.combinations_with_replacement(sides, 2):
-            grams = [_gram(x, y) for x, y in zip(sides[a], sides[b], strict=True)]
-            squares.append((1 if a == b else 2) * _totals.of_rows(_times(*grams)))
-            if a == b:
-                sizes = map(_sizes_of_vectors, sides[a], grams)
+            grams = [_gram(x, y) for x, y in zip(a, b, strict=True)]
+            squares.append((1 if a is b else 2) * _totals.of_rows(_times(*grams)))
+            if a is b:
+                squares_of_vectors = (jnp.diagonal(x, axis1=1, axis2=2) for x in grams)
+                sizes = map(_root, squares_of_vectors, a)
                 extents += jnp.sum(_times(*sizes), axis=1)
         return [Measured(_totals.joined(squares), jnp.square(extents))]
 
-    sizes = [_gradients.sizes_of(sites[i], records) for i in swapped]
-    groups, _, left, right = sizes[0]
-    positions = sum(x.positions for x in sizes)
-    squares = groups * positions**2
-    longest = max(x.positions for x in sizes)
+    outers = [_outer(site) for site in sites.values()]
+    groups, _, left, right = outers[0].sizes
+    positions = sum(x.sizes.positions for x in outers)
+    longest = max(x.sizes.positions for x in outers)
     # Row numbers are compared, which costs no multiplication and rounds nothing.
-    multiplied = (
-        right
-        if all(_gradients.num_rows_of(sites[i]) for i in swapped)
-        else left + right
-    )
+    of_rows = sum(x.sizes.positions for x in outers if x.has_rows)
+    multiplied = right if all(x.has_rows for x in outers) else left + right
     roundings = Roundings(
-        inner=multiplied + _totals.num_roundings(groups * longest**2) + len(sizes) ** 2,
-        extent=_roundings_of_extent(groups, positions, multiplied, 0),
+        inner=multiplied + _totals.num_roundings(groups * longest**2) + len(sites) ** 2,
+        extent=_roundings_of_extent(Sizes(groups, positions, multiplied, 0)),
         positions=positions,
     )
-    rows = sum(
-        x.positions
-        for i, x in zip(swapped, sizes, strict=True)
-        if _gradients.num_rows_of(sites[i]) is not None
-    )
+    squares = groups * positions**2
     cost = squares * (right + COST_OF_AN_ENTRY)
-    cost += groups * (positions - rows) ** 2 * left
+    cost += groups * (positions - of_rows) ** 2 * left
     return Term(
-        "gram", list(swapped), [param], measure, roundings, squares, cost, 2 * squares
+        "gram", list(sites), [param], measure, roundings, squares, cost, 2 * squares
     )
 
 
-def parameter_term(
-    sites: Sequence[Site], numbers: list[int], params: Sequence[View], records: Any
-) -> Term:
+def parameter_term(sites: Mapping[int, Site], params: Sequence[View]) -> Term:
     """Makes the term of any sites: it forms their gradients and sends them back.
 
     The extents hold only if all sites belong to one parameter, and each of their views
     consists of entries of it.
     """
-    views = [sites[i].view for i in numbers]
+    views = [site.view for site in sites.values()]
     roots_of_params = [param.root for param in params if param.root is not None]
 
-    def measure(roots: Any, recorded: Recorded) -> list[Measured]:
-        grads = [_gradients.gradient(sites[i], i, recorded) for i in numbers]
+    def measure(roots: Mapping[int, Any], recorded: Sequence[Recorded]) -> Any:
+        grads = list(map(_gradients.gradient, sites.values(), recorded))
         of_params = _gradients.pull_back(views, roots_of_params, roots, grads)
         extent = jnp.zeros((), at_least_float32(*(grad.dtype for grad in grads)))
-        for i, grad in zip(numbers, grads, strict=True):
-            if sites[i].outer is None:
+        for site, numbers, grad in zip(sites.values(), recorded, grads, strict=True):
+            if site.outer is None:
                 parts = _totals.of_rows(_square(grad))
             else:
-                parts = jnp.square(_extents(sites[i], i, recorded))
+                parts = jnp.square(_extents(site, numbers))
             extent += jnp.sqrt(_totals.add_up(parts)).astype(extent.dtype)
         return [
             Measured(_totals.of_rows(_square(x)), jnp.square(extent)[None])
@@ -221,34 +200,40 @@ def parameter_term(
         ]
 
     size = sum(math.prod(param.aval.shape) for param in params)
-    roundings = Roundings(total=_totals.num_roundings(size) + 1)
-    positions, cost, temporary = 0, float(size), size
-    for i in numbers:
-        num_entries = math.prod(sites[i].view.aval.shape)
+    positions, roundings, cost, temporary = 0, 0, float(size), size
+    for site in sites.values():
+        num_entries = math.prod(site.view.aval.shape)
         temporary += num_entries
-        if sites[i].outer is None:
+        if site.outer is None:
             positions += 1
-            extent = _totals.num_roundings(num_entries) + len(numbers)
+            roundings = max(roundings, _totals.num_roundings(num_entries))
             cost += num_entries
         else:
-            outer = _gradients.sizes_of(sites[i], records)
-            positions += outer.positions
-            extent = _roundings_of_extent(*outer) + len(numbers)
-            per_entry = outer.positions * _cost_of_products(sites[i])
+            positions += site.outer.sizes.positions
+            roundings = max(roundings, _roundings_of_extent(site.outer.sizes))
+            per_entry = site.outer.sizes.positions * _cost_of_products(site)
             cost += num_entries * (per_entry + COST_OF_AN_ENTRY)
-        roundings = roundings.at_least(Roundings(extent=2 * extent))
-    # An entry of one site may be added to an entry of any other site.
-    several = Roundings(product=positions + len(numbers), positions=positions)
     return Term(
         "parameters",
-        numbers,
+        list(sites),
         roots_of_params,
         measure,
-        roundings.at_least(several),
+        Roundings(
+            # An entry of one site may be added to an entry of any other site.
+            product=positions + len(sites),
+            total=_totals.num_roundings(size) + 1,
+            extent=2 * (roundings + len(sites)),
+            positions=max(positions, 1),
+        ),
         size,
         cost,
         temporary,
     )
+
+
+def _outer(site: Site) -> Outer:
+    assert site.outer is not None
+    return site.outer
 
 
 def _cost_of_products(site: Site) -> float:
@@ -256,51 +241,46 @@ def _cost_of_products(site: Site) -> float:
     return 2 if site.cotangent.dtype == jnp.bfloat16 else 1
 
 
-def measure_all(terms: Sequence[Term], roots: Any, recorded: Recorded) -> Any:
-    """Evaluates the terms for all examples.
-
-    Args:
-      terms: the terms of all sites.
-      roots: the values of parameters and constants.
-      recorded: the records of all examples, with a leading axis.
-
-    Returns:
-      For each term a list with one `Measured`, (B, P), for each of its parameters.
-    """
-    results = []
-    for term in terms:
-        one = functools.partial(term.measure, roots)
-        num_examples = jax.tree.leaves(recorded)[0].shape[0]
-        chunk = max(1, int(_CHUNK_ENTRIES / max(term.size, 1)))
-        if chunk >= num_examples:
-            results.append(jax.vmap(one)(recorded))
-        else:
-            results.append(jax.lax.map(one, recorded, batch_size=chunk))
-    return results
+def measure(
+    term: Term, roots: Mapping[int, Any], recorded: Sequence[Recorded]
+) -> list[Measured]:
+    """Evaluates a term for all examples: a `Measured`, (B, P), for each parameter."""
+    of_sites = [recorded[i] for i in term.sites]
+    one = functools.partial(term.measure, roots)
+    num_examples = len(recorded[0].cotangent)
+    chunk = max(1, int(_CHUNK_ENTRIES / max(term.size, 1)))
+    if chunk >= num_examples:
+        return jax.vmap(one)(of_sites)
+    return jax.lax.map(one, of_sites, batch_size=chunk)
 
 
 def _square(x: jax.Array) -> jax.Array:
-    return jnp.square(x.astype(at_least_float32(x.dtype)))
+    return jnp.square(_views.widen(x))
 
 
 class _Side(NamedTuple):
     """A side of outer products: vectors (K, T, n) in parts, or row numbers (K, T)."""
 
     parts: list[jax.Array]
-    num_rows: int | None
+    has_rows: bool
+
+
+def _sides(site: Site, recorded: Recorded) -> tuple[_Side, _Side]:
+    left, right = _gradients.factors(site, recorded)
+    return _Side(left, _outer(site).has_rows), _Side([right], False)
 
 
 def _gram(a: _Side, b: _Side) -> jax.Array:
     """The inner products of all pairs of positions: (K, T_a, T_b)."""
-    if a.num_rows is not None and b.num_rows is not None:
+    if a.has_rows and b.has_rows:
         rows, others = a.parts[0], b.parts[0]
         return (rows[:, :, None] == others[:, None, :]).astype(jnp.float32)
-    if b.num_rows is not None:
+    if b.has_rows:
         return jnp.swapaxes(_gram(b, a), 1, 2)
-    if a.num_rows is not None:
+    if a.has_rows:
         (rows,), (vectors,) = a.parts, b.parts
         rows = jnp.take_along_axis(vectors, rows[:, None, :], axis=2)
-        return jnp.swapaxes(rows, 1, 2).astype(at_least_float32(rows.dtype))
+        return _views.widen(jnp.swapaxes(rows, 1, 2))
     grams = (
         _products.contract(x, y, ((2,), (2,)), ((0,), (0,)))
         for x, y in zip(a.parts, b.parts, strict=True)
@@ -308,14 +288,9 @@ def _gram(a: _Side, b: _Side) -> jax.Array:
     return functools.reduce(jnp.add, grams)
 
 
-def _sizes_of_vectors(side: _Side, gram: jax.Array) -> jax.Array:
-    """The norms of vectors, from their inner products: (K, T)."""
-    return _root(jnp.diagonal(gram, axis1=1, axis2=2), side)
-
-
 def _root(squares: Any, side: _Side) -> jax.Array:
     """A root, a little too large, to cover squares that were flushed to zero."""
-    if side.num_rows is not None:
+    if side.has_rows:
         return jnp.ones(side.parts[0].shape, jnp.float32)
     num_entries = sum(part.shape[2] for part in side.parts)
     return _root_of(squares, FLOOR * num_entries)
@@ -326,13 +301,11 @@ def _root_of(squares: jax.Array, floor: float) -> jax.Array:
     return jnp.sqrt(jnp.maximum(squares, 0) + floor)
 
 
-def _extents(site: Site, number: int, recorded: Recorded) -> jax.Array:
+def _extents(site: Site, recorded: Recorded) -> jax.Array:
     """The extent, the sum of |left| |right| over positions: (K,)."""
-    left, right = _gradients.factors(site, number, recorded)
-    sides = _Side(left, _gradients.num_rows_of(site)), _Side([right], None)
     sizes = (
         _root(sum(jnp.sum(_square(x), axis=-1) for x in side.parts), side)
-        for side in sides
+        for side in _sides(site, recorded)
     )
     return jnp.sum(_times(*sizes), axis=1)
 
@@ -343,5 +316,5 @@ def _times(a: jax.Array, b: jax.Array) -> jax.Array:
     return a.astype(dtype) * b.astype(dtype)
 
 
-def _roundings_of_extent(groups: int, positions: int, left: int, right: int) -> int:
-    return left + right + 2 * positions + groups
+def _roundings_of_extent(sizes: Sizes) -> int:
+    return sizes.left + sizes.right + 2 * sizes.positions + sizes.groups

@@ -11,7 +11,7 @@ which take seconds to compile. So products are taken without such axes.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -66,23 +66,19 @@ def _without_batches_of_one(
     operands: list[Any], contracting: Any, batch: Any
 ) -> tuple[list[Any], Any]:
     """Removes batch axes of size one, and renumbers the axes to contract."""
-    pairs = [(i, j) for i, j in zip(*batch, strict=True) if operands[0].shape[i] != 1]
-    if len(pairs) == len(batch[0]):
+    removed = [
+        [i for i in axes if x.shape[i] == 1]
+        for x, axes in zip(operands, batch, strict=True)
+    ]
+    if removed == [[], []]:
         return operands, (contracting, batch)
-    kept = [
-        [i for i in range(x.ndim) if i not in axes or any(i == p[side] for p in pairs)]
-        for side, (x, axes) in enumerate(zip(operands, batch, strict=True))
-    ]
-    sides = list(zip(*pairs, strict=True)) or [(), ()]
-    numbers = tuple(
-        tuple(tuple(map(kept[side].index, axes[side])) for side in range(2))
-        for axes in (contracting, sides)
-    )
-    smaller = [
-        x.reshape([x.shape[i] for i in axes])
-        for x, axes in zip(operands, kept, strict=True)
-    ]
-    return smaller, numbers
+
+    def renumbered(axes: Sequence[int], gone: list[int]) -> tuple[int, ...]:
+        return tuple(i - sum(j < i for j in gone) for i in axes if i not in gone)
+
+    smaller = list(map(jax.lax.squeeze, operands, removed))
+    numbers = [tuple(map(renumbered, x, removed)) for x in (contracting, batch)]
+    return smaller, tuple(numbers)
 
 
 def contract(

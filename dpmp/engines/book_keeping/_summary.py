@@ -14,12 +14,7 @@ from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _terms
 from dpmp.engines.book_keeping._engine import Engine, Program
 from dpmp.engines.book_keeping._norms import Term
-from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._arithmetic import parse
-
-# The cost of writing and reading an entry of a gradient that is formed, in
-# multiplications. The cost of the norm does not include it.
-_COST_OF_FORMING = 16
 
 # Gradients of fewer entries may be formed without a warning.
 _LARGE = 2**14
@@ -188,18 +183,17 @@ def summarize(
         has_aux=has_aux,
     )
     signature.check(args)
-    signature.batch_size(args)
+    batch_size = signature.batch_size(args)
     engine = Engine(
         signature.of_one_example(fun, check_loss), signature, sums.clips_by_bounds
     )
 
     def read(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Summary, str | None]:
-        params = [args[i] for i in signature.of_params]
-        example = signature.shapes_of_one_example(args)
-        program = engine.analyse(params, example, args, kwargs)
+        examples = signature.examples(args, batch_size)
+        args = [examples.get(i, arg) for i, arg in enumerate(args)]
+        program = engine.analyse(args, kwargs)
         paths = _paths(signature.params(args))
-        costs = [_cost(term, program) for term in program.terms]
-        return _summary(program, costs, paths), _complaint(program, costs, paths)
+        return _summary(program, paths), _complaint(program, paths)
 
     summary, complaint = _while_tracing(read, args, kwargs)
     if complaint is not None:
@@ -221,90 +215,80 @@ def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    arrays = {i: x for i, x in enumerate(leaves) if is_array[i]}
     results = []
 
-    def trace(arrays: list[Any]) -> None:
-        given = iter(arrays)
-        some = [
-            next(given) if yes else x for x, yes in zip(leaves, is_array, strict=True)
-        ]
-        results.append(fun(*treedef.unflatten(some)))
+    def trace(arrays: dict[int, jax.Array]) -> None:
+        given = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        results.append(fun(*treedef.unflatten(given)))
 
-    arrays = [x for x, yes in zip(leaves, is_array, strict=True) if yes]
     jax.eval_shape(trace, arrays)
     return results[0]
 
 
-def _cost(term: Term, program: Program) -> float:
-    """Multiplications for one example, including those for gradients without a rule."""
-    rules = [program.plan.sites[i].rule for i in term.sites]
-    is_formed = term.form == "entries" and "whole" in rules
-    return term.cost * (1 + _COST_OF_FORMING if is_formed else 1)
-
-
-def _summary(program: Program, costs: Sequence[float], paths: Sequence[str]) -> Summary:
+def _summary(program: Program, paths: Sequence[str]) -> Summary:
+    sizes, total = _sizes(program), _total(program.terms)
     rows = []
-    sites = program.plan.sites
     for param, path in zip(program.params, paths, strict=True):
-        used = [
-            (term, cost * _share_of(param, term, program))
-            for term, cost in zip(program.terms, costs, strict=True)
-            if param.root in term.params
+        used = [term for term in program.terms if param.root in term.params]
+        shares = [
+            sizes[param.root] / max(sum(sizes[i] for i in term.params), 1)
+            for term in used
         ]
-        cost = sum(cost for _, cost in used)
+        cost = sum(x.cost * share for x, share in zip(used, shares, strict=True))
+        sites = [x for x in program.plan.sites if param.root in x.view.leaves]
         rows.append(
             Row(
                 path,
                 param.aval.shape,
-                math.prod(param.aval.shape),
-                tuple(x.rule for x in sites if param.root in x.view.leaves),
-                tuple(term.form for term, _ in used),
+                sizes[param.root],
+                tuple(site.rule for site in sites),
+                tuple(term.form for term in used),
                 cost,
-                cost / max(sum(costs), 1),
+                cost / max(total, 1),
             )
         )
     return Summary(tuple(rows))
 
 
-def _share_of(param: View, term: Term, program: Program) -> float:
-    sizes = _sizes(program)
-    return sizes[param.root] / max(sum(sizes[i] for i in term.params), 1)
-
-
-def _complaint(
-    program: Program, costs: Sequence[float], paths: Sequence[str]
-) -> str | None:
+def _complaint(program: Program, paths: Sequence[str]) -> str | None:
     """The warning about fallbacks that take more than half of the cost, or None."""
-    kinds = [_kind_of_fallback(term, program) for term in program.terms]
-    fallbacks = [(t, k) for t, k in zip(program.terms, kinds, strict=True) if k]
-    cost = sum(cost for cost, kind in zip(costs, kinds, strict=True) if kind)
-    if 2 * cost <= sum(costs):
+    kinds = [(term, _kind_of_fallback(term, program)) for term in program.terms]
+    fallbacks = [term for term, kind in kinds if kind]
+    share = _total(fallbacks) / max(_total(program.terms), 1)
+    if share <= 0.5:
         return None
     path_of = {x.root: path for x, path in zip(program.params, paths, strict=True)}
-    roots = dict.fromkeys(i for term, _ in fallbacks for i in term.params)
+    roots = dict.fromkeys(i for term in fallbacks for i in term.params)
     names = ", ".join(path_of[i] or "(itself)" for i in roots)
-    reasons = [kind for _, kind in fallbacks]
+    reasons = [kind for _, kind in kinds if kind]
     # With "bounded" sums, parameters are tapped whole because of arithmetic too.
     reasons += ["parameters"] if program.is_bounded else []
     advice = " ".join(_ADVICE[reason] for reason in dict.fromkeys(reasons))
     return (
         f"Per-example gradients of {names} are formed for lack of a better rule. This "
-        f"takes {cost / sum(costs):.0%} of the cost of all norms. {advice} If you "
-        f"cannot change the loss, compare the running time with that of "
+        f"takes {share:.0%} of the cost of all norms. {advice} If you cannot change "
+        f"the loss, compare the running time with that of "
         f'method="per_example".'
     )
 
 
 def _kind_of_fallback(term: Term, program: Program) -> str | None:
     """The key of the advice for a term that is a fallback, or None."""
-    tangled = _terms.tangled_params(program.plan.sites, program.params)
-    if term.form == "parameters" and not set(tangled).isdisjoint(term.params):
+    sites = program.plan.sites
+    if term.form == "parameters" and _terms.tangled_params(
+        sites, [x for x in program.params if x.root in term.params]
+    ):
         return "parameters"
-    rules = [program.plan.sites[i].rule for i in term.sites]
     is_large = sum(_sizes(program)[i] for i in term.params) >= _LARGE
-    return "whole" if "whole" in rules and is_large else None
+    is_whole = any(sites[i].rule == "whole" for i in term.sites)
+    return "whole" if is_whole and is_large else None
 
 
 def _sizes(program: Program) -> dict[int | None, int]:
     """The number of entries of each parameter."""
     return {x.root: math.prod(x.aval.shape) for x in program.params}
+
+
+def _total(terms: Sequence[Term]) -> float:
+    return sum(term.cost for term in terms)

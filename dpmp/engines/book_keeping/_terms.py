@@ -1,30 +1,30 @@
-"""Chooses the cheapest exact way to compute the norm of each parameter's gradient."""
+"""Chooses the cheapest exact way to compute the norm of each parameter's gradient.
 
+A gradient is kept if it takes no more memory than the values that it is formed from,
+and saves time. It is then formed once, stored in the place of these values, and read
+for the norm and for the sum. The gradients of convolutions are an example. The sum of
+kept gradients over the examples costs next to nothing.
+"""
+
+import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
-from dpmp.engines.book_keeping import _kept, _norms
+from dpmp.engines.book_keeping import _gradients, _norms
 from dpmp.engines.book_keeping._norms import Term
-from dpmp.engines.book_keeping._sites import Site
+from dpmp.engines.book_keeping._sites import Recorded, Site, dense
 from dpmp.engines.book_keeping._views import View
 
 
-def make_terms(
-    sites: Sequence[Site], params: Sequence[View], records: list[Any]
-) -> list[Term]:
+def make_terms(sites: Sequence[Site], params: Sequence[View]) -> list[Term]:
     """Chooses how to compute the squared norms of all parameters.
 
-    Args:
-      sites: the sites of the program of one example.
-      params: the roots that are parameters.
-      records: shapes and dtypes of the recorded values.
-
-    Returns:
-      The terms. The squared norm of a parameter is the sum of the terms that contain
-      it.
+    The squared norm of a parameter is the sum of the terms that contain it.
     """
     terms, tangled = [], list[View]()
     for param in params:
@@ -33,10 +33,11 @@ def make_terms(
             continue
         for numbers in _components(entries):
             some = {i: entries[i] for i in numbers}
-            terms.append(_cheapest_term(sites, some, param, records))
+            terms.append(_cheapest_term(sites, some, param))
     if tangled:
         numbers = {i for param in tangled for i in _sites_of(sites, param)}
-        terms.append(_norms.parameter_term(sites, sorted(numbers), tangled, records))
+        of_tangled = {i: sites[i] for i in sorted(numbers)}
+        terms.append(_norms.parameter_term(of_tangled, tangled))
     return terms
 
 
@@ -74,45 +75,46 @@ def _components(entries: dict[int, np.ndarray]) -> list[list[int]]:
     """Divides sites into sets that have no entries in common."""
     components: list[list[int]] = []
     for i, x in entries.items():
-        touched = [c for c in components if any(_overlap(x, entries[j]) for j in c)]
+        touched = [
+            c for c in components if any(np.shares_memory(x, entries[j]) for j in c)
+        ]
         rest = [c for c in components if c not in touched]
         components = [*rest, sorted([i, *itertools.chain(*touched)])]
     return components
 
 
-def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.shares_memory(a, b)
-
-
 def _cheapest_term(
-    sites: Sequence[Site], entries: dict[int, np.ndarray], param: View, records: Any
+    sites: Sequence[Site], entries: Mapping[int, np.ndarray], param: View
 ) -> Term:
-    numbers = list(entries)
-    first = sites[numbers[0]]
-    if len(numbers) == 1 and first.outer is None:
-        return _norms.entry_term(first, numbers[0], _root(param))
-    terms = [_norms.parameter_term(sites, numbers, [param], records)]
-    if len(numbers) == 1:
-        terms = [_norms.product_term(first, numbers[0], _root(param), records)]
-    if (swapped := _orientations(sites, entries)) is not None:
-        terms.append(_norms.gram_term(sites, swapped, _root(param), records))
+    used, root = {i: sites[i] for i in entries}, _root(param)
+    number, first = next(iter(used.items()))
+    is_alone = len(used) == 1
+    if is_alone and first.outer is None:
+        return _norms.entry_term(number, first, root)
+    if is_alone:
+        formed = _norms.product_term(number, first, root)
+    else:
+        formed = _norms.parameter_term(used, [param])
+    terms = [formed]
+    if (swapped := _orientations(used, entries)) is not None:
+        terms.append(_norms.gram_term(used, swapped, root))
     cheapest = min(terms, key=lambda term: term.cost)
-    if len(numbers) == 1:
-        kept = _kept.kept_term(first, numbers[0], _root(param), records)
-        return kept if _kept.is_better(kept, cheapest, first, records) else cheapest
+    if is_alone:
+        kept = kept_term(number, first, root)
+        return kept if _is_better(kept, cheapest, first) else cheapest
     return cheapest
 
 
 def _orientations(
-    sites: Sequence[Site], entries: dict[int, np.ndarray]
-) -> dict[int, bool] | None:
+    sites: Mapping[int, Site], entries: Mapping[int, np.ndarray]
+) -> list[bool] | None:
     """Tells which sites exchange left and right, compared with the first site.
 
     The result is None if the outer products of the sites do not have the same sides.
     """
-    if len(entries) == 1:
-        return dict.fromkeys(entries, False)
-    swapped, first = {}, None
+    if len(sites) == 1:
+        return [False]
+    sides = []
     for i, x in entries.items():
         outer = sites[i].outer
         if outer is None or outer.axes is None:
@@ -121,9 +123,65 @@ def _orientations(
             tuple((x.shape[k], x.strides[k]) for k in part if x.shape[k] > 1)
             for part in outer.axes
         )
-        side = (x.__array_interface__["data"][0], groups, left, right)
-        first = side if first is None else first
-        if side not in (first, (*first[:2], first[3], first[2])):
-            return None
-        swapped[i] = side != first
-    return swapped
+        sides.append((x.__array_interface__["data"][0], groups, left, right))
+    first = sides[0]
+    swapped = *first[:2], first[3], first[2]
+    is_same = all(side in (first, swapped) for side in sides)
+    return [side != first for side in sides] if is_same else None
+
+
+def kept_term(number: int, site: Site, param: int) -> Term:
+    """Makes the term of a gradient of the outer form that is kept."""
+    formed = _norms.product_term(number, site, param)
+    entries = _norms.entry_term(number, dense(site), param)
+    cost = formed.cost + entries.cost * _norms.COST_OF_AN_ENTRY
+    return dataclasses.replace(entries, form="kept", cost=cost)
+
+
+def _is_better(kept: Term, other: Term, site: Site) -> bool:
+    """Whether both memory and time favour keeping a site's gradient."""
+    assert site.outer is not None
+    if _num_bytes(dense(site).cotangent) > _num_bytes(
+        site.outer.record, site.cotangent
+    ):
+        return False
+    groups, positions, left, right = site.outer.sizes
+    cost_of_sum = groups * positions * right * (1 if site.outer.has_rows else left)
+    return kept.cost < other.cost + cost_of_sum
+
+
+def _num_bytes(*arrays: jax.ShapeDtypeStruct) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+
+
+def dense_if_kept(terms: Sequence[Term], sites: Sequence[Site]) -> list[Site]:
+    """Returns the sites of a plan; those with a kept gradient become dense."""
+    kept = _numbers_of_kept(terms)
+    return [dense(site) if i in kept else site for i, site in enumerate(sites)]
+
+
+def _numbers_of_kept(terms: Sequence[Term]) -> list[int]:
+    return [term.sites[0] for term in terms if term.form == "kept"]
+
+
+def keep(
+    terms: Sequence[Term], sites: Sequence[Site], recorded: Sequence[Recorded]
+) -> list[Recorded]:
+    """Forms the gradients to keep, in the place of what a batch recorded for them."""
+    recorded = list(recorded)
+    for i in _numbers_of_kept(terms):
+        form = functools.partial(_gradients.gradient, sites[i])
+        num_examples = len(recorded[i].cotangent)
+        chunk = _num_at_a_time(sites[i], num_examples)
+        if chunk < num_examples:
+            grads = jax.lax.map(form, recorded[i], batch_size=chunk)
+        else:
+            grads = jax.vmap(form)(recorded[i])
+        recorded[i] = Recorded(None, grads)
+    return recorded
+
+
+def _num_at_a_time(site: Site, num_examples: int) -> int:
+    """Limits the chunk for convolutions, whose patches are larger than their input."""
+    has_places = site.outer is not None and site.outer.axes is None
+    return max(8, num_examples // 4) if has_places else num_examples

@@ -5,7 +5,8 @@ remembers these operations. With them, the gradient of the view is sent back to 
 parameter in float32, past every cast, and without running the model again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,8 @@ class View:
         entries that make up this view. It returns None if this view does more than
         select and reorder entries and add constants to them, or if no such NumPy view
         exists.
-      broadcast: the shape and dimensions of a broadcast of the parent, or None.
+      is_broadcast: whether this view repeats the entries of its only parent, and does
+        nothing else.
     """
 
     aval: Any
@@ -40,7 +42,7 @@ class View:
     root: int | None = None
     compute: Callable[..., Any] = lambda: None
     rearrange: Callable[[np.ndarray], np.ndarray | None] = lambda _: None
-    broadcast: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    is_broadcast: bool = False
 
 
 def make_root(index: int, aval: Any, *, is_param: bool) -> View:
@@ -59,6 +61,7 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     leaves = frozenset[int]().union(*(view.leaves for view in operands))
     if eqn.primitive.name == "stop_gradient":
         leaves = frozenset()
+    is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(operands) == 1
     return [
         View(
             output.aval,
@@ -66,50 +69,52 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
             tuple(operands),
             compute=lambda *values, i=i: _bind_in_float32(eqn, values)[i],
             rearrange=_rearrangement(eqn, i, operands),
-            broadcast=_broadcast(eqn),
+            is_broadcast=is_broadcast,
         )
         for i, output in enumerate(eqn.outvars)
     ]
 
 
-def lift(view: View, outer: Mapping[int, View], mapped: set[int], size: int) -> View:
+def lift(
+    view: View,
+    outer: Sequence[View | None],
+    mapped: Collection[int] = (),
+    size: int = 1,
+) -> View:
     """Turns a view in the body of a loop or call into a view of its operands.
+
+    If it depends on a slice, the view covers all iterations, with a leading axis.
 
     Args:
       view: a view whose roots are operands of the loop.
-      outer: the views outside that these operands are.
+      outer: the views outside that the operands are.
       mapped: the operands that the loop slices; the root of such an operand is a slice.
       size: the number of iterations.
-
-    Returns:
-      The view. If it depends on a slice, it covers all iterations, with a leading axis.
     """
     used = sorted(_roots_of(view))
-    parents = tuple(outer[i] for i in used)
-    is_mapped = [i in mapped for i in used]
+    parents = tuple(x for x in (outer[i] for i in used) if x is not None)
+    in_axes = [0 if i in mapped else None for i in used]
+    is_mapped = 0 in in_axes
 
     def compute(*values: jax.Array) -> jax.Array:
         def one_iteration(*slices: jax.Array) -> jax.Array:
             return evaluate([view], dict(zip(used, slices, strict=True)))[0]
 
-        if not any(is_mapped):
+        if not is_mapped:
             return one_iteration(*values)
-        in_axes = [0 if x else None for x in is_mapped]
         return jax.vmap(one_iteration, in_axes=in_axes, axis_size=size)(*values)
 
     def rearrange(array: np.ndarray) -> np.ndarray | None:
-        operand = _only_parent(parents).rearrange(array)
+        operand = parents[0].rearrange(array)
         if operand is None or operand.size == 0:
             return None
-        if not any(is_mapped):
-            return view.rearrange(operand)
-        one = view.rearrange(operand[0, ...])
-        if one is None:
-            return None
+        one = view.rearrange(operand[0, ...] if is_mapped else operand)
+        if one is None or not is_mapped:
+            return one
         strides = (operand.strides[0], *one.strides)
         return np.lib.stride_tricks.as_strided(one, (size, *one.shape), strides)
 
-    shape = (size, *view.aval.shape) if any(is_mapped) else view.aval.shape
+    shape = (size, *view.aval.shape) if is_mapped else view.aval.shape
     return View(
         jax.ShapeDtypeStruct(shape, view.aval.dtype),
         frozenset[int]().union(*(parent.leaves for parent in parents)),
@@ -119,9 +124,16 @@ def lift(view: View, outer: Mapping[int, View], mapped: set[int], size: int) -> 
     )
 
 
-def depends_on(view: View, roots: set[int]) -> bool:
+def sum_to_parent(view: View, grad: jax.Array) -> jax.Array:
+    """Turns the gradient of a broadcast into that of its parent."""
+    (parent,) = view.parents
+    shape = jax.ShapeDtypeStruct(parent.aval.shape, grad.dtype)
+    return jax.linear_transpose(view.compute, shape)(grad)[0]
+
+
+def depends_on(view: View, roots: Collection[int]) -> bool:
     """Whether a view is computed from any of some roots."""
-    return not roots.isdisjoint(_roots_of(view))
+    return not _roots_of(view).isdisjoint(roots)
 
 
 def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]:
@@ -130,7 +142,7 @@ def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]
 
     def value(view: View) -> Any:
         if id(view) not in known:
-            known[id(view)] = _widen(
+            known[id(view)] = widen(
                 view.compute(*map(value, view.parents))
                 if view.root is None
                 else roots[view.root]
@@ -171,7 +183,7 @@ def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     """Evaluates an equation without casts to less than float32."""
     if _bodies.has_body(eqn) or eqn.primitive.name == "bitcast_convert_type":
         avals = [atom.aval for atom in eqn.invars]
-        values = [_cast(x, aval.dtype) for x, aval in zip(values, avals, strict=True)]
+        values = [x.astype(aval.dtype) for x, aval in zip(values, avals, strict=True)]
         return _interpreter.bind(eqn, values)
     return bind_widened(eqn, values)
 
@@ -185,16 +197,13 @@ def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
     }
     if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
         changed["precision"] = jax.lax.Precision.HIGHEST
-    return _interpreter.bind(eqn, [_widen(x) for x in values], **changed)
+    return _interpreter.bind(eqn, [widen(x) for x in values], **changed)
 
 
-def _widen(x: Any) -> jax.Array:
-    dtype = jnp.result_type(x)
-    return _cast(x, at_least_float32(dtype)) if is_float(dtype) else jnp.asarray(x)
-
-
-def _cast(x: Any, dtype: Any) -> jax.Array:
-    return jnp.asarray(x).astype(dtype)
+def widen(x: Any) -> jax.Array:
+    """Casts floats to float32, unless they are as wide."""
+    x = jnp.asarray(x)
+    return x.astype(at_least_float32(x.dtype)) if is_float(x.dtype) else x
 
 
 def is_float(dtype: Any) -> bool:
@@ -202,32 +211,19 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _broadcast(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    if eqn.primitive.name != "broadcast_in_dim" or len(eqn.invars) != 1:
-        return None
-    return eqn.params["shape"], eqn.params["broadcast_dimensions"]
-
-
 def _rearrangement(
     eqn: Any, output: int, operands: Sequence[View]
 ) -> Callable[[np.ndarray], np.ndarray | None]:
-    name = eqn.primitive.name
-    if name not in _REARRANGEMENTS or sum(bool(x.leaves) for x in operands) != 1:
+    rule = _REARRANGEMENTS.get(eqn.primitive.name)
+    parents = [view for view in operands if view.leaves]
+    if rule is None or len(parents) != 1:
         return lambda _: None
-    parent = _only_parent(operands)
 
     def rearrange(array: np.ndarray) -> np.ndarray | None:
-        entries = parent.rearrange(array)
-        if entries is None:
-            return None
-        return _REARRANGEMENTS[name](entries, eqn, operands, output)
+        entries = parents[0].rearrange(array)
+        return None if entries is None else rule(entries, eqn, operands, output)
 
     return rearrange
-
-
-def _only_parent(views: Sequence[View]) -> View:
-    (parent,) = (view for view in views if view.leaves)
-    return parent
 
 
 def _shift(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
@@ -242,18 +238,10 @@ def _convert(x: np.ndarray, eqn: Any, *_: Any) -> Any:
 
 
 def _reshape(x: np.ndarray, eqn: Any, *_: Any) -> Any:
-    if eqn.params.get("dimensions") is not None:
+    """A broadcast that repeats nothing is a reshape too."""
+    shape = eqn.outvars[0].aval.shape
+    if eqn.params.get("dimensions") is not None or x.size != math.prod(shape):
         return None
-    return _as_view(x, eqn.outvars[0].aval.shape)
-
-
-def _add_axes(x: np.ndarray, eqn: Any, *_: Any) -> Any:
-    """A broadcast that repeats nothing is a reshape."""
-    shape = eqn.params["shape"]
-    return _as_view(x, shape) if x.size == np.prod(shape, dtype=int) else None
-
-
-def _as_view(x: np.ndarray, shape: tuple[int, ...]) -> Any:
     reshaped = x.reshape(shape)
     return reshaped if np.may_share_memory(reshaped, x) else None
 
@@ -295,7 +283,7 @@ _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
     "transpose": lambda x, eqn, *_: x.transpose(eqn.params["permutation"]),
     "reshape": _reshape,
     "squeeze": lambda x, eqn, *_: x.squeeze(tuple(eqn.params["dimensions"])),
-    "broadcast_in_dim": _add_axes,
+    "broadcast_in_dim": _reshape,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "rev": lambda x, eqn, *_: np.flip(x, eqn.params["dimensions"]),
