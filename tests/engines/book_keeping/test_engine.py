@@ -1,4 +1,7 @@
-"""Book-keeping gives what the vmap engine gives, for the zoo and for all arguments."""
+"""Book-keeping gives what the vmap engine gives, for the zoo; and how it is clipped.
+
+`tests/contract/test_engines.py` has what every engine must do.
+"""
 
 import functools
 import math
@@ -456,18 +459,6 @@ def test_groups_are_clipped_as_one(microbatch_size):
     reference.assert_trees_close(total, _oracle(users), rtol=_TOLERANCE)
 
 
-def test_the_batch_dim_is_kept_unless_told_otherwise():
-    shapes = []
-
-    def loss(params, batch):
-        shapes.append(batch["x"].shape)
-        return _loss(params, batch)
-
-    for keep_batch_dim in (True, False):
-        _sum(loss=loss, keep_batch_dim=keep_batch_dim)
-    assert set(shapes) == {(1, 4, 3), (4, 3)}
-
-
 _CLIP_NORMS = {"table": 0.02, "w": 0.05, "b": 10.0}
 
 
@@ -507,58 +498,6 @@ def test_limits_of_the_clip_norm(l2_clip_norm, scale):
     reference.assert_trees_close(total, expected, rtol=_FLOAT32_ERROR)
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("return_values", [False, True])
-@pytest.mark.parametrize("return_grad_norms", [False, True])
-def test_only_the_outputs_asked_for_are_returned(
-    has_aux, return_values, return_grad_norms
-):
-    def loss(params, batch):
-        value = _loss(params, batch)
-        return (value, 2 * value) if has_aux else value
-
-    asked_for = (return_values, return_grad_norms, has_aux)
-    output = _sum(
-        loss=loss,
-        has_aux=has_aux,
-        return_values=return_values,
-        return_grad_norms=return_grad_norms,
-        compiled=False,
-    )
-    total, sensitive = output if any(asked_for) else (output, (None, None, None))
-    reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
-    assert tuple(x is not None for x in sensitive) == asked_for
-    values = jax.vmap(_loss, in_axes=(None, 0))(_PARAMS, _BATCH)
-    norms = reference.per_example_norms(_stack_fn(_loss)(_PARAMS, _BATCH))
-    for actual, expected in zip(sensitive, (values, norms, 2 * values), strict=True):
-        if actual is not None:
-            np.testing.assert_allclose(actual, expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("keep_batch_dim", [True, False])
-def test_aux_has_one_leading_axis_of_examples(keep_batch_dim, microbatch_size):
-    def loss(params, batch):
-        aux = {"ids": batch["ids"], "py": 1.0, "param": params["w"], "none": None}
-        return _loss(params, batch), aux | {"square": jnp.sum(params["b"] ** 2)}
-
-    total, (_, _, aux) = _sum(
-        loss=loss,
-        has_aux=True,
-        keep_batch_dim=keep_batch_dim,
-        microbatch_size=microbatch_size,
-        compiled=False,
-    )
-    # What aux has of parameters is no part of the gradient.
-    reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
-    shapes = {"ids": (4,), "py": (), "param": (3, 2), "square": ()}
-    assert {k: jnp.shape(x) for k, x in aux.items() if k != "none"} == {
-        k: (_SIZE, *x) for k, x in shapes.items()
-    }
-    np.testing.assert_array_equal(aux["ids"], _BATCH["ids"])
-    np.testing.assert_array_equal(aux["param"][0], _PARAMS["w"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("microbatch_size", "make_key"), [(None, jax.random.key), (2, jax.random.PRNGKey)]
@@ -586,110 +525,6 @@ def test_dropout_is_that_of_the_vmap_engine(microbatch_size, make_key):
     assert len(set(np.asarray(sensitive.values).tolist())) == _SIZE
     np.testing.assert_allclose(sensitive.values, expected_sensitive.values, rtol=1e-5)
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 3])
-def test_several_arguments_are_differentiated_and_batched(microbatch_size):
-    def loss(x, w, ids, rest):
-        return _loss({"w": w, **rest}, {"x": x, "ids": ids})
-
-    rest = {"table": _PARAMS["table"], "b": _PARAMS["b"]}
-    clip_norms = (0.05, 0.1)
-    fun = clipped_grad(
-        loss,
-        (1, 3),
-        batch_argnums=(0, 2),
-        l2_clip_norm=clip_norms,
-        microbatch_size=microbatch_size,
-        method="book_keeping",
-        arithmetic="unproved_float32",
-    )
-    args = _BATCH["x"], _PARAMS["w"], _BATCH["ids"], rest
-    total = jax.jit(fun.__call__)(*args)
-    stack = jax.vmap(jax.grad(loss, (1, 3)), in_axes=(0, None, 0, None))(*args)
-    expected = reference.clipped_sum(stack, tuple(x / _SLACK for x in clip_norms))
-    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
-
-
-def test_one_argument_in_a_tuple_gives_a_tuple():
-    fun = clipped_grad(
-        _loss,
-        (0,),
-        l2_clip_norm=0.1,
-        method="book_keeping",
-        arithmetic="unproved_float32",
-    )
-    (total,) = fun(_PARAMS, _BATCH)
-    reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
-
-
-@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
-def test_other_arguments_reach_every_example_unchanged(compiled):
-    def loss(params, batch, frozen, *, scale, name):
-        assert name == "kept"
-        return scale * _loss({**params, "b": params["b"] + frozen}, batch)
-
-    def clipped(frozen, scale):
-        fun = clipped_grad(
-            loss,
-            l2_clip_norm=0.1,
-            method="book_keeping",
-            arithmetic="unproved_float32",
-        )
-        return fun(_PARAMS, _BATCH, frozen, scale=scale, name="kept")
-
-    frozen, scale = jnp.asarray([0.5, -1.0]), jnp.asarray(1.5)
-    total = (jax.jit(clipped) if compiled else clipped)(frozen, scale)
-    expected = _oracle(
-        loss=lambda params, batch: loss(params, batch, frozen, scale=scale, name="kept")
-    )
-    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
-
-
-@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
-def test_a_python_number_is_a_parameter(compiled):
-    fun = clipped_grad(
-        lambda w, x: jnp.mean((x - w) ** 2) / 2,
-        l2_clip_norm=3.5,
-        return_grad_norms=True,
-        method="book_keeping",
-        arithmetic="unproved_float32",
-    ).__call__
-    fun = jax.jit(fun) if compiled else fun
-    total, sensitive = fun(3.0, jnp.asarray([0.0, 7.0, -2.0]))
-    np.testing.assert_allclose(sensitive.grad_norms, [3.0, 4.0, 5.0], rtol=1e-6)
-    np.testing.assert_allclose(total, 3.0 - 3.5 / _SLACK + 3.5 / _SLACK, rtol=1e-5)
-
-
-def test_parameters_may_be_numpy_arrays():
-    fun = clipped_grad(
-        _loss, l2_clip_norm=0.1, method="book_keeping", arithmetic="unproved_float32"
-    )
-    total = fun(jax.tree.map(np.asarray, _PARAMS), _BATCH)
-    reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
-
-
-def test_float64_models_stay_float64():
-    with jax.enable_x64(True):
-        to_float64 = functools.partial(
-            jax.tree.map, lambda x: np.asarray(x, np.float64)
-        )
-        params, batch = to_float64(_PARAMS), {**_BATCH, "x": to_float64(_BATCH["x"])}
-        fun = clipped_grad(
-            _loss,
-            l2_clip_norm=1e6,
-            arithmetic="unproved_float64",
-            return_grad_norms=True,
-            method="book_keeping",
-        )
-        total, sensitive = jax.jit(fun.__call__)(params, batch)
-        stack = _stack_fn(_loss)(params, batch)
-        assert sensitive.grad_norms.dtype == jnp.float64
-        # Above what float32 would give.
-        norms = reference.per_example_norms(stack)
-        np.testing.assert_allclose(sensitive.grad_norms, norms, rtol=1e-12)
-        expected = reference.clipped_sum(stack, math.inf)
-        reference.assert_trees_close(total, expected, rtol=1e-12)
 
 
 @pytest.mark.slow
@@ -724,10 +559,6 @@ def test_a_sharded_batch_gives_the_same_sum(microbatch_size):
     sharded = jax.device_put(_WIDE_BATCH, sharding)
     total = _sum(sharded, microbatch_size=microbatch_size)
     reference.assert_trees_close(total, _oracle(_WIDE_BATCH), rtol=_TOLERANCE)
-
-
-def test_an_axis_name_is_passed_to_vmap():
-    _assert_same(_sum(spmd_axis_name="data"), _sum())
 
 
 # What it is for.
