@@ -29,9 +29,9 @@ Modules import only from rows below their own:
     _engine
     _terms
     _norms   _plan
-    _gradients   _rules   _totals
+    _gradients   _rules
     _sites
-    _views   _products
+    _views   _products   _totals
 """
 
 from dpmp.engines.book_keeping._engine import Engine

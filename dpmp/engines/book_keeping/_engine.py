@@ -29,7 +29,6 @@ from dpmp.engines.book_keeping import (
 from dpmp.engines.book_keeping._norms import Term
 from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
 from dpmp.engines.book_keeping._sites import Recorded, Site
-from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._arithmetic import Arithmetic, PartialSums
 from dpmp.numerics._bounded import Roundings, clip_by, largest_microbatch
 from dpmp.numerics._squared_norms import SquaredNorm
@@ -48,15 +47,15 @@ class Program:
 
     Attributes:
       plan: the plan for a function of the parameters and one example.
-      params: the roots that are parameters.
-      terms: the terms of the squared norms of `params`.
+      shapes: the shapes of the parameters.
+      terms: the terms of the squared norms of all parameters.
       sites: the sites of the plan; dense for a gradient that is kept.
       aux_treedef: the tree structure of the auxiliary outputs.
       is_bounded: whether to clip by proved upper bounds.
     """
 
     plan: Plan
-    params: list[View]
+    shapes: list[tuple[int, ...]]
     terms: list[Term]
     sites: list[Site]
     aux_treedef: Any
@@ -78,19 +77,19 @@ def analyse(
     """
     closed, treedef = _interpreter.trace(fun, params, example)
     avals, num_params = closed.in_avals, len(jax.tree.leaves(params))
-    roots = [
-        _views.make_root(i, aval, is_param=True)
-        for i, aval in enumerate(avals[:num_params])
+    shapes = [aval.shape for aval in avals[:num_params]]
+    inputs = [
+        _views.make_root(i, aval, is_param=True) if i < num_params else None
+        for i, aval in enumerate(avals)
     ]
-    inputs = [*roots, *[None] * (len(avals) - num_params)]
     aux = range(1, len(closed.out_avals))
     plan = make_plan(closed, inputs, unread=aux)
-    if is_bounded and (tangled := _terms.tangled_params(plan.sites, roots)):
+    if is_bounded and (tangled := _terms.tangled_params(plan.sites, shapes)):
         plan = make_plan(closed, inputs, tapped=tangled, unread=aux)
-        assert not _terms.tangled_params(plan.sites, roots)
-    terms = _terms.make_terms(plan.sites, roots)
+        assert not _terms.tangled_params(plan.sites, shapes)
+    terms = _terms.make_terms(plan.sites, shapes)
     sites = _terms.dense_if_kept(terms, plan.sites)
-    return Program(plan, roots, terms, sites, treedef.children()[1], is_bounded)
+    return Program(plan, shapes, terms, sites, treedef.children()[1], is_bounded)
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ class BookKeptGrads:
                     _totals.add_up(cancelling),
                     roundings.after(depth),
                     sum(term.num_products for term, _ in parts),
-                    sum(math.prod(self.program.params[i].aval.shape) for i in group),
+                    sum(math.prod(self.program.shapes[i]) for i in group),
                 )
             )
         return results

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _products, _views
+from dpmp.engines.book_keeping import _products, _totals, _views
 from dpmp.engines.book_keeping._sites import Factors, Recorded, Site
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._stored import at_least_float32
@@ -46,11 +46,7 @@ def product(site: Site, recorded: Recorded) -> jax.Array:
             _products.contract(part, right, ((1,), (1,)), ((0,), (0,))) for part in left
         ]
         return _products.apart(jnp.concatenate(products, axis=1))
-    right = right.astype(at_least_float32(right.dtype))
-    groups, _, num_rows, width = site.outer.sizes
-    rows = jnp.zeros((groups, num_rows, width), right.dtype)
-    add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
-    return add(rows, left[0], right)
+    return _scatter(left[0][None], _views.widen(right)[None], site.outer.sizes.left)
 
 
 def gradient(site: Site, recorded: Recorded) -> jax.Array:
@@ -105,7 +101,8 @@ def _sum_of_site(
 ) -> jax.Array:
     """Sums the gradients of a site over the examples, in the shape of its view."""
     if site.outer is None:
-        return _sum_of_entries(_select(keep, _scale(recorded.cotangent, coefs)))
+        terms = _select(keep, _scale(recorded.cotangent, coefs))
+        return _totals.add_up(terms, axis=0)
     left, right = jax.vmap(functools.partial(factors, site))(recorded)
     if site.outer.has_rows:
         weighted = _select(keep, _scale(right, coefs))
@@ -152,15 +149,6 @@ def _scale(x: jax.Array, coefs: jax.Array) -> jax.Array:
 def _select(keep: jax.Array, x: jax.Array) -> jax.Array:
     """Selects zero where `keep` is False; a product with zero could be NaN."""
     return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
-
-
-def _sum_of_entries(terms: jax.Array) -> jax.Array:
-    """Sums over the first axis, in a tree of additions whose order is fixed."""
-    while len(terms) > 1:
-        half = len(terms) // 2
-        rest = terms[2 * half :]
-        terms = jnp.concatenate([terms[:half] + terms[half : 2 * half], rest])
-    return terms[0]
 
 
 def _scatter(rows: jax.Array, values: jax.Array, num_rows: int) -> jax.Array:

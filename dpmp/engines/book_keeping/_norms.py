@@ -30,7 +30,6 @@ import jax.numpy as jnp
 
 from dpmp.engines.book_keeping import _gradients, _products, _totals, _views
 from dpmp.engines.book_keeping._sites import Outer, Recorded, Site, Sizes
-from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._bounded import FLOOR, Roundings
 from dpmp.numerics._stored import at_least_float32
 
@@ -175,18 +174,21 @@ def gram_term(sites: Mapping[int, Site], swapped: Sequence[bool], param: int) ->
     )
 
 
-def parameter_term(sites: Mapping[int, Site], params: Sequence[View]) -> Term:
+def parameter_term(
+    sites: Mapping[int, Site], shapes: Mapping[int, tuple[int, ...]]
+) -> Term:
     """Makes the term of any sites: it forms their gradients and sends them back.
+
+    `shapes` are those of the parameters, by their numbers.
 
     The extents hold only if all sites belong to one parameter, and each of their views
     consists of entries of it.
     """
-    views = [site.view for site in sites.values()]
-    roots_of_params = [param.root for param in params if param.root is not None]
+    views, params = [site.view for site in sites.values()], list(shapes)
 
     def measure(roots: Mapping[int, Any], recorded: Sequence[Recorded]) -> Any:
         grads = list(map(_gradients.gradient, sites.values(), recorded))
-        of_params = _gradients.pull_back(views, roots_of_params, roots, grads)
+        of_params = _gradients.pull_back(views, params, roots, grads)
         extent = jnp.zeros((), at_least_float32(*(grad.dtype for grad in grads)))
         for site, numbers, grad in zip(sites.values(), recorded, grads, strict=True):
             if site.outer is None:
@@ -199,7 +201,7 @@ def parameter_term(sites: Mapping[int, Site], params: Sequence[View]) -> Term:
             for x in of_params
         ]
 
-    size = sum(math.prod(param.aval.shape) for param in params)
+    size = sum(map(math.prod, shapes.values()))
     positions, roundings, cost, temporary = 0, 0, float(size), size
     for site in sites.values():
         num_entries = math.prod(site.view.aval.shape)
@@ -216,7 +218,7 @@ def parameter_term(sites: Mapping[int, Site], params: Sequence[View]) -> Term:
     return Term(
         "parameters",
         list(sites),
-        roots_of_params,
+        params,
         measure,
         Roundings(
             # An entry of one site may be added to an entry of any other site.

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from dpmp._typing import PyTree
 from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _terms
 from dpmp.engines.book_keeping._engine import Engine, Program
@@ -192,18 +191,14 @@ def summarize(
         examples = signature.examples(args, batch_size)
         args = [examples.get(i, arg) for i, arg in enumerate(args)]
         program = engine.analyse(args, kwargs)
-        paths = _paths(signature.params(args))
+        leaves = jax.tree_util.tree_leaves_with_path(signature.params(args))
+        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
         return _summary(program, paths), _complaint(program, paths)
 
     summary, complaint = _while_tracing(read, args, kwargs)
     if complaint is not None:
         warnings.warn(complaint, stacklevel=2)
     return summary
-
-
-def _paths(tree: PyTree) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
 def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -227,27 +222,15 @@ def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _summary(program: Program, paths: Sequence[str]) -> Summary:
-    sizes, total = _sizes(program), _total(program.terms)
-    rows = []
-    for param, path in zip(program.params, paths, strict=True):
-        used = [term for term in program.terms if param.root in term.params]
-        shares = [
-            sizes[param.root] / max(sum(sizes[i] for i in term.params), 1)
-            for term in used
-        ]
-        cost = sum(x.cost * share for x, share in zip(used, shares, strict=True))
-        sites = [x for x in program.plan.sites if param.root in x.view.leaves]
-        rows.append(
-            Row(
-                path,
-                param.aval.shape,
-                sizes[param.root],
-                tuple(site.rule for site in sites),
-                tuple(term.form for term in used),
-                cost,
-                cost / max(total, 1),
-            )
-        )
+    rows, total = [], _total(program.terms)
+    for i, (path, shape) in enumerate(zip(paths, program.shapes, strict=True)):
+        used = [term for term in program.terms if i in term.params]
+        size = math.prod(shape)
+        cost = sum(x.cost * size / max(_num_entries(x, program), 1) for x in used)
+        rules = [x.rule for x in program.plan.sites if i in x.view.leaves]
+        forms = [term.form for term in used]
+        share = cost / max(total, 1)
+        rows.append(Row(path, shape, size, tuple(rules), tuple(forms), cost, share))
     return Summary(tuple(rows))
 
 
@@ -258,9 +241,8 @@ def _complaint(program: Program, paths: Sequence[str]) -> str | None:
     share = _total(fallbacks) / max(_total(program.terms), 1)
     if share <= 0.5:
         return None
-    path_of = {x.root: path for x, path in zip(program.params, paths, strict=True)}
-    roots = dict.fromkeys(i for term in fallbacks for i in term.params)
-    names = ", ".join(path_of[i] or "(itself)" for i in roots)
+    params = dict.fromkeys(i for term in fallbacks for i in term.params)
+    names = ", ".join(paths[i] or "(itself)" for i in params)
     reasons = [kind for _, kind in kinds if kind]
     # With "bounded" sums, parameters are tapped whole because of arithmetic too.
     reasons += ["parameters"] if program.is_bounded else []
@@ -276,18 +258,17 @@ def _complaint(program: Program, paths: Sequence[str]) -> str | None:
 def _kind_of_fallback(term: Term, program: Program) -> str | None:
     """The key of the advice for a term that is a fallback, or None."""
     sites = program.plan.sites
-    if term.form == "parameters" and _terms.tangled_params(
-        sites, [x for x in program.params if x.root in term.params]
-    ):
+    tangled = _terms.tangled_params(sites, program.shapes)
+    if term.form == "parameters" and not set(tangled).isdisjoint(term.params):
         return "parameters"
-    is_large = sum(_sizes(program)[i] for i in term.params) >= _LARGE
+    is_large = _num_entries(term, program) >= _LARGE
     is_whole = any(sites[i].rule == "whole" for i in term.sites)
     return "whole" if is_whole and is_large else None
 
 
-def _sizes(program: Program) -> dict[int | None, int]:
-    """The number of entries of each parameter."""
-    return {x.root: math.prod(x.aval.shape) for x in program.params}
+def _num_entries(term: Term, program: Program) -> int:
+    """The number of entries of all parameters of a term."""
+    return sum(math.prod(program.shapes[i]) for i in term.params)
 
 
 def _total(terms: Sequence[Term]) -> float:

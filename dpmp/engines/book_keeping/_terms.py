@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,54 +19,51 @@ import numpy as np
 from dpmp.engines.book_keeping import _gradients, _norms
 from dpmp.engines.book_keeping._norms import Term
 from dpmp.engines.book_keeping._sites import Recorded, Site, dense
-from dpmp.engines.book_keeping._views import View
 
 
-def make_terms(sites: Sequence[Site], params: Sequence[View]) -> list[Term]:
-    """Chooses how to compute the squared norms of all parameters.
+def make_terms(sites: Sequence[Site], shapes: Sequence[tuple[int, ...]]) -> list[Term]:
+    """Chooses how to compute the squared norms of parameters of given shapes.
 
     The squared norm of a parameter is the sum of the terms that contain it.
     """
-    terms, tangled = [], list[View]()
-    for param in params:
-        if (entries := _entries(sites, param)) is None:
-            tangled.append(param)
+    terms, tangled = [], dict[int, Any]()
+    for param, shape in enumerate(shapes):
+        if (entries := _entries(sites, param, shape)) is None:
+            tangled[param] = shape
             continue
         for numbers in _components(entries):
             some = {i: entries[i] for i in numbers}
-            terms.append(_cheapest_term(sites, some, param))
+            terms.append(_cheapest_term(sites, some, param, shape))
     if tangled:
-        numbers = {i for param in tangled for i in _sites_of(sites, param)}
-        of_tangled = {i: sites[i] for i in sorted(numbers)}
+        of_tangled = {
+            i: site for i, site in enumerate(sites) if site.view.leaves & set(tangled)
+        }
         terms.append(_norms.parameter_term(of_tangled, tangled))
     return terms
 
 
-def tangled_params(sites: Sequence[Site], params: Sequence[View]) -> list[int]:
-    """Lists the roots of parameters with a view that is not made of entries alone."""
-    return [_root(param) for param in params if _entries(sites, param) is None]
+def tangled_params(
+    sites: Sequence[Site], shapes: Sequence[tuple[int, ...]]
+) -> list[int]:
+    """Lists the parameters with a view that is not made of their entries alone."""
+    return [i for i, shape in enumerate(shapes) if _entries(sites, i, shape) is None]
 
 
-def _root(view: View) -> int:
-    assert view.root is not None
-    return view.root
-
-
-def _sites_of(sites: Sequence[Site], param: View) -> list[int]:
-    return [i for i, site in enumerate(sites) if _root(param) in site.view.leaves]
-
-
-def _entries(sites: Sequence[Site], param: View) -> dict[int, np.ndarray] | None:
+def _entries(
+    sites: Sequence[Site], param: int, shape: tuple[int, ...]
+) -> dict[int, np.ndarray] | None:
     """Finds, for each site of a parameter, the entries that the site's view is made of.
 
     The result is None if the view of some site is not made of entries alone. The
     entries are NumPy views, whose addresses and strides tell whether they overlap.
     """
     # This array is never read or written, so it costs no memory.
-    array = np.empty(param.aval.shape, np.int8)
+    array = np.empty(shape, np.int8)
     found = {}
-    for i in _sites_of(sites, param):
-        if (entries := sites[i].view.rearrange(array)) is None:
+    for i, site in enumerate(sites):
+        if param not in site.view.leaves:
+            continue
+        if (entries := site.view.rearrange(array)) is None:
             return None
         found[i] = entries
     return found
@@ -84,23 +82,26 @@ def _components(entries: dict[int, np.ndarray]) -> list[list[int]]:
 
 
 def _cheapest_term(
-    sites: Sequence[Site], entries: Mapping[int, np.ndarray], param: View
+    sites: Sequence[Site],
+    entries: Mapping[int, np.ndarray],
+    param: int,
+    shape: tuple[int, ...],
 ) -> Term:
-    used, root = {i: sites[i] for i in entries}, _root(param)
+    used = {i: sites[i] for i in entries}
     number, first = next(iter(used.items()))
     is_alone = len(used) == 1
     if is_alone and first.outer is None:
-        return _norms.entry_term(number, first, root)
+        return _norms.entry_term(number, first, param)
     if is_alone:
-        formed = _norms.product_term(number, first, root)
+        formed = _norms.product_term(number, first, param)
     else:
-        formed = _norms.parameter_term(used, [param])
+        formed = _norms.parameter_term(used, {param: shape})
     terms = [formed]
     if (swapped := _orientations(used, entries)) is not None:
-        terms.append(_norms.gram_term(used, swapped, root))
+        terms.append(_norms.gram_term(used, swapped, param))
     cheapest = min(terms, key=lambda term: term.cost)
     if is_alone:
-        kept = kept_term(number, first, root)
+        kept = kept_term(number, first, param)
         return kept if _is_better(kept, cheapest, first) else cheapest
     return cheapest
 

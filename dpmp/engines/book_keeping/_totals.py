@@ -27,15 +27,12 @@ def joined(parts: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([x.astype(dtype) for x in parts], axis=-1)
 
 
-def add_up(parts: jax.Array) -> jax.Array:
-    """Sums over the last axis."""
-    if parts.shape[-1] == 0:
-        return jnp.zeros(parts.shape[:-1], parts.dtype)
-    while (size := parts.shape[-1]) > 1:
-        half = size // 2
-        pairs = parts[..., :half] + parts[..., half : 2 * half]
-        parts = jnp.concatenate([pairs, parts[..., 2 * half :]], axis=-1)
-    return parts[..., 0]
+def add_up(parts: jax.Array, axis: int = -1) -> jax.Array:
+    """Sums over an axis."""
+    while (size := parts.shape[axis]) > 1:
+        first, second, rest = jnp.split(parts, [size // 2, size // 2 * 2], axis)
+        parts = jnp.concatenate([first + second, rest], axis)
+    return parts.sum(axis) if size == 0 else parts.squeeze(axis)
 
 
 def num_roundings(size: int) -> int:
