@@ -41,16 +41,10 @@ def make_engine(
     transform: Callable[[PyTree], PyTree] | None = None,
     spmd_axis_name: Any = None,
 ) -> tuple[GradEngine, Callable[..., int] | None]:
-    """Makes the gradient engine of a loss.
+    """Makes the gradient engine of a loss as users write it.
 
-    Args:
-      fun: the loss, as users write it.
-      signature: the signature of `fun`.
-      method: the name of the engine.
-      is_bounded: whether norms must be upper bounds that include rounding errors.
-      loss_scale: the factor by which the loss is multiplied before differentiation.
-      transform: a function that is applied to the gradient of each example.
-      spmd_axis_name: as in `jax.vmap`.
+    With `is_bounded`, norms must be upper bounds that include rounding errors. The
+    other arguments are those of `clipped_grad`.
 
     Returns:
       The engine, and a function from its arguments to the largest microbatch size, or

@@ -31,10 +31,7 @@ _FEW = 512
 class StackedGrads:
     """`PerExampleGrads` as arrays with a leading example axis.
 
-    Attributes:
-      values: per-example losses, (B,), or None.
-      aux: per-example auxiliary outputs, with leaves of shape (B, ...).
-      stack: the tree to clip. Its leaves are `StoredArray`s of shape (B, ...).
+    `stack` is the tree to clip. Its leaves are `StoredArray`s of shape (B, ...).
     """
 
     values: jax.Array | None
@@ -127,13 +124,9 @@ def _select(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 class _Group(NamedTuple):
-    """The arrays of a clipping group, with the small ones joined.
+    """The arrays of a clipping group, (B, n), with the small ones joined.
 
-    Attributes:
-      arrays: the arrays after joining, each of shape (B, n).
-      leaves: the leaves that were joined.
-      numbers: for each array the numbers of the leaves that make it up.
-      treedef: the tree structure of the leaves.
+    For each array there are the numbers of the leaves that make it up.
     """
 
     arrays: list[StoredArray]
@@ -171,9 +164,8 @@ class _Group(NamedTuple):
 
 def store_one(tree: PyTree) -> StackedGrads:
     """Wraps the gradient of one example as a batch of one."""
-    stack, _ = compute_and_store(
-        lambda: (jax.tree.map(lambda x: jnp.asarray(x)[None], tree), None), tree
-    )
+    batch = functools.partial(jax.tree.map, lambda x: jnp.asarray(x)[None], tree)
+    stack, _ = compute_and_store(lambda: (batch(), None), tree)
     return StackedGrads(None, None, stack)
 
 

@@ -79,12 +79,8 @@ def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:
     if eqn.primitive.name not in _REMATERIALISED:
         return None
     body = jax.extend.core.ClosedJaxpr(eqn.params["jaxpr"], ())
-    wrap = functools.partial(
-        jax.checkpoint,
-        policy=eqn.params["policy"],
-        prevent_cse=eqn.params["prevent_cse"],
-    )
-    return inline(body), wrap
+    options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+    return inline(body), functools.partial(jax.checkpoint, **options)
 
 
 def sub_programs(eqn: Any) -> list[SubProgram]:
@@ -95,18 +91,13 @@ def sub_programs(eqn: Any) -> list[SubProgram]:
         return [SubProgram(jaxpr, operands, *counts, params["length"])]
     if eqn.primitive.name == "while":
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+        cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         carry = operands[num_cond + num_body :]
-        cond = SubProgram(
-            params["cond_jaxpr"].jaxpr,
-            operands[:num_cond] + carry,
-            num_cond,
-            len(carry),
-            None,
-            has_results=False,
-        )
-        body = params["body_jaxpr"].jaxpr
-        rest = operands[num_cond:]
-        return [cond, SubProgram(body, rest, num_body, len(carry), None)]
+        inputs = operands[:num_cond] + carry
+        return [
+            SubProgram(cond, inputs, num_cond, len(carry), None, has_results=False),
+            SubProgram(body, operands[num_cond:], num_body, len(carry), None),
+        ]
     given = operands[1:] if eqn.primitive.name == "cond" else operands
     return [
         SubProgram(

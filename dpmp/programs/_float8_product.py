@@ -24,15 +24,14 @@ OPERANDS, COTANGENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 def round_to(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
     """Rounds an array to the nearest numbers of a format, times a power of two.
 
+    The result has the dtype of `x`. A finite number out of range becomes the largest
+    number of the format. Infinity and NaN stay.
+
     Args:
       x: float array.
       dtype: the format, `OPERANDS` or `COTANGENTS`.
       scale: the factor for `x` before it is rounded. `PER_EXAMPLE` stands for the
         largest power of two that leaves all entries in range.
-
-    Returns:
-      An array of the dtype of `x`. A finite number out of range becomes the largest
-      number of the format. Infinity and NaN stay.
     """
     wide = x.astype(jnp.float32)
     exponent = _exponent(wide, dtype, scale)
@@ -88,16 +87,10 @@ def dot_general(
 ) -> jax.Array:
     """Computes `jax.lax.dot_general` from 8-bit products that are summed in float32.
 
-    The caller must round the cotangent of the result too, since the products of the
-    gradient are also taken in 8 bits. XLA widens the operands on devices that cannot
-    multiply 8-bit numbers. Infinity counts as NaN, since float8_e4m3fn has no infinity.
-
-    Args:
-      x: float array, rounded.
-      y: float array, rounded.
-      dimension_numbers: as for `jax.lax.dot_general`.
-      result: the shape and dtype of the result.
-      scale: the scale that the operands were rounded with.
+    The operands are rounded, with `scale`. The caller must round the cotangent of the
+    result too, since the products of the gradient are also taken in 8 bits. XLA widens
+    the operands on devices that cannot multiply 8-bit numbers. Infinity counts as NaN,
+    since float8_e4m3fn has no infinity. `result` has the shape and dtype of the result.
     """
     contracted, batch = dimension_numbers
     config = _Config(scale, jnp.dtype(result.dtype), x.dtype, y.dtype)
@@ -136,9 +129,6 @@ class _Float8(NamedTuple):
 
     numbers: jax.Array
     exponent: jax.Array
-
-    def transposed(self) -> "_Float8":
-        return _Float8(jnp.swapaxes(self.numbers, -1, -2), self.exponent)
 
 
 def _to_float8(x: jax.Array, dtype: Any, scale: str | float) -> _Float8:
@@ -179,11 +169,13 @@ def _forward(
 def _backward(
     config: _Config, operands: tuple[_Float8, _Float8], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    left, right = operands
     ct = _to_float8(cotangent, COTANGENTS, of_cotangents(config.scale))
+    turned_ct, left, right = (
+        x._replace(numbers=jnp.swapaxes(x.numbers, -1, -2)) for x in (ct, *operands)
+    )
     return (
-        _contract(ct, right.transposed(), config.left_dtype),
-        _contract(ct.transposed(), left.transposed(), config.right_dtype),
+        _contract(ct, right, config.left_dtype),
+        _contract(turned_ct, left, config.right_dtype),
     )
 
 

@@ -96,11 +96,8 @@ def analyse(
 class Engine:
     """A `GradEngine` that differentiates a loss for the examples of a batch.
 
-    Attributes:
-      fun: takes the arguments of one example and returns (loss, aux).
-      signature: the signature of `fun`.
-      is_bounded: whether to clip by proved upper bounds; see `dpmp.numerics._bounded`.
-      spmd_axis_name: as in `jax.vmap`.
+    `fun` takes the arguments of one example and returns (loss, aux). With `is_bounded`,
+    clipping is by proved upper bounds (`dpmp.numerics._bounded`).
     """
 
     fun: Callable[..., tuple[Any, PyTree]]
@@ -190,12 +187,7 @@ class Group(NamedTuple):
 class BookKeptGrads:
     """`PerExampleGrads` without the gradients themselves.
 
-    Attributes:
-      values: per-example losses, (B,).
-      aux: per-example auxiliary outputs, with leaves of shape (B, ...).
-      program: the program that was run.
-      params: the parameters.
-      recorded: for each site the numbers of the batch.
+    What is recorded of the batch takes their place, for each site of the program.
     """
 
     values: jax.Array
@@ -224,14 +216,12 @@ class BookKeptGrads:
             roundings = functools.reduce(
                 Roundings.at_least, (term.roundings for term, _ in parts), Roundings()
             )
-            squares = [x.squared_norm for _, x in parts]
-            extents = [x.extent for _, x in parts]
-            cancelling = [x.extent for term, x in parts if term.cancels]
-            # The lists may be empty, so each gets a zero, in the widest dtype of all.
+            # There may be no part, so each list gets a zero, in the widest dtype.
             zero = jnp.zeros((*self.values.shape, 1), dtype)
-            squares, extents, cancelling = (
-                _totals.joined([zero, *some]) for some in (squares, extents, cancelling)
-            )
+            squares = _totals.joined([zero, *(x.squared_norm for _, x in parts)])
+            extents = _totals.joined([zero, *(x.extent for _, x in parts)])
+            of_cancelling = (x.extent for term, x in parts if term.cancels)
+            cancelling = _totals.joined([zero, *of_cancelling])
             depth = _totals.depth(max(squares.shape[-1], extents.shape[-1]))
             results.append(
                 Group(
@@ -247,30 +237,23 @@ class BookKeptGrads:
         return results
 
     def _squared_norm(self, group: "Group") -> SquaredNorm:
+        # A factor times a coefficient is rounded to bfloat16 if the factors are.
+        outer = (site for site in self.program.sites if site.outer is not None)
+        is_narrow = any(site.cotangent.dtype == jnp.bfloat16 for site in outer)
+        folding_error = 2.0**-8 if is_narrow else 2.0**-22
         if self.program.is_bounded:
             bound = clip_by(
                 group.squared_norm,
                 group.extent,
                 group.roundings,
                 num_terms=group.num_products,
-                folding_error=self._folding_error,
+                folding_error=folding_error,
             )
         else:
-            error = _BFLOAT16_ERROR if self._rounds_factors else _ERROR
+            error = _BFLOAT16_ERROR if is_narrow else _ERROR
             square = group.squared_norm + error * group.cancelling
-            bound = jnp.sqrt(square) * (1 + self._folding_error)
+            bound = jnp.sqrt(square) * (1 + folding_error)
         return SquaredNorm(group.squared_norm, 0, group.num_entries, jnp.square(bound))
-
-    @property
-    def _folding_error(self) -> float:
-        """The relative rounding error of a factor times a coefficient."""
-        return 2.0**-8 if self._rounds_factors else 2.0**-22
-
-    @property
-    def _rounds_factors(self) -> bool:
-        """Whether a factor times a coefficient is rounded to bfloat16."""
-        cotangents = (x.cotangent for x in self.program.sites if x.outer)
-        return any(x.dtype == jnp.bfloat16 for x in cotangents)
 
     def weighted_sum(
         self,
@@ -281,15 +264,12 @@ class BookKeptGrads:
     ) -> PyTree:
         """See `PerExampleGrads`."""
         sums_of = cast("PartialSums", arithmetic)  # enforced by `check_method`
-        # All sites must read the same bits of the coefficients, whatever else reads
-        # them.
-        clip_coefs, keep = behind_a_branch(
-            lambda: (clip_coefs, keep), (clip_coefs, keep)
-        )
+        # All sites must read the same bits, whatever else reads the coefficients.
+        coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
         sums: dict[int, jax.Array] = {}
-        for group, coefs in zip(self._groups(prefix), clip_coefs, strict=True):
+        for group, coef in zip(self._groups(prefix), coefs, strict=True):
             sums |= _gradients.weighted_sum(
-                self.program.sites, group, self._roots, self.recorded, coefs, keep
+                self.program.sites, group, self._roots, self.recorded, coef, keep
             )
         leaves, treedef = jax.tree.flatten(self.params)
         return treedef.unflatten(sums_of.lift(sums[i]) for i in range(len(leaves)))

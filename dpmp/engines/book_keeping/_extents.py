@@ -81,9 +81,8 @@ def measure_extents(
     signature.check(args)
     batch_size = signature.batch_size(args)
     examples = signature.examples(args, batch_size)
-    engine = Engine(
-        signature.of_one_example(fun, check_loss), signature, is_bounded=True
-    )
+    loss_fn = signature.of_one_example(fun, check_loss)
+    engine = Engine(loss_fn, signature, is_bounded=True)
     roundings = []
 
     @jax.jit
@@ -98,7 +97,6 @@ def measure_extents(
         return [some.get(i, arg) for i, arg in enumerate(args)]
 
     starts = range(0, batch_size, microbatch_size)
-    parts = [ratios_of(*part(start)) for start in starts]
-    ratios = jnp.concatenate(parts)
+    ratios = jnp.concatenate([ratios_of(*part(start)) for start in starts])
     largest = _bounded.largest_extent(microbatch_size, roundings[0])
     return Extents(ratios, largest, float(jnp.mean(ratios > largest)))

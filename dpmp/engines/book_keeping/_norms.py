@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dpmp._typing import PyTree
 from dpmp.engines.book_keeping import _gradients, _products, _totals, _views
 from dpmp.engines.book_keeping._sites import Outer, Recorded, Site, Sizes
 from dpmp.numerics._bounded import FLOOR, Roundings
@@ -123,11 +124,9 @@ def product_term(number: int, site: Site, param: int) -> Term:
         extent=_roundings_of_extent(outer.sizes),
         positions=positions,
     )
-    cost = size * COST_OF_AN_ENTRY
-    if outer.has_rows:
-        cost += groups * positions * right
-    else:
-        cost += size * positions * _cost_of_products(site)
+    products = size * positions * _cost_of_products(site)
+    products = groups * positions * right if outer.has_rows else products
+    cost = size * COST_OF_AN_ENTRY + products
     return Term("product", [number], [param], measure, roundings, size, cost, size)
 
 
@@ -179,10 +178,8 @@ def parameter_term(
 ) -> Term:
     """Makes the term of any sites: it forms their gradients and sends them back.
 
-    `shapes` are those of the parameters, by their numbers.
-
-    The extents hold only if all sites belong to one parameter, and each of their views
-    consists of entries of it.
+    `shapes` are those of the parameters, by their numbers. The extents hold only if all
+    sites belong to one parameter, and each of their views consists of entries of it.
     """
     views, params = [site.view for site in sites.values()], list(shapes)
 
@@ -248,12 +245,15 @@ def measure(
 ) -> list[Measured]:
     """Evaluates a term for all examples: a `Measured`, (B, P), for each parameter."""
     of_sites = [recorded[i] for i in term.sites]
-    one = functools.partial(term.measure, roots)
-    num_examples = len(recorded[0].cotangent)
     chunk = max(1, int(_CHUNK_ENTRIES / max(term.size, 1)))
-    if chunk >= num_examples:
-        return jax.vmap(one)(of_sites)
-    return jax.lax.map(one, of_sites, batch_size=chunk)
+    return in_chunks(functools.partial(term.measure, roots), of_sites, chunk)
+
+
+def in_chunks(fn: Callable[[Any], Any], examples: PyTree, chunk: int) -> PyTree:
+    """Maps a function over examples, at most `chunk` of them at a time."""
+    if chunk >= len(jax.tree.leaves(examples)[0]):
+        return jax.vmap(fn)(examples)
+    return jax.lax.map(fn, examples, batch_size=chunk)
 
 
 def _square(x: jax.Array) -> jax.Array:

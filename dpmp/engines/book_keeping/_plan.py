@@ -43,11 +43,8 @@ class _Step(NamedTuple):
 class Plan:
     """A program, and decisions for the equations where data meets parameters.
 
-    Attributes:
-      closed: the closed jaxpr of the program.
-      first: the decision for the arguments.
-      steps: the decisions for equations, by the identity of the equation.
-      last: the decision for the outputs, which may be views themselves.
+    The decisions are for the arguments, for equations by their identity, and for the
+    outputs, which may be views themselves.
     """
 
     closed: Any
@@ -69,10 +66,10 @@ def make_plan(
     tapped: Collection[int] = (),
     unread: Collection[int] = (),
 ) -> Plan:
-    """Finds the sites of a program without calls under `jax.jit`.
+    """Finds the sites of a closed jaxpr without calls under `jax.jit`.
 
     Args:
-      closed: the closed jaxpr of the program.
+      closed: the closed jaxpr.
       args: for each argument the view that it is, or None for data.
       tapped: the arguments to tap whole, before anything else reads them.
       unread: the outputs whose cotangents nobody reads.
@@ -80,7 +77,7 @@ def make_plan(
     steps = {}
 
     def evaluate(eqn: Any, operands: list[Any]) -> list[Any]:
-        views = [_as_view(x) for x in operands]
+        views = list(map(_as_view, operands))
         known = [view for view in views if view is not None]
         if len(known) == len(views) and not _has_to_be_tapped(eqn, known):
             return _views.apply(eqn, known)
@@ -135,7 +132,8 @@ def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
     has_gradient = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
     if not has_gradient or not _tappable(views):
         return outputs, None
-    whole = functools.partial(_whole_step, views, functools.partial(_bind, eqn))
+    bind = functools.partial(_interpreter.bind, eqn)
+    whole = functools.partial(_whole_step, views, bind)
     if any(_is_complex(v) for v in (*eqn.invars, *eqn.outvars)):
         return outputs, whole()
     if (loop := _bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
@@ -145,10 +143,6 @@ def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
     if (found := _rules.outer_site(eqn, views)) is not None:
         return outputs, _outer_step(eqn, *found)
     return outputs, whole() if _bodies.has_body(eqn) else _dense_step(eqn, views)
-
-
-def _bind(eqn: Any, values: list[Any]) -> list[Any]:
-    return _interpreter.bind(eqn, values)
 
 
 def _tappable(views: Sequence[View | None]) -> dict[int, View]:
@@ -247,9 +241,8 @@ def _loop_step(
 ) -> tuple[list[Any], _Step | None]:
     """Plans a scan of the same length and direction, with dummies in and records out.
 
-    A carried value that the body returns unchanged counts as a constant of the body.
-    Views among the other carried values are tapped whole, since the loop replaces them
-    by data.
+    A carried value that the body returns unchanged is a constant of the body. Views
+    among the others are tapped whole, since the loop replaces them by data.
     """
     body, size = loop.body.jaxpr, loop.options["length"]
     carry = range(loop.num_consts, loop.num_consts + loop.num_carry)

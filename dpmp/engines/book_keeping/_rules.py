@@ -231,12 +231,8 @@ def tap_dense(
 ) -> list[jax.Array]:
     """Evaluates an equation; gradients of its views become the cotangents of dummies.
 
-    Args:
-      eqn: an equation without a body.
-      to_views: by the position of an operand that is a view, a function that maps the
-        float32 gradient of this operand to the gradient of the site.
-      values: the values of the operands.
-      dummies: arrays with the shapes of these gradients. They are not read.
+    For the position of each operand that is a view, `to_views` has a function that maps
+    the float32 gradient of this operand to the gradient of the site.
     """
 
     @jax.custom_vjp

@@ -67,8 +67,8 @@ class Site:
     Attributes:
       rule: the name of the rule that gives the gradient, for people.
       view: the view whose gradient is taken.
-      cotangent: the shape and dtype of the result of the backward pass. This is the
-        cotangent of the output, or for dense sites the gradient.
+      cotangent: the shape and dtype of the cotangent of the output, which comes out of
+        the backward pass. For dense sites, the gradient comes out.
       outer: the outer form of the gradient, or None if it is dense.
     """
 

@@ -183,9 +183,8 @@ def summarize(
     )
     signature.check(args)
     batch_size = signature.batch_size(args)
-    engine = Engine(
-        signature.of_one_example(fun, check_loss), signature, sums.clips_by_bounds
-    )
+    loss_fn = signature.of_one_example(fun, check_loss)
+    engine = Engine(loss_fn, signature, sums.clips_by_bounds)
 
     def read(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Summary, str | None]:
         examples = signature.examples(args, batch_size)

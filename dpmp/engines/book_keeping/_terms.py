@@ -157,11 +157,11 @@ def _num_bytes(*arrays: jax.ShapeDtypeStruct) -> int:
 
 def dense_if_kept(terms: Sequence[Term], sites: Sequence[Site]) -> list[Site]:
     """Returns the sites of a plan; those with a kept gradient become dense."""
-    kept = _numbers_of_kept(terms)
+    kept = _sites_to_keep(terms)
     return [dense(site) if i in kept else site for i, site in enumerate(sites)]
 
 
-def _numbers_of_kept(terms: Sequence[Term]) -> list[int]:
+def _sites_to_keep(terms: Sequence[Term]) -> list[int]:
     return [term.sites[0] for term in terms if term.form == "kept"]
 
 
@@ -170,19 +170,12 @@ def keep(
 ) -> list[Recorded]:
     """Forms the gradients to keep, in the place of what a batch recorded for them."""
     recorded = list(recorded)
-    for i in _numbers_of_kept(terms):
+    for i in _sites_to_keep(terms):
         form = functools.partial(_gradients.gradient, sites[i])
-        num_examples = len(recorded[i].cotangent)
-        chunk = _num_at_a_time(sites[i], num_examples)
-        if chunk < num_examples:
-            grads = jax.lax.map(form, recorded[i], batch_size=chunk)
-        else:
-            grads = jax.vmap(form)(recorded[i])
-        recorded[i] = Recorded(None, grads)
+        chunk = num_examples = len(recorded[i].cotangent)
+        outer = sites[i].outer
+        if outer is not None and outer.axes is None:
+            # The patches of a convolution are larger than its input.
+            chunk = max(8, num_examples // 4)
+        recorded[i] = Recorded(None, _norms.in_chunks(form, recorded[i], chunk))
     return recorded
-
-
-def _num_at_a_time(site: Site, num_examples: int) -> int:
-    """Limits the chunk for convolutions, whose patches are larger than their input."""
-    has_places = site.outer is not None and site.outer.axes is None
-    return max(8, num_examples // 4) if has_places else num_examples

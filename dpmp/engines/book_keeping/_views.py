@@ -32,8 +32,7 @@ class View:
         entries that make up this view. It returns None if this view does more than
         select and reorder entries and add constants to them, or if no such NumPy view
         exists.
-      is_broadcast: whether this view repeats the entries of its only parent, and does
-        nothing else.
+      is_broadcast: whether this view only repeats the entries of its only parent.
     """
 
     aval: Any
@@ -83,13 +82,9 @@ def lift(
 ) -> View:
     """Turns a view in the body of a loop or call into a view of its operands.
 
-    If it depends on a slice, the view covers all iterations, with a leading axis.
-
-    Args:
-      view: a view whose roots are operands of the loop.
-      outer: the views outside that the operands are.
-      mapped: the operands that the loop slices; the root of such an operand is a slice.
-      size: the number of iterations.
+    The roots of the view are operands, which are the views `outer` outside. The loop
+    slices those that are `mapped`, once for each of its iterations. A view that depends
+    on a slice covers all iterations, with a leading axis.
     """
     used = sorted(_roots_of(view))
     parents = tuple(x for x in (outer[i] for i in used) if x is not None)
@@ -233,10 +228,6 @@ def _shift(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
     return x if same_shape and not is_negated else None
 
 
-def _convert(x: np.ndarray, eqn: Any, *_: Any) -> Any:
-    return x if is_float(eqn.params["new_dtype"]) else None
-
-
 def _reshape(x: np.ndarray, eqn: Any, *_: Any) -> Any:
     """A broadcast that repeats nothing is a reshape too."""
     shape = eqn.outvars[0].aval.shape
@@ -270,15 +261,13 @@ def _split(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
     return np.split(x, np.cumsum(sizes)[:-1], axis)[output]
 
 
-def _unstack(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
-    return np.moveaxis(x, eqn.params["axis"], 0)[output, ...]
-
-
 # Each function maps the NumPy view of an operand to that of the result.
 _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
     "add": _shift,
     "sub": _shift,
-    "convert_element_type": _convert,
+    "convert_element_type": lambda x, eqn, *_: (
+        x if is_float(eqn.params["new_dtype"]) else None
+    ),
     "copy": lambda x, *_: x,
     "transpose": lambda x, eqn, *_: x.transpose(eqn.params["permutation"]),
     "reshape": _reshape,
@@ -288,5 +277,5 @@ _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
     "dynamic_slice": _dynamic_slice,
     "rev": lambda x, eqn, *_: np.flip(x, eqn.params["dimensions"]),
     "split": _split,
-    "unstack": _unstack,
+    "unstack": lambda x, eqn, _, i: np.moveaxis(x, eqn.params["axis"], 0)[i, ...],
 }
