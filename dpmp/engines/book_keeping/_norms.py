@@ -137,12 +137,7 @@ def gram_term(sites: Mapping[int, Site], swapped: Sequence[bool], param: int) ->
     """
 
     def measure(_: Any, recorded: Sequence[Recorded]) -> list[Measured]:
-        sides = [
-            _sides(site, numbers)[:: -1 if is_swapped else 1]
-            for site, numbers, is_swapped in zip(
-                sites.values(), recorded, swapped, strict=True
-            )
-        ]
+        sides = list(map(_sides, sites.values(), recorded, swapped))
         squares, extents = [], 0.0
         for a, b in itertools.combinations_with_replacement(sides, 2):
             grams = [_gram(x, y) for x, y in zip(a, b, strict=True)]
@@ -267,9 +262,12 @@ class _Side(NamedTuple):
     has_rows: bool
 
 
-def _sides(site: Site, recorded: Recorded) -> tuple[_Side, _Side]:
+def _sides(
+    site: Site, recorded: Recorded, is_swapped: bool = False
+) -> tuple[_Side, _Side]:
     left, right = _gradients.factors(site, recorded)
-    return _Side(left, _outer(site).has_rows), _Side([right], False)
+    first, second = _Side(left, _outer(site).has_rows), _Side([right], False)
+    return (second, first) if is_swapped else (first, second)
 
 
 def _gram(a: _Side, b: _Side) -> jax.Array:

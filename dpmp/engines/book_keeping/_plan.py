@@ -255,7 +255,7 @@ def _loop_step(
     whole = _whole_step([views[i] for i in changing])
     sites, stacked = [], set[int]()
     for number, site in enumerate(inner.sites):
-        is_mapped = _views.depends_on(site.view, mapped)
+        is_mapped = not site.view.roots.isdisjoint(mapped)
         view = _views.lift(site.view, inside, mapped, size)
         sites.append(_sites.in_loop(site, view, size, is_mapped=is_mapped))
         stacked |= {number} if is_mapped or site.outer is not None else set()

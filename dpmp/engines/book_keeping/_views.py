@@ -27,6 +27,7 @@ class View:
       leaves: the parameters it depends on, as indices of roots.
       parents: the views it is computed from; a root has none.
       root: the index of a root (a parameter or a constant), or None.
+      roots: the roots it is computed from.
       compute: maps float32 values of the parents to the value of the view.
       rearrange: maps a NumPy array of the parameter's shape to a NumPy view of the
         entries that make up this view. It returns None if this view does more than
@@ -39,6 +40,7 @@ class View:
     leaves: frozenset[int]
     parents: tuple["View", ...] = ()
     root: int | None = None
+    roots: frozenset[int] = frozenset()
     compute: Callable[..., Any] = lambda: None
     rearrange: Callable[[np.ndarray], np.ndarray | None] = lambda _: None
     is_broadcast: bool = False
@@ -46,8 +48,9 @@ class View:
 
 def make_root(index: int, aval: Any, *, is_param: bool) -> View:
     """Makes the view of a parameter, or of a constant of the program."""
-    leaves = frozenset([index] if is_param else [])
-    return View(aval, leaves, root=index, rearrange=lambda array: array)
+    roots = frozenset([index])
+    leaves = roots if is_param else frozenset[int]()
+    return View(aval, leaves, root=index, roots=roots, rearrange=lambda array: array)
 
 
 def make_constant(value: Any) -> View:
@@ -58,6 +61,7 @@ def make_constant(value: Any) -> View:
 def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     """Makes the views that an equation computes from views."""
     leaves = frozenset[int]().union(*(view.leaves for view in operands))
+    roots = frozenset[int]().union(*(view.roots for view in operands))
     if eqn.primitive.name == "stop_gradient":
         leaves = frozenset()
     is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(operands) == 1
@@ -66,6 +70,7 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
             output.aval,
             leaves,
             tuple(operands),
+            roots=roots,
             compute=lambda *values, i=i: _bind_in_float32(eqn, values)[i],
             rearrange=_rearrangement(eqn, i, operands),
             is_broadcast=is_broadcast,
@@ -86,7 +91,7 @@ def lift(
     slices those that are `mapped`, once for each of its iterations. A view that depends
     on a slice covers all iterations, with a leading axis.
     """
-    used = sorted(_roots_of(view))
+    used = sorted(view.roots)
     parents = tuple(x for x in (outer[i] for i in used) if x is not None)
     in_axes = [0 if i in mapped else None for i in used]
     is_mapped = 0 in in_axes
@@ -114,6 +119,7 @@ def lift(
         jax.ShapeDtypeStruct(shape, view.aval.dtype),
         frozenset[int]().union(*(parent.leaves for parent in parents)),
         parents,
+        roots=frozenset[int]().union(*(parent.roots for parent in parents)),
         compute=compute,
         rearrange=rearrange if len(used) == 1 else lambda _: None,
     )
@@ -124,11 +130,6 @@ def sum_to_parent(view: View, grad: jax.Array) -> jax.Array:
     (parent,) = view.parents
     shape = jax.ShapeDtypeStruct(parent.aval.shape, grad.dtype)
     return jax.linear_transpose(view.compute, shape)(grad)[0]
-
-
-def depends_on(view: View, roots: Collection[int]) -> bool:
-    """Whether a view is computed from any of some roots."""
-    return not _roots_of(view).isdisjoint(roots)
 
 
 def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]:
@@ -145,17 +146,6 @@ def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]
         return known[id(view)]
 
     return [value(view) for view in views]
-
-
-def _roots_of(view: View) -> set[int]:
-    found, seen, stack = set[int](), set[int](), [view]
-    while stack:
-        view = stack.pop()
-        if id(view) not in seen:
-            seen.add(id(view))
-            found |= set() if view.root is None else {view.root}
-            stack += view.parents
-    return found
 
 
 def goes_back_exactly(eqn: Any) -> bool:
@@ -248,12 +238,9 @@ def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) ->
     atoms, sizes = eqn.invars[1:], eqn.params["slice_sizes"]
     if not all(map(_interpreter.is_literal, atoms)):
         return None
-    starts = (
-        int(np.clip(atom.val, 0, n - size))
-        for atom, n, size in zip(atoms, x.shape, sizes, strict=True)
-    )
-    ranges = (slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
-    return x[(*ranges, ...)]
+    largest = np.subtract(x.shape, sizes)
+    starts = np.clip([int(atom.val) for atom in atoms], 0, largest).astype(int)
+    return x[(*map(slice, starts, starts + sizes), ...)]
 
 
 def _split(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
