@@ -83,8 +83,13 @@ class Summary:
         header = ("", "shape", "entries", "rules", "norm by", "cost", "share")
         total = ("total", "", f"{self.num_entries:,}", "", "", f"{self.cost:,.0f}", "")
         lines = [header, *map(_cells, self.rows), total]
+        sides = "<<><<>>"  # numbers are aligned to the right
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(_line(cells, widths) for cells in lines)
+        aligned = (
+            [f"{x:{side}{n}}" for x, side, n in zip(cells, sides, widths, strict=True)]
+            for cells in lines
+        )
+        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -102,15 +107,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _counted(names: Sequence[str]) -> str:
     counts = collections.Counter(names).items()
     return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts) or "-"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Aligns numbers to the right, and all other cells to the left."""
-    aligned = (
-        f"{cell:{'>' if i in (2, 5, 6) else '<'}{width}}"
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join(aligned).rstrip()
 
 
 def summarize(

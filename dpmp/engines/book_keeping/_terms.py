@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +25,7 @@ def make_terms(sites: Sequence[Site], shapes: Sequence[tuple[int, ...]]) -> list
 
     The squared norm of a parameter is the sum of the terms that contain it.
     """
-    terms, tangled = [], dict[int, Any]()
+    terms, tangled = [], dict[int, tuple[int, ...]]()
     for param, shape in enumerate(shapes):
         if (entries := _entries(sites, param, shape)) is None:
             tangled[param] = shape
@@ -35,10 +34,8 @@ def make_terms(sites: Sequence[Site], shapes: Sequence[tuple[int, ...]]) -> list
             some = {i: entries[i] for i in numbers}
             terms.append(_cheapest_term(sites, some, param, shape))
     if tangled:
-        of_tangled = {
-            i: site for i, site in enumerate(sites) if site.view.leaves & set(tangled)
-        }
-        terms.append(_norms.parameter_term(of_tangled, tangled))
+        used = {i: x for i, x in enumerate(sites) if x.view.leaves & tangled.keys()}
+        terms.append(_norms.parameter_term(used, tangled))
     return terms
 
 

@@ -156,12 +156,12 @@ def goes_back_exactly(eqn: Any) -> bool:
     custom rule may round or clip its cotangent. Other bodies have dtypes written in
     them, which may be below float32.
     """
-    if eqn.primitive.name.startswith("scatter"):
-        floats = [x for x in (v.aval.dtype for v in eqn.invars) if is_float(x)]
-        return all(x.itemsize >= 4 for x in floats)
-    if eqn.primitive.name == "while":  # it sends no gradients back
+    name, dtypes = eqn.primitive.name, [v.aval.dtype for v in eqn.invars]
+    if name.startswith("scatter"):
+        return all(x.itemsize >= 4 for x in dtypes if is_float(x))
+    if name == "while":  # it sends no gradients back
         return True
-    return not _bodies.has_body(eqn) and eqn.primitive.name != "reduce_precision"
+    return not _bodies.has_body(eqn) and name != "reduce_precision"
 
 
 def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
