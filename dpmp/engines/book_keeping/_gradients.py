@@ -46,7 +46,10 @@ def product(site: Site, recorded: Recorded) -> jax.Array:
             _products.contract(part, right, ((1,), (1,)), ((0,), (0,))) for part in left
         ]
         return _products.apart(jnp.concatenate(products, axis=1))
-    return _scatter(left[0][None], _views.widen(right)[None], site.outer.sizes.left)
+    groups, _, num_rows, width = site.outer.sizes
+    right = _views.widen(right)
+    add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
+    return add(jnp.zeros((groups, num_rows, width), right.dtype), left[0], right)
 
 
 def gradient(site: Site, recorded: Recorded) -> jax.Array:
