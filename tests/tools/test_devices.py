@@ -203,7 +203,7 @@ def test_the_policy_is_the_first_whose_products_are_faster_and_sound(rows, polic
         (missing("bfloat16"), "bfloat16: products do not run here (TypeError: no such"),
         (ran("bfloat16 -> float32", 0.2), 'method="book_keeping" computes these'),
         (ran("float16"), "needs a loss scale"),
-        (ran("float32 by default"), "The default of jax rounds float32 operands"),
+        (ran("float32 by default"), "By default, jax rounds float32 operands here"),
         (ran("float8_e4m3fn -> float32"), 'The preset "float8" uses'),
         (ran("tf32", adds_in_float32=False), "narrower than float32: tf32."),
     ],

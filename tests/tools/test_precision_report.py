@@ -305,7 +305,7 @@ def test_a_product_that_is_rounded_and_widened_is_found():
 def test_products_are_counted_and_left_alone():
     report = precision_report(lambda w, x: jnp.max(jnp.tanh(x @ w)), _W, _X)
     assert [(x.kind, x.count) for x in report.findings] == [("product", 1)]
-    assert "1, of up to 128 terms" in str(report)
+    assert "results: 1, of up to 128 terms" in str(report)
     assert "Nothing." in str(report)
 
 
@@ -405,7 +405,7 @@ def test_the_suggested_scale_is_as_large_as_float16_allows(size, expected):
         policy="mixed_float16",
     )
     assert report.suggested.loss_scale == expected
-    assert "Underflow. Use loss_scale=2.0**" in str(report) or size > 1
+    assert "Underflow: " in str(report) or size > 1
 
 
 def test_the_suggested_scale_is_no_larger_than_it_has_to_be():
@@ -443,7 +443,7 @@ def test_an_overflow_of_the_loss_is_told():
         policy="mixed_float16",
     )
     assert math.isinf(report.comparison.loss)
-    assert "whatever the loss scale" in str(report)
+    assert "not finite at any loss scale" in str(report)
 
 
 def test_the_policy_float32_changes_nothing():
@@ -514,7 +514,7 @@ def test_a_gradient_of_zero_is_that_of_float32():
 def test_shapes_are_enough_but_for_a_comparison():
     report = precision_report(lambda w, x: jnp.max(x @ w), _W, _X)
     assert report.comparison is report.suggested is None
-    assert "Next to float32" not in str(report)
+    assert "Comparison with float32" not in str(report)
 
 
 def test_a_function_that_is_no_loss_is_looked_at_alone():

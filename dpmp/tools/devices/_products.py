@@ -94,8 +94,8 @@ def compile_all(
 def rounding_error(kind: Kind) -> float:
     """The largest relative error of sums of few products of numbers from 1 to 2.
 
-    The numbers have all bits of float32. The error shows how operands are rounded,
-    whether that happens before the product or inside of it.
+    The numbers have all bits of float32, so the error shows how operands are rounded,
+    before the product or inside of it.
     """
     rng = np.random.default_rng(0)
     return _error(kind, *rng.uniform(1, 2, (2, _SIDE, _FEW)).astype(np.float32))

@@ -1,15 +1,15 @@
-"""What memory a training step takes, as the compiler reports it.
+"""The memory of a training step, as the compiler reports it.
 
-The step does what `DPTrainer` does between a batch and new parameters: gradients are
-clipped and summed, noise is added, and the optimizer updates parameters in the buffers
-that they are in. It is compiled and never run, so shapes are enough.
+The step does what `DPTrainer` does between a batch and new parameters: it clips and
+sums gradients and adds noise, and the optimizer updates the parameters in their own
+buffers. The step is compiled and never run, so shapes are enough.
 """
 
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,13 @@ from dpmp.programs import _transformations
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """What the compiler reports of a step.
+    """The compiler's report on a step.
 
     Attributes:
       arguments: bytes of its arguments.
       outputs: bytes of its results.
-      aliased: bytes of the results that are in buffers of donated arguments.
-      temporary: bytes that it allocates besides, while it runs.
+      aliased: bytes of the results that reuse the buffers of donated arguments.
+      temporary: bytes that it allocates in addition, while it runs.
     """
 
     arguments: int
@@ -62,7 +62,7 @@ def compiled_memory(
     microbatch_size: int | None = None,
     arithmetic: str | None = None,
 ) -> CompiledMemory:
-    """Compiles a training step for this device, and asks the compiler what it takes.
+    """Compiles a training step for this device, and returns the compiler's figures.
 
     Nothing is run or allocated, so the model may be larger than the device. The figures
     hold for this device and this version of the compiler.
@@ -90,7 +90,7 @@ def compiled_memory(
       arithmetic: the arithmetic of the sum.
 
     Returns:
-      What the compiler reports.
+      A `CompiledMemory`.
 
     Raises:
       ValueError: as `clipped_grad`, and where the compiler reports nothing.
@@ -111,7 +111,7 @@ def compiled_memory(
     analysis = lowered.compile().memory_analysis()
     if analysis is None:
         _validate.fail(
-            "the compiler must report what memory a program takes",
+            "the compiler must report the memory of a program",
             backend=jax.default_backend(),
             fix="Use estimate_memory alone.",
         )
@@ -124,21 +124,12 @@ def compiled_memory(
 
 
 def _resolution(arithmetic: str, method: str, params: PyTree) -> int | None:
-    """How fine a grid `DPSGD` chooses for as many parameters; None without a grid."""
+    """The resolution that `DPSGD` chooses for these parameters; None without a grid."""
     num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
     wanted = parse(arithmetic, method=method).wanted_resolution(num_parameters)
     if wanted is None:
         return None
     return min(max(math.ceil(wanted), DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
-
-
-class _State(NamedTuple):
-    """What a step is given and returns; its buffers are donated."""
-
-    params: PyTree
-    opt_state: PyTree
-    noise_state: Any
-    update_key: jax.Array
 
 
 def _lower_step(
@@ -149,36 +140,39 @@ def _lower_step(
     optimizer: optax.GradientTransformation,
     clip: Callable[[Callable[..., jax.Array]], BoundedSensitivityCallable],
 ) -> jax.stages.Lowered:
-    """The step, ready to be compiled."""
+    """The step, ready to be compiled. Its first argument and result are its state."""
 
-    def init(params: PyTree, key: jax.Array) -> _State:
+    def init(params: PyTree, key: jax.Array) -> tuple[Any, ...]:
         params = policy.cast_to_param(params)
         opt_state = optimizer.init(policy.cast_to_update(params))
         noise_state = gaussian_privatizer(stddev=1.0, prng_key=key).init(params)
-        return _State(params, opt_state, noise_state, key)
+        return params, opt_state, noise_state, key
 
     def loss_args(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         return policy.cast_to_compute(params), policy.cast_inputs(batch)
 
     def update(
-        state: _State, batch: PyTree, is_padding: jax.Array, constants: list[Any]
-    ) -> tuple[_State, PyTree]:
+        state: tuple[Any, ...],
+        batch: PyTree,
+        is_padding: jax.Array,
+        constants: list[Any],
+    ) -> tuple[tuple[Any, ...], PyTree]:
+        params, opt_state, noise_state, key = state
         grad_fn = clip(functools.partial(hoisted, constants))
         privatizer = gaussian_privatizer(
             stddev=grad_fn.l2_norm_bound,
-            prng_key=state.noise_state.prng_key,
+            prng_key=noise_state.prng_key,
             l2_sensitivity=grad_fn.l2_norm_bound,
         )
-        args = loss_args(state.params, batch)
-        total, sensitive = grad_fn(*args, is_padding_example=is_padding)
-        noisy_grads, noise_state = privatizer.update(total, state.noise_state)
-        updates, opt_state = optimizer.update(
-            policy.cast_to_update(noisy_grads),
-            state.opt_state,
-            policy.cast_to_update(state.params),
+        total, sensitive = grad_fn(
+            *loss_args(params, batch), is_padding_example=is_padding
         )
-        params = policy.apply_updates(state.params, updates, state.update_key)
-        return _State(params, opt_state, noise_state, state.update_key), sensitive
+        noisy_grads, noise_state = privatizer.update(total, noise_state)
+        updates, opt_state = optimizer.update(
+            policy.cast_to_update(noisy_grads), opt_state, policy.cast_to_update(params)
+        )
+        params = policy.apply_updates(params, updates, key)
+        return (params, opt_state, noise_state, key), sensitive
 
     signature = Signature.parse(argnums=0, batch_argnums=1)
     batch_size = signature.batch_size((params, batch))
@@ -188,7 +182,7 @@ def _lower_step(
     state = jax.eval_shape(init, params, jax.random.key(0))
     hoisted, constants = _transformations.hoist_constants(
         policy.in_product_precision(loss_fn),
-        *jax.eval_shape(loss_args, state.params, example),
+        *jax.eval_shape(loss_args, state[0], example),
     )
     program = jax.jit(update, donate_argnums=0)
     return program.lower(state, batch, is_padding, constants)

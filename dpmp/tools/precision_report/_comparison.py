@@ -13,15 +13,12 @@ from dpmp._typing import PyTree
 from dpmp.engines import _scaled_loss
 from dpmp.precision import Policy
 
-# Gradients of other batches are larger, and so are values between loss and parameters.
+# Other batches have larger gradients, and so have values between loss and parameters.
 _HEADROOM = 16
 
-# Loss scales are 2^k for these k. A scale is the first cotangent, which float16 has to
-# hold.
+# Loss scales are 2^k for these k. The scale is the first cotangent, and float16 has to
+# hold it.
 _POWERS = range(15, -16, -1)
-
-# How rounding changes a number that is not zero.
-_NORMAL, _ZERO, _SUBNORMAL, _OVERFLOW = range(4)
 
 Exponents = tuple[tuple[int, int], ...]
 
@@ -32,9 +29,9 @@ class Shares:
 
     Attributes:
       num_entries: the number of these numbers.
-      zero: the share of those that become zero.
-      subnormal: the share of those that lose bits because they become subnormal.
-      overflow: the share of those that become infinite.
+      zero: the share that becomes zero.
+      subnormal: the share that becomes subnormal and so loses bits.
+      overflow: the share that becomes infinite.
     """
 
     num_entries: int
@@ -59,7 +56,7 @@ class GradientComparison:
       norm_ratio: the norm of the policy's gradient over the norm of the other.
       not_finite: the share of the policy's entries that are infinite or NaN.
       rounded: the loss of bits when the float32 gradient is scaled, and rounded to the
-        dtype of the policy's.
+        dtype of the policy's gradient.
     """
 
     path: str
@@ -169,8 +166,8 @@ def _runner(
 def _best_scale(grads: Sequence[np.ndarray], dtypes: Sequence[Any]) -> float:
     """The power of two with which the fewest entries become zero or subnormal.
 
-    Of several such powers it is the one that is closest to 1: larger ones gain nothing,
-    and risk an overflow. `grads` are in float32, and are rounded to `dtypes`.
+    If several are as good, the result is the one that is closest to 1: larger ones gain
+    nothing, and risk an overflow. `grads` are in float32, and are rounded to `dtypes`.
     """
     largest = max((np.max(np.abs(x), initial=0.0) for x in grads), default=0.0)
     limit = min(float(jnp.finfo(dtype).max) for dtype in dtypes) / _HEADROOM
@@ -185,73 +182,58 @@ def _best_scale(grads: Sequence[np.ndarray], dtypes: Sequence[Any]) -> float:
     return 2.0 ** min(powers, key=lambda k: (num_lost(k), abs(k)))
 
 
-class _Pair(NamedTuple):
-    """Two gradients with respect to one parameter or to all of them.
-
-    Attributes:
-      actual: the policy's gradient, unscaled, in float32: (n,).
-      exact: the gradient in float32: (n,).
-      fates: how rounding changes the entries of `exact` that are not zero.
-    """
-
-    actual: np.ndarray
-    exact: np.ndarray
-    fates: np.ndarray
-
-
 def _compared(run: _Run, exact: _Run, scale: float, paths: Sequence[str]) -> Comparison:
-    pairs = [
-        _Pair(x.astype(np.float32) / np.float32(scale), y, _fates(y, x.dtype, scale))
-        for x, y in zip(run.grads, exact.grads, strict=True)
+    grads = [x.astype(np.float32) / np.float32(scale) for x in run.grads]
+    measures = [
+        _measure(x, y, scaled.dtype, scale)
+        for x, y, scaled in zip(grads, exact.grads, run.grads, strict=True)
     ]
-    total = _Pair(*map(np.concatenate, zip(*pairs, strict=True)))
-    parameters = map(_gradient_comparison, paths, pairs)
+    parameters = [
+        _gradient_comparison(path, [x]) for path, x in zip(paths, measures, strict=True)
+    ]
     return Comparison(
         scale,
         run.loss,
         exact.loss,
-        _gradient_comparison("", total),
+        _gradient_comparison("", measures),
         tuple(sorted(parameters, key=lambda x: (not math.isnan(x.cosine), x.cosine))),
-        _exponents(total.actual),
-        _exponents(total.exact),
+        _exponents(np.concatenate(grads)),
+        _exponents(np.concatenate(exact.grads)),
     )
 
 
-def _fates(x: np.ndarray, dtype: Any, scale: float) -> np.ndarray:
-    sizes = np.abs(x[x != 0]) * np.float32(scale)
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = sizes.astype(dtype).astype(np.float32)
-    is_subnormal = rounded < float(jnp.finfo(dtype).smallest_normal)
-    conditions = [rounded == 0, is_subnormal, ~np.isfinite(rounded)]
-    return np.select(conditions, [_ZERO, _SUBNORMAL, _OVERFLOW], _NORMAL)
-
-
-def _gradient_comparison(path: str, pair: _Pair) -> GradientComparison:
-    actual, exact, fates = pair
+def _measure(x: np.ndarray, exact: np.ndarray, dtype: Any, scale: float) -> list[float]:
+    """Numbers that add up over parameters, as `_gradient_comparison` reads them."""
+    sizes = np.abs(exact[exact != 0]) * np.float32(scale)
     with np.errstate(all="ignore"):
-        norm, exact_norm = (np.sqrt(_dot(x, x)) for x in (actual, exact))
+        rounded = sizes.astype(dtype).astype(np.float32)
+        products = [_dot(x, x), _dot(x, exact), _dot(exact, exact)]
+    is_zero = rounded == 0
+    is_subnormal = ~is_zero & (rounded < float(jnp.finfo(dtype).smallest_normal))
+    masks = ~np.isfinite(x), is_zero, is_subnormal, ~np.isfinite(rounded)
+    return [x.size, sizes.size, *map(np.count_nonzero, masks), *products]
+
+
+def _dot(x: np.ndarray, y: np.ndarray) -> float:
+    """The inner product in float64, without copies of the arrays."""
+    return float(np.einsum("i,i->", x, y, dtype=np.float64))
+
+
+def _gradient_comparison(
+    path: str, measures: Sequence[Sequence[float]]
+) -> GradientComparison:
+    with np.errstate(all="ignore"):
+        total = np.sum(measures, axis=0)
+        norm, exact_norm = np.sqrt(total[[-3, -1]])
         ratio, cosine = norm / exact_norm, 0.0
         if norm == exact_norm == 0:
             ratio = cosine = 1.0
         elif norm != 0 and exact_norm != 0:
-            cosine = _dot(actual, exact) / (norm * exact_norm)
-    zero, subnormal, overflow = (
-        np.count_nonzero(fates == fate) / max(1, fates.size)
-        for fate in (_ZERO, _SUBNORMAL, _OVERFLOW)
-    )
-    return GradientComparison(
-        path,
-        actual.size,
-        float(cosine),
-        float(ratio),
-        np.count_nonzero(~np.isfinite(actual)) / max(1, actual.size),
-        Shares(fates.size, zero, subnormal, overflow),
-    )
-
-
-def _dot(x: np.ndarray, y: np.ndarray) -> np.floating:
-    """The inner product in float64, without copies of the arrays."""
-    return np.float64(np.einsum("i,i->", x, y, dtype=np.float64))
+            cosine = total[-2] / (norm * exact_norm)
+    size, num_nonzero, not_finite, *changed = map(int, total[:-3])
+    rounded = Shares(num_nonzero, *(x / max(1, num_nonzero) for x in changed))
+    share = not_finite / max(1, size)
+    return GradientComparison(path, size, float(cosine), float(ratio), share, rounded)
 
 
 def _exponents(x: np.ndarray) -> Exponents:

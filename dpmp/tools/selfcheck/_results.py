@@ -1,25 +1,23 @@
-"""What self-checks give: measured values and their limits, and how much is measured."""
+"""The results of a self-check, and the sizes of what it measures."""
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
-
-from dpmp.tools.selfcheck._subjects import Keys, Releases, Sums
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured, and what is allowed.
+    """A measured value and its limits.
 
     Attributes:
-      measurement: what was measured.
-      subject: what it was measured on.
-      is_claimed: whether dpmp promises that it passes.
-      value: the measured one, to float64.
-      at_least: a limit, if there is one.
-      at_most: a limit, if there is one.
+      measurement: the name of the measured quantity.
+      subject: the library and the mode that were measured.
+      is_claimed: whether dpmp promises that the value is within the limits.
+      value: the value, rounded to float64.
+      at_least: the lower limit, if there is one.
+      at_most: the upper limit, if there is one.
       passed: whether the exact value is within the limits.
-      worst_case: where it was measured.
+      worst_case: the data on which the value was measured.
     """
 
     measurement: str
@@ -37,11 +35,11 @@ class Sizes:
     """How much is measured.
 
     Attributes:
-      num_entries: of a gradient in one leaf.
-      num_leaves: of a gradient in many.
-      largest_batch: for which sums are compared.
-      num_training: releases of each sum that an attacker has seen before.
-      num_test: releases of each sum that the attacker has to tell apart.
+      num_entries: the number of entries of a gradient with one leaf.
+      num_leaves: the number of leaves of a gradient with many.
+      largest_batch: the largest batch for which sums are compared.
+      num_training: the number of noisy values of each sum that an attacker knows.
+      num_test: the number of noisy values of each sum that the attacker tells apart.
     """
 
     num_entries: int = 20_000
@@ -51,27 +49,27 @@ class Sizes:
     num_test: int = 2**20
 
 
-def compare_to_limits(
-    measurement: str,
-    subject: Sums | Releases | Keys,
+def is_within(
     value: Fraction | float,
+    at_least: Fraction | float | None,
+    at_most: Fraction | float | None,
+) -> bool:
+    """Whether a value is within its limits, exactly. NaN is not."""
+    is_large = at_least is None or value >= at_least
+    return is_large and (at_most is None or value <= at_most)
+
+
+def compare(
+    measurement: str,
+    subject: Any,
+    value: float,
     *,
     at_least: float | None = None,
     at_most: float | None = None,
     worst_case: str = "",
-    is_squared: bool = False,
 ) -> Result:
-    """Compares a value, or a root that is given as its square, to its limits."""
-    value = value if isinstance(value, Fraction) else float(value)
-    power = 2 if is_squared else 1
-    return Result(
-        measurement,
-        subject.name,
-        subject.is_claimed,
-        math.sqrt(value) if is_squared else float(value),
-        at_least,
-        at_most,
-        (at_least is None or value >= Fraction(at_least) ** power)
-        and (at_most is None or value <= Fraction(at_most) ** power),
-        worst_case,
-    )
+    """Compares a value that was measured on a subject to its limits."""
+    value = float(value)
+    passed = is_within(value, at_least, at_most)
+    named = measurement, subject.name, subject.is_claimed
+    return Result(*named, value, at_least, at_most, passed, worst_case)
