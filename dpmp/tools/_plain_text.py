@@ -20,6 +20,8 @@ def table(rows: Sequence[Sequence[str]], align: str, indent: str = "") -> str:
 
 
 def paragraph(text: str, bullet: str = "") -> str:
-    """Wraps a text, and indents all lines but the first by the width of the bullet."""
+    """Wraps the first line of a text, and indents it by the width of a bullet."""
+    first, *rest = text.split("\n")
     indent = " " * len(bullet)
-    return textwrap.fill(bullet + text, _WIDTH, subsequent_indent=indent)
+    wrapped = textwrap.fill(bullet + first, _WIDTH, subsequent_indent=indent)
+    return "\n".join([wrapped, *rest])

@@ -43,9 +43,9 @@ def compiled(fn: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
 
 def as_arrays(tree: Any) -> Any:
     """Replaces every `jax.ShapeDtypeStruct` in a tree by zeros."""
-    return jax.tree.map(
-        lambda x: (
-            jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
-        ),
-        tree,
-    )
+
+    def fill(x: Any) -> Any:
+        is_shape = isinstance(x, jax.ShapeDtypeStruct)
+        return jnp.zeros(x.shape, x.dtype) if is_shape else x
+
+    return jax.tree.map(fill, tree)

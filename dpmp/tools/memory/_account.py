@@ -145,7 +145,19 @@ def estimate_memory(
     policy = Policy.from_name(policy) if isinstance(policy, str) else policy
     check_method(method)
     entry = parse(arithmetic or default_name(method), method=method).bytes_per_entry
-    size = _examples_at_once(params, batch, microbatch_size)
+    signature = Signature.parse(argnums=0, batch_argnums=1)
+    batch_size = signature.batch_size((params, batch))
+    size = _validate.positive_integer(
+        microbatch_size=batch_size if microbatch_size is None else microbatch_size,
+        fix="Leave it out for the whole batch.",
+    )
+    _validate.require(
+        batch_size % size == 0,
+        "microbatch_size must divide the batch size",
+        microbatch_size=microbatch_size,
+        batch_size=batch_size,
+        fix="Pad the batch, or use a divisor.",
+    )
     num_stacked = size if method == "per_example" else 0
 
     def trees(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -160,7 +172,11 @@ def estimate_memory(
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     total, noise = entry * num_parameters, 8 * num_parameters
     stack = num_stacked * _num_bytes(copies[0])
-    bits = 16 * _most_rounded_at_once(params, policy)
+    # Random bits are drawn for some of the parameters at a time.
+    leaves = jax.tree.leaves(params) if policy.stochastic_rounding else []
+    rounded = [x.shape for x in leaves if x.dtype == jnp.bfloat16]
+    draws = _packing.draws(rounded, [None] * len(rounded))
+    bits = 16 * max((math.prod(draw.shape) for draw in draws), default=0)
     parts = [
         ("master parameters", _num_bytes(params), _ALWAYS, policy.param_dtype.name),
         ("optimizer state", _num_bytes(opt_state), _ALWAYS, "optimizer.init(params)"),
@@ -174,36 +190,6 @@ def estimate_memory(
     ]
     lines = tuple(MemoryLine(*part) for part in parts if part[1])
     return MemoryEstimate(lines, num_parameters)
-
-
-def _examples_at_once(
-    params: PyTree, batch: PyTree, microbatch_size: int | None
-) -> int:
-    """The size of a microbatch, or of the batch."""
-    signature = Signature.parse(argnums=0, batch_argnums=1)
-    batch_size = signature.batch_size((params, batch))
-    if microbatch_size is None:
-        return batch_size
-    size = _validate.positive_integer(
-        microbatch_size=microbatch_size, fix="Leave it out for the whole batch."
-    )
-    _validate.require(
-        batch_size % size == 0,
-        "microbatch_size must divide the batch size",
-        microbatch_size=microbatch_size,
-        batch_size=batch_size,
-        fix="Pad the batch, or use a divisor.",
-    )
-    return size
-
-
-def _most_rounded_at_once(params: PyTree, policy: Policy) -> int:
-    """The largest number of parameters that are rounded with one draw of bits."""
-    if not policy.stochastic_rounding:
-        return 0
-    rounded = [x.shape for x in jax.tree.leaves(params) if x.dtype == jnp.bfloat16]
-    draws = _packing.draws(rounded, [None] * len(rounded))
-    return max((math.prod(draw.shape) for draw in draws), default=0)
 
 
 def _num_bytes(tree: PyTree) -> int:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,15 +112,33 @@ def compare(
     loss scale that suits the gradient best.
     """
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(args[0])]
-    exact = _runner(reference_fun, args, Policy.from_name("float32"))(1.0)
     run = _runner(fun, args, policy)
+    exact_loss, exact = _runner(reference_fun, args, Policy.from_name("float32"))(1.0)
 
     def compared(scale: float) -> Comparison:
-        return _compared(run(scale), exact, scale, paths)
+        loss, scaled = run(scale)
+        grads = [x.astype(np.float32) / np.float32(scale) for x in scaled]
+        dtypes = [x.dtype for x in scaled]
+        arrays = zip(grads, exact, dtypes, strict=True)
+        measures = [_measure(x, y, dtype, scale) for x, y, dtype in arrays]
+        parameters = [
+            _gradient_comparison(path, [x])
+            for path, x in zip(paths, measures, strict=True)
+        ]
+        parameters.sort(key=lambda x: (not math.isnan(x.cosine), x.cosine))
+        return Comparison(
+            scale,
+            loss,
+            exact_loss,
+            _gradient_comparison("", measures),
+            tuple(parameters),
+            _exponents(np.concatenate(grads)),
+            _exponents(np.concatenate(exact)),
+        )
 
     given = best = compared(scale)
     dtypes = [x.dtype for x in jax.tree.leaves(policy.cast_to_compute(args[0]))]
-    if (scale := _best_scale(exact.grads, dtypes)) != given.loss_scale:
+    if (scale := _best_scale(exact, dtypes)) != given.loss_scale:
         best = compared(scale)
     while best.total.not_finite and best.loss_scale > 2.0 ** _POWERS[-1]:
         best = compared(best.loss_scale / 2)
@@ -137,17 +155,10 @@ def path_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-class _Run(NamedTuple):
-    """A loss, and its scaled gradient with an array of (n,) for each parameter."""
-
-    loss: float
-    grads: list[np.ndarray]
-
-
 def _runner(
     fun: Callable[..., jax.Array], args: Sequence[PyTree], policy: Policy
-) -> Callable[[float], _Run]:
-    """A function from a loss scale to the loss and the gradient under a policy."""
+) -> Callable[[float], tuple[float, list[np.ndarray]]]:
+    """From a loss scale to the loss and the scaled gradient of each parameter: (n,)."""
     fun, compute_args = policy.in_product_precision(fun), cast(args, policy)
 
     @jax.jit
@@ -156,9 +167,9 @@ def _runner(
         (_, (_, loss, _)), grads = jax.value_and_grad(loss_fn, has_aux=True)(*args)
         return loss, grads
 
-    def run(scale: float) -> _Run:
+    def run(scale: float) -> tuple[float, list[np.ndarray]]:
         loss, grads = value_and_grads(jnp.float32(scale), *compute_args)
-        return _Run(float(loss), [np.ravel(x) for x in jax.tree.leaves(grads)])
+        return float(loss), [np.ravel(x) for x in jax.tree.leaves(grads)]
 
     return run
 
@@ -171,35 +182,18 @@ def _best_scale(grads: Sequence[np.ndarray], dtypes: Sequence[Any]) -> float:
     """
     largest = max((np.max(np.abs(x), initial=0.0) for x in grads), default=0.0)
     limit = min(float(jnp.finfo(dtype).max) for dtype in dtypes) / _HEADROOM
-    exponents = [_exponents(x) for x in grads]
-    smallest = [int(jnp.finfo(dtype).minexp) for dtype in dtypes]
+    # The exponents of all entries, less the smallest exponent that loses no bits.
+    margins = [
+        (k - int(jnp.finfo(dtype).minexp), count)
+        for x, dtype in zip(grads, dtypes, strict=True)
+        for k, count in _exponents(x)
+    ]
 
     def num_lost(power: int) -> int:
-        pairs = zip(exponents, smallest, strict=True)
-        return sum(n for sizes, low in pairs for k, n in sizes if k + power < low)
+        return sum(count for margin, count in margins if margin + power < 0)
 
     powers = [k for k in _POWERS if largest * 2.0**k <= limit] or [_POWERS[-1]]
     return 2.0 ** min(powers, key=lambda k: (num_lost(k), abs(k)))
-
-
-def _compared(run: _Run, exact: _Run, scale: float, paths: Sequence[str]) -> Comparison:
-    grads = [x.astype(np.float32) / np.float32(scale) for x in run.grads]
-    measures = [
-        _measure(x, y, scaled.dtype, scale)
-        for x, y, scaled in zip(grads, exact.grads, run.grads, strict=True)
-    ]
-    parameters = [
-        _gradient_comparison(path, [x]) for path, x in zip(paths, measures, strict=True)
-    ]
-    return Comparison(
-        scale,
-        run.loss,
-        exact.loss,
-        _gradient_comparison("", measures),
-        tuple(sorted(parameters, key=lambda x: (not math.isnan(x.cosine), x.cosine))),
-        _exponents(np.concatenate(grads)),
-        _exponents(np.concatenate(exact.grads)),
-    )
 
 
 def _measure(x: np.ndarray, exact: np.ndarray, dtype: Any, scale: float) -> list[float]:
@@ -207,30 +201,29 @@ def _measure(x: np.ndarray, exact: np.ndarray, dtype: Any, scale: float) -> list
     sizes = np.abs(exact[exact != 0]) * np.float32(scale)
     with np.errstate(all="ignore"):
         rounded = sizes.astype(dtype).astype(np.float32)
-        products = [_dot(x, x), _dot(x, exact), _dot(exact, exact)]
+        # Inner products in float64, without copies of the arrays.
+        products = [
+            np.einsum("i,i->", a, b, dtype=np.float64)
+            for a, b in ((x, x), (x, exact), (exact, exact))
+        ]
     is_zero = rounded == 0
     is_subnormal = ~is_zero & (rounded < float(jnp.finfo(dtype).smallest_normal))
     masks = ~np.isfinite(x), is_zero, is_subnormal, ~np.isfinite(rounded)
     return [x.size, sizes.size, *map(np.count_nonzero, masks), *products]
 
 
-def _dot(x: np.ndarray, y: np.ndarray) -> float:
-    """The inner product in float64, without copies of the arrays."""
-    return float(np.einsum("i,i->", x, y, dtype=np.float64))
-
-
 def _gradient_comparison(
     path: str, measures: Sequence[Sequence[float]]
 ) -> GradientComparison:
     with np.errstate(all="ignore"):
-        total = np.sum(measures, axis=0)
-        norm, exact_norm = np.sqrt(total[[-3, -1]])
+        *counts, square, product, exact_square = np.sum(measures, axis=0)
+        norm, exact_norm = np.sqrt(square), np.sqrt(exact_square)
         ratio, cosine = norm / exact_norm, 0.0
         if norm == exact_norm == 0:
             ratio = cosine = 1.0
         elif norm != 0 and exact_norm != 0:
-            cosine = total[-2] / (norm * exact_norm)
-    size, num_nonzero, not_finite, *changed = map(int, total[:-3])
+            cosine = product / (norm * exact_norm)
+    size, num_nonzero, not_finite, *changed = map(int, counts)
     rounded = Shares(num_nonzero, *(x / max(1, num_nonzero) for x in changed))
     share = not_finite / max(1, size)
     return GradientComparison(path, size, float(cosine), float(ratio), share, rounded)

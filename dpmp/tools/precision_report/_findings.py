@@ -35,11 +35,8 @@ ADVICE = {
     "the rounded values in between. Use the values from before the cast.",
     "wide product": "The operands are float32 in spite of the policy, which costs time "
     "and memory. If you did not intend that, cast them, or tell the layer its dtype.",
-    "product": "",
+    "product": "",  # mixed precision consists of these
 }
-
-# Mixed precision consists of products, so there is nothing to change about them.
-NOTES = ("product",)
 
 ARGUMENTS = ("parameter", "input")
 CASTS = ("narrow product", "round trip", *ARGUMENTS)

@@ -109,49 +109,38 @@ class _Walk:
 
         for eqn in _live_equations(jaxpr):
             is_listed = eqn.primitive.name in _GROUP_OF
-            if programs := [] if is_listed else _bodies.sub_programs(eqn):
-                results = self._enter(eqn, read, programs)
-            else:
+            programs = [] if is_listed else _bodies.sub_programs(eqn)
+            if not programs:
                 result = self._step(eqn, [read(atom) for atom in eqn.invars])
-                results = [result] * len(eqn.outvars)
-            known |= zip(eqn.outvars, results, strict=True)
+                known |= dict.fromkeys(eqn.outvars, result)
+            for program in programs:
+                facts = [read(atom) for atom in program.invars]
+                results = self._enter(eqn, program, facts)
+                if program.has_results:
+                    known |= zip(eqn.outvars, results, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
     def _enter(
-        self,
-        eqn: Any,
-        read: Callable[[Any], Facts],
-        programs: Sequence[_bodies.SubProgram],
-    ) -> list[Facts]:
-        """Walks the programs of a call, a loop or a branch."""
-        results = [_NOTHING] * len(eqn.outvars)
-        outer, self.caller = self.caller, _source_lines.user_line(eqn) or self.caller
-        for program in programs:
-            facts = [read(atom) for atom in program.invars]
-            if program.num_carry:
-                outputs = self._iterate(eqn, program, facts)
-            else:
-                outputs = self.run(program.jaxpr, facts)
-            results = outputs if program.has_results else results
-        self.caller = outer
-        return results
-
-    def _iterate(
         self, eqn: Any, program: _bodies.SubProgram, facts: list[Facts]
     ) -> list[Facts]:
-        """Walks the body of a loop, and finds the sums that it carries."""
+        """Walks a program of a call, a loop or a branch."""
         first, count = program.num_consts, program.num_carry
-        facts = _outside_of_loops(facts)
-        carry = [Facts(carries=frozenset([i])) for i in range(count)]
-        facts[first : first + count] = carry
+        if count:
+            facts = _outside_of_loops(facts)
+            carry = [Facts(carries=frozenset([i])) for i in range(count)]
+            facts[first : first + count] = carry
+        outer, self.caller = self.caller, _source_lines.user_line(eqn) or self.caller
         outputs = self.run(program.jaxpr, facts)
-        if not program.has_results:
-            return []
+        self.caller = outer
+        if not count or not program.has_results:
+            return outputs
         for i, x in enumerate(outputs[:count]):
             if i in x.carries and x.adds:
-                atom, name = program.jaxpr.outvars[i], f"{eqn.primitive.name} carry"
                 length = program.length and program.length * x.adds
-                self._add("running sum", name, atom, x.source, length)
+                name = f"{eqn.primitive.name} carry"
+                self._add(
+                    "running sum", eqn, length, i, primitive=name, source=x.source
+                )
         return [*[_NOTHING] * count, *_outside_of_loops(outputs[count:])]
 
     def _step(self, eqn: Any, operands: list[Facts]) -> Facts:
@@ -169,7 +158,7 @@ class _Walk:
         # Ties are few, and 16 bits hold small integers.
         if group is None or operands[0].is_tie:
             return _NOTHING
-        self._add_result(group, eqn, _num_terms(eqn))
+        self._add(group, eqn, _num_terms(eqn))
         is_root_of_sum = group == "normalisation" and operands[0].is_sum
         return Facts(is_sum=group == "sum" or is_root_of_sum)
 
@@ -188,25 +177,18 @@ class _Walk:
         return facts
 
     def _products(self, eqn: Any, operands: list[Facts]) -> Facts:
-        out, length = eqn.outvars[0], _num_terms(eqn)
-        place = Finding(
-            "product",
-            eqn.primitive.name,
-            str(_dtype(out)),
-            self._source(eqn),
-            length=length,
-        )
+        length = _num_terms(eqn)
         if all(_is_wide(_dtype(atom)) for atom in eqn.invars[:2]):
             self._use(eqn, operands, _is_wide)
-            self.places.append(dataclasses.replace(place, kind="wide product"))
-        if not is_narrow(_dtype(out)):
+            self.places.append(self._place("wide product", eqn, length))
+        if not is_narrow(_dtype(eqn.outvars[0])):
             return _NOTHING
-        self.places.append(place)
-        return Facts(lost=dataclasses.replace(place, kind="narrow product"))
+        self.places.append(self._place("product", eqn, length))
+        return Facts(self._place("narrow product", eqn, length))
 
     def _scales(self, eqn: Any, operands: list[Facts]) -> Facts:
         if eqn.primitive.name == "div" and operands[1].is_sum:
-            self._add_result("normalisation", eqn)
+            self._add("normalisation", eqn)
             operands = operands[:1]
         is_sum = sum(x.is_sum for x in operands) == 1 and _is_factor(eqn, operands)
         return _merged(operands)._replace(lost=None, terms=1, is_sum=is_sum)
@@ -214,7 +196,7 @@ class _Walk:
     def _adds(self, eqn: Any, operands: list[Facts]) -> Facts:
         is_result_narrow = is_narrow(_dtype(eqn.outvars[0]))
         terms = sum(x.terms for x in operands) if is_result_narrow else 1
-        self._add_result("running sum", eqn, terms)
+        self._add("running sum", eqn, terms)
         some = _merged(operands)
         return Facts(
             is_sum=some.is_sum and _is_factor(eqn, operands),
@@ -235,19 +217,21 @@ class _Walk:
     def _source(self, eqn: Any) -> str:
         return "{}:{}".format(*_source_lines.source_line(eqn, self.caller))
 
-    def _add_result(self, kind: str, eqn: Any, length: int | None = None) -> None:
-        name, source = eqn.primitive.name, self._source(eqn)
-        self._add(kind, name, eqn.outvars[0], source, length)
+    def _place(
+        self, kind: str, eqn: Any, length: int | None, i: int = 0, **changed: Any
+    ) -> Finding:
+        dtype = str(_dtype(eqn.outvars[i]))
+        place = {"primitive": eqn.primitive.name, "source": self._source(eqn)} | changed
+        return Finding(kind, dtype=dtype, length=length, **place)
 
     def _add(
-        self, kind: str, name: str, atom: Any, source: str, length: int | None
+        self, kind: str, eqn: Any, length: int | None = None, i: int = 0, **changed: Any
     ) -> None:
-        """Adds a place if its dtype is narrow, and its sum long."""
-        if not is_narrow(_dtype(atom)):
-            return
-        place = Finding(kind, name, str(_dtype(atom)), source, length=length)
-        if place.bound is None or place.bound >= _NOTICEABLE:
-            self.places.append(place)
+        """Adds a place for result `i` if its dtype is narrow, and its sum long."""
+        if is_narrow(_dtype(eqn.outvars[i])):
+            place = self._place(kind, eqn, length, i, **changed)
+            if place.bound is None or place.bound >= _NOTICEABLE:
+                self.places.append(place)
 
 
 def _outside_of_loops(facts: Sequence[Facts]) -> list[Facts]:

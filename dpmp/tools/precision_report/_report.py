@@ -1,6 +1,5 @@
 """A precision report, in words and tables."""
 
-import itertools
 import linecache
 import math
 import os
@@ -14,7 +13,7 @@ from dpmp import _validate
 from dpmp.tools import _plain_text
 from dpmp.tools.precision_report import _plot
 from dpmp.tools.precision_report._comparison import Comparison
-from dpmp.tools.precision_report._findings import CASTS, NOTES, Finding
+from dpmp.tools.precision_report._findings import ADVICE, CASTS, Finding
 
 # A model that uses bfloat16 only where it may has gradients with a larger cosine.
 _CLOSE = 0.99
@@ -47,9 +46,10 @@ class PrecisionReport:
             parts += _tables(self.comparison, self.suggested)
             advice += _about_the_scale(self.comparison, self.suggested)
         advice += _about_findings(self.findings, self.suggested)
-        items = "\n".join(_item(i, text) for i, text in enumerate(advice, 1))
-        parts.append("What to change\n" + (items or "  Nothing."))
-        parts += _about_products([x for x in self.findings if x.kind in NOTES])
+        items = [_plain_text.paragraph(x, f"{i}. ") for i, x in enumerate(advice, 1)]
+        parts.append("\n".join(["What to change", *(items or ["  Nothing."])]))
+        if products := [x for x in self.findings if x.kind == "product"]:
+            parts.append(_about_products(products))
         return "\n\n".join(parts)
 
     def plot(self, path: Any = None) -> Any:
@@ -77,12 +77,6 @@ class PrecisionReport:
         if path is not None:
             figure.savefig(path)
         return figure
-
-
-def _item(number: int, text: str) -> str:
-    """A numbered paragraph, and the lines that follow it as they are."""
-    first, *rest = text.split("\n")
-    return "\n".join([_plain_text.paragraph(first, f"{number}. "), *rest])
 
 
 def _tables(given: Comparison, best: Comparison) -> Iterator[str]:
@@ -127,9 +121,7 @@ _COMPARED = {
     "gradient: cosine": lambda x: _number(x.total.cosine),
     "gradient: norm ratio": lambda x: _number(x.total.norm_ratio),
     "gradient: not finite": lambda x: _share(x.total.not_finite),
-    "float32 gradient, scaled and rounded: zero": lambda x: _share(
-        x.total.rounded.zero
-    ),
+    "float32 gradient, rounded: zero": lambda x: _share(x.total.rounded.zero),
     "... subnormal": lambda x: _share(x.total.rounded.subnormal),
     "... infinite": lambda x: _share(x.total.rounded.overflow),
 }
@@ -163,17 +155,15 @@ def _about_findings(
             "No product is in 16 bits. The policy only rounds arguments, and the first "
             "of the lines below widens them to float32 again."
         )
-    changing = [x for x in findings if x.kind not in NOTES]
-    for kind, group in itertools.groupby(changing, key=lambda x: x.kind):
-        same = list(group)
-        lines = itertools.chain.from_iterable(map(_lines, same))
-        yield "\n".join([f"{kind.capitalize()}. {same[0].advice}", *lines])
-    if kinds.difference(CASTS, NOTES):
+    for kind in (kind for kind, advice in ADVICE.items() if advice and kind in kinds):
+        lines = (_lines(x) for x in findings if x.kind == kind)
+        yield "\n".join([f"{kind.capitalize()}. {ADVICE[kind]}", *lines])
+    if kinds.difference(CASTS, ["product"]):
         yield (
             "Or write the function in float32, and let dpmp.autocast(fun) choose what "
             "is rounded."
         )
-    elif best is not None and not changing and best.total.cosine < _CLOSE:
+    elif best is not None and kinds <= {"product"} and best.total.cosine < _CLOSE:
         paths = ", ".join(_path(x.path) for x in best.parameters[:_NUM_WORST])
         yield (
             "No line stands out, but the gradient differs from that of float32. Try "
@@ -181,12 +171,11 @@ def _about_findings(
         )
 
 
-def _lines(x: Finding) -> Iterator[str]:
+def _lines(x: Finding) -> str:
     """A line of the source, and a line on what happens there."""
     file, _, line = x.source.rpartition(":")
-    short = os.path.join(*pathlib.PurePath(file).parts[-2:])
-    code = linecache.getline(file, int(line)).strip()
-    yield f"     {short}:{line}  {textwrap.shorten(code, 60)}".rstrip()
+    place = os.path.join(*pathlib.PurePath(file).parts[-2:])
+    code = textwrap.shorten(linecache.getline(file, int(line)), 60)
     details = [
         f"{textwrap.shorten(_path(x.primitive), 40)} in {x.dtype}",
         f"{x.count} times" if x.count > 1 else "",
@@ -194,16 +183,15 @@ def _lines(x: Finding) -> Iterator[str]:
         f"an error of up to {x.bound:.0%}" if x.bound is not None else "",
         "in the gradient" if x.in_gradient else "",
     ]
-    yield f"       {', '.join(filter(None, details))}"
+    happens = ", ".join(filter(None, details))
+    return f"     {place}:{line}  {code}".rstrip() + f"\n       {happens}"
 
 
-def _about_products(products: Sequence[Finding]) -> Iterator[str]:
-    """How many operations are as they should be."""
-    if products:
-        count = sum(x.count for x in products)
-        longest = max(x.length or 1 for x in products)
-        yield _plain_text.paragraph(
-            f"Products with 16-bit results: {count}, of up to {longest:,} terms. These "
-            "need no change: XLA usually adds in float32 within a product, and only "
-            "rounds the result."
-        )
+def _about_products(products: Sequence[Finding]) -> str:
+    count = sum(x.count for x in products)
+    longest = max(x.length or 1 for x in products)
+    return _plain_text.paragraph(
+        f"Products with 16-bit results: {count}, of up to {longest:,} terms. They need "
+        "no change: XLA usually adds in float32 within a product, and only rounds the "
+        "result."
+    )

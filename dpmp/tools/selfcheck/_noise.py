@@ -37,13 +37,10 @@ def measure_noise(releases: Releases, sizes: Sizes) -> list[Result]:
     known = [np.sort(_at_least_float32(x)) for x in known]
     bins = [_bins(_at_least_float32(x)) for x in test]
     was_seen = [[_is_among(_at_least_float32(x), seen) for x in test] for seen in known]
-    noise = test[0]
     return [
         _betraying_share(releases, bins, was_seen),
         _advantage(releases, bins, was_seen),
-        _distinct_values(releases, noise),
-        _largest_value(releases, noise),
-        _stddev(releases, noise),
+        *_distribution(releases, test[0]),
     ]
 
 
@@ -140,41 +137,38 @@ def _advantage(
     )
 
 
-def _distinct_values(releases: Releases, noise: np.ndarray) -> Result:
+def _distribution(releases: Releases, noise: np.ndarray) -> list[Result]:
+    """Whether noise has as many values as on its grid, extremes, and its scale."""
     values = np.unique(_at_least_float32(noise))
     unit = float(np.diff(values).min(initial=np.inf))
     ideal = NOISE_MULTIPLIER * np.random.default_rng(0).normal(size=noise.size)
     on_grid = (unit * np.round(ideal / unit)).astype(noise.dtype)
-    return compare(
-        "Distinct values of noise, over those of Gaussian noise on the same grid",
-        releases,
-        len(values) / len(np.unique(_at_least_float32(on_grid))),
-        at_least=_FEWEST_DISTINCT,
-        worst_case=f"{len(values)} in {noise.size}",
-    )
-
-
-def _largest_value(releases: Releases, noise: np.ndarray) -> Result:
     lowest = -math.expm1(math.log(_CHANCE) / noise.size) / 2
-    return compare(
-        f"Largest of {noise.size} values of noise, in standard deviations",
-        releases,
-        np.max(np.abs(noise)) / NOISE_MULTIPLIER,
-        at_least=float(stats.norm.isf(lowest)),
-        at_most=float(stats.norm.isf(_CHANCE / noise.size / 2)),
-    )
-
-
-def _stddev(releases: Releases, noise: np.ndarray) -> Result:
     root = math.sqrt(np.mean(np.square(noise, dtype=np.float64)))
     error = _STANDARD_ERRORS / math.sqrt(2 * noise.size)
-    return compare(
-        "Standard deviation of noise, over the requested one",
-        releases,
-        root / NOISE_MULTIPLIER,
-        at_least=1 - error,
-        at_most=_WIDEST_NOISE + error,
-    )
+    return [
+        compare(
+            "Distinct values of noise, over those of Gaussian noise on the same grid",
+            releases,
+            len(values) / len(np.unique(_at_least_float32(on_grid))),
+            at_least=_FEWEST_DISTINCT,
+            worst_case=f"{len(values)} in {noise.size}",
+        ),
+        compare(
+            f"Largest of {noise.size} values of noise, in standard deviations",
+            releases,
+            np.max(np.abs(noise)) / NOISE_MULTIPLIER,
+            at_least=float(stats.norm.isf(lowest)),
+            at_most=float(stats.norm.isf(_CHANCE / noise.size / 2)),
+        ),
+        compare(
+            "Standard deviation of noise, over the requested one",
+            releases,
+            root / NOISE_MULTIPLIER,
+            at_least=1 - error,
+            at_most=_WIDEST_NOISE + error,
+        ),
+    ]
 
 
 def measure_keys(keys: Keys) -> list[Result]:
