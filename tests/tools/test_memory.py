@@ -315,7 +315,7 @@ def test_the_command_compiles_both_methods_and_counts_operations(capsys):
     assert _run(*small, *options, "--compile") == 0
     output = capsys.readouterr().out
     assert output.count("Compiled for this device") == 2
-    for text in ("per_example:", "book_keeping:", "total", "clipped sums"):
+    for text in ("per_example:", "book_keeping:", "total", "Clipped sums"):
         assert text in output
 
 

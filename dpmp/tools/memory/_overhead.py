@@ -46,12 +46,12 @@ class AccumulationOverhead:
 
     def __str__(self) -> str:
         text = (
-            f"clipped sums: {self.accumulation:.3g} operations, training: "
-            f"{self.training:.3g}; {self.share:.3%} more"
+            f"Clipped sums take {self.accumulation:.3g} operations and training takes "
+            f"{self.training:.3g}: {self.share:.3%} more."
         )
         if self.measured is None:
             return text
-        return f"{text}. Measured: {self.measured:.1%} more time"
+        return f"{text} They took {self.measured:.1%} more time."
 
 
 def accumulation_overhead(
@@ -65,7 +65,7 @@ def accumulation_overhead(
     """Counts the operations of clipped sums of per-example gradients.
 
     >>> print(accumulation_overhead(10**9, batch_size=512, num_positions=512 * 1024))
-    clipped sums: 2.05e+12 operations, training: 3.15e+15; 0.065% more
+    Clipped sums take 2.05e+12 operations and training takes 3.15e+15: 0.065% more.
 
     Exact sums also round every entry and square integers, and take a few times as long
     unless memory limits the speed. Book-keeping takes other operations.

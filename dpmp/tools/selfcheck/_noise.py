@@ -4,6 +4,7 @@ The measurements use only public values: noisy sums of a batch with one example 
 batch without any, drawn in large numbers.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -22,21 +23,23 @@ _WIDEST_NOISE = 1.01
 _KEY_BITS = 128
 _NUM_KEYS = 64
 
-# Noisy sums are sorted by size into bins, from 3 standard deviations below both sums
-# without noise to 3 above.
-_NUM_BINS = 256
-_BIN_WIDTH = 6 * NOISE_MULTIPLIER / _NUM_BINS
+# Noisy sums are sorted into bins by size: 256 bins up to 3 standard deviations from the
+# middle of the two sums without noise, and an open bin on either side.
+_EDGES = 0.5 + 3 * NOISE_MULTIPLIER * np.linspace(-1, 1, 257)
+_NUM_BINS = len(_EDGES) + 1
 
 
 def measure_noise(releases: Releases, sizes: Sizes) -> list[Result]:
     """Whether noise hides the sum, and whether it is Gaussian."""
-    known, test = (
-        [releases.draw(has_example, size) for has_example in (False, True)]
-        for size in (sizes.num_training, sizes.num_test)
-    )
-    known = [np.sort(_at_least_float32(x)) for x in known]
-    bins = [_bins(_at_least_float32(x)) for x in test]
-    was_seen = [[_is_among(_at_least_float32(x), seen) for x in test] for seen in known]
+
+    def draw(num: int) -> list[np.ndarray]:
+        return [releases.draw(has_example, num) for has_example in (False, True)]
+
+    known = [np.sort(_at_least_float32(x)) for x in draw(sizes.num_training)]
+    test = draw(sizes.num_test)
+    wide = [_at_least_float32(x) for x in test]
+    bins = [np.digitize(x, _EDGES) for x in wide]
+    was_seen = [[_is_among(x, ordered) for x in wide] for ordered in known]
     return [
         _betraying_share(releases, bins, was_seen),
         _advantage(releases, bins, was_seen),
@@ -46,12 +49,6 @@ def measure_noise(releases: Releases, sizes: Sizes) -> list[Result]:
 
 def _at_least_float32(x: np.ndarray) -> np.ndarray:
     return x.astype(np.promote_types(x.dtype, np.float32))
-
-
-def _bins(x: np.ndarray) -> np.ndarray:
-    """The bin of each entry, from 1; the first and the last one are open."""
-    lowest = 0.5 - _BIN_WIDTH * _NUM_BINS / 2
-    return np.clip((x - lowest) // _BIN_WIDTH + 1, 0, _NUM_BINS + 1).astype(np.int32)
 
 
 def _is_among(x: np.ndarray, ordered: np.ndarray) -> np.ndarray:
@@ -89,18 +86,8 @@ def _betraying_share(
 def _missing_share(
     own: np.ndarray, other: np.ndarray, seen_own: np.ndarray, seen_other: np.ndarray
 ) -> tuple[float, float]:
-    """The share, and its standard error; NaN if no value is known.
-
-    Args:
-      own: the bins of the values of the known sum.
-      other: the bins of the values of the other sum.
-      seen_own: which values of the known sum are known.
-      seen_other: which values of the other sum are known.
-    """
-
-    def count(bins: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        return np.bincount(bins, weights, minlength=_NUM_BINS + 2)
-
+    """The share and its standard error, from bins; NaN if no value is known."""
+    count = functools.partial(np.bincount, minlength=_NUM_BINS)
     num_own, num_other = count(own), count(other)
     usable = num_own > 0
     usable[[0, -1]] = False
@@ -124,7 +111,7 @@ def _advantage(
     """
     cells = [4 * bins[i] + 2 * was_seen[0][i] + was_seen[1][i] for i in (0, 1)]
     half = len(cells[0]) // 2
-    counts = [np.bincount(x[:half], minlength=4 * (_NUM_BINS + 2)) for x in cells]
+    counts = [np.bincount(x[:half], minlength=4 * _NUM_BINS) for x in cells]
     guesses_one = counts[1] > counts[0]
     false, true = (float(np.mean(guesses_one[x[half:]])) for x in cells)
     error = math.sqrt((true * (1 - true) + false * (1 - false)) / half)

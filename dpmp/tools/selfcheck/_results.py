@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+Number = Fraction | float
+
 
 @dataclass(frozen=True)
 class Result:
@@ -49,11 +51,7 @@ class Sizes:
     num_test: int = 2**20
 
 
-def is_within(
-    value: Fraction | float,
-    at_least: Fraction | float | None,
-    at_most: Fraction | float | None,
-) -> bool:
+def is_within(value: Number, at_least: Number | None, at_most: Number | None) -> bool:
     """Whether a value is within its limits, exactly. NaN is not."""
     is_large = at_least is None or value >= at_least
     return is_large and (at_most is None or value <= at_most)

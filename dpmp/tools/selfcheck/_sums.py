@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.tools.selfcheck._results import Result, Sizes, is_within
+from dpmp.tools.selfcheck._results import Number, Result, Sizes, is_within
 from dpmp.tools.selfcheck._subjects import Rows, Sums
 
 _SMALLEST_CLIPPED_NORM = 0.98
@@ -39,7 +39,7 @@ def measure_contributions(sums: Sums, sizes: Sizes) -> list[Result]:
 def _result(
     measurement: str,
     sums: Sums,
-    squares: dict[str, Fraction | float],
+    squares: dict[str, Number],
     pick: Callable[..., str],
     *,
     at_least: float | None = None,
@@ -151,7 +151,7 @@ def _neighbours(batch: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray
         yield f"{name} removed", moved, slots == size - 1
 
 
-def squared_norm(tree: Rows) -> Fraction | float:
+def squared_norm(tree: Rows) -> Number:
     """The squared L2 norm, exactly; infinite if an entry is not finite."""
     if not all(np.isfinite(x).all() for x in tree):
         return math.inf
