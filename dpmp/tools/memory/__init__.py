@@ -9,7 +9,8 @@ operations for a transformer.
 Modules import only from rows below their own:
 
     _command
-    _account   _compiled   _overhead   _transformer
+    _compiled   _overhead   _transformer
+    _account
 """
 
 from dpmp.tools.memory._account import MemoryEstimate, MemoryLine, estimate_memory

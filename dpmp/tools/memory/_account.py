@@ -145,19 +145,7 @@ def estimate_memory(
     policy = Policy.from_name(policy) if isinstance(policy, str) else policy
     check_method(method)
     entry = parse(arithmetic or default_name(method), method=method).bytes_per_entry
-    signature = Signature.parse(argnums=0, batch_argnums=1)
-    batch_size = signature.batch_size((params, batch))
-    size = _validate.positive_integer(
-        microbatch_size=batch_size if microbatch_size is None else microbatch_size,
-        fix="Leave it out for the whole batch.",
-    )
-    _validate.require(
-        batch_size % size == 0,
-        "microbatch_size must divide the batch size",
-        microbatch_size=microbatch_size,
-        batch_size=batch_size,
-        fix="Pad the batch, or use a divisor.",
-    )
+    _, size = batch_sizes(params, batch, microbatch_size)
     num_stacked = size if method == "per_example" else 0
 
     def trees(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -190,6 +178,26 @@ def estimate_memory(
     ]
     lines = tuple(MemoryLine(*part) for part in parts if part[1])
     return MemoryEstimate(lines, num_parameters)
+
+
+def batch_sizes(
+    params: PyTree, batch: PyTree, microbatch_size: int | None
+) -> tuple[int, int]:
+    """The size of a batch, and the number of examples at a time."""
+    signature = Signature.parse(argnums=0, batch_argnums=1)
+    batch_size = signature.batch_size((params, batch))
+    size = _validate.positive_integer(
+        microbatch_size=batch_size if microbatch_size is None else microbatch_size,
+        fix="Leave it out for the whole batch.",
+    )
+    _validate.require(
+        batch_size % size == 0,
+        "microbatch_size must divide the batch size",
+        microbatch_size=microbatch_size,
+        batch_size=batch_size,
+        fix="Pad the batch, or use a divisor.",
+    )
+    return batch_size, size
 
 
 def _num_bytes(tree: PyTree) -> int:
