@@ -1,10 +1,10 @@
 """Times functions in turn, and compares them.
 
-Anything that slows the machine down for a while slows all functions, since they run
-round by round. So times are compared within a round, and the median of the ratios
-counts.
+A machine that slows down for a while slows all functions of a round. So times are
+compared within a round, and the median of the ratios over rounds counts.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,14 @@ Name = TypeVar("Name")
 
 
 def in_turn(
-    functions: Mapping[Name, Callable[..., Any]], rounds: int, *args: Any
+    functions: Mapping[Name, Callable[[], Any]], rounds: int
 ) -> dict[Name, list[float]]:
     """Seconds for each function in each round, after a round that is not counted."""
     seconds: dict[Name, list[float]] = {name: [] for name in functions}
     for _ in range(rounds + 1):
         for name, function in functions.items():
             start = time.perf_counter()
-            jax.block_until_ready(function(*args))
+            jax.block_until_ready(function())
             seconds[name].append(time.perf_counter() - start)
     # The first round touches memory anew.
     return {name: times[1:] for name, times in seconds.items()}
@@ -36,16 +36,22 @@ def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in pairs)
 
 
-def compiled(fn: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
-    """Compiles any callable for these arguments."""
-    return jax.jit(lambda *args: fn(*args)).lower(*args).compile()
+def measure(
+    functions: Mapping[Name, Callable[..., Any]], rounds: int, *args: Any
+) -> tuple[dict[Name, jax.stages.Compiled], dict[Name, list[float]]]:
+    """Compiles functions of the same arguments, and times them in turn.
 
-
-def as_arrays(tree: Any) -> Any:
-    """Replaces every `jax.ShapeDtypeStruct` in a tree by zeros."""
+    Every `jax.ShapeDtypeStruct` in the arguments stands for zeros.
+    """
 
     def fill(x: Any) -> Any:
         is_shape = isinstance(x, jax.ShapeDtypeStruct)
         return jnp.zeros(x.shape, x.dtype) if is_shape else x
 
-    return jax.tree.map(fill, tree)
+    arrays = jax.tree.map(fill, args)
+    programs = {
+        name: jax.jit(lambda *args, fn=fn: fn(*args)).lower(*arrays).compile()
+        for name, fn in functions.items()
+    }
+    calls = {name: functools.partial(x, *arrays) for name, x in programs.items()}
+    return programs, in_turn(calls, rounds)

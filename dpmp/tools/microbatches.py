@@ -53,8 +53,7 @@ def measure_microbatch_sizes(
     """Times a function with several microbatch sizes, on this device.
 
     The best size depends on the model, the device and the compiler. With book-keeping,
-    small microbatches often take less time as well as less memory. The function chooses
-    nothing: it is up to the caller to use `.best`.
+    small microbatches often take less time as well as less memory.
 
     >>> from dpmp import clipped_grad
     >>> times = measure_microbatch_sizes(
@@ -96,9 +95,8 @@ def measure_microbatch_sizes(
         for size in sizes
     ]
     rounds = _validate.positive_integer(rounds=rounds, fix="Use 3.")
-    arrays = _timing.as_arrays(args)
-    programs = {size: _timing.compiled(make_fn(size), *arrays) for size in sizes}
-    seconds = _timing.in_turn(programs, rounds, *arrays)
+    functions = {size: make_fn(size) for size in sizes}
+    programs, seconds = _timing.measure(functions, rounds, *args)
     analyses = {size: program.memory_analysis() for size, program in programs.items()}
     return MicrobatchTimes(
         {size: statistics.median(times) for size, times in seconds.items()},

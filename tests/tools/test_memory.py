@@ -285,9 +285,9 @@ def test_accumulation_needs_sizes(name):
 
 
 def test_the_share_of_clipping_is_measured(monkeypatch):
-    def in_turn(functions, rounds, *args):
+    def in_turn(functions, rounds):
         assert rounds == 1
-        jax.block_until_ready([run(*args) for run in functions.values()])
+        jax.block_until_ready([run() for run in functions.values()])
         return {"plain": [2.0], "clipped": [3.0]}
 
     monkeypatch.setattr(_timing, "in_turn", in_turn)

@@ -49,9 +49,9 @@ class AccumulationOverhead:
             f"Clipped sums take {self.accumulation:.3g} operations and training takes "
             f"{self.training:.3g}: {self.share:.3%} more."
         )
-        if self.measured is None:
-            return text
-        return f"{text} They took {self.measured:.1%} more time."
+        if self.measured is not None:
+            text += f" Measured, a gradient takes {self.measured:.1%} more time."
+        return text
 
 
 def accumulation_overhead(
@@ -130,12 +130,7 @@ def measure_accumulation_share(
       ValueError: for `rounds` that is not a positive integer, and as `clipped_grad`.
     """
     rounds = _validate.positive_integer(rounds=rounds, fix="Use 3.")
-    arrays = _timing.as_arrays((params, batch))
-    programs = {
-        "plain": _timing.compiled(jax.grad(loss_fn), *arrays),
-        "clipped": _timing.compiled(
-            clipped_grad(loss_fn, l2_clip_norm=1.0, **options), *arrays
-        ),
-    }
-    seconds = _timing.in_turn(programs, rounds, *arrays)
+    clipped = clipped_grad(loss_fn, l2_clip_norm=1.0, **options)
+    functions = {"plain": jax.grad(loss_fn), "clipped": clipped}
+    _, seconds = _timing.measure(functions, rounds, params, batch)
     return _timing.median_ratio(seconds["clipped"], seconds["plain"]) - 1

@@ -99,6 +99,11 @@ class Comparison:
         return abs(self.loss - self.float32_loss) / size if size else math.inf
 
 
+def power_as_code(scale: float) -> str:
+    """A power of two as Python code."""
+    return f"2.0**{round(math.log2(scale))}" if scale != 1 else "1"
+
+
 def compare(
     fun: Callable[..., jax.Array],
     reference_fun: Callable[..., jax.Array],

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
-from dpmp.tools.precision_report._comparison import Comparison, Exponents
+from dpmp.tools.precision_report._comparison import Comparison, Exponents, power_as_code
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _FLOAT32, _CANDIDATE, _SHIFTED = "#4c72b0", "#dd8452", "#55a868"
@@ -54,7 +54,7 @@ def _draw_sizes(axes: Any, given: Comparison, best: Comparison, policy: str) -> 
         edges = [float(k) + shift for k in (*bins, bins.stop)]
         axes.stairs(heights, edges, label=label, linewidth=1.8, **style)
 
-    exact, scale = given.float32_exponents, _power(given.loss_scale)
+    exact, scale = given.float32_exponents, power_as_code(given.loss_scale)
     zeros, policy_zeros = (
         f"({1 - sum(dict(x).values()) / total:.1%} zero)"
         for x in (exact, given.exponents)
@@ -63,7 +63,7 @@ def _draw_sizes(axes: Any, given: Comparison, best: Comparison, policy: str) -> 
     label = f"{policy}, loss scale {scale} {policy_zeros}"
     draw(given.exponents, label, color=_CANDIDATE)
     if best.loss_scale != 1:
-        label = f"float32, times the suggested scale {_power(best.loss_scale)}"
+        label = f"float32, times the suggested scale {power_as_code(best.loss_scale)}"
         shift = math.log2(best.loss_scale)
         draw(exact, label, shift, color=_SHIFTED, linestyle="--")
     for edge in _range("float16"):
@@ -87,7 +87,3 @@ def _range(name: str) -> tuple[float, ...]:
     info = jnp.finfo(name)
     ends = (info.smallest_subnormal, info.smallest_normal, info.max)
     return tuple(math.log2(float(x)) for x in ends)
-
-
-def _power(scale: float) -> str:
-    return f"2^{round(math.log2(scale))}" if scale != 1 else "1"

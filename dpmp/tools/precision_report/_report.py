@@ -2,7 +2,6 @@
 
 import linecache
 import math
-import os
 import pathlib
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from dpmp import _validate
 from dpmp.tools import _plain_text
 from dpmp.tools.precision_report import _plot
-from dpmp.tools.precision_report._comparison import Comparison
+from dpmp.tools.precision_report._comparison import Comparison, power_as_code
 from dpmp.tools.precision_report._findings import ADVICE, CASTS, Finding
 
 # A model that uses bfloat16 only where it may has gradients with a larger cosine.
@@ -107,14 +106,9 @@ def _share(x: float) -> str:
     return f"{x:.2%}" if x == 0 or x >= 0.0001 else "< 0.01%"
 
 
-def _power(scale: float) -> str:
-    """A power of two as Python code."""
-    return f"2.0**{round(math.log2(scale))}" if scale != 1 else "1"
-
-
 # The rows of the first table: the name, and the cell for a comparison.
 _COMPARED = {
-    "loss scale": lambda x: _power(x.loss_scale),
+    "loss scale": lambda x: power_as_code(x.loss_scale),
     "loss": lambda x: f"{x.loss:.6g}",
     "loss in float32": lambda x: f"{x.float32_loss:.6g}",
     "relative difference of the losses": lambda x: f"{x.relative_difference:.1e}",
@@ -135,13 +129,13 @@ def _about_the_scale(given: Comparison, best: Comparison) -> Iterator[str]:
             "loss overflows. Use bfloat16, or compute this value in float32."
         )
     elif given.total.not_finite:
-        yield f"Overflow: use loss_scale={_power(best.loss_scale)}."
+        yield f"Overflow: use loss_scale={power_as_code(best.loss_scale)}."
     elif given.total.rounded.lost > best.total.rounded.lost + _NOTICEABLE_LOSS:
         before, after = (_share(x.total.rounded.lost) for x in (given, best))
         yield (
             f"Underflow: {before} of the gradient's entries become zero or subnormal, "
-            f"but only {after} with loss_scale={_power(best.loss_scale)}. Use this "
-            "scale, or loss_scaling.by_loss()."
+            f"but only {after} with loss_scale={power_as_code(best.loss_scale)}. Use "
+            "this scale, or loss_scaling.by_loss()."
         )
 
 
@@ -155,9 +149,10 @@ def _about_findings(
             "No product is in 16 bits. The policy only rounds arguments, and the first "
             "of the lines below widens them to float32 again."
         )
-    for kind in (kind for kind, advice in ADVICE.items() if advice and kind in kinds):
-        lines = (_lines(x) for x in findings if x.kind == kind)
-        yield "\n".join([f"{kind.capitalize()}. {ADVICE[kind]}", *lines])
+    for kind, advice in ADVICE.items():
+        if advice and kind in kinds:
+            lines = (_lines(x) for x in findings if x.kind == kind)
+            yield "\n".join([f"{kind.capitalize()}. {advice}", *lines])
     if kinds.difference(CASTS, ["product"]):
         yield (
             "Or write the function in float32, and let dpmp.autocast(fun) choose what "
@@ -174,7 +169,7 @@ def _about_findings(
 def _lines(x: Finding) -> str:
     """A line of the source, and a line on what happens there."""
     file, _, line = x.source.rpartition(":")
-    place = os.path.join(*pathlib.PurePath(file).parts[-2:])
+    place = "/".join(pathlib.PurePath(file).parts[-2:])
     code = textwrap.shorten(linecache.getline(file, int(line)), 60)
     details = [
         f"{textwrap.shorten(_path(x.primitive), 40)} in {x.dtype}",

@@ -67,7 +67,7 @@ def _betraying_share(
     sum cannot give, and delta is at least their share, for every epsilon (if values of
     one size are about equally likely).
     """
-    names = ("of C, against 0", "of 0, against C")
+    names = ("sum 1, where 0 is known", "sum 0, where 1 is known")
     found = [
         _missing_share(bins[i], bins[1 - i], was_seen[i][i], was_seen[i][1 - i])
         for i in (0, 1)
@@ -117,7 +117,7 @@ def _advantage(
     error = math.sqrt((true * (1 - true) + false * (1 - false)) / half)
     ideal = math.erf(1 / (NOISE_MULTIPLIER * 2 * math.sqrt(2)))
     return compare(
-        f"Advantage in guessing the sum from a noisy one (in real numbers {ideal:.3f})",
+        f"Advantage in guessing the sum from a noisy one (ideal: {ideal:.3f})",
         releases,
         true - false,
         at_most=ideal + _STANDARD_ERRORS * error,
