@@ -5,7 +5,7 @@ A walk goes from equation to equation, and keeps `Facts` about each value.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -56,18 +56,15 @@ class Facts(NamedTuple):
       is_tie: whether the value tells which floats are equal.
       is_sum: whether it is a sum, possibly with a factor, a root or an addend.
       terms: the number of 16-bit values that were added up to it.
-      carries: the positions of a loop's carried values that are among its terms.
-      adds: the number of additions since the loop carried them.
-      source: the file and the line of the last of these additions.
+      carries: the values carried by a loop that are among its terms: their positions,
+        and for each the number of additions since and the line of the last of these.
     """
 
     lost: Finding | None = None
     is_tie: bool = False
     is_sum: bool = False
     terms: int = 1
-    carries: frozenset[int] = frozenset()
-    adds: int = 0
-    source: str = UNKNOWN
+    carries: Mapping[int, tuple[int, str]] = {}
 
 
 _NOTHING = Facts()
@@ -127,7 +124,7 @@ class _Walk:
         first, count = program.num_consts, program.num_carry
         if count:
             facts = _outside_of_loops(facts)
-            carry = [Facts(carries=frozenset([i])) for i in range(count)]
+            carry = [Facts(carries={i: (0, UNKNOWN)}) for i in range(count)]
             facts[first : first + count] = carry
         outer, self.caller = self.caller, _source_lines.user_line(eqn) or self.caller
         outputs = self.run(program.jaxpr, facts)
@@ -135,12 +132,11 @@ class _Walk:
         if not count or not program.has_results:
             return outputs
         for i, x in enumerate(outputs[:count]):
-            if i in x.carries and x.adds:
-                length = program.length and program.length * x.adds
+            num_adds, source = x.carries.get(i, (0, UNKNOWN))
+            if num_adds:
+                length = program.length and program.length * num_adds
                 name = f"{eqn.primitive.name} carry"
-                self._add(
-                    "running sum", eqn, length, i, primitive=name, source=x.source
-                )
+                self._add("running sum", eqn, length, i, primitive=name, source=source)
         return [*[_NOTHING] * count, *_outside_of_loops(outputs[count:])]
 
     def _step(self, eqn: Any, operands: list[Facts]) -> Facts:
@@ -197,13 +193,11 @@ class _Walk:
         is_result_narrow = is_narrow(_dtype(eqn.outvars[0]))
         terms = sum(x.terms for x in operands) if is_result_narrow else 1
         self._add("running sum", eqn, terms)
-        some = _merged(operands)
+        some, source = _merged(operands), self._source(eqn)
         return Facts(
             is_sum=some.is_sum and _is_factor(eqn, operands),
             terms=terms,
-            carries=some.carries,
-            adds=some.adds + 1 if some.carries else 0,
-            source=self._source(eqn),
+            carries={i: (n + 1, source) for i, (n, _) in some.carries.items()},
         )
 
     def _use(
@@ -236,19 +230,17 @@ class _Walk:
 
 def _outside_of_loops(facts: Sequence[Facts]) -> list[Facts]:
     """The facts without the values that loops carry."""
-    return [x._replace(carries=frozenset(), adds=0) for x in facts]
+    return [x._replace(carries={}) for x in facts]
 
 
 def _merged(operands: Sequence[Facts]) -> Facts:
     """The facts about a value whose entries come from any of the operands."""
-    carriers = [_NOTHING, *(x for x in operands if x.carries)]
+    carries = sorted(item for x in operands for item in x.carries.items())
     return Facts(
         lost=next((x.lost for x in operands if x.lost), None),
         is_sum=any(x.is_sum for x in operands),
         terms=max((x.terms for x in operands), default=1),
-        carries=frozenset().union(*(x.carries for x in carriers)),
-        adds=max(x.adds for x in carriers),
-        source=carriers[-1].source,
+        carries=dict(carries),  # with the most additions
     )
 
 

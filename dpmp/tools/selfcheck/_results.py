@@ -1,5 +1,6 @@
 """The results of a self-check, and the sizes of what it measures."""
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -60,14 +61,24 @@ def is_within(value: Number, at_least: Number | None, at_most: Number | None) ->
 def compare(
     measurement: str,
     subject: Any,
-    value: float,
+    value: Number,
     *,
     at_least: float | None = None,
     at_most: float | None = None,
     worst_case: str = "",
+    is_squared: bool = False,
 ) -> Result:
-    """Compares a value that was measured on a subject to its limits."""
-    value = float(value)
-    passed = is_within(value, at_least, at_most)
-    named = measurement, subject.name, subject.is_claimed
-    return Result(*named, value, at_least, at_most, passed, worst_case)
+    """Compares a value, or the root of a square, to its limits."""
+    value = value if isinstance(value, Fraction) else float(value)
+    power = 2 if is_squared else 1
+    limits = [x if x is None else Fraction(x) ** power for x in (at_least, at_most)]
+    return Result(
+        measurement,
+        subject.name,
+        subject.is_claimed,
+        math.sqrt(value) if is_squared else float(value),
+        at_least,
+        at_most,
+        is_within(value, *limits),
+        worst_case,
+    )

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.tools.selfcheck._results import Number, Result, Sizes, is_within
+from dpmp.tools.selfcheck._results import Number, Result, Sizes, compare
 from dpmp.tools.selfcheck._subjects import Rows, Sums
 
 _SMALLEST_CLIPPED_NORM = 0.98
@@ -41,23 +41,17 @@ def _result(
     sums: Sums,
     squares: dict[str, Number],
     pick: Callable[..., str],
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
+    **limits: float,
 ) -> Result:
     """Picks one of the squares by name, and compares its root to the limits."""
     worst_case = pick(squares, key=squares.__getitem__)
-    square = squares[worst_case]
-    limits = (x if x is None else Fraction(x) ** 2 for x in (at_least, at_most))
-    return Result(
+    return compare(
         measurement,
-        sums.name,
-        sums.is_claimed,
-        math.sqrt(square),
-        at_least,
-        at_most,
-        is_within(square, *limits),
-        worst_case,
+        sums,
+        squares[worst_case],
+        worst_case=worst_case,
+        is_squared=True,
+        **limits,
     )
 
 
