@@ -18,36 +18,20 @@ _FLOAT32_ERROR = 2.0**-18
 _PRESETS = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "tf32": "tf32"}
 
 # What a kind of product with one of these verdicts means for training.
-_NARROW = ("native", "emulated")
-_HINTS = (
-    (
-        "float32 by default",
-        _NARROW,
-        "By default, jax rounds float32 operands here. "
-        'dpmp.Policy.from_name("float32") asks for full precision.',
-    ),
-    ("tf32", ("float32",), 'The preset "tf32" changes nothing here.'),
-    ("bfloat16", ("native",), "It has the range of float32 and takes half the memory."),
-    ("bfloat16", ("emulated",), 'Here "mixed_bfloat16" saves memory, but no time.'),
-    (
-        "bfloat16 -> float32",
-        ("native",),
-        'On CPUs, method="book_keeping" computes these products. With it, try '
-        '"mixed_bfloat16" even if other bfloat16 products are slow.',
-    ),
-    (
-        "float16",
-        _NARROW,
-        'The preset "mixed_float16" needs a loss scale: dpmp.loss_scaling.by_loss().',
-    ),
-    (
-        "float8_e4m3fn -> float32",
-        _NARROW,
-        'The preset "float8" uses these products on GPUs of compute capability 8.9 and '
-        "later. Elsewhere it computes in bfloat16 with rounded operands, which shows "
-        "the effect of float8 on accuracy.",
-    ),
-)
+_HINTS = {
+    ("float32 by default", "native, emulated"): "By default, jax rounds float32 "
+    'operands here. dpmp.Policy.from_name("float32") asks for full precision.',
+    ("tf32", "float32"): 'The preset "tf32" changes nothing here.',
+    ("bfloat16", "native"): "It has the range of float32, and takes half the memory.",
+    ("bfloat16", "emulated"): 'Here "mixed_bfloat16" saves memory, but no time.',
+    ("bfloat16 -> float32", "native"): 'On CPUs, method="book_keeping" computes these '
+    'products. With it, try "mixed_bfloat16" even if other bfloat16 products are slow.',
+    ("float16", "native, emulated"): 'The preset "mixed_float16" needs a loss scale: '
+    "dpmp.loss_scaling.by_loss().",
+    ("float8_e4m3fn -> float32", "native, emulated"): 'The preset "float8" uses these '
+    "products on GPUs of compute capability 8.9 and later. Elsewhere it computes in "
+    "bfloat16 with rounded operands, which shows the effect of float8 on accuracy.",
+}
 
 
 @dataclass(frozen=True)
@@ -147,8 +131,8 @@ def _advice(rows: tuple[Row, ...]) -> Iterator[str]:
     for row in rows:
         if row.error is not None:
             yield f"{row.name}: products do not run here ({row.error})."
-        for name, verdicts, hint in _HINTS:
-            if row.name == name and row.verdict in verdicts:
+        for (name, verdicts), hint in _HINTS.items():
+            if row.name == name and row.verdict in verdicts.split(", "):
                 time = f"products take {row.time_ratio:.2f} of the time of float32"
                 yield f"{name}: {time}. {hint}"
     if names := ", ".join(x.name for x in rows if x.verdict == "imprecise"):

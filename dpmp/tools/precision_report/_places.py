@@ -71,12 +71,7 @@ _NOTHING = Facts()
 
 
 def find_places(jaxpr: Any, rounded: Sequence[Finding | None]) -> list[Finding]:
-    """Finds all places in a program.
-
-    Args:
-      jaxpr: the program.
-      rounded: for each argument, a finding if the policy rounds it to 16 bits.
-    """
+    """Finds all places in a program; `rounded` tells which arguments are rounded."""
     walk = _Walk()
     walk.run(jaxpr, [Facts(x) for x in rounded])
     return [x for x in walk.places if (x.kind, x.primitive) not in walk.used]

@@ -28,11 +28,7 @@ _ALL = (*_LARGE, BatchShape(jnp.float32, 4096, 1))
 
 
 def dpmp_subjects(*, include_unsafe: bool = False) -> Subjects:
-    """The modes of dpmp that keep a promise.
-
-    Args:
-      include_unsafe: whether to add float noise, which keeps none.
-    """
+    """The modes of dpmp that keep a promise, and float noise, which keeps none."""
     modes = [
         _Mode("dpmp exact", "exact", _ALL),
         _Mode("dpmp exact, 2^22 units", "exact", _SMALL, LARGEST_RESOLUTION),

@@ -86,7 +86,7 @@ def _betraying_share(
 def _missing_share(
     own: np.ndarray, other: np.ndarray, seen_own: np.ndarray, seen_other: np.ndarray
 ) -> tuple[float, float]:
-    """The share and its standard error, from bins; NaN if no value is known."""
+    """The share, with its standard error; NaN if no value was seen before."""
     count = functools.partial(np.bincount, minlength=_NUM_BINS)
     num_own, num_other = count(own), count(other)
     usable = num_own > 0
@@ -125,7 +125,7 @@ def _advantage(
 
 
 def _distribution(releases: Releases, noise: np.ndarray) -> list[Result]:
-    """Whether noise has as many values as on its grid, extremes, and its scale."""
+    """Whether noise has the values, the extremes and the scale of a Gaussian."""
     values = np.unique(_at_least_float32(noise))
     unit = float(np.diff(values).min(initial=np.inf))
     ideal = NOISE_MULTIPLIER * np.random.default_rng(0).normal(size=noise.size)
