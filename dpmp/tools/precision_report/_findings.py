@@ -92,15 +92,15 @@ def select(loss: Sequence[Finding], gradient: Sequence[Finding]) -> tuple[Findin
     # Casts without a line are those of `dpmp.autocast`, which are intended.
     loss = [x for x in loss if x.kind not in CASTS or x.source != UNKNOWN]
     known = set(map(_topic, loss))
-    found = [
-        dataclasses.replace(x, in_gradient=True)
-        for x in gradient
-        if x.kind in _OF_GRADIENTS and _topic(x) not in known
-    ]
     # A sum that only the gradient has is the transpose of a broadcast.
     found = [
-        dataclasses.replace(x, kind="gradient sum") if x.kind == "sum" else x
-        for x in found
+        dataclasses.replace(
+            x,
+            kind="gradient sum" if x.kind == "sum" else x.kind,
+            in_gradient=True,
+        )
+        for x in gradient
+        if x.kind in _OF_GRADIENTS and _topic(x) not in known
     ]
     return tuple(_merged([*loss, *found]))
 
