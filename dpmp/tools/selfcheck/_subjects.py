@@ -37,18 +37,16 @@ class BatchShape(NamedTuple):
         return f"{batch} by {self.microbatch_size}" if self.microbatch_size else batch
 
 
+# A subject has the name of its library and mode, and dpmp may claim that it passes.
+
+
 @dataclass(frozen=True)
 class Sums:
     """A way to clip gradients and to sum them.
 
-    Attributes:
-      name: the library and the mode.
-      is_claimed: whether dpmp promises that it passes.
-      make: a function from a clip norm and a microbatch size to the sum function, and
-        to the largest norm of a contribution in the units of its output. This is also
-        the largest change of the sum.
-      batches: the batches for which sums are compared.
-      smallest_clip_norm: the smallest clip norm that it accepts.
+    `make` maps a clip norm and a microbatch size to the sum function, and to a number:
+    the largest norm of a contribution, and the largest change of the sum, in units of
+    the output. The subject accepts no clip norm below `smallest_clip_norm`.
     """
 
     name: str
@@ -62,11 +60,8 @@ class Sums:
 class Releases:
     """A way to add noise, with a noise multiplier of `NOISE_MULTIPLIER`.
 
-    Attributes:
-      name: the library and the mode.
-      is_claimed: whether dpmp promises that it passes.
-      draw: `draw(has_example, num)` gives `num` noisy sums of one entry each, (num,).
-        The batch has one example, which is clipped to 1, or none.
+    `draw(has_example, num)` gives `num` noisy sums of one entry each, (num,). The batch
+    has one example, which is clipped to 1, or none.
     """
 
     name: str
@@ -78,11 +73,7 @@ class Releases:
 class Keys:
     """A way to obtain the key of the noise.
 
-    Attributes:
-      name: the library.
-      is_claimed: whether dpmp promises that it passes.
-      draw: gives the uint32 words of a new key.
-      noise: gives some noise, as a function of these words.
+    `draw` gives the uint32 words of a new key, and `noise` maps these words to noise.
     """
 
     name: str
