@@ -77,7 +77,7 @@ def compiled_memory(
       loss_fn: `loss_fn(params, batch)`, as in `clipped_grad`. Arrays that it closes
         over count as arguments of the step.
       params: as in `estimate_memory`, and so are all arguments below.
-      batch: arrays or shapes.
+      batch: arrays or shapes. If `DPSGD` pads such a batch, the padded one is compiled.
       policy: the dtypes.
       optimizer: any optax transformation.
       method: the gradient engine.
