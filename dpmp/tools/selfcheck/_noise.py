@@ -67,7 +67,7 @@ def _betraying_share(
     sum cannot give, and delta is at least their share, for every epsilon (if values of
     one size are about equally likely).
     """
-    names = ("sum 1, where 0 is known", "sum 0, where 1 is known")
+    names = ("sum 1, 0 known", "sum 0, 1 known")
     found = [
         _missing_share(bins[i], bins[1 - i], was_seen[i][i], was_seen[i][1 - i])
         for i in (0, 1)
