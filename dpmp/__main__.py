@@ -17,7 +17,7 @@ from dpmp.tools.selfcheck._results import Sizes
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m dpmp", description="Tools for private training."
+        prog="python -m dpmp", description="Tools for differentially private training."
     )
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="command")
@@ -34,27 +34,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_selfcheck(commands: Any) -> None:
     parser = commands.add_parser(
         "selfcheck",
-        help="measure what dpmp promises of its arithmetic, on this machine",
+        help="check on this machine what dpmp promises of its arithmetic",
         description=(
-            "Measures, on this machine and its first device, what dpmp promises of "
-            "clipping, sums, noise and keys. It takes a minute or two. The exit status "
-            "is 1 if a promise does not hold."
+            "Measures on the first device of this machine whether dpmp keeps its "
+            "promises about clipping, sums, noise and keys. This takes a minute or "
+            "two. The exit status is 1 if a promise does not hold."
         ),
     )
     parser.add_argument(
         "--include-unsafe",
         action="store_true",
-        help="show how float noise fails; this does not change the exit status",
+        help="also measure float noise, which fails; the exit status stays the same",
     )
     parser.add_argument(
         "--thorough",
         action="store_true",
-        help="four times as many draws; several minutes",
+        help="draw four times as many noisy sums; this takes several minutes",
     )
     parser.add_argument(
-        "--json", type=_new_file, metavar="FILE", help="also write the results there"
+        "--json", type=_new_file, metavar="FILE", help="also write the results to FILE"
     )
-    parser.set_defaults(command=_selfcheck_command)
+    parser.set_defaults(command=_selfcheck)
 
 
 def _new_file(name: str) -> pathlib.Path:
@@ -64,10 +64,8 @@ def _new_file(name: str) -> pathlib.Path:
     return path
 
 
-def _selfcheck_command(args: argparse.Namespace) -> int:
-    sizes = Sizes()
-    if args.thorough:
-        sizes = Sizes(num_training=2**25, num_test=2**22)
+def _selfcheck(args: argparse.Namespace) -> int:
+    sizes = Sizes(num_training=2**25, num_test=2**22) if args.thorough else Sizes()
     subjects = dpmp_subjects(include_unsafe=args.include_unsafe)
     results = _command.run(subjects, sizes, rich.console.Console())
     if args.json is not None:

@@ -14,7 +14,7 @@ def run(session: Session) -> None:
         subjects = subjects._replace(sums=subjects.sums[:1], releases=())
     if session.compile_only:
         return  # its programs are made one by one, from what those before gave
-    for results in _command._parts(subjects, sizes):
+    for results in _command.parts(subjects, sizes):
         claims = [x for x in results if x.is_claimed]
         session.record(
             "claims of the self-check",

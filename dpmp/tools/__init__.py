@@ -1,1 +1,1 @@
-"""Looking at a program or a machine: nothing here takes part in training."""
+"""Tools that look at a program or a machine. Training never imports them."""

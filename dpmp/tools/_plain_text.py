@@ -6,26 +6,22 @@ from collections.abc import Sequence
 _WIDTH = 86
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Aligns the columns of a table, and leaves out columns without any content.
-
-    Args:
-      rows: the cells of each row. The first row is the header.
-      right: the indices of the columns that are aligned to the right.
-    """
-    shown = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
-    widths = [max(len(row[i]) for row in rows) for i in shown]
-    align = [">" if i in right else "<" for i in shown]
-    return "\n".join(
+def table(rows: Sequence[Sequence[str]], align: str, indent: str = "") -> str:
+    """Aligns the columns of a table; `align` has "<" or ">" for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
         "  ".join(
-            f"{row[i]:{side}{width}}"
-            for i, side, width in zip(shown, align, widths, strict=True)
-        ).rstrip()
+            f"{cell:{side}{width}}"
+            for cell, side, width in zip(row, align, widths, strict=False)
+        )
         for row in rows
-    )
+    ]
+    return "\n".join(indent + line.rstrip() for line in lines)
 
 
 def paragraph(text: str, bullet: str = "") -> str:
-    """Wraps a text, and indents all lines but the first by the width of the bullet."""
+    """Wraps the first line of a text, and indents it by the width of a bullet."""
+    first, *rest = text.split("\n")
     indent = " " * len(bullet)
-    return textwrap.fill(bullet + text, _WIDTH, subsequent_indent=indent)
+    wrapped = textwrap.fill(bullet + first, _WIDTH, subsequent_indent=indent)
+    return "\n".join([wrapped, *rest])

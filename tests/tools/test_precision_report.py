@@ -128,11 +128,6 @@ def test_findings_of_one_line_and_kind_are_one():
     assert _found(fun, _W, _X)["sum", _line("narrow sum")].count == 2
 
 
-def test_a_sum_of_few_terms_is_none():
-    few = jax.ShapeDtypeStruct((3, 5), jnp.float32)
-    assert _kinds(lambda w, x: _narrow_sum(x), _W, few) == set()
-
-
 def test_a_narrow_softmax_is_found():
     def fun(w, x):
         return jnp.max(jax.nn.softmax(x * w))  # softmax
@@ -152,10 +147,6 @@ def test_a_narrow_variance_is_found():
 
     found = _found(fun, _W, _X, differentiate=False)
     assert list(found) == [("normalisation", _line("variance"))]
-
-
-def test_division_by_what_is_no_sum_is_no_normalisation():
-    assert _kinds(lambda w, x: x / w, _W, _X, differentiate=False) == set()
 
 
 def _accumulate(w, x, dtype):
@@ -184,32 +175,43 @@ def test_a_running_sum_that_is_widened_and_rounded_again_is_found():
     assert ("running sum", _line("widened")) in _found(fun, _W, _X)
 
 
-def test_a_running_sum_in_float32_is_not():
-    def fun(w, x):
-        return _accumulate(w, x, jnp.float32)
-
-    assert _kinds(fun, _W, _X, differentiate=False) == set()
+def _dead_exponential(w, x):
+    jnp.exp(x)
+    return jnp.max(w)
 
 
-def test_a_carry_that_is_replaced_is_no_running_sum():
-    def fun(w, x):
-        return jnp.max(jax.lax.scan(lambda c, row: (jnp.tanh(c) * row, None), w, x)[0])
+def _nested_loops(w, x):
+    """The inner loop adds the outer carry, but not its own."""
 
-    assert "running sum" not in _kinds(fun, _W, _X, differentiate=False)
+    def outer(carry, row):
+        def inner(state, entry):
+            return jnp.tanh(state) + carry, entry * state
+
+        state, ys = jax.lax.scan(inner, row, x)
+        return jnp.tanh(state) + jnp.tanh(jnp.max(ys, 0)), None
+
+    return jnp.max(jax.lax.scan(outer, w, x)[0])
 
 
-def test_what_an_outer_loop_carries_is_no_term_of_what_an_inner_one_does():
-    def fun(w, x):
-        def outer(carry, row):
-            def inner(state, entry):
-                return jnp.tanh(state) + carry, entry * state
+def _replaced_carry(w, x):
+    return jnp.max(jax.lax.scan(lambda c, row: (jnp.tanh(c) * row, None), w, x)[0])
 
-            state, ys = jax.lax.scan(inner, row, x)
-            return jnp.tanh(state) + jnp.tanh(jnp.max(ys, 0)), None
 
-        return jnp.max(jax.lax.scan(outer, w, x)[0])
-
-    assert "running sum" not in _kinds(fun, _W, _X, differentiate=False)
+@pytest.mark.parametrize(
+    ("fun", "differentiate"),
+    [
+        (lambda w, x: _narrow_sum(x[:3, :5]) * jnp.max(w), True),
+        (lambda w, x: jnp.max(x / w), False),
+        (lambda w, x: jnp.max(x) * jnp.max(w), True),
+        (lambda w, x: _accumulate(w, x, jnp.float32), False),
+        (_dead_exponential, True),
+        (_replaced_carry, False),
+        (_nested_loops, False),
+    ],
+    ids=["few terms", "no sum", "maximum", "float32", "dead", "replaced", "nested"],
+)
+def test_harmless_programs_raise_no_alarm(fun, differentiate):
+    assert not _kinds(fun, _W, _X, differentiate=differentiate)
 
 
 def test_a_loop_of_unknown_length_has_a_sum_of_unknown_length():
@@ -260,18 +262,6 @@ def test_what_broadcasting_is_transposed_to_is_found():
     assert (finding.length, finding.in_gradient) == (64, True)
 
 
-def test_what_differentiation_leaves_behind_does_not_count():
-    def fun(w, x):
-        jnp.exp(x)
-        return jnp.max(w)
-
-    assert _kinds(fun, _W, _X) == set()
-
-
-def test_the_derivative_of_a_maximum_raises_no_alarm():
-    assert _kinds(lambda w, x: jnp.max(x) * jnp.max(w), _W, _X) == set()
-
-
 def test_a_cast_back_and_forth_is_found():
     def fun(w, x):
         wide = jnp.tanh(x.astype(jnp.float32))
@@ -305,7 +295,7 @@ def test_a_product_that_is_rounded_and_widened_is_found():
 def test_products_are_counted_and_left_alone():
     report = precision_report(lambda w, x: jnp.max(jnp.tanh(x @ w)), _W, _X)
     assert [(x.kind, x.count) for x in report.findings] == [("product", 1)]
-    assert "1, of up to 128 terms" in str(report)
+    assert "results: 1, of up to 128 terms" in str(report)
     assert "Nothing." in str(report)
 
 
@@ -405,7 +395,7 @@ def test_the_suggested_scale_is_as_large_as_float16_allows(size, expected):
         policy="mixed_float16",
     )
     assert report.suggested.loss_scale == expected
-    assert "Underflow. Use loss_scale=2.0**" in str(report) or size > 1
+    assert "Underflow: " in str(report) or size > 1
 
 
 def test_the_suggested_scale_is_no_larger_than_it_has_to_be():
@@ -443,7 +433,7 @@ def test_an_overflow_of_the_loss_is_told():
         policy="mixed_float16",
     )
     assert math.isinf(report.comparison.loss)
-    assert "whatever the loss scale" in str(report)
+    assert "not finite at any loss scale" in str(report)
 
 
 def test_the_policy_float32_changes_nothing():
@@ -514,7 +504,7 @@ def test_a_gradient_of_zero_is_that_of_float32():
 def test_shapes_are_enough_but_for_a_comparison():
     report = precision_report(lambda w, x: jnp.max(x @ w), _W, _X)
     assert report.comparison is report.suggested is None
-    assert "Next to float32" not in str(report)
+    assert "Comparison with float32" not in str(report)
 
 
 def test_a_function_that_is_no_loss_is_looked_at_alone():
@@ -533,12 +523,10 @@ def test_the_text_says_what_to_change_and_for_which_data():
         return jnp.mean(jnp.exp(x * w))  # shown
 
     text = str(precision_report(fun, jnp.ones(8), jnp.ones((4, 8))))
-    assert text == str(precision_report(fun, jnp.ones(8), jnp.ones((4, 8))))
     line = _line("shown").rpartition(":")[2]
     assert f"test_precision_report.py:{line}  return jnp.mean(jnp.exp(x * w))" in text
     assert "public or synthetic" in " ".join(text.split())
     assert "dpmp.autocast" in text
-    assert max(map(len, text.splitlines())) < 100
 
 
 def test_lines_of_installed_libraries_are_those_that_call_them():
@@ -556,7 +544,7 @@ def test_lines_of_the_caller_are_not_those_of_the_function():
 
 
 def test_the_picture_has_histograms_and_ranges(tmp_path):
-    figure_module = pytest.importorskip("matplotlib.figure")
+    pytest.importorskip("matplotlib.figure")
     _, w, constant = _problem()
     report = precision_report(
         lambda w, _: jnp.sum(w.astype(jnp.float32) * constant),
@@ -565,30 +553,16 @@ def test_the_picture_has_histograms_and_ranges(tmp_path):
         policy="mixed_float16",
     )
     path = tmp_path / "gradient.png"
-    figure = report.plot(path)
-    assert isinstance(figure, figure_module.Figure)
+    sizes, ranges = report.plot(path).axes
     assert path.read_bytes().startswith(b"\x89PNG")
-    sizes, ranges = figure.axes
-    histograms = [x.get_data() for x in sizes.patches if hasattr(x, "get_data")]
-    assert len(histograms) == 3
-    wide, _, shifted = histograms
+    wide, _, shifted = (x.get_data() for x in sizes.patches if hasattr(x, "get_data"))
     assert sum(wide.values) == pytest.approx(100 * 81 / 83)
     np.testing.assert_array_equal(
         np.float64(shifted.edges), np.float64(wide.edges) + 15
     )
-    # Each range has a normal and a subnormal part.
-    assert [x.get_text() for x in ranges.get_yticklabels()] == [
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ]
+    # The first dtype is float16; its range has a normal and a subnormal part.
     float16 = sorted(x.get_x() for x in ranges.patches if round(x.get_y() + 0.4) == 0)
     assert float16 == [-24, -14]
-    assert len(ranges.patches) == 8
-    (legend,) = figure.legends
-    labels = [x.get_text() for x in legend.get_texts()]
-    assert "float32, times the suggested scale 2^15" in labels
     assert "public data only" in sizes.get_title()
 
 
@@ -605,36 +579,23 @@ def test_there_is_no_picture_without_data():
         report.plot()
 
 
-def test_what_is_no_function_is_refused():
-    with pytest.raises(ValueError, match="fun must be a function"):
-        precision_report({"w": 1}, _W)
-
-
-def test_there_must_be_parameters():
-    with pytest.raises(ValueError, match="at least 1 positional arguments"):
-        precision_report(jnp.max)
+def _max(w, x):
+    return jnp.max(w * x)
 
 
 @pytest.mark.parametrize(
-    "fun", [lambda w, x: x * w, lambda w, x: (jnp.max(x), w)], ids=["array", "pair"]
+    ("fun", "args", "options", "message"),
+    [
+        ({"w": 1}, (_W,), {}, "fun must be a function"),
+        (jnp.max, (), {}, "at least 1 positional arguments"),
+        (lambda w, x: x * w, (_W, _W), {}, r"scalar float loss.*differentiate="),
+        (lambda w, x: (_max(w, x), w), (_W, _W), {}, "scalar float loss"),
+        (_max, (jnp.arange(3), jnp.ones(3)), {}, "leaf of argument 0 must be a real"),
+        (_max, (_W, _X), {"policy": "bf16"}, "policy must be one of"),
+        (_max, (_W, _X), {"loss_scale": 1000.0}, "loss_scale must be a power of two"),
+    ],
+    ids=["function", "arguments", "array", "pair", "integers", "policy", "scale"],
 )
-def test_what_is_no_loss_is_refused_where_it_is_compared(fun):
-    with pytest.raises(ValueError, match=r"scalar float loss.*float32.*differentiate="):
-        precision_report(fun, jnp.ones(3), jnp.ones(3), policy="float32")
-
-
-def test_parameters_that_are_no_floats_are_refused():
-    with pytest.raises(
-        ValueError, match="every leaf of argument 0 must be a real float"
-    ):
-        precision_report(lambda w, x: jnp.max(x), jnp.arange(3), jnp.ones(3))
-
-
-def test_a_policy_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="policy must be one of"):
-        precision_report(lambda w, x: jnp.max(x), _W, _X, policy="bf16")
-
-
-def test_a_scale_that_rounds_is_refused():
-    with pytest.raises(ValueError, match="loss_scale must be a power of two"):
-        precision_report(lambda w, x: jnp.max(x), _W, _X, loss_scale=1000.0)
+def test_what_cannot_be_reported_on_is_refused(fun, args, options, message):
+    with pytest.raises(ValueError, match=message):
+        precision_report(fun, *args, **options)

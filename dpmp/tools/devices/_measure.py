@@ -16,7 +16,7 @@ _ROUNDS = 5
 
 
 def measure_dtypes(*, size: int | None = None) -> DeviceReport:
-    """Measures how fast and how exact products of each dtype are on a device.
+    """Measures the speed and the accuracy of products of each dtype on a device.
 
     The device is the one that jax uses by default; `jax.default_device` chooses
     another. Times are those of compiled products of square matrices, which run in turn.
@@ -24,8 +24,8 @@ def measure_dtypes(*, size: int | None = None) -> DeviceReport:
 
     - "unavailable" if it does not compile or run;
     - "imprecise" if its sums are in something narrower than float32;
-    - "float32" if its results are as exact as those of float32, with whatever dtype
-      and precision it was asked for;
+    - "float32" if its results are as exact as those of float32, whatever dtype and
+      precision were requested;
     - "native" if it takes at most 0.8 of the time of float32;
     - "emulated" otherwise: it runs, but saves no time.
 
@@ -48,10 +48,6 @@ def measure_dtypes(*, size: int | None = None) -> DeviceReport:
     if size is None:
         size = 1024 if device.platform == "cpu" else 8192
     size = _validate.positive_integer(size=size, fix="Leave it out for one that fits.")
-    return DeviceReport(device.device_kind, device.platform, size, _measure(size))
-
-
-def _measure(size: int) -> tuple[Row, ...]:
     shapes = (size, size), (size, size)
     programs, errors = _products.compile_all(_products.KINDS, shapes)
     _validate.require(
@@ -62,7 +58,7 @@ def _measure(size: int) -> tuple[Row, ...]:
         fix="Use another device, or a smaller size.",
     )
     seconds = _timing.in_turn(programs, _ROUNDS)
-    return tuple(
+    rows = tuple(
         Row(
             kind.name,
             operations_per_second=2 * size**3 / statistics.median(seconds[kind.name]),
@@ -74,13 +70,14 @@ def _measure(size: int) -> tuple[Row, ...]:
         else Row(kind.name, error=errors[kind.name])
         for kind in _products.KINDS
     )
+    return DeviceReport(device.device_kind, device.platform, size, rows)
 
 
 def add_devices_command(commands: Any) -> None:
-    """Adds `devices` to what `add_subparsers` of an argument parser returned."""
+    """Adds the command to the subparsers of `argparse`."""
     parser = commands.add_parser(
         "devices",
-        help="measure which dtypes this machine's device multiplies, and how fast",
+        help="measure the speed and the accuracy of each dtype on this machine",
         description=(
             "Measures products of float32, TF32, bfloat16, float16 and float8 on the "
             "first device of this machine: whether they run, how fast they are, and "
@@ -88,11 +85,11 @@ def add_devices_command(commands: Any) -> None:
         ),
     )
     parser.add_argument(
-        "--size", type=int, metavar="N", help="rows and columns of the matrices timed"
+        "--size", type=int, metavar="N", help="rows and columns of the timed matrices"
     )
-    parser.set_defaults(command=_devices_command)
+    parser.set_defaults(command=_run)
 
 
-def _devices_command(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     sys.stdout.write(f"{measure_dtypes(size=args.size)}\n")
     return 0

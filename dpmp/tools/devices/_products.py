@@ -16,13 +16,9 @@ _SIDE, _FEW, _MANY = 128, 16, 4096
 
 
 class Kind(NamedTuple):
-    """A kind of product.
+    """A product of two operands of one dtype, with a result of another or the same.
 
-    Attributes:
-      name: the name in reports.
-      dtype: the dtype of both operands.
-      result: the dtype of the result.
-      precision: a value of `jax.default_matmul_precision`; None for the default of jax.
+    The precision is a value of `jax.default_matmul_precision`.
     """
 
     name: str
@@ -32,13 +28,8 @@ class Kind(NamedTuple):
 
     def __call__(self, a: Any, b: Any, contraction: str = _MATRICES) -> jax.Array:
         """Computes the product. The contraction is written as for `jnp.einsum`."""
-        return jnp.einsum(
-            contraction,
-            a,
-            b,
-            precision=self.precision,
-            preferred_element_type=jnp.dtype(self.result),
-        )
+        options = {"precision": self.precision, "preferred_element_type": self.result}
+        return jnp.einsum(contraction, a, b, **options)
 
 
 KINDS = (
@@ -74,9 +65,8 @@ def compile_all(
 ) -> tuple[dict[str, Callable[[], jax.Array]], dict[str, str]]:
     """Compiles products of random operands.
 
-    Returns:
-      The programs of the products that run, and the exceptions of the others. Both
-      dictionaries go by the names of the kinds.
+    Returns, by the names of the kinds, the programs of the products that run and the
+    exceptions of the others.
     """
     # A few numbers are repeated, since the time does not depend on them.
     numbers = np.random.default_rng(0).standard_normal(4099, np.float32)
@@ -94,8 +84,8 @@ def compile_all(
 def rounding_error(kind: Kind) -> float:
     """The largest relative error of sums of few products of numbers from 1 to 2.
 
-    The numbers have all bits of float32. The error shows how operands are rounded,
-    whether that happens before the product or inside of it.
+    The numbers have all bits of float32, so the error shows how operands are rounded,
+    before the product or inside of it.
     """
     rng = np.random.default_rng(0)
     return _error(kind, *rng.uniform(1, 2, (2, _SIDE, _FEW)).astype(np.float32))

@@ -1,4 +1,4 @@
-"""What a device does with products: verdicts, advice and a table."""
+"""The products of a device: verdicts, advice and a table."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,42 +17,21 @@ _FLOAT32_ERROR = 2.0**-18
 # first, as it needs no loss scale.
 _PRESETS = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "tf32": "tf32"}
 
-# What a verdict on a kind of product means for training: the kind, the verdicts, and
-# the meaning.
-_NARROWER = "native", "emulated"
-_HINTS = (
-    (
-        "float32 by default",
-        _NARROWER,
-        "The default of jax rounds float32 operands here. "
-        'dpmp.Policy.from_name("float32") asks for full precision.',
-    ),
-    ("tf32", ("float32",), 'The preset "tf32" changes nothing here.'),
-    (
-        "bfloat16",
-        ("native",),
-        "It has the range of float32, and takes half the memory.",
-    ),
-    ("bfloat16", ("emulated",), 'Here "mixed_bfloat16" saves memory, but no time.'),
-    (
-        "bfloat16 -> float32",
-        ("native",),
-        'On CPUs, method="book_keeping" computes these products. With it, try '
-        '"mixed_bfloat16" even if other bfloat16 products are slow.',
-    ),
-    (
-        "float16",
-        _NARROWER,
-        'The preset "mixed_float16" needs a loss scale: dpmp.loss_scaling.by_loss().',
-    ),
-    (
-        "float8_e4m3fn -> float32",
-        _NARROWER,
-        'The preset "float8" uses these products on GPUs of compute capability 8.9 and '
-        "later. Elsewhere it computes in bfloat16 with rounded operands, which shows "
-        "what float8 does to accuracy.",
-    ),
-)
+# What a kind of product with one of these verdicts means for training.
+_HINTS = {
+    ("float32 by default", "native, emulated"): "By default, jax rounds float32 "
+    'operands here. dpmp.Policy.from_name("float32") asks for full precision.',
+    ("tf32", "float32"): 'The preset "tf32" changes nothing here.',
+    ("bfloat16", "native"): "It has the range of float32, and takes half the memory.",
+    ("bfloat16", "emulated"): 'Here "mixed_bfloat16" saves memory, but no time.',
+    ("bfloat16 -> float32", "native"): 'On CPUs, method="book_keeping" computes these '
+    'products. With it, try "mixed_bfloat16" even if other bfloat16 products are slow.',
+    ("float16", "native, emulated"): 'The preset "mixed_float16" needs a loss scale: '
+    "dpmp.loss_scaling.by_loss().",
+    ("float8_e4m3fn -> float32", "native, emulated"): 'The preset "float8" uses these '
+    "products on GPUs of compute capability 8.9 and later. Elsewhere it computes in "
+    "bfloat16 with rounded operands, which shows the effect of float8 on accuracy.",
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """How fast and how exact products are on a device. `print` shows it as a table.
+    """The speed and the accuracy of products on a device. `print` shows a table.
 
     Attributes:
       device_kind: the name that jax gives to the device.
@@ -120,20 +99,19 @@ class DeviceReport:
         return (use, *_advice(self.rows))
 
     def __str__(self) -> str:
+        header = ("product", "verdict", "Gop/s", "time", "error", "sums")
+        legend = (
+            f"The time is that of a product of {self.size} x {self.size} matrices, "
+            "relative to float32. The error comes from rounding the operands, and is "
+            "relative to the result."
+        )
         parts = [
             f"{self.device_kind} ({self.platform})",
-            _plain_text.table([_HEADER, *map(_cells, self.rows)], right=(2, 3, 4)),
-            _plain_text.paragraph(
-                f"Times are of products of {self.size} x {self.size} matrices, in "
-                "times of float32. The error is that of rounding operands, relative to "
-                "the result."
-            ),
+            _plain_text.table([header, *map(_cells, self.rows)], "<<>>><"),
+            _plain_text.paragraph(legend),
             "\n".join(_plain_text.paragraph(x, bullet="- ") for x in self.advice),
         ]
         return "\n\n".join(parts)
-
-
-_HEADER = ("product", "verdict", "Gop/s", "time", "error", "sums")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -153,8 +131,8 @@ def _advice(rows: tuple[Row, ...]) -> Iterator[str]:
     for row in rows:
         if row.error is not None:
             yield f"{row.name}: products do not run here ({row.error})."
-        for name, verdicts, hint in _HINTS:
-            if row.name == name and row.verdict in verdicts:
+        for (name, verdicts), hint in _HINTS.items():
+            if row.name == name and row.verdict in verdicts.split(", "):
                 time = f"products take {row.time_ratio:.2f} of the time of float32"
                 yield f"{name}: {time}. {hint}"
     if names := ", ".join(x.name for x in rows if x.verdict == "imprecise"):

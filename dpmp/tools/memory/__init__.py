@@ -1,7 +1,7 @@
-"""What a training step takes: memory, and the operations of clipped sums.
+"""The memory of a training step, and the operations of clipped sums.
 
-`estimate_memory` counts what follows from shapes alone, line by line. `compiled_memory`
-compiles a step without running it, and reads the compiler's figures.
+`estimate_memory` counts the memory that follows from shapes alone, part by part.
+`compiled_memory` compiles a step without running it, and reads the compiler's figures.
 `accumulation_overhead` counts the operations that clipping adds to training, and
 `measure_accumulation_share` times them. `python -m dpmp memory` shows memory and
 operations for a transformer.
@@ -9,7 +9,8 @@ operations for a transformer.
 Modules import only from rows below their own:
 
     _command
-    _account   _compiled   _overhead   _transformer
+    _compiled   _overhead   _transformer
+    _account
 """
 
 from dpmp.tools.memory._account import MemoryEstimate, MemoryLine, estimate_memory

@@ -1,11 +1,11 @@
-"""What memory a training step takes, line by line, as it follows from shapes alone.
+"""The memory of a training step, part by part, as it follows from shapes alone.
 
-Some parts are there throughout the step. The others take turns: a copy of the
+Some parts are in memory throughout the step. The others take turns: first a copy of the
 parameters to compute with and the gradients of examples, then noise, then random bits
-for rounding. So the step takes the first ones and the largest of these turns.
+for rounding. So the step takes the permanent parts and the largest of these turns.
 
-Activations are not counted, nor is what book-keeping records in place of gradients.
-Both depend on what the compiler makes of the loss, and only the compiler can tell.
+Activations are not counted, and neither are the values that book-keeping records in
+place of gradients. Only the compiler knows their size.
 """
 
 import math
@@ -22,24 +22,26 @@ from dpmp.engines._signature import Signature
 from dpmp.numerics import _packing
 from dpmp.numerics._arithmetic import default_name, parse
 from dpmp.precision import Policy
+from dpmp.tools import _plain_text
 
-# When a part is in memory: the first for the whole step, the others in turn.
-_ALWAYS, _GRADIENTS, _NOISE, _ROUNDING = "throughout", "clipping", "noise", "rounding"
+# The moment of parts that are in memory for the whole step.
+_ALWAYS = "throughout"
 
 _NOT_COUNTED = (
-    "Activations, and what book-keeping records, are not counted: only the compiler "
-    "knows them\n(dpmp.memory.compiled_memory)."
+    "Activations and the values that book-keeping records are not counted: only the "
+    "compiler\nknows their size (dpmp.memory.compiled_memory)."
 )
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """One part of what a step takes.
+    """One part of the memory of a step.
 
     Attributes:
       name: the name of the part.
       num_bytes: its size.
-      moment: when it is in memory.
+      moment: when it is in memory: "throughout", or one of the turns "clipping",
+        "noise" and "rounding".
       formula: where the size comes from, in words.
     """
 
@@ -81,15 +83,19 @@ class MemoryEstimate:
         return sum(x.num_bytes for x in self.lines if x.moment == moment)
 
     def __str__(self) -> str:
-        total = MemoryLine("total", self.total, self.moment, "the most at once")
-        rows = [f"{'':24}{'MB':>12}{'B/parameter':>13}  {'when':10}  what"]
+        total = MemoryLine("total", self.total, self.moment, "the most at any time")
+        rows = [["", "MB", "B/parameter", "in memory", "size"]]
         rows += [
-            f"{line.name:24}{line.num_bytes / 1e6:12.2f}"
-            f"{line.num_bytes / self.num_parameters:13.2f}"
-            f"  {line.moment:10}  {line.formula}"
+            [
+                line.name,
+                f"{line.num_bytes / 1e6:.2f}",
+                f"{line.num_bytes / self.num_parameters:.2f}",
+                line.moment,
+                line.formula,
+            ]
             for line in (*self.lines, total)
         ]
-        return "\n".join([*rows, _NOT_COUNTED])
+        return f"{_plain_text.table(rows, '<>><<')}\n{_NOT_COUNTED}"
 
 
 def estimate_memory(
@@ -102,7 +108,7 @@ def estimate_memory(
     microbatch_size: int | None = None,
     arithmetic: str | None = None,
 ) -> MemoryEstimate:
-    """Counts what a step of `DPTrainer` takes, without its activations.
+    """Counts the memory of a step of `DPTrainer`, without its activations.
 
     With master parameters and Adam in float32, the lines "master parameters" (4),
     "optimizer state" (8) and "sum of gradients" (4) are the 16 bytes per parameter that
@@ -138,27 +144,51 @@ def estimate_memory(
     """
     policy = Policy.from_name(policy) if isinstance(policy, str) else policy
     check_method(method)
-    sums = parse(arithmetic or default_name(method), method=method)
-    size = _examples_at_once(params, batch, microbatch_size)
-    params, batch = jax.eval_shape(
-        lambda params, batch: (policy.cast_to_param(params), batch), params, batch
-    )
+    entry = parse(arithmetic or default_name(method), method=method).bytes_per_entry
+    _, size = batch_sizes(params, batch, microbatch_size)
     num_stacked = size if method == "per_example" else 0
-    parts = _parts(params, batch, policy, optimizer, num_stacked, sums.bytes_per_entry)
+
+    def trees(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        params = policy.cast_to_param(params)
+        copies = policy.cast_to_compute(params), policy.cast_inputs(batch)
+        return (params, batch), copies, optimizer.init(policy.cast_to_update(params))
+
+    given, copies, opt_state = jax.eval_shape(trees, params, batch)
+    params, name = given[0], policy.compute_dtype.name
+    pairs = zip(jax.tree.leaves(copies), jax.tree.leaves(given), strict=True)
+    copied = _num_bytes([x for x, old in pairs if x.dtype != old.dtype])
+    num_parameters = sum(x.size for x in jax.tree.leaves(params))
+    total, noise = entry * num_parameters, 8 * num_parameters
+    stack = num_stacked * _num_bytes(copies[0])
+    # Random bits are drawn for some of the parameters at a time.
+    leaves = jax.tree.leaves(params) if policy.stochastic_rounding else []
+    rounded = [x.shape for x in leaves if x.dtype == jnp.bfloat16]
+    draws = _packing.draws(rounded, [None] * len(rounded))
+    bits = 16 * max((math.prod(draw.shape) for draw in draws), default=0)
+    parts = [
+        ("master parameters", _num_bytes(params), _ALWAYS, policy.param_dtype.name),
+        ("optimizer state", _num_bytes(opt_state), _ALWAYS, "optimizer.init(params)"),
+        ("batch", _num_bytes(given[1]), _ALWAYS, "of the padded size"),
+        ("sum of gradients", total, _ALWAYS, f"{entry} B for each parameter"),
+        ("compute copy", copied, "clipping", f"parameters and inputs in {name}"),
+        ("per-example gradients", stack, "clipping", f"of {num_stacked}, in {name}"),
+        ("partial sums", total, "clipping", "about as much as the sum"),
+        ("noise", noise, "noise", "noise and noisy gradients"),
+        ("random bits", bits, "rounding", "16 B for each entry rounded at once"),
+    ]
     lines = tuple(MemoryLine(*part) for part in parts if part[1])
-    return MemoryEstimate(lines, _num_entries(params))
+    return MemoryEstimate(lines, num_parameters)
 
 
-def _examples_at_once(
+def batch_sizes(
     params: PyTree, batch: PyTree, microbatch_size: int | None
-) -> int:
-    """The size of a microbatch, or of the batch."""
+) -> tuple[int, int]:
+    """The size of a batch, and the number of examples at a time."""
     signature = Signature.parse(argnums=0, batch_argnums=1)
     batch_size = signature.batch_size((params, batch))
-    if microbatch_size is None:
-        return batch_size
     size = _validate.positive_integer(
-        microbatch_size=microbatch_size, fix="Leave it out for the whole batch."
+        microbatch_size=batch_size if microbatch_size is None else microbatch_size,
+        fix="Leave it out for the whole batch.",
     )
     _validate.require(
         batch_size % size == 0,
@@ -167,59 +197,8 @@ def _examples_at_once(
         batch_size=batch_size,
         fix="Pad the batch, or use a divisor.",
     )
-    return size
-
-
-def _parts(
-    params: PyTree,
-    batch: PyTree,
-    policy: Policy,
-    optimizer: optax.GradientTransformation,
-    num_stacked: int,
-    bytes_of_entry: int,
-) -> list[tuple[str, int, str, str]]:
-    """The fields of every line, also of those that take nothing."""
-    opt_state = jax.eval_shape(
-        lambda params: optimizer.init(policy.cast_to_update(params)), params
-    )
-    copy = jax.eval_shape(policy.cast_to_compute, params)
-    inputs = jax.eval_shape(policy.cast_inputs, batch)
-    copied = _bytes_of_copies((copy, inputs), (params, batch))
-    stack = num_stacked * _num_bytes(copy)
-    total = bytes_of_entry * _num_entries(params)
-    rounded = _most_rounded_at_once(params, policy)
-    dtype = policy.compute_dtype.name
-    return [
-        ("master parameters", _num_bytes(params), _ALWAYS, policy.param_dtype.name),
-        ("optimizer state", _num_bytes(opt_state), _ALWAYS, "optimizer.init(params)"),
-        ("batch", _num_bytes(batch), _ALWAYS, "of the padded size"),
-        ("sum of gradients", total, _ALWAYS, f"{bytes_of_entry} B for a parameter"),
-        ("compute copy", copied, _GRADIENTS, f"parameters and inputs in {dtype}"),
-        ("per-example gradients", stack, _GRADIENTS, f"of {num_stacked}, in {dtype}"),
-        ("partial sums", total, _GRADIENTS, "about as much as the sum"),
-        ("noise", 8 * _num_entries(params), _NOISE, "noise and noisy gradients"),
-        ("random bits", 16 * rounded, _ROUNDING, "16 B for what is rounded at once"),
-    ]
-
-
-def _bytes_of_copies(new: PyTree, old: PyTree) -> int:
-    """The size of the arrays that are in another dtype than before."""
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    return _num_bytes([x for x, before in pairs if x.dtype != before.dtype])
-
-
-def _most_rounded_at_once(params: PyTree, policy: Policy) -> int:
-    """The largest number of parameters that are rounded with one draw of bits."""
-    rounded = [x.shape for x in jax.tree.leaves(params) if x.dtype == jnp.bfloat16]
-    if not policy.stochastic_rounding:
-        return 0
-    draws = _packing.draws(rounded, [None] * len(rounded))
-    return max((math.prod(draw.shape) for draw in draws), default=0)
-
-
-def _num_entries(tree: PyTree) -> int:
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+    return batch_size, size
 
 
 def _num_bytes(tree: PyTree) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

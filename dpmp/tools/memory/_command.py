@@ -1,4 +1,4 @@
-"""`python -m dpmp memory`: what private training of a transformer takes."""
+"""`python -m dpmp memory`: the memory of private training of a transformer."""
 
 import argparse
 from typing import Any
@@ -12,7 +12,7 @@ from dpmp.precision import PRESETS
 from dpmp.tools.memory._account import estimate_memory
 from dpmp.tools.memory._compiled import compiled_memory
 from dpmp.tools.memory._overhead import accumulation_overhead
-from dpmp.tools.memory._transformer import transformer_loss, transformer_shapes
+from dpmp.tools.memory._transformer import transformer
 
 _OPTIMIZERS = {
     "adam": optax.adam(1e-3),
@@ -22,18 +22,19 @@ _OPTIMIZERS = {
 }
 _METHODS = ("per_example", "book_keeping")
 _SIZES = {
-    "layers": 4,
-    "width": 256,
-    "heads": 4,
-    "vocabulary": 256,
-    "length": 128,
-    "batch-size": 64,
+    "--layers": (4, "the number of layers"),
+    "--width": (256, "the width of the model"),
+    "--heads": (4, "the number of attention heads"),
+    "--vocabulary": (256, "the number of different tokens"),
+    "--length": (128, "the number of tokens in an example"),
+    "--batch-size": (64, "the number of examples in a batch"),
+    "--microbatch-size": (None, "the number of examples at a time"),
 }
 
 
 def add_memory_command(commands: Any) -> None:
     """Adds the command to the subparsers of `argparse`."""
-    parser = commands.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         "memory",
         help="count the memory that private training of a transformer takes",
         description=(
@@ -42,31 +43,32 @@ def add_memory_command(commands: Any) -> None:
             "counted with --compile only."
         ),
     )
-    for name, default in _SIZES.items():
+    for name, (default, text) in _SIZES.items():
+        text += f" (default: {default or 'all'})"
         parser.add_argument(
-            f"--{name}", type=_positive, default=default, help=f"default: {default}"
+            name, type=_positive, default=default, metavar="N", help=text
         )
-    parser.add_argument(
-        "--microbatch-size", type=_positive, help="default: all examples at once"
-    )
-    parser.add_argument(
+    parser.add_argument("--policy", choices=list(PRESETS), default="mixed_bfloat16")
+    parser.add_argument("--optimizer", choices=list(_OPTIMIZERS), default="adam")
+    parser.add_argument("--method", choices=_METHODS, help="default: both")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
         "--parameters",
         type=_positive,
         metavar="N",
         help="count for one array of N parameters in place of a transformer",
     )
-    parser.add_argument("--policy", choices=list(PRESETS), default="mixed_bfloat16")
-    parser.add_argument("--optimizer", choices=list(_OPTIMIZERS), default="adam")
-    parser.add_argument("--method", choices=_METHODS, help="default: both")
-    parser.add_argument(
+    model.add_argument(
         "--compile",
         action="store_true",
         help="also compile the step for this device, and show the compiler's figures",
     )
 
     def run(args: argparse.Namespace) -> int:
-        _check(parser, args)
-        return _run(args)
+        try:
+            return _run(args)
+        except ValueError as error:
+            parser.error(str(error))
 
     parser.set_defaults(command=run)
 
@@ -77,30 +79,19 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.width % args.heads:
-        parser.error(f"--heads {args.heads} must divide --width {args.width}")
-    if args.microbatch_size and args.batch_size % args.microbatch_size:
-        parser.error(
-            f"--microbatch-size {args.microbatch_size} must divide "
-            f"--batch-size {args.batch_size}"
-        )
-    if args.parameters and args.compile:
-        parser.error("--compile needs a transformer: leave out --parameters")
-
-
 def _run(args: argparse.Namespace) -> int:
     """Prints accounts and operations, and returns the exit status."""
+    console = rich.console.Console(soft_wrap=True, highlight=False)
     batch = jax.ShapeDtypeStruct((args.batch_size, args.length), jnp.int32)
-    params = transformer_shapes(
+    params, loss_fn = transformer(
         layers=args.layers,
         width=args.width,
+        num_heads=args.heads,
         vocabulary=args.vocabulary,
         length=args.length,
     )
     if args.parameters:
         params = jax.ShapeDtypeStruct((args.parameters,), jnp.float32)
-    text = []
     for method in [args.method] if args.method else _METHODS:
         options = {
             "policy": args.policy,
@@ -111,16 +102,11 @@ def _run(args: argparse.Namespace) -> int:
         if method == "book_keeping" and args.microbatch_size:
             # As large as "bounded" sums, which refuse some microbatches.
             options["arithmetic"] = "unproved_float32"
-        text += [f"{method}:", str(estimate_memory(params, batch, **options))]
+        console.print(f"{method}:\n{estimate_memory(params, batch, **options)}")
         if args.compile:
-            loss_fn = transformer_loss(args.heads)
             compiled = compiled_memory(loss_fn, params, batch, **options)
-            text.append(f"Compiled for this device: {compiled}.")
-        text.append("")
-    num_positions = args.batch_size * args.length
-    overhead = accumulation_overhead(
-        params, batch_size=args.batch_size, num_positions=num_positions
-    )
-    console = rich.console.Console(soft_wrap=True, highlight=False)
-    console.print("\n".join([*text, str(overhead)]))
+            console.print(f"Compiled for this device: {compiled}.")
+        console.print()
+    sizes = {"batch_size": args.batch_size, "num_positions": batch.size}
+    console.print(str(accumulation_overhead(params, **sizes)))
     return 0

@@ -1,15 +1,13 @@
-"""What memory a training step takes, as the compiler reports it.
+"""The memory of a training step, as the compiler reports it.
 
-The step does what `DPTrainer` does between a batch and new parameters: gradients are
-clipped and summed, noise is added, and the optimizer updates parameters in the buffers
-that they are in. It is compiled and never run, so shapes are enough.
+The step is that of `DPTrainer`. It is compiled and never run, so shapes are enough.
 """
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +15,21 @@ import optax
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.clipping import BoundedSensitivityCallable, clipped_grad
-from dpmp.engines._signature import Signature
-from dpmp.noise_addition import gaussian_privatizer
-from dpmp.numerics._arithmetic import default_name, parse
-from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
+from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
-from dpmp.programs import _transformations
+from dpmp.tools.memory._account import batch_sizes
+from dpmp.training import DPTrainer
 
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """What the compiler reports of a step.
+    """The compiler's report on a step.
 
     Attributes:
       arguments: bytes of its arguments.
       outputs: bytes of its results.
-      aliased: bytes of the results that are in buffers of donated arguments.
-      temporary: bytes that it allocates besides, while it runs.
+      aliased: bytes of the results that reuse the buffers of donated arguments.
+      temporary: bytes that it allocates in addition, while it runs.
     """
 
     arguments: int
@@ -62,7 +57,7 @@ def compiled_memory(
     microbatch_size: int | None = None,
     arithmetic: str | None = None,
 ) -> CompiledMemory:
-    """Compiles a training step for this device, and asks the compiler what it takes.
+    """Compiles a training step for this device, and returns the compiler's figures.
 
     Nothing is run or allocated, so the model may be larger than the device. The figures
     hold for this device and this version of the compiler.
@@ -82,7 +77,7 @@ def compiled_memory(
       loss_fn: `loss_fn(params, batch)`, as in `clipped_grad`. Arrays that it closes
         over count as arguments of the step.
       params: as in `estimate_memory`, and so are all arguments below.
-      batch: arrays or shapes.
+      batch: arrays or shapes. If `DPSGD` pads such a batch, the padded one is compiled.
       policy: the dtypes.
       optimizer: any optax transformation.
       method: the gradient engine.
@@ -90,28 +85,43 @@ def compiled_memory(
       arithmetic: the arithmetic of the sum.
 
     Returns:
-      What the compiler reports.
+      A `CompiledMemory`.
 
     Raises:
       ValueError: as `clipped_grad`, and where the compiler reports nothing.
     """
     policy = Policy.from_name(policy) if isinstance(policy, str) else policy
-    arithmetic = arithmetic or default_name(method)
-    clip = functools.partial(
-        clipped_grad,
+    batch_size, _ = batch_sizes(params, batch, microbatch_size)
+    num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
+    mechanism = DPSGD(
+        num_examples=batch_size,
+        expected_batch_size=batch_size,
+        truncated_batch_size=batch_size,
+        iterations=1,
         l2_clip_norm=1.0,
-        return_values=True,
-        return_grad_norms=True,
+        noise_multiplier=1.0,
+        num_parameters=max(1, num_parameters),
         method=method,
         microbatch_size=microbatch_size,
         arithmetic=arithmetic,
-        resolution=_resolution(arithmetic, method, params),
     )
-    lowered = _lower_step(loss_fn, params, batch, policy, optimizer, clip)
+    with warnings.catch_warnings(action="ignore"):  # those of float16 and of float8
+        trainer = DPTrainer(
+            mechanism=mechanism, loss_fn=loss_fn, optimizer=optimizer, policy=policy
+        )
+    padded = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (mechanism.padded_batch_size, *x.shape[1:]), x.dtype
+        ),
+        batch,
+    )
+    # The step is never run, so any key will do.
+    init = functools.partial(trainer.init, prng_key=jax.random.key(0))
+    lowered = trainer.lower(jax.eval_shape(init, params), padded)
     analysis = lowered.compile().memory_analysis()
     if analysis is None:
         _validate.fail(
-            "the compiler must report what memory a program takes",
+            "the compiler must report the memory of a program",
             backend=jax.default_backend(),
             fix="Use estimate_memory alone.",
         )
@@ -121,74 +131,3 @@ def compiled_memory(
         analysis.alias_size_in_bytes,
         analysis.temp_size_in_bytes,
     )
-
-
-def _resolution(arithmetic: str, method: str, params: PyTree) -> int | None:
-    """How fine a grid `DPSGD` chooses for as many parameters; None without a grid."""
-    num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
-    wanted = parse(arithmetic, method=method).wanted_resolution(num_parameters)
-    if wanted is None:
-        return None
-    return min(max(math.ceil(wanted), DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
-
-
-class _State(NamedTuple):
-    """What a step is given and returns; its buffers are donated."""
-
-    params: PyTree
-    opt_state: PyTree
-    noise_state: Any
-    update_key: jax.Array
-
-
-def _lower_step(
-    loss_fn: Callable[..., jax.Array],
-    params: PyTree,
-    batch: PyTree,
-    policy: Policy,
-    optimizer: optax.GradientTransformation,
-    clip: Callable[[Callable[..., jax.Array]], BoundedSensitivityCallable],
-) -> jax.stages.Lowered:
-    """The step, ready to be compiled."""
-
-    def init(params: PyTree, key: jax.Array) -> _State:
-        params = policy.cast_to_param(params)
-        opt_state = optimizer.init(policy.cast_to_update(params))
-        noise_state = gaussian_privatizer(stddev=1.0, prng_key=key).init(params)
-        return _State(params, opt_state, noise_state, key)
-
-    def loss_args(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        return policy.cast_to_compute(params), policy.cast_inputs(batch)
-
-    def update(
-        state: _State, batch: PyTree, is_padding: jax.Array, constants: list[Any]
-    ) -> tuple[_State, PyTree]:
-        grad_fn = clip(functools.partial(hoisted, constants))
-        privatizer = gaussian_privatizer(
-            stddev=grad_fn.l2_norm_bound,
-            prng_key=state.noise_state.prng_key,
-            l2_sensitivity=grad_fn.l2_norm_bound,
-        )
-        args = loss_args(state.params, batch)
-        total, sensitive = grad_fn(*args, is_padding_example=is_padding)
-        noisy_grads, noise_state = privatizer.update(total, state.noise_state)
-        updates, opt_state = optimizer.update(
-            policy.cast_to_update(noisy_grads),
-            state.opt_state,
-            policy.cast_to_update(state.params),
-        )
-        params = policy.apply_updates(state.params, updates, state.update_key)
-        return _State(params, opt_state, noise_state, state.update_key), sensitive
-
-    signature = Signature.parse(argnums=0, batch_argnums=1)
-    batch_size = signature.batch_size((params, batch))
-    is_padding = jax.ShapeDtypeStruct((batch_size,), bool)
-    example = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[:1], x), batch)
-    # The step is never run, so any key will do.
-    state = jax.eval_shape(init, params, jax.random.key(0))
-    hoisted, constants = _transformations.hoist_constants(
-        policy.in_product_precision(loss_fn),
-        *jax.eval_shape(loss_args, state.params, example),
-    )
-    program = jax.jit(update, donate_argnums=0)
-    return program.lower(state, batch, is_padding, constants)

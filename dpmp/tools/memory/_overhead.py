@@ -1,15 +1,14 @@
-"""What clipping and adding up per-example gradients costs, beside the training itself.
+"""The operations that clipping and summing per-example gradients adds to training.
 
 Training takes about 6 N D operations, for N parameters and D positions (tokens) in the
-batch: a multiplication and an addition for each pair going forward, and twice that
-going back. Clipped sums read every entry of every example's gradient, for the norm (a
-square and an addition) and for the sum (a product and an addition): 4 B N', for B
-examples and N' trainable parameters. That is a share of 2 N' / (3 N T) with T positions
-per example: little for long sequences, and of the order of the training itself where an
-example has one position.
+batch: a multiplication and an addition for each pair in the forward pass, and twice
+that in the backward pass. Clipped sums read every entry of every example's gradient,
+for the norm (a square and an addition) and for the sum (a product and an addition): 4 B
+N', for B examples and N' trainable parameters. That is a share of 2 N' / (3 N T) with T
+positions per example: little for long sequences, and about as much as the training
+itself where an example has one position.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ class AccumulationOverhead:
     """The operations of one batch.
 
     Attributes:
-      accumulation: those of norms and clipped sums.
-      training: those of the forward and the backward pass.
+      accumulation: the operations of norms and clipped sums.
+      training: the operations of the forward and the backward pass.
       measured: the time that clipping adds to a plain gradient, as a share of the time
         of that gradient; None if it was not measured.
     """
@@ -47,12 +46,12 @@ class AccumulationOverhead:
 
     def __str__(self) -> str:
         text = (
-            f"clipped sums: {self.accumulation:.3g} operations, training: "
-            f"{self.training:.3g}; {self.share:.3%} more"
+            f"Clipped sums take {self.accumulation:.3g} operations and training takes "
+            f"{self.training:.3g}: {self.share:.3%} more."
         )
-        if self.measured is None:
-            return text
-        return f"{text}. Measured: {self.measured:.1%} more time"
+        if self.measured is not None:
+            text += f" Measured, a gradient takes {self.measured:.1%} more time."
+        return text
 
 
 def accumulation_overhead(
@@ -66,7 +65,7 @@ def accumulation_overhead(
     """Counts the operations of clipped sums of per-example gradients.
 
     >>> print(accumulation_overhead(10**9, batch_size=512, num_positions=512 * 1024))
-    clipped sums: 2.05e+12 operations, training: 3.15e+15; 0.065% more
+    Clipped sums take 2.05e+12 operations and training takes 3.15e+15: 0.065% more.
 
     Exact sums also round every entry and square integers, and take a few times as long
     unless memory limits the speed. Book-keeping takes other operations.
@@ -76,7 +75,7 @@ def accumulation_overhead(
       batch_size: the number of examples in a batch.
       num_positions: the number of tokens in a batch, or of examples without positions.
       num_trainable: the number of parameters that have gradients; None for all.
-      measured: a result of `measure_accumulation_share`, to be shown beside.
+      measured: a result of `measure_accumulation_share`, to be shown as well.
 
     Returns:
       An `AccumulationOverhead`.
@@ -87,21 +86,18 @@ def accumulation_overhead(
     num_parameters = params
     if not _validate.is_integer(params):  # an array without axes is one parameter
         num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
-    num_parameters = _validate.positive_integer(
-        num_parameters=num_parameters, fix="Count the parameters."
-    )
-    batch_size = _validate.positive_integer(
-        batch_size=batch_size, fix="Count the examples."
-    )
-    num_positions = _validate.positive_integer(
-        num_positions=num_positions, fix="Count the tokens."
-    )
-    trainable = _validate.positive_integer(
-        num_trainable=num_parameters if num_trainable is None else num_trainable,
-        fix="Leave it out for all.",
+    sizes = {
+        "num_parameters": num_parameters,
+        "batch_size": batch_size,
+        "num_positions": num_positions,
+        "num_trainable": num_parameters if num_trainable is None else num_trainable,
+    }
+    num_parameters, batch_size, num_positions, num_trainable = (
+        _validate.positive_integer(**{name: size}, fix="Count them.")
+        for name, size in sizes.items()
     )
     return AccumulationOverhead(
-        4 * batch_size * trainable,
+        4 * batch_size * num_trainable,
         6 * num_parameters * num_positions,
         as_real(measured),
     )
@@ -115,16 +111,16 @@ def measure_accumulation_share(
     rounds: int = 3,
     **options: Any,
 ) -> float:
-    """Times the clipped sum against the plain gradient of the batch, on this device.
+    """Compares the time of a clipped sum to that of the plain gradient of the batch.
 
     The difference is all that privacy adds to a gradient. It includes the loss of speed
     where a layer has one product per example in place of one for the whole batch.
 
     Args:
-      loss_fn: as in `clipped_grad`; of a larger batch, the mean loss.
+      loss_fn: as in `clipped_grad`; it must return the mean loss of a larger batch.
       params: arrays, or `jax.ShapeDtypeStruct`s for zeros.
-      batch: the same. Shapes are all that matters: do not pass private data.
-      rounds: how often each function is timed, in turn.
+      batch: the same. Only shapes matter, so do not pass private data.
+      rounds: the number of times that each function is timed, in turn.
       **options: of `clipped_grad`, such as `method`, `arithmetic`, `microbatch_size`.
 
     Returns:
@@ -135,11 +131,6 @@ def measure_accumulation_share(
     """
     rounds = _validate.positive_integer(rounds=rounds, fix="Use 3.")
     clipped = clipped_grad(loss_fn, l2_clip_norm=1.0, **options)
-    arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, batch))
-    functions = {"plain": jax.grad(loss_fn), "clipped": lambda *args: clipped(*args)}
-    programs = {
-        name: functools.partial(jax.jit(fun).lower(*arrays).compile(), *arrays)
-        for name, fun in functions.items()
-    }
-    seconds = _timing.in_turn(programs, rounds)
+    functions = {"plain": jax.grad(loss_fn), "clipped": clipped}
+    _, seconds = _timing.measure(functions, rounds, params, batch)
     return _timing.median_ratio(seconds["clipped"], seconds["plain"]) - 1

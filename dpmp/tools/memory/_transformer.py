@@ -4,61 +4,62 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from dpmp import _validate
 from dpmp._typing import PyTree
 
 
-def transformer_shapes(
-    *, layers: int, width: int, vocabulary: int, length: int
-) -> PyTree:
-    """Shapes of the parameters, in float32; those of all layers are stacked."""
-    shapes = {
-        "embed": (vocabulary, width),
-        "position": (length, width),
-        "layers": {
-            "qkv": (layers, width, 3 * width),
-            "out": (layers, width, width),
-            "up": (layers, width, 4 * width),
-            "down": (layers, 4 * width, width),
-            "norms": (layers, 2, width),
-        },
-        "head": (width, vocabulary),
-    }
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
+def transformer(
+    *, layers: int, width: int, num_heads: int, vocabulary: int, length: int
+) -> tuple[PyTree, Callable[[PyTree, jax.Array], jax.Array]]:
+    """The shapes of the parameters, and the next-token loss.
+
+    The parameters of all layers are stacked, and the loss goes through them in a loop.
+    """
+    _validate.require(
+        width % num_heads == 0,
+        "the number of heads must divide the width",
+        heads=num_heads,
+        width=width,
+        fix="Use a divisor of the width.",
     )
 
+    def shape(*axes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(axes, jnp.float32)
 
-def transformer_loss(num_heads: int) -> Callable[[PyTree, jax.Array], jax.Array]:
-    """Next-token loss of a decoder that goes through its layers in a loop."""
+    params = {
+        "embed": shape(vocabulary, width),
+        "position": shape(length, width),
+        "layers": {
+            "qkv": shape(layers, width, 3, num_heads, width // num_heads),
+            "out": shape(layers, width, width),
+            "up": shape(layers, width, 4 * width),
+            "down": shape(layers, 4 * width, width),
+            "norms": shape(layers, 2, width),
+        },
+        "head": shape(width, vocabulary),
+    }
 
     def loss_fn(params: PyTree, tokens: jax.Array) -> jax.Array:
         x = params["embed"][tokens] + params["position"]
-
-        def layer(x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
-            x = x + _attend(_normalised(x, p["norms"][0]), p, num_heads)
-            hidden = jax.nn.relu(_normalised(x, p["norms"][1]) @ p["up"])
-            return x + hidden @ p["down"], None
-
-        x, _ = jax.lax.scan(layer, x, params["layers"])
+        x, _ = jax.lax.scan(lambda x, p: (_layer(x, p), None), x, params["layers"])
         logits = (x @ params["head"])[:, :-1].astype(jnp.float32)
-        log_probs = jax.nn.log_softmax(logits)
-        chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)
-        return -jnp.mean(chosen)
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels
+        return jnp.mean(losses(logits, tokens[:, 1:]))
 
-    return loss_fn
+    return params, loss_fn
 
 
-def _attend(x: jax.Array, p: PyTree, num_heads: int) -> jax.Array:
-    heads = (*x.shape[:2], num_heads, x.shape[2] // num_heads)
-    q, k, v = (y.reshape(heads) for y in jnp.split(x @ p["qkv"], 3, axis=-1))
+def _layer(x: jax.Array, p: PyTree) -> jax.Array:
+    q, k, v = jnp.einsum("bti,icho->cbtho", _normalised(x, p["norms"][0]), p["qkv"])
     scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32)
     causal = jnp.tri(x.shape[1], dtype=bool)
-    weights = jax.nn.softmax(jnp.where(causal, scores / heads[-1] ** 0.5, -1e9))
+    weights = jax.nn.softmax(jnp.where(causal, scores / q.shape[-1] ** 0.5, -1e9))
     mixed = jnp.einsum("bhts,bshd->bthd", weights.astype(x.dtype), v)
-    return mixed.reshape(x.shape) @ p["out"]
+    x = x + mixed.reshape(x.shape) @ p["out"]
+    hidden = jax.nn.relu(_normalised(x, p["norms"][1]) @ p["up"])
+    return x + hidden @ p["down"]
 
 
 def _normalised(x: jax.Array, scale: jax.Array) -> jax.Array:

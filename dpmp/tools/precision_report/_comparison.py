@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,12 @@ from dpmp._typing import PyTree
 from dpmp.engines import _scaled_loss
 from dpmp.precision import Policy
 
-# Gradients of other batches are larger, and so are values between loss and parameters.
+# Other batches have larger gradients, and so have values between loss and parameters.
 _HEADROOM = 16
 
-# Loss scales are 2^k for these k. A scale is the first cotangent, which float16 has to
-# hold.
+# Loss scales are 2^k for these k. The scale is the first cotangent, and float16 has to
+# hold it.
 _POWERS = range(15, -16, -1)
-
-# How rounding changes a number that is not zero.
-_NORMAL, _ZERO, _SUBNORMAL, _OVERFLOW = range(4)
 
 Exponents = tuple[tuple[int, int], ...]
 
@@ -32,9 +29,9 @@ class Shares:
 
     Attributes:
       num_entries: the number of these numbers.
-      zero: the share of those that become zero.
-      subnormal: the share of those that lose bits because they become subnormal.
-      overflow: the share of those that become infinite.
+      zero: the share that becomes zero.
+      subnormal: the share that becomes subnormal and so loses bits.
+      overflow: the share that becomes infinite.
     """
 
     num_entries: int
@@ -59,7 +56,7 @@ class GradientComparison:
       norm_ratio: the norm of the policy's gradient over the norm of the other.
       not_finite: the share of the policy's entries that are infinite or NaN.
       rounded: the loss of bits when the float32 gradient is scaled, and rounded to the
-        dtype of the policy's.
+        dtype of the policy's gradient.
     """
 
     path: str
@@ -102,6 +99,11 @@ class Comparison:
         return abs(self.loss - self.float32_loss) / size if size else math.inf
 
 
+def power_as_code(scale: float) -> str:
+    """A power of two as Python code."""
+    return f"2.0**{round(math.log2(scale))}" if scale != 1 else "1"
+
+
 def compare(
     fun: Callable[..., jax.Array],
     reference_fun: Callable[..., jax.Array],
@@ -115,15 +117,33 @@ def compare(
     loss scale that suits the gradient best.
     """
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(args[0])]
-    exact = _runner(reference_fun, args, Policy.from_name("float32"))(1.0)
     run = _runner(fun, args, policy)
+    exact_loss, exact = _runner(reference_fun, args, Policy.from_name("float32"))(1.0)
 
     def compared(scale: float) -> Comparison:
-        return _compared(run(scale), exact, scale, paths)
+        loss, scaled = run(scale)
+        grads = [x.astype(np.float32) / np.float32(scale) for x in scaled]
+        dtypes = [x.dtype for x in scaled]
+        arrays = zip(grads, exact, dtypes, strict=True)
+        measures = [_measure(x, y, dtype, scale) for x, y, dtype in arrays]
+        parameters = [
+            _gradient_comparison(path, [x])
+            for path, x in zip(paths, measures, strict=True)
+        ]
+        parameters.sort(key=lambda x: (not math.isnan(x.cosine), x.cosine))
+        return Comparison(
+            scale,
+            loss,
+            exact_loss,
+            _gradient_comparison("", measures),
+            tuple(parameters),
+            _exponents(np.concatenate(grads)),
+            _exponents(np.concatenate(exact)),
+        )
 
     given = best = compared(scale)
     dtypes = [x.dtype for x in jax.tree.leaves(policy.cast_to_compute(args[0]))]
-    if (scale := _best_scale(exact.grads, dtypes)) != given.loss_scale:
+    if (scale := _best_scale(exact, dtypes)) != given.loss_scale:
         best = compared(scale)
     while best.total.not_finite and best.loss_scale > 2.0 ** _POWERS[-1]:
         best = compared(best.loss_scale / 2)
@@ -140,17 +160,10 @@ def path_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-class _Run(NamedTuple):
-    """A loss, and its scaled gradient with an array of (n,) for each parameter."""
-
-    loss: float
-    grads: list[np.ndarray]
-
-
 def _runner(
     fun: Callable[..., jax.Array], args: Sequence[PyTree], policy: Policy
-) -> Callable[[float], _Run]:
-    """A function from a loss scale to the loss and the gradient under a policy."""
+) -> Callable[[float], tuple[float, list[np.ndarray]]]:
+    """From a loss scale to the loss and the scaled gradient of each parameter: (n,)."""
     fun, compute_args = policy.in_product_precision(fun), cast(args, policy)
 
     @jax.jit
@@ -159,9 +172,9 @@ def _runner(
         (_, (_, loss, _)), grads = jax.value_and_grad(loss_fn, has_aux=True)(*args)
         return loss, grads
 
-    def run(scale: float) -> _Run:
+    def run(scale: float) -> tuple[float, list[np.ndarray]]:
         loss, grads = value_and_grads(jnp.float32(scale), *compute_args)
-        return _Run(float(loss), [np.ravel(x) for x in jax.tree.leaves(grads)])
+        return float(loss), [np.ravel(x) for x in jax.tree.leaves(grads)]
 
     return run
 
@@ -169,89 +182,56 @@ def _runner(
 def _best_scale(grads: Sequence[np.ndarray], dtypes: Sequence[Any]) -> float:
     """The power of two with which the fewest entries become zero or subnormal.
 
-    Of several such powers it is the one that is closest to 1: larger ones gain nothing,
-    and risk an overflow. `grads` are in float32, and are rounded to `dtypes`.
+    If several are as good, the result is the one that is closest to 1: larger ones gain
+    nothing, and risk an overflow. `grads` are in float32, and are rounded to `dtypes`.
     """
     largest = max((np.max(np.abs(x), initial=0.0) for x in grads), default=0.0)
     limit = min(float(jnp.finfo(dtype).max) for dtype in dtypes) / _HEADROOM
-    exponents = [_exponents(x) for x in grads]
-    smallest = [int(jnp.finfo(dtype).minexp) for dtype in dtypes]
+    # The exponents of all entries, less the smallest exponent that loses no bits.
+    margins = [
+        (k - int(jnp.finfo(dtype).minexp), count)
+        for x, dtype in zip(grads, dtypes, strict=True)
+        for k, count in _exponents(x)
+    ]
 
     def num_lost(power: int) -> int:
-        pairs = zip(exponents, smallest, strict=True)
-        return sum(n for sizes, low in pairs for k, n in sizes if k + power < low)
+        return sum(count for margin, count in margins if margin + power < 0)
 
     powers = [k for k in _POWERS if largest * 2.0**k <= limit] or [_POWERS[-1]]
     return 2.0 ** min(powers, key=lambda k: (num_lost(k), abs(k)))
 
 
-class _Pair(NamedTuple):
-    """Two gradients with respect to one parameter or to all of them.
-
-    Attributes:
-      actual: the policy's gradient, unscaled, in float32: (n,).
-      exact: the gradient in float32: (n,).
-      fates: how rounding changes the entries of `exact` that are not zero.
-    """
-
-    actual: np.ndarray
-    exact: np.ndarray
-    fates: np.ndarray
-
-
-def _compared(run: _Run, exact: _Run, scale: float, paths: Sequence[str]) -> Comparison:
-    pairs = [
-        _Pair(x.astype(np.float32) / np.float32(scale), y, _fates(y, x.dtype, scale))
-        for x, y in zip(run.grads, exact.grads, strict=True)
-    ]
-    total = _Pair(*map(np.concatenate, zip(*pairs, strict=True)))
-    parameters = map(_gradient_comparison, paths, pairs)
-    return Comparison(
-        scale,
-        run.loss,
-        exact.loss,
-        _gradient_comparison("", total),
-        tuple(sorted(parameters, key=lambda x: (not math.isnan(x.cosine), x.cosine))),
-        _exponents(total.actual),
-        _exponents(total.exact),
-    )
-
-
-def _fates(x: np.ndarray, dtype: Any, scale: float) -> np.ndarray:
-    sizes = np.abs(x[x != 0]) * np.float32(scale)
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = sizes.astype(dtype).astype(np.float32)
-    is_subnormal = rounded < float(jnp.finfo(dtype).smallest_normal)
-    conditions = [rounded == 0, is_subnormal, ~np.isfinite(rounded)]
-    return np.select(conditions, [_ZERO, _SUBNORMAL, _OVERFLOW], _NORMAL)
-
-
-def _gradient_comparison(path: str, pair: _Pair) -> GradientComparison:
-    actual, exact, fates = pair
+def _measure(x: np.ndarray, exact: np.ndarray, dtype: Any, scale: float) -> list[float]:
+    """Numbers that add up over parameters, as `_gradient_comparison` reads them."""
+    sizes = np.abs(exact[exact != 0]) * np.float32(scale)
     with np.errstate(all="ignore"):
-        norm, exact_norm = (np.sqrt(_dot(x, x)) for x in (actual, exact))
+        rounded = sizes.astype(dtype).astype(np.float32)
+        # Inner products in float64, without copies of the arrays.
+        products = [
+            np.einsum("i,i->", a, b, dtype=np.float64)
+            for a, b in ((x, x), (x, exact), (exact, exact))
+        ]
+    is_zero = rounded == 0
+    is_subnormal = ~is_zero & (rounded < float(jnp.finfo(dtype).smallest_normal))
+    masks = ~np.isfinite(x), is_zero, is_subnormal, ~np.isfinite(rounded)
+    return [x.size, sizes.size, *map(np.count_nonzero, masks), *products]
+
+
+def _gradient_comparison(
+    path: str, measures: Sequence[Sequence[float]]
+) -> GradientComparison:
+    with np.errstate(all="ignore"):
+        *counts, square, product, exact_square = np.sum(measures, axis=0)
+        norm, exact_norm = np.sqrt(square), np.sqrt(exact_square)
         ratio, cosine = norm / exact_norm, 0.0
         if norm == exact_norm == 0:
             ratio = cosine = 1.0
         elif norm != 0 and exact_norm != 0:
-            cosine = _dot(actual, exact) / (norm * exact_norm)
-    zero, subnormal, overflow = (
-        np.count_nonzero(fates == fate) / max(1, fates.size)
-        for fate in (_ZERO, _SUBNORMAL, _OVERFLOW)
-    )
-    return GradientComparison(
-        path,
-        actual.size,
-        float(cosine),
-        float(ratio),
-        np.count_nonzero(~np.isfinite(actual)) / max(1, actual.size),
-        Shares(fates.size, zero, subnormal, overflow),
-    )
-
-
-def _dot(x: np.ndarray, y: np.ndarray) -> np.floating:
-    """The inner product in float64, without copies of the arrays."""
-    return np.float64(np.einsum("i,i->", x, y, dtype=np.float64))
+            cosine = product / (norm * exact_norm)
+    size, num_nonzero, not_finite, *changed = map(int, counts)
+    rounded = Shares(num_nonzero, *(x / max(1, num_nonzero) for x in changed))
+    share = not_finite / max(1, size)
+    return GradientComparison(path, size, float(cosine), float(ratio), share, rounded)
 
 
 def _exponents(x: np.ndarray) -> Exponents:

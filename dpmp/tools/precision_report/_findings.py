@@ -1,44 +1,48 @@
-"""From places of a program to lines of its source, with advice."""
+"""Lines of a program on which 16 bits lose something, with advice for each."""
 
+import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dpmp.tools.precision_report._facts import Place, rounding_bound
+import jax.numpy as jnp
 
-# The kinds of findings, with most to gain first. `_places` tells what they are.
+# The source of an operation whose line nobody knows.
+UNKNOWN = "unknown:0"
+
+# The kinds of findings with their advice. The kind with most to gain comes first.
 ADVICE = {
-    "running sum": "Every addition is rounded to 16 bits, which loses terms that are "
-    "small against the sum. Add, carry or scatter in float32, and cast the result. The "
-    "gradient of a parameter in float32_paths is added up in float32.",
-    "sum": "Sum in float32: x.astype(jnp.float32) before the sum, or "
-    "dtype=jnp.float32. Compilers may add 16-bit values in 16 bits.",
-    "gradient sum": "A value that is broadcast, as a bias or a scale is, has a "
-    "gradient that is summed in 16 bits. Keep the value in float32 by float32_paths, "
+    "running sum": "Every addition rounds its result to 16 bits, and loses terms that "
+    "are small beside the sum. Add, carry or scatter in float32, and cast the result. "
+    "The gradient of a parameter in float32_paths is summed in float32.",
+    "sum": "Compilers may add 16-bit values in 16 bits. Sum in float32: use "
+    "x.astype(jnp.float32) before the sum, or dtype=jnp.float32.",
+    "gradient sum": "A value that is broadcast, such as a bias or a scale, has a "
+    "gradient that is summed in 16 bits. Keep the value in float32 with float32_paths, "
     "use it in float32, and cast the result.",
-    "exponential": "An error of an exponent is a relative error of the result. Cast "
-    "to float32 before, and back after.",
-    "normalisation": "Compute variances, norms and divisors that are sums in float32, "
-    "and cast the result.",
-    "narrow product": "The product is rounded to 16 bits, and then widened. With "
-    "preferred_element_type=jnp.float32 it comes out in float32.",
-    "parameter": "The policy rounds these parameters, and they are widened again. Keep "
-    "them by float32_paths, or keep them in 16 bits by telling their layer its dtype.",
-    "input": "The policy rounds these inputs, and they are widened again. Inputs that "
-    "have to be exact can be integers, or constants of the function.",
-    "round trip": "Values are rounded to 16 bits and widened again, with nothing in "
-    "between that gains by it. Use the values from before the cast.",
+    "exponential": "An error of the exponent becomes a relative error of the result. "
+    "Cast to float32 before, and back after.",
+    "normalisation": "Compute variances and norms in float32, and also sums that you "
+    "divide by. Cast the result.",
+    "narrow product": "The product is rounded to 16 bits and then widened. Ask for a "
+    "float32 result with preferred_element_type=jnp.float32.",
+    "parameter": "The policy rounds these parameters, and the function widens them "
+    "again. Keep them in float32 with float32_paths, or tell their layer to compute in "
+    "16 bits.",
+    "input": "The policy rounds these inputs, and the function widens them again. If "
+    "they must be exact, pass integers, or let the function close over the arrays.",
+    "round trip": "Values are rounded to 16 bits and widened again, and nothing uses "
+    "the rounded values in between. Use the values from before the cast.",
     "wide product": "The operands are float32 in spite of the policy, which costs time "
     "and memory. If you did not intend that, cast them, or tell the layer its dtype.",
-    "product": "",
+    "product": "",  # mixed precision consists of these
 }
 
-# Mixed precision is made of products: there is nothing to change.
-NOTES = ("product",)
-
+ARGUMENTS = ("parameter", "input")
+CASTS = ("narrow product", "round trip", *ARGUMENTS)
 _SUMS = ("running sum", "sum", "gradient sum", "product")
-_OF_GRADIENTS = ("running sum", "sum", "exponential", "normalisation")
 _EVALUATED = ("exponential", "normalisation")
-_CASTS = ("narrow product", "parameter", "input", "round trip")
+_OF_GRADIENTS = ("running sum", "sum", *_EVALUATED)
 
 
 @dataclass(frozen=True)
@@ -47,24 +51,24 @@ class Finding:
 
     Attributes:
       kind: "running sum", "sum", "gradient sum", "exponential", "normalisation",
-        "narrow product", "parameter", "input", "round trip", "wide product"; or, where
-        there is nothing to change, "product".
-      primitive: the names of the operations in jax, or paths of parameters or inputs.
-      dtype: the dtype of the values; for wide products, that of the operands.
+        "narrow product", "parameter", "input", "round trip", "wide product"; or
+        "product", which needs no change.
+      primitive: the names of the operations in jax, or the paths of the arguments.
+      dtype: the dtype of the values; for wide products, the dtype of the operands.
       source: the file and the line.
       count: the number of operations. The body of a loop counts once.
-      length: the largest number of terms of a sum; None if it depends on data, or
+      length: the largest number of terms of a sum; None if it depends on data, or if
         nothing is summed.
-      in_gradient: whether only the program of the gradient has it.
+      in_gradient: whether the operation is only in the program of the gradient.
     """
 
     kind: str
     primitive: str
     dtype: str
     source: str
-    count: int
-    length: int | None
-    in_gradient: bool
+    count: int = 1
+    length: int | None = None
+    in_gradient: bool = False
 
     @property
     def advice(self) -> str:
@@ -73,47 +77,54 @@ class Finding:
 
     @property
     def bound(self) -> float | None:
-        """The largest part of a sum of positive terms that may be lost, if known."""
+        """The largest share of a sum of positive terms that rounding takes, if known.
+
+        It takes that much if it changes the result of every addition by half of the
+        dtype's epsilon. Typical is the root of a third of that many roundings.
+        """
         if self.length is None or self.kind not in _SUMS:
             return None
-        return rounding_bound(self.length, self.dtype)
+        return self.length * float(jnp.finfo(self.dtype).eps) / 2
 
 
-def find(loss: Sequence[Place], gradient: Sequence[Place]) -> tuple[Finding, ...]:
-    """The findings in a program, and in the program of its value and gradient."""
-    # Casts of which no line is known are those of `dpmp.autocast`, and as intended.
-    loss = [x for x in loss if x.kind not in _CASTS or x.source[0] != "unknown"]
-    known = {(x.kind, x.source) for x in loss}
-    evaluated = {x.source for x in loss if x.kind in _EVALUATED}
-    # The derivative of a function that is evaluated on a line is no news about it.
-    rest = [
-        x
+def select(loss: Sequence[Finding], gradient: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Chooses from all places in a loss, and in the program of loss and gradient."""
+    # Casts without a line are those of `dpmp.autocast`, which are intended.
+    loss = [x for x in loss if x.kind not in CASTS or x.source != UNKNOWN]
+    known = set(map(_topic, loss))
+    # A sum that only the gradient has is the transpose of a broadcast.
+    found = [
+        dataclasses.replace(
+            x,
+            kind="gradient sum" if x.kind == "sum" else x.kind,
+            in_gradient=True,
+        )
         for x in gradient
-        if x.kind in _OF_GRADIENTS
-        and (x.kind, x.source) not in known
-        and not (x.kind in _EVALUATED and x.source in evaluated)
+        if x.kind in _OF_GRADIENTS and _topic(x) not in known
     ]
-    # Reductions that only the gradient has are what broadcasting is transposed to.
-    rest = [x._replace(kind="gradient sum") if x.kind == "sum" else x for x in rest]
-    found = [(x, False) for x in loss] + [(x, True) for x in rest]
-    return tuple(_merged(found))
+    return tuple(_merged([*loss, *found]))
 
 
-def _merged(found: Sequence[tuple[Place, bool]]) -> Iterator[Finding]:
-    """One finding for each line and kind, those with most to gain first."""
-    groups: dict[tuple[str, bool, tuple[str, int]], list[Place]] = {}
-    for place, in_gradient in found:
-        key = place.kind, in_gradient, place.source
-        groups.setdefault(key, []).append(place)
+def _topic(x: Finding) -> tuple[str, str]:
+    """The line and the kind, or one word for functions that derivatives repeat."""
+    return "function" if x.kind in _EVALUATED else x.kind, x.source
+
+
+def _merged(found: Sequence[Finding]) -> Iterator[Finding]:
+    """Merges the findings of one kind on one line, and puts the worst kinds first."""
     order = list(ADVICE)
-    for key in sorted(groups, key=lambda x: (order.index(x[0]), *x[1:])):
-        kind, in_gradient, (file, line) = key
-        yield Finding(
-            kind,
-            ", ".join(dict.fromkeys(x.primitive for x in groups[key])),
-            ", ".join(dict.fromkeys(x.dtype for x in groups[key])),
-            f"{file}:{line}",
-            len(groups[key]),
-            max((x.length for x in groups[key] if x.length is not None), default=None),
-            in_gradient,
+
+    def key(x: Finding) -> tuple[int, bool, str, int]:
+        file, _, line = x.source.rpartition(":")
+        return order.index(x.kind), x.in_gradient, file, int(line)
+
+    for _, same in itertools.groupby(sorted(found, key=key), key=key):
+        group = list(same)
+        lengths = [x.length for x in group if x.length is not None]
+        yield dataclasses.replace(
+            group[0],
+            primitive=", ".join(dict.fromkeys(x.primitive for x in group)),
+            dtype=", ".join(dict.fromkeys(x.dtype for x in group)),
+            count=len(group),
+            length=max(lengths, default=None),
         )

@@ -1,43 +1,36 @@
-"""Finds the places of a program where 16 bits are not enough, without running it.
+"""Finds the operations of a program for which 16 bits are too few, without running it.
 
-The facts about a value go with it from equation to equation: that it is a copy of
-something wider, that it is a sum, of how many terms, and which value that a loop
-carries it came from.
+A walk goes from equation to equation, and keeps `Facts` about each value.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from dpmp.programs import _bodies, _interpreter, _source_lines
-from dpmp.tools.precision_report import _facts
-from dpmp.tools.precision_report._facts import (
-    NOTHING,
-    Facts,
-    Place,
-    is_narrow,
-    is_wide,
-    merged,
-)
+from dpmp.tools.precision_report._findings import ARGUMENTS, UNKNOWN, Finding
 
-# What operations of jax do to 16-bit values. Those that are not listed only add a
-# rounding error of their own size.
-_TABLE = {
+# Operations of jax by what they do to 16-bit values. An operation that is not listed
+# only adds a rounding error of its own size.
+_GROUPS = {
     # Entries stay what they are.
     "moves": (
         "broadcast_in_dim concatenate copy copy_p dynamic_slice expand_dims gather "
         "optimization_barrier pad reshape rev select_n slice split squeeze "
         "stop_gradient transpose unstack"
     ),
-    # A sum remains one if something is added to it, or if it is scaled.
+    "casts": "convert_element_type",
+    # A sum remains a sum if something is added to it, or if it is scaled.
     "adds": "add add_any sub",
     "scales": "mul div neg max",
-    # XLA adds in float32 within these: only the result is rounded.
+    # XLA adds in float32 within these, and only rounds the result.
     "products": "dot_general ragged_dot ragged_dot_general conv_general_dilated",
     # The derivative of a maximum divides by the number of entries that equal it.
     "ties": "eq",
-}
-# Operations that lose more than others, by the kind of finding that they make.
-_LOSSES = {
+    # The groups from here on have the names of their findings.
     # The compiler chooses the order and the dtype. XLA on CPUs makes 4096 of 4096 ones
     # along one axis of a bfloat16 array, and 1024 along two (jax 0.10 to 0.12).
     "sum": "reduce_sum reduce_window_sum cumsum",
@@ -48,28 +41,40 @@ _LOSSES = {
     # Applied to a variance or a norm. `div` counts if it divides by a sum.
     "normalisation": "rsqrt sqrt",
 }
-_GROUP_OF = {
-    name: group
-    for group, names in [*_TABLE.items(), *_LOSSES.items()]
-    for name in names.split()
-}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
 
-ARGUMENTS = ("parameter", "input")
+# The largest share of a sum that rounding may take without being reported.
+_NOTICEABLE = 1 / 8
 
 
-def find_places(jaxpr: Any, casts: Sequence[tuple[str, str] | None]) -> list[Place]:
-    """All places in a program; `casts` has kind and path of the arguments rounded."""
+class Facts(NamedTuple):
+    """What is known about a value.
+
+    Attributes:
+      lost: the place where a 16-bit value, or the one that this value is a wider copy
+        of, lost the bits of a wider value.
+      is_tie: whether the value tells which floats are equal.
+      is_sum: whether it is a sum, possibly with a factor, a root or an addend.
+      terms: the number of 16-bit values that were added up to it.
+      carries: the values carried by a loop that are among its terms: their positions,
+        and for each the number of additions since and the line of the last of these.
+    """
+
+    lost: Finding | None = None
+    is_tie: bool = False
+    is_sum: bool = False
+    terms: int = 1
+    carries: Mapping[int, tuple[int, str]] = {}
+
+
+_NOTHING = Facts()
+
+
+def find_places(jaxpr: Any, rounded: Sequence[Finding | None]) -> list[Finding]:
+    """Finds all places in a program; `rounded` tells which arguments are rounded."""
     walk = _Walk()
-    facts = [
-        NOTHING if cast is None else Facts(rounded=_cast_place(cast, v))
-        for cast, v in zip(casts, jaxpr.invars, strict=True)
-    ]
-    walk.run(jaxpr, facts)
+    walk.run(jaxpr, [Facts(x) for x in rounded])
     return [x for x in walk.places if (x.kind, x.primitive) not in walk.used]
-
-
-def _cast_place(cast: tuple[str, str], variable: Any) -> Place:
-    return Place(*cast, variable.aval.dtype.name, ("unknown", 0))
 
 
 class _Walk:
@@ -77,159 +82,161 @@ class _Walk:
 
     Attributes:
       places: the places found so far.
-      used: arguments that are better off in 16 bits, or are told of elsewhere.
+      used: arguments that something uses in 16 bits, or whose wide products are found.
       caller: the line of the user's code that called the current program.
     """
 
     def __init__(self):
-        self.places: list[Place] = []
+        self.places: list[Finding] = []
         self.used: set[tuple[str, str]] = set()
         self.caller: tuple[str, int] | None = None
 
     def run(self, jaxpr: Any, facts: Sequence[Facts]) -> list[Facts]:
-        """What is known of the results, from what is known of the arguments."""
+        """Returns the facts about the results, from those about the arguments."""
         known = dict(zip(jaxpr.invars, facts, strict=True))
 
         def read(atom: Any) -> Facts:
-            return (
-                NOTHING if _interpreter.is_literal(atom) else known.get(atom, NOTHING)
-            )
+            is_literal = _interpreter.is_literal(atom)
+            return _NOTHING if is_literal else known.get(atom, _NOTHING)
 
         for eqn in _live_equations(jaxpr):
-            known |= zip(eqn.outvars, self._step(eqn, read), strict=True)
+            is_listed = eqn.primitive.name in _GROUP_OF
+            programs = [] if is_listed else _bodies.sub_programs(eqn)
+            if not programs:
+                result = self._step(eqn, [read(atom) for atom in eqn.invars])
+                known |= dict.fromkeys(eqn.outvars, result)
+            for program in programs:
+                facts = [read(atom) for atom in program.invars]
+                results = self._enter(eqn, program, facts)
+                if program.has_results:
+                    known |= zip(eqn.outvars, results, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _step(self, eqn: Any, read: Callable[[Any], Facts]) -> list[Facts]:
-        operands = [read(atom) for atom in eqn.invars]
-        group = _GROUP_OF.get(eqn.primitive.name, "")
-        if not group and (programs := _bodies.sub_programs(eqn)):
-            return self._enter(eqn, read, programs)
-        if eqn.primitive.name == "convert_element_type":
-            result = self._convert(eqn, operands[0])
-        elif group == "moves":
-            result = merged(operands)._replace(is_sum=any(x.is_sum for x in operands))
-        else:
-            for facts in operands:
-                self._use(facts.rounded)
-            result = self._compute(eqn, group, operands)
-        return [result] * len(eqn.outvars)
+    def _enter(
+        self, eqn: Any, program: _bodies.SubProgram, facts: list[Facts]
+    ) -> list[Facts]:
+        """Walks a program of a call, a loop or a branch."""
+        first, count = program.num_consts, program.num_carry
+        if count:
+            facts = _outside_of_loops(facts)
+            carry = [Facts(carries={i: (0, UNKNOWN)}) for i in range(count)]
+            facts[first : first + count] = carry
+        outer, self.caller = self.caller, _source_lines.user_line(eqn) or self.caller
+        outputs = self.run(program.jaxpr, facts)
+        self.caller = outer
+        if not count or not program.has_results:
+            return outputs
+        for i, x in enumerate(outputs[:count]):
+            num_adds, source = x.carries.get(i, (0, UNKNOWN))
+            if num_adds:
+                length = program.length and program.length * num_adds
+                name = f"{eqn.primitive.name} carry"
+                self._add("running sum", eqn, length, i, primitive=name, source=source)
+        return [*[_NOTHING] * count, *_outside_of_loops(outputs[count:])]
 
-    def _compute(self, eqn: Any, group: str, operands: list[Facts]) -> Facts:
+    def _step(self, eqn: Any, operands: list[Facts]) -> Facts:
+        """Returns the facts about the results of an operation."""
+        group = _GROUP_OF.get(eqn.primitive.name)
+        if group == "moves":
+            return _merged(operands)
+        if group == "casts":
+            return self._cast(eqn, operands[0])
+        self._use(eqn, operands, is_narrow)
         if group == "ties":
-            return Facts(is_tie=_facts.is_float(_dtype(eqn.invars[0])))
-        if group not in _LOSSES:
-            rule = getattr(self, f"_{group}", None)
-            return NOTHING if rule is None else rule(eqn, operands)
-        if operands[0].is_tie:  # few, and 16 bits hold small integers
-            return NOTHING
-        self._add_result(group, eqn, _facts.num_terms(eqn))
+            return Facts(is_tie=_is_float(_dtype(eqn.invars[0])))
+        if group in ("adds", "scales", "products"):
+            return getattr(self, f"_{group}")(eqn, operands)
+        # Ties are few, and 16 bits hold small integers.
+        if group is None or operands[0].is_tie:
+            return _NOTHING
+        self._add(group, eqn, _num_terms(eqn))
         is_root_of_sum = group == "normalisation" and operands[0].is_sum
         return Facts(is_sum=group == "sum" or is_root_of_sum)
 
-    def _enter(
-        self,
-        eqn: Any,
-        read: Callable[[Any], Facts],
-        programs: Sequence[_bodies.SubProgram],
-    ) -> list[Facts]:
-        """Walks the programs of a call, a loop or a branch."""
-        results = [NOTHING] * len(eqn.outvars)
-        outer, self.caller = self.caller, _source_lines.user_line(eqn) or self.caller
-        for program in programs:
-            facts = [read(atom) for atom in program.invars]
-            if program.num_carry:
-                outputs = self._iterate(eqn, program, facts)
-            else:
-                outputs = self.run(program.jaxpr, facts)
-            results = outputs if program.has_results else results
-        self.caller = outer
-        return results
-
-    def _iterate(
-        self, eqn: Any, program: _bodies.SubProgram, facts: list[Facts]
-    ) -> list[Facts]:
-        """Walks the body of a loop, and tells of sums that it carries."""
-        first, count = program.num_consts, program.num_carry
-        facts = _facts.outside_of_loops(facts)
-        carry = [Facts(carries=frozenset([i])) for i in range(count)]
-        outputs = self.run(
-            program.jaxpr, [*facts[:first], *carry, *facts[first + count :]]
-        )
-        if not program.has_results:
-            return []
-        for i, x in enumerate(outputs[:count]):
-            if i in x.carries and x.adds:
-                dtype = _dtype(program.jaxpr.outvars[i])
-                length = program.length and program.length * x.adds
-                name = f"{eqn.primitive.name} carry"
-                self._add("running sum", name, dtype, x.source, length)
-        return [*[NOTHING] * count, *_facts.outside_of_loops(outputs[count:])]
-
-    def _convert(self, eqn: Any, operand: Facts) -> Facts:
+    def _cast(self, eqn: Any, operand: Facts) -> Facts:
         old, new = _dtype(eqn.invars[0]), _dtype(eqn.outvars[0])
-        source, lost = self._source(eqn), operand.rounded
-        facts = operand._replace(rounded=None, widened=None, terms=1)
-        if is_narrow(old) and is_wide(new):
-            if lost is not None and lost.kind in ARGUMENTS:
-                lost = lost._replace(source=source)
-            self.places += [] if lost is None else [lost]
-            return facts._replace(widened=operand.rounded)
+        facts, lost = operand._replace(lost=None, terms=1), operand.lost
+        if is_narrow(old) and _is_wide(new) and lost is not None:
+            is_argument = lost.kind in ARGUMENTS
+            source = self._source(eqn) if is_argument else lost.source
+            self.places.append(dataclasses.replace(lost, source=source))
+            return facts._replace(lost=lost)
         is_literal = _interpreter.is_literal(eqn.invars[0])
-        if is_wide(old) and is_narrow(new) and not is_literal:
-            cast = Place("round trip", "astype", str(new), source)
-            return facts._replace(rounded=cast)
+        if _is_wide(old) and is_narrow(new) and not is_literal:
+            cast = Finding("round trip", "astype", str(new), self._source(eqn))
+            return facts._replace(lost=cast)
         return facts
 
     def _products(self, eqn: Any, operands: list[Facts]) -> Facts:
-        dtype, length = _dtype(eqn.outvars[0]), _facts.num_terms(eqn)
-        name, source = eqn.primitive.name, self._source(eqn)
-        place = Place("product", name, str(dtype), source, length)
-        if all(is_wide(_dtype(atom)) for atom in eqn.invars[:2]):
-            for facts in operands:
-                self._use(facts.widened)
-            self.places.append(place._replace(kind="wide product"))
-        if not is_narrow(dtype):
-            return NOTHING
-        self.places.append(place)
-        return Facts(rounded=place._replace(kind="narrow product"))
+        length = _num_terms(eqn)
+        if all(_is_wide(_dtype(atom)) for atom in eqn.invars[:2]):
+            self._use(eqn, operands, _is_wide)
+            self.places.append(self._place("wide product", eqn, length))
+        if not is_narrow(_dtype(eqn.outvars[0])):
+            return _NOTHING
+        self.places.append(self._place("product", eqn, length))
+        return Facts(self._place("narrow product", eqn, length))
 
     def _scales(self, eqn: Any, operands: list[Facts]) -> Facts:
         if eqn.primitive.name == "div" and operands[1].is_sum:
-            self._add_result("normalisation", eqn)
+            self._add("normalisation", eqn)
             operands = operands[:1]
-        some = merged(operands)._replace(rounded=None, widened=None, terms=1)
         is_sum = sum(x.is_sum for x in operands) == 1 and _is_factor(eqn, operands)
-        return some._replace(is_sum=is_sum)
+        return _merged(operands)._replace(lost=None, terms=1, is_sum=is_sum)
 
     def _adds(self, eqn: Any, operands: list[Facts]) -> Facts:
-        some, dtype = merged(operands), _dtype(eqn.outvars[0])
-        terms = sum(x.terms for x in operands) if is_narrow(dtype) else 1
-        self._add_result("running sum", eqn, terms)
+        is_result_narrow = is_narrow(_dtype(eqn.outvars[0]))
+        terms = sum(x.terms for x in operands) if is_result_narrow else 1
+        self._add("running sum", eqn, terms)
+        some, source = _merged(operands), self._source(eqn)
         return Facts(
-            is_sum=any(x.is_sum for x in operands) and _is_factor(eqn, operands),
+            is_sum=some.is_sum and _is_factor(eqn, operands),
             terms=terms,
-            carries=some.carries,
-            adds=some.adds + 1 if some.carries else 0,
-            source=self._source(eqn),
+            carries={i: (n + 1, source) for i, (n, _) in some.carries.items()},
         )
 
-    def _use(self, place: Place | None) -> None:
-        if place is not None and place.kind in ARGUMENTS:
-            self.used.add((place.kind, place.primitive))
+    def _use(
+        self, eqn: Any, operands: list[Facts], is_used: Callable[[Any], bool]
+    ) -> None:
+        """Notes which arguments an operation uses, if their dtypes are as told."""
+        for atom, x in zip(eqn.invars, operands, strict=True):
+            if x.lost and x.lost.kind in ARGUMENTS and is_used(_dtype(atom)):
+                self.used.add((x.lost.kind, x.lost.primitive))
 
-    def _source(self, eqn: Any) -> tuple[str, int]:
-        return _source_lines.source_line(eqn, self.caller)
+    def _source(self, eqn: Any) -> str:
+        return "{}:{}".format(*_source_lines.source_line(eqn, self.caller))
 
-    def _add_result(self, kind: str, eqn: Any, length: int | None = None) -> None:
-        name, dtype = eqn.primitive.name, _dtype(eqn.outvars[0])
-        self._add(kind, name, dtype, self._source(eqn), length)
+    def _place(
+        self, kind: str, eqn: Any, length: int | None, i: int = 0, **changed: Any
+    ) -> Finding:
+        dtype = str(_dtype(eqn.outvars[i]))
+        place = {"primitive": eqn.primitive.name, "source": self._source(eqn)} | changed
+        return Finding(kind, dtype=dtype, length=length, **place)
 
     def _add(
-        self, kind: str, name: str, dtype: Any, source: Any, length: int | None
+        self, kind: str, eqn: Any, length: int | None = None, i: int = 0, **changed: Any
     ) -> None:
-        """Adds a place if its dtype is narrow, and its sum long."""
-        if is_narrow(dtype) and _facts.is_noticeable(length, dtype):
-            self.places.append(Place(kind, name, str(dtype), source, length))
+        """Adds a place for result `i` if its dtype is narrow, and its sum long."""
+        if is_narrow(_dtype(eqn.outvars[i])):
+            place = self._place(kind, eqn, length, i, **changed)
+            if place.bound is None or place.bound >= _NOTICEABLE:
+                self.places.append(place)
+
+
+def _outside_of_loops(facts: Sequence[Facts]) -> list[Facts]:
+    """The facts without the values that loops carry."""
+    return [x._replace(carries={}) for x in facts]
+
+
+def _merged(operands: Sequence[Facts]) -> Facts:
+    """The facts about a value whose entries come from any of the operands."""
+    carries = sorted(item for x in operands for item in x.carries.items())
+    return Facts(
+        lost=next((x.lost for x in operands if x.lost), None),
+        is_sum=any(x.is_sum for x in operands),
+        terms=max((x.terms for x in operands), default=1),
+        carries=dict(carries),  # with the most additions
+    )
 
 
 def _is_factor(eqn: Any, operands: Sequence[Facts]) -> bool:
@@ -249,6 +256,47 @@ def _live_equations(jaxpr: Any) -> list[Any]:
             live.append(eqn)
             needed.update(v for v in eqn.invars if not _interpreter.is_literal(v))
     return live[::-1]
+
+
+def _num_terms(eqn: Any) -> int | None:
+    """The number of terms of each entry of a result; None if nothing is summed.
+
+    For scatters it is the largest number of terms that an entry may have.
+    """
+    name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return math.prod(shape[i] for i in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        return math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+    if name.startswith("ragged_dot"):
+        return shape[-1]
+    if name.startswith("scatter"):
+        batched = params["dimension_numbers"].scatter_indices_batching_dims
+        updates = eqn.invars[1].aval.shape[:-1]
+        sizes = [n for i, n in enumerate(updates) if i not in batched]
+        return 1 if params["unique_indices"] else math.prod(sizes)
+    if name == "cumsum":
+        return shape[params["axis"]]
+    if name == "reduce_window_sum":
+        return math.prod(params["window_dimensions"])
+    if name == "reduce_sum":
+        return math.prod(shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
+    return None
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a float of 16 bits or fewer."""
+    return _is_float(dtype) and dtype.itemsize <= 2
+
+
+def _is_wide(dtype: Any) -> bool:
+    return _is_float(dtype) and dtype.itemsize > 2
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _dtype(atom: Any) -> Any:

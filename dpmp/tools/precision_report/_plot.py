@@ -4,9 +4,10 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp import _validate
-from dpmp.tools.precision_report._comparison import Comparison, Exponents
+from dpmp.tools.precision_report._comparison import Comparison, Exponents, power_as_code
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _FLOAT32, _CANDIDATE, _SHIFTED = "#4c72b0", "#dd8452", "#55a868"
@@ -15,14 +16,21 @@ _NORMAL, _SUBNORMAL = "#8c8c8c", "#d0d0d0"
 
 def plot(given: Comparison, best: Comparison, policy: str) -> Any:
     """Draws a gradient at the loss scale that is used, and at the one suggested."""
-    figure = _new_figure()
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        _validate.fail(
+            "plots need matplotlib",
+            matplotlib="not installed",
+            fix="pip install 'dpmp[plot]'.",
+            error=ModuleNotFoundError,
+        )
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     sizes, ranges = figure.subplots(
         2, 1, sharex=True, gridspec_kw={"height_ratios": (3, 1.4)}
     )
     _draw_sizes(sizes, given, best, policy)
     _draw_ranges(ranges)
-    for edge in _range("float16"):
-        sizes.axvline(edge, color=_NORMAL, linewidth=0.8, linestyle=":")
     for axes in (sizes, ranges):
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
@@ -35,25 +43,9 @@ def plot(given: Comparison, best: Comparison, policy: str) -> Any:
     return figure
 
 
-def _new_figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        _validate.fail(
-            "plots need matplotlib",
-            matplotlib="not installed",
-            fix="pip install 'dpmp[plot]'.",
-            error=ModuleNotFoundError,
-        )
-    return Figure(figsize=(8, 5.5), layout="constrained")
-
-
 def _draw_sizes(axes: Any, given: Comparison, best: Comparison, policy: str) -> None:
     """Draws histograms, one of them moved to where the suggested scale puts it."""
     total = given.total.num_entries
-
-    def zeros(exponents: Exponents) -> str:
-        return f"({1 - sum(count for _, count in exponents) / total:.1%} zero)"
 
     def draw(exponents: Exponents, label: str, shift: float = 0, **style: Any) -> None:
         counts = dict(exponents)
@@ -62,17 +54,32 @@ def _draw_sizes(axes: Any, given: Comparison, best: Comparison, policy: str) -> 
         edges = [float(k) + shift for k in (*bins, bins.stop)]
         axes.stairs(heights, edges, label=label, linewidth=1.8, **style)
 
-    exact, scale = given.float32_exponents, _power(given.loss_scale)
-    draw(exact, f"float32 {zeros(exact)}", color=_FLOAT32, fill=True, alpha=0.45)
-    label = f"{policy}, loss scale {scale} {zeros(given.exponents)}"
+    exact, scale = given.float32_exponents, power_as_code(given.loss_scale)
+    zeros, policy_zeros = (
+        f"({1 - sum(dict(x).values()) / total:.1%} zero)"
+        for x in (exact, given.exponents)
+    )
+    draw(exact, f"float32 {zeros}", color=_FLOAT32, fill=True, alpha=0.45)
+    label = f"{policy}, loss scale {scale} {policy_zeros}"
     draw(given.exponents, label, color=_CANDIDATE)
     if best.loss_scale != 1:
-        label = f"float32, times the suggested scale {_power(best.loss_scale)}"
+        label = f"float32, times the suggested scale {power_as_code(best.loss_scale)}"
         shift = math.log2(best.loss_scale)
         draw(exact, label, shift, color=_SHIFTED, linestyle="--")
+    for edge in _range("float16"):
+        axes.axvline(edge, color=_NORMAL, linewidth=0.8, linestyle=":")
     axes.set_ylabel("entries, %")
     axes.set_ylim(bottom=0)
     axes.set_title("Gradient entries, without noise: for public data only", fontsize=10)
+
+
+def _draw_ranges(axes: Any) -> None:
+    """Draws a bar for each dtype, from its smallest number to its largest."""
+    tiny, normal, top = np.transpose([_range(name) for name in _DTYPES])
+    axes.barh(_DTYPES, top - normal, left=normal, color=_NORMAL, label="normal numbers")
+    label = "subnormal numbers, of fewer bits"
+    axes.barh(_DTYPES, normal - tiny, left=tiny, color=_SUBNORMAL, label=label)
+    axes.invert_yaxis()
 
 
 def _range(name: str) -> tuple[float, ...]:
@@ -80,21 +87,3 @@ def _range(name: str) -> tuple[float, ...]:
     info = jnp.finfo(name)
     ends = (info.smallest_subnormal, info.smallest_normal, info.max)
     return tuple(math.log2(float(x)) for x in ends)
-
-
-def _draw_ranges(axes: Any) -> None:
-    """Draws a bar for each dtype, from its smallest number to its largest."""
-    rows = range(len(_DTYPES))
-    tiny, normal, top = zip(*map(_range, _DTYPES), strict=True)
-    for left, right, color, label in (
-        (normal, top, _NORMAL, "normal numbers"),
-        (tiny, normal, _SUBNORMAL, "subnormal numbers, of fewer bits"),
-    ):
-        widths = [b - a for a, b in zip(left, right, strict=True)]
-        axes.barh(rows, widths, left=left, color=color, label=label)
-    axes.set_yticks(rows, _DTYPES)
-    axes.invert_yaxis()
-
-
-def _power(scale: float) -> str:
-    return f"2^{round(math.log2(scale))}" if scale != 1 else "1"

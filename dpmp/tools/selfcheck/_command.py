@@ -1,6 +1,6 @@
-"""Checks on this machine what dpmp promises of its arithmetic.
+"""Checks on this machine the promises that dpmp makes of its arithmetic.
 
-A compiler, a device or a library may do what nobody thought of. So the claims are
+A compiler, a device or a library may behave as nobody expects. So the promises are
 measured, on synthetic data.
 """
 
@@ -18,7 +18,7 @@ import rich.console
 import rich.table
 
 from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
-from dpmp.tools.selfcheck._results import Result, Sizes
+from dpmp.tools.selfcheck._results import Result, Sizes, is_within
 from dpmp.tools.selfcheck._subjects import Subjects
 from dpmp.tools.selfcheck._sums import measure_contributions, measure_sensitivity
 
@@ -28,31 +28,27 @@ _PACKAGES = ("dpmp", "jax", "jaxlib", "numpy")
 def run(
     subjects: Subjects, sizes: Sizes, console: rich.console.Console
 ) -> list[Result]:
-    """Measures, and prints the results as they come.
+    """Measures all subjects, and prints each result as soon as it is known."""
 
-    Args:
-      subjects: what to measure.
-      sizes: how much of it.
-      console: where to print.
+    def show(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
 
-    Returns:
-      All results.
-    """
     environment = _environment()
     versions = [" ".join(item) for item in environment["versions"].items()]
-    _print(console, f"{environment['device']}; {', '.join(versions)}")
+    show(f"{environment['device']}; {', '.join(versions)}")
     results = []
     with console.status("measuring"):
-        for part in _parts(subjects, sizes):
+        for part in parts(subjects, sizes):
             for measurement in dict.fromkeys(x.measurement for x in part):
-                _print(console, f"\n{measurement}")
+                show(f"\n{measurement}")
                 console.print(_table([x for x in part if x.measurement == measurement]))
             results += part
-    _print(console, "\n".join(["", *subjects.remarks, _conclusion(results)]))
+    show("\n".join(["", *subjects.remarks, _conclusion(results)]))
     return results
 
 
-def _parts(subjects: Subjects, sizes: Sizes) -> Iterator[list[Result]]:
+def parts(subjects: Subjects, sizes: Sizes) -> Iterator[list[Result]]:
+    """The results of each kind of measurement, one kind after the other."""
     yield [x for sums in subjects.sums for x in measure_contributions(sums, sizes)]
     yield [x for sums in subjects.sums for x in measure_sensitivity(sums, sizes)]
     yield [x for noise in subjects.releases for x in measure_noise(noise, sizes)]
@@ -60,7 +56,7 @@ def _parts(subjects: Subjects, sizes: Sizes) -> Iterator[list[Result]]:
 
 
 def broken_claims(results: Iterable[Result]) -> list[Result]:
-    """The results that are not what dpmp promises."""
+    """The results that break a promise of dpmp."""
     return [x for x in results if x.is_claimed and not x.passed]
 
 
@@ -74,45 +70,29 @@ def _conclusion(results: list[Result]) -> str:
 
 def _table(results: list[Result]) -> rich.table.Table:
     table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("", min_width=24, no_wrap=True)
-    table.add_column("measured", min_width=8, no_wrap=True)
-    table.add_column("allowed", min_width=13, no_wrap=True)
-    table.add_column("", min_width=4, no_wrap=True)
-    table.add_column("" if not any(x.worst_case for x in results) else "where")
+    where = "where" if any(x.worst_case for x in results) else ""
+    for name, width in (("", 24), ("measured", 8), ("allowed", 13), ("", 4)):
+        table.add_column(name, min_width=width, no_wrap=True)
+    table.add_column(where)
     for x in results:
-        table.add_row(
-            x.subject,
-            _measured(x),
-            _allowed(x),
-            "[green]ok[/]" if x.passed else "[bold red]FAIL[/]",
-            x.worst_case,
-        )
+        verdict = "[green]ok[/]" if x.passed else "[bold red]FAIL[/]"
+        table.add_row(x.subject, _measured(x), _allowed(x), verdict, x.worst_case)
     return table
 
 
-def _measured(result: Result) -> str:
+def _measured(x: Result) -> str:
     """As few digits as show whether it passed."""
-    rounded = f"{result.value:.5g}"
-    return rounded if _is_within(result, float(rounded)) else f"{result.value:.12g}"
+    rounded = f"{x.value:.5g}"
+    shows = is_within(float(rounded), x.at_least, x.at_most) == x.passed
+    return rounded if shows else f"{x.value:.12g}"
 
 
-def _is_within(result: Result, value: float) -> bool:
-    lowest = -math.inf if result.at_least is None else result.at_least
-    highest = math.inf if result.at_most is None else result.at_most
-    return (lowest <= value <= highest) == result.passed
-
-
-def _allowed(result: Result) -> str:
-    lowest, highest = result.at_least, result.at_most
-    if lowest is None:
-        return f"<= {highest:.3g}"
-    if highest is None:
-        return f">= {lowest:.3g}"
-    return f"{lowest:.3g} to {highest:.3g}"
-
-
-def _print(console: rich.console.Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False)
+def _allowed(x: Result) -> str:
+    if x.at_least is None:
+        return f"<= {x.at_most:.3g}"
+    if x.at_most is None:
+        return f">= {x.at_least:.3g}"
+    return f"{x.at_least:.3g} to {x.at_most:.3g}"
 
 
 def write_json(path: pathlib.Path, results: list[Result]) -> None:
@@ -122,15 +102,11 @@ def write_json(path: pathlib.Path, results: list[Result]) -> None:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """The fields of a result.
-
-    Numbers that are not finite become strings, since JSON has no numbers for them.
-    """
-
-    def value(x: Any) -> Any:
-        return str(x) if isinstance(x, float) and not math.isfinite(x) else x
-
-    return {name: value(x) for name, x in dataclasses.asdict(result).items()}
+    """The fields of a result; strings replace numbers that JSON cannot express."""
+    return {
+        name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
+        for name, x in dataclasses.asdict(result).items()
+    }
 
 
 def _environment() -> dict[str, Any]:

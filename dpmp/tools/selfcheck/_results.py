@@ -1,25 +1,26 @@
-"""What self-checks give: measured values and their limits, and how much is measured."""
+"""The results of a self-check, and the sizes of what it measures."""
 
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
-from dpmp.tools.selfcheck._subjects import Keys, Releases, Sums
+Number = Fraction | float
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured, and what is allowed.
+    """A measured value and its limits.
 
     Attributes:
-      measurement: what was measured.
-      subject: what it was measured on.
-      is_claimed: whether dpmp promises that it passes.
-      value: the measured one, to float64.
-      at_least: a limit, if there is one.
-      at_most: a limit, if there is one.
+      measurement: the name of the measured quantity.
+      subject: the library and the mode that were measured.
+      is_claimed: whether dpmp promises that the value is within the limits.
+      value: the value, rounded to float64.
+      at_least: the lower limit, if there is one.
+      at_most: the upper limit, if there is one.
       passed: whether the exact value is within the limits.
-      worst_case: where it was measured.
+      worst_case: the data on which the value was measured.
     """
 
     measurement: str
@@ -37,11 +38,11 @@ class Sizes:
     """How much is measured.
 
     Attributes:
-      num_entries: of a gradient in one leaf.
-      num_leaves: of a gradient in many.
-      largest_batch: for which sums are compared.
-      num_training: releases of each sum that an attacker has seen before.
-      num_test: releases of each sum that the attacker has to tell apart.
+      num_entries: the number of entries of a gradient with one leaf.
+      num_leaves: the number of leaves of a gradient with many.
+      largest_batch: the largest batch for which sums are compared.
+      num_training: the number of noisy values of each sum that an attacker knows.
+      num_test: the number of noisy values of each sum that the attacker tells apart.
     """
 
     num_entries: int = 20_000
@@ -51,19 +52,26 @@ class Sizes:
     num_test: int = 2**20
 
 
-def compare_to_limits(
+def is_within(value: Number, at_least: Number | None, at_most: Number | None) -> bool:
+    """Whether a value is within its limits, exactly. NaN is not."""
+    is_large = at_least is None or value >= at_least
+    return is_large and (at_most is None or value <= at_most)
+
+
+def compare(
     measurement: str,
-    subject: Sums | Releases | Keys,
-    value: Fraction | float,
+    subject: Any,
+    value: Number,
     *,
     at_least: float | None = None,
     at_most: float | None = None,
     worst_case: str = "",
     is_squared: bool = False,
 ) -> Result:
-    """Compares a value, or a root that is given as its square, to its limits."""
+    """Compares a value, or the root of a square, to its limits."""
     value = value if isinstance(value, Fraction) else float(value)
     power = 2 if is_squared else 1
+    limits = [x if x is None else Fraction(x) ** power for x in (at_least, at_most)]
     return Result(
         measurement,
         subject.name,
@@ -71,7 +79,6 @@ def compare_to_limits(
         math.sqrt(value) if is_squared else float(value),
         at_least,
         at_most,
-        (at_least is None or value >= Fraction(at_least) ** power)
-        and (at_most is None or value <= Fraction(at_most) ** power),
+        is_within(value, *limits),
         worst_case,
     )

@@ -1,4 +1,4 @@
-"""What a self-check examines: sums, noise and keys, all behind callables."""
+"""The subjects of a self-check: sums, noise and keys, all behind callables."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dpmp.numerics._sums import is_sum
 
 NOISE_MULTIPLIER = 1.0
 
-# Releases that are drawn in one step.
+# The number of noisy sums that are drawn in one step.
 _STEP_SIZE = 2**18
 
 # Arrays of (k, n) float64, one for each leaf. In exact arithmetic, the entries of a
@@ -26,7 +26,7 @@ SumFn = Callable[[list[np.ndarray], np.ndarray], Rows]
 
 
 class BatchShape(NamedTuple):
-    """Batches for which sums are compared."""
+    """The shape of batches for which sums are compared."""
 
     dtype: Any
     size: int
@@ -37,17 +37,16 @@ class BatchShape(NamedTuple):
         return f"{batch} by {self.microbatch_size}" if self.microbatch_size else batch
 
 
+# A subject has the name of its library and mode, and dpmp may claim that it passes.
+
+
 @dataclass(frozen=True)
 class Sums:
     """A way to clip gradients and to sum them.
 
-    Attributes:
-      name: of library and mode.
-      is_claimed: whether dpmp promises that it passes.
-      make: gives, for a clip norm and a microbatch size, a function of batches, and in
-        units of its output the largest norm of a contribution and change of the sum.
-      batches: to compare sums for.
-      smallest_clip_norm: that can be used.
+    `make` maps a clip norm and a microbatch size to the sum function, and to a number:
+    the largest norm of a contribution, and the largest change of the sum, in units of
+    the output. The subject accepts no clip norm below `smallest_clip_norm`.
     """
 
     name: str
@@ -61,11 +60,8 @@ class Sums:
 class Releases:
     """A way to add noise, with a noise multiplier of `NOISE_MULTIPLIER`.
 
-    Attributes:
-      name: of library and mode.
-      is_claimed: whether dpmp promises that it passes.
-      draw: `draw(has_example, num)` gives `num` noisy sums of one entry each, (num,),
-        for batches of one example that is clipped to 1, or of none.
+    `draw(has_example, num)` gives `num` noisy sums of one entry each, (num,). The batch
+    has one example, which is clipped to 1, or none.
     """
 
     name: str
@@ -75,13 +71,9 @@ class Releases:
 
 @dataclass(frozen=True)
 class Keys:
-    """A way to come by the key of the noise.
+    """A way to obtain the key of the noise.
 
-    Attributes:
-      name: of the library.
-      is_claimed: whether dpmp promises that it passes.
-      draw: gives the uint32 words of a new key.
-      noise: some noise, as a function of these words.
+    `draw` gives the uint32 words of a new key, and `noise` maps these words to noise.
     """
 
     name: str
@@ -91,7 +83,7 @@ class Keys:
 
 
 class Subjects(NamedTuple):
-    """All that is examined, and remarks on what is not."""
+    """All subjects, and remarks on what is not measured."""
 
     sums: tuple[Sums, ...] = ()
     releases: tuple[Releases, ...] = ()
@@ -100,7 +92,7 @@ class Subjects(NamedTuple):
 
 
 def sum_fn(fn: Callable[..., Any]) -> SumFn:
-    """A clipped sum of jax arrays, as `Sums` has them."""
+    """Turns a clipped sum of jax arrays into a function for `Sums`."""
     compiled = jax.jit(lambda batch, mask: fn(batch, is_padding_example=mask))
 
     def summed(batch: list[np.ndarray], is_padding: np.ndarray) -> Rows:
@@ -119,13 +111,12 @@ def _rows(x: Any) -> np.ndarray:
 def draw_fn(
     fn: Callable[..., Any], privatizer: Any, dtype: Any = jnp.float32
 ) -> Callable[[bool, int], np.ndarray]:
-    """A clipped sum and an optax privatizer, as `Releases` has them."""
+    """Turns a clipped sum and an optax privatizer into a function for `Releases`."""
     update = jax.jit(privatizer.update)
 
     def draw(has_example: bool, num: int) -> np.ndarray:
-        total = fn(
-            np.full((1, 1), 10, dtype), is_padding_example=np.array([not has_example])
-        )
+        is_padding = np.array([not has_example])
+        total = fn(np.full((1, 1), 10, dtype), is_padding_example=is_padding)
         sums = jax.tree.map(lambda x: jnp.broadcast_to(x, _STEP_SIZE), total)
         state, noisy = privatizer.init(sums), []
         for _ in range(-(-num // _STEP_SIZE)):

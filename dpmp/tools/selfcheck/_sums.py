@@ -1,18 +1,18 @@
-"""Measurements that a private sum passes or fails: norms, and changes by one example.
+"""Measures the norms of clipped gradients, and the change of sums by one example.
 
 Norms and distances are computed in exact arithmetic.
 """
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.tools.selfcheck._results import Result, Sizes, compare_to_limits
+from dpmp.tools.selfcheck._results import Number, Result, Sizes, compare
 from dpmp.tools.selfcheck._subjects import Rows, Sums
 
 _SMALLEST_CLIPPED_NORM = 0.98
@@ -22,55 +22,53 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 def measure_contributions(sums: Sums, sizes: Sizes) -> list[Result]:
     """The largest and the smallest norm of a gradient that has to be clipped."""
     make = functools.cache(sums.make)
-    ratios = {}
+    squares = {}
     for name, l2_clip_norm, leaves in _examples(sizes):
-        if l2_clip_norm < sums.smallest_clip_norm:
-            continue
-        sum_fn, bound = make(l2_clip_norm, None)
-        contribution = sum_fn([x[None] for x in leaves], np.zeros(1, bool))
-        ratios[name] = squared_norm(contribution) / bound**2
-    largest, smallest = (pick(ratios, key=ratios.__getitem__) for pick in (max, min))
+        if l2_clip_norm >= sums.smallest_clip_norm:
+            sum_fn, bound = make(l2_clip_norm, None)
+            contribution = sum_fn([x[None] for x in leaves], np.zeros(1, bool))
+            squares[name] = squared_norm(contribution) / bound**2
+    title = "norm of a clipped gradient, over the clip norm"
+    lowest = _SMALLEST_CLIPPED_NORM
     return [
-        compare_to_limits(
-            "Norm of a clipped gradient, over C: largest",
-            sums,
-            ratios[largest],
-            at_most=1.0,
-            worst_case=largest,
-            is_squared=True,
-        ),
-        compare_to_limits(
-            "Norm of a clipped gradient, over C: smallest",
-            sums,
-            ratios[smallest],
-            at_least=_SMALLEST_CLIPPED_NORM,
-            worst_case=smallest,
-            is_squared=True,
-        ),
+        _result(f"Largest {title}", sums, squares, max, at_most=1.0),
+        _result(f"Smallest {title}", sums, squares, min, at_least=lowest),
     ]
 
 
-class _Example(NamedTuple):
-    name: str
-    l2_clip_norm: float
-    leaves: list[np.ndarray]
+def _result(
+    measurement: str,
+    sums: Sums,
+    squares: dict[str, Number],
+    pick: Callable[..., str],
+    **limits: float,
+) -> Result:
+    """Picks one of the squares by name, and compares its root to the limits."""
+    worst_case = pick(squares, key=squares.__getitem__)
+    return compare(
+        measurement,
+        sums,
+        squares[worst_case],
+        worst_case=worst_case,
+        is_squared=True,
+        **limits,
+    )
 
 
-def _examples(sizes: Sizes) -> Iterator[_Example]:
-    """Gradients with norms well above the clip norm."""
+def _examples(sizes: Sizes) -> Iterator[tuple[str, float, list[np.ndarray]]]:
+    """Names, clip norms, and the leaves of gradients with norms well above these."""
     for dtype in _DTYPES:
         for name, entries in _entries(sizes.num_entries, dtype).items():
             x = entries.astype(dtype)
-            yield _Example(f"{name}, {x.dtype.name}", 0.003, [x])
+            yield f"{name}, {x.dtype.name}", 0.003, [x]
     for name, decades in (("equal leaves", 0), ("leaves of many sizes", 3)):
         leaves = list(_mixed_leaves(min(99, sizes.num_leaves), decades))
-        yield _Example(f"{len(leaves)} {name}, mixed", 0.003, leaves)
+        yield f"{len(leaves)} {name}, mixed", 0.003, leaves
     # A sum of squares in bfloat16 remains where the first of them brings it.
     leaves = [np.full(1, 1 / 16 if i else 1) for i in range(sizes.num_leaves)]
     leaves = [x.astype(jnp.bfloat16) for x in leaves]
-    yield _Example(f"{len(leaves)} leaves, bfloat16", 0.003, leaves)
-    tiny = np.full(2000, 1e-23, np.float32)
-    yield _Example("entries of 1e-23, float32", 1e-22, [tiny])
+    yield f"{len(leaves)} leaves, bfloat16", 0.003, leaves
+    yield "entries of 1e-23, float32", 1e-22, [np.full(2000, 1e-23, np.float32)]
 
 
 def _entries(size: int, dtype: Any) -> dict[str, np.ndarray]:
@@ -98,7 +96,7 @@ def _mixed_leaves(num_leaves: int, decades: float) -> Iterator[np.ndarray]:
 
 def measure_sensitivity(sums: Sums, sizes: Sizes) -> list[Result]:
     """The largest change of a sum when one example is left out of the batch."""
-    changes = {}
+    squares = {}
     for shape in sums.batches:
         if shape.size > sizes.largest_batch:
             continue
@@ -106,20 +104,13 @@ def measure_sensitivity(sums: Sums, sizes: Sizes) -> list[Result]:
         for name, batch in _batches(shape.size, shape.dtype).items():
             total = sum_fn([batch], np.zeros(shape.size, bool))
             for how, neighbour, is_padding in _neighbours(batch):
-                difference = _difference(total, sum_fn([neighbour], is_padding))
-                where = f"{name}, {shape}, {how}"
-                changes[where] = squared_norm(difference) / bound**2
-    worst_case = max(changes, key=changes.__getitem__)
-    return [
-        compare_to_limits(
-            "Change of the sum between neighbouring batches, over C: largest",
-            sums,
-            changes[worst_case],
-            at_most=1.0,
-            worst_case=worst_case,
-            is_squared=True,
-        )
-    ]
+                other = sum_fn([neighbour], is_padding)
+                change = [
+                    np.concatenate([x, -y]) for x, y in zip(total, other, strict=True)
+                ]
+                squares[f"{name}, {shape}, {how}"] = squared_norm(change) / bound**2
+    title = "Largest change of a sum between neighbouring batches, over the clip norm"
+    return [_result(title, sums, squares, max, at_most=1.0)]
 
 
 def _batches(size: int, dtype: Any) -> dict[str, np.ndarray]:
@@ -142,9 +133,9 @@ def _batches(size: int, dtype: Any) -> dict[str, np.ndarray]:
 
 
 def _neighbours(batch: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Batches without one example, and which of theirs are padding.
+    """Batches without one example, and their padding.
 
-    The others stay in their slots, or those after it move up.
+    The other examples stay in their slots, or those after it move up.
     """
     size = len(batch)
     slots = np.arange(size)
@@ -154,12 +145,8 @@ def _neighbours(batch: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray
         yield f"{name} removed", moved, slots == size - 1
 
 
-def _difference(a: Rows, b: Rows) -> Rows:
-    return [np.concatenate([x, -y]) for x, y in zip(a, b, strict=True)]
-
-
-def squared_norm(tree: Rows) -> Fraction | float:
-    """The squared L2 norm, exactly; infinite for what is not finite."""
+def squared_norm(tree: Rows) -> Number:
+    """The squared L2 norm, exactly; infinite if an entry is not finite."""
     if not all(np.isfinite(x).all() for x in tree):
         return math.inf
     return sum((_sum_of_squares(x) for x in tree), Fraction(0))

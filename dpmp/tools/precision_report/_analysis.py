@@ -1,0 +1,129 @@
+"""Analyses the program of a loss under a policy, and runs it if there is data.
+
+The program is analysed as it would run: with parameters and inputs in the dtypes that
+the policy gives them, and with its gradient.
+
+References:
+  Micikevicius et al.: Mixed precision training, 2018, section 3.
+  Higham: The accuracy of floating point summation, 1993, for the bounds on sums.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _validate, loss_scaling
+from dpmp._typing import PyTree
+from dpmp.engines import _signature
+from dpmp.precision import Policy
+from dpmp.tools.precision_report._comparison import cast, compare, path_of
+from dpmp.tools.precision_report._findings import UNKNOWN, Finding, select
+from dpmp.tools.precision_report._places import find_places, is_narrow
+from dpmp.tools.precision_report._report import PrecisionReport
+
+
+def precision_report(
+    fun: Callable[..., Any],
+    *args: Any,
+    policy: str | Policy = "mixed_bfloat16",
+    differentiate: bool = True,
+    loss_scale: float = 1.0,
+    reference: Callable[..., Any] | None = None,
+) -> PrecisionReport:
+    """Finds where a loss needs more than 16 bits, and says what to change.
+
+    The function traces `fun` and its gradient, with all loops, branches and compiled
+    functions. It lists the lines of the source on which 16-bit values are added up,
+    exponentiated, divided by sums, or widened after bits were lost. Shapes are enough
+    for that. If all arguments are arrays, it also computes loss and gradient, and
+    compares them with float32.
+
+    The comparison has no noise: use it with public or synthetic data only.
+
+    >>> def loss(params, x):
+    ...     return jnp.mean(jax.nn.softmax(x @ params["w"]) ** 2)
+    >>> params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    >>> x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> report = precision_report(loss, params, x)
+    >>> print([finding.kind for finding in report.findings][:2])
+    ['exponential', 'normalisation']
+
+    Args:
+      fun: the loss. Its own casts stay as they are.
+      *args: the arguments of `fun`: parameters first, then data, in the shapes of
+        training. For the loss of one example that is a batch of one. If a
+        `jax.ShapeDtypeStruct` takes the place of an array, nothing is compared.
+      policy: a policy or the name of one. It casts arguments as `DPTrainer` does.
+      differentiate: whether to analyse the gradient too, and compare with float32.
+      loss_scale: the factor of the loss in the comparison, a power of two.
+      reference: the function to compare with, in float32; `fun` by default. To examine
+        an autocast loss, use `fun=dpmp.autocast(loss)`, `policy="float32"` and
+        `reference=loss`.
+
+    Returns:
+      The report. `print` shows it, and `.plot()` draws the gradient.
+
+    Raises:
+      ValueError: if `fun` is no function or cannot be differentiated, if there is no
+        such policy, or if the loss scale is no power of two.
+    """
+    _validate.require(
+        callable(fun), "fun must be a function", fun=fun, fix="Pass the loss first."
+    )
+    _signature.check_num_args(args, (0,))
+    loss_scaling.check(loss_scale)
+    name = policy if isinstance(policy, str) else policy.compute_dtype.name
+    policy = Policy.from_name(policy) if isinstance(policy, str) else policy
+    shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
+    # Rounding to float8 writes the program anew, and the lines of its source are lost.
+    plain = dataclasses.replace(policy, float8_scale=None).in_product_precision(fun)
+    if differentiate:
+        _check(plain, shapes)
+    loss = find_places(
+        jax.make_jaxpr(plain)(*shapes).jaxpr, _rounded_arguments(args, shapes)
+    )
+    if not is_narrow(policy.compute_dtype):
+        loss = [x for x in loss if x.kind != "wide product"]
+    gradient, comparisons = [], (None, None)
+    if differentiate:
+        program = jax.make_jaxpr(jax.value_and_grad(plain))(*shapes).jaxpr
+        gradient = find_places(program, [None] * len(program.invars))
+    leaves = jax.tree.leaves(args)
+    if differentiate and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        comparisons = compare(fun, reference or fun, args, policy, float(loss_scale))
+    fun_name = getattr(fun, "__name__", type(fun).__name__)
+    return PrecisionReport(fun_name, name, select(loss, gradient), *comparisons)
+
+
+def _check(fun: Callable[..., Any], shapes: Sequence[PyTree]) -> None:
+    """Raises ValueError for a function that has no gradient."""
+    _signature.check_float_leaves(shapes[0], "argument 0")
+    output = jax.eval_shape(fun, *shapes)
+    is_scalar = isinstance(output, jax.ShapeDtypeStruct) and output.shape == ()
+    _validate.require(
+        is_scalar and jnp.issubdtype(output.dtype, jnp.floating),
+        "fun must return a scalar float loss to be differentiated and compared",
+        output=output,
+        fix="Reduce the output with jnp.mean or jnp.sum, and return nothing else. Or "
+        "analyse the program alone, with differentiate=False.",
+    )
+
+
+def _rounded_arguments(
+    args: Sequence[PyTree], shapes: Sequence[PyTree]
+) -> list[Finding | None]:
+    """For each leaf of the arguments, a finding if the policy narrows it."""
+    found = []
+    given = jax.tree_util.tree_leaves_with_path(tuple(args))
+    for (path, x), shape in zip(given, jax.tree.leaves(shapes), strict=True):
+        i, rest = path[0].idx, path[1:]
+        kind, name = "parameter", path_of(rest)
+        if i > 0:
+            kind, name = "input", f"argument {i}{jax.tree_util.keystr(rest)}"
+        is_narrower = is_narrow(shape.dtype) and not is_narrow(jnp.result_type(x))
+        place = Finding(kind, name, shape.dtype.name, UNKNOWN)
+        found.append(place if is_narrower else None)
+    return found
