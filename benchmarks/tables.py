@@ -155,8 +155,8 @@ def _book_keeping() -> str:
         "A clipped sum by book-keeping, next to the gradient of the mean loss. Where "
         "book-keeping is faster than plain training, that is because XLA's compiler "
         "for CPUs is slow at products with a bfloat16 result, which book-keeping "
-        'avoids. "Fastest without privacy" avoids them too, and takes the best of all examples '
-        "at once and microbatches of 8.",
+        'avoids. "Fastest without privacy" avoids them too, and takes the best of all '
+        "examples at once and microbatches of 8.",
         "book_keeping step",
         lines,
         _table(header, rows),
@@ -241,7 +241,7 @@ def _selfcheck() -> str:
     lines = read("selfcheck_others", "measurement")
     subjects = list(dict.fromkeys(r["subject"] for x in lines for r in x["results"]))
 
-    def row(line: Line) -> Iterable[Any]:
+    def row(line: Line) -> Sequence[Any]:
         results = {r["subject"]: r for r in line["results"]}
         limits = [
             f"at least {r['at_least']:.3g}" for r in results.values() if r["at_least"]
@@ -249,10 +249,11 @@ def _selfcheck() -> str:
         limits += [
             f"at most {r['at_most']:.3g}" for r in results.values() if r["at_most"]
         ]
-        yield line["measurement"]
-        yield limits[0] if limits else ""
-        for name in subjects:
-            yield f"{results[name]['value']:.4g}" if name in results else ""
+        values = (
+            f"{results[name]['value']:.4g}" if name in results else ""
+            for name in subjects
+        )
+        return [line["measurement"], limits[0] if limits else "", *values]
 
     return _section(
         "The self-check, with other libraries",
