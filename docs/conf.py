@@ -12,7 +12,11 @@ project = "dpmp"
 version = release = importlib.metadata.version("dpmp")
 html_title = "dpmp"
 html_theme = "sphinx_book_theme"
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "navbar_persistent": [],
+}
 
 extensions = [
     "myst_parser",
