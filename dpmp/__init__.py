@@ -1,6 +1,6 @@
 """Differentially private training with precision-aware accumulation."""
 
-from dpmp import accounting, batch_selection, loss_scaling, noise_addition
+from dpmp import accounting, batch_selection, loss_scaling, noise_addition, planning
 from dpmp.clipping import (
     AuxiliaryOutput,
     BoundedSensitivityCallable,
@@ -44,5 +44,6 @@ __all__ = [
     "memory",
     "microbatches",
     "noise_addition",
+    "planning",
     "precision_report",
 ]

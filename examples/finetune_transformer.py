@@ -2,6 +2,7 @@
 
     python examples/finetune_transformer.py
     python examples/finetune_transformer.py --data records.jsonl --epsilon 4
+    python examples/finetune_transformer.py --generate runs/transformer
 
 A small decoder-only transformer over bytes is first trained on public text, then on
 private records: DP-SGD hides, up to epsilon and delta, whether any one record was
@@ -34,6 +35,7 @@ import inspect
 import json
 import pathlib
 import sysconfig
+import tempfile
 import textwrap
 import time
 from typing import Any
@@ -89,6 +91,8 @@ def _docstrings(path: pathlib.Path) -> list[str]:
 
 def read_records(path: pathlib.Path) -> list[str]:
     """The user's records. Messages name files and lines, never what they hold."""
+    if not path.exists():
+        raise SystemExit(f"--data: there is no file or directory {path}.")
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file())
         return [_read_text(p) for p in files]
@@ -241,8 +245,10 @@ def pretrain(
     graphdef: Any, params: Any, policy: dpmp.Policy, args: argparse.Namespace
 ) -> Any:
     """Ordinary training on the public text."""
-    tokens = encode(public_texts())
     steps = args.pretraining_steps
+    if steps == 0:
+        return params
+    tokens = encode(public_texts())
     schedule = optax.warmup_cosine_decay_schedule(0, 4e-3, steps // 10, steps)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.1)
@@ -304,9 +310,17 @@ def make_mechanism(
             f"--delta must be below 1 / {num_examples}, the number of private "
             f"records; got {args.delta}."
         )
+    batch_size = args.batch_size
+    if batch_size is None:
+        batch_size = min(512, max(1, num_examples // 4))
+    if not 1 <= batch_size <= num_examples:
+        raise SystemExit(
+            f"--batch-size must be from 1 to {num_examples}, the number of private "
+            f"records; got {batch_size}."
+        )
     mechanism = dpmp.DPSGD(
         num_examples=num_examples,
-        expected_batch_size=args.batch_size,
+        expected_batch_size=batch_size,
         iterations=args.steps,
         l2_clip_norm=args.l2_clip_norm,
         microbatch_size=args.microbatch_size,
@@ -338,15 +352,45 @@ def parse_args() -> argparse.Namespace:
     baseline("--no-privacy", action="store_true", help="neither clip nor add noise")
     baseline("--compare", action="store_true", help="also train without privacy")
     add("--steps", type=int, default=30, help="of private training")
-    add("--batch-size", type=int, default=512, help="expected records in a step")
+    add(
+        "--batch-size",
+        type=int,
+        help="expected records in a step; else 512, or a "
+        "quarter of the records if that is less",
+    )
     add("--microbatch-size", type=int, default=8, help="records processed at once")
     add("--l2-clip-norm", type=float, default=1.0, help="of one record's gradient")
     add("--learning-rate", type=float, default=3e-3, help="of private training")
-    add("--pretraining-steps", type=int, default=800, help="on public text")
+    add("--pretraining-steps", type=int, default=800, help="on public text; or 0")
     add("--precision", choices=["float32", "mixed_bfloat16"], default="mixed_bfloat16")
     add("--method", choices=["per_example", "book_keeping"], default="per_example")
     add("--seed", type=int, default=0, help="of what is public; never of the noise")
-    return parser.parse_args()
+    add(
+        "--generate",
+        type=path,
+        metavar="DIR",
+        help="write text with the parameters "
+        "that an earlier run saved in DIR, and train nothing",
+    )
+    args = parser.parse_args()
+    if args.pretraining_steps < 0:
+        parser.error(
+            f"--pretraining-steps must be at least 0; got {args.pretraining_steps}"
+        )
+    return args
+
+
+def check_output(output: pathlib.Path) -> None:
+    """Stops before any training if results could not be saved at the end."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise SystemExit(
+            f"--output must be a directory that can be written to; got {output} "
+            f"({error.strerror})."
+        ) from None
 
 
 def save(output: pathlib.Path, params: Any, report: dict[str, Any]) -> None:
@@ -357,13 +401,54 @@ def save(output: pathlib.Path, params: Any, report: dict[str, Any]) -> None:
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
+def generate(output: pathlib.Path, seed: int) -> None:
+    """Prints a record that a saved model makes up."""
+    path = output.absolute() / "params"
+    if not path.is_dir():
+        raise SystemExit(f"--generate: {output} has no parameters of an earlier run.")
+    graphdef, params = nnx.split(Transformer(nnx.Rngs(seed)), nnx.Param)
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.restore(path, nnx.to_pure_dict(params))
+    nnx.replace_by_pure_dict(params, saved)
+    print(write_text(graphdef, params, seed))
+
+
+def describe(
+    args: argparse.Namespace, mechanism: dpmp.DPSGD, scores: dict[str, float]
+) -> dict[str, Any]:
+    """What was done, what it guarantees and what came out, for report.json."""
+    settings = {
+        name: str(value) if isinstance(value, pathlib.Path) else value
+        for name, value in vars(args).items()
+    }
+    return {
+        "is_private": mechanism.is_private,
+        "epsilon": mechanism.guarantee().epsilon if mechanism.is_private else None,
+        "delta": mechanism.delta,
+        "neighboring_relation": mechanism.neighboring_relation.name,
+        "statement": mechanism.statement(),
+        "num_examples": mechanism.num_examples,
+        "expected_batch_size": mechanism.expected_batch_size,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "nats_per_byte": scores,
+        "settings": settings,
+    }
+
+
 def main() -> None:
     """Reads, pre-trains, fine-tunes, evaluates and saves."""
     args, start = parse_args(), time.monotonic()
+    if args.generate:
+        generate(args.generate, args.seed)
+        return
     records = read_records(args.data) if args.data else standard_library_docstrings()
     train, held_out = split(records)
     if not train or not held_out:
-        raise SystemExit(f"{len(records)} records are too few to train and evaluate.")
+        raise SystemExit(
+            f"{len(records)} records are too few: one in sixteen is held out, and none "
+            "was."
+        )
+    check_output(args.output)
     policy = dpmp.Policy.from_name(args.precision, float32_paths=IN_FLOAT32)
     graphdef, params = nnx.split(Transformer(nnx.Rngs(args.seed)), nnx.Param)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
@@ -393,16 +478,10 @@ def main() -> None:
         print(f"  {score:.3f} {name}")
     print("\nA record made up by the fine-tuned model")
     print(textwrap.indent(write_text(graphdef, models["after"], args.seed), "  "))
-    report = {
-        "settings": {name: str(value) for name, value in vars(args).items()},
-        "num_examples": len(train),
-        "epsilon": mechanism.guarantee().epsilon if mechanism.is_private else None,
-        "noise_multiplier": mechanism.noise_multiplier,
-        "nats_per_byte": scores,
-        "seconds": round(time.monotonic() - start),
-    }
+    seconds = round(time.monotonic() - start)
+    report = describe(args, mechanism, scores) | {"seconds": seconds}
     save(args.output, models["after"], report)
-    print(f"\n{report['seconds']} s. Parameters and report are in {args.output}.")
+    print(f"\n{seconds} s. Parameters and report are in {args.output}.")
 
 
 if __name__ == "__main__":

@@ -15,21 +15,19 @@ import optax
 import pytest
 
 import dpmp
-from dpmp.numerics import _float_sums
-from dpmp.numerics._arithmetic import parse
 
 ROOT = pathlib.Path(dpmp.__file__).parent
-README = pathlib.Path(__file__).parent.parent / "README.md"
+PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "architecture.md"
 _FOUND = list(pkgutil.walk_packages([str(ROOT)], "dpmp."))
 MODULES = sorted(m.name for m in _FOUND)
 PACKAGES = [m.name for m in _FOUND if m.ispkg]
 
 
 def _read_floors():
-    """The floor of every room, from the picture in the README."""
+    """The floor of every room, from the picture in the guide."""
     floors, floor = {}, None
     for number, name in re.findall(
-        r"^(\d| )  (\w+)(?:/|\.py) ", README.read_text(), re.M
+        r"^(\d| )  (\w+)(?:/|\.py) ", PICTURE.read_text(), re.M
     ):
         floor = int(number) if number.strip() else floor
         floors[name] = floor
@@ -47,34 +45,6 @@ def test_doctests_are_true(name):
     names |= vars(dpmp) | around
     failures, _ = doctest.testmod(module, extraglobs=names)
     assert failures == 0
-
-
-def test_readme_code_runs_as_it_stands():
-    namespace = {}
-    with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
-        for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S):
-            exec(compile(block, str(README), "exec"), namespace)
-    assert namespace["noisy_grads"]["w"].dtype == jnp.float32
-
-
-def test_readme_quotes_the_largest_batches():
-    table = re.search(r"\| `arithmetic=` .*?\n\n", README.read_text(), re.S).group()
-    for row in table.splitlines()[2:-1]:
-        name, share, *quoted = re.findall(r"[\w.%]+", row)
-        arithmetic = parse(name)
-        assert share == f"{100 * arithmetic.slack:.2g}%"
-        for microbatch_size, size in zip((None, 64, 16, 1), quoted, strict=True):
-            assert int(size) == _largest_batch(arithmetic, microbatch_size)
-
-
-def _largest_batch(arithmetic, microbatch_size):
-    sizes = (2**k for k in range(25) if 2**k >= (microbatch_size or 1))
-    return max(
-        size
-        for size in sizes
-        if _float_sums.rounding_slack(arithmetic, size, microbatch_size or size)
-        <= arithmetic.slack
-    )
 
 
 def test_all_names_exist_and_are_documented():

@@ -1,6 +1,7 @@
 """That the example is what it says it is."""
 
 import importlib.util
+import json
 import pathlib
 
 import jax
@@ -38,3 +39,57 @@ def test_products_are_in_the_dtype_of_the_policy(example, name):
     assert products
     for eqn in products:
         assert {str(v.aval.dtype) for v in eqn.invars} == {str(policy.compute_dtype)}
+
+
+def run(example, monkeypatch, *flags):
+    monkeypatch.setattr("sys.argv", ["finetune_transformer.py", *map(str, flags)])
+    with jax.numpy_dtype_promotion("standard"):  # flax needs it
+        example.main()
+
+
+@pytest.fixture
+def records(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(f'"record {i}"' for i in range(300)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "nowhere.jsonl"], "--data: there is no file"),
+        (["--batch-size", "301"], "--batch-size must be from 1 to 2"),
+        (["--batch-size", "0"], "--batch-size must be from 1 to 2"),
+        (["--delta", "0.1"], "--delta must be below 1 / 2"),
+        (["--output", __file__], "--output must be a directory"),
+        (["--output", __file__ + "/runs"], "--output must be a directory"),
+        (["--generate", "nowhere"], "--generate: nowhere has no parameters"),
+    ],
+)
+def test_bad_flags_stop_it_before_any_training(
+    example, monkeypatch, tmp_path, records, flags, message
+):
+    monkeypatch.setattr(example, "pretrain", lambda *_: pytest.fail("it trained"))
+    defaults = ["--data", records, "--output", tmp_path / "out"]
+    with pytest.raises(SystemExit, match=message):
+        run(example, monkeypatch, *defaults, *flags)
+
+
+@pytest.mark.slow
+def test_a_run_without_pretraining_can_be_loaded_again(
+    example, monkeypatch, tmp_path, records, capsys
+):
+    out = tmp_path / "out"
+    flags = ["--data", records, "--output", out, "--delta", "1e-4"]
+    run(example, monkeypatch, *flags, "--pretraining-steps", "0", "--steps", "1")
+    report = json.loads((out / "report.json").read_text())
+    assert report["is_private"] is True
+    assert report["epsilon"] <= 8
+    assert report["delta"] == 1e-4
+    assert report["neighboring_relation"] == "REPLACE_SPECIAL"
+    assert "differentially private" in report["statement"]
+    assert report["settings"]["compare"] is False
+    written = capsys.readouterr().out.split("fine-tuned model\n")[1].split("\n\n")[0]
+    run(example, monkeypatch, "--generate", out)
+    generated = capsys.readouterr().out
+    assert [line.strip() for line in generated.split()] == written.split()

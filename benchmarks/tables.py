@@ -1,0 +1,297 @@
+"""What did the benchmarks measure? Writes `results/*.jsonl` as tables in Markdown.
+
+    python -m benchmarks.tables
+
+Of lines that answer the same question, the last one counts. Sphinx makes the page
+"Benchmarks" of the guides from this.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.results import RESULTS
+
+Line = dict[str, Any]
+
+_BEGINNING = """# Benchmarks
+
+Every table is made from the lines in `benchmarks/results/`, which name the device and
+the versions. Install what the benchmarks need with `pip install '.[bench]'`. Ratios
+compare contenders that ran in turn in one process.
+"""
+
+_QUESTIONS = {
+    "clip_and_sum": "clip and sum 64 gradients of a million entries",
+    "clipped_grad": "the same with the gradients of an MLP",
+    "step": "a training step of a transformer",
+    "noise": "noise for ten million entries",
+}
+
+
+def as_markdown() -> str:
+    """The whole page."""
+    sections = [
+        _clipping(),
+        _exactness_cost(),
+        _book_keeping(),
+        _compile_time(),
+        _accuracy(),
+        _products(),
+        _selfcheck(),
+        _gpu(),
+    ]
+    return "\n".join([_BEGINNING, *sections])
+
+
+def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
+    """The last line for each combination of `keys`, of lines that have what is wanted.
+
+    Lines are in the order in which their combinations were first measured.
+    """
+    last: dict[tuple[str, ...], Line] = {}
+    for text in (RESULTS / f"{benchmark}.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if all(line.get(name) == value for name, value in wanted.items()):
+            last[tuple(repr(line[key]) for key in keys)] = line
+    return list(last.values())
+
+
+def _section(
+    title: str, text: str, command: str, lines: Sequence[Line], *tables: str
+) -> str:
+    measured = sorted(
+        {(x["device"], x["versions"]["jax"], x["date"]) for x in lines}, reverse=True
+    )
+    where = "; ".join(f"{device}, jax {jax}, {day}" for device, jax, day in measured)
+    parts = [f"## {title}", text, f"`python -m benchmarks.{command}` ({where})"]
+    return "\n\n".join([*parts, *tables]) + "\n"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    cells = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in cells)
+
+
+def _cell(x: Any) -> str:
+    if x is None:
+        return ""
+    return f"{x:.3g}" if isinstance(x, float) else str(x)
+
+
+def _clipping() -> str:
+    lines = read("clipping", "task", "dtype", "microbatch_size")
+    rows = [
+        (
+            x["task"],
+            x["dtype"],
+            x["microbatch_size"] or "all",
+            x["time_ratio"]["jax_privacy, float32"],
+            x["time_ratio"]["plain gradient"],
+            x["memory_ratio"]["jax_privacy, float32"],
+        )
+        for x in lines
+    ]
+    header = ["model", "dtype", "microbatch", "time / jax_privacy"]
+    header += ["time / plain gradient", "memory / jax_privacy"]
+    return _section(
+        "Clipped gradients",
+        "`clipped_grad` with per-example gradients and float32 sums, next to "
+        "`jax_privacy.clipping.clipped_grad` with `dtype=float32`. The MLP has a batch "
+        "of 64, the transformer of 32.",
+        "clipping",
+        lines,
+        _table(header, rows),
+    )
+
+
+def _exactness_cost() -> str:
+    lines = read("exactness_cost", "question", "dtype")
+    rows = [
+        (
+            _QUESTIONS[x["question"]],
+            x["dtype"],
+            *(x["time_ratio"].get(name) for name in ("exact", "fine", "float32x2")),
+            *(x["memory_ratio"].get(name) for name in ("exact", "fine", "float32x2")),
+        )
+        for x in lines
+    ]
+    header = ["what", "dtype", "time, exact", "fine grid", "float32x2"]
+    header += ["memory, exact", "fine grid", "float32x2"]
+    return _section(
+        "What exactness costs",
+        "Time and temporary memory of exact sums, of exact sums on a grid of 2^20 "
+        'units ("fine"), and of pairs of float32, over those of float32 sums. Noise is '
+        "compared with `jax.random.normal`, for ten million entries.",
+        "exactness_cost",
+        lines,
+        _table(header, rows),
+    )
+
+
+def _book_keeping() -> str:
+    lines = read("book_keeping", "task", "dtype", "batch_size", question="step")
+    peers = ("plain", "best without privacy", "jax_privacy, at once")
+    rows = [
+        (
+            x["task"],
+            x["batch_size"],
+            x["dtype"],
+            name.removeprefix("dpmp").strip(", "),
+            *(ratios.get(peer) for peer in (*peers, "jax_privacy, best")),
+            x["memory_ratio"].get(name),
+        )
+        for x in lines
+        for name, ratios in x["time_ratio"].items()
+        if name.startswith("dpmp")
+    ]
+    header = ["model", "batch", "dtype", "book-keeping in parts of"]
+    header += ["time / plain training", "/ fastest without privacy"]
+    header += ["/ jax_privacy", "/ its best microbatch", "memory / plain training"]
+    return _section(
+        "Book-keeping",
+        "A clipped sum by book-keeping, next to the gradient of the mean loss. Where "
+        "book-keeping is faster than plain training, that is because XLA's compiler "
+        "for CPUs is slow at products with a bfloat16 result, which book-keeping "
+        'avoids. "Fastest without privacy" avoids them too, and takes the best of all '
+        "examples at once and microbatches of 8.",
+        "book_keeping step",
+        lines,
+        _table(header, rows),
+    )
+
+
+def _compile_time() -> str:
+    lines = read("compile_time", "task")
+    names = ("float32", "float32x2", "exact", "book-keeping, bounded")
+    rows = [
+        (
+            x["task"],
+            *(x["figures"][name]["lines_per_array"] for name in names),
+            *(x["figures"][name]["time_ratio"] for name in names),
+        )
+        for x in lines
+        if "lines_per_array" in x["figures"].get("exact", {})
+    ]
+    header = ["clipped sum of", *(f"lines, {name}" for name in names)]
+    header += [f"time, {name}" for name in names]
+    return _section(
+        "Compilation",
+        "Lines of the program for each array of parameters, beyond the plain "
+        "gradient's, and the time to trace and compile, over jax_privacy's.",
+        "compile_time",
+        lines,
+        _table(header, rows),
+    )
+
+
+def _accuracy() -> str:
+    lines = read("accuracy_by_precision", "task", "row", "is_private", "seed")
+    tasks = list(dict.fromkeys((x["task"], x["metric"]) for x in lines))
+    columns = [(*task, private) for task in tasks for private in (True, False)]
+
+    def mean(row: str, task: str, metric: str, is_private: bool) -> str:
+        wanted = (row, task, metric, is_private)
+        scores = [
+            x["score"]
+            for x in lines
+            if (x["row"], x["task"], x["metric"], x["is_private"]) == wanted
+        ]
+        if not scores:
+            return ""
+        low, high = min(scores), max(scores)
+        return f"{statistics.mean(scores):.3f} ({low:.3f} to {high:.3f})"
+
+    rows = [
+        (row, *(mean(row, *column) for column in columns))
+        for row in dict.fromkeys(x["row"] for x in lines)
+    ]
+    header = ["precision"] + [
+        f"{task}, {metric}, {'private' if private else 'not private'}"
+        for task, metric, private in columns
+    ]
+    return _section(
+        "Accuracy by precision",
+        "The mean over seeds and its range, at epsilon 8, and the same without "
+        "clipping and noise. The loss is weighted as in a mean over many tokens, so "
+        "that float16 without a scale loses gradients.",
+        "accuracy_by_precision",
+        lines,
+        _table(header, rows),
+    )
+
+
+def _products() -> str:
+    lines = read("dtype_matmul", "product")
+    names = list(dict.fromkeys(name for x in lines for name in x["time_ratio"]))
+    rows = [(x["product"], *map(x["time_ratio"].get, names)) for x in lines]
+    return _section(
+        "Products by dtype",
+        "The time of a product of matrices, over that in float32. An arrow names the "
+        "dtype of the result.",
+        "dtype_matmul",
+        lines,
+        _table(["product", *names], rows),
+    )
+
+
+def _selfcheck() -> str:
+    lines = read("selfcheck_others", "measurement")
+    subjects = list(dict.fromkeys(r["subject"] for x in lines for r in x["results"]))
+
+    def row(line: Line) -> Sequence[Any]:
+        results = {r["subject"]: r for r in line["results"]}
+        limits = [
+            f"at least {r['at_least']:.3g}" for r in results.values() if r["at_least"]
+        ]
+        limits += [
+            f"at most {r['at_most']:.3g}" for r in results.values() if r["at_most"]
+        ]
+        values = (
+            f"{results[name]['value']:.4g}" if name in results else ""
+            for name in subjects
+        )
+        return [line["measurement"], limits[0] if limits else "", *values]
+
+    return _section(
+        "The self-check, with other libraries",
+        "The measurements of `python -m dpmp selfcheck`, made of dpmp, of its "
+        "floating-point noise (which nobody should use) and of jax_privacy. C is the "
+        "clip norm. Limits differ a little from column to column; the first one is "
+        "shown.",
+        "selfcheck_others",
+        lines,
+        _table(["measurement", "allowed", *subjects], map(row, lines)),
+    )
+
+
+def _gpu() -> str:
+    lines = read("gpu_programs", "task", "dtype", "batch_size", question="memory")
+    names = [name for name in lines[0]["memory_ratio"] if name != "plain"]
+    rows = [(x["task"], x["dtype"], *map(x["memory_ratio"].get, names)) for x in lines]
+    programs = read("gpu_programs", "name", question="program")
+    compiled = [
+        (x["name"], x["compile_seconds"], x["temp_megabytes"]) for x in programs
+    ]
+    return _section(
+        "Programs for a GPU",
+        "Nothing has been timed on a GPU yet. These programs were compiled for an "
+        "NVIDIA H100, without one: temporary memory over that of plain training, for "
+        "batches of 64. `python -m benchmarks.gpu` measures on a GPU in under twenty "
+        "minutes.",
+        "gpu_programs",
+        [*lines, *programs],
+        _table(["model", "dtype", *names], rows),
+        _table(["program", "seconds to compile", "temporary megabytes"], compiled),
+    )
+
+
+def main() -> None:
+    """Prints the page."""
+    sys.stdout.write(as_markdown())
+
+
+if __name__ == "__main__":
+    main()

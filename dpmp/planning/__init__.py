@@ -1,0 +1,22 @@
+"""Plans private runs before any data is touched.
+
+A run of a given cost can make many steps with small batches, or few steps with large
+ones. `compare_batch_sizes` finds the noise that each of these needs, and
+`plan_to_start_from` chooses one. `python -m dpmp plan` prints both as a table.
+
+>>> plans = compare_batch_sizes(
+...     num_examples=10_000,
+...     epsilon=3.0,
+...     delta=1e-6,
+...     num_processed=100_000,
+...     sizes=[100, 1_000],
+... )
+>>> for plan in plans:
+...     print(plan.batch_size, plan.iterations, f"{plan.noise_multiplier:.2f}")
+100 1000 0.87
+1000 100 1.84
+"""
+
+from dpmp.planning._plans import Plan, compare_batch_sizes, plan_to_start_from
+
+__all__ = ["Plan", "compare_batch_sizes", "plan_to_start_from"]

@@ -1,0 +1,102 @@
+"""Compares runs that meet one privacy target and cost the same."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dpmp import _validate
+from dpmp.mechanism import DPSGD
+
+_FEWEST_STEPS = 20
+_NEARLY_BEST = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run that meets a privacy target.
+
+    Attributes:
+      batch_size: the expected number of examples in a step.
+      iterations: the number of steps.
+      noise_multiplier: the least noise that meets the target, in clip norms.
+    """
+
+    batch_size: int
+    iterations: int
+    noise_multiplier: float
+
+    @property
+    def noise_in_mean(self) -> float:
+        """The standard deviation of the noise in the mean gradient, in clip norms."""
+        return self.noise_multiplier / self.batch_size
+
+    @property
+    def signal_over_noise(self) -> float:
+        """The sum of all steps over the noise in it, for gradients of one clip norm."""
+        return math.sqrt(self.iterations) / self.noise_in_mean
+
+
+def compare_batch_sizes(
+    *,
+    num_examples: int,
+    epsilon: float,
+    delta: float,
+    num_processed: float,
+    sizes: Sequence[int] | None = None,
+    **fields: Any,
+) -> list[Plan]:
+    """Calibrates runs with different batch sizes that process equally many examples.
+
+    Args:
+      num_examples: the size of the dataset.
+      epsilon: the target after the run.
+      delta: the target delta.
+      num_processed: the number of examples in all batches together, on average. The
+        cost of a run is proportional to it.
+      sizes: the batch sizes to compare. None takes powers of two, from 16 to half of
+        the dataset, with which there are at least 20 steps.
+      **fields: other attributes of `DPSGD`, such as `neighboring_relation`.
+
+    Returns:
+      A plan for each size, smallest batches first.
+
+    Raises:
+      ValueError: if no size is left, or if a number is out of range.
+    """
+    num_processed = _validate.positive(
+        num_processed=num_processed, fix="Use 10 * num_examples, for example."
+    )
+    largest = min(num_examples / 2, num_processed / _FEWEST_STEPS)
+    if sizes is None:
+        sizes = [2**k for k in range(4, 40) if 2**k <= largest]
+    _validate.require(
+        len(sizes) > 0,
+        f"there must be 32 examples, and {_FEWEST_STEPS} steps with batches of 16",
+        num_examples=num_examples,
+        num_processed=num_processed,
+        fix="Process more examples, or pass sizes.",
+    )
+    plans = []
+    for size in sorted(sizes):
+        mechanism = DPSGD(
+            num_examples=num_examples,
+            expected_batch_size=size,
+            iterations=max(1, round(num_processed / size)),
+            l2_clip_norm=1.0,
+            **fields,
+        ).calibrate(epsilon=epsilon, delta=delta)
+        noise_multiplier = mechanism.noise_multiplier or 0.0
+        plans.append(Plan(size, mechanism.iterations, noise_multiplier))
+    return plans
+
+
+def plan_to_start_from(plans: Sequence[Plan]) -> Plan:
+    """Chooses the smallest batch that gives nearly the best signal over noise.
+
+    Larger batches drown less in noise, and smaller ones make more steps. So this is the
+    plan with the most steps, of those within 25 % of the best `signal_over_noise`.
+    """
+    best = max(plan.signal_over_noise for plan in plans)
+    good = [x for x in plans if x.signal_over_noise >= _NEARLY_BEST * best]
+    return min(good, key=lambda plan: plan.batch_size)

@@ -1,0 +1,105 @@
+import json
+
+import pytest
+
+from dpmp import DPSGD
+from dpmp.__main__ import main
+from dpmp.planning import Plan, compare_batch_sizes, plan_to_start_from
+
+RUN = ["--num-examples", "5000", "--batch-size", "50", "--steps", "20"]
+TARGET = ["--epsilon", "2", "--delta", "1e-5"]
+MECHANISM = DPSGD(
+    num_examples=5000, expected_batch_size=50, iterations=20, l2_clip_norm=1.0
+)
+
+
+def run(capsys, *args):
+    assert main(args) == 0
+    return capsys.readouterr().out
+
+
+def test_epsilon_is_the_mechanisms_rounded_up(capsys):
+    noise = ["--noise-multiplier", "1.5", "--delta", "1e-5"]
+    text = run(capsys, "epsilon", *RUN, *noise)
+    (exact,) = {json.loads(run(capsys, "epsilon", *RUN, *noise, "--json"))["epsilon"]}
+    assert 0 <= float(text.split()[1]) - exact < 1e-3
+
+
+def test_an_epsilon_that_json_cannot_hold_is_null(capsys):
+    noise = ["--noise-multiplier", "0", "--delta", "1e-5"]
+    assert "inf" in run(capsys, "epsilon", *RUN, *noise)
+    assert json.loads(run(capsys, "epsilon", *RUN, *noise, "--json"))["epsilon"] is None
+
+
+def test_the_printed_noise_multiplier_is_enough(capsys):
+    words = run(capsys, "calibrate", *RUN, *TARGET).split()
+    printed = float(words[2].strip(","))
+    noise = ["--noise-multiplier", str(printed), "--delta", "1e-5"]
+    result = json.loads(run(capsys, "epsilon", *RUN, *noise, "--json"))
+    assert 1.99 < result["epsilon"] <= 2
+
+
+def test_the_statement_is_the_mechanisms(capsys):
+    text = run(capsys, "statement", *RUN, *TARGET)
+    assert text.strip() == MECHANISM.calibrate(epsilon=2, delta=1e-5).statement()
+
+
+def test_neighbours_can_be_chosen(capsys):
+    noise = ["--noise-multiplier", "1.5", "--delta", "1e-5", "--json"]
+    zero_out, replaced = (
+        json.loads(run(capsys, "epsilon", *RUN, *noise, "--neighbors", relation))
+        for relation in ("zero-out", "replace-one")
+    )
+    assert replaced["epsilon"] > zero_out["epsilon"]
+
+
+def test_plans_meet_the_target_at_equal_cost():
+    target = {"epsilon": 2.0, "delta": 1e-5}
+    plans = compare_batch_sizes(
+        num_examples=5000, num_processed=20_000, sizes=[400, 50], **target
+    )
+    assert [(x.batch_size, x.iterations) for x in plans] == [(50, 400), (400, 50)]
+    for plan in plans:
+        mechanism = DPSGD(
+            num_examples=5000,
+            expected_batch_size=plan.batch_size,
+            iterations=plan.iterations,
+            l2_clip_norm=1.0,
+            noise_multiplier=plan.noise_multiplier,
+        )
+        assert mechanism.guarantee(delta=1e-5).epsilon <= 2
+        assert plan.noise_in_mean == pytest.approx(mechanism.stddev, rel=1e-2)
+
+
+def test_the_first_plan_has_the_most_steps_of_the_good_ones():
+    plans = [Plan(10, 1000, 1.0), Plan(100, 100, 1.2), Plan(1000, 10, 3.0)]
+    assert [round(x.signal_over_noise) for x in plans] == [316, 833, 1054]
+    assert plan_to_start_from(plans) == plans[1]
+
+
+def test_the_table_marks_one_row(capsys):
+    args = ["--num-examples", "64", "--processed", "640", "--epsilon", "8"]
+    assert run(capsys, "plan", *args, "--delta", "1e-3").count("start here") == 1
+    rows = json.loads(run(capsys, "plan", *args, "--delta", "1e-3", "--json"))["plans"]
+    assert [row["batch_size"] for row in rows] == [16, 32]
+    assert sum(row["start_here"] for row in rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["calibrate", *RUN, "--epsilon", "0", "--delta", "1e-5"], "epsilon must be"),
+        (["calibrate", *RUN, "--epsilon", "1", "--delta", "2"], "delta must be"),
+        (["epsilon", *RUN, "--noise-multiplier", "x", "--delta", "1e-5"], "'x'"),
+        (["plan", *TARGET, "--num-examples", "20", "--processed", "99"], "32 examples"),
+        (
+            ["plan", *TARGET, "--num-examples", "99", "--processed", "0"],
+            "num_processed",
+        ),
+    ],
+)
+def test_bad_numbers_are_refused_without_a_traceback(capsys, args, message):
+    with pytest.raises(SystemExit) as error:
+        main(args)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err

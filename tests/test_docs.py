@@ -1,0 +1,65 @@
+"""The code in the README and in the guides runs as it stands."""
+
+import os
+import pathlib
+import re
+
+import jax
+import pytest
+
+from dpmp.numerics import _float_sums
+from dpmp.numerics._arithmetic import parse
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
+
+
+def blocks(page):
+    """The code of a page, each block with empty lines before it up to its place."""
+    text = page.read_text()
+    for block in re.finditer(r"```python\n(.*?)```", text, re.S):
+        yield "\n" * (text[: block.start(1)].count("\n")) + block.group(1)
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.filterwarnings("default")  # those of other packages
+def test_code_of_a_page_runs(page):
+    namespace = {"__name__": page.stem}
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        for block in blocks(page):
+            exec(compile(block, str(page), "exec"), namespace)
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
+        is_made_by_sphinx = target == "benchmarks.md"
+        assert is_made_by_sphinx or (page.parent / target).exists(), target
+
+
+def test_the_largest_batches_of_float_sums_are_as_the_guide_says():
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    table = re.search(r"\| `arithmetic=` .*?\n\n", text, re.S).group()
+    for row in table.splitlines()[2:-1]:
+        name, share, *quoted = re.findall(r"[\w.%]+", row)
+        arithmetic = parse(name)
+        assert share == f"{100 * arithmetic.slack:.2g}%"
+        for microbatch_size, size in zip((None, 64, 16, 1), quoted, strict=True):
+            assert int(size) == largest_batch(arithmetic, microbatch_size)
+
+
+def largest_batch(arithmetic, microbatch_size):
+    sizes = (2**k for k in range(25) if 2**k >= (microbatch_size or 1))
+    return max(
+        size
+        for size in sizes
+        if _float_sums.rounding_slack(arithmetic, size, microbatch_size or size)
+        <= arithmetic.slack
+    )

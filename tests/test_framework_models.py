@@ -1,0 +1,119 @@
+"""Models as people write them, in the libraries they use."""
+
+import functools
+
+import framework_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpmp
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # as the libraries need it
+        yield
+
+
+@functools.cache
+def make(name):
+    with jax.numpy_dtype_promotion("standard"):
+        return framework_models.MODELS[name]()
+
+
+# Compilation of these models takes most of a minute on two cores.
+slow = pytest.mark.slow
+
+every_model = pytest.mark.parametrize("name", framework_models.MODELS)
+
+
+@functools.cache
+def grads_one_by_one(name):
+    """The gradients of all examples, stacked, in float64."""
+    task = make(name)
+    grad = jax.jit(jax.grad(task.loss_fn))
+    grads = [
+        grad(task.params, jax.tree.map(lambda x, i=i: x[i : i + 1], task.batch))
+        for i in range(len(jax.tree.leaves(task.batch)[0]))
+    ]
+    return [
+        np.stack([np.asarray(x, np.float64) for x in leaves])
+        for leaves in zip(*map(jax.tree.leaves, grads), strict=True)
+    ]
+
+
+@slow
+@every_model
+@pytest.mark.parametrize(
+    ("method", "arithmetic"),
+    [("per_example", "float32x2"), ("book_keeping", "unproved_float32x2")],
+)
+def test_norms_and_sums_are_those_of_gradients_one_by_one(name, method, arithmetic):
+    task, grads = make(name), grads_one_by_one(name)
+    norms = np.sqrt(sum((x**2).sum(tuple(range(1, x.ndim))) for x in grads))
+    clip_norm = float(np.median(norms))
+    clipped_grad = dpmp.clipped_grad(
+        task.loss_fn,
+        l2_clip_norm=clip_norm,
+        method=method,
+        arithmetic=arithmetic,
+        return_grad_norms=True,
+    )
+    sums, sensitive = jax.jit(lambda *args: clipped_grad(*args))(
+        task.params, task.batch
+    )
+    np.testing.assert_allclose(sensitive.grad_norms, norms, rtol=1e-5)
+    coefs = np.minimum(1, clip_norm / norms)
+    size = np.sqrt(sum(np.sum(np.einsum("b,b...->...", coefs, x) ** 2) for x in grads))
+    for got, grad in zip(jax.tree.leaves(as_floats(sums)), grads, strict=True):
+        expected = np.einsum("b,b...->...", coefs, grad)
+        np.testing.assert_allclose(got, expected, rtol=2e-3, atol=1e-5 * size)
+
+
+def as_floats(sums):
+    is_sum = lambda x: isinstance(x, dpmp.DoubleWord)  # noqa: E731
+    return jax.tree.map(
+        lambda x: np.float64(x.hi) + np.float64(x.lo), sums, is_leaf=is_sum
+    )
+
+
+@slow
+@every_model
+@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+def test_a_step_in_mixed_bfloat16_runs(name, method):
+    task = make(name)
+    mechanism = dpmp.DPSGD(
+        num_examples=4,
+        expected_batch_size=4,
+        iterations=1,
+        l2_clip_norm=1.0,
+        noise_multiplier=1e-3,
+        truncated_batch_size=4,
+        method=method,
+        arithmetic="float32" if method == "per_example" else "unproved_float32",
+    )
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=task.loss_fn,
+        optimizer=optax.sgd(1.0),
+        policy=dpmp.Policy.from_name("mixed_bfloat16"),
+    )
+    state = trainer.train_step(trainer.init(task.params), task.batch, np.zeros(4, bool))
+    for before, after in zip(
+        jax.tree.leaves(task.params), jax.tree.leaves(state.params), strict=True
+    ):
+        assert after.dtype == jnp.float32
+        assert np.all(np.isfinite(after))
+        assert np.any(np.asarray(before) != np.asarray(after))
+
+
+@every_model
+def test_no_fallback_costs_more_than_a_hundredth(name):
+    task = make(name)
+    summary = dpmp.book_keeping.summarize(task.loss_fn, task.params, task.batch)
+    for row in summary.rows:
+        if "whole" in row.rules:
+            assert row.share <= 0.01, row
