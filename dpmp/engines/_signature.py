@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
+from dpmp.programs import _ragged
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,12 @@ class Signature:
                 jax.tree.map(lambda x: x[None], arg) if i in batched else arg
                 for i, arg in enumerate(args)
             ]
-            output = fun(*given, **kwargs)
+            try:
+                output = fun(*given, **kwargs)
+            except NotImplementedError:  # jax cannot map ragged products over examples
+                output = _ragged.without_ragged_products(
+                    functools.partial(fun, **kwargs)
+                )(*given)
             value, aux = _unpack_aux(output) if self.has_aux else (output, None)
             check(value)
             return value, jax.tree.map(drop_batch_of_one, aux)
@@ -189,12 +195,14 @@ def check_float_leaves(tree: PyTree, name: str) -> None:
         fix="Correct argnums, or what the function returns.",
     )
     for path, leaf in leaves:
-        dtype = jnp.result_type(leaf)
+        # Of anything else, jax's own error would show the content.
+        is_array = isinstance(leaf, float) or hasattr(leaf, "dtype")
+        type_name = jnp.result_type(leaf).name if is_array else type(leaf).__name__
         _validate.require(
-            jnp.issubdtype(dtype, jnp.floating),
+            is_array and jnp.issubdtype(jnp.result_type(leaf), jnp.floating),
             f"every leaf of {name} must be a real float array",
             leaf=jax.tree_util.keystr(path),
-            dtype=dtype.name,
+            type=type_name,
             fix="Keep integers and other values in an argument of their own; split "
             "complex values into real and imaginary parts.",
         )
@@ -202,13 +210,17 @@ def check_float_leaves(tree: PyTree, name: str) -> None:
 
 def check_loss(value: Any) -> None:
     """Raises ValueError unless `value` can be differentiated."""
+    required = "fun must return a scalar float loss for one example"
+    fix = "Reduce it with jnp.mean or jnp.sum; return other values as aux (has_aux)."
+    is_number = isinstance(value, int | float) or hasattr(value, "dtype")
+    _validate.require(is_number, required, type=type(value).__name__, fix=fix)
     shape, dtype = jnp.shape(value), jnp.result_type(value)
     _validate.require(
         shape == () and jnp.issubdtype(dtype, jnp.floating),
-        "fun must return a scalar float loss for one example",
+        required,
         shape=shape,
         dtype=dtype.name,
-        fix="Reduce it with jnp.mean or jnp.sum; return other values as aux.",
+        fix=fix,
     )
 
 

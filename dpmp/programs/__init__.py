@@ -3,7 +3,7 @@
 No other files know how jax represents programs. Modules import only from rows below
 their own:
 
-    _float8
+    _float8   _ragged
     _float8_product   _transformations
     _bodies
     _interpreter   _source_lines

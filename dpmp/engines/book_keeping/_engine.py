@@ -33,7 +33,7 @@ from dpmp.numerics._arithmetic import Arithmetic, PartialSums
 from dpmp.numerics._bounded import Roundings, clip_by, largest_microbatch
 from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _interpreter
+from dpmp.programs import _interpreter, _ragged
 
 # Unproved sums do not count roundings. These are the squared errors of norms and sums,
 # relative to the squared extent. The first is a few times the largest error that was
@@ -76,6 +76,9 @@ def analyse(
     tapped whole (see `_rules`).
     """
     closed, treedef = _interpreter.trace(fun, params, example)
+    if _ragged.has_ragged_products(closed.jaxpr):
+        fun = _ragged.without_ragged_products(fun)
+        closed, treedef = _interpreter.trace(fun, params, example)
     avals, num_params = closed.in_avals, len(jax.tree.leaves(params))
     shapes = [aval.shape for aval in avals[:num_params]]
     inputs = [

@@ -79,8 +79,11 @@ def make_plan(
     def evaluate(eqn: Any, operands: list[Any]) -> list[Any]:
         views = list(map(_as_view, operands))
         known = [view for view in views if view is not None]
-        if len(known) == len(views) and not _has_to_be_tapped(eqn, known):
-            return _views.apply(eqn, known)
+        if len(known) == len(views):
+            if _views.repeats_rows(eqn, known):  # as an embedding of data does
+                views = [views[0], None]
+            elif not _has_to_be_tapped(eqn, known):
+                return _views.apply(eqn, known)
         outputs, step = _meet(eqn, views)
         if step is not None:
             steps[id(eqn)] = step
@@ -179,10 +182,9 @@ def _outer_step(eqn: Any, site: Site, record: int) -> _Step:
 def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
     to_views, sites = {}, []
     for i, view in _tappable(views).items():
-        to_views[i] = lambda grad: grad
-        if view.is_broadcast:  # the gradient of the parent is a sum, taken in float32
-            to_views[i] = functools.partial(_views.sum_to_parent, view)
-            (view,) = view.parents
+        # The gradient of what is broadcast is a sum, taken in float32.
+        to_views[i] = functools.partial(_views.sum_over_repeated, view)
+        view = _views.before_broadcasts(view)
         dtype = at_least_float32(view.aval.dtype)
         cotangent = jax.ShapeDtypeStruct(view.aval.shape, dtype)
         sites.append(Site(eqn.primitive.name, view, cotangent))

@@ -62,7 +62,7 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     """Makes the views that an equation computes from views."""
     leaves = frozenset[int]().union(*(view.leaves for view in operands))
     roots = frozenset[int]().union(*(view.roots for view in operands))
-    if eqn.primitive.name == "stop_gradient":
+    if eqn.primitive.name == "stop_gradient" or _is_product_with_zero(eqn):
         leaves = frozenset()
     is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(operands) == 1
     return [
@@ -77,6 +77,13 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
         )
         for i, output in enumerate(eqn.outvars)
     ]
+
+
+def _is_product_with_zero(eqn: Any) -> bool:
+    """Whether an equation is `0.0 * x`, as a penalty that is switched off leaves it."""
+    return eqn.primitive.name == "mul" and any(
+        _interpreter.is_literal(atom) and atom.val == 0 for atom in eqn.invars
+    )
 
 
 def lift(
@@ -125,11 +132,26 @@ def lift(
     )
 
 
-def sum_to_parent(view: View, grad: jax.Array) -> jax.Array:
-    """Turns the gradient of a broadcast into that of its parent."""
+def before_broadcasts(view: View) -> View:
+    """The view whose entries a broadcast, or a chain of them, repeats."""
+    return before_broadcasts(view.parents[0]) if view.is_broadcast else view
+
+
+def sum_over_repeated(view: View, grad: jax.Array) -> jax.Array:
+    """Turns the gradient of a view into that of the view before its broadcasts."""
+    if not view.is_broadcast:
+        return grad
     (parent,) = view.parents
     shape = jax.ShapeDtypeStruct(parent.aval.shape, grad.dtype)
-    return jax.linear_transpose(view.compute, shape)(grad)[0]
+    return sum_over_repeated(parent, jax.linear_transpose(view.compute, shape)(grad)[0])
+
+
+def repeats_rows(eqn: Any, operands: Sequence[View]) -> bool:
+    """Whether an equation takes rows of a view at indices that may occur repeatedly."""
+    if eqn.primitive.name != "gather" or operands[1].leaves or not operands[0].leaves:
+        return False
+    ids = _known_integers(operands[1])
+    return ids is None or len(np.unique(ids)) < ids.size
 
 
 def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]:
@@ -243,6 +265,44 @@ def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) ->
     return x[(*map(slice, starts, starts + sizes), ...)]
 
 
+def _gather(x: np.ndarray, eqn: Any, operands: Sequence[View], *_: Any) -> Any:
+    """Takes rows at indices that the program fixes and that are evenly spaced."""
+    numbers, indices = eqn.params["dimension_numbers"], operands[1]
+    rows = numbers.start_index_map
+    one_row = tuple(1 if i in rows else n for i, n in enumerate(x.shape))
+    ids = _known_integers(indices)
+    if (
+        ids is None
+        or len(rows) != 1
+        or numbers.collapsed_slice_dims != rows
+        or numbers.operand_batching_dims
+        or eqn.params["slice_sizes"] != one_row
+    ):
+        return None
+    ids = ids[..., 0]
+    flat = ids.ravel()
+    steps = np.unique(np.diff(flat))
+    step = int(steps[0]) if len(steps) else 1
+    in_range = flat.size and flat.min() >= 0 and flat.max() < x.shape[rows[0]]
+    if len(steps) > 1 or step == 0 or not in_range:
+        return None
+    by_row = np.moveaxis(x, rows[0], 0)
+    stop = int(flat[-1]) + (1 if step > 0 else -1)
+    taken = by_row[int(flat[0]) : stop if stop >= 0 else None : step]
+    taken = taken.reshape(*ids.shape, *by_row.shape[1:])
+    others = range(ids.ndim, taken.ndim)
+    taken = np.moveaxis(taken, others, numbers.offset_dims)
+    return taken if np.may_share_memory(taken, x) else None
+
+
+def _known_integers(view: View) -> np.ndarray | None:
+    """The values of a view that the program itself determines, or else None."""
+    if view.roots:
+        return None
+    with jax.ensure_compile_time_eval():
+        return np.asarray(evaluate([view], {})[0]).astype(np.int64)
+
+
 def _split(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
     sizes, axis = eqn.params["sizes"], eqn.params["axis"]
     return np.split(x, np.cumsum(sizes)[:-1], axis)[output]
@@ -262,6 +322,7 @@ _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _reshape,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
+    "gather": _gather,
     "rev": lambda x, eqn, *_: np.flip(x, eqn.params["dimensions"]),
     "split": _split,
     "unstack": lambda x, eqn, _, i: np.moveaxis(x, eqn.params["axis"], 0)[i, ...],
