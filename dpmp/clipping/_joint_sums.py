@@ -29,7 +29,7 @@ from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.clipping._clipped_sum import Outputs
-from dpmp.numerics._grid import DEFAULT_RESOLUTION, Grid, GridArray
+from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridArray, unit_of
 
 # The grid of a metric: fine enough for a mean, and coarse enough for large batches.
 _RESOLUTION = 2**10 - 1
@@ -159,7 +159,7 @@ class ReleasedMetrics:
             "clipped": is_clipped.astype(jnp.float32),
         }
         largest = self.largest_of_one(l2_norm_bound)
-        unit = Grid.from_bounds([largest], largest, _RESOLUTION).unit
+        unit = unit_of(largest, _RESOLUTION)
         # Without this dtype, a sum of int32 would be int64 in 64-bit mode.
         return {
             name: GridArray(
@@ -189,7 +189,7 @@ def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
       The count times `l2_norm_bound`, on a grid of its own; at most 65,535 are counted.
     """
     bound = contribution(l2_norm_bound)
-    unit = Grid.from_bounds([bound], bound, DEFAULT_RESOLUTION).unit
+    unit = unit_of(bound, DEFAULT_RESOLUTION)
     count = jnp.sum(~jnp.isfinite(grad_norms), dtype=jnp.int32)
     return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
 

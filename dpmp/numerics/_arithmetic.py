@@ -6,6 +6,7 @@ The object alone knows how a sum is formed, and why its sensitivity holds. No ot
 module compares names of arithmetics, or asks for the type of the object.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,10 +18,8 @@ from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.numerics._bounded import BoundedSums
 from dpmp.numerics._exact import ExactSums
-from dpmp.numerics._float_sums import FLOAT_SUMS, UNPROVED
+from dpmp.numerics._float_sums import FLOAT_SUMS, UNPROVED, FloatSums
 from dpmp.numerics._stored import StoredArray
-
-_ON_GRIDS = {"exact": ExactSums, "bounded": BoundedSums}
 
 
 class Arithmetic(Protocol):
@@ -38,7 +37,10 @@ class Arithmetic(Protocol):
 
     @property
     def resolution(self) -> int | None:
-        """The size of the largest contribution in units, or None without a grid."""
+        """The size of the largest contribution in units, or None without a grid.
+
+        A grid needs a finite clip norm.
+        """
         ...
 
     @property
@@ -49,11 +51,6 @@ class Arithmetic(Protocol):
     @property
     def is_proved(self) -> bool:
         """Whether the sensitivity is proved for the computed bits."""
-        ...
-
-    @property
-    def needs_clipping(self) -> bool:
-        """Whether the arithmetic needs a finite clip norm."""
         ...
 
     @property
@@ -173,6 +170,9 @@ class PartialSums(Arithmetic, Protocol):
         ...
 
 
+ARITHMETICS = {x.name: x for x in (ExactSums(), BoundedSums(), *FLOAT_SUMS)}
+
+
 def parse(
     name: str | None,
     *,
@@ -189,35 +189,32 @@ def parse(
     if name is None:
         name = _name_for_dtype(dtype, method)
     resolution = as_number(resolution)
-    names = [*_ON_GRIDS, *sorted(FLOAT_SUMS)]
     _validate.require(
-        name in names,
-        f"arithmetic must be one of {names}",
+        name in ARITHMETICS,
+        f"arithmetic must be one of {list(ARITHMETICS)}",
         arithmetic=name,
         fix="Use one of these names.",
     )
-    is_on_grid = name in _ON_GRIDS
+    arithmetic = ARITHMETICS[name]
+    is_float = isinstance(arithmetic, FloatSums)
     _validate.require(
-        dtype is None if is_on_grid else resolution is None,
+        (resolution if is_float else dtype) is None,
         'dtype goes with float sums, and resolution with "exact" and "bounded"',
         arithmetic=name,
         dtype=dtype,
         resolution=resolution,
         fix="Leave out the argument that does not fit.",
     )
-    if is_on_grid:
-        given = {} if resolution is None else {"resolution": resolution}
-        arithmetic: Arithmetic = _ON_GRIDS[name](**given)
-    else:
-        arithmetic = FLOAT_SUMS[name]
-        _validate.require(
-            dtype is None or np.dtype(dtype) == arithmetic.dtype,
-            "dtype and arithmetic must name the same sums",
-            dtype=None if dtype is None else np.dtype(dtype).name,
-            arithmetic=name,
-            fix="Leave out one of the two: rounding a wide sum to float32 before the "
-            "noise is added would undo it.",
-        )
+    _validate.require(
+        dtype is None or (is_float and np.dtype(dtype) == arithmetic.dtype),
+        "dtype and arithmetic must name the same sums",
+        dtype=dtype and np.dtype(dtype).name,
+        arithmetic=name,
+        fix="Leave out one of the two: rounding a wide sum to float32 before the "
+        "noise is added would undo it.",
+    )
+    if resolution is not None and not is_float:
+        arithmetic = dataclasses.replace(arithmetic, resolution=resolution)
     arithmetic.check_method(method)
     arithmetic.check_mode()
     return arithmetic

@@ -42,27 +42,19 @@ def draws(shapes: Sequence[tuple[int, ...]], kinds: Sequence[Hashable]) -> list[
             small.setdefault(kind, []).append(i)
         else:
             large.setdefault((kind, shape), []).append(i)
-    found = [_vector(shapes, some) for some in small.values()]
-    for some in large.values():
-        shape = shapes[some[0]]
+    found = []
+    for some in small.values():
+        stops = list(itertools.accumulate(math.prod(shapes[i]) for i in some))
+        ranges = itertools.pairwise([0, *stops])
+        found.append(Draw((stops[-1],), dict(zip(some, ranges, strict=True))))
+    for numbers in large.values():
+        shape = shapes[numbers[0]]
         most = max(1, _LARGEST_DRAW // math.prod(shape))
-        starts = range(0, len(some), most)
-        found += [_stack(shape, some[start : start + most]) for start in starts]
+        for start in range(0, len(numbers), most):
+            some = numbers[start : start + most]
+            stacked = shape if len(some) == 1 else (len(some), *shape)
+            found.append(Draw(stacked, {i: (k, k + 1) for k, i in enumerate(some)}))
     return found
-
-
-def _vector(shapes: Sequence[tuple[int, ...]], numbers: Sequence[int]) -> Draw:
-    sizes = [math.prod(shapes[i]) for i in numbers]
-    stops = list(itertools.accumulate(sizes))
-    starts = [0, *stops]
-    return Draw(
-        (sum(sizes),), dict(zip(numbers, zip(starts, stops, strict=False), strict=True))
-    )
-
-
-def _stack(shape: tuple[int, ...], numbers: Sequence[int]) -> Draw:
-    shape = shape if len(numbers) == 1 else (len(numbers), *shape)
-    return Draw(shape, {i: (k, k + 1) for k, i in enumerate(numbers)})
 
 
 def groups_of(

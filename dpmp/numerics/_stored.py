@@ -36,10 +36,6 @@ class StoredArray:
     dtype: Any
     shape: tuple[int, ...]
 
-    def load(self, start: Any, size: int) -> jax.Array:
-        """Returns a range of entries as float32 or wider: (B, size)."""
-        return to_float(columns_of(self.bits, start, size), self.dtype)
-
 
 def to_float(bits: jax.Array, dtype: Any) -> jax.Array:
     """Converts stored bits to floats of 32 bits or more."""

@@ -16,7 +16,7 @@ from programs import equations
 
 from dpmp.clipping import _clip_norms, clipped_fun, clipped_grad
 from dpmp.numerics import _exact
-from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, Grid, GridArray
+from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, GridArray
 from dpmp.numerics._stored import StoredArray
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -80,7 +80,7 @@ def test_a_contribution_is_close_to_what_was_clipped(make, resolution, dtype):
     x = make((1, 1200)).astype(dtype)
     total = _exact_sum(x, resolution=resolution)
     clipped = np.asarray(x[0], float) / np.linalg.norm(np.asarray(x[0], float))
-    # What is kept free for rounding: see Grid.targets.
+    # What is kept free for rounding: see ExactSums.room_left.
     shrinkage = 1 - math.sqrt(1 - (1200 / 4 + 6 * resolution) / resolution**2)
     error = np.abs(np.asarray(total.to_float(), float) - clipped)
     assert np.all(error <= total.unit * 1.01 + (shrinkage + 1e-5) * np.abs(clipped))
@@ -182,7 +182,7 @@ def test_a_contribution_of_many_leaves_is_checked_as_one(multiply_coefficients):
 )
 def test_the_radii_of_all_groups_have_at_most_the_resolution(norms, resolution):
     total = math.hypot(*norms)
-    grid = Grid.from_bounds(norms, total, resolution)
+    grid = _exact.ExactSums(resolution).for_clip_norms(norms, total)
     assert sum(r**2 for r in grid.radii) <= resolution**2
     for radius, norm in zip(grid.radii, norms, strict=True):
         assert abs(radius - resolution * norm / total) <= 1 + 1e-9 * resolution
