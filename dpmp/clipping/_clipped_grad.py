@@ -13,17 +13,13 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
-from dpmp import _meshes, _validate, loss_scaling
+from dpmp import _validate, loss_scaling
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._clipped_sum import ClippedSum, specs_of_examples, specs_of_sum
-from dpmp.clipping._joint_sums import ReleasedMetrics, join
-from dpmp.clipping._sensitivity import (
-    BoundedSensitivityCallable as BoundedSensitivityCallable,
-)
+from dpmp.clipping._clipped_sum import ClippedSum, Outputs, make_callable
+from dpmp.clipping._joint_sums import ReleasedMetrics, join, joint_norm_bound
+from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.engines._methods import check_method, make_engine
 from dpmp.engines._signature import Signature, check_float_leaves
 from dpmp.loss_scaling import LossScale
@@ -243,43 +239,19 @@ def clipped_grad(
         nan_safe=nan_safe,
         largest_microbatch=largest_microbatch,
     )
-    returns_aux = has_aux or return_values or return_grad_norms
-
-    def clipped_grad_fn(*args, is_padding_example, **kwargs):
-        signature.check(args)
-        if pre_clipping_transform is None:
-            clip_norms.check_prefix_of(signature.params(args))
-        total, outputs = clipped_sum(args, kwargs, is_padding_example)
-        total = join(
-            total,
-            outputs,
-            clipped_sum.l2_norm_bound,
-            released_metrics,
-            counts_overflows=counts_overflows,
-        )
-        if not returns_aux:
-            return total
-        return total, AuxiliaryOutput(
-            outputs.values if return_values else None,
-            outputs.grad_norms if return_grad_norms else None,
-            outputs.aux if has_aux else None,
-        )
-
-    def out_specs(specs, output):
-        total, outputs = output if returns_aux else (output, ())
-        params = [] if pre_clipping_transform else signature.params(specs)
-        return specs_of_sum(total, jax.tree.leaves(params)) + specs_of_examples(
-            outputs, specs[signature.batch_argnums[0]]
-        )
-
     l2_norm_bound = clipped_sum.l2_norm_bound
-    if released_metrics is not None:
-        l2_norm_bound = released_metrics.joint_norm_bound(l2_norm_bound)
-    return BoundedSensitivityCallable(
-        _meshes.on_automatic_axes(clipped_grad_fn, out_specs),
-        l2_norm_bound,
-        returns_aux,
-        keeps_places=sums.clips_by_bounds,
+    asked_for = (return_values, return_grad_norms, has_aux)
+
+    def select(total, outputs):
+        total = join(total, outputs, l2_norm_bound, released_metrics, counts_overflows)
+        return (total, _chosen(outputs, asked_for)) if any(asked_for) else total
+
+    return make_callable(
+        clipped_sum,
+        select,
+        has_aux=any(asked_for),
+        has_params=pre_clipping_transform is None,
+        l2_norm_bound=joint_norm_bound(l2_norm_bound, released_metrics),
     )
 
 
@@ -306,3 +278,9 @@ def _checked(
         return grads
 
     return checked
+
+
+def _chosen(outputs: Outputs, asked_for: tuple[bool, bool, bool]) -> AuxiliaryOutput:
+    found = (outputs.values, outputs.grad_norms, outputs.aux)
+    pairs = zip(found, asked_for, strict=True)
+    return AuxiliaryOutput(*(x if is_chosen else None for x, is_chosen in pairs))

@@ -36,6 +36,11 @@ class Arithmetic(Protocol):
         ...
 
     @property
+    def method(self) -> str:
+        """The name of the gradient engine that it is for."""
+        ...
+
+    @property
     def resolution(self) -> int | None:
         """The size of the largest contribution in units, or None without a grid.
 
@@ -64,10 +69,6 @@ class Arithmetic(Protocol):
     @property
     def assumption(self) -> str:
         """A sentence for the statement: the assumptions of the proof, or nothing."""
-        ...
-
-    def check_method(self, method: str) -> None:
-        """Raises ValueError for a gradient engine that cannot use this arithmetic."""
         ...
 
     def check_mode(self) -> None:
@@ -130,7 +131,7 @@ class Arithmetic(Protocol):
 
 
 class GradientSums(Arithmetic, Protocol):
-    """An arithmetic for engines that form gradients."""
+    """An arithmetic of "per_example", the engine that forms gradients."""
 
     def admit(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
@@ -163,7 +164,7 @@ class GradientSums(Arithmetic, Protocol):
 
 
 class PartialSums(Arithmetic, Protocol):
-    """An arithmetic for engines that form the sums of microbatches, in floats."""
+    """An arithmetic of "book_keeping", which forms sums of microbatches in floats."""
 
     def lift(self, total: jax.Array, /) -> PyTree:
         """Turns the float sum of a microbatch into a sum of this arithmetic."""
@@ -186,8 +187,10 @@ def parse(
       ValueError: for an unknown name, for a dtype narrower than float32, for arguments
         that do not go together, and for float64 without 64-bit mode.
     """
-    if name is None:
-        name = _name_for_dtype(dtype, method)
+    if name is None and method == "book_keeping" and dtype is None:
+        name = "bounded"
+    elif name is None:
+        name = _name_for_dtype(dtype)
     resolution = as_number(resolution)
     _validate.require(
         name in ARITHMETICS,
@@ -196,6 +199,15 @@ def parse(
         fix="Use one of these names.",
     )
     arithmetic = ARITHMETICS[name]
+    _validate.require(
+        method == arithmetic.method,
+        f'"{name}" sums must be used with method="{arithmetic.method}"',
+        method=method,
+        fix="Gradients are never formed in book-keeping. Use "
+        '"bounded" sums there, which have a proof for that. Or use sums without a '
+        f'proof: "{UNPROVED}float32", "{UNPROVED}float32x2" or "{UNPROVED}float64". '
+        'All others are for method="per_example".',
+    )
     is_float = isinstance(arithmetic, FloatSums)
     _validate.require(
         (resolution if is_float else dtype) is None,
@@ -215,22 +227,11 @@ def parse(
     )
     if resolution is not None and not is_float:
         arithmetic = dataclasses.replace(arithmetic, resolution=resolution)
-    arithmetic.check_method(method)
     arithmetic.check_mode()
     return arithmetic
 
 
-def _name_for_dtype(dtype: Any, method: str) -> str:
-    if method == "book_keeping":
-        _validate.require(
-            dtype is None,
-            "book-keeping has no proved sums of a float dtype",
-            dtype=dtype,
-            fix='Leave dtype out for "bounded" sums, or pass '
-            f'arithmetic="{UNPROVED}float32" or "{UNPROVED}float64", or use '
-            'method="per_example".',
-        )
-        return "bounded"
+def _name_for_dtype(dtype: Any) -> str:
     name = "float32" if dtype is None else np.dtype(dtype).name
     _validate.require(
         name in ("float32", "float64"),

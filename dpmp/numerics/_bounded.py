@@ -224,21 +224,13 @@ class BoundedSums(GridSums):
     resolution: int = LARGEST_RESOLUTION
 
     name = "bounded"
+    method = "book_keeping"
     slack = SLACK
     clips_by_bounds = True
     assumption = (
         "It is assumed that other examples keep their places in the batch, and that "
         "the device adds in the same order every time."
     )
-
-    def check_method(self, method: str) -> None:
-        _validate.require(
-            method == "book_keeping",
-            '"bounded" sums are for gradients that are never formed',
-            method=method,
-            arithmetic=self.name,
-            fix='Use "exact", or method="book_keeping".',
-        )
 
     def room_left(self, radius: int, size: int) -> float:
         return radius - (1 + 2.0**-10) * math.sqrt(size)

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _validate
 from dpmp.numerics import _reduction
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridSums
 from dpmp.numerics._stored import StoredArray
@@ -37,17 +36,9 @@ class ExactSums(GridSums):
     resolution: int = DEFAULT_RESOLUTION
 
     name = "exact"
+    method = "per_example"
     clips_by_bounds = False
     assumption = ""
-
-    def check_method(self, method: str) -> None:
-        _validate.require(
-            method != "book_keeping",
-            "exact sums need gradients that are formed, rounded and checked",
-            method=method,
-            arithmetic=self.name,
-            fix='Use arithmetic="bounded" instead, or method="per_example".',
-        )
 
     def room_left(self, radius: int, size: int) -> float:
         # On average, rounding adds at most 1/4 to the square of an entry. The sum over

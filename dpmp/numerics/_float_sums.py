@@ -60,24 +60,9 @@ class FloatSums:
     clips_by_bounds = False
     assumption = ""
 
-    def check_method(self, method: str) -> None:
-        is_book_keeping = method == "book_keeping"
-        _validate.require(
-            not (is_book_keeping and self.is_proved),
-            "the sensitivity of float sums is not proved in book-keeping",
-            method=method,
-            arithmetic=self.name,
-            fix='Use arithmetic="bounded", which has a proof, or method="per_example". '
-            f'Float sums without a proof are "{UNPROVED}float32", '
-            f'"{UNPROVED}float32x2" and "{UNPROVED}float64".',
-        )
-        _validate.require(
-            is_book_keeping or self.is_proved,
-            f'names with "{UNPROVED}" are for method="book_keeping" alone',
-            method=method,
-            arithmetic=self.name,
-            fix=f'Use the name without "{UNPROVED}", or method="book_keeping".',
-        )
+    @property
+    def method(self) -> str:
+        return "per_example" if self.is_proved else "book_keeping"
 
     def check_mode(self) -> None:
         _validate.check_x64(self.dtype, "float64 sums")
