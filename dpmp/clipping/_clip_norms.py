@@ -154,15 +154,7 @@ class ClipNorms:
 def coefficients(
     targets: list[tuple[float, Any]], norms: list[SquaredNorm]
 ) -> list[jax.Array]:
-    """The (B,) clip coefficients of each group.
-
-    Args:
-      targets: the target norm and the largest coefficient of each group.
-      norms: the squared norms of the gradients of each group.
-
-    Returns:
-      For each group the smaller of target norm / norm and the largest coefficient.
-    """
+    """For each group, (B,): the smaller of target / norm and largest coefficient."""
     coefs = []
     for (bound, cap), norm in zip(targets, norms, strict=True):
         shrinkage = 1 - (norm.roundings / 2 + _SPARE_ROUNDINGS) * UNIT_ROUNDOFF

@@ -233,8 +233,7 @@ def make_callable(
       clipped_sum: computes the sum, and the outputs of each example.
       select: returns what users receive of these two.
       has_aux: whether that is a pair of the sum and some of the outputs.
-      has_params: whether the sum has the tree structure of the parameters. If so, it is
-        sharded as they are.
+      has_params: whether the sum has the structure and shardings of the parameters.
       l2_norm_bound: the largest norm of what one example adds.
     """
     signature = clipped_sum.signature

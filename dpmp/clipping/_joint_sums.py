@@ -183,12 +183,7 @@ def contribution(l2_norm_bound: float) -> float:
 
 
 def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
-    """Counts the norms that are not finite, up to 65,535, in units of `contribution`.
-
-    Args:
-      grad_norms: (B,), zero for padding.
-      l2_norm_bound: the largest norm of a clipped gradient.
-    """
+    """Counts the norms, (B,), that are not finite, up to 65,535, in `contribution`s."""
     unit = unit_of(contribution(l2_norm_bound), DEFAULT_RESOLUTION)
     count = jnp.sum(~jnp.isfinite(grad_norms), dtype=jnp.int32)
     return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
@@ -206,18 +201,7 @@ def join(
     metrics: ReleasedMetrics | None,
     counts_overflows: bool,
 ) -> PyTree:
-    """Joins a sum of clipped gradients with the sums of the metrics.
-
-    Args:
-      total: the sum of clipped gradients.
-      outputs: the sensitive outputs of the examples.
-      l2_norm_bound: the largest norm of a clipped gradient.
-      metrics: the metrics to release, or None.
-      counts_overflows: whether a dynamic loss scale needs the number of overflows.
-
-    Returns:
-      A `JointSum`, or `total` unchanged if there is nothing to join.
-    """
+    """Joins a sum of clipped gradients with the sums of metrics, if there are any."""
     sums, count = {}, None
     if metrics is not None:
         counts_overflows |= metrics.fraction_overflowed

@@ -86,26 +86,16 @@ class Arithmetic(Protocol):
     def for_clip_norms(
         self, bounds: Sequence[float], l2_norm_bound: float
     ) -> "Arithmetic":
-        """Returns this arithmetic for given clip norms.
-
-        Args:
-          bounds: the largest norm of each clipping group.
-          l2_norm_bound: the largest norm of all groups together.
-        """
+        """Returns this arithmetic for the largest norm of each group, and of all."""
         ...
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """Returns the norms to clip to, which leave room for rounding.
+        """Lowers the norms to clip to, so that there is room for rounding.
 
-        Args:
-          targets: for each group the largest norm, and the largest coefficient.
-          num_entries: the number of entries of each group.
-
-        Returns:
-          For each group the norm to clip to, and the largest coefficient. On a grid,
-          both are in units.
+        The targets are a norm and a largest coefficient for each group. On a grid, the
+        results are in units.
         """
         ...
 
@@ -136,25 +126,18 @@ class GradientSums(Arithmetic, Protocol):
     def admit(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
-        """Returns which examples contribute, (B,) bool.
+        """Returns which examples of `keep` contribute to a clipping group, (B,) bool.
 
-        Args:
-          stack: the arrays of a clipping group, (B, n).
-          coef: (B,) coefficients.
-          keep: (B,) bool. An example whose entry is False does not contribute.
-          group: the number of the group.
+        The arrays of the group are (B, n), and the coefficients (B,).
         """
         ...
 
     def contribution(
         self, row: jax.Array, coef: jax.Array, zero: jax.Array
     ) -> jax.Array:
-        """Returns the contribution of an example, (n,).
+        """Returns the contribution of an example with gradient `row`, (n,).
 
-        Args:
-          row: the gradient, (n,), float32 or wider.
-          coef: the coefficient, a number.
-          zero: an int32 zero that the compiler does not know to be zero.
+        The compiler does not know that `zero`, an int32, is zero.
         """
         ...
 
@@ -192,6 +175,7 @@ def parse(
     elif name is None:
         name = _name_for_dtype(dtype)
     resolution = as_number(resolution)
+    dtype = None if dtype is None else np.dtype(dtype)
     _validate.require(
         name in ARITHMETICS,
         f"arithmetic must be one of {list(ARITHMETICS)}",
@@ -208,25 +192,21 @@ def parse(
         f'proof: "{UNPROVED}float32", "{UNPROVED}float32x2" or "{UNPROVED}float64". '
         'All others are for method="per_example".',
     )
-    is_float = isinstance(arithmetic, FloatSums)
+    if isinstance(arithmetic, FloatSums):
+        fits = resolution is None and (dtype is None or dtype == arithmetic.dtype)
+    else:
+        fits = dtype is None
+        if resolution is not None:
+            arithmetic = dataclasses.replace(arithmetic, resolution=resolution)
     _validate.require(
-        (resolution if is_float else dtype) is None,
-        'dtype goes with float sums, and resolution with "exact" and "bounded"',
+        fits,
+        "dtype must be that of float sums, and resolution goes with sums on a grid",
         arithmetic=name,
         dtype=dtype,
         resolution=resolution,
-        fix="Leave out the argument that does not fit.",
+        fix="Leave out the argument that does not fit. (Rounding a wide sum to float32 "
+        "before the noise is added would undo it.)",
     )
-    _validate.require(
-        dtype is None or (is_float and np.dtype(dtype) == arithmetic.dtype),
-        "dtype and arithmetic must name the same sums",
-        dtype=dtype and np.dtype(dtype).name,
-        arithmetic=name,
-        fix="Leave out one of the two: rounding a wide sum to float32 before the "
-        "noise is added would undo it.",
-    )
-    if resolution is not None and not is_float:
-        arithmetic = dataclasses.replace(arithmetic, resolution=resolution)
     arithmetic.check_mode()
     return arithmetic
 

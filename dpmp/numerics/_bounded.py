@@ -139,7 +139,7 @@ class Roundings(NamedTuple):
     positions: int = 1
 
     def after(self, additions: int) -> "Roundings":
-        """Counts more additions, which sum the parts of all parameters."""
+        """Counts the additions that sum the parts of all parameters."""
         return self._replace(
             inner=self.inner + additions,
             total=self.total + additions,
@@ -161,15 +161,9 @@ def clip_by(
 ) -> jax.Array:
     """Returns the divisor of the target norm that gives the coefficient: (B,).
 
-    Args:
-      squared_norm: V for a microbatch of B examples, (B,).
-      extent: E, (B,).
-      roundings: the counts of roundings in V, in E and in the sum.
-      num_terms: the number of products that V and E are sums of.
-      folding_error: eta.
-
-    Raises:
-      ValueError: for a microbatch so large that almost every gradient would be cut.
+    The arguments are V, E, their counts of roundings, the number of products that they
+    are sums of, and eta. Raises ValueError for a microbatch so large that almost every
+    gradient would be cut.
     """
     size = squared_norm.shape[0]
     kappa = largest_extent(size, roundings)

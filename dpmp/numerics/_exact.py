@@ -90,17 +90,11 @@ def _is_within(stack: list[StoredArray], coef: jax.Array, radius: int) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class _Squares:
-    """Squares of the integers that gradients are rounded to, cut off at a limit.
-
-    Attributes:
-      dtype: the dtype of the squares and their sums.
-      largest: the largest integer whose square is not cut off.
-      limit: the limit of sums; twice the limit fits into the dtype.
-    """
+    """Squares of the integers that gradients are rounded to, cut off at a limit."""
 
     dtype: Any
-    largest: int
-    limit: int
+    largest: int  # the largest integer whose square is not cut off
+    limit: int  # the limit of sums; twice the limit fits into the dtype
 
     def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
         (coef,) = operands
@@ -116,18 +110,13 @@ _SQUARES_IN_64_BITS = _Squares(np.dtype(np.uint64), 2**24, 2**48)
 
 
 def _round(rows: jax.Array, coef: jax.Array, start: Any) -> jax.Array:
-    """Multiplies rows by coefficients, (B, n), and rounds to int32.
+    """Multiplies rows, (B, n) from column `start`, by coefficients and rounds to int32.
 
     The rounding is done in fixed point. Its threshold cycles with the position of the
     entry. So a gradient with many equal entries keeps its norm, which it would lose if
     all of them were rounded the same way. The only operation before it that rounds is
     one float product. The compiler cannot contract this product into an addition, so
     the check of the norm and the sum see the same integers.
-
-    Args:
-      rows: gradients, float32 or wider.
-      coef: coefficients, (B,).
-      start: the position of the first column.
     """
     scaled = (coef * 2.0**_FRACTION_BITS)[:, None].astype(rows.dtype) * rows
     position = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1)

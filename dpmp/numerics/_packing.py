@@ -22,14 +22,10 @@ _LARGEST_DRAW = 2**22
 
 
 class Draw(NamedTuple):
-    """Random numbers that are drawn at once.
-
-    Attributes:
-      shape: the shape of the draw.
-      ranges: by the number of each array, its start and stop along the first axis.
-    """
+    """Random numbers that are drawn at once."""
 
     shape: tuple[int, ...]
+    # By the number of each array, its start and stop along the first axis.
     ranges: dict[int, tuple[int, int]]
 
 
@@ -60,13 +56,7 @@ def draws(shapes: Sequence[tuple[int, ...]], kinds: Sequence[Hashable]) -> list[
 def groups_of(
     sizes: Sequence[int], kinds: Sequence[Hashable], *, few: int
 ) -> list[list[int]]:
-    """Chooses which arrays to join. Returns groups of their numbers, each number once.
-
-    Args:
-      sizes: the number of entries of each array.
-      kinds: the kind of each array. Only arrays of one kind are joined.
-      few: arrays with more entries than this stay alone.
-    """
+    """Groups the numbers of the arrays to join: those of one kind with few entries."""
     small: dict[Hashable, list[int]] = {}
     groups = []
     for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):

@@ -14,7 +14,7 @@ one shape:
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from dpmp.numerics._stored import StoredArray, columns_of, to_float
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 # A function of a start, which may be traced, and a number of columns: (B, size).
 Columns: TypeAlias = Callable[[Any, int], jax.Array]
+# A function of columns, the position of the first, and more operands: summands, (B, n).
+# It is hashable, so that it is traced once.
+EntryTerm: TypeAlias = Callable[..., jax.Array]
 
 # The number of summands in a block.
 _BLOCK = 8
@@ -52,30 +55,13 @@ def pairwise(terms: Sequence[PyTree], add: Callable[[PyTree, PyTree], PyTree]) -
     return terms[0]
 
 
-class EntryTerm(Protocol):
-    """A function that maps the entries of an array to summands.
-
-    It is hashable, so that it is traced once.
-    """
-
-    def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
-        """Returns summands, (B, n), from the columns that begin at `start`."""
-        ...
-
-
 def sum_entries(
     stack: Sequence[StoredArray], term: EntryTerm, add: Add, *operands: jax.Array
 ) -> tuple[jax.Array, int]:
-    """Sums a function of the entries of at least one array, for each example.
+    """Sums a function of the entries of at least one array, (B, n), for each example.
 
-    Args:
-      stack: arrays of shape (B, n).
-      term: the function. It maps zeros to zeros.
-      add: an elementwise addition whose neutral element is zero.
-      *operands: more arguments of the function.
-
-    Returns:
-      The sums, (B,), and the largest number of additions on any path.
+    The function maps zeros to zeros, and zero is the neutral element of the addition.
+    Returns the sums, (B,), and the largest number of additions on any path.
     """
     parts = []
     for x in stack:
@@ -177,13 +163,7 @@ def sum_examples(
     *,
     add: Callable[[PyTree, PyTree], PyTree],
 ) -> list[PyTree]:
-    """Adds up the blocks of all arrays.
-
-    Args:
-      take: `take(i)` returns the sum of block i for every array.
-      num_blocks: the number of blocks, at least 1.
-      add: the elementwise addition of two of these sums.
-    """
+    """Adds up `take(0)`, `take(1)`, ...: the sums of a block for every array."""
     if num_blocks == 1:
         return take(0)
     zeros = jax.tree.map(

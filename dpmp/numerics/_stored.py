@@ -101,12 +101,8 @@ def compute_and_store(
 ) -> tuple[PyTree, PyTree]:
     """Stores the first result of `compute`, and leaves the second as it is.
 
-    Args:
-      compute: returns a tree of stacked float arrays, (B, ...), and anything else.
-      witness: arrays, at least one of them not a constant of the program.
-
-    Returns:
-      The tree with its leaves as `StoredArray`, and the second result.
+    The first is a tree of float arrays, (B, ...); its leaves become `StoredArray`s. At
+    least one array of the witness is not a constant of the program.
     """
     compute = jax.jit(compute)  # so that it is traced once
     shapes, _ = jax.eval_shape(compute)

@@ -61,7 +61,7 @@ def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
                 "arithmetic": "unproved_float32",
                 "dtype": jnp.float64,
             },
-            "must name the same sums",
+            "dtype must be that of float sums",
         ),
         (
             {"method": "book_keeping", "nan_safe": False},
@@ -72,8 +72,11 @@ def test_bounded_sums_have_the_finest_grid_unless_told_otherwise():
             {"method": "book_keeping", "pre_clipping_transform": lambda x: x},
             "pre_clipping_transform needs",
         ),
-        ({"arithmetic": "exact", "dtype": jnp.float32}, "dtype goes with float sums"),
-        ({"resolution": 100}, 'resolution with "exact" and "bounded"'),
+        (
+            {"arithmetic": "exact", "dtype": jnp.float32},
+            "dtype must be that of float sums",
+        ),
+        ({"resolution": 100}, "resolution goes with sums on a grid"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, match):

@@ -429,9 +429,9 @@ def test_unbounded_contributions_are_refused(kwargs):
 
 
 def test_a_dtype_contradicts_exact_sums():
-    with pytest.raises(ValueError, match="dtype goes with float sums"):
+    with pytest.raises(ValueError, match="dtype must be that of float sums"):
         _exact_sum(jnp.ones((1, 1)), dtype=jnp.float32)
-    with pytest.raises(ValueError, match='resolution with "exact"'):
+    with pytest.raises(ValueError, match="resolution goes with sums on a grid"):
         clipped_fun(jnp.sum, l2_clip_norm=1.0, resolution=10)
 
 

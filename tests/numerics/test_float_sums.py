@@ -164,7 +164,7 @@ def test_narrow_sums_are_refused(dtype):
 def test_a_dtype_that_contradicts_the_accumulator_is_refused(name):
     with (
         jax.enable_x64(True),
-        pytest.raises(ValueError, match="must name the same sums"),
+        pytest.raises(ValueError, match="dtype must be that of float sums"),
     ):
         parse(name, dtype=np.float64 if name == "float32x2" else np.float32)
 
