@@ -147,29 +147,3 @@ def test_float64_norms_are_float64():
         norm = _stacked(x, jnp.zeros((1, 2), jnp.bfloat16))
         assert norm.value.dtype == jnp.float64
         assert norm.value[0] > 0
-
-
-def test_unknown_accumulators_are_refused():
-    with pytest.raises(ValueError, match="arithmetic must be one of"):
-        parse("float128")
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "int32"])
-def test_narrow_sums_are_refused(dtype):
-    with pytest.raises(ValueError, match="dtype must be float32 or float64"):
-        parse(None, dtype=dtype)
-
-
-@pytest.mark.parametrize("name", ["float32x2", "float64"])
-def test_a_dtype_that_contradicts_the_accumulator_is_refused(name):
-    with (
-        jax.enable_x64(True),
-        pytest.raises(ValueError, match="dtype must be that of float sums"),
-    ):
-        parse(name, dtype=np.float64 if name == "float32x2" else np.float32)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("float64", None), (None, np.float64)])
-def test_float64_sums_without_64_bit_mode_are_refused(name, dtype):
-    with pytest.raises(ValueError, match="float64 sums need 64-bit mode"):
-        parse(name, dtype=dtype)
