@@ -77,8 +77,7 @@ class ClipNorms:
                 _validate.is_real(norm) and norm >= 0,
                 "every l2_clip_norm must be a number of at least 0 (infinity included)",
                 l2_clip_norm=norm,
-                fix="Pass Python numbers: a clip norm is public and known before "
-                "tracing.",
+                fix="Pass numbers: a clip norm is public and known before tracing.",
             )
         normalize_by = _validate.positive(
             normalize_by=normalize_by, fix="Use 1.0, or the expected batch size."

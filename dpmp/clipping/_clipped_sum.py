@@ -48,8 +48,8 @@ class ClippedSum:
       microbatch_size: how many examples the engine sees at a time. None is the whole
         batch, or as many as `largest_microbatch` allows.
       nan_safe: whether a gradient that is not finite contributes zero.
-      largest_microbatch: a function from the arguments of the engine to the largest
-        microbatch that is used without a `microbatch_size`; None for no limit.
+      largest_microbatch: a function from the arguments of the engine to a size; None
+        for no limit.
     """
 
     engine: GradEngine
@@ -122,10 +122,7 @@ class ClippedSum:
         return max(k for k in range(1, largest + 1) if batch_size % k == 0)
 
     def _one_microbatch(
-        self,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        is_padding: jax.Array | None,
+        self, args: Sequence[Any], kwargs: dict[str, Any], is_padding: jax.Array | None
     ) -> tuple[PyTree, Outputs]:
         grads = self.engine(*args, **kwargs)
         norms = grads.squared_norms(self.clip_norms.prefix)
@@ -163,9 +160,8 @@ class ClippedSum:
         def step(total, microbatch):
             def compute():
                 part, outputs = one_microbatch(*microbatch)
-                return jax.tree.map(
-                    self.arithmetic.add, total, part, is_leaf=is_sum
-                ), outputs
+                add = self.arithmetic.add
+                return jax.tree.map(add, total, part, is_leaf=is_sum), outputs
 
             if is_padding is None:
                 return compute()

@@ -160,10 +160,9 @@ class GridSums:
         if batch_size > largest:
             warnings.warn(
                 f"sums of {batch_size} examples at a resolution of {self.resolution} "
-                f"can exceed 32 bits if the gradients of all examples point in one "
-                f"direction, along one coordinate. That costs accuracy, not privacy. "
-                f"Use a batch of at most {largest}, or a lower resolution, or "
-                f'"float32x2" instead of "exact".',
+                f"can exceed 32 bits if all gradients point in one direction, along "
+                f"one coordinate. That costs accuracy, not privacy. Use a batch of at "
+                f'most {largest}, a lower resolution, or "float32x2" for "exact".',
                 stacklevel=2,
             )
 
@@ -199,8 +198,7 @@ def snap(hi: jax.Array, lo: jax.Array | None, unit: float) -> GridArray:
     steps = _to_integers(whole, 2**31 - 2**26)
     if lo is not None:
         steps += _to_integers(jnp.round((scaled - whole) + lo * (1 / unit)), 2**20)
-    # A number that was cut off at the first limit is well beyond this limit, for any
-    # `lo`.
+    # A number that was cut off at the first limit is beyond this one, for any `lo`.
     return GridArray(jnp.clip(steps, -(2**31) + 2**27, 2**31 - 2**27), unit)
 
 
