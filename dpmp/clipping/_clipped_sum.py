@@ -108,7 +108,7 @@ class ClippedSum:
     def _choose_size(
         self, batch_size: int, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> int:
-        """The size of microbatches; raises ValueError if it divides no batch."""
+        """The size of microbatches; raises ValueError if the batch is no multiple."""
         _validate.require(
             batch_size % (self.microbatch_size or 1) == 0,
             "microbatch_size must divide the batch size",

@@ -86,7 +86,7 @@ class Arithmetic(Protocol):
     def for_clip_norms(
         self, bounds: Sequence[float], l2_norm_bound: float
     ) -> "Arithmetic":
-        """Returns this arithmetic for the largest norm of each group, and of all."""
+        """Returns this arithmetic for given largest norms, of each group and all."""
         ...
 
     def targets(

@@ -101,7 +101,7 @@ class GridSums:
     slack = 0.0  # the share of the target norm that is reserved for rounding of floats
 
     def room_left(self, radius: int, size: int) -> float:
-        """The largest norm before `size` entries are rounded to the grid, in units."""
+        """The largest norm, in units, of `size` entries before they are rounded."""
         raise NotImplementedError
 
     def for_clip_norms(self, bounds: Sequence[float], l2_norm_bound: float) -> Self:
