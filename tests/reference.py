@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from dpmp.numerics._double_words import DoubleWord
+from dpmp.numerics._grid import GridArray
 
 
-def _is_double_word(x: Any) -> bool:
-    return isinstance(x, DoubleWord)
+def _is_sum(x: Any) -> bool:
+    return isinstance(x, DoubleWord | GridArray)
 
 
 def float64_values(x: Any) -> np.ndarray:
@@ -21,21 +22,23 @@ def float64_values(x: Any) -> np.ndarray:
 
 
 def exact_values(x: Any) -> np.ndarray:
-    """The flat entries of an array, or of a double word, as fractions."""
-    if _is_double_word(x):
+    """The flat entries of an array, double word or grid array, as fractions."""
+    if isinstance(x, DoubleWord):
         return exact_values(x.hi) + exact_values(x.lo)
+    if isinstance(x, GridArray):
+        return exact_values(x.steps) * Fraction(x.unit)
     flat = [Fraction(v) for v in float64_values(x).ravel().tolist()]
     return np.array([*flat, None], object)[:-1]
 
 
 def exact_squared_norm(tree: Any) -> Fraction:
-    """The squared L2 norm over all leaves (arrays or double words), exactly."""
-    leaves = jax.tree.leaves(tree, is_leaf=_is_double_word)
+    """The squared L2 norm over all leaves (arrays or sums), exactly."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_sum)
     return sum((_exact_sum_of_squares(x) for x in leaves), Fraction(0))
 
 
 def _exact_sum_of_squares(x: Any) -> Fraction:
-    if _is_double_word(x):
+    if _is_sum(x):
         return sum((v * v for v in exact_values(x)), Fraction(0))
     mantissas, exponents = np.frexp(float64_values(x).ravel())
     if not np.isfinite(mantissas).all():
@@ -49,10 +52,10 @@ def _exact_sum_of_squares(x: Any) -> Fraction:
 
 
 def exact_squared_distance(a: Any, b: Any) -> Fraction:
-    """The squared L2 distance of two trees of arrays or double words, exactly."""
+    """The squared L2 distance of two trees of arrays or sums, exactly."""
     pairs = zip(
-        jax.tree.leaves(a, is_leaf=_is_double_word),
-        jax.tree.leaves(b, is_leaf=_is_double_word),
+        jax.tree.leaves(a, is_leaf=_is_sum),
+        jax.tree.leaves(b, is_leaf=_is_sum),
         strict=True,
     )
     differences = (exact_values(x) - exact_values(y) for x, y in pairs)

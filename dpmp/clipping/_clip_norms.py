@@ -12,7 +12,6 @@ second-order terms, and for hardware whose square root or division is off by a f
 in the last place.
 """
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -62,11 +61,11 @@ class ClipNorms:
         cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
     ) -> "ClipNorms":
         """Makes clip norms from a tree of numbers; raises ValueError if it is bad."""
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
-            traced, prefix = _check_traced(tree, rescale_to_unit_norm)
-            numbers = cls.from_tree(1.0, rescale_to_unit_norm, normalize_by)
-            return dataclasses.replace(numbers, prefix=prefix, traced=traced)
         norms, prefix = jax.tree.flatten(jax.tree.map(as_real, tree))
+        traced = None
+        if any(isinstance(x, jax.core.Tracer) for x in norms):
+            _check_traced(norms, rescale_to_unit_norm)
+            traced, norms = norms[0].astype(jnp.float32), [1.0]
         _validate.require(
             len(norms) > 0,
             "l2_clip_norm must hold at least one number",
@@ -78,8 +77,7 @@ class ClipNorms:
                 _validate.is_real(norm) and norm >= 0,
                 "every l2_clip_norm must be a number of at least 0 (infinity included)",
                 l2_clip_norm=norm,
-                fix="Pass Python numbers: a clip norm is public and known before "
-                "tracing.",
+                fix="Pass numbers: a clip norm is public and known before tracing.",
             )
         normalize_by = _validate.positive(
             normalize_by=normalize_by, fix="Use 1.0, or the expected batch size."
@@ -93,12 +91,7 @@ class ClipNorms:
                 normalize_by=normalize_by,
                 fix="Rescale the loss: float32 cannot handle other sizes.",
             )
-        return cls(
-            tuple(norms),
-            prefix,
-            rescale_to_unit_norm,
-            normalize_by,
-        )
+        return cls(tuple(norms), prefix, rescale_to_unit_norm, normalize_by, traced)
 
     @property
     def l2_norm_bound(self) -> float:
@@ -108,8 +101,8 @@ class ClipNorms:
 
     def fit(self, arithmetic: Arithmetic, nan_safe: bool = True) -> Arithmetic:
         """Adapts an arithmetic to sums of gradients that are clipped to these norms."""
+        bounds = [bound for bound, _ in self._targets_of_numbers]
         l2_norm_bound = self.l2_norm_bound if nan_safe else math.inf
-        bounds = [bound for bound, _ in dataclasses.replace(self, traced=None).targets]
         return arithmetic.for_clip_norms(bounds, l2_norm_bound)
 
     def check_prefix_of(self, tree: PyTree) -> None:
@@ -138,11 +131,15 @@ class ClipNorms:
         With a traced clip norm, the coefficient is an array. It is NaN if that clip
         norm is not from 1e-15 to 1e15, and then every contribution is zero.
         """
-        if self.traced is not None:
-            ((bound, cap),) = dataclasses.replace(self, traced=None).targets
-            clip_norm = _meshes.freed(self.traced)
-            is_valid = (clip_norm >= 1e-15) & (clip_norm <= 1e15)
-            return [(bound, jnp.where(is_valid, cap / clip_norm, jnp.nan))]
+        if self.traced is None:
+            return self._targets_of_numbers
+        ((bound, cap),) = self._targets_of_numbers
+        clip_norm = _meshes.freed(self.traced)
+        is_valid = (clip_norm >= 1e-15) & (clip_norm <= 1e15)
+        return [(bound, jnp.where(is_valid, cap / clip_norm, jnp.nan))]
+
+    @property
+    def _targets_of_numbers(self) -> list[tuple[float, float]]:
         total = math.hypot(*self.norms)
         divisor = self.normalize_by * (total if self.rescale_to_unit_norm else 1.0)
         if divisor == 0:  # in the limit of small clip norms, only directions are left
@@ -156,23 +153,15 @@ class ClipNorms:
 def coefficients(
     targets: list[tuple[float, Any]], norms: list[SquaredNorm]
 ) -> list[jax.Array]:
-    """The (B,) clip coefficients of each group.
-
-    Args:
-      targets: the target norm and the largest coefficient of each group.
-      norms: the squared norms of the gradients of each group.
-
-    Returns:
-      For each group the smaller of target norm / norm and the largest coefficient.
-    """
-    return [
-        _coefficient(
-            _round_down(bound * _shrinkage(norm)).astype(norm.value.dtype),
-            _round_down(cap).astype(norm.value.dtype),
-            (norm.value if norm.bound is None else norm.bound) + norm.underflow,
-        )
-        for (bound, cap), norm in zip(targets, norms, strict=True)
-    ]
+    """For each group, (B,): the smaller of target / norm and largest coefficient."""
+    coefs = []
+    for (bound, cap), norm in zip(targets, norms, strict=True):
+        shrinkage = 1 - (norm.roundings / 2 + _SPARE_ROUNDINGS) * UNIT_ROUNDOFF
+        target = _round_down(bound * shrinkage).astype(norm.value.dtype)
+        cap = _round_down(cap).astype(norm.value.dtype)
+        largest = norm.value if norm.bound is None else norm.bound
+        coefs.append(_coefficient(target, cap, largest + norm.underflow))
+    return coefs
 
 
 def are_clipped(targets: list[tuple[float, Any]], coefs: list[jax.Array]) -> jax.Array:
@@ -189,10 +178,6 @@ def are_clipped(targets: list[tuple[float, Any]], coefs: list[jax.Array]) -> jax
 @jax.jit
 def _coefficient(bound: Any, cap: Any, squared_norm: jax.Array) -> jax.Array:
     return jnp.minimum(cap, bound / jnp.sqrt(squared_norm))
-
-
-def _shrinkage(norm: SquaredNorm) -> float:
-    return 1 - (norm.roundings / 2 + _SPARE_ROUNDINGS) * UNIT_ROUNDOFF
 
 
 def _round_down(x: Any) -> Any:
@@ -215,14 +200,12 @@ def global_norm(norms: list[SquaredNorm]) -> jax.Array:
     return jnp.sqrt(sum(norm.value.astype(dtype) for norm in norms))
 
 
-def _check_traced(tree: PyTree, rescale_to_unit_norm: bool) -> tuple[jax.Array, Any]:
-    """Returns the traced clip norm and its tree structure; raises if it is bad."""
-    leaves, prefix = jax.tree.flatten(tree)
-    is_float = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
+def _check_traced(norms: list[Any], rescale_to_unit_norm: bool) -> None:
+    is_float = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in norms)
     _validate.require(
-        len(leaves) == 1 and is_float and jnp.shape(leaves[0]) == (),
+        len(norms) == 1 and is_float and jnp.shape(norms[0]) == (),
         "a traced l2_clip_norm must be one float scalar for all parameters",
-        l2_clip_norm=tree,
+        l2_clip_norm=norms,
         fix="Pass Python numbers for several clip norms.",
     )
     _validate.require(
@@ -232,4 +215,3 @@ def _check_traced(tree: PyTree, rescale_to_unit_norm: bool) -> tuple[jax.Array, 
         fix="Set rescale_to_unit_norm=True, which divides the clipped gradients by the "
         "clip norm. Or pass a Python number.",
     )
-    return leaves[0].astype(jnp.float32), prefix

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dpmp import _meshes
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._clipped_sum import ClippedSum, specs_of_examples, specs_of_sum
+from dpmp.clipping._clipped_sum import ClippedSum, make_callable
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.engines._per_example import stack_engine
 from dpmp.engines._signature import Signature, check_float_leaves
@@ -89,6 +88,13 @@ def clipped_fun(
         value, aux = value_fn(*args, **kwargs)
         return value, (None, aux)
 
+    def select(total, outputs):
+        if has_aux and return_norms:
+            return total, (outputs.aux, outputs.grad_norms)
+        if has_aux or return_norms:
+            return total, outputs.aux if has_aux else outputs.grad_norms
+        return total
+
     clipped_sum = ClippedSum(
         engine=stack_engine(for_one_example, signature, spmd_axis_name=spmd_axis_name),
         signature=signature,
@@ -97,24 +103,10 @@ def clipped_fun(
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
     )
-
-    def clipped_fn(*args, is_padding_example, **kwargs):
-        signature.check(args)
-        total, (_, norms, _, aux) = clipped_sum(args, kwargs, is_padding_example)
-        if has_aux and return_norms:
-            return total, (aux, norms)
-        if has_aux or return_norms:
-            return total, aux if has_aux else norms
-        return total
-
-    def out_specs(specs, output):
-        total, outputs = output if has_aux or return_norms else (output, ())
-        return specs_of_sum(total, []) + specs_of_examples(
-            outputs, specs[signature.batch_argnums[0]]
-        )
-
-    return BoundedSensitivityCallable(
-        _meshes.on_automatic_axes(clipped_fn, out_specs),
-        clipped_sum.l2_norm_bound,
-        has_aux or return_norms,
+    return make_callable(
+        clipped_sum,
+        select,
+        has_aux=has_aux or return_norms,
+        has_params=False,
+        l2_norm_bound=clipped_sum.l2_norm_bound,
     )

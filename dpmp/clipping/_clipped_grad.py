@@ -3,27 +3,22 @@
     clip_coef = min(1, l2_clip_norm / norm)     for each example and clipping group
     sum       = sum of clip_coef * gradient     over the examples of the batch
 
-A clipping group is a set of parameters that share one clip norm. Norms are float32 or
-wider, whatever the dtype of the gradients. Rounding can make a computed sum larger than
-the formula says. So the clip norm is lowered by a bound on the rounding errors of the
-norm, the coefficient and the sum, and `.sensitivity()` holds for the computed sum.
+Norms are float32 or wider, whatever the dtype of the gradients. Rounding can make a
+computed sum larger than the formula says. So the clip norm is lowered by a bound on the
+rounding errors of the norm, the coefficient and the sum.
 """
 
 import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
-from dpmp import _meshes, _validate, loss_scaling
+from dpmp import _validate, loss_scaling
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._clipped_sum import ClippedSum, specs_of_examples, specs_of_sum
-from dpmp.clipping._joint_sums import ReleasedMetrics, join
-from dpmp.clipping._sensitivity import (
-    BoundedSensitivityCallable as BoundedSensitivityCallable,
-)
+from dpmp.clipping._clipped_sum import ClippedSum, Outputs, make_callable
+from dpmp.clipping._joint_sums import ReleasedMetrics, join, joint_norm_bound
+from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.engines._methods import check_method, make_engine
 from dpmp.engines._signature import Signature, check_float_leaves
 from dpmp.loss_scaling import LossScale
@@ -92,9 +87,9 @@ def clipped_grad(
       Conditions:
 
       - `nan_safe` is True.
-      - The gradient of an example depends on no other example (no batch statistics).
-      - The gradient does not depend on the example's place in the batch either, not
-        even in its last bits. (XLA does not promise this; see the README.)
+      - The gradient of an example depends on no other example (no batch statistics),
+        and not on its place in the batch, not even in its last bits. (XLA does not
+        promise the latter; see the README.)
       - The key of `prng_argnum` is secret and is used once. Each place in the batch
         gets its own part of the key.
       - No `jax.vmap` is around this function. It would let the compiler compute a
@@ -102,9 +97,9 @@ def clipped_grad(
 
       Batches and devices:
 
-      - An example contributes zero if its gradient is not finite or if its squared norm
-        overflows the dtype of the norm. So does a padding example. The zero is selected
-        and not the result of a product, so that NaN cannot pass.
+      - An example contributes zero if it is padding, if its gradient is not finite, or
+        if its squared norm overflows the dtype of the norm. The zero is selected and
+        not the result of a product, so that NaN cannot pass.
       - The sum is zero for an empty batch and for a batch of padding only.
       - Values, norms and aux of an example depend on that example alone. They are
         sensitive.
@@ -161,20 +156,19 @@ def clipped_grad(
         scale that is traced or comes from a function is rounded down to a power of two
         from 2^-40 to 2^40. An example whose scale is negative or not finite contributes
         zero.
-      counts_overflows: whether to return a `dpmp.clipping.JointSum`, which adds one
-        coordinate to the sum: the number of examples whose gradient norm is not finite.
-        It is meant to be released with noise. Sum and count together have the
-        sensitivity of the sum.
+      counts_overflows: whether to return a `JointSum`, which adds one coordinate to the
+        sum: the number of examples whose gradient norm is not finite. It is meant to be
+        released with noise. Sum and count together have the sensitivity of the sum.
       released_metrics: adds coordinates for noisy metrics to the sum, which becomes a
         `JointSum`. `ReleasedMetrics` says what they cost.
       pre_clipping_transform: a function of the gradient of one example. Its output is
         clipped and summed in place of the gradient.
       microbatch_size: how many examples to process at a time, to limit memory. It must
         divide the batch size. Microbatches of padding only are skipped. None processes
-        the whole batch at once, except with "bounded" sums. These use the largest
-        divisor of the batch size that leaves gradients whole, that is, scales hardly
-        any gradient below the clip norm. It depends on the length of sequences (for
-        instance, 8 examples of 128 positions) and is chosen when the loss is traced.
+        the whole batch at once, except with "bounded" sums: these use the largest
+        divisor of the batch size that scales hardly any gradient below the clip norm.
+        It depends on the length of sequences (for instance, 8 examples of 128
+        positions) and is chosen when the loss is traced.
       nan_safe: whether a gradient that is not finite contributes zero. Without it, NaN
         goes through, for debugging, and `.sensitivity()` is infinite.
       dtype: the dtype of a float sum, float32 (None) or float64.
@@ -243,43 +237,19 @@ def clipped_grad(
         nan_safe=nan_safe,
         largest_microbatch=largest_microbatch,
     )
-    returns_aux = has_aux or return_values or return_grad_norms
-
-    def clipped_grad_fn(*args, is_padding_example, **kwargs):
-        signature.check(args)
-        if pre_clipping_transform is None:
-            clip_norms.check_prefix_of(signature.params(args))
-        total, outputs = clipped_sum(args, kwargs, is_padding_example)
-        total = join(
-            total,
-            outputs,
-            clipped_sum.l2_norm_bound,
-            released_metrics,
-            counts_overflows=counts_overflows,
-        )
-        if not returns_aux:
-            return total
-        return total, AuxiliaryOutput(
-            outputs.values if return_values else None,
-            outputs.grad_norms if return_grad_norms else None,
-            outputs.aux if has_aux else None,
-        )
-
-    def out_specs(specs, output):
-        total, outputs = output if returns_aux else (output, ())
-        params = [] if pre_clipping_transform else signature.params(specs)
-        return specs_of_sum(total, jax.tree.leaves(params)) + specs_of_examples(
-            outputs, specs[signature.batch_argnums[0]]
-        )
-
     l2_norm_bound = clipped_sum.l2_norm_bound
-    if released_metrics is not None:
-        l2_norm_bound = released_metrics.joint_norm_bound(l2_norm_bound)
-    return BoundedSensitivityCallable(
-        _meshes.on_automatic_axes(clipped_grad_fn, out_specs),
-        l2_norm_bound,
-        returns_aux,
-        keeps_places=sums.clips_by_bounds,
+    asked_for = (return_values, return_grad_norms, has_aux)
+
+    def select(total, outputs):
+        total = join(total, outputs, l2_norm_bound, released_metrics, counts_overflows)
+        return (total, _chosen(outputs, asked_for)) if any(asked_for) else total
+
+    return make_callable(
+        clipped_sum,
+        select,
+        has_aux=any(asked_for),
+        has_params=pre_clipping_transform is None,
+        l2_norm_bound=joint_norm_bound(l2_norm_bound, released_metrics),
     )
 
 
@@ -306,3 +276,9 @@ def _checked(
         return grads
 
     return checked
+
+
+def _chosen(outputs: Outputs, asked_for: tuple[bool, bool, bool]) -> AuxiliaryOutput:
+    found = (outputs.values, outputs.grad_norms, outputs.aux)
+    pairs = zip(found, asked_for, strict=True)
+    return AuxiliaryOutput(*(x if is_chosen else None for x, is_chosen in pairs))

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpmp import _validate
+from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
+from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.engines._interface import GradEngine
 from dpmp.engines._signature import Signature
 from dpmp.numerics._arithmetic import Arithmetic
@@ -47,8 +48,8 @@ class ClippedSum:
       microbatch_size: how many examples the engine sees at a time. None is the whole
         batch, or as many as `largest_microbatch` allows.
       nan_safe: whether a gradient that is not finite contributes zero.
-      largest_microbatch: a function from the arguments of the engine to the largest
-        microbatch that is used without a `microbatch_size`; None for no limit.
+      largest_microbatch: a function from the arguments of the engine to a size; None
+        for no limit.
     """
 
     engine: GradEngine
@@ -82,24 +83,20 @@ class ClippedSum:
         self.arithmetic.check_mode()
         if math.isfinite(self.l2_norm_bound):
             self.arithmetic.check_not_mapped()
-        batch_size = self._check_batch(args, is_padding_example)
+        batch_size = self.signature.batch_size(args, is_padding_example)
         examples = self.signature.examples(args, batch_size)
 
-        def call_args(examples):
+        def with_examples(examples):
             return [examples.get(i, arg) for i, arg in enumerate(args)]
 
         def one_microbatch(examples, is_padding):
-            return self._one_microbatch(call_args(examples), kwargs, is_padding)
+            return self._one_microbatch(with_examples(examples), kwargs, is_padding)
 
-        size = self.microbatch_size or batch_size
-        if self.microbatch_size is None and self.largest_microbatch and batch_size:
-            largest = self.largest_microbatch(*call_args(examples), **kwargs)
-            size = largest_divisor(batch_size, largest)
+        size = self._choose_size(batch_size, with_examples(examples), kwargs)
         if math.isfinite(self.clip_norms.l2_norm_bound):
             self.arithmetic.check_batch(batch_size, size)
-
         if batch_size == 0:
-            total, outputs = self._empty(one_microbatch, examples)
+            total, outputs = _empty(one_microbatch, examples)
         elif size == batch_size:
             total, outputs = one_microbatch(examples, is_padding_example)
         else:
@@ -108,11 +105,24 @@ class ClippedSum:
             )
         return self.arithmetic.finish(total), outputs
 
+    def _choose_size(
+        self, batch_size: int, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> int:
+        """The size of microbatches; raises ValueError if the batch is no multiple."""
+        _validate.require(
+            batch_size % (self.microbatch_size or 1) == 0,
+            "microbatch_size must divide the batch size",
+            microbatch_size=self.microbatch_size,
+            batch_size=batch_size,
+            fix="Pad the batch, and mark the padding in is_padding_example.",
+        )
+        if self.microbatch_size or not self.largest_microbatch or not batch_size:
+            return self.microbatch_size or batch_size
+        largest = min(batch_size, self.largest_microbatch(*args, **kwargs))
+        return max(k for k in range(1, largest + 1) if batch_size % k == 0)
+
     def _one_microbatch(
-        self,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        is_padding: jax.Array | None,
+        self, args: Sequence[Any], kwargs: dict[str, Any], is_padding: jax.Array | None
     ) -> tuple[PyTree, Outputs]:
         grads = self.engine(*args, **kwargs)
         norms = grads.squared_norms(self.clip_norms.prefix)
@@ -150,7 +160,8 @@ class ClippedSum:
         def step(total, microbatch):
             def compute():
                 part, outputs = one_microbatch(*microbatch)
-                return self._add(total, part), outputs
+                add = self.arithmetic.add
+                return jax.tree.map(add, total, part, is_leaf=is_sum), outputs
 
             if is_padding is None:
                 return compute()
@@ -163,38 +174,20 @@ class ClippedSum:
             lambda x: x.reshape(x.shape[0] * size, *x.shape[2:]), outputs
         )
 
-    def _add(self, a: PyTree, b: PyTree) -> PyTree:
-        return jax.tree.map(self.arithmetic.add, a, b, is_leaf=is_sum)
 
-    def _empty(
-        self, one_microbatch: Callable[..., Any], examples: PyTree
-    ) -> tuple[PyTree, Any]:
-        """Returns zeros in the shapes that a batch without examples has."""
-        one_example = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), examples
-        )
-        total, outputs = jax.eval_shape(one_microbatch, one_example, None)
-        return _zeros(total), jax.tree.map(lambda x: x[:0], _zeros(outputs))
-
-    def _check_batch(
-        self, args: Sequence[Any], is_padding_example: jax.Array | None
-    ) -> int:
-        """Returns the batch size; raises ValueError if a size does not fit."""
-        batch_size = self.signature.batch_size(args, is_padding_example)
-        _validate.require(
-            batch_size % (self.microbatch_size or 1) == 0,
-            "microbatch_size must divide the batch size",
-            microbatch_size=self.microbatch_size,
-            batch_size=batch_size,
-            fix="Pad the batch, and mark the padding in is_padding_example.",
-        )
-        return batch_size
+def _empty(
+    one_microbatch: Callable[..., Any], examples: PyTree
+) -> tuple[PyTree, Outputs]:
+    """Returns zeros in the shapes that a batch without examples has."""
+    one_example = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), examples
+    )
+    total, outputs = _zeros(jax.eval_shape(one_microbatch, one_example, None))
+    return total, jax.tree.map(lambda x: x[:0], outputs)
 
 
-def largest_divisor(batch_size: int, limit: int) -> int:
-    """The largest microbatch size of at most `limit` that divides the batch size."""
-    sizes = range(1, min(batch_size, limit) + 1)
-    return max(size for size in sizes if batch_size % size == 0)
+def _zeros(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def keep_mask(
@@ -222,11 +215,46 @@ def _zero_padding(outputs: PyTree, is_padding: jax.Array | None) -> PyTree:
     )
 
 
-def _zeros(shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+def make_callable(
+    clipped_sum: ClippedSum,
+    select: Callable[[PyTree, Outputs], Any],
+    *,
+    has_aux: bool,
+    has_params: bool,
+    l2_norm_bound: float,
+) -> BoundedSensitivityCallable:
+    """Makes the function that users call, for arrays on meshes of any kind.
+
+    Args:
+      clipped_sum: computes the sum, and the outputs of each example.
+      select: returns what users receive of these two.
+      has_aux: whether that is a pair of the sum and some of the outputs.
+      has_params: whether the sum has the structure and shardings of the parameters.
+      l2_norm_bound: the largest norm of what one example adds.
+    """
+    signature = clipped_sum.signature
+
+    def fun(*args, is_padding_example, **kwargs):
+        signature.check(args)
+        if has_params:
+            clipped_sum.clip_norms.check_prefix_of(signature.params(args))
+        return select(*clipped_sum(args, kwargs, is_padding_example))
+
+    def out_specs(specs, output):
+        total, outputs = output if has_aux else (output, ())
+        params = jax.tree.leaves(signature.params(specs)) if has_params else []
+        batch = specs[signature.batch_argnums[0]]
+        return [*_specs_of_sum(total, params), *specs_of_examples(outputs, batch)]
+
+    return BoundedSensitivityCallable(
+        _meshes.on_automatic_axes(fun, out_specs),
+        l2_norm_bound,
+        has_aux,
+        keeps_places=clipped_sum.arithmetic.clips_by_bounds,
+    )
 
 
-def specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
+def _specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
     """Partition specs for a sum: those of the parameters, and replicated otherwise."""
     leaves = jax.tree.leaves(total, is_leaf=is_sum)
     specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]

@@ -29,7 +29,7 @@ from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.clipping._clipped_sum import Outputs
-from dpmp.numerics._grid import DEFAULT_RESOLUTION, Grid, GridArray
+from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridArray, unit_of
 
 # The grid of a metric: fine enough for a mean, and coarse enough for large batches.
 _RESOLUTION = 2**10 - 1
@@ -158,40 +158,19 @@ class ReleasedMetrics:
             "loss": jnp.where(jnp.isnan(loss), 0, loss),
             "clipped": is_clipped.astype(jnp.float32),
         }
-        largest = self.largest_of_one(l2_norm_bound)
-        unit = Grid.from_bounds([largest], largest, _RESOLUTION).unit
-        # Without this dtype, a sum of int32 would be int64 in 64-bit mode.
-        return {
-            name: GridArray(
-                jnp.sum(
-                    jnp.round(shares[name] * _RESOLUTION).astype(jnp.int32),
-                    dtype=jnp.int32,
-                ),
-                unit,
-            )
-            for name in self.paid
-        }
+        unit = unit_of(self.largest_of_one(l2_norm_bound), _RESOLUTION)
+
+        def total(share: jax.Array) -> GridArray:
+            steps = jnp.round(share * _RESOLUTION).astype(jnp.int32)
+            # Without this dtype, a sum of int32 would be int64 in 64-bit mode.
+            return GridArray(jnp.sum(steps, dtype=jnp.int32), unit)
+
+        return {name: total(shares[name]) for name in self.paid}
 
     def largest_of_one(self, l2_norm_bound: float) -> float:
         """The largest coordinate of each metric; k bounds the norm of all of them."""
         k = self.norm_share * contribution(as_real(l2_norm_bound))
         return k / math.sqrt(max(len(self.paid), 1)) * (1 - 2.0**-50)
-
-
-def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
-    """Counts the examples whose gradient norm is not finite.
-
-    Args:
-      grad_norms: (B,), zero for padding.
-      l2_norm_bound: the largest norm of a clipped gradient; the unit of the count.
-
-    Returns:
-      The count times `l2_norm_bound`, on a grid of its own; at most 65,535 are counted.
-    """
-    bound = contribution(l2_norm_bound)
-    unit = Grid.from_bounds([bound], bound, DEFAULT_RESOLUTION).unit
-    count = jnp.sum(~jnp.isfinite(grad_norms), dtype=jnp.int32)
-    return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
 
 
 def contribution(l2_norm_bound: float) -> float:
@@ -203,33 +182,30 @@ def contribution(l2_norm_bound: float) -> float:
     return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
 
+def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
+    """Counts the norms, (B,), that are not finite, up to 65,535, in `contribution`s."""
+    unit = unit_of(contribution(l2_norm_bound), DEFAULT_RESOLUTION)
+    count = jnp.sum(~jnp.isfinite(grad_norms), dtype=jnp.int32)
+    return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
+
+
+def joint_norm_bound(l2_norm_bound: float, metrics: ReleasedMetrics | None) -> float:
+    """The largest norm of a contribution to the sum and the metrics together."""
+    return metrics.joint_norm_bound(l2_norm_bound) if metrics else l2_norm_bound
+
+
 def join(
     total: PyTree,
     outputs: Outputs,
     l2_norm_bound: float,
     metrics: ReleasedMetrics | None,
-    *,
     counts_overflows: bool,
 ) -> PyTree:
-    """Joins a sum of clipped gradients with the sums of the metrics.
-
-    Args:
-      total: the sum of clipped gradients.
-      outputs: the sensitive outputs of the examples.
-      l2_norm_bound: the largest norm of a clipped gradient.
-      metrics: the metrics to release, or None.
-      counts_overflows: whether a dynamic loss scale needs the number of overflows.
-
-    Returns:
-      A `JointSum`, or `total` unchanged if there is nothing to join.
-    """
-    if metrics is None and not counts_overflows:
-        return total
-    sums = {}
+    """Joins a sum of clipped gradients with the sums of metrics, if there are any."""
+    sums, count = {}, None
     if metrics is not None:
         counts_overflows |= metrics.fraction_overflowed
         sums = metrics.sums(outputs.values, outputs.is_clipped, l2_norm_bound)
-    count = None
     if counts_overflows:
         count = count_overflows(outputs.grad_norms, l2_norm_bound)
-    return JointSum(total, count, sums)
+    return JointSum(total, count, sums) if metrics or counts_overflows else total

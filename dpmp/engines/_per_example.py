@@ -50,7 +50,7 @@ class StackedGrads:
         arithmetic: Arithmetic,
     ) -> PyTree:
         """See `PerExampleGrads`."""
-        sums_of = cast("GradientSums", arithmetic)  # enforced by `check_method`
+        sums_of = cast("GradientSums", arithmetic)  # enforced by `parse`
         groups = self._groups(prefix)
         # The check of the norm and the sum must read the same bits.
         coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))

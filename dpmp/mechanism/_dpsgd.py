@@ -165,7 +165,7 @@ class DPSGD:
             l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
             rescale_to_unit_norm=False,
             arithmetic=name_without_privacy(self.method)
-            if self._sums.needs_clipping
+            if self._sums.resolution is not None
             else self.arithmetic,
             noise_multiplier=0.0,
         )

@@ -6,6 +6,7 @@ The object alone knows how a sum is formed, and why its sensitivity holds. No ot
 module compares names of arithmetics, or asks for the type of the object.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,10 +18,8 @@ from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.numerics._bounded import BoundedSums
 from dpmp.numerics._exact import ExactSums
-from dpmp.numerics._float_sums import FLOAT_SUMS, UNPROVED
+from dpmp.numerics._float_sums import FLOAT_SUMS, UNPROVED, FloatSums
 from dpmp.numerics._stored import StoredArray
-
-_ON_GRIDS = {"exact": ExactSums, "bounded": BoundedSums}
 
 
 class Arithmetic(Protocol):
@@ -37,8 +36,16 @@ class Arithmetic(Protocol):
         ...
 
     @property
+    def method(self) -> str:
+        """The name of the gradient engine that it is for."""
+        ...
+
+    @property
     def resolution(self) -> int | None:
-        """The size of the largest contribution in units, or None without a grid."""
+        """The size of the largest contribution in units, or None without a grid.
+
+        A grid needs a finite clip norm.
+        """
         ...
 
     @property
@@ -52,11 +59,6 @@ class Arithmetic(Protocol):
         ...
 
     @property
-    def needs_clipping(self) -> bool:
-        """Whether the arithmetic needs a finite clip norm."""
-        ...
-
-    @property
     def clips_by_bounds(self) -> bool:
         """Whether an engine must compute upper bounds that include rounding errors.
 
@@ -67,10 +69,6 @@ class Arithmetic(Protocol):
     @property
     def assumption(self) -> str:
         """A sentence for the statement: the assumptions of the proof, or nothing."""
-        ...
-
-    def check_method(self, method: str) -> None:
-        """Raises ValueError for a gradient engine that cannot use this arithmetic."""
         ...
 
     def check_mode(self) -> None:
@@ -88,26 +86,16 @@ class Arithmetic(Protocol):
     def for_clip_norms(
         self, bounds: Sequence[float], l2_norm_bound: float
     ) -> "Arithmetic":
-        """Returns this arithmetic for given clip norms.
-
-        Args:
-          bounds: the largest norm of each clipping group.
-          l2_norm_bound: the largest norm of all groups together.
-        """
+        """Returns this arithmetic for given largest norms, of each group and all."""
         ...
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """Returns the norms to clip to, which leave room for rounding.
+        """Lowers the norms to clip to, so that there is room for rounding.
 
-        Args:
-          targets: for each group the largest norm, and the largest coefficient.
-          num_entries: the number of entries of each group.
-
-        Returns:
-          For each group the norm to clip to, and the largest coefficient. On a grid,
-          both are in units.
+        The targets are a norm and a largest coefficient for each group. On a grid, the
+        results are in units.
         """
         ...
 
@@ -133,30 +121,23 @@ class Arithmetic(Protocol):
 
 
 class GradientSums(Arithmetic, Protocol):
-    """An arithmetic for engines that form gradients."""
+    """An arithmetic of "per_example", the engine that forms gradients."""
 
     def admit(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
-        """Returns which examples contribute, (B,) bool.
+        """Returns which examples of `keep` contribute to a clipping group, (B,) bool.
 
-        Args:
-          stack: the arrays of a clipping group, (B, n).
-          coef: (B,) coefficients.
-          keep: (B,) bool. An example whose entry is False does not contribute.
-          group: the number of the group.
+        The arrays of the group are (B, n), and the coefficients (B,).
         """
         ...
 
     def contribution(
         self, row: jax.Array, coef: jax.Array, zero: jax.Array
     ) -> jax.Array:
-        """Returns the contribution of an example, (n,).
+        """Returns the contribution of an example with gradient `row`, (n,).
 
-        Args:
-          row: the gradient, (n,), float32 or wider.
-          coef: the coefficient, a number.
-          zero: an int32 zero that the compiler does not know to be zero.
+        The compiler does not know that `zero`, an int32, is zero.
         """
         ...
 
@@ -166,11 +147,14 @@ class GradientSums(Arithmetic, Protocol):
 
 
 class PartialSums(Arithmetic, Protocol):
-    """An arithmetic for engines that form the sums of microbatches, in floats."""
+    """An arithmetic of "book_keeping", which forms sums of microbatches in floats."""
 
     def lift(self, total: jax.Array, /) -> PyTree:
         """Turns the float sum of a microbatch into a sum of this arithmetic."""
         ...
+
+
+ARITHMETICS = {x.name: x for x in (ExactSums(), BoundedSums(), *FLOAT_SUMS)}
 
 
 def parse(
@@ -186,54 +170,48 @@ def parse(
       ValueError: for an unknown name, for a dtype narrower than float32, for arguments
         that do not go together, and for float64 without 64-bit mode.
     """
-    if name is None:
-        name = _name_for_dtype(dtype, method)
+    if name is None and method == "book_keeping" and dtype is None:
+        name = "bounded"
+    elif name is None:
+        name = _name_for_dtype(dtype)
     resolution = as_number(resolution)
-    names = [*_ON_GRIDS, *sorted(FLOAT_SUMS)]
+    dtype = None if dtype is None else np.dtype(dtype)
     _validate.require(
-        name in names,
-        f"arithmetic must be one of {names}",
+        name in ARITHMETICS,
+        f"arithmetic must be one of {list(ARITHMETICS)}",
         arithmetic=name,
         fix="Use one of these names.",
     )
-    is_on_grid = name in _ON_GRIDS
+    arithmetic = ARITHMETICS[name]
     _validate.require(
-        dtype is None if is_on_grid else resolution is None,
-        'dtype goes with float sums, and resolution with "exact" and "bounded"',
+        method == arithmetic.method,
+        f'"{name}" sums must be used with method="{arithmetic.method}"',
+        method=method,
+        fix="Gradients are never formed in book-keeping. Use "
+        '"bounded" sums there, which have a proof for that. Or use sums without a '
+        f'proof: "{UNPROVED}float32", "{UNPROVED}float32x2" or "{UNPROVED}float64". '
+        'All others are for method="per_example".',
+    )
+    if isinstance(arithmetic, FloatSums):
+        fits = resolution is None and (dtype is None or dtype == arithmetic.dtype)
+    else:
+        fits = dtype is None
+        if resolution is not None:
+            arithmetic = dataclasses.replace(arithmetic, resolution=resolution)
+    _validate.require(
+        fits,
+        "dtype must be that of float sums, and resolution goes with sums on a grid",
         arithmetic=name,
         dtype=dtype,
         resolution=resolution,
-        fix="Leave out the argument that does not fit.",
+        fix="Leave out the argument that does not fit. (Rounding a wide sum to float32 "
+        "before the noise is added would undo it.)",
     )
-    if is_on_grid:
-        given = {} if resolution is None else {"resolution": resolution}
-        arithmetic: Arithmetic = _ON_GRIDS[name](**given)
-    else:
-        arithmetic = FLOAT_SUMS[name]
-        _validate.require(
-            dtype is None or np.dtype(dtype) == arithmetic.dtype,
-            "dtype and arithmetic must name the same sums",
-            dtype=None if dtype is None else np.dtype(dtype).name,
-            arithmetic=name,
-            fix="Leave out one of the two: rounding a wide sum to float32 before the "
-            "noise is added would undo it.",
-        )
-    arithmetic.check_method(method)
     arithmetic.check_mode()
     return arithmetic
 
 
-def _name_for_dtype(dtype: Any, method: str) -> str:
-    if method == "book_keeping":
-        _validate.require(
-            dtype is None,
-            "book-keeping has no proved sums of a float dtype",
-            dtype=dtype,
-            fix='Leave dtype out for "bounded" sums, or pass '
-            f'arithmetic="{UNPROVED}float32" or "{UNPROVED}float64", or use '
-            'method="per_example".',
-        )
-        return "bounded"
+def _name_for_dtype(dtype: Any) -> str:
     name = "float32" if dtype is None else np.dtype(dtype).name
     _validate.require(
         name in ("float32", "float64"),

@@ -79,7 +79,7 @@ product is added to V and to A^2. `FLOOR` for each entry is added to |l_t|^2 and
 |r_t|^2, which makes gamma(inner) A^2 larger than the loss in inner products. If the
 denominator of c exceeds 2^60, the coefficient is zero, so that no coefficient
 underflows. The sum can lose m T 2^-126 in an entry, which is below a thousandth of a
-unit of the grid. `BoundedSums.targets` leaves room for it.
+unit of the grid. `BoundedSums.room_left` leaves room for it.
 
 Conditions. The factors in memory for an example depend on that example alone, in its
 place. A sum of the same numbers is the same whenever it is computed. (On GPUs, this
@@ -99,16 +99,14 @@ References:
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._typing import PyTree
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
-from dpmp.numerics._grid import LARGEST_RESOLUTION, Grid
+from dpmp.numerics._grid import LARGEST_RESOLUTION, GridSums
 
 # The share of the clip norm that is reserved for the rounding of sums.
 SLACK = 2.0**-6
@@ -141,7 +139,7 @@ class Roundings(NamedTuple):
     positions: int = 1
 
     def after(self, additions: int) -> "Roundings":
-        """Counts more additions, which sum the parts of all parameters."""
+        """Counts the additions that sum the parts of all parameters."""
         return self._replace(
             inner=self.inner + additions,
             total=self.total + additions,
@@ -163,15 +161,9 @@ def clip_by(
 ) -> jax.Array:
     """Returns the divisor of the target norm that gives the coefficient: (B,).
 
-    Args:
-      squared_norm: V for a microbatch of B examples, (B,).
-      extent: E, (B,).
-      roundings: the counts of roundings in V, in E and in the sum.
-      num_terms: the number of products that V and E are sums of.
-      folding_error: eta.
-
-    Raises:
-      ValueError: for a microbatch so large that almost every gradient would be cut.
+    The arguments are V, E, their counts of roundings, the number of products that they
+    are sums of, and eta. Raises ValueError for a microbatch so large that almost every
+    gradient would be cut.
     """
     size = squared_norm.shape[0]
     kappa = largest_extent(size, roundings)
@@ -220,95 +212,34 @@ def _gamma(num_roundings: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundedSums:
-    """The arithmetic of bounded sums; an `Arithmetic`.
-
-    Microbatches are summed in floats. Their sums are rounded to a grid, and added up in
-    integers.
-
-    Attributes:
-      resolution: the size of the largest contribution, in units of the grid.
-      grid: the grid of the sum, once the clip norms are known.
-    """
+class BoundedSums(GridSums):
+    """The arithmetic of bounded sums; a `PartialSums`."""
 
     resolution: int = LARGEST_RESOLUTION
-    grid: Grid = Grid.UNKNOWN
 
-    name: str = dataclasses.field(default="bounded", init=False)
-    bytes_per_entry: int = dataclasses.field(default=4, init=False)
-    is_proved: bool = dataclasses.field(default=True, init=False)
-    needs_clipping: bool = dataclasses.field(default=True, init=False)
-    clips_by_bounds: bool = dataclasses.field(default=True, init=False)
-    assumption: str = dataclasses.field(
-        default="It is assumed that other examples keep their places in the batch, and "
-        "that the device adds in the same order every time.",
-        init=False,
+    name = "bounded"
+    method = "book_keeping"
+    slack = SLACK
+    clips_by_bounds = True
+    assumption = (
+        "It is assumed that other examples keep their places in the batch, and that "
+        "the device adds in the same order every time."
     )
 
-    def check_method(self, method: str) -> None:
-        """See `Arithmetic`."""
-        _validate.require(
-            method == "book_keeping",
-            '"bounded" sums are for gradients that are never formed',
-            method=method,
-            arithmetic=self.name,
-            fix='Use "exact", or method="book_keeping".',
-        )
-
-    def for_clip_norms(
-        self, bounds: Sequence[float], l2_norm_bound: float
-    ) -> "BoundedSums":
-        """See `Arithmetic`."""
-        grid = Grid.from_bounds(bounds, l2_norm_bound, self.resolution)
-        return dataclasses.replace(self, grid=grid)
-
-    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
-        """Warns if sums can wrap around."""
-        del microbatch_size
-        self.grid.warn_of_overflow(batch_size)
-
-    def check_mode(self) -> None:
-        """Does nothing: these sums need no 64-bit mode."""
-
-    def check_not_mapped(self) -> None:
-        """Does nothing: integers may be added over devices."""
-
-    def targets(
-        self, targets: list[tuple[float, Any]], num_entries: list[int]
-    ) -> list[tuple[float, Any]]:
-        """The norms to clip to, and the largest coefficients, in units."""
-        scaled = []
-        for (bound, cap), radius, size in zip(
-            targets, self.grid.radii, num_entries, strict=True
-        ):
-            room = (1 + 2.0**-10) * math.sqrt(size)
-            self.grid.check_loss(radius - room, radius, size, bound)
-            largest = max(radius - room, 0) / (1 + SLACK)
-            scaled.append((largest, self.grid.in_units(cap)))
-        return scaled
+    def room_left(self, radius: int, size: int) -> float:
+        return radius - (1 + 2.0**-10) * math.sqrt(size)
 
     def lift(self, total: jax.Array) -> jax.Array:
-        """Rounds the sum of a microbatch, in units, to integers."""
         return _to_integers(total)
 
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Adds the sums of two parts of a batch."""
-        return a + b
-
-    def finish(self, total: PyTree) -> PyTree:
-        """Adds the unit to a tree of integer sums."""
-        return self.grid.finish(total)
-
     def wanted_resolution(self, num_parameters: int) -> float:
-        """See `Arithmetic`."""
         return 400 * math.sqrt(num_parameters)
 
     def share_lost(self, num_parameters: int, resolution: int) -> float:
-        """See `Arithmetic`; this is the share that `targets` takes."""
+        """See `Arithmetic`; this is the share that `room_left` takes."""
         return math.sqrt(num_parameters) / resolution
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
-        """See `Arithmetic`."""
         examples = "as many examples as that allows, chosen from shapes alone"
         if microbatch_size is not None:
             examples = f"{microbatch_size} examples"

@@ -57,7 +57,8 @@ def _fast_two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return s, b - (s - a)
 
 
-def add_double_words(x: DoubleWord, y: DoubleWord) -> DoubleWord:
+@jax.jit  # a program has one copy for every shape
+def add(x: DoubleWord, y: DoubleWord) -> DoubleWord:
     """Adds pairs by AccurateDWPlusDW, with a relative error below 3 u^2 + 13 u^3.
 
     References:
@@ -70,19 +71,16 @@ def add_double_words(x: DoubleWord, y: DoubleWord) -> DoubleWord:
     return DoubleWord(*_fast_two_sum(s, s_error + t_error))
 
 
-def lift(x: jax.Array) -> DoubleWord:
-    x = x.astype(jnp.float32)
-    return DoubleWord(x, jnp.zeros_like(x))
-
-
-def add_float(x: DoubleWord, y: jax.Array) -> DoubleWord:
+@jax.jit
+def _add_float(x: DoubleWord, y: jax.Array) -> DoubleWord:
     """Adds by DWPlusFP, relative error at most 2 u^2: algorithm 4 of that paper."""
     s, s_error = two_sum(x.hi, y)
     return DoubleWord(*_fast_two_sum(s, x.lo + s_error))
 
 
-# Jitted functions: a program has one copy of each for every shape.
-add, _add_float = jax.jit(add_double_words), jax.jit(add_float)
+def lift(x: jax.Array) -> DoubleWord:
+    x = x.astype(jnp.float32)
+    return DoubleWord(x, jnp.zeros_like(x))
 
 
 def add_block(terms: list[jax.Array]) -> DoubleWord:

@@ -5,7 +5,6 @@ The order of the additions determines how much rounding can change a sum.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ UNPROVED = "unproved_"
 
 @dataclass(frozen=True)
 class FloatSums:
-    """The arithmetic of float sums; an `Arithmetic`.
+    """The arithmetic of float sums; a `GradientSums` and a `PartialSums`.
 
     Attributes:
       name: the name, as users spell it.
@@ -57,40 +56,21 @@ class FloatSums:
     bytes_per_entry: int
     is_proved: bool = True
 
-    resolution: None = dataclasses.field(default=None, init=False)
-    needs_clipping: bool = dataclasses.field(default=False, init=False)
-    clips_by_bounds: bool = dataclasses.field(default=False, init=False)
-    assumption: str = dataclasses.field(default="", init=False)
+    resolution = None
+    clips_by_bounds = False
+    assumption = ""
 
-    def check_method(self, method: str) -> None:
-        """See `Arithmetic`."""
-        is_book_keeping = method == "book_keeping"
-        _validate.require(
-            not (is_book_keeping and self.is_proved),
-            "the sensitivity of float sums is not proved in book-keeping",
-            method=method,
-            arithmetic=self.name,
-            fix='Use arithmetic="bounded", which has a proof, or method="per_example". '
-            f'Float sums without a proof are "{UNPROVED}float32", '
-            f'"{UNPROVED}float32x2" and "{UNPROVED}float64".',
-        )
-        _validate.require(
-            is_book_keeping or self.is_proved,
-            f'names with "{UNPROVED}" are for method="book_keeping" alone',
-            method=method,
-            arithmetic=self.name,
-            fix=f'Use the name without "{UNPROVED}", or method="book_keeping".',
-        )
+    @property
+    def method(self) -> str:
+        return "per_example" if self.is_proved else "book_keeping"
 
-    def for_clip_norms(
-        self, bounds: Sequence[float], l2_norm_bound: float
-    ) -> "FloatSums":
-        """See `Arithmetic`."""
-        del bounds, l2_norm_bound
-        return self
+    def check_mode(self) -> None:
+        _validate.check_x64(self.dtype, "float64 sums")
+
+    def check_not_mapped(self) -> None:
+        _meshes.check_not_mapped(f"{self.name} sums")
 
     def check_batch(self, batch_size: int, microbatch_size: int) -> None:
-        """Raises ValueError for a sum whose rounding is not covered."""
         slack = rounding_slack(self, batch_size, microbatch_size)
         _validate.require(
             slack <= self.slack,
@@ -102,66 +82,54 @@ class FloatSums:
             fix='Use arithmetic="float32x2", or larger microbatches.',
         )
 
-    def check_mode(self) -> None:
-        """Raises ValueError if jax would silently narrow these sums."""
-        _validate.check_x64(self.dtype, "float64 sums")
-
-    def check_not_mapped(self) -> None:
-        """Raises ValueError if sums of other devices would be added to this one."""
-        _meshes.check_not_mapped(f"{self.name} sums")
+    def for_clip_norms(
+        self, bounds: Sequence[float], l2_norm_bound: float
+    ) -> "FloatSums":
+        del bounds, l2_norm_bound
+        return self
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """The norms to clip to, which leave the slack, and the largest coefficients."""
+        """See `Arithmetic`; leaves the slack."""
         del num_entries
         return [(bound / (1 + self.slack), cap) for bound, cap in targets]
 
     def admit(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
-        """Returns which examples contribute: those whose `keep` is True."""
         del stack, coef, group
         return keep
 
     def contribution(
         self, row: jax.Array, coef: jax.Array, zero: jax.Array
     ) -> jax.Array:
-        """Returns the contribution of an example: (n,)."""
         del zero
         return coef.astype(row.dtype) * row
 
     def finish(self, total: PyTree) -> PyTree:
-        """Returns the sum as it is, the form that users receive."""
         return total
 
     def wanted_resolution(self, num_parameters: int) -> None:
-        """Returns None, since floats have no grid."""
         del num_parameters
 
     def share_lost(self, num_parameters: int, resolution: int) -> float:
-        """Returns zero, since floats have no grid."""
         del num_parameters, resolution
         return 0.0
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
-        """See `Arithmetic`."""
         del resolution, microbatch_size
-        lowered = (
-            f"norms in float32 or wider; sums in {self.name}. The clip norm is lowered "
-            f"by what rounding can add ({self.slack:.2g} of it for the sum)"
-        )
-        on_a_grid = "Sums are put on a grid, and the noise is wider by what that costs."
-        if self.is_proved:
-            return (
-                f"{lowered}, so that the sensitivity holds for the computed floats. "
-                f"{on_a_grid}"
+        claim = "so that the sensitivity holds for the computed floats."
+        if not self.is_proved:
+            claim = (
+                "as far as microbatches are added up. Within a microbatch, gradients "
+                "are never formed, and the sensitivity of sums holds up to ordinary "
+                "rounding, which is NOT PROVED; arithmetic='bounded' is."
             )
         return (
-            f"{lowered}, as far as microbatches are added up. Within a microbatch, "
-            f"gradients are never formed, and the sensitivity of sums holds up to "
-            f"ordinary rounding, which is NOT PROVED; arithmetic='bounded' is. "
-            f"{on_a_grid}"
+            f"norms in float32 or wider; sums in {self.name}. The clip norm is lowered "
+            f"by what rounding can add ({self.slack:.2g} of it for the sum), {claim} "
+            f"Sums are put on a grid, and the noise is wider by what that costs."
         )
 
 
@@ -183,10 +151,6 @@ def rounding_slack(sums: FloatSums, batch_size: int, microbatch_size: int) -> fl
     return 2 * u * error * (1 + u) ** longest_path
 
 
-def _add_block_of_floats(dtype: Any, terms: list[jax.Array]) -> jax.Array:
-    return _reduction.pairwise([term.astype(dtype) for term in terms], jnp.add)
-
-
 def _of_floats(dtype: Any, unit_roundoff: float, slack: float) -> FloatSums:
     dtype = np.dtype(dtype)
     return FloatSums(
@@ -194,16 +158,18 @@ def _of_floats(dtype: Any, unit_roundoff: float, slack: float) -> FloatSums:
         dtype=dtype,
         lift=lambda x: x.astype(dtype),
         add=jnp.add,
-        add_block=functools.partial(_add_block_of_floats, dtype),
+        add_block=lambda terms: _reduction.pairwise(
+            [term.astype(dtype) for term in terms], jnp.add
+        ),
         unit_roundoff=unit_roundoff,
         slack=slack,
         bytes_per_entry=dtype.itemsize,
     )
 
 
-_PROVED = {
-    "float32": _of_floats(np.float32, UNIT_ROUNDOFF, 2.0**-7),
-    "float32x2": FloatSums(
+_PROVED = [
+    _of_floats(np.float32, UNIT_ROUNDOFF, 2.0**-7),
+    FloatSums(
         name="float32x2",
         dtype=np.dtype(np.float32),
         lift=_double_words.lift,
@@ -213,12 +179,10 @@ _PROVED = {
         slack=2.0**-19,
         bytes_per_entry=8,
     ),
-    "float64": _of_floats(np.float64, 2.0**-53, 2.0**-19),
-}
-_UNPROVED = {
-    f"{UNPROVED}{name}": dataclasses.replace(
-        sums, name=f"{UNPROVED}{name}", is_proved=False
-    )
-    for name, sums in _PROVED.items()
-}
-FLOAT_SUMS = _PROVED | _UNPROVED
+    _of_floats(np.float64, 2.0**-53, 2.0**-19),
+]
+_UNPROVED = [
+    dataclasses.replace(sums, name=UNPROVED + sums.name, is_proved=False)
+    for sums in _PROVED
+]
+FLOAT_SUMS = [*_PROVED, *_UNPROVED]

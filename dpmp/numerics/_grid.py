@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -82,37 +82,36 @@ class GridArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """The grid for given clip norms.
+class GridSums:
+    """The part of an `Arithmetic` that all sums on a grid share.
 
     Attributes:
-      radii: the largest norm of each clipping group, in units.
-      resolution: the largest norm of all groups together, in units.
-      unit: the unit of the grid.
+      resolution: the size of the largest contribution, in units of the grid.
+      radii: the largest norm of each clipping group, in units. There are none until the
+        clip norms are known.
+      unit: the unit of the grid, or 0 until the clip norms are known.
     """
 
-    radii: tuple[int, ...]
     resolution: int
-    unit: float
+    radii: tuple[int, ...] = ()
+    unit: float = 0.0
 
-    UNKNOWN: ClassVar["Grid"]
+    bytes_per_entry = 4
+    is_proved = True
+    slack = 0.0  # the share of the target norm that is reserved for rounding of floats
 
-    @classmethod
-    def from_bounds(
-        cls, bounds: Sequence[float], l2_norm_bound: float, resolution: int
-    ) -> "Grid":
+    def room_left(self, radius: int, size: int) -> float:
+        """The largest norm, in units, of `size` entries before they are rounded."""
+        raise NotImplementedError
+
+    def for_clip_norms(self, bounds: Sequence[float], l2_norm_bound: float) -> Self:
         """Makes a grid whose integer radii never exceed the norms in real numbers.
-
-        Args:
-          bounds: the largest norm of each group.
-          l2_norm_bound: the largest norm of all groups together.
-          resolution: `l2_norm_bound`, in units of the grid.
 
         Raises:
           ValueError: for a resolution that is out of range, and for an infinite
             `l2_norm_bound`.
         """
-        resolution = as_number(resolution)
+        resolution = as_number(self.resolution)
         _validate.require(
             _validate.is_integer(resolution) and 0 < resolution <= LARGEST_RESOLUTION,
             f"resolution must be an integer from 1 to {LARGEST_RESOLUTION}",
@@ -129,56 +128,63 @@ class Grid:
         squares = [Fraction(bound) ** 2 for bound in bounds]
         total = max(sum(squares), Fraction(l2_norm_bound) ** 2)
         scale = Fraction(resolution**2) / (total or 1)
-        unit = np.float32(l2_norm_bound / resolution)
-        if float(unit) * resolution > l2_norm_bound:
-            unit = np.nextafter(unit, np.float32(0))
-        return cls(
-            radii=tuple(math.isqrt(int(square * scale)) for square in squares),
-            resolution=resolution,
-            unit=float(unit),
-        )
+        radii = tuple(math.isqrt(int(square * scale)) for square in squares)
+        unit = unit_of(l2_norm_bound, resolution)
+        return dataclasses.replace(self, resolution=resolution, radii=radii, unit=unit)
 
-    def warn_of_overflow(self, batch_size: int) -> None:
+    def targets(
+        self, targets: list[tuple[float, Any]], num_entries: list[int]
+    ) -> list[tuple[float, Any]]:
+        """See `Arithmetic`; raises ValueError if rounding takes too much."""
+        scaled = []
+        for (bound, cap), radius, size in zip(
+            targets, self.radii, num_entries, strict=True
+        ):
+            left = self.room_left(radius, size)
+            _validate.require(
+                left >= (1 - LARGEST_LOSS) * radius > 0 or bound == 0,
+                f"the resolution must be fine enough to round {size} entries at a cost "
+                f"of at most {LARGEST_LOSS:.0%} of the clip norm",
+                resolution=self.resolution,
+                fix=f"Use a higher resolution, up to {LARGEST_RESOLUTION}, or "
+                'arithmetic="float32x2".',
+            )
+            cap = cap / self.unit if self.unit else 0.0
+            scaled.append((max(left, 0.0) / (1 + self.slack), cap))
+        return scaled
+
+    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
         """Warns if sums can wrap around."""
+        del microbatch_size
         largest = (2**31 - 1) // self.resolution
         if batch_size > largest:
             warnings.warn(
                 f"sums of {batch_size} examples at a resolution of {self.resolution} "
-                f"can exceed 32 bits if the gradients of all examples point in one "
-                f"direction, along one coordinate. That costs accuracy, not privacy. "
-                f"Use a batch of at most {largest}, or a lower resolution, or "
-                f'"float32x2" instead of "exact".',
+                f"can exceed 32 bits if all gradients point in one direction, along "
+                f"one coordinate. That costs accuracy, not privacy. Use a batch of at "
+                f'most {largest}, a lower resolution, or "float32x2" for "exact".',
                 stacklevel=2,
             )
 
-    def check_loss(self, left: float, radius: int, size: int, bound: float) -> None:
-        """Raises ValueError if rounding to the grid takes too much of a clip norm.
+    def check_mode(self) -> None:
+        """Does nothing: integers need no 64-bit mode."""
 
-        Args:
-          left: the part of the radius that is left after room for rounding.
-          radius: the radius of the clipping group.
-          size: the number of entries of the group.
-          bound: the clip norm of the group.
-        """
-        _validate.require(
-            left >= (1 - LARGEST_LOSS) * radius > 0 or bound == 0,
-            f"the resolution must be fine enough to round {size} entries at a cost of "
-            f"at most {LARGEST_LOSS:.0%} of the clip norm",
-            resolution=self.resolution,
-            fix=f"Use a higher resolution, up to {LARGEST_RESOLUTION}, or "
-            'arithmetic="float32x2".',
-        )
+    def check_not_mapped(self) -> None:
+        """Does nothing: integers may be added over devices."""
 
-    def in_units(self, x: Any) -> Any:
-        """Converts a coefficient, so that it maps gradients to units."""
-        return x / self.unit if self.unit else 0.0
+    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return a + b
 
     def finish(self, total: PyTree) -> PyTree:
-        """Adds the unit to a tree of integer sums."""
         return jax.tree.map(lambda steps: GridArray(steps, self.unit), total)
 
 
-Grid.UNKNOWN = Grid((), 0, 0.0)  # before the clip norms are known
+def unit_of(l2_norm_bound: float, resolution: int) -> float:
+    """The largest float32 unit of which `resolution` are at most `l2_norm_bound`."""
+    unit = np.float32(l2_norm_bound / resolution)
+    if float(unit) * resolution > l2_norm_bound:
+        unit = np.nextafter(unit, np.float32(0))
+    return float(unit)
 
 
 def snap(hi: jax.Array, lo: jax.Array | None, unit: float) -> GridArray:
@@ -192,8 +198,7 @@ def snap(hi: jax.Array, lo: jax.Array | None, unit: float) -> GridArray:
     steps = _to_integers(whole, 2**31 - 2**26)
     if lo is not None:
         steps += _to_integers(jnp.round((scaled - whole) + lo * (1 / unit)), 2**20)
-    # A number that was cut off at the first limit is well beyond this limit, for any
-    # `lo`.
+    # A number that was cut off at the first limit is beyond this one, for any `lo`.
     return GridArray(jnp.clip(steps, -(2**31) + 2**27, 2**31 - 2**27), unit)
 
 

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from dpmp._fence import behind_a_branch
 
 # Arrays of this many entries or fewer share a vector of random numbers.
 _SMALL = 2**14
@@ -20,16 +23,15 @@ _SMALL = 2**14
 # The largest number of random numbers in a draw for more than one array.
 _LARGEST_DRAW = 2**22
 
+# At most this many arrays are concatenated at once.
+_FEW_ARRAYS = 256
+
 
 class Draw(NamedTuple):
-    """Random numbers that are drawn at once.
-
-    Attributes:
-      shape: the shape of the draw.
-      ranges: by the number of each array, its start and stop along the first axis.
-    """
+    """Random numbers that are drawn at once."""
 
     shape: tuple[int, ...]
+    # By the number of each array, its start and stop along the first axis.
     ranges: dict[int, tuple[int, int]]
 
 
@@ -42,39 +44,25 @@ def draws(shapes: Sequence[tuple[int, ...]], kinds: Sequence[Hashable]) -> list[
             small.setdefault(kind, []).append(i)
         else:
             large.setdefault((kind, shape), []).append(i)
-    found = [_vector(shapes, some) for some in small.values()]
-    for some in large.values():
-        shape = shapes[some[0]]
+    found = []
+    for some in small.values():
+        stops = list(itertools.accumulate(math.prod(shapes[i]) for i in some))
+        ranges = itertools.pairwise([0, *stops])
+        found.append(Draw((stops[-1],), dict(zip(some, ranges, strict=True))))
+    for numbers in large.values():
+        shape = shapes[numbers[0]]
         most = max(1, _LARGEST_DRAW // math.prod(shape))
-        starts = range(0, len(some), most)
-        found += [_stack(shape, some[start : start + most]) for start in starts]
+        for start in range(0, len(numbers), most):
+            some = numbers[start : start + most]
+            stacked = shape if len(some) == 1 else (len(some), *shape)
+            found.append(Draw(stacked, {i: (k, k + 1) for k, i in enumerate(some)}))
     return found
-
-
-def _vector(shapes: Sequence[tuple[int, ...]], numbers: Sequence[int]) -> Draw:
-    sizes = [math.prod(shapes[i]) for i in numbers]
-    stops = list(itertools.accumulate(sizes))
-    starts = [0, *stops]
-    return Draw(
-        (sum(sizes),), dict(zip(numbers, zip(starts, stops, strict=False), strict=True))
-    )
-
-
-def _stack(shape: tuple[int, ...], numbers: Sequence[int]) -> Draw:
-    shape = shape if len(numbers) == 1 else (len(numbers), *shape)
-    return Draw(shape, {i: (k, k + 1) for k, i in enumerate(numbers)})
 
 
 def groups_of(
     sizes: Sequence[int], kinds: Sequence[Hashable], *, few: int
 ) -> list[list[int]]:
-    """Chooses which arrays to join. Returns groups of their numbers, each number once.
-
-    Args:
-      sizes: the number of entries of each array.
-      kinds: the kind of each array. Only arrays of one kind are joined.
-      few: arrays with more entries than this stay alone.
-    """
+    """Groups the numbers of the arrays to join: those of one kind with few entries."""
     small: dict[Hashable, list[int]] = {}
     groups = []
     for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
@@ -90,12 +78,18 @@ def groups_of(
 
 def join(arrays: Sequence[jax.Array], groups: list[list[int]]) -> list[jax.Array]:
     """Joins the arrays (..., n) of each group side by side."""
-    return [
-        arrays[group[0]]
-        if len(group) == 1
-        else jnp.concatenate([arrays[i] for i in group], axis=-1)
-        for group in groups
-    ]
+    return [_join([arrays[i] for i in group]) for group in groups]
+
+
+def _join(arrays: list[jax.Array]) -> jax.Array:
+    if len(arrays) == 1:
+        return arrays[0]
+    if len(arrays) > _FEW_ARRAYS:  # else XLA takes quadratic time to compile
+        parts = [
+            arrays[i : i + _FEW_ARRAYS] for i in range(0, len(arrays), _FEW_ARRAYS)
+        ]
+        arrays = behind_a_branch(lambda: list(map(_join, parts)), arrays[0])
+    return jnp.concatenate(arrays, axis=-1)
 
 
 def split(
@@ -104,10 +98,20 @@ def split(
     """Splits joined arrays again, into the original order and the given sizes."""
     arrays: dict[int, jax.Array] = {}
     for x, group in zip(joined, groups, strict=True):
-        if len(group) == 1:
-            arrays[group[0]] = x
-            continue
-        stops = itertools.accumulate(sizes[i] for i in group)
-        for i, stop in zip(group, stops, strict=True):
-            arrays[i] = jax.lax.slice_in_dim(x, stop - sizes[i], stop, axis=-1)
+        parts = _split(x, [sizes[i] for i in group]) if len(group) > 1 else [x]
+        arrays |= zip(group, parts, strict=True)
     return [arrays[i] for i in range(len(arrays))]
+
+
+def _split(x: jax.Array, sizes: list[int]) -> list[jax.Array]:
+    """Splits an array at places that the compiler does not know.
+
+    XLA would compile every part at a known place as a function of its own, and repeat
+    in each of them the computation of `x`: minutes for a thousand scalars.
+    """
+    starts = [0, *itertools.accumulate(sizes[:-1])]
+    x, *starts = behind_a_branch(lambda: (x, *map(np.uint32, starts)), x)
+    return [
+        jax.lax.dynamic_slice_in_dim(x, start, size, axis=-1)
+        for start, size in zip(starts, sizes, strict=True)
+    ]

@@ -14,7 +14,7 @@ one shape:
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from dpmp.numerics._stored import StoredArray, columns_of, to_float
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 # A function of a start, which may be traced, and a number of columns: (B, size).
 Columns: TypeAlias = Callable[[Any, int], jax.Array]
+# A function of columns, the position of the first, and more operands: summands, (B, n).
+# It is hashable, so that it is traced once.
+EntryTerm: TypeAlias = Callable[..., jax.Array]
 
 # The number of summands in a block.
 _BLOCK = 8
@@ -52,57 +55,35 @@ def pairwise(terms: Sequence[PyTree], add: Callable[[PyTree, PyTree], PyTree]) -
     return terms[0]
 
 
-class EntryTerm(Protocol):
-    """A function that maps the entries of an array to summands.
-
-    It is hashable, so that it is traced once.
-    """
-
-    def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
-        """Returns summands, (B, n), from the columns that begin at `start`."""
-        ...
-
-
 def sum_entries(
     stack: Sequence[StoredArray], term: EntryTerm, add: Add, *operands: jax.Array
 ) -> tuple[jax.Array, int]:
-    """Sums a function of the entries of at least one array, for each example.
+    """Sums a function of the entries of at least one array, (B, n), for each example.
 
-    Args:
-      stack: arrays of shape (B, n).
-      term: the function. It maps zeros to zeros.
-      add: an elementwise addition whose neutral element is zero.
-      *operands: more arguments of the function.
-
-    Returns:
-      The sums, (B,), and the largest number of additions on any path.
+    The function maps zeros to zeros, and zero is the neutral element of the addition.
+    Returns the sums, (B,), and the largest number of additions on any path.
     """
-    parts, depth = [], 0
+    parts = []
     for x in stack:
         parts += _sum_until_few(x.bits, *operands, dtype=x.dtype, term=term, add=add)
-        depth = max(depth, _depth_until_few(x.bits.shape[1]))
     dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     total = fence(jnp.concatenate([part.astype(dtype) for part in parts], axis=1))
     if total.shape[1] == 0:
         return jnp.zeros(total.shape[:1], dtype), 0
-    return _sum_columns(total, add), depth + _depth_of_columns(total.shape[1])
+    until_few = max(
+        _depth(x.bits.shape[1], _FEW_ENTRIES, with_rest=False) for x in stack
+    )
+    depth = until_few + _depth(total.shape[1], 1, with_rest=True)
+    return _sum_columns(total, add), depth
 
 
 @functools.partial(jax.jit, static_argnames="add")
 def _sum_columns(total: jax.Array, add: Add) -> jax.Array:
     """Sums all columns: (B,)."""
     while (size := total.shape[1]) > 1:
-        rest, total = _sum_blocks(_columns(total), size, add)
+        rest, total = _sum_blocks(functools.partial(columns_of, total), size, add)
         total = jnp.concatenate([*rest, total], axis=1) if rest else total
     return total[:, 0]
-
-
-def _depth_of_columns(size: int) -> int:
-    depth = 0
-    while size > 1:
-        depth += _depth_of_blocks(size)
-        size = _size_after_blocks(size)
-    return depth
 
 
 # A jitted function: the program has one copy for all arrays of one shape.
@@ -124,7 +105,7 @@ def _sum_until_few(
     while size > _FEW_ENTRIES:
         rest, total = _sum_blocks(take, size, add)
         parts += rest
-        take, size = _columns(total), total.shape[1]
+        take, size = functools.partial(columns_of, total), total.shape[1]
     return [*parts, take(0, size)]
 
 
@@ -132,7 +113,7 @@ def _sum_blocks(
     take: Columns, size: int, add: Add
 ) -> tuple[list[jax.Array], jax.Array]:
     """Returns the columns that fill no block, and the sums of blocks."""
-    block, num_blocks = _block_of(size), _num_blocks(size)
+    block, num_blocks = _block_and_number(size)
     if num_blocks == 1:  # the last columns of a block may be padding
         width = -(-size // block)
         return [], fence(pairwise([take(j * width, width) for j in range(block)], add))
@@ -146,55 +127,34 @@ def _sum_blocks(
         )
 
     rest = [take(whole, size - whole)] if whole < size else []
-    return rest, fence(_sum_of_blocks(sum_block, num_blocks, add))
-
-
-def _sum_of_blocks(
-    sum_block: Callable[[Any], jax.Array], num_blocks: int, add: Add
-) -> jax.Array:
     shape = jax.eval_shape(sum_block, np.int32(0))
     zeros = jnp.zeros(shape.shape, shape.dtype)
-    return jax.lax.fori_loop(
+    total = jax.lax.fori_loop(
         0, num_blocks, lambda i, total: add(total, sum_block(i)), zeros
     )
+    return rest, fence(total)
 
 
-def _block_of(size: int) -> int:
-    return min(size, _BLOCK)
+def _block_and_number(size: int) -> tuple[int, int]:
+    """The number of columns in a block, and the number of blocks that a loop adds."""
+    return min(size, _BLOCK), _BLOCKS_OF_LARGE if size > _LARGE else 1
 
 
-def _num_blocks(size: int) -> int:
-    """The number of blocks that a loop adds up."""
-    return _BLOCKS_OF_LARGE if size > _LARGE else 1
-
-
-def _depth_of_blocks(size: int) -> int:
-    """The number of additions that `_sum_blocks` makes on a path."""
-    return _log2_ceil(_block_of(size)) + _num_blocks(size) - 1
-
-
-def _depth_until_few(size: int) -> int:
+def _depth(size: int, until: int, *, with_rest: bool) -> int:
+    """The additions on a path until few columns are left, with or without the rest."""
     depth = 0
-    while size > _FEW_ENTRIES:
-        depth += _depth_of_blocks(size)
-        size = _size_after_blocks(size, with_rest=False)
+    while size > until:
+        block, num_blocks = _block_and_number(size)
+        depth += _log2_ceil(block) + num_blocks - 1
+        whole, rest = divmod(size, block * num_blocks)
+        size = whole + (rest if with_rest else 0)
+        if num_blocks == 1:  # padded
+            size = whole + (rest > 0)
     return depth
-
-
-def _size_after_blocks(size: int, *, with_rest: bool = True) -> int:
-    """The number of columns that `_sum_blocks` leaves, with or without its rest."""
-    num_columns = _block_of(size) * _num_blocks(size)
-    if _num_blocks(size) == 1:
-        return -(-size // num_columns)
-    return size // num_columns + (size % num_columns if with_rest else 0)
 
 
 def _log2_ceil(n: int) -> int:
     return (n - 1).bit_length()
-
-
-def _columns(x: jax.Array) -> Columns:
-    return functools.partial(columns_of, x)
 
 
 def sum_examples(
@@ -203,13 +163,7 @@ def sum_examples(
     *,
     add: Callable[[PyTree, PyTree], PyTree],
 ) -> list[PyTree]:
-    """Adds up the blocks of all arrays.
-
-    Args:
-      take: `take(i)` returns the sum of block i for every array.
-      num_blocks: the number of blocks, at least 1.
-      add: the elementwise addition of two of these sums.
-    """
+    """Adds up `take(0)`, `take(1)`, ...: the sums of a block for every array."""
     if num_blocks == 1:
         return take(0)
     zeros = jax.tree.map(

@@ -16,13 +16,11 @@ class SquaredNorm(NamedTuple):
 
     Attributes:
       value: the computed sums of squares, (B,), float32 or wider.
-      roundings: the largest number of roundings on any path from an entry to `value`.
-        They are that of its square, unless the square is exact, and one for each
-        addition.
+      roundings: the largest number of roundings on any path from an entry to `value`:
+        one for its square, unless the square is exact, and one for each addition.
       num_entries: the number of squares in each sum.
       bound: an upper bound on the squared norm of the contribution for a coefficient of
-        1, (B,), or None. If an engine gives this bound, clipping uses it in place of
-        `value`.
+        1, (B,), or None. Clipping uses it in place of `value`.
     """
 
     value: jax.Array

@@ -36,10 +36,6 @@ class StoredArray:
     dtype: Any
     shape: tuple[int, ...]
 
-    def load(self, start: Any, size: int) -> jax.Array:
-        """Returns a range of entries as float32 or wider: (B, size)."""
-        return to_float(columns_of(self.bits, start, size), self.dtype)
-
 
 def to_float(bits: jax.Array, dtype: Any) -> jax.Array:
     """Converts stored bits to floats of 32 bits or more."""
@@ -105,12 +101,8 @@ def compute_and_store(
 ) -> tuple[PyTree, PyTree]:
     """Stores the first result of `compute`, and leaves the second as it is.
 
-    Args:
-      compute: returns a tree of stacked float arrays, (B, ...), and anything else.
-      witness: arrays, at least one of them not a constant of the program.
-
-    Returns:
-      The tree with its leaves as `StoredArray`, and the second result.
+    The first is a tree of float arrays, (B, ...); its leaves become `StoredArray`s. At
+    least one array of the witness is not a constant of the program.
     """
     compute = jax.jit(compute)  # so that it is traced once
     shapes, _ = jax.eval_shape(compute)

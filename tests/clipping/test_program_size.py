@@ -52,12 +52,25 @@ def test_arrays_of_different_shapes_take_few_lines(arithmetic):
     assert lines <= LINES_OF_A_SHAPE[arithmetic]
 
 
-def test_small_arrays_take_few_lines():
-    params = [jnp.ones(()) for _ in range(200)]
+def clip_scalars(count):
+    """The function that clips so many scalars, and its arguments."""
     clip = dpmp.clipped_grad(
         lambda p, x: jnp.mean(jnp.stack(p) * x), l2_clip_norm=1.0, arithmetic="exact"
     )
-    assert num_lines(clip, params, jnp.ones((8, 200))) <= 200 * 25
+    return clip, [jnp.ones(()) for _ in range(count)], jnp.ones((8, count))
+
+
+def test_small_arrays_take_few_lines():
+    assert num_lines(*clip_scalars(200)) <= 200 * 25
+
+
+def test_small_arrays_take_few_lines_of_a_compiled_program():
+    # If each were a function of its own, with the whole sum in it: 216.
+    def num_compiled(count):
+        clip, *args = clip_scalars(count)
+        return jax.jit(clip.__call__).lower(*args).compile().as_text().count("\n")
+
+    assert num_compiled(80) - num_compiled(40) <= 40 * 50
 
 
 def test_clipping_groups_take_few_lines():

@@ -160,16 +160,6 @@ def test_sums_are_the_same_for_any_number_of_other_microbatches():
     np.testing.assert_array_equal(whole.steps, halves[0].steps + halves[1].steps)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_what_is_not_finite_contributes_nothing(bad):
-    batch = make_cases(4, jnp.float32)["random"]
-    sum_fn = make_sum_fn("bounded", 2)
-    spoilt = {**batch, "x": batch["x"].at[1, 3, 2].set(bad)}
-    without = sum_fn(zeros(jnp.float32), batch, np.arange(4) == 1)
-    result = sum_fn(zeros(jnp.float32), spoilt, np.zeros(4, bool))
-    np.testing.assert_array_equal(result.steps, without.steps)
-
-
 def test_examples_of_large_extent_are_scaled_down():
     roundings = Roundings(positions=64)
     kappa = largest_extent(16, roundings)

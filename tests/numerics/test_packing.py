@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,22 @@ def test_small_arrays_are_joined_and_come_apart_in_their_order():
     assert [0, 3] in groups
     assert [2, 5] in groups
     parts = _packing.split(_packing.join(arrays, groups), groups, sizes)
+    for part, array in zip(parts, arrays, strict=True):
+        np.testing.assert_array_equal(part, array)
+
+
+def test_hundreds_of_arrays_are_joined_and_come_apart():
+    arrays = [jnp.full((2, i % 3), i) for i in range(600)]
+    sizes = [x.shape[1] for x in arrays]
+
+    @jax.jit
+    def join_and_split(arrays):
+        groups = _packing.groups_of(sizes, [0] * 600, few=512)
+        joined = _packing.join(arrays, groups)
+        return joined, _packing.split(joined, groups, sizes)
+
+    (joined,), parts = join_and_split(arrays)
+    np.testing.assert_array_equal(joined, np.concatenate(arrays, axis=1))
     for part, array in zip(parts, arrays, strict=True):
         np.testing.assert_array_equal(part, array)
 

@@ -266,7 +266,7 @@ class BookKeptGrads:
         arithmetic: Arithmetic,
     ) -> PyTree:
         """See `PerExampleGrads`."""
-        sums_of = cast("PartialSums", arithmetic)  # enforced by `check_method`
+        sums_of = cast("PartialSums", arithmetic)  # enforced by `parse`
         # All sites must read the same bits, whatever else reads the coefficients.
         coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
         sums: dict[int, jax.Array] = {}

@@ -1,0 +1,441 @@
+"""Every arithmetic of `dpmp.numerics` keeps the promises of `Arithmetic`."""
+
+import functools
+import math
+import warnings
+from fractions import Fraction
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from dpmp import DoubleWord, GridArray, clipped_fun, clipped_grad
+from dpmp.numerics._arithmetic import ARITHMETICS, parse
+from dpmp.numerics._float_sums import UNIT_ROUNDOFF
+from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
+
+_RELATIONS = dp_accounting.NeighboringRelation
+
+NAMES = list(ARITHMETICS)
+PROVED = [name for name in NAMES if ARITHMETICS[name].is_proved]
+GRIDS = [name for name in NAMES if ARITHMETICS[name].resolution is not None]
+FLOATS = [name for name in NAMES if name not in GRIDS]
+
+
+@pytest.fixture(autouse=True)
+def _wide_mode(request):
+    """64-bit mode for the arithmetic that needs it."""
+    callspec = getattr(request.node, "callspec", None)
+    name = callspec.params.get("name", "") if callspec else ""
+    with jax.enable_x64(name.endswith("float64")):
+        yield
+
+
+def _parse(name, **options):
+    return parse(name, method=ARITHMETICS[name].method, **options)
+
+
+def _loss(w, x):
+    """Its gradient is the example, whatever the engine."""
+    return jnp.sum(x[None] @ w[:, None])
+
+
+@functools.cache
+def _clipped(name, l2_clip_norm=1.0, **options):
+    return clipped_grad(
+        _loss,
+        l2_clip_norm=l2_clip_norm,
+        keep_batch_dim=False,
+        method=ARITHMETICS[name].method,
+        arithmetic=name,
+        **options,
+    )
+
+
+@functools.cache
+def _compiled(name, **options):
+    fn = _clipped(name, **options)
+
+    def total(x, is_padding):
+        return fn(jnp.zeros(x.shape[1:], x.dtype), x, is_padding_example=is_padding)
+
+    return jax.jit(total)
+
+
+def _sum(name, examples, is_padding=None, **options):
+    if is_padding is None:
+        is_padding = np.zeros(len(examples), bool)
+    return _compiled(name, **options)(jnp.asarray(examples), jnp.asarray(is_padding))
+
+
+def _assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def _random(size, width=40):
+    rng = np.random.default_rng(size)
+    scales = np.logspace(-2, 1, size)[:, None]
+    return (scales * rng.normal(size=(size, width))).astype(np.float32)
+
+
+# Neighbouring batches.
+
+
+def _equal_examples(size):
+    return np.full((size, 4), 0.5)
+
+
+def _alternating_examples(size):
+    return _equal_examples(size) * np.resize([1.0, -1.0], size)[:, None]
+
+
+def _stagnating_examples(size):
+    """Half the batch sums to a power of two; the rest are 0.7 units in its last place.
+
+    A running float32 sum rounds each of them up to a whole unit. Without the first
+    example it stays below that power, where units are half as large, and gains half as
+    much.
+    """
+    values = np.ones(size)
+    values[size // 2 :] = 0.7 * 2 * UNIT_ROUNDOFF * (size // 2)
+    return np.repeat(values[:, None], 4, axis=1) / 2
+
+
+def _random_examples(size):
+    return np.random.default_rng(size).normal(0, 1, (size, 4))
+
+
+def _examples_of_many_sizes(size):
+    return _random_examples(size) * np.logspace(-6, 6, size)[:, None]
+
+
+_BATCHES = (
+    _equal_examples,
+    _alternating_examples,
+    _stagnating_examples,
+    _random_examples,
+    _examples_of_many_sizes,
+)
+
+
+def _neighbours(examples, i):
+    """For each relation: two batches of one shape, as (examples, is_padding)."""
+    size = len(examples)
+    nobody, only_i, only_last = (np.arange(size) == j for j in (-1, i, size - 1))
+    others = np.delete(examples, i, axis=0)
+    moved = np.concatenate([others, np.full_like(examples[:1], np.nan)])
+    replaced = np.where(only_i[:, None], -examples, examples)
+    yield _RELATIONS.REPLACE_SPECIAL, (examples, nobody), (examples, only_i)
+    yield _RELATIONS.ADD_OR_REMOVE_ONE, (examples, nobody), (moved, only_last)
+    yield _RELATIONS.REPLACE_ONE, (examples, nobody), (replaced, nobody)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", PROVED)
+@pytest.mark.parametrize(
+    ("size", "microbatch_size"), [(1, None), (2, 1), (96, None), (256, 16), (128, 1)]
+)
+def test_neighbouring_sums_differ_by_at_most_the_sensitivity(
+    size, microbatch_size, name, dtype
+):
+    fn = _clipped(name)
+    total = functools.partial(_sum, name, microbatch_size=microbatch_size)
+    for make_batch in _BATCHES:
+        examples = make_batch(size).astype(dtype)
+        for i in {0, size // 2, size - 1}:
+            for relation, *batches in _neighbours(examples, i):
+                if fn.keeps_places and relation is _RELATIONS.ADD_OR_REMOVE_ONE:
+                    continue
+                a, b = (total(*batch) for batch in batches)
+                bound = Fraction(fn.sensitivity(relation))
+                assert reference.exact_squared_distance(a, b) <= bound**2
+
+
+@pytest.mark.parametrize("size", [2, 65, 257])
+@pytest.mark.parametrize("name", [x for x in PROVED if x != "bounded"])
+def test_a_batch_one_example_shorter_is_within_the_sensitivity(size, name):
+    examples = np.full((size, 1), 2, np.float32)
+    examples[-1] = -2
+    a, b = (_sum(name, x) for x in (examples, examples[:-1]))
+    bound = _clipped(name).sensitivity(_RELATIONS.ADD_OR_REMOVE_ONE)
+    assert reference.exact_squared_distance(a, b) <= Fraction(bound) ** 2
+
+
+def test_a_naive_float32_sum_exceeds_the_sensitivity():
+    # The control of the tests above: the same attack where nothing guards the sum.
+    examples = _stagnating_examples(4096).astype(np.float32)
+    sums = [
+        functools.reduce(np.add, batch, np.zeros(4, np.float32))
+        for batch in (examples, examples[1:])
+    ]
+    assert reference.exact_squared_distance(*sums) > Fraction(1.2) ** 2
+
+
+# The sum.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sum_is_that_of_the_oracle_up_to_the_room_for_rounding(name):
+    examples = _random(12)
+    total = reference.exact_values(_sum(name, examples)).astype(float)
+    expected = reference.clipped_sum(examples, 1.0)
+    # Rounding to the default grid of "exact" takes the largest room: 3 / 2^15.
+    room = 12 * (0.02 if name in ("bounded", "exact") else ARITHMETICS[name].slack)
+    assert np.linalg.norm(total - expected) <= room + 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_gradient_is_clipped_to_the_target_and_not_far_below(name):
+    sums = _parse(name).for_clip_norms([1.0], 1.0)
+    ((target, _),) = sums.targets([(1.0, 1.0)], [40])
+    target /= sums.resolution or 1
+    norm = reference.norm(_sum(name, 100 * _random(1)))
+    assert target * (1 - 1e-4) <= norm <= 1
+    assert 0.97 < target <= 1
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_sums_on_a_grid_do_not_depend_on_the_order_of_microbatches(name):
+    examples = _random(16)
+    order = np.random.default_rng(1).permutation(16)
+    actual, expected = (
+        _sum(name, x, microbatch_size=1) for x in (examples[order], examples)
+    )
+    _assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_contributes_nothing_whatever_it_holds(name, microbatch_size):
+    examples = _random(6)
+    is_padding = np.array([False, True, False, False, True, True])
+    total = functools.partial(
+        _sum, name, is_padding=is_padding, microbatch_size=microbatch_size
+    )
+    expected = total(np.where(is_padding[:, None], np.float32(0), examples))
+    kept = reference.clipped_sum(examples, 1.0, keep=~is_padding)
+    difference = reference.exact_values(expected).astype(float) - kept
+    assert np.linalg.norm(difference) <= 3 * 0.02
+    for value in (3.0, 1e38, np.inf, np.nan):
+        padded = np.where(is_padding[:, None], np.float32(value), examples)
+        _assert_same(total(padded), expected)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_that_is_not_finite_contributes_nothing(name, bad, microbatch_size):
+    if name.endswith("64") and bad == 1e30:
+        bad = np.nan  # the square of the norm must overflow
+    examples = _random(6)
+    is_bad = np.arange(6) == 3
+    without = _sum(name, examples, is_bad, microbatch_size=microbatch_size)
+    examples[3, 1] = bad
+    _assert_same(_sum(name, examples, microbatch_size=microbatch_size), without)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_of_padding_and_empty_batches_give_zero(name):
+    for microbatch_size in (None, 2):
+        total = functools.partial(_sum, name, microbatch_size=microbatch_size)
+        of_padding = total(np.full((4, 3), np.nan, np.float32), np.ones(4, bool))
+        of_nobody = total(np.zeros((0, 3), np.float32))
+        _assert_same(of_nobody, of_padding)
+        assert not any(np.any(word) for word in jax.tree.leaves(of_nobody))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sum_has_the_type_and_memory_that_the_arithmetic_says(name):
+    total = _sum(name, _random(4))
+    kind = jax.Array
+    if name in GRIDS or name.endswith("x2"):
+        kind = GridArray if name in GRIDS else DoubleWord
+    assert isinstance(total, kind)
+    words = jax.tree.leaves(total)
+    assert sum(x.dtype.itemsize for x in words) == ARITHMETICS[name].bytes_per_entry
+    assert {x.shape for x in words} == {(40,)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_arithmetics_are_one_key_of_a_cache(name):
+    # Jitted functions take arithmetics as static arguments.
+    first, second = (_parse(name).for_clip_norms([2.0, 1.0], 3.0) for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    if name in GRIDS:
+        assert first != _parse(name).for_clip_norms([2.0, 1.0], 4.0)
+
+
+# Checks.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_alone_needs_64_bit_mode(name):
+    fn = _clipped.__wrapped__(name)
+    with jax.enable_x64(False):
+        for use in (lambda: _parse(name), lambda: fn(jnp.zeros(3), jnp.ones((2, 3)))):
+            if name.endswith("float64"):
+                with pytest.raises(ValueError, match="float64 sums need 64-bit mode"):
+                    use()
+            else:
+                use()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_of_integers_alone_may_be_added_over_devices(name):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def check(x):
+        ARITHMETICS[name].check_not_mapped()
+        return x
+
+    mapped = jax.shard_map(check, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    if name in GRIDS:
+        mapped(jnp.ones(2))
+        return
+    with pytest.raises(ValueError, match=rf"{name} sums must be outside of shard_map"):
+        mapped(jnp.ones(2))
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_float_sums_refuse_batches_whose_rounding_is_not_covered(name):
+    sums = _parse(name)
+    sums.check_batch(1, 1)
+    sums.check_batch(64, 64)
+    with pytest.raises(ValueError, match="rounding may cost a sum"):
+        sums.check_batch(2**24, 1)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_sums_on_a_grid_warn_of_batches_that_may_wrap_around(name):
+    sums = _parse(name, resolution=LARGEST_RESOLUTION).for_clip_norms([1.0], 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sums.check_batch(511, 511)
+    with pytest.warns(UserWarning, match="can exceed 32 bits.*at most 511"):
+        sums.check_batch(512, 512)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_arithmetic_is_for_one_engine(name):
+    mine = ARITHMETICS[name].method
+    (other,) = {"per_example", "book_keeping"} - {mine}
+    assert parse(name, method=mine) == ARITHMETICS[name]
+    match = rf'"{name}" sums must be used with method="{mine}".*"bounded" sums there'
+    with pytest.raises(ValueError, match=match):
+        clipped_grad(_loss, l2_clip_norm=1.0, method=other, arithmetic=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method", "name"),
+    [
+        (None, "per_example", "float32"),
+        (np.float32, "per_example", "float32"),
+        (np.float64, "per_example", "float64"),
+        (None, "book_keeping", "bounded"),
+    ],
+)
+def test_a_dtype_names_an_arithmetic(dtype, method, name):
+    assert parse(None, dtype=dtype, method=method) == ARITHMETICS[name]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "int32"])
+def test_narrow_sums_are_refused(dtype):
+    for transformation in (clipped_fun, clipped_grad):
+        with pytest.raises(ValueError, match="dtype must be float32 or float64"):
+            transformation(_loss, l2_clip_norm=1.0, dtype=dtype)
+
+
+def test_a_dtype_names_no_proved_sums_of_book_keeping():
+    with pytest.raises(ValueError, match=r'"float32" sums must.*"unproved_float32"'):
+        parse(None, dtype=np.float32, method="book_keeping")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes_that_are_not_those_of_the_sum_are_refused(name):
+    for dtype in (np.float32, np.float64):
+        if name in FLOATS and dtype == ARITHMETICS[name].dtype:
+            assert _parse(name, dtype=dtype) == ARITHMETICS[name]
+            continue
+        with pytest.raises(ValueError, match="dtype must be that of float sums"):
+            _parse(name, dtype=dtype)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match=r"arithmetic must be one of.*'exact'"):
+        parse("float128")
+
+
+# Grids.
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_float_sums_have_no_grid_and_need_no_clipping(name):
+    sums = _parse(name)
+    assert sums.resolution is None
+    assert sums.wanted_resolution(10**9) is None
+    assert sums.share_lost(10**9, 1) == 0
+    assert _clipped(name, math.inf).sensitivity() == math.inf
+    with pytest.raises(ValueError, match="resolution goes with sums on a grid"):
+        _parse(name, resolution=100)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("resolution", [None, 5000, np.int32(2**20)])
+def test_the_resolution_is_the_size_of_the_largest_contribution(name, resolution):
+    default = LARGEST_RESOLUTION if name == "bounded" else DEFAULT_RESOLUTION
+    total = _sum(name, 100 * _random(1), l2_clip_norm=3.0, resolution=resolution)
+    units = resolution or default
+    assert 3 * (1 - 2.0**-22) <= total.unit * float(units) <= 3
+    norm = math.sqrt(sum(int(x) ** 2 for x in np.asarray(total.steps)))
+    assert 0.97 * units <= norm <= units
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("resolution", [0, -1, 2.5, LARGEST_RESOLUTION + 1, True])
+def test_resolutions_out_of_range_are_refused(name, resolution):
+    with pytest.raises(ValueError, match="resolution must be an integer from 1"):
+        _clipped(name, resolution=resolution)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_resolutions_too_coarse_to_round_with_are_refused(name):
+    with pytest.raises(ValueError, match="fine enough to round 5000 entries"):
+        _clipped(name, resolution=40)(jnp.zeros(5000), jnp.ones((1, 5000)))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("options", [{"l2_clip_norm": math.inf}, {"nan_safe": False}])
+def test_contributions_without_a_bound_have_no_grid(name, options):
+    with pytest.raises(ValueError, match=r"finite clip norm, and nan_safe=True"):
+        _clipped(name, **options)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("size", [100, 10**6, 10**9])
+def test_the_wanted_resolution_leaves_most_of_the_clip_norm(name, size):
+    sums = _parse(name)
+    resolution = math.ceil(max(sums.wanted_resolution(size), DEFAULT_RESOLUTION))
+    assert sums.share_lost(size, resolution) <= 0.01
+    # It is the share that clipping leaves, to first order.
+    left = sums.room_left(resolution, size) / resolution
+    assert 1 - left == pytest.approx(sums.share_lost(size, resolution), rel=0.01)
+
+
+# Statements.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_statement_says_what_is_not_proved(name):
+    sums = ARITHMETICS[name]
+    for microbatch_size in (None, 8):
+        text = sums.describe(sums.resolution, microbatch_size)
+        assert ("NOT PROVED" in text) == (not sums.is_proved)
+        assert (f"{sums.resolution} units" in text) == (name in GRIDS)
+        assert text.endswith(".")
+    assert sums.is_proved == (not name.startswith("unproved"))
+    assert sums.clips_by_bounds == (sums.assumption != "") == (name == "bounded")
