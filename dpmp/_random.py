@@ -1,21 +1,18 @@
 """Random keys of 128 bits, and the derivation of one key from another."""
 
-import functools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.core
-import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
 from dpmp._fence import behind_a_branch
-from dpmp._threefry import threefry4x32
 
-_KEY_BYTES = 16
+_KEY_BYTES, _IMPL = 16, "threefry4x32"
 
 
 def fresh_key() -> jax.Array:
@@ -34,7 +31,7 @@ def fresh_key() -> jax.Array:
         fix="Call init outside of the compiled function, or pass prng_key.",
     )
     words = np.frombuffer(os.urandom(_KEY_BYTES), np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl=_key_impl())
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=_IMPL)
 
 
 def fresh_integer() -> int:
@@ -85,29 +82,6 @@ def key_words(prng_key: jax.Array) -> jax.Array:
     return jnp.zeros(4, jnp.uint32).at[: words.size].set(words)
 
 
-@functools.cache
-def _key_impl() -> Hashable:
-    """The implementation of 128-bit keys: jax's from 0.10.2 on, or else our own."""
-    try:
-        jax.eval_shape(lambda: jax.random.key(0, impl="threefry4x32"))
-    except ValueError:
-        return define_key_impl("dpmp_threefry4x32")
-    return "threefry4x32"
-
-
-def define_key_impl(name: str) -> Hashable:
-    """Defines keys with the bits of jax's threefry4x32, for a jax without them."""
-    return jax.extend.random.define_prng_impl(
-        key_shape=(4,),
-        seed=_key_from_seed,
-        split=lambda key, shape: _encrypt(key, 0, 0, *positions(shape)),
-        random_bits=_random_bits,
-        fold_in=_fold_in,
-        name=name,
-        tag="fry4",
-    )
-
-
 def positions(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Two uint32 arrays (high, low) that number the entries of an array.
 
@@ -126,30 +100,3 @@ def positions(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         stride *= shape[axis]
     high, low = place
     return high, low
-
-
-def _fold_in(key: jax.Array, data: Any) -> jax.Array:
-    # Each of the four words depends on all four words of the key. If the compiler fused
-    # them, each link of a chain of keys would be computed four times as often.
-    return behind_a_branch(lambda: _encrypt(key, 0, 0, 0, data), (key, data))
-
-
-def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    x = jnp.moveaxis(_encrypt(key, *positions(shape), 0, 0), -1, 0)
-    if bit_width == 64:
-        high, low = (x[:2] ^ x[2:]).astype(jnp.uint64)
-        return high << 32 | low
-    return (x[0] ^ x[1] ^ x[2] ^ x[3]).astype(f"uint{bit_width}")
-
-
-def _encrypt(key: jax.Array, *counter: Any) -> jax.Array:
-    """Encrypts counters; the four words of each block are along a new last axis."""
-    words = jnp.broadcast_arrays(*[jnp.asarray(x).astype(jnp.uint32) for x in counter])
-    return jnp.stack(threefry4x32(list(key), words), axis=-1)
-
-
-def _key_from_seed(seed: jax.Array) -> jax.Array:
-    high = jax.lax.shift_right_logical(seed, jnp.asarray(32, seed.dtype))
-    zero = jnp.zeros((), jnp.uint32)
-    key = jnp.stack([high.astype(jnp.uint32), seed.astype(jnp.uint32), zero, zero])
-    return _encrypt(key, 0, 0, 0, 0)

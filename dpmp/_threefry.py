@@ -8,7 +8,6 @@ References:
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 _NUM_ROUNDS = 20
@@ -30,12 +29,7 @@ def threefry4x32(
 ) -> list[jax.Array]:
     """Encrypts a counter, elementwise and in constant time.
 
-    Args:
-      key: four uint32 arrays.
-      counter: four uint32 arrays that broadcast with those of the key.
-
-    Returns:
-      Four uint32 arrays.
+    Key, counter and result are four uint32 arrays each; key and counter broadcast.
     """
     schedule = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ _KEY_PARITY]
     x = [word + k for word, k in zip(counter, schedule[:4], strict=True)]
@@ -54,5 +48,4 @@ def threefry4x32(
 
 
 def _rotate(x: jax.Array, distance: int) -> jax.Array:
-    left, right = np.uint32(distance), np.uint32(32 - distance)
-    return jnp.left_shift(x, left) | jnp.right_shift(x, right)
+    return x << np.uint32(distance) | x >> np.uint32(32 - distance)

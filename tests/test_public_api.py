@@ -133,7 +133,6 @@ def test_jax_internals_stay_where_they_belong(name):
         "dpmp.programs._interpreter": {"jax.extend.core"},
         "dpmp.programs._bodies": {"jax.extend.core"},
         "dpmp.programs._transformations": {"jax.extend.core"},
-        "dpmp._random": {"jax.extend.random"},
     }.get(name, set())
 
 

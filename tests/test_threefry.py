@@ -1,4 +1,4 @@
-"""Against the published vectors, and against the keys and bits that jax gives."""
+"""Against the published vectors, and against keys and bits that jax gave."""
 
 import jax
 import jax.numpy as jnp
@@ -36,92 +36,32 @@ def test_it_is_elementwise():
         np.testing.assert_array_equal(blocks[:, i], jnp.stack(one))
 
 
-# Those of fresh keys are jax's own, where it has them.
-IMPLS = {
-    "for older jax": _random.define_key_impl("threefry4x32_for_tests"),
-    "of fresh keys": jax.random.key_impl(_random.fresh_key()),
-}
-by_impl = pytest.mark.parametrize("impl", IMPLS.values(), ids=IMPLS)
-
-# From jax 0.10.2, with impl="threefry4x32"; from seeds:
+# From jax 0.10.2, with impl="threefry4x32". A jax with other keys or bits would make
+# other noise from saved states.
 KEYS = {
     0: 0x9C6CA96AE17EAE66FC10ECD45256A7D8,
-    1: 0x7E667220137645C6163F75DF4426A265,
     2**31 - 1: 0x9068011E2549AC83AB0A745E4EC79B7A,
     -1: 0x97261B492D2C567E65858E53002893F8,
 }
 # And from the key of seed 0:
-SPLIT = [
-    0x3B727BC42C82F60623E05D273042F27A,
-    0x9C2AA927E92637E1D586A456566FF344,
-    0x6D3626EEE2BC20D07C64E68104583161,
-    0x3932A392D2202439AA65409EF60CBF5A,
-    0xC6A52927D316FDE24D9FC58720842F2F,
-    0x14D8F6F1FE85989E513942F489FF60D2,
-]
+SPLIT = [0x3B727BC42C82F60623E05D273042F27A, 0x9C2AA927E92637E1D586A456566FF344]
 FOLDED_IN_12 = [0x8DA31EE5BCDC7BEDD5725ECEC40E6040]
 BITS = [0x0452229F, 0xD3834D8B, 0xFCBC426C, 0xE5CD8709, 0xE5D2458C, 0x1F6BE2AD]
-NARROW_BITS = [0x9F, 0x8B, 0x6C, 0x09, 0x8C, 0xAD, 0x70]
-WIDE_BITS = [
-    0x189226E31CC0047C,
-    0x0F8050DEDC031D55,
-    0x7620F9A88A9CBBC4,
-    0xAAEA875F4F270056,
-]
-PERMUTATION = [4, 8, 5, 6, 1, 0, 2, 7, 3]
-NORMALS = [-2.1229682, 0.9393411, 2.2336702, 1.2683716, 1.2687771, -1.1613984]
 
 
-def _key(impl):
-    return jax.random.wrap_key_data(jnp.stack(_words(KEYS[0])), impl=impl)
+def test_fresh_keys_are_those_of_jax():
+    impl = jax.random.key_impl(_random.fresh_key())
 
+    def integers(keys):
+        words = np.asarray(jax.random.key_data(keys)).reshape(-1, 4).astype(">u4")
+        return [int.from_bytes(key.tobytes(), "big") for key in words]
 
-def _integers(keys):
-    words = np.asarray(jax.random.key_data(keys)).reshape(-1, 4).astype(">u4")
-    return [int.from_bytes(key.tobytes(), "big") for key in words]
-
-
-@by_impl
-@pytest.mark.parametrize("seed", KEYS)
-def test_seeds_give_the_keys_of_jax(impl, seed):
-    assert _integers(jax.random.key(seed, impl=impl)) == [KEYS[seed]]
-
-
-@by_impl
-def test_keys_give_the_keys_of_jax(impl):
-    key = _key(impl)
-    assert _integers(jax.random.split(key, (2, 3))) == SPLIT
-    assert _integers(jax.random.fold_in(key, 12)) == FOLDED_IN_12
-
-
-@by_impl
-@pytest.mark.parametrize(
-    ("draw", "expected"),
-    [
-        (lambda key: jax.random.bits(key, (2, 3)), BITS),
-        (lambda key: jax.random.bits(key, (7,), jnp.uint8), NARROW_BITS),
-        (
-            lambda key: jax.jit(jax.random.permutation, static_argnums=1)(key, 9),
-            PERMUTATION,
-        ),
-    ],
-    ids=["bits", "narrow bits", "permutation"],
-)
-def test_keys_give_the_bits_of_jax(impl, draw, expected):
-    assert draw(_key(impl)).ravel().tolist() == expected
-
-
-@by_impl
-def test_keys_give_the_wide_bits_of_jax(impl):
-    with jax.enable_x64():
-        assert jax.random.bits(_key(impl), (4,), jnp.uint64).tolist() == WIDE_BITS
-
-
-@by_impl
-def test_keys_give_the_normals_of_jax(impl):
-    # Logarithms and polynomials are rounded differently on different devices.
-    rtol = 16 * np.finfo(np.float32).eps
-    np.testing.assert_allclose(jax.random.normal(_key(impl), (6,)), NORMALS, rtol=rtol)
+    for seed, expected in KEYS.items():
+        assert integers(jax.random.key(seed, impl=impl)) == [expected]
+    key = jax.random.wrap_key_data(jnp.stack(_words(KEYS[0])), impl=impl)
+    assert integers(_random.split(key, 2)) == SPLIT
+    assert integers(_random.fold_in(key, 12)) == FOLDED_IN_12
+    assert jax.random.bits(key, (2, 3)).ravel().tolist() == BITS
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3, 4)])
