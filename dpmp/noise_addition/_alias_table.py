@@ -13,7 +13,6 @@ import decimal
 import functools
 from collections.abc import Sequence
 from decimal import Decimal
-from fractions import Fraction
 from typing import NamedTuple
 
 import jax
@@ -100,24 +99,6 @@ def weights() -> tuple[int, ...]:
     weights = [(2 * _TOTAL_WEIGHT * mass + total) // (2 * total) for mass in masses]
     weights[_CENTER] += _TOTAL_WEIGHT - sum(weights)
     return tuple(weights)
-
-
-@functools.cache
-def table_total_variation() -> Fraction:
-    """A bound on the total variation distance of the table from D_{Z,s0}.
-
-    It is the sum of two distances: from the table to the distribution of the computed
-    masses, and from there to D_{Z,s0}. The errors of the masses add up to less than
-    2^14 over all integers, so that the second distance is at most 2^14 / (sum of the
-    masses).
-    """
-    masses = _masses()
-    total = sum(masses)
-    rounding = sum(
-        abs(weight * total - mass * _TOTAL_WEIGHT)
-        for weight, mass in zip(weights(), masses, strict=True)
-    )
-    return Fraction(rounding, 2 * _TOTAL_WEIGHT * total) + Fraction(2**14, total)
 
 
 @functools.cache

@@ -31,7 +31,9 @@ exp(-(n - x)^2 / 8) is proportional to exp(-(n - S)^2 / 2 s^2), and w(x) is
 2 sqrt(2 pi) (1 +- e). So n - S has the distribution D_{Z,s}, up to a factor within the
 same bounds: adding noise from D_{Z,s} is post-processing of the Gaussian mechanism.
 
-Such a factor amounts to a total variation distance of at most e / (1 - e) < 2^-112.
+Such a factor amounts to a total variation distance of at most e / (1 - e) < 2^-112. The
+alias table is within 2^-118 of D_{Z,s0}. Noise of three draws costs both of these three
+times: for three draws, two convolutions, and the rounding of the Gaussian mechanism.
 
 References:
   [Canonne, Kamath, Steinke: The discrete Gaussian for differential
@@ -59,17 +61,14 @@ from dpmp.noise_addition._alias_table import (
     AliasTable,
     alias_table,
     look_up,
-    table_total_variation,
 )
 
 _LARGEST_MULTIPLIER = 128
 
-# The smallest t^2 in the text above, and the distance that each of its uses costs.
-_LATTICE_VARIANCE = 4
-_LATTICE_TOTAL_VARIATION = Fraction(1, 2**112)
 _LARGEST_SQUARES = 1 + _LARGEST_MULTIPLIER**2
+_LATTICE_VARIANCE = 4  # the smallest t^2 in the text above
 
-# A bound on `total_variation` for all multipliers.
+# A bound on the total variation distance of one entry, by the text above.
 LARGEST_TOTAL_VARIATION = 2.0**-109
 
 # Stream 4 i + d of the random bits is for base draw d (1, 2 or 3) of leaf i.
@@ -92,9 +91,9 @@ class DiscreteGaussian:
     Guarantees:
       - Adding this noise to integers is as private as the Gaussian mechanism with
         `effective_stddev`: it is post-processing of that mechanism, up to a total
-        variation distance of `total_variation` for each entry of each release. If these
-        distances add up to t, the delta that an accountant finds for epsilon grows by
-        (1 + exp(epsilon)) t.
+        variation distance of `LARGEST_TOTAL_VARIATION` for each entry of each release.
+        If these distances add up to t, the delta that an accountant finds for epsilon
+        grows by (1 + exp(epsilon)) t.
       - This is proved for uniform random bits. The bits of Threefry are assumed to look
         uniform to everyone who does not know the key.
       - Running time and control flow do not depend on the values of the noise. The
@@ -130,36 +129,28 @@ class DiscreteGaussian:
         Raises:
           ValueError: if `stddev` is more than about 4.19 million units.
         """
-        squared = Fraction(stddev) ** 2 + _LATTICE_VARIANCE
-        needed = math.ceil(squared / BASE_VARIANCE)
-        pairs = _pairs()
-        if needed <= 1:
-            return cls((1,))
+        needed = math.ceil(_num_squares(stddev))
         if needed <= _LARGEST_SQUARES:
-            return cls(pairs[bisect.bisect_left(pairs, (needed,))][1])
-        k = math.isqrt((needed - 2) // _LARGEST_SQUARES) + 1
+            return cls(_pair_above(needed) if needed > 1 else (1,))
+        k = _outer_multiplier(needed)
         _validate.require(
             k <= _LARGEST_MULTIPLIER,
             "the noise must have at most 4.19 million units of the grid",
             stddev=float(stddev),
             fix="Use a lower resolution. For float sums, pass l2_sensitivity.",
         )
-        pair = pairs[bisect.bisect_left(pairs, (math.ceil((needed - 1) / k**2),))][1]
-        return cls((k * pair[0], k * pair[1], 1))
+        a, b = _pair_above(math.ceil((needed - 1) / k**2))
+        return cls((k * a, k * b, 1))
 
     @classmethod
     def at_most(cls, stddev: float, num_draws: int) -> "DiscreteGaussian":
         """The widest noise of two or three draws up to `stddev`, or the narrowest."""
-        squared = Fraction(stddev) ** 2 + _LATTICE_VARIANCE
-        allowed = int(squared / BASE_VARIANCE)
-        pairs = _pairs()
-        if allowed <= 1:
-            return cls((1,))
+        allowed = int(_num_squares(stddev))
         if num_draws == 2 or allowed <= _LARGEST_SQUARES:
-            return cls(pairs[bisect.bisect_right(pairs, (allowed + 1,)) - 1][1])
-        k = min(math.isqrt((allowed - 2) // _LARGEST_SQUARES) + 1, _LARGEST_MULTIPLIER)
-        pair = pairs[bisect.bisect_right(pairs, ((allowed - 1) // k**2 + 1,)) - 1][1]
-        return cls((k * pair[0], k * pair[1], 1))
+            return cls(_pair_below(allowed) if allowed > 1 else (1,))
+        k = min(_outer_multiplier(allowed), _LARGEST_MULTIPLIER)
+        a, b = _pair_below((allowed - 1) // k**2)
+        return cls((k * a, k * b, 1))
 
     @property
     def variance(self) -> int:
@@ -172,19 +163,6 @@ class DiscreteGaussian:
         square = self.variance - _LATTICE_VARIANCE
         root = math.sqrt(square)
         return root if Fraction(root) ** 2 <= square else math.nextafter(root, 0)
-
-    @property
-    def total_variation(self) -> float:
-        """A bound on the total variation distance of one entry, rounded up.
-
-        Each draw costs the distance of the table. Each convolution, and the rounding of
-        the Gaussian mechanism, costs the distance of a sum over shifted integers.
-        """
-        exact = len(self.multipliers) * (
-            table_total_variation() + _LATTICE_TOTAL_VARIATION
-        )
-        rounded = float(exact)
-        return rounded if rounded >= exact else math.nextafter(rounded, math.inf)
 
     def sample(
         self, key: jax.Array, shape: tuple[int, ...], *, step: jax.Array, leaf: int
@@ -234,6 +212,26 @@ def _base_draw(
     # another reason: the places are mixed with it at once, and draws share few arrays
     # that XLA might store.
     return look_up(table, threefry4x32(list(key), [stream, low, step, high]))
+
+
+def _num_squares(stddev: float | Fraction) -> Fraction:
+    """The sum of squared multipliers that makes `stddev` the effective one."""
+    return (Fraction(stddev) ** 2 + _LATTICE_VARIANCE) / BASE_VARIANCE
+
+
+def _outer_multiplier(squares: int) -> int:
+    """The smallest k for which (k a, k b, 1) can have this sum of squares."""
+    return math.isqrt((squares - 2) // _LARGEST_SQUARES) + 1
+
+
+def _pair_above(squares: int) -> tuple[int, int]:
+    """The pair (a, b) with the least a^2 + b^2 from `squares` on."""
+    return _pairs()[bisect.bisect_left(_pairs(), (squares,))][1]
+
+
+def _pair_below(squares: int) -> tuple[int, int]:
+    """The pair (a, b) with the greatest a^2 + b^2 up to `squares`."""
+    return _pairs()[bisect.bisect_left(_pairs(), (squares + 1,)) - 1][1]
 
 
 @functools.cache
