@@ -191,7 +191,10 @@ INTEGERS = {
 REALS = {
     **{
         f"DPSGD.{name}": (lambda x, name=name: fields_of(dpsgd(**{name: x})), 1.0)
-        for name in ("expected_batch_size", "noise_multiplier", "l2_clip_norm")
+        for name in (
+            *("expected_batch_size", "noise_multiplier"),
+            *("l2_clip_norm", "sampling_prob"),
+        )
     },
     "DPSGD.l2_clip_norm.tree": (
         lambda x: fields_of(dpsgd(l2_clip_norm={"a": x, "b": 2.0})),

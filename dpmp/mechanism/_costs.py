@@ -7,15 +7,7 @@ import dp_accounting
 from dpmp import _validate, accounting
 from dpmp._numbers import as_number
 from dpmp.mechanism import _sampler_share
-
-_Relation = dp_accounting.NeighboringRelation
-
-
-def larger_sizes(num_examples: int, relation: _Relation) -> tuple[int, ...]:
-    """The sizes that the larger of two neighbouring datasets may have."""
-    if relation is _Relation.ADD_OR_REMOVE_ONE:
-        return num_examples, num_examples + 1
-    return (num_examples,)
+from dpmp.mechanism._batches import Batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,27 +15,17 @@ class Costs:
     """All facts that the privacy cost of a run depends on, besides the noise.
 
     Attributes:
-      num_examples: the size of the dataset.
-      sampling_prob: the probability that an example is drawn.
+      batches: the sampling of batches, and the neighbouring relation.
       iterations: the number of steps.
-      largest_batch: the size to which larger batches are truncated.
       is_clipped: whether the clip norm is finite.
       num_coordinates: an upper bound on the number of entries that receive noise in a
         step.
-      neighboring_relation: which two datasets are neighbours.
     """
 
-    num_examples: int
-    sampling_prob: float
+    batches: Batches
     iterations: int
-    largest_batch: int
     is_clipped: bool
     num_coordinates: int
-    neighboring_relation: _Relation
-
-    @property
-    def _larger_sizes(self) -> tuple[int, ...]:
-        return larger_sizes(self.num_examples, self.neighboring_relation)
 
     def event(
         self, noise_multiplier: float, steps: int, num_examples: int | None = None
@@ -56,19 +38,20 @@ class Costs:
           num_examples: the size of the larger of two neighbouring datasets; None for
             the largest possible size.
         """
-        num_examples = num_examples or max(self._larger_sizes)
+        num_examples = num_examples or max(self.batches.larger_datasets)
+        sampling_prob = self.batches.sampling_prob
         if not self.is_clipped:
             return dp_accounting.NonPrivateDpEvent()
-        if self.largest_batch >= num_examples:
+        if self.batches.largest >= num_examples:
             return accounting.dpsgd_event(
-                noise_multiplier, steps, sampling_prob=self.sampling_prob
+                noise_multiplier, steps, sampling_prob=sampling_prob
             )
         return accounting.truncated_dpsgd_event(
             noise_multiplier,
             steps,
-            sampling_prob=self.sampling_prob,
+            sampling_prob=sampling_prob,
             num_examples=num_examples,
-            truncated_batch_size=self.largest_batch,
+            truncated_batch_size=self.batches.largest,
         )
 
     def calibrate(self, *, epsilon: float, delta: float) -> float:
@@ -79,9 +62,9 @@ class Costs:
                 epsilon=epsilon,
                 delta=delta,
                 num_entries=self.iterations * self.num_coordinates,
-                neighboring_relation=self.neighboring_relation,
+                neighboring_relation=self.batches.neighboring_relation,
             )
-            for size in self._larger_sizes
+            for size in self.batches.larger_datasets
         )
 
     def guarantee(
@@ -106,8 +89,8 @@ class Costs:
                 self.event(noise_multiplier, steps, size),
                 delta=accounting.check_delta(delta),
                 num_entries=max(steps, 1) * self.num_coordinates,
-                neighboring_relation=self.neighboring_relation,
+                neighboring_relation=self.batches.neighboring_relation,
             )
-            for size in self._larger_sizes
+            for size in self.batches.larger_datasets
         ]
         return max(guarantees, key=lambda guarantee: guarantee.epsilon)

@@ -1,14 +1,10 @@
-"""DPSGD describes one private training run: sampling, clipping, arithmetic and noise.
-
-The training steps and the privacy accounting read the same object, so that they cannot
-disagree.
-"""
+"""One private training run: its sampling, clipping, arithmetic and noise."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import dp_accounting
 import jax
@@ -16,23 +12,15 @@ import optax
 
 from dpmp import _validate, accounting, batch_selection, clipping, noise_addition
 from dpmp._typing import PyTree
-from dpmp.accounting._relation import DEFAULT_RELATION
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._joint_sums import JointSum, ReleasedMetrics, contribution
+from dpmp.clipping._joint_sums import ReleasedMetrics, contribution
 from dpmp.engines._methods import check_method
 from dpmp.mechanism import _checks, _statement
-from dpmp.mechanism._costs import Costs, larger_sizes
-from dpmp.mechanism._released import Released, split
+from dpmp.mechanism._batches import Batches
+from dpmp.mechanism._costs import Costs
+from dpmp.mechanism._released import Released, check_num_entries, split
 from dpmp.mechanism._resolution import choose_resolution
-from dpmp.numerics._arithmetic import (
-    Arithmetic,
-    default_name,
-    name_without_privacy,
-    parse,
-)
-from dpmp.numerics._sums import num_entries
-
-_Relation = dp_accounting.NeighboringRelation
+from dpmp.numerics import _arithmetic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,58 +30,51 @@ class DPSGD:
     In every step, DP-SGD draws a random batch, clips the gradient of each example, adds
     the clipped gradients up and adds Gaussian noise to the sum. The clipped gradient of
     one example is called its contribution. `calibrate` finds the least noise that meets
-    a privacy target.
-
-    The target is a pair (epsilon, delta). Training is (epsilon, delta)-differentially
-    private if, for any two neighbouring datasets A and B and any set S of outcomes,
-    P[outcome on A in S] <= exp(epsilon) P[outcome on B in S] + delta.
+    a privacy target (epsilon, delta): for any neighbouring datasets A and B and any set
+    S of outcomes, P[outcome on A in S] <= exp(epsilon) P[outcome on B in S] + delta.
 
     >>> mechanism = DPSGD(
-    ...     num_examples=10_000,
-    ...     expected_batch_size=100,
-    ...     iterations=500,
-    ...     l2_clip_norm=1.0,
+    ...     num_examples=6000, expected_batch_size=60, iterations=500, l2_clip_norm=1.0
     ... ).calibrate(epsilon=4.0, delta=1e-6)
     >>> print(f"{mechanism.noise_multiplier:.3f} {mechanism.guarantee().epsilon:.3f}")
     0.720 4.000
 
     Guarantees:
-      The released sequence of noisy gradients is (epsilon, delta)-differentially
-      private with the values of `.guarantee()`. So is everything that is computed from
-      it. `.statement()` lists the assumptions.
+      The noisy gradients, and everything that is computed from them, are private with
+      the epsilon and delta of `.guarantee()`. `.statement()` lists the assumptions.
 
     Attributes:
-      num_examples: the size of the dataset. It is public, except under
-        ADD_OR_REMOVE_ONE.
-      expected_batch_size: the average number of examples in a batch. The sampling
-        probability is this number over `num_examples`. The sum of clipped gradients is
-        divided by this number.
+      num_examples: the size of the dataset.
+      expected_batch_size: the average number of examples in a batch. The sum of
+        clipped gradients is divided by this number. If `sampling_prob` is given too,
+        any number close to the average will do.
       iterations: the number of steps to account for.
       l2_clip_norm: the clip norm, or a tree of clip norms; see `clipped_grad`.
       noise_multiplier: the standard deviation of the noise over the largest norm of a
         contribution. It is None before `calibrate`, and 0 for no privacy.
       delta: the delta for which epsilon is computed, set by `calibrate`.
-      truncated_batch_size: the size of the largest batch. None is a size that is
-        exceeded with a probability of at most 1e-20
-        (`accounting.choose_truncated_batch_size`).
+      truncated_batch_size: the size of the largest batch. None chooses it by
+        `accounting.choose_truncated_batch_size`.
       microbatch_size: see `clipped_grad`. Batches are padded to a multiple of it. Where
-        "bounded" sums choose it themselves, batches are padded to a multiple of a power
-        of two of at most 32.
+        "bounded" sums choose it, they are padded to a power of two of at most 32.
       rescale_to_unit_norm: see `clipped_grad`.
       arithmetic: how the sum is computed: "exact" (None), "float32", "float32x2" or
         "float64". With book-keeping: "bounded" (None), or floats without a proof, such
-        as "unproved_float32". See `clipped_grad`. The noise consists of integers in all
-        cases.
-      num_parameters: an upper bound on the number of entries of the gradient, which is
-        public. The resolution of the grid depends on it, and so does the share of delta
-        that the sampler of the noise uses up. A larger gradient is refused.
+        as "unproved_float32". See `clipped_grad`. The noise always is in integers.
+      num_parameters: a public upper bound on the number of entries of the gradient. The
+        resolution of the grid depends on it, and the share of delta that is charged for
+        the sampler of the noise. A larger gradient is refused.
       method: the gradient engine; see `clipped_grad`.
       released_metrics: noisy means to release at every step besides the gradient.
       neighboring_relation: which two datasets are neighbours. By default, one example
         is blanked out (zero-out): both datasets have the same size, and `num_examples`
-        is public. Under ADD_OR_REMOVE_ONE that number is protected too, provided that
-        no other field was derived from it. Neighbours then have one example more or
-        less, and epsilon is the larger one of both cases.
+        is public. Under ADD_OR_REMOVE_ONE, neighbours have one example more or less,
+        and epsilon is the larger one of both cases. `num_examples` is protected too,
+        provided that no other field was derived from it.
+      sampling_prob: the probability that an example is in a batch. None computes it as
+        `expected_batch_size / num_examples`, from which anyone who knows the expected
+        batch size learns `num_examples`. Where that number is protected, give this
+        field and `truncated_batch_size`, and choose them without that number.
     """
 
     num_examples: int
@@ -109,13 +90,16 @@ class DPSGD:
     num_parameters: int = 10_000_000
     method: str = "per_example"
     released_metrics: ReleasedMetrics | None = None
-    neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION
+    neighboring_relation: dp_accounting.NeighboringRelation = (
+        accounting.DEFAULT_RELATION
+    )
+    sampling_prob: float | None = None
 
     def __post_init__(self):
         # The name of the arithmetic that runs tells a reader more than None.
-        name = self.arithmetic or default_name(self.method)
-        object.__setattr__(self, "arithmetic", name)
-        for name, value in _checks.checked_fields(self).items():
+        arithmetic = self.arithmetic or _arithmetic.default_name(self.method)
+        checked = {"arithmetic": arithmetic, **_checks.checked_fields(self)}
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
         # This call checks the other fields: clip norms, arithmetic and method.
         self.clipped_grad(lambda *_: 0.0).sensitivity(self.neighboring_relation)
@@ -129,24 +113,22 @@ class DPSGD:
           **fields: the attributes except `iterations`.
 
         Returns:
-          A mechanism with `epochs * num_examples / expected_batch_size` steps, rounded.
-          This number reveals `num_examples`, where that is not public.
+          A mechanism with `epochs / sampling_prob` steps, rounded.
         """
         epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
         one_step = cls(iterations=1, **fields)
-        steps = epochs * one_step.num_examples / one_step.expected_batch_size
+        steps = epochs / one_step.sampling.sampling_prob
         return dataclasses.replace(one_step, iterations=max(1, round(steps)))
 
     def calibrate(self, *, epsilon: float, delta: float) -> "DPSGD":
-        """The same mechanism with the least noise that satisfies (epsilon, delta).
+        """Sets `noise_multiplier` to the least that satisfies (epsilon, delta).
 
         Args:
-          epsilon: the target after all iterations.
+          epsilon: the target after all iterations, which is not exceeded.
           delta: the target delta; choose it well below 1 / num_examples.
 
         Returns:
-          A mechanism with `noise_multiplier` and `delta` set. Its epsilon is at most
-          the target.
+          A mechanism with `noise_multiplier` and `delta` set.
 
         Raises:
           ValueError: if the target is out of range or cannot be reached.
@@ -157,14 +139,14 @@ class DPSGD:
     def without_privacy(self) -> "DPSGD":
         """The same mechanism without clipping and noise, as a baseline to compare with.
 
-        It runs the same code in floating point. Its results are those of ordinary
-        training on the same batches, up to float32 rounding.
+        Its results are those of ordinary training on the same batches, up to float32
+        rounding.
         """
         return dataclasses.replace(
             self,
             l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
             rescale_to_unit_norm=False,
-            arithmetic=name_without_privacy(self.method)
+            arithmetic=_arithmetic.name_without_privacy(self.method)
             if self._sums.resolution is not None
             else self.arithmetic,
             noise_multiplier=0.0,
@@ -176,22 +158,14 @@ class DPSGD:
         return bool(self.noise_multiplier) and math.isfinite(self._l2_norm_bound)
 
     @property
-    def sampling_prob(self) -> float:
-        """The probability that an example is in a batch."""
-        return self.expected_batch_size / self.num_examples
-
-    @property
     def sampling(self) -> batch_selection.PoissonSampling:
         """The sampler that the accounting assumes."""
-        return batch_selection.PoissonSampling(
-            self.sampling_prob, self.iterations, self._largest_batch
-        )
+        return self._batches.sampling(self.iterations)
 
     @property
     def padded_batch_size(self) -> int:
         """The size to which all batches are padded."""
-        multiple = self._multiple_of_batches
-        return math.ceil(self._largest_batch / multiple) * multiple
+        return self._batches.padded
 
     @property
     def stddev(self) -> float:
@@ -220,8 +194,8 @@ class DPSGD:
     def dp_event(self) -> dp_accounting.DpEvent:
         """All iterations as an event of dp_accounting.
 
-        Under ADD_OR_REMOVE_ONE, it describes the neighbour with one example more. The
-        neighbour with one example less may cost more; `guarantee` considers both.
+        Under ADD_OR_REMOVE_ONE, it describes the neighbour with one example more;
+        `guarantee` also considers the one with one example less, which may cost more.
         """
         return self._costs.event(self._calibrated, self.iterations)
 
@@ -233,8 +207,7 @@ class DPSGD:
         Args:
           fun: the loss.
           argnums: the positions of the arguments to differentiate.
-          **kwargs: arguments of `clipped_grad` that do not affect the sensitivity, such
-            as `has_aux`, `batch_argnums` or `return_values`.
+          **kwargs: other arguments that do not affect the sensitivity.
 
         Returns:
           A callable that returns the sum of clipped gradients over
@@ -276,12 +249,9 @@ class DPSGD:
         Args:
           prng_key: see `noise_addition.gaussian_privatizer`.
 
-        Returns:
-          An `optax.GradientTransformation`. Its `update` raises ValueError for a
-          gradient with more than `num_parameters` entries.
-
         Raises:
-          ValueError: before calibration.
+          ValueError: before calibration, or (by `update`) for a gradient with more than
+            `num_parameters` entries.
         """
         privatizer = noise_addition.gaussian_privatizer(
             stddev=self.stddev,
@@ -290,22 +260,15 @@ class DPSGD:
         )
 
         def update(updates, state, params=None):
-            grads = updates
-            if isinstance(updates, JointSum):
-                grads = updates.sum_of_clipped_grads
-            _checks.check_num_parameters(num_entries(grads), self.num_parameters)
+            check_num_entries(updates, self.num_parameters)
             return privatizer.update(updates, state, params)
 
         return optax.GradientTransformation(privatizer.init, update)
 
     def split(self, noisy: PyTree) -> Released:
         """Splits the output of `.privatizer` into gradients, overflows and metrics."""
-        return split(
-            noisy,
-            self._l2_norm_bound,
-            self.expected_batch_size,
-            self.released_metrics,
-        )
+        metrics, size = self.released_metrics, self.expected_batch_size
+        return split(noisy, self._l2_norm_bound, size, metrics)
 
     def guarantee(
         self, step: int | None = None, *, delta: float | None = None
@@ -317,41 +280,26 @@ class DPSGD:
           delta: the delta; None for the one that was given to `calibrate`.
 
         Returns:
-          Epsilon, delta, and the accountant that computed them. Epsilon is infinite
-          without clipping or noise. It is also infinite if delta is too small to cover
-          the sampler's deviation from ideal noise (`mechanism/_sampler_share.py`).
+          Epsilon, delta and the accountant. Epsilon is infinite without clipping or
+          noise, or if delta is too small to cover the sampler's deviation from ideal
+          noise (`mechanism/_sampler_share.py`).
 
         Raises:
-          ValueError: before calibration, if delta is missing or out of range, or if the
-            step is above `iterations`.
+          ValueError: before calibration, without a delta, or for an argument out of
+            range.
         """
         return self._costs.guarantee(
             self._calibrated, step, delta=self.delta if delta is None else delta
         )
 
     def statement(self) -> str:
-        """States the privacy claim in plain words, with its assumptions and limits.
-
-        Raises:
-          ValueError: before calibration, or without a delta.
-        """
+        """States the privacy claim in plain words, with its assumptions and limits."""
         if not self.is_private and self.noise_multiplier is not None:
             return _statement.no_claim()
         guarantee = self.guarantee()
         if math.isinf(guarantee.epsilon):
             return _statement.no_epsilon(guarantee.delta)
-        return _statement.claim(
-            guarantee,
-            self.sampling,
-            num_examples=self.num_examples,
-            expected_batch_size=self.expected_batch_size,
-            l2_clip_norm=self.l2_clip_norm,
-            noise_multiplier=self._calibrated,
-            arithmetic=self._sums,
-            microbatch_size=self.microbatch_size,
-            resolution=self.resolution,
-            released_metrics=self.released_metrics,
-        )
+        return _statement.claim(guarantee, self, self._batches, self._sums)
 
     @property
     def _calibrated(self) -> float:
@@ -376,35 +324,27 @@ class DPSGD:
         return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
 
     @functools.cached_property
-    def _sums(self) -> Arithmetic:
+    def _sums(self) -> _arithmetic.Arithmetic:
         check_method(self.method)
-        return parse(self.arithmetic, method=self.method)
+        return _arithmetic.parse(self.arithmetic, method=self.method)
 
     @functools.cached_property
-    def _largest_batch(self) -> int:
-        num_examples = max(larger_sizes(self.num_examples, self.neighboring_relation))
-        if self.truncated_batch_size is not None:
-            return min(self.truncated_batch_size, num_examples)
-        return accounting.choose_truncated_batch_size(
-            num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
+    def _batches(self) -> Batches:
+        return Batches(
+            num_examples=self.num_examples,
+            sampling_prob=cast("float", self.sampling_prob),
+            truncated_batch_size=self.truncated_batch_size,
+            microbatch_size=self.microbatch_size,
+            chooses_microbatches=self._sums.clips_by_bounds,
+            neighboring_relation=self.neighboring_relation,
         )
-
-    @property
-    def _multiple_of_batches(self) -> int:
-        """The divisor of all padded batch sizes, so that microbatches divide them."""
-        if self.microbatch_size is not None or not self._sums.clips_by_bounds:
-            return self.microbatch_size or 1
-        return min(32, 2 ** (self._largest_batch.bit_length() - 1))
 
     @property
     def _costs(self) -> Costs:
         return Costs(
-            num_examples=self.num_examples,
-            sampling_prob=self.sampling_prob,
+            batches=self._batches,
             iterations=self.iterations,
-            largest_batch=self._largest_batch,
             is_clipped=math.isfinite(self._l2_norm_bound),
             # The entries of the gradient, and up to 3 that a `JointSum` adds.
             num_coordinates=self.num_parameters + 3,
-            neighboring_relation=self.neighboring_relation,
         )

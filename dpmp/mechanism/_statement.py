@@ -2,14 +2,16 @@
 
 import math
 import textwrap
+from typing import Any
 
 import dp_accounting
 import jax
 
-from dpmp import accounting, batch_selection
+from dpmp import accounting
 from dpmp._typing import PyTree
 from dpmp.accounting._rounding import digits_above, digits_below, round_up
 from dpmp.clipping._joint_sums import ReleasedMetrics
+from dpmp.mechanism._batches import Batches, ComputedProbability
 from dpmp.numerics._arithmetic import Arithmetic
 
 _Relation = dp_accounting.NeighboringRelation
@@ -20,80 +22,93 @@ _NEIGHBOURS = {
     _Relation.REPLACE_SPECIAL: "one example of the first is blanked out in the second",
 }
 
-# Under ADD_OR_REMOVE_ONE this replaces the number of examples, which is protected.
-_NUMBER_IS_PROTECTED = (
-    "The number of examples is protected with them. The settings of the run (sampling "
-    "probability, batch sizes, steps) are public, and it is assumed that they were "
-    "chosen without that number, which they would give away. (A sampling probability "
-    "that was computed as the expected batch size over that number gives it away to "
-    "those who know both.)"
-)
-
 
 def no_claim() -> str:
     """The statement of a mechanism that is not private."""
     return _wrap(
-        "No privacy: gradients are not clipped or no noise is added, and anything "
-        "computed from them may reveal the training data."
+        "No privacy: gradients are not clipped or no noise is added. Everything that "
+        "is computed from them may reveal the training data."
     )
 
 
 def no_epsilon(delta: float) -> str:
     """The statement of a mechanism with clipping, noise and an infinite epsilon."""
     return _wrap(
-        f"No epsilon is claimed at delta {digits_above(delta, 3)}. "
-        f"Gradients are clipped and noise is added, but so little that its distance "
-        f"from ideal Gaussian noise counts: "
-        f"added up over all steps and parameters, and multiplied by exp(epsilon), that "
-        f"is more than the share of delta that is left for it. Use more noise, a "
-        f"larger delta, or a num_parameters closer to what is trained."
+        f"No epsilon is claimed at delta {digits_above(delta, 3)}. Gradients are "
+        f"clipped and noise is added, but so little noise that epsilon would be large. "
+        f"The computed noise differs slightly from ideal Gaussian noise. Added up over "
+        f"all steps and parameters, and multiplied by exp(epsilon), these differences "
+        f"exceed the share of delta that is reserved for them. Use more noise, a "
+        f"larger delta, or a num_parameters closer to the number of trained parameters."
     )
 
 
 def claim(
     guarantee: accounting.PrivacyGuarantee,
-    sampling: batch_selection.PoissonSampling,
-    *,
-    num_examples: int,
-    expected_batch_size: float,
-    l2_clip_norm: PyTree,
-    noise_multiplier: float,
+    mechanism: Any,
+    batches: Batches,
     arithmetic: Arithmetic,
-    microbatch_size: int | None,
-    resolution: int | None,
-    released_metrics: ReleasedMetrics | None,
 ) -> str:
-    """The statement of a mechanism with a finite epsilon; `DPSGD` has the arguments."""
-    relation = _Relation[guarantee.neighboring_relation]
-    number = f"The number of examples, {num_examples}, is public."
-    if relation is _Relation.ADD_OR_REMOVE_ONE:
-        number = _NUMBER_IS_PROTECTED
+    """The statement of a `DPSGD` with a finite epsilon."""
+    noise_multiplier = mechanism.noise_multiplier
+    batch_size = mechanism.expected_batch_size
+    epsilon, delta = round_up(guarantee.epsilon), digits_above(guarantee.delta, 3)
     return _wrap(
-        f"The trained parameters, and all that comes of the noisy gradients, are "
-        f"({round_up(guarantee.epsilon)}, {digits_above(guarantee.delta, 3)})-"
-        f"differentially private.",
+        f"The trained parameters are ({epsilon}, {delta})-differentially private, and "
+        f"so is everything else that is computed from the noisy gradients. This means: "
+        f"for two neighbouring datasets, the probability of any outcome on one is at "
+        f"most exp({epsilon}) times its probability on the other, plus {delta}.",
         f"- Protected unit: one example. Two datasets are neighbours if "
-        f"{_NEIGHBOURS[relation]}. {number}",
-        f"- Sampling: each example is in each batch independently with probability "
-        f"{digits_above(sampling.sampling_prob, 4)} "
-        f"(expected batch size {expected_batch_size:g}); "
-        f"batches above {sampling.truncated_batch_size} are truncated at random, and "
-        f"that is accounted for. Batches taken in any other way void the claim.",
-        f"- Steps: {sampling.iterations}.",
-        f"- Clipping: L2 norm of {_describe_clip_norm(l2_clip_norm)} per example.",
-        f"- Noise: Gaussian, noise multiplier {digits_below(noise_multiplier, 5)} "
-        f"(standard deviation over the largest contribution of one example).",
-        *_describe_metrics(released_metrics, noise_multiplier, expected_batch_size),
+        f"{_NEIGHBOURS[batches.neighboring_relation]}. {_describe_number(batches)}",
+        f"- Sampling: each example is in each batch with probability "
+        f"{digits_above(batches.sampling_prob, 4)}, independently of all others. A "
+        f"batch of more than {batches.largest} examples keeps {batches.largest} of "
+        f"them, drawn at random, and epsilon accounts for that. The claim does not "
+        f"hold for batches that are taken in any other way.",
+        f"- Steps: {mechanism.iterations}.",
+        f"- Clipping: the gradient of each example is clipped to an L2 norm of "
+        f"{_describe_clip_norm(mechanism.l2_clip_norm)}. The sum of the clipped "
+        f"gradients is divided by {batch_size:g}, the expected batch size.",
+        f"- Noise: the noise is Gaussian, with a noise multiplier of "
+        f"{digits_below(noise_multiplier, 5)}. This is its standard deviation, divided "
+        f"by the largest norm that one example contributes.",
+        *_describe_metrics(mechanism.released_metrics, noise_multiplier, batch_size),
         f"- Accountant: {guarantee.accountant}.",
         "- Arithmetic: "
         + _describe_arithmetic(
-            arithmetic, microbatch_size, resolution, noise_multiplier
+            arithmetic,
+            mechanism.microbatch_size,
+            mechanism.resolution,
+            noise_multiplier,
         ),
-        "- Not covered: the random bits are assumed ideal and their keys secret; "
-        "running time, which depends on the batch size; losses, norms and "
-        "other per-example values, and choices made by looking at them (such as "
-        "hyper-parameters tuned on this data); anything else released about the data.",
+        "- Assumed: the random bits are ideal, and nobody knows their keys.",
+        "- Not covered: running time, which depends on the size of the batch; losses, "
+        "norms and other values of single examples; choices that were made by looking "
+        "at such values (for example, hyper-parameters tuned on this data); anything "
+        "else that is released about the data.",
     )
+
+
+def _describe_number(batches: Batches) -> str:
+    """Says who knows the number of examples."""
+    if batches.neighboring_relation is not _Relation.ADD_OR_REMOVE_ONE:
+        return f"The number of examples, {batches.num_examples}, is public."
+    text = (
+        "The number of examples is protected too. The sampling probability, the batch "
+        "sizes, the steps and the noise are public, and the claim assumes that they "
+        "were chosen without knowledge of that number."
+    )
+    if isinstance(batches.sampling_prob, ComputedProbability):
+        text += (
+            " But the sampling probability was computed as the expected batch size "
+            "over that number, and gives it away. Pass sampling_prob to avoid this."
+        )
+    if batches.truncated_batch_size is None:
+        text += (
+            " The largest batch size was computed from that number, and says roughly "
+            "how large it is. Pass truncated_batch_size to avoid this."
+        )
+    return text
 
 
 def _describe_metrics(
@@ -107,9 +122,8 @@ def _describe_metrics(
         for name in metrics.names
     )
     return [
-        f"- Released at every step, besides the gradient and covered with it: the mean "
-        f"of {means}. That makes the noise on the gradient {metrics.widening:.2%} "
-        f"wider than it would be."
+        f"- Released at every step, with noise: the means of {means}. The claim covers "
+        f"them. They make the noise on the gradient {metrics.widening:.2%} wider."
     ]
 
 
@@ -121,12 +135,12 @@ def _describe_arithmetic(
 ) -> str:
     sentences = [
         arithmetic.describe(resolution, microbatch_size),
-        "Discrete Gaussian noise, in integers, is added before anything is rounded to "
-        "float32.",
+        "The noise consists of integers (discrete Gaussian noise), which are added "
+        "before the result is rounded to float32.",
     ]
     if resolution is not None:
         units = f"{resolution * noise_multiplier:.0f}"
-        sentences.append(f"Its standard deviation has {units} units of the grid.")
+        sentences.append(f"Its standard deviation is {units} units of the grid.")
     if arithmetic.is_proved:
         sentences.append("The claim holds for the bits that are released.")
     return " ".join([*sentences, arithmetic.assumption]).strip()
@@ -134,10 +148,10 @@ def _describe_arithmetic(
 
 def _describe_clip_norm(l2_clip_norm: PyTree) -> str:
     norms = jax.tree.leaves(l2_clip_norm)
-    if len(norms) == 1:
-        return f"{norms[0]:g}"
-    return f"{math.hypot(*norms):g} in {len(norms)} groups"
+    groups = f" in {len(norms)} groups of parameters" if len(norms) > 1 else ""
+    return f"{math.hypot(*norms):g}{groups}"
 
 
 def _wrap(*lines: str) -> str:
-    return "\n".join(textwrap.fill(x, 88, subsequent_indent="  ") for x in lines)
+    wrap = textwrap.TextWrapper(88, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(map(wrap.fill, lines))

@@ -24,8 +24,9 @@ class TrainingState(NamedTuple):
       metrics: the noisy metrics of the last step, NaN before the first; released.
       update_key: the root key of stochastic rounding, or None without; secret.
       fingerprint: uint32, hashes of the facts that the privacy claim about past steps
-        rests on (`training/_fingerprint.py`); public. A trainer with other facts
-        refuses to continue the run.
+        rests on (`training/_fingerprint.py`). A trainer with other facts refuses to
+        continue the run. It is public if these facts are: `num_examples` is one of
+        them, and can be found from its hash by trying.
     """
 
     step: jax.Array

@@ -185,6 +185,31 @@ def test_batches_are_padded_to_a_multiple_of_the_microbatch():
             assert largest <= 1000 or truncated_batch_size is None
 
 
+def test_a_given_sampling_probability_does_not_depend_on_the_sizes():
+    given = {"sampling_prob": 0.03, "truncated_batch_size": 80, "noise_multiplier": 1.5}
+    mechanism = make_mechanism(**given)
+    assert mechanism.sampling == PoissonSampling(0.03, 100, 80)
+    assert mechanism.dp_event == accounting.truncated_dpsgd_event(
+        1.5, 100, sampling_prob=0.03, num_examples=1000, truncated_batch_size=80
+    )
+    same = make_mechanism(sampling_prob=0.05, noise_multiplier=1.5)
+    assert same == make_mechanism(noise_multiplier=1.5)
+    for sizes in ({"num_examples": 20}, {"expected_batch_size": 4}):
+        other = dataclasses.replace(mechanism, **sizes)
+        assert other.sampling.sampling_prob == other.sampling_prob == 0.03
+    # What adds up the gradients still divides by the expected batch size.
+    assert mechanism.stddev == pytest.approx(1.5 / 50)
+    fields = {name: x for name, x in FIELDS.items() if name != "iterations"}
+    assert DPSGD.from_epochs(epochs=3, **fields, sampling_prob=0.03).iterations == 100
+
+
+def test_a_computed_sampling_probability_follows_the_sizes():
+    mechanism = make_mechanism().calibrate(epsilon=2.0, delta=1e-5)
+    assert mechanism.sampling_prob == 0.05
+    assert dataclasses.replace(mechanism, num_examples=500).sampling_prob == 0.1
+    assert dataclasses.replace(mechanism, sampling_prob=0.01).sampling_prob == 0.01
+
+
 def truncated_epsilon(larger_size, **fields):
     event = accounting.truncated_dpsgd_event(
         fields["noise_multiplier"],
@@ -473,6 +498,8 @@ def test_noise_and_clipping_are_private():
             "expected_batch_size must be a finite number abov",
         ),
         ({"expected_batch_size": 1001}, "expected_batch_size must be at most num_exam"),
+        ({"sampling_prob": 0.0}, "sampling_prob must be in"),
+        ({"sampling_prob": 1.1}, "sampling_prob must be in"),
         ({"iterations": 0}, "iterations must be an integer of at least 1"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be a finite number of at"),
         ({"noise_multiplier": math.inf}, "noise_multiplier must be a finite number"),

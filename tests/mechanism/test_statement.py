@@ -29,7 +29,7 @@ def test_it_tells_how_exact_sums_are_made():
     assert mechanism.resolution == 32756
     assert "the largest contribution has 32756 units" in statement
     assert "in integers, without rounding" in statement
-    assert "Its standard deviation has 16378 units of the grid." in statement
+    assert "Its standard deviation is 16378 units of the grid." in statement
 
 
 def test_it_tells_how_bounded_sums_are_made():
@@ -69,20 +69,21 @@ def test_it_contains_the_figures():
     guarantee = mechanism.guarantee()
     statement = statement_of(mechanism)
     for claim in (
-        ", 3e-06)-differentially private.",
+        ", 3e-06)-differentially private,",
         "one example of the first is blanked out in the second",
         "number of examples, 1234, is public",
-        "independently with probability 0.04052 (expected batch size 50)",
-        f"batches above {mechanism.padded_batch_size} are truncated",
+        "in each batch with probability 0.04052, independently of all others.",
+        f"A batch of more than {mechanism.padded_batch_size} examples keeps",
         "- Steps: 77.",
-        "L2 norm of 0.75 per example",
-        "noise multiplier 1.2345",
+        "clipped to an L2 norm of 0.75.",
+        "divided by 50, the expected batch size.",
+        "noise multiplier of 1.2345.",
         f"- Accountant: {guarantee.accountant}.",
         "sums in float32x2",
         "The claim holds for the bits that are released.",
-        "- Not covered: the random bits are assumed ideal",
-        "running time",
-        "losses, norms and other per-example values",
+        "- Assumed: the random bits are ideal",
+        "- Not covered: running time",
+        "losses, norms and other values of single examples",
         "hyper-parameters tuned on this data",
     ):
         assert claim in statement
@@ -94,7 +95,7 @@ def test_it_claims_nothing_where_delta_does_not_cover_the_sampler():
     assert mechanism.is_private
     statement = statement_of(mechanism)
     assert statement.startswith("No epsilon is claimed at delta 1e-05. Gradients are")
-    assert "more than the share of delta that is left for it" in statement
+    assert "exceed the share of delta that is reserved for them" in statement
     assert "differentially private" not in statement
     assert all(len(line) <= 88 for line in mechanism.statement().splitlines())
     for remedy in ({"noise_multiplier": 0.5}, {"delta": 1e-2}, {"num_parameters": 1}):
@@ -124,7 +125,7 @@ def test_it_names_the_neighbouring_relation(relation, text):
 
 def test_it_describes_groups_of_parameters():
     mechanism = make_mechanism(l2_clip_norm={"a": 3.0, "b": 4.0})
-    assert "L2 norm of 5 in 2 groups" in mechanism.statement()
+    assert "L2 norm of 5 in 2 groups" in statement_of(mechanism)
 
 
 @pytest.mark.parametrize("delta", [1.2341e-6, 9.991e-6, 1.0049e-5, 1e-5, 3e-7, 0.9994])
@@ -138,17 +139,22 @@ def test_it_quotes_no_more_noise_and_no_less_sampling_than_there_is():
     statement = statement_of(
         make_mechanism(noise_multiplier=1.234567, num_examples=1237)
     )
-    assert "noise multiplier 1.2345 " in statement
+    assert "noise multiplier of 1.2345." in statement
     # 50 / 1237 = 0.0404203...
-    assert "with probability 0.04043 " in statement
+    assert "with probability 0.04043," in statement
 
 
-def test_a_number_of_examples_that_is_protected_is_not_quoted():
+@pytest.mark.parametrize(
+    "given", [{}, {"sampling_prob": 0.04}, {"truncated_batch_size": 90}], ids=str
+)
+def test_a_number_of_examples_that_is_protected_is_not_quoted(given):
+    relation = RELATIONS.ADD_OR_REMOVE_ONE
     statement = statement_of(
-        make_mechanism(
-            num_examples=1237, neighboring_relation=RELATIONS.ADD_OR_REMOVE_ONE
-        )
+        make_mechanism(num_examples=1237, neighboring_relation=relation, **given)
     )
     assert "is public" not in statement
-    assert "The number of examples is protected with them." in statement
+    assert "The number of examples is protected too." in statement
     assert "1237" not in statement
+    # And it says which settings were computed from that number.
+    assert ("gives it away" in statement) == ("sampling_prob" not in given)
+    assert ("how large it is" in statement) == ("truncated_batch_size" not in given)

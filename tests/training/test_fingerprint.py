@@ -72,6 +72,7 @@ CHANGES = {
     "noise_multiplier": {"noise_multiplier": 0.5},
     "num_examples": {"num_examples": 65},
     "expected_batch_size": {"expected_batch_size": 9},
+    "sampling_prob": {"sampling_prob": 0.25},
     "l2_clip_norm": {"l2_clip_norm": {"w": 2.0}},
     "truncated_batch_size": {"truncated_batch_size": 16},
     "rescale_to_unit_norm": {"rescale_to_unit_norm": True},

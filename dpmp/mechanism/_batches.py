@@ -1,0 +1,68 @@
+"""The sizes of batches: how large a drawn batch can be, and what it is padded to."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import dp_accounting
+
+from dpmp import accounting, batch_selection
+
+_Relation = dp_accounting.NeighboringRelation
+
+_LARGEST_CHOSEN_MICROBATCH = 32
+
+
+class ComputedProbability(float):
+    """A sampling probability that was computed from the sizes of batch and dataset.
+
+    `dataclasses.replace` passes it on, and then it is computed from the new sizes.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Decides the sizes of batches; `DPSGD` documents the attributes.
+
+    Attributes:
+      chooses_microbatches: whether the engine chooses the size of microbatches itself.
+    """
+
+    num_examples: int
+    sampling_prob: float
+    truncated_batch_size: int | None
+    microbatch_size: int | None
+    chooses_microbatches: bool
+    neighboring_relation: _Relation
+
+    @property
+    def larger_datasets(self) -> tuple[int, ...]:
+        """The sizes that the larger of two neighbouring datasets may have."""
+        if self.neighboring_relation is _Relation.ADD_OR_REMOVE_ONE:
+            return self.num_examples, self.num_examples + 1
+        return (self.num_examples,)
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """The size to which larger batches are truncated."""
+        num_examples = max(self.larger_datasets)
+        if self.truncated_batch_size is not None:
+            return min(self.truncated_batch_size, num_examples)
+        return accounting.choose_truncated_batch_size(
+            num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
+        )
+
+    @property
+    def padded(self) -> int:
+        """The size to which all batches are padded, so that microbatches divide it."""
+        multiple = self.microbatch_size or 1
+        if self.microbatch_size is None and self.chooses_microbatches:
+            power_of_two = 2 ** (self.largest.bit_length() - 1)
+            multiple = min(_LARGEST_CHOSEN_MICROBATCH, power_of_two)
+        return math.ceil(self.largest / multiple) * multiple
+
+    def sampling(self, iterations: int) -> batch_selection.PoissonSampling:
+        """The sampler of a run."""
+        return batch_selection.PoissonSampling(
+            self.sampling_prob, iterations, self.largest
+        )
