@@ -8,7 +8,6 @@ epsilon.
 import functools
 import math
 import sys
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import dp_accounting
@@ -18,6 +17,7 @@ from scipy import special, stats
 
 from dpmp import _validate
 from dpmp._numbers import as_number
+from dpmp.accounting._checks import check
 
 _Relation = dp_accounting.NeighboringRelation
 _Bound: TypeAlias = tuple[float, str]  # epsilon, and the accountant in words
@@ -34,73 +34,35 @@ _MARGIN = 1e-6
 _RDP_ORDERS = (2, 3, *np.arange(3.5, 11, 0.1), *range(11, 64), 96, 128, 256, 512, 1024)
 
 
-def sampled_gaussian(
-    noise_multiplier: float, sampling_prob: float
-) -> dp_accounting.DpEvent:
-    """The event of one step on a Poisson-sampled batch."""
-    noise_multiplier, sampling_prob = _checked(noise_multiplier, sampling_prob)
-    return dp_accounting.PoissonSampledDpEvent(
-        sampling_prob, dp_accounting.GaussianDpEvent(noise_multiplier)
-    )
+class _Step(NamedTuple):
+    """A kind of step, and how many times a run takes it."""
 
-
-@dataclass(frozen=True)
-class _Step:
-    """A kind of step, and how often a run takes it."""
-
+    event: dp_accounting.DpEvent
     noise_multiplier: float
     sampling_prob: float
-    count: int
-    truncation: float = 0.0
-    truncated_event: dp_accounting.DpEvent | None = None
-
-    def __post_init__(self):
-        checked = _checked(self.noise_multiplier, self.sampling_prob)
-        for name, value in zip(
-            ("noise_multiplier", "sampling_prob"), checked, strict=True
-        ):
-            object.__setattr__(self, name, value)
-
-    @property
-    def event(self) -> dp_accounting.DpEvent:
-        return self.truncated_event or sampled_gaussian(
-            self.noise_multiplier, self.sampling_prob
-        )
+    times: int
+    truncation: float = 0.0  # the probability that a batch is truncated
 
 
-def steps_of(event: Any, count: int = 1) -> list[_Step]:
+def steps_of(event: Any, times: int = 1) -> list[_Step]:
     """Splits an event into its kinds of steps."""
     match event:
         case dp_accounting.NoOpDpEvent() | dp_accounting.SelfComposedDpEvent(count=0):
             return []
         case dp_accounting.NonPrivateDpEvent():
-            return [_Step(0.0, 1.0, count)]
-        case dp_accounting.SelfComposedDpEvent(event=part, count=times):
-            return steps_of(part, count * as_number(times))
+            return [_sampled(0.0, 1.0, times)]
+        case dp_accounting.SelfComposedDpEvent(event=part, count=count):
+            return steps_of(part, times * as_number(count))
         case dp_accounting.ComposedDpEvent(events=parts):
-            return [step for part in parts for step in steps_of(part, count)]
+            return [step for part in parts for step in steps_of(part, times)]
         case dp_accounting.GaussianDpEvent(noise_multiplier=noise):
-            return [_Step(noise, 1.0, count)]
+            return [_sampled(noise, 1.0, times)]
         case dp_accounting.PoissonSampledDpEvent(
             event=dp_accounting.GaussianDpEvent(noise_multiplier=noise)
         ):
-            return [_Step(noise, event.sampling_probability, count)]
-        case dp_accounting.TruncatedSubsampledGaussianDpEvent(
-            dataset_size=num_examples, truncated_batch_size=size
-        ):
-            size, num_examples = as_number(size), as_number(num_examples)
-            step = _Step(event.noise_multiplier, event.sampling_probability, count)
-            if size >= num_examples:
-                return [step]
-            # A probability that underflows to 0 is still above 0.
-            prob = step.sampling_prob
-            tail = max(
-                float(stats.binom.sf(size, num_examples, prob)), sys.float_info.min
-            )
-            in_python_numbers = dp_accounting.TruncatedSubsampledGaussianDpEvent(
-                num_examples, prob, size, step.noise_multiplier
-            )
-            return [replace(step, truncation=tail, truncated_event=in_python_numbers)]
+            return [_sampled(noise, event.sampling_probability, times)]
+        case dp_accounting.TruncatedSubsampledGaussianDpEvent():
+            return [_truncated(event, times)]
     _validate.fail(
         "event must be made of Gaussian steps, sampled, truncated or composed",
         event=event,
@@ -108,6 +70,29 @@ def steps_of(event: Any, count: int = 1) -> list[_Step]:
         "dp_accounting.",
         error=ValueError if isinstance(event, dp_accounting.DpEvent) else TypeError,
     )
+
+
+def _sampled(noise_multiplier: float, sampling_prob: float, times: int) -> _Step:
+    noise_multiplier, sampling_prob = check(
+        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
+    )
+    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+    event = dp_accounting.PoissonSampledDpEvent(sampling_prob, gaussian)
+    return _Step(event, noise_multiplier, sampling_prob, times)
+
+
+def _truncated(event: Any, times: int) -> _Step:
+    step = _sampled(event.noise_multiplier, event.sampling_probability, times)
+    num_examples = as_number(event.dataset_size)
+    size = as_number(event.truncated_batch_size)
+    if size >= num_examples:
+        return step
+    tail = float(stats.binom.sf(size, num_examples, step.sampling_prob))
+    event = dp_accounting.TruncatedSubsampledGaussianDpEvent(
+        num_examples, step.sampling_prob, size, step.noise_multiplier
+    )
+    # A probability that underflows to 0 is still above 0.
+    return step._replace(event=event, truncation=max(tail, sys.float_info.min))
 
 
 class Run(NamedTuple):
@@ -118,7 +103,7 @@ class Run(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        return sum(step.count for step in self.steps)
+        return sum(step.times for step in self.steps)
 
 
 def bound(run: Run, delta: float) -> _Bound:
@@ -144,7 +129,7 @@ def _gaussian_bound(run: Run, delta: float) -> _Bound:
     if any(step.sampling_prob < 1 or step.truncation for step in run.steps):
         return _NO_ANSWER
     signal = math.hypot(
-        *(step.count**0.5 / step.noise_multiplier for step in run.steps)
+        *(step.times**0.5 / step.noise_multiplier for step in run.steps)
     )
     if run.relation is _Relation.REPLACE_ONE:
         signal *= 2
@@ -160,7 +145,7 @@ def _pld_bound(run: Run, delta: float) -> _Bound:
         return _NO_ANSWER
     accountant = pld.PLDAccountant(run.relation, interval)
     for step in run.steps:
-        accountant.compose(step.event, step.count)
+        accountant.compose(step.event, step.times)
     delta -= rounding
     epsilon = accountant.get_epsilon(delta * (1 - _MARGIN)) * (1 + _MARGIN)
     if epsilon > 600 and accountant.get_delta(800) <= delta:
@@ -180,7 +165,7 @@ def _rdp_bound(run: Run, delta: float) -> _Bound:
     if not all(accountant.supports(step.event) for step in run.steps):
         return _NO_ANSWER
     for step in run.steps:
-        accountant.compose(step.event, step.count)
+        accountant.compose(step.event, step.times)
     # dp_accounting cuts its series at 1e-13. Rounding can make a tiny divergence
     # negative, and overflow makes a divergence NaN. dp_accounting would take both for
     # no loss at all.
@@ -202,10 +187,10 @@ def _untruncated_bound(run: Run, delta: float, *, share: float) -> _Bound:
       P[M(A) in S] <= P[N(A) in S] + t <= e^epsilon P[N(B) in S] + d + t
                    <= e^epsilon P[M(B) in S] + d + (1 + e^epsilon) t.
     """
-    tail = math.fsum(step.count * step.truncation for step in run.steps)
+    tail = math.fsum(step.times * step.truncation for step in run.steps)
     if not 0 < 2 * tail <= delta * share:
         return _NO_ANSWER
-    plain = [replace(step, truncation=0.0, truncated_event=None) for step in run.steps]
+    plain = [_sampled(s.noise_multiplier, s.sampling_prob, s.times) for s in run.steps]
     epsilon, accountant = bound(Run(plain, run.relation), delta * (1 - share))
     log_price = math.log(tail) + np.logaddexp(0.0, epsilon)
     if log_price > math.log(delta * share):
@@ -248,7 +233,7 @@ def _grid(run: Run) -> tuple[float, float]:
 
 
 def total_moment(run: Run) -> float:
-    return math.fsum(s.count * _loss_scale(s, run.relation)[1] for s in run.steps)
+    return math.fsum(s.times * _loss_scale(s, run.relation)[1] for s in run.steps)
 
 
 def _loss_scale(step: _Step, relation: _Relation) -> tuple[float, float]:
@@ -275,15 +260,3 @@ def _sampled_loss_scale(noise: float, prob: float) -> tuple[float, float]:
         prob * (precision**2 / 4 + precision) + prob**2,
     )
     return float(high - low), float(moment)
-
-
-def _checked(noise_multiplier: float, sampling_prob: float) -> tuple[float, float]:
-    """Returns both as Python numbers; raises ValueError if one is out of range."""
-    return (
-        _validate.nonnegative(
-            noise_multiplier=noise_multiplier, fix="Use calibrate_noise_multiplier."
-        ),
-        _validate.probability(
-            sampling_prob=sampling_prob, fix="Use expected_batch_size / num_examples."
-        ),
-    )

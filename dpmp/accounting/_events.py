@@ -1,27 +1,14 @@
-"""Describes runs of DP-SGD as events for an accountant."""
+"""Describes runs of DP-SGD as events for an accountant.
+
+All functions raise ValueError for an argument out of range.
+"""
 
 import bisect
-from typing import Any
 
 import dp_accounting
 from scipy import stats
 
-from dpmp import _validate
-from dpmp.accounting import _epsilon
-
-_CHECKS = {
-    "noise_multiplier": (_validate.nonnegative, "Use calibrate_noise_multiplier."),
-    "sampling_prob": (
-        _validate.probability,
-        "Use expected_batch_size / num_examples.",
-    ),
-    "num_examples": (_validate.positive_integer, "Count the examples to train on."),
-    "truncated_batch_size": (
-        _validate.positive_integer,
-        "Use choose_truncated_batch_size.",
-    ),
-    "multiple_of": (_validate.positive_integer, "Use the microbatch size, or 1."),
-}
+from dpmp.accounting._checks import check
 
 
 def dpsgd_event(
@@ -44,16 +31,14 @@ def dpsgd_event(
     Returns:
       An event for `get_epsilon` or any accountant of dp_accounting.
 
-    Raises:
-      ValueError: if an argument is out of range.
-
     References:
       [Abadi et al., 2016](https://arxiv.org/abs/1607.00133)
     """
-    noise_multiplier, sampling_prob = _check(
+    noise_multiplier, sampling_prob = check(
         noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
     )
-    step = _epsilon.sampled_gaussian(noise_multiplier, sampling_prob)
+    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+    step = dp_accounting.PoissonSampledDpEvent(sampling_prob, gaussian)
     return _repeat(step, noise_multiplier, iterations)
 
 
@@ -88,25 +73,18 @@ def truncated_dpsgd_event(
     Returns:
       An event for `get_epsilon` or dp_accounting's `PLDAccountant`.
 
-    Raises:
-      ValueError: if an argument is out of range.
-
     References:
       [Ganesh, 2025](https://arxiv.org/abs/2508.15089)
     """
-    noise_multiplier, sampling_prob = _check(
-        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
-    )
-    num_examples, truncated_batch_size = _check(
-        num_examples=num_examples, truncated_batch_size=truncated_batch_size
-    )
     step = dp_accounting.TruncatedSubsampledGaussianDpEvent(
-        dataset_size=num_examples,
-        sampling_probability=sampling_prob,
-        truncated_batch_size=truncated_batch_size,
-        noise_multiplier=noise_multiplier,
+        *check(
+            num_examples=num_examples,
+            sampling_prob=sampling_prob,
+            truncated_batch_size=truncated_batch_size,
+            noise_multiplier=noise_multiplier,
+        )
     )
-    return _repeat(step, noise_multiplier, iterations)
+    return _repeat(step, step.noise_multiplier, iterations)
 
 
 def truncation_probability(
@@ -114,23 +92,13 @@ def truncation_probability(
 ) -> float:
     """The probability that a batch has more than `truncated_batch_size` examples.
 
-    It is P[Binomial(num_examples, sampling_prob) > truncated_batch_size].
+    It is P[Binomial(num_examples, sampling_prob) > truncated_batch_size], accurate to
+    eleven digits down to 1e-300.
 
     >>> print(f"{truncation_probability(6000, 0.01, 150):.2g}")
     2.6e-23
-
-    Args:
-      num_examples: the size of the dataset.
-      sampling_prob: the probability that an example is drawn.
-      truncated_batch_size: the size of the largest batch.
-
-    Returns:
-      The probability, accurate to eleven digits down to 1e-300.
-
-    Raises:
-      ValueError: if an argument is out of range.
     """
-    num_examples, sampling_prob, truncated_batch_size = _check(
+    num_examples, sampling_prob, truncated_batch_size = check(
         num_examples=num_examples,
         sampling_prob=sampling_prob,
         truncated_batch_size=truncated_batch_size,
@@ -156,11 +124,8 @@ def choose_truncated_batch_size(
 
     Returns:
       A multiple of `multiple_of`, at most `num_examples` rounded up to a multiple.
-
-    Raises:
-      ValueError: if an argument is out of range.
     """
-    num_examples, multiple_of = _check(
+    num_examples, multiple_of = check(
         num_examples=num_examples, multiple_of=multiple_of
     )
 
@@ -174,19 +139,9 @@ def choose_truncated_batch_size(
 def _repeat(
     step: dp_accounting.DpEvent, noise_multiplier: float, iterations: int
 ) -> dp_accounting.DpEvent:
-    iterations = _validate.nonnegative_integer(
-        iterations=iterations, fix="Use the number of updates."
-    )
+    (iterations,) = check(iterations=iterations)
     if iterations == 0:
         return dp_accounting.NoOpDpEvent()
     if noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
     return dp_accounting.SelfComposedDpEvent(step, iterations)
-
-
-def _check(**values: Any) -> list[Any]:
-    """Returns the values as Python numbers; raises ValueError for one out of range."""
-    return [
-        _CHECKS[name][0](**{name: x}, fix=_CHECKS[name][1])
-        for name, x in values.items()
-    ]

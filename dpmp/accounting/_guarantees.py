@@ -8,8 +8,12 @@ import dp_accounting
 from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp.accounting import _calibration, _epsilon
-from dpmp.accounting._relation import DEFAULT_RELATION as DEFAULT_RELATION
-from dpmp.accounting._relation import check_relation as check_relation
+from dpmp.accounting._checks import (
+    DEFAULT_RELATION,
+    check,
+    check_delta,
+    check_relation,
+)
 
 _Relation = dp_accounting.NeighboringRelation
 
@@ -127,7 +131,7 @@ def calibrate_noise_multiplier(
         fix="Use functools.partial(dpsgd_event, iterations=..., sampling_prob=...).",
         error=TypeError,
     )
-    epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
+    (epsilon,) = check(epsilon=epsilon)
     delta = check_delta(delta)
     check_relation(neighboring_relation)
 
@@ -148,15 +152,3 @@ def calibrate_noise_multiplier(
             "stands in the way.",
         )
     return noise_multiplier
-
-
-def check_delta(delta: float) -> float:
-    """Returns `delta` as a `float`; raises ValueError unless it is in (0, 1)."""
-    value = as_real(delta)
-    _validate.require(
-        _validate.is_real(value) and 0 < value < 1,
-        "delta must be in (0, 1)",
-        delta=delta,
-        fix="Use a value well below 1 / num_examples.",
-    )
-    return value

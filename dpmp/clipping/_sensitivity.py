@@ -9,7 +9,7 @@ import jax
 
 from dpmp import _validate
 from dpmp._numbers import as_real
-from dpmp.accounting._relation import DEFAULT_RELATION
+from dpmp.accounting import DEFAULT_RELATION
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import dp_accounting
 import rich.console
 import rich.table
 
-from dpmp.accounting import round_up
-from dpmp.accounting._relation import DEFAULT_RELATION
+from dpmp.accounting import DEFAULT_RELATION, round_up
 from dpmp.accounting._rounding import digits_above
 from dpmp.mechanism import DPSGD
 from dpmp.planning._plans import Plan, compare_batch_sizes, plan_to_start_from
