@@ -32,34 +32,32 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._numbers import as_number
-from dpmp._typing import PyTree
 
-_MAY_CHANGE = {"delta", "iterations", "microbatch_size"}
+_MAY_CHANGE = ("delta", "iterations", "microbatch_size")
 
 _WORDS = 2  # each hash has two 32-bit words
 
 
 def facts_of(mechanism: Any, policy: Any, loss_scale: Any) -> dict[str, str]:
     """The public facts that epsilon rests on, as unambiguous texts by name."""
-    of_mechanism = _fields(mechanism)
-    facts = {
-        name: _describe(x)
-        for name, x in of_mechanism.items()
-        if name not in _MAY_CHANGE
-    }
-    facts["l2_clip_norm"] = _describe_tree(of_mechanism["l2_clip_norm"])
+    facts = _fields(mechanism)
+    for name in _MAY_CHANGE:
+        del facts[name]
+    norms = jax.tree_util.tree_leaves_with_path(mechanism.l2_clip_norm)
+    facts["l2_clip_norm"] = {jax.tree_util.keystr(path): x for path, x in norms}
     # The values in use, whether they were given or chosen.
-    facts["truncated_batch_size"] = _describe(mechanism.sampling.truncated_batch_size)
-    facts["resolution"] = _describe(mechanism.resolution)
-    for name, x in _fields(policy).items():
-        facts[f"policy.{name}"] = _describe(x)
-    facts["loss_scale"] = _describe(loss_scale)
-    return dict(sorted(facts.items()))
+    facts["truncated_batch_size"] = mechanism.sampling.truncated_batch_size
+    facts["resolution"] = mechanism.resolution
+    facts |= {f"policy.{name}": x for name, x in _fields(policy).items()}
+    facts["loss_scale"] = loss_scale
+    return {name: _describe(facts[name]) for name in sorted(facts)}
 
 
 def fingerprint(facts: Mapping[str, str]) -> np.ndarray:
     """The hashes of all facts, (facts, words) uint32."""
-    return np.stack([_hash(f"{name}={text}") for name, text in facts.items()])
+    texts = [f"{name}={text}".encode() for name, text in facts.items()]
+    hashes = [hashlib.blake2b(text, digest_size=4 * _WORDS).digest() for text in texts]
+    return np.stack([np.frombuffer(x, "<u4").astype(np.uint32) for x in hashes])
 
 
 def check(given: Any, facts: Mapping[str, str]) -> None:
@@ -91,63 +89,32 @@ def check(given: Any, facts: Mapping[str, str]) -> None:
     )
 
 
-def _hash(text: str) -> np.ndarray:
-    digest = hashlib.blake2b(text.encode(), digest_size=4 * _WORDS).digest()
-    return np.frombuffer(digest, "<u4").astype(np.uint32)
-
-
 def _fields(instance: Any) -> dict[str, Any]:
-    return {
-        field.name: getattr(instance, field.name)
-        for field in dataclasses.fields(instance)
-    }
-
-
-def _describe_tree(tree: PyTree) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return ", ".join(
-        f"{jax.tree_util.keystr(path)}: {_describe(x)}".removeprefix(": ")
-        for path, x in leaves
-    )
+    names = [field.name for field in dataclasses.fields(instance)]
+    return {name: getattr(instance, name) for name in names}
 
 
 def _describe(x: Any) -> str:
-    x = as_number(x)
-    if isinstance(x, enum.Enum):
+    if isinstance(x, enum.Enum | np.dtype):
         return x.name
-    if isinstance(x, np.dtype):
-        return x.name
-    if isinstance(x, tuple | list):
-        return f"({', '.join(map(_describe, x))})"
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        fields = [f"{name}={_describe(value)}" for name, value in _fields(x).items()]
-        return f"{type(x).__name__}({', '.join(fields)})"
-    if x is None or isinstance(x, bool | int | float | str):
-        return repr(x)
-    return _describe_function(x) if callable(x) else type(x).__qualname__
+    if dataclasses.is_dataclass(x):
+        return _call_of(type(x).__name__, _fields(x))
+    if isinstance(x, functools.partial):
+        return _call_of(_describe(x.func), dict(enumerate(x.args)) | x.keywords)
+    if callable(x):
+        name = getattr(x, "__qualname__", type(x).__qualname__)
+        return _call_of(name, _closed_over(x))
+    return repr(as_number(x))
 
 
-def _describe_function(fn: Callable[..., Any]) -> str:
-    if isinstance(fn, functools.partial):
-        fixed = {**dict(enumerate(fn.args)), **fn.keywords}
-        return _call_of(_describe_function(fn.func), fixed)
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    return _call_of(name, _closed_over(fn))
-
-
-def _closed_over(fn: Any) -> dict[Any, Any]:
+def _closed_over(fn: Callable[..., Any]) -> dict[Any, Any]:
     """The numbers that a function closes over or has as defaults, by name."""
-    cells = zip(
-        getattr(getattr(fn, "__code__", None), "co_freevars", ()),
-        getattr(fn, "__closure__", None) or (),
-        strict=True,
-    )
-    values: dict[Any, Any] = {name: cell.cell_contents for name, cell in cells}
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    cells = getattr(fn, "__closure__", None) or ()
+    values = {name: x.cell_contents for name, x in zip(names, cells, strict=True)}
     values |= dict(enumerate(getattr(fn, "__defaults__", None) or ()))
     values |= getattr(fn, "__kwdefaults__", None) or {}
-    return {
-        name: x for name, x in values.items() if isinstance(as_number(x), int | float)
-    }
+    return {k: x for k, x in values.items() if isinstance(as_number(x), int | float)}
 
 
 def _call_of(name: str, arguments: Mapping[Any, Any]) -> str:

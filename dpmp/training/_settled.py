@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from dpmp._typing import PyTree
 
@@ -21,32 +20,26 @@ def strongly_typed(tree: PyTree) -> PyTree:
     A Python number is weakly typed, and so is an array that was computed from Python
     numbers alone. The array that a step returns in its place need not be.
     """
-    return jax.tree.map(_strongly_typed, tree)
 
+    def make_strong(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        return x if is_key else jax.lax.convert_element_type(x, x.dtype)
 
-def _strongly_typed(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return x
-    return jax.lax.convert_element_type(x, x.dtype)
+    return jax.tree.map(make_strong, tree)
 
 
 def put_together(tree: PyTree, others: PyTree = ()) -> PyTree:
-    """Copies the uncommitted arrays of a tree to the devices of the committed arrays.
+    """Copies the arrays of a tree without a place to the devices of those with one.
 
-    jax may move an uncommitted array to other devices. It leaves a committed array
-    where it is.
-
-    Args:
-      tree: the arrays to copy.
-      others: more arrays, whose devices count if they are committed.
-
-    Returns:
-      The tree. It is unchanged if no array is committed.
+    An array has a place if it is committed: jax leaves it on its devices, and may move
+    the others. The places of `others` count, too. Without any, the tree is unchanged.
     """
-    home = _home([x.sharding for x in jax.tree.leaves((tree, others)) if _is_placed(x)])
-    if home is None:
+    placed = [x.sharding for x in jax.tree.leaves((tree, others)) if _is_placed(x)]
+    if not placed:
         return tree
+    meshes = [x.mesh for x in placed if isinstance(x, jax.NamedSharding)]
+    home = jax.NamedSharding(meshes[0], jax.P()) if meshes else placed[0]
     return jax.tree.map(lambda x: x if _is_placed(x) else jax.device_put(x, home), tree)
 
 
@@ -57,19 +50,10 @@ def places(tree: PyTree) -> PyTree:
 
 def devices_of(tree: PyTree) -> frozenset[Any]:
     """The devices of all committed arrays; the set may be empty."""
-    return frozenset().union(
-        *(x.sharding.device_set for x in jax.tree.leaves(tree) if _is_placed(x))
-    )
-
-
-def _home(shardings: list[Sharding]) -> Sharding | None:
-    for sharding in shardings:
-        if isinstance(sharding, NamedSharding):
-            return NamedSharding(sharding.mesh, PartitionSpec())
-    return shardings[0] if shardings else None
+    placed = [x for x in jax.tree.leaves(tree) if _is_placed(x)]
+    return frozenset().union(*(x.sharding.device_set for x in placed))
 
 
 def _is_placed(x: Any) -> bool:
-    """Whether `x` is a committed array, which stays on its devices."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     return is_array and x.committed

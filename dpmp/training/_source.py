@@ -1,7 +1,7 @@
 """Loads a batch on the host: turns a dataset and indices into padded arrays."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -31,17 +31,16 @@ class Source(Protocol):
 
 def as_source(source: PyTree | Source, num_examples: int) -> Source:
     """Makes a `Source` of a pytree of arrays, and checks the number of examples."""
-    is_arrays = all(hasattr(x, "shape") for x in jax.tree.leaves(source))
+    leaves = jax.tree.leaves(source)
+    is_arrays = all(hasattr(x, "shape") for x in leaves)
+    has_interface = hasattr(source, "__getitem__") and hasattr(source, "__len__")
     _validate.require(
-        is_arrays or _has_interface(source),
+        is_arrays or (has_interface and not isinstance(source, list | dict)),
         "the source must be arrays, or an object with __getitem__ and __len__",
         source=type(source).__name__,
         fix="See dpmp.training.Source.",
     )
-    if is_arrays:
-        sizes = {np.shape(x)[:1] for x in jax.tree.leaves(source)}
-    else:
-        sizes = {(len(source),)}
+    sizes = {np.shape(x)[:1] for x in leaves} if is_arrays else {(len(source),)}
     _validate.require(
         sizes == {(num_examples,)},
         f"the source must hold the {num_examples} examples of the mechanism",
@@ -50,11 +49,6 @@ def as_source(source: PyTree | Source, num_examples: int) -> Source:
         "depend on it.",
     )
     return _Arrays(source) if is_arrays else source
-
-
-def _has_interface(source: Any) -> bool:
-    has_methods = hasattr(source, "__getitem__") and hasattr(source, "__len__")
-    return has_methods and not isinstance(source, list | dict)
 
 
 def load_batch(

@@ -84,8 +84,9 @@ class Step:
         total, sensitive = self._sum_sensitive(loss_fn, state, batch, is_padding)
         # All values above this line are sensitive. The next state has noisy values
         # only.
-        released, noise_state = self._add_noise(total, state)
-        new_state = self._release(released, noise_state, state)
+        privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
+        noisy, noise_state = privatizer.update(total, state.noise_state)
+        new_state = self._release(self.mechanism.split(noisy), noise_state, state)
         return new_state, (sensitive.values, sensitive.grad_norms)
 
     def _sum_sensitive(
@@ -111,16 +112,19 @@ class Step:
             args = (*args, _random.fold_in(state.model_key, state.step))
         return grad_fn(*args, is_padding_example=is_padding)
 
-    def _add_noise(self, total: PyTree, state: TrainingState) -> tuple[Released, Any]:
-        """Adds noise to the sum; returns it with the next state of the noise."""
-        privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
-        noisy, noise_state = privatizer.update(total, state.noise_state)
-        return self.mechanism.split(noisy), noise_state
-
     def _release(
         self, released: Released, noise_state: Any, state: TrainingState
     ) -> TrainingState:
         """Makes the next state from noisy values alone."""
+        key, scale_state = state.update_key, None
+        if key is not None:
+            key = _random.fold_in(key, state.step)
+        if self.dynamic_scale is not None:
+            scale_state = self.dynamic_scale.update(
+                state.scale_state,
+                released.num_overflows,
+                stddev=self.mechanism.overflow_stddev,
+            )
         updates, opt_state = self.optimizer.update(
             self.policy.cast_to_update(released.noisy_grads),
             state.opt_state,
@@ -128,26 +132,9 @@ class Step:
         )
         return state._replace(
             step=state.step + 1,
-            params=self._apply(updates, state),
+            params=self.policy.apply_updates(state.params, updates, key),
             opt_state=strongly_typed(opt_state),
             noise_state=noise_state,
-            scale_state=self._next_scale(released, state),
+            scale_state=scale_state,
             metrics=released.metrics,
         )
-
-    def _next_scale(self, released: Released, state: TrainingState) -> Any:
-        dynamic = self.dynamic_scale
-        if dynamic is None:
-            return None
-        return dynamic.update(
-            state.scale_state,
-            released.num_overflows,
-            stddev=self.mechanism.overflow_stddev,
-        )
-
-    def _apply(self, updates: PyTree, state: TrainingState) -> PyTree:
-        """Applies updates to the parameters of a state."""
-        key = state.update_key
-        if key is not None:
-            key = _random.fold_in(key, state.step)
-        return self.policy.apply_updates(state.params, updates, key)
