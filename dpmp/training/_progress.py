@@ -4,9 +4,9 @@ The report is made of step counts, epsilons and noisy metrics. Nothing else that
 on the data reaches it.
 """
 
+import datetime
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import rich.console
@@ -48,10 +48,10 @@ class Progress:
         self._examples_per_step = examples_per_step
         self._describe_privacy = describe_privacy
         self._console = console or rich.console.Console(stderr=True, soft_wrap=True)
-        self._enabled = enabled
         self._shows_bar = enabled and self._console.is_terminal
         interval = max(1, (stop - start) // _NUM_REPORTS)
         self._report_steps = sorted({*range(start + interval, stop, interval), stop})
+        self._shows_lines_at = self._report_steps if enabled else []
         self._first_step_at: float | None = None
         self._bar = rich.progress.Progress(
             "{task.description}",
@@ -65,12 +65,7 @@ class Progress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
@@ -80,19 +75,20 @@ class Progress:
           step: the number of steps that are made.
           metrics: the released metrics of the last step, by name.
         """
-        metrics = metrics or {}
         if self._first_step_at is None:
             # The speed leaves out the first step, which includes compilation.
             self._start, self._first_step_at = step, time.monotonic()
+        if not self.is_due(step):
+            return
+        text = self._describe(step, metrics or {})
         if self._shows_bar:
-            text = self._describe(step, metrics)
             self._bar.update(self._task, completed=step, description=text)
-        elif self.is_due(step):
-            self._console.print(self._describe(step, metrics), highlight=False)
+        else:
+            self._console.print(text, highlight=False)
 
     def is_due(self, step: int) -> bool:
         """Whether `update` would show anything new at this step."""
-        return self._shows_bar or (self._enabled and step in self._report_steps)
+        return self._shows_bar or step in self._shows_lines_at
 
     def _describe(self, step: int, metrics: Mapping[str, Any]) -> str:
         covered = next(s for s in self._report_steps if s >= step)
@@ -102,13 +98,7 @@ class Progress:
         parts += [f"noisy {name} {float(x):.3g}" for name, x in metrics.items()]
         if step > self._start and elapsed > 0:
             steps_per_second = (step - self._start) / elapsed
-            remaining = (self._stop - step) / steps_per_second
+            left = round((self._stop - step) / steps_per_second)
             parts.append(f"{steps_per_second * self._examples_per_step:.1f} examples/s")
-            parts.append(f"{_clock(remaining)} left")
+            parts.append(f"{datetime.timedelta(seconds=left)} left")
         return ", ".join(parts)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
