@@ -92,30 +92,17 @@ def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
         return _run(body, values, dtype)
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
-        name = eqn.primitive.name
-        if name in _PRODUCTS:
-            return _in_low_precision(eqn, values, dtype)
+        name, atoms = eqn.primitive.name, (*eqn.invars, *eqn.outvars)
+        if name in _PRODUCTS and all(map(_is_float32, atoms)):
+            values = _cast(values, eqn.invars, dtype)
+            return _interpreter.bind(eqn, values, preferred_element_type=dtype)
         if name in _FOLLOWING and _is_followed(eqn, values, dtype):
-            values = [
-                _cast(x, a, dtype) for x, a in zip(values, eqn.invars, strict=True)
-            ]
-            return _interpreter.bind(eqn, values)
-        values = [_restore(x, atom) for x, atom in zip(values, eqn.invars, strict=True)]
+            return _interpreter.bind(eqn, _cast(values, eqn.invars, dtype))
+        values = _cast(values, eqn.invars, jnp.float32)
         return _bodies.bind_bodies(eqn, values, run_body)
 
     results = _interpreter.run(closed, values, evaluate)
-    return [
-        _restore(x, atom) for x, atom in zip(results, closed.jaxpr.outvars, strict=True)
-    ]
-
-
-def _in_low_precision(eqn: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
-    """Computes a float32 product with operands and result in the compute dtype."""
-    if not all(_is_float32(atom) for atom in (*eqn.invars, *eqn.outvars)):
-        restored = [_restore(x, a) for x, a in zip(values, eqn.invars, strict=True)]
-        return _interpreter.bind(eqn, restored)
-    operands = [_as_dtype(x, dtype) for x in values]
-    return _interpreter.bind(eqn, operands, preferred_element_type=dtype)
+    return _cast(results, closed.jaxpr.outvars, jnp.float32)
 
 
 def _is_followed(eqn: Any, values: Sequence[Any], dtype: Any) -> bool:
@@ -128,17 +115,14 @@ def _is_followed(eqn: Any, values: Sequence[Any], dtype: Any) -> bool:
     return dtypes == {jnp.dtype(dtype)}
 
 
-def _cast(x: Any, atom: Any, dtype: Any) -> Any:
-    return _as_dtype(x, dtype) if _is_float32(atom) else x
-
-
-def _restore(x: Any, atom: Any) -> Any:
-    """Casts a value back to its dtype in the program."""
-    return _as_dtype(x, atom.aval.dtype) if _is_float32(atom) else x
-
-
-def _as_dtype(x: Any, dtype: Any) -> Any:
-    return x if jnp.result_type(x) == dtype else jax.lax.convert_element_type(x, dtype)
+def _cast(values: Sequence[Any], atoms: Sequence[Any], dtype: Any) -> list[Any]:
+    """Casts the values that are float32 in the program."""
+    return [
+        jax.lax.convert_element_type(x, dtype)
+        if _is_float32(atom) and jnp.result_type(x) != dtype
+        else x
+        for x, atom in zip(values, atoms, strict=True)
+    ]
 
 
 def _is_float32(atom: Any) -> bool:

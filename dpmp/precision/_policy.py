@@ -1,8 +1,4 @@
-"""The dtype that the model computes in, and the dtype of its parameters.
-
-The dtypes of norms, sums and noise are not here. The privacy guarantee depends on them,
-so they belong to the mechanism.
-"""
+"""Policies: the dtypes of computation and of parameters."""
 
 import re
 from collections.abc import Callable
@@ -47,7 +43,8 @@ class Policy:
       float32_paths: regular expressions. A parameter stays in float32, or a wider
         `param_dtype`, if one of them is found in its path, and the loss receives it in
         that dtype. The path is `jax.tree_util.keystr(path, simple=True,
-        separator=".")`.
+        separator=".")`. An expression that is found in no path is refused with a
+        ValueError when parameters are cast.
       float8_scale: if given, the operands of products in the loss are rounded to
         float8_e4m3fn, and cotangents to float8_e5m2. Two kinds of products are not
         rounded: those with an operand wider than `compute_dtype`, and those in
@@ -81,10 +78,9 @@ class Policy:
                 fix="Use float32 for parameters, and float32 or bfloat16 to compute.",
             )
             object.__setattr__(self, name, dtype)
+        is_bfloat16 = self.param_dtype == jnp.bfloat16
         _validate.require(
-            self.param_dtype == jnp.bfloat16
-            if self.stochastic_rounding
-            else self.param_dtype.itemsize >= 4,
+            is_bfloat16 if self.stochastic_rounding else self.param_dtype.itemsize >= 4,
             "param_dtype must be float32 or wider, or bfloat16 with "
             "stochastic_rounding",
             param_dtype=self.param_dtype.name,
@@ -122,12 +118,8 @@ class Policy:
           by a scale for each example. It is emulated, and slower, except for dot
           products on recent GPUs.
 
-        Args:
-          name: the name of the preset.
-          float32_paths: the parameters that stay in float32, as for `Policy`.
-
-        Raises:
-          ValueError: for any other name.
+        Any other name is refused with a ValueError. `float32_paths` are those of
+        `Policy`.
         """
         _validate.require(
             name in PRESETS,
@@ -138,19 +130,11 @@ class Policy:
         return cls(jnp.float32, float32_paths=float32_paths, **PRESETS[name])
 
     def cast_to_compute(self, params: PyTree) -> PyTree:
-        """Casts float parameters to the dtypes that the loss receives.
-
-        Raises:
-          ValueError: for an expression in `float32_paths` that is found in no path.
-        """
+        """Casts float parameters to the dtypes that the loss receives."""
         return self._cast_params(params, self.compute_dtype)
 
     def cast_to_param(self, params: PyTree) -> PyTree:
-        """Casts float parameters to the dtypes that they are stored in.
-
-        Raises:
-          ValueError: for an expression in `float32_paths` that is found in no path.
-        """
+        """Casts float parameters to the dtypes that they are stored in."""
         return self._cast_params(params, self.param_dtype)
 
     def _cast_params(self, params: PyTree, dtype: Any) -> PyTree:
@@ -191,15 +175,10 @@ class Policy:
           that key for nothing else.
 
         Args:
-          params: parameters in the dtypes of `cast_to_param`.
+          params: parameters in the dtypes of `cast_to_param`, which are kept.
           updates: the updates of an optimizer that received `cast_to_update(params)`.
-          prng_key: a key for this update alone, needed for `stochastic_rounding`.
-
-        Returns:
-          New parameters, in the dtypes of `params`.
-
-        Raises:
-          ValueError: for `stochastic_rounding` without a key.
+          prng_key: a key for this update alone. `stochastic_rounding` without a key
+            raises ValueError.
         """
         if not self.stochastic_rounding:
             return optax.apply_updates(params, updates)
@@ -213,11 +192,7 @@ class Policy:
         return _stochastic_rounding.round_like(sums, params, prng_key)
 
     def in_product_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes `fun` and its gradient compute products as the policy says.
-
-        This covers `matmul_precision` and `float8_scale`. Code outside of `fun` is not
-        affected.
-        """
+        """Applies `matmul_precision` and `float8_scale` to `fun` and its gradient."""
         if self.float8_scale is not None:
             fun = _float8.with_float8_products(
                 fun, self.float8_scale, widest=self.compute_dtype

@@ -9,7 +9,6 @@ References:
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,8 @@ _DROPPED_BITS = 16
 def round_like(tree: PyTree, like: PyTree, prng_key: jax.Array) -> PyTree:
     """Rounds a float32 tree at random, for the leaves that are bfloat16 in `like`."""
     leaves, treedef = jax.tree.flatten(tree)
-    is_rounded = [dtype == jnp.bfloat16 for dtype in _dtypes(like)]
-    numbers = [i for i, rounds in enumerate(is_rounded) if rounds]
+    dtypes = [jnp.result_type(x) for x in jax.tree.leaves(like)]
+    numbers = [i for i, dtype in enumerate(dtypes) if dtype == jnp.bfloat16]
     draws = _packing.draws([leaves[i].shape for i in numbers], [None] * len(numbers))
     keys = _random.split(prng_key, max(len(draws), 1))
     for draw, key in zip(draws, keys, strict=False):
@@ -50,20 +49,13 @@ def _round_draw(
         return jax.random.bits(key, draw.shape, jnp.uint16)
 
     if len(leaves) == 1:
-        return {
-            i: _to_bfloat16(x, sample().reshape(x.shape)) for i, x in leaves.items()
-        }
+        ((i, x),) = leaves.items()
+        return {i: _to_bfloat16(x, sample().reshape(x.shape))}
     bits = behind_a_branch(sample, jax.random.key_data(key))
-    return {
-        i: _to_bfloat16(
-            leaves[i], jax.lax.slice_in_dim(bits, start, stop).reshape(leaves[i].shape)
-        )
-        for i, (start, stop) in draw.ranges.items()
+    of_leaf = {
+        i: jax.lax.slice_in_dim(bits, *range_) for i, range_ in draw.ranges.items()
     }
-
-
-def _dtypes(tree: PyTree) -> list[Any]:
-    return [jnp.result_type(x) for x in jax.tree.leaves(tree)]
+    return {i: _to_bfloat16(x, of_leaf[i].reshape(x.shape)) for i, x in leaves.items()}
 
 
 def _to_bfloat16(x: jax.Array, random_bits: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""DPTrainer trains with a privacy mechanism, a loss and an optimizer.
+"""DPTrainer: the host side of training.
 
 The host samples and loads the batches and runs the loop. One compiled step does
 everything between a batch and the updated parameters. A batch is sensitive; the updated
@@ -92,17 +92,15 @@ class DPTrainer:
                 "a device with float8, but slower.",
                 stacklevel=3,
             )
-        if isinstance(self.loss_scale, DynamicScale):
-            return
-        if self.loss_scale is not None:
-            loss_scaling.check(self.loss_scale)
-        elif self.policy.compute_dtype == jnp.float16:
+        if self.loss_scale is None and self.policy.compute_dtype == jnp.float16:
             warnings.warn(
                 "float16 gradients below 6e-8 become zero, which keeps small losses "
                 "from training. Pass loss_scale=dpmp.loss_scaling.by_loss(), or a "
                 "power of two.",
                 stacklevel=3,
             )
+        if not isinstance(self.loss_scale, DynamicScale | None):
+            loss_scaling.check(self.loss_scale)
 
     def init(
         self, params: PyTree, *, prng_key: jax.Array | None = None
@@ -118,9 +116,6 @@ class DPTrainer:
             their data and hyper-parameters. The same happens if one saved state is
             continued in two ways.
 
-        Returns:
-          A `TrainingState`.
-
         Raises:
           ValueError: if `prng_key` is not a jax key.
         """
@@ -129,16 +124,13 @@ class DPTrainer:
         _random.check_key(prng_key)
         noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
         params = jax.tree.map(jnp.copy, self.policy.cast_to_param(params))
+        opt_state = self.optimizer.init(self.policy.cast_to_update(params))
         state = TrainingState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             # A transformation may keep the parameters themselves. They are copied,
             # because no array of the state may be donated twice.
-            opt_state=strongly_typed(
-                jax.tree.map(
-                    jnp.copy, self.optimizer.init(self.policy.cast_to_update(params))
-                )
-            ),
+            opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
             noise_state=self.mechanism.privatizer(noise_key).init(params),
             sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
             # This generator, the default of jax, compiles in every loss.
@@ -187,9 +179,6 @@ class DPTrainer:
           batch: arrays with a leading axis of `mechanism.padded_batch_size`.
           is_padding_example: (padded_batch_size,) bool.
 
-        Returns:
-          The state after the step.
-
         Raises:
           ValueError: if the batch has another size, or other shapes or dtypes than
             earlier batches; if all iterations are done; or if `fit` would refuse to
@@ -205,14 +194,11 @@ class DPTrainer:
         return self._programs.run(state, batch, is_padding_example)[0]
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
-        """Returns the program of a step, to compile and inspect it without running it.
+        """Returns the program of a step, a `jax.stages.Lowered`, without running it.
 
         Args:
           state: a `TrainingState`, or its shapes (`jax.eval_shape`).
           batch: a batch as in `train_step`, or its shapes.
-
-        Returns:
-          A `jax.stages.Lowered`.
         """
         program, constants = self._step.make_program(state, batch)
         shape = (self.mechanism.padded_batch_size,)
@@ -266,15 +252,18 @@ class DPTrainer:
             "the run starts.",
         )
         source = as_source(source, mechanism.num_examples)
+        sampling, size = mechanism.sampling, mechanism.padded_batch_size
         key = int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")
         with self._progress(start, stop, enabled=progress) as report:
             for step in range(start, stop):
-                batch, is_padding = self._load_batch(source, step, key)
+                indices = sampling.indices(
+                    step, num_examples=mechanism.num_examples, key=key
+                )
+                batch, is_padding = load_batch(source, indices, size)
                 state, outputs = self._programs.run(state, batch, is_padding)
                 if sensitive_callback is not None:
-                    sensitive_callback(
-                        SensitiveOutputs(*outputs, jnp.asarray(is_padding))
-                    )
+                    is_padding = jnp.asarray(is_padding)
+                    sensitive_callback(SensitiveOutputs(*outputs, is_padding))
                 if callback is not None:
                     callback(state)
                 if report.is_due(step + 1):
@@ -282,22 +271,15 @@ class DPTrainer:
                 report.update(step + 1, state.metrics)
         return state
 
-    def _load_batch(
-        self, source: Source, step: int, key: int
-    ) -> tuple[PyTree, np.ndarray]:
-        indices = self.mechanism.sampling.indices(
-            step, num_examples=self.mechanism.num_examples, key=key
-        )
-        return load_batch(source, indices, self.mechanism.padded_batch_size)
-
     def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
+        describe_privacy = functools.partial(_describe_privacy, self.mechanism)
         if enabled:  # raises an error before the first step, and not after it
-            _describe_privacy(self.mechanism, stop, stop)
+            describe_privacy(stop, stop)
         return Progress(
             start=start,
             stop=stop,
             examples_per_step=self.mechanism.expected_batch_size,
-            describe_privacy=functools.partial(_describe_privacy, self.mechanism),
+            describe_privacy=describe_privacy,
             enabled=enabled,
         )
 
