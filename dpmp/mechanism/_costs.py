@@ -1,16 +1,30 @@
-"""Computes what the steps of a mechanism cost in privacy, and how much noise to add."""
+"""Computes what the steps of a mechanism cost in privacy, and how much noise to add.
 
-from dataclasses import dataclass
+A small share of delta is charged for the sampler of the noise. Each entry of the noise
+deviates slightly from an ideal discrete Gaussian
+(`noise_addition/_discrete_gaussian.py`). If the total variation distances of all
+entries add up to t, they use up (1 + exp(epsilon)) t of delta. If the share does not
+cover this, no finite epsilon is claimed.
+"""
+
+import dataclasses
+import functools
+import math
 
 import dp_accounting
 
 from dpmp import _validate, accounting
 from dpmp._numbers import as_number
-from dpmp.mechanism import _sampler_share
 from dpmp.mechanism._batches import Batches
+from dpmp.noise_addition._discrete_gaussian import LARGEST_TOTAL_VARIATION
+
+_SHARE = 1e-4  # of delta, for the sampler
+
+# Reports and statements ask for the same epsilons again and again.
+_get_epsilon = functools.lru_cache(maxsize=1024)(accounting.get_epsilon)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
     """All facts that the privacy cost of a run depends on, besides the noise.
 
@@ -30,13 +44,9 @@ class Costs:
     def event(
         self, noise_multiplier: float, steps: int, num_examples: int | None = None
     ) -> dp_accounting.DpEvent:
-        """Describes a number of steps as an event for an accountant.
+        """Describes steps as an event, with the size of the larger of two neighbours.
 
-        Args:
-          noise_multiplier: the noise multiplier of every step.
-          steps: the number of steps.
-          num_examples: the size of the larger of two neighbouring datasets; None for
-            the largest possible size.
+        `num_examples` is this size, by default the largest possible one.
         """
         num_examples = num_examples or max(self.batches.larger_datasets)
         sampling_prob = self.batches.sampling_prob
@@ -56,12 +66,22 @@ class Costs:
 
     def calibrate(self, *, epsilon: float, delta: float) -> float:
         """The least noise multiplier for which all steps satisfy (epsilon, delta)."""
+        epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
+        delta = accounting.check_delta(delta)
+        largest = self._largest_epsilon(delta, self.iterations)
+        _validate.require(
+            epsilon <= largest,
+            f"epsilon must be at most {largest:.4g}: above that, the sampler of the "
+            f"noise limits epsilon, and not the width of the noise",
+            epsilon=epsilon,
+            fix="Use a smaller epsilon, since such a large one protects hardly "
+            "anything. Or use without_privacy(), which claims no epsilon.",
+        )
         return max(
-            _sampler_share.calibrate_noise_multiplier(
+            accounting.calibrate_noise_multiplier(
                 lambda x, size=size: self.event(x, self.iterations, size),
                 epsilon=epsilon,
-                delta=delta,
-                num_entries=self.iterations * self.num_coordinates,
+                delta=delta * (1 - _SHARE),
                 neighboring_relation=self.batches.neighboring_relation,
             )
             for size in self.batches.larger_datasets
@@ -84,13 +104,22 @@ class Costs:
                 delta=None,
                 fix="Pass delta=, well below 1 / num_examples.",
             )
+        delta = accounting.check_delta(delta)
         guarantees = [
-            _sampler_share.get_epsilon(
+            _get_epsilon(
                 self.event(noise_multiplier, steps, size),
-                delta=accounting.check_delta(delta),
-                num_entries=max(steps, 1) * self.num_coordinates,
+                delta=delta * (1 - _SHARE),
                 neighboring_relation=self.batches.neighboring_relation,
             )
             for size in self.batches.larger_datasets
         ]
-        return max(guarantees, key=lambda guarantee: guarantee.epsilon)
+        worst = max(guarantees, key=lambda guarantee: guarantee.epsilon)
+        is_covered = worst.epsilon <= self._largest_epsilon(delta, max(steps, 1))
+        epsilon = worst.epsilon if is_covered else math.inf
+        return dataclasses.replace(worst, epsilon=epsilon, delta=delta)
+
+    def _largest_epsilon(self, delta: float, steps: int) -> float:
+        """The largest epsilon for which the share covers the sampler's deviation."""
+        deviation = steps * self.num_coordinates * LARGEST_TOTAL_VARIATION
+        share = _SHARE * delta / deviation
+        return math.log(share - 1) if share > 1 else -math.inf

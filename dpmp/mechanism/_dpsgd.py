@@ -282,7 +282,7 @@ class DPSGD:
         Returns:
           Epsilon, delta and the accountant. Epsilon is infinite without clipping or
           noise, or if delta is too small to cover the sampler's deviation from ideal
-          noise (`mechanism/_sampler_share.py`).
+          noise (`mechanism/_costs.py`).
 
         Raises:
           ValueError: before calibration, without a delta, or for an argument out of
