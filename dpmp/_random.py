@@ -12,8 +12,6 @@ import numpy as np
 from dpmp import _validate
 from dpmp._fence import behind_a_branch
 
-_KEY_BYTES, _IMPL = 16, "threefry4x32"
-
 
 def fresh_key() -> jax.Array:
     """Draws a new 128-bit key from the operating system.
@@ -30,13 +28,8 @@ def fresh_key() -> jax.Array:
         traced=True,
         fix="Call init outside of the compiled function, or pass prng_key.",
     )
-    words = np.frombuffer(os.urandom(_KEY_BYTES), np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl=_IMPL)
-
-
-def fresh_integer() -> int:
-    """Draws a new 128-bit integer from the operating system."""
-    return int.from_bytes(os.urandom(_KEY_BYTES), "little")
+    words = np.frombuffer(os.urandom(16), np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry4x32")
 
 
 def check_key(prng_key: Any) -> None:

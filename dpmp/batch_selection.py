@@ -6,6 +6,7 @@ is in a batch with the same probability, independently of all other examples. Th
 indices of a batch and its size are sensitive.
 """
 
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dpmp import _random, _validate
+from dpmp import _validate
 from dpmp._numbers import as_number
 
 __all__ = ["PoissonSampling"]
@@ -128,49 +129,15 @@ class PoissonSampling:
           num_examples: the size of the dataset.
           rng: a NumPy generator from which the key is drawn, or the key itself. None
             draws a key of 128 bits from the operating system.
-
-        Yields:
-          Ascending int64 indices, which are sensitive.
         """
         if isinstance(rng, np.random.Generator):
-            key = int.from_bytes(rng.bytes(16), "little")
-        else:
-            key = _random.fresh_integer() if rng is None else rng
+            rng = int.from_bytes(rng.bytes(16), "little")
+        key = secrets.randbits(128) if rng is None else rng
         for step in range(self.iterations):
             yield self.indices(step, num_examples=num_examples, key=key)
 
 
-def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
-    """Pads the indices of a batch with -1, so that all batches have one size.
-
-    The mask `is_padding_example` of the padded batch is `padded < 0`.
-
-    >>> print(pad_indices(np.array([3, 8]), 4))
-    [ 3  8 -1 -1]
-
-    Args:
-      indices: (k,) integers.
-      batch_size: the size of the padded batch, at least k.
-
-    Returns:
-      (batch_size,) integers.
-
-    Raises:
-      ValueError: if there are more than `batch_size` indices.
-    """
-    batch_size = as_number(batch_size)
-    _validate.require(
-        len(indices) <= batch_size,
-        "batch_size must be at least the size of the largest possible batch",
-        batch_size=batch_size,
-        fix="Sample with truncated_batch_size=batch_size, and account for it.",
-    )
-    padding = np.full(batch_size - len(indices), -1, indices.dtype)
-    return np.concatenate([indices, padding])
-
-
 def _random_words(key: int, step: int, stream: int, size: int) -> np.ndarray:
-    """Draws `size` uniform 64-bit words, a function of the arguments."""
     counter = np.array([0, 0, stream, step], np.uint64)
     key_words = np.array([key % _WORD, key // _WORD], np.uint64)
     return np.random.Philox(counter=counter, key=key_words).random_raw(size)

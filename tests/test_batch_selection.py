@@ -1,10 +1,8 @@
-import dataclasses
-
 import numpy as np
 import pytest
 from scipy import stats
 
-from dpmp.batch_selection import PoissonSampling, pad_indices
+from dpmp.batch_selection import PoissonSampling
 
 KEY = 0x0123456789ABCDEF_FEDCBA9876543210
 # With fixed keys nothing flakes; this is for the day on which a key changes.
@@ -214,58 +212,36 @@ def test_the_iterator_draws_its_key_from_a_generator():
     assert batches(None) != batches(None)
 
 
-def test_padding_is_marked_by_minus_one():
-    padded = pad_indices(np.array([3, 8]), 4)
-    assert padded.dtype == np.int64
-    np.testing.assert_array_equal(padded, [3, 8, -1, -1])
-    np.testing.assert_array_equal(pad_indices(np.array([3, 8]), 2), [3, 8])
-    np.testing.assert_array_equal(pad_indices(np.zeros(0, np.int64), 2), [-1, -1])
+def test_a_key_from_the_system_has_128_bits(monkeypatch):
+    keys = []
+    monkeypatch.setattr(
+        PoissonSampling, "indices", lambda *_, key, **__: keys.append(key)
+    )
+    for _ in range(200):
+        list(PoissonSampling(0.5, 1).batch_iterator(5))
+    assert len(set(keys)) == 200
+    assert 2**120 <= max(keys) < 2**128
 
 
-def test_a_batch_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="batch_size must be at least the size"):
-        pad_indices(np.arange(5), 4)
-
-
-def test_the_refusal_of_a_batch_does_not_tell_its_size():
-    with pytest.raises(ValueError, match="batch_size=4") as caught:
-        pad_indices(np.arange(5), 4)
-    assert "5" not in str(caught.value)
-
-
-def test_sampling_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PoissonSampling(0.5, 1).sampling_prob = 1.0
-
-
-@pytest.mark.parametrize("sampling_prob", [0.0, -0.1, 1.1, np.nan, None])
-def test_a_probability_out_of_range_is_refused(sampling_prob):
-    with pytest.raises(ValueError, match="sampling_prob must be in"):
-        PoissonSampling(sampling_prob, 1)
-
-
-@pytest.mark.parametrize("iterations", [0, -1, 1.5, None, True])
-def test_a_number_of_iterations_that_is_no_count_is_refused(iterations):
-    with pytest.raises(ValueError, match="iterations must be an integer of at least 1"):
-        PoissonSampling(0.5, iterations)
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5])
-def test_a_truncated_batch_size_that_is_no_count_is_refused(size):
-    with pytest.raises(ValueError, match="truncated_batch_size must be an integer"):
-        PoissonSampling(0.5, 1, size)
-
-
-@pytest.mark.parametrize("step", [-1, 3, 1.0, None])
-def test_a_step_that_is_not_accounted_for_is_refused(step):
-    with pytest.raises(ValueError, match="step must be from 0 to iterations - 1 = 2"):
-        PoissonSampling(0.5, 3).indices(step, num_examples=5, key=0)
-
-
-@pytest.mark.parametrize("num_examples", [0, -1, 2.5])
-def test_an_empty_dataset_is_refused(num_examples):
-    with pytest.raises(ValueError, match="num_examples must be an integer"):
-        PoissonSampling(0.5, 3).indices(0, num_examples=num_examples, key=0)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        *(({"sampling_prob": x}, "sampling_prob must be in") for x in (0.0, 1.1, None)),
+        *(
+            ({name: x}, f"{name} must be an integer of at least 1")
+            for name in ("iterations", "truncated_batch_size", "num_examples")
+            for x in (0, 1.5, True)
+        ),
+        *(({"step": x}, "step must be from 0 to iterations - 1") for x in (-1, 3, 1.0)),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused(wrong, message):
+    arguments = {"sampling_prob": 0.5, "iterations": 3, "truncated_batch_size": None}
+    arguments |= {"step": 0, "num_examples": 5, "key": 0, **wrong}
+    fields = ("sampling_prob", "iterations", "truncated_batch_size")
+    with pytest.raises(ValueError, match=message):
+        PoissonSampling(*map(arguments.pop, fields)).indices(**arguments)
 
 
 @pytest.mark.parametrize("key", [-1, 2**128, 0.5, None, "secret"])

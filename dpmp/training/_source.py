@@ -8,7 +8,6 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.batch_selection import pad_indices
 
 
 class Source(Protocol):
@@ -55,6 +54,7 @@ def load_batch(
     source: Source, indices: np.ndarray, batch_size: int
 ) -> tuple[PyTree, np.ndarray]:
     """Loads a batch padded with zeros; returns it with `is_padding_example`."""
+    num_padding = batch_size - len(indices)
 
     def pad(x):
         x = np.asarray(x)
@@ -64,10 +64,10 @@ def load_batch(
                 "the source must return one row for each index; got another number. "
                 "See dpmp.training.Source."
             )
-        return np.pad(x, [(0, batch_size - len(indices))] + [(0, 0)] * (x.ndim - 1))
+        return np.pad(x, [(0, num_padding)] + [(0, 0)] * (x.ndim - 1))
 
     batch = jax.tree.map(pad, source[indices])
-    return batch, pad_indices(indices, batch_size) < 0
+    return batch, np.arange(batch_size) >= len(indices)
 
 
 @dataclass(frozen=True)
