@@ -47,7 +47,6 @@ import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +72,6 @@ LARGEST_TOTAL_VARIATION = 2.0**-109
 
 # Stream 4 i + d of the random bits is for base draw d (1, 2 or 3) of leaf i.
 _STREAMS_PER_LEAF = 4
-_NUM_LEAVES = 2**32 // _STREAMS_PER_LEAF
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,13 @@ class DiscreteGaussian:
     multipliers: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        k = max(math.gcd(*self.multipliers[:2]), 1)
+        base = tuple(m // k for m in self.multipliers[:2])
+        largest_k = {(): 1, (1,): _LARGEST_MULTIPLIER}.get(self.multipliers[2:], 0)
         _validate.require(
-            _are_multipliers(self.multipliers),
+            min(base, default=0) > 0
+            and _squares(base) <= _LARGEST_SQUARES
+            and k <= largest_k,
             "multipliers must be (1,), (a, b) or (k * a, k * b, 1) within their limits",
             multipliers=self.multipliers,
             fix="Use DiscreteGaussian.at_least. Other sums are not discrete Gaussian.",
@@ -131,7 +134,7 @@ class DiscreteGaussian:
         """
         needed = math.ceil(_num_squares(stddev))
         if needed <= _LARGEST_SQUARES:
-            return cls(_pair_above(needed) if needed > 1 else (1,))
+            return cls(_above(needed))
         k = _outer_multiplier(needed)
         _validate.require(
             k <= _LARGEST_MULTIPLIER,
@@ -139,7 +142,7 @@ class DiscreteGaussian:
             stddev=float(stddev),
             fix="Use a lower resolution. For float sums, pass l2_sensitivity.",
         )
-        a, b = _pair_above(math.ceil((needed - 1) / k**2))
+        a, b = _above(math.ceil((needed - 1) / k**2))
         return cls((k * a, k * b, 1))
 
     @classmethod
@@ -147,15 +150,15 @@ class DiscreteGaussian:
         """The widest noise of two or three draws up to `stddev`, or the narrowest."""
         allowed = int(_num_squares(stddev))
         if num_draws == 2 or allowed <= _LARGEST_SQUARES:
-            return cls(_pair_below(allowed) if allowed > 1 else (1,))
+            return cls(_below(allowed))
         k = min(_outer_multiplier(allowed), _LARGEST_MULTIPLIER)
-        a, b = _pair_below((allowed - 1) // k**2)
+        a, b = _below((allowed - 1) // k**2)
         return cls((k * a, k * b, 1))
 
     @property
     def variance(self) -> int:
         """The parameter s^2 of the distribution, in squared units of the grid."""
-        return BASE_VARIANCE * sum(m * m for m in self.multipliers)
+        return BASE_VARIANCE * _squares(self.multipliers)
 
     @property
     def effective_stddev(self) -> float:
@@ -174,19 +177,15 @@ class DiscreteGaussian:
         `jax.shard_map`, the places in each shard count from zero.
 
         Args:
-          key: (4,) uint32, the `jax.random.key_data` of a 128-bit key. Use this key for
-            nothing else.
-          shape: the shape of the noise.
+          key: (4,) uint32, the words of a 128-bit key. Use it for nothing else.
+          shape: the shape of the noise, an int32 array.
           step: int32 or uint32 scalar. Use another one for every release with the key.
-          leaf: the number of the array within the release, from 0 to 2^30 - 1.
-
-        Returns:
-          An int32 array.
+          leaf: the number of the array within the release, below 2^30.
 
         Raises:
-          ValueError: for a key, step or leaf of another kind.
+          ValueError: for a step of another kind.
         """
-        _check_counter(key, step, leaf)
+        _check_step(step)
         step = jnp.asarray(step).astype(jnp.uint32)
         noise = jnp.zeros(shape, jnp.int32)
         for i, multiplier in enumerate(self.multipliers, 1):
@@ -214,6 +213,20 @@ def _base_draw(
     return look_up(table, threefry4x32(list(key), [stream, low, step, high]))
 
 
+def _check_step(step: jax.Array) -> None:
+    given = jax.typeof(step)
+    _validate.require(
+        given.shape == () and given.dtype in (jnp.int32, jnp.uint32),
+        "step must be an int32 or uint32 scalar",
+        step=str(given),
+        fix="Count releases in 32 bits. The lower half of a wider count would repeat.",
+    )
+
+
+def _squares(multipliers: tuple[int, ...]) -> int:
+    return sum(m * m for m in multipliers)
+
+
 def _num_squares(stddev: float | Fraction) -> Fraction:
     """The sum of squared multipliers that makes `stddev` the effective one."""
     return (Fraction(stddev) ** 2 + _LATTICE_VARIANCE) / BASE_VARIANCE
@@ -224,64 +237,20 @@ def _outer_multiplier(squares: int) -> int:
     return math.isqrt((squares - 2) // _LARGEST_SQUARES) + 1
 
 
-def _pair_above(squares: int) -> tuple[int, int]:
-    """The pair (a, b) with the least a^2 + b^2 from `squares` on."""
-    return _pairs()[bisect.bisect_left(_pairs(), (squares,))][1]
+def _above(squares: int) -> tuple[int, ...]:
+    """The multipliers of one or two draws with the least sum from `squares` on."""
+    return _sums()[bisect.bisect_left(_sums(), (squares,))][1]
 
 
-def _pair_below(squares: int) -> tuple[int, int]:
-    """The pair (a, b) with the greatest a^2 + b^2 up to `squares`."""
-    return _pairs()[bisect.bisect_left(_pairs(), (squares + 1,)) - 1][1]
+def _below(squares: int) -> tuple[int, ...]:
+    """Those with the greatest sum of squares up to `squares`, or else (1,)."""
+    return _sums()[max(bisect.bisect_left(_sums(), (squares + 1,)), 1) - 1][1]
 
 
 @functools.cache
-def _pairs() -> list[tuple[int, tuple[int, int]]]:
-    """All (a^2 + b^2, (a, b)) that are allowed for a sum of two draws, in order."""
+def _sums() -> list[tuple[int, tuple[int, ...]]]:
+    """The sums of squares for one or two draws, with their multipliers, in order."""
     up_to = range(1, _LARGEST_MULTIPLIER + 1)
-    return sorted(
-        (a * a + b * b, (a, b))
-        for a in up_to
-        for b in range(1, a + 1)
-        if a * a + b * b <= _LARGEST_SQUARES and math.gcd(a, b) == 1
-    )
-
-
-def _are_multipliers(multipliers: Any) -> bool:
-    if not isinstance(multipliers, tuple) or not all(
-        _validate.is_integer(m) and m > 0 for m in multipliers
-    ):
-        return False
-    if len(multipliers) == 3 and multipliers[2] == 1:
-        k = math.gcd(*multipliers[:2])
-        multipliers = tuple(m // k for m in multipliers[:2])
-        return k <= _LARGEST_MULTIPLIER and _are_multipliers(multipliers)
-    if len(multipliers) == 2:
-        squares = sum(m * m for m in multipliers)
-        return math.gcd(*multipliers) == 1 and squares <= _LARGEST_SQUARES
-    return multipliers == (1,)
-
-
-def _check_counter(key: jax.Array, step: jax.Array, leaf: int) -> None:
-    _validate.require(
-        _is_array(key, (4,), "uint32"),
-        "key must be four uint32 words",
-        key=str(jax.typeof(key)),
-        fix="Use jax.random.key_data of a 128-bit key.",
-    )
-    _validate.require(
-        _is_array(step, (), "int32", "uint32"),
-        "step must be an int32 or uint32 scalar",
-        step=str(jax.typeof(step)),
-        fix="Count releases in 32 bits. The lower half of a wider count would repeat.",
-    )
-    _validate.require(
-        _validate.is_integer(leaf) and 0 <= leaf < _NUM_LEAVES,
-        f"leaf must be an integer from 0 to {_NUM_LEAVES - 1}",
-        leaf=leaf,
-        fix="Use the position of the array among the leaves of the release.",
-    )
-
-
-def _is_array(x: jax.Array, shape: tuple[int, ...], *dtypes: str) -> bool:
-    given = jax.typeof(x)
-    return given.shape == shape and given.dtype.name in dtypes
+    pairs = [(a, b) for a in up_to for b in range(1, a + 1) if math.gcd(a, b) == 1]
+    sums = [(_squares(x), x) for x in [(1,), *pairs] if _squares(x) <= _LARGEST_SQUARES]
+    return sorted(sums)
