@@ -11,16 +11,12 @@ too, so that a compiler may divide twice by a scale or once by its square. A sca
 is known only when a program runs (an array, or the result of a function) is rounded to
 such a power of two there.
 
-There are two kinds of scales:
-
-- A constant, or a function of the example alone (`by_loss`). The unscaled gradient and
-  the guarantee are the same as without a scale. An example whose gradient overflows
-  contributes zero.
-- A scale that follows the gradients of all examples (`DynamicScale`). It changes only
-  with a noisy count of the overflows (`dpmp/clipping/_joint_sums.py`).
-
-Other libraries skip a step, or lower the common scale, after an overflow. dpmp does
-not, because that would show everyone that some example overflowed.
+A scale is a constant, a function of the example alone (`by_loss`), or it follows the
+gradients of all examples (`DynamicScale`). The unscaled gradient and the guarantee are
+the same as without a scale. An example whose gradient overflows contributes zero. Other
+libraries skip a step, or lower the common scale, after an overflow. That would show
+everyone that some example overflowed. So a `DynamicScale` changes only with a noisy
+count of the overflows (`dpmp/clipping/_joint_sums.py`).
 
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.2.
@@ -64,9 +60,6 @@ def by_loss(
       A function from the loss of an example to its scale: the largest power of two
       that scales the loss to at most `target`, but at least 2^-40 and at most
       `largest`.
-
-    Raises:
-      ValueError: if `target` is not positive or `largest` is out of range.
     """
     target = _validate.positive(target=target, fix="Use 1024.0, for example.")
     largest = as_real(largest)
@@ -117,7 +110,7 @@ class DynamicScale:
 
     Guarantees:
       The scale depends on the data only through noisy counts of overflows, whose
-      privacy is accounted for. The scale itself costs no more privacy.
+      privacy is accounted for.
 
     Attributes:
       initial: the first scale, a power of two.
@@ -154,10 +147,8 @@ class DynamicScale:
     ) -> ScaleState:
         """The state after a step.
 
-        Args:
-          state: the state before the step.
-          noisy_count: the number of examples that overflowed, plus noise.
-          stddev: the standard deviation of this noise, in examples.
+        `noisy_count` is the number of examples that overflowed, plus noise, and
+        `stddev` the standard deviation of this noise.
         """
         stddev = as_real(stddev)
         overflowed = noisy_count > self.tolerated + 3 * stddev
@@ -185,21 +176,18 @@ def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
         fix="Pass it to DPTrainer. Or pass the scale of its state and "
         "counts_overflows=True.",
     )
-    if callable(loss_scale):
-        return
     if isinstance(loss_scale, jax.Array):
         _validate.require(
             loss_scale.shape == () and jnp.issubdtype(loss_scale.dtype, jnp.floating),
             "an array as loss_scale must be a float scalar",
             shape=loss_scale.shape,
             dtype=loss_scale.dtype,
-            fix="For one scale per example, use a function of its loss, such as "
-            "dpmp.loss_scaling.by_loss().",
+            fix="For one scale per example, use dpmp.loss_scaling.by_loss().",
         )
-        return
-    _validate.require(
-        _validate.is_scale(loss_scale),
-        "loss_scale must be a power of two from 2^-40 to 2^40",
-        loss_scale=loss_scale,
-        fix="Use 2.0**10, for example. Other numbers would round the gradient.",
-    )
+    elif not callable(loss_scale):
+        _validate.require(
+            _validate.is_scale(loss_scale),
+            "loss_scale must be a power of two from 2^-40 to 2^40",
+            loss_scale=loss_scale,
+            fix="Use 2.0**10, for example. Other numbers would round the gradient.",
+        )

@@ -38,10 +38,8 @@ def _guess_log_noise(
     with np.errstate(all="ignore"):
         signal = 1 / dp_accounting.get_sigma_gaussian(epsilon, delta)
     guess = pld.common.inverse_monotone_function(
-        lambda log_noise: math.sqrt(
-            _epsilon.total_moment(make_run(math.exp(log_noise)))
-        ),
-        signal,
+        lambda log_noise: _epsilon.total_moment(make_run(math.exp(log_noise))),
+        signal * signal,
         pld.common.BinarySearchParameters(*_LOG_NOISE_RANGE, tolerance=0.01),
     )
     return _LOG_NOISE_RANGE[1] if guess is None else guess
@@ -50,8 +48,7 @@ def _guess_log_noise(
 def _close_in_on_zero(excess: Callable[[float], float], start: float) -> None:
     """Evaluates a falling function close to its zero, on both sides.
 
-    This does not use the search of dp_accounting, which has no relative tolerance and
-    fails on infinities.
+    The search of dp_accounting has no relative tolerance and fails on infinities.
     """
     low = high = start
     stride = 0.1

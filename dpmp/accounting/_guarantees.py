@@ -64,9 +64,6 @@ def get_epsilon(
       delta: a probability; choose it well below 1 over the number of examples.
       neighboring_relation: which two datasets are neighbours; see `dpmp.accounting`.
 
-    Returns:
-      Epsilon and the method that computed it.
-
     Raises:
       TypeError: if `event` is not an event, or `neighboring_relation` not a relation.
       ValueError: for other mechanisms, if delta is outside of (0, 1), or if no

@@ -6,8 +6,8 @@ import sys
 
 from dpmp._numbers import as_real
 
-# The precision that holds every digit of any float.
-_EVERY_DIGIT = sys.float_info.max_10_exp + 4
+# This precision holds every digit of any float before the point, and three after it.
+_EVERY_DIGIT = decimal.Context(sys.float_info.max_10_exp + 4, decimal.ROUND_CEILING)
 
 
 def round_up(epsilon: float) -> str:
@@ -19,18 +19,12 @@ def round_up(epsilon: float) -> str:
     epsilon = as_real(epsilon)
     if math.isinf(epsilon):
         return "inf"
-    every_digit = decimal.Context(prec=_EVERY_DIGIT)
-    return str(
-        decimal.Decimal(epsilon).quantize(
-            decimal.Decimal("0.001"), decimal.ROUND_CEILING, every_digit
-        )
-    )
+    thousandth = decimal.Decimal("0.001")
+    return str(decimal.Decimal(epsilon).quantize(thousandth, context=_EVERY_DIGIT))
 
 
 def digits_above(x: float, num_digits: int) -> str:
-    """Writes `x` with `num_digits` significant digits, rounded up.
-
-    The float that is read from the text is not below `x`.
+    """Writes `x` with few digits, so that the float read from them is not below `x`.
 
     >>> print(digits_above(1e-5, 3), digits_above(1.2341e-6, 3))
     1e-05 1.24e-06
@@ -39,13 +33,7 @@ def digits_above(x: float, num_digits: int) -> str:
 
 
 def digits_below(x: float, num_digits: int) -> str:
-    """Writes `x` with `num_digits` significant digits, rounded down.
-
-    The float that is read from the text is not above `x`.
-
-    >>> print(digits_below(1.23456, 5))
-    1.2345
-    """
+    """Writes `x` with few digits, so that the float read from them is not above `x`."""
     return _digits(x, num_digits, decimal.ROUND_FLOOR)
 
 

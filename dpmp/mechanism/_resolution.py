@@ -11,20 +11,11 @@ from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_LOSS, LARGEST_RESOLU
 def choose_resolution(
     noise_multiplier: float, num_parameters: int, arithmetic: Arithmetic
 ) -> int | None:
-    """Chooses the resolution of the grid of a sum.
+    """How many units the largest contribution has; None for a sum without a grid.
 
-    The resolution is the number of units that the largest contribution has. Rounding to
-    a coarse grid takes a share of the clip norm. But the sampler of the noise limits
-    how fine the grid may be. The sum of three draws of noise allows a finer grid than
-    that of two, and is used if the share is above 1 % with two.
-
-    Args:
-      noise_multiplier: the standard deviation of the noise over the clip norm.
-      num_parameters: the number of entries that are rounded.
-      arithmetic: the arithmetic of the sum.
-
-    Returns:
-      The resolution, or None for an arithmetic without a grid.
+    Rounding to a coarse grid takes a share of the clip norm. But the sampler of the
+    noise limits how fine the grid may be. The sum of three draws of noise allows a
+    finer grid than that of two, and is used if the share is above 1 % with two.
 
     Raises:
       ValueError: if rounding costs too much of the clip norm, or if the noise is too
@@ -33,8 +24,7 @@ def choose_resolution(
     wanted = arithmetic.wanted_resolution(num_parameters)
     if wanted is None:
         return None
-    wanted = math.ceil(wanted)
-    wanted = min(max(wanted, DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
+    wanted = min(max(math.ceil(wanted), DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
     for num_draws in (2, 3):
         noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
         # The margin keeps the rounding of the unit to float32 from needing wider noise.

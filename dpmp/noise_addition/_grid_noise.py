@@ -22,28 +22,19 @@ def add_noise(
     key_words: jax.Array,
     step: jax.Array,
 ) -> list[jax.Array]:
-    """Adds independent noise to every entry of every leaf.
+    """Adds independent noise to every entry; returns the sums, rounded to float32.
 
-    Args:
-      leaves: the leaves of the sum, each a multiple of the unit of its grid.
-      stddev: the least standard deviation of the noise, in the unit of the sum.
-      key_words: (4,) uint32; see `DiscreteGaussian.sample`.
-      step: the number of the release; use another one for every release with a key.
-
-    Returns:
-      The sums, rounded to float32.
+    `stddev` is the least standard deviation, in the unit of the sums. See
+    `DiscreteGaussian.sample` for key and step.
     """
     noisy: dict[int, jax.Array] = {}
     shapes = [leaf.steps.shape for leaf in leaves]
     draws = _packing.draws(shapes, [leaf.unit for leaf in leaves])
     for number, draw in enumerate(draws):
         unit = leaves[min(draw.ranges)].unit
+        noise = DiscreteGaussian.at_least(stddev / Fraction(unit or 1))
         sample = functools.partial(
-            DiscreteGaussian.at_least(stddev / Fraction(unit or 1)).sample,
-            key_words,
-            draw.shape,
-            step=step,
-            leaf=number,
+            noise.sample, key_words, draw.shape, step=step, leaf=number
         )
         # This branch keeps the compiler from repeating the draw in every reader of the
         # sums, and frees the memory of the noise. The branch inside `_add_draw` keeps

@@ -228,9 +228,7 @@ def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:
 def _snapping(stddev: float, snap_cost: float) -> tuple[float, Fraction]:
     """The unit of the grid for float sums, and the widened standard deviation.
 
-    Args:
-      stddev: the standard deviation of the noise without rounding.
-      snap_cost: what rounding adds to that standard deviation, in units of the grid.
+    Rounding adds `snap_cost` units of the grid to the standard deviation.
     """
     _validate.require(
         1e-24 <= stddev <= 1e30,
@@ -277,13 +275,12 @@ def _check_stddev(stddev: float) -> float:
 def _check_noise_dtype(dtype: Any) -> Any:
     if dtype is None:
         return None
-    name = np.dtype(dtype).name
+    dtype = np.dtype(dtype)
     _validate.require(
-        name in ("float32", "float64"),
+        dtype.name in ("float32", "float64"),
         "the dtype of the noise must be float32 or float64",
-        dtype=name,
-        fix="Leave it out. Half-precision noise has only a few hundred distinct values "
-        "and is not Gaussian.",
+        dtype=dtype.name,
+        fix="Leave it out. Half-precision noise has few distinct values.",
     )
-    _validate.check_x64(np.dtype(dtype), "float64 noise")
-    return np.dtype(dtype)
+    _validate.check_x64(dtype, "float64 noise")
+    return dtype

@@ -61,12 +61,7 @@ def fingerprint(facts: Mapping[str, str]) -> np.ndarray:
 
 
 def check(given: Any, facts: Mapping[str, str]) -> None:
-    """Raises ValueError, naming the changed facts, unless a state has these facts.
-
-    Args:
-      given: the fingerprint of the state.
-      facts: the facts of the trainer that is to continue the run.
-    """
+    """Raises ValueError, naming the changed facts, unless a state has these facts."""
     expected = fingerprint(facts)
     _validate.require(
         given is not None and np.shape(given) == expected.shape,

@@ -35,14 +35,9 @@ class Progress:
     ):
         """Prepares a report on the steps from `start` to `stop`.
 
-        Args:
-          start: the number of steps that were made before.
-          stop: the number of steps at the end.
-          examples_per_step: the expected number of examples, which is public.
-          describe_privacy: a function from the current and the final number of steps to
-            a text on the privacy that is spent.
-          enabled: whether to report at all.
-          console: the console to write to; standard error by default.
+        `describe_privacy` returns a text on the privacy that is spent, given the
+        current and the final number of steps. `examples_per_step` is the expected
+        number, which is public. By default, the report goes to standard error.
         """
         self._start, self._stop = start, stop
         self._examples_per_step = examples_per_step
@@ -69,12 +64,7 @@ class Progress:
         self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Reports that `step` steps are made, if a report is due.
-
-        Args:
-          step: the number of steps that are made.
-          metrics: the released metrics of the last step, by name.
-        """
+        """Reports `step` steps, and the metrics of the last one, if a report is due."""
         if self._first_step_at is None:
             # The speed leaves out the first step, which includes compilation.
             self._start, self._first_step_at = step, time.monotonic()
