@@ -105,6 +105,13 @@ class Run(NamedTuple):
     def num_steps(self) -> int:
         return sum(step.times for step in self.steps)
 
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        parts: list[Any] = [
+            dp_accounting.SelfComposedDpEvent(s.event, s.times) for s in self.steps
+        ]
+        return dp_accounting.ComposedDpEvent(parts)
+
 
 def bound(run: Run, delta: float) -> _Bound:
     """Returns epsilon and its accountant, by the tightest method with an answer."""
@@ -128,9 +135,7 @@ def _gaussian_bound(run: Run, delta: float) -> _Bound:
     """Epsilon without sampling, where all steps compose to one Gaussian mechanism."""
     if any(step.sampling_prob < 1 or step.truncation for step in run.steps):
         return _NO_ANSWER
-    signal = math.hypot(
-        *(step.times**0.5 / step.noise_multiplier for step in run.steps)
-    )
+    signal = math.hypot(*(s.times**0.5 / s.noise_multiplier for s in run.steps))
     if run.relation is _Relation.REPLACE_ONE:
         signal *= 2
     epsilon = dp_accounting.get_epsilon_gaussian(
@@ -143,18 +148,15 @@ def _pld_bound(run: Run, delta: float) -> _Bound:
     interval, rounding = _grid(run)
     if interval > _LARGEST_INTERVAL or rounding > delta / 2:
         return _NO_ANSWER
-    accountant = pld.PLDAccountant(run.relation, interval)
-    for step in run.steps:
-        accountant.compose(step.event, step.times)
+    accountant = pld.PLDAccountant(run.relation, interval).compose(run.event)
     delta -= rounding
     epsilon = accountant.get_epsilon(delta * (1 - _MARGIN)) * (1 + _MARGIN)
     if epsilon > 600 and accountant.get_delta(800) <= delta:
         # get_epsilon sums exp(-loss), which is subnormal for losses from 708 on and 0
         # from 745 on. get_delta does not have this problem.
         search = pld.common.BinarySearchParameters(0, 800, tolerance=1e-3)
-        found = pld.common.inverse_monotone_function(
-            accountant.get_delta, delta, search
-        )
+        get_delta = accountant.get_delta
+        found = pld.common.inverse_monotone_function(get_delta, delta, search)
         epsilon = math.inf if found is None else found
     is_confirmed = accountant.get_delta(epsilon) <= delta
     return (epsilon, "privacy loss distributions") if is_confirmed else _NO_ANSWER
@@ -162,10 +164,9 @@ def _pld_bound(run: Run, delta: float) -> _Bound:
 
 def _rdp_bound(run: Run, delta: float) -> _Bound:
     accountant = rdp.RdpAccountant(_RDP_ORDERS, run.relation)
-    if not all(accountant.supports(step.event) for step in run.steps):
+    if not accountant.supports(run.event):
         return _NO_ANSWER
-    for step in run.steps:
-        accountant.compose(step.event, step.times)
+    accountant.compose(run.event)
     # dp_accounting cuts its series at 1e-13. Rounding can make a tiny divergence
     # negative, and overflow makes a divergence NaN. dp_accounting would take both for
     # no loss at all.

@@ -20,12 +20,6 @@ from dpmp.programs import _float8
 class Policy:
     """The dtypes of master parameters and of computation.
 
-    >>> policy = Policy.from_name("mixed_bfloat16")
-    >>> params = policy.cast_to_param({"w": jnp.ones(3), "steps": jnp.arange(2)})
-    >>> compute_params = policy.cast_to_compute(params)
-    >>> print(params["w"].dtype, compute_params["w"].dtype)
-    float32 bfloat16
-
     >>> policy = Policy.from_name("mixed_bfloat16", float32_paths=("embed",))
     >>> params = policy.cast_to_compute({"embed": jnp.ones(3), "w": jnp.ones(3)})
     >>> print(params["embed"].dtype, params["w"].dtype)
@@ -87,9 +81,10 @@ class Policy:
             stochastic_rounding=self.stochastic_rounding,
             fix="Narrow compute_dtype instead, or use both options.",
         )
+        names = ["bfloat16", "tensorfloat32", "float32", "highest"]
         _validate.require(
-            self.matmul_precision in (None, *_MATMUL_PRECISIONS),
-            f"matmul_precision must be one of {list(_MATMUL_PRECISIONS)}, or None",
+            self.matmul_precision in (None, *names),
+            f"matmul_precision must be one of {names}, or None",
             matmul_precision=self.matmul_precision,
             fix='Use "tensorfloat32" for TF32, where the device has it.',
         )
@@ -111,7 +106,7 @@ class Policy:
         - "float32": everything in float32, also on devices that would compute products
           in TF32 or bfloat16 by default.
         - "tf32": float32, with operands of products rounded to 10 bits on devices that
-          have TF32. Other devices compute in float32.
+          have TF32.
         - "mixed_bfloat16": the loss in bfloat16.
         - "mixed_float16": the loss in float16. Its gradients underflow below 6e-8.
         - "float8": the loss in bfloat16, with operands of products rounded to float8,
@@ -206,8 +201,6 @@ class Policy:
 
         return scoped
 
-
-_MATMUL_PRECISIONS = ("bfloat16", "tensorfloat32", "float32", "highest")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "float32": {"compute_dtype": jnp.float32, "matmul_precision": "float32"},

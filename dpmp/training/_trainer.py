@@ -39,12 +39,8 @@ class DPTrainer:
     """Trains a model with the mechanism that also accounts for the privacy cost.
 
     >>> mechanism = DPSGD(
-    ...     num_examples=64,
-    ...     expected_batch_size=16,
-    ...     iterations=3,
-    ...     l2_clip_norm=1.0,
-    ...     noise_multiplier=1.0,
-    ... )
+    ...     num_examples=64, expected_batch_size=16, iterations=3, l2_clip_norm=1.0
+    ... ).calibrate(epsilon=8.0, delta=1e-5)
     >>> trainer = DPTrainer(
     ...     mechanism=mechanism,
     ...     loss_fn=lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2),
@@ -233,11 +229,10 @@ class DPTrainer:
           The state after `stop_at` steps.
 
         Raises:
-          ValueError: if the dataset does not have the size that the mechanism accounts
-            for, if batches differ in their shapes or dtypes, if `stop_at` is out of
-            range, or if the past steps were made with another mechanism, policy or loss
-            scale. Only `delta`, `iterations` and the division into microbatches may
-            change during a run.
+          ValueError: for a dataset of another size than the mechanism's, batches with
+            different shapes or dtypes, `stop_at` out of range, or past steps with
+            another mechanism, policy or loss scale. Only `delta`, `iterations` and the
+            division into microbatches may change during a run.
         """
         mechanism = self.mechanism
         _fingerprint.check(state.fingerprint, self._facts)
