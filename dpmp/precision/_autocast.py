@@ -1,15 +1,11 @@
 """Mixed precision for a model that was written in float32.
 
-The program of the model is traced and evaluated again. Products run in half precision.
-All operations that sum, exponentiate or normalise run in float32. There are three kinds
-of operations:
+The program of the model is traced and evaluated again. There are three kinds of
+operations:
 
     products        operands and results in the compute dtype, summed in float32
     following       in the dtype of the operands; float32 if they differ
-    all others      in float32
-
-`_TABLE` lists the operations of the first two kinds. An operation that is not listed,
-such as a new one in jax, runs in float32.
+    all others      in float32: sums, exponentials, what jax may add in future
 
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.
@@ -28,20 +24,17 @@ from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
 from dpmp.programs import _bodies, _interpreter
 
-# The names of jax's primitives, by kind. All others run in float32.
-_TABLE = {
-    "products": "dot_general conv_general_dilated",
-    # These move entries, compare them, or add an error the size of one rounding.
-    "following": (
-        "broadcast_in_dim concatenate copy copy_p dynamic_slice dynamic_update_slice "
-        "expand_dims gather optimization_barrier pad reshape rev select_n slice split "
-        "squeeze stop_gradient transpose unstack "
-        "eq ge gt is_finite le lt ne sign reduce_max reduce_min "
-        "abs add add_any ceil clamp cos erf floor logistic max min mul neg round sin "
-        "sub tanh"
-    ),
-}
-_PRODUCTS, _FOLLOWING = (frozenset(names.split()) for names in _TABLE.values())
+# The names of jax's primitives. Those that follow their operands move entries, compare
+# them, or add an error the size of one rounding.
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+_FOLLOWING = (
+    "broadcast_in_dim concatenate copy copy_p dynamic_slice dynamic_update_slice "
+    "expand_dims gather optimization_barrier pad reshape rev select_n slice split "
+    "squeeze stop_gradient transpose unstack "
+    "eq ge gt is_finite le lt ne sign reduce_max reduce_min "
+    "abs add add_any ceil clamp cos erf floor logistic max min mul neg round sin "
+    "sub tanh"
+)
 
 
 def autocast(
@@ -96,7 +89,7 @@ def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
         if name in _PRODUCTS and all(map(_is_float32, atoms)):
             values = _cast(values, eqn.invars, dtype)
             return _interpreter.bind(eqn, values, preferred_element_type=dtype)
-        if name in _FOLLOWING and _is_followed(eqn, values, dtype):
+        if name in _FOLLOWING.split() and _is_followed(eqn, values, dtype):
             return _interpreter.bind(eqn, _cast(values, eqn.invars, dtype))
         values = _cast(values, eqn.invars, jnp.float32)
         return _bodies.bind_bodies(eqn, values, run_body)

@@ -27,10 +27,8 @@ from dpmp.training import _fingerprint
 from dpmp.training._programs import Programs
 from dpmp.training._progress import Progress
 from dpmp.training._settled import put_together, strongly_typed
-from dpmp.training._source import Source as Source
-from dpmp.training._source import as_source, load_batch
-from dpmp.training._state import SensitiveOutputs as SensitiveOutputs
-from dpmp.training._state import TrainingState as TrainingState
+from dpmp.training._source import Source, as_source, load_batch
+from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 
 
@@ -64,13 +62,11 @@ class DPTrainer:
         `uses_prng_key`. It returns the scalar loss of one example, which it is given as
         a batch of one. Parameters and float inputs have the compute dtype. Arrays that
         it closes over (a frozen model) are passed to the compiled step as arguments.
-      optimizer: any optax transformation. It sees noisy gradients alone, so that it
-        costs no more privacy.
+      optimizer: any optax transformation. It sees noisy gradients alone.
       policy: the dtypes of parameters and of computation.
       uses_prng_key: whether the loss takes a key of its own for each example.
-      loss_scale: see `dpmp.clipped_grad`; it may also be a
-        `dpmp.loss_scaling.DynamicScale`. It is for float16, in which small gradients
-        become zero without a scale.
+      loss_scale: for float16; see `dpmp.clipped_grad`. It may also be a
+        `dpmp.loss_scaling.DynamicScale`.
     """
 
     mechanism: DPSGD
@@ -106,11 +102,10 @@ class DPTrainer:
         Args:
           params: the initial parameters, which must not depend on the private data.
             They are copied to the policy's `param_dtype`.
-          prng_key: the key from which all random numbers of the run are derived. None
-            draws 128 bits from the operating system. Use a key for one run only: the
-            noise of two runs with the same key cancels in their difference, whatever
-            their data and hyper-parameters. The same happens if one saved state is
-            continued in two ways.
+          prng_key: the root of all random numbers of the run. None draws 128 bits from
+            the operating system. Use a key for one run only: the noise of two runs with
+            the same key cancels in their difference, whatever their data and
+            hyper-parameters. So it does if a saved state is continued in two ways.
 
         Raises:
           ValueError: if `prng_key` is not a jax key.
