@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import dp_accounting
 
-from dpmp import accounting, batch_selection
+from dpmp import accounting
 
 _Relation = dp_accounting.NeighboringRelation
-
-_LARGEST_CHOSEN_MICROBATCH = 32
 
 
 class ComputedProbability(float):
@@ -57,12 +55,5 @@ class Batches:
         """The size to which all batches are padded, so that microbatches divide it."""
         multiple = self.microbatch_size or 1
         if self.microbatch_size is None and self.chooses_microbatches:
-            power_of_two = 2 ** (self.largest.bit_length() - 1)
-            multiple = min(_LARGEST_CHOSEN_MICROBATCH, power_of_two)
+            multiple = min(32, 2 ** (self.largest.bit_length() - 1))
         return math.ceil(self.largest / multiple) * multiple
-
-    def sampling(self, iterations: int) -> batch_selection.PoissonSampling:
-        """The sampler of a run."""
-        return batch_selection.PoissonSampling(
-            self.sampling_prob, iterations, self.largest
-        )

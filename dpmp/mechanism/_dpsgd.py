@@ -106,14 +106,11 @@ class DPSGD:
 
     @classmethod
     def from_epochs(cls, *, epochs: float, **fields: Any) -> "DPSGD":
-        """Makes a mechanism whose number of steps comes from a number of epochs.
+        """Makes a mechanism with `epochs / sampling_prob` steps, rounded.
 
         Args:
           epochs: how often each example is used on average.
           **fields: the attributes except `iterations`.
-
-        Returns:
-          A mechanism with `epochs / sampling_prob` steps, rounded.
         """
         epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
         one_step = cls(iterations=1, **fields)
@@ -121,14 +118,11 @@ class DPSGD:
         return dataclasses.replace(one_step, iterations=max(1, round(steps)))
 
     def calibrate(self, *, epsilon: float, delta: float) -> "DPSGD":
-        """Sets `noise_multiplier` to the least that satisfies (epsilon, delta).
+        """The same mechanism with the least noise that satisfies (epsilon, delta).
 
         Args:
           epsilon: the target after all iterations, which is not exceeded.
           delta: the target delta; choose it well below 1 / num_examples.
-
-        Returns:
-          A mechanism with `noise_multiplier` and `delta` set.
 
         Raises:
           ValueError: if the target is out of range or cannot be reached.
@@ -160,7 +154,8 @@ class DPSGD:
     @property
     def sampling(self) -> batch_selection.PoissonSampling:
         """The sampler that the accounting assumes."""
-        return self._batches.sampling(self.iterations)
+        prob, size = self._batches.sampling_prob, self._batches.largest
+        return batch_selection.PoissonSampling(prob, self.iterations, size)
 
     @property
     def padded_batch_size(self) -> int:
@@ -208,14 +203,12 @@ class DPSGD:
           fun: the loss.
           argnums: the positions of the arguments to differentiate.
           **kwargs: other arguments that do not affect the sensitivity.
+            `nan_safe=False`, which has no guarantee, raises ValueError.
 
         Returns:
           A callable that returns the sum of clipped gradients over
           `expected_batch_size`. With `released_metrics` it returns a `JointSum`: add
           noise to it with `.privatizer`, and then take it apart with `.split`.
-
-        Raises:
-          ValueError: for `nan_safe=False`, which has no guarantee.
         """
         _validate.require(
             kwargs.get("nan_safe", True),

@@ -35,14 +35,10 @@ class AliasTable(NamedTuple):
     The highest 13 bits of the integer are the index c of a column. If the integer is
     below the end of that column, the value is c - 4096. Otherwise it is the column's
     other value.
-
-    Attributes:
-      ends: the ends of the columns, four (8192,) uint32 arrays, highest words first.
-      others: the other values of the columns, (8192,) int16.
     """
 
-    ends: tuple[np.ndarray, ...]
-    others: np.ndarray
+    ends: tuple[np.ndarray, ...]  # four (8192,) uint32 arrays, highest words first
+    others: np.ndarray  # (8192,) int16
 
 
 def look_up(table: AliasTable, words: Sequence[jax.Array]) -> jax.Array:
@@ -50,13 +46,12 @@ def look_up(table: AliasTable, words: Sequence[jax.Array]) -> jax.Array:
     column = words[0] >> np.uint32(32 - _COLUMN_BITS)
     own = column.astype(jnp.int32) - np.int32(_CENTER)
     # If one word held two of these values, XLA would store the word to read it twice.
-    other = _take(table.others, column).astype(jnp.int32)
-    ends = [_take(end, column) for end in table.ends]
+    other, *ends = (
+        jnp.asarray(x).at[column].get(mode="promise_in_bounds")
+        for x in (table.others, *table.ends)
+    )
+    other = other.astype(jnp.int32)
     return jnp.where(_is_less(words, ends), own, other)
-
-
-def _take(array: np.ndarray, index: jax.Array) -> jax.Array:
-    return jnp.asarray(array).at[index].get(mode="promise_in_bounds")
 
 
 def _is_less(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:

@@ -88,10 +88,9 @@ class DiscreteGaussian:
 
     Guarantees:
       - Adding this noise to integers is as private as the Gaussian mechanism with
-        `effective_stddev`: it is post-processing of that mechanism, up to a total
-        variation distance of `LARGEST_TOTAL_VARIATION` for each entry of each release.
-        If these distances add up to t, the delta that an accountant finds for epsilon
-        grows by (1 + exp(epsilon)) t.
+        `effective_stddev`, up to a total variation distance of
+        `LARGEST_TOTAL_VARIATION` for each entry of each release. If these distances add
+        up to t, the delta of epsilon grows by (1 + exp(epsilon)) t.
       - This is proved for uniform random bits. The bits of Threefry are assumed to look
         uniform to everyone who does not know the key.
       - Running time and control flow do not depend on the values of the noise. The
@@ -101,10 +100,7 @@ class DiscreteGaussian:
     Attributes:
       multipliers: the factors of the base draws: (1,), (a, b) or (k a, k b, 1). Here a
         and b have no common factor, a^2 + b^2 is at most 1 + 128^2, and k is at most
-        128.
-
-    Raises:
-      ValueError: for other multipliers.
+        128. Others are refused.
     """
 
     multipliers: tuple[int, ...]

@@ -7,13 +7,8 @@ mechanism and of the policy, and the loss scale. The hashes depend on no key and
 data.
 
 Some fields may change between two steps, because the cost of past steps does not depend
-on them:
-
-- `delta`: epsilon can be computed for any delta at any time.
-- `iterations`: this is the number of planned steps. Past steps cost the same with any
-  plan.
-- `microbatch_size`: this is how a batch is divided. It may change as long as batches
-  are truncated at the same size.
+on them: `delta`, the number of planned `iterations`, and the `microbatch_size`, as long
+as batches are truncated at the same size.
 
 A loss scale that is a function is identified by its name and by the numbers that it
 closes over, such as those of `dpmp.loss_scaling.by_loss`. Two functions that differ in

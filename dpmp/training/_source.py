@@ -1,7 +1,7 @@
 """Loads a batch on the host: turns a dataset and indices into padded arrays."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -28,8 +28,11 @@ class Source(Protocol):
         ...
 
 
-def as_source(source: PyTree | Source, num_examples: int) -> Source:
-    """Makes a `Source` of a pytree of arrays, and checks the number of examples."""
+Load: TypeAlias = Callable[[np.ndarray], PyTree]
+
+
+def loader_of(source: PyTree | Source, num_examples: int) -> Load:
+    """Checks a dataset; returns the function that loads the examples at indices."""
     leaves = jax.tree.leaves(source)
     is_arrays = all(hasattr(x, "shape") for x in leaves)
     has_interface = hasattr(source, "__getitem__") and hasattr(source, "__len__")
@@ -47,11 +50,13 @@ def as_source(source: PyTree | Source, num_examples: int) -> Source:
         fix="Build the mechanism with num_examples=len(data): sampling and accounting "
         "depend on it.",
     )
-    return _Arrays(source) if is_arrays else source
+    if not is_arrays:
+        return source.__getitem__
+    return lambda indices: jax.tree.map(lambda x: np.asarray(x)[indices], source)
 
 
 def load_batch(
-    source: Source, indices: np.ndarray, batch_size: int
+    load: Load, indices: np.ndarray, batch_size: int
 ) -> tuple[PyTree, np.ndarray]:
     """Loads a batch padded with zeros; returns it with `is_padding_example`."""
     num_padding = batch_size - len(indices)
@@ -66,18 +71,5 @@ def load_batch(
             )
         return np.pad(x, [(0, num_padding)] + [(0, 0)] * (x.ndim - 1))
 
-    batch = jax.tree.map(pad, source[indices])
+    batch = jax.tree.map(pad, load(indices))
     return batch, np.arange(batch_size) >= len(indices)
-
-
-@dataclass(frozen=True)
-class _Arrays:
-    """A `Source` over a pytree of arrays."""
-
-    arrays: PyTree
-
-    def __getitem__(self, indices: np.ndarray, /) -> PyTree:
-        return jax.tree.map(lambda x: np.asarray(x)[indices], self.arrays)
-
-    def __len__(self) -> int:
-        return np.shape(jax.tree.leaves(self.arrays)[0])[0]

@@ -27,7 +27,7 @@ from dpmp.training import _fingerprint
 from dpmp.training._programs import Programs
 from dpmp.training._progress import Progress
 from dpmp.training._settled import put_together, strongly_typed
-from dpmp.training._source import Source, as_source, load_batch
+from dpmp.training._source import Source, load_batch, loader_of
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 
@@ -241,7 +241,7 @@ class DPTrainer:
             fix="Privacy is accounted for `iterations` steps. Plan more of them before "
             "the run starts.",
         )
-        source = as_source(source, mechanism.num_examples)
+        load = loader_of(source, mechanism.num_examples)
         sampling, size = mechanism.sampling, mechanism.padded_batch_size
         key = int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")
         with self._progress(start, stop, enabled=progress) as report:
@@ -249,7 +249,7 @@ class DPTrainer:
                 indices = sampling.indices(
                     step, num_examples=mechanism.num_examples, key=key
                 )
-                batch, is_padding = load_batch(source, indices, size)
+                batch, is_padding = load_batch(load, indices, size)
                 state, outputs = self._programs.run(state, batch, is_padding)
                 if sensitive_callback is not None:
                     is_padding = jnp.asarray(is_padding)

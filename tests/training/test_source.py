@@ -7,7 +7,7 @@ import pytest
 
 import dpmp
 from dpmp import training
-from dpmp.training._source import Source, as_source, load_batch
+from dpmp.training._source import Source, load_batch, loader_of
 
 ARRAYS = {
     "x": np.arange(1, 25, dtype=np.float32).reshape(12, 2),
@@ -18,7 +18,7 @@ ARRAYS = {
 @pytest.mark.parametrize("indices", [[], [0], [2, 3, 11], list(range(12))])
 def test_a_batch_holds_its_examples_and_zeros(indices):
     indices = np.array(indices, np.int64)
-    batch, is_padding_example = load_batch(as_source(ARRAYS, 12), indices, 12)
+    batch, is_padding_example = load_batch(loader_of(ARRAYS, 12), indices, 12)
     np.testing.assert_array_equal(is_padding_example, np.arange(12) >= len(indices))
     for name, x in ARRAYS.items():
         assert batch[name].dtype == x.dtype
@@ -40,7 +40,7 @@ def test_a_batch_holds_its_examples_and_zeros(indices):
 )
 def test_a_dataset_of_another_size_is_refused(source):
     with pytest.raises(ValueError, match="source must hold the 12 examples"):
-        as_source(source, 12)
+        loader_of(source, 12)
 
 
 class Indexable:
@@ -58,15 +58,14 @@ class Sized(Indexable):
 def test_something_that_gives_no_examples_or_no_size_is_refused():
     for source in (io.StringIO(), Indexable(), [1, 2]):
         with pytest.raises(ValueError, match="with __getitem__ and __len__; got sourc"):
-            as_source(source, 12)
+            loader_of(source, 12)
 
 
 def test_a_source_that_says_its_size_is_taken_at_its_word():
-    source = Sized()
-    assert as_source(source, 12) is source
-    assert len(as_source(ARRAYS, 12)) == 12
-    with pytest.raises(ValueError, match="source must hold the 13 examples"):
-        as_source(source, 13)
+    for source in (Sized(), ARRAYS):
+        assert loader_of(source, 12)(np.array([3, 5]))["label"].tolist() == [4, 6]
+        with pytest.raises(ValueError, match="source must hold the 13 examples"):
+            loader_of(source, 13)
 
 
 def test_an_array_without_rows_is_refused_without_a_number():
@@ -75,7 +74,7 @@ def test_an_array_without_rows_is_refused_without_a_number():
             return np.float32(len(indices))
 
     with pytest.raises(ValueError, match="one row for each index") as error:
-        load_batch(Wrong(), np.array([1, 5]), 12)
+        load_batch(Wrong().__getitem__, np.array([1, 5]), 12)
     assert not any(letter.isdigit() for letter in str(error.value))
 
 
@@ -87,7 +86,7 @@ def test_rows_that_do_not_match_the_indices_are_refused_without_a_number(num_row
 
     message = r"one row for each index; got another number\. See dpmp\.training\.Source"
     with pytest.raises(ValueError, match=message) as error:
-        load_batch(Wrong(), np.array([1, 5]), 12)
+        load_batch(Wrong().__getitem__, np.array([1, 5]), 12)
     assert not any(letter.isdigit() for letter in str(error.value))
 
 
