@@ -103,7 +103,7 @@ def test_it_claims_nothing_where_delta_does_not_cover_the_sampler():
         assert "differentially private" in statement_of(covered)
 
 
-@pytest.mark.parametrize("noise_multiplier", [0.7, 0.83, 1.0, 1.1, 1.37, 2.0, 3.3])
+@pytest.mark.parametrize("noise_multiplier", [0.7, 1.0, 1.37, 3.3])
 def test_it_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
     mechanism = make_mechanism(noise_multiplier=noise_multiplier)
     quoted = float(mechanism.statement().split("are (")[1].split(",")[0])
@@ -123,12 +123,7 @@ def test_it_names_the_neighbouring_relation(relation, text):
     assert text in statement_of(make_mechanism(neighboring_relation=relation))
 
 
-def test_it_describes_groups_of_parameters():
-    mechanism = make_mechanism(l2_clip_norm={"a": 3.0, "b": 4.0})
-    assert "L2 norm of 5 in 2 groups" in statement_of(mechanism)
-
-
-@pytest.mark.parametrize("delta", [1.2341e-6, 9.991e-6, 1.0049e-5, 1e-5, 3e-7, 0.9994])
+@pytest.mark.parametrize("delta", [1.2341e-6, 9.991e-6, 1e-5, 0.9994])
 def test_it_quotes_no_less_delta_than_is_spent(delta):
     statement = statement_of(make_mechanism(delta=delta))
     quoted = float(statement.split(")-")[0].split(", ")[-1])
@@ -136,9 +131,13 @@ def test_it_quotes_no_less_delta_than_is_spent(delta):
 
 
 def test_it_quotes_no_more_noise_and_no_less_sampling_than_there_is():
+    clip_norms = {"a": 3.0, "b": 4.0}
     statement = statement_of(
-        make_mechanism(noise_multiplier=1.234567, num_examples=1237)
+        make_mechanism(
+            noise_multiplier=1.234567, num_examples=1237, l2_clip_norm=clip_norms
+        )
     )
+    assert "L2 norm of 5 in 2 groups" in statement
     assert "noise multiplier of 1.2345." in statement
     # 50 / 1237 = 0.0404203...
     assert "with probability 0.04043," in statement

@@ -538,15 +538,6 @@ def test_noise_sampling_and_model_have_different_keys():
     assert len(np.unique(words)) == words.size
 
 
-def test_all_steps_count_from_zero_together():
-    trainer = default_trainer()
-    state = trainer.init(make_params())
-    assert state.step == state.noise_state.step == 0
-    assert state.step.dtype == jnp.int32
-    state = trainer.fit(state, make_data(), progress=False, stop_at=2)
-    assert state.step == state.noise_state.step == 2
-
-
 # Randomness in the loss.
 
 
@@ -663,7 +654,7 @@ def test_a_batch_that_does_not_run_sets_no_standard():
     assert trainer.fit(state, make_data(), progress=False, stop_at=1).step == 1
 
 
-@pytest.mark.parametrize("stop_at", [7, -1, 2.5, "3"])
+@pytest.mark.parametrize("stop_at", [7, -1, 2.5])
 def test_a_step_that_is_not_accounted_for_is_refused(stop_at):
     trainer = default_trainer()
     state = trainer.init(make_params())
@@ -682,13 +673,6 @@ def test_going_back_is_refused_and_standing_still_is_not():
     assert same is state
 
 
-def test_a_run_that_is_over_cannot_be_prolonged():
-    trainer = make_trainer(iterations=1)
-    state = trainer.fit(trainer.init(make_params()), make_data(), progress=False)
-    with pytest.raises(ValueError, match="stop_at must be from the current step to 1"):
-        trainer.fit(state, make_data(), progress=False, stop_at=2)
-
-
 @pytest.mark.parametrize("size", [4, 13])
 def test_a_batch_that_is_not_padded_is_refused(size):
     trainer = default_trainer()
@@ -699,10 +683,9 @@ def test_a_batch_that_is_not_padded_is_refused(size):
     assert str(size) not in str(error.value)
 
 
-@pytest.mark.parametrize("prng_key", [0, jnp.zeros(2, jnp.uint32)])
-def test_a_seed_that_is_no_key_is_refused(prng_key):
+def test_a_seed_that_is_no_key_is_refused():
     with pytest.raises(ValueError, match=r"must be one key made by jax\.random\.key"):
-        default_trainer().init(make_params(), prng_key=prng_key)
+        default_trainer().init(make_params(), prng_key=0)
 
 
 def test_a_mechanism_before_calibration_is_refused():
@@ -834,7 +817,8 @@ def test_looking_at_sensitive_values_changes_nothing():
 def test_progress_goes_to_standard_error_and_quotes_epsilon(capsys):
     trainer = make_trainer(delta=1e-5)
     state = trainer.init(make_params(), prng_key=KEY)
-    trainer.fit(state, make_data(), stop_at=2)
+    state = trainer.fit(state, make_data(), stop_at=2)
+    trainer.fit(state, make_data(), stop_at=4, progress=False)
     captured = capsys.readouterr()
     assert captured.out == ""
     lines = captured.err.splitlines()
@@ -859,14 +843,7 @@ def test_progress_shows_an_epsilon_that_is_infinite(capsys):
     assert "step 1/1, epsilon inf of inf" in capsys.readouterr().err
 
 
-def test_progress_can_be_turned_off(capsys):
-    trainer = make_trainer(delta=1e-5)
-    trainer.fit(trainer.init(make_params()), make_data(), stop_at=2, progress=False)
-    captured = capsys.readouterr()
-    assert captured.out == captured.err == ""
-
-
-@pytest.mark.parametrize("noise_multiplier", [0.7, 1.0, 1.37, 2.0, 3.3])
+@pytest.mark.parametrize("noise_multiplier", [0.7, 1.37, 3.3])
 def test_progress_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
     mechanism = make_trainer(noise_multiplier=noise_multiplier, delta=1e-5).mechanism
     _, spent, _, final = _trainer._describe_privacy(mechanism, 3, 6).split(" ")
