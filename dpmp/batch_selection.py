@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
@@ -62,22 +61,15 @@ class PoissonSampling:
     truncated_batch_size: int | None = None
 
     def __post_init__(self):
-        checked: dict[str, Any] = {
-            "sampling_prob": _validate.probability(
-                sampling_prob=self.sampling_prob,
-                fix="Use expected_batch_size / num_examples.",
-            ),
-            "iterations": _validate.positive_integer(
-                iterations=self.iterations, fix="Use the number of steps accounted for."
-            ),
-        }
-        if self.truncated_batch_size is not None:
-            checked["truncated_batch_size"] = _validate.positive_integer(
-                truncated_batch_size=self.truncated_batch_size,
-                fix="Use accounting.choose_truncated_batch_size, or None.",
-            )
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        checks = [
+            ("sampling_prob", _validate.probability, "Use 0.01, for example."),
+            ("iterations", _validate.positive_integer, "Use 1000, for example."),
+            ("truncated_batch_size", _validate.positive_integer, "Use 32, or None."),
+        ]
+        for name, check, fix in checks:
+            given = getattr(self, name)
+            if given is not None or name != "truncated_batch_size":
+                object.__setattr__(self, name, check(**{name: given}, fix=fix))
 
     def indices(self, step: int, *, num_examples: int, key: int) -> np.ndarray:
         """Draws the indices of one batch, which are sensitive.

@@ -121,18 +121,14 @@ class DynamicScale:
     tolerated: float = 1.0
 
     def __post_init__(self):
-        checked = {
-            "initial": as_real(self.initial),
-            "growth_interval": _validate.positive_integer(
-                growth_interval=self.growth_interval, fix="Use 100, for example."
-            ),
-            "tolerated": _validate.nonnegative(
-                tolerated=self.tolerated, fix="Use 1.0, for example."
-            ),
-        }
-        check(checked["initial"])
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        interval = _validate.positive_integer(
+            growth_interval=self.growth_interval, fix="Use 100, for example."
+        )
+        tolerated = _validate.nonnegative(tolerated=self.tolerated, fix="Use 1.0.")
+        object.__setattr__(self, "initial", as_real(self.initial))
+        object.__setattr__(self, "growth_interval", interval)
+        object.__setattr__(self, "tolerated", tolerated)
+        check(self.initial)
 
     def init(self) -> ScaleState:
         """The state before the first step."""

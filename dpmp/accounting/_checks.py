@@ -17,10 +17,7 @@ _CHECKS = {
     "sampling_prob": (_validate.probability, "Use expected_batch_size / num_examples."),
     "iterations": (_validate.nonnegative_integer, "Use the number of updates."),
     "num_examples": (_validate.positive_integer, "Count the examples to train on."),
-    "truncated_batch_size": (
-        _validate.positive_integer,
-        "Use choose_truncated_batch_size.",
-    ),
+    "truncated_batch_size": (_validate.positive_integer, "Use 32, for example."),
     "multiple_of": (_validate.positive_integer, "Use the microbatch size, or 1."),
     "epsilon": (_validate.positive, "Use 8, for example."),
 }

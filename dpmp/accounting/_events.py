@@ -1,6 +1,7 @@
 """Describes runs of DP-SGD as events for an accountant.
 
-All functions raise ValueError for an argument out of range.
+The events are those of dp_accounting. RDP accountants take no truncated ones. All
+functions raise ValueError for an argument out of range.
 """
 
 import bisect
@@ -27,9 +28,6 @@ def dpsgd_event(
       noise_multiplier: the noise multiplier; 0 gives an event that is not private.
       iterations: the number of steps; 0 gives an event that costs nothing.
       sampling_prob: the probability that an example is in a batch.
-
-    Returns:
-      An event for `get_epsilon` or any accountant of dp_accounting.
 
     References:
       [Abadi et al., 2016](https://arxiv.org/abs/1607.00133)
@@ -70,9 +68,6 @@ def truncated_dpsgd_event(
         then the larger one of two events: for its own size, and for one example more.
       truncated_batch_size: the size of the largest batch.
 
-    Returns:
-      An event for `get_epsilon` or dp_accounting's `PLDAccountant`.
-
     References:
       [Ganesh, 2025](https://arxiv.org/abs/2508.15089)
     """
@@ -112,18 +107,11 @@ def choose_truncated_batch_size(
     """The smallest batch size that is exceeded with a probability of at most 1e-20.
 
     Truncation at this size changes epsilon by less than anyone prints. It also lets
-    `get_epsilon` avoid the slower and coarser analysis of truncated batches.
+    `get_epsilon` avoid the slower and coarser analysis of truncated batches. The size
+    is a multiple of `multiple_of`, at most `num_examples` rounded up to a multiple.
 
     >>> choose_truncated_batch_size(6000, 0.01, multiple_of=16)
     144
-
-    Args:
-      num_examples: the size of the dataset.
-      sampling_prob: the probability that an example is drawn.
-      multiple_of: the divisor that the returned size must have.
-
-    Returns:
-      A multiple of `multiple_of`, at most `num_examples` rounded up to a multiple.
     """
     num_examples, multiple_of = check(
         num_examples=num_examples, multiple_of=multiple_of

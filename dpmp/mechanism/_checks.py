@@ -12,20 +12,11 @@ from dpmp.mechanism._batches import ComputedProbability
 _CHECKS = {
     "num_examples": (_validate.positive_integer, "Count the examples to train on."),
     "expected_batch_size": (_validate.positive, "Use 256, for example."),
-    "iterations": (
-        _validate.positive_integer,
-        "Use the number of updates, or DPSGD.from_epochs.",
-    ),
-    "num_parameters": (
-        _validate.positive_integer,
-        "Count the trainable parameters.",
-    ),
+    "iterations": (_validate.positive_integer, "Or use DPSGD.from_epochs(epochs=3)."),
+    "num_parameters": (_validate.positive_integer, "Count the parameters to train."),
 }
 _OPTIONAL_CHECKS = {
-    "noise_multiplier": (
-        _validate.nonnegative,
-        "Leave it out and call calibrate(epsilon=, delta=).",
-    ),
+    "noise_multiplier": (_validate.nonnegative, "Leave it out and call calibrate."),
     "truncated_batch_size": (_validate.positive_integer, "Use 32, or None."),
     "microbatch_size": (_validate.positive_integer, "Use 32, or None."),
 }

@@ -4,10 +4,10 @@
 >>> noise_state = privatizer.init({"w": jnp.zeros(3)})
 >>> noisy, noise_state = privatizer.update({"w": jnp.ones(3)}, noise_state)
 
-The input of `update` is sensitive, and its first output is released. The state holds
-the key of the noise, which is secret. `gaussian_privatizer` draws integers, whose
-privacy is proved. `continuous_gaussian_privatizer` draws floats, as other libraries do,
-for comparison.
+The input of `update` is sensitive, and its first output is released, so that the optax
+transformations that follow cost no more privacy. The state holds the key of the noise,
+which is secret. `gaussian_privatizer` draws integers, whose privacy is proved.
+`continuous_gaussian_privatizer` draws floats, as other libraries do, for comparison.
 """
 
 from dpmp.noise_addition._privatizers import (

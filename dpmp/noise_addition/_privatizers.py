@@ -1,8 +1,4 @@
-"""Privatizers: optax transformations that add calibrated noise to a clipped sum.
-
-The sum is sensitive, and the noisy sum is released. The optax transformations that
-follow see the noisy sum alone, so that they cost no more privacy.
-"""
+"""The two privatizers, with integer noise and with floating-point noise."""
 
 import math
 from collections.abc import Callable
@@ -62,11 +58,11 @@ def gaussian_privatizer(
 
     Guarantees:
       - The computed output is as private as that of the ideal Gaussian mechanism with
-        this standard deviation: it is post-processing of that output, up to a total
-        variation distance (the largest difference in the probability of any event)
-        below 2^-109 for each entry. To achieve this, the sum is expressed in integers
-        (multiples of the unit of a grid), and discrete Gaussian noise on the same grid
-        is added. Only the result is rounded to float32.
+        this standard deviation, up to a total variation distance (the largest
+        difference in the probability of any event) below 2^-109 for each entry. To
+        achieve this, the sum is expressed in integers (multiples of the unit of a
+        grid), and discrete Gaussian noise on the same grid is added. Only the result is
+        rounded to float32.
       - The noise of an entry is a function of the root key, the step and the place of
         the entry in the tree. A step that is run again repeats its release bit for bit,
         and no two steps share noise. Under `jax.jit`, the noise does not depend on the
@@ -92,9 +88,8 @@ def gaussian_privatizer(
       prng_key: a jax key, or None to draw 128 bits from the operating system. Use a key
         for one privatizer of one run, and apply the privatizer to the whole sum. Two
         runs with the same key have the same noise, so that the difference of their
-        outputs has none, whether they differ in data, clip norm, learning rate or
-        anything else. The same happens with `jax.vmap` over sums, and with two
-        privatizers of one key in one optimizer.
+        outputs has none, whatever else differs. So it is with `jax.vmap` over sums, and
+        with two privatizers of one key in one optimizer.
       l2_sensitivity: the sensitivity of the sum. Rounding a float sum to a grid costs
         more noise if `stddev` is a larger multiple of the sensitivity. Without this
         argument, `stddev` is assumed to be at most 32 times the sensitivity. Exact sums
@@ -146,9 +141,8 @@ def continuous_gaussian_privatizer(
     The guarantee of the Gaussian mechanism is about real numbers, and floats break it.
     A float32 sum of 0 and one of 1 leave different lowest bits in the output, which
     tell the two apart nine times out of ten. And noise in float32 ends at 5.42 standard
-    deviations (Mironov 2012; `python -m dpmp selfcheck` shows it). All this happens
-    although noise is drawn and added in float32 or wider, and although a `DoubleWord`
-    or float64 sum is not rounded before the noise is added.
+    deviations (Mironov 2012; `python -m dpmp selfcheck` shows it), although noise is
+    drawn and added in float32 or wider, and a wider sum is not rounded before.
 
     Args:
       stddev: see `gaussian_privatizer`.
@@ -161,9 +155,8 @@ def continuous_gaussian_privatizer(
       or wider.
 
     Raises:
-      ValueError: if `stddev`, `prng_key`, a leaf or `init` is refused as in
-        `gaussian_privatizer`, if `dtype` is neither float32 nor float64, or for float64
-        without 64-bit mode.
+      ValueError: as `gaussian_privatizer`, for another `dtype`, or for float64 without
+        64-bit mode.
 
     References:
       [Mironov: On significance of the least significant bits for differential

@@ -1,14 +1,16 @@
 """One step of training: a sum of clipped gradients, noise, and an update.
 
-The sum is sensitive. Only noisy values reach the update, and they are released.
+The sum is sensitive. Only noisy values reach the update, and they are released. The
+step is compiled once for a whole run.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from dpmp import _meshes, _random
@@ -19,13 +21,17 @@ from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD, Released
 from dpmp.precision import Policy
 from dpmp.programs import _transformations
-from dpmp.training._settled import places, strongly_typed
+from dpmp.training._settled import devices_of, places, put_together, strongly_typed
 from dpmp.training._state import TrainingState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Makes the program of a step; `DPTrainer` documents the attributes."""
+    """Makes and runs the program of a step; `DPTrainer` documents the attributes.
+
+    There is one program for each combination of types and devices of the state, which
+    a program returns on the same devices.
+    """
 
     mechanism: DPSGD
     loss_fn: Callable[..., jax.Array]
@@ -33,11 +39,52 @@ class Step:
     policy: Policy
     uses_prng_key: bool
     loss_scale: LossScale | DynamicScale | None
+    _compiled: dict[Any, tuple[str, jax.stages.Wrapped, list[Any]]] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def dynamic_scale(self) -> DynamicScale | None:
         """The loss scale if it is a `DynamicScale`, or else None."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
+
+    def run(
+        self, state: TrainingState, batch: PyTree, is_padding: Any
+    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
+        """Runs the step; returns the new state and the sensitive losses and norms."""
+        # jax's debug flags look at all arrays, those of the batch and the results. They
+        # would show in an exception that an example, or its gradient, is not finite.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            self._check_size(batch, is_padding)
+            batch = jax.tree.map(jnp.asarray, batch)
+            state = put_together(state, batch)
+            types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
+            of_state = types, devices_of(state)
+            compiled = self._compiled.get(of_state)
+            compiled = compiled or (of_batch, *self.make_program(state, batch))
+            compiled_for, program, constants = compiled
+            # The message shows nothing of the batch: its shapes may reveal its content.
+            if of_batch != compiled_for:
+                raise ValueError(
+                    "all batches must have the same tree, shapes and dtypes, because "
+                    "another compilation would reveal what is in them; got other ones. "
+                    "Pad examples to one size (see dpmp.training.Source), and use "
+                    "another DPTrainer for other data."
+                )
+            outputs = program(state, batch, jnp.asarray(is_padding), constants)
+            # Only a program that ran is worth keeping.
+            self._compiled[of_state] = compiled
+            return outputs
+
+    def _check_size(self, batch: PyTree, is_padding: Any) -> None:
+        size = self.mechanism.padded_batch_size
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
+        # The message does not show the given size: the number of examples is sensitive.
+        if sizes != {(size,)}:
+            raise ValueError(
+                f"every batch must be padded to {size} examples; got another number. "
+                f"Pad it, and mark the padding in is_padding_example."
+            )
 
     def make_program(
         self, state: TrainingState, batch: PyTree

@@ -24,7 +24,6 @@ from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import _float8
 from dpmp.training import _fingerprint
-from dpmp.training._programs import Programs
 from dpmp.training._progress import Progress
 from dpmp.training._settled import put_together, strongly_typed
 from dpmp.training._source import Source, load_batch, loader_of
@@ -150,10 +149,6 @@ class DPTrainer:
         )
 
     @functools.cached_property
-    def _programs(self) -> Programs:
-        return Programs(self._step)
-
-    @functools.cached_property
     def _facts(self) -> dict[str, str]:
         """The facts that epsilon rests on, besides the number of steps."""
         return _fingerprint.facts_of(self.mechanism, self.policy, self.loss_scale)
@@ -182,7 +177,7 @@ class DPTrainer:
             step=int(state.step),
             fix="Plan more iterations before the run starts.",
         )
-        return self._programs.run(state, batch, is_padding_example)[0]
+        return self._step.run(state, batch, is_padding_example)[0]
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
@@ -250,7 +245,7 @@ class DPTrainer:
                     step, num_examples=mechanism.num_examples, key=key
                 )
                 batch, is_padding = load_batch(load, indices, size)
-                state, outputs = self._programs.run(state, batch, is_padding)
+                state, outputs = self._step.run(state, batch, is_padding)
                 if sensitive_callback is not None:
                     is_padding = jnp.asarray(is_padding)
                     sensitive_callback(SensitiveOutputs(*outputs, is_padding))
