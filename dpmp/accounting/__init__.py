@@ -14,6 +14,7 @@ datasets are neighbours if one example of the first is blanked out in the second
 (REPLACE_SPECIAL). The argument `neighboring_relation` chooses another definition.
 """
 
+from dpmp.accounting._calibration import calibrate_noise_multiplier
 from dpmp.accounting._checks import DEFAULT_RELATION, check_delta, check_relation
 from dpmp.accounting._events import (
     choose_truncated_batch_size,
@@ -21,11 +22,7 @@ from dpmp.accounting._events import (
     truncated_dpsgd_event,
     truncation_probability,
 )
-from dpmp.accounting._guarantees import (
-    PrivacyGuarantee,
-    calibrate_noise_multiplier,
-    get_epsilon,
-)
+from dpmp.accounting._guarantees import PrivacyGuarantee, get_epsilon
 from dpmp.accounting._rounding import round_up
 
 __all__ = [

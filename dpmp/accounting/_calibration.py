@@ -9,15 +9,58 @@ import numpy as np
 from dp_accounting import pld
 from scipy import optimize
 
-from dpmp.accounting import _epsilon
+from dpmp import _validate
+from dpmp.accounting import _checks, _epsilon
 
 _LOG_NOISE_RANGE, _LOG_NOISE_TOLERANCE = (-9.0, 21.0), 5e-5
 
 
-def least_noise_multiplier(
-    make_run: Callable[[float], _epsilon.Run], *, epsilon: float, delta: float
-) -> float | None:
-    """The least noise multiplier found to meet the target, or None if none does."""
+def calibrate_noise_multiplier(
+    make_event: Callable[[float], dp_accounting.DpEvent],
+    *,
+    epsilon: float,
+    delta: float,
+    neighboring_relation: dp_accounting.NeighboringRelation = _checks.DEFAULT_RELATION,
+) -> float:
+    """The smallest noise multiplier that meets a privacy target.
+
+    >>> import functools
+    >>> make_event = functools.partial(dpsgd_event, iterations=1000, sampling_prob=0.01)
+    >>> print(f"{calibrate_noise_multiplier(make_event, epsilon=2.0, delta=1e-6):.3f}")
+    1.029
+
+    Args:
+      make_event: a function from a noise multiplier to an event. More noise must make
+        the event more private.
+      epsilon: the target epsilon.
+      delta: see `get_epsilon`.
+      neighboring_relation: see `get_epsilon`.
+
+    Returns:
+      A noise multiplier for which `get_epsilon` is at most the target. It is at most
+      1e-4 of itself above the smallest one. Noise multipliers below about 1e-4 are not
+      tried.
+
+    Raises:
+      TypeError: if `make_event` is not a function from a noise multiplier to an event.
+      ValueError: if the target is out of range or needs a noise multiplier above 1e9.
+    """
+    _validate.require(
+        callable(make_event),
+        "make_event must be a function of the noise multiplier",
+        make_event=make_event,
+        fix="Use functools.partial(dpsgd_event, iterations=..., sampling_prob=...).",
+        error=TypeError,
+    )
+    (epsilon,) = _checks.check(epsilon=epsilon)
+    delta = _checks.check_delta(delta)
+    _checks.check_relation(neighboring_relation)
+
+    def make_run(noise_multiplier: float) -> _epsilon.Run:
+        return _epsilon.Run(
+            _epsilon.steps_of(make_event(noise_multiplier)), neighboring_relation
+        )
+
     confirmed = []
 
     @functools.cache
@@ -28,7 +71,15 @@ def least_noise_multiplier(
         return math.log(min(max(ratio, 0.1), 10.0))  # the search fails on infinities
 
     _close_in_on_zero(excess, _guess_log_noise(make_run, epsilon, delta))
-    return math.exp(min(confirmed)) if confirmed else None
+    _validate.require(
+        bool(confirmed),
+        "the target must be within reach of a noise multiplier of 1e9",
+        epsilon=epsilon,
+        delta=delta,
+        fix="Raise epsilon or delta. get_epsilon(make_event(1e9)) tells what stands in "
+        "the way.",
+    )
+    return math.exp(min(confirmed))
 
 
 def _guess_log_noise(

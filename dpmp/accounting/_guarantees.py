@@ -1,19 +1,13 @@
-"""Computes epsilon of an event, and the noise that a target epsilon needs."""
+"""Computes epsilon of an event."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import dp_accounting
 
 from dpmp import _validate
 from dpmp._numbers import as_real
-from dpmp.accounting import _calibration, _epsilon
-from dpmp.accounting._checks import (
-    DEFAULT_RELATION,
-    check,
-    check_delta,
-    check_relation,
-)
+from dpmp.accounting import _epsilon
+from dpmp.accounting._checks import DEFAULT_RELATION, check_delta, check_relation
 
 _Relation = dp_accounting.NeighboringRelation
 
@@ -89,63 +83,3 @@ def get_epsilon(
         "REPLACE_ONE, which RDP cannot analyse.",
     )
     return PrivacyGuarantee(epsilon, delta, accountant, neighboring_relation.name)
-
-
-def calibrate_noise_multiplier(
-    make_event: Callable[[float], dp_accounting.DpEvent],
-    *,
-    epsilon: float,
-    delta: float,
-    neighboring_relation: _Relation = DEFAULT_RELATION,
-) -> float:
-    """The smallest noise multiplier that meets a privacy target.
-
-    >>> import functools
-    >>> make_event = functools.partial(dpsgd_event, iterations=1000, sampling_prob=0.01)
-    >>> print(f"{calibrate_noise_multiplier(make_event, epsilon=2.0, delta=1e-6):.3f}")
-    1.029
-
-    Args:
-      make_event: a function from a noise multiplier to an event. More noise must make
-        the event more private.
-      epsilon: the target epsilon.
-      delta: see `get_epsilon`.
-      neighboring_relation: see `get_epsilon`.
-
-    Returns:
-      A noise multiplier for which `get_epsilon` is at most the target. It is at most
-      1e-4 of itself above the smallest one. Noise multipliers below about 1e-4 are not
-      tried.
-
-    Raises:
-      TypeError: if `make_event` is not a function from a noise multiplier to an event.
-      ValueError: if the target is out of range or needs a noise multiplier above 1e9.
-    """
-    _validate.require(
-        callable(make_event),
-        "make_event must be a function of the noise multiplier",
-        make_event=make_event,
-        fix="Use functools.partial(dpsgd_event, iterations=..., sampling_prob=...).",
-        error=TypeError,
-    )
-    (epsilon,) = check(epsilon=epsilon)
-    delta = check_delta(delta)
-    check_relation(neighboring_relation)
-
-    def make_run(noise_multiplier: float) -> _epsilon.Run:
-        return _epsilon.Run(
-            _epsilon.steps_of(make_event(noise_multiplier)), neighboring_relation
-        )
-
-    noise_multiplier = _calibration.least_noise_multiplier(
-        make_run, epsilon=epsilon, delta=delta
-    )
-    if noise_multiplier is None:
-        _validate.fail(
-            "the target must be within reach of a noise multiplier of 1e9",
-            epsilon=epsilon,
-            delta=delta,
-            fix="Raise epsilon or delta. get_epsilon(make_event(1e9)) tells what "
-            "stands in the way.",
-        )
-    return noise_multiplier

@@ -37,16 +37,16 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
         checked["delta"] = accounting.check_delta(mechanism.delta)
     # `ClipNorms` checks the values of the clip norms.
     checked["l2_clip_norm"] = jax.tree.map(as_real, mechanism.l2_clip_norm)
-    checked["sampling_prob"] = _checked_probability(mechanism, **checked)
+    sizes = checked["expected_batch_size"], checked["num_examples"]
+    checked["sampling_prob"] = _sampling_prob(mechanism.sampling_prob, *sizes)
     accounting.check_relation(mechanism.neighboring_relation)
     return checked
 
 
-def _checked_probability(
-    mechanism: Any, *, expected_batch_size: float, num_examples: int, **_: Any
+def _sampling_prob(
+    given: float | None, expected_batch_size: float, num_examples: int
 ) -> float:
     """The sampling probability that was given, or else the one of the sizes."""
-    given = mechanism.sampling_prob
     if given is not None and not isinstance(given, ComputedProbability):
         return _validate.probability(
             sampling_prob=given, fix="Use 0.01, for example, or leave it out."

@@ -74,13 +74,7 @@ def claim(
         f"by the largest norm that one example contributes.",
         *_describe_metrics(mechanism.released_metrics, noise_multiplier, batch_size),
         f"- Accountant: {guarantee.accountant}.",
-        "- Arithmetic: "
-        + _describe_arithmetic(
-            arithmetic,
-            mechanism.microbatch_size,
-            mechanism.resolution,
-            noise_multiplier,
-        ),
+        f"- Arithmetic: {_describe_arithmetic(mechanism, arithmetic)}",
         "- Assumed: the random bits are ideal, and nobody knows their keys.",
         "- Not covered: running time, which depends on the size of the batch; losses, "
         "norms and other values of single examples; choices that were made by looking "
@@ -127,19 +121,15 @@ def _describe_metrics(
     ]
 
 
-def _describe_arithmetic(
-    arithmetic: Arithmetic,
-    microbatch_size: int | None,
-    resolution: int | None,
-    noise_multiplier: float,
-) -> str:
+def _describe_arithmetic(mechanism: Any, arithmetic: Arithmetic) -> str:
+    resolution = mechanism.resolution
     sentences = [
-        arithmetic.describe(resolution, microbatch_size),
+        arithmetic.describe(resolution, mechanism.microbatch_size),
         "The noise consists of integers (discrete Gaussian noise), which are added "
         "before the result is rounded to float32.",
     ]
     if resolution is not None:
-        units = f"{resolution * noise_multiplier:.0f}"
+        units = f"{resolution * mechanism.noise_multiplier:.0f}"
         sentences.append(f"Its standard deviation is {units} units of the grid.")
     if arithmetic.is_proved:
         sentences.append("The claim holds for the bits that are released.")

@@ -53,14 +53,12 @@ def _add_draw(
     """Adds one draw to its leaves; returns the noisy leaves by number."""
     if len(draw.ranges) == 1:
         (i,) = draw.ranges
-        return {i: _add(leaves[i], sample())}
-    noise = behind_a_branch(sample, step)
-    return {
-        i: _add(leaves[i], jax.lax.slice_in_dim(noise, start, stop))
-        for i, (start, stop) in draw.ranges.items()
-    }
-
-
-def _add(leaf: GridArray, noise: jax.Array) -> jax.Array:
-    steps = leaf.steps + noise.reshape(leaf.steps.shape)
-    return GridArray(steps, leaf.unit).to_float()
+        parts = {i: sample()}
+    else:
+        noise = behind_a_branch(sample, step)
+        parts = {i: jax.lax.slice_in_dim(noise, *r) for i, r in draw.ranges.items()}
+    noisy = {}
+    for i, noise in parts.items():
+        steps = leaves[i].steps + noise.reshape(leaves[i].steps.shape)
+        noisy[i] = GridArray(steps, leaves[i].unit).to_float()
+    return noisy

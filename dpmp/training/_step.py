@@ -103,9 +103,15 @@ class Step:
         loss_fn, constants = _transformations.hoist_constants(loss_fn, *args, *keys)
 
         def step(state, batch, is_padding, constants):
-            return self._update(
-                functools.partial(loss_fn, constants), state, batch, is_padding
-            )
+            """Makes one step under tracing; see the picture in the README."""
+            loss = functools.partial(loss_fn, constants)
+            total, sensitive = self._sum_sensitive(loss, state, batch, is_padding)
+            # All values above this line are sensitive. The next state has noisy values
+            # only.
+            privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
+            noisy, noise_state = privatizer.update(total, state.noise_state)
+            new_state = self._release(self.mechanism.split(noisy), noise_state, state)
+            return new_state, (sensitive.values, sensitive.grad_norms)
 
         def out_specs(specs, output):
             per_example = specs_of_examples(output[1], specs[1])
@@ -119,22 +125,6 @@ class Step:
         """The arguments of the loss: parameters and batch in the compute dtype."""
         policy = self.policy
         return policy.cast_to_compute(state.params), policy.cast_inputs(batch)
-
-    def _update(
-        self,
-        loss_fn: Callable[..., jax.Array],
-        state: TrainingState,
-        batch: PyTree,
-        is_padding: jax.Array,
-    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
-        """Makes one step under tracing; see the picture in the README."""
-        total, sensitive = self._sum_sensitive(loss_fn, state, batch, is_padding)
-        # All values above this line are sensitive. The next state has noisy values
-        # only.
-        privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
-        noisy, noise_state = privatizer.update(total, state.noise_state)
-        new_state = self._release(self.mechanism.split(noisy), noise_state, state)
-        return new_state, (sensitive.values, sensitive.grad_norms)
 
     def _sum_sensitive(
         self,

@@ -150,7 +150,6 @@ class DPTrainer:
 
     @functools.cached_property
     def _facts(self) -> dict[str, str]:
-        """The facts that epsilon rests on, besides the number of steps."""
         return _fingerprint.facts_of(self.mechanism, self.policy, self.loss_scale)
 
     def train_step(
