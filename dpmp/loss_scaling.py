@@ -110,8 +110,7 @@ class DynamicScale:
 
     Attributes:
       initial: the first scale, a power of two.
-      growth_interval: the number of steps without many overflows before the scale
-        doubles.
+      growth_interval: the number of steps before the scale doubles.
       tolerated: a step has many overflows if the noisy count is more than this number
         plus three standard deviations of the noise.
     """
@@ -165,8 +164,7 @@ def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
         not isinstance(loss_scale, DynamicScale),
         "a dynamic loss_scale must be updated with noisy counts of overflows",
         loss_scale=loss_scale,
-        fix="Pass it to DPTrainer. Or pass the scale of its state and "
-        "counts_overflows=True.",
+        fix="Pass it to DPTrainer, or its state's scale and counts_overflows=True.",
     )
     if isinstance(loss_scale, jax.Array):
         _validate.require(

@@ -88,23 +88,15 @@ def alias_table() -> AliasTable:
 
 @functools.cache
 def weights() -> tuple[int, ...]:
-    """Integer weights of -4096, ..., 4095, symmetric, with a sum of 2^128."""
-    masses = _masses()
+    """Integer weights of -4096, ..., 4095, symmetric, with a sum of 2^128.
+
+    They are 10^50 exp(-x^2 / 2 s0^2), each within 2, scaled and rounded to nearest.
+    """
+    with decimal.localcontext(decimal.Context(prec=60)):
+        exponents = [Decimal(-x * x) / (2 * BASE_VARIANCE) for x in range(_CENTER)]
+        half = [int(exponent.exp().scaleb(50)) for exponent in exponents]
+    masses = (0, *half[:0:-1], *half)
     total = sum(masses)
     weights = [(2 * _TOTAL_WEIGHT * mass + total) // (2 * total) for mass in masses]
     weights[_CENTER] += _TOTAL_WEIGHT - sum(weights)
     return tuple(weights)
-
-
-@functools.cache
-def _masses() -> tuple[int, ...]:
-    """Computes 10^50 exp(-x^2 / 2 s0^2) for -4096, ..., 4095, each within 2.
-
-    The masses of all integers further out add up to less than 1.
-    """
-    with decimal.localcontext(decimal.Context(prec=60)):
-        half = [
-            int((Decimal(-x * x) / (2 * BASE_VARIANCE)).exp().scaleb(50))
-            for x in range(_CENTER)
-        ]
-    return (0, *half[:0:-1], *half)

@@ -181,7 +181,13 @@ class DiscreteGaussian:
         Raises:
           ValueError: for a step of another kind.
         """
-        _check_step(step)
+        given = jax.typeof(step)
+        _validate.require(
+            given.shape == () and given.dtype in (jnp.int32, jnp.uint32),
+            "step must be an int32 or uint32 scalar",
+            step=str(given),
+            fix="Count in 32 bits. The lower half of a wider count would repeat.",
+        )
         step = jnp.asarray(step).astype(jnp.uint32)
         noise = jnp.zeros(shape, jnp.int32)
         for i, multiplier in enumerate(self.multipliers, 1):
@@ -207,16 +213,6 @@ def _base_draw(
     # another reason: the places are mixed with it at once, and draws share few arrays
     # that XLA might store.
     return look_up(table, threefry4x32(list(key), [stream, low, step, high]))
-
-
-def _check_step(step: jax.Array) -> None:
-    given = jax.typeof(step)
-    _validate.require(
-        given.shape == () and given.dtype in (jnp.int32, jnp.uint32),
-        "step must be an int32 or uint32 scalar",
-        step=str(given),
-        fix="Count releases in 32 bits. The lower half of a wider count would repeat.",
-    )
 
 
 def _squares(multipliers: tuple[int, ...]) -> int:

@@ -62,9 +62,6 @@ def autocast(
 
     Returns:
       A function with the same arguments and results, of the same dtypes.
-
-    Raises:
-      ValueError: if no policy has this name.
     """
     policy = Policy.from_name(policy) if isinstance(policy, str) else policy
     dtype = policy.compute_dtype

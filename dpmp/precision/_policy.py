@@ -50,9 +50,8 @@ class Policy:
         and the norms and sums of book-keeping, are emulated everywhere.
       stochastic_rounding: whether parameters are stored in bfloat16, without float32
         masters. Updates are added in float32, and the sum is rounded up or down at
-        random, so that small updates count on average. Otherwise the master, the copy,
-        the sum of gradients and the state of Adam take 18 bytes for each entry. This
-        saves four of them.
+        random, so that small updates count on average. This saves 4 of the 18 bytes of
+        an entry (master, copy, sum of gradients, Adam).
     """
 
     param_dtype: Any
@@ -105,13 +104,12 @@ class Policy:
 
         - "float32": everything in float32, also on devices that would compute products
           in TF32 or bfloat16 by default.
-        - "tf32": float32, with operands of products rounded to 10 bits on devices that
-          have TF32.
+        - "tf32": float32, with operands of products rounded to 10 bits where the device
+          has TF32.
         - "mixed_bfloat16": the loss in bfloat16.
         - "mixed_float16": the loss in float16. Its gradients underflow below 6e-8.
-        - "float8": the loss in bfloat16, with operands of products rounded to float8,
-          by a scale for each example. It is emulated, and slower, except for dot
-          products on recent GPUs.
+        - "float8": the loss in bfloat16, with operands of products rounded to float8 by
+          a scale for each example.
 
         Any other name is refused with a ValueError. `float32_paths` are those of
         `Policy`.

@@ -13,10 +13,10 @@ from dpmp._typing import PyTree
 class Source(Protocol):
     """A dataset that returns all examples of a batch at once.
 
-    All batches must have the same tree of arrays, with the same dtypes. Their shapes
-    must be the same, except for the number of examples: pad sequences of different
-    lengths to one length. Another shape would need another compiled program, and the
-    time to compile it would reveal what is in a batch.
+    All batches must have the same tree of arrays, with the same dtypes and, except for
+    the number of examples, the same shapes: pad sequences to one length. Another shape
+    would need another compiled program, and the time to compile it would reveal what is
+    in a batch.
     """
 
     def __getitem__(self, indices: np.ndarray, /) -> PyTree:
