@@ -45,7 +45,10 @@ class Batches:
         """The size to which larger batches are truncated."""
         num_examples = max(self.larger_datasets)
         if self.truncated_batch_size is not None:
-            return min(self.truncated_batch_size, num_examples)
+            # A given size is not lowered where it would give away the size of the data.
+            is_public = len(self.larger_datasets) == 1
+            lowered = min(self.truncated_batch_size, num_examples)
+            return lowered if is_public else self.truncated_batch_size
         return accounting.choose_truncated_batch_size(
             num_examples, self.sampling_prob, multiple_of=self.microbatch_size or 1
         )

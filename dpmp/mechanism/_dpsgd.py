@@ -74,7 +74,8 @@ class DPSGD:
       sampling_prob: the probability that an example is in a batch. None computes it as
         `expected_batch_size / num_examples`, from which anyone who knows the expected
         batch size learns `num_examples`. Where that number is protected, give this
-        field and `truncated_batch_size`, and choose them without that number.
+        field and `truncated_batch_size`, and choose them without that number. The noise
+        that `calibrate` finds depends on it as far as truncation costs privacy.
     """
 
     num_examples: int

@@ -191,6 +191,10 @@ def test_a_given_sampling_probability_does_not_depend_on_the_sizes():
     for sizes in ({"num_examples": 20}, {"expected_batch_size": 4}):
         other = dataclasses.replace(mechanism, **sizes)
         assert other.sampling.sampling_prob == other.sampling_prob == 0.03
+    sizes = {"num_examples": 20, "neighboring_relation": RELATIONS.ADD_OR_REMOVE_ONE}
+    protected = dataclasses.replace(mechanism, **sizes)
+    assert protected.padded_batch_size == 80
+    assert protected.dp_event == accounting.dpsgd_event(1.5, 100, sampling_prob=0.03)
     # What adds up the gradients still divides by the expected batch size.
     assert mechanism.stddev == pytest.approx(1.5 / 50)
     fields = {name: x for name, x in FIELDS.items() if name != "iterations"}

@@ -144,7 +144,7 @@ def test_it_quotes_no_more_noise_and_no_less_sampling_than_there_is():
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"sampling_prob": 0.04}, {"truncated_batch_size": 90}], ids=str
+    "given", [{}, {"sampling_prob": 0.04}, {"truncated_batch_size": 5000}], ids=str
 )
 def test_a_number_of_examples_that_is_protected_is_not_quoted(given):
     relation = RELATIONS.ADD_OR_REMOVE_ONE
@@ -154,6 +154,7 @@ def test_a_number_of_examples_that_is_protected_is_not_quoted(given):
     assert "is public" not in statement
     assert "The number of examples is protected too." in statement
     assert "1237" not in statement
+    assert "1238" not in statement
     # And it says which settings were computed from that number.
     assert ("gives it away" in statement) == ("sampling_prob" not in given)
     assert ("how large it is" in statement) == ("truncated_batch_size" not in given)
