@@ -37,8 +37,8 @@ def add_noise(
             noise.sample, key_words, draw.shape, step=step, leaf=number
         )
         # This branch keeps the compiler from repeating the draw in every reader of the
-        # sums, and frees the memory of the noise. The branch inside `_add_draw` keeps
-        # it from repeating the draw in every leaf.
+        # sums, and frees the memory of the noise. The branch in `Draw.divided` keeps it
+        # from repeating the draw in every leaf.
         add = functools.partial(_add_draw, draw, leaves, sample, step)
         noisy |= behind_a_branch(add, step)
     return [noisy[i] for i in range(len(leaves))]
@@ -51,14 +51,8 @@ def _add_draw(
     step: jax.Array,
 ) -> dict[int, jax.Array]:
     """Adds one draw to its leaves; returns the noisy leaves by number."""
-    if len(draw.ranges) == 1:
-        (i,) = draw.ranges
-        parts = {i: sample()}
-    else:
-        noise = behind_a_branch(sample, step)
-        parts = {i: jax.lax.slice_in_dim(noise, *r) for i, r in draw.ranges.items()}
     noisy = {}
-    for i, noise in parts.items():
+    for i, noise in draw.divided(sample, step).items():
         steps = leaves[i].steps + noise.reshape(leaves[i].steps.shape)
         noisy[i] = GridArray(steps, leaves[i].unit).to_float()
     return noisy

@@ -8,12 +8,14 @@ shard as it shards the arrays.
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from dpmp._fence import behind_a_branch
 
 from dpmp._fence import behind_a_branch
 
@@ -33,6 +35,15 @@ class Draw(NamedTuple):
     shape: tuple[int, ...]
     # By the number of each array, its start and stop along the first axis.
     ranges: dict[int, tuple[int, int]]
+
+    def divided(
+        self, sample: Callable[[], jax.Array], witness: jax.Array
+    ) -> dict[int, jax.Array]:
+        """Calls `sample` once; returns the random numbers of each array, by number."""
+        if len(self.ranges) == 1:
+            return dict.fromkeys(self.ranges, sample())
+        numbers = behind_a_branch(sample, witness)
+        return {i: jax.lax.slice_in_dim(numbers, *r) for i, r in self.ranges.items()}
 
 
 def draws(shapes: Sequence[tuple[int, ...]], kinds: Sequence[Hashable]) -> list[Draw]:

@@ -48,14 +48,8 @@ def _round_draw(
     def sample() -> jax.Array:
         return jax.random.bits(key, draw.shape, jnp.uint16)
 
-    if len(leaves) == 1:
-        ((i, x),) = leaves.items()
-        return {i: _to_bfloat16(x, sample().reshape(x.shape))}
-    bits = behind_a_branch(sample, jax.random.key_data(key))
-    of_leaf = {
-        i: jax.lax.slice_in_dim(bits, *range_) for i, range_ in draw.ranges.items()
-    }
-    return {i: _to_bfloat16(x, of_leaf[i].reshape(x.shape)) for i, x in leaves.items()}
+    bits = draw.divided(sample, jax.random.key_data(key))
+    return {i: _to_bfloat16(x, bits[i].reshape(x.shape)) for i, x in leaves.items()}
 
 
 def _to_bfloat16(x: jax.Array, random_bits: jax.Array) -> jax.Array:

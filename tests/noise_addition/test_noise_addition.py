@@ -25,6 +25,7 @@ from dpmp.noise_addition import (
     gaussian_privatizer,
 )
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
+from dpmp.numerics import _packing
 from dpmp.numerics._grid import GridArray
 from dpmp.numerics._sums import as_sum, num_entries
 
@@ -57,7 +58,7 @@ def make_privatizer(make, *, stddev=1.0, prng_key=KEY, **kwargs):
 def without_fence():
     """Nothing is compiled as a whole, which would be done anew in every call."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_privatizers, _grid_noise):
+        for module in (_privatizers, _grid_noise, _packing):
             patch.setattr(module, "behind_a_branch", lambda compute, _: compute())
         yield patch
 
