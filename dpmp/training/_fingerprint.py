@@ -32,6 +32,8 @@ _MAY_CHANGE = ("delta", "iterations", "microbatch_size")
 
 _WORDS = 2  # each hash has two 32-bit words
 
+_OR_START_ANEW = "Or start another run, which costs anew, with trainer.init."
+
 
 def facts_of(mechanism: Any, policy: Any, loss_scale: Any) -> dict[str, str]:
     """The public facts that epsilon rests on, as unambiguous texts by name."""
@@ -62,8 +64,7 @@ def check(given: Any, facts: Mapping[str, str]) -> None:
         given is not None and np.shape(given) == expected.shape,
         "a state must carry the fingerprint of this version of dpmp",
         shape=None if given is None else np.shape(given),
-        fix="Continue the run with the version that it comes from. Or start another "
-        "run, which costs privacy of its own, with trainer.init.",
+        fix=f"Continue the run with the version that it comes from. {_OR_START_ANEW}",
     )
     is_same = np.all(np.asarray(given) == expected, axis=1)
     changed: dict[str, Any] = {
@@ -74,8 +75,7 @@ def check(given: Any, facts: Mapping[str, str]) -> None:
         f"a run must continue with the mechanism, policy and loss scale of its past "
         f"steps, and these were made with another {' and '.join(changed)}",
         **changed,
-        fix="Build the trainer as it was. Or start another run, which costs privacy of "
-        "its own, with trainer.init.",
+        fix=f"Build the trainer as it was. {_OR_START_ANEW}",
     )
 
 

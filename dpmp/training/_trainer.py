@@ -5,10 +5,10 @@ everything between a batch and the updated parameters. A batch is sensitive; the
 parameters are released.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DPTrainer:
     """Trains a model with the mechanism that also accounts for the privacy cost.
 
@@ -139,14 +139,8 @@ class DPTrainer:
 
     @functools.cached_property
     def _step(self) -> Step:
-        return Step(
-            mechanism=self.mechanism,
-            loss_fn=self.loss_fn,
-            optimizer=self.optimizer,
-            policy=self.policy,
-            uses_prng_key=self.uses_prng_key,
-            loss_scale=self.loss_scale,
-        )
+        names = [field.name for field in dataclasses.fields(self)]
+        return Step(**{name: getattr(self, name) for name in names})
 
     @functools.cached_property
     def _facts(self) -> dict[str, str]:
