@@ -68,8 +68,9 @@ def calibrate_noise_multiplier(
         ratio = _epsilon.bound(make_run(math.exp(log_noise)), delta)[0] / epsilon
         if ratio <= 1:
             confirmed.append(log_noise)
-        return math.log(min(max(ratio, 0.1), 10.0))  # the search fails on infinities
+        return math.log(min(max(ratio, 0.1), 10.0))  # infinities would stop the search
 
+    # The search of dp_accounting has no relative tolerance and fails on infinities.
     _close_in_on_zero(excess, _guess_log_noise(make_run, epsilon, delta))
     _validate.require(
         bool(confirmed),
@@ -97,10 +98,7 @@ def _guess_log_noise(
 
 
 def _close_in_on_zero(excess: Callable[[float], float], start: float) -> None:
-    """Evaluates a falling function close to its zero, on both sides.
-
-    The search of dp_accounting has no relative tolerance and fails on infinities.
-    """
+    """Evaluates a falling function close to its zero, on both sides."""
     low = high = start
     stride = 0.1
     while excess(high) > 0 and high < _LOG_NOISE_RANGE[1]:

@@ -7,8 +7,7 @@ import dp_accounting
 from dpmp import _validate
 from dpmp._numbers import as_real
 
-# The default everywhere in dpmp: one example of the first dataset is blanked out in the
-# second. Both datasets have the same size, which is public.
+# By default, one example of the first dataset is blanked out in the second.
 DEFAULT_RELATION = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
 
 # By argument: its check, and what to do if it fails.

@@ -24,11 +24,7 @@ def round_up(epsilon: float) -> str:
 
 
 def digits_above(x: float, num_digits: int) -> str:
-    """Writes `x` with few digits, so that the float read from them is not below `x`.
-
-    >>> print(digits_above(1e-5, 3), digits_above(1.2341e-6, 3))
-    1e-05 1.24e-06
-    """
+    """Writes `x` with few digits, so that the float read from them is not below `x`."""
     return _digits(x, num_digits, decimal.ROUND_CEILING)
 
 

@@ -20,17 +20,13 @@ class ComputedProbability(float):
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Decides the sizes of batches; `DPSGD` documents the attributes.
-
-    Attributes:
-      chooses_microbatches: whether the engine chooses the size of microbatches itself.
-    """
+    """Decides the sizes of batches; `DPSGD` documents the attributes."""
 
     num_examples: int
     sampling_prob: float
     truncated_batch_size: int | None
     microbatch_size: int | None
-    chooses_microbatches: bool
+    chooses_microbatches: bool  # whether the arithmetic chooses their size itself
     neighboring_relation: _Relation
 
     @property

@@ -23,11 +23,7 @@ _OPTIONAL_CHECKS = {
 
 
 def checked_fields(mechanism: Any) -> dict[str, Any]:
-    """Returns the numeric fields as Python numbers, by name.
-
-    Raises:
-      ValueError: if a field is out of range.
-    """
+    """Returns numbers as Python numbers, by name; ValueError for one out of range."""
     checked: dict[str, Any] = {
         name: check(**{name: getattr(mechanism, name)}, fix=fix)
         for name, (check, fix) in (_CHECKS | _OPTIONAL_CHECKS).items()

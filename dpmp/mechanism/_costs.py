@@ -26,28 +26,17 @@ _get_epsilon = functools.lru_cache(maxsize=1024)(accounting.get_epsilon)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """All facts that the privacy cost of a run depends on, besides the noise.
-
-    Attributes:
-      batches: the sampling of batches, and the neighbouring relation.
-      iterations: the number of steps.
-      is_clipped: whether the clip norm is finite.
-      num_coordinates: an upper bound on the number of entries that receive noise in a
-        step.
-    """
+    """All facts that the privacy cost of a run depends on, besides the noise."""
 
     batches: Batches
     iterations: int
-    is_clipped: bool
-    num_coordinates: int
+    is_clipped: bool  # whether the clip norm is finite
+    num_coordinates: int  # at most so many entries receive noise in a step
 
     def event(
         self, noise_multiplier: float, steps: int, num_examples: int | None = None
     ) -> dp_accounting.DpEvent:
-        """Describes steps as an event, with the size of the larger of two neighbours.
-
-        `num_examples` is this size, by default the largest possible one.
-        """
+        """Steps as an event; `num_examples` is the size of the larger dataset."""
         num_examples = num_examples or max(self.batches.larger_datasets)
         sampling_prob = self.batches.sampling_prob
         if not self.is_clipped:

@@ -78,14 +78,6 @@ _STREAMS_PER_LEAF = 4
 class DiscreteGaussian:
     """Integer noise with a probability proportional to exp(-x^2 / (2 variance)).
 
-    >>> noise = DiscreteGaussian((128, 1))
-    >>> noise.variance == 32770**2
-    True
-    >>> key = jnp.array([1, 2, 3, 4], jnp.uint32)
-    >>> x = noise.sample(key, (2, 3), step=jnp.int32(0), leaf=0)
-    >>> print(x.dtype, x.shape)
-    int32 (2, 3)
-
     Guarantees:
       - Adding this noise to integers is as private as the Gaussian mechanism with
         `effective_stddev`, up to a total variation distance of
@@ -177,9 +169,6 @@ class DiscreteGaussian:
           shape: the shape of the noise, an int32 array.
           step: int32 or uint32 scalar. Use another one for every release with the key.
           leaf: the number of the array within the release, below 2^30.
-
-        Raises:
-          ValueError: for a step of another kind.
         """
         given = jax.typeof(step)
         _validate.require(

@@ -22,11 +22,7 @@ def add_noise(
     key_words: jax.Array,
     step: jax.Array,
 ) -> list[jax.Array]:
-    """Adds independent noise to every entry; returns the sums, rounded to float32.
-
-    `stddev` is the least standard deviation, in the unit of the sums. See
-    `DiscreteGaussian.sample` for key and step.
-    """
+    """Adds noise of at least `stddev` to every entry; returns the sums in float32."""
     noisy: dict[int, jax.Array] = {}
     shapes = [leaf.steps.shape for leaf in leaves]
     draws = _packing.draws(shapes, [leaf.unit for leaf in leaves])

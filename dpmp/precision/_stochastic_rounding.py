@@ -30,8 +30,7 @@ def round_like(tree: PyTree, like: PyTree, prng_key: jax.Array) -> PyTree:
     keys = _random.split(prng_key, max(len(draws), 1))
     for draw, key in zip(draws, keys, strict=False):
         some = {i: leaves[numbers[i]] for i in draw.ranges}
-        # Without a branch, the bits would be drawn anew for every reader of a
-        # parameter.
+        # Without a branch, every reader of a parameter would draw the bits anew.
         rounded = behind_a_branch(
             functools.partial(_round_draw, draw, some, key), jax.random.key_data(key)
         )

@@ -35,9 +35,8 @@ class Progress:
     ):
         """Prepares a report on the steps from `start` to `stop`.
 
-        `describe_privacy` returns a text on the privacy that is spent, given the
-        current and the final number of steps. `examples_per_step` is the expected
-        number, which is public. By default, the report goes to standard error.
+        `describe_privacy` returns a text, given the current and the final number of
+        steps. By default, the report goes to standard error.
         """
         self._start, self._stop = start, stop
         self._examples_per_step = examples_per_step

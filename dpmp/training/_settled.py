@@ -1,8 +1,7 @@
 """Gives a training state its final types and devices before the first step.
 
-jax compiles a step again if an array of the state returns with another dtype, with a
-weak type, or on other devices. The functions of this module prevent this, so that a run
-needs one compiled program.
+Otherwise jax compiles a step again, because an array of the state returns with another
+dtype, with a weak type, or on other devices.
 """
 
 from typing import Any

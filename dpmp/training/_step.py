@@ -29,8 +29,7 @@ from dpmp.training._state import TrainingState
 class Step:
     """Makes and runs the program of a step; `DPTrainer` documents the attributes.
 
-    There is one program for each combination of types and devices of the state, which
-    a program returns on the same devices.
+    There is one program for each combination of types and devices of the state.
     """
 
     mechanism: DPSGD
@@ -89,10 +88,7 @@ class Step:
     def make_program(
         self, state: TrainingState, batch: PyTree
     ) -> tuple[jax.stages.Wrapped, list[Any]]:
-        """Returns the step, not yet compiled, and the arrays that the loss closes over.
-
-        The arrays are the last argument of the step.
-        """
+        """Returns the step, and the arrays of the loss that are its last argument."""
 
         def example_args(state, batch):
             return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))

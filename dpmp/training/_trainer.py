@@ -1,9 +1,4 @@
-"""DPTrainer: the host side of training.
-
-The host samples and loads the batches and runs the loop. One compiled step does
-everything between a batch and the updated parameters. A batch is sensitive; the updated
-parameters are released.
-"""
+"""DPTrainer: the host samples and loads batches, and runs the loop of steps."""
 
 import dataclasses
 import functools
@@ -139,8 +134,7 @@ class DPTrainer:
 
     @functools.cached_property
     def _step(self) -> Step:
-        names = [field.name for field in dataclasses.fields(self)]
-        return Step(**{name: getattr(self, name) for name in names})
+        return Step(**{x.name: getattr(self, x.name) for x in dataclasses.fields(self)})
 
     @functools.cached_property
     def _facts(self) -> dict[str, str]:
