@@ -129,6 +129,26 @@ class PoissonSampling:
             yield self.indices(step, num_examples=num_examples, key=key)
 
 
+def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
+    """Pads the indices of a batch with -1, so that all batches have one size.
+
+    The mask `is_padding_example` of the padded batch is `padded < 0`. More than
+    `batch_size` indices raise ValueError.
+
+    >>> print(pad_indices(np.array([3, 8]), 4))
+    [ 3  8 -1 -1]
+    """
+    batch_size = as_number(batch_size)
+    _validate.require(
+        len(indices) <= batch_size,
+        "batch_size must be at least the size of the largest possible batch",
+        batch_size=batch_size,
+        fix="Sample with truncated_batch_size=batch_size, and account for it.",
+    )
+    padding = np.full(batch_size - len(indices), -1, indices.dtype)
+    return np.concatenate([indices, padding])
+
+
 def _random_words(key: int, step: int, stream: int, size: int) -> np.ndarray:
     counter = np.array([0, 0, stream, step], np.uint64)
     key_words = np.array([key % _WORD, key // _WORD], np.uint64)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpmp.batch_selection import PoissonSampling
+from dpmp.batch_selection import PoissonSampling, pad_indices
 
 KEY = 0x0123456789ABCDEF_FEDCBA9876543210
 # With fixed keys nothing flakes; this is for the day on which a key changes.
@@ -221,6 +221,19 @@ def test_a_key_from_the_system_has_128_bits(monkeypatch):
         list(PoissonSampling(0.5, 1).batch_iterator(5))
     assert len(set(keys)) == 200
     assert 2**120 <= max(keys) < 2**128
+
+
+def test_padding_is_marked_by_minus_one():
+    padded = pad_indices(np.array([3, 8]), 4)
+    assert padded.dtype == np.int64
+    np.testing.assert_array_equal(padded, [3, 8, -1, -1])
+    np.testing.assert_array_equal(pad_indices(np.zeros(0, np.int64), 2), [-1, -1])
+
+
+def test_the_refusal_of_a_batch_does_not_tell_its_size():
+    with pytest.raises(ValueError, match="at least the size.*batch_size=4") as caught:
+        pad_indices(np.arange(5), 4)
+    assert "5" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ INTEGERS = {
         lambda x: list(batch_selection.PoissonSampling(0.5, 3).batch_iterator(x, 7)),
         100,
     ),
+    "pad_indices": (lambda x: batch_selection.pad_indices(np.arange(2), x), 4),
     "dpsgd_event.iterations": (
         lambda x: repr(accounting.dpsgd_event(1.0, x, sampling_prob=0.5)),
         100,
@@ -375,6 +376,7 @@ CASES = {
 
 # These turn a number into a Python number, and check nothing else about it.
 UNCHECKED = {
+    "pad_indices-integer",
     "get_epsilon.event.count-integer",
     "clipped_fun.prng_argnum-integer",
     "round_up-real",

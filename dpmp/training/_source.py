@@ -8,6 +8,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp.batch_selection import pad_indices
 
 
 class Source(Protocol):
@@ -59,7 +60,7 @@ def load_batch(
     load: Load, indices: np.ndarray, batch_size: int
 ) -> tuple[PyTree, np.ndarray]:
     """Loads a batch padded with zeros; returns it with `is_padding_example`."""
-    num_padding = batch_size - len(indices)
+    padded = pad_indices(indices, batch_size)
 
     def pad(x):
         x = np.asarray(x)
@@ -69,7 +70,7 @@ def load_batch(
                 "the source must return one row for each index; got another number. "
                 "See dpmp.training.Source."
             )
-        return np.pad(x, [(0, num_padding)] + [(0, 0)] * (x.ndim - 1))
+        return np.pad(x, [(0, len(padded) - len(x))] + [(0, 0)] * (x.ndim - 1))
 
     batch = jax.tree.map(pad, load(indices))
-    return batch, np.arange(batch_size) >= len(indices)
+    return batch, padded < 0
