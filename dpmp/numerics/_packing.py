@@ -17,8 +17,6 @@ import numpy as np
 
 from dpmp._fence import behind_a_branch
 
-from dpmp._fence import behind_a_branch
-
 # Arrays of this many entries or fewer share a vector of random numbers.
 _SMALL = 2**14
 
