@@ -18,9 +18,8 @@ _NUM_REPORTS = 10
 class Progress:
     """A context manager that reports the steps of a run.
 
-    The spent epsilon takes long to compute, and so it is computed for a few steps only.
-    Between these, the report shows the epsilon of the next of them, which is never less
-    than the epsilon that was spent.
+    The report shows the privacy that is spent at a few steps. Between these, it shows
+    that of the next of them, which is never less than what was spent.
     """
 
     def __init__(
@@ -29,13 +28,13 @@ class Progress:
         start: int,
         stop: int,
         examples_per_step: float,
-        describe_privacy: Callable[[int, int], str],
+        describe_privacy: Callable[[int], str],
         enabled: bool = True,
         console: rich.console.Console | None = None,
     ):
         """Prepares a report on the steps from `start` to `stop`.
 
-        `describe_privacy` returns a text, given the current and the final number of
+        `describe_privacy` returns a text on the privacy that is spent after a number of
         steps. By default, the report goes to standard error.
         """
         self._start, self._stop = start, stop
@@ -82,7 +81,7 @@ class Progress:
     def _describe(self, step: int, metrics: Mapping[str, Any]) -> str:
         covered = next(s for s in self._report_steps if s >= step)
         elapsed = time.monotonic() - (self._first_step_at or 0)
-        privacy = self._describe_privacy(covered, self._stop)
+        privacy = self._describe_privacy(covered)
         parts = [f"step {step}/{self._stop}", privacy]
         parts += [f"noisy {name} {float(x):.3g}" for name, x in metrics.items()]
         if step > self._start and elapsed > 0:

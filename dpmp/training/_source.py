@@ -1,7 +1,7 @@
 """Loads a batch on the host: turns a dataset and indices into padded arrays."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -18,6 +18,10 @@ class Source(Protocol):
     the number of examples, the same shapes: pad sequences to one length. Another shape
     would need another compiled program, and the time to compile it would reveal what is
     in a batch.
+
+    A source whose `__getitem__` takes a single integer and returns one example works
+    too (grain, PyTorch). So does one that returns lists in place of arrays (Hugging
+    Face).
     """
 
     def __getitem__(self, indices: np.ndarray, /) -> PyTree:
@@ -29,31 +33,62 @@ class Source(Protocol):
         ...
 
 
+# By the letters of NumPy. A dtype's name would show the length of the longest text.
+_NO_NUMBERS = {"O": "objects", "U": "text", "S": "bytes", "M": "dates", "m": "times"}
+
 Load: TypeAlias = Callable[[np.ndarray], PyTree]
 
 
 def loader_of(source: PyTree | Source, num_examples: int) -> Load:
     """Checks a dataset; returns the function that loads the examples at indices."""
+    source = _as_columns(source)
     leaves = jax.tree.leaves(source)
-    is_arrays = all(hasattr(x, "shape") for x in leaves)
+    is_arrays = bool(leaves) and all(hasattr(x, "shape") for x in leaves)
     has_interface = hasattr(source, "__getitem__") and hasattr(source, "__len__")
     _validate.require(
-        is_arrays or (has_interface and not isinstance(source, list | dict)),
-        "the source must be arrays, or an object with __getitem__ and __len__",
-        source=type(source).__name__,
-        fix="See dpmp.training.Source.",
+        is_arrays or (has_interface and not isinstance(source, list | tuple | dict)),
+        "the dataset must be arrays with one row for each example, or an object with "
+        "__getitem__ and __len__",
+        dataset=type(source).__name__,
+        fix='Stack a list of examples: {"x": np.stack([row["x"] for row in rows])}. '
+        "For anything else see dpmp.Source.",
     )
     sizes = {np.shape(x)[:1] for x in leaves} if is_arrays else {(len(source),)}
     _validate.require(
         sizes == {(num_examples,)},
-        f"the source must hold the {num_examples} examples of the mechanism",
-        sizes=sizes,
+        f"the dataset must hold the {num_examples} examples of the mechanism, one in "
+        "each row of each array",
+        sizes=sorted(size[0] if size else 0 for size in sizes),
         fix="Build the mechanism with num_examples=len(data): sampling and accounting "
         "depend on it.",
     )
-    if not is_arrays:
-        return source.__getitem__
-    return lambda indices: jax.tree.map(lambda x: np.asarray(x)[indices], source)
+    if is_arrays:
+        columns = as_arrays(source)
+        return lambda indices: jax.tree.map(lambda x: x[indices], columns)
+    return _Loader(source)
+
+
+class _Loader:
+    """Asks a source for all examples of a batch, or else for one after the other."""
+
+    def __init__(self, source: Any):
+        self._source, self._one_by_one = source, False
+
+    def __call__(self, indices: np.ndarray) -> PyTree:
+        if not self._one_by_one:
+            try:
+                rows = self._source[indices]
+                if len(indices) == 0 and _has_lists(rows):
+                    # Empty lists do not show the shape of an example.
+                    rows = jax.tree.map(
+                        lambda x: x[:0], as_arrays(self._source[np.zeros(1, np.int64)])
+                    )
+                return as_arrays(rows)
+            except Exception:  # whatever the source says to an index of another type
+                self._one_by_one = True
+        chosen = [int(i) for i in indices] or [0]
+        rows = [as_arrays(self._source[i]) for i in chosen]
+        return jax.tree.map(lambda *xs: np.stack(xs)[: len(indices)], *rows)
 
 
 def load_batch(
@@ -61,16 +96,66 @@ def load_batch(
 ) -> tuple[PyTree, np.ndarray]:
     """Loads a batch padded with zeros; returns it with `is_padding_example`."""
     padded = pad_indices(indices, batch_size)
+    rows = load(indices)
 
-    def pad(x):
-        x = np.asarray(x)
+    def pad(x: np.ndarray) -> np.ndarray:
         # The message shows neither number: the number of examples is sensitive.
         if x.ndim == 0 or len(x) != len(indices):
             raise ValueError(
                 "the source must return one row for each index; got another number. "
                 "See dpmp.training.Source."
             )
-        return np.pad(x, [(0, len(padded) - len(x))] + [(0, 0)] * (x.ndim - 1))
+        return np.pad(
+            x[: len(indices)],
+            [(0, batch_size - len(indices))] + [(0, 0)] * (x.ndim - 1),
+        )
 
-    batch = jax.tree.map(pad, load(indices))
-    return batch, padded < 0
+    return jax.tree.map(pad, rows), padded < 0
+
+
+def as_arrays(tree: PyTree) -> PyTree:
+    """Turns the leaves into NumPy arrays; a list of numbers is one leaf.
+
+    Raises:
+      ValueError: for text and other objects. The message names the path, and shows
+        nothing of the data.
+    """
+
+    def convert(path: Any, x: Any) -> np.ndarray:
+        array = np.asarray(x)
+        _validate.require(
+            array.dtype.kind not in _NO_NUMBERS,
+            "examples must be numbers",
+            column=jax.tree_util.keystr(path) or "(the dataset itself)",
+            content=_NO_NUMBERS.get(array.dtype.kind),
+            fix="Turn text into token numbers, and pad lists of different lengths to "
+            "one length.",
+        )
+        return array
+
+    return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=_is_list_of_numbers)
+
+
+def _is_list_of_numbers(x: Any) -> bool:
+    """Whether a list stands for an array, and not for a tree of arrays."""
+    return isinstance(x, list) and not any(
+        hasattr(leaf, "shape") and np.ndim(leaf) for leaf in jax.tree.leaves(x)
+    )
+
+
+def _as_columns(source: Any) -> Any:
+    """Turns a table of pandas, or a dict of lists, into a dict of arrays."""
+    if hasattr(source, "iloc"):
+        if not hasattr(source, "columns"):
+            return source.to_numpy()
+        return {name: source[name].to_numpy() for name in source.columns}
+    is_columns = isinstance(source, dict) and bool(source)
+    if is_columns and all(isinstance(x, list) for x in source.values()):
+        return as_arrays(source)
+    return source
+
+
+def _has_lists(tree: PyTree) -> bool:
+    return any(
+        map(_is_list_of_numbers, jax.tree.leaves(tree, is_leaf=_is_list_of_numbers))
+    )

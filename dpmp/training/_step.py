@@ -21,6 +21,7 @@ from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD, Released
 from dpmp.precision import Policy
 from dpmp.programs import _transformations
+from dpmp.training._checks import explained, with_checked_result
 from dpmp.training._settled import devices_of, places, put_together, strongly_typed
 from dpmp.training._state import TrainingState
 
@@ -95,11 +96,12 @@ class Step:
 
         args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
         keys = (state.model_key,) if self.uses_prng_key else ()
-        loss_fn = self.policy.in_product_precision(self.loss_fn)
-        loss_fn, constants = _transformations.hoist_constants(loss_fn, *args, *keys)
+        loss_fn = self.policy.in_product_precision(with_checked_result(self.loss_fn))
+        with explained(args[1], self.policy.compute_dtype):
+            loss_fn, constants = _transformations.hoist_constants(loss_fn, *args, *keys)
 
         def step(state, batch, is_padding, constants):
-            """Makes one step under tracing; see the picture in the README."""
+            """Makes one step under tracing; see docs/architecture.md."""
             loss = functools.partial(loss_fn, constants)
             total, sensitive = self._sum_sensitive(loss, state, batch, is_padding)
             # All values above this line are sensitive. The next state has noisy values

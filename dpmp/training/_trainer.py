@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _random, _validate, accounting, loss_scaling
+from dpmp import _random, _validate, loss_scaling
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.loss_scaling import DynamicScale, LossScale
@@ -19,11 +19,20 @@ from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import _float8
 from dpmp.training import _fingerprint
+from dpmp.training._checks import (
+    as_params,
+    check_callback,
+    check_loss,
+    check_state,
+    check_types,
+)
 from dpmp.training._progress import Progress
 from dpmp.training._settled import put_together, strongly_typed
-from dpmp.training._source import Source, load_batch, loader_of
+from dpmp.training._source import Load, Source, load_batch, loader_of
+from dpmp.training._spent import SpentPrivacy
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
+from dpmp.training._stopped import deferred_interrupts, kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,28 +66,41 @@ class DPTrainer:
         a batch of one. Parameters and float inputs have the compute dtype. Arrays that
         it closes over (a frozen model) are passed to the compiled step as arguments.
       optimizer: any optax transformation. It sees noisy gradients alone.
-      policy: the dtypes of parameters and of computation.
+      policy: the dtypes of parameters and of computation, or the name of a preset, such
+        as "mixed_bfloat16".
       uses_prng_key: whether the loss takes a key of its own for each example.
       loss_scale: for float16; see `dpmp.clipped_grad`. It may also be a
         `dpmp.loss_scaling.DynamicScale`.
+      last_state: None, or the state after the last complete step of a `fit` that was
+        stopped by an exception or by Ctrl-C. Hand it to `fit` to go on. The next `fit`
+        forgets it.
     """
 
     mechanism: DPSGD
     loss_fn: Callable[..., jax.Array]
     optimizer: optax.GradientTransformation
-    policy: Policy
+    policy: Policy | str
     uses_prng_key: bool = False
     loss_scale: LossScale | DynamicScale | None = None
+    last_state: TrainingState | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self):
+        if isinstance(self.policy, str):
+            object.__setattr__(self, "policy", Policy.from_name(self.policy))
+        check_types(
+            mechanism=self.mechanism, optimizer=self.optimizer, policy=self.policy
+        )
+        check_loss(self.loss_fn, uses_prng_key=self.uses_prng_key)
         object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
-        if self.policy.float8_scale is not None and not _float8.is_native():
+        if self._policy.float8_scale is not None and not _float8.is_native():
             warnings.warn(
                 "float8 products are emulated on this device: they are rounded as on "
                 "a device with float8, but slower.",
                 stacklevel=3,
             )
-        if self.loss_scale is None and self.policy.compute_dtype == jnp.float16:
+        if self.loss_scale is None and self._policy.compute_dtype == jnp.float16:
             warnings.warn(
                 "float16 gradients below 6e-8 become zero, which keeps small losses "
                 "from training. Pass loss_scale=dpmp.loss_scaling.by_loss(), or a "
@@ -102,14 +124,16 @@ class DPTrainer:
             hyper-parameters. So it does if a saved state is continued in two ways.
 
         Raises:
-          ValueError: if `prng_key` is not a jax key.
+          ValueError: if `prng_key` is not a jax key, or if a leaf of `params` is not a
+            float array.
         """
+        params = as_params(params)
         if prng_key is None:
             prng_key = _random.fresh_key()
         _random.check_key(prng_key)
         noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
-        params = jax.tree.map(jnp.copy, self.policy.cast_to_param(params))
-        opt_state = self.optimizer.init(self.policy.cast_to_update(params))
+        params = jax.tree.map(jnp.copy, self._policy.cast_to_param(params))
+        opt_state = self.optimizer.init(self._policy.cast_to_update(params))
         state = TrainingState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -127,18 +151,30 @@ class DPTrainer:
                 name: jnp.full((), jnp.nan, jnp.float32)
                 for name in self.mechanism.metric_names
             },
-            update_key=update_key if self.policy.stochastic_rounding else None,
+            update_key=update_key if self._policy.stochastic_rounding else None,
             fingerprint=jnp.asarray(_fingerprint.fingerprint(self._facts)),
         )
         return put_together(state)
 
+    @property
+    def _policy(self) -> Policy:
+        assert isinstance(self.policy, Policy)  # since __post_init__
+        return self.policy
+
     @functools.cached_property
     def _step(self) -> Step:
-        return Step(**{x.name: getattr(self, x.name) for x in dataclasses.fields(self)})
+        return Step(
+            mechanism=self.mechanism,
+            loss_fn=self.loss_fn,
+            optimizer=self.optimizer,
+            policy=self._policy,
+            uses_prng_key=self.uses_prng_key,
+            loss_scale=self.loss_scale,
+        )
 
     @functools.cached_property
     def _facts(self) -> dict[str, str]:
-        return _fingerprint.facts_of(self.mechanism, self.policy, self.loss_scale)
+        return _fingerprint.facts_of(self.mechanism, self._policy, self.loss_scale)
 
     def train_step(
         self, state: TrainingState, batch: PyTree, is_padding_example: Any
@@ -157,7 +193,7 @@ class DPTrainer:
             earlier batches; if all iterations are done; or if `fit` would refuse to
             continue the state.
         """
-        _fingerprint.check(state.fingerprint, self._facts)
+        self._check_state(state)
         _validate.require(
             int(state.step) < self.mechanism.iterations,
             f"step must be below iterations = {self.mechanism.iterations}",
@@ -165,6 +201,36 @@ class DPTrainer:
             fix="Plan more iterations before the run starts.",
         )
         return self._step.run(state, batch, is_padding_example)[0]
+
+    def load_batch(
+        self, state: TrainingState, source: PyTree | Source
+    ) -> tuple[PyTree, np.ndarray]:
+        """Draws and loads the batch of the next step, for a training loop of your own.
+
+        Args:
+          state: the state before the step. It decides which examples are drawn.
+          source: the dataset; see `fit`.
+
+        Returns:
+          The batch and `is_padding_example`, the arguments of `train_step`. Both are
+          sensitive.
+        """
+        self._check_state(state)
+        load = loader_of(source, self.mechanism.num_examples)
+        return self._draw(state, load, int(state.step))
+
+    def _draw(
+        self, state: TrainingState, load: Load, step: int
+    ) -> tuple[PyTree, np.ndarray]:
+        key = int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")
+        indices = self.mechanism.sampling.indices(
+            step, num_examples=self.mechanism.num_examples, key=key
+        )
+        return load_batch(load, indices, self.mechanism.padded_batch_size)
+
+    def _check_state(self, state: Any) -> None:
+        check_state(state)
+        _fingerprint.check(state.fingerprint, self._facts)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
@@ -184,6 +250,7 @@ class DPTrainer:
         source: PyTree | Source,
         *,
         stop_at: int | None = None,
+        batch_sharding: Any = None,
         callback: Callable[[TrainingState], None] | None = None,
         sensitive_callback: Callable[[SensitiveOutputs], None] | None = None,
         progress: bool = True,
@@ -193,9 +260,12 @@ class DPTrainer:
         Args:
           state: a state from `init`, or one that was saved before. Its arrays are
             donated: afterwards, use only the returned state.
-          source: arrays with a leading axis of `mechanism.num_examples`, or a `Source`.
+          source: arrays with a leading axis of `mechanism.num_examples`, a table of
+            pandas, a dict of lists, or a `Source`.
           stop_at: the number of steps after which to stop; None for
             `mechanism.iterations`.
+          batch_sharding: where to put each batch, for training on several devices: a
+            `jax.sharding.Sharding` of the leading axis. None leaves it to jax.
           callback: a function that is called with the state after every step. The state
             is donated to the next step, so copy the arrays that you want to keep.
           sensitive_callback: a function that is called with values without noise after
@@ -210,9 +280,11 @@ class DPTrainer:
             different shapes or dtypes, `stop_at` out of range, or past steps with
             another mechanism, policy or loss scale. Only `delta`, `iterations` and the
             division into microbatches may change during a run.
+          Exception: whatever the source or a callback raises, and KeyboardInterrupt.
+            The state after the last complete step is then in `last_state`.
         """
         mechanism = self.mechanism
-        _fingerprint.check(state.fingerprint, self._facts)
+        self._check_state(state)
         start = int(state.step)
         stop = mechanism.iterations if stop_at is None else as_number(stop_at)
         _validate.require(
@@ -223,46 +295,39 @@ class DPTrainer:
             fix="Privacy is accounted for `iterations` steps. Plan more of them before "
             "the run starts.",
         )
+        check_callback(callback, "callback")
+        check_callback(sensitive_callback, "sensitive_callback")
         load = loader_of(source, mechanism.num_examples)
-        sampling, size = mechanism.sampling, mechanism.padded_batch_size
-        key = int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")
-        with self._progress(start, stop, enabled=progress) as report:
-            for step in range(start, stop):
-                indices = sampling.indices(
-                    step, num_examples=mechanism.num_examples, key=key
-                )
-                batch, is_padding = load_batch(load, indices, size)
-                state, outputs = self._step.run(state, batch, is_padding)
-                if sensitive_callback is not None:
-                    is_padding = jnp.asarray(is_padding)
-                    sensitive_callback(SensitiveOutputs(*outputs, is_padding))
-                if callback is not None:
-                    callback(state)
-                if report.is_due(step + 1):
-                    jax.block_until_ready(state.step)
-                report.update(step + 1, state.metrics)
+        object.__setattr__(self, "last_state", None)
+        report = self._progress(start, stop, enabled=progress)
+        try:
+            with report:
+                for step in range(start, stop):
+                    batch = self._draw(state, load, step)
+                    if batch_sharding is not None:
+                        batch = jax.device_put(batch, batch_sharding)
+                    with deferred_interrupts():
+                        state, outputs = self._step.run(state, *batch)
+                    if sensitive_callback is not None:
+                        is_padding = jnp.asarray(batch[1])
+                        sensitive_callback(SensitiveOutputs(*outputs, is_padding))
+                    if callback is not None:
+                        callback(state)
+                    if report.is_due(step + 1):
+                        jax.block_until_ready(state.step)
+                    report.update(step + 1, state.metrics)
+        except BaseException as error:
+            object.__setattr__(self, "last_state", kept(mechanism, state, error))
+            raise
         return state
 
     def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
-        describe_privacy = functools.partial(_describe_privacy, self.mechanism)
-        if enabled:  # raises an error before the first step, and not after it
-            describe_privacy(stop, stop)
         return Progress(
             start=start,
             stop=stop,
             examples_per_step=self.mechanism.expected_batch_size,
-            describe_privacy=describe_privacy,
+            describe_privacy=SpentPrivacy(self.mechanism, stop).describe
+            if enabled
+            else str,
             enabled=enabled,
         )
-
-
-def _describe_privacy(mechanism: DPSGD, step: int, last_step: int) -> str:
-    if not mechanism.is_private:
-        return "no privacy"
-    if mechanism.delta is None:
-        return "epsilon not shown without a delta"
-    spent, final = mechanism.guarantee(step), mechanism.guarantee(last_step)
-    return (
-        f"epsilon {accounting.round_up(spent.epsilon)} of "
-        f"{accounting.round_up(final.epsilon)}"
-    )

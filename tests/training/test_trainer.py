@@ -16,7 +16,6 @@ from dpmp import (
     TrainingState,
     _random,
 )
-from dpmp.training import _trainer
 
 NUM_EXAMPLES = 12
 EPS = 2.0**-23
@@ -589,7 +588,7 @@ def test_a_dataset_of_another_size_is_refused_before_the_state_is_donated():
     trainer = default_trainer()
     state = trainer.init(make_params())
     source = jax.tree.map(lambda x: x[1:], make_data())
-    with pytest.raises(ValueError, match="source must hold the 12 examples"):
+    with pytest.raises(ValueError, match="dataset must hold the 12 examples"):
         trainer.fit(state, source, progress=False)
     assert not state.params["w"].is_deleted()
 
@@ -841,15 +840,6 @@ def test_progress_shows_an_epsilon_that_is_infinite(capsys):
     assert trainer.mechanism.guarantee().epsilon == np.inf
     trainer.fit(trainer.init(make_params()), make_data(), stop_at=1)
     assert "step 1/1, epsilon inf of inf" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("noise_multiplier", [0.7, 1.37, 3.3])
-def test_progress_quotes_no_less_epsilon_than_is_spent(noise_multiplier):
-    mechanism = make_trainer(noise_multiplier=noise_multiplier, delta=1e-5).mechanism
-    _, spent, _, final = _trainer._describe_privacy(mechanism, 3, 6).split(" ")
-    for quoted, step in ((spent, 3), (final, 6)):
-        epsilon = mechanism.guarantee(step).epsilon
-        assert epsilon <= float(quoted) < epsilon + 0.01
 
 
 def test_book_keeping_trains_and_resumes_bit_for_bit():

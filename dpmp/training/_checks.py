@@ -1,0 +1,182 @@
+"""What a trainer expects of what it is given, and what it says otherwise.
+
+Messages name paths, types, shapes and dtypes. They never show a value.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.mechanism import DPSGD
+from dpmp.precision import Policy
+from dpmp.training._state import TrainingState
+
+_RECIPES = "docs/recipes.md has models of Flax, Equinox, Haiku and Keras."
+
+
+def check_types(*, mechanism: Any, optimizer: Any, policy: Any) -> None:
+    """Raises ValueError for arguments of another type."""
+    given = {"mechanism": mechanism, "optimizer": optimizer, "policy": policy}
+    for name, kind, fix in (
+        ("mechanism", DPSGD, "Use dpmp.DPSGD(...).calibrate(epsilon=, delta=)."),
+        ("optimizer", optax.GradientTransformation, "Use optax.adam(1e-3)."),
+        ("policy", Policy, 'Use "mixed_bfloat16", or a dpmp.Policy.'),
+    ):
+        _validate.require(
+            isinstance(given[name], kind),
+            f"{name} must be a {kind.__name__}",
+            fix=fix,
+            type=type(given[name]).__name__,
+        )
+
+
+def check_callback(callback: Any, name: str) -> None:
+    """Raises ValueError unless a callback is a function or None."""
+    _validate.require(
+        callback is None or callable(callback),
+        f"{name} must be a function of one argument",
+        fix="Leave it out, or pass a function.",
+        type=type(callback).__name__,
+    )
+
+
+def check_state(state: Any) -> None:
+    """Raises ValueError for anything but a state of training."""
+    _validate.require(
+        isinstance(state, TrainingState),
+        "state must be a TrainingState",
+        type=type(state).__name__,
+        fix="Use trainer.init(params), or a state that was saved.",
+    )
+
+
+def check_loss(loss_fn: Any, *, uses_prng_key: bool) -> None:
+    """Raises ValueError unless the loss can be called with the trainer's arguments."""
+    arguments = ("params", "batch", "key") if uses_prng_key else ("params", "batch")
+    wanted = f"loss_fn must be a function of ({', '.join(arguments)})"
+    _validate.require(
+        callable(loss_fn),
+        wanted,
+        loss_fn=type(loss_fn).__name__,
+        fix="Pass the function itself.",
+    )
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        _validate.fail(
+            wanted,
+            loss_fn=str(signature),
+            uses_prng_key=uses_prng_key,
+            fix="With uses_prng_key=True, the loss is given a key of its own for each "
+            "example, for dropout and the like.",
+        )
+
+
+def with_checked_result(loss_fn: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """The loss, with an error for a result that is not a scalar loss."""
+
+    def checked(*args: Any) -> jax.Array:
+        loss = loss_fn(*args)
+        is_array = hasattr(loss, "shape") or isinstance(loss, float)
+        given = (
+            f"an array of shape {jnp.shape(loss)}" if is_array else type(loss).__name__
+        )
+        _validate.require(
+            is_array and jnp.shape(loss) == (),
+            "loss_fn must return the loss of one example, a float scalar",
+            loss=given,
+            fix="Reduce it with jnp.mean. Return nothing beside it: values of examples "
+            "are sensitive, and a model's state must not depend on them.",
+        )
+        return jnp.asarray(loss)
+
+    return checked
+
+
+def as_params(params: PyTree) -> PyTree:
+    """The parameters as arrays; variables of Keras become their values.
+
+    Raises:
+      ValueError: for a leaf that is no float array, with its path.
+    """
+    params = jax.tree.map(_value, params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    _validate.require(
+        bool(leaves),
+        "params must be a tree with float arrays",
+        params=type(params).__name__,
+        fix=_RECIPES,
+    )
+    for path, leaf in leaves:
+        is_array = hasattr(leaf, "shape") or isinstance(leaf, float)
+        _validate.require(
+            is_array and jnp.issubdtype(jnp.result_type(leaf), jnp.floating),
+            "every leaf of params must be a float array",
+            leaf=jax.tree_util.keystr(path) or "(params itself)",
+            type=jnp.result_type(leaf).name if is_array else type(leaf).__name__,
+            fix="Keep everything else out of params, and let the loss close over it: "
+            "nnx.split(model, nnx.Param, ...), or eqx.partition(model, "
+            "eqx.is_inexact_array).",
+        )
+    return params
+
+
+def _value(leaf: Any) -> Any:
+    is_array = isinstance(leaf, jax.Array | np.ndarray)
+    return leaf if is_array else getattr(leaf, "value", leaf)
+
+
+@contextlib.contextmanager
+def explained(batch: PyTree, compute_dtype: Any) -> Iterator[None]:
+    """Adds to an error in the loss what the loss was given, and a likely way out."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_describe(batch, compute_dtype))
+        if (hint := _HINTS.get(type(error).__name__)) is not None:
+            error.add_note(f"dpmp: {hint} {_RECIPES}")
+        raise
+
+
+def _describe(batch: PyTree, compute_dtype: Any) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    parts = [
+        f"batch{jax.tree_util.keystr(path)}: {x.dtype.name}{list(x.shape)}"
+        for path, x in leaves
+    ]
+    return (
+        "dpmp: this happened in loss_fn, which is called with one example as a batch "
+        f"of one: {', '.join(parts)}. Parameters and float inputs are "
+        f"{np.dtype(compute_dtype).name}, as the policy says. Where a model needs "
+        "other dtypes, cast in the loss, or use policy='float32' with "
+        "dpmp.autocast(loss_fn)."
+    )
+
+
+_BATCH_NORM = (
+    "Averages over a batch (BatchNorm) depend on all its examples, and have no place "
+    "in private training: use GroupNorm or LayerNorm."
+)
+
+# By the names of exceptions, so that no other library has to be imported.
+_HINTS = {
+    "TraceContextError": "the loss changes a variable of an NNX model. For dropout, "
+    "copy the model in the loss, nnx.merge(..., copy=True), and set its keys with "
+    f"nnx.reseed. {_BATCH_NORM}",
+    "ModifyScopeVariableError": "the loss changes a variable of a Linen model. "
+    + _BATCH_NORM,
+    "InvalidRngError": "the model needs a key. Pass uses_prng_key=True, and hand the "
+    "key that the loss is given to the model: rngs={'dropout': key}.",
+}

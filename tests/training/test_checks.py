@@ -1,0 +1,222 @@
+"""What a trainer refuses, it refuses by name, and without showing a value."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import dpmp
+
+SIZE = 16
+SECRET = 12345.678
+DATA = {"x": np.full((SIZE, 3), SECRET, np.float32), "y": np.ones(SIZE, np.float32)}
+MECHANISM = dpmp.DPSGD(
+    num_examples=SIZE,
+    expected_batch_size=4,
+    iterations=1,
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+)
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+
+def with_key(w, batch, key):
+    return loss_fn(w, batch)
+
+
+def make(**fields):
+    options = {"optimizer": optax.sgd(0.1), "policy": "float32", "loss_fn": loss_fn}
+    return dpmp.DPTrainer(**{"mechanism": MECHANISM, **options, **fields})
+
+
+def fit(data=DATA, params=None, **fields):
+    trainer = make(**fields)
+    state = trainer.init(jnp.zeros(3) if params is None else params)
+    return trainer.fit(state, data, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mechanism": None}, "mechanism must be a DPSGD; got type='NoneType'"),
+        ({"optimizer": "adam"}, "must be a GradientTransformation; got type='str'"),
+        ({"optimizer": optax.adam}, "GradientTransformation; got type='function'"),
+        ({"policy": "bf16"}, "policy must be one of .*'mixed_bfloat16'"),
+        ({"policy": jnp.bfloat16}, "policy must be a Policy"),
+        ({"loss_fn": None}, r"must be a function of \(params, batch\)"),
+        ({"loss_fn": with_key}, r"\(params, batch\); got loss_fn='\(w, batch, key\)'"),
+        ({"uses_prng_key": True}, r"must be a function of \(params, batch, key\)"),
+    ],
+)
+def test_wrong_fields_are_refused_at_once(fields, message):
+    with pytest.raises(ValueError, match=message):
+        make(**fields)
+
+
+def test_losses_whose_arguments_are_unknown_are_taken():
+    make(loss_fn=functools.partial(loss_fn))
+    make(loss_fn=lambda *args: loss_fn(*args), uses_prng_key=True)
+    make(loss_fn=jax.jit(loss_fn))
+
+
+def test_a_policy_may_be_the_name_of_a_preset():
+    assert make(policy="mixed_bfloat16").policy == dpmp.Policy.from_name(
+        "mixed_bfloat16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({}, "params must be a tree with float arrays"),
+        (
+            {"w": jnp.zeros(3), "n": jnp.zeros(3, int)},
+            r"leaf=\"\['n'\]\", type='int32'",
+        ),
+        ({"w": jnp.zeros(3), "act": jax.nn.relu}, r"\['act'\].*eqx.partition"),
+        ({"w": "name"}, r"leaf=\"\['w'\]\", type='str'"),
+    ],
+)
+def test_params_without_float_arrays_are_refused_by_path(params, message):
+    with pytest.raises(ValueError, match=message):
+        make().init(params)
+
+
+class Variable:
+    """As those of Keras: no array, but with one as its value."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_variables_become_their_values():
+    state = fit(params=Variable(jnp.zeros(3)))
+    assert isinstance(state.params, jax.Array)
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        (lambda w, b: (loss_fn(w, b), 1.0), "tuple"),
+        (lambda w, b: None, "NoneType"),
+        (lambda w, b: b["x"] @ w, r"an array of shape \(1,\)"),
+    ],
+)
+def test_a_loss_must_be_a_scalar(loss, given):
+    with pytest.raises(ValueError, match=f"the loss of one example.*got loss='{given}"):
+        fit(loss_fn=loss)
+
+
+def test_states_and_callbacks_are_checked_first():
+    trainer = make()
+    with pytest.raises(ValueError, match="state must be a TrainingState"):
+        trainer.fit(jnp.zeros(3), DATA)
+    with pytest.raises(ValueError, match="state must be a TrainingState"):
+        trainer.train_step({"w": 1.0}, DATA, np.zeros(4, bool))
+    state = trainer.init(jnp.zeros(3))
+    for name in ("callback", "sensitive_callback"):
+        with pytest.raises(ValueError, match=f"{name} must be a function"):
+            trainer.fit(state, DATA, **{name: 3})
+
+
+def error_of(**kwargs):
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        fit(**kwargs)
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+def test_errors_in_the_loss_say_what_it_was_given():
+    text = error_of(data={"x": DATA["x"]})
+    assert "batch['x']: float32[1, 3]" in text
+    text = error_of(params=jnp.zeros(4), policy="mixed_bfloat16")
+    assert "Parameters and float inputs are bfloat16" in text
+
+
+def test_dtypes_that_clash_under_a_policy_are_explained():
+    def recurrent(w, batch):
+        def step(carry, x):
+            return carry + x * w, None
+
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(3), batch["x"])[0])
+
+    text = error_of(loss_fn=recurrent, policy="mixed_bfloat16")
+    assert "bfloat16" in text
+    assert "dpmp.autocast(loss_fn)" in text
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.count = nnx.Variable(jnp.zeros(()))
+
+
+class BatchNormNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(x)
+
+
+class DropoutNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=False)(x)
+
+
+def nnx_loss(counter, w, batch):
+    counter.count[...] = counter.count[...] + 1
+    return loss_fn(w, batch)
+
+
+def linen_loss(model, variables, w, batch):
+    return jnp.mean(model.apply(variables, batch["x"] * w))
+
+
+@pytest.mark.parametrize(
+    ("loss", "hint"),
+    [
+        (functools.partial(nnx_loss, Counter()), "nnx.merge(..., copy=True)"),
+        (
+            functools.partial(
+                linen_loss,
+                BatchNormNet(),
+                {
+                    "batch_stats": {
+                        "BatchNorm_0": {"mean": np.ones(3), "var": np.ones(3)}
+                    }
+                }
+                | {
+                    "params": {"BatchNorm_0": {"scale": np.ones(3), "bias": np.ones(3)}}
+                },
+            ),
+            "use GroupNorm or LayerNorm",
+        ),
+        (functools.partial(linen_loss, DropoutNet(), {}), "uses_prng_key=True"),
+    ],
+    ids=["nnx", "batch-norm", "dropout"],
+)
+def test_models_that_need_more_are_told_what_to_do(loss, hint):
+    assert hint in error_of(loss_fn=loss)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"x": DATA["x"]},
+        {"x": DATA["x"][:3], "y": DATA["y"]},
+        {"x": DATA["x"].astype(str), "y": DATA["y"]},
+        {"x": DATA["x"].astype(object), "y": DATA["y"]},
+        [{"x": x} for x in DATA["x"]],
+        str(SECRET),
+        None,
+    ],
+    ids=["key", "rows", "text", "objects", "records", "str", "none"],
+)
+def test_no_error_shows_an_example(data):
+    assert "12345" not in error_of(data=data)
