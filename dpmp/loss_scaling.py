@@ -57,7 +57,7 @@ def by_loss(
         the model returns a float16 loss, the scale must be a float16 number too.
 
     Returns:
-      A function from the loss of an example to its scale: the largest power of two
+      A function from the loss of an example to its scale, the largest power of two
       that scales the loss to at most `target`, but at least 2^-40 and at most
       `largest`.
     """

@@ -111,7 +111,7 @@ class ReleasedMetrics:
 
     @property
     def widening(self) -> float:
-        """How much wider the noise on the gradient is: 0.005 means by 0.5 %."""
+        """By how much the noise on the gradient is wider; 0.005 means by 0.5 %."""
         return math.hypot(1, self.norm_share) - 1 if self.paid else 0.0
 
     def joint_norm_bound(self, l2_norm_bound: float) -> float:

@@ -1,5 +1,6 @@
 """Checks the fields of `DPSGD`."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -55,3 +56,14 @@ def _sampling_prob(
         fix="Use a smaller batch.",
     )
     return ComputedProbability(expected_batch_size / num_examples)
+
+
+def warn_of_large_delta(delta: float, num_examples: int) -> None:
+    """Warns where delta allows that an example is published."""
+    if delta >= 1 / num_examples:
+        warnings.warn(
+            "delta should be well below 1 / num_examples, because publishing one "
+            f"random example satisfies delta = 1 / num_examples; got delta={delta}. "
+            "Use a tenth of 1 / num_examples, or less.",
+            stacklevel=3,
+        )

@@ -123,12 +123,14 @@ class DPSGD:
 
         Args:
           epsilon: the target after all iterations, which is not exceeded.
-          delta: the target delta; choose it well below 1 / num_examples.
+          delta: the target delta; choose it well below 1 / num_examples. A larger one
+            is warned of.
 
         Raises:
           ValueError: if the target is out of range or cannot be reached.
         """
         noise_multiplier = self._costs.calibrate(epsilon=epsilon, delta=delta)
+        _checks.warn_of_large_delta(delta, self.num_examples)
         return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
 
     def without_privacy(self) -> "DPSGD":

@@ -59,6 +59,17 @@ def test_calibration_meets_its_target_and_no_more(fields):
     assert epsilon_of(mechanism, 0.99 * mechanism.noise_multiplier) > 2.0
 
 
+def test_a_delta_that_lets_an_example_be_published_is_warned_of():
+    mechanism = DPSGD(
+        num_examples=200, expected_batch_size=20, iterations=2, l2_clip_norm=1.0
+    )
+    with pytest.warns(UserWarning, match="well below 1 / num_examples.*delta=0.5"):
+        mechanism.calibrate(epsilon=1.0, delta=0.5)
+    with pytest.warns(UserWarning, match="well below"):
+        mechanism.calibrate(epsilon=1.0, delta=1 / 200)
+    mechanism.calibrate(epsilon=1.0, delta=1 / 201)
+
+
 def test_calibration_changes_nothing_else():
     mechanism = make_mechanism(microbatch_size=10, l2_clip_norm=0.5)
     calibrated = mechanism.calibrate(epsilon=2.0, delta=1e-5)

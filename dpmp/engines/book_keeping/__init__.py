@@ -19,7 +19,7 @@ Words that all files use:
     view       a value that is computed from parameters and constants only
     site       a place in the loss where data meets a view of parameters
     position   one outer product in the gradient of a site, such as that of one token
-    extent     the sum over positions of |left| |right|: at least the norm
+    extent     the sum over positions of norm(left) norm(right): at least the norm
     term       a part of the squared norm of a parameter's gradient
     kept       a gradient is kept if it is formed once, for its norm and for the sum
 

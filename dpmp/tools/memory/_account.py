@@ -126,7 +126,7 @@ def estimate_memory(
     16000000
 
     Args:
-      params: arrays, or `jax.ShapeDtypeStruct`s.
+      params: arrays, or their shapes (`jax.ShapeDtypeStruct`).
       batch: arrays or shapes, with a leading axis of the padded batch size.
       policy: the dtypes, or the name of a preset.
       optimizer: any optax transformation.
