@@ -217,12 +217,9 @@ class DPTrainer:
         """
         self._check_state(state)
         load = loader_of(source, self.mechanism.num_examples)
-        return self._draw(state, load, int(state.step))
+        return self._draw(_sampling_key(state), load, int(state.step))
 
-    def _draw(
-        self, state: TrainingState, load: Load, step: int
-    ) -> tuple[PyTree, np.ndarray]:
-        key = int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")
+    def _draw(self, key: int, load: Load, step: int) -> tuple[PyTree, np.ndarray]:
         indices = self.mechanism.sampling.indices(
             step, num_examples=self.mechanism.num_examples, key=key
         )
@@ -299,11 +296,13 @@ class DPTrainer:
         check_callback(sensitive_callback, "sensitive_callback")
         load = loader_of(source, mechanism.num_examples)
         object.__setattr__(self, "last_state", None)
+        # Read once: to read it from a later state would wait for the step before it.
+        key = _sampling_key(state)
         report = self._progress(start, stop, enabled=progress)
         try:
             with report:
                 for step in range(start, stop):
-                    batch = self._draw(state, load, step)
+                    batch = self._draw(key, load, step)
                     if batch_sharding is not None:
                         batch = jax.device_put(batch, batch_sharding)
                     with deferred_interrupts():
@@ -331,3 +330,7 @@ class DPTrainer:
             else str,
             enabled=enabled,
         )
+
+
+def _sampling_key(state: TrainingState) -> int:
+    return int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")
