@@ -343,7 +343,7 @@ def test_refuses_batches_without_one_size():
 @pytest.mark.parametrize("name", ["exact", "float32", "float128"])
 def test_refuses_arithmetics_that_do_not_go_with_book_keeping(name):
     with pytest.raises(
-        ValueError, match='must be used with method="per_example"|must be one of'
+        ValueError, match=r'must be used with method="per_example"|must be one of'
     ):
         summarize(_never, _batch(4), _batch(9, 4), arithmetic=name)
 
