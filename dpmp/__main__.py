@@ -30,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    return args.command(args)
+    try:
+        return args.command(args)
+    except ValueError as error:  # a number that dpmp refuses
+        parser.error(str(error))
 
 
 def _add_selfcheck(commands: Any) -> None:

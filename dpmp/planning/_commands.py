@@ -105,10 +105,7 @@ def _add(
     )
 
     def command(args: argparse.Namespace) -> int:
-        try:
-            result = run(args)
-        except ValueError as error:
-            parser.error(str(error))
+        result = run(args)
         text = result.pop("text")
         if args.json:
             sys.stdout.write(json.dumps(result) + "\n")

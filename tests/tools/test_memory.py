@@ -1,20 +1,19 @@
 """The account of a step's memory, against known sizes and what programs compile to."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 from dpmp import DPSGD, DPTrainer, Policy
+from dpmp.__main__ import main
 from dpmp.tools import _timing
 from dpmp.tools.memory import (
     CompiledMemory,
     accumulation_overhead,
-    add_memory_command,
     compiled_memory,
     estimate_memory,
+    largest_microbatch,
     measure_accumulation_share,
 )
 from tests import models
@@ -298,10 +297,7 @@ def test_the_share_of_clipping_is_measured(monkeypatch):
 
 
 def _run(*arguments):
-    parser = argparse.ArgumentParser()
-    add_memory_command(parser.add_subparsers())
-    args = parser.parse_args(["memory", *arguments])
-    return args.command(args)
+    return main(["memory", *arguments])
 
 
 @pytest.mark.slow
@@ -332,3 +328,47 @@ def test_the_command_refuses_sizes(capsys, arguments, message):
     with pytest.raises(SystemExit):
         _run(*arguments)
     assert message in capsys.readouterr().err
+
+
+def test_the_largest_microbatch_fits_and_the_next_one_does_not():
+    params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    batch = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    options = {"policy": "float32", "optimizer": optax.sgd(0.1)}
+
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    sizes = [16, 8, 4, 2, 1]
+    totals = {
+        size: compiled_memory(
+            loss, params, batch, microbatch_size=size, **options
+        ).total
+        for size in sizes
+    }
+    for num_bytes in (totals[16], totals[4], totals[4] - 1, totals[1], totals[1] - 1):
+        fitting = [size for size in sizes if totals[size] <= num_bytes]
+        found = largest_microbatch(loss, params, batch, num_bytes=num_bytes, **options)
+        assert (found and found[0]) == (fitting[0] if fitting else None)
+    assert len(set(totals.values())) > 2
+
+
+def test_the_command_says_what_fits_and_what_it_assumes(capsys):
+    args = ["memory", "--fit-in", "0.001", "--layers", "1", "--width", "8"]
+    args += ["--length", "4", "--batch-size", "8", "--method", "per_example"]
+    args += ["--optimizer", "sgd"]
+    assert main([*args]) == 0
+    text = capsys.readouterr().out
+    assert "Microbatches of " in text
+    assert "a batch of 8 examples of 4 tokens" in text
+    assert main([*args[:2], "1e-9", *args[3:]]) == 0
+    assert "No microbatch fits into 1e-09 GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "args", [["memory", "--fit-in", "-1"], ["devices", "--size", "0"]]
+)
+def test_bad_numbers_are_errors_without_a_traceback(args, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(args)
+    assert error.value.code == 2
+    assert "error: " in capsys.readouterr().err

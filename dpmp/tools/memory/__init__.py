@@ -2,6 +2,7 @@
 
 `estimate_memory` counts the memory that follows from shapes alone, part by part.
 `compiled_memory` compiles a step without running it, and reads the compiler's figures.
+`largest_microbatch` finds the one that fits into some memory.
 `accumulation_overhead` counts the operations that clipping adds to training, and
 `measure_accumulation_share` times them. `python -m dpmp memory` shows memory and
 operations for a transformer.
@@ -15,7 +16,11 @@ Modules import only from rows below their own:
 
 from dpmp.tools.memory._account import MemoryEstimate, MemoryLine, estimate_memory
 from dpmp.tools.memory._command import add_memory_command
-from dpmp.tools.memory._compiled import CompiledMemory, compiled_memory
+from dpmp.tools.memory._compiled import (
+    CompiledMemory,
+    compiled_memory,
+    largest_microbatch,
+)
 from dpmp.tools.memory._overhead import (
     AccumulationOverhead,
     accumulation_overhead,
@@ -31,5 +36,6 @@ __all__ = [
     "add_memory_command",
     "compiled_memory",
     "estimate_memory",
+    "largest_microbatch",
     "measure_accumulation_share",
 ]

@@ -10,7 +10,7 @@ import rich.console
 
 from dpmp.precision import PRESETS
 from dpmp.tools.memory._account import estimate_memory
-from dpmp.tools.memory._compiled import compiled_memory
+from dpmp.tools.memory._compiled import compiled_memory, largest_microbatch
 from dpmp.tools.memory._overhead import accumulation_overhead
 from dpmp.tools.memory._transformer import transformer
 
@@ -64,13 +64,14 @@ def add_memory_command(commands: Any) -> None:
         help="also compile the step for this device, and show the compiler's figures",
     )
 
-    def run(args: argparse.Namespace) -> int:
-        try:
-            return _run(args)
-        except ValueError as error:
-            parser.error(str(error))
-
-    parser.set_defaults(command=run)
+    model.add_argument(
+        "--fit-in",
+        type=float,
+        metavar="GB",
+        help="find the largest microbatch with which the compiled step fits into GB "
+        "gigabytes",
+    )
+    parser.set_defaults(command=_run)
 
 
 def _positive(text: str) -> int:
@@ -93,20 +94,46 @@ def _run(args: argparse.Namespace) -> int:
     if args.parameters:
         params = jax.ShapeDtypeStruct((args.parameters,), jnp.float32)
     for method in [args.method] if args.method else _METHODS:
-        options = {
+        options: dict[str, Any] = {
             "policy": args.policy,
             "optimizer": _OPTIMIZERS[args.optimizer],
             "method": method,
-            "microbatch_size": args.microbatch_size,
         }
-        if method == "book_keeping" and args.microbatch_size:
+        if method == "book_keeping" and (args.microbatch_size or args.fit_in):
             # As large as "bounded" sums, which refuse some microbatches.
             options["arithmetic"] = "unproved_float32"
+        if args.fit_in is not None:
+            console.print(_fit(args, loss_fn, params, batch, options))
+            continue
+        options["microbatch_size"] = args.microbatch_size
         console.print(f"{method}:\n{estimate_memory(params, batch, **options)}")
         if args.compile:
             compiled = compiled_memory(loss_fn, params, batch, **options)
             console.print(f"Compiled for this device: {compiled}.")
         console.print()
+    if args.fit_in is not None:
+        return 0
     sizes = {"batch_size": args.batch_size, "num_positions": batch.size}
     console.print(str(accumulation_overhead(params, **sizes)))
     return 0
+
+
+def _fit(
+    args: argparse.Namespace, loss_fn: Any, params: Any, batch: Any, options: Any
+) -> str:
+    """Says which microbatch fits, and what was assumed."""
+    found = largest_microbatch(
+        loss_fn, params, batch, num_bytes=1e9 * args.fit_in, **options
+    )
+    if found is None:
+        answer = f"No microbatch fits into {args.fit_in:g} GB"
+    else:
+        size, compiled = found
+        answer = f"Microbatches of {size} fit into {args.fit_in:g} GB ({compiled})"
+    return (
+        f"{options['method']}: {answer}. Assumed: a batch of "
+        f"{args.batch_size} examples of {args.length} tokens; a transformer of "
+        f"{args.layers} layers, width {args.width}, {args.heads} heads and "
+        f"{args.vocabulary} different tokens; policy {args.policy}; optimizer "
+        f"{args.optimizer}; the compiler of {jax.devices()[0].device_kind}."
+    )

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,3 +132,42 @@ def compiled_memory(
         analysis.alias_size_in_bytes,
         analysis.temp_size_in_bytes,
     )
+
+
+def largest_microbatch(
+    loss_fn: Callable[..., jax.Array],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    num_bytes: float,
+    **options: Any,
+) -> tuple[int, CompiledMemory] | None:
+    """Finds the largest microbatch with which a training step fits into some memory.
+
+    Steps are compiled for microbatches of the whole batch, of half of it, and so on.
+
+    Args:
+      loss_fn: as in `compiled_memory`, and so are `params` and `batch`.
+      params: arrays or shapes.
+      batch: arrays or shapes.
+      num_bytes: the memory that a step may take.
+      **options: the other arguments of `compiled_memory`.
+
+    Returns:
+      The size of the microbatch and the compiler's figures, or None if not even the
+      smallest of these microbatches fits.
+
+    Raises:
+      ValueError: as `compiled_memory`, and if `num_bytes` is not a positive number.
+    """
+    num_bytes = _validate.positive(num_bytes=num_bytes, fix="Use 16e9, for example.")
+    size, _ = batch_sizes(params, batch, None)
+    while True:
+        compiled = compiled_memory(
+            loss_fn, params, batch, microbatch_size=size, **options
+        )
+        if compiled.total <= num_bytes:
+            return size, compiled
+        if size % 2:
+            return None
+        size //= 2
