@@ -80,8 +80,9 @@ def make_plan(
         views = list(map(_as_view, operands))
         known = [view for view in views if view is not None]
         if len(known) == len(views):
-            if _views.repeats_rows(eqn, known):  # as an embedding of data does
-                views = [views[0], None]
+            as_of_data = [*views[:1], None]
+            if _views.repeats_rows(eqn, known) and _rules.outer_site(eqn, as_of_data):
+                views = as_of_data
             elif not _has_to_be_tapped(eqn, known):
                 return _views.apply(eqn, known)
         outputs, step = _meet(eqn, views)
