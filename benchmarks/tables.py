@@ -157,7 +157,7 @@ def _book_keeping() -> str:
         "for CPUs is slow at products with a bfloat16 result, which book-keeping "
         'avoids. "Fastest without privacy" avoids them too, and takes the best of all '
         "examples at once and microbatches of 8.",
-        "book_keeping step",
+        "book_keeping --question step",
         lines,
         _table(header, rows),
     )
@@ -257,10 +257,10 @@ def _selfcheck() -> str:
 
     return _section(
         "The self-check, with other libraries",
-        "The measurements of `python -m dpmp selfcheck`, made of dpmp, of its "
-        "floating-point noise (which nobody should use) and of jax_privacy. C is the "
-        "clip norm. Limits differ a little from column to column; the first one is "
-        "shown.",
+        "The measurements of `python -m dpmp selfcheck`, applied to dpmp, to its "
+        "floating-point noise (which nobody should use), to jax_privacy and to Opacus. "
+        "C is the clip norm. Limits differ a little from column to column; the first "
+        "one is shown.",
         "selfcheck_others",
         lines,
         _table(["measurement", "allowed", *subjects], map(row, lines)),

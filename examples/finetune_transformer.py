@@ -9,22 +9,22 @@ private records: DP-SGD hides, up to epsilon and delta, whether any one record w
 among them. With the defaults nothing is downloaded. The public text is the help of
 `pydoc`, and the standard library's docstrings play the private records.
 
-Measured with the defaults, the last line with --compare (Python 3.11: 7,737 records,
-517 held out; epsilon 8, delta 1e-5, 0.4 million parameters in mixed_bfloat16):
+These losses were measured with the defaults, the last one with --compare (Python 3.11:
+7,737 records to train on, and 517 more held out; epsilon 8, delta 1e-5; 0.4 million
+parameters, mixed_bfloat16):
 
     2.143  nats per byte on held-out records, before fine-tuning
     1.855  after private fine-tuning
-    1.795  after the same without privacy
+    1.795  after the same fine-tuning without privacy
 
-It took 6.4 minutes on two CPU cores, about half of them for pre-training. Noise and
-batches differ in every run: another one ended at 1.857.
+The run took 6.4 minutes on two CPU cores, about half of them for pre-training. Noise
+and batches differ in every run: another one ended at 1.857.
 
-One record in sixteen, roughly, is held out, and the losses printed are measured on
-it. Held-out records are treated as public: nothing is trained on them, but the
-reported losses are exact functions of them, so they are not protected. For records of
-your own that matter, hold out some whose owners agree. The default hyper-parameters
-were chosen by looking at these losses for the default data; choices like that are
-outside of the privacy claim too.
+About one record in sixteen is held out, and the printed losses are measured on these
+records. They are treated as public: the model is not trained on them, but the losses
+are exact functions of them, so they are not protected. With real private records, use
+only records whose owners agree for this. The default hyper-parameters were chosen by
+looking at these losses, and the privacy claim does not cover such choices either.
 """
 
 import argparse
