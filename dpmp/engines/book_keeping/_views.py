@@ -65,13 +65,17 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     if eqn.primitive.name == "stop_gradient" or _is_product_with_zero(eqn):
         leaves = frozenset()
     is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(operands) == 1
+    # Constants, and the choices of comparisons, are those of the program itself.
+    depends = any(view.leaves for view in operands)
+    has_floats = any(is_float(output.aval.dtype) for output in eqn.outvars)
+    bind = _bind_in_float32 if depends and has_floats else _bind_as_written
     return [
         View(
             output.aval,
             leaves,
             tuple(operands),
             roots=roots,
-            compute=lambda *values, i=i: _bind_in_float32(eqn, values)[i],
+            compute=lambda *values, i=i: bind(eqn, values)[i],
             rearrange=_rearrangement(eqn, i, operands),
             is_broadcast=is_broadcast,
         )
@@ -189,10 +193,15 @@ def goes_back_exactly(eqn: Any) -> bool:
 def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     """Evaluates an equation without casts to less than float32."""
     if _bodies.has_body(eqn) or eqn.primitive.name == "bitcast_convert_type":
-        avals = [atom.aval for atom in eqn.invars]
-        values = [x.astype(aval.dtype) for x, aval in zip(values, avals, strict=True)]
-        return _interpreter.bind(eqn, values)
+        return _bind_as_written(eqn, values)
     return bind_widened(eqn, values)
+
+
+def _bind_as_written(eqn: Any, values: Sequence[jax.Array]) -> list[Any]:
+    """Evaluates an equation on operands with the dtypes that the program gives them."""
+    avals = [atom.aval for atom in eqn.invars]
+    values = [x.astype(aval.dtype) for x, aval in zip(values, avals, strict=True)]
+    return _interpreter.bind(eqn, values)
 
 
 def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:

@@ -92,6 +92,9 @@ PARTS = {
     "irregular": lambda: embedded(lambda: jnp.array([3, 1, 4, 0, 5, 9])),
     "repeated": lambda: embedded(lambda: jnp.array([3, 1, 4, 1, 5, 9])),
     "from outside": lambda: embedded(lambda: POSITIONS),
+    "rounded on the way": lambda: embedded(
+        lambda: (256 + jnp.arange(LENGTH)).astype(jnp.bfloat16).astype(jnp.int32) - 256
+    ),
     "group norm": scaled_by_group_norm,
     "penalty off": with_penalty_off,
     "experts": experts,
@@ -113,6 +116,7 @@ def rules_of(name):
         ("one type for all", {"['table']": ("gather",)}),
         ("repeated", {"['table']": ("gather",)}),
         ("from outside", {"['table']": ("add",)}),
+        ("rounded on the way", {"['table']": ("gather",)}),
         ("group norm", {"['scale']": ("mul",), "['bias']": ("add",)}),
         ("penalty off", {"['w']": ("dot",)}),
         ("experts", {"['up']": ("dot",), "['out']": ("dot",)}),
