@@ -89,7 +89,7 @@ def clipped_grad(
       - `nan_safe` is True.
       - The gradient of an example depends on no other example (no batch statistics),
         and not on its place in the batch, not even in its last bits. (XLA does not
-        promise the latter; see the README.)
+        promise the latter; see the guides.)
       - The key of `prng_argnum` is secret and is used once. Each place in the batch
         gets its own part of the key.
       - No `jax.vmap` is around this function. It would let the compiler compute a
@@ -182,7 +182,7 @@ def clipped_grad(
       arithmetic: how the sum is computed: "exact" (its leaves are `GridArray`, integers
         times a unit), "float32" (None), "float32x2" (its leaves are `DoubleWord`) or
         "float64". With book-keeping: "bounded" (None; its leaves are `GridArray`),
-        "unproved_float32", "unproved_float32x2" or "unproved_float64". The README says
+        "unproved_float32", "unproved_float32x2" or "unproved_float64". The guides say
         which one to use.
       resolution: how many units of the grid the largest contribution has, for "exact"
         (None is 32767) and "bounded" sums (None is 2^22). It is at most 2^22.

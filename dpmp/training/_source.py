@@ -103,7 +103,7 @@ def load_batch(
         if x.ndim == 0 or len(x) != len(indices):
             raise ValueError(
                 "the source must return one row for each index; got another number. "
-                "See dpmp.training.Source."
+                "See dpmp.Source."
             )
         return np.pad(
             x[: len(indices)],

@@ -68,7 +68,7 @@ class Step:
                 raise ValueError(
                     "all batches must have the same tree, shapes and dtypes, because "
                     "another compilation would reveal what is in them; got other ones. "
-                    "Pad examples to one size (see dpmp.training.Source), and use "
+                    "Pad examples to one size (see dpmp.Source), and use "
                     "another DPTrainer for other data."
                 )
             outputs = program(state, batch, jnp.asarray(is_padding), constants)

@@ -83,7 +83,7 @@ def test_rows_that_do_not_match_the_indices_are_refused_without_a_number(num_row
         def __getitem__(self, indices):
             return {name: x[:1].repeat(num_rows, 0) for name, x in ARRAYS.items()}
 
-    message = r"one row for each index; got another number\. See dpmp\.training\.Source"
+    message = r"one row for each index; got another number\. See dpmp\.Source"
     with pytest.raises(ValueError, match=message) as error:
         load_batch(Wrong().__getitem__, np.array([1, 5]), 12)
     assert not any(letter.isdigit() for letter in str(error.value))
