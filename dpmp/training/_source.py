@@ -122,12 +122,16 @@ def as_arrays(tree: PyTree) -> PyTree:
     """
 
     def convert(path: Any, x: Any) -> np.ndarray:
-        array = np.asarray(x)
+        try:
+            array = np.asarray(x)
+            content = _NO_NUMBERS.get(array.dtype.kind)
+        except ValueError:  # its message shows the shape of an example
+            content = "lists of different lengths"
         _validate.require(
-            array.dtype.kind not in _NO_NUMBERS,
+            content is None,
             "examples must be numbers",
             column=jax.tree_util.keystr(path) or "(the dataset itself)",
-            content=_NO_NUMBERS.get(array.dtype.kind),
+            content=content,
             fix="Turn text into token numbers, and pad lists of different lengths to "
             "one length.",
         )

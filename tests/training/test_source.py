@@ -166,3 +166,18 @@ def test_text_is_refused_without_its_length():
         loader_of(texts, 12)
     assert "20" not in str(e.value)
     assert "21" not in str(e.value)
+
+
+def test_a_ragged_example_is_refused_without_its_length():
+    class Documents:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return {"x": [[1.0] * (1 + k) for k in range(7 * int(index) + 7)]}
+
+    load = loader_of(Documents(), 4)
+    with pytest.raises(ValueError, match="lists of different lengths") as caught:
+        load(np.array([0]))
+    assert "7" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
