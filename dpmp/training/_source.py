@@ -1,5 +1,6 @@
 """Loads a batch on the host: turns a dataset and indices into padded arrays."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -105,10 +106,7 @@ def load_batch(
                 "the source must return one row for each index; got another number. "
                 "See dpmp.Source."
             )
-        return np.pad(
-            x[: len(indices)],
-            [(0, batch_size - len(indices))] + [(0, 0)] * (x.ndim - 1),
-        )
+        return np.pad(x, [(0, batch_size - len(x))] + [(0, 0)] * (x.ndim - 1))
 
     return jax.tree.map(pad, rows), padded < 0
 
@@ -122,11 +120,11 @@ def as_arrays(tree: PyTree) -> PyTree:
     """
 
     def convert(path: Any, x: Any) -> np.ndarray:
-        try:
+        array, content = np.zeros(0), "lists of different lengths"
+        # The message of NumPy would show the shape of an example.
+        with contextlib.suppress(ValueError):
             array = np.asarray(x)
             content = _NO_NUMBERS.get(array.dtype.kind)
-        except ValueError:  # its message shows the shape of an example
-            content = "lists of different lengths"
         _validate.require(
             content is None,
             "examples must be numbers",
