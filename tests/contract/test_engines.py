@@ -29,6 +29,10 @@ _FLOAT32_ERROR = 16 * 2.0**-23
 # common. The rest is independent, and so may be larger by chance.
 _BY_CHANCE = 1.5
 
+# The norms of six examples are few: the ratio of two independent errors of six numbers,
+# a root of F(6, 6), is above 2.9 with a probability of 1 %.
+_NORMS_BY_CHANCE = 3
+
 # Book-keeping rounds a bfloat16 factor once more, when it is weighted.
 _WEIGHTING_ERROR = {"float32": 0.0, "float16": 0.0, "bfloat16": 2.0**-8}
 
@@ -218,7 +222,7 @@ def test_squared_norms_are_those_of_the_gradients_of_each_group(case):
             np.linalg.norm(x / expected - 1) / math.sqrt(_SIZE)
             for x in (np.sqrt(squares), of_vmap)
         )
-        assert error <= _FLOAT32_ERROR + _BY_CHANCE * allowed
+        assert error <= _FLOAT32_ERROR + _NORMS_BY_CHANCE * allowed
 
 
 def _weighted_sum(stack, coefs, keep):
