@@ -72,6 +72,14 @@ def norm(tree: Any) -> float:
     return math.sqrt(exact_squared_norm(tree))
 
 
+def relative_distance(actual: Any, expected: Any) -> float:
+    """The distance of two trees over the norm of the second, to float64."""
+    differences = jax.tree.map(
+        lambda a, b: float64_values(a) - float64_values(b), actual, expected
+    )
+    return norm(differences) / norm(expected)
+
+
 def per_example_norms(stack: Any) -> np.ndarray:
     """The norms of a tree of stacked gradients, (B,), to float64."""
     flat = [float64_values(x).reshape(len(x), -1) for x in jax.tree.leaves(stack)]

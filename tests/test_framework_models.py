@@ -74,7 +74,9 @@ def test_norms_and_sums_are_those_of_gradients_one_by_one(name, method, arithmet
 
 
 def as_floats(sums):
-    is_sum = lambda x: isinstance(x, dpmp.DoubleWord)  # noqa: E731
+    def is_sum(x):
+        return isinstance(x, dpmp.DoubleWord)
+
     return jax.tree.map(
         lambda x: np.float64(x.hi) + np.float64(x.lo), sums, is_leaf=is_sum
     )

@@ -144,12 +144,7 @@ class Signature:
                 jax.tree.map(lambda x: x[None], arg) if i in batched else arg
                 for i, arg in enumerate(args)
             ]
-            try:
-                output = fun(*given, **kwargs)
-            except NotImplementedError:  # jax cannot map ragged products over examples
-                output = _ragged.without_ragged_products(
-                    functools.partial(fun, **kwargs)
-                )(*given)
+            output = _ragged.call(functools.partial(fun, **kwargs), *given)
             value, aux = _unpack_aux(output) if self.has_aux else (output, None)
             check(value)
             return value, jax.tree.map(drop_batch_of_one, aux)

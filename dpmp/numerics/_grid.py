@@ -1,5 +1,6 @@
 """Grids of integers: multiples of one unit, in which clip norms are whole numbers."""
 
+import abc
 import dataclasses
 import functools
 import math
@@ -82,7 +83,7 @@ class GridArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class GridSums:
+class GridSums(abc.ABC):
     """The part of an `Arithmetic` that all sums on a grid share.
 
     Attributes:
@@ -100,9 +101,9 @@ class GridSums:
     is_proved = True
     slack = 0.0  # the share of the target norm that is reserved for rounding of floats
 
+    @abc.abstractmethod
     def room_left(self, radius: int, size: int) -> float:
         """The largest norm, in units, of `size` entries before they are rounded."""
-        raise NotImplementedError
 
     def for_clip_norms(self, bounds: Sequence[float], l2_norm_bound: float) -> Self:
         """Makes a grid whose integer radii never exceed the norms in real numbers.

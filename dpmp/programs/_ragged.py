@@ -25,6 +25,20 @@ def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]
     return rewrite(fun, _replace)
 
 
+def call(fun: Callable[..., PyTree], *args: Any) -> PyTree:
+    """Calls `fun` under `jax.vmap`, if need be without its ragged products.
+
+    Whether a loss has such products is asked only after jax has failed to map it: to
+    ask beforehand would mean to trace every loss twice. Every other error stays.
+    """
+    try:
+        return fun(*args)
+    except NotImplementedError:  # jax's error for an operation that it cannot map
+        if not has_ragged_products(jax.make_jaxpr(fun)(*args).jaxpr):
+            raise
+    return without_ragged_products(fun)(*args)
+
+
 def has_ragged_products(jaxpr: Any) -> bool:
     """Whether a program, or one inside of it, has such a product."""
     return any(map(_is_ragged, jaxpr.eqns))

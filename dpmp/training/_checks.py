@@ -77,7 +77,8 @@ def check_loss(loss_fn: Any, *, uses_prng_key: bool) -> None:
     except TypeError:
         _validate.fail(
             wanted,
-            loss_fn=str(signature),
+            # Without defaults, which might be arrays of private data.
+            loss_fn=f"({', '.join(signature.parameters)})",
             uses_prng_key=uses_prng_key,
             fix="With uses_prng_key=True, the loss is given a key of its own for each "
             "example, for dropout and the like.",

@@ -70,23 +70,36 @@ def loader_of(source: PyTree | Source, num_examples: int) -> Load:
 
 
 class _Loader:
-    """Asks a source for all examples of a batch, or else for one after the other."""
+    """Asks a source for all examples of a batch, or else for one after the other.
+
+    The first batch decides which, for the whole run.
+    """
 
     def __init__(self, source: Any):
-        self._source, self._one_by_one = source, False
+        self._source = source
+        self._one_by_one: bool | None = None  # not known before the first batch
 
     def __call__(self, indices: np.ndarray) -> PyTree:
         if not self._one_by_one:
             try:
                 rows = self._source[indices]
+            except Exception:
+                # Datasets refuse an array of indices with all kinds of errors. If this
+                # was another error, to ask for single examples raises it again.
+                if self._one_by_one is not None:
+                    raise
+            else:
+                self._one_by_one = False
                 if len(indices) == 0 and _has_lists(rows):
                     # Empty lists do not show the shape of an example.
-                    rows = jax.tree.map(
-                        lambda x: x[:0], as_arrays(self._source[np.zeros(1, np.int64)])
-                    )
+                    first = as_arrays(self._source[np.zeros(1, np.int64)])
+                    return jax.tree.map(lambda x: x[:0], first)
                 return as_arrays(rows)
-            except Exception:  # whatever the source says to an index of another type
-                self._one_by_one = True
+        rows = self._stacked(indices)
+        self._one_by_one = True
+        return rows
+
+    def _stacked(self, indices: np.ndarray) -> PyTree:
         chosen = [int(i) for i in indices] or [0]
         rows = [as_arrays(self._source[i]) for i in chosen]
         return jax.tree.map(lambda *xs: np.stack(xs)[: len(indices)], *rows)

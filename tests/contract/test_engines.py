@@ -190,16 +190,6 @@ def _assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def _distance(actual, expected):
-    """Of trees, relative to the norm of the second."""
-    differences = jax.tree.map(
-        lambda a, b: reference.float64_values(a) - reference.float64_values(b),
-        actual,
-        expected,
-    )
-    return reference.norm(differences) / reference.norm(expected)
-
-
 def test_values_are_losses_and_aux_has_an_axis_of_examples(case):
     output = case.run(case.batch)
     rtol = _LOSS_ERROR[case.dtype]
@@ -253,9 +243,9 @@ def test_a_sum_weights_each_group_and_example(case):
     ):
         assert actual.dtype == jnp.float32
         allowed = _FLOAT32_ERROR + _WEIGHTING_ERROR[case.dtype]
-        assert _distance(actual, wide) <= allowed + _BY_CHANCE * _distance(
-            by_vmap, wide
-        )
+        assert reference.relative_distance(
+            actual, wide
+        ) <= allowed + _BY_CHANCE * reference.relative_distance(by_vmap, wide)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -3e38])

@@ -152,6 +152,28 @@ def test_a_source_of_single_examples_is_asked_for_the_sampled_ones_alone():
     assert [x for x in source.asked if isinstance(x, int)] == [3, 5, 7]
 
 
+class FailsLater(Sized):
+    """Gives one batch, and then an error that has nothing to do with indices."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getitem__(self, indices):
+        self.asked.append(indices)
+        if len(self.asked) > 1:
+            raise OSError("the disk is gone")
+        return super().__getitem__(indices)
+
+
+def test_an_error_of_a_later_batch_is_not_taken_for_a_refusal_of_indices():
+    source = FailsLater()
+    load = loader_of(source, 12)
+    load(np.array([3, 5]))
+    with pytest.raises(OSError, match="the disk is gone"):
+        load(np.array([7, 9]))
+    assert len(source.asked) == 2
+
+
 def test_tables_become_columns():
     batch, _ = load_batch(loader_of(Table(), 12), np.array([2, 9]), 3)
     assert {name: x.tolist() for name, x in batch.items()} == {

@@ -180,16 +180,6 @@ def _all_but(i):
     return np.arange(_SIZE) != i
 
 
-def _distance(actual, expected):
-    """Of trees, relative to the norm of the second."""
-    differences = jax.tree.map(
-        lambda a, b: reference.float64_values(a) - reference.float64_values(b),
-        actual,
-        expected,
-    )
-    return reference.norm(differences) / reference.norm(expected)
-
-
 def _assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
@@ -219,8 +209,10 @@ def test_sums_without_clipping_are_as_good_as_those_of_the_vmap_engine(case):
         reference.clipped_sum(stack, math.inf, keep=case.is_small)
         for stack in (case.wide, case.stack)
     )
-    allowed = _FLOAT32_ERROR + _BY_CHANCE * _distance(of_vmap, expected)
-    assert _distance(total, expected) <= allowed
+    allowed = _FLOAT32_ERROR + _BY_CHANCE * reference.relative_distance(
+        of_vmap, expected
+    )
+    assert reference.relative_distance(total, expected) <= allowed
 
 
 def test_every_leaf_of_a_clipped_sum_is_as_good_as_that_of_the_vmap_engine(case):
@@ -235,9 +227,9 @@ def test_every_leaf_of_a_clipped_sum_is_as_good_as_that_of_the_vmap_engine(case)
         if not np.any(expected_leaf):
             assert not np.any(leaf)
             continue
-        allowed = _BY_CHANCE * _distance(leaf_of_vmap, expected_leaf)
+        allowed = _BY_CHANCE * reference.relative_distance(leaf_of_vmap, expected_leaf)
         allowed += _CLIPPING_ERROR[case.dtype]
-        assert _distance(leaf, expected_leaf) <= allowed
+        assert reference.relative_distance(leaf, expected_leaf) <= allowed
 
 
 def test_values_are_the_losses(case):
