@@ -1,0 +1,202 @@
+"""Checkpoints of a run: orbax writes them, and checksums show whether they are whole.
+
+A checkpoint holds the keys of the run. Anyone who has the keys can subtract the noise
+from what the run released, so only the owner may read the files.
+"""
+
+import functools
+import math
+import os
+import pathlib
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+
+_FOLDER = "checkpoints"
+
+
+class _OtherArraysError(Exception):
+    """A checkpoint holds other arrays than those to restore."""
+
+
+class Checkpoints:
+    """The checkpoints in a directory of a run, by the number of steps made.
+
+    `save` returns as soon as the arrays are copied to the host, so that the next step
+    may overwrite them. A background thread writes the copies to a temporary folder, which is renamed when it is complete. So a process that is
+    killed leaves no incomplete checkpoint behind.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, keep: int = 3):
+        """Opens the checkpoints, of which the newest `keep` are kept."""
+        # orbax takes half a second to import, and is needed here alone.
+        import orbax.checkpoint as ocp
+
+        self._ocp, self._path = ocp, directory.resolve() / _FOLDER
+        self._path.mkdir(mode=0o700, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,
+            file_options=ocp.checkpoint_manager.FileOptions(path_permission_mode=0o700),
+        )
+        handler = ocp.StandardCheckpointHandler()
+        self._manager = ocp.CheckpointManager(
+            self._path, item_handlers=handler, options=options
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of steps after which there is a checkpoint, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: PyTree) -> None:
+        """Starts to save the state after a number of steps, unless it is there.
+
+        Waits for the checkpoint before, if it is still being written.
+
+        Raises:
+          OSError, ValueError: if this checkpoint, or the one before, cannot be written.
+            Older ones stay as they are.
+        """
+        self.wait()
+        if step in self._manager.all_steps():
+            return
+        state = _without_keys(state)
+        tree = {"state": state, "checksums": checksums(state)}
+        self._manager.save(step, args=self._ocp.args.StandardSave(tree), force=True)
+
+    def restore(self, like: PyTree) -> PyTree | None:
+        """Reads the newest checkpoint that is whole; None if there are none at all.
+
+        Args:
+          like: a state with the structure, shapes, dtypes and shardings to restore.
+
+        Raises:
+          ValueError: if all checkpoints are damaged, or hold other arrays.
+        """
+        self.wait()
+        for step in reversed(self.steps):
+            try:
+                return self._read(step, like)
+            except _OtherArraysError as error:
+                _validate.fail(
+                    "the state must have the arrays of the checkpoint",
+                    **error.args[0],
+                    fix="Build the model and the trainer as they were, or start another "
+                    "run in another directory.",
+                )
+            except Exception as error:  # orbax raises all kinds, according to the file
+                warnings.warn(
+                    f"the checkpoint after step {step} in {self._path} is damaged "
+                    f"({type(error).__name__}), and the one before is used instead.",
+                    stacklevel=2,
+                )
+        _validate.require(
+            not self.steps,
+            "at least one checkpoint must be whole",
+            directory=str(self._path),
+            damaged=self.steps,
+            fix="Restore the directory from a copy. The steps stay in the ledger.",
+        )
+        return None
+
+    def _read(self, step: int, like: PyTree) -> PyTree:
+        arrays = _without_keys(like)
+        sums = jax.eval_shape(checksums, arrays)
+        shapes = jax.tree.map(_shape_of, {"state": arrays, "checksums": sums})
+        _check_arrays(self._manager.item_metadata(step).tree["state"], arrays)
+        restored = self._manager.restore(
+            step, args=self._ocp.args.StandardRestore(shapes)
+        )
+        if not np.array_equal(restored["checksums"], checksums(restored["state"])):
+            raise ValueError("a checksum differs")
+        return jax.tree.map(_as_was, restored["state"], like)
+
+    def wait(self) -> None:
+        """Waits until all is written, and raises the error if it could not be."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+        for folder, _, files in os.walk(self._path):
+            pathlib.Path(folder).chmod(0o700)
+            for name in files:
+                pathlib.Path(folder, name).chmod(0o600)
+
+    def close(self) -> None:
+        """Waits, and ends the background thread."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+
+@functools.partial(jax.jit, inline=False)
+def checksum(x: jax.Array) -> jax.Array:
+    """A uint32 that changes with every change of one 32-bit word of an array.
+
+    It is the sum of the words times odd weights, modulo 2^32. The sum does not depend
+    on its order, and so not on the sharding.
+    """
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    bits = min(8 * x.dtype.itemsize, 32)
+    words = jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
+    index = jnp.zeros((), jnp.uint32)
+    for axis in range(words.ndim):
+        stride = math.prod(words.shape[axis + 1 :]) % 2**32
+        iota = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        index = index + iota * jnp.uint32(stride)
+    weights = (2 * index + 1) * jnp.uint32(0x9E3779B1)
+    return jnp.sum(words * weights, dtype=jnp.uint32)
+
+
+def checksums(tree: PyTree) -> jax.Array:
+    """The checksums of all arrays of a tree, (number of arrays,) uint32."""
+    return jnp.stack([checksum(x) for x in jax.tree.leaves(tree)])
+
+
+def _check_arrays(saved: PyTree, wanted: PyTree) -> None:
+    """Raises _OtherArraysError, naming one array, unless the arrays are the same."""
+    saved, wanted = _by_name(saved), _by_name(wanted)
+    for name in sorted({*saved, *wanted}):
+        if saved.get(name) != wanted.get(name):
+            raise _OtherArraysError(
+                {"array": name, "saved": saved.get(name), "wanted": wanted.get(name)}
+            )
+
+
+def _by_name(tree: PyTree) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): f"{x.dtype}{x.shape}"
+        for path, x in leaves
+    }
+
+
+def _is_key(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _without_keys(tree: PyTree) -> PyTree:
+    """The words of all keys in place of the keys."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = x.sharding if isinstance(x, jax.Array) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _as_was(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Makes a restored array a key, and one that jax may move, if the other was."""
+    if not like.committed:
+        x = jnp.asarray(np.asarray(x))
+    if _is_key(like):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+    return x
