@@ -29,8 +29,9 @@ class Checkpoints:
     """The checkpoints in a directory of a run, by the number of steps made.
 
     `save` returns as soon as the arrays are copied to the host, so that the next step
-    may overwrite them. A background thread writes the copies to a temporary folder, which is renamed when it is complete. So a process that is
-    killed leaves no incomplete checkpoint behind.
+    may overwrite them. A background thread writes the copies to a temporary folder,
+    which is renamed when it is complete. So a process that is killed leaves no
+    incomplete checkpoint behind.
     """
 
     def __init__(self, directory: pathlib.Path, *, keep: int = 3):
@@ -89,8 +90,8 @@ class Checkpoints:
                 _validate.fail(
                     "the state must have the arrays of the checkpoint",
                     **error.args[0],
-                    fix="Build the model and the trainer as they were, or start another "
-                    "run in another directory.",
+                    fix="Build the model and the trainer as they were, or start "
+                    "another run in another directory.",
                 )
             except Exception as error:  # orbax raises all kinds, according to the file
                 warnings.warn(

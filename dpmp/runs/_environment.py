@@ -32,7 +32,7 @@ def environment() -> str:
         "jax": jax.__version__,
         "jaxlib": jax.lib.__version__,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "options": {name: str(jax.config.read(name)) for name in _OPTIONS},
+        "options": {name: str(getattr(jax.config, name)) for name in _OPTIONS},
     }
     return json.dumps(facts, sort_keys=True)
 
