@@ -6,8 +6,10 @@ their last bits. Then the same noise would be added to other sums, and the diffe
 both results would reveal the difference of the sums, without noise.
 """
 
+import importlib.metadata
 import json
 import os
+import secrets
 
 import jax
 
@@ -20,30 +22,27 @@ _OPTIONS = (
 )
 
 
-def environment() -> str:
-    """Describes devices, versions and options in one line of JSON."""
-    device = jax.devices()[0]
+def describe_environment() -> str:
+    """Describes devices, versions and options in one line of JSON.
+
+    Where a step may have other bits each time, the description is different each time.
+    On a GPU, sums of floats depend on the order in which threads finish, unless XLA is
+    told to keep it.
+    """
+    device, xla_flags = jax.devices()[0], os.environ.get("XLA_FLAGS", "")
+    is_fixed = device.platform in ("cpu", "tpu")
+    is_fixed = is_fixed or "--xla_gpu_deterministic_ops=true" in xla_flags
     facts = {
         "platform": device.platform,
         "device_kind": device.device_kind,
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "cpus": os.cpu_count() if device.platform == "cpu" else None,
+        "dpmp": importlib.metadata.version("dpmp"),
         "jax": jax.__version__,
         "jaxlib": jax.lib.__version__,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "xla_flags": xla_flags,
         "options": {name: str(getattr(jax.config, name)) for name in _OPTIONS},
+        "only_once": None if is_fixed else secrets.token_hex(),
     }
     return json.dumps(facts, sort_keys=True)
-
-
-def gives_the_same_bits(then: str, now: str) -> bool:
-    """Whether a step that was made in one environment has the same bits in another.
-
-    On a GPU, sums of floats depend on the order in which threads finish, unless XLA is
-    told to keep it.
-    """
-    facts = json.loads(now)
-    is_fixed = facts["platform"] in ("cpu", "tpu")
-    is_fixed = is_fixed or "--xla_gpu_deterministic_ops=true" in facts["xla_flags"]
-    return then == now and is_fixed

@@ -5,12 +5,14 @@ step is compiled once for a whole run.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dpmp import _meshes, _random
@@ -21,6 +23,7 @@ from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD, Released
 from dpmp.precision import Policy
 from dpmp.programs import _transformations
+from dpmp.runs._checkpoints import checksums
 from dpmp.training._checks import explained, with_checked_result
 from dpmp.training._settled import devices_of, places, put_together, strongly_typed
 from dpmp.training._state import TrainingState
@@ -55,26 +58,45 @@ class Step:
         # jax's debug flags look at all arrays, those of the batch and the results. They
         # would show in an exception that an example, or its gradient, is not finite.
         with jax.debug_nans(False), jax.debug_infs(False):
-            self._check_size(batch, is_padding)
-            batch = jax.tree.map(jnp.asarray, batch)
-            state = put_together(state, batch)
-            types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
-            of_state = types, devices_of(state)
-            compiled = self._compiled.get(of_state)
-            compiled = compiled or (of_batch, *self.make_program(state, batch))
-            compiled_for, program, constants = compiled
-            # The message shows nothing of the batch: its shapes may reveal its content.
-            if of_batch != compiled_for:
-                raise ValueError(
-                    "all batches must have the same tree, shapes and dtypes, because "
-                    "another compilation would reveal what is in them; got other ones. "
-                    "Pad examples to one size (see dpmp.Source), and use "
-                    "another DPTrainer for other data."
-                )
-            outputs = program(state, batch, jnp.asarray(is_padding), constants)
+            types, compiled, args = self._prepare(state, batch, is_padding)
+            _, program, constants = compiled
+            outputs = program(*args, constants)
             # Only a program that ran is worth keeping.
-            self._compiled[of_state] = compiled
+            self._compiled[types] = compiled
             return outputs
+
+    def describe(self, state: TrainingState, batch: PyTree, is_padding: Any) -> str:
+        """A hash of the program of the step, and of the arrays that the loss uses.
+
+        Two steps with the same hash, state and batch give the same results on the same
+        machine. Nothing of the state or the batch goes into it but their types.
+        """
+        types, compiled, args = self._prepare(state, batch, is_padding)
+        _, program, constants = self._compiled[types] = compiled
+        text = program.lower(*args, constants).as_text()
+        sums = np.asarray(checksums(constants)).tobytes() if constants else b""
+        return hashlib.blake2b(text.encode() + sums, digest_size=16).hexdigest()
+
+    def _prepare(
+        self, state: TrainingState, batch: PyTree, is_padding: Any
+    ) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Returns the types of a state, the program for them, and its arguments."""
+        self._check_size(batch, is_padding)
+        batch = jax.tree.map(jnp.asarray, batch)
+        state = put_together(state, batch)
+        types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
+        of_state = types, devices_of(state)
+        compiled = self._compiled.get(of_state)
+        compiled = compiled or (of_batch, *self.make_program(state, batch))
+        # The message shows nothing of the batch: its shapes may reveal its content.
+        if of_batch != compiled[0]:
+            raise ValueError(
+                "all batches must have the same tree, shapes and dtypes, because "
+                "another compilation would reveal what is in them; got other ones. "
+                "Pad examples to one size (see dpmp.Source), and use "
+                "another DPTrainer for other data."
+            )
+        return of_state, compiled, (state, batch, jnp.asarray(is_padding))
 
     def _check_size(self, batch: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size

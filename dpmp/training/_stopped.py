@@ -1,9 +1,10 @@
-"""A run that is stopped: Ctrl-C waits for the step, and the state is kept."""
+"""A run that is stopped: signals wait for the step, and the state is kept."""
 
 import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -12,39 +13,76 @@ from dpmp.mechanism import DPSGD
 from dpmp.training._state import TrainingState
 
 
+def _exit(number: int, frame: Any) -> None:
+    """Ends the process as SIGTERM does, but as an exception, so that files are closed.
+
+    Shells report a process that a signal ended with the status 128 + its number.
+    """
+    raise SystemExit(128 + number)
+
+
+_HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _exit}
+
+
 @contextlib.contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Lets Ctrl-C raise KeyboardInterrupt at the block's end; a second one at once.
+def sigterm_as_exit() -> Iterator[None]:
+    """Lets SIGTERM raise SystemExit, unless the program has a handler of its own.
+
+    Schedulers of clusters send SIGTERM some seconds before they kill a process.
+    """
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not (is_default and _in_main_thread()):
+        yield
+        return
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Lets Ctrl-C and SIGTERM act at the block's end; a second one acts at once.
 
     A step uses up the arrays of the state before it. An interruption between that and
     the assignment of the new state would lose both.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    default = signal.default_int_handler
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not default:
-        yield
-        return
+    handlers = {n: h for n, h in _HANDLERS.items() if signal.getsignal(n) is h}
+    if not _in_main_thread():
+        handlers = {}
     received = []
 
-    def remember(number, frame):
+    def remember(number: int, frame: Any) -> None:
         if received:
-            default(number, frame)
+            handlers[number](number, frame)
         received.append(number)
 
-    signal.signal(signal.SIGINT, remember)
+    for number in handlers:
+        signal.signal(number, remember)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, default)
-    if received:
-        raise KeyboardInterrupt
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in received:
+        handlers[number](number, None)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def is_whole(state: TrainingState) -> bool:
+    """Whether no array of a state was used up by a step."""
+    return not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def kept(
     mechanism: DPSGD, state: TrainingState, error: BaseException
 ) -> TrainingState | None:
     """Returns the state of a stopped run, if it is whole, and says so in the error."""
-    if any(x.is_deleted() for x in jax.tree.leaves(state)):
+    if not is_whole(state):
         error.add_note(
             "dpmp: the step itself failed, and its state is lost. Go on from a state "
             "that you saved."

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _random, _validate, loss_scaling
+from dpmp import _validate, loss_scaling
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.loss_scaling import DynamicScale, LossScale
@@ -19,6 +20,7 @@ from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import _float8
 from dpmp.training import _fingerprint
+from dpmp.training._batches import Batches, sampling_key
 from dpmp.training._checks import (
     as_params,
     check_callback,
@@ -26,13 +28,16 @@ from dpmp.training._checks import (
     check_state,
     check_types,
 )
+from dpmp.training._keys import RunKeys
+from dpmp.training._loop import Loop
 from dpmp.training._progress import Progress
+from dpmp.training._records import NoRecords, recorded, restore
 from dpmp.training._settled import put_together, strongly_typed
-from dpmp.training._source import Load, Source, load_batch, loader_of
+from dpmp.training._source import Source, loader_of
 from dpmp.training._spent import SpentPrivacy
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
-from dpmp.training._stopped import deferred_interrupts, kept
+from dpmp.training._stopped import kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,10 +133,7 @@ class DPTrainer:
             float array.
         """
         params = as_params(params)
-        if prng_key is None:
-            prng_key = _random.fresh_key()
-        _random.check_key(prng_key)
-        noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
+        keys = RunKeys.from_root(prng_key)
         params = jax.tree.map(jnp.copy, self._policy.cast_to_param(params))
         opt_state = self.optimizer.init(self._policy.cast_to_update(params))
         state = TrainingState(
@@ -140,21 +142,40 @@ class DPTrainer:
             # A transformation may keep the parameters themselves. They are copied,
             # because no array of the state may be donated twice.
             opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
-            noise_state=self.mechanism.privatizer(noise_key).init(params),
-            sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
-            # This generator, the default of jax, compiles in every loss.
-            model_key=jax.random.wrap_key_data(
-                jax.random.bits(model_key, (2,), jnp.uint32), impl="threefry2x32"
-            ),
+            noise_state=self.mechanism.privatizer(keys.noise).init(params),
+            sampling_key=keys.sampling,
+            model_key=keys.model,
             scale_state=self._step.dynamic_scale and self._step.dynamic_scale.init(),
             metrics={
                 name: jnp.full((), jnp.nan, jnp.float32)
                 for name in self.mechanism.metric_names
             },
-            update_key=update_key if self._policy.stochastic_rounding else None,
+            update_key=keys.update if self._policy.stochastic_rounding else None,
             fingerprint=jnp.asarray(_fingerprint.fingerprint(self._facts)),
         )
         return put_together(state)
+
+    def init_or_restore(
+        self,
+        params: PyTree,
+        checkpoint_dir: str | os.PathLike[str],
+        *,
+        prng_key: jax.Array | None = None,
+    ) -> TrainingState:
+        """Makes the first state, or reads the newest checkpoint if there is one.
+
+        Args:
+          params: the initial parameters. They say which arrays a checkpoint must have,
+            and where to put them.
+          checkpoint_dir: the directory that `fit` saves to.
+          prng_key: see `init`.
+
+        Raises:
+          ValueError: if all checkpoints are damaged, or if they have other arrays.
+        """
+        state = restore(checkpoint_dir, self.init(params, prng_key=prng_key))
+        self._check_state(state)
+        return state
 
     @property
     def _policy(self) -> Policy:
@@ -217,13 +238,7 @@ class DPTrainer:
         """
         self._check_state(state)
         load = loader_of(source, self.mechanism.num_examples)
-        return self._draw(_sampling_key(state), load, int(state.step))
-
-    def _draw(self, key: int, load: Load, step: int) -> tuple[PyTree, np.ndarray]:
-        indices = self.mechanism.sampling.indices(
-            step, num_examples=self.mechanism.num_examples, key=key
-        )
-        return load_batch(load, indices, self.mechanism.padded_batch_size)
+        return Batches(self.mechanism, load, sampling_key(state)).draw(int(state.step))
 
     def _check_state(self, state: Any) -> None:
         check_state(state)
@@ -251,6 +266,10 @@ class DPTrainer:
         callback: Callable[[TrainingState], None] | None = None,
         sensitive_callback: Callable[[SensitiveOutputs], None] | None = None,
         progress: bool = True,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        every: int = 100,
+        keep: int = 3,
+        epsilon_budget: float | None = None,
     ) -> TrainingState:
         """Makes all remaining steps of the run, or those up to `stop_at`.
 
@@ -268,6 +287,13 @@ class DPTrainer:
           sensitive_callback: a function that is called with values without noise after
             every step. The privacy guarantee does not cover these values.
           progress: whether to report step, epsilon, speed and time left.
+          checkpoint_dir: a directory for the checkpoints and the privacy ledger of the
+            run. If it has a checkpoint with more steps than `state`, the run goes on
+            from there. See the guide "Long runs".
+          every: the number of steps between two checkpoints.
+          keep: the number of checkpoints to keep; older ones are removed.
+          epsilon_budget: the largest epsilon that all runs in `checkpoint_dir` may
+            reach together. The run stops before a step that would exceed it.
 
         Returns:
           The state after `stop_at` steps.
@@ -275,8 +301,8 @@ class DPTrainer:
         Raises:
           ValueError: for a dataset of another size than the mechanism's, batches with
             different shapes or dtypes, `stop_at` out of range, or past steps with
-            another mechanism, policy or loss scale. Only `delta`, `iterations` and the
-            division into microbatches may change during a run.
+            another mechanism, policy, loss scale, key or dataset. Only `delta`,
+            `iterations` and the division into microbatches may change during a run.
           Exception: whatever the source or a callback raises, and KeyboardInterrupt.
             The state after the last complete step is then in `last_state`.
         """
@@ -295,42 +321,51 @@ class DPTrainer:
         check_callback(callback, "callback")
         check_callback(sensitive_callback, "sensitive_callback")
         load = loader_of(source, mechanism.num_examples)
-        object.__setattr__(self, "last_state", None)
-        # Read once: to read it from a later state would wait for the step before it.
-        key = _sampling_key(state)
-        report = self._progress(start, stop, enabled=progress)
-        try:
-            with report:
-                for step in range(start, stop):
-                    batch = self._draw(key, load, step)
-                    if batch_sharding is not None:
-                        batch = jax.device_put(batch, batch_sharding)
-                    with deferred_interrupts():
-                        state, outputs = self._step.run(state, *batch)
-                    if sensitive_callback is not None:
-                        is_padding = jnp.asarray(batch[1])
-                        sensitive_callback(SensitiveOutputs(*outputs, is_padding))
-                    if callback is not None:
-                        callback(state)
-                    if report.is_due(step + 1):
-                        jax.block_until_ready(state.step)
-                    report.update(step + 1, state.metrics)
-        except BaseException as error:
-            object.__setattr__(self, "last_state", kept(mechanism, state, error))
-            raise
-        return state
 
-    def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
+        def batches_of(state: TrainingState) -> Batches:
+            return Batches(mechanism, load, sampling_key(state), batch_sharding)
+
+        object.__setattr__(self, "last_state", None)
+        loop = None
+        try:
+            with recorded(
+                checkpoint_dir,
+                state,
+                stop,
+                mechanism=mechanism,
+                load=load,
+                describe_program=lambda state: self._step.describe(
+                    state, *batches_of(state).empty()
+                ),
+                check_state=self._check_state,
+                every=every,
+                keep=keep,
+                epsilon_budget=epsilon_budget,
+            ) as records:
+                loop = Loop(
+                    state=records.state,
+                    stop=records.stop,
+                    step=self._step,
+                    batches=batches_of(records.state),
+                    records=records,
+                    report=self._progress(records, enabled=progress),
+                    callback=callback,
+                    sensitive_callback=sensitive_callback,
+                )
+                loop.run()
+        except BaseException as error:
+            if loop is not None:
+                last_state = kept(mechanism, loop.state, error)
+                object.__setattr__(self, "last_state", last_state)
+            raise
+        return loop.state
+
+    def _progress(self, records: NoRecords, *, enabled: bool) -> Progress:
+        spent = SpentPrivacy(self.mechanism, records.stop) if enabled else None
         return Progress(
-            start=start,
-            stop=stop,
+            start=int(records.state.step),
+            stop=records.stop,
             examples_per_step=self.mechanism.expected_batch_size,
-            describe_privacy=SpentPrivacy(self.mechanism, stop).describe
-            if enabled
-            else str,
+            describe_privacy=spent.describe if spent else str,
             enabled=enabled,
         )
-
-
-def _sampling_key(state: TrainingState) -> int:
-    return int.from_bytes(np.asarray(state.sampling_key).tobytes(), "little")

@@ -1,0 +1,67 @@
+"""The loop of a run: loads a batch, makes a step, records it, and reports it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp._typing import PyTree
+from dpmp.training._batches import Batches
+from dpmp.training._progress import Progress
+from dpmp.training._records import NoRecords
+from dpmp.training._state import SensitiveOutputs, TrainingState
+from dpmp.training._step import Step
+from dpmp.training._stopped import deferred_signals, is_whole
+
+
+@dataclasses.dataclass(kw_only=True)
+class Loop:
+    """Makes the steps of a run; `DPTrainer.fit` documents the callbacks.
+
+    Attributes:
+      state: the state after the last complete step.
+      stop: the number of steps after which to stop.
+      step: makes a step.
+      batches: the batches.
+      records: the files of the run.
+      report: the progress.
+      callback: is called with the state after every step.
+      sensitive_callback: is called with values without noise after every step.
+    """
+
+    state: TrainingState
+    stop: int
+    step: Step
+    batches: Batches
+    records: NoRecords
+    report: Progress
+    callback: Callable[[TrainingState], None] | None
+    sensitive_callback: Callable[[SensitiveOutputs], None] | None
+
+    def run(self) -> None:
+        """Makes all steps. If it is stopped, the state is recorded."""
+        try:
+            with self.report:
+                for number in range(int(self.state.step), self.stop):
+                    self._make_step(number, self.batches.draw(number))
+        except BaseException as error:
+            if is_whole(self.state):
+                self.records.keep(self.state, error)
+            raise
+
+    def _make_step(self, number: int, batch: tuple[PyTree, Any]) -> None:
+        done = number + 1
+        with deferred_signals():
+            self.records.begin(number)
+            self.state, outputs = self.step.run(self.state, *batch)
+            self.records.end(done, self.state)
+        if self.sensitive_callback is not None:
+            is_padding = jnp.asarray(batch[1])
+            self.sensitive_callback(SensitiveOutputs(*outputs, is_padding))
+        if self.callback is not None:
+            self.callback(self.state)
+        if self.report.is_due(done):
+            jax.block_until_ready(self.state.step)
+        self.report.update(done, self.state.metrics)

@@ -1,0 +1,285 @@
+"""What a run writes into its directory: a lock, a ledger, and checkpoints.
+
+Every step is in the ledger before it begins. After a crash, the steps since the last
+checkpoint are made again. They have the same bits, and release nothing new, as long as
+the keys, the data, the program and the machine are the same. Otherwise they are made
+with fresh keys, so that their noise is independent, and they count twice.
+"""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from dpmp import _validate, runs
+from dpmp.mechanism import DPSGD
+from dpmp.runs._checkpoints import Checkpoints
+from dpmp.runs._environment import describe_environment
+from dpmp.training._keys import with_fresh_keys
+from dpmp.training._source import Load
+from dpmp.training._state import TrainingState
+from dpmp.training._stopped import sigterm_as_exit
+
+_PROBES = 16  # examples that stand for the data
+_NO_PROBE = np.zeros(4, np.uint32)
+
+
+class NoRecords:
+    """A run without a directory."""
+
+    def __init__(self, state: TrainingState, stop: int):
+        """The run goes on from `state`, to `stop` steps."""
+        self.state, self.stop = state, stop
+
+    def begin(self, step: int) -> None:
+        """Is called before each step."""
+
+    def end(self, step: int, state: TrainingState) -> None:
+        """Is called with the number of steps and the state after each step."""
+
+    def keep(self, state: TrainingState, error: BaseException) -> None:
+        """Is called with the state after the last complete step of a stopped run."""
+
+
+class Records(NoRecords):
+    """The ledger and the checkpoints of a run, with the state that it goes on from."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        stop: int,
+        *,
+        entry: runs.Entry,
+        checkpoints: Checkpoints,
+        data: np.ndarray,
+        every: int,
+    ):
+        """Prepares to record the steps from `state` to `stop`."""
+        super().__init__(state, stop)
+        self._entry, self._checkpoints = entry, checkpoints
+        self._data, self._every = data, every
+        self._begun = int(state.step)
+        if self._begun not in checkpoints.steps:
+            self._save(self._begun, state)
+            checkpoints.wait()
+
+    def begin(self, step: int) -> None:
+        """Writes the steps up to the next checkpoint into the ledger."""
+        if step == self._begun:
+            self._begun = min(step + self._every - step % self._every, self.stop)
+            self._entry.begin(step, self._begun)
+
+    def end(self, step: int, state: TrainingState) -> None:
+        """Starts to save the state if a checkpoint is due."""
+        if step == self._begun:
+            self._save(step, state)
+
+    def keep(self, state: TrainingState, error: BaseException) -> None:
+        """Saves the state of a stopped run, if possible, and says so in the error."""
+        try:
+            self._save(int(state.step), state)
+            self._checkpoints.wait()
+        except Exception as cause:  # the first error must not be lost
+            error.add_note(f"dpmp: this state could not be saved: {cause}")
+        else:
+            error.add_note("dpmp: it is saved. Run the same program again to go on.")
+
+    def _save(self, step: int, state: TrainingState) -> None:
+        self._checkpoints.save(step, {"state": state, "data": self._data})
+
+
+def restore(directory: str | os.PathLike[str], like: TrainingState) -> TrainingState:
+    """The state of the newest checkpoint in a directory, or `like` if there is none."""
+    if not pathlib.Path(directory).is_dir():
+        return like
+    with runs.locked(directory) as path, _opened(path) as checkpoints:
+        saved = checkpoints.restore({"state": like, "data": _NO_PROBE})
+        return like if saved is None else saved["state"]
+
+
+@contextlib.contextmanager
+def recorded(
+    directory: str | os.PathLike[str] | None,
+    state: TrainingState,
+    stop: int,
+    *,
+    mechanism: DPSGD,
+    load: Load,
+    describe_program: Callable[[TrainingState], str],
+    check_state: Callable[[TrainingState], None],
+    every: int,
+    keep: int,
+    epsilon_budget: float | None,
+) -> Iterator[NoRecords]:
+    """Opens the records of a run, and continues the run that is in the directory.
+
+    Args:
+      directory: the directory, or None for no records.
+      state: the state to go on from, unless the directory has a later one.
+      stop: the number of steps to make.
+      mechanism: the mechanism of the run.
+      load: loads examples.
+      describe_program: a function of the state that describes the program of a step.
+      check_state: raises an error for the state of another mechanism.
+      every: the number of steps between two checkpoints.
+      keep: the number of checkpoints to keep.
+      epsilon_budget: the epsilon at which to stop, or None.
+    """
+    if directory is None:
+        yield NoRecords(state, stop)
+        return
+    with (
+        sigterm_as_exit(),
+        runs.locked(directory) as path,
+        _opened(path, keep) as checkpoints,
+    ):
+        ledger = runs.Ledger.open(path)
+        num_examples = mechanism.num_examples
+        state = _newest(checkpoints, ledger, state, load, num_examples)
+        check_state(state)
+        step = int(state.step)
+        if step >= stop:
+            yield NoRecords(state, stop)
+            return
+        program = describe_program(state) + describe_environment()
+        entry = _entry(ledger, mechanism, state, program)
+        if entry.repeats_noise(step, stop):
+            state = with_fresh_keys(state)
+            entry = _entry(ledger, mechanism, state, program)
+            warnings.warn(
+                f"the steps that were begun after step {step} were lost, and the "
+                "program or the machine has changed since. They are made again with "
+                "fresh keys, and the ledger counts them twice.",
+                stacklevel=5,
+            )
+        elif step and not ledger.runs:
+            entry.begin(0, step)  # these steps were made without a directory
+        if epsilon_budget is not None:
+            stop = _within_budget(entry, epsilon_budget, mechanism, step, stop)
+        data = _probe(load, num_examples, state)
+        yield Records(
+            state, stop, entry=entry, checkpoints=checkpoints, data=data, every=every
+        )
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path, keep: int = 3) -> Iterator[Checkpoints]:
+    checkpoints = Checkpoints(path, keep=keep)
+    try:
+        yield checkpoints
+    except BaseException as error:
+        # A checkpoint that cannot be written must not hide the first error.
+        try:
+            checkpoints.close()
+        except Exception as cause:
+            error.add_note(f"dpmp: the last checkpoint was not written: {cause}")
+        raise
+    checkpoints.close()
+
+
+def _newest(
+    checkpoints: Checkpoints,
+    ledger: runs.Ledger,
+    state: TrainingState,
+    load: Load,
+    num_examples: int,
+) -> TrainingState:
+    """The given state or that of the newest checkpoint, if that has more steps.
+
+    Raises:
+      ValueError: if the directory has another run, or if the data have changed.
+    """
+    saved = checkpoints.restore({"state": state, "data": _NO_PROBE})
+    keys = {run.key for run in ledger.runs}
+    _validate.require(
+        not keys or runs.key_fingerprint(state.noise_state.prng_key) in keys,
+        "a directory must belong to one run, and this one has a run with another key",
+        prng_key="another one",
+        fix="To go on, use trainer.init_or_restore(params, checkpoint_dir). A new run "
+        "needs another directory, and is charged as well.",
+    )
+    if saved is None:
+        _validate.require(
+            not keys,
+            "a run that has begun must have a checkpoint to go on from",
+            checkpoints=0,
+            fix="Restore the checkpoints from a copy. Or start a new run in another "
+            "directory, which is charged as well.",
+        )
+        return state
+    _validate.require(
+        np.array_equal(saved["data"], _probe(load, num_examples, saved["state"])),
+        "a run must go on with its data",
+        data="other examples than those of the checkpoint",
+        fix="Use the same data in the same order. Other data need a new run in another "
+        "directory, which is charged as well.",
+    )
+    return saved["state"] if int(saved["state"].step) > int(state.step) else state
+
+
+def _entry(
+    ledger: runs.Ledger,
+    mechanism: DPSGD,
+    state: TrainingState,
+    program: str,
+) -> runs.Entry:
+    key = state.noise_state.prng_key
+    others = (state.sampling_key, jax.random.key_data(state.model_key))
+    facts = [np.asarray(x).tobytes() for x in others]
+    return ledger.entry(
+        mechanism,
+        key_fingerprint=runs.key_fingerprint(key),
+        data_tag=runs.data_tag(key, *facts, program.encode()),
+    )
+
+
+def _within_budget(
+    entry: runs.Entry, epsilon_budget: float, mechanism: DPSGD, step: int, stop: int
+) -> int:
+    delta = mechanism.delta
+    if delta is None:
+        _validate.fail(
+            "a budget needs the delta of the mechanism",
+            delta=None,
+            fix="Use mechanism.calibrate(epsilon=, delta=), or DPSGD(delta=).",
+        )
+    steps = entry.steps_within(epsilon_budget, delta=delta, start=step, stop=stop)
+    _validate.require(
+        steps > 0,
+        "the budget must allow one more step",
+        epsilon_budget=epsilon_budget,
+        step=step,
+        fix="The ledger of the directory has all steps that were begun: "
+        "python -m dpmp ledger DIR.",
+    )
+    if step + steps < stop:
+        warnings.warn(
+            f"the budget of epsilon {epsilon_budget} allows {step + steps} steps of "
+            f"{stop}; the run will stop there.",
+            stacklevel=6,
+        )
+    return step + steps
+
+
+def _probe(load: Load, num_examples: int, state: TrainingState) -> np.ndarray:
+    """A hash of a few examples, (4,) uint32, which notices that data were exchanged.
+
+    It depends on the secret key of the run, so that nobody else can confirm a guess of
+    the examples.
+    """
+    key = np.asarray(state.sampling_key).tobytes()
+
+    def keyed_hash(content: bytes) -> bytes:
+        return hashlib.blake2b(content, digest_size=16, key=key).digest()
+
+    hashes = [keyed_hash(f"probe {i}".encode()) for i in range(_PROBES)]
+    indices = sorted({int.from_bytes(x, "little") % num_examples for x in hashes})
+    rows = jax.tree_util.tree_leaves_with_path(load(np.array(indices)))
+    facts = [f"{path}{x.dtype}{x.shape}".encode() + x.tobytes() for path, x in rows]
+    digest = keyed_hash(b"".join(map(keyed_hash, facts)))
+    return np.frombuffer(digest, np.uint32)
