@@ -18,6 +18,13 @@ class ComputedProbability(float):
     """
 
 
+def larger_datasets(num_examples: int, relation: _Relation) -> tuple[int, ...]:
+    """The sizes that the larger of two neighbouring datasets may have."""
+    if relation is _Relation.ADD_OR_REMOVE_ONE:
+        return num_examples, num_examples + 1
+    return (num_examples,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """Decides the sizes of batches; `DPSGD` documents the attributes."""
@@ -29,20 +36,14 @@ class Batches:
     chooses_microbatches: bool  # whether the arithmetic chooses their size itself
     neighboring_relation: _Relation
 
-    @property
-    def larger_datasets(self) -> tuple[int, ...]:
-        """The sizes that the larger of two neighbouring datasets may have."""
-        if self.neighboring_relation is _Relation.ADD_OR_REMOVE_ONE:
-            return self.num_examples, self.num_examples + 1
-        return (self.num_examples,)
-
     @functools.cached_property
     def largest(self) -> int:
         """The size to which larger batches are truncated."""
-        num_examples = max(self.larger_datasets)
+        sizes = larger_datasets(self.num_examples, self.neighboring_relation)
+        num_examples = max(sizes)
         if self.truncated_batch_size is not None:
             # A given size is not lowered where it would give away the size of the data.
-            is_public = len(self.larger_datasets) == 1
+            is_public = len(sizes) == 1
             lowered = min(self.truncated_batch_size, num_examples)
             return lowered if is_public else self.truncated_batch_size
         return accounting.choose_truncated_batch_size(

@@ -1,27 +1,11 @@
-"""Computes what the steps of a mechanism cost in privacy, and how much noise to add.
-
-A small share of delta is charged for the sampler of the noise. Each entry of the noise
-deviates slightly from an ideal discrete Gaussian
-(`noise_addition/_discrete_gaussian.py`). If the total variation distances of all
-entries add up to t, they use up (1 + exp(epsilon)) t of delta. If the share does not
-cover this, no finite epsilon is claimed.
-"""
+"""Computes what a run of a mechanism costs in privacy, and how much noise to add."""
 
 import dataclasses
-import functools
-import math
-
-import dp_accounting
 
 from dpmp import _validate, accounting
 from dpmp._numbers import as_number
 from dpmp.mechanism._batches import Batches
-from dpmp.noise_addition._discrete_gaussian import LARGEST_TOTAL_VARIATION
-
-_SHARE = 1e-4  # of delta, for the sampler
-
-# Reports and statements ask for the same epsilons again and again.
-_get_epsilon = functools.lru_cache(maxsize=1024)(accounting.get_epsilon)
+from dpmp.mechanism._step_costs import SHARE, StepCost, guarantee_of, largest_epsilon
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,31 +17,23 @@ class Costs:
     is_clipped: bool  # whether the clip norm is finite
     num_coordinates: int  # at most so many entries receive noise in a step
 
-    def event(
-        self, noise_multiplier: float, steps: int, num_examples: int | None = None
-    ) -> dp_accounting.DpEvent:
-        """Steps as an event; `num_examples` is the size of the larger dataset."""
-        num_examples = num_examples or max(self.batches.larger_datasets)
-        sampling_prob = self.batches.sampling_prob
-        if not self.is_clipped:
-            return dp_accounting.NonPrivateDpEvent()
-        if self.batches.largest >= num_examples:
-            return accounting.dpsgd_event(
-                noise_multiplier, steps, sampling_prob=sampling_prob
-            )
-        return accounting.truncated_dpsgd_event(
-            noise_multiplier,
-            steps,
-            sampling_prob=sampling_prob,
-            num_examples=num_examples,
+    def of_step(self, noise_multiplier: float) -> StepCost:
+        """The cost of one step with this noise."""
+        return StepCost(
+            sampling_prob=float(self.batches.sampling_prob),
+            num_examples=self.batches.num_examples,
             truncated_batch_size=self.batches.largest,
+            noise_multiplier=noise_multiplier,
+            is_clipped=self.is_clipped,
+            num_coordinates=self.num_coordinates,
+            neighboring_relation=self.batches.neighboring_relation,
         )
 
     def calibrate(self, *, epsilon: float, delta: float) -> float:
         """The least noise multiplier for which all steps satisfy (epsilon, delta)."""
         epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
         delta = accounting.check_delta(delta)
-        largest = self._largest_epsilon(delta, self.iterations)
+        largest = largest_epsilon({self.of_step(0.0): self.iterations}, delta)
         _validate.require(
             epsilon <= largest,
             f"epsilon must be at most {largest:.4g}: above that, the sampler of the "
@@ -68,12 +44,12 @@ class Costs:
         )
         return max(
             accounting.calibrate_noise_multiplier(
-                lambda x, size=size: self.event(x, self.iterations, size),
+                lambda x, size=size: self.of_step(x).event(self.iterations, size),
                 epsilon=epsilon,
-                delta=delta * (1 - _SHARE),
+                delta=delta * (1 - SHARE),
                 neighboring_relation=self.batches.neighboring_relation,
             )
-            for size in self.batches.larger_datasets
+            for size in self.of_step(0.0).larger_datasets
         )
 
     def guarantee(
@@ -93,22 +69,4 @@ class Costs:
                 delta=None,
                 fix="Pass delta=, well below 1 / num_examples.",
             )
-        delta = accounting.check_delta(delta)
-        guarantees = [
-            _get_epsilon(
-                self.event(noise_multiplier, steps, size),
-                delta=delta * (1 - _SHARE),
-                neighboring_relation=self.batches.neighboring_relation,
-            )
-            for size in self.batches.larger_datasets
-        ]
-        worst = max(guarantees, key=lambda guarantee: guarantee.epsilon)
-        is_covered = worst.epsilon <= self._largest_epsilon(delta, max(steps, 1))
-        epsilon = worst.epsilon if is_covered else math.inf
-        return dataclasses.replace(worst, epsilon=epsilon, delta=delta)
-
-    def _largest_epsilon(self, delta: float, steps: int) -> float:
-        """The largest epsilon for which the share covers the sampler's deviation."""
-        deviation = steps * self.num_coordinates * LARGEST_TOTAL_VARIATION
-        share = _SHARE * delta / deviation
-        return math.log(share - 1) if share > 1 else -math.inf
+        return guarantee_of({self.of_step(noise_multiplier): steps}, delta=delta)

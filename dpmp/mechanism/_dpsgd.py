@@ -17,7 +17,7 @@ from dpmp.clipping._joint_sums import ReleasedMetrics, contribution
 from dpmp.engines._methods import check_method
 from dpmp.mechanism import _checks, _statement
 from dpmp.mechanism._batches import Batches
-from dpmp.mechanism._costs import Costs
+from dpmp.mechanism._costs import Costs, StepCost
 from dpmp.mechanism._released import Released, check_num_entries, split
 from dpmp.mechanism._resolution import choose_resolution
 from dpmp.numerics import _arithmetic
@@ -195,7 +195,12 @@ class DPSGD:
         Under ADD_OR_REMOVE_ONE, it describes the neighbour with one example more;
         `guarantee` also considers the one with one example less, which may cost more.
         """
-        return self._costs.event(self._calibrated, self.iterations)
+        return self.step_cost.event(self.iterations)
+
+    @property
+    def step_cost(self) -> StepCost:
+        """All facts that the privacy cost of one step depends on."""
+        return self._costs.of_step(self._calibrated)
 
     def clipped_grad(
         self, fun: Callable[..., Any], argnums: Any = 0, **kwargs: Any
@@ -277,8 +282,7 @@ class DPSGD:
 
         Returns:
           Epsilon, delta and the accountant. Epsilon is infinite without clipping or
-          noise, or if delta is too small to cover the sampler's deviation from ideal
-          noise (`mechanism/_costs.py`).
+          noise, or if delta does not cover the sampler's deviation from ideal noise.
 
         Raises:
           ValueError: before calibration, without a delta, or for an argument out of

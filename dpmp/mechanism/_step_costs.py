@@ -1,0 +1,130 @@
+"""Computes what steps cost in privacy, of one run or of several on the same data.
+
+A small share of delta is charged for the sampler of the noise. Each entry of the noise
+deviates slightly from an ideal discrete Gaussian
+(`noise_addition/_discrete_gaussian.py`). If the total variation distances of all
+entries add up to t, they use up (1 + exp(epsilon)) t of delta. If the share does not
+cover this, no finite epsilon is claimed.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import dp_accounting
+
+from dpmp import _validate, accounting
+from dpmp.mechanism._batches import larger_datasets
+from dpmp.noise_addition._discrete_gaussian import LARGEST_TOTAL_VARIATION
+
+SHARE = 1e-4  # of delta, for the sampler
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """All facts that the privacy cost of one step depends on.
+
+    Attributes:
+      sampling_prob: the probability that an example is in a batch.
+      num_examples: the size of the dataset.
+      truncated_batch_size: the size of the largest batch.
+      noise_multiplier: the standard deviation of the noise over the largest norm of a
+        contribution; 0 for no privacy.
+      is_clipped: whether the norm of a contribution has a bound.
+      num_coordinates: the number of entries that receive noise, or an upper bound.
+      neighboring_relation: which two datasets are neighbours.
+    """
+
+    sampling_prob: float
+    num_examples: int
+    truncated_batch_size: int
+    noise_multiplier: float
+    is_clipped: bool
+    num_coordinates: int
+    neighboring_relation: dp_accounting.NeighboringRelation
+
+    def event(
+        self, steps: int, num_examples: int | None = None
+    ) -> dp_accounting.DpEvent:
+        """Steps as an event; `num_examples` is the size of the larger dataset."""
+        num_examples = num_examples or max(self.larger_datasets)
+        noise_multiplier = self.noise_multiplier if self.is_clipped else 0.0
+        if self.truncated_batch_size >= num_examples:
+            return accounting.dpsgd_event(
+                noise_multiplier, steps, sampling_prob=self.sampling_prob
+            )
+        return accounting.truncated_dpsgd_event(
+            noise_multiplier,
+            steps,
+            sampling_prob=self.sampling_prob,
+            num_examples=num_examples,
+            truncated_batch_size=self.truncated_batch_size,
+        )
+
+    @property
+    def larger_datasets(self) -> tuple[int, ...]:
+        """The sizes that the larger of two neighbouring datasets may have."""
+        return larger_datasets(self.num_examples, self.neighboring_relation)
+
+
+def guarantee_of(
+    steps: Mapping[StepCost, int], *, delta: float
+) -> accounting.PrivacyGuarantee:
+    """Computes epsilon of all steps together, given how many there are of each cost.
+
+    Every step may use all people: those of different costs may have different datasets,
+    as long as one person is one example in each.
+
+    Raises:
+      ValueError: if `delta` is out of range, or if the steps have different
+        neighbouring relations.
+    """
+    delta = accounting.check_delta(delta)
+    return _guarantee_of(tuple(steps.items()), delta)
+
+
+# Reports and statements ask for the same epsilons again and again.
+@functools.lru_cache(maxsize=1024)
+def _guarantee_of(
+    steps: tuple[tuple[StepCost, int], ...], delta: float
+) -> accounting.PrivacyGuarantee:
+    relation = _common_relation([cost for cost, _ in steps])
+    # If a person is added, every larger dataset has one example more.
+    neighbours = zip(*(cost.larger_datasets for cost, _ in steps), strict=True)
+    guarantees = [
+        accounting.get_epsilon(
+            dp_accounting.ComposedDpEvent(
+                [
+                    cost.event(n, size)
+                    for (cost, n), size in zip(steps, sizes, strict=True)
+                ]
+            ),
+            delta=delta * (1 - SHARE),
+            neighboring_relation=relation,
+        )
+        for sizes in list(neighbours) or [()]
+    ]
+    worst = max(guarantees, key=lambda guarantee: guarantee.epsilon)
+    is_covered = worst.epsilon <= largest_epsilon(dict(steps), delta)
+    epsilon = worst.epsilon if is_covered else math.inf
+    return dataclasses.replace(worst, epsilon=epsilon, delta=delta)
+
+
+def largest_epsilon(steps: Mapping[StepCost, int], delta: float) -> float:
+    """The largest epsilon for which the share covers the sampler's deviation."""
+    entries = sum(n * cost.num_coordinates for cost, n in steps.items())
+    share = SHARE * delta / (max(entries, 1) * LARGEST_TOTAL_VARIATION)
+    return math.log(share - 1) if share > 1 else -math.inf
+
+
+def _common_relation(costs: list[StepCost]) -> dp_accounting.NeighboringRelation:
+    """The neighbouring relation of all costs; the default one if there are none."""
+    relations = {cost.neighboring_relation for cost in costs}
+    _validate.require(
+        len(relations) <= 1,
+        "epsilons can be composed only if all runs have one neighbouring relation",
+        neighboring_relations=sorted(relation.name for relation in relations),
+        fix="Compute epsilon for each relation alone, and report both.",
+    )
+    return relations.pop() if relations else accounting.DEFAULT_RELATION
