@@ -109,16 +109,19 @@ class Checkpoints:
         return None
 
     def _read(self, step: int, like: PyTree) -> PyTree:
-        arrays = _without_keys(like)
-        sums = jax.eval_shape(checksums, arrays)
-        shapes = jax.tree.map(_shape_of, {"state": arrays, "checksums": sums})
-        _check_arrays(self._manager.item_metadata(step).tree["state"], arrays)
+        saved = _by_name(self._manager.item_metadata(step).tree["state"])
+        arrays = jax.tree_util.tree_map_with_path(
+            lambda path, x: _shape_of(x, _name(path), saved), like
+        )
+        _check_arrays(saved, _by_name(arrays))
+        sums = jax.ShapeDtypeStruct((len(saved),), np.uint32)
+        shapes = {"state": arrays, "checksums": sums}
         restored = self._manager.restore(
             step, args=self._ocp.args.StandardRestore(shapes)
         )
         if not np.array_equal(restored["checksums"], checksums(restored["state"])):
             raise ValueError("a checksum differs")
-        return jax.tree.map(_as_was, restored["state"], like)
+        return jax.tree.map(_as_was, like, restored["state"])
 
     def wait(self) -> None:
         """Waits until all is written, and raises the error if it could not be."""
@@ -162,42 +165,60 @@ def checksums(tree: PyTree) -> jax.Array:
     return jnp.stack([checksum(x) for x in jax.tree.leaves(tree)])
 
 
-def _check_arrays(saved: PyTree, wanted: PyTree) -> None:
+def _check_arrays(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises _OtherArraysError, naming one array, unless the arrays are the same."""
-    saved, wanted = _by_name(saved), _by_name(wanted)
     for name in sorted({*saved, *wanted}):
-        if saved.get(name) != wanted.get(name):
+        types = [
+            f"{x.dtype.name}{list(x.shape)}" if x is not None else None
+            for x in (saved.get(name), wanted.get(name))
+        ]
+        if types[0] != types[1]:
             raise _OtherArraysError(
-                {"array": name, "saved": saved.get(name), "wanted": wanted.get(name)}
+                {"array": name, "saved": types[0], "wanted": types[1]}
             )
 
 
-def _by_name(tree: PyTree) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): f"{x.dtype}{x.shape}"
-        for path, x in leaves
-    }
+def _by_name(tree: PyTree) -> dict[str, Any]:
+    return {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _is_key(x: jax.Array) -> bool:
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _without_keys(tree: PyTree) -> PyTree:
-    """The words of all keys in place of the keys."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+    """The words of each key, by the name of its generator, in place of the key."""
+
+    def words(x: jax.Array) -> PyTree:
+        return {str(jax.random.key_impl(x)): jax.random.key_data(x)}
+
+    return jax.tree.map(lambda x: words(x) if _is_key(x) else x, tree)
 
 
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = x.sharding if isinstance(x, jax.Array) else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def _shape_of(like: jax.Array, name: str, saved: dict[str, Any]) -> PyTree:
+    """What to read in the place of an array, or of a key of any generator."""
+    sharding = like.sharding if isinstance(like, jax.Array) else None
+    if not _is_key(like):
+        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+    return {
+        found.removeprefix(f"{name}."): jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for found, x in saved.items()
+        if found.startswith(f"{name}.")
+    }
 
 
-def _as_was(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Makes a restored array a key, and one that jax may move, if the other was."""
-    if not like.committed:
-        x = jnp.asarray(np.asarray(x))
-    if _is_key(like):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
-    return x
+def _as_was(like: jax.Array, restored: PyTree) -> jax.Array:
+    """Makes what was read a key, and an array that jax may move, if the other was."""
+    is_placed = isinstance(like, jax.Array) and like.committed
+
+    def placed(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, like.sharding) if is_placed else jnp.array(np.array(x))
+
+    if not _is_key(like):
+        return placed(restored)
+    ((generator, words),) = restored.items()
+    return jax.random.wrap_key_data(placed(words), impl=generator)
