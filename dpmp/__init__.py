@@ -1,6 +1,13 @@
 """Differentially private training with precision-aware accumulation."""
 
-from dpmp import accounting, batch_selection, loss_scaling, noise_addition, planning
+from dpmp import (
+    accounting,
+    batch_selection,
+    loss_scaling,
+    noise_addition,
+    planning,
+    runs,
+)
 from dpmp.clipping import (
     AuxiliaryOutput,
     BoundedSensitivityCallable,
@@ -46,4 +53,5 @@ __all__ = [
     "noise_addition",
     "planning",
     "precision_report",
+    "runs",
 ]
