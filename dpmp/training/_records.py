@@ -81,9 +81,11 @@ class Records(NoRecords):
 
     def keep(self, state: TrainingState, error: BaseException) -> None:
         """Saves the state of a stopped run, if possible, and says so in the error."""
+        step = int(state.step)
         try:
-            self._save(int(state.step), state)
+            self._save(step, state)
             self._checkpoints.wait()
+            self._entry.stop_before(step)
         except Exception as cause:  # the first error must not be lost
             error.add_note(f"dpmp: this state could not be saved: {cause}")
         else:
