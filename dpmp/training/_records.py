@@ -12,6 +12,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -132,6 +133,7 @@ def recorded(
       keep: the number of checkpoints to keep.
       epsilon_budget: the epsilon at which to stop, or None.
     """
+    _check(directory, every=every, keep=keep, epsilon_budget=epsilon_budget)
     if directory is None:
         yield NoRecords(state, stop)
         return
@@ -142,8 +144,7 @@ def recorded(
     ):
         ledger = runs.Ledger.open(path)
         num_examples = mechanism.num_examples
-        state = _newest(checkpoints, ledger, state, load, num_examples)
-        check_state(state)
+        state = _newest(checkpoints, ledger, state, load, num_examples, check_state)
         step = int(state.step)
         if step >= stop:
             yield NoRecords(state, stop)
@@ -169,6 +170,32 @@ def recorded(
         )
 
 
+def _check(
+    directory: Any, *, every: Any, keep: Any, epsilon_budget: float | None
+) -> None:
+    _validate.positive_integer(every=every, fix="Use 100, for example.")
+    _validate.positive_integer(keep=keep, fix="Use 3, for example.")
+    _validate.require(
+        directory is not None or epsilon_budget is None,
+        "a budget needs a directory, whose ledger has all steps that were begun",
+        checkpoint_dir=directory,
+        fix="Pass checkpoint_dir too.",
+    )
+    is_path = isinstance(directory, str | os.PathLike | None)
+    _validate.require(
+        is_path,
+        "checkpoint_dir must be a path",
+        type=type(directory).__name__,
+        fix='Use "runs/1", for example.',
+    )
+    _validate.require(
+        directory is None or not os.path.isfile(directory),
+        "checkpoint_dir must be a directory",
+        checkpoint_dir=directory,
+        fix="Use another name.",
+    )
+
+
 @contextlib.contextmanager
 def _opened(path: pathlib.Path, keep: int = 3) -> Iterator[Checkpoints]:
     checkpoints = Checkpoints(path, keep=keep)
@@ -190,6 +217,7 @@ def _newest(
     state: TrainingState,
     load: Load,
     num_examples: int,
+    check_state: Callable[[TrainingState], None],
 ) -> TrainingState:
     """The given state or that of the newest checkpoint, if that has more steps.
 
@@ -214,6 +242,7 @@ def _newest(
             "directory, which is charged as well.",
         )
         return state
+    check_state(saved["state"])
     _validate.require(
         np.array_equal(saved["data"], _probe(load, num_examples, saved["state"])),
         "a run must go on with its data",

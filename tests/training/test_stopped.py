@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import dpmp
-from dpmp.training._stopped import deferred_interrupts
+from dpmp.training._stopped import deferred_signals
 
 SIZE = 32
 DATA = {"x": np.ones((SIZE, 3), np.float32), "y": np.ones(SIZE, np.float32)}
@@ -117,7 +117,7 @@ def default_handler():
 
 
 def interrupt(times, done):
-    with deferred_interrupts():
+    with deferred_signals():
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
         done.append("step")
@@ -144,7 +144,7 @@ def test_a_handler_of_the_users_own_stays():
     received = []
     before = signal.signal(signal.SIGINT, lambda *_: received.append(1))
     try:
-        with deferred_interrupts():
+        with deferred_signals():
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)

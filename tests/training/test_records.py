@@ -1,0 +1,332 @@
+"""A run with a directory loses nothing: it goes on with the same bits, or says why not.
+
+A copy of the directory, made in the middle of a run, is what a killed process leaves.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpmp
+from dpmp import runs
+
+SIZE = 32
+CANARY = 12345.678  # in the data alone
+RNG = np.random.default_rng(0)
+DATA = {
+    "x": RNG.normal(size=(SIZE, 3)).astype(np.float32),
+    "y": np.full(SIZE, CANARY, np.float32),
+}
+PARAMS = {"w": jnp.zeros(3)}
+KEY = jax.random.key(5)
+MECHANISM = dpmp.DPSGD(
+    num_examples=SIZE,
+    expected_batch_size=8,
+    iterations=7,
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+    delta=1e-3,
+)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def make_trainer(rate=0.1, **fields):
+    return dpmp.DPTrainer(
+        mechanism=dataclasses.replace(MECHANISM, **fields),
+        loss_fn=loss_fn,
+        optimizer=optax.sgd(rate, momentum=0.9),
+        policy="float32",
+    )
+
+
+def run(directory=None, *, trainer=None, state=None, key=KEY, data=DATA, **kwargs):
+    trainer = trainer or make_trainer()
+    if state is None:
+        state = trainer.init(PARAMS, prng_key=key)
+    if directory is not None:
+        kwargs = {"checkpoint_dir": directory, "every": 3} | kwargs
+    return trainer.fit(state, data, progress=False, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return run()
+
+
+def assert_same(state, other):
+    def words(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    for a, b in zip(*map(jax.tree.leaves, (state, other)), strict=True):
+        assert words(a).tobytes() == words(b).tobytes()
+
+
+def killed_after(num_steps, tmp_path):
+    """The directory of a run that was killed, with its checkpoint after step 3."""
+    target = tmp_path / "killed"
+
+    def callback(state):
+        if int(state.step) == num_steps:
+            while not (tmp_path / "run" / "checkpoints" / "3").is_dir():
+                time.sleep(0.01)
+            shutil.copytree(tmp_path / "run", target)
+
+    run(tmp_path / "run", callback=callback)
+    return target
+
+
+def ledger_of(directory):
+    return runs.Ledger.open(directory)
+
+
+def num_steps(directory):
+    return [run.num_steps for run in ledger_of(directory).runs]
+
+
+def test_a_directory_does_not_change_the_run(tmp_path, undisturbed):
+    assert_same(run(tmp_path), undisturbed)
+    assert num_steps(tmp_path) == [7]
+    assert ledger_of(tmp_path).guarantee(delta=1e-3) == MECHANISM.guarantee()
+
+
+def test_the_ledger_has_every_step_before_it_begins(tmp_path):
+    def callback(state):
+        (steps,) = num_steps(tmp_path)
+        assert steps >= int(state.step)
+
+    run(tmp_path, callback=callback)
+
+
+@pytest.mark.parametrize("step", [4, 5, 6])
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, undisturbed, step):
+    directory = killed_after(step, tmp_path)
+    trainer = make_trainer()
+    state = trainer.init_or_restore(PARAMS, directory)
+    assert int(state.step) < step
+    assert_same(run(directory, trainer=trainer, state=state), undisturbed)
+    assert num_steps(directory) == [7]
+
+
+def test_fit_goes_on_from_the_newest_checkpoint_of_its_key(tmp_path, undisturbed):
+    directory, seen = killed_after(5, tmp_path), []
+    callback = lambda state: seen.append(int(state.step))  # noqa: E731
+    assert_same(run(directory, callback=callback), undisturbed)
+    assert seen == [4, 5, 6, 7]
+
+
+class FailureError(Exception):
+    pass
+
+
+def stopped_after(num_steps, directory, error=FailureError, **kwargs):
+    def callback(state):
+        if int(state.step) == num_steps:
+            raise error
+
+    with pytest.raises(error) as caught:
+        run(directory, callback=callback, **kwargs)
+    return caught.value
+
+
+def test_a_stopped_run_is_saved_at_its_last_step(tmp_path, undisturbed):
+    error = stopped_after(5, tmp_path)
+    assert "saved" in "".join(error.__notes__)
+    state = make_trainer().init_or_restore(PARAMS, tmp_path)
+    assert int(state.step) == 5
+    assert num_steps(tmp_path) == [5]  # the record was for 6
+    assert_same(run(tmp_path, state=state), undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_step_end_and_saves_it(tmp_path, undisturbed, number):
+    class Source:
+        def __len__(self):
+            return SIZE
+
+        def __getitem__(self, indices):
+            # From the probe and the empty batch on, this is the third batch.
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 5:
+                os.kill(os.getpid(), number)
+            return {name: x[indices] for name, x in DATA.items()}
+
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:
+        run(tmp_path, data=Source())
+    if number == signal.SIGTERM:
+        assert caught.value.code == 128 + signal.SIGTERM
+    assert "Run the same program again" in "".join(caught.value.__notes__)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    state = make_trainer().init_or_restore(PARAMS, tmp_path)
+    assert 1 <= int(state.step) < 7
+    assert_same(run(tmp_path, state=state), undisturbed)
+
+
+@pytest.mark.filterwarnings("default")
+def test_lost_steps_of_another_program_get_fresh_noise_and_count_twice(tmp_path):
+    directory = killed_after(5, tmp_path)
+    before = make_trainer().init_or_restore(PARAMS, directory)
+    with pytest.warns(UserWarning, match=r"after step 3 were lost.*fresh keys"):
+        after = run(directory, trainer=make_trainer(rate=0.2))
+    for name in ("sampling_key", "model_key"):
+        assert np.any(getattr(after, name) != getattr(before, name))
+    one, two = (runs.key_fingerprint(x.noise_state.prng_key) for x in (after, before))
+    assert one != two
+    assert num_steps(directory) == [6, 4]
+
+
+def test_a_stopped_run_may_go_on_with_another_program(tmp_path):
+    stopped_after(5, tmp_path)
+    state = run(tmp_path, trainer=make_trainer(rate=0.2))
+    keys = (x.noise_state.prng_key for x in (state, run()))
+    assert len(set(map(runs.key_fingerprint, keys))) == 1
+    assert num_steps(tmp_path) == [5, 2]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("l2_clip_norm", 2.0),
+        ("expected_batch_size", 9.0),
+        ("noise_multiplier", 2.0),
+        ("num_examples", SIZE + 1),
+        ("arithmetic", "float32"),
+    ],
+)
+def test_another_mechanism_is_refused_by_the_name_of_its_field(tmp_path, field, value):
+    stopped_after(4, tmp_path)
+    trainer = make_trainer(**{field: value})
+    with pytest.raises(ValueError, match=f"{field}.*trainer.init"):
+        trainer.init_or_restore(PARAMS, tmp_path)
+    size = SIZE + (field == "num_examples")
+    data = jax.tree.map(lambda x: np.resize(x, (size, *x.shape[1:])), DATA)
+    with pytest.raises(ValueError, match=f"{field}.*trainer.init"):
+        run(tmp_path, trainer=trainer, data=data)
+    assert num_steps(tmp_path) == [4]
+
+
+def test_another_key_is_refused(tmp_path):
+    stopped_after(4, tmp_path)
+    with pytest.raises(ValueError, match=r"another key; got prng_key=.*init_or_restore"):
+        run(tmp_path, key=jax.random.key(6))
+    assert num_steps(tmp_path) == [4]
+
+
+def test_other_data_are_refused_without_showing_them(tmp_path):
+    stopped_after(4, tmp_path)
+    data = DATA | {"y": DATA["y"][::-1] + 1}
+    with pytest.raises(ValueError, match="must go on with its data") as caught:
+        run(tmp_path, data=data)
+    assert str(CANARY)[:4] not in str(caught.value)
+
+
+def test_a_ledger_without_checkpoints_is_refused(tmp_path):
+    stopped_after(4, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="must have a checkpoint to go on from"):
+        run(tmp_path)
+
+
+def test_steps_before_the_first_directory_are_in_the_ledger(tmp_path, undisturbed):
+    state = run(stop_at=2)
+    assert_same(run(tmp_path, state=state), undisturbed)
+    assert num_steps(tmp_path) == [7]
+
+
+def test_a_finished_run_is_returned(tmp_path, undisturbed):
+    run(tmp_path)
+    assert_same(run(tmp_path), undisturbed)
+    assert num_steps(tmp_path) == [7]
+
+
+def test_two_runs_in_one_directory_are_refused(tmp_path):
+    with (
+        runs.locked(tmp_path),
+        pytest.raises(RuntimeError, match="only one process at a time"),
+    ):
+        run(tmp_path)
+
+
+def test_a_budget_stops_the_run_before_it_is_exceeded(tmp_path):
+    budget = (MECHANISM.guarantee(4).epsilon + MECHANISM.guarantee(5).epsilon) / 2
+    with pytest.warns(UserWarning, match="allows 4 steps of 7"):
+        state = run(tmp_path, epsilon_budget=budget)
+    assert int(state.step) == 4
+    assert ledger_of(tmp_path).guarantee(delta=1e-3) == MECHANISM.guarantee(4)
+    with pytest.raises(ValueError, match="must allow one more step"):
+        run(tmp_path, epsilon_budget=budget)
+    assert int(run(tmp_path, epsilon_budget=100.0).step) == 7
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"epsilon_budget": 1.0}, "a budget needs a directory"),
+        ({"every": 0}, "every must be an integer of at least 1"),
+        ({"keep": 0}, "keep must be an integer of at least 1"),
+        ({"checkpoint_dir": 3}, "checkpoint_dir must be a path"),
+    ],
+)
+def test_bad_arguments_are_refused_first(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        run(**kwargs)
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="checkpoint_dir must be a directory"):
+        run(tmp_path / "file")
+
+
+def test_only_the_owner_may_read_a_run(tmp_path):
+    run(tmp_path / "run")
+    for path in (tmp_path / "run").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_no_file_shows_an_example_or_a_key(tmp_path):
+    state = run(tmp_path)
+    words = np.asarray(jax.random.key_data(state.noise_state.prng_key))
+    secrets = [str(CANARY)[:7].encode(), np.float32(CANARY).tobytes()]
+    secrets += [str(int(x)).encode() for x in (*words, *state.sampling_key)]
+    public = [p for p in tmp_path.rglob("*") if p.is_file() and "ocdbt" not in str(p)]
+    assert {p.name for p in public} >= {"ledger.jsonl", "lock", "_METADATA"}
+    for path in public:
+        content = path.read_bytes()
+        assert not any(secret in content for secret in secrets if len(secret) > 3)
+
+
+def test_a_state_that_cannot_be_saved_is_not_lost(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def callback(state):
+        if int(state.step) == 2:
+            monkeypatch.setattr("dpmp.runs._checkpoints.Checkpoints.save", full)
+
+    trainer = make_trainer()
+    with pytest.raises(OSError, match="No space left") as caught:
+        run(tmp_path, trainer=trainer, callback=callback)
+    assert "could not be saved" in "".join(caught.value.__notes__)
+    assert int(trainer.last_state.step) == 3
+    monkeypatch.undo()
+    assert_same(run(tmp_path), run())
+
+
+def test_records_are_json(tmp_path):
+    run(tmp_path)
+    lines = pathlib.Path(tmp_path, "ledger.jsonl").read_text().splitlines()
+    assert [json.loads(line)["start"] for line in lines] == [0, 3, 6]
