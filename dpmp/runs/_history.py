@@ -69,7 +69,7 @@ class Run:
         new = {record.delta} if record.delta is not None else set()
         return dataclasses.replace(
             self.with_steps(range(record.start, record.stop)),
-            first_time=min(self.first_time or record.time, record.time),
+            first_time=min(filter(None, (self.first_time, record.time))),
             last_time=max(self.last_time, record.time),
             deltas=self.deltas | new,
         )
