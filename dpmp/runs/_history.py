@@ -35,6 +35,8 @@ class Run:
       first_time: when the first step was begun.
       last_time: when the last record was written.
       deltas: the deltas that the run was planned for.
+      last: the steps of the last record.
+      before_last: the steps that were begun before it.
     """
 
     key: str
@@ -45,6 +47,8 @@ class Run:
     first_time: str = ""
     last_time: str = ""
     deltas: frozenset[float] = frozenset()
+    last: range = range(0)
+    before_last: tuple[range, ...] = ()
 
     @property
     def identity(self) -> Identity:
@@ -66,12 +70,25 @@ class Run:
 
     def with_record(self, record: Record) -> "Run":
         """The run after what a record states."""
+        steps = range(record.start, record.stop)
         new = {record.delta} if record.delta is not None else set()
+        changed = self.with_steps(steps)
+        changed = dataclasses.replace(changed, last=steps, before_last=self.steps)
         return dataclasses.replace(
-            self.with_steps(range(record.start, record.stop)),
+            changed if record.event == "begin" else self._without(steps),
             first_time=min(filter(None, (self.first_time, record.time))),
             last_time=max(self.last_time, record.time),
             deltas=self.deltas | new,
+        )
+
+    def _without(self, steps: range) -> "Run":
+        """The run if these, the last of the steps recorded last, have not begun."""
+        last = range(self.last.start, steps.start)
+        return dataclasses.replace(
+            self,
+            steps=_union([*self.before_last, *filter(None, [last])]),
+            num_begun=self.num_begun - len(steps),
+            last=last,
         )
 
     def repeats_noise_of(self, other: "Run") -> bool:

@@ -111,6 +111,7 @@ class Entry:
     def __init__(self, ledger: Ledger, mechanism: DPSGD, key: str, data: str):
         self._ledger, self._delta = ledger, mechanism.delta
         self._identity = key, data, mechanism.step_cost
+        self._last_begun = range(0)
 
     def begin(self, start: int, stop: int) -> None:
         """Records that the steps from `start` to before `stop` are about to begin.
@@ -125,9 +126,26 @@ class Entry:
         """
         steps = _check_range(start, stop)
         self._runs_after(steps)
+        self._write("begin", steps)
+        self._last_begun = steps
+
+    def stop_before(self, step: int) -> None:
+        """Records that a run was stopped before `step`, in the last steps of `begin`.
+
+        `step` and those after it have not begun, and cost nothing.
+
+        Raises:
+          OSError, RuntimeError: see `begin`.
+        """
+        if step in self._last_begun:
+            self._write("not begun", range(step, self._last_begun.stop))
+            self._last_begun = range(self._last_begun.start, step)
+
+    def _write(self, event: str, steps: range) -> None:
         key, data, cost = self._identity
         now = datetime.datetime.now(datetime.UTC)
         record = Record(
+            event=event,
             time=now.isoformat(timespec="seconds"),
             dpmp=_version("dpmp"),
             jax=_version("jax"),
@@ -169,11 +187,17 @@ class Entry:
 
         return most_steps(epsilon, budget, len(steps))
 
+    def repeats_noise(self, start: int, stop: int) -> bool:
+        """Whether a step was begun with the same key and other data or another cost.
+
+        `begin` refuses such steps: the noise would cancel in the difference.
+        """
+        run, runs = self._after(_check_range(start, stop))
+        return any(run.repeats_noise_of(other) for other in runs)
+
     def _runs_after(self, steps: range) -> list[Run]:
         """All runs after these steps; ValueError if they would repeat noise."""
-        history = self._ledger._history
-        run = history.run(*self._identity).with_steps(steps)
-        runs = history.with_run(run)
+        run, runs = self._after(steps)
         _validate.require(
             not any(run.repeats_noise_of(other) for other in runs),
             "no step may be repeated with the same key and other data, another loss or "
@@ -183,6 +207,11 @@ class Entry:
             fix="Continue the run as it was. Or start another run with a fresh key.",
         )
         return runs
+
+    def _after(self, steps: range) -> tuple[Run, list[Run]]:
+        history = self._ledger._history
+        run = history.run(*self._identity).with_steps(steps)
+        return run, history.with_run(run)
 
 
 def _check_range(start: int, stop: int) -> range:

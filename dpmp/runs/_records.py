@@ -23,9 +23,11 @@ _WHAT_TO_DO = "Restore the file from a copy: it is the only account of these ste
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """States that steps of a run are about to begin.
+    """States that steps of a run are about to begin, or that they have not begun.
 
     Attributes:
+      event: "begin"; or "not begun" for the last of the steps that the run's record
+        before this one was about to begin.
       time: the time, in UTC (ISO 8601).
       dpmp: the version of dpmp.
       jax: the version of jax.
@@ -37,6 +39,7 @@ class Record:
       cost: what one step costs in privacy.
     """
 
+    event: str
     time: str
     dpmp: str
     jax: str
