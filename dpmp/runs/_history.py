@@ -72,14 +72,19 @@ class Run:
         """The run after what a record states."""
         steps = range(record.start, record.stop)
         new = {record.delta} if record.delta is not None else set()
-        changed = self.with_steps(steps)
-        changed = dataclasses.replace(changed, last=steps, before_last=self.steps)
+        # Any other record counts, so that none can hide steps of the records before.
+        ends_last = steps.start in self.last and steps.stop == self.last.stop
+        is_undone = record.event == "not begun" and ends_last
         return dataclasses.replace(
-            changed if record.event == "begin" else self._without(steps),
+            self._without(steps) if is_undone else self._with_last(steps),
             first_time=min(filter(None, (self.first_time, record.time))),
             last_time=max(self.last_time, record.time),
             deltas=self.deltas | new,
         )
+
+    def _with_last(self, steps: range) -> "Run":
+        changed = self.with_steps(steps)
+        return dataclasses.replace(changed, last=steps, before_last=self.steps)
 
     def _without(self, steps: range) -> "Run":
         """The run if these, the last of the steps recorded last, have not begun."""

@@ -17,6 +17,8 @@ import pytest
 from dpmp import DPSGD, accounting, runs
 from dpmp.noise_addition._discrete_gaussian import LARGEST_TOTAL_VARIATION
 from dpmp.runs import Ledger, _ledger
+from dpmp.runs._history import Run
+from dpmp.runs._records import Record
 
 DELTA = 1e-5
 MECHANISM = DPSGD(
@@ -109,6 +111,51 @@ class TestCounting:
         with pytest.raises(ValueError, match="would cancel in the difference"):
             entry.steps_within(100.0, delta=DELTA, start=29, stop=40)
         assert file_of(tmp_path).read_bytes() == before
+
+    def test_noise_that_would_be_used_twice_can_be_foreseen(self, tmp_path):
+        entry_of(Ledger.open(tmp_path)).begin(0, 30)
+        ledger = Ledger.open(tmp_path)
+        assert not entry_of(ledger).repeats_noise(0, 40)
+        assert not entry_of(ledger, key="other", data="other").repeats_noise(0, 40)
+        assert not entry_of(ledger, data="other").repeats_noise(30, 40)
+        assert entry_of(ledger, data="other").repeats_noise(29, 40)
+
+    def test_steps_that_a_stopped_run_did_not_begin_cost_nothing(self, tmp_path):
+        entry = entry_of(Ledger.open(tmp_path))
+        entry.begin(0, 10)
+        entry.begin(10, 50)
+        for step in (9, 50, 51):  # all of the block was begun, or another block
+            entry.stop_before(step)
+            assert num_steps(tmp_path) == 50
+        entry.stop_before(20)
+        entry.stop_before(15)
+        entry.stop_before(17)
+        (run,) = Ledger.open(tmp_path).runs
+        assert (run.steps, run.num_begun) == ((range(0, 15),), 15)
+        entry.begin(15, 20)
+        assert num_steps(tmp_path) == 20
+
+    def test_what_was_begun_before_a_repetition_stays_begun(self, tmp_path):
+        entry_of(Ledger.open(tmp_path)).begin(0, 50)
+        entry = entry_of(Ledger.open(tmp_path))
+        entry.begin(20, 60)
+        entry.stop_before(30)
+        (run,) = Ledger.open(tmp_path).runs
+        assert (run.steps, run.num_begun) == ((range(0, 50),), 60)
+        entry_of(Ledger.open(tmp_path)).stop_before(10)  # it has begun nothing
+        assert num_steps(tmp_path) == 50
+
+    @pytest.mark.parametrize(("start", "stop"), [(10, 20), (5, 50), (50, 60), (40, 60)])
+    def test_only_the_end_of_the_last_record_can_be_taken_back(self, start, stop):
+        fields = {"time": "2026", "dpmp": "", "jax": "", "key": "", "data": ""}
+        cost = {"delta": None, "cost": MECHANISM.step_cost}
+        run = Run(key="", data="", cost=MECHANISM.step_cost)
+        run = run.with_record(
+            Record(event="begin", start=10, stop=50, **fields, **cost)
+        ).with_record(
+            Record(event="not begun", start=start, stop=stop, **fields, **cost)
+        )
+        assert set(range(10, 50)) <= {x for steps in run.steps for x in steps}
 
     def test_runs_of_several_mechanisms_compose(self, tmp_path):
         sampled = [
@@ -239,6 +286,7 @@ class TestFile:
         assert record.pop("jax") == jax.__version__
         assert record == {
             "format": 1,
+            "event": "begin",
             "key": "key",
             "data": "data",
             "start": 10,
@@ -446,7 +494,7 @@ def write_until_killed(directory, sender):
 
 
 @pytest.mark.parametrize(
-    "kills", [20, pytest.param(300, marks=pytest.mark.slow)], ids=["few", "many"]
+    "kills", [8, pytest.param(300, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_a_killed_run_leaves_a_ledger_with_every_step(tmp_path, kills):
     context = multiprocessing.get_context("forkserver")
