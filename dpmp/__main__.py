@@ -9,6 +9,7 @@ from typing import Any
 import rich.console
 
 from dpmp.planning import _commands
+from dpmp.runs._commands import add_ledger_command
 from dpmp.tools import devices, memory
 from dpmp.tools.selfcheck import _command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.add_devices_command(commands)
     memory.add_memory_command(commands)
     _commands.add_planning_commands(commands)
+    add_ledger_command(commands)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()

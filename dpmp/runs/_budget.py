@@ -26,17 +26,19 @@ def most_steps(epsilon: Callable[[int], float], budget: float, wanted: int) -> i
             known[steps] = epsilon(steps)
         return known[steps] > budget
 
-    def excess(steps: float) -> float:
-        is_above(round(steps))
-        ratio = known[round(steps)] / budget
-        return math.log(min(max(ratio, 0.1), 10.0))  # infinities would stop the search
+    def excess(log_steps: float) -> float:
+        steps = round(math.exp(log_steps))
+        is_above(steps)
+        # Infinities would stop the search.
+        return math.log(min(max(known[steps] / budget, 1e-3), 1e3))
 
     if not is_above(wanted):
         return wanted
-    if is_above(0):
+    if is_above(1):
         return 0
-    # A computation can take a second, and halving alone would need many of them.
-    optimize.brentq(excess, 0, wanted, xtol=0.5)
+    # A computation can take a second, and halving alone would need many of them. The
+    # logarithms of steps and epsilon are nearly proportional.
+    optimize.brentq(excess, 0.0, math.log(wanted), xtol=1e-12)
     low = max(steps for steps in known if not is_above(steps))
     high = min(steps for steps in known if steps > low)
     return low + bisect.bisect(range(low + 1, high), False, key=is_above)

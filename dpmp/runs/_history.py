@@ -13,10 +13,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from dpmp import accounting
 from dpmp.mechanism import StepCost, guarantee_of
 from dpmp.runs._records import Record
+
+Identity: TypeAlias = tuple[str, str, StepCost]  # of key, data and cost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,11 @@ class Run:
     before_last: tuple[range, ...] = ()
 
     @property
+    def identity(self) -> Identity:
+        """Steps with the same number and the same identity are the same step."""
+        return self.key, self.data, self.cost
+
+    @property
     def num_steps(self) -> int:
         """The number of different steps."""
         return sum(map(len, self.steps))
@@ -64,14 +72,19 @@ class Run:
         """The run after what a record states."""
         steps = range(record.start, record.stop)
         new = {record.delta} if record.delta is not None else set()
-        changed = self.with_steps(steps)
-        changed = dataclasses.replace(changed, last=steps, before_last=self.steps)
+        # Any other record counts, so that none can hide steps of the records before.
+        ends_last = steps.start in self.last and steps.stop == self.last.stop
+        is_undone = record.event == "not begun" and ends_last
         return dataclasses.replace(
-            changed if record.event == "begin" else self._without(steps),
+            self._without(steps) if is_undone else self._with_last(steps),
             first_time=min(filter(None, (self.first_time, record.time))),
             last_time=max(self.last_time, record.time),
             deltas=self.deltas | new,
         )
+
+    def _with_last(self, steps: range) -> "Run":
+        changed = self.with_steps(steps)
+        return dataclasses.replace(changed, last=steps, before_last=self.steps)
 
     def _without(self, steps: range) -> "Run":
         """The run if these, the last of the steps recorded last, have not begun."""
@@ -85,7 +98,7 @@ class Run:
 
     def repeats_noise_of(self, other: "Run") -> bool:
         """Whether the runs have noise in common, but not what it is added to."""
-        if self.key != other.key or (self.data, self.cost) == (other.data, other.cost):
+        if self.key != other.key or self.identity == other.identity:
             return False
         together = sum(map(len, _union([*self.steps, *other.steps])))
         return together < self.num_steps + other.num_steps
@@ -95,7 +108,7 @@ class History:
     """The runs of one ledger or of several."""
 
     def __init__(self, records: Iterable[Record] = ()):
-        self._runs: dict[tuple[str, str, StepCost], Run] = {}
+        self._runs: dict[Identity, Run] = {}
         for record in records:
             self.add(record)
 
@@ -111,11 +124,11 @@ class History:
     def add(self, record: Record) -> None:
         """Adds the steps of a record."""
         run = self.run(record.key, record.data, record.cost).with_record(record)
-        self._runs[run.key, run.data, run.cost] = run
+        self._runs[run.identity] = run
 
     def with_run(self, run: Run) -> list[Run]:
         """All runs, with `run` in the place of what is known of it."""
-        return list((self._runs | {(run.key, run.data, run.cost): run}).values())
+        return list((self._runs | {run.identity: run}).values())
 
 
 def repeated_noise(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
