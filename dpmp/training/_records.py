@@ -26,6 +26,7 @@ from dpmp.training._source import Load
 from dpmp.training._state import TrainingState
 from dpmp.training._stopped import sigterm_as_exit
 
+_SAVED = "dpmp: the state is saved. Run the same program again to go on."
 _PROBES = 16  # examples that stand for the data
 _NO_PROBE = np.zeros(4, np.uint32)
 
@@ -90,7 +91,9 @@ class Records(NoRecords):
         except Exception as cause:  # the first error must not be lost
             error.add_note(f"dpmp: this state could not be saved: {cause}")
         else:
-            error.add_note("dpmp: it is saved. Run the same program again to go on.")
+            error.add_note(_SAVED)
+        if isinstance(error, SystemExit):  # Python would show nothing
+            warnings.warn(error.__notes__[-1], stacklevel=2)
 
     def _save(self, step: int, state: TrainingState) -> None:
         self._checkpoints.save(step, {"state": state, "data": self._data})
