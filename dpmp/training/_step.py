@@ -17,6 +17,7 @@ from dpmp import _meshes, _random
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput
 from dpmp.clipping._clipped_sum import specs_of_examples
+from dpmp.engines.book_keeping._relative_cost import relative_cost
 from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD, Released
 from dpmp.precision import Policy
@@ -42,6 +43,11 @@ class Step:
     _compiled: dict[Any, tuple[str, jax.stages.Wrapped, list[Any]]] = field(
         default_factory=dict, init=False
     )
+
+    @property
+    def metric_names(self) -> frozenset[str]:
+        """The names of the noisy metrics that every step releases."""
+        return frozenset({*self.mechanism.metric_names, "overflowed"})
 
     @property
     def dynamic_scale(self) -> DynamicScale | None:
@@ -119,6 +125,12 @@ class Step:
         program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
         return program, constants
 
+    def cost_of_book_keeping(self, state: TrainingState, example: PyTree) -> float:
+        """Estimates it from shapes, over the cost of method="per_example"."""
+        keys = (state.model_key,) if self.uses_prng_key else ()
+        args = jax.eval_shape(self._loss_args, *_meshes.shapes((state, example)))
+        return relative_cost(lambda *args: self.loss_fn(*args, *keys), *args)
+
     def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
         """The arguments of the loss: parameters and batch in the compute dtype."""
         policy = self.policy
@@ -138,7 +150,7 @@ class Step:
             return_values=True,
             return_grad_norms=True,
             loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
-            counts_overflows=dynamic is not None,
+            counts_overflows=True,
             prng_argnum=2 if self.uses_prng_key else None,
         )
         # A cast inside the loss would return the gradients in float32.
@@ -171,5 +183,13 @@ class Step:
             opt_state=strongly_typed(opt_state),
             noise_state=noise_state,
             scale_state=scale_state,
-            metrics=released.metrics,
+            metrics={**released.metrics, "overflowed": self._overflowed(released)},
         )
+
+    def _overflowed(self, released: Released) -> jax.Array:
+        """The noisy fraction of examples whose gradient is not finite.
+
+        Its release costs nothing (`clipping/_joint_sums.py`). The size of the batch is
+        sensitive, so that the expected size stands in for it.
+        """
+        return released.num_overflows / self.mechanism.expected_batch_size

@@ -26,6 +26,8 @@ from dpmp.training._checks import (
     check_state,
     check_types,
 )
+from dpmp.training._headline import headline
+from dpmp.training._overflows import OverflowNote
 from dpmp.training._progress import Progress
 from dpmp.training._settled import put_together, strongly_typed
 from dpmp.training._source import Load, Source, load_batch, loader_of
@@ -149,7 +151,7 @@ class DPTrainer:
             scale_state=self._step.dynamic_scale and self._step.dynamic_scale.init(),
             metrics={
                 name: jnp.full((), jnp.nan, jnp.float32)
-                for name in self.mechanism.metric_names
+                for name in self._step.metric_names
             },
             update_key=update_key if self._policy.stochastic_rounding else None,
             fingerprint=jnp.asarray(_fingerprint.fingerprint(self._facts)),
@@ -267,7 +269,8 @@ class DPTrainer:
             is donated to the next step, so copy the arrays that you want to keep.
           sensitive_callback: a function that is called with values without noise after
             every step. The privacy guarantee does not cover these values.
-          progress: whether to report step, epsilon, speed and time left.
+          progress: whether to report the method, and then step, epsilon, noisy metrics,
+            speed and time left.
 
         Returns:
           The state after `stop_at` steps.
@@ -298,7 +301,7 @@ class DPTrainer:
         object.__setattr__(self, "last_state", None)
         # Read once: to read it from a later state would wait for the step before it.
         key = _sampling_key(state)
-        report = self._progress(start, stop, enabled=progress)
+        report = self._progress(start, stop, state, load, enabled=progress)
         try:
             with report:
                 for step in range(start, stop):
@@ -320,14 +323,20 @@ class DPTrainer:
             raise
         return state
 
-    def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
+    def _progress(
+        self, start: int, stop: int, state: TrainingState, load: Load, *, enabled: bool
+    ) -> Progress:
+        mechanism, dynamic = self.mechanism, self._step.dynamic_scale
+        size = mechanism.expected_batch_size
         return Progress(
             start=start,
             stop=stop,
-            examples_per_step=self.mechanism.expected_batch_size,
-            describe_privacy=SpentPrivacy(self.mechanism, stop).describe
-            if enabled
-            else str,
+            examples_per_step=size,
+            describe_privacy=SpentPrivacy(mechanism, stop).describe if enabled else str,
+            headline=functools.partial(headline, self._step, state, load),
+            note=OverflowNote(
+                mechanism.overflow_stddev / size, is_dynamic=dynamic is not None
+            ),
             enabled=enabled,
         )
 
