@@ -8,6 +8,7 @@ from typing import Any
 
 import rich.console
 
+from dpmp import _validate
 from dpmp.planning import _commands
 from dpmp.tools import devices, memory
 from dpmp.tools.selfcheck import _command
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return args.command(args)
-    except ValueError as error:  # a number that dpmp refuses
+    except _validate.RefusedError as error:
         parser.error(str(error))
 
 

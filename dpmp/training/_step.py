@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpmp import _meshes, _random
+from dpmp import _meshes, _random, _validate
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput
 from dpmp.clipping._clipped_sum import specs_of_examples
@@ -71,7 +71,7 @@ class Step:
             compiled_for, program, constants = compiled
             # The message shows nothing of the batch: its shapes may reveal its content.
             if of_batch != compiled_for:
-                raise ValueError(
+                raise _validate.RefusedError(
                     "all batches must have the same tree, shapes and dtypes, because "
                     "another compilation would reveal what is in them; got other ones. "
                     "Pad examples to one size (see dpmp.Source), and use "
@@ -87,7 +87,7 @@ class Step:
         sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
         # The message does not show the given size: the number of examples is sensitive.
         if sizes != {(size,)}:
-            raise ValueError(
+            raise _validate.RefusedError(
                 f"every batch must be padded to {size} examples; got another number. "
                 f"Pad it, and mark the padding in is_padding_example."
             )

@@ -134,6 +134,7 @@ class DPTrainer:
             prng_key = _random.fresh_key()
         _random.check_key(prng_key)
         noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
+        sampling_key = jax.random.bits(sampling_key, (4,), jnp.uint32)
         params = jax.tree.map(jnp.copy, self._policy.cast_to_param(params))
         opt_state = self.optimizer.init(self._policy.cast_to_update(params))
         state = TrainingState(
@@ -143,7 +144,7 @@ class DPTrainer:
             # because no array of the state may be donated twice.
             opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
             noise_state=self.mechanism.privatizer(noise_key).init(params),
-            sampling_key=jax.random.bits(sampling_key, (4,), jnp.uint32),
+            sampling_key=sampling_key,
             # This generator, the default of jax, compiles in every loss.
             model_key=jax.random.wrap_key_data(
                 jax.random.bits(model_key, (2,), jnp.uint32), impl="threefry2x32"
@@ -154,7 +155,7 @@ class DPTrainer:
                 for name in self._step.metric_names
             },
             update_key=update_key if self._policy.stochastic_rounding else None,
-            fingerprint=jnp.asarray(_fingerprint.fingerprint(self._facts)),
+            fingerprint=_fingerprint.fingerprint(self._facts, sampling_key),
         )
         return put_together(state)
 
@@ -229,7 +230,7 @@ class DPTrainer:
 
     def _check_state(self, state: Any) -> None:
         check_state(state)
-        _fingerprint.check(state.fingerprint, self._facts)
+        _fingerprint.check(state.fingerprint, self._facts, state.sampling_key)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
