@@ -8,6 +8,7 @@ from typing import Any
 
 import rich.console
 
+from dpmp import _validate
 from dpmp.planning import _commands
 from dpmp.runs._commands import add_ledger_command
 from dpmp.tools import devices, memory
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return args.command(args)
-    except ValueError as error:  # a number that dpmp refuses
+    except _validate.RefusedError as error:
         parser.error(str(error))
 
 

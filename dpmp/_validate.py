@@ -11,8 +11,16 @@ import numpy as np
 from dpmp._numbers import as_number, as_real
 
 
+class RefusedError(ValueError):
+    """Raised for an argument that dpmp refuses, whose message says what to do.
+
+    The command line shows it as an error of the user. Any other exception is a defect,
+    and is shown with its traceback.
+    """
+
+
 def fail(
-    required: str, *, fix: str, error: type[Exception] = ValueError, **given: Any
+    required: str, *, fix: str, error: type[Exception] = RefusedError, **given: Any
 ) -> NoReturn:
     """Raises `error` with the requirement, the given values and the fix."""
     values = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -24,7 +32,7 @@ def require(
     required: str,
     *,
     fix: str,
-    error: type[Exception] = ValueError,
+    error: type[Exception] = RefusedError,
     **given: Any,
 ) -> None:
     """Raises `error` unless `condition` holds; see `fail`."""

@@ -68,7 +68,9 @@ def steps_of(event: Any, times: int = 1) -> list[_Step]:
         event=event,
         fix="Use dpsgd_event. For other mechanisms, use an accountant of "
         "dp_accounting.",
-        error=ValueError if isinstance(event, dp_accounting.DpEvent) else TypeError,
+        error=_validate.RefusedError
+        if isinstance(event, dp_accounting.DpEvent)
+        else TypeError,
     )
 
 

@@ -148,7 +148,7 @@ class ReleasedMetrics:
           ValueError: for a batch of more than two million examples.
         """
         if values.shape[0] > _LARGEST_BATCH:  # the size of a batch is sensitive
-            raise ValueError(
+            raise _validate.RefusedError(
                 f"batches with released metrics must have at most {_LARGEST_BATCH} "
                 f"examples. Leave released_metrics out."
             )

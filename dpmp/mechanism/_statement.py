@@ -108,17 +108,28 @@ def _describe_number(batches: Batches) -> str:
 def _describe_metrics(
     metrics: ReleasedMetrics | None, noise_multiplier: float, batch_size: float
 ) -> list[str]:
-    if metrics is None:
-        return []
-    means = ", ".join(
-        f"{name} (standard deviation "
-        f"{metrics.stddev(name, noise_multiplier, batch_size):.2g})"
-        for name in metrics.names
-    )
-    return [
-        f"- Released at every step, with noise: the means of {means}. The claim covers "
-        f"them. They make the noise on the gradient {metrics.widening:.2%} wider."
-    ]
+    always = ReleasedMetrics(fraction_overflowed=True)
+    spread = {
+        name: (metrics or always).stddev(name, noise_multiplier, batch_size)
+        for name in (*(metrics.names if metrics else ()), *always.names)
+    }
+    lines = []
+    if metrics is not None:
+        means = ", ".join(
+            f"{name} (standard deviation {spread[name]:.2g})" for name in metrics.names
+        )
+        lines.append(
+            f"- Released at every step, with noise: the means of {means}. The claim "
+            f"covers them. They make the noise on the gradient {metrics.widening:.2%} "
+            f"wider."
+        )
+    if metrics is None or not metrics.fraction_overflowed:
+        lines.append(
+            f"- DPTrainer also releases, at every step, the fraction of examples whose "
+            f"gradient is not finite, with noise of standard deviation "
+            f"{spread['overflowed']:.2g}. The claim covers it, and it costs nothing."
+        )
+    return lines
 
 
 def _describe_arithmetic(mechanism: Any, arithmetic: Arithmetic) -> str:

@@ -1,7 +1,8 @@
-"""Finds the line of the user's code that produced an equation."""
+"""Finds the line of the user's code that produced an equation or an error."""
 
 import os
 import sysconfig
+import traceback
 from typing import Any
 
 import jax
@@ -22,10 +23,20 @@ def user_line(eqn: Any) -> tuple[str, int] | None:
     return _line(eqn, _OUR_FILES + _INSTALLED_FILES)
 
 
+def error_line(error: BaseException) -> tuple[str, int]:
+    """The innermost line of the user's code, or else of a library, in a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [(x.filename, x.lineno or 0) for x in reversed(frames)]
+    for skipped in (_OUR_FILES + _INSTALLED_FILES, _OUR_FILES + _JAX_FILES):
+        if found := [x for x in lines if not x[0].startswith(skipped)]:
+            return found[0]
+    return "unknown", 0
+
+
 def _line(eqn: Any, skipped: tuple[str, ...]) -> tuple[str, int] | None:
     """Ignores the callers of this package, which only had a function traced."""
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else list(traceback.frames)
+    stack = eqn.source_info.traceback
+    frames = [] if stack is None else list(stack.frames)
     ours = [i for i, x in enumerate(frames) if x.file_name.startswith(_OUR_FILES)]
     inner = frames[: ours[-1]] if ours else frames
     lines = ((x.file_name, x.line_num) for x in inner)

@@ -5,6 +5,7 @@ Messages name paths, types, shapes and dtypes. They never show a value.
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
+from dpmp.programs import _float8
 from dpmp.training._state import TrainingState
 
 _RECIPES = "docs/recipes.md has models of Flax, Equinox, Haiku and Keras."
@@ -35,6 +37,22 @@ def check_types(*, mechanism: Any, optimizer: Any, policy: Any) -> None:
             f"{name} must be a {kind.__name__}",
             fix=fix,
             type=type(given[name]).__name__,
+        )
+
+
+def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
+    """Warns of a policy that is slow on this device or that trains little."""
+    if policy.float8_scale is not None and not _float8.is_native():
+        warnings.warn(
+            "float8 products are emulated on this device: they are rounded as on a "
+            "device with float8, but slower.",
+            stacklevel=4,
+        )
+    if loss_scale is None and policy.compute_dtype == jnp.float16:
+        warnings.warn(
+            "float16 gradients below 6e-8 become zero, which keeps small losses from "
+            "training. Pass loss_scale=dpmp.loss_scaling.by_loss(), or a power of two.",
+            stacklevel=4,
         )
 
 

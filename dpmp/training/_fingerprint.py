@@ -3,8 +3,12 @@
 The accounting assumes that all steps of a run were made by one mechanism. If another
 mechanism continued the run, its epsilon would be wrong for the past steps. So a state
 carries a hash of every public fact that this epsilon rests on: the fields of the
-mechanism and of the policy, and the loss scale. The hashes depend on no key and on no
-data.
+mechanism and of the policy, and the loss scale.
+
+One fact may be protected: the number of examples, under ADD_OR_REMOVE_ONE. Anyone could
+find it from its hash by trying numbers. So the hashes are encrypted: they are combined
+(exclusive or) with random bits, which are made from the sampling key of the run. This
+key is secret, and no other run has it. Without it, a fingerprint says nothing.
 
 Some fields may change between two steps, because the cost of past steps does not depend
 on them: `delta`, the number of planned `iterations`, and the `microbatch_size`, as long
@@ -23,10 +27,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
 from dpmp._numbers import as_number
+from dpmp._threefry import threefry4x32
 
 _MAY_CHANGE = ("delta", "iterations", "microbatch_size")
 
@@ -50,16 +56,39 @@ def facts_of(mechanism: Any, policy: Any, loss_scale: Any) -> dict[str, str]:
     return {name: _describe(facts[name]) for name in sorted(facts)}
 
 
-def fingerprint(facts: Mapping[str, str]) -> np.ndarray:
-    """The hashes of all facts, (facts, words) uint32."""
+def fingerprint(facts: Mapping[str, str], sampling_key: Any) -> jax.Array:
+    """The encrypted hashes of all facts, (facts, words) uint32.
+
+    The sampling key is (4,) uint32. As an array of NumPy, it is quick.
+    """
+    hashes = _hashes(facts)
+    return jnp.bitwise_xor(hashes, _pad(len(hashes), sampling_key))
+
+
+def with_other_key(fingerprint: jax.Array, old: Any, new: Any) -> jax.Array:
+    """The same hashes, encrypted with another sampling key."""
+    pads = (_pad(len(fingerprint), key) for key in (old, new))
+    return functools.reduce(jnp.bitwise_xor, pads, fingerprint)
+
+
+def _pad(size: int, sampling_key: Any) -> jax.Array:
+    """Random bits, (size, words) uint32, for nothing else than these hashes."""
+    number = np.arange(size, dtype=np.uint32)
+    # Nothing else is encrypted by Threefry with this key.
+    counter: list[Any] = [number, *[np.zeros_like(number)] * 3]
+    bits = threefry4x32(list(sampling_key), counter)
+    return jnp.stack(bits[:_WORDS], axis=1)
+
+
+def _hashes(facts: Mapping[str, str]) -> np.ndarray:
     texts = [f"{name}={text}".encode() for name, text in facts.items()]
     hashes = [hashlib.blake2b(text, digest_size=4 * _WORDS).digest() for text in texts]
     return np.stack([np.frombuffer(x, "<u4").astype(np.uint32) for x in hashes])
 
 
-def check(given: Any, facts: Mapping[str, str]) -> None:
+def check(given: Any, facts: Mapping[str, str], sampling_key: Any) -> None:
     """Raises ValueError, naming the changed facts, unless a state has these facts."""
-    expected = fingerprint(facts)
+    expected = np.asarray(fingerprint(facts, np.asarray(sampling_key)))
     _validate.require(
         given is not None and np.shape(given) == expected.shape,
         "a state must carry the fingerprint of this version of dpmp",

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _random
+from dpmp.training._fingerprint import with_other_key
 from dpmp.training._state import TrainingState
 
 
@@ -55,6 +56,10 @@ def with_fresh_keys(state: TrainingState) -> TrainingState:
         ),
         sampling_key=replaced(state.sampling_key, keys.sampling),
         model_key=replaced(state.model_key, keys.model),
+        fingerprint=replaced(
+            state.fingerprint,
+            with_other_key(state.fingerprint, state.sampling_key, keys.sampling),
+        ),
         update_key=None
         if state.update_key is None
         else replaced(state.update_key, keys.update),

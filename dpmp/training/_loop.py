@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dpmp._typing import PyTree
 from dpmp.training._batches import Batches
 from dpmp.training._progress import Progress
-from dpmp.training._records import NoRecords
+from dpmp.training._run_files import NoFiles
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stopped import deferred_signals, is_whole
@@ -25,7 +25,7 @@ class Loop:
       stop: the number of steps after which to stop.
       step: makes a step.
       batches: the batches.
-      records: the files of the run.
+      files: the files of the run.
       report: the progress.
       callback: is called with the state after every step.
       sensitive_callback: is called with values without noise after every step.
@@ -35,7 +35,7 @@ class Loop:
     stop: int
     step: Step
     batches: Batches
-    records: NoRecords
+    files: NoFiles
     report: Progress
     callback: Callable[[TrainingState], None] | None
     sensitive_callback: Callable[[SensitiveOutputs], None] | None
@@ -48,15 +48,15 @@ class Loop:
                     self._make_step(number, self.batches.draw(number))
         except BaseException as error:
             if is_whole(self.state):
-                self.records.keep(self.state, error)
+                self.files.keep(self.state, error)
             raise
 
     def _make_step(self, number: int, batch: tuple[PyTree, Any]) -> None:
         done = number + 1
         with deferred_signals():
-            self.records.begin(number)
+            self.files.begin(number)
             self.state, outputs = self.step.run(self.state, *batch)
-            self.records.end(done, self.state)
+            self.files.end(done, self.state)
         if self.sensitive_callback is not None:
             is_padding = jnp.asarray(batch[1])
             self.sensitive_callback(SensitiveOutputs(*outputs, is_padding))

@@ -12,6 +12,8 @@ from typing import Any
 import rich.console
 import rich.progress
 
+from dpmp.training._overflows import OverflowNote
+
 _NUM_REPORTS = 10
 
 
@@ -29,22 +31,28 @@ class Progress:
         stop: int,
         examples_per_step: float,
         describe_privacy: Callable[[int], str],
+        headline: Callable[[], str] = str,
+        note: OverflowNote | None = None,
         enabled: bool = True,
         console: rich.console.Console | None = None,
     ):
         """Prepares a report on the steps from `start` to `stop`.
 
         `describe_privacy` returns a text on the privacy that is spent after a number of
-        steps. By default, the report goes to standard error.
+        steps. The text of `headline` comes first. `note` looks at the noisy metrics.
+        By default, the report goes to standard error.
         """
-        self._start, self._stop = start, stop
+        self._begin = self._start = start
+        self._stop = stop
         self._examples_per_step = examples_per_step
         self._describe_privacy = describe_privacy
+        self._headline, self._note = headline if enabled else str, note
         self._console = console or rich.console.Console(stderr=True, soft_wrap=True)
         self._shows_bar = enabled and self._console.is_terminal
         interval = max(1, (stop - start) // _NUM_REPORTS)
         self._report_steps = sorted({*range(start + interval, stop, interval), stop})
         self._shows_lines_at = self._report_steps if enabled else []
+        self._first_look = start + note.first_look if enabled and note else None
         self._first_step_at: float | None = None
         self._bar = rich.progress.Progress(
             "{task.description}",
@@ -55,6 +63,7 @@ class Progress:
         self._task = self._bar.add_task("", total=stop, completed=start)
 
     def __enter__(self) -> "Progress":
+        self._print(self._headline())
         self._bar.start()
         return self
 
@@ -71,12 +80,19 @@ class Progress:
         text = self._describe(step, metrics or {})
         if self._shows_bar:
             self._bar.update(self._task, completed=step, description=text)
-        else:
-            self._console.print(text, highlight=False)
+        elif step in self._shows_lines_at:
+            self._print(text)
+        if self._note is not None:
+            self._print(self._note.text(step - self._begin, metrics or {}))
 
     def is_due(self, step: int) -> bool:
-        """Whether `update` would show anything new at this step."""
-        return self._shows_bar or step in self._shows_lines_at
+        """Whether `update` may show anything new at this step."""
+        is_shown = self._shows_bar or step in self._shows_lines_at
+        return is_shown or step == self._first_look
+
+    def _print(self, text: str) -> None:
+        if text:
+            self._console.print(text, highlight=False, markup=False)
 
     def _describe(self, step: int, metrics: Mapping[str, Any]) -> str:
         covered = next(s for s in self._report_steps if s >= step)

@@ -115,7 +115,7 @@ def load_batch(
     def pad(x: np.ndarray) -> np.ndarray:
         # The message shows neither number: the number of examples is sensitive.
         if x.ndim == 0 or len(x) != len(indices):
-            raise ValueError(
+            raise _validate.RefusedError(
                 "the source must return one row for each index; got another number. "
                 "See dpmp.Source."
             )

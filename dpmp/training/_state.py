@@ -25,8 +25,8 @@ class TrainingState(NamedTuple):
       update_key: the root key of stochastic rounding, or None without; secret.
       fingerprint: uint32, hashes of the facts that the privacy claim about past steps
         rests on (`training/_fingerprint.py`). A trainer with other facts refuses to
-        continue the run. It is public if these facts are; one is `num_examples`, which
-        can be found from its hash by trying.
+        continue the run. The hashes are encrypted with `sampling_key`, so that they say
+        nothing without it.
     """
 
     step: jax.Array

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _meshes, _random
+from dpmp import _meshes, _random, _validate
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput
 from dpmp.clipping._clipped_sum import specs_of_examples
+from dpmp.engines.book_keeping._relative_cost import relative_cost
 from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD, Released
 from dpmp.precision import Policy
@@ -45,6 +46,11 @@ class Step:
     _compiled: dict[Any, tuple[str, jax.stages.Wrapped, list[Any]]] = field(
         default_factory=dict, init=False
     )
+
+    @property
+    def metric_names(self) -> frozenset[str]:
+        """The names of the noisy metrics that every step releases."""
+        return frozenset({*self.mechanism.metric_names, "overflowed"})
 
     @property
     def dynamic_scale(self) -> DynamicScale | None:
@@ -90,7 +96,7 @@ class Step:
         compiled = compiled or (of_batch, *self.make_program(state, batch))
         # The message shows nothing of the batch: its shapes may reveal its content.
         if of_batch != compiled[0]:
-            raise ValueError(
+            raise _validate.RefusedError(
                 "all batches must have the same tree, shapes and dtypes, because "
                 "another compilation would reveal what is in them; got other ones. "
                 "Pad examples to one size (see dpmp.Source), and use "
@@ -103,7 +109,7 @@ class Step:
         sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
         # The message does not show the given size: the number of examples is sensitive.
         if sizes != {(size,)}:
-            raise ValueError(
+            raise _validate.RefusedError(
                 f"every batch must be padded to {size} examples; got another number. "
                 f"Pad it, and mark the padding in is_padding_example."
             )
@@ -141,6 +147,12 @@ class Step:
         program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
         return program, constants
 
+    def cost_of_book_keeping(self, state: TrainingState, example: PyTree) -> float:
+        """Estimates it from shapes, over the cost of method="per_example"."""
+        keys = (state.model_key,) if self.uses_prng_key else ()
+        args = jax.eval_shape(self._loss_args, *_meshes.shapes((state, example)))
+        return relative_cost(lambda *args: self.loss_fn(*args, *keys), *args)
+
     def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
         """The arguments of the loss: parameters and batch in the compute dtype."""
         policy = self.policy
@@ -160,7 +172,7 @@ class Step:
             return_values=True,
             return_grad_norms=True,
             loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
-            counts_overflows=dynamic is not None,
+            counts_overflows=True,
             prng_argnum=2 if self.uses_prng_key else None,
         )
         # A cast inside the loss would return the gradients in float32.
@@ -193,5 +205,13 @@ class Step:
             opt_state=strongly_typed(opt_state),
             noise_state=noise_state,
             scale_state=scale_state,
-            metrics=released.metrics,
+            metrics={**released.metrics, "overflowed": self._overflowed(released)},
         )
+
+    def _overflowed(self, released: Released) -> jax.Array:
+        """The noisy fraction of examples whose gradient is not finite.
+
+        Its release costs nothing (`clipping/_joint_sums.py`). The size of the batch is
+        sensitive, so that the expected size stands in for it.
+        """
+        return released.num_overflows / self.mechanism.expected_batch_size

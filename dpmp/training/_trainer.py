@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from dpmp._typing import PyTree
 from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
-from dpmp.programs import _float8
 from dpmp.training import _fingerprint
 from dpmp.training._batches import Batches, sampling_key
 from dpmp.training._checks import (
@@ -27,14 +25,14 @@ from dpmp.training._checks import (
     check_loss,
     check_state,
     check_types,
+    warn_of_policy,
 )
 from dpmp.training._keys import RunKeys
 from dpmp.training._loop import Loop
-from dpmp.training._progress import Progress
-from dpmp.training._records import NoRecords, recorded, restore
+from dpmp.training._report import report_on
+from dpmp.training._run_files import restore, run_files
 from dpmp.training._settled import put_together, strongly_typed
 from dpmp.training._source import Source, loader_of
-from dpmp.training._spent import SpentPrivacy
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stopped import kept
@@ -99,19 +97,7 @@ class DPTrainer:
         )
         check_loss(self.loss_fn, uses_prng_key=self.uses_prng_key)
         object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
-        if self._policy.float8_scale is not None and not _float8.is_native():
-            warnings.warn(
-                "float8 products are emulated on this device: they are rounded as on "
-                "a device with float8, but slower.",
-                stacklevel=3,
-            )
-        if self.loss_scale is None and self._policy.compute_dtype == jnp.float16:
-            warnings.warn(
-                "float16 gradients below 6e-8 become zero, which keeps small losses "
-                "from training. Pass loss_scale=dpmp.loss_scaling.by_loss(), or a "
-                "power of two.",
-                stacklevel=3,
-            )
+        warn_of_policy(self._policy, self.loss_scale)
         if not isinstance(self.loss_scale, DynamicScale | None):
             loss_scaling.check(self.loss_scale)
 
@@ -148,10 +134,10 @@ class DPTrainer:
             scale_state=self._step.dynamic_scale and self._step.dynamic_scale.init(),
             metrics={
                 name: jnp.full((), jnp.nan, jnp.float32)
-                for name in self.mechanism.metric_names
+                for name in self._step.metric_names
             },
             update_key=keys.update if self._policy.stochastic_rounding else None,
-            fingerprint=jnp.asarray(_fingerprint.fingerprint(self._facts)),
+            fingerprint=_fingerprint.fingerprint(self._facts, keys.sampling),
         )
         return put_together(state)
 
@@ -242,7 +228,7 @@ class DPTrainer:
 
     def _check_state(self, state: Any) -> None:
         check_state(state)
-        _fingerprint.check(state.fingerprint, self._facts)
+        _fingerprint.check(state.fingerprint, self._facts, state.sampling_key)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
@@ -286,7 +272,8 @@ class DPTrainer:
             is donated to the next step, so copy the arrays that you want to keep.
           sensitive_callback: a function that is called with values without noise after
             every step. The privacy guarantee does not cover these values.
-          progress: whether to report step, epsilon, speed and time left.
+          progress: whether to report the method, and then step, epsilon, noisy metrics,
+            speed and time left.
           checkpoint_dir: a directory for the checkpoints and the privacy ledger of the
             run. If it has a checkpoint with more steps than `state`, the run goes on
             from there. See the guide "Long runs".
@@ -328,7 +315,7 @@ class DPTrainer:
         object.__setattr__(self, "last_state", None)
         loop = None
         try:
-            with recorded(
+            with run_files(
                 checkpoint_dir,
                 state,
                 stop,
@@ -341,14 +328,16 @@ class DPTrainer:
                 every=every,
                 keep=keep,
                 epsilon_budget=epsilon_budget,
-            ) as records:
+            ) as files:
                 loop = Loop(
-                    state=records.state,
-                    stop=records.stop,
+                    state=files.state,
+                    stop=files.stop,
                     step=self._step,
-                    batches=batches_of(records.state),
-                    records=records,
-                    report=self._progress(records, enabled=progress),
+                    batches=batches_of(files.state),
+                    files=files,
+                    report=report_on(
+                        self._step, files.state, files.stop, load, enabled=progress
+                    ),
                     callback=callback,
                     sensitive_callback=sensitive_callback,
                 )
@@ -359,13 +348,3 @@ class DPTrainer:
                 object.__setattr__(self, "last_state", last_state)
             raise
         return loop.state
-
-    def _progress(self, records: NoRecords, *, enabled: bool) -> Progress:
-        spent = SpentPrivacy(self.mechanism, records.stop) if enabled else None
-        return Progress(
-            start=int(records.state.step),
-            stop=records.stop,
-            examples_per_step=self.mechanism.expected_batch_size,
-            describe_privacy=spent.describe if spent else str,
-            enabled=enabled,
-        )

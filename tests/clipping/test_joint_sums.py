@@ -78,14 +78,21 @@ def _steps(joint):
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize(
     "metrics",
-    [_ALL, ReleasedMetrics(fraction_clipped=True), ReleasedMetrics(largest_loss=1e-9)],
-    ids=["all", "clipped", "loss"],
+    [
+        _ALL,
+        ReleasedMetrics(fraction_clipped=True),
+        ReleasedMetrics(largest_loss=1e-9),
+        ReleasedMetrics(fraction_overflowed=True),
+    ],
+    ids=["all", "clipped", "loss", "overflowed"],
 )
 def test_one_example_moves_all_that_is_released_by_the_joint_norm_bound(metrics, which):
     fun, joint = _joint_sum(metrics, is_padding=np.arange(5) != which)
     norm = math.sqrt(sum(np.sum((x * unit) ** 2) for x, unit in _steps(joint)))
     alone = clipped_grad(_loss, l2_clip_norm=2.0, normalize_by=4.0)
-    assert norm <= fun.l2_norm_bound <= 1.12 * alone.l2_norm_bound
+    widened = (1 + metrics.widening) * alone.l2_norm_bound
+    assert norm <= fun.l2_norm_bound
+    assert math.isclose(fun.l2_norm_bound, widened, rel_tol=2.0**-48)
     assert fun.sensitivity() == fun.l2_norm_bound
 
 
@@ -152,6 +159,45 @@ def test_per_layer_clip_norms_count_an_example_that_any_of_them_clips():
     batch = jnp.array([[0.5, 0.5], [2.0, 0.5], [0.5, 2.0], [2.0, 9.0]])
     joint = fun({"a": jnp.ones(()), "b": jnp.ones(())}, batch)
     assert int(joint.metrics["clipped"].steps) == 2 * 1023
+
+
+@pytest.mark.parametrize(
+    ("method", "arithmetic"),
+    [
+        ("per_example", "exact"),
+        ("per_example", "float32"),
+        ("book_keeping", "bounded"),
+        ("book_keeping", "unproved_float32"),
+    ],
+)
+@pytest.mark.parametrize("which", range(4))
+def test_an_overflow_moves_the_count_and_no_gradient(method, arithmetic, which):
+    # What one example adds is (clipped gradient, 0) or (0, C), never both, even if one
+    # clipping group of it is finite. So the count is free.
+    fun = clipped_grad(
+        lambda w, x: jnp.sum(w["a"] * x[..., 0] + w["b"] * x[..., 1]),
+        l2_clip_norm={"a": 1.0, "b": 5.0},
+        counts_overflows=True,
+        method=method,
+        arithmetic=arithmetic,
+    )
+    batch = jnp.array([[100.0, 100.0], [jnp.inf, 0.5], [2.0, jnp.nan], [0.1, -0.1]])
+    params = {"a": jnp.ones(()), "b": jnp.ones(())}
+    joint = fun(params, batch, is_padding_example=np.arange(4) != which)
+    parts = [
+        float(np.float64(x.steps) * x.unit) if hasattr(x, "steps") else float(x)
+        for x in jax.tree.leaves(joint, is_leaf=lambda x: hasattr(x, "steps"))
+    ]
+    gradient, count = np.hypot(*parts[:2]), parts[2]
+    bound = fun.l2_norm_bound
+    assert bound == clipped_grad(_loss, l2_clip_norm=math.hypot(1, 5)).l2_norm_bound
+    assert math.hypot(gradient, count) <= bound
+    if which in (1, 2):
+        assert gradient == 0
+        assert math.isclose(count, bound, rel_tol=1e-6)
+    else:
+        assert gradient > 0
+        assert count == 0
 
 
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])

@@ -4,7 +4,7 @@ import pytest
 
 from dpmp import DPSGD
 from dpmp.__main__ import main
-from dpmp.planning import Plan, compare_batch_sizes, plan_to_start_from
+from dpmp.planning import Plan, _commands, compare_batch_sizes, plan_to_start_from
 
 RUN = ["--num-examples", "5000", "--batch-size", "50", "--steps", "20"]
 TARGET = ["--epsilon", "2", "--delta", "1e-5"]
@@ -103,3 +103,12 @@ def test_bad_numbers_are_refused_without_a_traceback(capsys, args, message):
         main(args)
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_defect_of_a_command_keeps_its_traceback(monkeypatch):
+    def defective(**_):
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr(_commands, "compare_batch_sizes", defective)
+    with pytest.raises(ValueError, match="broadcast"):
+        main(["plan", *TARGET, "--num-examples", "99", "--processed", "640"])

@@ -1,6 +1,7 @@
 """What is said of programs that are known to be bad, and of one that is not."""
 
 import inspect
+import linecache
 import math
 import sys
 
@@ -599,3 +600,48 @@ def _max(w, x):
 def test_what_cannot_be_reported_on_is_refused(fun, args, options, message):
     with pytest.raises(ValueError, match=message):
         precision_report(fun, *args, **options)
+
+
+def scan_from_float32(params, x):
+    def body(carry, row):
+        return (carry + row @ params["w"]).astype(row.dtype), None
+
+    return jnp.mean(jax.lax.scan(body, jnp.zeros(4), x)[0])  # the carry clashes
+
+
+def conv_with_a_constant(params, x):
+    kernel = jnp.ones((2, 3, 1, 1)) * 2
+    y = jax.lax.conv(x[None, :, :, None], kernel, (1, 1), "SAME")  # float32 clashes
+    return jnp.mean(y) * jnp.mean(params["w"])
+
+
+def sum_of_two_dtypes(params, x):
+    return jnp.mean(x @ params["w"] + jnp.zeros(4, jnp.float32))  # strict promotion
+
+
+@pytest.mark.parametrize(
+    ("fun", "message"),
+    [
+        (scan_from_float32, "float32"),
+        (conv_with_a_constant, "same dtypes"),
+        (sum_of_two_dtypes, "promotion"),
+    ],
+)
+@pytest.mark.parametrize("differentiate", [True, False])
+def test_a_clash_of_dtypes_is_reported_with_its_line(fun, message, differentiate):
+    params, x = {"w": jnp.ones((3, 4))}, jnp.ones((5, 3))
+    report = precision_report(fun, params, x, differentiate=differentiate)
+    (finding,) = report.findings
+    assert finding.kind == "clash"
+    assert message in finding.primitive
+    file, _, line = finding.source.rpartition(":")
+    assert "# " in linecache.getline(file, int(line))
+    assert file == __file__
+    text = str(report)
+    assert "dpmp.autocast(fun)" in text
+    assert all(len(x) <= 88 for x in text.splitlines() if x.startswith(" " * 7))
+
+
+def test_an_error_that_float32_has_too_is_raised():
+    with pytest.raises(TypeError, match="dot_general"):
+        precision_report(lambda w, x: jnp.sum(w @ x), jnp.ones((3, 4)), jnp.ones(5))

@@ -40,7 +40,11 @@ def test_the_exit_status_is_0_if_all_claims_hold(selfcheck):
     assert status == 0
     assert "All 3 claims of dpmp hold here." in output
     assert "A remark." in output
-    assert "FAIL" in output
+    assert "FAIL" not in output
+    ours, theirs = output.split("without a claim:", 1)
+    assert "theirs" not in ours
+    assert "fails" in theirs.splitlines()[1]
+    assert output.rstrip().endswith("All 3 claims of dpmp hold here.")
 
 
 def test_the_exit_status_is_1_if_a_claim_is_broken(selfcheck):

@@ -213,7 +213,22 @@ def test_float8_scales_count():
 
 
 def test_a_fingerprint_is_the_same_in_every_process():
-    # The first eight bytes of blake2b by hashlib; another hash would orphan all states.
-    rows = _fingerprint.fingerprint({"a": "1.0", "b": "None"})
-    assert rows.dtype == np.uint32
-    assert rows.tolist() == [[1397539808, 3717695998], [2887776792, 2209639452]]
+    # The first eight bytes of blake2b by hashlib, and the known answer of Threefry-4x32
+    # for a key and a counter of zeros; others would orphan all states.
+    first = np.array([1397539808, 3717695998]) ^ np.array([0x9C6CA96A, 0xE17EAE66])
+    for key in (np.zeros(4, np.uint32), jnp.zeros(4, jnp.uint32)):
+        rows = _fingerprint.fingerprint({"a": "1.0", "b": "None"}, key)
+        assert rows.dtype == np.uint32
+        assert rows.tolist() == [first.tolist(), [3430510269, 3592239926]]
+
+
+def test_without_the_key_a_fingerprint_says_nothing_about_the_facts():
+    # A right guess of the facts is told from a wrong one only with the sampling key.
+    trainer = make_trainer()
+    first, second = (
+        trainer.init({"w": jnp.zeros(3)}, prng_key=jax.random.key(i)) for i in (1, 2)
+    )
+    assert np.all(first.fingerprint != second.fingerprint)
+    assert len(set(np.ravel(first.fingerprint).tolist())) == first.fingerprint.size
+    with pytest.raises(ValueError, match=r"made with another .*num_examples"):
+        trainer.fit(first._replace(sampling_key=second.sampling_key), DATA)

@@ -25,7 +25,7 @@ Words that all files use:
 
 Modules import only from rows below their own:
 
-    _summary   _extents
+    _summary   _extents   _relative_cost
     _engine
     _terms
     _norms   _plan

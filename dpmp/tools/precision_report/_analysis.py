@@ -8,6 +8,7 @@ References:
   Higham: The accuracy of floating point summation, 1993, for the bounds on sums.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from dpmp import _validate, loss_scaling
 from dpmp._typing import PyTree
 from dpmp.engines import _signature
 from dpmp.precision import Policy
+from dpmp.programs import _source_lines
 from dpmp.tools.precision_report._comparison import cast, compare, path_of
 from dpmp.tools.precision_report._findings import UNKNOWN, Finding, select
 from dpmp.tools.precision_report._places import find_places, is_narrow
@@ -64,7 +66,8 @@ def precision_report(
         `reference=loss`.
 
     Returns:
-      The report. `print` shows it, and `.plot()` draws the gradient.
+      The report. `print` shows it, and `.plot()` draws the gradient. If jax refuses the
+      loss under the policy, because two dtypes clash, the report has this one finding.
 
     Raises:
       ValueError: if `fun` is no function or cannot be differentiated, if there is no
@@ -80,22 +83,55 @@ def precision_report(
     shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
     # Rounding to float8 writes the program anew, and the lines of its source are lost.
     plain = dataclasses.replace(policy, float8_scale=None).in_product_precision(fun)
-    if differentiate:
-        _check(plain, shapes)
-    loss = find_places(
-        jax.make_jaxpr(plain)(*shapes).jaxpr, _rounded_arguments(args, shapes)
-    )
-    if not is_narrow(policy.compute_dtype):
-        loss = [x for x in loss if x.kind != "wide product"]
-    gradient, comparisons = [], (None, None)
-    if differentiate:
-        program = jax.make_jaxpr(jax.value_and_grad(plain))(*shapes).jaxpr
-        gradient = find_places(program, [None] * len(program.invars))
+    fun_name = getattr(fun, "__name__", type(fun).__name__)
+    try:
+        found = _find(plain, args, shapes, policy, differentiate)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, _validate.RefusedError) or not _is_traceable(fun, args):
+            raise
+        # The loss is right without the policy, so that the report has to tell.
+        return PrecisionReport(fun_name, name, (_clash(error, policy),))
+    comparisons = (None, None)
     leaves = jax.tree.leaves(args)
     if differentiate and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         comparisons = compare(fun, reference or fun, args, policy, float(loss_scale))
-    fun_name = getattr(fun, "__name__", type(fun).__name__)
-    return PrecisionReport(fun_name, name, select(loss, gradient), *comparisons)
+    return PrecisionReport(fun_name, name, found, *comparisons)
+
+
+def _find(
+    fun: Callable[..., Any],
+    args: Sequence[PyTree],
+    shapes: Sequence[PyTree],
+    policy: Policy,
+    differentiate: bool,
+) -> tuple[Finding, ...]:
+    """Traces the loss and its gradient, and finds the lines that lose something."""
+    if differentiate:
+        _check(fun, shapes)
+    loss = find_places(
+        jax.make_jaxpr(fun)(*shapes).jaxpr, _rounded_arguments(args, shapes)
+    )
+    if not is_narrow(policy.compute_dtype):
+        loss = [x for x in loss if x.kind != "wide product"]
+    gradient = []
+    if differentiate:
+        program = jax.make_jaxpr(jax.value_and_grad(fun))(*shapes).jaxpr
+        gradient = find_places(program, [None] * len(program.invars))
+    return select(loss, gradient)
+
+
+def _is_traceable(fun: Callable[..., Any], args: Sequence[PyTree]) -> bool:
+    """Whether the function runs on the dtypes that it was given."""
+    with contextlib.suppress(Exception):
+        jax.eval_shape(fun, *args)
+        return True
+    return False
+
+
+def _clash(error: Exception, policy: Policy) -> Finding:
+    file, line = _source_lines.error_line(error)
+    dtype = policy.compute_dtype.name
+    return Finding("clash", str(error) or type(error).__name__, dtype, f"{file}:{line}")
 
 
 def _check(fun: Callable[..., Any], shapes: Sequence[PyTree]) -> None:

@@ -12,6 +12,9 @@ UNKNOWN = "unknown:0"
 
 # The kinds of findings with their advice. The kind with most to gain comes first.
 ADVICE = {
+    "clash": "Here the loss stops, and the report with it: under the policy, values of "
+    "two dtypes meet where jax asks for one. Cast on this line, tell the layer its "
+    "dtype, or keep the parameters that meet here in float32 with float32_paths.",
     "running sum": "Every addition rounds its result to 16 bits, and loses terms that "
     "are small beside the sum. Add, carry or scatter in float32, and cast the result. "
     "The gradient of a parameter in float32_paths is summed in float32.",
@@ -50,10 +53,11 @@ class Finding:
     """A line of a program on which 16 bits lose something.
 
     Attributes:
-      kind: "running sum", "sum", "gradient sum", "exponential", "normalisation",
-        "narrow product", "parameter", "input", "round trip", "wide product"; or
-        "product", which needs no change.
-      primitive: the names of the operations in jax, or the paths of the arguments.
+      kind: "clash", "running sum", "sum", "gradient sum", "exponential",
+        "normalisation", "narrow product", "parameter", "input", "round trip", "wide
+        product"; or "product", which needs no change.
+      primitive: the names of the operations in jax, the paths of the arguments, or the
+        message of a clash.
       dtype: the dtype of the values; for wide products, the dtype of the operands.
       source: the file and the line.
       count: the number of operations. The body of a loop counts once.

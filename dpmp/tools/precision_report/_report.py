@@ -18,6 +18,7 @@ from dpmp.tools.precision_report._findings import ADVICE, CASTS, Finding
 _CLOSE = 0.99
 _NOTICEABLE_LOSS = 0.01
 _NUM_WORST = 3
+_LENGTH_OF_MESSAGE = 300
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,12 @@ def _lines(x: Finding) -> str:
     file, _, line = x.source.rpartition(":")
     place = "/".join(pathlib.PurePath(file).parts[-2:])
     code = textwrap.shorten(linecache.getline(file, int(line)), 60)
+    where = f"     {place}:{line}  {code}".rstrip()
+    if x.kind == "clash":
+        message = textwrap.shorten(x.primitive, _LENGTH_OF_MESSAGE)
+        return "\n".join(
+            [where, *(f"       {part}" for part in textwrap.wrap(message, 79))]
+        )
     details = [
         f"{textwrap.shorten(_path(x.primitive), 40)} in {x.dtype}",
         f"{x.count} times" if x.count > 1 else "",
@@ -178,8 +185,7 @@ def _lines(x: Finding) -> str:
         f"an error of up to {x.bound:.0%}" if x.bound is not None else "",
         "in the gradient" if x.in_gradient else "",
     ]
-    happens = ", ".join(filter(None, details))
-    return f"     {place}:{line}  {code}".rstrip() + f"\n       {happens}"
+    return where + f"\n       {', '.join(filter(None, details))}"
 
 
 def _about_products(products: Sequence[Finding]) -> str:

@@ -74,9 +74,18 @@ def _table(results: list[Result]) -> rich.table.Table:
     for name, width in (("", 24), ("measured", 8), ("allowed", 13), ("", 4)):
         table.add_column(name, min_width=width, no_wrap=True)
     table.add_column(where)
-    for x in results:
+    claimed = [x for x in results if x.is_claimed]
+    others = [x for x in results if not x.is_claimed]
+    for x in claimed:
         verdict = "[green]ok[/]" if x.passed else "[bold red]FAIL[/]"
         table.add_row(x.subject, _measured(x), _allowed(x), verdict, x.worst_case)
+    if claimed and others:
+        table.add_row("without a claim:")
+    for x in others:
+        verdict = "ok" if x.passed else "fails"
+        table.add_row(
+            f"  {x.subject}", _measured(x), _allowed(x), verdict, x.worst_case
+        )
     return table
 
 

@@ -31,7 +31,7 @@ _PROBES = 16  # examples that stand for the data
 _NO_PROBE = np.zeros(4, np.uint32)
 
 
-class NoRecords:
+class NoFiles:
     """A run without a directory."""
 
     def __init__(self, state: TrainingState, stop: int):
@@ -48,7 +48,7 @@ class NoRecords:
         """Is called with the state after the last complete step of a stopped run."""
 
 
-class Records(NoRecords):
+class RunFiles(NoFiles):
     """The ledger and the checkpoints of a run, with the state that it goes on from."""
 
     def __init__(
@@ -109,7 +109,7 @@ def restore(directory: str | os.PathLike[str], like: TrainingState) -> TrainingS
 
 
 @contextlib.contextmanager
-def recorded(
+def run_files(
     directory: str | os.PathLike[str] | None,
     state: TrainingState,
     stop: int,
@@ -121,11 +121,11 @@ def recorded(
     every: int,
     keep: int,
     epsilon_budget: float | None,
-) -> Iterator[NoRecords]:
+) -> Iterator[NoFiles]:
     """Opens the records of a run, and continues the run that is in the directory.
 
     Args:
-      directory: the directory, or None for no records.
+      directory: the directory, or None for no files.
       state: the state to go on from, unless the directory has a later one.
       stop: the number of steps to make.
       mechanism: the mechanism of the run.
@@ -138,7 +138,7 @@ def recorded(
     """
     _check(directory, every=every, keep=keep, epsilon_budget=epsilon_budget)
     if directory is None:
-        yield NoRecords(state, stop)
+        yield NoFiles(state, stop)
         return
     with (
         sigterm_as_exit(),
@@ -150,7 +150,7 @@ def recorded(
         state = _newest(checkpoints, ledger, state, load, num_examples, check_state)
         step = int(state.step)
         if step >= stop:
-            yield NoRecords(state, stop)
+            yield NoFiles(state, stop)
             return
         program = describe_program(state) + describe_environment()
         entry = _entry(ledger, mechanism, state, program)
@@ -168,7 +168,7 @@ def recorded(
         if epsilon_budget is not None:
             stop = _within_budget(entry, epsilon_budget, mechanism, step, stop)
         data = _probe(load, num_examples, state)
-        yield Records(
+        yield RunFiles(
             state, stop, entry=entry, checkpoints=checkpoints, data=data, every=every
         )
 

@@ -225,9 +225,7 @@ def test_another_mechanism_is_refused_by_the_name_of_its_field(tmp_path, field, 
 
 def test_another_key_is_refused(tmp_path):
     stopped_after(4, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"prng_key=.*init_or_restore"
-    ):
+    with pytest.raises(ValueError, match=r"prng_key=.*init_or_restore"):
         run(tmp_path, key=jax.random.key(6))
     assert num_steps(tmp_path) == [4]
 

@@ -1,0 +1,39 @@
+"""The first line of a run: its method, its arithmetic, and a cheaper method if any.
+
+The line depends on the mechanism and on the shapes of parameters and of an example.
+"""
+
+import contextlib
+import dataclasses
+
+import numpy as np
+
+from dpmp.training._source import Load, load_batch
+from dpmp.training._state import TrainingState
+from dpmp.training._step import Step
+
+# The estimate of costs is good to a factor of two, not better.
+_MUCH_CHEAPER = 0.5
+
+
+def headline(step: Step, state: TrainingState, load: Load) -> str:
+    """Returns the line; it names the other method only where that is much cheaper."""
+    mechanism, policy = step.mechanism, step.policy
+    line = (
+        f'method="{mechanism.method}", arithmetic="{mechanism.arithmetic}", '
+        f"loss in {policy.compute_dtype.name}"
+    )
+    if mechanism.method != "per_example":
+        return line
+    # If the loss or the dataset is at fault, the first step says so, and says more.
+    with contextlib.suppress(Exception):
+        other = dataclasses.replace(mechanism, method="book_keeping", arithmetic=None)
+        no_example = load_batch(load, np.zeros(0, np.int64), 1)[0]  # its shapes
+        share = step.cost_of_book_keeping(state, no_example)
+        if share <= _MUCH_CHEAPER:
+            line += (
+                f". By an estimate from shapes, a step costs {share:.0%} of this with "
+                f'DPSGD(method="book_keeping"), whose sums are "{other.arithmetic}" '
+                "(docs/book_keeping.md)"
+            )
+    return line

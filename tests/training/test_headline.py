@@ -1,0 +1,85 @@
+"""The first line of a run says what runs, and whether another method is cheaper."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting import NeighboringRelation
+
+import dpmp
+from dpmp.engines.book_keeping._relative_cost import relative_cost
+
+
+def loss_fn(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"]) @ params["out"])
+
+
+def shapes(positions):
+    params = {"w": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
+    params["out"] = jax.ShapeDtypeStruct((128,), jnp.float32)
+    return params, jax.ShapeDtypeStruct((1, positions, 64), jnp.float32)
+
+
+def test_book_keeping_saves_where_gradients_are_larger_than_what_makes_them():
+    few, many = (relative_cost(loss_fn, *shapes(n)) for n in (1, 128))
+    # One position: three products with an entry, beside the sixteen for its memory.
+    assert 3 / 19 < few < 1.1 * 3 / 19
+    assert many > 0.9
+
+
+def first_line(capsys, *, loss_fn=loss_fn, positions=1, **fields):
+    mechanism = dpmp.DPSGD(
+        **{
+            "num_examples": 8,
+            "expected_batch_size": 4,
+            "iterations": 1,
+            "l2_clip_norm": 1.0,
+            "noise_multiplier": 1.0,
+            **fields,
+        }
+    )
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=loss_fn,
+        optimizer=optax.sgd(0.1),
+        policy="mixed_bfloat16",
+    )
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes(positions)[0])
+    data = np.ones((8, positions, 64), np.float32)
+    trainer.fit(trainer.init(params), data)
+    return capsys.readouterr().err.splitlines()[0]
+
+
+ADVICE = 'DPSGD(method="book_keeping")'
+
+
+def test_it_names_the_method_and_another_one_that_costs_half_or_less(capsys):
+    line = first_line(capsys)
+    assert line.startswith(
+        'method="per_example", arithmetic="exact", loss in bfloat16. '
+    )
+    assert ADVICE in line
+    assert "a step costs 16%" in line
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "book_keeping"},
+        {"positions": 64},
+        # Bounded sums have no sensitivity under this relation.
+        {"neighboring_relation": NeighboringRelation.ADD_OR_REMOVE_ONE},
+    ],
+    ids=["book_keeping", "not cheaper", "not allowed"],
+)
+def test_it_gives_no_advice_that_does_not_help(capsys, fields):
+    line = first_line(capsys, **fields)
+    assert line.startswith("method=")
+    assert ADVICE not in line
+
+
+def test_a_loss_at_fault_is_explained_by_the_step_and_not_by_the_line(capsys):
+    with pytest.raises(ValueError, match="float scalar") as caught:
+        first_line(capsys, loss_fn=lambda params, batch: batch)
+    assert caught.value.__notes__
