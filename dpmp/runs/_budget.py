@@ -38,7 +38,7 @@ def most_steps(epsilon: Callable[[int], float], budget: float, wanted: int) -> i
         return 0
     # A computation can take a second, and halving alone would need many of them. The
     # logarithms of steps and epsilon are nearly proportional.
-    optimize.brentq(excess, 0.0, math.log(wanted), xtol=1e-12)
+    optimize.brentq(excess, 0.0, math.log(wanted), xtol=1e-12, disp=False)
     low = max(steps for steps in known if not is_above(steps))
     high = min(steps for steps in known if steps > low)
     return low + bisect.bisect(range(low + 1, high), False, key=is_above)

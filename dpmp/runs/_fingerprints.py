@@ -38,14 +38,16 @@ def data_tag(prng_key: jax.Array, *facts: bytes) -> str:
     Raises:
       ValueError: if `prng_key` is not a jax key.
     """
+    words = _words(prng_key)
+    generator = str(jax.random.key_impl(prng_key)).encode()
     # Each fact is hashed by itself, so that ("ab", "c") and ("a", "bc") differ.
-    hashes = [hashlib.blake2b(fact).digest() for fact in facts]
-    return _hash(b"".join(hashes), b"dpmp data", key=_words(prng_key))
+    hashes = [hashlib.blake2b(fact).digest() for fact in (generator, *facts)]
+    return _hash(b"".join(hashes), b"dpmp data", key=words)
 
 
 def _words(prng_key: jax.Array) -> bytes:
     _random.check_key(prng_key)
-    return np.asarray(jax.random.key_data(prng_key)).astype("<u4").tobytes()
+    return np.asarray(_random.key_words(prng_key)).astype("<u4").tobytes()
 
 
 def _hash(content: bytes, purpose: bytes, key: bytes = b"") -> str:

@@ -1,6 +1,7 @@
 """The privacy ledger of a directory: what was begun, what it cost, what may follow."""
 
 import datetime
+import functools
 import importlib.metadata
 import os
 import pathlib
@@ -229,6 +230,7 @@ def _check_range(start: int, stop: int) -> range:
     return steps
 
 
+@functools.cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -28,6 +28,18 @@ def test_a_tag_depends_on_the_key_and_on_every_fact():
     assert runs.data_tag(KEY, b"ab", b"c") == tags[0]
 
 
+def test_keys_of_two_generators_with_the_same_words_do_not_pass_for_one_run():
+    """Their noise differs, and yet nobody should use both."""
+    key = jax.random.wrap_key_data(WORDS, impl="rbg")
+    assert runs.key_fingerprint(key) == runs.key_fingerprint(KEY)
+    assert runs.data_tag(key, b"data") != runs.data_tag(KEY, b"data")
+    short = jax.random.wrap_key_data(WORDS[:2], impl="threefry2x32")
+    padded = jax.random.wrap_key_data(
+        np.append(WORDS[:2], np.zeros(2, np.uint32)), impl="threefry4x32"
+    )
+    assert runs.key_fingerprint(short) == runs.key_fingerprint(padded)
+
+
 @pytest.mark.parametrize("make", [runs.key_fingerprint, runs.data_tag])
 def test_anything_but_a_key_is_refused(make):
     with pytest.raises(ValueError, match="must be one key"):

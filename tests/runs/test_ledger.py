@@ -494,7 +494,7 @@ def write_until_killed(directory, sender):
 
 
 @pytest.mark.parametrize(
-    "kills", [8, pytest.param(300, marks=pytest.mark.slow)], ids=["few", "many"]
+    "kills", [8, pytest.param(100, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_a_killed_run_leaves_a_ledger_with_every_step(tmp_path, kills):
     context = multiprocessing.get_context("forkserver")
