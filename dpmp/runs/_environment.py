@@ -40,7 +40,7 @@ def describe_environment() -> str:
         "cpus": os.cpu_count() if device.platform == "cpu" else None,
         "dpmp": importlib.metadata.version("dpmp"),
         "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "xla_flags": xla_flags,
         "options": {name: str(getattr(jax.config, name)) for name in _OPTIONS},
         "only_once": None if is_fixed else secrets.token_hex(),

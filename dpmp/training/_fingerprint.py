@@ -65,7 +65,7 @@ def fingerprint(facts: Mapping[str, str], sampling_key: Any) -> jax.Array:
     return jnp.bitwise_xor(hashes, _pad(len(hashes), sampling_key))
 
 
-def with_other_key(fingerprint: jax.Array, old: Any, new: Any) -> jax.Array:
+def with_other_key(fingerprint: Any, old: Any, new: Any) -> jax.Array:
     """The same hashes, encrypted with another sampling key."""
     pads = (_pad(len(fingerprint), key) for key in (old, new))
     return functools.reduce(jnp.bitwise_xor, pads, fingerprint)

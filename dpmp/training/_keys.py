@@ -1,6 +1,6 @@
 """The secret keys of a run: one for each use of random numbers."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,22 +45,20 @@ class RunKeys(NamedTuple):
 
 def with_fresh_keys(state: TrainingState) -> TrainingState:
     """The same state, with keys that no step has used before."""
-    keys = RunKeys.from_root(None)
-
-    def replaced(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.device_put(new, old.sharding) if old.committed else new
-
+    keys, noise_state = RunKeys.from_root(None), state.noise_state
+    hashes = with_other_key(state.fingerprint, state.sampling_key, keys.sampling)
     return state._replace(
-        noise_state=state.noise_state._replace(
-            prng_key=replaced(state.noise_state.prng_key, keys.noise)
+        noise_state=noise_state._replace(
+            prng_key=_placed_like(noise_state.prng_key, keys.noise)
         ),
-        sampling_key=replaced(state.sampling_key, keys.sampling),
-        model_key=replaced(state.model_key, keys.model),
-        fingerprint=replaced(
-            state.fingerprint,
-            with_other_key(state.fingerprint, state.sampling_key, keys.sampling),
-        ),
+        sampling_key=_placed_like(state.sampling_key, keys.sampling),
+        model_key=_placed_like(state.model_key, keys.model),
         update_key=None
         if state.update_key is None
-        else replaced(state.update_key, keys.update),
+        else _placed_like(state.update_key, keys.update),
+        fingerprint=_placed_like(state.fingerprint, hashes),
     )
+
+
+def _placed_like(old: Any, new: jax.Array) -> jax.Array:
+    return jax.device_put(new, old.sharding) if old.committed else new

@@ -21,7 +21,10 @@ def _exit(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
 
 
-_HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _exit}
+_HANDLERS: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: _exit,
+}
 
 
 @contextlib.contextmanager

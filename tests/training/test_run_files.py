@@ -191,6 +191,7 @@ def test_lost_steps_of_another_program_get_fresh_noise_and_count_twice(tmp_path)
     one, two = (runs.key_fingerprint(x.noise_state.prng_key) for x in (after, before))
     assert one != two
     assert num_steps(directory) == [6, 4]
+    assert_same(run(directory, trainer=make_trainer(rate=0.2), state=after), after)
 
 
 def test_a_stopped_run_may_go_on_with_another_program(tmp_path):
