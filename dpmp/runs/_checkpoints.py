@@ -45,7 +45,7 @@ class Checkpoints:
             max_to_keep=keep,
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
-            file_options=ocp.checkpoint_manager.FileOptions(path_permission_mode=0o700),
+            file_options=ocp.options.FileOptions(path_permission_mode=0o700),
         )
         handler = ocp.StandardCheckpointHandler()
         self._manager = ocp.CheckpointManager(

@@ -6,6 +6,7 @@ their last bits. Then the same noise would be added to other sums, and the diffe
 both results would reveal the difference of the sums, without noise.
 """
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -38,11 +39,20 @@ def describe_environment() -> str:
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "cpus": os.cpu_count() if device.platform == "cpu" else None,
-        "dpmp": importlib.metadata.version("dpmp"),
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
+        "dpmp": version("dpmp"),
+        "jax": version("jax"),
+        "jaxlib": version("jaxlib"),
         "xla_flags": xla_flags,
         "options": {name: str(getattr(jax.config, name)) for name in _OPTIONS},
         "only_once": None if is_fixed else secrets.token_hex(),
     }
     return json.dumps(facts, sort_keys=True)
+
+
+@functools.cache
+def version(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,8 +1,6 @@
 """The privacy ledger of a directory: what was begun, what it cost, what may follow."""
 
 import datetime
-import functools
-import importlib.metadata
 import os
 import pathlib
 
@@ -10,6 +8,7 @@ from dpmp import _validate, accounting
 from dpmp.mechanism import DPSGD
 from dpmp.runs import _files
 from dpmp.runs._budget import most_steps
+from dpmp.runs._environment import version
 from dpmp.runs._history import History, Run, guarantee
 from dpmp.runs._records import Record
 
@@ -148,8 +147,8 @@ class Entry:
         record = Record(
             event=event,
             time=now.isoformat(timespec="seconds"),
-            dpmp=_version("dpmp"),
-            jax=_version("jax"),
+            dpmp=version("dpmp"),
+            jax=version("jax"),
             key=key,
             data=data,
             start=steps.start,
@@ -228,11 +227,3 @@ def _check_range(start: int, stop: int) -> range:
         fix="Record steps only if there are some to begin.",
     )
     return steps
-
-
-@functools.cache
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
