@@ -1,10 +1,13 @@
 """Computes what the steps of a mechanism cost in privacy, and how much noise to add.
 
-A small share of delta is charged for the sampler of the noise. Each entry of the noise
-deviates slightly from an ideal discrete Gaussian
-(`noise_addition/_discrete_gaussian.py`). If the total variation distances of all
-entries add up to t, they use up (1 + exp(epsilon)) t of delta. If the share does not
-cover this, no finite epsilon is claimed.
+A small share of delta is charged for the samplers. Each entry of the noise deviates
+slightly from an ideal discrete Gaussian (`noise_addition/_discrete_gaussian.py`), and
+each batch from independent inclusion (`batch_selection/_binomial.py`). Let t be the sum
+of the total variation distances of all entries and batches. The probability of any
+outcome changes by at most t, for both of two neighbouring datasets. In
+P <= exp(epsilon) P' + delta, this costs t on the left and exp(epsilon) t on the right:
+(1 + exp(epsilon)) t of delta. If the share does not cover this, no finite epsilon is
+claimed.
 """
 
 import dataclasses
@@ -15,10 +18,11 @@ import dp_accounting
 
 from dpmp import _validate, accounting
 from dpmp._numbers import as_number
+from dpmp.batch_selection import _binomial
 from dpmp.mechanism._batches import Batches
-from dpmp.noise_addition._discrete_gaussian import LARGEST_TOTAL_VARIATION
+from dpmp.noise_addition import _discrete_gaussian
 
-_SHARE = 1e-4  # of delta, for the sampler
+_SHARE = 1e-4  # of delta, for the samplers
 
 # Reports and statements ask for the same epsilons again and again.
 _get_epsilon = functools.lru_cache(maxsize=1024)(accounting.get_epsilon)
@@ -108,7 +112,8 @@ class Costs:
         return dataclasses.replace(worst, epsilon=epsilon, delta=delta)
 
     def _largest_epsilon(self, delta: float, steps: int) -> float:
-        """The largest epsilon for which the share covers the sampler's deviation."""
-        deviation = steps * self.num_coordinates * LARGEST_TOTAL_VARIATION
+        """The largest epsilon for which the share covers the samplers' deviation."""
+        noise = self.num_coordinates * _discrete_gaussian.LARGEST_TOTAL_VARIATION
+        deviation = steps * (noise + _binomial.LARGEST_TOTAL_VARIATION)
         share = _SHARE * delta / deviation
         return math.log(share - 1) if share > 1 else -math.inf
