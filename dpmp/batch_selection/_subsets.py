@@ -56,6 +56,6 @@ def _by_marking(
     num_elements: int, size: int, draw_numbers: Callable[[int], np.ndarray]
 ) -> np.ndarray:
     is_member = np.zeros(num_elements, bool)
-    while missing := size - np.count_nonzero(is_member):
+    while missing := size - int(np.count_nonzero(is_member)):
         is_member[draw_numbers(missing)] = True
     return is_member
