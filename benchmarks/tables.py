@@ -39,6 +39,7 @@ def as_markdown() -> str:
         _book_keeping(),
         _compile_time(),
         _sampling(),
+        _prefetch(),
         _accuracy(),
         _products(),
         _selfcheck(),
@@ -213,6 +214,27 @@ def _sampling() -> str:
         "`PoissonSampling.indices`, next to drawing 64 random bits for each example. "
         "Time and memory follow the size of the batch, not that of the dataset.",
         "sampling",
+        lines,
+        _table(header, rows),
+    )
+
+
+def _prefetch() -> str:
+    lines = read("prefetch", "loading_milliseconds", "device_milliseconds")
+    names = list(lines[0]["step_milliseconds"])
+    header = ["loading a batch", "waiting for the device", *names]
+    rows = [
+        (
+            x["loading_milliseconds"],
+            x["device_milliseconds"],
+            *map(x["step_milliseconds"].get, names),
+        )
+        for x in lines
+    ]
+    return _section(
+        "Loading in the background",
+        "Milliseconds of a step of `DPTrainer.fit` with a tiny model.",
+        "prefetch",
         lines,
         _table(header, rows),
     )

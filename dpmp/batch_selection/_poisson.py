@@ -137,11 +137,21 @@ class PoissonSampling:
 def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
     """Pads the indices of a batch with -1, so that all batches have one size.
 
-    The mask `is_padding_example` of the padded batch is `padded < 0`. More than
-    `batch_size` indices raise ValueError.
+    The mask `is_padding_example` of the padded batch is `padded < 0`.
 
     >>> print(pad_indices(np.array([3, 8]), 4))
     [ 3  8 -1 -1]
+
+    Args:
+      indices: (k,) integers.
+      batch_size: the size of every batch, such as `DPSGD.padded_batch_size`.
+
+    Returns:
+      (batch_size,) integers.
+
+    Raises:
+      ValueError: if there are more than `batch_size` indices. The message does not say
+        how many, because that is sensitive.
     """
     batch_size = as_number(batch_size)
     _validate.require(

@@ -26,6 +26,7 @@ from dpmp.training._checks import (
     check_state,
     check_types,
 )
+from dpmp.training._prefetch import prefetched
 from dpmp.training._progress import Progress
 from dpmp.training._settled import put_together, strongly_typed
 from dpmp.training._source import Load, Source, load_batch, loader_of
@@ -251,6 +252,7 @@ class DPTrainer:
         callback: Callable[[TrainingState], None] | None = None,
         sensitive_callback: Callable[[SensitiveOutputs], None] | None = None,
         progress: bool = True,
+        prefetch: int = 2,
     ) -> TrainingState:
         """Makes all remaining steps of the run, or those up to `stop_at`.
 
@@ -268,6 +270,8 @@ class DPTrainer:
           sensitive_callback: a function that is called with values without noise after
             every step. The privacy guarantee does not cover these values.
           progress: whether to report step, epsilon, speed and time left.
+          prefetch: how many batches are loaded ahead by a thread in the background. 0
+            loads them in the calling thread, for a source that needs it.
 
         Returns:
           The state after `stop_at` steps.
@@ -277,8 +281,11 @@ class DPTrainer:
             different shapes or dtypes, `stop_at` out of range, or past steps with
             another mechanism, policy or loss scale. Only `delta`, `iterations` and the
             division into microbatches may change during a run.
-          Exception: whatever the source or a callback raises, and KeyboardInterrupt.
-            The state after the last complete step is then in `last_state`.
+          RuntimeError: if the source raises an exception. It does not say for which
+            record; `dpmp.check_source` does.
+          Exception: whatever a callback raises, and KeyboardInterrupt. The state after
+            the last complete step is then in `last_state`, as it is if the source
+            fails.
         """
         mechanism = self.mechanism
         self._check_state(state)
@@ -294,15 +301,18 @@ class DPTrainer:
         )
         check_callback(callback, "callback")
         check_callback(sensitive_callback, "sensitive_callback")
+        prefetch = _validate.nonnegative_integer(
+            prefetch=prefetch, fix="Use 2, or 0 for no thread."
+        )
         load = loader_of(source, mechanism.num_examples)
         object.__setattr__(self, "last_state", None)
         # Read once: to read it from a later state would wait for the step before it.
         key = _sampling_key(state)
         report = self._progress(start, stop, enabled=progress)
+        draw, steps = functools.partial(self._draw, key, load), range(start, stop)
         try:
-            with report:
-                for step in range(start, stop):
-                    batch = self._draw(key, load, step)
+            with report, prefetched(draw, steps, depth=prefetch) as batches:
+                for step, batch in zip(steps, batches, strict=True):
                     if batch_sharding is not None:
                         batch = jax.device_put(batch, batch_sharding)
                     with deferred_interrupts():
