@@ -42,10 +42,11 @@ class PoissonSampling:
       - A batch of more than `truncated_batch_size` examples is replaced by that many of
         its examples, drawn uniformly. Account for this with
         `accounting.truncated_dpsgd_event`.
-      - The batch is a function of (key, step, num_examples). Any batch can be drawn
-        without the batches before it, and drawn again after a restart. The function
-        uses the raw words of a counter-based generator (Philox), which NumPy keeps
-        unchanged, and integer arithmetic.
+      - The batch is a function of (key, step, num_examples), `sampling_prob` and
+        `truncated_batch_size`. Any batch can be drawn without the batches before it,
+        and drawn again after a restart. The function uses the raw words of a
+        counter-based generator (Philox), which NumPy keeps unchanged, and integer
+        arithmetic.
       - The time to draw a batch depends on its size, and slightly on its indices. This
         is not hidden from someone who can measure it.
 

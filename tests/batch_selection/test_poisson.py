@@ -167,6 +167,14 @@ def test_a_batch_of_a_thousand_million_examples_is_drawn_at_once():
     assert peak < 10**6
 
 
+def test_no_dataset_is_too_large():
+    sampling = PoissonSampling(1e-17, 1)
+    indices = sampling.indices(0, num_examples=2**63 - 1, key=KEY)
+    assert 50 < len(indices) < 150
+    assert np.all(np.diff(indices) > 0)
+    assert indices[0] >= 0
+
+
 def test_philox_gives_its_published_words():
     # Random123, tests/kat_vectors: philox4x64 with 10 rounds; counter and key zero.
     words = philox_words(0, (-1, 0, 0, 0), 4)
@@ -293,6 +301,7 @@ def test_the_refusal_of_a_batch_does_not_tell_its_size():
             for name in ("iterations", "truncated_batch_size", "num_examples")
             for x in (0, 1.5, True)
         ),
+        ({"num_examples": 2**63}, r"num_examples must be less than 2\^63"),
         *(({"step": x}, "step must be from 0 to iterations - 1") for x in (-1, 3, 1.0)),
     ],
     ids=str,
