@@ -38,6 +38,8 @@ def as_markdown() -> str:
         _exactness_cost(),
         _book_keeping(),
         _compile_time(),
+        _sampling(),
+        _prefetch(),
         _accuracy(),
         _products(),
         _selfcheck(),
@@ -182,6 +184,57 @@ def _compile_time() -> str:
         "Lines of the program for each array of parameters, beyond the plain "
         "gradient's, and the time to trace and compile, over jax_privacy's.",
         "compile_time",
+        lines,
+        _table(header, rows),
+    )
+
+
+def _sampling() -> str:
+    lines = read("sampling", "num_examples", "sampling_prob")
+    names = ("dpmp", "a word for each example")
+    rows = [
+        (
+            f"{x['num_examples']:,}",
+            x["sampling_prob"],
+            *(
+                1e3 * x["seconds"][name] if name in x["seconds"] else None
+                for name in names
+            ),
+            *(x["megabytes"].get(name) for name in names),
+            1e3 * x["table_seconds"],
+        )
+        for x in lines
+    ]
+    header = ["examples", "probability"]
+    header += [f"milliseconds, {name}" for name in names]
+    header += [f"megabytes, {name}" for name in names]
+    header += ["milliseconds, once in a run"]
+    return _section(
+        "Drawing a batch",
+        "`PoissonSampling.indices`, next to drawing 64 random bits for each example. "
+        "Time and memory follow the size of the batch, not that of the dataset.",
+        "sampling",
+        lines,
+        _table(header, rows),
+    )
+
+
+def _prefetch() -> str:
+    lines = read("prefetch", "loading_milliseconds", "device_milliseconds")
+    names = list(lines[0]["step_milliseconds"])
+    header = ["loading a batch", "waiting for the device", *names]
+    rows = [
+        (
+            x["loading_milliseconds"],
+            x["device_milliseconds"],
+            *map(x["step_milliseconds"].get, names),
+        )
+        for x in lines
+    ]
+    return _section(
+        "Loading in the background",
+        "Milliseconds of a step of `DPTrainer.fit` with a tiny model.",
+        "prefetch",
         lines,
         _table(header, rows),
     )

@@ -24,7 +24,13 @@ from dpmp.precision import Policy
 from dpmp.precision._autocast import autocast
 from dpmp.tools import devices, memory, microbatches
 from dpmp.tools.precision_report import PrecisionReport, precision_report
-from dpmp.training import DPTrainer, SensitiveOutputs, Source, TrainingState
+from dpmp.training import (
+    DPTrainer,
+    SensitiveOutputs,
+    Source,
+    TrainingState,
+    check_source,
+)
 
 __all__ = [
     "DPSGD",
@@ -43,6 +49,7 @@ __all__ = [
     "autocast",
     "batch_selection",
     "book_keeping",
+    "check_source",
     "clip_pytree",
     "clipped_fun",
     "clipped_grad",

@@ -1,10 +1,13 @@
 """Computes what steps cost in privacy, of one run or of several on the same data.
 
-A small share of delta is charged for the sampler of the noise. Each entry of the noise
-deviates slightly from an ideal discrete Gaussian
-(`noise_addition/_discrete_gaussian.py`). If the total variation distances of all
-entries add up to t, they use up (1 + exp(epsilon)) t of delta. If the share does not
-cover this, no finite epsilon is claimed.
+A small share of delta is charged for the samplers. Each entry of the noise deviates
+slightly from an ideal discrete Gaussian (`noise_addition/_discrete_gaussian.py`), and
+each batch from independent inclusion (`batch_selection/_binomial.py`). Let t be the sum
+of the total variation distances of all entries and batches. The probability of any
+outcome changes by at most t, for both of two neighbouring datasets. In
+P <= exp(epsilon) P' + delta, this costs t on the left and exp(epsilon) t on the right:
+(1 + exp(epsilon)) t of delta. If the share does not cover this, no finite epsilon is
+claimed.
 """
 
 import dataclasses
@@ -15,10 +18,11 @@ from collections.abc import Mapping
 import dp_accounting
 
 from dpmp import _validate, accounting
+from dpmp.batch_selection import _binomial
 from dpmp.mechanism._batches import larger_datasets
-from dpmp.noise_addition._discrete_gaussian import LARGEST_TOTAL_VARIATION
+from dpmp.noise_addition import _discrete_gaussian
 
-SHARE = 1e-4  # of delta, for the sampler
+SHARE = 1e-4  # of delta, for the samplers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,9 +116,12 @@ def _guarantee_of(
 
 
 def largest_epsilon(steps: Mapping[StepCost, int], delta: float) -> float:
-    """The largest epsilon for which the share covers the sampler's deviation."""
-    entries = sum(n * cost.num_coordinates for cost, n in steps.items())
-    share = SHARE * delta / (max(entries, 1) * LARGEST_TOTAL_VARIATION)
+    """The largest epsilon for which the share covers the samplers' deviation."""
+    batches = max(1, sum(steps.values()))
+    entries = max(1, sum(n * cost.num_coordinates for cost, n in steps.items()))
+    deviation = entries * _discrete_gaussian.LARGEST_TOTAL_VARIATION
+    deviation += batches * _binomial.LARGEST_TOTAL_VARIATION
+    share = SHARE * delta / deviation
     return math.log(share - 1) if share > 1 else -math.inf
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from dpmp import _validate
+from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
@@ -56,14 +57,31 @@ def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
         )
 
 
-def check_callback(callback: Any, name: str) -> None:
-    """Raises ValueError unless a callback is a function or None."""
+def checked_stop(stop_at: Any, start: int, iterations: int) -> int:
+    """The number of steps after which to stop, between `start` and `iterations`."""
+    stop = iterations if stop_at is None else as_number(stop_at)
     _validate.require(
-        callback is None or callable(callback),
-        f"{name} must be a function of one argument",
-        fix="Leave it out, or pass a function.",
-        type=type(callback).__name__,
+        _validate.is_integer(stop) and start <= stop <= iterations,
+        f"stop_at must be from the current step to {iterations}",
+        step=start,
+        stop_at=stop,
+        fix="Privacy is accounted for `iterations` steps. Plan more of them before "
+        "the run starts.",
     )
+    return stop
+
+
+def check_options(callback: Any, sensitive_callback: Any, prefetch: Any) -> None:
+    """Raises ValueError for an option of `fit` that is out of range."""
+    given = {"callback": callback, "sensitive_callback": sensitive_callback}
+    for name, function in given.items():
+        _validate.require(
+            function is None or callable(function),
+            f"{name} must be a function of one argument",
+            fix="Leave it out, or pass a function.",
+            type=type(function).__name__,
+        )
+    _validate.nonnegative_integer(prefetch=prefetch, fix="Use 2, or 0 for no thread.")
 
 
 def check_state(state: Any) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dpmp._typing import PyTree
 from dpmp.training._batches import Batches
+from dpmp.training._prefetch import prefetched
 from dpmp.training._progress import Progress
 from dpmp.training._run_files import NoFiles
 from dpmp.training._state import SensitiveOutputs, TrainingState
@@ -25,6 +26,7 @@ class Loop:
       stop: the number of steps after which to stop.
       step: makes a step.
       batches: the batches.
+      prefetch: how many of them are loaded ahead.
       files: the files of the run.
       report: the progress.
       callback: is called with the state after every step.
@@ -35,6 +37,7 @@ class Loop:
     stop: int
     step: Step
     batches: Batches
+    prefetch: int
     files: NoFiles
     report: Progress
     callback: Callable[[TrainingState], None] | None
@@ -43,9 +46,10 @@ class Loop:
     def run(self) -> None:
         """Makes all steps. If it is stopped, the state is recorded."""
         try:
-            with self.report:
-                for number in range(int(self.state.step), self.stop):
-                    self._make_step(number, self.batches.draw(number))
+            numbers, draw = range(int(self.state.step), self.stop), self.batches.draw
+            with self.report, prefetched(draw, numbers, depth=self.prefetch) as batches:
+                for number, batch in zip(numbers, batches, strict=True):
+                    self._make_step(number, batch)
         except BaseException as error:
             if is_whole(self.state):
                 self.files.keep(self.state, error)

@@ -21,10 +21,11 @@ from dpmp.training import _fingerprint
 from dpmp.training._batches import Batches, sampling_key
 from dpmp.training._checks import (
     as_params,
-    check_callback,
     check_loss,
+    check_options,
     check_state,
     check_types,
+    checked_stop,
     warn_of_policy,
 )
 from dpmp.training._keys import RunKeys
@@ -256,6 +257,7 @@ class DPTrainer:
         every: int = 100,
         keep: int = 3,
         epsilon_budget: float | None = None,
+        prefetch: int = 2,
     ) -> TrainingState:
         """Makes all remaining steps of the run, or those up to `stop_at`.
 
@@ -281,6 +283,8 @@ class DPTrainer:
           keep: the number of checkpoints to keep; older ones are removed.
           epsilon_budget: the largest epsilon that all runs in `checkpoint_dir` may
             reach together. The run stops before a step that would exceed it.
+          prefetch: how many batches are loaded ahead by a thread in the background. 0
+            loads them in the calling thread, for a source that needs it.
 
         Returns:
           The state after `stop_at` steps.
@@ -290,23 +294,16 @@ class DPTrainer:
             different shapes or dtypes, `stop_at` out of range, or past steps with
             another mechanism, policy, loss scale, key or dataset. Only `delta`,
             `iterations` and the division into microbatches may change during a run.
-          Exception: whatever the source or a callback raises, and KeyboardInterrupt.
-            The state after the last complete step is then in `last_state`.
+          RuntimeError: if the source raises an exception. It does not say for which
+            record; `dpmp.check_source` does.
+          Exception: whatever a callback raises, and KeyboardInterrupt. The state after
+            the last complete step is then in `last_state`, as it is if the source
+            fails.
         """
         mechanism = self.mechanism
         self._check_state(state)
-        start = int(state.step)
-        stop = mechanism.iterations if stop_at is None else as_number(stop_at)
-        _validate.require(
-            _validate.is_integer(stop) and start <= stop <= mechanism.iterations,
-            f"stop_at must be from the current step to {mechanism.iterations}",
-            step=start,
-            stop_at=stop,
-            fix="Privacy is accounted for `iterations` steps. Plan more of them before "
-            "the run starts.",
-        )
-        check_callback(callback, "callback")
-        check_callback(sensitive_callback, "sensitive_callback")
+        stop = checked_stop(stop_at, int(state.step), mechanism.iterations)
+        check_options(callback, sensitive_callback, prefetch)
         load = loader_of(source, mechanism.num_examples)
 
         def batches_of(state: TrainingState) -> Batches:
@@ -334,6 +331,7 @@ class DPTrainer:
                     stop=files.stop,
                     step=self._step,
                     batches=batches_of(files.state),
+                    prefetch=prefetch,
                     files=files,
                     report=report_on(
                         self._step, files.state, files.stop, load, enabled=progress

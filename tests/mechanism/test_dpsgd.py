@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from dpmp import DPSGD, accounting
-from dpmp.batch_selection import PoissonSampling
+from dpmp.batch_selection import PoissonSampling, _binomial
 from dpmp.noise_addition import NoiseState
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 
@@ -394,6 +394,19 @@ def test_an_epsilon_that_the_sampler_does_not_support_is_not_claimed():
     with pytest.raises(ValueError, match=r"epsilon must be at most 34\.1"):
         mechanism.calibrate(epsilon=35.0, delta=1e-5)
     assert mechanism.calibrate(epsilon=34.0, delta=1e-5).guarantee().epsilon <= 34
+
+
+def test_what_the_batches_fall_short_of_is_charged_to_delta(monkeypatch):
+    mechanism = make_mechanism(noise_multiplier=1.0, num_parameters=1)
+    before = mechanism.guarantee(delta=1e-5).epsilon
+    share = 1e-4 * 1e-5 / 100  # of delta, for each step
+    for distance, is_covered in (
+        (share / (1 + math.exp(before * 1.01)), True),
+        (share / (1 + math.exp(before * 0.99)), False),
+    ):
+        monkeypatch.setattr(_binomial, "LARGEST_TOTAL_VARIATION", distance)
+        epsilon = mechanism.guarantee(delta=1e-5).epsilon
+        assert epsilon == (before if is_covered else math.inf)
 
 
 def test_the_clipped_gradient_is_divided_by_the_expected_batch_size():

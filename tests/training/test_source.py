@@ -1,5 +1,6 @@
 import collections
 import io
+import traceback
 
 import jax
 import numpy as np
@@ -149,29 +150,197 @@ def test_a_source_of_single_examples_is_asked_for_the_sampled_ones_alone():
     load = loader_of(source, 12)
     load(np.array([3, 5]))
     load(np.array([7]))
-    assert [x for x in source.asked if isinstance(x, int)] == [3, 5, 7]
+    # The first two records show what kind of source it is.
+    assert [x for x in source.asked if isinstance(x, int)] == [0, 1, 3, 5, 7]
 
 
-class FailsLater(Sized):
-    """Gives one batch, and then an error that has nothing to do with indices."""
+class Broken:
+    """One record does not load. Gives a batch, or a single example."""
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, record, gives_single):
+        self.record, self.gives_single, self.asked = record, gives_single, []
+
+    def __len__(self):
+        return 12
 
     def __getitem__(self, indices):
         self.asked.append(indices)
-        if len(self.asked) > 1:
-            raise OSError("the disk is gone")
-        return super().__getitem__(indices)
+        if self.gives_single == isinstance(indices, np.ndarray):
+            raise TypeError("these are no indices of mine")
+        if self.record in np.atleast_1d(indices):
+            raise OSError(f"record {self.record} cannot be read")
+        return jax.tree.map(lambda x: x[indices], ARRAYS)
+
+
+def every_text_of(error):
+    """What a log may show of an exception and of those it was raised from."""
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("gives_single", [False, True])
+@pytest.mark.parametrize("record", [0, 1, 7])
+def test_a_record_that_does_not_load_stops_the_run_and_is_not_named(
+    gives_single, record
+):
+    load = loader_of(Broken(record, gives_single), 12)
+    # If the first records are defective, what kind of source it is remains open.
+    name = "OSError" if gives_single or record > 1 else "TypeError"
+    message = rf"the source raised {name}\. .* dpmp\.check_source\(source\) goes over"
+    if record == 7:
+        load_batch(load, np.array([2, 4]), 4)
+    with pytest.raises(RuntimeError, match=message) as caught:
+        load_batch(load, np.array([record, 9]), 4)
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    text = every_text_of(caught.value)
+    assert f"record {record}" not in text
+    # But the line of the source is there, for the one who has to mend it.
+    assert f"raise {name}(" in text
 
 
 def test_an_error_of_a_later_batch_is_not_taken_for_a_refusal_of_indices():
-    source = FailsLater()
+    source = Broken(7, gives_single=False)
     load = loader_of(source, 12)
     load(np.array([3, 5]))
-    with pytest.raises(OSError, match="the disk is gone"):
+    num_asked = len(source.asked)
+    with pytest.raises(RuntimeError, match="raised OSError"):
         load(np.array([7, 9]))
-    assert len(source.asked) == 2
+    assert len(source.asked) == num_asked + 1
+
+
+class Normalised(Sized):
+    """Takes arrays of indices by accident, and then mixes the examples of a batch."""
+
+    def __getitem__(self, index):
+        x = ARRAYS["x"][index]
+        return {"x": x - x.mean(), "label": ARRAYS["label"][index]}
+
+
+class AsBatchOfOne(Sized):
+    """Takes an integer for an array of one."""
+
+    def __getitem__(self, indices):
+        return super().__getitem__(np.atleast_1d(indices))
+
+
+def test_examples_do_not_depend_on_the_others_of_their_batch():
+    batch = loader_of(Normalised(), 12)(np.array([3, 5]))
+    np.testing.assert_array_equal(batch["x"], [[-0.5, 0.5]] * 2)
+
+
+def test_an_integer_may_stand_for_a_batch_of_one():
+    batch = loader_of(AsBatchOfOne(), 12)(np.array([3, 5]))
+    np.testing.assert_array_equal(batch["x"], ARRAYS["x"][[3, 5]])
+
+
+def test_an_empty_batch_is_not_asked_for():
+    source = Broken(7, gives_single=True)
+    batch, is_padding = load_batch(loader_of(source, 12), np.zeros(0, int), 3)
+    assert not any(len(np.atleast_1d(x)) == 0 for x in source.asked)
+    assert batch["x"].shape == (3, 2)
+    assert is_padding.all()
+
+
+class Changes(OneByOne):
+    """Record 7 is not like the others."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def __getitem__(self, index):
+        example = super().__getitem__(index)
+        return self.change(example) if index == 7 else example
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: {"x": x["x"]},
+        lambda x: {**x, "x": x["x"].astype(np.float64)},
+        lambda x: {**x, "x": x["x"][:1]},
+    ],
+    ids=["tree", "dtype", "shape"],
+)
+def test_an_example_that_is_not_like_the_others_is_refused_and_not_shown(change):
+    load = loader_of(Changes(change), 12)
+    with pytest.raises(ValueError, match=r"same tree of arrays.*check_source") as error:
+        load(np.array([3, 7]))
+    assert not any(letter.isdigit() for letter in str(error.value))
+
+
+def test_no_example_at_all_is_refused():
+    load = loader_of(Changes(lambda _: None), 12)
+    with pytest.raises(ValueError, match="must have at least one array; got type='No"):
+        load(np.array([3, 7]))
+
+
+def test_mapped_files_are_not_read_as_a_whole(tmp_path):
+    expected = np.arange(24.0).reshape(12, 2)
+    np.save(tmp_path / "x.npy", expected)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    load = loader_of({"x": mapped, "mask": np.ones(12, bool)}, 12)
+    (columns,) = [c.cell_contents for c in load.__closure__]
+    assert np.shares_memory(columns["x"], mapped)
+    np.testing.assert_array_equal(load(np.array([2, 9]))["x"], expected[[2, 9]])
+
+
+def test_nested_trees_with_masks_and_labels_keep_their_shape_and_dtypes():
+    nested = {
+        "text": {"tokens": np.ones((12, 4), np.int32), "mask": np.ones((12, 4), bool)},
+        "targets": (np.arange(12), np.ones((12, 2, 2), np.float16)),
+    }
+
+    class Nested(Sized):
+        def __getitem__(self, indices):
+            return jax.tree.map(lambda x: x[indices], nested)
+
+    for source in (nested, Nested()):
+        batch, _ = load_batch(loader_of(source, 12), np.array([2, 9]), 3)
+        assert jax.tree.structure(batch) == jax.tree.structure(nested)
+        for x, column in zip(*map(jax.tree.leaves, (batch, nested)), strict=True):
+            assert x.dtype == column.dtype
+            np.testing.assert_array_equal(x[:2], column[[2, 9]])
+            assert not x[2:].any()
+
+
+class RandomAccess:
+    """What grain calls a RandomAccessDataSource."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, record_key):
+        return {name: x[record_key] for name, x in ARRAYS.items()}
+
+
+def grain_datasets():
+    grain = pytest.importorskip("grain")
+    by_number = grain.MapDataset.range(1, 13)
+    return {
+        "source": grain.MapDataset.source(RandomAccess()),
+        # These calculate with an array of indices as if it were one index.
+        "calculated": by_number.map(
+            lambda i: {"x": np.arange(2, dtype=np.float32) + 2 * i - 1, "label": i}
+        ),
+        "mapped": grain.MapDataset.source(RandomAccess()).map(lambda x: dict(x)),
+    }
+
+
+@pytest.mark.parametrize("name", ["source", "calculated", "mapped"])
+def test_datasets_of_grain_give_the_same_batches(name):
+    load = loader_of(grain_datasets()[name], 12)
+    for indices in ([], [7], [3, 5, 11]):
+        batch = load(np.array(indices, np.int64))
+        for column, x in ARRAYS.items():
+            np.testing.assert_array_equal(batch[column], x[np.array(indices, int)])
+            assert batch[column].shape == (len(indices), *x.shape[1:])
+
+
+def test_an_example_that_grain_filtered_out_is_refused():
+    dataset = grain_datasets()["source"].filter(lambda x: x["label"] != 8)
+    load = loader_of(dataset, 12)
+    with pytest.raises(ValueError, match="at least one array"):
+        load(np.array([3, 7]))
 
 
 def test_tables_become_columns():

@@ -1,3 +1,7 @@
+import math
+import tracemalloc
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -108,15 +112,67 @@ def test_the_last_of_a_great_many_batches_needs_none_before_it():
     assert 400 < len(indices) < 600
 
 
+def expected_batch(sampling_prob, size, key, step):
+    """A batch of at most half of `size` examples, with exact probabilities."""
+    words = philox_words(key, (0, 0, 0, step), 6 + 2 * size)
+    uniform = sum(word << 64 * i for i, word in enumerate(words[:6]))
+    prob, count, below = Fraction(sampling_prob), -1, 0
+    while below <= Fraction(uniform, 2**384):
+        count += 1
+        ways = math.comb(size, count)
+        below += ways * prob**count * (1 - prob) ** (size - count)
+    batch, words = set(), iter(words[6:])
+    while len(batch) < count:
+        batch.add(next(words) % size)
+    assert 2 * count <= size
+    return sorted(batch)
+
+
 @pytest.mark.parametrize("step", [0, 1, 10**9])
 @pytest.mark.parametrize("key", [0, 7, KEY, 2**128 - 1])
-def test_batches_are_those_of_philox(key, step):
-    words = philox_words(key, (0, 0, 0, step), 50)
-    expected = [i for i, word in enumerate(words) if word < 2**62]
+def test_batches_are_those_of_philox_and_exact_probabilities(key, step):
     sampling = PoissonSampling(0.25, 10**9 + 1)
     np.testing.assert_array_equal(
-        sampling.indices(step, num_examples=50, key=key), expected
+        sampling.indices(step, num_examples=50, key=key),
+        expected_batch(0.25, 50, key, step),
     )
+
+
+@pytest.mark.parametrize("sampling_prob", [0.3, 0.8])
+def test_every_batch_has_the_probability_of_independent_inclusion(sampling_prob):
+    num_examples, steps = 4, 20_000
+    is_member = membership(PoissonSampling(sampling_prob, steps), num_examples)
+    observed = np.bincount(is_member @ (1 << np.arange(num_examples)), minlength=16)
+
+    def p_value(prob):
+        sizes = np.array([batch.bit_count() for batch in range(16)])
+        expected = steps * prob**sizes * (1 - prob) ** (num_examples - sizes)
+        statistic = np.sum((observed - expected) ** 2 / expected)
+        return stats.chi2.sf(statistic, 15)
+
+    assert p_value(sampling_prob) > SMALLEST_P_VALUE
+    assert p_value(0.95 * sampling_prob) < SMALLEST_P_VALUE
+
+
+def test_a_batch_of_a_thousand_million_examples_is_drawn_at_once():
+    sampling = PoissonSampling(1e-6, 1)
+    tracemalloc.start()
+    try:
+        indices = sampling.indices(0, num_examples=10**9, key=KEY)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 800 < len(indices) < 1200
+    assert indices[-1] > 9 * 10**8
+    assert peak < 10**6
+
+
+def test_no_dataset_is_too_large():
+    sampling = PoissonSampling(1e-17, 1)
+    indices = sampling.indices(0, num_examples=2**63 - 1, key=KEY)
+    assert 50 < len(indices) < 150
+    assert np.all(np.diff(indices) > 0)
+    assert indices[0] >= 0
 
 
 def test_philox_gives_its_published_words():
@@ -131,10 +187,11 @@ def test_philox_gives_its_published_words():
 
 
 def test_batches_never_change():
-    # By `philox_words` above; with another result, no old run could be resumed.
+    # By `expected_batch` above; with another result, no old run could be resumed.
     sampling = PoissonSampling(0.1, 1000)
     indices = sampling.indices(999, num_examples=100, key=KEY)
-    np.testing.assert_array_equal(indices, [0, 1, 17, 27, 93, 96])
+    np.testing.assert_array_equal(indices, expected_batch(0.1, 100, KEY, 999))
+    np.testing.assert_array_equal(indices, [12, 31, 46, 51, 69, 71, 72, 83])
 
 
 def test_indices_are_ascending_int64():
@@ -168,7 +225,6 @@ def test_no_batch_is_larger_than_the_truncated_size():
     whole, truncated = PoissonSampling(0.5, 500), PoissonSampling(0.5, 500, 10)
     before, after = membership(whole, 20), membership(truncated, 20)
     np.testing.assert_array_equal(after.sum(1), np.minimum(before.sum(1), 10))
-    assert np.all(before >= after)
     assert 100 < np.sum(before.sum(1) > 10) < 400
 
 
@@ -245,6 +301,7 @@ def test_the_refusal_of_a_batch_does_not_tell_its_size():
             for name in ("iterations", "truncated_batch_size", "num_examples")
             for x in (0, 1.5, True)
         ),
+        ({"num_examples": 2**63}, r"num_examples must be less than 2\^63"),
         *(({"step": x}, "step must be from 0 to iterations - 1") for x in (-1, 3, 1.0)),
     ],
     ids=str,

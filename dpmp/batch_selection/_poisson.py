@@ -1,13 +1,16 @@
-"""Poisson sampling: draws the indices of a batch from a key and a step number.
+"""The batches of a run: which examples take part in a step, and how many.
 
-Random batches make training more private, because an example takes part in few steps.
-The accountant counts on this gain, which is proved for Poisson sampling: every example
-is in a batch with the same probability, independently of all other examples. The
-indices of a batch and its size are sensitive.
+The size of a batch is drawn first, from the binomial distribution, and then that many
+examples, uniformly. If each example is included independently, all batches of one size
+are equally likely. So this gives every batch the probability that it should have, in
+time of the batch's size and not of the dataset's.
+
+Truncation needs no draw of its own: a uniform subset of a uniform subset is a uniform
+subset. So a batch that would be too large is drawn at the largest size to begin with.
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,13 +18,10 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._numbers import as_number
-
-__all__ = ["PoissonSampling"]
+from dpmp.batch_selection._binomial import draw_binomial
+from dpmp.batch_selection._subsets import draw_subset
 
 _WORD = 2**64
-
-# Each key and step has two independent streams of random words.
-_INCLUSION, _TRUNCATION = 0, 1
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,24 @@ class PoissonSampling:
     >>> sampling = PoissonSampling(sampling_prob=0.25, iterations=3)
     >>> for step in range(3):
     ...     print(sampling.indices(step, num_examples=12, key=7))
-    [4 8]
-    [ 2  5  7 10]
-    [ 5  7 11]
+    [1 2 8 9]
+    [0 2]
+    [0 7]
 
     Guarantees:
-      - The batch is a function of (key, step, num_examples). Any batch can be drawn
-        without the batches before it, and drawn again after a restart. The function
-        uses the raw words of a counter-based generator (Philox), which NumPy keeps
-        unchanged.
-      - The probability of inclusion is `sampling_prob` rounded down to a multiple of
-        2^-64.
+      - The distribution of a batch is within a total variation distance of 2^-180 of
+        including each example independently with exactly `sampling_prob`. This holds
+        for every size of the dataset. `DPSGD` charges the distance to delta.
       - A batch of more than `truncated_batch_size` examples is replaced by that many of
         its examples, drawn uniformly. Account for this with
         `accounting.truncated_dpsgd_event`.
+      - The batch is a function of (key, step, num_examples), `sampling_prob` and
+        `truncated_batch_size`. Any batch can be drawn without the batches before it,
+        and drawn again after a restart. The function uses the raw words of a
+        counter-based generator (Philox), which NumPy keeps unchanged, and integer
+        arithmetic.
+      - The time to draw a batch depends on its size, and slightly on its indices. This
+        is not hidden from someone who can measure it.
 
     Attributes:
       sampling_prob: the probability that an example is in a batch, in (0, 1].
@@ -83,7 +87,8 @@ class PoissonSampling:
           Ascending int64 indices below `num_examples`. There may be none.
 
         Raises:
-          ValueError: if the step or the key is out of range, or the dataset is empty.
+          ValueError: if the step or the key is out of range, or if the dataset is empty
+            or has 2^63 examples or more.
         """
         step, key = as_number(step), as_number(key)
         _validate.require(
@@ -97,20 +102,21 @@ class PoissonSampling:
             num_examples=num_examples, fix="Load the data first."
         )
         _validate.require(
+            num_examples < 2**63,
+            "num_examples must be less than 2^63",
+            num_examples=num_examples,
+            fix="Pass the number of examples in the dataset.",
+        )
+        _validate.require(
             _validate.is_integer(key) and 0 <= key < 2**128,
             "key must be an integer from 0 to 2^128 - 1",
             key_type=type(key).__name__,
             fix="Use secrets.randbits(128), and keep it secret.",
         )
-        threshold = int(Fraction(self.sampling_prob) * _WORD)
-        words = _random_words(key, step, _INCLUSION, num_examples)
-        is_included = words <= np.uint64(threshold - 1) if threshold else words < 0
-        included = np.flatnonzero(is_included)
-        size = self.truncated_batch_size
-        if size is None or len(included) <= size:
-            return included
-        ranks = np.argsort(_random_words(key, step, _TRUNCATION, len(included)))
-        return np.sort(included[ranks[:size]])
+        draw_words = _random_words(key, step)
+        count = draw_binomial(num_examples, Fraction(self.sampling_prob), draw_words)
+        size = min(count, self.truncated_batch_size or count)
+        return draw_subset(num_examples, size, draw_words)
 
     def batch_iterator(
         self, num_examples: int, rng: np.random.Generator | int | None = None
@@ -132,11 +138,21 @@ class PoissonSampling:
 def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
     """Pads the indices of a batch with -1, so that all batches have one size.
 
-    The mask `is_padding_example` of the padded batch is `padded < 0`. More than
-    `batch_size` indices raise ValueError.
+    The mask `is_padding_example` of the padded batch is `padded < 0`.
 
     >>> print(pad_indices(np.array([3, 8]), 4))
     [ 3  8 -1 -1]
+
+    Args:
+      indices: (k,) integers.
+      batch_size: the size of every batch, such as `DPSGD.padded_batch_size`.
+
+    Returns:
+      (batch_size,) integers.
+
+    Raises:
+      ValueError: if there are more than `batch_size` indices. The message does not say
+        how many, because that is sensitive.
     """
     batch_size = as_number(batch_size)
     _validate.require(
@@ -149,7 +165,8 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
     return np.concatenate([indices, padding])
 
 
-def _random_words(key: int, step: int, stream: int, size: int) -> np.ndarray:
-    counter = np.array([0, 0, stream, step], np.uint64)
+def _random_words(key: int, step: int) -> Callable[[int], np.ndarray]:
+    """A function that returns the next words of a stream that only this step uses."""
+    counter = np.array([0, 0, 0, step], np.uint64)
     key_words = np.array([key % _WORD, key // _WORD], np.uint64)
-    return np.random.Philox(counter=counter, key=key_words).random_raw(size)
+    return np.random.Philox(counter=counter, key=key_words).random_raw

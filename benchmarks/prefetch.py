@@ -1,0 +1,112 @@
+"""Does loading in the background hide the time that batches take to load?
+
+`DPTrainer.fit` trains a tiny model. Its source waits for 5 ms before each batch, as a
+disk would, and a callback waits for 10 ms after each step, as for a device. Measured
+are the milliseconds of a step (medians over rounds in which all contenders run in
+turn), next to the same data in memory.
+
+    python -m benchmarks.prefetch        # half a minute on two cores
+
+Every line is appended to benchmarks/results/prefetch.jsonl.
+"""
+
+import functools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpmp
+from benchmarks import results
+from dpmp.tools import _timing
+
+NUM_EXAMPLES, WIDTH, STEPS, ROUNDS = 4096, 4, 100, 5
+LOADING_SECONDS, DEVICE_SECONDS = 0.005, 0.01
+
+
+class SlowSource:
+    """Arrays behind a slow disk."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return NUM_EXAMPLES
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The examples at these indices."""
+        time.sleep(LOADING_SECONDS)
+        return {name: x[indices] for name, x in self._arrays.items()}
+
+
+def loss_fn(params: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    """The squared error of a linear model."""
+    return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
+
+
+def wait_for_the_device(state: dpmp.TrainingState) -> None:
+    """What a callback does that looks at the state."""
+    jax.block_until_ready(state.step)
+    time.sleep(DEVICE_SECONDS)
+
+
+def make_trainer() -> dpmp.DPTrainer:
+    """A trainer for batches of about 32 examples."""
+    mechanism = dpmp.DPSGD(
+        num_examples=NUM_EXAMPLES,
+        expected_batch_size=32,
+        iterations=STEPS,
+        l2_clip_norm=1.0,
+        noise_multiplier=1.0,
+    )
+    return dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=loss_fn,
+        optimizer=optax.sgd(0.1),
+        policy="float32",
+    )
+
+
+def main() -> None:
+    """Measures and appends the figures."""
+    rng = np.random.default_rng(0)
+    data = {
+        "x": rng.normal(size=(NUM_EXAMPLES, WIDTH)).astype(np.float32),
+        "y": rng.normal(size=NUM_EXAMPLES).astype(np.float32),
+    }
+    trainer = make_trainer()
+    params = jnp.zeros(WIDTH)
+
+    def run(source: object, prefetch: int) -> jax.Array:
+        state = trainer.init(params, prng_key=jax.random.key(0))
+        state = trainer.fit(
+            state,
+            source,
+            progress=False,
+            prefetch=prefetch,
+            callback=wait_for_the_device,
+        )
+        return state.step
+
+    contenders = {
+        "in memory": functools.partial(run, data, 0),
+        "slow source, prefetch=0": functools.partial(run, SlowSource(data), 0),
+        "slow source, prefetch=2": functools.partial(run, SlowSource(data), 2),
+    }
+    seconds = _timing.in_turn(contenders, ROUNDS)
+    results.append(
+        "prefetch",
+        loading_milliseconds=1e3 * LOADING_SECONDS,
+        device_milliseconds=1e3 * DEVICE_SECONDS,
+        step_milliseconds={
+            name: round(1e3 * statistics.median(x) / STEPS, 2)
+            for name, x in seconds.items()
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

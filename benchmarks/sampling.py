@@ -1,0 +1,102 @@
+"""How long does it take to draw a Poisson batch, next to one random word an example?
+
+Both ways draw batches of the same distribution. Measured are the seconds of one batch
+(medians over rounds in which all contenders run in turn), the memory that is allocated
+while it is drawn, and the seconds to build the table of the binomial distribution,
+which happens once in a run.
+
+    python -m benchmarks.sampling        # a minute on two cores
+
+Every line is appended to benchmarks/results/sampling.jsonl.
+"""
+
+import functools
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from benchmarks import results
+from dpmp.batch_selection import PoissonSampling, _binomial
+from dpmp.tools import _timing
+
+KEY = 7
+ROUNDS = 5
+
+SETTINGS = (
+    (60_000, 0.01),
+    (10**6, 0.01),
+    (10**6, 0.5),
+    (10**8, 1e-4),
+    (10**8, 1e-2),
+    (10**9, 1e-9),
+    (10**9, 1e-6),
+    (10**9, 1e-4),
+)
+
+# Beyond that, one word an example would take 8 GB.
+_LARGEST_FOR_A_WORD_EACH = 10**8
+
+
+def a_word_for_each_example(num_examples: int, sampling_prob: float) -> np.ndarray:
+    """Draws a batch in the time of the dataset."""
+    words = np.random.Philox(KEY).random_raw(num_examples)
+    return np.flatnonzero(words < np.uint64(sampling_prob * 2**64))
+
+
+def contenders(
+    num_examples: int, sampling_prob: float
+) -> dict[str, Callable[[], np.ndarray]]:
+    """Functions that draw a batch, by name."""
+    draw = PoissonSampling(sampling_prob, 1).indices
+    dpmp = functools.partial(draw, 0, num_examples=num_examples, key=KEY)
+    if num_examples > _LARGEST_FOR_A_WORD_EACH:
+        return {"dpmp": dpmp}
+    dense = functools.partial(a_word_for_each_example, num_examples, sampling_prob)
+    return {"dpmp": dpmp, "a word for each example": dense}
+
+
+def table_seconds(num_examples: int, sampling_prob: float) -> float:
+    """The seconds that a run takes once, before its first batch."""
+    _binomial._table.cache_clear()
+    start = time.perf_counter()
+    _binomial._table(num_examples, Fraction(sampling_prob))
+    return time.perf_counter() - start
+
+
+def peak_megabytes(draw: Callable[[], Any]) -> float:
+    """The most memory that is allocated at once while a batch is drawn."""
+    tracemalloc.start()
+    try:
+        draw()
+        return tracemalloc.get_traced_memory()[1] / 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def measure(num_examples: int, sampling_prob: float) -> dict[str, Any]:
+    """The figures of one setting."""
+    seconds_for_table = table_seconds(num_examples, sampling_prob)
+    draws = contenders(num_examples, sampling_prob)
+    seconds = _timing.in_turn(draws, ROUNDS)
+    return {
+        "num_examples": num_examples,
+        "sampling_prob": sampling_prob,
+        "table_seconds": seconds_for_table,
+        "seconds": {name: statistics.median(x) for name, x in seconds.items()},
+        "megabytes": {name: peak_megabytes(draw) for name, draw in draws.items()},
+    }
+
+
+def main() -> None:
+    """Measures all settings and appends their figures."""
+    for num_examples, sampling_prob in SETTINGS:
+        results.append("sampling", **measure(num_examples, sampling_prob))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A defective record is found by looking at all of them in order."""
+
+import jax
+import numpy as np
+import pytest
+
+import dpmp
+from dpmp import training
+from dpmp.training._check_source import check_source
+
+SIZE = 600  # several blocks
+ARRAYS = {"x": np.arange(2.0 * SIZE).reshape(SIZE, 2), "label": np.arange(SIZE)}
+
+
+class Singles:
+    """Gives one example for one integer; `change` is applied to one of them."""
+
+    def __init__(self, record=None, change=None):
+        self.record, self.change, self.asked = record, change, []
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        if not isinstance(index, int):
+            raise TypeError("one integer, please")
+        self.asked.append(index)
+        example = {name: x[index] for name, x in ARRAYS.items()}
+        return self.change(example) if index == self.record else example
+
+
+class Batches(Singles):
+    """Gives all examples at an array of indices."""
+
+    def __getitem__(self, indices):
+        if isinstance(indices, int):
+            raise TypeError("an array, please")
+        batch = {name: x[indices] for name, x in ARRAYS.items()}
+        return self.change(batch) if self.record in indices else batch
+
+
+def fail(_):
+    raise OSError("the file is truncated")
+
+
+CHANGES = {
+    "shape": lambda x: {**x, "x": np.concatenate([x["x"], x["x"]], axis=-1)},
+    "dtype": lambda x: {**x, "x": x["x"].astype(np.float32)},
+    "tree": lambda x: {"x": x["x"]},
+}
+
+
+def test_users_find_it_where_messages_say_it_is():
+    assert dpmp.check_source is training.check_source is check_source
+
+
+@pytest.mark.parametrize(
+    "source", [ARRAYS, Singles(), Batches(), ARRAYS["x"], {"x": [1, 2], "y": [3, 4]}]
+)
+def test_a_good_dataset_passes(source):
+    check_source(source)
+
+
+def test_every_record_is_loaded():
+    source = Singles()
+    check_source(source)
+    assert set(source.asked) == set(range(SIZE))
+
+
+@pytest.mark.parametrize("kind", [Singles, Batches])
+@pytest.mark.parametrize("record", [0, 1, 2, 300, SIZE - 1])
+def test_a_record_that_does_not_load_is_named_with_its_error(kind, record):
+    message = rf"every record must load; got record={record}\. Repair it"
+    with pytest.raises(ValueError, match=message) as error:
+        check_source(kind(record, fail))
+    causes = [error.value.__cause__, error.value.__cause__.__context__]
+    assert "the file is truncated" in map(str, causes)
+
+
+@pytest.mark.parametrize("kind", [Singles, Batches])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_record_that_is_not_like_the_first_is_named(kind, name):
+    with pytest.raises(ValueError, match="first one; got record=300"):
+        check_source(kind(300, CHANGES[name]))
+
+
+def test_text_and_missing_examples_are_named():
+    for change in (lambda _: None, lambda x: {**x, "x": "a text"}):
+        with pytest.raises(ValueError, match="got record=300"):
+            check_source(Singles(300, change))
+
+
+def test_a_batch_of_another_size_is_named():
+    class Short(Batches):
+        def __getitem__(self, indices):
+            rows = super().__getitem__(indices)
+            is_long = len(indices) > 2 and 300 in indices
+            return jax.tree.map(lambda x: x[1:], rows) if is_long else rows
+
+    with pytest.raises(ValueError, match=r"also load together.*first=256, last=511"):
+        check_source(Short())
+
+
+def test_something_that_is_no_dataset_is_refused():
+    for source in (None, [1, 2], {"x": np.ones(3), "y": np.ones(4)}, np.float32(1)):
+        with pytest.raises(ValueError, match="the dataset must"):
+            check_source(source)
