@@ -16,19 +16,17 @@ import optax
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
-from dpmp.precision import Policy
 from dpmp.training._state import TrainingState
 
-_RECIPES = "docs/recipes.md has models of Flax, Equinox, Haiku and Keras."
+_RECIPES = "Recipes for Flax, Equinox, Haiku and Keras are in docs/recipes.md."
 
 
-def check_types(*, mechanism: Any, optimizer: Any, policy: Any) -> None:
+def check_types(*, mechanism: Any, optimizer: Any) -> None:
     """Raises ValueError for arguments of another type."""
-    given = {"mechanism": mechanism, "optimizer": optimizer, "policy": policy}
+    given = {"mechanism": mechanism, "optimizer": optimizer}
     for name, kind, fix in (
         ("mechanism", DPSGD, "Use dpmp.DPSGD(...).calibrate(epsilon=, delta=)."),
         ("optimizer", optax.GradientTransformation, "Use optax.adam(1e-3)."),
-        ("policy", Policy, 'Use "mixed_bfloat16", or a dpmp.Policy.'),
     ):
         _validate.require(
             isinstance(given[name], kind),
