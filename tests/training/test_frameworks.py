@@ -152,6 +152,15 @@ def test_errors_are_explained_with_a_way_out(make, hint):
     assert "docs/recipes.md" in "\n".join([str(caught.value), *caught.value.__notes__])
 
 
+def test_a_copied_dropout_of_nnx_without_a_key_is_warned_of():
+    model = nnx.Sequential(
+        nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    )
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    with pytest.warns(UserWarning, match="uses_prng_key=True"):
+        fit(params, lambda p, x: jnp.mean(nnx.merge(graphdef, p, rest, copy=True)(x)))
+
+
 def test_a_keras_dropout_without_a_key_is_warned_of():
     model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dropout(0.5)])
     model.build((None, 3))
