@@ -66,6 +66,7 @@ class DPSGD:
         the sampler of the noise. A larger gradient is refused.
       method: the gradient engine; see `clipped_grad`.
       released_metrics: noisy means to release at every step besides the gradient.
+        `DPTrainer` releases the fraction of overflows in any case, as it is free.
       neighboring_relation: which two datasets are neighbours. By default, one example
         is blanked out (zero-out): both datasets have the same size, and `num_examples`
         is public. Under ADD_OR_REMOVE_ONE, neighbours have one example more or less,

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
 from dpmp.programs import _bodies, _interpreter
@@ -58,12 +59,23 @@ def autocast(
     Args:
       fun: a function that computes in float32. Values that it casts to other dtypes
         itself stay in these dtypes.
-      policy: a policy, or the name of one. Only its `compute_dtype` counts.
+      policy: a policy, or the name of one. Only its `compute_dtype` counts. A
+        `DPTrainer` with an autocast loss must have policy="float32": with another one,
+        it would round all parameters and inputs before this function sees them.
 
     Returns:
       A function with the same arguments and results, of the same dtypes.
+
+    Raises:
+      ValueError: if `fun` is no function, or if there is no such policy.
     """
-    policy = Policy.from_name(policy) if isinstance(policy, str) else policy
+    _validate.require(
+        callable(fun),
+        "fun must be a function",
+        type=type(fun).__name__,
+        fix="Pass the function itself: autocast(loss_fn).",
+    )
+    policy = Policy.parse(policy)
     dtype = policy.compute_dtype
 
     @functools.wraps(fun)

@@ -1,5 +1,6 @@
 """Policies: the dtypes of computation and of parameters."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,11 +64,15 @@ class Policy:
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype"):
-            dtype = jnp.dtype(getattr(self, name))
+            dtype = None
+            # NumPy takes None for float64, and raises TypeError for unknown names.
+            if (given := getattr(self, name)) is not None:
+                with contextlib.suppress(TypeError):
+                    dtype = jnp.dtype(given)
             _validate.require(
-                jnp.issubdtype(dtype, jnp.floating),
+                dtype is not None and jnp.issubdtype(dtype, jnp.floating),
                 f"{name} must be a float dtype",
-                dtype=dtype.name,
+                dtype=given if dtype is None else dtype.name,
                 fix="Use float32 for parameters, and float32 or bfloat16 to compute.",
             )
             object.__setattr__(self, name, dtype)
@@ -121,6 +126,19 @@ class Policy:
             fix="Use one of these names, or Policy(param_dtype=, compute_dtype=).",
         )
         return cls(jnp.float32, float32_paths=float32_paths, **PRESETS[name])
+
+    @classmethod
+    def parse(cls, policy: "Policy | str") -> "Policy":
+        """Returns a policy as it is, and the preset of a name."""
+        if isinstance(policy, str):
+            return cls.from_name(policy)
+        _validate.require(
+            isinstance(policy, Policy),
+            "policy must be a Policy or the name of one",
+            type=type(policy).__name__,
+            fix='Use "mixed_bfloat16", or a dpmp.Policy.',
+        )
+        return policy
 
     def cast_to_compute(self, params: PyTree) -> PyTree:
         """Casts float parameters to the dtypes that the loss receives."""

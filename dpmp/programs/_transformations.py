@@ -12,7 +12,9 @@ from dpmp.programs._interpreter import bind, run, trace
 
 
 def hoist_constants(
-    fun: Callable[..., PyTree], *example_args: Any
+    fun: Callable[..., PyTree],
+    *example_args: Any,
+    check: Callable[[Any], None] = lambda program: None,
 ) -> tuple[Callable[..., PyTree], list[Any]]:
     """Turns the arrays that `fun` closes over into an argument.
 
@@ -22,10 +24,13 @@ def hoist_constants(
     Two kinds of arrays stay in the program: those in the rules of a custom derivative,
     and those in a function under `jax.jit` inside of a loop or a branch.
 
+    `check` is called with the program, a jaxpr, and may raise an exception.
+
     Returns `hoisted(constants, *args)` and `constants`. It accepts the shapes and
     dtypes of the example arguments only.
     """
     closed, out_treedef = trace(fun, *example_args)
+    check(closed.jaxpr)
 
     def hoisted(constants: list[Any], *args: Any) -> PyTree:
         same = jax.extend.core.ClosedJaxpr(closed.jaxpr, constants)

@@ -22,16 +22,15 @@ from dpmp.precision import Policy
 from dpmp.programs import _float8
 from dpmp.training._state import TrainingState
 
-_RECIPES = "docs/recipes.md has models of Flax, Equinox, Haiku and Keras."
+_RECIPES = "Recipes for Flax, Equinox, Haiku and Keras are in docs/recipes.md."
 
 
-def check_types(*, mechanism: Any, optimizer: Any, policy: Any) -> None:
+def check_types(*, mechanism: Any, optimizer: Any) -> None:
     """Raises ValueError for arguments of another type."""
-    given = {"mechanism": mechanism, "optimizer": optimizer, "policy": policy}
+    given = {"mechanism": mechanism, "optimizer": optimizer}
     for name, kind, fix in (
         ("mechanism", DPSGD, "Use dpmp.DPSGD(...).calibrate(epsilon=, delta=)."),
         ("optimizer", optax.GradientTransformation, "Use optax.adam(1e-3)."),
-        ("policy", Policy, 'Use "mixed_bfloat16", or a dpmp.Policy.'),
     ):
         _validate.require(
             isinstance(given[name], kind),
@@ -164,8 +163,8 @@ def as_params(params: PyTree) -> PyTree:
             leaf=jax.tree_util.keystr(path) or "(params itself)",
             type=jnp.result_type(leaf).name if is_array else type(leaf).__name__,
             fix="Keep everything else out of params, and let the loss close over it: "
-            "nnx.split(model, nnx.Param, ...), or eqx.partition(model, "
-            "eqx.is_inexact_array).",
+            "nnx.split(model, nnx.Param, ...), or params, static = eqx.partition("
+            "model, eqx.is_inexact_array) and eqx.combine(params, static) in the loss.",
         )
     return params
 
@@ -182,9 +181,14 @@ def explained(batch: PyTree, compute_dtype: Any) -> Iterator[None]:
         yield
     except Exception as error:
         error.add_note(_describe(batch, compute_dtype))
-        if (hint := _HINTS.get(type(error).__name__)) is not None:
+        if (hint := _hint(error)) is not None:
             error.add_note(f"dpmp: {hint} {_RECIPES}")
         raise
+
+
+def _hint(error: Exception) -> str | None:
+    name, text = type(error).__name__, str(error)
+    return next((x for k, part, x in _HINTS if k == name and part in text), None)
 
 
 def _describe(batch: PyTree, compute_dtype: Any) -> str:
@@ -207,13 +211,29 @@ _BATCH_NORM = (
     "in private training: use GroupNorm or LayerNorm."
 )
 
-# By the names of exceptions, so that no other library has to be imported.
-_HINTS = {
-    "TraceContextError": "the loss changes a variable of an NNX model. For dropout, "
-    "copy the model in the loss, nnx.merge(..., copy=True), and set its keys with "
-    f"nnx.reseed. {_BATCH_NORM}",
-    "ModifyScopeVariableError": "the loss changes a variable of a Linen model. "
-    + _BATCH_NORM,
-    "InvalidRngError": "the model needs a key. Pass uses_prng_key=True, and hand the "
-    "key that the loss is given to the model: rngs={'dropout': key}.",
-}
+_NO_KEY = (
+    "the model needs a key. Pass uses_prng_key=True, and hand the key that the loss is "
+    "given to the model: "
+)
+
+# By the names of exceptions, and by a part of their messages, so that no other library
+# has to be imported.
+_HINTS = (
+    (
+        "TraceContextError",
+        "",
+        "the loss changes a variable of an NNX model. For dropout, copy the model in "
+        "the loss, nnx.merge(..., copy=True), and set its keys with nnx.reseed. "
+        + _BATCH_NORM,
+    ),
+    (
+        "ModifyScopeVariableError",
+        "",
+        f"the loss changes a variable of a Linen model. {_BATCH_NORM}",
+    ),
+    ("NonEmptyStateError", "", f"the loss changes a state of Haiku. {_BATCH_NORM}"),
+    ("NameError", "unbound axis name", _BATCH_NORM),
+    ("InvalidRngError", "", _NO_KEY + "rngs={'dropout': key}."),
+    ("MissingRNGError", "", _NO_KEY + "net.apply(params, key, ...)."),
+    ("RuntimeError", "requires a key", _NO_KEY + "net(x, key=key)."),
+)

@@ -30,11 +30,11 @@ class OverflowNote:
             return ""
         self._is_due = False
         return (
-            f"dpmp: in this step, about {min(fraction, 1.0):.0%} of the examples had a "
-            "gradient with NaN or infinity (the number is noisy, and the privacy claim "
-            "covers it). Such examples train nothing. If all of them are like that, "
-            "the run learns from noise alone. Likely causes: NaN in the data or in the "
-            "first parameters; a learning rate that is too large; with float16, a loss "
-            "scale that is too large. To find out, compute the loss and its gradient "
-            "on a public example, and try a smaller learning rate."
+            f"dpmp: by the released fraction, about {min(fraction, 1.0):.0%} of the "
+            "examples of this step had a gradient with NaN or infinity. Such examples "
+            "train nothing. If all of them are like that, the run learns from noise "
+            "alone. Likely causes: NaN in the data or in the first parameters; a "
+            "learning rate that is too large; with float16, a loss scale that is too "
+            "large. To find out, compute the loss and its gradient on a public "
+            "example, and try a smaller learning rate."
         )

@@ -22,6 +22,8 @@ class TrainingState(NamedTuple):
       model_key: the root key of the randomness in the loss; secret.
       scale_state: the state of a `loss_scaling.DynamicScale`, or None; released.
       metrics: the noisy metrics of the last step, NaN before the first; released.
+        "overflowed" is always among them: the fraction of examples whose gradient is
+        not finite.
       update_key: the root key of stochastic rounding, or None without; secret.
       fingerprint: uint32, hashes of the facts that the privacy claim about past steps
         rests on (`training/_fingerprint.py`). A trainer with other facts refuses to

@@ -25,6 +25,7 @@ from dpmp.mechanism import DPSGD, Released
 from dpmp.precision import Policy
 from dpmp.programs import _transformations
 from dpmp.runs._checkpoints import checksums
+from dpmp.training._check_program import check_program
 from dpmp.training._checks import explained, with_checked_result
 from dpmp.training._settled import devices_of, places, put_together, strongly_typed
 from dpmp.training._state import TrainingState
@@ -126,7 +127,14 @@ class Step:
         keys = (state.model_key,) if self.uses_prng_key else ()
         loss_fn = self.policy.in_product_precision(with_checked_result(self.loss_fn))
         with explained(args[1], self.policy.compute_dtype):
-            loss_fn, constants = _transformations.hoist_constants(loss_fn, *args, *keys)
+            check = functools.partial(
+                check_program,
+                num_params=len(jax.tree.leaves(args[0])),
+                takes_key=bool(keys),
+            )
+            loss_fn, constants = _transformations.hoist_constants(
+                loss_fn, *args, *keys, check=check
+            )
 
         def step(state, batch, is_padding, constants):
             """Makes one step under tracing; see docs/architecture.md."""

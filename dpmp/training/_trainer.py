@@ -91,11 +91,8 @@ class DPTrainer:
     )
 
     def __post_init__(self):
-        if isinstance(self.policy, str):
-            object.__setattr__(self, "policy", Policy.from_name(self.policy))
-        check_types(
-            mechanism=self.mechanism, optimizer=self.optimizer, policy=self.policy
-        )
+        object.__setattr__(self, "policy", Policy.parse(self.policy))
+        check_types(mechanism=self.mechanism, optimizer=self.optimizer)
         check_loss(self.loss_fn, uses_prng_key=self.uses_prng_key)
         object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
         warn_of_policy(self._policy, self.loss_scale)

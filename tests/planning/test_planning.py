@@ -85,24 +85,11 @@ def test_the_table_marks_one_row(capsys):
     assert sum(row["start_here"] for row in rows) == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["calibrate", *RUN, "--epsilon", "0", "--delta", "1e-5"], "epsilon must be"),
-        (["calibrate", *RUN, "--epsilon", "1", "--delta", "2"], "delta must be"),
-        (["epsilon", *RUN, "--noise-multiplier", "x", "--delta", "1e-5"], "'x'"),
-        (["plan", *TARGET, "--num-examples", "20", "--processed", "99"], "32 examples"),
-        (
-            ["plan", *TARGET, "--num-examples", "99", "--processed", "0"],
-            "num_processed",
-        ),
-    ],
-)
-def test_bad_numbers_are_refused_without_a_traceback(capsys, args, message):
+def test_a_word_in_the_place_of_a_number_is_refused_without_a_traceback(capsys):
     with pytest.raises(SystemExit) as error:
-        main(args)
+        main(["epsilon", *RUN, "--noise-multiplier", "x", "--delta", "1e-5"])
     assert error.value.code == 2
-    assert message in capsys.readouterr().err
+    assert "'x'" in capsys.readouterr().err
 
 
 def test_a_defect_of_a_command_keeps_its_traceback(monkeypatch):

@@ -316,18 +316,10 @@ def test_the_command_takes_a_number_of_parameters(capsys):
     assert "28000.00" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--width", "30"), "heads must divide the width"),
-        (("--microbatch-size", "7"), "microbatch_size must divide"),
-        (("--layers", "0"), "0 must be an integer of at least 1"),
-    ],
-)
-def test_the_command_refuses_sizes(capsys, arguments, message):
+def test_the_command_refuses_sizes(capsys):
     with pytest.raises(SystemExit):
-        _run(*arguments)
-    assert message in capsys.readouterr().err
+        _run("--layers", "0")
+    assert "0 must be an integer of at least 1" in capsys.readouterr().err
 
 
 def test_the_largest_microbatch_fits_and_the_next_one_does_not():
@@ -362,13 +354,3 @@ def test_the_command_says_what_fits_and_what_it_assumes(capsys):
     assert "a batch of 8 examples of 4 tokens" in text
     assert main([*args[:2], "1e-9", *args[3:]]) == 0
     assert "No microbatch fits into 1e-09 GB" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "args", [["memory", "--fit-in", "-1"], ["devices", "--size", "0"]]
-)
-def test_bad_numbers_are_errors_without_a_traceback(args, capsys):
-    with pytest.raises(SystemExit) as error:
-        main(args)
-    assert error.value.code == 2
-    assert "error: " in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """A run whose gradients overflow says so, from released values alone."""
 
+import dataclasses
 import math
 
 import jax
@@ -69,6 +70,15 @@ def test_a_run_without_overflows_shows_noise_and_no_note(capsys):
     assert np.all(seen != 0)
     assert np.all(np.abs(seen) < 5 * 0.5 / 16)
     assert "NaN or infinity" not in capsys.readouterr().err
+
+
+def test_a_run_without_privacy_counts_exactly(capsys):
+    data = np.ones((NUM_EXAMPLES, 3), np.float32)
+    data[::2] = np.nan
+    trainer = make_trainer()
+    public = dataclasses.replace(trainer, mechanism=trainer.mechanism.without_privacy())
+    assert np.all(fit(public, data) * 16 % 1 == 0)
+    assert "NaN or infinity" in capsys.readouterr().err
 
 
 def test_the_noise_on_the_gradient_and_epsilon_are_those_without_the_count():

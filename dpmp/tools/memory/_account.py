@@ -142,7 +142,7 @@ def estimate_memory(
         the others, arrays of a batch that have different numbers of examples, and a
         `microbatch_size` that does not divide this number.
     """
-    policy = Policy.from_name(policy) if isinstance(policy, str) else policy
+    policy = Policy.parse(policy)
     check_method(method)
     entry = parse(arithmetic or default_name(method), method=method).bytes_per_entry
     _, size = batch_sizes(params, batch, microbatch_size)

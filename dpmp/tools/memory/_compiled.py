@@ -91,7 +91,7 @@ def compiled_memory(
     Raises:
       ValueError: as `clipped_grad`, and where the compiler reports nothing.
     """
-    policy = Policy.from_name(policy) if isinstance(policy, str) else policy
+    policy = Policy.parse(policy)
     batch_size, _ = batch_sizes(params, batch, microbatch_size)
     num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
     mechanism = DPSGD(

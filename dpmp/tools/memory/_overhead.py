@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.clipping import clipped_grad
 from dpmp.tools import _timing
@@ -81,7 +80,8 @@ def accumulation_overhead(
       An `AccumulationOverhead`.
 
     Raises:
-      ValueError: for sizes that are not positive integers.
+      ValueError: for sizes that are not positive integers, and for a measured share
+        that is not a number of at least 0.
     """
     num_parameters = params
     if not _validate.is_integer(params):  # an array without axes is one parameter
@@ -96,10 +96,14 @@ def accumulation_overhead(
         _validate.positive_integer(**{name: size}, fix="Count them.")
         for name, size in sizes.items()
     )
+    if measured is not None:
+        measured = _validate.nonnegative(
+            measured=measured, fix="Use measure_accumulation_share."
+        )
     return AccumulationOverhead(
         4 * batch_size * num_trainable,
         6 * num_parameters * num_positions,
-        as_real(measured),
+        measured,
     )
 
 

@@ -79,7 +79,7 @@ def precision_report(
     _signature.check_num_args(args, (0,))
     loss_scaling.check(loss_scale)
     name = policy if isinstance(policy, str) else policy.compute_dtype.name
-    policy = Policy.from_name(policy) if isinstance(policy, str) else policy
+    policy = Policy.parse(policy)
     shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
     # Rounding to float8 writes the program anew, and the lines of its source are lost.
     plain = dataclasses.replace(policy, float8_scale=None).in_product_precision(fun)

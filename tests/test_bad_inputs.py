@@ -1,0 +1,581 @@
+"""Bad inputs to the public API: what each is told, and what it never shows.
+
+Every message names what is required, what was given and what to do. It comes before the
+function of the user is traced, and shows no value of the data and no key.
+"""
+
+import re
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpmp
+from dpmp import accounting, batch_selection, loss_scaling, noise_addition, planning
+from dpmp.__main__ import main
+from dpmp.engines.book_keeping import measure_extents, summarize
+from dpmp.tools.memory import (
+    accumulation_overhead,
+    compiled_memory,
+    estimate_memory,
+    measure_accumulation_share,
+)
+from dpmp.tools.microbatches import measure_microbatch_sizes
+
+SECRET = 12345.678
+SIZE = 16
+DATA = {"x": np.full((SIZE, 3), SECRET, np.float32), "y": np.ones(SIZE, np.float32)}
+BATCH = jnp.full((4, 3), SECRET)
+PARAMS = {"w": jnp.ones(3)}
+KEY = jax.random.key(12345678)
+FIELDS = {
+    "num_examples": SIZE,
+    "expected_batch_size": 4,
+    "iterations": 2,
+    "l2_clip_norm": 1.0,
+    "noise_multiplier": 1.0,
+}
+TARGET = {"epsilon": 1.0, "delta": 1e-5}
+ADD_OR_REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+CALLS = []
+
+
+def loss_fn(params, batch):
+    CALLS.append("traced")
+    return jnp.mean(batch["x"] @ params["w"] - batch["y"])
+
+
+def linear(w, x):
+    CALLS.append("traced")
+    return jnp.mean(x @ w)
+
+
+def dpsgd(**fields):
+    return dpmp.DPSGD(**{**FIELDS, **fields})
+
+
+def trainer(**fields):
+    options = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "policy": "float32"}
+    return dpmp.DPTrainer(**{"mechanism": dpsgd(), **options, **fields})
+
+
+def state():
+    return trainer().init(PARAMS, prng_key=KEY)
+
+
+def fit(data=DATA, **options):
+    return trainer().fit(state(), data, progress=False, **options)
+
+
+def clip(*args, **options):
+    fun = dpmp.clipped_grad(linear, **{"l2_clip_norm": 1.0, **options})
+    return fun(*(args or (jnp.ones(3), BATCH)))
+
+
+def clip_outputs(*args, **options):
+    fun = dpmp.clipped_fun(lambda x: x, **{"l2_clip_norm": 1.0, **options})
+    return fun(*(args or (BATCH,)))
+
+
+def sampled(step=0, num_examples=8, key=7, **fields):
+    fields = {"sampling_prob": 0.5, "iterations": 2, "truncated_batch_size": 8} | fields
+    sampling = batch_selection.PoissonSampling(**fields)
+    return sampling.indices(step, num_examples=num_examples, key=key)
+
+
+def metrics(**fields):
+    return dpmp.ReleasedMetrics(**fields)
+
+
+def policy(**fields):
+    dtypes = {"param_dtype": "float32", "compute_dtype": "bfloat16"}
+    return dpmp.Policy(**{**dtypes, **fields})
+
+
+def privatizer(**options):
+    return noise_addition.gaussian_privatizer(**{"stddev": 1.0, **options})
+
+
+def estimated(**options):
+    options = {"policy": "float32", "optimizer": optax.sgd(0.1)} | options
+    return estimate_memory(jnp.ones(3), BATCH, **options)
+
+
+def compiled(**options):
+    options = {"policy": "float32", "optimizer": optax.sgd(0.1)} | options
+    return compiled_memory(linear, jnp.ones(3), BATCH, **options)
+
+
+def plans(**options):
+    options = {"num_examples": 5000, "num_processed": 20_000} | TARGET | options
+    return planning.compare_batch_sizes(**options)
+
+
+class Broken:
+    """A source that returns one row, whatever it is asked for."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, indices):
+        return {name: x[:1] for name, x in DATA.items()}
+
+
+# By a name, and by how the message begins.
+CASES = {
+    # DPTrainer and what it is given
+    "trainer-mechanism: mechanism must be": lambda: trainer(mechanism=None),
+    "trainer-optimizer-name: optimizer must be": lambda: trainer(optimizer="adam"),
+    "trainer-optimizer-function: optimizer must be": lambda: trainer(
+        optimizer=optax.adam
+    ),
+    "trainer-policy-name: policy must be": lambda: trainer(policy="bf16"),
+    "trainer-policy-dtype: policy must be": lambda: trainer(policy=jnp.bfloat16),
+    "trainer-loss-none: loss_fn must be": lambda: trainer(loss_fn=None),
+    "trainer-loss-of-three: loss_fn must be": lambda: trainer(
+        loss_fn=lambda w, batch, key: 0.0
+    ),
+    "trainer-loss-without-key: loss_fn must be": lambda: trainer(uses_prng_key=True),
+    "trainer-loss-scale-3: loss_scale must be": lambda: trainer(loss_scale=3.0),
+    "trainer-loss-scale-text: loss_scale must be": lambda: trainer(
+        loss_scale="dynamic"
+    ),
+    "trainer-loss-scale-array: an array as loss_scale must": lambda: trainer(
+        loss_scale=jnp.ones(2)
+    ),
+    "init-empty: params must be": lambda: trainer().init({}),
+    "init-integers: every leaf of params must": lambda: trainer().init(
+        {"w": jnp.zeros(3, int)}
+    ),
+    "init-function: every leaf of params must": lambda: trainer().init(
+        {"w": jnp.ones(3), "f": jax.nn.relu}
+    ),
+    "init-text: every leaf of params must": lambda: trainer().init({"w": "weights"}),
+    "init-complex: every leaf of params must": lambda: trainer().init(
+        {"w": jnp.ones(3, complex)}
+    ),
+    "init-key-integer: prng_key must be": lambda: trainer().init(
+        PARAMS, prng_key=12345678
+    ),
+    "init-key-old: prng_key must be": lambda: trainer().init(
+        PARAMS, prng_key=jax.random.PRNGKey(1)
+    ),
+    "init-keys: prng_key must be": lambda: trainer().init(
+        PARAMS, prng_key=jax.random.split(KEY)
+    ),
+    "init-uncalibrated: the mechanism must": lambda: trainer(
+        mechanism=dpsgd(noise_multiplier=None)
+    ).init(PARAMS),
+    "fit-state: state must be": lambda: trainer().fit(PARAMS, DATA),
+    "fit-another-noise: a run must": lambda: trainer(
+        mechanism=dpsgd(noise_multiplier=2.0)
+    ).fit(state(), DATA),
+    "fit-another-policy: a run must": lambda: trainer(policy="mixed_bfloat16").fit(
+        state(), DATA
+    ),
+    "fit-another-scale: a run must": lambda: trainer(loss_scale=2.0).fit(state(), DATA),
+    "fit-no-fingerprint: a state must": lambda: trainer().fit(
+        state()._replace(fingerprint=None), 0
+    ),
+    "fit-stop-at-late: stop_at must be": lambda: fit(stop_at=3),
+    "fit-stop-at-negative: stop_at must be": lambda: fit(stop_at=-1),
+    "fit-stop-at-fraction: stop_at must be": lambda: fit(stop_at=1.5),
+    "fit-callback: callback must be": lambda: fit(callback=3),
+    "fit-sensitive-callback: sensitive_callback must be": lambda: fit(
+        sensitive_callback="print"
+    ),
+    "data-none: the dataset must": lambda: fit(None),
+    "data-text: the dataset must": lambda: fit(str(SECRET)),
+    "data-records: the dataset must": lambda: fit([{"x": x} for x in DATA["x"]]),
+    "data-rows: the dataset must": lambda: fit({"x": DATA["x"][:3], "y": DATA["y"]}),
+    "data-short: the dataset must": lambda: fit(
+        {name: x[:8] for name, x in DATA.items()}
+    ),
+    "data-scalar: the dataset must": lambda: fit(np.float32(SECRET)),
+    "data-iterator: the dataset must": lambda: fit(iter(DATA["x"])),
+    "data-strings: examples must be numbers": lambda: fit({"x": [str(SECRET)] * SIZE}),
+    "data-ragged: examples must be numbers": lambda: fit(
+        {"x": [[SECRET]] * 8 + [[SECRET, 1.0]] * 8}
+    ),
+    "data-broken-source: the source must": lambda: fit(Broken()),
+    "load-batch-state: state must be": lambda: trainer().load_batch(PARAMS, DATA),
+    "load-batch-data: the dataset must": lambda: trainer().load_batch(state(), None),
+    "train-step-state: state must be": lambda: trainer().train_step(
+        PARAMS, DATA, np.zeros(4, bool)
+    ),
+    "train-step-size: every batch must": lambda: trainer().train_step(
+        state(), DATA, np.zeros(3, bool)
+    ),
+    "train-step-done: step must be below": lambda: trainer().train_step(
+        state()._replace(step=jnp.int32(2)), DATA, np.zeros(SIZE, bool)
+    ),
+    # DPSGD
+    "dpsgd-num-examples-0: num_examples must be": lambda: dpsgd(num_examples=0),
+    "dpsgd-num-examples-float: num_examples must be": lambda: dpsgd(num_examples=16.5),
+    "dpsgd-batch-0: expected_batch_size must be": lambda: dpsgd(expected_batch_size=0),
+    "dpsgd-batch-nan: expected_batch_size must be": lambda: dpsgd(
+        expected_batch_size=np.nan
+    ),
+    "dpsgd-batch-too-large: expected_batch_size must be": lambda: dpsgd(
+        expected_batch_size=17
+    ),
+    "dpsgd-iterations-0: iterations must be": lambda: dpsgd(iterations=0),
+    "dpsgd-iterations-true: iterations must be": lambda: dpsgd(iterations=True),
+    "dpsgd-clip-norm-negative: every l2_clip_norm must": lambda: dpsgd(
+        l2_clip_norm=-1.0
+    ),
+    "dpsgd-clip-norm-nan: every l2_clip_norm must": lambda: dpsgd(l2_clip_norm=np.nan),
+    "dpsgd-clip-norm-none: l2_clip_norm must": lambda: dpsgd(l2_clip_norm=None),
+    "dpsgd-clip-norm-tiny: clip norms and normalize_by must": lambda: dpsgd(
+        l2_clip_norm=1e-30
+    ),
+    "dpsgd-clip-norm-text: every l2_clip_norm must": lambda: dpsgd(l2_clip_norm="1"),
+    "dpsgd-noise-negative: noise_multiplier must be": lambda: dpsgd(
+        noise_multiplier=-1.0
+    ),
+    "dpsgd-noise-infinite: noise_multiplier must be": lambda: dpsgd(
+        noise_multiplier=np.inf
+    ),
+    "dpsgd-delta-0: delta must be": lambda: dpsgd(delta=0.0),
+    "dpsgd-delta-1: delta must be": lambda: dpsgd(delta=1),
+    "dpsgd-truncated-0: truncated_batch_size must be": lambda: dpsgd(
+        truncated_batch_size=0
+    ),
+    "dpsgd-microbatch-0: microbatch_size must be": lambda: dpsgd(microbatch_size=0),
+    "dpsgd-microbatch-float: microbatch_size must be": lambda: dpsgd(
+        microbatch_size=2.5
+    ),
+    "dpsgd-arithmetic: arithmetic must be": lambda: dpsgd(arithmetic="float16"),
+    'dpsgd-arithmetic-of-the-other: "bounded" sums must': lambda: dpsgd(
+        arithmetic="bounded"
+    ),
+    "dpsgd-method: method must be": lambda: dpsgd(method="ghost"),
+    'dpsgd-exact-book-keeping: "exact" sums must': lambda: dpsgd(
+        method="book_keeping", arithmetic="exact"
+    ),
+    'dpsgd-bounded-add-remove: "bounded" sums must': lambda: dpsgd(
+        method="book_keeping", neighboring_relation=ADD_OR_REMOVE
+    ),
+    "dpsgd-num-parameters: num_parameters must be": lambda: dpsgd(num_parameters=0),
+    "dpsgd-sampling-prob: sampling_prob must be": lambda: dpsgd(sampling_prob=1.5),
+    "dpsgd-relation: neighboring_relation must be": lambda: dpsgd(
+        neighboring_relation="zero-out"
+    ),
+    "dpsgd-epochs: epochs must be": lambda: dpmp.DPSGD.from_epochs(
+        epochs=0, num_examples=8, expected_batch_size=4, l2_clip_norm=1.0
+    ),
+    "dpsgd-nan-safe: a mechanism must": lambda: dpsgd().clipped_grad(
+        linear, nan_safe=False
+    ),
+    "calibrate-epsilon-0: epsilon must be": lambda: dpsgd().calibrate(
+        epsilon=0, delta=1e-5
+    ),
+    "calibrate-epsilon-infinite: epsilon must be": lambda: dpsgd().calibrate(
+        epsilon=np.inf, delta=0.1
+    ),
+    "calibrate-delta-2: delta must be": lambda: dpsgd().calibrate(epsilon=1.0, delta=2),
+    "guarantee-step-late: step must be": lambda: dpsgd(delta=1e-5).guarantee(3),
+    "guarantee-step-negative: step must be": lambda: dpsgd(delta=1e-5).guarantee(-1),
+    "guarantee-no-delta: epsilon must be computed": lambda: dpsgd().guarantee(),
+    "guarantee-uncalibrated: the mechanism must": lambda: dpsgd(
+        noise_multiplier=None
+    ).guarantee(),
+    "statement-uncalibrated: the mechanism must": lambda: dpsgd(
+        noise_multiplier=None
+    ).statement(),
+    "privatizer-uncalibrated: the mechanism must": lambda: dpsgd(
+        noise_multiplier=None
+    ).privatizer(KEY),
+    "privatizer-too-many-entries: the gradient must": lambda: (
+        dpsgd(num_parameters=2).privatizer(KEY).update(jnp.ones(3), None)
+    ),
+    "metrics-none: at least one metric must": lambda: metrics(),
+    "metrics-largest-loss: largest_loss must be": lambda: metrics(largest_loss=0.0),
+    "metrics-norm-share: norm_share must be": lambda: metrics(
+        fraction_clipped=True, norm_share=-1.0
+    ),
+    # clipping
+    "clip-norm-negative: every l2_clip_norm must": lambda: clip(l2_clip_norm=-1.0),
+    "clip-norm-empty: l2_clip_norm must": lambda: clip(l2_clip_norm={}),
+    "clip-norm-prefix: l2_clip_norm must be": lambda: clip(l2_clip_norm={"v": 1.0}),
+    "clip-normalize-by-0: normalize_by must be": lambda: clip(normalize_by=0.0),
+    "clip-argnums-negative: argnums must be": lambda: clip(argnums=-1),
+    "clip-argnums-overlap: argnums, batch_argnums and prng_argnum must": lambda: clip(
+        argnums=1
+    ),
+    "clip-too-few-arguments: there must be": lambda: clip(jnp.ones(3)),
+    "clip-integers: every leaf of argument 0 must": lambda: clip(
+        jnp.ones(3, int), BATCH
+    ),
+    "clip-no-array: argument 0 must": lambda: clip({}, BATCH),
+    "clip-batch-scalar: all batched arguments must": lambda: clip(
+        jnp.ones(3), jnp.float32(SECRET)
+    ),
+    "clip-batches-differ: all batched arguments must": lambda: clip(
+        jnp.ones(3), (BATCH, BATCH[:2])
+    ),
+    "clip-microbatch: microbatch_size must divide the": lambda: clip(microbatch_size=3),
+    "clip-method: method must be": lambda: clip(method="fast"),
+    "clip-arithmetic: arithmetic must be": lambda: clip(arithmetic="double"),
+    "clip-dtype: dtype must be float32": lambda: clip(dtype="bfloat16"),
+    "clip-resolution: resolution must be": lambda: clip(
+        arithmetic="exact", resolution=0
+    ),
+    'clip-exact-infinite: "exact" and "bounded" sums need': lambda: clip(
+        l2_clip_norm=np.inf, arithmetic="exact"
+    ),
+    "clip-float64: float64 sums need": lambda: clip(arithmetic="float64"),
+    "clip-scale: loss_scale must be": lambda: clip(loss_scale=3.0),
+    "clip-scale-dynamic: a dynamic loss_scale must": lambda: clip(
+        loss_scale=loss_scaling.DynamicScale()
+    ),
+    "clip-scale-transform: pre_clipping_transform must be given": lambda: clip(
+        loss_scale=2.0, pre_clipping_transform=lambda x: x
+    ),
+    "clip-transform-book-keeping: pre_clipping_transform needs an engine": lambda: clip(
+        method="book_keeping", pre_clipping_transform=lambda x: x
+    ),
+    "clip-unsafe-count: counts_overflows and released_metrics must": lambda: clip(
+        nan_safe=False, counts_overflows=True
+    ),
+    "clip-padding-dtype: is_padding_example must be": lambda: dpmp.clipped_grad(
+        linear, l2_clip_norm=1.0
+    )(jnp.ones(3), BATCH, is_padding_example=np.zeros(4, int)),
+    "clip-padding-size: all batched arguments must": lambda: dpmp.clipped_grad(
+        linear, l2_clip_norm=1.0
+    )(jnp.ones(3), BATCH, is_padding_example=np.zeros(3, bool)),
+    "clip-relation: neighboring_relation must be": lambda: dpmp.clipped_grad(
+        linear, l2_clip_norm=1.0
+    ).sensitivity("add"),
+    "clip-outputs-norm: every l2_clip_norm must": lambda: clip_outputs(
+        l2_clip_norm=-1.0
+    ),
+    "clip-outputs-microbatch: microbatch_size must divide the": lambda: clip_outputs(
+        microbatch_size=3
+    ),
+    "clip-outputs-batch-argnums: batch_argnums must be": lambda: clip_outputs(
+        batch_argnums="x"
+    ),
+    'clip-outputs-arithmetic: "bounded" sums must': lambda: clip_outputs(
+        arithmetic="bounded"
+    ),
+    "clip-pytree-norm: every l2_clip_norm must": lambda: dpmp.clip_pytree(BATCH, -1.0),
+    "clip-pytree-prefix: l2_clip_norm must be": lambda: dpmp.clip_pytree(
+        {"a": BATCH}, {"b": 1.0}
+    ),
+    "clip-pytree-integers: every leaf of pytree must": lambda: dpmp.clip_pytree(
+        jnp.ones(3, int), 1.0
+    ),
+    "clip-pytree-return-zero: return_zero must be": lambda: dpmp.clip_pytree(
+        BATCH, 1.0, return_zero=2
+    ),
+    # noise
+    "noise-stddev-negative: stddev must be": lambda: privatizer(stddev=-1.0),
+    "noise-stddev-nan: stddev must be": lambda: privatizer(stddev=np.nan),
+    "noise-stddev-text: stddev must be": lambda: privatizer(stddev="1"),
+    "noise-sensitivity: l2_sensitivity must be": lambda: privatizer(
+        l2_sensitivity=-1.0
+    ),
+    "noise-key: prng_key must be": lambda: privatizer(prng_key=12345678),
+    "noise-continuous-dtype: the dtype of the noise must": lambda: (
+        noise_addition.continuous_gaussian_privatizer(
+            stddev=1.0, prng_key=KEY, dtype="bfloat16"
+        )
+    ),
+    "noise-continuous-stddev: stddev must be": lambda: (
+        noise_addition.continuous_gaussian_privatizer(stddev=-1.0, prng_key=KEY)
+    ),
+    "noise-integers: every leaf of sum_of_clipped_grads must": lambda: privatizer(
+        prng_key=KEY
+    ).update(jnp.ones(3, int), privatizer(prng_key=KEY).init(None)),
+    # sampling
+    "sampling-prob-0: sampling_prob must be": lambda: sampled(sampling_prob=0.0),
+    "sampling-prob-2: sampling_prob must be": lambda: sampled(sampling_prob=2.0),
+    "sampling-iterations: iterations must be": lambda: sampled(iterations=0),
+    "sampling-truncated: truncated_batch_size must be": lambda: sampled(
+        truncated_batch_size=0
+    ),
+    "sampling-step-late: step must be": lambda: sampled(step=2),
+    "sampling-step-negative: step must be": lambda: sampled(step=-1),
+    "sampling-num-examples: num_examples must be": lambda: sampled(num_examples=0),
+    "sampling-key-negative: key must be": lambda: sampled(key=-12345678),
+    "sampling-key-jax: key must be": lambda: sampled(key=KEY),
+    "pad-indices: batch_size must be": lambda: batch_selection.pad_indices(
+        np.arange(12345, 12350), 3
+    ),
+    # precision
+    "policy-param-dtype: param_dtype must be float32": lambda: policy(
+        param_dtype="float16"
+    ),
+    "policy-compute-dtype: compute_dtype must be": lambda: policy(compute_dtype="int8"),
+    "policy-no-dtype: compute_dtype must be": lambda: policy(compute_dtype="bf16"),
+    "policy-matmul-precision: matmul_precision must be": lambda: policy(
+        matmul_precision="fast"
+    ),
+    "policy-paths-text: float32_paths must be": lambda: policy(float32_paths="norm"),
+    "policy-paths-unfound: every expression in float32_paths must": lambda: policy(
+        float32_paths=("norm",)
+    ).cast_to_compute(PARAMS),
+    'policy-float8-scale: float8_scale must be "per_example"': lambda: policy(
+        float8_scale=3.0
+    ),
+    "policy-name: policy must be": lambda: dpmp.Policy.from_name("fp16"),
+    "autocast-policy: policy must be": lambda: dpmp.autocast(linear, policy="half"),
+    "autocast-fun: fun must be": lambda: dpmp.autocast(None),
+    "autocast-policy-type: policy must be": lambda: dpmp.autocast(
+        linear, policy=jnp.bfloat16
+    ),
+    "report-fun: fun must be": lambda: dpmp.precision_report(None, jnp.ones(3)),
+    "report-policy: policy must be": lambda: dpmp.precision_report(
+        linear, BATCH, policy="half"
+    ),
+    "report-scale: loss_scale must be": lambda: dpmp.precision_report(
+        linear, BATCH, loss_scale=3.0
+    ),
+    "report-no-arguments: there must be": lambda: dpmp.precision_report(linear),
+    # loss scales
+    "scale-target: target must be": lambda: loss_scaling.by_loss(0.0),
+    "scale-largest: the largest scale must": lambda: loss_scaling.by_loss(
+        largest=2.0**50
+    ),
+    "scale-interval: growth_interval must be": lambda: loss_scaling.DynamicScale(
+        growth_interval=0
+    ),
+    "scale-tolerated: tolerated must be": lambda: loss_scaling.DynamicScale(
+        tolerated=-1.0
+    ),
+    "scale-initial: loss_scale must be": lambda: loss_scaling.DynamicScale(initial=3.0),
+    # accounting
+    "event-noise: noise_multiplier must be": lambda: accounting.dpsgd_event(
+        noise_multiplier=-1.0, iterations=2, sampling_prob=0.5
+    ),
+    "event-iterations: iterations must be": lambda: accounting.dpsgd_event(
+        noise_multiplier=1.0, iterations=1.5, sampling_prob=0.5
+    ),
+    "event-prob: sampling_prob must be": lambda: accounting.dpsgd_event(
+        noise_multiplier=1.0, iterations=2, sampling_prob=0.0
+    ),
+    "event-truncated: truncated_batch_size must be": lambda: (
+        accounting.truncated_dpsgd_event(
+            noise_multiplier=1.0,
+            iterations=2,
+            sampling_prob=0.5,
+            num_examples=8,
+            truncated_batch_size=0,
+        )
+    ),
+    "epsilon-event: event must be": lambda: accounting.get_epsilon(None, delta=1e-5),
+    "epsilon-delta: delta must be": lambda: accounting.get_epsilon(
+        dpsgd().dp_event, delta=0.0
+    ),
+    "epsilon-relation: neighboring_relation must be": lambda: accounting.get_epsilon(
+        dpsgd().dp_event, delta=1e-5, neighboring_relation="add"
+    ),
+    "calibrate-event: make_event must be": lambda: (
+        accounting.calibrate_noise_multiplier(3, **TARGET)
+    ),
+    "truncation-prob: sampling_prob must be": lambda: accounting.truncation_probability(
+        8, 2.0, 4
+    ),
+    "truncation-examples: num_examples must be": lambda: (
+        accounting.choose_truncated_batch_size(0, 0.5)
+    ),
+    # planning and tools
+    "plan-epsilon: epsilon must be": lambda: plans(epsilon=0.0),
+    "plan-delta: delta must be": lambda: plans(delta=1.0),
+    "plan-processed: num_processed must be": lambda: plans(num_processed=0),
+    "plan-few-examples: there must be 32": lambda: plans(num_examples=20),
+    "memory-policy: policy must be": lambda: estimated(policy="half"),
+    "memory-method: method must be": lambda: estimated(method="ghost"),
+    "memory-arithmetic: arithmetic must be": lambda: estimated(arithmetic="half"),
+    "memory-microbatch: microbatch_size must divide the": lambda: estimated(
+        microbatch_size=3
+    ),
+    "memory-compiled-microbatch: microbatch_size must divide the": lambda: compiled(
+        microbatch_size=3
+    ),
+    "memory-compiled-method: method must be": lambda: compiled(method="ghost"),
+    "memory-overhead-batch: batch_size must be": lambda: accumulation_overhead(
+        9, batch_size=0, num_positions=8
+    ),
+    "memory-overhead-measured: measured must be": lambda: accumulation_overhead(
+        9, batch_size=8, num_positions=8, measured=-1.0
+    ),
+    "memory-share-rounds: rounds must be": lambda: measure_accumulation_share(
+        linear, jnp.ones(3), BATCH, rounds=0
+    ),
+    "microbatches-none: there must be": lambda: measure_microbatch_sizes(
+        None, BATCH, sizes=()
+    ),
+    "microbatches-0: size must be": lambda: measure_microbatch_sizes(
+        None, BATCH, sizes=(0,)
+    ),
+    "microbatches-rounds: rounds must be": lambda: measure_microbatch_sizes(
+        None, BATCH, rounds=0
+    ),
+    "devices-size: size must be": lambda: dpmp.devices.measure_dtypes(size=0),
+    "extents-microbatch: microbatch_size must be": lambda: measure_extents(
+        linear, jnp.ones(3), BATCH, microbatch_size=0
+    ),
+    "summarize-argnums: argnums, batch_argnums and prng_argnum must": lambda: summarize(
+        linear, jnp.ones(3), BATCH, argnums=1
+    ),
+    'summarize-arithmetic: "exact" sums must': lambda: summarize(
+        linear, jnp.ones(3), BATCH, arithmetic="exact"
+    ),
+}
+
+# What is required; what was given; one or more sentences with the fix.
+_THREE_PARTS = re.compile(
+    r"^(?=.*\b(must|need|needs|may)\b).+; got .+[\w)'\"\]}>]\. [A-Z`].*\.\)?$",
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_input_is_told_what_is_required_what_was_given_and_what_to_do(name):
+    CALLS.clear()
+    required = re.escape(name.partition(": ")[2])
+    with pytest.raises((ValueError, TypeError), match=required) as caught:
+        CASES[name]()
+    assert not CALLS
+    message = str(caught.value)
+    assert _THREE_PARTS.match(message), message
+    told = "\n".join([message, *getattr(caught.value, "__notes__", ())])
+    assert "12345" not in told
+
+
+RUN = ["--num-examples", "5000", "--batch-size", "50", "--steps", "20"]
+DELTA = ["--delta", "1e-5"]
+COMMANDS = {
+    "noise_multiplier must": ["epsilon", *RUN, "--noise-multiplier", "-1", *DELTA],
+    "delta must": ["epsilon", *RUN, "--noise-multiplier", "1", "--delta", "2"],
+    "epsilon must": ["calibrate", *RUN, "--epsilon", "0", *DELTA],
+    "iterations must": ["calibrate", *RUN[:-1], "0", "--epsilon", "1", *DELTA],
+    "every l2_clip_norm must": [
+        *("statement", *RUN, "--epsilon", "1", *DELTA, "--clip-norm", "-1")
+    ],
+    "there must be 32 examples": [
+        *("plan", "--num-examples", "20", "--processed", "99", "--epsilon", "2", *DELTA)
+    ],
+    "num_processed must": [
+        *("plan", "--num-examples", "99", "--processed", "0", "--epsilon", "2", *DELTA)
+    ],
+    "size must": ["devices", "--size", "0"],
+    "num_bytes must": ["memory", "--fit-in", "-1"],
+    "heads must divide the width": ["memory", "--width", "30"],
+    "microbatch_size must divide": ["memory", "--microbatch-size", "7"],
+}
+
+
+@pytest.mark.parametrize("required", COMMANDS)
+def test_a_bad_number_on_the_command_line_is_told_the_same(required, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(COMMANDS[required])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err.partition("error: ")[2].strip()
+    assert required in message
+    assert _THREE_PARTS.match(message), message
