@@ -79,8 +79,13 @@ class Arithmetic(Protocol):
         """Raises ValueError under `jax.shard_map`, unless `psum` may add its sums."""
         ...
 
-    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
-        """Raises ValueError for a batch whose rounding is not covered."""
+    def check_batch(
+        self, batch_size: int, microbatch_size: int, num_shards: int = 1
+    ) -> None:
+        """Raises ValueError for a batch whose rounding is not covered.
+
+        Both sizes are those of all shards together (`clipping/_shards.py`).
+        """
         ...
 
     def for_clip_norms(
@@ -101,6 +106,10 @@ class Arithmetic(Protocol):
 
     def add(self, a: PyTree, b: PyTree, /) -> PyTree:
         """Adds two sums."""
+        ...
+
+    def add_shards(self, totals: PyTree, /) -> PyTree:
+        """Adds the sums of several devices, which are stacked along axis 0."""
         ...
 
     def finish(self, total: PyTree) -> PyTree:

@@ -68,10 +68,18 @@ class FloatSums:
         _validate.check_x64(self.dtype, "float64 sums")
 
     def check_not_mapped(self) -> None:
-        _meshes.check_not_mapped(f"{self.name} sums")
+        _meshes.check_not_mapped(
+            f"{self.name} sums",
+            "their sensitivity does not cover what other devices add to them",
+            fix='Use "exact" sums (with book-keeping "bounded"), whose integers psum '
+            "adds without rounding. Or use jax.jit with sharded arrays in place of "
+            "shard_map.",
+        )
 
-    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
-        slack = rounding_slack(self, batch_size, microbatch_size)
+    def check_batch(
+        self, batch_size: int, microbatch_size: int, num_shards: int = 1
+    ) -> None:
+        slack = rounding_slack(self, batch_size, microbatch_size, num_shards)
         _validate.require(
             slack <= self.slack,
             f"rounding may cost a sum at most {self.slack:.2g} of the clip norm",
@@ -107,6 +115,17 @@ class FloatSums:
         del zero
         return coef.astype(row.dtype) * row
 
+    def add_shards(self, totals: PyTree) -> PyTree:
+        """See `Arithmetic`; the order is a tree of additions that is written out."""
+        size = len(jax.tree.leaves(totals)[0])
+        while size > 1:
+            half = size // 2
+            joined = self.add(_rows(totals, 0, half), _rows(totals, half, 2 * half))
+            rest = _rows(totals, 2 * half, size)
+            totals = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), joined, rest)
+            size -= half
+        return jax.tree.map(lambda x: x[0], totals)
+
     def finish(self, total: PyTree) -> PyTree:
         return total
 
@@ -133,7 +152,13 @@ class FloatSums:
         )
 
 
-def rounding_slack(sums: FloatSums, batch_size: int, microbatch_size: int) -> float:
+def _rows(tree: PyTree, start: int, stop: int) -> PyTree:
+    return jax.tree.map(lambda x: x[start:stop], tree)
+
+
+def rounding_slack(
+    sums: FloatSums, batch_size: int, microbatch_size: int, num_shards: int = 1
+) -> float:
     """The largest distance that rounding can add between sums of neighbouring batches.
 
     It is in units of the largest contribution of one example. Every addition errs by at
@@ -141,12 +166,17 @@ def rounding_slack(sums: FloatSums, batch_size: int, microbatch_size: int) -> fl
     the tree of additions. The addition may err differently for the neighbouring batch,
     because removing an example can move all later examples to other slots. So the
     result is twice the sum over all additions.
+
+    Each shard adds up its part of every microbatch. Then a tree of additions adds up
+    the sums of the shards (`FloatSums.add_shards`).
     """
-    size = max(microbatch_size, 1)
-    num_microbatches = math.ceil(batch_size / size)
+    size = max(microbatch_size // num_shards, 1)
+    num_microbatches = math.ceil(batch_size / (size * num_shards))
     running_sums = size * (num_microbatches * (num_microbatches + 1) / 2 - 1)
     error = num_microbatches * _reduction.summed_norms(size) + max(running_sums, 0)
-    longest_path = _reduction.depth(size) + num_microbatches
+    depth_of_shards = math.ceil(math.log2(num_shards))
+    error = num_shards * error + depth_of_shards * batch_size
+    longest_path = _reduction.depth(size) + num_microbatches + depth_of_shards
     u = sums.unit_roundoff
     return 2 * u * error * (1 + u) ** longest_path
 

@@ -4,7 +4,6 @@ The sum is sensitive. Only noisy values reach the update, and they are released.
 step is compiled once for a whole run.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +58,8 @@ class Step:
             batch = jax.tree.map(jnp.asarray, batch)
             state = put_together(state, batch)
             types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
-            of_state = types, devices_of(state)
+            axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
+            of_state = types, devices_of(state), axes
             compiled = self._compiled.get(of_state)
             compiled = compiled or (of_batch, *self.make_program(state, batch))
             compiled_for, program, constants = compiled
@@ -100,10 +100,16 @@ class Step:
         with explained(args[1], self.policy.compute_dtype):
             loss_fn, constants = _transformations.hoist_constants(loss_fn, *args, *keys)
 
+        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0]) or None
+        mesh = _meshes.mesh_of((batch, state))
+
         def step(state, batch, is_padding, constants):
             """Makes one step under tracing; see docs/architecture.md."""
-            loss = functools.partial(loss_fn, constants)
-            total, sensitive = self._sum_sensitive(loss, state, batch, is_padding)
+
+            def loss(*args):
+                return loss_fn(jax.tree.map(_meshes.freed, constants), *args)
+
+            total, sensitive = self._sum_sensitive(loss, state, batch, is_padding, axes)
             # All values above this line are sensitive. The next state has noisy values
             # only.
             privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
@@ -111,12 +117,18 @@ class Step:
             new_state = self._release(self.mechanism.split(noisy), noise_state, state)
             return new_state, (sensitive.values, sensitive.grad_norms)
 
+        def step_on_mesh(*args):
+            with _meshes.within(mesh):
+                return step(*args)
+
         def out_specs(specs, output):
             per_example = specs_of_examples(output[1], specs[1])
             return [*jax.tree.leaves(specs[0]), *per_example]
 
-        step = _meshes.on_automatic_axes(step, out_specs)
-        program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
+        step_on_mesh = _meshes.on_automatic_axes(step_on_mesh, out_specs)
+        program = jax.jit(
+            step_on_mesh, donate_argnums=0, out_shardings=(places(state), None)
+        )
         return program, constants
 
     def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -130,8 +142,12 @@ class Step:
         state: TrainingState,
         batch: PyTree,
         is_padding: jax.Array,
+        batch_axes: tuple[str, ...] | None,
     ) -> tuple[PyTree, AuxiliaryOutput]:
-        """Returns the sum of clipped gradients, and the outputs of each example."""
+        """Returns the sum of clipped gradients, and the outputs of each example.
+
+        `batch_axes` are the axes of the mesh over which the batch is divided.
+        """
         dynamic = self.dynamic_scale
         grad_fn = self.mechanism.clipped_grad(
             loss_fn,
@@ -140,6 +156,7 @@ class Step:
             loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
             counts_overflows=dynamic is not None,
             prng_argnum=2 if self.uses_prng_key else None,
+            spmd_axis_name=batch_axes,
         )
         # A cast inside the loss would return the gradients in float32.
         args = self._loss_args(state, batch)

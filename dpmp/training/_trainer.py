@@ -26,9 +26,10 @@ from dpmp.training._checks import (
     check_state,
     check_types,
 )
+from dpmp.training._placed import check_sharding, load_shards
 from dpmp.training._progress import Progress
 from dpmp.training._settled import put_together, strongly_typed
-from dpmp.training._source import Load, Source, load_batch, loader_of
+from dpmp.training._source import Load, Source, loader_of
 from dpmp.training._spent import SpentPrivacy
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
@@ -117,20 +118,23 @@ class DPTrainer:
 
         Args:
           params: the initial parameters, which must not depend on the private data.
-            They are copied to the policy's `param_dtype`.
+            They are copied to the policy's `param_dtype`, and stay on their devices.
+            The state of the optimizer is sharded as they are.
           prng_key: the root of all random numbers of the run. None draws 128 bits from
-            the operating system. Use a key for one run only: the noise of two runs with
-            the same key cancels in their difference, whatever their data and
-            hyper-parameters. So it does if a saved state is continued in two ways.
+            the operating system, on the first of several processes. Use a key for one
+            run only: the noise of two runs with the same key cancels in their
+            difference, whatever their data and hyper-parameters. So it does if a saved
+            state is continued in two ways.
 
         Raises:
-          ValueError: if `prng_key` is not a jax key, or if a leaf of `params` is not a
-            float array.
+          ValueError: if `prng_key` is not a jax key or is not the same on all
+            processes, or if a leaf of `params` is not a float array.
         """
         params = as_params(params)
         if prng_key is None:
             prng_key = _random.fresh_key()
         _random.check_key(prng_key)
+        _random.check_shared(prng_key)
         noise_key, sampling_key, model_key, update_key = jax.random.split(prng_key, 4)
         params = jax.tree.map(jnp.copy, self._policy.cast_to_param(params))
         opt_state = self.optimizer.init(self._policy.cast_to_update(params))
@@ -203,27 +207,38 @@ class DPTrainer:
         return self._step.run(state, batch, is_padding_example)[0]
 
     def load_batch(
-        self, state: TrainingState, source: PyTree | Source
-    ) -> tuple[PyTree, np.ndarray]:
+        self,
+        state: TrainingState,
+        source: PyTree | Source,
+        *,
+        batch_sharding: jax.sharding.Sharding | None = None,
+    ) -> tuple[PyTree, Any]:
         """Draws and loads the batch of the next step, for a training loop of your own.
 
         Args:
           state: the state before the step. It decides which examples are drawn.
           source: the dataset; see `fit`.
+          batch_sharding: where to put the batch; see `fit`.
 
         Returns:
           The batch and `is_padding_example`, the arguments of `train_step`. Both are
-          sensitive.
+          sensitive. They are NumPy arrays, or placed arrays with `batch_sharding`.
+
+        Raises:
+          ValueError: as `fit`.
         """
         self._check_state(state)
+        check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
-        return self._draw(_sampling_key(state), load, int(state.step))
+        return self._draw(_sampling_key(state), load, int(state.step), batch_sharding)
 
-    def _draw(self, key: int, load: Load, step: int) -> tuple[PyTree, np.ndarray]:
+    def _draw(
+        self, key: int, load: Load, step: int, sharding: Any
+    ) -> tuple[PyTree, Any]:
         indices = self.mechanism.sampling.indices(
             step, num_examples=self.mechanism.num_examples, key=key
         )
-        return load_batch(load, indices, self.mechanism.padded_batch_size)
+        return load_shards(load, indices, self.mechanism, sharding)
 
     def _check_state(self, state: Any) -> None:
         check_state(state)
@@ -247,7 +262,7 @@ class DPTrainer:
         source: PyTree | Source,
         *,
         stop_at: int | None = None,
-        batch_sharding: Any = None,
+        batch_sharding: jax.sharding.Sharding | None = None,
         callback: Callable[[TrainingState], None] | None = None,
         sensitive_callback: Callable[[SensitiveOutputs], None] | None = None,
         progress: bool = True,
@@ -262,19 +277,24 @@ class DPTrainer:
           stop_at: the number of steps after which to stop; None for
             `mechanism.iterations`.
           batch_sharding: where to put each batch, for training on several devices: a
-            `jax.sharding.Sharding` of the leading axis. None leaves it to jax.
+            `jax.sharding.Sharding` of the leading axis. Each device clips and sums its
+            own examples. The padded batch size and the microbatch size must be
+            multiples of the number of parts. If there are several processes, each
+            loads only the examples of its own devices. None leaves it to jax.
           callback: a function that is called with the state after every step. The state
             is donated to the next step, so copy the arrays that you want to keep.
           sensitive_callback: a function that is called with values without noise after
             every step. The privacy guarantee does not cover these values.
-          progress: whether to report step, epsilon, speed and time left.
+          progress: whether to report step, epsilon, speed and time left. If there are
+            several processes, the first one reports.
 
         Returns:
           The state after `stop_at` steps.
 
         Raises:
           ValueError: for a dataset of another size than the mechanism's, batches with
-            different shapes or dtypes, `stop_at` out of range, or past steps with
+            different shapes or dtypes, `stop_at` out of range, a `batch_sharding` that
+            cannot divide batches (or none, with several processes), or past steps with
             another mechanism, policy or loss scale. Only `delta`, `iterations` and the
             division into microbatches may change during a run.
           Exception: whatever the source or a callback raises, and KeyboardInterrupt.
@@ -294,6 +314,7 @@ class DPTrainer:
         )
         check_callback(callback, "callback")
         check_callback(sensitive_callback, "sensitive_callback")
+        check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, mechanism.num_examples)
         object.__setattr__(self, "last_state", None)
         # Read once: to read it from a later state would wait for the step before it.
@@ -302,9 +323,7 @@ class DPTrainer:
         try:
             with report:
                 for step in range(start, stop):
-                    batch = self._draw(key, load, step)
-                    if batch_sharding is not None:
-                        batch = jax.device_put(batch, batch_sharding)
+                    batch = self._draw(key, load, step, batch_sharding)
                     with deferred_interrupts():
                         state, outputs = self._step.run(state, *batch)
                     if sensitive_callback is not None:
@@ -321,6 +340,7 @@ class DPTrainer:
         return state
 
     def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
+        enabled = enabled and jax.process_index() == 0
         return Progress(
             start=start,
             stop=stop,
