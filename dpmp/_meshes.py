@@ -99,17 +99,20 @@ def is_explicit(x: Any) -> bool:
     return is_array and bool(jax.typeof(x).sharding.mesh.explicit_axes)
 
 
-def axes_of_rows(x: Any) -> tuple[str, ...]:
-    """The mesh axes that divide the first axis of an array, as far as they are known.
+def spec_of(x: Any) -> jax.P:
+    """The partition spec of an array, as far as it is known.
 
-    They are known of an array outside of traced functions, of its shape with a
-    sharding, and of an array on explicit axes.
+    It is known of an array outside of traced functions, of a shape with a sharding, and
+    of an array on explicit axes.
     """
     is_traced = isinstance(x, jax.core.Tracer)
     sharding = jax.typeof(x).sharding if is_traced else getattr(x, "sharding", None)
-    if not isinstance(sharding, jax.NamedSharding):
-        return ()
-    axes = (*sharding.spec, None)[0]
+    return sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
+
+
+def axes_of_rows(x: Any) -> tuple[str, ...]:
+    """The mesh axes that divide the first axis of an array, as far as is known."""
+    axes = (*spec_of(x), None)[0]
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 

@@ -151,7 +151,7 @@ def start_locally(num_processes):
 
 def main():
     """Runs the script."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Private training by processes.")
     parser.add_argument("--processes", type=int, default=2, help="local processes")
     parser.add_argument("--devices", type=int, default=1, help="CPUs of a process")
     parser.add_argument("--steps", type=int, default=40)

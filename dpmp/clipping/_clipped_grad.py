@@ -51,6 +51,7 @@ def clipped_grad(
     dtype: Any = None,
     prng_argnum: int | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    sum_specs: PyTree = (),
     method: str = "per_example",
     arithmetic: str | None = None,
     resolution: int | None = None,
@@ -180,6 +181,11 @@ def clipped_grad(
         that of `jax.set_mesh`. None leaves the division to jax, which sends the
         gradients of single examples to all devices. For arrays on a mesh with explicit
         axes, None means the axes of the first axis of the batch.
+      sum_specs: with `spmd_axis_name`, the partition specs of the sum, in a tree like
+        that of the parameters. If a spec has some of the same axes, a device receives
+        only its own part of that array: give the specs of parameters that are sharded
+        over the same devices as the batch (FSDP). Empty for sums that are whole on
+        every device.
       method: the gradient engine. "per_example" (vmap) forms the gradient of every
         example. "book_keeping" stores activations and cotangents in place of the
         gradients. It takes less time, and also less memory except for parameters that
@@ -242,6 +248,7 @@ def clipped_grad(
         nan_safe=nan_safe,
         largest_microbatch=largest_microbatch,
         axis_name=spmd_axis_name,
+        sum_specs=sum_specs,
     )
     l2_norm_bound = clipped_sum.l2_norm_bound
     asked_for = (return_values, return_grad_norms, has_aux)

@@ -52,6 +52,8 @@ class ClippedSum:
       largest_microbatch: a function from the arguments of the engine to a size; None
         for no limit.
       axis_name: the axes of the mesh over which to divide the examples, or None.
+      sum_specs: a tree with the partition specs of the sum; empty for a sum that every
+        device receives as a whole.
     """
 
     engine: GradEngine
@@ -62,6 +64,7 @@ class ClippedSum:
     nan_safe: bool
     largest_microbatch: Callable[..., int] | None = None
     axis_name: str | Sequence[str] | None = None
+    sum_specs: PyTree = ()
 
     def __post_init__(self):
         if self.microbatch_size is not None:
@@ -118,7 +121,8 @@ class ClippedSum:
             return self._scan(one_microbatch, examples, is_padding, size)
 
         batch = (examples, is_padding_example)
-        total, outputs = shards.sum(sum_part, batch, self.arithmetic)
+        specs = jax.tree.leaves(self.sum_specs, is_leaf=lambda x: x is None)
+        total, outputs = shards.sum(sum_part, batch, self.arithmetic, specs)
         return self.arithmetic.finish(total), outputs
 
     def divided_like(self, args: Sequence[Any]) -> "ClippedSum":

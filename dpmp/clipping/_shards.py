@@ -13,6 +13,7 @@ examples after the other reads rows that lie on one device.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,17 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.numerics._arithmetic import Arithmetic
 from dpmp.numerics._sums import is_sum
+
+
+class _Cut(NamedTuple):
+    """The number of an axis of an array, and the mesh axes that divide it."""
+
+    number: int
+    names: tuple[str, ...]
+
+
+def _spec(cut: _Cut | None) -> jax.P:
+    return jax.P() if cut is None else jax.P(*[None] * cut.number, cut.names)
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class Shards:
         sum_part: Callable[[PyTree], tuple[PyTree, PyTree]],
         examples: PyTree,
         arithmetic: Arithmetic,
+        specs: Sequence[jax.P],
     ) -> tuple[PyTree, PyTree]:
         """Sums the parts of a batch, each on its own devices, and adds up the sums.
 
@@ -48,27 +61,53 @@ class Shards:
             for each of these examples.
           examples: arrays with a leading axis of examples.
           arithmetic: adds up the sums.
+          specs: the partition specs of the arrays of the sum, or none. A device then
+            receives only its own part of an array, and the whole array otherwise.
 
         Returns:
           The sum over all examples, and the arrays with one row for each of them.
         """
         if self.size == 1:
             return sum_part(examples)
-
-        def on_one_device(examples: PyTree) -> tuple[PyTree, PyTree]:
-            total, outputs = sum_part(examples)
-            return jax.tree.map(lambda x: x[None], total), outputs
-
         by_example = jax.P(self.axes)
-        totals, outputs = jax.shard_map(
+        cuts = [self._cut(spec) for spec in specs]
+        treedef = []
+
+        def on_one_device(examples: PyTree) -> tuple[list[PyTree], PyTree]:
+            total, outputs = sum_part(examples)
+            leaves, structure = jax.tree.flatten(total, is_leaf=is_sum)
+            treedef[:] = [structure]
+            return [
+                self._add_over_devices(leaf, cut, arithmetic)
+                for leaf, cut in zip(leaves, cuts or [None] * len(leaves), strict=True)
+            ], outputs
+
+        leaves, outputs = jax.shard_map(
             on_one_device,
             in_specs=(by_example,),
-            out_specs=(by_example, by_example),
+            out_specs=([_spec(cut) for cut in cuts] or jax.P(), by_example),
             axis_names=set(self.axes),
             # The branches of `_fence` are not annotated with the axes they vary over.
             check_vma=False,
         )(jax.tree.map(jnp.asarray, examples))
-        return jax.tree.map(arithmetic.add_shards, totals, is_leaf=is_sum), outputs
+        return treedef[0].unflatten(leaves), outputs
+
+    def _cut(self, spec: jax.P) -> "_Cut | None":
+        """Finds the first axis of an array that devices of the batch divide."""
+        for number, entry in enumerate(spec):
+            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            if names and set(names) <= set(self.axes):
+                return _Cut(number, names)
+        return None
+
+    def _add_over_devices(
+        self, total: PyTree, cut: "_Cut | None", arithmetic: Arithmetic
+    ) -> PyTree:
+        others = self.axes
+        if cut is not None:
+            total = arithmetic.add_and_cut(total, cut.names, cut.number)
+            others = tuple(name for name in self.axes if name not in cut.names)
+        return arithmetic.add_over(total, others) if others else total
 
     def divide(self, microbatch_size: int | None, batch_size: int) -> int | None:
         """Returns the microbatch size on each device.

@@ -108,8 +108,12 @@ class Arithmetic(Protocol):
         """Adds two sums."""
         ...
 
-    def add_shards(self, totals: PyTree, /) -> PyTree:
-        """Adds the sums of several devices, which are stacked along axis 0."""
+    def add_over(self, total: PyTree, axes: tuple[str, ...], /) -> PyTree:
+        """Adds the sums of the devices along mesh axes, inside of `shard_map`."""
+        ...
+
+    def add_and_cut(self, total: PyTree, axes: tuple[str, ...], axis: int, /) -> PyTree:
+        """The same, where each device receives its own part along an array's axis."""
         ...
 
     def finish(self, total: PyTree) -> PyTree:

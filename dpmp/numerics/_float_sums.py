@@ -115,16 +115,34 @@ class FloatSums:
         del zero
         return coef.astype(row.dtype) * row
 
-    def add_shards(self, totals: PyTree) -> PyTree:
+    def add_over(self, total: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """See `Arithmetic`; each device adds up one part, and then gathers all."""
+        num_devices = jax.lax.axis_size(axes)
+
+        def flat(x: jax.Array) -> jax.Array:
+            return jnp.pad(x.ravel(), (0, -x.size % num_devices))
+
+        part = self.add_and_cut(jax.tree.map(flat, total), axes, 0)
+
+        def gathered(x: jax.Array, like: jax.Array) -> jax.Array:
+            x = jax.lax.all_gather(x, axes, tiled=True)
+            return x[: like.size].reshape(like.shape)
+
+        return jax.tree.map(gathered, part, total)
+
+    def add_and_cut(self, total: PyTree, axes: tuple[str, ...], axis: int) -> PyTree:
         """See `Arithmetic`; the order is a tree of additions that is written out."""
-        size = len(jax.tree.leaves(totals)[0])
+        stacked = jax.tree.map(
+            lambda x: jax.lax.all_to_all(x[None], axes, axis + 1, 0, tiled=True), total
+        )
+        size = len(jax.tree.leaves(stacked)[0])
         while size > 1:
             half = size // 2
-            joined = self.add(_rows(totals, 0, half), _rows(totals, half, 2 * half))
-            rest = _rows(totals, 2 * half, size)
-            totals = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), joined, rest)
+            joined = self.add(_rows(stacked, 0, half), _rows(stacked, half, 2 * half))
+            rest = _rows(stacked, 2 * half, size)
+            stacked = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), joined, rest)
             size -= half
-        return jax.tree.map(lambda x: x[0], totals)
+        return jax.tree.map(lambda x: x[0], stacked)
 
     def finish(self, total: PyTree) -> PyTree:
         return total
@@ -167,14 +185,15 @@ def rounding_slack(
     because removing an example can move all later examples to other slots. So the
     result is twice the sum over all additions.
 
-    Each shard adds up its part of every microbatch. Then a tree of additions adds up
-    the sums of the shards (`FloatSums.add_shards`).
+    Each shard adds up its part of every microbatch. Then trees of additions add up the
+    sums of the shards: one tree, or one over some axes of the mesh and one over others.
     """
     size = max(microbatch_size // num_shards, 1)
     num_microbatches = math.ceil(batch_size / (size * num_shards))
     running_sums = size * (num_microbatches * (num_microbatches + 1) / 2 - 1)
     error = num_microbatches * _reduction.summed_norms(size) + max(running_sums, 0)
-    depth_of_shards = math.ceil(math.log2(num_shards))
+    # The depths of two trees, each rounded up, exceed the logarithm by less than two.
+    depth_of_shards = int(math.log2(num_shards)) + 2 if num_shards > 1 else 0
     error = num_shards * error + depth_of_shards * batch_size
     longest_path = _reduction.depth(size) + num_microbatches + depth_of_shards
     u = sums.unit_roundoff

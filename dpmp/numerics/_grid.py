@@ -178,8 +178,13 @@ class GridSums(abc.ABC):
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return a + b
 
-    def add_shards(self, totals: jax.Array) -> jax.Array:
-        return jnp.sum(totals, axis=0, dtype=totals.dtype)
+    def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return jax.lax.psum(total, axes)
+
+    def add_and_cut(
+        self, total: jax.Array, axes: tuple[str, ...], axis: int
+    ) -> jax.Array:
+        return jax.lax.psum_scatter(total, axes, scatter_dimension=axis, tiled=True)
 
     def finish(self, total: PyTree) -> PyTree:
         return jax.tree.map(lambda steps: GridArray(steps, self.unit), total)

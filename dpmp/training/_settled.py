@@ -55,8 +55,16 @@ def _put(x: Any, home: jax.sharding.Sharding) -> jax.Array:
 
 
 def places(tree: PyTree) -> PyTree:
-    """The sharding of each committed array and None for others (`out_shardings`)."""
-    return jax.tree.map(lambda x: x.sharding if _is_placed(x) else None, tree)
+    """The sharding of each committed array and None for others (`out_shardings`).
+
+    A shape has the sharding that it was given, or None.
+    """
+
+    def place(x: Any) -> Any:
+        has_sharding = _is_placed(x) or isinstance(x, jax.ShapeDtypeStruct)
+        return x.sharding if has_sharding else None
+
+    return jax.tree.map(place, tree)
 
 
 def devices_of(tree: PyTree) -> frozenset[Any]:

@@ -102,6 +102,7 @@ class Step:
 
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0]) or None
         mesh = _meshes.mesh_of((batch, state))
+        placement = axes, jax.tree.map(_meshes.spec_of, state.params)
 
         def step(state, batch, is_padding, constants):
             """Makes one step under tracing; see docs/architecture.md."""
@@ -109,7 +110,9 @@ class Step:
             def loss(*args):
                 return loss_fn(jax.tree.map(_meshes.freed, constants), *args)
 
-            total, sensitive = self._sum_sensitive(loss, state, batch, is_padding, axes)
+            total, sensitive = self._sum_sensitive(
+                loss, state, batch, is_padding, placement
+            )
             # All values above this line are sensitive. The next state has noisy values
             # only.
             privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
@@ -142,11 +145,12 @@ class Step:
         state: TrainingState,
         batch: PyTree,
         is_padding: jax.Array,
-        batch_axes: tuple[str, ...] | None,
+        placement: tuple[tuple[str, ...] | None, PyTree],
     ) -> tuple[PyTree, AuxiliaryOutput]:
         """Returns the sum of clipped gradients, and the outputs of each example.
 
-        `batch_axes` are the axes of the mesh over which the batch is divided.
+        `placement` has the axes of the mesh that divide the batch, and the partition
+        specs of the parameters.
         """
         dynamic = self.dynamic_scale
         grad_fn = self.mechanism.clipped_grad(
@@ -156,7 +160,8 @@ class Step:
             loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
             counts_overflows=dynamic is not None,
             prng_argnum=2 if self.uses_prng_key else None,
-            spmd_axis_name=batch_axes,
+            spmd_axis_name=placement[0],
+            sum_specs=placement[1],
         )
         # A cast inside the loss would return the gradients in float32.
         args = self._loss_args(state, batch)
