@@ -6,6 +6,7 @@
   say how its result is sharded. dpmp turns these axes into auto axes while it computes.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,17 +18,15 @@ import numpy as np
 from dpmp import _validate
 
 
-def check_not_mapped(what: str) -> None:
+def check_not_mapped(what: str, reason: str, *, fix: str) -> None:
     """Raises ValueError inside `shard_map` or `pmap` over more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = {name: mesh.shape[name] for name in mesh.manual_axes if mesh.shape[name] > 1}
     _validate.require(
         not axes,
-        f"{what} must be outside of shard_map and pmap, because their sensitivity does "
-        f"not cover what other devices add to them",
+        f"{what} must be outside of shard_map and pmap, because {reason}",
         mapped_axes=axes,
-        fix='Use "exact" sums (with book-keeping "bounded"), whose integers psum adds '
-        "without rounding. Or use jax.jit with sharded arrays in place of shard_map.",
+        fix=fix,
     )
 
 
@@ -79,15 +78,63 @@ def on_automatic_axes(
     return wrapper
 
 
-def freed(x: jax.Array) -> jax.Array:
-    """An array that a function on automatic axes closes over, as it needs it.
+def freed(x: Any) -> Any:
+    """An array that a function closes over, with the type that it needs there.
 
-    `on_automatic_axes` does so for arguments.
+    Functions on automatic axes and in `shard_map` see other types of axes than their
+    caller. jax changes the types of their arguments, but not of arrays that they close
+    over. Anything else than an array is returned as it is.
     """
-    is_explicit = bool(jax.typeof(x).sharding.mesh.explicit_axes)
-    if is_explicit and not jax.sharding.get_abstract_mesh().explicit_axes:
-        return _reshard(x, jax.P(*[None] * x.ndim))
-    return x
+    here = jax.sharding.get_abstract_mesh()
+    if not isinstance(x, jax.Array) or here.explicit_axes:
+        return x
+    mesh = jax.typeof(x).sharding.mesh
+    is_foreign = mesh.explicit_axes or here.manual_axes != mesh.manual_axes
+    return _reshard(x, jax.P(*[None] * x.ndim)) if is_foreign else x
+
+
+def is_explicit(x: Any) -> bool:
+    """Whether `x` is an array on a mesh with explicit axes."""
+    is_array = isinstance(x, jax.Array)
+    return is_array and bool(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
+def spec_of(x: Any) -> jax.P:
+    """The partition spec of an array, as far as it is known.
+
+    It is known of an array outside of traced functions, of a shape with a sharding, and
+    of an array on explicit axes.
+    """
+    is_traced = isinstance(x, jax.core.Tracer)
+    sharding = jax.typeof(x).sharding if is_traced else getattr(x, "sharding", None)
+    return sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
+
+
+def axes_of_rows(x: Any) -> tuple[str, ...]:
+    """The mesh axes that divide the first axis of an array, as far as is known."""
+    axes = (*spec_of(x), None)[0]
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def mesh_of(tree: Any) -> Any:
+    """The abstract mesh on which the arrays of a tree are, or None without one."""
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
+    meshes = [x.mesh for x in shardings if isinstance(x, jax.NamedSharding)]
+    return meshes[0].abstract_mesh if meshes else None
+
+
+def within(mesh: Any) -> contextlib.AbstractContextManager[Any]:
+    """Sets the mesh of a traced function, unless it has one or there is none."""
+    if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def on_every_device(x: jax.Array) -> jax.Array:
+    """Makes every device hold the whole array, if the mesh is known."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, jax.P(*[None] * x.ndim))
 
 
 def shapes(tree: Any) -> Any:

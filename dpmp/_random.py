@@ -8,6 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from dpmp import _validate
 from dpmp._fence import behind_a_branch
@@ -15,6 +16,9 @@ from dpmp._fence import behind_a_branch
 
 def fresh_key() -> jax.Array:
     """Draws a new 128-bit key from the operating system.
+
+    If there are several processes, all of them must call this function, and all receive
+    the key that the first one has drawn.
 
     Raises:
       ValueError: inside a traced function. There the key would be a constant of the
@@ -29,6 +33,8 @@ def fresh_key() -> jax.Array:
         fix="Call init outside of the compiled function, or pass prng_key.",
     )
     words = np.frombuffer(os.urandom(16), np.uint32)
+    if jax.process_count() > 1:
+        words = multihost_utils.broadcast_one_to_all(words)
     return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry4x32")
 
 
@@ -44,6 +50,19 @@ def check_key(prng_key: Any) -> None:
         prng_key=str(jax.typeof(prng_key)) if is_key else type(prng_key).__name__,
         fix="Leave it out to draw 128 bits from the system. Integers are refused, "
         "because the noise is only as hard to guess as its key.",
+    )
+
+
+def check_shared(prng_key: jax.Array) -> None:
+    """Raises ValueError on all processes unless they have the same key."""
+    if jax.process_count() == 1:
+        return
+    words = multihost_utils.process_allgather(np.asarray(key_words(prng_key)))
+    _validate.require(
+        bool(np.all(words == words[0])),
+        "prng_key must be the same on all processes",
+        num_processes=jax.process_count(),
+        fix="Leave it out: the first process then draws a key for all of them.",
     )
 
 

@@ -268,6 +268,7 @@ def test_functions_of_explicit_arrays_are_clipped(compiled):
         has_aux=True,
         l2_clip_norm=1.0,
         return_norms=True,
+        arithmetic="exact",
     )
     fn = functools.partial(fn.__call__, name="a keyword that is no array")
     expected = jax.jit(fn)(x)

@@ -25,7 +25,7 @@ def clipped_fun(
     nan_safe: bool = True,
     dtype: Any = None,
     prng_argnum: int | None = None,
-    spmd_axis_name: Any = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
     arithmetic: str | None = None,
     resolution: int | None = None,
 ) -> BoundedSensitivityCallable:
@@ -57,7 +57,7 @@ def clipped_fun(
       nan_safe: see `clipped_grad`.
       dtype: see `clipped_grad`.
       prng_argnum: see `clipped_grad`.
-      spmd_axis_name: see `jax.vmap`.
+      spmd_axis_name: see `clipped_grad`.
       arithmetic: see `clipped_grad`.
       resolution: see `clipped_grad`.
 
@@ -96,12 +96,13 @@ def clipped_fun(
         return total
 
     clipped_sum = ClippedSum(
-        engine=stack_engine(for_one_example, signature, spmd_axis_name=spmd_axis_name),
+        engine=stack_engine(for_one_example, signature),
         signature=signature,
         clip_norms=clip_norms,
         arithmetic=clip_norms.fit(sums, nan_safe),
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
+        axis_name=spmd_axis_name,
     )
     return make_callable(
         clipped_sum,

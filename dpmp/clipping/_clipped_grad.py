@@ -50,7 +50,8 @@ def clipped_grad(
     nan_safe: bool = True,
     dtype: Any = None,
     prng_argnum: int | None = None,
-    spmd_axis_name: Any = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    sum_specs: PyTree = (),
     method: str = "per_example",
     arithmetic: str | None = None,
     resolution: int | None = None,
@@ -173,7 +174,18 @@ def clipped_grad(
         goes through, for debugging, and `.sensitivity()` is infinite.
       dtype: the dtype of a float sum, float32 (None) or float64.
       prng_argnum: the position of a random key that is split over the examples.
-      spmd_axis_name: see `jax.vmap`.
+      spmd_axis_name: the axes of the mesh over which the examples are divided: a name,
+        or several. Each device clips and sums its own examples, and only the sums are
+        exchanged. The batch size and `microbatch_size` must be multiples of the number
+        of these devices; a device processes its part of each microbatch. The mesh is
+        that of `jax.set_mesh`. None leaves the division to jax, which sends the
+        gradients of single examples to all devices. For arrays on a mesh with explicit
+        axes, None means the axes of the first axis of the batch.
+      sum_specs: with `spmd_axis_name`, the partition specs of the sum, in a tree like
+        that of the parameters. If a spec has some of the same axes, a device receives
+        only its own part of that array: give the specs of parameters that are sharded
+        over the same devices as the batch (FSDP). Empty for sums that are whole on
+        every device.
       method: the gradient engine. "per_example" (vmap) forms the gradient of every
         example. "book_keeping" stores activations and cotangents in place of the
         gradients. It takes less time, and also less memory except for parameters that
@@ -226,7 +238,6 @@ def clipped_grad(
         is_bounded=sums.clips_by_bounds,
         loss_scale=loss_scale,
         transform=_checked(pre_clipping_transform, clip_norms),
-        spmd_axis_name=spmd_axis_name,
     )
     clipped_sum = ClippedSum(
         engine=engine,
@@ -236,6 +247,8 @@ def clipped_grad(
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
         largest_microbatch=largest_microbatch,
+        axis_name=spmd_axis_name,
+        sum_specs=sum_specs,
     )
     l2_norm_bound = clipped_sum.l2_norm_bound
     asked_for = (return_values, return_grad_norms, has_aux)

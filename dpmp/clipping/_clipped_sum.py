@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
+from dpmp.clipping._shards import Shards, shards_over
 from dpmp.engines._interface import GradEngine
 from dpmp.engines._signature import Signature
 from dpmp.numerics._arithmetic import Arithmetic
@@ -50,6 +51,9 @@ class ClippedSum:
       nan_safe: whether a gradient that is not finite contributes zero.
       largest_microbatch: a function from the arguments of the engine to a size; None
         for no limit.
+      axis_name: the axes of the mesh over which to divide the examples, or None.
+      sum_specs: a tree with the partition specs of the sum; empty for a sum that every
+        device receives as a whole.
     """
 
     engine: GradEngine
@@ -59,6 +63,8 @@ class ClippedSum:
     microbatch_size: int | None
     nan_safe: bool
     largest_microbatch: Callable[..., int] | None = None
+    axis_name: str | Sequence[str] | None = None
+    sum_specs: PyTree = ()
 
     def __post_init__(self):
         if self.microbatch_size is not None:
@@ -87,28 +93,46 @@ class ClippedSum:
         examples = self.signature.examples(args, batch_size)
 
         def with_examples(examples):
-            return [examples.get(i, arg) for i, arg in enumerate(args)]
+            return [
+                examples[i] if i in examples else jax.tree.map(_meshes.freed, arg)
+                for i, arg in enumerate(args)
+            ]
 
         def one_microbatch(examples, is_padding):
-            return self._one_microbatch(with_examples(examples), kwargs, is_padding)
+            others = jax.tree.map(_meshes.freed, kwargs)
+            return self._one_microbatch(with_examples(examples), others, is_padding)
 
-        size = self._choose_size(batch_size, with_examples(examples), kwargs)
-        if math.isfinite(self.clip_norms.l2_norm_bound):
-            self.arithmetic.check_batch(batch_size, size)
+        self._check_divides(batch_size)
         if batch_size == 0:
             total, outputs = _empty(one_microbatch, examples)
-        elif size == batch_size:
-            total, outputs = one_microbatch(examples, is_padding_example)
-        else:
-            total, outputs = self._scan(
-                one_microbatch, examples, is_padding_example, size
+            return self.arithmetic.finish(total), outputs
+        shards = shards_over(self.axis_name)
+        given = shards.divide(self.microbatch_size, batch_size)
+
+        def sum_part(part):
+            examples, is_padding = part
+            part_size = batch_size // shards.size
+            size = given or self._choose_size(
+                part_size, with_examples(examples), kwargs
             )
+            self._check_batch(batch_size, size, shards)
+            if size == part_size:
+                return one_microbatch(examples, is_padding)
+            return self._scan(one_microbatch, examples, is_padding, size)
+
+        batch = (examples, is_padding_example)
+        specs = jax.tree.leaves(self.sum_specs, is_leaf=lambda x: x is None)
+        total, outputs = shards.sum(sum_part, batch, self.arithmetic, specs)
         return self.arithmetic.finish(total), outputs
 
-    def _choose_size(
-        self, batch_size: int, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> int:
-        """The size of microbatches; raises ValueError if the batch is no multiple."""
+    def divided_like(self, args: Sequence[Any]) -> "ClippedSum":
+        """The same sum, divided over explicit axes as the batch in `args` is."""
+        batch = [args[i] for i in self.signature.batch_argnums if i < len(args)]
+        first = next((x for x in jax.tree.leaves(batch) if _meshes.is_explicit(x)), 0)
+        axes = _meshes.axes_of_rows(first)
+        return self if self.axis_name or not axes else replace(self, axis_name=axes)
+
+    def _check_divides(self, batch_size: int) -> None:
         _validate.require(
             batch_size % (self.microbatch_size or 1) == 0,
             "microbatch_size must divide the batch size",
@@ -116,8 +140,17 @@ class ClippedSum:
             batch_size=batch_size,
             fix="Pad the batch, and mark the padding in is_padding_example.",
         )
-        if self.microbatch_size or not self.largest_microbatch or not batch_size:
-            return self.microbatch_size or batch_size
+
+    def _check_batch(self, batch_size: int, size: int, shards: Shards) -> None:
+        if math.isfinite(self.clip_norms.l2_norm_bound):
+            self.arithmetic.check_batch(batch_size, size * shards.size, shards.size)
+
+    def _choose_size(
+        self, batch_size: int, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> int:
+        """The size of microbatches where none is given."""
+        if not self.largest_microbatch:
+            return batch_size
         largest = min(batch_size, self.largest_microbatch(*args, **kwargs))
         return max(k for k in range(1, largest + 1) if batch_size % k == 0)
 
@@ -234,11 +267,11 @@ def make_callable(
     """
     signature = clipped_sum.signature
 
-    def fun(*args, is_padding_example, **kwargs):
+    def fun(divided_sum, *args, is_padding_example, **kwargs):
         signature.check(args)
         if has_params:
-            clipped_sum.clip_norms.check_prefix_of(signature.params(args))
-        return select(*clipped_sum(args, kwargs, is_padding_example))
+            divided_sum.clip_norms.check_prefix_of(signature.params(args))
+        return select(*divided_sum(args, kwargs, is_padding_example))
 
     def out_specs(specs, output):
         total, outputs = output if has_aux else (output, ())
@@ -246,8 +279,12 @@ def make_callable(
         batch = specs[signature.batch_argnums[0]]
         return [*_specs_of_sum(total, params), *specs_of_examples(outputs, batch)]
 
+    def on_any_mesh(*args, **kwargs):
+        given = functools.partial(fun, clipped_sum.divided_like(args))
+        return _meshes.on_automatic_axes(given, out_specs)(*args, **kwargs)
+
     return BoundedSensitivityCallable(
-        _meshes.on_automatic_axes(fun, out_specs),
+        on_any_mesh,
         l2_norm_bound,
         has_aux,
         keeps_places=clipped_sum.arithmetic.clips_by_bounds,

@@ -39,7 +39,6 @@ def make_engine(
     is_bounded: bool,
     loss_scale: LossScale | None = None,
     transform: Callable[[PyTree], PyTree] | None = None,
-    spmd_axis_name: Any = None,
 ) -> tuple[GradEngine, Callable[..., int] | None]:
     """Makes the gradient engine of a loss as users write it.
 
@@ -55,7 +54,7 @@ def make_engine(
         loss_fn = _scaled_loss.scaled(loss_fn, loss_scale)
     largest_microbatch = None
     if method == "book_keeping":
-        engine = book_keeping.Engine(loss_fn, signature, is_bounded, spmd_axis_name)
+        engine = book_keeping.Engine(loss_fn, signature, is_bounded)
         largest_microbatch = engine.largest_microbatch if is_bounded else None
     else:
 
@@ -65,9 +64,7 @@ def make_engine(
             )(*args, **kwargs)
             return grads if transform is None else transform(grads), outputs
 
-        engine = _per_example.stack_engine(
-            for_one_example, signature, spmd_axis_name=spmd_axis_name
-        )
+        engine = _per_example.stack_engine(for_one_example, signature)
     if loss_scale is not None:
         engine = _scaled_loss.unscaled(engine)
     return engine, largest_microbatch

@@ -172,8 +172,6 @@ def store_one(tree: PyTree) -> StackedGrads:
 def stack_engine(
     fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
     signature: Signature,
-    *,
-    spmd_axis_name: Any = None,
 ) -> GradEngine:
     """Makes an engine that maps `fun` over the examples of a batch.
 
@@ -186,7 +184,6 @@ def stack_engine(
             in_axes=[
                 0 if i in signature.of_examples else None for i in range(len(args))
             ],
-            spmd_axis_name=spmd_axis_name,
         )
         stack, (values, aux) = compute_and_store(lambda: mapped(*args), (args, kwargs))
         return StackedGrads(values, aux, stack)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp import _validate, loss_scaling
+from dpmp import _meshes, _validate, loss_scaling
 from dpmp._typing import PyTree
 from dpmp.engines._interface import GradEngine, PerExampleGrads
 from dpmp.numerics._arithmetic import Arithmetic
@@ -37,7 +37,8 @@ def scaled(
         if isinstance(loss_scale, float | int):  # validated by `loss_scaling.check`
             factor = scale = jnp.asarray(loss_scale, wide.dtype)
         else:
-            scale = loss_scale(constant) if callable(loss_scale) else loss_scale
+            freed = _meshes.freed(loss_scale)
+            scale = loss_scale(constant) if callable(loss_scale) else freed
             scale = _to_power_of_two(scale)
             factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)
         return wide * factor, (aux, value, scale)

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 import jax
 
+from dpmp import _meshes
 from dpmp._fence import behind_a_branch
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import _packing
@@ -49,6 +50,8 @@ def _add_draw(
     """Adds one draw to its leaves; returns the noisy leaves by number."""
     noisy = {}
     for i, noise in draw.divided(sample, step).items():
-        steps = leaves[i].steps + noise.reshape(leaves[i].steps.shape)
+        # Else each device would send its part of a joint vector to all others.
+        whole = _meshes.on_every_device(noise) if draw.is_of_small else noise
+        steps = leaves[i].steps + whole.reshape(leaves[i].steps.shape)
         noisy[i] = GridArray(steps, leaves[i].unit).to_float()
     return noisy

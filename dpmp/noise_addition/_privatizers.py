@@ -66,8 +66,10 @@ def gaussian_privatizer(
       - The noise of an entry is a function of the root key, the step and the place of
         the entry in the tree. A step that is run again repeats its release bit for bit,
         and no two steps share noise. Under `jax.jit`, the noise does not depend on the
-        sharding of the sum. Within `jax.shard_map`, every device must have the whole
-        sum, because all shards would receive the same noise.
+        sharding of the sum, and every device draws that of its own shard. (Arrays of at
+        most 16384 entries share a draw, which all devices make.) Noise is refused
+        inside `jax.shard_map` and `jax.pmap`, where no device knows which part of the
+        sum it has.
       - Without `prng_key`, each `init` draws a key of 128 bits from the operating
         system.
 
@@ -102,7 +104,8 @@ def gaussian_privatizer(
       ValueError: if `stddev` is negative or infinite, `l2_sensitivity` is not positive,
         `prng_key` is not a jax key, a leaf is not a float array, `init` is called under
         `jax.jit` without a key, the noise has more than four million units of the grid,
-        or the `stddev` for a float sum is not from 1e-24 to 1e30.
+        `update` is called inside `jax.shard_map` or `jax.pmap`, or the `stddev` for a
+        float sum is not from 1e-24 to 1e30.
 
     References:
       [Canonne, Kamath, Steinke: The discrete Gaussian for differential
@@ -197,6 +200,13 @@ def _privatizer(
         sum_of_clipped_grads: PyTree, noise_state: NoiseState, params: PyTree = None
     ) -> tuple[PyTree, NoiseState]:
         del params
+        _meshes.check_not_mapped(
+            "noise",
+            "all devices would draw the same, and noise that two shards of a sum share "
+            "cancels in their difference",
+            fix="Return the sum from shard_map, and add the noise to it under jax.jit. "
+            "There each device draws the noise of its own shard.",
+        )
         leaves, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_sum)
         sums = [as_sum(leaf) for leaf in leaves]
         for i, x in enumerate(sums):

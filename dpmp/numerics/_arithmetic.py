@@ -79,8 +79,13 @@ class Arithmetic(Protocol):
         """Raises ValueError under `jax.shard_map`, unless `psum` may add its sums."""
         ...
 
-    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
-        """Raises ValueError for a batch whose rounding is not covered."""
+    def check_batch(
+        self, batch_size: int, microbatch_size: int, num_shards: int = 1
+    ) -> None:
+        """Raises ValueError for a batch whose rounding is not covered.
+
+        Both sizes are those of all shards together (`clipping/_shards.py`).
+        """
         ...
 
     def for_clip_norms(
@@ -101,6 +106,14 @@ class Arithmetic(Protocol):
 
     def add(self, a: PyTree, b: PyTree, /) -> PyTree:
         """Adds two sums."""
+        ...
+
+    def add_over(self, total: PyTree, axes: tuple[str, ...], /) -> PyTree:
+        """Adds the sums of the devices along mesh axes, inside of `shard_map`."""
+        ...
+
+    def add_and_cut(self, total: PyTree, axes: tuple[str, ...], axis: int, /) -> PyTree:
+        """The same, where each device receives its own part along an array's axis."""
         ...
 
     def finish(self, total: PyTree) -> PyTree:

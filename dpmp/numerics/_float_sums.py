@@ -68,10 +68,18 @@ class FloatSums:
         _validate.check_x64(self.dtype, "float64 sums")
 
     def check_not_mapped(self) -> None:
-        _meshes.check_not_mapped(f"{self.name} sums")
+        _meshes.check_not_mapped(
+            f"{self.name} sums",
+            "their sensitivity does not cover what other devices add to them",
+            fix='Use "exact" sums (with book-keeping "bounded"), whose integers psum '
+            "adds without rounding. Or use jax.jit with sharded arrays in place of "
+            "shard_map.",
+        )
 
-    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
-        slack = rounding_slack(self, batch_size, microbatch_size)
+    def check_batch(
+        self, batch_size: int, microbatch_size: int, num_shards: int = 1
+    ) -> None:
+        slack = rounding_slack(self, batch_size, microbatch_size, num_shards)
         _validate.require(
             slack <= self.slack,
             f"rounding may cost a sum at most {self.slack:.2g} of the clip norm",
@@ -107,6 +115,35 @@ class FloatSums:
         del zero
         return coef.astype(row.dtype) * row
 
+    def add_over(self, total: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """See `Arithmetic`; each device adds up one part, and then gathers all."""
+        num_devices = jax.lax.axis_size(axes)
+
+        def flat(x: jax.Array) -> jax.Array:
+            return jnp.pad(x.ravel(), (0, -x.size % num_devices))
+
+        part = self.add_and_cut(jax.tree.map(flat, total), axes, 0)
+
+        def gathered(x: jax.Array, like: jax.Array) -> jax.Array:
+            x = jax.lax.all_gather(x, axes, tiled=True)
+            return x[: like.size].reshape(like.shape)
+
+        return jax.tree.map(gathered, part, total)
+
+    def add_and_cut(self, total: PyTree, axes: tuple[str, ...], axis: int) -> PyTree:
+        """See `Arithmetic`; the order is a tree of additions that is written out."""
+        stacked = jax.tree.map(
+            lambda x: jax.lax.all_to_all(x[None], axes, axis + 1, 0, tiled=True), total
+        )
+        size = len(jax.tree.leaves(stacked)[0])
+        while size > 1:
+            half = size // 2
+            joined = self.add(_rows(stacked, 0, half), _rows(stacked, half, 2 * half))
+            rest = _rows(stacked, 2 * half, size)
+            stacked = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), joined, rest)
+            size -= half
+        return jax.tree.map(lambda x: x[0], stacked)
+
     def finish(self, total: PyTree) -> PyTree:
         return total
 
@@ -133,7 +170,13 @@ class FloatSums:
         )
 
 
-def rounding_slack(sums: FloatSums, batch_size: int, microbatch_size: int) -> float:
+def _rows(tree: PyTree, start: int, stop: int) -> PyTree:
+    return jax.tree.map(lambda x: x[start:stop], tree)
+
+
+def rounding_slack(
+    sums: FloatSums, batch_size: int, microbatch_size: int, num_shards: int = 1
+) -> float:
     """The largest distance that rounding can add between sums of neighbouring batches.
 
     It is in units of the largest contribution of one example. Every addition errs by at
@@ -141,12 +184,18 @@ def rounding_slack(sums: FloatSums, batch_size: int, microbatch_size: int) -> fl
     the tree of additions. The addition may err differently for the neighbouring batch,
     because removing an example can move all later examples to other slots. So the
     result is twice the sum over all additions.
+
+    Each shard adds up its part of every microbatch. Then trees of additions add up the
+    sums of the shards: one tree, or one over some axes of the mesh and one over others.
     """
-    size = max(microbatch_size, 1)
-    num_microbatches = math.ceil(batch_size / size)
+    size = max(microbatch_size // num_shards, 1)
+    num_microbatches = math.ceil(batch_size / (size * num_shards))
     running_sums = size * (num_microbatches * (num_microbatches + 1) / 2 - 1)
     error = num_microbatches * _reduction.summed_norms(size) + max(running_sums, 0)
-    longest_path = _reduction.depth(size) + num_microbatches
+    # The depths of two trees, each rounded up, exceed the logarithm by less than two.
+    depth_of_shards = int(math.log2(num_shards)) + 2 if num_shards > 1 else 0
+    error = num_shards * error + depth_of_shards * batch_size
+    longest_path = _reduction.depth(size) + num_microbatches + depth_of_shards
     u = sums.unit_roundoff
     return 2 * u * error * (1 + u) ** longest_path
 

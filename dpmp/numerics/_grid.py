@@ -154,9 +154,11 @@ class GridSums(abc.ABC):
             scaled.append((max(left, 0.0) / (1 + self.slack), cap))
         return scaled
 
-    def check_batch(self, batch_size: int, microbatch_size: int) -> None:
+    def check_batch(
+        self, batch_size: int, microbatch_size: int, num_shards: int = 1
+    ) -> None:
         """Warns if sums can wrap around."""
-        del microbatch_size
+        del microbatch_size, num_shards
         largest = (2**31 - 1) // self.resolution
         if batch_size > largest:
             warnings.warn(
@@ -175,6 +177,14 @@ class GridSums(abc.ABC):
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return a + b
+
+    def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return jax.lax.psum(total, axes)
+
+    def add_and_cut(
+        self, total: jax.Array, axes: tuple[str, ...], axis: int
+    ) -> jax.Array:
+        return jax.lax.psum_scatter(total, axes, scatter_dimension=axis, tiled=True)
 
     def finish(self, total: PyTree) -> PyTree:
         return jax.tree.map(lambda steps: GridArray(steps, self.unit), total)

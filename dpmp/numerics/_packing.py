@@ -33,6 +33,8 @@ class Draw(NamedTuple):
     shape: tuple[int, ...]
     # By the number of each array, its start and stop along the first axis.
     ranges: dict[int, tuple[int, int]]
+    # Whether it is a vector for small arrays, which are sharded in ways of their own.
+    is_of_small: bool = False
 
     def divided(
         self, sample: Callable[[], jax.Array], witness: jax.Array
@@ -57,7 +59,7 @@ def draws(shapes: Sequence[tuple[int, ...]], kinds: Sequence[Hashable]) -> list[
     for some in small.values():
         stops = list(itertools.accumulate(math.prod(shapes[i]) for i in some))
         ranges = itertools.pairwise([0, *stops])
-        found.append(Draw((stops[-1],), dict(zip(some, ranges, strict=True))))
+        found.append(Draw((stops[-1],), dict(zip(some, ranges, strict=True)), True))
     for numbers in large.values():
         shape = shapes[numbers[0]]
         most = max(1, _LARGEST_DRAW // math.prod(shape))

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
-from dpmp.training._source import Load, load_batch
+from dpmp.training._placed import load_shards
+from dpmp.training._source import Load
 from dpmp.training._state import TrainingState
 
 
@@ -40,9 +40,7 @@ class Batches:
         return self._load(np.zeros(0, np.int64))
 
     def _load(self, indices: np.ndarray) -> tuple[PyTree, Any]:
-        batch = load_batch(self.load, indices, self.mechanism.padded_batch_size)
-        placed = self.sharding is not None
-        return jax.device_put(batch, self.sharding) if placed else batch
+        return load_shards(self.load, indices, self.mechanism, self.sharding)
 
 
 def sampling_key(state: TrainingState) -> int:

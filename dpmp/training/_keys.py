@@ -31,6 +31,7 @@ class RunKeys(NamedTuple):
         if prng_key is None:
             prng_key = _random.fresh_key()
         _random.check_key(prng_key)
+        _random.check_shared(prng_key)
         noise, sampling, model, update = jax.random.split(prng_key, 4)
         return cls(
             noise=noise,

@@ -2,6 +2,8 @@
 
 import functools
 
+import jax
+
 from dpmp.training._headline import headline
 from dpmp.training._overflows import OverflowNote
 from dpmp.training._progress import Progress
@@ -15,6 +17,7 @@ def report_on(
     step: Step, state: TrainingState, stop: int, load: Load, *, enabled: bool
 ) -> Progress:
     """Prepares the report on the steps of a run from `state` to `stop`."""
+    enabled = enabled and jax.process_index() == 0
     mechanism, size = step.mechanism, step.mechanism.expected_batch_size
     is_dynamic = step.dynamic_scale is not None
     return Progress(

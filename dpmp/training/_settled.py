@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp._typing import PyTree
 
@@ -39,12 +40,31 @@ def put_together(tree: PyTree, others: PyTree = ()) -> PyTree:
         return tree
     meshes = [x.mesh for x in placed if isinstance(x, jax.NamedSharding)]
     home = jax.NamedSharding(meshes[0], jax.P()) if meshes else placed[0]
-    return jax.tree.map(lambda x: x if _is_placed(x) else jax.device_put(x, home), tree)
+    return jax.tree.map(lambda x: x if _is_placed(x) else _put(x, home), tree)
+
+
+def _put(x: Any, home: jax.sharding.Sharding) -> jax.Array:
+    """Copies an array that all processes of a job have to all of their devices."""
+    if home.is_fully_addressable:
+        return jax.device_put(x, home)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = _put(jax.random.key_data(x), home)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    values = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, home, lambda part: values[part])
 
 
 def places(tree: PyTree) -> PyTree:
-    """The sharding of each committed array and None for others (`out_shardings`)."""
-    return jax.tree.map(lambda x: x.sharding if _is_placed(x) else None, tree)
+    """The sharding of each committed array and None for others (`out_shardings`).
+
+    A shape has the sharding that it was given, or None.
+    """
+
+    def place(x: Any) -> Any:
+        has_sharding = _is_placed(x) or isinstance(x, jax.ShapeDtypeStruct)
+        return x.sharding if has_sharding else None
+
+    return jax.tree.map(place, tree)
 
 
 def devices_of(tree: PyTree) -> frozenset[Any]:

@@ -27,6 +27,7 @@ from dpmp.programs import _transformations
 from dpmp.runs._checkpoints import checksums
 from dpmp.training._check_program import check_program
 from dpmp.training._checks import explained, with_checked_result
+from dpmp.training._keys import RunKeys
 from dpmp.training._settled import devices_of, places, put_together, strongly_typed
 from dpmp.training._state import TrainingState
 
@@ -57,6 +58,26 @@ class Step:
     def dynamic_scale(self) -> DynamicScale | None:
         """The loss scale if it is a `DynamicScale`, or else None."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
+
+    def first_state(self, params: PyTree, keys: RunKeys) -> TrainingState:
+        """The state before the first step, without its fingerprint."""
+        policy, dynamic = self.policy, self.dynamic_scale
+        params = jax.tree.map(jnp.copy, policy.cast_to_param(params))
+        opt_state = self.optimizer.init(policy.cast_to_update(params))
+        unknown = jnp.full((), jnp.nan, jnp.float32)
+        return TrainingState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            # A transformation may keep the parameters themselves. They are copied,
+            # because no array of the state may be donated twice.
+            opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
+            noise_state=self.mechanism.privatizer(keys.noise).init(params),
+            sampling_key=keys.sampling,
+            model_key=keys.model,
+            scale_state=dynamic and dynamic.init(),
+            metrics={name: jnp.copy(unknown) for name in self.metric_names},
+            update_key=keys.update if policy.stochastic_rounding else None,
+        )
 
     def run(
         self, state: TrainingState, batch: PyTree, is_padding: Any
@@ -92,7 +113,8 @@ class Step:
         batch = jax.tree.map(jnp.asarray, batch)
         state = put_together(state, batch)
         types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
-        of_state = types, devices_of(state)
+        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
+        of_state = types, devices_of(state), axes
         compiled = self._compiled.get(of_state)
         compiled = compiled or (of_batch, *self.make_program(state, batch))
         # The message shows nothing of the batch: its shapes may reveal its content.
@@ -136,10 +158,19 @@ class Step:
                 loss_fn, *args, *keys, check=check
             )
 
+        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0]) or None
+        mesh = _meshes.mesh_of((batch, state))
+        placement = axes, jax.tree.map(_meshes.spec_of, state.params)
+
         def step(state, batch, is_padding, constants):
             """Makes one step under tracing; see docs/architecture.md."""
-            loss = functools.partial(loss_fn, constants)
-            total, sensitive = self._sum_sensitive(loss, state, batch, is_padding)
+
+            def loss(*args):
+                return loss_fn(jax.tree.map(_meshes.freed, constants), *args)
+
+            total, sensitive = self._sum_sensitive(
+                loss, state, batch, is_padding, placement
+            )
             # All values above this line are sensitive. The next state has noisy values
             # only.
             privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
@@ -147,12 +178,18 @@ class Step:
             new_state = self._release(self.mechanism.split(noisy), noise_state, state)
             return new_state, (sensitive.values, sensitive.grad_norms)
 
+        def step_on_mesh(*args):
+            with _meshes.within(mesh):
+                return step(*args)
+
         def out_specs(specs, output):
             per_example = specs_of_examples(output[1], specs[1])
             return [*jax.tree.leaves(specs[0]), *per_example]
 
-        step = _meshes.on_automatic_axes(step, out_specs)
-        program = jax.jit(step, donate_argnums=0, out_shardings=(places(state), None))
+        step_on_mesh = _meshes.on_automatic_axes(step_on_mesh, out_specs)
+        program = jax.jit(
+            step_on_mesh, donate_argnums=0, out_shardings=(places(state), None)
+        )
         return program, constants
 
     def cost_of_book_keeping(self, state: TrainingState, example: PyTree) -> float:
@@ -172,8 +209,13 @@ class Step:
         state: TrainingState,
         batch: PyTree,
         is_padding: jax.Array,
+        placement: tuple[tuple[str, ...] | None, PyTree],
     ) -> tuple[PyTree, AuxiliaryOutput]:
-        """Returns the sum of clipped gradients, and the outputs of each example."""
+        """Returns the sum of clipped gradients, and the outputs of each example.
+
+        `placement` has the axes of the mesh that divide the batch, and the partition
+        specs of the parameters.
+        """
         dynamic = self.dynamic_scale
         grad_fn = self.mechanism.clipped_grad(
             loss_fn,
@@ -182,6 +224,8 @@ class Step:
             loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
             counts_overflows=True,
             prng_argnum=2 if self.uses_prng_key else None,
+            spmd_axis_name=placement[0],
+            sum_specs=placement[1],
         )
         # A cast inside the loss would return the gradients in float32.
         args = self._loss_args(state, batch)

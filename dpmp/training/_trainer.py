@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dpmp import _validate, loss_scaling
@@ -30,9 +29,10 @@ from dpmp.training._checks import (
 )
 from dpmp.training._keys import RunKeys
 from dpmp.training._loop import Loop
+from dpmp.training._placed import check_sharding
 from dpmp.training._report import report_on
 from dpmp.training._run_files import restore, run_files
-from dpmp.training._settled import put_together, strongly_typed
+from dpmp.training._settled import put_together
 from dpmp.training._source import Source, loader_of
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
@@ -106,38 +106,23 @@ class DPTrainer:
 
         Args:
           params: the initial parameters, which must not depend on the private data.
-            They are copied to the policy's `param_dtype`.
+            They are copied to the policy's `param_dtype`, and stay on their devices.
+            The state of the optimizer is sharded as they are.
           prng_key: the root of all random numbers of the run. None draws 128 bits from
-            the operating system. Use a key for one run only: the noise of two runs with
-            the same key cancels in their difference, whatever their data and
-            hyper-parameters. So it does if a saved state is continued in two ways.
+            the operating system, on the first of several processes. Use a key for one
+            run only: the noise of two runs with the same key cancels in their
+            difference, whatever their data and hyper-parameters. So it does if a saved
+            state is continued in two ways.
 
         Raises:
-          ValueError: if `prng_key` is not a jax key, or if a leaf of `params` is not a
-            float array.
+          ValueError: if `prng_key` is not a jax key or is not the same on all
+            processes, or if a leaf of `params` is not a float array.
         """
         params = as_params(params)
         keys = RunKeys.from_root(prng_key)
-        params = jax.tree.map(jnp.copy, self._policy.cast_to_param(params))
-        opt_state = self.optimizer.init(self._policy.cast_to_update(params))
-        state = TrainingState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            # A transformation may keep the parameters themselves. They are copied,
-            # because no array of the state may be donated twice.
-            opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
-            noise_state=self.mechanism.privatizer(keys.noise).init(params),
-            sampling_key=keys.sampling,
-            model_key=keys.model,
-            scale_state=self._step.dynamic_scale and self._step.dynamic_scale.init(),
-            metrics={
-                name: jnp.full((), jnp.nan, jnp.float32)
-                for name in self._step.metric_names
-            },
-            update_key=keys.update if self._policy.stochastic_rounding else None,
-            fingerprint=_fingerprint.fingerprint(self._facts, keys.sampling),
-        )
-        return put_together(state)
+        state = self._step.first_state(params, keys)
+        hashes = _fingerprint.fingerprint(self._facts, keys.sampling)
+        return put_together(state._replace(fingerprint=hashes))
 
     def init_or_restore(
         self,
@@ -208,21 +193,31 @@ class DPTrainer:
         return self._step.run(state, batch, is_padding_example)[0]
 
     def load_batch(
-        self, state: TrainingState, source: PyTree | Source
-    ) -> tuple[PyTree, np.ndarray]:
+        self,
+        state: TrainingState,
+        source: PyTree | Source,
+        *,
+        batch_sharding: jax.sharding.Sharding | None = None,
+    ) -> tuple[PyTree, Any]:
         """Draws and loads the batch of the next step, for a training loop of your own.
 
         Args:
           state: the state before the step. It decides which examples are drawn.
           source: the dataset; see `fit`.
+          batch_sharding: where to put the batch; see `fit`.
 
         Returns:
           The batch and `is_padding_example`, the arguments of `train_step`. Both are
-          sensitive.
+          sensitive. They are NumPy arrays, or placed arrays with `batch_sharding`.
+
+        Raises:
+          ValueError: as `fit`.
         """
         self._check_state(state)
+        check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
-        return Batches(self.mechanism, load, sampling_key(state)).draw(int(state.step))
+        batches = Batches(self.mechanism, load, sampling_key(state), batch_sharding)
+        return batches.draw(int(state.step))
 
     def _check_state(self, state: Any) -> None:
         check_state(state)
@@ -246,7 +241,7 @@ class DPTrainer:
         source: PyTree | Source,
         *,
         stop_at: int | None = None,
-        batch_sharding: Any = None,
+        batch_sharding: jax.sharding.Sharding | None = None,
         callback: Callable[[TrainingState], None] | None = None,
         sensitive_callback: Callable[[SensitiveOutputs], None] | None = None,
         progress: bool = True,
@@ -266,13 +261,16 @@ class DPTrainer:
           stop_at: the number of steps after which to stop; None for
             `mechanism.iterations`.
           batch_sharding: where to put each batch, for training on several devices: a
-            `jax.sharding.Sharding` of the leading axis. None leaves it to jax.
+            `jax.sharding.Sharding` of the leading axis. Each device clips and sums its
+            own examples. The padded batch size and the microbatch size must be
+            multiples of the number of parts. If there are several processes, each
+            loads only the examples of its own devices. None leaves it to jax.
           callback: a function that is called with the state after every step. The state
             is donated to the next step, so copy the arrays that you want to keep.
           sensitive_callback: a function that is called with values without noise after
             every step. The privacy guarantee does not cover these values.
           progress: whether to report the method, and then step, epsilon, noisy metrics,
-            speed and time left.
+            speed and time left. If there are several processes, the first one reports.
           checkpoint_dir: a directory for the checkpoints and the privacy ledger of the
             run. If it has a checkpoint with more steps than `state`, the run goes on
             from there. See the guide "Long runs".
@@ -288,7 +286,8 @@ class DPTrainer:
 
         Raises:
           ValueError: for a dataset of another size than the mechanism's, batches with
-            different shapes or dtypes, `stop_at` out of range, or past steps with
+            different shapes or dtypes, `stop_at` out of range, a `batch_sharding` that
+            cannot divide batches (or none, with several processes), or past steps with
             another mechanism, policy, loss scale, key or dataset. Only `delta`,
             `iterations` and the division into microbatches may change during a run.
           RuntimeError: if the source raises an exception. It does not say for which
@@ -301,6 +300,7 @@ class DPTrainer:
         self._check_state(state)
         stop = checked_stop(stop_at, int(state.step), mechanism.iterations)
         check_options(callback, sensitive_callback, prefetch)
+        check_sharding(batch_sharding, mechanism)
         load = loader_of(source, mechanism.num_examples)
 
         def batches_of(state: TrainingState) -> Batches:

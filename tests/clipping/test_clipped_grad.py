@@ -583,11 +583,6 @@ def test_each_example_has_a_key_of_its_own_whatever_the_microbatch(make_key):
     np.testing.assert_array_equal(drawn[0], drawn[2])
 
 
-def test_an_axis_name_is_passed_to_vmap():
-    total = _cheap_sum(_X, spmd_axis_name="data")
-    assert reference.exact_squared_distance(total, _cheap_sum(_X)) == 0
-
-
 @pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.uint32, jnp.bfloat16])
 def test_batches_of_any_dtype_are_taken(dtype):
     x = jnp.asarray([[0, 1], [1, 1]], dtype)

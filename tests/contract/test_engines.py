@@ -410,23 +410,3 @@ def test_float64_models_stay_float64(variant):
         stack = jax.vmap(jax.grad(_loss), in_axes=(None, 0))(params, batch)
         norms = reference.per_example_norms(stack)
         np.testing.assert_allclose(np.sqrt(norm.value), norms, rtol=1e-12)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_axis_name_is_passed_to_vmap(method):
-    def seen(spmd_axis_name):
-        signature = Signature.parse(argnums=0, batch_argnums=1)
-        engine, _ = make_engine(
-            lambda w, x: jnp.mean(jax.lax.with_sharding_constraint(x * w, sharding)),
-            signature,
-            method=method,
-            is_bounded=False,
-            spmd_axis_name=spmd_axis_name,
-        )
-        values = jax.jit(lambda w, x: engine(w, x).values)
-        return values.lower(jnp.ones(3), jnp.ones((8, 3))).as_text()
-
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.NamedSharding(mesh, jax.P())
-    assert '{"data"}, {}' in seen("data")
-    assert '{"data"}' not in seen(None)

@@ -106,18 +106,13 @@ class Engine:
     fun: Callable[..., tuple[Any, PyTree]]
     signature: Signature
     is_bounded: bool
-    spmd_axis_name: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> "BookKeptGrads":
         """Returns the gradients of the examples of a batch."""
         program = self.analyse(args, kwargs)
         params = jax.tree.map(jnp.asarray, self.signature.params(args))
         compute = _products.adapted(
-            jax.vmap(
-                functools.partial(_one_example, program),
-                in_axes=(None, 0),
-                spmd_axis_name=self.spmd_axis_name,
-            )
+            jax.vmap(functools.partial(_one_example, program), in_axes=(None, 0))
         )
         inputs = jax.tree.leaves(params), jax.tree.leaves(self._examples(args))
 

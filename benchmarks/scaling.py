@@ -1,0 +1,235 @@
+"""What do more devices and more processes gain, and what does each of them hold?
+
+    python -m benchmarks.scaling compiled     # five minutes on two cores
+    python -m benchmarks.scaling measured     # ten minutes on two cores
+
+`compiled` compiles a training step of a decoder with a billion parameters and 1024
+tokens, for meshes of 1, 8 and 64 devices that are not there: virtual CPU devices, and
+shapes in place of arrays. Nothing is run. It records the bytes of each device and the
+collectives, with whole parameters on each device, and with parameters and optimizer
+sharded over the devices. With `--topologies v5p:2x2x2` it compiles for TPUs, which
+takes `pip install libtpu` and no TPU.
+
+`measured` times steps of a small transformer on 1, 2, 4 and 8 virtual CPU devices of
+one process, and of two processes, with a fixed batch for each device (weak scaling) and
+a fixed batch in all (strong scaling).
+
+Every mesh has a process of its own. Lines are appended to
+benchmarks/results/scaling.jsonl.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+
+import dpmp
+from benchmarks import results
+from benchmarks.collectives import collectives
+from dpmp.tools.memory._transformer import transformer
+
+# Layers of the large model: at width 2048 each has 50 million parameters.
+_LARGE = {"layers": 18, "width": 2048, "num_heads": 16, "vocabulary": 32768}
+_LARGE_LENGTH, _LARGE_MICROBATCH, _NUM_MICROBATCHES = 1024, 4, 2
+
+_SMALL = {"layers": 2, "width": 64, "num_heads": 4, "vocabulary": 256}
+_SMALL_LENGTH, _SMALL_MICROBATCH, _NUM_STEPS = 64, 8, 12
+_BATCH_OF_A_DEVICE, _BATCH_IN_ALL = 32, 128
+
+
+def make_trainer(loss_fn: Any, params: Any, batch_size: int, microbatch_size: int):
+    """A trainer with book-keeping in bfloat16 and Adam."""
+    mechanism = dpmp.DPSGD(
+        num_examples=1024 * batch_size,
+        expected_batch_size=0.8 * batch_size,
+        truncated_batch_size=batch_size,
+        microbatch_size=microbatch_size,
+        iterations=_NUM_STEPS,
+        l2_clip_norm=1.0,
+        noise_multiplier=1.0,
+        method="book_keeping",
+        num_parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+    )
+    return dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-3),
+        policy="mixed_bfloat16",
+    )
+
+
+def make_mesh(topology: str | None = None) -> jax.sharding.Mesh:
+    """All devices on one axis: those that are there, or those of a TPU's topology."""
+    devices = jax.devices()
+    if topology is not None:
+        devices = topologies.get_topology_desc(topology, "tpu").devices
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.Mesh(np.array(devices), ("data",), axis_types=auto)
+
+
+def sharded(x: Any, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
+    """Divides the longest axis that the devices divide, or none."""
+    fits = [n if n % mesh.size == 0 and n > 1 else 0 for n in x.shape]
+    spec: list[str | None] = [None] * len(x.shape)
+    if any(fits):
+        spec[fits.index(max(fits))] = "data"
+    return jax.NamedSharding(mesh, jax.P(*spec))
+
+
+def compile_step(
+    *, shards_parameters: bool, layers: int, topology: str | None = None
+) -> dict[str, Any]:
+    """Compiles the step of the large model; returns bytes and collectives."""
+    mesh, start = make_mesh(topology), time.monotonic()
+    whole = jax.NamedSharding(mesh, jax.P())
+    params, loss_fn = transformer(**_LARGE | {"layers": layers}, length=_LARGE_LENGTH)
+    microbatch_size = _LARGE_MICROBATCH * mesh.size
+    batch_size = _NUM_MICROBATCHES * microbatch_size
+    trainer = make_trainer(loss_fn, params, batch_size, microbatch_size)
+    init = functools.partial(trainer.init, prng_key=jax.random.key(0))
+
+    def placed(x: Any) -> jax.ShapeDtypeStruct:
+        place = sharded(x, mesh) if shards_parameters else whole
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    state = jax.tree.map(placed, jax.eval_shape(init, params))
+    by_example = jax.NamedSharding(mesh, jax.P("data"))
+    tokens = jax.ShapeDtypeStruct(
+        (batch_size, _LARGE_LENGTH), jnp.int32, sharding=by_example
+    )
+    compiled = trainer.lower(state, tokens).compile()
+    memory = compiled.memory_analysis()
+    found = collectives(compiled.as_text())
+    largest = max(math.prod(x.shape) for x in jax.tree.leaves(params))
+    return {
+        "part": "compiled",
+        "compiled_for": topology or "virtual CPUs",
+        "devices": mesh.size,
+        "parameters": "sharded" if shards_parameters else "whole",
+        "num_parameters": trainer.mechanism.num_parameters,
+        "layers": layers,
+        "length": _LARGE_LENGTH,
+        "microbatch_of_a_device": _LARGE_MICROBATCH,
+        "bytes_of_state": memory.alias_size_in_bytes,
+        "bytes_of_temporaries": memory.temp_size_in_bytes,
+        "bytes_of_collectives": sum(x.num_bytes * n for x, n in found.items()),
+        "collectives": {str(x): n for x, n in found.items()},
+        # A gradient of even one more example would be larger than all parameters.
+        "no_larger_than_a_parameter": all(x.num_entries <= largest for x in found),
+        "seconds_to_compile": time.monotonic() - start,
+    }
+
+
+def measure_steps(*, batch_size: int, kind: str) -> dict[str, Any]:
+    """Times the steps of a run of the small model on all devices."""
+    mesh = make_mesh()
+    shapes, loss_fn = transformer(**_SMALL, length=_SMALL_LENGTH)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: np.float32(rng.normal(0, 0.1, x.shape)), shapes)
+    params = jax.tree.map(lambda x: jax.device_put(x, sharded(x, mesh)), params)
+    microbatch_size = _SMALL_MICROBATCH * mesh.size
+    trainer = make_trainer(loss_fn, params, batch_size, microbatch_size)
+    shape = trainer.mechanism.num_examples, _SMALL_LENGTH
+    data = rng.integers(0, _SMALL["vocabulary"], shape).astype(np.int32)
+    times = []
+
+    def note_time(state: Any) -> None:
+        jax.block_until_ready(state.step)
+        times.append(time.monotonic())
+
+    trainer.fit(
+        trainer.init(params, prng_key=jax.random.key(0)),
+        data,
+        batch_sharding=jax.NamedSharding(mesh, jax.P("data")),
+        callback=note_time,
+        progress=False,
+    )
+    # The first step includes compilation.
+    seconds = [b - a for a, b in itertools.pairwise(times[1:])]
+    return {
+        "part": "measured",
+        "scaling": kind,
+        "processes": jax.process_count(),
+        "devices": mesh.size,
+        "batch_size": batch_size,
+        "seconds_per_step": statistics.median(seconds),
+        "examples_per_second": batch_size / statistics.median(seconds),
+    }
+
+
+def _start(task: dict[str, Any], devices: int, processes: int = 1) -> None:
+    """Runs a task in processes of its own; the first one appends the line."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    running = []
+    for i in range(processes):
+        job = {"address": address, "process": i, "processes": processes}
+        job |= {"devices": devices // processes, "task": task}
+        command = [sys.executable, "-m", "benchmarks.scaling", "run", json.dumps(job)]
+        running.append(subprocess.Popen(command))
+    codes = [process.wait() for process in running]
+    if any(codes):
+        sys.stderr.write(f"failed: {task} on {devices} devices\n")
+
+
+def _run(job: dict[str, Any]) -> None:
+    """Runs a task in this process."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", job["devices"])
+    if job["processes"] > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(job["address"], job["processes"], job["process"])
+    task = dict(job["task"])
+    fun = {"compile": compile_step, "measure": measure_steps}[task.pop("fun")]
+    figures = fun(**task)
+    if job["process"] == 0:
+        results.append("scaling", **figures)
+
+
+def main() -> None:
+    """Runs one part of the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["compiled", "measured", "run"])
+    parser.add_argument("job", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--devices", type=int, nargs="+", help="sizes of the meshes")
+    parser.add_argument(
+        "--topologies", nargs="+", default=(), help="of TPUs: v5p:2x2x2"
+    )
+    parser.add_argument("--layers", type=int, default=_LARGE["layers"])
+    args = parser.parse_args()
+    if args.part == "run":
+        _run(json.loads(args.job))
+    elif args.part == "compiled":
+        for topology in args.topologies:
+            for is_sharded in (False, True):
+                task = {"fun": "compile", "shards_parameters": is_sharded}
+                _start(task | {"layers": args.layers, "topology": topology}, 1)
+        for devices in () if args.topologies else args.devices or (1, 8, 64):
+            for is_sharded in (False, True) if devices > 1 else (False,):
+                task = {"fun": "compile", "shards_parameters": is_sharded}
+                _start(task | {"layers": args.layers}, devices)
+    else:
+        for processes in (1, 2):
+            for devices in args.devices or (1, 2, 4, 8):
+                weak = {"kind": "weak", "batch_size": _BATCH_OF_A_DEVICE * devices}
+                strong = {"kind": "strong", "batch_size": _BATCH_IN_ALL}
+                for task in (weak, strong) if devices >= processes else ():
+                    _start({"fun": "measure"} | task, devices, processes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Divides the examples of a batch over the devices of a mesh.
+
+Every device clips and sums its own examples, inside `jax.shard_map`. It never sees an
+example, an activation or a gradient of another device: only sums over the examples of
+a device are exchanged. So a device runs the program that one device alone would run for
+its share of the batch, and then one addition over devices.
+
+Without this, the compiler would divide the work as it sees fit. It would send the
+gradient of every example to all devices, because a loop that adds up one block of
+examples after the other reads rows that lie on one device.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.numerics._arithmetic import Arithmetic
+from dpmp.numerics._sums import is_sum
+
+
+class _Cut(NamedTuple):
+    """The number of an axis of an array, and the mesh axes that divide it."""
+
+    number: int
+    names: tuple[str, ...]
+
+
+def _spec(cut: _Cut | None) -> jax.P:
+    return jax.P() if cut is None else jax.P(*[None] * cut.number, cut.names)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The axes of a mesh over which the examples of a batch are divided.
+
+    Attributes:
+      axes: their names. There may be none.
+      size: the number of parts into which they divide a batch.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+
+    def sum(
+        self,
+        sum_part: Callable[[PyTree], tuple[PyTree, PyTree]],
+        examples: PyTree,
+        arithmetic: Arithmetic,
+        specs: Sequence[jax.P],
+    ) -> tuple[PyTree, PyTree]:
+        """Sums the parts of a batch, each on its own devices, and adds up the sums.
+
+        Args:
+          sum_part: returns the sum over a part of the examples, and arrays with one row
+            for each of these examples.
+          examples: arrays with a leading axis of examples.
+          arithmetic: adds up the sums.
+          specs: the partition specs of the arrays of the sum, or none. A device then
+            receives only its own part of an array, and the whole array otherwise.
+
+        Returns:
+          The sum over all examples, and the arrays with one row for each of them.
+        """
+        if self.size == 1:
+            return sum_part(examples)
+        by_example = jax.P(self.axes)
+        cuts = [self._cut(spec) for spec in specs]
+        treedef = []
+
+        def on_one_device(examples: PyTree) -> tuple[list[PyTree], PyTree]:
+            total, outputs = sum_part(examples)
+            leaves, structure = jax.tree.flatten(total, is_leaf=is_sum)
+            treedef[:] = [structure]
+            return [
+                self._add_over_devices(leaf, cut, arithmetic)
+                for leaf, cut in zip(leaves, cuts or [None] * len(leaves), strict=True)
+            ], outputs
+
+        leaves, outputs = jax.shard_map(
+            on_one_device,
+            in_specs=(by_example,),
+            out_specs=([_spec(cut) for cut in cuts] or jax.P(), by_example),
+            axis_names=set(self.axes),
+            # The branches of `_fence` are not annotated with the axes they vary over.
+            check_vma=False,
+        )(jax.tree.map(jnp.asarray, examples))
+        return treedef[0].unflatten(leaves), outputs
+
+    def _cut(self, spec: jax.P) -> "_Cut | None":
+        """Finds the first axis of an array that devices of the batch divide."""
+        for number, entry in enumerate(spec):
+            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            if names and set(names) <= set(self.axes):
+                return _Cut(number, names)
+        return None
+
+    def _add_over_devices(
+        self, total: PyTree, cut: "_Cut | None", arithmetic: Arithmetic
+    ) -> PyTree:
+        others = self.axes
+        if cut is not None:
+            total = arithmetic.add_and_cut(total, cut.names, cut.number)
+            others = tuple(name for name in self.axes if name not in cut.names)
+        return arithmetic.add_over(total, others) if others else total
+
+    def divide(self, microbatch_size: int | None, batch_size: int) -> int | None:
+        """Returns the microbatch size on each device.
+
+        Raises:
+          ValueError: if the devices cannot have equal shares of a batch, or of a
+            microbatch.
+        """
+        fix = (
+            f"Use a microbatch_size that is a multiple of {self.size}, to which DPSGD "
+            "pads batches; or divide the batch over fewer devices."
+        )
+        _validate.require(
+            batch_size % self.size == 0,
+            f"the batch size must be a multiple of the {self.size} devices over which "
+            f"the batch is divided",
+            batch_size=batch_size,
+            fix=fix,
+        )
+        if microbatch_size is None:
+            return None
+        _validate.require(
+            microbatch_size % self.size == 0,
+            f"microbatch_size must be a multiple of the {self.size} devices over which "
+            f"the batch is divided",
+            microbatch_size=microbatch_size,
+            fix=fix,
+        )
+        return microbatch_size // self.size
+
+
+def shards_over(axis_name: str | Sequence[str] | None) -> Shards:
+    """Looks up axes in the mesh of the context.
+
+    Raises ValueError for a name that is not an axis of the mesh, or an axis over which
+    the caller has divided the work already.
+    """
+    if axis_name is None:
+        return Shards((), 1)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    mesh = jax.sharding.get_abstract_mesh()
+    free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    _validate.require(
+        set(axes) <= set(free),
+        "spmd_axis_name must name axes of the mesh, outside of shard_map",
+        spmd_axis_name=axis_name,
+        axes_of_the_mesh=free,
+        fix="Set the mesh: `with jax.set_mesh(mesh):` around the call.",
+    )
+    return Shards(axes, math.prod(mesh.shape[name] for name in axes))

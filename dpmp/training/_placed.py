@@ -1,0 +1,102 @@
+"""Loads the rows of a batch onto the devices that need them.
+
+Every process of a job draws the same indices and loads only the rows of its own
+devices. With microbatches of m examples for each device, the first m examples go to the
+first device, the next m to the second, and so on, in turn. So all devices have about
+equally many examples, and a microbatch holds the same examples in the same places on
+any number of devices.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.batch_selection import pad_indices
+from dpmp.mechanism import DPSGD
+from dpmp.training._source import Load, load_batch
+
+
+def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
+    """Raises ValueError unless batches can be divided in this way."""
+    _validate.require(
+        sharding is not None or jax.process_count() == 1,
+        "batch_sharding must be given if there are several processes",
+        num_processes=jax.process_count(),
+        fix='Use jax.NamedSharding(mesh, jax.P("data")) with a mesh of all devices.',
+    )
+    if sharding is None:
+        return
+    _validate.require(
+        isinstance(sharding, jax.sharding.Sharding),
+        "batch_sharding must be a jax.sharding.Sharding",
+        type=type(sharding).__name__,
+        fix='Use jax.NamedSharding(mesh, jax.P("data")).',
+    )
+    num_shards = _num_shards(sharding)
+    sizes: dict[str, Any] = {
+        "padded_batch_size": mechanism.padded_batch_size,
+        "microbatch_size": mechanism.microbatch_size,
+    }
+    for name, size in sizes.items():
+        _validate.require(
+            size is None or size % num_shards == 0,
+            f"{name} must be a multiple of the {num_shards} parts into which "
+            f"batch_sharding divides a batch",
+            fix=f"Build the mechanism with a microbatch_size that is a multiple of "
+            f"{num_shards}; batches are padded to a multiple of it.",
+            **{name: sizes[name]},
+        )
+
+
+def load_shards(
+    load: Load, indices: np.ndarray, mechanism: DPSGD, sharding: Any
+) -> tuple[PyTree, Any]:
+    """Loads a padded batch; returns it with `is_padding_example`, as placed arrays.
+
+    Without a sharding, the arrays are those of NumPy.
+    """
+    batch_size = mechanism.padded_batch_size
+    if sharding is None:
+        return load_batch(load, indices, batch_size)
+    padded = pad_indices(indices, batch_size)
+    padded = _in_turn(padded, _num_shards(sharding), mechanism.microbatch_size)
+    rows = _rows_of_this_process(sharding, batch_size)
+    own = padded[rows]
+    examples, _ = load_batch(load, own[own >= 0], len(own))
+    # The examples come first; this puts them between the padding.
+    order = np.argsort(np.argsort(own < 0, kind="stable"), kind="stable")
+
+    def place(x: np.ndarray) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            wanted = np.arange(batch_size)[index[0]]
+            return x[np.searchsorted(rows, wanted)][:, *index[1:]]
+
+        return jax.make_array_from_callback((batch_size, *x.shape[1:]), sharding, part)
+
+    batch = jax.tree.map(lambda x: place(x[order]), examples)
+    return batch, place(own < 0)
+
+
+def _in_turn(
+    padded: np.ndarray, num_shards: int, microbatch_size: int | None
+) -> np.ndarray:
+    """Deals out the examples: a microbatch to each shard in turn."""
+    if microbatch_size is None:
+        return padded
+    parts = padded.reshape(-1, num_shards, microbatch_size // num_shards)
+    return parts.swapaxes(0, 1).reshape(-1)
+
+
+def _num_shards(sharding: Any) -> int:
+    """The number of parts into which a sharding divides the first axis."""
+    # The shape of one shard tells, for a length that any number of devices divides.
+    length = len(sharding.device_set)
+    return length // sharding.shard_shape((length,))[0]
+
+
+def _rows_of_this_process(sharding: Any, batch_size: int) -> np.ndarray:
+    parts = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return np.unique([np.arange(batch_size)[part[0]] for part in parts])
