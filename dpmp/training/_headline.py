@@ -4,7 +4,6 @@ The line depends on the mechanism and on the shapes of parameters and of an exam
 """
 
 import contextlib
-import copy
 import dataclasses
 
 import numpy as np
@@ -29,9 +28,7 @@ def headline(step: Step, state: TrainingState, load: Load) -> str:
     # If the loss or the dataset is at fault, the first step says so, and says more.
     with contextlib.suppress(Exception):
         other = dataclasses.replace(mechanism, method="book_keeping", arithmetic=None)
-        # Only shapes are read. The copy keeps the loader as it is: the first batch
-        # decides how it asks the dataset.
-        no_example = load_batch(copy.copy(load), np.zeros(0, np.int64), 1)[0]
+        no_example = load_batch(load, np.zeros(0, np.int64), 1)[0]  # its shapes
         share = step.cost_of_book_keeping(state, no_example)
         if share <= _MUCH_CHEAPER:
             line += (

@@ -28,7 +28,7 @@ def test_book_keeping_saves_where_gradients_are_larger_than_what_makes_them():
     assert many > 0.9
 
 
-def first_line(capsys, *, loss_fn=loss_fn, positions=1, source=np.asarray, **fields):
+def first_line(capsys, *, loss_fn=loss_fn, positions=1, **fields):
     mechanism = dpmp.DPSGD(
         **{
             "num_examples": 8,
@@ -47,7 +47,7 @@ def first_line(capsys, *, loss_fn=loss_fn, positions=1, source=np.asarray, **fie
     )
     params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes(positions)[0])
     data = np.ones((8, positions, 64), np.float32)
-    trainer.fit(trainer.init(params), source(data))
+    trainer.fit(trainer.init(params), np.asarray(data))
     return capsys.readouterr().err.splitlines()[0]
 
 
@@ -83,30 +83,3 @@ def test_a_loss_at_fault_is_explained_by_the_step_and_not_by_the_line(capsys):
     with pytest.raises(ValueError, match="float scalar") as caught:
         first_line(capsys, loss_fn=lambda params, batch: batch)
     assert caught.value.__notes__
-
-
-class NeverEmpty:
-    """A source that takes integers and arrays of them, but no empty array."""
-
-    def __init__(self, data):
-        self.data, self.asked = data, []
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, indices):
-        self.asked.append(np.shape(indices))
-        if np.size(indices) == 0:
-            raise IndexError("empty")
-        return self.data[indices]
-
-
-def test_it_leaves_the_way_to_ask_the_dataset_to_the_first_batch(capsys):
-    made = []
-
-    def source(data):
-        made.append(NeverEmpty(data))
-        return made[0]
-
-    assert ADVICE in first_line(capsys, source=source, sampling_prob=1.0)
-    assert made[0].asked == [(0,), (), (8,)]
