@@ -43,7 +43,7 @@ from dpmp.tools.memory._transformer import transformer
 
 # Layers of the large model: at width 2048 each has 50 million parameters.
 _LARGE = {"layers": 18, "width": 2048, "num_heads": 16, "vocabulary": 32768}
-_LARGE_LENGTH, _LARGE_MICROBATCH, _NUM_MICROBATCHES = 1024, 4, 2
+_LARGE_LENGTH, _LARGE_MICROBATCH, _NUM_MICROBATCHES = 1024, 1, 4
 
 _SMALL = {"layers": 2, "width": 64, "num_heads": 4, "vocabulary": 256}
 _SMALL_LENGTH, _SMALL_MICROBATCH, _NUM_STEPS = 64, 8, 12

@@ -1,0 +1,315 @@
+"""Batches that are divided over devices: only sums are exchanged."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from benchmarks.collectives import Collective, collectives
+from dpmp import DPSGD, DPTrainer, clipped_grad
+from dpmp.numerics import _float_sums
+from dpmp.numerics._arithmetic import parse
+
+P = jax.P
+MODEL = models.TRANSFORMER
+SHAPES = {"w": (8, 16), "b": (16,), "scalar": ()}
+
+
+def make_mesh(shape=(8,), names=("data",), axis_type=AxisType.Auto):
+    devices = jax.devices()[: np.prod(shape)]
+    types = (axis_type,) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+
+
+def linear_loss(params, batch):
+    """Its gradient is the example, whatever a compiler does."""
+    products = jax.tree.map(lambda w, x: jnp.sum(w * x), params, batch)
+    return sum(jax.tree.leaves(products))
+
+
+def make_args(size=32):
+    rng = np.random.default_rng(0)
+    params = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    batch = {
+        name: np.float32(rng.normal(0, 0.1, (size, *shape)))
+        for name, shape in SHAPES.items()
+    }
+    return params, batch
+
+
+def make_sum_fn(**options):
+    options = {"l2_clip_norm": 0.5, "keep_batch_dim": False} | options
+    return clipped_grad(linear_loss, **options)
+
+
+def place(tree, mesh, spec):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+@functools.cache
+def sum_on_one_device():
+    return jax.jit(make_sum_fn(arithmetic="exact").__call__)(*make_args())
+
+
+SPECS = {
+    "whole": {"w": P(), "b": P(), "scalar": P()},
+    "sharded": {"w": P(None, "data"), "b": P("data"), "scalar": P()},
+}
+
+
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("microbatch_size", [None, 16])
+@pytest.mark.parametrize("size", [2, 8])
+def test_exact_sums_of_equal_gradients_are_the_same_on_any_number_of_devices(
+    size, microbatch_size, specs
+):
+    mesh = make_mesh((size,))
+    params, batch = make_args()
+    params = {name: place(x, mesh, specs[name]) for name, x in params.items()}
+    batch = place(batch, mesh, P("data"))
+    fn = make_sum_fn(
+        arithmetic="exact",
+        microbatch_size=microbatch_size,
+        spmd_axis_name="data",
+        sum_specs=specs,
+    )
+    with jax.set_mesh(mesh):
+        total = jax.jit(fn.__call__)(params, batch)
+    jax.tree.map(np.testing.assert_array_equal, total, sum_on_one_device())
+    for name, x in total.items():
+        wanted = NamedSharding(mesh, specs[name])
+        assert x.steps.sharding.is_equivalent_to(wanted, x.steps.ndim)
+
+
+def test_a_batch_may_be_divided_over_several_axes_beside_others():
+    mesh = make_mesh((2, 2, 2), ("data", "fsdp", "model"))
+    specs = {"w": P("model", "fsdp"), "b": P(("data", "fsdp")), "scalar": P()}
+    params, batch = make_args()
+    params = {name: place(x, mesh, specs[name]) for name, x in params.items()}
+    fn = make_sum_fn(
+        arithmetic="exact", spmd_axis_name=("data", "fsdp"), sum_specs=specs
+    )
+    with jax.set_mesh(mesh):
+        batch = place(batch, mesh, P(("data", "fsdp")))
+        total = jax.jit(fn.__call__)(params, batch)
+    jax.tree.map(np.testing.assert_array_equal, total, sum_on_one_device())
+
+
+def test_on_explicit_axes_a_batch_is_divided_as_it_is_sharded():
+    mesh = make_mesh(axis_type=AxisType.Explicit)
+    params, batch = make_args()
+    args = place(params, mesh, P()), place(batch, mesh, P("data"))
+    fn = jax.jit(make_sum_fn(arithmetic="exact", return_values=True).__call__)
+    program = fn.lower(*args).compile().as_text()
+    assert not any(carries_gradients(x, params) for x in collectives(program))
+    total, sensitive = fn(*args)
+    jax.tree.map(np.testing.assert_array_equal, total, sum_on_one_device())
+    assert jax.typeof(sensitive.values).sharding.spec == P("data")
+
+
+@pytest.mark.parametrize("num_devices", [3, 8])
+@pytest.mark.parametrize("arithmetic", ["float32", "float32x2"])
+@pytest.mark.parametrize("specs", [(), SPECS["sharded"]], ids=["whole", "sharded"])
+def test_float_sums_over_devices_err_no_more_than_is_counted(
+    arithmetic, specs, num_devices
+):
+    if specs and num_devices == 3:
+        specs = {"w": P(), "b": P(), "scalar": P()}
+    mesh = make_mesh((num_devices,))
+    params, batch = make_args(24)
+    fn = make_sum_fn(arithmetic=arithmetic, spmd_axis_name="data", sum_specs=specs)
+    fn = jax.jit(fn.__call__)
+
+    def total(is_empty):
+        with jax.set_mesh(mesh):
+            sums = fn(params, batch, is_padding_example=is_empty)
+        words = jax.tree.map(
+            lambda x: sum(np.asarray(y, np.float64) for y in jax.tree.leaves(x)),
+            sums,
+            is_leaf=lambda x: not isinstance(x, dict),
+        )
+        return np.concatenate([x.ravel() for x in words.values()])
+
+    error = total(np.zeros(24, bool)) - sum(
+        total(np.arange(24) != i) for i in range(24)
+    )
+    counted = _float_sums.rounding_slack(parse(arithmetic), 24, 24, num_devices) / 2
+    # Contributions are at most the clip norm; float64 has roundings of its own.
+    assert np.linalg.norm(error) <= 0.5 * counted + 1e-14
+    assert np.linalg.norm(total(np.zeros(24, bool))) > 0.1
+
+
+def test_more_shards_round_more():
+    slack = functools.partial(_float_sums.rounding_slack, parse("float32"))
+    assert slack(64, 64, 1) == slack(64, 64)
+    assert slack(64, 64, 8) > 0
+    assert slack(2**20, 2**20, 64) > slack(2**20, 2**20, 1) / 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spmd_axis_name": "other"}, r"must name axes of the mesh.*\['data'\]"),
+        ({"microbatch_size": 4}, "microbatch_size must be a multiple of the 8 devices"),
+        ({"size": 12}, "batch size must be a multiple of the 8 devices"),
+    ],
+)
+def test_batches_that_cannot_be_divided_are_refused(options, message):
+    options = dict(options)
+    args = make_args(options.pop("size", 32))
+    fn = make_sum_fn(**{"arithmetic": "exact", "spmd_axis_name": "data"} | options)
+    with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=message):
+        fn(*args)
+
+
+def test_axes_that_the_caller_has_divided_are_refused():
+    fn = make_sum_fn(arithmetic="exact", spmd_axis_name="data")
+    params, batch = make_args()
+    mapped = jax.shard_map(
+        lambda batch: fn(params, batch),
+        mesh=make_mesh(),
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with pytest.raises(ValueError, match="outside of shard_map"):
+        mapped(batch)
+
+
+# What the devices send each other in a step of training.
+
+
+def carries_gradients(x: Collective, params):
+    """Whether an array could hold the gradient of an example, or of several.
+
+    It is larger than any parameter, or has float entries that are added up.
+    """
+    largest = max(np.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    is_sum = x.kind in ("all-reduce", "reduce-scatter") and x.dtype[0] in "bf"
+    return x.num_entries > largest or (is_sum and x.num_entries > 1)
+
+
+def lowered_step(method, params, mesh):
+    mechanism = DPSGD(
+        num_examples=64,
+        expected_batch_size=20,
+        truncated_batch_size=32,
+        microbatch_size=16,
+        iterations=3,
+        l2_clip_norm=0.5,
+        noise_multiplier=1.0,
+        method=method,
+        num_parameters=656,
+    )
+    trainer = DPTrainer(
+        mechanism=mechanism,
+        loss_fn=MODEL.loss,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        policy="float32",
+    )
+    state = trainer.init(params, prng_key=jax.random.key(0))
+    batch = place(MODEL.make_batch(0, 32), mesh, P("data"))
+    return state, trainer.lower(state, batch)
+
+
+def sharded_params(mesh):
+    def put(x):
+        axis = next(i for i, n in enumerate(x.shape) if n % mesh.size == 0)
+        return place(x, mesh, P(*[None] * axis, "data"))
+
+    return jax.tree.map(put, MODEL.init(jnp.float32))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+def test_devices_exchange_sums_and_parameters_only(method, is_sharded):
+    mesh = make_mesh()
+    params = place(MODEL.init(jnp.float32), mesh, P())
+    params = sharded_params(mesh) if is_sharded else params
+    state, lowered = lowered_step(method, params, mesh)
+    for like in jax.tree.leaves(state.opt_state):
+        assert like.sharding.is_fully_replicated != is_sharded
+    found = collectives(lowered.compile().as_text())
+    shapes = {x.shape for x in params.values()}
+    shards = {x.addressable_shards[0].data.shape for x in params.values()}
+    kind = "reduce-scatter" if is_sharded else "all-reduce"
+    sums = {Collective(kind, "s32", shape) for shape in shards}
+    gathered = {Collective("all-gather", "f32", shape) for shape in shapes}
+    assert sums <= set(found)
+    assert set(found) <= (sums | gathered if is_sharded else sums)
+    assert not any(carries_gradients(x, params) for x in found)
+
+
+def test_a_step_that_the_compiler_divides_is_found_to_send_gradients():
+    mesh = make_mesh()
+    params = place(MODEL.init(jnp.float32), mesh, P())
+    batch = place(MODEL.make_batch(0, 32), mesh, P("data"))
+    fn = clipped_grad(MODEL.loss, l2_clip_norm=0.5, arithmetic="exact")
+    program = jax.jit(fn.__call__).lower(params, batch).compile().as_text()
+    assert any(carries_gradients(x, params) for x in collectives(program))
+
+
+# Runs on several devices.
+
+
+def trained(num_devices, *, is_sharded, axis_type=AxisType.Auto):
+    mesh = make_mesh((num_devices,), axis_type=axis_type)
+    mechanism = DPSGD(
+        num_examples=64,
+        expected_batch_size=20,
+        truncated_batch_size=32,
+        microbatch_size=2 * num_devices,
+        iterations=3,
+        l2_clip_norm=0.5,
+        noise_multiplier=1.0,
+        method="per_example",
+    )
+    trainer = DPTrainer(
+        mechanism=mechanism,
+        loss_fn=MODEL.loss,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        policy="float32",
+    )
+    params = place(MODEL.init(jnp.float32), mesh, P())
+    params = sharded_params(mesh) if is_sharded else params
+    state = trainer.fit(
+        trainer.init(params, prng_key=jax.random.key(0)),
+        np.asarray(MODEL.make_batch(0, 64)),
+        batch_sharding=NamedSharding(mesh, P("data")),
+        progress=False,
+    )
+    for x, like in zip(state.params.values(), params.values(), strict=True):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+    return jax.tree.map(np.asarray, (state.params, state.opt_state))
+
+
+@functools.cache
+def trained_on_one_device():
+    return trained(1, is_sharded=False)
+
+
+def test_a_run_with_sharded_parameters_ends_in_the_same_bits():
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        trained(8, is_sharded=True),
+        trained_on_one_device(),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_exact_runs_end_in_the_same_bits_on_any_number_of_devices(
+    num_devices, is_sharded, axis_type
+):
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        trained(num_devices, is_sharded=is_sharded, axis_type=axis_type),
+        trained_on_one_device(),
+    )
