@@ -127,6 +127,8 @@ class Checkpoints:
         """Waits until all is written, and raises the error if it could not be."""
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
+        if jax.process_index() > 0:
+            return
         for folder, _, files in os.walk(self._path):
             pathlib.Path(folder).chmod(0o700)
             for name in files:

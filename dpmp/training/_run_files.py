@@ -21,6 +21,7 @@ from dpmp import _validate, runs
 from dpmp.mechanism import DPSGD
 from dpmp.runs._checkpoints import Checkpoints
 from dpmp.runs._environment import describe_environment
+from dpmp.runs._processes import agreed, on_first
 from dpmp.training._keys import with_fresh_keys
 from dpmp.training._source import Load
 from dpmp.training._state import TrainingState
@@ -74,7 +75,7 @@ class RunFiles(NoFiles):
         """Writes the steps up to the next checkpoint into the ledger."""
         if step == self._begun:
             self._begun = min(step + self._every - step % self._every, self.stop)
-            self._entry.begin(step, self._begun)
+            on_first(lambda: self._entry.begin(step, self._begun))
 
     def end(self, step: int, state: TrainingState) -> None:
         """Starts to save the state if a checkpoint is due."""
@@ -83,6 +84,9 @@ class RunFiles(NoFiles):
 
     def keep(self, state: TrainingState, error: BaseException) -> None:
         """Saves the state of a stopped run, if possible, and says so in the error."""
+        if jax.process_count() > 1:  # the others may be at another step
+            error.add_note("dpmp: run all processes again, to go on from a checkpoint.")
+            return
         step = int(state.step)
         try:
             self._save(step, state)
@@ -103,7 +107,7 @@ def restore(directory: str | os.PathLike[str], like: TrainingState) -> TrainingS
     """The state of the newest checkpoint in a directory, or `like` if there is none."""
     if not pathlib.Path(directory).is_dir():
         return like
-    with runs.locked(directory) as path, _opened(path) as checkpoints:
+    with _locked(directory) as path, _opened(path) as checkpoints:
         saved = checkpoints.restore({"state": like, "data": _NO_PROBE})
         return like if saved is None else saved["state"]
 
@@ -142,10 +146,11 @@ def run_files(
         return
     with (
         sigterm_as_exit(),
-        runs.locked(directory) as path,
+        _locked(directory) as path,
         _opened(path, keep) as checkpoints,
     ):
         ledger = runs.Ledger.open(path)
+        on_first(lambda: None)  # none writes before all have read
         num_examples = mechanism.num_examples
         state = _newest(checkpoints, ledger, state, load, num_examples, check_state)
         step = int(state.step)
@@ -154,7 +159,7 @@ def run_files(
             return
         program = describe_program(state) + describe_environment()
         entry = _entry(ledger, mechanism, state, program)
-        if entry.repeats_noise(step, stop):
+        if agreed(entry.repeats_noise(step, stop)):
             state = with_fresh_keys(state)
             entry = _entry(ledger, mechanism, state, program)
             warnings.warn(
@@ -164,13 +169,23 @@ def run_files(
                 stacklevel=5,
             )
         elif step and not ledger.runs:
-            entry.begin(0, step)  # these steps were made without a directory
+            on_first(
+                lambda: entry.begin(0, step)
+            )  # these steps were made without a directory
         if epsilon_budget is not None:
             stop = _within_budget(entry, epsilon_budget, mechanism, step, stop)
         data = _probe(load, num_examples, state)
         yield RunFiles(
             state, stop, entry=entry, checkpoints=checkpoints, data=data, every=every
         )
+
+
+@contextlib.contextmanager
+def _locked(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Holds the lock of the directory, by the first of several processes."""
+    with contextlib.ExitStack() as stack:
+        on_first(lambda: stack.enter_context(runs.locked(directory)))
+        yield pathlib.Path(directory)
 
 
 def _check(

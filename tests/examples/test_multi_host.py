@@ -2,23 +2,33 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
+import dpmp
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(output, *flags):
-    """Runs the example for three steps; returns what it prints and the parameters."""
-    command = [sys.executable, str(ROOT / "examples" / "multi_host.py"), "--steps", "3"]
-    # Without the XLA_FLAGS of the tests, which set the number of devices.
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+# Without the XLA_FLAGS of the tests, which set the number of devices.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+ENVIRONMENT["PYTHONPATH"] = str(ROOT)
+
+
+def command(*flags):
+    return [sys.executable, str(ROOT / "examples" / "multi_host.py"), *map(str, flags)]
+
+
+def run(output, *flags, steps=3):
+    """Runs the example for some steps; returns what it prints and the parameters."""
     done = subprocess.run(
-        [*command, "--output", str(output), *flags],
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        command("--steps", steps, "--output", output, *flags),
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,
@@ -39,3 +49,27 @@ def test_two_processes_train_the_model_of_one_process_bit_for_bit(tmp_path):
     for name, x in expected.items():
         assert np.any(x)
         np.testing.assert_array_equal(params[name], x)
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_after_one_process_was_killed(tmp_path):
+    directory, output = tmp_path / "run", tmp_path / "two.npz"
+    started = subprocess.Popen(
+        command("--checkpoints", directory), env=ENVIRONMENT, stderr=subprocess.DEVNULL
+    )
+    while not (directory / "checkpoints" / "10").is_dir():
+        assert started.poll() is None
+        time.sleep(0.05)
+    children = subprocess.run(
+        ["pgrep", "-P", str(started.pid)], capture_output=True, text=True, check=True
+    )
+    os.kill(int(children.stdout.split()[1]), signal.SIGKILL)
+    assert started.wait() == 1
+    (killed,) = dpmp.runs.Ledger.open(directory).runs
+    assert 10 <= killed.num_steps < 40
+    _, params = run(output, "--checkpoints", directory, steps=40)
+    _, expected = run(tmp_path / "undisturbed.npz", steps=40)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(params[name], x)
+    (run_,) = dpmp.runs.Ledger.open(directory).runs
+    assert run_.num_steps == 40
