@@ -170,7 +170,8 @@ def run_files(
             warnings.warn(
                 f"the steps that were begun after step {step} were lost, and the "
                 "state, the program or the machine has changed since. They are made "
-                "again with fresh keys, and the ledger counts them twice.",
+                "again with fresh keys, and the ledger counts them twice. The epsilon "
+                "of the progress report does not.",
                 stacklevel=5,
             )
         for steps in entry.gaps(step):  # they were made without the directory
