@@ -4,6 +4,7 @@ A checkpoint holds the keys of the run. Anyone who has the keys can subtract the
 from what the run released, so only the owner may read the files.
 """
 
+import collections
 import functools
 import math
 import os
@@ -40,7 +41,11 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._ocp, self._path = ocp, directory.resolve() / _FOLDER
-        self._path.mkdir(mode=0o700, exist_ok=True)
+        self._path.mkdir(exist_ok=True)
+        self._path.chmod(0o700)  # a copy from elsewhere may have lost its mode
+        self._checksums: dict[
+            int, np.ndarray
+        ] = {}  # of those that are known to be whole
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,
@@ -60,18 +65,28 @@ class Checkpoints:
     def save(self, step: int, state: PyTree) -> None:
         """Starts to save the state after a number of steps, unless it is there.
 
-        Waits for the checkpoint before, if it is still being written.
+        Waits for the checkpoint before, if it is still being written. A checkpoint of
+        another state after the same number of steps, or a damaged one, is replaced.
 
         Raises:
           OSError, ValueError: if this checkpoint, or the one before, cannot be written.
             Older ones stay as they are.
         """
         self.wait()
-        if step in self._manager.all_steps():
+        if self.has(step, state):
             return
-        state = _without_keys(state)
-        tree = {"state": state, "checksums": checksums(state)}
+        if step in self._manager.all_steps():
+            self._manager.delete(step)
+        _check_names(state)
+        sums = checksums(state)
+        tree = {"state": _without_keys(state), "checksums": sums}
         self._manager.save(step, args=self._ocp.args.StandardSave(tree), force=True)
+        self._checksums[step] = np.asarray(sums)
+
+    def has(self, step: int, state: PyTree) -> bool:
+        """Whether this state was saved here or restored, after this number of steps."""
+        known = self._checksums.get(step) if step in self._manager.all_steps() else None
+        return known is not None and np.array_equal(known, checksums(state))
 
     def restore(self, like: PyTree) -> PyTree | None:
         """Reads the newest checkpoint that is whole; None if there are none at all.
@@ -121,6 +136,7 @@ class Checkpoints:
         )
         if not np.array_equal(restored["checksums"], checksums(restored["state"])):
             raise ValueError("a checksum differs")
+        self._checksums[step] = np.asarray(restored["checksums"])
         return jax.tree.map(_as_was, like, restored["state"])
 
     def wait(self) -> None:
@@ -146,25 +162,64 @@ class Checkpoints:
 def checksum(x: jax.Array) -> jax.Array:
     """A uint32 that changes with every change of one 32-bit word of an array.
 
-    It is the sum of the words times odd weights, modulo 2^32. The sum does not depend
-    on its order, and so not on the sharding.
+    It is the sum of all words, each mixed with its place, modulo 2^32. The sum does not
+    depend on its order, and so not on the sharding. If two or more words change, it
+    stays the same with a probability of about 2^-32.
     """
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    bits = min(8 * x.dtype.itemsize, 32)
-    words = jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
+    words = _words(x)
     index = jnp.zeros((), jnp.uint32)
     for axis in range(words.ndim):
         stride = math.prod(words.shape[axis + 1 :]) % 2**32
         iota = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         index = index + iota * jnp.uint32(stride)
-    weights = (2 * index + 1) * jnp.uint32(0x9E3779B1)
-    return jnp.sum(words * weights, dtype=jnp.uint32)
+    return jnp.sum(_mixed(words + index * jnp.uint32(0x9E3779B1)), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array of any type, as uint32."""
+    if _is_key(x):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == jnp.bool_ or _info(x.dtype).bits < 8:
+        x = x.astype(jnp.float32)  # has every value of these small types
+    bits = min(8 * x.dtype.itemsize, 32)
+    return jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
+
+
+def _info(dtype: Any) -> Any:
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
+
+
+def _mixed(words: jax.Array) -> jax.Array:
+    """Mixes all bits of each word, and gives different words different results.
+
+    A sum of words times weights would stay the same if all signs of an array changed,
+    or if it were doubled. This is the last stage of MurmurHash3
+    (https://github.com/aappleby/smhasher).
+    """
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)
 
 
 def checksums(tree: PyTree) -> jax.Array:
     """The checksums of all arrays of a tree, (number of arrays,) uint32."""
     return jnp.stack([checksum(x) for x in jax.tree.leaves(tree)])
+
+
+def _check_names(state: PyTree) -> None:
+    """Raises ValueError for two arrays of one name: orbax would save one of them."""
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    twice = [name for name, number in collections.Counter(names).items() if number > 1]
+    _validate.require(
+        not twice,
+        "every array of a checkpoint must have a name of its own, in which the names "
+        "of its containers are joined by dots",
+        twice=twice,
+        fix='Rename one of them: {"a.b": x} and {"a": {"b": x}} have the same name.',
+    )
 
 
 def _check_arrays(saved: dict[str, Any], wanted: dict[str, Any]) -> None:

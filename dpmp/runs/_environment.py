@@ -6,10 +6,13 @@ their last bits. Then the same noise would be added to other sums, and the diffe
 both results would reveal the difference of the sums, without noise.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import json
 import os
+import pathlib
+import platform
 import secrets
 
 import jax
@@ -17,9 +20,20 @@ import jax
 _OPTIONS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
+    "jax_disable_jit",
     "jax_enable_x64",
+    "jax_exec_time_optimization_effort",
     "jax_numpy_dtype_promotion",
+    "jax_optimization_level",
     "jax_threefry_partitionable",
+)
+
+_VARIABLES = (
+    "LIBTPU_INIT_ARGS",
+    "NPROC",
+    "NVIDIA_TF32_OVERRIDE",
+    "PJRT_NPROC",
+    "XLA_FLAGS",
 )
 
 
@@ -30,23 +44,36 @@ def describe_environment() -> str:
     On a GPU, sums of floats depend on the order in which threads finish, unless XLA is
     told to keep it.
     """
-    device, xla_flags = jax.devices()[0], os.environ.get("XLA_FLAGS", "")
+    device = jax.devices()[0]
+    variables = {name: os.environ.get(name, "") for name in _VARIABLES}
     is_fixed = device.platform in ("cpu", "tpu")
-    is_fixed = is_fixed or "--xla_gpu_deterministic_ops=true" in xla_flags
+    is_fixed = is_fixed or "--xla_gpu_deterministic_ops=true" in variables["XLA_FLAGS"]
     facts = {
         "platform": device.platform,
+        "platform_version": device.client.platform_version,
         "device_kind": device.device_kind,
         "devices": jax.device_count(),
         "processes": jax.process_count(),
-        "cpus": os.cpu_count() if device.platform == "cpu" else None,
+        "cpus": _describe_processor() if device.platform == "cpu" else None,
         "dpmp": version("dpmp"),
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
-        "xla_flags": xla_flags,
+        "variables": variables,
         "options": {name: str(getattr(jax.config, name)) for name in _OPTIONS},
         "only_once": None if is_fixed else secrets.token_hex(),
     }
     return json.dumps(facts, sort_keys=True)
+
+
+def _describe_processor() -> list[str]:
+    """What XLA compiles for: the processors in use, their model and their features."""
+    in_use = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    facts = {platform.machine(), platform.processor(), f"{len(in_use)} processors"}
+    with contextlib.suppress(OSError):  # Linux alone has this file
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        names = ("model name", "flags", "CPU part", "Features")
+        facts |= {line for line in lines if line.startswith(names)}
+    return sorted(facts)
 
 
 @functools.cache

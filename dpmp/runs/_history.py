@@ -137,6 +137,18 @@ def repeated_noise(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
     return [(one, two) for one, two in pairs if one.repeats_noise_of(two)]
 
 
+def gaps(runs: Iterable[Run], steps: range) -> list[range]:
+    """Those of the steps that none of the runs has begun."""
+    begun = _union(part for run in runs for part in run.steps)
+    starts = [steps.start, *(part.stop for part in begun)]
+    stops = [*(part.start for part in begun), steps.stop]
+    between = [
+        range(max(start, steps.start), min(stop, steps.stop))
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    return list(filter(None, between))
+
+
 def guarantee(runs: Iterable[Run], *, delta: float) -> accounting.PrivacyGuarantee:
     """The guarantee of all runs together, if their people are the same.
 

@@ -9,7 +9,7 @@ from dpmp.mechanism import DPSGD
 from dpmp.runs import _files
 from dpmp.runs._budget import most_steps
 from dpmp.runs._environment import version
-from dpmp.runs._history import History, Run, guarantee
+from dpmp.runs._history import History, Run, gaps, guarantee
 from dpmp.runs._records import Record
 
 
@@ -194,6 +194,16 @@ class Entry:
         """
         run, runs = self._after(_check_range(start, stop))
         return any(run.repeats_noise_of(other) for other in runs)
+
+    def were_begun(self, start: int, stop: int) -> bool:
+        """Whether a step was begun with the same key, whatever it was added to."""
+        steps = _check_range(start, stop)
+        same_key = [run for run in self._ledger.runs if run.key == self._identity[0]]
+        return sum(map(len, gaps(same_key, steps))) < len(steps)
+
+    def gaps(self, stop: int) -> list[range]:
+        """The steps before `stop` that no run in the ledger has begun."""
+        return gaps(self._ledger.runs, range(stop))
 
     def _runs_after(self, steps: range) -> list[Run]:
         """All runs after these steps; ValueError if they would repeat noise."""

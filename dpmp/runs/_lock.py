@@ -32,7 +32,7 @@ def locked(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         such locks (Windows).
       OSError: if the directory cannot be written, or if its file system has no locks.
     """
-    path = pathlib.Path(directory)
+    path = pathlib.Path(directory).absolute()  # a program may change its directory
     _make_directory(path)
     descriptor = os.open(path / _NAME, os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -84,12 +84,22 @@ def check_options(callback: Any, sensitive_callback: Any, prefetch: Any) -> None
 
 
 def check_state(state: Any) -> None:
-    """Raises ValueError for anything but a state of training."""
+    """Raises ValueError for anything but a state whose counts of steps agree."""
     _validate.require(
         isinstance(state, TrainingState),
         "state must be a TrainingState",
         type=type(state).__name__,
         fix="Use trainer.init(params), or a state that was saved.",
+    )
+    step, noise_step = int(state.step), int(state.noise_state.step)
+    _validate.require(
+        step == noise_step,
+        "a state must have as many steps as its noise, so that all noise is accounted "
+        "for and none is used twice",
+        step=step,
+        noise_step=noise_step,
+        fix="Go on from a state as it was returned, or start another run with "
+        "trainer.init.",
     )
 
 

@@ -7,6 +7,7 @@ with fresh keys, so that their noise is independent, and they count twice.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
@@ -67,9 +68,8 @@ class RunFiles(NoFiles):
         self._entry, self._checkpoints = entry, checkpoints
         self._data, self._every = data, every
         self._begun = int(state.step)
-        if self._begun not in checkpoints.steps:
-            self._save(self._begun, state)
-            checkpoints.wait()
+        self._save(self._begun, state)
+        checkpoints.wait()
 
     def begin(self, step: int) -> None:
         """Writes the steps up to the next checkpoint into the ledger."""
@@ -89,9 +89,11 @@ class RunFiles(NoFiles):
             return
         step = int(state.step)
         try:
-            self._save(step, state)
-            self._checkpoints.wait()
-            self._entry.stop_before(step)
+            try:
+                self._save(step, state)
+                self._checkpoints.wait()
+            finally:
+                self._entry.stop_before(step)
         except Exception as cause:  # the first error must not be lost
             error.add_note(f"dpmp: this state could not be saved: {cause}")
         else:
@@ -157,24 +159,31 @@ def run_files(
         if step >= stop:
             yield NoFiles(state, stop)
             return
-        program = describe_program(state) + describe_environment()
-        entry = _entry(ledger, mechanism, state, program)
-        if agreed(entry.repeats_noise(step, stop)):
+        environment = describe_environment()
+
+        def prepared(state: TrainingState) -> tuple[np.ndarray, runs.Entry]:
+            data = _probe(load, num_examples, state)
+            program = describe_program(state) + environment
+            return data, _entry(ledger, mechanism, state, data, program)
+
+        data, entry = prepared(state)
+        is_saved = checkpoints.has(step, {"state": state, "data": data})
+        # Nobody can say whether an unsaved state is the one that made the lost steps.
+        is_new = not is_saved and entry.were_begun(step, stop)
+        if agreed(is_new or entry.repeats_noise(step, stop)):
             state = with_fresh_keys(state)
-            entry = _entry(ledger, mechanism, state, program)
+            data, entry = prepared(state)
             warnings.warn(
                 f"the steps that were begun after step {step} were lost, and the "
-                "program or the machine has changed since. They are made again with "
-                "fresh keys, and the ledger counts them twice.",
+                "state, the program or the machine has changed since. They are made "
+                "again with fresh keys, and the ledger counts them twice. The epsilon "
+                "of the progress report does not.",
                 stacklevel=5,
             )
-        elif step and not ledger.runs:
-            on_first(
-                lambda: entry.begin(0, step)
-            )  # these steps were made without a directory
+        for steps in entry.gaps(step):  # they were made without the directory
+            on_first(functools.partial(entry.begin, steps.start, steps.stop))
         if epsilon_budget is not None:
             stop = _within_budget(entry, epsilon_budget, mechanism, step, stop)
-        data = _probe(load, num_examples, state)
         yield RunFiles(
             state, stop, entry=entry, checkpoints=checkpoints, data=data, every=every
         )
@@ -185,7 +194,7 @@ def _locked(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Holds the lock of the directory, by the first of several processes."""
     with contextlib.ExitStack() as stack:
         on_first(lambda: stack.enter_context(runs.locked(directory)))
-        yield pathlib.Path(directory)
+        yield pathlib.Path(directory).absolute()
 
 
 def _check(
@@ -262,6 +271,13 @@ def _newest(
         return state
     check_state(saved["state"])
     _validate.require(
+        bool(keys) or int(saved["state"].step) == 0,
+        "a run that has begun must have its ledger",
+        ledger=None,
+        fix="Restore the file ledger.jsonl from a copy: it is the only account of the "
+        "steps that were begun.",
+    )
+    _validate.require(
         np.array_equal(saved["data"], _probe(load, num_examples, saved["state"])),
         "a run must go on with its data",
         data="other examples than those of the checkpoint",
@@ -275,10 +291,11 @@ def _entry(
     ledger: runs.Ledger,
     mechanism: DPSGD,
     state: TrainingState,
+    data: np.ndarray,
     program: str,
 ) -> runs.Entry:
     key = state.noise_state.prng_key
-    others = (state.sampling_key, jax.random.key_data(state.model_key))
+    others = (state.sampling_key, jax.random.key_data(state.model_key), data)
     facts = [np.asarray(x).tobytes() for x in others]
     return ledger.entry(
         mechanism,

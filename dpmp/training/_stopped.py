@@ -78,7 +78,8 @@ def _in_main_thread() -> bool:
 
 def is_whole(state: TrainingState) -> bool:
     """Whether no array of a state was used up by a step."""
-    return not any(x.is_deleted() for x in jax.tree.leaves(state))
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    return not any(x.is_deleted() for x in arrays)
 
 
 def kept(

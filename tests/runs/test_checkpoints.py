@@ -90,6 +90,12 @@ def test_only_the_owner_may_read_the_files(tmp_path, checkpoints):
         assert mode == (0o700 if path.is_dir() else 0o600)
 
 
+def test_a_folder_that_others_may_read_is_closed_before_anything_is_written(tmp_path):
+    (tmp_path / "checkpoints").mkdir(mode=0o755)
+    Checkpoints(tmp_path).close()
+    assert (tmp_path / "checkpoints").stat().st_mode & 0o777 == 0o700
+
+
 def test_other_arrays_are_refused_by_name(checkpoints):
     checkpoints.save(1, {"w": jnp.zeros((3, 4))})
     with pytest.raises(ValueError, match=r"array='w', saved='float32\[3, 4\]'"):
@@ -149,6 +155,36 @@ def test_no_whole_checkpoint_is_an_error(tmp_path):
     checkpoints.close()
 
 
+def test_another_state_after_the_same_steps_replaces_the_checkpoint(checkpoints):
+    for seed in (0, 0, 1):
+        checkpoints.save(1, make_state(seed))
+        assert checkpoints.has(1, make_state(seed))
+    assert not checkpoints.has(1, make_state(0))
+    assert_same(checkpoints.restore(make_state()), make_state(1))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_checkpoint_is_written_again(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {"x": jnp.full(5000, step)})
+    checkpoints.close()
+    largest_file(tmp_path / "checkpoints" / "2").unlink()
+    checkpoints = Checkpoints(tmp_path)
+    like = {"x": jnp.zeros(5000, jnp.int32)}
+    with pytest.warns(UserWarning, match="after step 2 .* is damaged"):
+        checkpoints.restore(like)
+    checkpoints.save(2, {"x": jnp.full(5000, 2)})
+    assert int(checkpoints.restore(like)["x"][0]) == 2
+    checkpoints.close()
+
+
+def test_two_arrays_of_one_name_are_refused(checkpoints):
+    state = {"a.b": jnp.zeros(2), "a": {"b": jnp.ones(2)}}
+    with pytest.raises(ValueError, match=r"a name of its own.*twice=\['a.b'\]"):
+        checkpoints.save(1, state)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_checksum_sees_every_single_change(dtype):
     x = np.asarray(make_state()["arrays"][dtype])
@@ -162,6 +198,24 @@ def test_a_checksum_sees_every_single_change(dtype):
 
 def test_a_checksum_sees_an_exchange_of_two_entries():
     assert int(checksum(jnp.array([1, 2]))) != int(checksum(jnp.array([2, 1])))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("factor", [-1, 2, 0.25])
+def test_a_checksum_sees_a_multiplied_array(dtype, factor):
+    x = jnp.arange(1, 65).astype(dtype)
+    assert int(checksum(x * jnp.asarray(factor, dtype))) != int(checksum(x))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int4", "uint2", "float8_e4m3fn"])
+def test_a_checksum_sees_arrays_of_rare_types(dtype):
+    x = jnp.ones((3, 4)).astype(dtype)
+    assert int(checksum(x)) != int(checksum(jnp.zeros_like(x)))
+
+
+def test_a_checksum_sees_keys():
+    sums = {int(checksum(jax.random.key(seed))) for seed in range(3)}
+    assert len(sums) == 3
 
 
 def test_a_checksum_does_not_depend_on_the_sharding():

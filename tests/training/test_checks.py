@@ -113,6 +113,13 @@ def test_a_loss_must_be_a_scalar(loss, given):
         fit(loss_fn=loss)
 
 
+def test_a_state_with_other_steps_than_its_noise_is_refused():
+    trainer = make()
+    state = fit()._replace(step=jnp.zeros((), jnp.int32))
+    with pytest.raises(ValueError, match=r"as many steps as its noise.*noise_step=1"):
+        trainer.fit(state, DATA)
+
+
 def test_errors_in_the_loss_say_what_it_was_given():
     with pytest.raises(KeyError, match=r"batch\['x'\]: float32\[1, 3\]"):
         fit(data={"x": DATA["x"]})

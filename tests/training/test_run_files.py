@@ -245,6 +245,13 @@ def test_a_ledger_without_checkpoints_is_refused(tmp_path):
         run(tmp_path)
 
 
+def test_checkpoints_without_a_ledger_are_refused(tmp_path):
+    stopped_after(4, tmp_path)
+    (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(ValueError, match="must have its ledger"):
+        run(tmp_path)
+
+
 def test_steps_before_the_first_directory_are_in_the_ledger(tmp_path, undisturbed):
     state = run(stop_at=2)
     assert_same(run(tmp_path, state=state), undisturbed)
