@@ -18,6 +18,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,11 @@ def start_locally(num_processes):
         subprocess.Popen([*command, "--process", str(i)]) for i in range(num_processes)
     ]
     try:
-        return max(abs(process.wait()) for process in running)
+        while True:
+            codes = [process.poll() for process in running]
+            if any(codes) or None not in codes:
+                return max(abs(code or 0) for code in codes)
+            time.sleep(0.1)
     finally:
         for process in running:
             process.kill()

@@ -21,7 +21,7 @@ from dpmp.mechanism import DPSGD, Released
 from dpmp.precision import Policy
 from dpmp.programs import _transformations
 from dpmp.training._checks import explained, with_checked_result
-from dpmp.training._settled import devices_of, places, put_together, strongly_typed
+from dpmp.training._settled import placement, places, put_together, strongly_typed
 from dpmp.training._state import TrainingState
 
 
@@ -29,7 +29,7 @@ from dpmp.training._state import TrainingState
 class Step:
     """Makes and runs the program of a step; `DPTrainer` documents the attributes.
 
-    There is one program for each combination of types and devices of the state.
+    There is one program for each combination of types and shardings of the state.
     """
 
     mechanism: DPSGD
@@ -59,7 +59,7 @@ class Step:
             state = put_together(state, batch)
             types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
             axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
-            of_state = types, devices_of(state), axes
+            of_state = types, axes, placement(state)
             compiled = self._compiled.get(of_state)
             compiled = compiled or (of_batch, *self.make_program(state, batch))
             compiled_for, program, constants = compiled

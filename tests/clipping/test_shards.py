@@ -301,6 +301,34 @@ def test_a_run_with_sharded_parameters_ends_in_the_same_bits():
     )
 
 
+def test_a_trainer_takes_states_with_other_shardings():
+    mesh = make_mesh()
+    trainer = DPTrainer(
+        mechanism=DPSGD(
+            num_examples=64,
+            expected_batch_size=8,
+            truncated_batch_size=16,
+            iterations=1,
+            l2_clip_norm=0.5,
+            noise_multiplier=1.0,
+            method="per_example",
+        ),
+        loss_fn=lambda w, x: jnp.mean((x @ w) ** 2),
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        policy="float32",
+    )
+    for spec in (P(), P("data"), P(None, "data")):
+        w = place(np.zeros((8, 16), np.float32), mesh, spec)
+        state = trainer.fit(
+            trainer.init(w),
+            np.ones((64, 8), np.float32),
+            batch_sharding=NamedSharding(mesh, P("data")),
+            progress=False,
+        )
+        for x in (state.params, *jax.tree.leaves(state.opt_state)):
+            assert x.sharding.is_equivalent_to(w.sharding, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
