@@ -317,8 +317,8 @@ def _scaling() -> str:
         "each device, and of what its collectives return. The largest of these arrays "
         "is a parameter or its sum; none holds the gradient of an example. Beside its "
         "part of the state, a device holds the gathered parameters (which the CPU's "
-        "compiler widens to float32) and the sum of its own examples. The second table is measured, on virtual devices that "
-        "share the cores of one machine. No speed can be gained beyond its number of "
+        "compiler widens to float32) and the sum of its own examples. The second table "
+        "is measured, on virtual devices that share the cores of one machine. No speed can be gained beyond its number of "
         "cores: the table shows what dividing the work costs there.",
         "scaling",
         [*compiled, *timed],
