@@ -318,9 +318,9 @@ def _scaling() -> str:
         "is a parameter or its sum; none holds the gradient of an example. Beside its "
         "part of the state, a device holds the gathered parameters (which the CPU's "
         "compiler widens to float32) and the sum of its own examples. The second table "
-        "is measured, on virtual devices that share the cores of one machine. Beyond its "
-        "number of cores no speed can be gained: the table shows what dividing the work "
-        "costs there.",
+        "is measured, on virtual devices that share the cores of one machine. Beyond "
+        "its number of cores no speed can be gained: the table shows what it costs to "
+        "divide the work.",
         "scaling",
         [*compiled, *timed],
         _table(["compiled for", *keys[1:], *_HELD], gigabytes),
