@@ -2,14 +2,16 @@
 
     python examples/multi_host.py
 
-starts two local processes that train together on their CPUs (about 20 seconds on two
+starts two local processes that train together on their CPUs (half a minute on two
 cores; most of it is starting and compiling). On a cluster, start the same command once
 on each machine: jax detects Slurm, Kubernetes, Open MPI and Cloud TPUs, and this script
 then starts no processes of its own. The parameters are the same, bit for bit, for any
 number of processes and devices: the sums are exact, and the noise is a function of its
 key and of the place of each parameter.
 
-Result: 40 steps reach an accuracy of about 0.95 on held-out examples at epsilon 3.
+Result: 40 steps reach an accuracy of 0.977 on held-out examples, at epsilon 3. The last
+line that is printed is a hash of the parameters. It was the same for 1 and 2 processes
+with 1 and 2 devices each.
 """
 
 import argparse
