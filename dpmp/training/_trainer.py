@@ -223,18 +223,13 @@ class DPTrainer:
         Returns:
           The batch and `is_padding_example`, the arguments of `train_step`. Both are
           sensitive. They are NumPy arrays, or placed arrays with `batch_sharding`.
-
-        Raises:
-          ValueError: as `fit`.
         """
         self._check_state(state)
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
         return self._draw(_sampling_key(state), load, int(state.step), batch_sharding)
 
-    def _draw(
-        self, key: int, load: Load, step: int, sharding: Any
-    ) -> tuple[PyTree, Any]:
+    def _draw(self, key: int, load: Load, step: int, sharding: Any) -> Any:
         indices = self.mechanism.sampling.indices(
             step, num_examples=self.mechanism.num_examples, key=key
         )
@@ -278,15 +273,15 @@ class DPTrainer:
             `mechanism.iterations`.
           batch_sharding: where to put each batch, for training on several devices: a
             `jax.sharding.Sharding` of the leading axis. Each device clips and sums its
-            own examples. The padded batch size and the microbatch size must be
-            multiples of the number of parts. If there are several processes, each
-            loads only the examples of its own devices. None leaves it to jax.
+            own examples, and each process loads only those of its own devices. Padded
+            batch size and microbatch size must be multiples of the number of parts.
+            None leaves it to jax.
           callback: a function that is called with the state after every step. The state
             is donated to the next step, so copy the arrays that you want to keep.
           sensitive_callback: a function that is called with values without noise after
             every step. The privacy guarantee does not cover these values.
-          progress: whether to report step, epsilon, speed and time left. If there are
-            several processes, the first one reports.
+          progress: whether to report step, epsilon, speed and time left (on the first
+            of several processes).
 
         Returns:
           The state after `stop_at` steps.
@@ -341,13 +336,12 @@ class DPTrainer:
 
     def _progress(self, start: int, stop: int, *, enabled: bool) -> Progress:
         enabled = enabled and jax.process_index() == 0
+        describe = SpentPrivacy(self.mechanism, stop).describe if enabled else str
         return Progress(
             start=start,
             stop=stop,
             examples_per_step=self.mechanism.expected_batch_size,
-            describe_privacy=SpentPrivacy(self.mechanism, stop).describe
-            if enabled
-            else str,
+            describe_privacy=describe,
             enabled=enabled,
         )
 
