@@ -44,6 +44,7 @@ def as_markdown() -> str:
         _products(),
         _selfcheck(),
         _gpu(),
+        _scaling(),
     ]
     return "\n".join([_BEGINNING, *sections])
 
@@ -339,6 +340,48 @@ def _gpu() -> str:
         _table(["model", "dtype", *names], rows),
         _table(["program", "seconds to compile", "temporary megabytes"], compiled),
     )
+
+
+def _scaling() -> str:
+    keys = ("compiled_for", "devices", "parameters")
+    compiled = read("scaling", *keys, part="compiled", layers=18)
+    gigabytes = [
+        (*map(x.get, keys), *(x[f"bytes_of_{name}"] / 1e9 for name in _HELD))
+        for x in compiled
+    ]
+    timed = read("scaling", "scaling", "processes", "devices", part="measured")
+    first = {x["scaling"]: x for x in timed if x["devices"] == x["processes"] == 1}
+    rows = [
+        (
+            x["scaling"],
+            x["processes"],
+            x["devices"],
+            x["batch_size"],
+            x["seconds_per_step"],
+            x["examples_per_second"] / first[x["scaling"]]["examples_per_second"],
+        )
+        for x in timed
+    ]
+    header = ["scaling", "processes", "devices", "batch", "seconds for a step"]
+    return _section(
+        "Many devices",
+        "A step of a decoder with a billion parameters, with book-keeping in bfloat16, "
+        "Adam and 1024 tokens, compiled for devices that are not there: gigabytes of "
+        "each device, and of what its collectives return. The largest of these arrays "
+        "is a parameter or its sum; none holds the gradient of an example. Beside its "
+        "part of the state, a device holds the gathered parameters (which the CPU's "
+        "compiler widens to float32) and the sum of its own examples. The second table "
+        "is measured, on virtual devices that share the cores of one machine. Beyond "
+        "its number of cores no speed can be gained: the table shows what it costs to "
+        "divide the work.",
+        "scaling",
+        [*compiled, *timed],
+        _table(["compiled for", *keys[1:], *_HELD], gigabytes),
+        _table([*header, "examples / second, over one device"], rows),
+    )
+
+
+_HELD = ("state", "temporaries", "collectives")
 
 
 def main() -> None:

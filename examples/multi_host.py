@@ -2,7 +2,7 @@
 
     python examples/multi_host.py
 
-starts two local processes that train together on their CPUs (about 20 seconds on two
+starts two local processes that train together on their CPUs (half a minute on two
 cores; most of it is starting and compiling). On a cluster, start the same command once
 on each machine: jax detects Slurm, Kubernetes, Open MPI and Cloud TPUs, and this script
 then starts no processes of its own. The parameters are the same, bit for bit, for any
@@ -10,7 +10,9 @@ number of processes and devices: the sums are exact, and the noise is a function
 key and of the place of each parameter. With `--checkpoints DIR`, the same command goes
 on after a process has failed.
 
-Result: 40 steps reach an accuracy of about 0.95 on held-out examples at epsilon 3.
+Result: 40 steps reach an accuracy of 0.977 on held-out examples, at epsilon 3. The last
+line that is printed is a hash of the parameters. It was the same for 1 and 2 processes
+with 1 and 2 devices each.
 """
 
 import argparse
@@ -150,11 +152,11 @@ def start_locally(num_processes):
         subprocess.Popen([*command, "--process", str(i)]) for i in range(num_processes)
     ]
     try:
-        while not any(process.poll() for process in running):
-            if all(process.returncode == 0 for process in running):
-                return 0
+        while True:
+            codes = [process.poll() for process in running]
+            if any(codes) or None not in codes:
+                return max(abs(code or 0) for code in codes)
             time.sleep(0.1)
-        return 1
     finally:
         for process in running:
             process.kill()

@@ -67,10 +67,9 @@ def places(tree: PyTree) -> PyTree:
     return jax.tree.map(place, tree)
 
 
-def devices_of(tree: PyTree) -> frozenset[Any]:
-    """The devices of all committed arrays; the set may be empty."""
-    placed = [x for x in jax.tree.leaves(tree) if _is_placed(x)]
-    return frozenset().union(*(x.sharding.device_set for x in placed))
+def placement(tree: PyTree) -> tuple[Any, ...]:
+    """The shardings of all arrays, or None, in a tuple that a dict can look up."""
+    return tuple(x.sharding if _is_placed(x) else None for x in jax.tree.leaves(tree))
 
 
 def _is_placed(x: Any) -> bool:

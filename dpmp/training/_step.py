@@ -29,7 +29,7 @@ from dpmp.runs._checkpoints import checksums
 from dpmp.training._check_program import check_program
 from dpmp.training._checks import explained, with_checked_result
 from dpmp.training._keys import RunKeys
-from dpmp.training._settled import devices_of, places, put_together, strongly_typed
+from dpmp.training._settled import placement, places, put_together, strongly_typed
 from dpmp.training._state import TrainingState
 
 
@@ -37,7 +37,7 @@ from dpmp.training._state import TrainingState
 class Step:
     """Makes and runs the program of a step; `DPTrainer` documents the attributes.
 
-    There is one program for each combination of types and devices of the state.
+    There is one program for each combination of types and shardings of the state.
     """
 
     mechanism: DPSGD
@@ -119,7 +119,7 @@ class Step:
         state = put_together(state, batch)
         types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
-        of_state = types, devices_of(state), axes
+        of_state = types, axes, placement(state)
         compiled = self._compiled.get(of_state)
         compiled = compiled or (of_batch, *self.make_program(state, batch))
         # The message shows nothing of the batch: its shapes may reveal its content.

@@ -209,9 +209,6 @@ class DPTrainer:
         Returns:
           The batch and `is_padding_example`, the arguments of `train_step`. Both are
           sensitive. They are NumPy arrays, or placed arrays with `batch_sharding`.
-
-        Raises:
-          ValueError: as `fit`.
         """
         self._check_state(state)
         check_sharding(batch_sharding, self.mechanism)
@@ -262,9 +259,9 @@ class DPTrainer:
             `mechanism.iterations`.
           batch_sharding: where to put each batch, for training on several devices: a
             `jax.sharding.Sharding` of the leading axis. Each device clips and sums its
-            own examples. The padded batch size and the microbatch size must be
-            multiples of the number of parts. If there are several processes, each
-            loads only the examples of its own devices. None leaves it to jax.
+            own examples, and each process loads only those of its own devices. Padded
+            batch size and microbatch size must be multiples of the number of parts.
+            None leaves it to jax.
           callback: a function that is called with the state after every step. The state
             is donated to the next step, so copy the arrays that you want to keep.
           sensitive_callback: a function that is called with values without noise after

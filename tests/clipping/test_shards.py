@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from benchmarks.collectives import Collective, collectives
-from dpmp import DPSGD, DPTrainer, clipped_grad
+from dpmp import DPSGD, DPTrainer, ReleasedMetrics, clipped_grad, loss_scaling
 from dpmp.numerics import _float_sums
 from dpmp.numerics._arithmetic import parse
 
@@ -299,6 +299,78 @@ def test_a_run_with_sharded_parameters_ends_in_the_same_bits():
         trained(8, is_sharded=True),
         trained_on_one_device(),
     )
+
+
+def test_a_trainer_takes_states_with_other_shardings():
+    mesh = make_mesh()
+    trainer = DPTrainer(
+        mechanism=DPSGD(
+            num_examples=64,
+            expected_batch_size=8,
+            truncated_batch_size=16,
+            iterations=1,
+            l2_clip_norm=0.5,
+            noise_multiplier=1.0,
+            method="per_example",
+        ),
+        loss_fn=lambda w, x: jnp.mean((x @ w) ** 2),
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        policy="float32",
+    )
+    for spec in (P(), P("data"), P(None, "data")):
+        w = place(np.zeros((8, 16), np.float32), mesh, spec)
+        state = trainer.fit(
+            trainer.init(w),
+            np.ones((64, 8), np.float32),
+            batch_sharding=NamedSharding(mesh, P("data")),
+            progress=False,
+        )
+        for x in (state.params, *jax.tree.leaves(state.opt_state)):
+            assert x.sharding.is_equivalent_to(w.sharding, 2)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+def test_scales_keys_metrics_and_frozen_arrays_reach_all_devices(method, axis_type):
+    mesh = make_mesh(axis_type=axis_type)
+    frozen = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+
+    def loss(w, x, key):
+        keep = jax.random.bernoulli(key, 0.5, (8,)).astype(x.dtype)
+        return jnp.mean((x @ frozen.astype(x.dtype) * keep @ w) ** 2)
+
+    trainer = DPTrainer(
+        mechanism=DPSGD(
+            num_examples=64,
+            expected_batch_size=8,
+            truncated_batch_size=16,
+            microbatch_size=8,
+            iterations=2,
+            l2_clip_norm=0.5,
+            noise_multiplier=1.0,
+            method=method,
+            released_metrics=ReleasedMetrics(largest_loss=4.0, fraction_clipped=True),
+        ),
+        loss_fn=loss,
+        optimizer=optax.sgd(0.1),
+        policy="mixed_float16",
+        uses_prng_key=True,
+        loss_scale=loss_scaling.DynamicScale(),
+    )
+    w = np.ones((8, 8), np.float32)
+    placed = trainer.init(place(w, mesh, P("data")), prng_key=jax.random.key(0))
+    data = np.random.default_rng(1).normal(size=(64, 8)).astype(np.float32)
+    batch, is_padding = trainer.load_batch(trainer.init(w), data)
+    expected = trainer.train_step(
+        trainer.init(w, prng_key=jax.random.key(0)), batch, is_padding
+    )
+    batch, is_padding = place((batch, is_padding), mesh, P("data"))
+    found = trainer.train_step(placed, batch, is_padding)
+    # Products may be rounded in another way for another number of examples.
+    np.testing.assert_allclose(found.params, expected.params, atol=1e-3)
+    for name, x in expected.metrics.items():
+        np.testing.assert_allclose(found.metrics[name], x, atol=1e-2)
+    assert found.scale_state.scale == expected.scale_state.scale
 
 
 @pytest.mark.slow

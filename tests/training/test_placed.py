@@ -121,6 +121,20 @@ def test_shardings_that_cannot_divide_a_batch_are_refused(options, sharding, mes
         trainer.load_batch(state, data, batch_sharding=sharding)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_only_the_first_process_reports_progress(number, monkeypatch, capsys):
+    trainer = DPTrainer(
+        mechanism=make_mechanism(),
+        loss_fn=lambda w, x: (x @ w).mean(),
+        optimizer=optax.sgd(0.1),
+        policy="float32",
+    )
+    state = trainer.init(np.zeros(2, np.float32))
+    monkeypatch.setattr(jax, "process_index", lambda: number)
+    trainer.fit(state, np.zeros((100, 2), np.float32))
+    assert bool(capsys.readouterr().err) == (number == 0)
+
+
 def test_several_processes_need_a_sharding(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="batch_sharding must be given"):
