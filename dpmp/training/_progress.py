@@ -12,6 +12,7 @@ from typing import Any
 
 import rich.console
 import rich.progress
+import rich.table
 
 from dpmp.training._overflows import OverflowNote
 
@@ -60,8 +61,14 @@ class Progress:
         self._entered_at = self._shown_at = -math.inf
         self._enabled = enabled
         self._bar = rich.progress.Progress(
-            "{task.description}",
-            rich.progress.BarColumn(),
+            rich.progress.BarColumn(bar_width=20),
+            # A narrow terminal has the text on several lines, beside the bar.
+            rich.progress.TextColumn(
+                "{task.description}",
+                markup=False,
+                table_column=rich.table.Column(ratio=1, no_wrap=False),
+            ),
+            expand=True,
             console=self._console,
             disable=not self._shows_bar,
         )

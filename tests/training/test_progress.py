@@ -99,6 +99,18 @@ def test_a_bar_is_drawn_on_a_terminal(make_run):
     assert "step 100/100" in text
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_narrow_terminal_shows_everything(monkeypatch, width):
+    run = Run(monkeypatch, is_terminal=True, stop=4)
+    run.progress._console.width = width
+    with run.progress:
+        for step in run.steps:
+            run.progress.update(step, {"loss": 2.5, "overflowed": 0.25}, {"top-1": 0.5})
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╸╺\s]", "", run.file.getvalue())
+    last = "step4/4,spent4,noisyloss2.5,noisyoverflowed0.25,top-10.5,"
+    assert re.search(rf"{last}[\d.]+examples/s,0:00:00left$", text)
+
+
 def test_on_a_terminal_the_device_is_looked_at_twice_a_second(monkeypatch):
     run = Run(monkeypatch, is_terminal=True, stop=1000)
     clock = itertools.count(0.0, 0.001)
