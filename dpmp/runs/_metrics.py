@@ -11,6 +11,8 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+from dpmp import _validate
+
 Line: TypeAlias = dict[str, Any]
 
 _NAME = "metrics.jsonl"
@@ -25,7 +27,7 @@ class MetricsFile:
         Lines of later steps are removed, because these steps are made again. So is an
         incomplete line at the end.
         """
-        path = directory / _NAME
+        self._path = path = directory / _NAME
         content = path.read_bytes() if path.exists() else b""
         kept = [x for x in _lines(content) if x[0]["step"] <= step]
         # The running time of all processes that worked on the run so far.
@@ -35,10 +37,23 @@ class MetricsFile:
         self._file.truncate(kept[-1][1] if kept else 0)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends the values of a step. One that is not finite is written as null."""
+        """Appends the values of a step. One that is not finite is written as null.
+
+        Raises:
+          OSError: if the line cannot be written.
+        """
         finite = {name: _finite(x) for name, x in values.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        try:
+            self._file.write(line.encode() + b"\n")
+        except OSError as error:
+            _validate.fail(
+                "the metrics of a run must be written to its directory",
+                file=str(self._path),
+                reason=error.strerror or str(error),
+                fix="Make room, and run the same program again.",
+                error=OSError,
+            )
 
     def close(self) -> None:
         """Closes the file."""

@@ -24,6 +24,8 @@ class TensorBoard:
         folder = directory / "tensorboard"
         folder.mkdir(mode=0o700, exist_ok=True)
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+        for file in folder.iterdir():
+            file.chmod(0o600)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the values of a step."""

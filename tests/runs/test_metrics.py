@@ -1,4 +1,5 @@
 import contextlib
+import io
 import math
 
 import pytest
@@ -62,6 +63,18 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
         file.write(1, {"public/a": math.nan, "public/b": math.inf, "public/c": 1.0})
     (line,) = read(tmp_path)
     assert line == {"step": 1, "public/a": None, "public/b": None, "public/c": 1.0}
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    class Full(io.BytesIO):
+        def write(self, _):
+            raise OSError(28, "No space left on device")
+
+    with contextlib.closing(MetricsFile(tmp_path, 0)) as file:
+        file._file.close()
+        file._file = Full()
+        with pytest.raises(OSError, match=r"metrics.jsonl.*No space left.*Make room"):
+            file.write(1, {})
 
 
 def test_only_the_owner_may_read_the_file(tmp_path):

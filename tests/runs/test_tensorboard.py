@@ -52,6 +52,7 @@ def test_tensorboardx_writes_the_scalars(tmp_path):
     board.write(3, {"noisy/loss": 0.5})
     board.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
+    assert file.stat().st_mode & 0o077 == 0
     # A record is its length (8 bytes), a checksum (4), the event, a checksum (4).
     content, events = file.read_bytes(), []
     while content:

@@ -228,4 +228,4 @@ def test_a_leak_would_be_found(tmp_path, monkeypatch, capsys, caplog):
 
     _, content = everything_shown(leak, tmp_path, monkeypatch, capsys, caplog)
     places = places_of_secrets(content)
-    assert places == {"metrics.jsonl", "output", "log", "error"}
+    assert places >= {"metrics.jsonl", "output", "log", "error"}
