@@ -135,7 +135,7 @@ class Progress:
         privacy = self._describe_privacy(covered)
         parts = [f"step {step}/{self._stop}", privacy]
         parts += [f"noisy {name} {float(x):.3g}" for name, x in metrics.items()]
-        parts += [f"{name} {x:.3g}" for name, x in self._public.items()]
+        parts += [f"public {name} {x:.3g}" for name, x in self._public.items()]
         if step > self._start and elapsed > 0:
             steps_per_second = (step - self._start) / elapsed
             left = round((self._stop - step) / steps_per_second)

@@ -81,7 +81,7 @@ def test_numbers_of_the_callback_are_recorded_as_public(trainer, tmp_path, capsy
     values = {x["step"]: x.get("public/accuracy") for x in read(tmp_path)}
     assert values == {1: None, 2: 0.5, 3: None, 4: None, 5: None, 6: 0.5}
     assert read(tmp_path)[1]["public/loss"] is None
-    assert ", accuracy 0.5, loss inf, " in capsys.readouterr().err
+    assert ", public accuracy 0.5, public loss inf, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_narrow_terminal_shows_everything(monkeypatch, width):
         for step in run.steps:
             run.progress.update(step, {"loss": 2.5, "overflowed": 0.25}, {"top-1": 0.5})
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╸╺\s]", "", run.file.getvalue())
-    last = "step4/4,spent4,noisyloss2.5,noisyoverflowed0.25,top-10.5,"
+    last = "step4/4,spent4,noisyloss2.5,noisyoverflowed0.25,publictop-10.5,"
     assert re.search(rf"{last}[\d.]+examples/s,0:00:00left$", text)
 
 
@@ -129,7 +129,7 @@ def test_public_numbers_are_shown_until_there_are_new_ones(make_run):
     progress.update(5, {}, {"accuracy": 0.5})
     assert "accuracy 0.5" in progress._describe(10, {"loss": 2.0})
     progress.update(15, {}, {"accuracy": 0.75})
-    assert "noisy loss 2, accuracy 0.75" in progress._describe(20, {"loss": 2.0})
+    assert "noisy loss 2, public accuracy 0.75" in progress._describe(20, {"loss": 2.0})
 
 
 @pytest.mark.parametrize(
