@@ -23,6 +23,11 @@ the versions. Install what the benchmarks need with `pip install '.[bench]'`. Ra
 compare contenders that ran in turn in one process.
 """
 
+_PARTS = {
+    "save_returns": "save returns, s",
+    "save_is_written": "is written, s",
+    "ledger_record": "ledger record, s",
+}
 _QUESTIONS = {
     "clip_and_sum": "clip and sum 64 gradients of a million entries",
     "clipped_grad": "the same with the gradients of an MLP",
@@ -40,6 +45,7 @@ def as_markdown() -> str:
         _compile_time(),
         _sampling(),
         _prefetch(),
+        _long_runs(),
         _accuracy(),
         _products(),
         _selfcheck(),
@@ -238,6 +244,38 @@ def _prefetch() -> str:
         "prefetch",
         lines,
         _table(header, rows),
+    )
+
+
+def _long_runs() -> str:
+    cost = read("long_runs", "batch_size", question="cost")
+    resumed = read("long_runs", "parameters", question="resume")
+    costs = [
+        (
+            x["batch_size"],
+            x["steps_of_a_round"],
+            x["step_seconds"]["plain"],
+            100 * (x["time_ratio"] - 1),
+            100 * x["drawing_share"],
+            *(x["seconds"][name] for name in _PARTS),
+        )
+        for x in cost
+    ]
+    header = ["batch", "steps for a checkpoint", "seconds for a step"]
+    header += ["files and progress, %", "drawing a batch, %", *_PARTS.values()]
+    times = [(x["parameters"], x["megabytes"], *x["seconds"].values()) for x in resumed]
+    names = ["read", "until the first step", "a step", "save returns", "is written"]
+    return _section(
+        "Long runs",
+        "What checkpoints, ledger, metrics and progress add to a step of the model of "
+        "`examples/finetune_transformer.py`, with a checkpoint far more often than by "
+        "default. The time to compute epsilon comes on top, up to one percent. The "
+        "second table has the seconds to save a model, and to go on from the files "
+        "with a program that has to be compiled.",
+        "long_runs",
+        [*cost, *resumed],
+        _table(header, costs),
+        _table(["parameters", "megabytes", *names], times),
     )
 
 

@@ -3,6 +3,7 @@
 import datetime
 import os
 import pathlib
+from collections.abc import Callable
 
 from dpmp import _validate, accounting
 from dpmp.mechanism import DPSGD
@@ -186,6 +187,21 @@ class Entry:
             return guarantee(self._runs_after(steps[:number]), delta=delta).epsilon
 
         return most_steps(epsilon, budget, len(steps))
+
+    def epsilon_after(self, start: int, *, delta: float) -> Callable[[int], float]:
+        """Returns a function from a later step to the epsilon of the whole ledger then.
+
+        The steps from `start` to the later one count, and everything that is in the
+        ledger now.
+        """
+        history = self._ledger._history
+        run = history.run(*self._identity)
+
+        def epsilon(step: int) -> float:
+            after = run.with_steps(range(start, step))
+            return guarantee(history.with_run(after), delta=delta).epsilon
+
+        return epsilon
 
     def repeats_noise(self, start: int, stop: int) -> bool:
         """Whether a step was begun with the same key and other data or another cost.

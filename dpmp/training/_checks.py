@@ -6,7 +6,7 @@ Messages name paths, types, shapes and dtypes. They never show a value.
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -81,6 +81,36 @@ def check_options(callback: Any, sensitive_callback: Any, prefetch: Any) -> None
             type=type(function).__name__,
         )
     _validate.nonnegative_integer(prefetch=prefetch, fix="Use 2, or 0 for no thread.")
+
+
+def as_public(returned: Any) -> dict[str, float]:
+    """The numbers that a callback returned, as floats; none for None.
+
+    Raises:
+      ValueError: for anything else. The message shows no value.
+    """
+    returned = {} if returned is None else returned
+    is_dict = isinstance(returned, Mapping)
+    _validate.require(
+        is_dict and all(isinstance(name, str) for name in returned),
+        "a callback must return None, or a dict from names to numbers that were "
+        "computed from public data or from released values",
+        type=type(returned).__name__,
+        fix='Return {"accuracy": 0.9}, for example, or nothing.',
+    )
+    return {name: _as_public_number(name, x) for name, x in returned.items()}
+
+
+def _as_public_number(name: str, x: Any) -> float:
+    is_scalar = np.ndim(x) == 0 and hasattr(x, "__float__")
+    _validate.require(
+        is_scalar,
+        "every number that a callback returns must be a real scalar",
+        name=name,
+        type=type(x).__name__,
+        fix="Reduce arrays with jnp.mean, for example.",
+    )
+    return float(x)
 
 
 def check_state(state: Any) -> None:

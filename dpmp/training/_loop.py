@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from dpmp._typing import PyTree
 from dpmp.training._batches import Batches
+from dpmp.training._checks import as_public
 from dpmp.training._prefetch import prefetched
-from dpmp.training._progress import Progress
+from dpmp.training._report import Report
 from dpmp.training._run_files import NoFiles
-from dpmp.training._state import SensitiveOutputs, TrainingState
+from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stopped import deferred_signals, is_whole
 
@@ -28,8 +28,8 @@ class Loop:
       batches: the batches.
       prefetch: how many of them are loaded ahead.
       files: the files of the run.
-      report: the progress.
-      callback: is called with the state after every step.
+      report: shows and records the steps.
+      callback: is called with the state after every step, and may return numbers.
       sensitive_callback: is called with values without noise after every step.
     """
 
@@ -39,15 +39,18 @@ class Loop:
     batches: Batches
     prefetch: int
     files: NoFiles
-    report: Progress
-    callback: Callable[[TrainingState], None] | None
+    report: Report
+    callback: Callback | None
     sensitive_callback: Callable[[SensitiveOutputs], None] | None
 
     def run(self) -> None:
         """Makes all steps. If it is stopped, the state is recorded."""
         try:
             numbers, draw = range(int(self.state.step), self.stop), self.batches.draw
-            with self.report, prefetched(draw, numbers, depth=self.prefetch) as batches:
+            with (
+                self.report.running(),
+                prefetched(draw, numbers, depth=self.prefetch) as batches,
+            ):
                 for number, batch in zip(numbers, batches, strict=True):
                     self._make_step(number, batch)
         except BaseException as error:
@@ -64,8 +67,7 @@ class Loop:
         if self.sensitive_callback is not None:
             is_padding = jnp.asarray(batch[1])
             self.sensitive_callback(SensitiveOutputs(*outputs, is_padding))
+        public = {}
         if self.callback is not None:
-            self.callback(self.state)
-        if self.report.is_due(done):
-            jax.block_until_ready(self.state.step)
-        self.report.update(done, self.state.metrics)
+            public = as_public(self.callback(self.state))
+        self.report.update(done, self.state, public)

@@ -36,9 +36,16 @@ _NO_PROBE = np.zeros(4, np.uint32)
 class NoFiles:
     """A run without a directory."""
 
-    def __init__(self, state: TrainingState, stop: int):
-        """The run goes on from `state`, to `stop` steps."""
-        self.state, self.stop = state, stop
+    path: pathlib.Path | None = None
+
+    def __init__(
+        self, state: TrainingState, stop: int, epsilon: Callable[[int], float]
+    ):
+        """The run goes on from `state`, to `stop` steps.
+
+        The function `epsilon` computes what is spent after a number of steps.
+        """
+        self.state, self.stop, self.epsilon = state, stop, epsilon
 
     def begin(self, step: int) -> None:
         """Is called before each step."""
@@ -57,14 +64,17 @@ class RunFiles(NoFiles):
         self,
         state: TrainingState,
         stop: int,
+        epsilon: Callable[[int], float],
         *,
+        path: pathlib.Path,
         entry: runs.Entry,
         checkpoints: Checkpoints,
         data: np.ndarray,
         every: int,
     ):
         """Prepares to record the steps from `state` to `stop`."""
-        super().__init__(state, stop)
+        super().__init__(state, stop, epsilon)
+        self.path = path
         self._entry, self._checkpoints = entry, checkpoints
         self._data, self._every = data, every
         self._begun = int(state.step)
@@ -143,8 +153,9 @@ def run_files(
       epsilon_budget: the epsilon at which to stop, or None.
     """
     _check(directory, every=every, keep=keep, epsilon_budget=epsilon_budget)
+    epsilon = _epsilon_of(mechanism)
     if directory is None:
-        yield NoFiles(state, stop)
+        yield NoFiles(state, stop, epsilon)
         return
     with (
         sigterm_as_exit(),
@@ -157,7 +168,7 @@ def run_files(
         state = _newest(checkpoints, ledger, state, load, num_examples, check_state)
         step = int(state.step)
         if step >= stop:
-            yield NoFiles(state, stop)
+            yield NoFiles(state, stop, epsilon)
             return
         environment = describe_environment()
 
@@ -176,16 +187,24 @@ def run_files(
             warnings.warn(
                 f"the steps that were begun after step {step} were lost, and the "
                 "state, the program or the machine has changed since. They are made "
-                "again with fresh keys, and the ledger counts them twice. The epsilon "
-                "of the progress report does not.",
+                "again with fresh keys, and the ledger counts them twice.",
                 stacklevel=5,
             )
         for steps in entry.gaps(step):  # they were made without the directory
             on_first(functools.partial(entry.begin, steps.start, steps.stop))
         if epsilon_budget is not None:
             stop = _within_budget(entry, epsilon_budget, mechanism, step, stop)
+        if mechanism.delta is not None:
+            epsilon = entry.epsilon_after(step, delta=mechanism.delta)
         yield RunFiles(
-            state, stop, entry=entry, checkpoints=checkpoints, data=data, every=every
+            state,
+            stop,
+            epsilon,
+            path=path,
+            entry=entry,
+            checkpoints=checkpoints,
+            data=data,
+            every=every,
         )
 
 
@@ -221,6 +240,10 @@ def _check(
         checkpoint_dir=directory,
         fix="Use another name.",
     )
+
+
+def _epsilon_of(mechanism: DPSGD) -> Callable[[int], float]:
+    return lambda step: mechanism.guarantee(step).epsilon
 
 
 @contextlib.contextmanager

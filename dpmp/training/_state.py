@@ -1,6 +1,7 @@
 """The state of a run between two steps, and the sensitive outputs of a step."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -41,6 +42,10 @@ class TrainingState(NamedTuple):
     metrics: PyTree = None
     update_key: jax.Array | None = None
     fingerprint: jax.Array | None = None
+
+
+# It may return numbers that were computed from public data or from released values.
+Callback: TypeAlias = Callable[[TrainingState], Mapping[str, float] | None]
 
 
 class SensitiveOutputs(NamedTuple):

@@ -34,7 +34,7 @@ from dpmp.training._report import report_on
 from dpmp.training._run_files import restore, run_files
 from dpmp.training._settled import put_together
 from dpmp.training._source import Source, loader_of
-from dpmp.training._state import SensitiveOutputs, TrainingState
+from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stopped import kept
 
@@ -239,7 +239,7 @@ class DPTrainer:
         *,
         stop_at: int | None = None,
         batch_sharding: jax.sharding.Sharding | None = None,
-        callback: Callable[[TrainingState], None] | None = None,
+        callback: Callback | None = None,
         sensitive_callback: Callable[[SensitiveOutputs], None] | None = None,
         progress: bool = True,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -251,8 +251,8 @@ class DPTrainer:
         """Makes all remaining steps of the run, or those up to `stop_at`.
 
         Args:
-          state: a state from `init`, or one that was saved before. Its arrays are
-            donated: afterwards, use only the returned state.
+          state: a state from `init`, or a saved one. Its arrays are donated:
+            afterwards, use only the returned state.
           source: arrays with a leading axis of `mechanism.num_examples`, a table of
             pandas, a dict of lists, or a `Source`.
           stop_at: the number of steps after which to stop; None for
@@ -263,16 +263,18 @@ class DPTrainer:
             batch size and microbatch size must be multiples of the number of parts.
             None leaves it to jax.
           callback: a function that is called with the state after every step. The state
-            is donated to the next step, so copy the arrays that you want to keep.
+            is donated to the next step: copy the arrays that you want to keep. To have
+            numbers shown and recorded, return a dict of them. They must come from
+            public data or from released values.
           sensitive_callback: a function that is called with values without noise after
             every step. The privacy guarantee does not cover these values.
-          progress: whether to report the method, and then step, epsilon, noisy metrics,
-            speed and time left. If there are several processes, the first one reports.
-          checkpoint_dir: a directory for the checkpoints and the privacy ledger of the
-            run. If it has a checkpoint with more steps than `state`, the run goes on
-            from there. See the guide "Long runs".
+          progress: whether to show method, epsilon, noisy metrics, speed and time left
+            (on the first of several processes).
+          checkpoint_dir: a directory for checkpoints, privacy ledger and metrics. If it
+            has a checkpoint with more steps than `state`, the run goes on from there
+            (see the guide "Long runs").
           every: the number of steps between two checkpoints.
-          keep: the number of checkpoints to keep; older ones are removed.
+          keep: the number of newest checkpoints to keep.
           epsilon_budget: the largest epsilon that all runs in `checkpoint_dir` may
             reach together. The run stops before a step that would exceed it.
           prefetch: how many batches are loaded ahead by a thread in the background. 0
@@ -327,13 +329,12 @@ class DPTrainer:
                     batches=batches_of(files.state),
                     prefetch=prefetch,
                     files=files,
-                    report=report_on(
-                        self._step, files.state, files.stop, load, enabled=progress
-                    ),
+                    report=report_on(self._step, files, load, enabled=progress),
                     callback=callback,
                     sensitive_callback=sensitive_callback,
                 )
                 loop.run()
+            loop.report.end()
         except BaseException as error:
             if loop is not None:
                 last_state = kept(mechanism, loop.state, error)

@@ -231,3 +231,16 @@ class TestBudget:
             entry_of(Ledger.open(tmp_path)).steps_within(
                 budget, delta=DELTA, start=0, stop=1
             )
+
+
+def test_the_epsilon_to_come_counts_the_ledger_and_the_steps_since(tmp_path):
+    ledger = Ledger.open(tmp_path)
+    entry_of(ledger, key="lost").begin(0, 30)
+    entry = entry_of(ledger)
+    entry.begin(20, 30)
+    epsilon = entry.epsilon_after(20, delta=DELTA)
+    assert epsilon(25) == MECHANISM.guarantee(30 + 10).epsilon  # 10 are begun already
+    assert epsilon(50) == MECHANISM.guarantee(30 + 30).epsilon
+    entry.begin(30, 50)
+    assert epsilon(40) == MECHANISM.guarantee(30 + 20).epsilon
+    assert epsilon(50) == epsilon_of(tmp_path)

@@ -99,11 +99,58 @@ def test_a_bar_is_drawn_on_a_terminal(make_run):
     assert "step 100/100" in text
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_narrow_terminal_shows_everything(monkeypatch, width):
+    run = Run(monkeypatch, is_terminal=True, stop=4)
+    run.progress._console.width = width
+    with run.progress:
+        for step in run.steps:
+            run.progress.update(step, {"loss": 2.5, "overflowed": 0.25}, {"top-1": 0.5})
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╸╺\s]", "", run.file.getvalue())
+    last = "step4/4,spent4,noisyloss2.5,noisyoverflowed0.25,publictop-10.5,"
+    assert re.search(rf"{last}[\d.]+examples/s,0:00:00left$", text)
+
+
+def test_on_a_terminal_the_device_is_looked_at_twice_a_second(monkeypatch):
+    run = Run(monkeypatch, is_terminal=True, stop=1000)
+    clock = itertools.count(0.0, 0.001)
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: next(clock))
+    with run.progress:
+        looks = 0
+        for step in run.steps:
+            looks += run.progress.is_due(step)
+            run.progress.update(step)
+    num_reports, seconds = len(run.progress.report_steps), next(clock)
+    assert num_reports < looks <= num_reports + seconds / 0.5 + 1
+
+
+def test_public_numbers_are_shown_until_there_are_new_ones(make_run):
+    progress = make_run().progress
+    progress.update(5, {}, {"accuracy": 0.5})
+    assert "accuracy 0.5" in progress._describe(10, {"loss": 2.0})
+    progress.update(15, {}, {"accuracy": 0.75})
+    assert "noisy loss 2, public accuracy 0.75" in progress._describe(20, {"loss": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("start", "line"),
+    [(0, "steps 1 to 100 done in"), (40, "steps 41 to 100"), (100, "no more steps")],
+)
+def test_the_last_line_has_steps_time_and_what_is_added(make_run, start, line):
+    run = make_run(start=start)
+    run.lines()
+    run.progress.end(", epsilon 1 at delta 1e-5")
+    last = run.file.getvalue().splitlines()[-1]
+    assert last.startswith(f"dpmp: {line}")
+    assert re.search(r" done in 0:0\d:\d\d, epsilon 1 at delta 1e-5$", last)
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_disabled_it_prints_nothing(make_run, is_terminal):
     run = make_run(is_terminal=is_terminal, enabled=False)
     assert not any(run.progress.is_due(step) for step in run.steps)
     run.lines()
+    run.progress.end("")
     assert run.file.getvalue() == ""
 
 

@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import dpmp
-from dpmp import runs
+from dpmp import accounting, runs
 
 SIZE = 32
 CANARY = 12345.678  # in the data alone
@@ -191,6 +191,21 @@ def test_lost_steps_of_another_program_get_fresh_noise_and_count_twice(tmp_path)
     assert one != two
     assert num_steps(directory) == [6, 4]
     assert_same(run(directory, trainer=make_trainer(rate=0.2), state=after), after)
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_last_line_has_the_epsilon_of_all_that_was_begun(tmp_path, capsys):
+    directory = killed_after(5, tmp_path)
+    trainer = make_trainer(rate=0.2)
+    state = trainer.init_or_restore(PARAMS, directory)
+    with pytest.warns(UserWarning, match="fresh keys"):
+        trainer.fit(state, DATA, checkpoint_dir=directory, every=3)
+    epsilon = ledger_of(directory).guarantee(delta=1e-3).epsilon
+    assert epsilon > MECHANISM.guarantee().epsilon
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("dpmp: steps 4 to 7 done in 0:00:")
+    claim = f"epsilon {accounting.round_up(epsilon)} at delta 0.001"
+    assert last.endswith(f", {claim}, saved in {directory}")
 
 
 def test_a_stopped_run_may_go_on_with_another_program(tmp_path):

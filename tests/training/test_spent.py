@@ -3,6 +3,7 @@ import itertools
 import pytest
 
 from dpmp import DPSGD
+from dpmp.accounting import round_up
 from dpmp.training import _spent
 from dpmp.training._spent import SpentPrivacy
 
@@ -18,6 +19,10 @@ def make_mechanism(**fields):
     )
 
 
+def spent_by(mechanism):
+    return SpentPrivacy(mechanism, 6, lambda step: mechanism.guarantee(step).epsilon)
+
+
 def set_clock(monkeypatch, ticks):
     """Every look at the clock takes the next number of seconds."""
     times = itertools.accumulate(ticks)
@@ -28,7 +33,7 @@ def set_clock(monkeypatch, ticks):
 def test_no_less_epsilon_is_quoted_than_is_spent(noise_multiplier, monkeypatch):
     set_clock(monkeypatch, itertools.chain([0, 1, 1e6], itertools.repeat(1)))
     mechanism = make_mechanism(noise_multiplier=noise_multiplier)
-    _, spent, _, final = SpentPrivacy(mechanism, 6).describe(3).split(" ")
+    _, spent, _, final = spent_by(mechanism).describe(3).split(" ")
     for quoted, step in ((spent, 3), (final, 6)):
         epsilon = mechanism.guarantee(step).epsilon
         assert epsilon <= float(quoted) < epsilon + 0.01
@@ -37,7 +42,7 @@ def test_no_less_epsilon_is_quoted_than_is_spent(noise_multiplier, monkeypatch):
 def test_epsilon_is_left_out_where_computing_it_takes_too_much_of_the_run(monkeypatch):
     # The final epsilon takes 1 s. Steps begin at once, and take 1 s each.
     set_clock(monkeypatch, itertools.chain([0, 1, 0], itertools.repeat(1)))
-    spent = SpentPrivacy(make_mechanism(), 6)
+    spent = spent_by(make_mechanism())
     final = spent.describe(6).split(" of ")[1]
     for _ in range(150):
         assert spent.describe(3) == f"epsilon below {final}"
@@ -49,14 +54,26 @@ def test_epsilon_is_left_out_where_computing_it_takes_too_much_of_the_run(monkey
 
 def test_the_last_epsilon_is_always_shown(monkeypatch):
     set_clock(monkeypatch, itertools.repeat(1))
-    text = SpentPrivacy(make_mechanism(), 6).describe(6)
+    text = spent_by(make_mechanism()).describe(6)
     spent, final = text.removeprefix("epsilon ").split(" of ")
     assert spent == final
 
 
+def test_the_end_has_epsilon_and_delta():
+    mechanism = make_mechanism()
+    text = spent_by(mechanism).describe_end()
+    assert text == f"epsilon {round_up(mechanism.guarantee().epsilon)} at delta 1e-05"
+    assert spent_by(mechanism.without_privacy()).describe_end() == "no privacy"
+
+
+def test_a_number_is_known_only_where_it_is_shown(monkeypatch):
+    set_clock(monkeypatch, itertools.repeat(1))
+    spent = spent_by(make_mechanism())
+    assert spent.epsilon(3) is None
+    assert spent.epsilon(6) == make_mechanism().guarantee().epsilon
+
+
 def test_without_noise_or_delta_there_is_no_epsilon():
-    assert SpentPrivacy(make_mechanism().without_privacy(), 6).describe(3) == (
-        "no privacy"
-    )
-    text = SpentPrivacy(make_mechanism(delta=None), 6).describe(3)
+    assert spent_by(make_mechanism().without_privacy()).describe(3) == ("no privacy")
+    text = spent_by(make_mechanism(delta=None)).describe(3)
     assert text == "epsilon not shown without a delta"

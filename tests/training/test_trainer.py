@@ -825,8 +825,10 @@ def test_progress_goes_to_standard_error_and_quotes_epsilon(capsys):
     trainer.fit(state, make_data(), stop_at=4, progress=False)
     captured = capsys.readouterr()
     assert captured.out == ""
-    headline, *lines = captured.err.splitlines()
+    headline, *lines, ending = captured.err.splitlines()
     assert headline.startswith('method="per_example", arithmetic="exact"')
+    assert ending.startswith("dpmp: steps 1 to 2 done in 0:00:")
+    assert ending.endswith(" at delta 1e-05")
     assert [line.split(",")[0] for line in lines] == ["step 1/2", "step 2/2"]
     assert all(" epsilon " in line for line in lines)
     assert all("noisy overflowed" in line for line in lines)

@@ -1,0 +1,223 @@
+"""The command `plot` of `python -m dpmp`: draws the metrics of a run over its steps."""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dpmp import _validate
+from dpmp.accounting._rounding import digits_above
+from dpmp.runs import _files, _metrics
+from dpmp.runs._history import History, Run, guarantee
+
+_EXAMPLE = "python -m dpmp plot runs/first --output first.png"
+
+# Colours of Okabe and Ito, which people with any colour vision can tell apart.
+_BLUE, _ORANGE, _GREEN = "#0072b2", "#d55e00", "#009e73"
+_KINDS = {"noisy": _BLUE, "public": _ORANGE}
+_SCALE = "loss_scale"
+_LABELS = {
+    "clipped": "clipped,\nfraction of examples",
+    "overflowed": "gradient not finite,\nfraction of examples",
+    _SCALE: "loss scale",
+    "steps_per_second": "speed, steps/s",
+}
+_NUM_EPSILONS = 10  # each of them takes up to a second
+_NUM_MEANS = 50
+
+
+def add_plot_command(commands: Any) -> None:
+    """Adds the command to the subparsers of `argparse`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plot",
+        help="draw metrics, epsilon and loss scale of a run over its steps",
+        description="Draws the metrics that a run has written into its directory. The "
+        "run may be going on. Epsilon comes from the ledger of the directory.",
+        epilog=_EXAMPLE,
+    )
+    add = parser.add_argument
+    add("directory", type=pathlib.Path, metavar="DIR", help="the directory of a run")
+    add(
+        "--output",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="default: plot.png in the directory",
+    )
+    add("--delta", type=float, metavar="X", help="default: the delta of the run")
+    parser.set_defaults(command=_plot)
+
+
+def _plot(args: argparse.Namespace) -> int:
+    output = args.output or args.directory / "plot.png"
+    figure = draw(args.directory, delta=args.delta)
+    try:
+        figure.savefig(output, dpi=120)
+    except (OSError, ValueError) as error:
+        _validate.fail(
+            "the picture must be written to a file of a kind that matplotlib knows",
+            output=str(output),
+            reason=str(error),
+            fix="Pass --output FILE.png, in a directory that can be written.",
+        )
+    sys.stdout.write(f"{output}\n")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Curve:
+    """Numbers at some steps; `kind` is "noisy" or "public", or else the name."""
+
+    kind: str
+    steps: np.ndarray
+    values: np.ndarray
+
+
+def draw(directory: pathlib.Path, *, delta: float | None) -> Any:
+    """Draws a panel for each metric, and returns the matplotlib figure.
+
+    Raises:
+      ValueError: without metrics, or without matplotlib.
+    """
+    lines = _metrics.read(directory)
+    _validate.require(
+        bool(lines),
+        "the directory must have metrics of a run",
+        directory=str(directory),
+        fix="Pass a directory that fit(checkpoint_dir=) was given.",
+    )
+    panels = _panels(lines)
+    last = lines[-1]["step"]
+    epsilon = _epsilons(directory, last, delta)
+    figure, axes = _grid(len(panels) + (epsilon is not None), last)
+    for place, (name, curves) in zip(axes, panels.items(), strict=False):
+        for curve in curves:
+            _draw_curve(place, curve, len(lines) // _NUM_MEANS)
+        place.set_ylabel(_LABELS.get(name, name))
+        if name == _SCALE:
+            place.set_yscale("log", base=2)
+    if epsilon is not None:
+        label, curve = epsilon
+        axes[-1].plot(curve.steps, curve.values, "o-", color=_GREEN, markersize=3)
+        axes[-1].set_ylabel(label)
+        axes[-1].set_ylim(bottom=0)
+    _add_legend(figure, axes)
+    return figure
+
+
+def _panels(lines: Sequence[_metrics.Line]) -> dict[str, list[_Curve]]:
+    """The curves by the names of their panels; noisy and public ones may share one."""
+    names = dict.fromkeys(name for line in lines for name in line)
+    for name in ("step", "seconds", "epsilon"):
+        names.pop(name, None)
+    panels: dict[str, list[_Curve]] = {}
+    for name in sorted(names, key=_order):
+        points = [(x["step"], x[name]) for x in lines if x.get(name) is not None]
+        if points:
+            kind, _, short = name.partition("/")
+            steps, values = map(np.array, zip(*points, strict=True))
+            panels.setdefault(short or kind, []).append(_Curve(kind, steps, values))
+    return panels
+
+
+def _order(name: str) -> tuple[bool, bool, str]:
+    """The loss first, then other metrics, and then the loss scale and the speed."""
+    kind, _, short = name.partition("/")
+    return kind not in _KINDS, short != "loss", short or kind
+
+
+def _epsilons(
+    directory: pathlib.Path, last: int, delta: float | None
+) -> tuple[str, _Curve] | None:
+    """Epsilon of the steps that were begun; None without a ledger or one delta."""
+    file = _files.read(directory)
+    runs = History(file.records).runs if file is not None else []
+    deltas = {x for run in runs for x in run.deltas} if delta is None else {delta}
+    if not runs or len(deltas) != 1:
+        return None
+    (delta,) = deltas
+    steps = np.unique(np.linspace(1, last, _NUM_EPSILONS).round().astype(int))
+    values = [
+        guarantee([_before(x, step) for x in runs], delta=delta).epsilon
+        for step in steps
+    ]
+    label = f"epsilon\nat delta {digits_above(delta, 3)}"
+    return label, _Curve("epsilon", steps, np.array(values))
+
+
+def _before(run: Run, step: int) -> Run:
+    """The run without the steps from `step` on."""
+    steps = (range(x.start, min(x.stop, step)) for x in run.steps)
+    return dataclasses.replace(run, steps=tuple(filter(None, steps)))
+
+
+def _grid(num_panels: int, last: int) -> tuple[Any, list[Any]]:
+    """A figure, and its axes in two columns, where the lowest ones name the steps."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        _validate.fail(
+            "plots need matplotlib",
+            matplotlib="not installed",
+            fix="pip install 'dpmp[plot]'.",
+        )
+    columns = min(num_panels, 2)
+    rows = -(-num_panels // columns)
+    figure = Figure(figsize=(4.8 * columns, 2.3 * rows + 0.3), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
+    axes = list(grid.flat)
+    for unused in axes[num_panels:]:
+        unused.remove()
+    axes = axes[:num_panels]
+    figure.supxlabel("step", fontsize="medium")
+    for place in axes[-columns:]:
+        place.tick_params(labelbottom=True)
+    for place in axes:
+        place.set_xlim(0, last * 1.02)
+        place.xaxis.get_major_locator().set_params(integer=True)
+        place.grid(alpha=0.3)
+        place.spines[["top", "right"]].set_visible(False)
+        place.set_axisbelow(True)
+    return figure, axes
+
+
+def _draw_curve(axes: Any, curve: _Curve, width: int) -> None:
+    """Draws a curve; one of many points is pale, and has a mean of `width` points."""
+    color = _KINDS.get(curve.kind, _GREEN)
+    style: dict[str, Any] = {"color": color, "linewidth": 1.5, "label": curve.kind}
+    if curve.kind == _SCALE:
+        axes.step(curve.steps, curve.values, where="post", **style)
+    elif curve.kind == "public" or width < 2 or len(curve.steps) < width:
+        marker = "o" if len(curve.steps) < _NUM_MEANS else ""
+        axes.plot(curve.steps, curve.values, marker=marker, markersize=3, **style)
+    else:
+        pale = {"alpha": 0.3, "linewidth": 0.6}
+        axes.plot(curve.steps, curve.values, **style | pale)
+        mean = np.ones(width) / width
+        means = [np.convolve(x, mean, "valid") for x in (curve.steps, curve.values)]
+        style["label"] += f", mean of {width} points"
+        axes.plot(*means, **style)
+
+
+def _add_legend(figure: Any, axes: Sequence[Any]) -> None:
+    """Explains noisy and public curves above all panels, if there is a choice."""
+    labelled = [place.get_legend_handles_labels() for place in axes]
+    handles = {
+        label: handle
+        for both in labelled
+        for handle, label in zip(*both, strict=True)
+        if label.startswith(tuple(_KINDS))
+    }
+    if len(handles) > 1:
+        lines = figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside upper center",
+            ncols=len(handles),
+            frameon=False,
+        ).get_lines()
+        for line in lines:
+            line.set_linewidth(1.5)

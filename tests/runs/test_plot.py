@@ -1,0 +1,107 @@
+"""The pictures were looked at; here is what must be in them."""
+
+import contextlib
+import sys
+
+import numpy as np
+import pytest
+from ledgers import DELTA, MECHANISM, entry_of
+
+from dpmp.__main__ import main
+from dpmp.runs import Ledger
+from dpmp.runs._metrics import MetricsFile
+from dpmp.runs._plot import draw
+
+LABELS = {
+    "loss": "loss",
+    "clipped": "clipped,\nfraction of examples",
+    "scale": "loss scale",
+    "epsilon": f"epsilon\nat delta {DELTA:g}",
+}
+
+
+def write(directory, steps, make_values):
+    with contextlib.closing(MetricsFile(directory, 0)) as file:
+        for step in steps:
+            file.write(step, {"seconds": 1.0 * step, **make_values(step)})
+
+
+def values_of(step):
+    values = {"noisy/loss": 1 / step, "noisy/clipped": 0.5, "loss_scale": 2.0**step}
+    return values | ({"public/loss": 2 / step} if step % 5 == 0 else {})
+
+
+def panels(directory, delta=None):
+    """The axes of a picture by their labels."""
+    pytest.importorskip("matplotlib.figure")
+    return {x.get_ylabel(): x for x in draw(directory, delta=delta).axes}
+
+
+def test_each_metric_has_a_panel_and_shares_it_with_public_numbers(tmp_path):
+    write(tmp_path, range(1, 11), values_of)
+    axes = panels(tmp_path)
+    assert list(axes) == [LABELS["loss"], LABELS["clipped"], LABELS["scale"]]
+    noisy, public = (line.get_xydata() for line in axes["loss"].lines)
+    np.testing.assert_allclose(noisy[:, 1], 1 / np.arange(1, 11))
+    np.testing.assert_allclose(public, [[5, 0.4], [10, 0.2]])
+    assert axes["loss scale"].get_yscale() == "log"
+
+
+def test_many_noisy_points_have_a_running_mean_in_their_middle(tmp_path):
+    write(tmp_path, range(1, 201), lambda step: {"noisy/loss": 1.0 * step})
+    points, mean = (x.get_xydata() for x in panels(tmp_path)["loss"].lines)
+    assert len(points) == 200
+    assert len(mean) == 197
+    np.testing.assert_allclose(mean[:, 0], mean[:, 1])
+
+
+def test_epsilon_is_that_of_all_steps_begun_in_the_directory(tmp_path):
+    write(tmp_path, range(1, 51), values_of)
+    ledger = Ledger.open(tmp_path)
+    entry_of(ledger, key="lost").begin(0, 20)
+    entry_of(ledger).begin(10, 60)
+    (line,) = panels(tmp_path)[LABELS["epsilon"]].lines
+    epsilons = dict(line.get_xydata())
+    assert epsilons[1] == MECHANISM.guarantee(1).epsilon
+    assert epsilons[50] == MECHANISM.guarantee(20 + 40).epsilon
+    assert list(epsilons.values()) == sorted(epsilons.values())
+
+
+def test_epsilon_needs_one_delta(tmp_path):
+    write(tmp_path, [1], values_of)
+    entry_of(Ledger.open(tmp_path)).begin(0, 1)
+    assert LABELS["epsilon"] in panels(tmp_path)
+    assert "epsilon\nat delta 0.001" in panels(tmp_path, delta=1e-3)
+
+
+def test_numbers_that_are_missing_leave_no_panel(tmp_path):
+    write(tmp_path, [1, 2], lambda step: {"public/loss": float("nan"), "noisy/a": 1.0})
+    assert list(panels(tmp_path)) == ["a"]
+
+
+def refusal(capsys, *args):
+    with pytest.raises(SystemExit) as error:
+        main(["plot", *map(str, args)])
+    assert error.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_command_writes_a_png_and_names_it(tmp_path, capsys):
+    pytest.importorskip("matplotlib.figure")
+    write(tmp_path, [1, 2], values_of)
+    assert main(["plot", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'plot.png'}\n"
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    place = tmp_path / "missing" / "plot.png"
+    assert "must be written" in refusal(capsys, tmp_path, "--output", place)
+    assert "must be written" in refusal(capsys, tmp_path, "--output", "plot.doc")
+
+
+def test_a_directory_without_metrics_is_refused(tmp_path, capsys):
+    assert "must have metrics of a run" in refusal(capsys, tmp_path)
+
+
+def test_a_missing_matplotlib_is_told(tmp_path, capsys, monkeypatch):
+    write(tmp_path, [1], values_of)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'dpmp[plot]'" in refusal(capsys, tmp_path)
