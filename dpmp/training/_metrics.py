@@ -27,15 +27,16 @@ class Metrics:
         outputs: Sequence[MetricsFile | TensorBoard],
         *,
         start: int,
-        seconds: float,
+        seconds: float = 0.0,
         iterations: int,
         report_steps: Collection[int],
         epsilon: Callable[[int], float | None],
     ):
         """Prepares to record steps after `start`, which took so many `seconds`.
 
-        If there are several processes, only the first one has `outputs`. The others
-        must take part, because all of them hold a part of the state. `report_steps` are recorded in any case, with their epsilon if it is known.
+        `report_steps` are recorded in any case, with their epsilon if it is known. If
+        there are several processes, only the first one has `outputs`. The others must
+        take part, because all of them hold a part of the state.
         """
         self._outputs = outputs
         self._interval = max(1, iterations // _MOST_LINES)

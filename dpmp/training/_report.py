@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -77,14 +79,20 @@ def report_on(step: Step, files: NoFiles, load: Load, *, enabled: bool) -> Repor
         ending = f", {spent.describe_end()}"
     if spent is not None and files.path is not None:
         ending += f", saved in {files.path}"
-        file = MetricsFile(files.path, start)
-        is_first = jax.process_index() == 0
-        metrics = Metrics(
-            [file, TensorBoard(files.path, start)] if is_first else [],
+        metrics = _metrics_in(
+            files.path,
             start=start,
-            seconds=file.seconds,
             iterations=mechanism.iterations,
             report_steps=progress.report_steps,
             epsilon=spent.epsilon,
         )
     return Report(progress, metrics, ending)
+
+
+def _metrics_in(path: pathlib.Path, *, start: int, **options: Any) -> Metrics:
+    """Opens the files of the first process; the others write nothing."""
+    if jax.process_index() > 0:
+        return Metrics([], start=start, **options)
+    file = MetricsFile(path, start)
+    outputs = [file, TensorBoard(path, start)]
+    return Metrics(outputs, start=start, seconds=file.seconds, **options)

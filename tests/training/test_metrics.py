@@ -130,8 +130,7 @@ class FakeSink:
 
 def make_metrics(tmp_path, sink, *, iterations, report_steps=()):
     return Metrics(
-        MetricsFile(tmp_path, 0),
-        sink,
+        [MetricsFile(tmp_path, 0), sink],
         start=0,
         iterations=iterations,
         report_steps=report_steps,
