@@ -128,7 +128,8 @@ class Run:
 
 def cost(rounds: int, steps: int, batch_size: int) -> dict[str, Any]:
     """Compares a run with a directory to one without, round by round."""
-    # Each part begins with a checkpoint, and has one more in its middle.
+    # Each part has a checkpoint in its middle. Another one begins with its last step,
+    # and most of it is written after the clock has stopped.
     steps += steps % 2
     iterations = (rounds + 1) * steps
     task = transformer(batch_size=batch_size, iterations=iterations)
