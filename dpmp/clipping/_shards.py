@@ -66,6 +66,9 @@ class Shards:
 
         Returns:
           The sum over all examples, and the arrays with one row for each of them.
+
+        Raises:
+          ValueError: if there are some specs, but not one for each array.
         """
         if self.size == 1:
             return sum_part(examples)
@@ -77,6 +80,13 @@ class Shards:
             total, outputs = sum_part(examples)
             leaves, structure = jax.tree.flatten(total, is_leaf=is_sum)
             treedef[:] = [structure]
+            _validate.require(
+                len(cuts) in (0, len(leaves)),
+                f"sum_specs must have a partition spec for each of the {len(leaves)} "
+                f"arrays of the sum, or none at all",
+                num_specs=len(cuts),
+                fix="Use jax.tree.map(lambda x: x.sharding.spec, params).",
+            )
             return [
                 self._add_over_devices(leaf, cut, arithmetic)
                 for leaf, cut in zip(leaves, cuts or [None] * len(leaves), strict=True)

@@ -157,6 +157,7 @@ def test_more_shards_round_more():
         ({"spmd_axis_name": "other"}, r"must name axes of the mesh.*\['data'\]"),
         ({"microbatch_size": 4}, "microbatch_size must be a multiple of the 8 devices"),
         ({"size": 12}, "batch size must be a multiple of the 8 devices"),
+        ({"sum_specs": P("data")}, "a partition spec for each of the 3 arrays"),
     ],
 )
 def test_batches_that_cannot_be_divided_are_refused(options, message):
