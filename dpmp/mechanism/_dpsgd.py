@@ -286,8 +286,7 @@ class DPSGD:
           noise, or if delta does not cover the sampler's deviation from ideal noise.
 
         Raises:
-          ValueError: before calibration, without a delta, or for an argument out of
-            range.
+          ValueError: before calibration, without a delta, or for one out of range.
         """
         return self._costs.guarantee(
             self._calibrated, step, delta=self.delta if delta is None else delta

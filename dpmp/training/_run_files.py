@@ -8,7 +8,6 @@ with fresh keys, so that their noise is independent, and they count twice.
 
 import contextlib
 import functools
-import hashlib
 import os
 import pathlib
 import warnings
@@ -24,13 +23,12 @@ from dpmp.runs._checkpoints import Checkpoints
 from dpmp.runs._environment import describe_environment
 from dpmp.runs._processes import agreed, on_first
 from dpmp.training._keys import with_fresh_keys
+from dpmp.training._same_run import NO_PROBE, entry_of, newest, probe
 from dpmp.training._source import Load
 from dpmp.training._state import TrainingState
 from dpmp.training._stopped import sigterm_as_exit
 
 _SAVED = "dpmp: the state is saved. Run the same program again to go on."
-_PROBES = 16  # examples that stand for the data
-_NO_PROBE = np.zeros(4, np.uint32)
 
 
 class NoFiles:
@@ -120,7 +118,7 @@ def restore(directory: str | os.PathLike[str], like: TrainingState) -> TrainingS
     if not pathlib.Path(directory).is_dir():
         return like
     with _locked(directory) as path, _opened(path) as checkpoints:
-        saved = checkpoints.restore({"state": like, "data": _NO_PROBE})
+        saved = checkpoints.restore({"state": like, "data": NO_PROBE})
         return like if saved is None else saved["state"]
 
 
@@ -165,7 +163,7 @@ def run_files(
         ledger = runs.Ledger.open(path)
         on_first(lambda: None)  # none writes before all have read
         num_examples = mechanism.num_examples
-        state = _newest(checkpoints, ledger, state, load, num_examples, check_state)
+        state = newest(checkpoints, ledger, state, load, num_examples, check_state)
         step = int(state.step)
         if step >= stop:
             yield NoFiles(state, stop, epsilon)
@@ -173,9 +171,9 @@ def run_files(
         environment = describe_environment()
 
         def prepared(state: TrainingState) -> tuple[np.ndarray, runs.Entry]:
-            data = _probe(load, num_examples, state)
+            data = probe(load, num_examples, state)
             program = describe_program(state) + environment
-            return data, _entry(ledger, mechanism, state, data, program)
+            return data, entry_of(ledger, mechanism, state, data, program)
 
         data, entry = prepared(state)
         is_saved = checkpoints.has(step, {"state": state, "data": data})
@@ -261,72 +259,6 @@ def _opened(path: pathlib.Path, keep: int = 3) -> Iterator[Checkpoints]:
     checkpoints.close()
 
 
-def _newest(
-    checkpoints: Checkpoints,
-    ledger: runs.Ledger,
-    state: TrainingState,
-    load: Load,
-    num_examples: int,
-    check_state: Callable[[TrainingState], None],
-) -> TrainingState:
-    """The given state or that of the newest checkpoint, if that has more steps.
-
-    Raises:
-      ValueError: if the directory has another run, or if the data have changed.
-    """
-    saved = checkpoints.restore({"state": state, "data": _NO_PROBE})
-    keys = {run.key for run in ledger.runs}
-    _validate.require(
-        not keys or runs.key_fingerprint(state.noise_state.prng_key) in keys,
-        "a directory must belong to one run, and this one has a run with another key",
-        prng_key="another one",
-        fix="To go on, use trainer.init_or_restore(params, checkpoint_dir). A new run "
-        "needs another directory, and is charged as well.",
-    )
-    if saved is None:
-        _validate.require(
-            not keys,
-            "a run that has begun must have a checkpoint to go on from",
-            checkpoints=0,
-            fix="Restore the checkpoints from a copy. Or start a new run in another "
-            "directory, which is charged as well.",
-        )
-        return state
-    check_state(saved["state"])
-    _validate.require(
-        bool(keys) or int(saved["state"].step) == 0,
-        "a run that has begun must have its ledger",
-        ledger=None,
-        fix="Restore the file ledger.jsonl from a copy: it is the only account of the "
-        "steps that were begun.",
-    )
-    _validate.require(
-        np.array_equal(saved["data"], _probe(load, num_examples, saved["state"])),
-        "a run must go on with its data",
-        data="other examples than those of the checkpoint",
-        fix="Use the same data in the same order. Other data need a new run in another "
-        "directory, which is charged as well.",
-    )
-    return saved["state"] if int(saved["state"].step) > int(state.step) else state
-
-
-def _entry(
-    ledger: runs.Ledger,
-    mechanism: DPSGD,
-    state: TrainingState,
-    data: np.ndarray,
-    program: str,
-) -> runs.Entry:
-    key = state.noise_state.prng_key
-    others = (state.sampling_key, jax.random.key_data(state.model_key), data)
-    facts = [np.asarray(x).tobytes() for x in others]
-    return ledger.entry(
-        mechanism,
-        key_fingerprint=runs.key_fingerprint(key),
-        data_tag=runs.data_tag(key, *facts, program.encode()),
-    )
-
-
 def _within_budget(
     entry: runs.Entry, epsilon_budget: float, mechanism: DPSGD, step: int, stop: int
 ) -> int:
@@ -353,22 +285,3 @@ def _within_budget(
             stacklevel=6,
         )
     return step + steps
-
-
-def _probe(load: Load, num_examples: int, state: TrainingState) -> np.ndarray:
-    """A hash of a few examples, (4,) uint32, which notices that data were exchanged.
-
-    It depends on the secret key of the run, so that nobody else can confirm a guess of
-    the examples.
-    """
-    key = np.asarray(state.sampling_key).tobytes()
-
-    def keyed_hash(content: bytes) -> bytes:
-        return hashlib.blake2b(content, digest_size=16, key=key).digest()
-
-    hashes = [keyed_hash(f"probe {i}".encode()) for i in range(_PROBES)]
-    indices = sorted({int.from_bytes(x, "little") % num_examples for x in hashes})
-    rows = jax.tree_util.tree_leaves_with_path(load(np.array(indices)))
-    facts = [f"{path}{x.dtype}{x.shape}".encode() + x.tobytes() for path, x in rows]
-    digest = keyed_hash(b"".join(map(keyed_hash, facts)))
-    return np.frombuffer(digest, np.uint32)
