@@ -11,6 +11,7 @@ from scipy import stats
 
 from dpmp import DPSGD, accounting
 from dpmp.batch_selection import PoissonSampling, _binomial
+from dpmp.mechanism import _step_costs
 from dpmp.noise_addition import NoiseState
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 
@@ -405,8 +406,10 @@ def test_what_the_batches_fall_short_of_is_charged_to_delta(monkeypatch):
         (share / (1 + math.exp(before * 0.99)), False),
     ):
         monkeypatch.setattr(_binomial, "LARGEST_TOTAL_VARIATION", distance)
+        _step_costs._guarantee_of.cache_clear()
         epsilon = mechanism.guarantee(delta=1e-5).epsilon
         assert epsilon == (before if is_covered else math.inf)
+    _step_costs._guarantee_of.cache_clear()
 
 
 def test_the_clipped_gradient_is_divided_by_the_expected_batch_size():
