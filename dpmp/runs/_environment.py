@@ -17,6 +17,7 @@ import secrets
 
 import jax
 
+# Not every version of jax has all of them.
 _OPTIONS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -59,7 +60,7 @@ def describe_environment() -> str:
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
         "variables": variables,
-        "options": {name: str(getattr(jax.config, name)) for name in _OPTIONS},
+        "options": {name: str(getattr(jax.config, name, None)) for name in _OPTIONS},
         "only_once": None if is_fixed else secrets.token_hex(),
     }
     return json.dumps(facts, sort_keys=True)

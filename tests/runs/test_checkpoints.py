@@ -115,8 +115,6 @@ def flip(path, position):
     path.write_bytes(content)
 
 
-# After an error, orbax leaves its other reads unfinished.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, harm):
     checkpoints = Checkpoints(tmp_path)
@@ -140,7 +138,6 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, harm):
     checkpoints.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_whole_checkpoint_is_an_error(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, {"x": jnp.ones(5000)})
@@ -163,7 +160,6 @@ def test_another_state_after_the_same_steps_replaces_the_checkpoint(checkpoints)
     assert_same(checkpoints.restore(make_state()), make_state(1))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_checkpoint_is_written_again(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
