@@ -23,7 +23,7 @@ from dpmp.runs._checkpoints import Checkpoints
 from dpmp.runs._environment import describe_environment
 from dpmp.runs._processes import agreed, on_first
 from dpmp.training._keys import with_fresh_keys
-from dpmp.training._same_run import NO_PROBE, entry_of, newest, probe
+from dpmp.training._same_run import NO_FACTS, entry_of, newest, origin_of, probe
 from dpmp.training._source import Load
 from dpmp.training._state import TrainingState
 from dpmp.training._stopped import sigterm_as_exit
@@ -67,14 +67,14 @@ class RunFiles(NoFiles):
         path: pathlib.Path,
         entry: runs.Entry,
         checkpoints: Checkpoints,
-        data: np.ndarray,
+        beside: dict[str, np.ndarray],
         every: int,
     ):
         """Prepares to record the steps from `state` to `stop`."""
         super().__init__(state, stop, epsilon)
         self.path = path
         self._entry, self._checkpoints = entry, checkpoints
-        self._data, self._every = data, every
+        self._beside, self._every = beside, every
         self._begun = int(state.step)
         self._save(self._begun, state)
         checkpoints.wait()
@@ -110,7 +110,7 @@ class RunFiles(NoFiles):
             warnings.warn(error.__notes__[-1], stacklevel=2)
 
     def _save(self, step: int, state: TrainingState) -> None:
-        self._checkpoints.save(step, {"state": state, "data": self._data})
+        self._checkpoints.save(step, {"state": state, **self._beside})
 
 
 def restore(directory: str | os.PathLike[str], like: TrainingState) -> TrainingState:
@@ -118,7 +118,7 @@ def restore(directory: str | os.PathLike[str], like: TrainingState) -> TrainingS
     if not pathlib.Path(directory).is_dir():
         return like
     with _locked(directory) as path, _opened(path) as checkpoints:
-        saved = checkpoints.restore({"state": like, "data": NO_PROBE})
+        saved = checkpoints.restore({"state": like, **NO_FACTS})
         return like if saved is None else saved["state"]
 
 
@@ -163,25 +163,30 @@ def run_files(
         ledger = runs.Ledger.open(path)
         on_first(lambda: None)  # none writes before all have read
         num_examples = mechanism.num_examples
-        state = newest(checkpoints, ledger, state, load, num_examples, check_state)
+        state, origin = newest(
+            checkpoints, ledger, state, load, num_examples, check_state
+        )
         step = int(state.step)
         if step >= stop:
             yield NoFiles(state, stop, epsilon)
             return
         environment = describe_environment()
 
-        def prepared(state: TrainingState) -> tuple[np.ndarray, runs.Entry]:
-            data = probe(load, num_examples, state)
+        def prepared(state: TrainingState) -> tuple[dict[str, np.ndarray], runs.Entry]:
+            beside = {"data": probe(load, num_examples, state), "origin": origin}
             program = describe_program(state) + environment
-            return data, entry_of(ledger, mechanism, state, data, program)
+            return beside, entry_of(ledger, mechanism, state, beside, program)
 
-        data, entry = prepared(state)
-        is_saved = checkpoints.has(step, {"state": state, "data": data})
+        beside = {"data": probe(load, num_examples, state), "origin": origin}
+        is_saved = checkpoints.has(step, {"state": state, **beside})
+        if not is_saved:
+            origin = origin_of(state, origin)
+        beside, entry = prepared(state)
         # Nobody can say whether an unsaved state is the one that made the lost steps.
         is_new = not is_saved and entry.were_begun(step, stop)
         if agreed(is_new or entry.repeats_noise(step, stop)):
             state = with_fresh_keys(state)
-            data, entry = prepared(state)
+            beside, entry = prepared(state)
             warnings.warn(
                 f"the steps that were begun after step {step} were lost, and the "
                 "state, the program or the machine has changed since. They are made "
@@ -201,7 +206,7 @@ def run_files(
             path=path,
             entry=entry,
             checkpoints=checkpoints,
-            data=data,
+            beside=beside,
             every=every,
         )
 

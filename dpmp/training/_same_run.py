@@ -8,14 +8,14 @@ import numpy as np
 
 from dpmp import _validate, runs
 from dpmp.mechanism import DPSGD
-from dpmp.runs._checkpoints import Checkpoints
+from dpmp.runs._checkpoints import Checkpoints, checksums
 from dpmp.training._source import Load
 from dpmp.training._state import TrainingState
 
 _PROBES = 16  # examples that stand for the data
 
-# In the place of `probe`, to say what a checkpoint has.
-NO_PROBE = np.zeros(4, np.uint32)
+# What a checkpoint has beside the state: `probe` and `origin_of`, (4,) uint32 each.
+NO_FACTS = {"data": np.zeros(4, np.uint32), "origin": np.zeros(4, np.uint32)}
 
 
 def newest(
@@ -25,13 +25,15 @@ def newest(
     load: Load,
     num_examples: int,
     check_state: Callable[[TrainingState], None],
-) -> TrainingState:
+) -> tuple[TrainingState, np.ndarray]:
     """The given state or that of the newest checkpoint, if that has more steps.
+
+    Returns also the origin that the checkpoint has; see `origin_of`.
 
     Raises:
       ValueError: if the directory has another run, or if the data have changed.
     """
-    saved = checkpoints.restore({"state": state, "data": NO_PROBE})
+    saved = checkpoints.restore({"state": state, **NO_FACTS})
     keys = {run.key for run in ledger.runs}
     _validate.require(
         not keys or runs.key_fingerprint(state.noise_state.prng_key) in keys,
@@ -48,7 +50,7 @@ def newest(
             fix="Restore the checkpoints from a copy. Or start a new run in another "
             "directory, which is charged as well.",
         )
-        return state
+        return state, NO_FACTS["origin"]
     check_state(saved["state"])
     _validate.require(
         bool(keys) or int(saved["state"].step) == 0,
@@ -64,20 +66,21 @@ def newest(
         fix="Use the same data in the same order. Other data need a new run in another "
         "directory, which is charged as well.",
     )
-    return saved["state"] if int(saved["state"].step) > int(state.step) else state
+    is_newer = int(saved["state"].step) > int(state.step)
+    return saved["state"] if is_newer else state, np.asarray(saved["origin"])
 
 
 def entry_of(
     ledger: runs.Ledger,
     mechanism: DPSGD,
     state: TrainingState,
-    data: np.ndarray,
+    beside: dict[str, np.ndarray],
     program: str,
 ) -> runs.Entry:
-    """The entry of a run in the ledger, given its state, data and program."""
+    """The entry of a run in the ledger, given its state, data, origin and program."""
     key = state.noise_state.prng_key
-    others = (state.sampling_key, jax.random.key_data(state.model_key), data)
-    facts = [np.asarray(x).tobytes() for x in others]
+    others = (state.sampling_key, jax.random.key_data(state.model_key))
+    facts = [np.asarray(x).tobytes() for x in (*others, *beside.values())]
     return ledger.entry(
         mechanism,
         key_fingerprint=runs.key_fingerprint(key),
@@ -91,14 +94,27 @@ def probe(load: Load, num_examples: int, state: TrainingState) -> np.ndarray:
     It depends on the secret key of the run, so that nobody else can confirm a guess of
     the examples.
     """
-    key = np.asarray(state.sampling_key).tobytes()
-
-    def keyed_hash(content: bytes) -> bytes:
-        return hashlib.blake2b(content, digest_size=16, key=key).digest()
-
+    keyed_hash = _hash_with_key_of(state)
     hashes = [keyed_hash(f"probe {i}".encode()) for i in range(_PROBES)]
     indices = sorted({int.from_bytes(x, "little") % num_examples for x in hashes})
     rows = jax.tree_util.tree_leaves_with_path(load(np.array(indices)))
     facts = [f"{path}{x.dtype}{x.shape}".encode() + x.tobytes() for path, x in rows]
     digest = keyed_hash(b"".join(map(keyed_hash, facts)))
     return np.frombuffer(digest, np.uint32)
+
+
+def origin_of(state: TrainingState, before: np.ndarray) -> np.ndarray:
+    """A hash, (4,) uint32, of a state that no step of the run has made.
+
+    Such are the first state, and one that the user has changed. `before` is the origin
+    up to there. Two runs with one key and different origins add the same noise to
+    different sums, and the ledger must not take one for a repetition of the other.
+    """
+    words = np.asarray(checksums((state.params, state.opt_state)))
+    digest = _hash_with_key_of(state)(before.tobytes() + words.tobytes())
+    return np.frombuffer(digest, np.uint32)
+
+
+def _hash_with_key_of(state: TrainingState) -> Callable[[bytes], bytes]:
+    key = np.asarray(state.sampling_key).tobytes()
+    return lambda content: hashlib.blake2b(content, digest_size=16, key=key).digest()

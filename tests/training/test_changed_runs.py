@@ -121,7 +121,7 @@ def test_an_edited_state_without_lost_steps_is_what_a_killed_run_goes_on_from(tm
     state = edited(run(tmp_path / "run", stop_at=2))
     expected = np.asarray(state.params["w"])
     directory = killed_after(3, tmp_path, state)
-    assert num_steps(directory) == [4]
+    assert num_steps(directory) == [2, 2]  # steps of two states, each counted once
     restored = TRAINER.init_or_restore(PARAMS, directory)
     np.testing.assert_array_equal(restored.params["w"], expected)
 
@@ -130,7 +130,33 @@ def test_steps_without_the_directory_are_recorded_when_the_run_returns(tmp_path)
     state = run(tmp_path, stop_at=2)
     state = TRAINER.fit(state, DATA, progress=False, stop_at=4)
     run(tmp_path, state)
-    assert num_steps(tmp_path) == [6]
+    assert sum(num_steps(tmp_path)) == 6
+
+
+def test_a_copy_that_goes_on_in_the_same_way_is_the_same_run(tmp_path):
+    directory = killed_after(3, tmp_path)
+    for path in (tmp_path / "run", directory):
+        run(path, TRAINER.init_or_restore(PARAMS, path))
+    one, two = runs_in(tmp_path / "run", directory)
+    assert (one.key, one.data, one.steps) == (two.key, two.data, two.steps)
+
+
+def test_one_key_and_other_first_parameters_have_no_finite_epsilon(tmp_path):
+    run(tmp_path / "one")
+    run(tmp_path / "two", init({"w": jnp.ones(3)}))
+    records = runs_in(tmp_path / "one", tmp_path / "two")
+    assert math.isinf(guarantee(records, delta=1e-3).epsilon)
+
+
+def test_copies_that_go_on_from_edited_states_have_no_finite_epsilon(tmp_path):
+    run(tmp_path / "one", stop_at=2)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for path, is_edited in ((tmp_path / "one", False), (tmp_path / "two", True)):
+        state = TRAINER.init_or_restore(PARAMS, path)
+        run(path, edited(state) if is_edited else state)
+        assert sum(num_steps(path)) == 6
+    records = runs_in(tmp_path / "one", tmp_path / "two")
+    assert math.isinf(guarantee(records, delta=1e-3).epsilon)
 
 
 def test_two_runs_with_one_key_and_other_data_have_no_finite_epsilon(tmp_path):

@@ -77,12 +77,13 @@ def assert_same(state, other):
 
 
 def killed_after(num_steps, tmp_path):
-    """The directory of a run that was killed, with its checkpoint after step 3."""
+    """The directory of a run that was killed, with its newest checkpoint."""
     target = tmp_path / "killed"
+    newest = str(num_steps // 3 * 3)  # it is being written
 
     def callback(state):
         if int(state.step) == num_steps:
-            while not (tmp_path / "run" / "checkpoints" / "3").is_dir():
+            while not (tmp_path / "run" / "checkpoints" / newest).is_dir():
                 time.sleep(0.01)
             shutil.copytree(tmp_path / "run", target)
 
@@ -112,7 +113,7 @@ def test_the_ledger_has_every_step_before_it_begins(tmp_path):
     run(tmp_path, callback=callback)
 
 
-@pytest.mark.parametrize("step", [4, 5, 6])
+@pytest.mark.parametrize("step", [4, 5])
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, undisturbed, step):
     directory = killed_after(step, tmp_path)
     trainer = make_trainer()
