@@ -172,21 +172,23 @@ def run_files(
             return
         environment = describe_environment()
 
-        def prepared(state: TrainingState) -> tuple[dict[str, np.ndarray], runs.Entry]:
-            beside = {"data": probe(load, num_examples, state), "origin": origin}
+        def entry_for(
+            state: TrainingState, beside: dict[str, np.ndarray]
+        ) -> runs.Entry:
             program = describe_program(state) + environment
-            return beside, entry_of(ledger, mechanism, state, beside, program)
+            return entry_of(ledger, mechanism, state, beside, program)
 
         beside = {"data": probe(load, num_examples, state), "origin": origin}
         is_saved = checkpoints.has(step, {"state": state, **beside})
         if not is_saved:
-            origin = origin_of(state, origin)
-        beside, entry = prepared(state)
+            beside["origin"] = origin_of(state, origin)
+        entry = entry_for(state, beside)
         # Nobody can say whether an unsaved state is the one that made the lost steps.
         is_new = not is_saved and entry.were_begun(step, stop)
         if agreed(is_new or entry.repeats_noise(step, stop)):
             state = with_fresh_keys(state)
-            beside, entry = prepared(state)
+            beside["data"] = probe(load, num_examples, state)
+            entry = entry_for(state, beside)
             warnings.warn(
                 f"the steps that were begun after step {step} were lost, and the "
                 "state, the program or the machine has changed since. They are made "

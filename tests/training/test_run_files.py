@@ -153,6 +153,15 @@ def test_a_stopped_run_is_saved_at_its_last_step(tmp_path, undisturbed):
     assert_same(run(tmp_path, state=state), undisturbed)
 
 
+@pytest.fixture
+def ctrl_c():
+    """Lets SIGINT interrupt: a shell starts jobs in the background without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_step_end_and_saves_it(tmp_path, undisturbed, number):
     class Source:
