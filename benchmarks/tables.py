@@ -411,7 +411,8 @@ def _scaling() -> str:
         "compiler widens to float32) and the sum of its own examples. The second table "
         "is measured, on virtual devices that share the cores of one machine. Beyond "
         "its number of cores no speed can be gained: the table shows what it costs to "
-        "divide the work.",
+        "divide the work. Other work ran beside it, so its "
+        "ratios are rough.",
         "scaling",
         [*compiled, *timed],
         _table(["compiled for", *keys[1:], *_HELD], gigabytes),
