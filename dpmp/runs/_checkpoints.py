@@ -5,6 +5,7 @@ from what the run released, so only the owner may read the files.
 """
 
 import collections
+import contextlib
 import functools
 import math
 import os
@@ -146,9 +147,9 @@ class Checkpoints:
         if jax.process_index() > 0:
             return
         for folder, _, files in os.walk(self._path):
-            pathlib.Path(folder).chmod(0o700)
+            _make_private(pathlib.Path(folder), 0o700)
             for name in files:
-                pathlib.Path(folder, name).chmod(0o600)
+                _make_private(pathlib.Path(folder, name), 0o600)
 
     def close(self) -> None:
         """Waits, and ends the background thread."""
@@ -220,6 +221,12 @@ def _check_names(state: PyTree) -> None:
         twice=twice,
         fix='Rename one of them: {"a.b": x} and {"a": {"b": x}} have the same name.',
     )
+
+
+def _make_private(path: pathlib.Path, mode: int) -> None:
+    # orbax may be removing what a killed process has left unfinished.
+    with contextlib.suppress(FileNotFoundError):
+        path.chmod(mode)
 
 
 def _check_arrays(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
