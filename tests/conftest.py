@@ -9,9 +9,11 @@ import os
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import pathlib
+import signal
 
 import hypothesis
 import jax
+import pytest
 
 # What was compiled once, in this run or an earlier one, is not compiled anew.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -26,3 +28,11 @@ hypothesis.settings.register_profile(
     "dpmp", deadline=None, max_examples=20, derandomize=True
 )
 hypothesis.settings.load_profile("dpmp")
+
+
+@pytest.fixture
+def ctrl_c():
+    """Lets SIGINT interrupt. A shell starts jobs in the background without that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -28,12 +28,13 @@ def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]
 def call(fun: Callable[..., PyTree], *args: Any) -> PyTree:
     """Calls `fun` under `jax.vmap`, if need be without its ragged products.
 
-    Whether a loss has such products is asked only after jax has failed to map it: to
-    ask beforehand would mean to trace every loss twice. Every other error stays.
+    For an operation that it cannot map, jax raises NotImplementedError. To look for
+    such products beforehand would mean to trace every loss twice. So the program is
+    looked at only after that error, and without ragged products the error is raised.
     """
     try:
         return fun(*args)
-    except NotImplementedError:  # jax's error for an operation that it cannot map
+    except NotImplementedError:
         if not has_ragged_products(jax.make_jaxpr(fun)(*args).jaxpr):
             raise
     return without_ragged_products(fun)(*args)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dpmp import _validate
+from dpmp._pictures import new_figure
 from dpmp.accounting._rounding import digits_above
 from dpmp.runs import _files, _metrics
 from dpmp.runs._history import History, Run, guarantee
@@ -53,7 +54,10 @@ def add_plot_command(commands: Any) -> None:
 
 def _plot(args: argparse.Namespace) -> int:
     output = args.output or args.directory / "plot.png"
-    figure = draw(args.directory, delta=args.delta)
+    try:
+        figure = draw(args.directory, delta=args.delta)
+    except ModuleNotFoundError as error:  # the user can mend that
+        raise _validate.RefusedError(str(error)) from None
     try:
         figure.savefig(output, dpi=120)
     except (OSError, ValueError) as error:
@@ -156,17 +160,10 @@ def _before(run: Run, step: int) -> Run:
 
 def _grid(num_panels: int, last: int) -> tuple[Any, list[Any]]:
     """A figure, and its axes in two columns, where the lowest ones name the steps."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        _validate.fail(
-            "plots need matplotlib",
-            matplotlib="not installed",
-            fix="pip install 'dpmp[plot]'.",
-        )
     columns = min(num_panels, 2)
     rows = -(-num_panels // columns)
-    figure = Figure(figsize=(4.8 * columns, 2.3 * rows + 0.3), layout="constrained")
+    size = 4.8 * columns, 2.3 * rows + 0.3
+    figure = new_figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
     axes = list(grid.flat)
     for unused in axes[num_panels:]:

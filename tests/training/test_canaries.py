@@ -75,8 +75,10 @@ def succeed(directory, monkeypatch):
 
 
 def meet_a_bad_record(directory, monkeypatch):
-    text = lambda rows: rows | {"y": np.array([WORD] * len(rows["y"]), object)}  # noqa: E731
-    run(directory, Source(text))
+    def with_text(rows):
+        return rows | {"y": np.array([WORD] * len(rows["y"]), object)}
+
+    run(directory, Source(with_text))
 
 
 def meet_another_shape(directory, monkeypatch):
@@ -88,8 +90,8 @@ def meet_too_few_rows(directory, monkeypatch):
 
 
 def meet_nan(directory, monkeypatch):
-    not_a_number = lambda rows: rows | {"x": rows["x"] * np.nan}  # noqa: E731
-    run(directory, Source(not_a_number), debug_nans=True)
+    nowhere_finite = Source(lambda rows: rows | {"x": rows["x"] * np.nan})
+    run(directory, nowhere_finite, debug_nans=True)
 
 
 def fail_in_the_callback(directory, monkeypatch):

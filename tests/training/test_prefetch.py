@@ -123,15 +123,7 @@ def test_nothing_is_left_when_the_loop_is_stopped(error):
     assert len(drawn) == num_drawn
 
 
-@pytest.fixture
-def default_handler():
-    """A process in the background ignores Ctrl-C from its start."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("default_handler")
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_wait_for_a_batch():
     release = threading.Event()
 

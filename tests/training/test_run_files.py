@@ -125,7 +125,10 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, undisturbed, step):
 
 def test_fit_goes_on_from_the_newest_checkpoint_of_its_key(tmp_path, undisturbed):
     directory, seen = killed_after(5, tmp_path), []
-    callback = lambda state: seen.append(int(state.step))  # noqa: E731
+
+    def callback(state):
+        seen.append(int(state.step))
+
     assert_same(run(directory, callback=callback), undisturbed)
     assert seen == [4, 5, 6, 7]
 
@@ -151,14 +154,6 @@ def test_a_stopped_run_is_saved_at_its_last_step(tmp_path, undisturbed):
     assert int(state.step) == 5
     assert num_steps(tmp_path) == [5]  # the record was for 6
     assert_same(run(tmp_path, state=state), undisturbed)
-
-
-@pytest.fixture
-def ctrl_c():
-    """Lets SIGINT interrupt: a shell starts jobs in the background without."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -110,14 +110,6 @@ def test_a_state_whose_arrays_are_gone_is_not_kept():
     assert trainer.last_state is None
 
 
-@pytest.fixture
-def default_handler():
-    """A process in the background ignores Ctrl-C from its start."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupt(times, done):
     with deferred_signals():
         for _ in range(times):
@@ -125,7 +117,7 @@ def interrupt(times, done):
         done.append("step")
 
 
-@pytest.mark.usefixtures("default_handler")
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_waits_for_the_end_of_the_step():
     done = []
     with pytest.raises(KeyboardInterrupt):
@@ -134,7 +126,7 @@ def test_an_interrupt_waits_for_the_end_of_the_step():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.usefixtures("default_handler")
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_interrupt_does_not_wait():
     done = []
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _validate
+from dpmp._pictures import new_figure
 from dpmp.tools.precision_report._comparison import Comparison, Exponents, power_as_code
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -16,16 +16,7 @@ _NORMAL, _SUBNORMAL = "#8c8c8c", "#d0d0d0"
 
 def plot(given: Comparison, best: Comparison, policy: str) -> Any:
     """Draws a gradient at the loss scale that is used, and at the one suggested."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        _validate.fail(
-            "plots need matplotlib",
-            matplotlib="not installed",
-            fix="pip install 'dpmp[plot]'.",
-            error=ModuleNotFoundError,
-        )
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    figure = new_figure(figsize=(8, 5.5), layout="constrained")
     sizes, ranges = figure.subplots(
         2, 1, sharex=True, gridspec_kw={"height_ratios": (3, 1.4)}
     )
