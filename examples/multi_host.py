@@ -143,7 +143,10 @@ def is_in_a_cluster():
 
 
 def start_locally(num_processes):
-    """Starts this script once for each process, and stops all if one fails."""
+    """Runs this script once for each process; returns 0, or 1 after one has failed.
+
+    All are stopped after the first failure.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -155,7 +158,7 @@ def start_locally(num_processes):
         while True:
             codes = [process.poll() for process in running]
             if any(codes) or None not in codes:
-                return max(abs(code or 0) for code in codes)
+                return int(any(codes))
             time.sleep(0.1)
     finally:
         for process in running:
