@@ -3,6 +3,7 @@
 from dpmp import (
     accounting,
     batch_selection,
+    lora,
     loss_scaling,
     noise_addition,
     planning,
@@ -54,6 +55,7 @@ __all__ = [
     "clipped_fun",
     "clipped_grad",
     "devices",
+    "lora",
     "loss_scaling",
     "memory",
     "microbatches",

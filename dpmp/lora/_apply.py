@@ -1,0 +1,138 @@
+"""Adds the changes of adapters to a function, or to the arrays of a model."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.lora._adapters import (
+    Adapters,
+    Axes,
+    Factors,
+    check_base,
+    check_shapes,
+    factor_labels,
+    fingerprint,
+)
+from dpmp.lora._paths import path_of
+from dpmp.lora._rewriting import check_used, run, with_views
+from dpmp.lora._views import Target
+from dpmp.programs import _interpreter
+
+
+def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
+    """Turns `fun(params, ...)` into `adapted(adapters, ...)`, with `params` frozen.
+
+    Every product x W with a target W becomes x W + scale (x A) B, in the program of the
+    function: within loops over layers, under `jax.checkpoint`, and whatever library the
+    model was written in. The sum W + scale A B, and its gradient, are never computed.
+
+    >>> def loss(params, x):
+    ...     return jnp.sum((x @ params["kernel"]) ** 2)
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> adapters = init(jax.random.key(0), params, rank=1, targets="kernel")
+    >>> adapted = apply(loss, params)
+    >>> print(adapted(adapters, jnp.ones(3)))
+    18.0
+
+    `DPTrainer` makes the frozen arrays an argument of its compiled step. In a loop of
+    your own, pass `params` to the function under `jax.jit`, and call `apply` in it.
+    Otherwise the arrays become constants of the program.
+
+    Args:
+      fun: a function whose first argument are the parameters.
+      params: the parameters. They are not cast, so that a base model in bfloat16 stays
+        in bfloat16. Factors are cast to the dtype of the inputs in each product.
+
+    Returns:
+      A function with adapters, made by `init` for these parameters, as its first
+      argument. The others are those of `fun`. It can be differentiated, mapped and
+      compiled, and works with both engines of `clipped_grad`.
+
+    Raises:
+      ValueError: if `fun` is no function. When the result is called: if adapters belong
+        to other parameters, or if the function does not multiply with a target.
+    """
+    _validate.require(
+        callable(fun),
+        "fun must be a function of the parameters",
+        type=type(fun).__name__,
+        fix="Pass the function itself: lora.apply(loss_fn, params).",
+    )
+    base = fingerprint(params)
+
+    @functools.wraps(fun)
+    def adapted(adapters: Adapters, *args: Any, **kwargs: Any) -> Any:
+        _check_adapters(adapters)
+        check_base(adapters, base)
+        check_shapes(adapters, params)
+        closed, treedef = _interpreter.trace(
+            lambda *xs: fun(*xs, **kwargs), params, *args
+        )
+        targets = {path: Target(path, adapters.scale) for path, _ in adapters.axes}
+        factors = {
+            path: (tuple(adapters.factors[path]), factor_labels(axes))
+            for path, axes in adapters.axes
+        }
+        leaves = jax.tree.leaves((params, *args))
+        outputs = run(closed, with_views(leaves, params, targets, factors))
+        check_used(targets.values())
+        return jax.tree.unflatten(treedef, outputs)
+
+    return adapted
+
+
+def merge(params: PyTree, adapters: Adapters) -> PyTree:
+    """Adds the changes to the arrays: a model that needs no adapters any more.
+
+    The changes are computed in float32, and the sums are rounded to the dtypes of the
+    parameters. In bfloat16, that rounding is often as large as the change: merge into
+    the base model in float32 where you have it, with `adapters.for_base(params)`.
+
+    Raises:
+      ValueError: if the adapters belong to other parameters. That is also so if they
+        are merged into these a second time.
+    """
+    _check_adapters(adapters)
+    check_base(adapters, fingerprint(params))
+    check_shapes(adapters, params)
+    axes = dict(adapters.axes)
+
+    def merged(keys: Any, x: Any) -> Any:
+        path = path_of(keys)
+        if path not in axes:
+            return x
+        change = adapters.scale * _change(adapters.factors[path], axes[path])
+        return (x.astype(jnp.float32) + change).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(merged, params)
+
+
+def _change(factors: Factors, axes: Axes) -> jax.Array:
+    """The product of two factors, with its axes in the order of the target."""
+    rank = sum(map(len, axes))
+    names_a, names_b = (
+        (*axes.stack, *axes.input, rank),
+        (*axes.stack, rank, *axes.output),
+    )
+    return jnp.einsum(
+        factors.a.astype(jnp.float32),
+        names_a,
+        factors.b.astype(jnp.float32),
+        names_b,
+        tuple(range(rank)),
+        precision="highest",
+    )
+
+
+def _check_adapters(adapters: Any) -> None:
+    _validate.require(
+        isinstance(adapters, Adapters),
+        "adapters must come from lora.init or lora.load",
+        type=type(adapters).__name__,
+        fix="Pass them as the first argument. The parameters go to lora.apply.",
+    )

@@ -1,0 +1,246 @@
+"""Saves adapters, and loads them for the model that they were trained on."""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.lora import _checks, _peft
+from dpmp.lora._adapters import (
+    Adapters,
+    Axes,
+    check_base,
+    check_shapes,
+    fingerprint,
+    last_two,
+)
+from dpmp.lora._paths import by_path
+
+_CONFIG, _ARRAYS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def save(
+    directory: str | os.PathLike[str],
+    adapters: Adapters,
+    params: PyTree,
+    *,
+    initial: Adapters | None,
+    names: _peft.ModuleName | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves trained adapters in PEFT's layout, and checks that they load as they are.
+
+    >>> save("adapter", state.params, params, initial=adapters)  # doctest: +SKIP
+
+    Args:
+      directory: where to save. It is made if it does not exist.
+      adapters: the adapters after training.
+      params: the frozen parameters, after training.
+      initial: the adapters before training, to see that every factor has moved. None
+        leaves that check out, for adapters that were loaded.
+      names: the module name of a layer of a target, `names(path, layer)`, so that
+        other libraries find their modules. For a model of Hugging Face, this is
+        for example "model.layers.3.self_attn.q_proj" for "layers/query/kernel" and 3.
+        By default, it is the path and, for a stack, the number of the layer.
+      config: more entries of the file `adapter_config.json`, such as "task_type" and
+        "base_model_name_or_path".
+
+    Raises:
+      ValueError: if a factor did not move or is not finite, if the frozen parameters
+        were changed, or if the files do not give the same adapters again. The message
+        names the array.
+      ModuleNotFoundError: if the package safetensors is not installed.
+    """
+    _check_before(adapters, params, initial)
+    arrays_of_model = by_path(params)
+    modules = {
+        path: _peft.module_names(path, arrays_of_model[path].shape, axes, names)
+        for path, axes in adapters.axes
+    }
+    folder = pathlib.Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder, adapters, modules, config)
+    saved = load(folder, params)
+    same = jax.tree.map(np.array_equal, adapters.factors, saved.factors)
+    _validate.require(
+        saved.scale == adapters.scale and all(jax.tree.leaves(same)),
+        "saved adapters must be the same when they are loaded",
+        directory=str(folder),
+        fix="Save the adapters in float32, as lora.init makes them.",
+    )
+
+
+def _check_before(adapters: Adapters, params: PyTree, initial: Adapters | None) -> None:
+    if initial is not None:
+        _checks.check_trained(adapters, initial=initial, params=params)
+    _checks.check_finite(adapters)
+    _checks.check_nonzero(adapters)
+    check_base(adapters, fingerprint(params))
+    check_shapes(adapters, params)
+
+
+def _write(
+    folder: pathlib.Path,
+    adapters: Adapters,
+    modules: dict[str, list[str]],
+    more: Mapping[str, Any] | None,
+) -> None:
+    """Writes both files, each of them complete or not at all."""
+    arrays: dict[str, np.ndarray] = {}
+    for path, of_path in modules.items():
+        arrays |= _peft.to_arrays(adapters.factors[path], of_path)
+    targets = {
+        path: {"axes": axes, "modules": modules[path]} for path, axes in adapters.axes
+    }
+    ours = json.dumps({"base": adapters.base, "targets": targets})
+    all_modules = [name for of_path in modules.values() for name in of_path]
+    config = _peft.make_config(adapters, all_modules, more)
+    content = _safetensors().numpy.save(arrays, {"format": "pt", "dpmp": ours})
+    for name, data in (
+        (_ARRAYS, content),
+        (_CONFIG, json.dumps(config, indent=2).encode()),
+    ):
+        unfinished = folder / f"{name}.unfinished"
+        unfinished.write_bytes(data)
+        unfinished.replace(folder / name)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    params: PyTree,
+    *,
+    names: _peft.ModuleName | None = None,
+) -> Adapters:
+    """Loads adapters for a model.
+
+    Args:
+      directory: a directory that was written by `save` or by PEFT.
+      params: the frozen parameters.
+      names: the module name of a layer of an array; see `save`. Only needed for files
+        of other libraries, in which the last two axes of a target are its inputs and
+        outputs.
+
+    Raises:
+      ValueError: if a file is missing or damaged, if the adapters were trained on other
+        parameters, if they do not fit them, or if they are of a kind other than LoRA.
+      ModuleNotFoundError: if the package safetensors is not installed.
+    """
+    folder, base = pathlib.Path(directory), fingerprint(params)
+    config = _read(folder / _CONFIG, lambda file: json.loads(file.read_text()))
+    rank, alpha = _peft.check_config(config, str(folder / _CONFIG))
+    arrays, ours = _read(folder / _ARRAYS, _read_arrays)
+    shapes = {path: x.shape for path, x in by_path(params).items()}
+    axes, modules = _from_ours(ours) if ours else _found(arrays, shapes, names)
+    _check_all_known(arrays, modules)
+    missing = sorted({*axes} - {*shapes})
+    _validate.require(
+        not missing,
+        "every target of adapters must be an array of the model",
+        missing=missing,
+        fix="Load the model that the adapters were made for.",
+    )
+    factors = {
+        path: _peft.from_arrays(arrays, modules[path], shapes[path], axes[path], rank)
+        for path in axes
+    }
+    adapters = Adapters(
+        factors=factors,
+        axes=tuple(axes.items()),
+        rank=rank,
+        alpha=alpha,
+        base=ours["base"] if ours else base,
+    )
+    check_base(adapters, base)
+    return adapters
+
+
+def _read(file: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
+    try:
+        return read(file)
+    except (OSError, ValueError, KeyError, _safetensors().SafetensorError) as error:
+        _validate.fail(
+            "a directory of adapters must have two readable files",
+            file=str(file),
+            reason=str(error) or type(error).__name__,
+            fix="Load a directory that lora.save or PEFT has written.",
+        )
+
+
+def _read_arrays(
+    file: pathlib.Path,
+) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
+    """The arrays of a file, and what `save` has written beside them."""
+    with _safetensors().safe_open(file, framework="numpy") as opened:
+        names = opened.keys()
+        arrays = {name: opened.get_tensor(name) for name in names}
+        metadata = opened.metadata() or {}
+    return arrays, json.loads(metadata["dpmp"]) if "dpmp" in metadata else None
+
+
+def _from_ours(
+    ours: dict[str, Any],
+) -> tuple[dict[str, Axes], dict[str, list[str]]]:
+    targets = ours["targets"].items()
+    axes = {path: Axes(*map(tuple, target["axes"])) for path, target in targets}
+    return axes, {path: target["modules"] for path, target in targets}
+
+
+def _found(
+    arrays: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    names: _peft.ModuleName | None,
+) -> tuple[dict[str, Axes], dict[str, list[str]]]:
+    """Finds the targets of a file that another library has written."""
+    if names is None:
+        _validate.fail(
+            "the module names of the model must be known for files of other libraries",
+            names=None,
+            fix="Pass `names`, a function of the path of an array and a layer.",
+        )
+    modules = {}
+    for path, shape in shapes.items():
+        if len(shape) < 2:
+            continue
+        number = _peft.num_matrices(shape, last_two(len(shape)))
+        found = [names(path, layer) for layer in range(number)]
+        if any(x and _peft.array_names(x)[0] in arrays for x in found):
+            modules[path] = [str(x) for x in found]
+    return {path: last_two(len(shapes[path])) for path in modules}, modules
+
+
+def _check_all_known(
+    arrays: Mapping[str, Any], modules: Mapping[str, list[str]]
+) -> None:
+    """Raises ValueError if the file has an array that belongs to no target."""
+    known = {
+        name
+        for of_path in modules.values()
+        for module in of_path
+        for name in _peft.array_names(module)
+    }
+    _validate.require(
+        bool(modules) and known >= {*arrays},
+        "every array of the file must belong to a target of the model",
+        unknown=sorted({*arrays} - known)[:5],
+        fix="Load the model that the adapters were made for, or pass other `names`.",
+    )
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ModuleNotFoundError:
+        _validate.fail(
+            "files of adapters need the package safetensors",
+            safetensors="not installed",
+            fix="pip install 'dpmp[lora]'.",
+            error=ModuleNotFoundError,
+        )
+    return safetensors

@@ -1,0 +1,238 @@
+"""That an adapted function is the function of the merged parameters."""
+
+import framework_models
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from lora.subjects import KEY, SUBJECTS, adapters_of, new_adapters, normal
+
+import dpmp
+from dpmp import lora
+
+
+def assert_close(tree, expected, rtol=2e-5):
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        scale = float(jnp.max(jnp.abs(y)))
+        assert scale > 0
+        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * scale)
+
+
+@pytest.fixture(params=SUBJECTS.values(), ids=SUBJECTS)
+def subject(request):
+    return request.param()
+
+
+def test_values_and_gradients_are_those_of_merged_parameters(subject):
+    adapters = adapters_of(subject)
+
+    def merged_loss(adapters, batch):
+        return subject.loss_fn(lora.merge(subject.params, adapters), batch)
+
+    adapted = lora.apply(subject.loss_fn, subject.params)
+    given = jax.jit(jax.value_and_grad(adapted))(adapters, subject.batch)
+    expected = jax.jit(jax.value_and_grad(merged_loss))(adapters, subject.batch)
+    assert_close(given, expected)
+    unchanged = subject.loss_fn(subject.params, subject.batch)
+    assert abs(float(given[0] - unchanged)) > 1e-3 * abs(float(unchanged))
+
+
+def test_new_adapters_change_nothing(subject):
+    adapters = new_adapters(subject)
+    adapted = lora.apply(subject.loss_fn, subject.params)
+    value, grads = jax.value_and_grad(adapted)(adapters, subject.batch)
+    unchanged = subject.loss_fn(subject.params, subject.batch)
+    np.testing.assert_allclose(value, unchanged, rtol=1e-6)
+    assert all(np.any(factors.b) for factors in grads.factors.values())
+
+
+def test_both_engines_clip_the_gradients_of_adapters(subject):
+    adapters = adapters_of(subject)
+    adapted = lora.apply(subject.loss_fn, subject.params)
+    batch = jnp.stack([subject.batch, subject.batch[::-1]])
+    results = [
+        dpmp.clipped_grad(
+            adapted,
+            l2_clip_norm=1e6,
+            keep_batch_dim=False,
+            method=method,
+            arithmetic=arithmetic,
+        )(adapters, batch)
+        for method, arithmetic in (
+            ("per_example", "float32"),
+            ("book_keeping", "unproved_float32"),
+        )
+    ]
+    assert_close(*results)
+
+
+def test_no_gradient_is_as_large_as_the_target():
+    subject = SUBJECTS["turned"]()
+    adapters = adapters_of(subject)
+    adapted = lora.apply(subject.loss_fn, subject.params)
+    program = jax.make_jaxpr(jax.grad(adapted))(adapters, subject.batch)
+    shapes = {x.shape for x in subject.params.values()}
+    shapes |= {shape[::-1] for shape in shapes}
+    made = [
+        (eqn.primitive.name, v.aval.shape)
+        for eqn in program.eqns
+        for v in eqn.outvars
+        if v.aval.shape in shapes
+    ]
+    # The function itself turns W around and multiplies U by a number.
+    assert sorted({name for name, _ in made}) in (
+        ["mul", "transpose"],
+        ["jit", "mul", "transpose"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "least"),
+    [
+        (framework_models.linen_gpt2, "Dense_./kernel", 8),
+        (framework_models.nnx_gemma, "kernel$", 10),
+        (framework_models.haiku_transformer, "linear.*/w$", 4),
+    ],
+)
+@jax.numpy_dtype_promotion("standard")
+def test_models_of_libraries(model, targets, least):
+    task = model()
+    adapters = lora.init(
+        KEY, task.params, 2, targets, fun=task.loss_fn, example_args=(task.batch,)
+    )
+    assert len(adapters.axes) >= least
+    adapters = jax.tree.map(lambda x: x + 0.1 * normal(x.size, *x.shape), adapters)
+    adapted = lora.apply(task.loss_fn, task.params)
+    expected = task.loss_fn(lora.merge(task.params, adapters), task.batch)
+    np.testing.assert_allclose(adapted(adapters, task.batch), expected, rtol=1e-5)
+
+
+def test_a_frozen_base_stays_in_bfloat16():
+    subject = SUBJECTS["decoder"]()
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), subject.params)
+    adapters = adapters_of(subject._replace(params=half))
+    assert {x.dtype for x in jax.tree.leaves(adapters)} == {jnp.dtype("float32")}
+    adapted = lora.apply(subject.loss_fn, half)
+    value, grads = jax.value_and_grad(adapted)(adapters, subject.batch)
+    assert value.dtype == jnp.bfloat16
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    merged = lora.merge(half, adapters)
+    assert {x.dtype for x in jax.tree.leaves(merged)} == {jnp.dtype("bfloat16")}
+    expected = subject.loss_fn(merged, subject.batch)
+    np.testing.assert_allclose(value.astype(float), expected.astype(float), rtol=0.05)
+
+
+def test_the_trainer_trains_adapters_of_an_argument():
+    subject = SUBJECTS["decoder"]()
+    frozen = jax.tree.map(jnp.copy, subject.params)
+    adapters = new_adapters(subject)
+    mechanism = dpmp.DPSGD(
+        num_examples=64,
+        expected_batch_size=8,
+        iterations=4,
+        l2_clip_norm=1.0,
+        method="book_keeping",
+    ).calibrate(epsilon=8.0, delta=1e-4)
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lambda adapters, batch: lora.apply(subject.loss_fn, subject.params)(
+            adapters, batch[0]
+        ),
+        optimizer=optax.sgd(0.1),
+        policy="mixed_bfloat16",
+    )
+    state = trainer.init(adapters, prng_key=jax.random.key(1))
+    data = np.random.default_rng(0).integers(11, size=(64, 5)).astype(np.int32)
+    state = trainer.fit(state, data, progress=False)
+    lora.check_trained(state.params, initial=adapters, params=subject.params)
+    jax.tree.map(np.testing.assert_array_equal, subject.params, frozen)
+
+
+def test_the_scale_is_alpha_over_the_rank():
+    params = {"w": jnp.ones((2, 3))}
+    adapters = lora.init(KEY, params, 4, "w", alpha=2.0)
+    one = lora.Factors(jnp.ones((2, 4)), jnp.ones((4, 3)))
+    adapters = jax.tree.map(lambda _, x: x, adapters.factors, {"w": one})
+    adapters = lora.Adapters(
+        factors=adapters, axes=(("w", lora.Axes((), (0,), (1,))),), rank=4,
+        alpha=2.0, base=None,
+    )  # fmt: skip
+    x = jnp.ones(2)
+    given = lora.apply(lambda p, x: x @ p["w"], params)(adapters, x)
+    np.testing.assert_allclose(given, 2.0 + 0.5 * 2.0 * 4.0)
+
+
+REFUSED = {
+    "is looked up": lambda p, x: jnp.sum(p["w"][jnp.array([0, 1])] @ x.T),
+    "is added": lambda p, x: jnp.sum(x @ (p["w"] + 1.0)),
+    "is carried": lambda p, x: jnp.sum(
+        jax.lax.fori_loop(0, 2, lambda _, w: w * 2.0, p["w"]) @ x.T
+    ),
+    "is returned": lambda p, x: (p["w"], jnp.sum(x)),
+    "is multiplied with itself": lambda p, x: jnp.sum(p["w"] @ p["w"].T),
+    "is summed over in part": lambda p, x: jnp.sum(
+        jnp.einsum("tk,hko->tho", x[:, :6], p["w"].reshape(2, 6, 12))
+    ),
+}
+
+
+@pytest.mark.parametrize("fun", REFUSED.values(), ids=REFUSED)
+def test_other_uses_of_a_target_are_refused(fun):
+    params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
+    adapters = lora.init(KEY, params, 2, "w")
+    with pytest.raises(ValueError, match="every target of LoRA must be multiplied"):
+        lora.apply(fun, params)(adapters, x)
+
+
+def test_an_unused_target_is_refused():
+    params, x = {"w": normal(0, 12, 12), "v": normal(0, 12, 12)}, normal(1, 5, 12)
+
+    def fun(params, x):
+        return jnp.sum(x @ params["w"])
+
+    with pytest.raises(ValueError, match=r"never learns; got unused=\['v'\]"):
+        lora.init(KEY, params, 2, ".", fun=fun, example_args=(x,))
+    with pytest.raises(ValueError, match=r"never learns; got unused=\['v'\]"):
+        lora.apply(fun, params)(lora.init(KEY, params, 2, "."), x)
+
+
+def test_axes_that_do_not_fit_the_program_are_refused():
+    subject = SUBJECTS["decoder"]()
+    adapters = lora.init(KEY, subject.params, 2, "query")  # (layers, width) stacked
+    with pytest.raises(ValueError, match=r"target='layers/query'.*pass `fun`"):
+        lora.apply(subject.loss_fn, subject.params)(adapters, subject.batch)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("qeury", "at least one array must be selected; got targets='qeury'"),
+        ("(", "valid regular expression"),
+        (["w", "v"], r"unknown=\['v'\]"),
+        ("b", "target='b', shape=.3,."),
+        ("ids", "dtype='int32'"),
+    ],
+)
+def test_wrong_targets_are_refused(targets, message):
+    params = {
+        "w": jnp.ones((2, 3)),
+        "b": jnp.ones(3),
+        "ids": jnp.ones((2, 2), jnp.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        lora.init(KEY, params, 2, targets)
+
+
+@pytest.mark.parametrize("kwargs", [{"rank": 0}, {"rank": 2, "alpha": -1.0}])
+def test_wrong_sizes_are_refused(kwargs):
+    with pytest.raises(ValueError, match="must be"):
+        lora.init(KEY, {"w": jnp.ones((2, 3))}, targets="w", **kwargs)
+
+
+def test_parameters_in_the_place_of_adapters_are_refused():
+    params = {"w": jnp.ones((2, 3))}
+    adapted = lora.apply(lambda p, x: x @ p["w"], params)
+    with pytest.raises(ValueError, match=r"must come from lora\.init"):
+        adapted(params, jnp.ones(2))

@@ -1,0 +1,241 @@
+"""That saved adapters are those that are loaded, and that no mistake goes unnoticed."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from lora.subjects import KEY, SUBJECTS, adapters_of, new_adapters, normal, trained
+
+from dpmp import lora
+
+
+@pytest.fixture
+def decoder():
+    return SUBJECTS["decoder"]()
+
+
+def saved(subject, directory):
+    initial = new_adapters(subject)
+    adapters = trained(initial)
+    lora.save(directory, adapters, subject.params, initial=initial)
+    return adapters
+
+
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_loaded_adapters_are_the_saved_ones(subject, tmp_path):
+    subject = subject()
+    adapters = saved(subject, tmp_path / "new" / "adapter")
+    loaded = lora.load(tmp_path / "new" / "adapter", subject.params)
+    assert jax.tree.structure(loaded) == jax.tree.structure(adapters)
+    jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
+    adapted = jax.jit(lora.apply(subject.loss_fn, subject.params))
+    assert adapted(loaded, subject.batch) == adapted(adapters, subject.batch)
+
+
+def test_files_have_the_layout_of_peft(tmp_path):
+    params = {"layers": {"query": normal(0, 2, 12, 20)}}
+    adapters = trained(lora.init(KEY, params, 3, "query", alpha=6))
+    lora.save(
+        tmp_path,
+        adapters,
+        params,
+        initial=None,
+        names=lambda path, layer: f"model.layers.{layer}.self_attn.q_proj",
+        config={"task_type": "CAUSAL_LM"},
+    )
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA"
+    assert config["task_type"] == "CAUSAL_LM"
+    assert (config["r"], config["lora_alpha"]) == (3, 6)
+    assert config["target_modules"] == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+    ]
+    arrays = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    a, b = adapters.factors["layers/query"]
+    for layer in range(2):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        np.testing.assert_array_equal(arrays[f"{prefix}.lora_A.weight"], a[layer].T)
+        np.testing.assert_array_equal(arrays[f"{prefix}.lora_B.weight"], b[layer].T)
+    assert len(arrays) == 4
+
+
+def names(path, layer):
+    return (
+        f"blocks.{layer}.{path.split('/')[1]}" if path.startswith("blocks/") else None
+    )
+
+
+def test_files_of_other_libraries_are_loaded(tmp_path):
+    params = {"blocks": {"q": normal(0, 2, 12, 20), "v": normal(1, 2, 12, 20)}}
+    params["head"] = normal(2, 12, 5)
+    adapters = trained(lora.init(KEY, params, 3, "q|v"))
+    lora.save(tmp_path, adapters, params, initial=None, names=names)
+    file = tmp_path / "adapter_model.safetensors"
+    arrays = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(arrays, file)  # without what dpmp notes in the file
+    with pytest.raises(ValueError, match="Pass `names`"):
+        lora.load(tmp_path, params)
+    loaded = lora.load(tmp_path, params, names=names)
+    assert jax.tree.structure(loaded) == jax.tree.structure(adapters)
+    jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
+    with pytest.raises(ValueError, match="every array of the file must belong"):
+        lora.load(tmp_path, {"blocks": {"q": params["blocks"]["q"]}}, names=names)
+
+
+def edit(directory, **changes):
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_arrays(directory, change):
+    file = directory / "adapter_model.safetensors"
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        metadata = opened.metadata()
+    arrays = safetensors.numpy.load_file(file)
+    change(arrays)
+    safetensors.numpy.save_file(arrays, file, metadata)
+
+
+def without_one(arrays):
+    del arrays[min(arrays)]
+
+
+def with_one_turned(arrays):
+    arrays[min(arrays)] = np.ascontiguousarray(arrays[min(arrays)].T)
+
+
+def with_another(arrays):
+    arrays["base_model.model.other.lora_A.weight"] = np.ones((2, 2), np.float32)
+
+
+def damaged(file):
+    def change(directory):
+        content = (directory / file).read_bytes()
+        (directory / file).write_bytes(content[: len(content) // 2])
+
+    return change
+
+
+DAMAGES = {
+    "no weights": (
+        lambda d: (d / "adapter_model.safetensors").unlink(),
+        "two readable files.*adapter_model.safetensors",
+    ),
+    "no configuration": (
+        lambda d: (d / "adapter_config.json").unlink(),
+        "two readable files.*adapter_config.json",
+    ),
+    "cut weights": (damaged("adapter_model.safetensors"), "two readable files"),
+    "cut configuration": (damaged("adapter_config.json"), "two readable files"),
+    "another rank": (lambda d: edit(d, r=3), "two matrices of matching shapes"),
+    "another kind": (lambda d: edit(d, peft_type="IA3"), "peft_type='LORA'"),
+    "another scale": (lambda d: edit(d, use_rslora=True), "use_rslora=False"),
+    "no alpha": (lambda d: edit(d, lora_alpha=None), "lora_alpha must be"),
+    "a matrix is missing": (
+        lambda d: edit_arrays(d, without_one),
+        "two matrices of matching shapes.*shape=None",
+    ),
+    "a matrix is turned around": (
+        lambda d: edit_arrays(d, with_one_turned),
+        "two matrices of matching shapes",
+    ),
+    "a matrix too many": (
+        lambda d: edit_arrays(d, with_another),
+        r"every array of the file must belong.*unknown=\['base_model.model.other",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damaged_adapters_are_refused(damage, message, decoder, tmp_path):
+    saved(decoder, tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        lora.load(tmp_path, decoder.params)
+
+
+def test_an_adapter_that_did_not_move_is_refused(decoder, tmp_path):
+    initial = new_adapters(decoder)
+    adapters = trained(initial)
+    key = "layers/key"
+    adapters.factors[key] = adapters.factors[key]._replace(a=initial.factors[key].a)
+    with pytest.raises(ValueError, match=r"not_moved=\['layers/key\.a'\]"):
+        lora.save(tmp_path, adapters, decoder.params, initial=initial)
+    assert not any(tmp_path.iterdir())
+
+
+def test_adapters_from_before_training_are_refused(decoder, tmp_path):
+    initial = new_adapters(decoder)
+    with pytest.raises(ValueError, match="every adapter must change its target"):
+        lora.save(tmp_path, initial, decoder.params, initial=None)
+
+
+def test_an_infinite_adapter_is_refused(decoder, tmp_path):
+    initial = new_adapters(decoder)
+    adapters = trained(initial)
+    key = "layers/up"
+    b = adapters.factors[key].b.at[0, 0, 0].set(jnp.inf)
+    adapters.factors[key] = adapters.factors[key]._replace(b=b)
+    with pytest.raises(ValueError, match=r"not_finite=\['layers/up\.b'\]"):
+        lora.save(tmp_path, adapters, decoder.params, initial=initial)
+
+
+def test_adapters_of_other_targets_are_refused(decoder, tmp_path):
+    adapters = trained(new_adapters(decoder))
+    other = lora.init(KEY, decoder.params, 2, "up|down")
+    with pytest.raises(ValueError, match="same targets, rank and base"):
+        lora.save(tmp_path, adapters, decoder.params, initial=other)
+
+
+OTHER_BASE = "must be used with the frozen arrays that they were made for"
+
+
+def test_another_base_is_refused_everywhere(decoder, tmp_path):
+    adapters = saved(decoder, tmp_path)
+    up = decoder.params["layers"]["up"].at[0, 0, 0].add(1e-6)
+    stale = decoder.params | {"layers": decoder.params["layers"] | {"up": up}}
+    with pytest.raises(ValueError, match=OTHER_BASE):
+        lora.load(tmp_path, stale)
+    with pytest.raises(ValueError, match=OTHER_BASE):
+        lora.merge(stale, adapters)
+    with pytest.raises(ValueError, match=OTHER_BASE):
+        lora.apply(decoder.loss_fn, stale)(adapters, decoder.batch)
+    with pytest.raises(ValueError, match=OTHER_BASE):
+        lora.save(tmp_path, adapters, stale, initial=None)
+    assert adapters.for_base(stale).base != adapters.base
+    lora.merge(stale, adapters.for_base(stale))
+
+
+def test_merging_twice_is_refused(decoder):
+    adapters = adapters_of(decoder)
+    with pytest.raises(ValueError, match=OTHER_BASE):
+        lora.merge(lora.merge(decoder.params, adapters), adapters)
+
+
+def test_a_model_of_other_shapes_is_refused(decoder):
+    adapters = adapters_of(decoder)
+    layers = decoder.params["layers"]
+    other = decoder.params | {"layers": layers | {"up": layers["down"]}}
+    with pytest.raises(ValueError, match="must have the shapes of their target"):
+        adapters.for_base(other)
+    with pytest.raises(ValueError, match="target='layers/down'"):
+        adapters.for_base({"layers": {}})
+
+
+def test_partition_and_combine(decoder):
+    trainable, frozen = lora.partition(decoder.params, "layers/(up|down)")
+    assert len(jax.tree.leaves(trainable)) == 2
+    assert len(jax.tree.leaves(frozen)) == 5
+    combined = lora.combine(trainable, frozen)
+    assert jax.tree.structure(combined) == jax.tree.structure(decoder.params)
+    jax.tree.map(np.testing.assert_array_equal, combined, decoder.params)
+    with pytest.raises(ValueError, match="array='embed', is_in='neither'"):
+        lora.combine(trainable, trainable)
+    with pytest.raises(ValueError, match="array='embed', is_in='both'"):
+        lora.combine(decoder.params, frozen)
+    with pytest.raises(ValueError, match="got trainable='bias'"):
+        lora.partition(decoder.params, "bias")

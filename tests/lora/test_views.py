@@ -1,0 +1,78 @@
+"""That a view and its factors stay together through every change of the axes."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpmp.lora._adapters import Axes, factor_labels
+from dpmp.lora._views import RANK, CannotFollowError, Label, Target, View
+
+SHAPE = (2, 6, 4, 9)
+AXES = Axes((0,), (1, 2), (3,))
+
+
+def view():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-3, 4, (2, 6, 4, 3)), rng.integers(-3, 4, (2, 3, 9))
+    array = jnp.asarray(np.einsum("sijr,sro->sijo", a, b))
+    labels = tuple(Label((i,)) for i in range(4))
+    factors = jnp.asarray(a), jnp.asarray(b)
+    return View(array, labels, factors, factor_labels(AXES), Target("w"))
+
+
+def product_of_factors(view):
+    """The product of the factors with its axes labelled as those of the array."""
+    numbers = {label: i for i, label in enumerate({*view.labels, RANK})}
+    operands = []
+    for factor, labels in zip(view.factors, view.labels_of_factors, strict=True):
+        operands += [factor, [numbers[x] for x in labels]]
+    known = {x for labels in view.labels_of_factors for x in labels}
+    out = [x for x in view.labels if x in known]
+    change = jnp.einsum(*operands, [numbers[x] for x in out])
+    return change.reshape(view.array.shape)
+
+
+def splits(size):
+    return [(size,), *((n, size // n) for n in range(1, size + 1) if size % n == 0)]
+
+
+@hypothesis.given(st.data())
+def test_the_product_of_the_factors_follows_the_array(data):
+    v = view()
+    for _ in range(data.draw(st.integers(1, 4))):
+        if data.draw(st.booleans()):
+            v = v.transposed(data.draw(st.permutations(range(v.array.ndim))))
+        else:
+            shape = [
+                n for x in v.array.shape for n in data.draw(st.sampled_from(splits(x)))
+            ]
+            v = v.reshaped(shape)
+        assert v.array.ndim == len(v.labels)
+        np.testing.assert_array_equal(product_of_factors(v), v.array)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_possible"),
+    [
+        ((2, 24, 9), True),  # both axes of the inputs
+        ((2, 8, 3, 9), True),
+        ((2, 6, 36), False),  # an axis of inputs and the one of outputs
+        ((12, 4, 9), False),  # the stack and an axis of inputs
+    ],
+)
+def test_only_axes_of_one_factor_are_merged(shape, is_possible):
+    if is_possible:
+        v = view().reshaped(shape)
+        np.testing.assert_array_equal(product_of_factors(v), v.array)
+    else:
+        with pytest.raises(CannotFollowError, match="merges an axis"):
+            view().reshaped(shape)
+
+
+def test_only_an_axis_of_both_factors_can_be_looped_over():
+    v = view()
+    assert [x.shape for x in v.leading().factors] == [(2, 6, 4, 3), (2, 3, 9)]
+    with pytest.raises(CannotFollowError, match="loops over"):
+        v.transposed((1, 0, 2, 3)).leading()
