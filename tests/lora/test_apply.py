@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from lora.subjects import KEY, SUBJECTS, adapters_of, new_adapters, normal
+from lora.subjects import KEY, SUBJECTS, adapters_of, new_adapters, normal, trained
 
 import dpmp
 from dpmp import lora
@@ -103,10 +103,16 @@ def test_models_of_libraries(model, targets, least):
         KEY, task.params, 2, targets, fun=task.loss_fn, example_args=(task.batch,)
     )
     assert len(adapters.axes) >= least
-    adapters = jax.tree.map(lambda x: x + 0.1 * normal(x.size, *x.shape), adapters)
-    adapted = lora.apply(task.loss_fn, task.params)
-    expected = task.loss_fn(lora.merge(task.params, adapters), task.batch)
-    np.testing.assert_allclose(adapted(adapters, task.batch), expected, rtol=1e-5)
+
+    @jax.jit
+    def both(adapters):
+        merged = lora.merge(task.params, adapters)
+        adapted = lora.apply(task.loss_fn, task.params)
+        return adapted(adapters, task.batch), task.loss_fn(merged, task.batch)
+
+    given, expected = both(trained(adapters))
+    np.testing.assert_allclose(given, expected, rtol=1e-5)
+    assert given != task.loss_fn(task.params, task.batch)
 
 
 def test_a_frozen_base_stays_in_bfloat16():
