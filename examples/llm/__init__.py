@@ -15,11 +15,13 @@ from .gguf_files import installed_gguf
 from .huggingface import huggingface_name
 from .losses import make_batch, mean_nats, nats_per_token, summed_nats
 from .pretrained import Pretrained, load, save
+from .sampling import generate
 from .tokenizer import Tokenizer
 
 __all__ = [
     "Pretrained",
     "Tokenizer",
+    "generate",
     "huggingface_name",
     "installed_gguf",
     "load",

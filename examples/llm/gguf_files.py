@@ -123,7 +123,8 @@ def _read_config(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> Con
     end = settings.get("tokenizer.ggml.eos_token_id")
     given["end_tokens"] = () if end is None else (end,)
     given["has_tied_embeddings"] = "output.weight" not in tensors
-    config = complete({"architecture": "llama", **given}, _KEYS)
+    names = _KEYS | {"vocabulary_size": "token_embd.weight"}
+    config = complete({"architecture": "llama", **given}, names)
     _check_value(settings, "llama.rope.dimension_count", config.head_width)
     return config
 

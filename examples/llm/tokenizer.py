@@ -40,10 +40,13 @@ class Tokenizer:
     def digest(self) -> str:
         """A number in hexadecimal that differs between different tokenizers.
 
-        A program that serves a model can compare it with the one of training.
+        A program that serves a model can compare it with the one of training. It is
+        computed from the vocabulary, and from how the text of every token is cut.
         """
         vocabulary = sorted(self.inner.get_vocab().items())
-        behaviour = [vocabulary, [self.encode(text) for text in _PROBES]]
+        texts = [self.decode([number]) for _, number in vocabulary]
+        cut = self.inner.encode_batch([*texts, *_PROBES], add_special_tokens=False)
+        behaviour = [vocabulary, [text.ids for text in cut]]
         return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -52,7 +55,7 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
-        return self.inner.decode([int(token) for token in tokens])
+        return self.inner.decode(list(tokens))
 
     def save(self, folder: pathlib.Path) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`."""

