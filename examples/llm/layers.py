@@ -1,0 +1,147 @@
+"""The layers that the models have in common.
+
+A product of matrices is computed in the dtype of its kernel. Normalisations, positions,
+softmax and logits are computed in float32 in any case. The leading axes of activations,
+written as `...`, are free: one sequence and a batch of them both work.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ._config import Config
+
+_initial = nnx.initializers.normal(0.02)
+
+
+class Linear(nnx.Module):
+    """Computes x @ kernel, plus a bias if there is one."""
+
+    def __init__(self, num_in: int, num_out: int, rngs: nnx.Rngs, *, bias: bool):
+        self.kernel = nnx.Param(_initial(rngs.params(), (num_in, num_out)))
+        self.bias = nnx.Param(jnp.zeros(num_out)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """From (..., num_in) to (..., num_out)."""
+        y = x.astype(self.kernel.dtype) @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A vector for each token."""
+
+    def __init__(self, num_rows: int, width: int, rngs: nnx.Rngs):
+        self.embedding = nnx.Param(_initial(rngs.params(), (num_rows, width)))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """From (...) to (..., width)."""
+        return self.embedding[...][tokens]
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root of the mean square, and multiplies by a scale."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """From and to (..., width), in the dtype of x."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.epsilon)
+        return (y * self.scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Subtracts the mean, divides by the deviation, and applies a scale and a bias."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.bias = nnx.Param(jnp.zeros(width))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """From and to (..., width), in the dtype of x."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, -1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.epsilon)
+        y = y * self.scale.astype(jnp.float32) + self.bias.astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal attention, in which groups of query heads share a key and a value head."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, *, bias: bool):
+        self.num_heads = config.num_key_value_heads
+        all_queries = config.num_heads * config.head_width
+        all_keys = config.num_key_value_heads * config.head_width
+        self.query = Linear(config.width, all_queries, rngs, bias=bias)
+        self.key = Linear(config.width, all_keys, rngs, bias=bias)
+        self.value = Linear(config.width, all_keys, rngs, bias=bias)
+        self.out = Linear(all_queries, config.width, rngs, bias=bias)
+        self.head_width = config.head_width
+
+    def __call__(
+        self, x: jax.Array, rotate: Callable[[jax.Array], jax.Array] | None = None
+    ) -> jax.Array:
+        """From and to (..., T, width). `rotate` tells queries and keys their place."""
+        heads, width = self.num_heads, self.head_width
+        # h: key and value heads, g: query heads of one group, d: channels of a head
+        q = self.query(x).reshape(*x.shape[:-1], -1, width)
+        k = self.key(x).reshape(*x.shape[:-1], heads, width)
+        v = self.value(x).reshape(*x.shape[:-1], heads, width)
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        q = q.reshape(*x.shape[:-1], heads, -1, width)
+        weights = _attention_weights(q, k).astype(v.dtype)
+        mixed = jnp.einsum("...hgts,...shd->...thgd", weights, v)
+        return self.out(mixed.reshape(*x.shape[:-1], -1))
+
+
+def _attention_weights(q: jax.Array, k: jax.Array) -> jax.Array:
+    """From (..., T, h, g, d) and (..., T, h, d) to (..., h, g, T, T), in float32."""
+    length, width = q.shape[-4], q.shape[-1]
+    scores = jnp.einsum(
+        "...thgd,...shd->...hgts", q, k, preferred_element_type=jnp.float32
+    )
+    causal = jnp.tri(length, dtype=bool)
+    return jax.nn.softmax(jnp.where(causal, scores / width**0.5, -jnp.inf))
+
+
+def check_length(tokens: jax.Array, config: Config) -> None:
+    """Raises ValueError if the sequences are longer than the model can take."""
+    if tokens.shape[-1] > config.context:
+        raise ValueError(
+            f"The model takes at most {config.context} tokens; got {tokens.shape[-1]}. "
+            "Cut the text, or split it into several examples."
+        )
+
+
+def stacked(make: Callable[[nnx.Rngs], Any], num_layers: int, rngs: nnx.Rngs) -> Any:
+    """Layers as one module, whose parameters have a leading axis of layers."""
+    return nnx.split_rngs(splits=num_layers)(nnx.vmap(make))(rngs)
+
+
+def apply_stacked(layers: Any, x: jax.Array, *inputs: Any, remat: bool) -> jax.Array:
+    """Applies the layers of `stacked` one after another, in a loop.
+
+    Compilation takes as long as for one layer. With `remat`, the backward pass computes
+    the activations inside a layer again instead of keeping them.
+    """
+    graphdef, params = nnx.split(layers)
+
+    def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        return nnx.merge(graphdef, layer)(x, *inputs), None
+
+    return jax.lax.scan(jax.checkpoint(step) if remat else step, x, params)[0]
+
+
+def logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """From (..., width) and (width, V) to (..., V) in float32."""
+    return jnp.matmul(
+        x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,95 @@
+"""Loads a model with its tokenizer, and saves it."""
+
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from . import huggingface, tokenizer
+from ._config import Config
+from .gguf_files import GGUFFile
+from .gpt2 import GPT2
+from .llama import Llama
+from .losses import Apply
+from .tokenizer import Tokenizer
+
+MODELS = {"llama": Llama, "gpt2": GPT2}
+
+
+class Pretrained(NamedTuple):
+    """A model and its tokenizer.
+
+    Attributes:
+      config: the sizes and constants of the model.
+      apply: computes logits: `apply(params, tokens)`.
+      params: the parameters, as a nested dict of arrays. Those of the layers have a
+        leading axis of layers; kernels have the axes (in, out).
+      tokenizer: the tokenizer.
+    """
+
+    config: Config
+    apply: Apply
+    params: dict[str, Any]
+    tokenizer: Tokenizer
+
+
+def load(
+    path: str | pathlib.Path, *, dtype: Any = jnp.float32, remat: bool = False
+) -> Pretrained:
+    """Loads a model from a folder in the layout of Hugging Face, or from a GGUF file.
+
+    Args:
+      path: the folder, or the file, whose name ends with ".gguf".
+      dtype: of the parameters, and so of the products of matrices.
+      remat: whether the backward pass computes the activations of layers again.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, the architecture or a setting is not implemented,
+        or weights, configuration and tokenizer do not belong together.
+    """
+    path = pathlib.Path(path)
+    if path.suffix == ".gguf":
+        file = GGUFFile(path)
+        config, tokens = file.config, tokenizer.from_gguf(file.settings)
+        graphdef, shapes = define(config, remat=remat)
+        params = file.read_weights(shapes)
+    else:
+        config, tokens = huggingface.read_config(path), tokenizer.from_folder(path)
+        graphdef, shapes = define(config, remat=remat)
+        params = huggingface.read_weights(path, config, shapes)
+    _check_vocabulary(config, tokens)
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    return Pretrained(config, apply_fn(graphdef), params, tokens)
+
+
+def define(config: Config, *, remat: bool = False) -> tuple[Any, dict[str, Any]]:
+    """The structure of a model for `nnx.merge`, and the shapes of its parameters."""
+    make = MODELS[config.architecture]
+    model = nnx.eval_shape(lambda: make(config, nnx.Rngs(0), remat=remat))
+    graphdef, params = nnx.split(model, nnx.Param)
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def apply_fn(graphdef: Any) -> Apply:
+    """The model as a function of its parameters and tokens."""
+    return lambda params, tokens: nnx.merge(graphdef, params)(tokens)
+
+
+def save(path: str | pathlib.Path, model: Pretrained) -> None:
+    """Writes a folder that `load` and transformers load."""
+    path = pathlib.Path(path)
+    _check_vocabulary(model.config, model.tokenizer)
+    huggingface.write(path, model.config, model.params)
+    model.tokenizer.save(path)
+
+
+def _check_vocabulary(config: Config, tokens: Tokenizer) -> None:
+    if tokens.vocabulary_size > config.vocabulary_size:
+        raise ValueError(
+            f"The tokenizer must have at most {config.vocabulary_size} tokens, as many "
+            f"as the model; got {tokens.vocabulary_size}. Use the tokenizer that "
+            "belongs to the model."
+        )

