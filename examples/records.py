@@ -1,0 +1,129 @@
+"""Private records for the examples: from files of users, or docstrings as a stand-in.
+
+A record is a text of which one person is the owner. Error messages name files, lines
+and messages, and never what they hold.
+"""
+
+import ast
+import email
+import email.policy
+import hashlib
+import json
+import mailbox
+import pathlib
+import sysconfig
+import tempfile
+
+FORMATS = (
+    "DATA is a .jsonl file, one record a line (a string, or an object with a string "
+    'field "text"); an .mbox file, one record an e-mail; or a directory in which one '
+    "file is one record, and .eml files are e-mails."
+)
+
+
+def standard_library_docstrings() -> list[str]:
+    """All different docstrings in the standard library's sources; none is imported."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    records: dict[str, None] = {}
+    for path in sorted(root.rglob("*.py")):
+        if not skipped & set(path.relative_to(root).parts):
+            records |= dict.fromkeys(_docstrings(path))
+    return list(records)
+
+
+def _docstrings(path: pathlib.Path) -> list[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # templates and the like
+        return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(n) for n in ast.walk(tree) if isinstance(n, kinds)]
+    return [text.strip() for text in found if text and text.strip()]
+
+
+def read_records(path: pathlib.Path) -> list[str]:
+    """The user's records. Messages name files and lines, never what they hold."""
+    if not path.exists():
+        raise SystemExit(f"--data: there is no file or directory {path}.")
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file())
+        return [_read_file(p) for p in files]
+    if path.suffix == ".mbox":
+        return _read_mbox(path)
+    if path.suffix != ".jsonl":
+        raise SystemExit(
+            f"--data must be a .jsonl or .mbox file, or a directory; got {path}."
+        )
+    lines = _read_text(path).split("\n")
+    return [_parse(x, f"{path}:{i}") for i, x in enumerate(lines, 1) if x.strip()]
+
+
+def _read_file(path: pathlib.Path) -> str:
+    is_mail = path.suffix == ".eml"
+    return _text_of_mail(path.read_bytes(), str(path)) if is_mail else _read_text(path)
+
+
+def _read_text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = type(error).__name__
+        raise SystemExit(f"{path} must be readable UTF-8; got {reason}.") from None
+
+
+def _parse(line: str, place: str) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        raise SystemExit(f"{place}: must be one JSON value on a line.") from None
+    text = value.get("text") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise SystemExit(f'{place}: must be a string or have a string field "text".')
+    return text
+
+
+def _read_mbox(path: pathlib.Path) -> list[str]:
+    box = mailbox.mbox(path, create=False)
+    return [
+        _text_of_mail(box.get_bytes(key), f"{path}: e-mail {number}")
+        for number, key in enumerate(box.keys(), 1)
+    ]
+
+
+def _text_of_mail(content: bytes, place: str) -> str:
+    """The subject and the body, without addresses and attachments."""
+    try:
+        mail = email.message_from_bytes(content, policy=email.policy.default)
+        body = mail.get_body(("plain", "html"))
+        text = body.get_content() if body is not None else ""
+        return f"{mail['subject'] or ''}\n\n{text}".strip()
+    except Exception as error:  # a damaged e-mail may raise almost anything
+        reason = type(error).__name__
+        raise SystemExit(f"{place}: must be an e-mail; got {reason}.") from None
+
+
+def split(records: list[str]) -> tuple[list[str], list[str]]:
+    """Records to train on, and a sixteenth held out.
+
+    Each is assigned by its own content: a random permutation would move others when
+    one record is added, and neighbouring datasets would differ in many.
+    """
+    parts: tuple[list[str], list[str]] = ([], [])
+    for text in records:
+        digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
+        parts[digest[0] % 16 == 0].append(text)
+    return parts
+
+
+def check_output(output: pathlib.Path) -> None:
+    """Stops before any training if results could not be saved at the end."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise SystemExit(
+            f"--output must be a directory that can be written to; got {output} "
+            f"({error.strerror})."
+        ) from None
