@@ -11,8 +11,8 @@ saved as a folder that transformers loads. The extra `llm` has the packages:
 `pip install '.[llm]'`.
 """
 
+from ._huggingface_names import huggingface_name
 from .gguf_files import installed_gguf
-from .huggingface import huggingface_name
 from .losses import make_batch, mean_nats, nats_per_token, summed_nats
 from .pretrained import Pretrained, load, save
 from .sampling import generate
