@@ -9,6 +9,8 @@ from typing import Any
 class Config:
     """The sizes and constants of a model.
 
+    Rates of dropout are not read: the models have none.
+
     Attributes:
       architecture: "llama", "gpt2" or "bert".
       vocabulary_size: the number of rows of the embedding.
