@@ -4,7 +4,7 @@
     python -m benchmarks.llm_fixtures
 
 Each folder of `tests/examples/llm/fixtures` gets a model with random parameters, as
-transformers saves it, and the logits that transformers computes with PyTorch, in
+transformers saves it, and the outputs that transformers computes with PyTorch, in
 float32. It takes ten seconds.
 """
 
@@ -37,6 +37,14 @@ _GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_BERT = {
+    "vocab_size": 80,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
 
 
 def configurations() -> dict[str, transformers.PretrainedConfig]:
@@ -45,6 +53,7 @@ def configurations() -> dict[str, transformers.PretrainedConfig]:
         "llama": transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
         "llama_untied": transformers.LlamaConfig(**_LLAMA, head_dim=6),
         "gpt2": transformers.GPT2Config(**_GPT2),
+        "bert": transformers.BertConfig(**_BERT),
     }
 
 
@@ -56,21 +65,36 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.normal_(1.0 if is_scale else 0.0, 0.3)
 
 
+def outputs(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """What the model computes; for a BERT, of texts with padding."""
+    inputs = {"input_ids": torch.from_numpy(tokens)}
+    if model.config.model_type != "bert":
+        return {"logits": model(**inputs).logits.numpy()}
+    is_token = np.arange(tokens.shape[1]) < np.array([[13], [7]])
+    found = model(**inputs, attention_mask=torch.from_numpy(is_token).long())
+    return {
+        "is_token": is_token,
+        "vectors": found.last_hidden_state.numpy(),
+        "pooled": found.pooler_output.numpy(),
+    }
+
+
 def main() -> None:
     """Writes all folders anew."""
     for name, config in configurations().items():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        kind = "AutoModel" if name == "bert" else "AutoModelForCausalLM"
+        model = getattr(transformers, kind).from_config(config).eval()
         randomise(model)
         shutil.rmtree(FOLDER / name, ignore_errors=True)
         model.save_pretrained(FOLDER / name)
-        (FOLDER / name / "generation_config.json").unlink()
+        (FOLDER / name / "generation_config.json").unlink(missing_ok=True)
         tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, 13))
         with torch.no_grad():
-            logits = model(torch.from_numpy(tokens)).logits.numpy()
-        expected = {"tokens": tokens.astype(np.int32), "logits": logits}
-        np.savez_compressed(FOLDER / name / "expected.npz", **expected)
-        print(name, f"largest logit {np.abs(logits).max():.2f}")
+            expected = outputs(model, tokens)
+        expected["tokens"] = tokens.astype(np.int32)
+        np.savez_compressed(FOLDER / name / "expected", allow_pickle=False, **expected)
+        print(name, {key: float(np.abs(x).max()) for key, x in expected.items()})
 
 
 if __name__ == "__main__":

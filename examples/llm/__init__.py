@@ -1,4 +1,4 @@
-"""Language models in JAX whose weights exist: Llama and GPT-2.
+"""Language models in JAX whose weights exist: Llama, GPT-2 and BERT.
 
     from examples import llm
 
@@ -11,8 +11,9 @@ saved as a folder that transformers loads. The extra `llm` has the packages:
 `pip install '.[llm]'`.
 """
 
+from . import _packages as _packages  # first, because it looks for flax
+from ._huggingface_names import huggingface_name
 from .gguf_files import installed_gguf
-from .huggingface import huggingface_name
 from .losses import make_batch, mean_nats, nats_per_token, summed_nats
 from .pretrained import Pretrained, load, save
 from .sampling import generate

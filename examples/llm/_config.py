@@ -1,4 +1,4 @@
-"""The sizes and constants of a decoder, as `config.json` and GGUF files state them."""
+"""The sizes and constants of a model, as `config.json` and GGUF files state them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,10 +7,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes and constants of a decoder.
+    """The sizes and constants of a model.
+
+    Rates of dropout are not read: the models have none.
 
     Attributes:
-      architecture: "llama" or "gpt2".
+      architecture: "llama", "gpt2" or "bert".
       vocabulary_size: the number of rows of the embedding.
       width: the number of channels between the layers.
       num_layers: the number of layers.
@@ -21,9 +23,10 @@ class Config:
       hidden_width: the number of channels inside the feed-forward part of a layer.
       context: the largest number of tokens.
       norm_epsilon: the constant under the root of the normalisations.
-      rope_base: the base of the rotary positions of a Llama. GPT-2 learns its
-        positions, and does not use it.
-      has_tied_embeddings: whether the embedding also computes the logits.
+      rope_base: the base of the rotary positions of a Llama. The others learn their
+        positions, and do not use it.
+      num_segments: the number of kinds of text that a BERT tells apart.
+      has_tied_embeddings: whether the embedding also computes the logits of a decoder.
       begin_token: the token that starts a text, if there is one.
       end_tokens: the tokens that end a text.
     """
@@ -39,6 +42,7 @@ class Config:
     context: int
     norm_epsilon: float
     rope_base: float = 10000.0
+    num_segments: int = 1
     has_tied_embeddings: bool = True
     begin_token: int | None = None
     end_tokens: tuple[int, ...] = ()
@@ -88,6 +92,16 @@ _KEYS = {
         "norm_epsilon": "layer_norm_epsilon",
         "has_tied_embeddings": "tie_word_embeddings",
     },
+    "bert": {
+        "vocabulary_size": "vocab_size",
+        "width": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "hidden_width": "intermediate_size",
+        "context": "max_position_embeddings",
+        "norm_epsilon": "layer_norm_eps",
+        "num_segments": "type_vocab_size",
+    },
 }
 
 # Settings of config.json that this code implements one value of, which is the default.
@@ -99,9 +113,18 @@ _ONLY_VALUES = {
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
+    "bert": {
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+    },
 }
 
-_CLASSES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "bert": "BertModel",
+}
 
 
 def from_huggingface(settings: Mapping[str, Any]) -> Config:

@@ -1,4 +1,4 @@
-"""Imports packages of the extra `llm` when they are first needed."""
+"""Imports packages of the extra `llm`, most of them when they are first needed."""
 
 import importlib
 from typing import Any
@@ -16,3 +16,6 @@ def need(name: str) -> Any:
             "Run: pip install '.[llm]'",
             name=error.name,
         ) from None
+
+
+need("flax")  # which every model is made of

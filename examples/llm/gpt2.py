@@ -14,25 +14,15 @@ from ._config import Config
 from .layers import (
     Attention,
     Embedding,
+    FeedForward,
     LayerNorm,
     Linear,
     apply_stacked,
+    causal,
     check_length,
     logits,
     stacked,
 )
-
-
-class FeedForward(nnx.Module):
-    """A projection to more channels, a GELU, and one back."""
-
-    def __init__(self, config: Config, rngs: nnx.Rngs):
-        self.up = Linear(config.width, config.hidden_width, rngs, bias=True)
-        self.down = Linear(config.hidden_width, config.width, rngs, bias=True)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """From and to (..., width)."""
-        return self.down(jax.nn.gelu(self.up(x), approximate=True))
 
 
 class Block(nnx.Module):
@@ -42,11 +32,12 @@ class Block(nnx.Module):
         self.attention_norm = LayerNorm(config.width, config.norm_epsilon)
         self.attention = Attention(config, rngs, bias=True)
         self.feed_forward_norm = LayerNorm(config.width, config.norm_epsilon)
-        self.feed_forward = FeedForward(config, rngs)
+        self.feed_forward = FeedForward(config, rngs, approximate_gelu=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """From and to (..., T, width)."""
-        x = x + self.attention(self.attention_norm(x))
+        y = self.attention(self.attention_norm(x), causal(x.shape[-2]))
+        x = x + y
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 

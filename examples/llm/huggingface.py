@@ -13,81 +13,9 @@ import numpy as np
 
 from . import _config
 from ._config import Config
-from ._names import Names, read_params, write_params
+from ._huggingface_names import NAMES
+from ._names import read_params, write_params
 from ._packages import need
-
-_LAYER = "model.layers.{}."
-_H = "transformer.h.{}."
-
-NAMES = {
-    "llama": Names(
-        {
-            "embed/embedding": "model.embed_tokens.weight",
-            "layers/attention_norm/scale": _LAYER + "input_layernorm.weight",
-            "layers/attention/query/kernel": _LAYER + "self_attn.q_proj.weight",
-            "layers/attention/key/kernel": _LAYER + "self_attn.k_proj.weight",
-            "layers/attention/value/kernel": _LAYER + "self_attn.v_proj.weight",
-            "layers/attention/out/kernel": _LAYER + "self_attn.o_proj.weight",
-            "layers/feed_forward_norm/scale": _LAYER
-            + "post_attention_layernorm.weight",
-            "layers/feed_forward/gate/kernel": _LAYER + "mlp.gate_proj.weight",
-            "layers/feed_forward/up/kernel": _LAYER + "mlp.up_proj.weight",
-            "layers/feed_forward/down/kernel": _LAYER + "mlp.down_proj.weight",
-            "norm/scale": "model.norm.weight",
-            "head/kernel": "lm_head.weight",
-        },
-        outputs_first=True,
-        ignored=("rotary_emb.inv_freq", "lm_head.weight"),
-    ),
-    "gpt2": Names(
-        {
-            "embed/embedding": "transformer.wte.weight",
-            "position/embedding": "transformer.wpe.weight",
-            "layers/attention_norm/scale": _H + "ln_1.weight",
-            "layers/attention_norm/bias": _H + "ln_1.bias",
-            "layers/attention/query/kernel": _H + "attn.c_attn.weight",
-            "layers/attention/key/kernel": _H + "attn.c_attn.weight",
-            "layers/attention/value/kernel": _H + "attn.c_attn.weight",
-            "layers/attention/query/bias": _H + "attn.c_attn.bias",
-            "layers/attention/key/bias": _H + "attn.c_attn.bias",
-            "layers/attention/value/bias": _H + "attn.c_attn.bias",
-            "layers/attention/out/kernel": _H + "attn.c_proj.weight",
-            "layers/attention/out/bias": _H + "attn.c_proj.bias",
-            "layers/feed_forward_norm/scale": _H + "ln_2.weight",
-            "layers/feed_forward_norm/bias": _H + "ln_2.bias",
-            "layers/feed_forward/up/kernel": _H + "mlp.c_fc.weight",
-            "layers/feed_forward/up/bias": _H + "mlp.c_fc.bias",
-            "layers/feed_forward/down/kernel": _H + "mlp.c_proj.weight",
-            "layers/feed_forward/down/bias": _H + "mlp.c_proj.bias",
-            "norm/scale": "transformer.ln_f.weight",
-            "norm/bias": "transformer.ln_f.bias",
-            "head/kernel": "lm_head.weight",
-        },
-        outputs_first=False,
-        ignored=("attn.bias", "attn.masked_bias", "lm_head.weight"),
-    ),
-}
-
-
-def huggingface_name(path: str, layer: int, architecture: str = "llama") -> str:
-    """The module of transformers that has the kernel at `path` in one layer.
-
-    >>> huggingface_name("layers/attention/query/kernel", 3)
-    'model.layers.3.self_attn.q_proj'
-    """
-    names = NAMES[architecture]
-    if path not in names.table:
-        raise ValueError(
-            f"path must be one of a {architecture}; got {path!r}. The paths are "
-            f"{', '.join(names.table)}."
-        )
-    if len(names.parts(path)) > 1:
-        raise ValueError(
-            f"{path} must have a module of its own in transformers; got "
-            f"{names.table[path]}, which it shares with others. Name the shared module."
-        )
-    return names.table[path].format(layer).rpartition(".")[0]
-
 
 # ---------------------------------------------------------------------- reading
 

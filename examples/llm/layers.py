@@ -73,7 +73,7 @@ class LayerNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal attention, in which groups of query heads share a key and a value head."""
+    """Attention, in which groups of query heads may share a key and a value head."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, *, bias: bool):
         self.num_heads = config.num_key_value_heads
@@ -86,30 +86,53 @@ class Attention(nnx.Module):
         self.head_width = config.head_width
 
     def __call__(
-        self, x: jax.Array, rotate: Callable[[jax.Array], jax.Array] | None = None
+        self,
+        x: jax.Array,
+        is_visible: jax.Array,
+        rotate: Callable[[jax.Array], jax.Array] = lambda heads: heads,
     ) -> jax.Array:
-        """From and to (..., T, width). `rotate` tells queries and keys their place."""
+        """From and to (..., T, width).
+
+        `is_visible` says which positions (rows) see which others (columns). `rotate`
+        tells queries and keys their positions.
+        """
         heads, width = self.num_heads, self.head_width
         # h: key and value heads, g: query heads of one group, d: channels of a head
-        q = self.query(x).reshape(*x.shape[:-1], -1, width)
-        k = self.key(x).reshape(*x.shape[:-1], heads, width)
+        q = rotate(self.query(x).reshape(*x.shape[:-1], -1, width))
+        k = rotate(self.key(x).reshape(*x.shape[:-1], heads, width))
         v = self.value(x).reshape(*x.shape[:-1], heads, width)
-        if rotate is not None:
-            q, k = rotate(q), rotate(k)
         q = q.reshape(*x.shape[:-1], heads, -1, width)
-        weights = _attention_weights(q, k).astype(v.dtype)
+        weights = _attention_weights(q, k, is_visible).astype(v.dtype)
         mixed = jnp.einsum("...hgts,...shd->...thgd", weights, v)
         return self.out(mixed.reshape(*x.shape[:-1], -1))
 
 
-def _attention_weights(q: jax.Array, k: jax.Array) -> jax.Array:
+def _attention_weights(q: jax.Array, k: jax.Array, is_visible: jax.Array) -> jax.Array:
     """From (..., T, h, g, d) and (..., T, h, d) to (..., h, g, T, T), in float32."""
-    length, width = q.shape[-4], q.shape[-1]
     scores = jnp.einsum(
         "...thgd,...shd->...hgts", q, k, preferred_element_type=jnp.float32
     )
-    causal = jnp.tri(length, dtype=bool)
-    return jax.nn.softmax(jnp.where(causal, scores / width**0.5, -jnp.inf))
+    # Not minus infinity, which would make NaN of a row that sees nothing.
+    hidden = jnp.finfo(jnp.float32).min
+    return jax.nn.softmax(jnp.where(is_visible, scores / q.shape[-1] ** 0.5, hidden))
+
+
+def causal(length: int) -> jax.Array:
+    """(T, T), true where a position (row) is not before another (column)."""
+    return jnp.tri(length, dtype=bool)
+
+
+class FeedForward(nnx.Module):
+    """A projection to more channels, a GELU, and one back."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, *, approximate_gelu: bool):
+        self.up = Linear(config.width, config.hidden_width, rngs, bias=True)
+        self.down = Linear(config.hidden_width, config.width, rngs, bias=True)
+        self.approximate = approximate_gelu
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """From and to (..., width)."""
+        return self.down(jax.nn.gelu(self.up(x), approximate=self.approximate))
 
 
 def check_length(tokens: jax.Array, config: Config) -> None:

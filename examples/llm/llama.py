@@ -17,6 +17,7 @@ from .layers import (
     Linear,
     RMSNorm,
     apply_stacked,
+    causal,
     check_length,
     logits,
     stacked,
@@ -47,7 +48,7 @@ class Rotation:
         return jnp.concatenate(turned, -1).astype(x.dtype)
 
 
-class FeedForward(nnx.Module):
+class GatedFeedForward(nnx.Module):
     """Two projections, one of which gates the other, and one back."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -67,11 +68,12 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(config.width, config.norm_epsilon)
         self.attention = Attention(config, rngs, bias=False)
         self.feed_forward_norm = RMSNorm(config.width, config.norm_epsilon)
-        self.feed_forward = FeedForward(config, rngs)
+        self.feed_forward = GatedFeedForward(config, rngs)
 
     def __call__(self, x: jax.Array, rotation: Rotation) -> jax.Array:
         """From and to (..., T, width)."""
-        x = x + self.attention(self.attention_norm(x), rotation)
+        y = self.attention(self.attention_norm(x), causal(x.shape[-2]), rotation)
+        x = x + y
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 

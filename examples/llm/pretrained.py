@@ -1,6 +1,7 @@
 """Loads a model with its tokenizer, and saves it."""
 
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,13 +10,13 @@ from flax import nnx
 
 from . import huggingface, tokenizer
 from ._config import Config
+from .bert import Bert
 from .gguf_files import GGUFFile
 from .gpt2 import GPT2
 from .llama import Llama
-from .losses import Apply
 from .tokenizer import Tokenizer
 
-MODELS = {"llama": Llama, "gpt2": GPT2}
+MODELS = {"llama": Llama, "gpt2": GPT2, "bert": Bert}
 
 
 class Pretrained(NamedTuple):
@@ -23,14 +24,15 @@ class Pretrained(NamedTuple):
 
     Attributes:
       config: the sizes and constants of the model.
-      apply: computes logits: `apply(params, tokens)`.
+      apply: computes logits: `apply(params, tokens)`. Of a BERT, it computes vectors:
+        `apply(params, tokens, is_token)`.
       params: the parameters, as a nested dict of arrays. Those of the layers have a
         leading axis of layers; kernels have the axes (in, out).
       tokenizer: the tokenizer.
     """
 
     config: Config
-    apply: Apply
+    apply: Callable[..., Any]
     params: dict[str, Any]
     tokenizer: Tokenizer
 
@@ -73,9 +75,9 @@ def define(config: Config, *, remat: bool = False) -> tuple[Any, dict[str, Any]]
     return graphdef, nnx.to_pure_dict(params)
 
 
-def apply_fn(graphdef: Any) -> Apply:
-    """The model as a function of its parameters and tokens."""
-    return lambda params, tokens: nnx.merge(graphdef, params)(tokens)
+def apply_fn(graphdef: Any) -> Callable[..., Any]:
+    """The model as a function of its parameters and its inputs."""
+    return lambda params, *inputs: nnx.merge(graphdef, params)(*inputs)
 
 
 def save(path: str | pathlib.Path, model: Pretrained) -> None:

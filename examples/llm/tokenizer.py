@@ -45,13 +45,13 @@ class Tokenizer:
         """
         vocabulary = sorted(self.inner.get_vocab().items())
         texts = [self.decode([number]) for _, number in vocabulary]
-        cut = self.inner.encode_batch([*texts, *_PROBES], add_special_tokens=False)
+        cut = self.inner.encode_batch([*texts, *_PROBES])
         behaviour = [vocabulary, [text.ids for text in cut]]
         return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text; no tokens are added at its start or end."""
-        return self.inner.encode(text, add_special_tokens=False).ids
+        """The tokens of a text, with marks around it if `tokenizer.json` says so."""
+        return self.inner.encode(text).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
@@ -81,6 +81,8 @@ def from_folder(folder: pathlib.Path) -> Tokenizer:
         raise ValueError(
             f"{path} must be a tokenizer; got {error}. Is the file complete?"
         ) from None
+    inner.no_truncation()  # texts are cut and padded where batches are made
+    inner.no_padding()
     settings = folder / "tokenizer_config.json"
     text = settings.read_text("utf-8") if settings.exists() else "{}"
     return Tokenizer(inner, json.loads(text))
@@ -101,6 +103,11 @@ def from_gguf(settings: Mapping[str, Any]) -> Tokenizer:
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
     inner.decoder = tokenizers.decoders.ByteLevel()
     _add_special_tokens(inner, tokens, settings.get("tokenizer.ggml.token_type", []))
+    if settings.get("tokenizer.ggml.add_bos_token"):
+        begin = settings["tokenizer.ggml.bos_token_id"]
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{tokens[begin]} $A", special_tokens=[(tokens[begin], begin)]
+        )
     return Tokenizer(inner, _settings_of_transformers(settings))
 
 

@@ -122,8 +122,8 @@ def test_a_damaged_file_is_named(llama, file):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "one of llama, gpt2; got 'mamba'"),
-        ({"model_type": None}, "one of llama, gpt2; got None"),
+        ({"model_type": "mamba"}, "llama, gpt2, bert; got 'mamba'"),
+        ({"model_type": None}, "llama, gpt2, bert; got None"),
         ({"hidden_act": "relu"}, "hidden_act .* must be 'silu'; got 'relu'"),
         ({"attention_bias": True}, "attention_bias .* must be False; got True"),
         (

@@ -30,6 +30,19 @@ def test_control_tokens_are_not_cut_and_not_text(gguf_settings):
     assert read.decode([1, *read.encode("he"), 2]) == "he"
 
 
+def test_a_gguf_file_may_ask_for_a_token_that_begins_a_text(gguf_settings):
+    settings = gguf_settings | {"tokenizer.ggml.add_bos_token": True}
+    assert pieces(tokenizer.from_gguf(settings), "in the") == ["<s>", "in", "Ġthe"]
+
+
+def test_a_folder_neither_cuts_nor_pads_texts(llama):
+    path = llama / "tokenizer.json"
+    cut = {"max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    contents = json.loads(path.read_text())
+    path.write_text(json.dumps(contents | {"truncation": cut | {"direction": "Right"}}))
+    assert len(tokenizer.from_folder(llama).encode("a b c d e")) == 9
+
+
 def test_a_saved_tokenizer_is_the_one_that_was_read(gguf_settings, tmp_path):
     read = tokenizer.from_gguf(gguf_settings)
     read.save(tmp_path)
