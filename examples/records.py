@@ -5,6 +5,7 @@ and messages, and never what they hold.
 """
 
 import ast
+import contextlib
 import email
 import email.policy
 import hashlib
@@ -84,11 +85,11 @@ def _parse(line: str, place: str) -> str:
 
 
 def _read_mbox(path: pathlib.Path) -> list[str]:
-    box = mailbox.mbox(path, create=False)
-    return [
-        _text_of_mail(box.get_bytes(key), f"{path}: e-mail {number}")
-        for number, key in enumerate(box.keys(), 1)
-    ]
+    with contextlib.closing(mailbox.mbox(path, create=False)) as box:
+        return [
+            _text_of_mail(box.get_bytes(key), f"{path}: e-mail {number}")
+            for number, key in enumerate(box.keys(), 1)
+        ]
 
 
 def _text_of_mail(content: bytes, place: str) -> str:

@@ -1,0 +1,98 @@
+"""That the example trains, saves what others load, and notices mistakes."""
+
+import importlib.util
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpmp import lora
+
+PATH = pathlib.Path(__file__).parents[3] / "examples" / "finetune_llm.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("finetune_llm", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(example, monkeypatch, *flags):
+    monkeypatch.setattr("sys.argv", ["finetune_llm.py", *map(str, flags)])
+    with jax.numpy_dtype_promotion("standard"):  # flax needs it
+        example.main()
+
+
+@pytest.fixture
+def records(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(f'"the 12 in {i}"' for i in range(300)))
+    return path
+
+
+@pytest.fixture
+def flags(llama, records, tmp_path):
+    return ("--model", llama, "--data", records, "--output", tmp_path / "out",
+            "--delta", "1e-4", "--steps", "2", "--batch-size", "16", "--length", "8",
+            "--rank", "2", "--prompt", "the", "--num-tokens", "4")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_and_loaded_again(
+    example, monkeypatch, tmp_path, llama, flags, capsys
+):
+    run(example, monkeypatch, *flags, "--compare")
+    printed = capsys.readouterr().out
+    assert "differentially private" in printed
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["epsilon"] <= 8
+    assert report["delta"] == 1e-4
+    assert {*report["nats_per_token"]} == {"before", "private", "without privacy"}
+
+    model = example.llm.load(llama, dtype=jnp.bfloat16)
+    merged = example.llm.load(tmp_path / "out" / "merged")
+    with jax.numpy_dtype_promotion("standard"):
+        adapters = lora.load(tmp_path / "out" / "adapter", model.params)
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), model.params)
+        tokens = jnp.arange(8)
+        expected = lora.apply(model.apply, wide)(adapters.for_base(wide), tokens)
+        given = merged.apply(merged.params, tokens)
+        np.testing.assert_allclose(given, expected, atol=1e-5)
+        assert np.max(np.abs(given - model.apply(wide, tokens))) > 1e-3
+    config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
+    assert "model.layers.0.self_attn.q_proj" in config["target_modules"]
+
+    run(example, monkeypatch, "--generate", tmp_path / "out", *flags[-4:])
+    generated = capsys.readouterr().out.strip()
+    assert generated.startswith("the")
+    assert generated in printed
+
+    tokenizer = json.loads((llama / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "Whitespace"}
+    (llama / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(SystemExit, match="the tokenizer must be that of training"):
+        run(example, monkeypatch, "--generate", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data", "nowhere.jsonl"], "--data: there is no file"),
+        (["--delta", "0.1"], "--delta must be below 1 / 2"),
+        (["--output", __file__], "--output must be a directory"),
+        (["--generate", "nowhere"], "--generate: nowhere has no report"),
+        (["--targets", "no such array"], "at least one array must be selected"),
+        (["--model", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_flags_stop_it_before_any_training(
+    example, monkeypatch, flags, more, message
+):
+    monkeypatch.setattr(example, "train", lambda *_: pytest.fail("it trained"))
+    with pytest.raises((SystemExit, ValueError, FileNotFoundError), match=message):
+        run(example, monkeypatch, *flags, *more)

@@ -1,0 +1,75 @@
+"""That records are read from every kind of file, and that errors show no content."""
+
+import json
+import mailbox
+
+import pytest
+import records
+
+MAIL = """From: someone@example.com
+To: another@example.com
+Subject: A meeting
+MIME-Version: 1.0
+Content-Type: multipart/mixed; boundary=b
+
+--b
+Content-Type: text/plain; charset=utf-8
+Content-Transfer-Encoding: quoted-printable
+
+At three o=27clock in the caf=C3=A9.
+--b
+Content-Type: application/octet-stream
+Content-Disposition: attachment; filename=secret.bin
+
+AAAA
+--b--
+"""
+TEXT = "A meeting\n\nAt three o'clock in the café."
+
+
+def test_lines_are_records(tmp_path):
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps("one\ntwo") + "\n\n" + json.dumps({"text": "three"}))
+    assert records.read_records(file) == ["one\ntwo", "three"]
+
+
+def test_files_are_records_and_some_are_mails(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "deep" / "b.eml").write_text(MAIL)
+    assert records.read_records(tmp_path) == ["one", TEXT]
+
+
+def test_the_mails_of_a_box_are_records(tmp_path):
+    box = mailbox.mbox(tmp_path / "mails.mbox")
+    box.add(MAIL)
+    box.add("Subject: Empty\n\n")
+    box.close()
+    assert records.read_records(tmp_path / "mails.mbox") == [TEXT, "Empty"]
+
+
+SECRET = "the patient is ill"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.jsonl", f'"good"\n"{SECRET}', r"r\.jsonl:2: must be one JSON value"),
+        ("r.jsonl", json.dumps({"body": SECRET}), r"r\.jsonl:1: must be a string"),
+        ("r.jsonl", SECRET.encode("utf-16"), "must be readable UTF-8"),
+        ("r.csv", SECRET, r"must be a \.jsonl or \.mbox file, or a directory"),
+        (
+            "r.mbox",
+            "From x\nContent-Type: text/plain; charset=nonsense\n\n" + SECRET,
+            "e-mail 1: must be an e-mail; got LookupError",
+        ),
+    ],
+)
+def test_errors_name_the_place_and_show_nothing(tmp_path, name, content, message):
+    data = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(SystemExit, match=message) as error:
+        records.read_records(tmp_path / name)
+    assert "patient" not in str(error.value)
+    assert error.value.__cause__ is None
+    assert error.value.__suppress_context__ or error.value.__context__ is None
