@@ -92,6 +92,7 @@ def test_owners_of_more_rows_have_larger_epsilons(example):
     assert two > 1.8 * one
 
 
+@pytest.mark.slow
 def test_it_learns_and_prints_both_guarantees(example, monkeypatch, capsys):
     monkeypatch.setattr(example, "NUM_PEOPLE", 600)
     flags = ["--epsilon", "8", "--delta", "1e-4", "--runs", "2"]
