@@ -1,0 +1,53 @@
+"""That the example of logistic regression is what it says it is."""
+
+import importlib.util
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+PATH = pathlib.Path(__file__).parents[2] / "examples" / "logistic_regression.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("logistic_regression", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_patient_changes_how_another_one_is_prepared(example, monkeypatch):
+    """Subtracting the mean of the data, for example, would do so."""
+    table = example.sklearn.datasets.load_breast_cancer()
+    before = example.load()["x"]
+    table.data[0] *= 100
+    monkeypatch.setattr(example.sklearn.datasets, "load_breast_cancer", lambda: table)
+    after = example.load()["x"]
+    np.testing.assert_array_equal(after[1:], before[1:])
+    assert not np.array_equal(after[0], before[0])
+    assert np.max(np.abs(after)) <= 1
+
+
+def test_splits_differ_and_have_each_patient_once(example):
+    data = {"x": np.arange(569), "y": np.arange(569)}
+    first, second = (example.split(data, seed) for seed in (0, 1))
+    for train, held_out in (first, second):
+        assert len(held_out["x"]) == example.HELD_OUT
+        both = np.concatenate([train["x"], held_out["x"]])
+        np.testing.assert_array_equal(np.sort(both), np.arange(569))
+        np.testing.assert_array_equal(train["x"], train["y"])
+    assert set(first[1]["x"]) != set(second[1]["x"])
+
+
+def test_it_prints_the_statement_and_learns(example, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["logistic_regression.py", "--runs", "2"])
+    example.main()
+    printed = capsys.readouterr().out
+    assert "are (1.000, 0.0001)-differentially private" in printed
+    found = re.findall(r"(0\.\d+) \+- \S+  with(?:out| epsilon)", printed)
+    private, ordinary = map(float, found)
+    # Guessing the more frequent label is right for 0.63 of the patients.
+    assert private > 0.8
+    assert ordinary > 0.9
