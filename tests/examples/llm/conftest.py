@@ -22,8 +22,9 @@ def model_name(request):
 
 @pytest.fixture
 def expected(model_name):
-    """Tokens, and the logits that transformers computes for them."""
-    return np.load(FIXTURES / model_name / "expected.npz")
+    """Tokens, and what transformers computes for them."""
+    with np.load(FIXTURES / model_name / "expected.npz") as file:
+        return dict(file)
 
 
 @pytest.fixture
