@@ -16,7 +16,8 @@ and without privacy, 3 times each, and draws the accuracies on held-out images i
        none  0.975 +- 0.005
 
 This took 94 seconds of processor time, and three minutes on two cores that were busy
-with other work. One program is compiled for each epsilon. The noise differs each time.
+with other work. One program is compiled for each epsilon. The noise differs each time:
+another call printed 0.653 for epsilon 0.5 and 0.943 for epsilon 8.
 
 A small epsilon is a strong promise. It costs much accuracy here, because 1,438 images
 are few: the noise hides one image among them. With ten times as many images, in batches
