@@ -5,7 +5,7 @@
 The network, in Flax NNX, reads scikit-learn's handwritten digits: 1,797 images of 8 x 8
 pixels, of which 359 are held out. The script trains it with epsilon 0.5, 1, 2, 4 and 8
 and without privacy, 3 times each, and draws the accuracies on held-out images into
-`digits_cnn.png`:
+`runs/digits_cnn.png`:
 
     epsilon  accuracy on held-out images, mean +- standard deviation
        0.50  0.641 +- 0.059
@@ -16,15 +16,14 @@ and without privacy, 3 times each, and draws the accuracies on held-out images i
        none  0.975 +- 0.005
 
 This took 94 seconds of processor time, and three minutes on two cores that were busy
-with other work. One program is compiled for each epsilon. The noise is another one each
-time.
+with other work. One program is compiled for each epsilon. The noise differs each time:
+another call printed 0.653 for epsilon 0.5 and 0.943 for epsilon 8.
 
 A small epsilon is a strong promise. It costs much accuracy here, because 1,438 images
 are few: the noise hides one image among them. With ten times as many images, in batches
 that are ten times as large, the same noise would be added to a sum that is ten times as
-large. All epsilons use the same
-settings. They were chosen by comparing accuracies on these data, which is fine for
-public data only.
+large. All epsilons use the same settings, which were chosen by comparing accuracies on
+these data. That is fine for public data only.
 
 For your own data, replace `load` and `Network`, and choose a delta below 1 / number of
 images. The loss of an image must not depend on other images, so use group or layer
@@ -173,8 +172,11 @@ def main():
     add("--delta", type=float, default=1e-5)
     add("--steps", type=int, default=60)
     add("--runs", type=int, default=3, help="two or more, each with its own split")
-    add("--output", type=pathlib.Path, default="digits_cnn.png")
+    add("--output", type=pathlib.Path, default="runs/digits_cnn.png")
     args = parser.parse_args()
+    if args.runs < 2:
+        parser.error(f"--runs must be at least 2, to compare runs; got {args.runs}")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
 
     mechanism = make_mechanism(len(load(0)[0]["label"]), args.steps)
     print("epsilon  accuracy on held-out images, mean +- standard deviation")

@@ -21,8 +21,10 @@ with epsilon 2. It then compares the sums of clipped gradients of one batch:
     float32x2                           2.5e-06
     exact                               2.4e-04
 
-It takes about 16 seconds of processor time. Without jax_privacy, which is in the extra
-"bench", the script trains with dpmp only, and says so.
+This takes 15 seconds of processor time, or 13 if the programs have been compiled before
+(JAX_COMPILATION_CACHE_DIR keeps them). The noise differs each time: in three more
+calls, all accuracies were between 0.864 and 0.868. Without jax_privacy, which is in the
+extra "bench", the script trains with dpmp only, and says so.
 
 jax_privacy's calibration stops within 0.01 of the least noise multiplier. The sums
 differ because those of dpmp stay below the clip norm whatever is rounded: a float sum

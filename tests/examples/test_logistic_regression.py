@@ -51,3 +51,11 @@ def test_it_prints_the_statement_and_learns(example, monkeypatch, capsys):
     # Guessing the more frequent label is right for 0.63 of the patients.
     assert private > 0.8
     assert ordinary > 0.9
+
+
+@pytest.mark.parametrize("runs", ["0", "1"])
+def test_one_run_is_refused(example, monkeypatch, capsys, runs):
+    monkeypatch.setattr("sys.argv", ["logistic_regression.py", "--runs", runs])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert "--runs must be at least 2" in capsys.readouterr().err
