@@ -1,5 +1,6 @@
 """Loads a model with its tokenizer, and saves it."""
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from flax import nnx
 
 from . import huggingface, tokenizer
 from ._config import Config
+from ._names import flat
 from .bert import Bert
 from .gguf_files import GGUFFile
 from .gpt2 import GPT2
@@ -56,13 +58,13 @@ def load(
     if path.suffix == ".gguf":
         file = GGUFFile(path)
         config, tokens = file.config, tokenizer.from_gguf(file.settings)
-        graphdef, shapes = define(config, remat=remat)
-        params = file.read_weights(shapes)
+        read_weights = file.read_weights
     else:
         config, tokens = huggingface.read_config(path), tokenizer.from_folder(path)
-        graphdef, shapes = define(config, remat=remat)
-        params = huggingface.read_weights(path, config, shapes)
+        read_weights = functools.partial(huggingface.read_weights, path, config)
     _check_vocabulary(config, tokens)
+    graphdef, shapes = define(config, remat=remat)
+    params = read_weights(shapes)
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
     return Pretrained(config, apply_fn(graphdef), params, tokens)
 
@@ -81,9 +83,14 @@ def apply_fn(graphdef: Any) -> Callable[..., Any]:
 
 
 def save(path: str | pathlib.Path, model: Pretrained) -> None:
-    """Writes a folder that `load` and transformers load."""
+    """Writes a folder that `load` and transformers load.
+
+    Raises:
+      ValueError: the parameters or the tokenizer do not belong to the configuration.
+    """
     path = pathlib.Path(path)
     _check_vocabulary(model.config, model.tokenizer)
+    _check_shapes(model)
     huggingface.write(path, model.config, model.params)
     model.tokenizer.save(path)
 
@@ -95,3 +102,16 @@ def _check_vocabulary(config: Config, tokens: Tokenizer) -> None:
             f"as the model; got {tokens.vocabulary_size}. Use the tokenizer that "
             "belongs to the model."
         )
+
+
+def _check_shapes(model: Pretrained) -> None:
+    _, shapes = define(model.config)
+    required = {name: x.shape for name, x in flat(shapes).items()}
+    given = {name: jnp.shape(x) for name, x in flat(model.params).items()}
+    for name in required.keys() | given.keys():
+        if required.get(name) != given.get(name):
+            raise ValueError(
+                f"The parameter {name} must have the shape {required.get(name)}, where "
+                f"None stands for no parameter; got {given.get(name)}. Pass all "
+                "parameters of the model, in the structure that load returns."
+            )

@@ -138,6 +138,31 @@ def test_a_tokenizer_with_too_many_tokens_is_refused(llama):
         llm.load(llama)
 
 
+@pytest.mark.parametrize(
+    ("path", "array", "message"),
+    [
+        (
+            "kernel",
+            np.zeros((2, 16, 4)),
+            r"query/kernel .* \(2, 16, 16\).* 16, 4\)",
+        ),
+        ("adapter", np.zeros(3), r"query/adapter must .* shape None.* got \(3,\)"),
+        ("kernel", None, r"query/kernel must have .* got None"),
+    ],
+)
+def test_parameters_of_another_model_are_not_saved(
+    llama, tmp_path, path, array, message
+):
+    model = llm.load(llama)
+    query = model.params["layers"]["attention"]["query"]
+    query.pop(path, None)
+    if array is not None:
+        query[path] = array
+    with pytest.raises(ValueError, match=message):
+        llm.save(tmp_path / "saved", model)
+    assert not (tmp_path / "saved").exists()
+
+
 def test_a_text_beyond_the_context_is_refused(folder):
     model = llm.load(folder)
     with pytest.raises(ValueError, match="at most 32 tokens; got 33"):
