@@ -9,6 +9,8 @@ from dpmp import (
     runs,
 )
 from dpmp.clipping import (
+    AdaptiveClipNorm,
+    AutomaticClipping,
     AuxiliaryOutput,
     BoundedSensitivityCallable,
     clip_pytree,
@@ -34,6 +36,8 @@ from dpmp.training import (
 
 __all__ = [
     "DPSGD",
+    "AdaptiveClipNorm",
+    "AutomaticClipping",
     "AuxiliaryOutput",
     "BoundedSensitivityCallable",
     "DPTrainer",

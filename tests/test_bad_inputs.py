@@ -345,7 +345,7 @@ CASES = {
     "clip-transform-book-keeping: pre_clipping_transform needs an engine": lambda: clip(
         method="book_keeping", pre_clipping_transform=lambda x: x
     ),
-    "clip-unsafe-count: counts_overflows and released_metrics must": lambda: clip(
+    "clip-unsafe-count: counts_overflows, released_metrics and": lambda: clip(
         nan_safe=False, counts_overflows=True
     ),
     "clip-padding-dtype: is_padding_example must be": lambda: dpmp.clipped_grad(
