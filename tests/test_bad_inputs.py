@@ -121,6 +121,10 @@ def plans(**options):
     return planning.compare_batch_sizes(**options)
 
 
+def adaptive(**fields):
+    return dpmp.AdaptiveClipNorm(**{"initial": 1.0, **fields})
+
+
 class Broken:
     """A source that returns one row for any array of indices."""
 
@@ -303,6 +307,52 @@ CASES = {
     "metrics-largest-loss: largest_loss must be": lambda: metrics(largest_loss=0.0),
     "metrics-norm-share: norm_share must be": lambda: metrics(
         fraction_clipped=True, norm_share=-1.0
+    ),
+    "automatic-stability: stability must be": lambda: dpmp.AutomaticClipping(
+        stability=0.0
+    ),
+    "automatic-stability-text: stability must be": lambda: dpmp.AutomaticClipping(
+        stability="0.1"
+    ),
+    "automatic-stability-tiny: stability must be": lambda: dpmp.AutomaticClipping(
+        stability=1e-30
+    ),
+    "automatic-in-a-tree: every l2_clip_norm must": lambda: clip(
+        l2_clip_norm=[dpmp.AutomaticClipping()]
+    ),
+    "automatic-clipped: fraction_clipped needs": lambda: dpsgd(
+        l2_clip_norm=dpmp.AutomaticClipping(),
+        released_metrics=metrics(fraction_clipped=True),
+    ),
+    "adaptive-initial: initial must be": lambda: adaptive(initial=0.0),
+    "adaptive-initial-nan: initial must be": lambda: adaptive(initial=np.nan),
+    "adaptive-initial-tree: initial must be": lambda: adaptive(initial={"w": 1.0}),
+    "adaptive-quantile-0: quantile must be": lambda: adaptive(quantile=0),
+    "adaptive-quantile-1: quantile must be": lambda: adaptive(quantile=1.0),
+    "adaptive-learning-rate: learning_rate must be": lambda: adaptive(learning_rate=-1),
+    "adaptive-norm-share: norm_share must be": lambda: adaptive(norm_share=np.inf),
+    "adaptive-range: clip norms must satisfy": lambda: adaptive(highest=0.5),
+    "adaptive-lowest: clip norms must satisfy": lambda: adaptive(lowest=1e-30),
+    "adaptive-not-rescaled: an AdaptiveClipNorm needs": lambda: clip(
+        l2_clip_norm=adaptive()
+    ),
+    "adaptive-unsafe: counts_overflows, released_metrics and": lambda: clip(
+        l2_clip_norm=adaptive(), rescale_to_unit_norm=True, nan_safe=False
+    ),
+    "adaptive-traced-vector: a traced l2_clip_norm must": lambda: jax.jit(
+        lambda x: clip(l2_clip_norm=adaptive().at(x), rescale_to_unit_norm=True)
+    )(jnp.ones(2)),
+    "adaptive-outputs: every l2_clip_norm must": lambda: clip_outputs(
+        l2_clip_norm=adaptive()
+    ),
+    "adaptive-no-norm-now: clip_norm must be given": lambda: dpsgd(
+        l2_clip_norm=adaptive()
+    ).clipped_grad(linear),
+    "adaptive-no-norm-to-split: clip_norm must be given": lambda: dpsgd(
+        l2_clip_norm=adaptive()
+    ).split(jnp.ones(3)),
+    "adaptive-not: clip_norm must be given": lambda: dpsgd().clipped_grad(
+        linear, clip_norm=1.0
     ),
     # clipping
     "clip-norm-negative: every l2_clip_norm must": lambda: clip(l2_clip_norm=-1.0),
