@@ -5,6 +5,7 @@ from dpmp import (
     batch_selection,
     loss_scaling,
     noise_addition,
+    optimizers,
     planning,
     runs,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "memory",
     "microbatches",
     "noise_addition",
+    "optimizers",
     "planning",
     "precision_report",
     "runs",
