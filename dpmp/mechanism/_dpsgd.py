@@ -355,6 +355,6 @@ class DPSGD:
             batches=self._batches,
             iterations=self.iterations,
             is_clipped=self._clipping.is_finite,
-            # The entries of the gradient, and up to 4 that a `JointSum` adds.
-            num_coordinates=self.num_parameters + 4,
+            # The entries of the gradient, up to 3 of metrics, and 1 of the clip norm.
+            num_coordinates=self.num_parameters + 3 + bool(self._clipping.adaptive),
         )
