@@ -82,9 +82,10 @@ class AdaptiveClipNorm:
       The noise on the gradient is wider for that, by `widening`. With the privacy
       budget unchanged, epsilon is that of a fixed clip norm.
 
-      The claim holds with every arithmetic and both engines. The fraction is that of
-      the computed norms. "bounded" sums are clipped by an upper bound on the norm, so
-      that they clip a few more examples than this fraction says.
+      With every arithmetic and both engines, the sensitivity is as certain as with a
+      fixed clip norm. The fraction is that of the computed norms. "bounded" sums are
+      clipped by an upper bound on the norm, so that they clip a few more examples than
+      this fraction says.
 
     Attributes:
       initial: the clip norm of the first step. It must not depend on the private data.
