@@ -15,7 +15,6 @@ import argparse
 import functools
 import importlib.util
 import pathlib
-import types
 from typing import Any
 
 import jax
@@ -32,12 +31,12 @@ RATES = [1e-3, 3e-3, 1e-2]
 SEEDS = (0, 1, 2)
 
 
-def load_example(args: argparse.Namespace) -> types.ModuleType:
+def load_example(args: argparse.Namespace) -> Any:
     """The example as a module, with a smaller model."""
     spec = importlib.util.spec_from_file_location("finetune_transformer", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
+    example: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     example.WIDTH, example.HEADS = args.width, 2
     example.LAYERS, example.CONTEXT = args.layers, args.context

@@ -10,13 +10,14 @@ not recommended over `optax.adam`, because it did not win clearly where it was m
 (see `dp_adam`).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from dpmp import _validate
+from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.clipping import AdaptiveClipNorm
 from dpmp.mechanism import DPSGD
@@ -28,12 +29,12 @@ class DPAdamState(NamedTuple):
     """The state of the direction that `dp_adam` takes.
 
     Attributes:
-      count: int32, the number of updates.
+      num_updates: int32, the number of updates made so far.
       mu: the first moments of the noisy gradients.
       nu: their second moments, with the noise in them.
     """
 
-    count: jax.Array
+    num_updates: jax.Array
     mu: PyTree
     nu: PyTree
 
@@ -112,18 +113,25 @@ def dp_adam(
       [Tang, Shpilevskiy, Lécuyer: DP-AdamBC: Your DP-Adam is actually DP-SGD (unless
       you apply bias correction)](https://arxiv.org/abs/2312.14334)
     """
-    for name, decay in {"b1": b1, "b2": b2}.items():
-        _validate.require(
-            _validate.is_real(decay) and 0 <= decay < 1,
-            f"{name} must be at least 0 and below 1",
-            fix="Use 0.9 for b1, and 0.999 for b2.",
-            **{name: decay},
-        )
+    b1, b2 = _decay_rate(b1=b1), _decay_rate(b2=b2)
     eps = _validate.nonnegative(eps=eps, fix="Use 1e-8.")
     floor = _validate.positive(floor=floor, fix="Use 1.0, for example.")
     variance = _stddev_of_noise(mechanism) ** 2
     direction = _direction(b1, b2, eps, variance, floor * variance)
     return optax.chain(direction, optax.scale_by_learning_rate(learning_rate))
+
+
+def _decay_rate(**value: Any) -> float:
+    """Checks that the one keyword is at least 0 and below 1; returns a `float`."""
+    ((name, given),) = value.items()
+    rate = as_real(given)
+    if not (_validate.is_real(rate) and 0 <= rate < 1):
+        _validate.fail(
+            f"{name} must be at least 0 and below 1",
+            fix="Use 0.9 for b1, and 0.999 for b2.",
+            **value,
+        )
+    return rate
 
 
 def _stddev_of_noise(mechanism: DPSGD) -> float:
@@ -158,12 +166,13 @@ def _direction(
         updates: PyTree, state: DPAdamState, params: PyTree = None
     ) -> tuple[PyTree, DPAdamState]:
         del params
-        count = optax.safe_increment(state.count)
+        num_updates = state.num_updates + 1
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
 
         # The moments begin at zero, and have these shares of their weights by now.
-        shares = [1 - jnp.float32(b) ** count.astype(jnp.float32) for b in (b1, b2)]
+        power = num_updates.astype(jnp.float32)
+        shares = [1 - jnp.float32(decay) ** power for decay in (b1, b2)]
 
         def divide(m: jax.Array, v: jax.Array) -> jax.Array:
             m, v = (
@@ -172,6 +181,7 @@ def _direction(
             )
             return m / (jnp.sqrt(jnp.maximum(v - variance, smallest)) + eps)
 
-        return jax.tree.map(divide, mu, nu), DPAdamState(count, mu, nu)
+        return jax.tree.map(divide, mu, nu), DPAdamState(num_updates, mu, nu)
 
-    return optax.GradientTransformation(init, update)
+    # The cast is for the type checker, which knows nothing of this state.
+    return optax.GradientTransformation(init, cast("optax.TransformUpdateFn", update))
