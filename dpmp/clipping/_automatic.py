@@ -11,10 +11,10 @@ class AutomaticClipping:
 
     Pass it as `l2_clip_norm`. The contribution of an example with gradient g is then
 
-        g / (|g| + stability),
+        g / (norm(g) + stability),
 
     so that there is no clip norm to tune. With a clip norm C, the contribution would be
-    g * min(1, C / |g|), which is C times this for a large gradient. The argument
+    g * min(1, C / norm(g)), which is C times this for a large gradient. The argument
     `rescale_to_unit_norm` makes no difference.
 
     >>> grad_fn = clipped_grad(

@@ -311,13 +311,7 @@ class DPSGD:
 
     @property
     def _calibrated(self) -> float:
-        if self.noise_multiplier is None:
-            _validate.fail(
-                "the mechanism must have a noise multiplier",
-                noise_multiplier=None,
-                fix="Use mechanism.calibrate(epsilon=, delta=).",
-            )
-        return self.noise_multiplier
+        return _checks.calibrated(self.noise_multiplier)
 
     @property
     def _any_clipped_grad(self) -> clipping.BoundedSensitivityCallable:
