@@ -272,12 +272,7 @@ class DPSGD:
         return of_at_most(self.num_parameters, privatizer)
 
     def split(self, noisy: PyTree, *, clip_norm: Any = None) -> Released:
-        """Splits the output of `.privatizer` into gradients and everything else.
-
-        Args:
-          noisy: the output.
-          clip_norm: the clip norm that was given to `.clipped_grad`, if it adapts.
-        """
+        """Splits the output of `.privatizer`; `clip_norm` is that of `.clipped_grad`."""
         return self._clipping.split(noisy, clip_norm)
 
     def guarantee(
