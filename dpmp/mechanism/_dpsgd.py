@@ -272,7 +272,7 @@ class DPSGD:
         return of_at_most(self.num_parameters, privatizer)
 
     def split(self, noisy: PyTree, *, clip_norm: Any = None) -> Released:
-        """Splits the output of `.privatizer`, given the step's `clip_norm` if it adapts."""
+        """Splits the output of `.privatizer`, given the `clip_norm` if it adapts."""
         return self._clipping.split(noisy, clip_norm)
 
     def guarantee(
