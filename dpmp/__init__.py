@@ -6,10 +6,13 @@ from dpmp import (
     lora,
     loss_scaling,
     noise_addition,
+    optimizers,
     planning,
     runs,
 )
 from dpmp.clipping import (
+    AdaptiveClipNorm,
+    AutomaticClipping,
     AuxiliaryOutput,
     BoundedSensitivityCallable,
     clip_pytree,
@@ -35,6 +38,8 @@ from dpmp.training import (
 
 __all__ = [
     "DPSGD",
+    "AdaptiveClipNorm",
+    "AutomaticClipping",
     "AuxiliaryOutput",
     "BoundedSensitivityCallable",
     "DPTrainer",
@@ -60,6 +65,7 @@ __all__ = [
     "memory",
     "microbatches",
     "noise_addition",
+    "optimizers",
     "planning",
     "precision_report",
     "runs",

@@ -17,6 +17,7 @@ import dpmp
 from dpmp import accounting, batch_selection, loss_scaling, noise_addition, planning
 from dpmp.__main__ import main
 from dpmp.engines.book_keeping import measure_extents, summarize
+from dpmp.optimizers import dp_adam
 from dpmp.tools.memory import (
     accumulation_overhead,
     compiled_memory,
@@ -119,6 +120,10 @@ def compiled(**options):
 def plans(**options):
     options = {"num_examples": 5000, "num_processed": 20_000} | TARGET | options
     return planning.compare_batch_sizes(**options)
+
+
+def adaptive(**fields):
+    return dpmp.AdaptiveClipNorm(**{"initial": 1.0, **fields})
 
 
 class Broken:
@@ -304,6 +309,64 @@ CASES = {
     "metrics-norm-share: norm_share must be": lambda: metrics(
         fraction_clipped=True, norm_share=-1.0
     ),
+    "automatic-stability: stability must be": lambda: dpmp.AutomaticClipping(
+        stability=0.0
+    ),
+    "automatic-stability-text: stability must be": lambda: dpmp.AutomaticClipping(
+        stability="0.1"
+    ),
+    "automatic-stability-tiny: stability must be": lambda: dpmp.AutomaticClipping(
+        stability=1e-30
+    ),
+    "automatic-in-a-tree: every l2_clip_norm must": lambda: clip(
+        l2_clip_norm=[dpmp.AutomaticClipping()]
+    ),
+    "automatic-clipped: fraction_clipped needs": lambda: dpsgd(
+        l2_clip_norm=dpmp.AutomaticClipping(),
+        released_metrics=metrics(fraction_clipped=True),
+    ),
+    "adaptive-initial: initial must be": lambda: adaptive(initial=0.0),
+    "adaptive-initial-nan: initial must be": lambda: adaptive(initial=np.nan),
+    "adaptive-initial-tree: initial must be": lambda: adaptive(initial={"w": 1.0}),
+    "adaptive-quantile-0: quantile must be": lambda: adaptive(quantile=0),
+    "adaptive-quantile-1: quantile must be": lambda: adaptive(quantile=1.0),
+    "adaptive-learning-rate: learning_rate must be": lambda: adaptive(learning_rate=-1),
+    "adaptive-norm-share: norm_share must be": lambda: adaptive(norm_share=np.inf),
+    "adaptive-range: clip norms must satisfy": lambda: adaptive(highest=0.5),
+    "adaptive-lowest: clip norms must satisfy": lambda: adaptive(lowest=1e-30),
+    "adaptive-not-rescaled: an AdaptiveClipNorm needs": lambda: clip(
+        l2_clip_norm=adaptive()
+    ),
+    "adaptive-unsafe: counts_overflows, released_metrics and": lambda: clip(
+        l2_clip_norm=adaptive(), rescale_to_unit_norm=True, nan_safe=False
+    ),
+    "adaptive-traced-vector: a traced l2_clip_norm must": lambda: jax.jit(
+        lambda x: clip(l2_clip_norm=adaptive().at(x), rescale_to_unit_norm=True)
+    )(jnp.ones(2)),
+    "adaptive-outputs: every l2_clip_norm must": lambda: clip_outputs(
+        l2_clip_norm=adaptive()
+    ),
+    "adaptive-no-norm-now: clip_norm must be given": lambda: dpsgd(
+        l2_clip_norm=adaptive()
+    ).clipped_grad(linear),
+    "adaptive-no-norm-to-split: clip_norm must be given": lambda: dpsgd(
+        l2_clip_norm=adaptive()
+    ).split(jnp.ones(3)),
+    "adaptive-not: clip_norm must be given": lambda: dpsgd().clipped_grad(
+        linear, clip_norm=1.0
+    ),
+    # optimizers
+    "dp-adam-mechanism: mechanism must be": lambda: dp_adam(0.1, None),
+    "dp-adam-uncalibrated: the mechanism must": lambda: dp_adam(
+        0.1, dpsgd(noise_multiplier=None)
+    ),
+    "dp-adam-b1: b1 must be": lambda: dp_adam(0.1, dpsgd(), b1=1.0),
+    "dp-adam-b2: b2 must be": lambda: dp_adam(0.1, dpsgd(), b2=-0.1),
+    "dp-adam-eps: eps must be": lambda: dp_adam(0.1, dpsgd(), eps=-1.0),
+    "dp-adam-floor: floor must be": lambda: dp_adam(0.1, dpsgd(), floor=0.0),
+    "dp-adam-adaptive: dp_adam needs": lambda: dp_adam(
+        0.1, dpsgd(l2_clip_norm=adaptive())
+    ),
     # clipping
     "clip-norm-negative: every l2_clip_norm must": lambda: clip(l2_clip_norm=-1.0),
     "clip-norm-empty: l2_clip_norm must": lambda: clip(l2_clip_norm={}),
@@ -345,7 +408,7 @@ CASES = {
     "clip-transform-book-keeping: pre_clipping_transform needs an engine": lambda: clip(
         method="book_keeping", pre_clipping_transform=lambda x: x
     ),
-    "clip-unsafe-count: counts_overflows and released_metrics must": lambda: clip(
+    "clip-unsafe-count: counts_overflows, released_metrics and": lambda: clip(
         nan_safe=False, counts_overflows=True
     ),
     "clip-padding-dtype: is_padding_example must be": lambda: dpmp.clipped_grad(

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from dpmp import (
     DPSGD,
+    AdaptiveClipNorm,
     DoubleWord,
     DPTrainer,
     GridArray,
@@ -322,13 +323,21 @@ def test_noise_is_added_to_explicit_sums(kind, compiled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
-@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
-def test_a_trainer_steps_on_any_mesh(method, axis_type):
+@pytest.mark.parametrize(
+    ("method", "clip_norm"),
+    [
+        ("per_example", 0.5),
+        ("book_keeping", 0.5),
+        ("per_example", AdaptiveClipNorm(initial=0.5)),
+    ],
+    ids=["per_example", "book_keeping", "adaptive"],
+)
+def test_a_trainer_steps_on_any_mesh(method, clip_norm, axis_type):
     mechanism = DPSGD(
         num_examples=64,
         expected_batch_size=8,
         iterations=3,
-        l2_clip_norm=0.5,
+        l2_clip_norm=clip_norm,
         noise_multiplier=1.0,
         truncated_batch_size=16,
         method=method,
@@ -361,8 +370,9 @@ def test_a_trainer_steps_on_any_mesh(method, axis_type):
         assert jax.tree.map(lambda x: x.sharding, state) == shardings
 
 
+@pytest.mark.parametrize("adapts", [False, True])
 @pytest.mark.parametrize("arithmetic", ["exact", "float32"])
-def test_a_traced_clip_norm_may_live_on_an_explicit_mesh(arithmetic):
+def test_a_traced_clip_norm_may_live_on_an_explicit_mesh(arithmetic, adapts):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
 
     def put(x, spec):
@@ -371,11 +381,12 @@ def test_a_traced_clip_norm_may_live_on_an_explicit_mesh(arithmetic):
     def clip(l2_clip_norm, w, x):
         return clipped_grad(
             lambda w, x: jnp.sum(x * w),
-            l2_clip_norm=l2_clip_norm,
+            l2_clip_norm=adaptive.at(l2_clip_norm) if adapts else l2_clip_norm,
             rescale_to_unit_norm=True,
             arithmetic=arithmetic,
         )(w, x)
 
+    adaptive = AdaptiveClipNorm(initial=1.0)
     w, x, c = jnp.zeros(3), jnp.ones((4, 3)), jnp.float32(0.7)
     expected = jax.jit(clip)(c, w, x)
     args = put(w, jax.P()), put(x, jax.P("d"))

@@ -14,6 +14,8 @@ for sums whose arithmetic has a name that begins with "unproved".
 tree. Their results are sensitive until noise is added (`dpmp.noise_addition`).
 """
 
+from dpmp.clipping._adaptive import AdaptiveClipNorm
+from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.clipping._clip_pytree import clip_pytree
 from dpmp.clipping._clipped_fun import clipped_fun
 from dpmp.clipping._clipped_grad import AuxiliaryOutput, clipped_grad
@@ -21,6 +23,8 @@ from dpmp.clipping._joint_sums import JointSum, ReleasedMetrics
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 
 __all__ = [
+    "AdaptiveClipNorm",
+    "AutomaticClipping",
     "AuxiliaryOutput",
     "BoundedSensitivityCallable",
     "JointSum",

@@ -10,6 +10,11 @@ has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)). So |y| <= l2_clip_norm
 `bound` is the clip norm divided by that factor. `_SPARE_ROUNDINGS` adds room for the
 second-order terms, and for hardware whose square root or division is off by a few units
 in the last place.
+
+Automatic clipping divides by norm + stability. Rounding is monotone and the stability
+is not negative, so that the computed denominator is at least the computed norm. So the
+coefficient is at most the one above, up to the rounding of the division, and the same
+proof holds.
 """
 
 import functools
@@ -25,6 +30,7 @@ import numpy as np
 from dpmp import _meshes, _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
+from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.numerics._arithmetic import Arithmetic
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 from dpmp.numerics._squared_norms import SquaredNorm
@@ -48,6 +54,8 @@ class ClipNorms:
       normalize_by: a further divisor.
       traced: a float32 clip norm that is known only when the program runs, or None.
         The clipped gradients are divided by it, so that `norms` is (1.0,).
+      stability: the number that automatic clipping adds to each norm, or None. With
+        automatic clipping, `norms` is (1.0,).
     """
 
     norms: tuple[float, ...]
@@ -55,12 +63,19 @@ class ClipNorms:
     rescale_to_unit_norm: bool
     normalize_by: float
     traced: jax.Array | None = None
+    stability: float | None = None
 
     @classmethod
     def from_tree(
         cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
     ) -> "ClipNorms":
-        """Makes clip norms from a tree of numbers; raises ValueError if it is bad."""
+        """Makes clip norms from a tree of numbers; raises ValueError if it is bad.
+
+        The tree may also be an `AutomaticClipping`.
+        """
+        stability = None
+        if isinstance(tree, AutomaticClipping):
+            stability, tree = tree.stability, 1.0
         norms, prefix = jax.tree.flatten(jax.tree.map(as_real, tree))
         traced = None
         if any(isinstance(x, jax.core.Tracer) for x in norms):
@@ -91,7 +106,9 @@ class ClipNorms:
                 normalize_by=normalize_by,
                 fix="Rescale the loss: float32 cannot handle other sizes.",
             )
-        return cls(tuple(norms), prefix, rescale_to_unit_norm, normalize_by, traced)
+        return cls(
+            tuple(norms), prefix, rescale_to_unit_norm, normalize_by, traced, stability
+        )
 
     @property
     def l2_norm_bound(self) -> float:
@@ -140,6 +157,8 @@ class ClipNorms:
 
     @property
     def _targets_of_numbers(self) -> list[tuple[float, float]]:
+        if self.stability is not None:
+            return [(1 / self.normalize_by, math.inf)]
         total = math.hypot(*self.norms)
         divisor = self.normalize_by * (total if self.rescale_to_unit_norm else 1.0)
         if divisor == 0:  # in the limit of small clip norms, only directions are left
@@ -151,16 +170,25 @@ class ClipNorms:
 
 
 def coefficients(
-    targets: list[tuple[float, Any]], norms: list[SquaredNorm]
+    targets: list[tuple[float, Any]],
+    norms: list[SquaredNorm],
+    stability: float | None = None,
 ) -> list[jax.Array]:
-    """For each group, (B,): the smaller of target / norm and largest coefficient."""
+    """For each group, (B,): the smaller of target / norm and largest coefficient.
+
+    With a `stability`, it is target / (norm + stability), without a largest one.
+    """
     coefs = []
     for (bound, cap), norm in zip(targets, norms, strict=True):
         shrinkage = 1 - (norm.roundings / 2 + _SPARE_ROUNDINGS) * UNIT_ROUNDOFF
         target = _round_down(bound * shrinkage).astype(norm.value.dtype)
         cap = _round_down(cap).astype(norm.value.dtype)
         largest = norm.value if norm.bound is None else norm.bound
-        coefs.append(_coefficient(target, cap, largest + norm.underflow))
+        largest += norm.underflow
+        if stability is None:
+            coefs.append(_coefficient(target, cap, largest))
+        else:
+            coefs.append(_automatic_coefficient(target, largest, stability))
     return coefs
 
 
@@ -178,6 +206,13 @@ def are_clipped(targets: list[tuple[float, Any]], coefs: list[jax.Array]) -> jax
 @jax.jit
 def _coefficient(bound: Any, cap: Any, squared_norm: jax.Array) -> jax.Array:
     return jnp.minimum(cap, bound / jnp.sqrt(squared_norm))
+
+
+@jax.jit
+def _automatic_coefficient(
+    bound: Any, squared_norm: jax.Array, stability: Any
+) -> jax.Array:
+    return bound / (jnp.sqrt(squared_norm) + stability)
 
 
 def _round_down(x: Any) -> Any:

@@ -43,7 +43,8 @@ def clip_pytree(
     Args:
       pytree: float arrays of any shapes.
       clip_norm: a number, or a tree of numbers that is a prefix of `pytree`. Each
-        number clips its own part of `pytree`.
+        number clips its own part of `pytree`. Or an `AutomaticClipping`, with which
+        the norm of the output is at most 1.
       rescale_to_unit_norm: whether to divide the output by `clip_norm`, or by the norm
         of all clip norms if there are several.
       nan_safe: whether to return zero if the input or its norm is not finite. Without
@@ -73,7 +74,7 @@ def clip_pytree(
     grads = _per_example.store_one(pytree)
     norms = grads.squared_norms(clip_norms.prefix)
     norm = _clip_norms.global_norm(norms)
-    coefs = _clip_norms.coefficients(clip_norms.targets, norms)
+    coefs = _clip_norms.coefficients(clip_norms.targets, norms, clip_norms.stability)
     clipped = grads.weighted_sum(
         coefs,
         _clipped_sum.keep_mask(norm, coefs, return_zero[None], nan_safe),

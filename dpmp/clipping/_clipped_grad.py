@@ -15,9 +15,11 @@ from typing import Any
 from dpmp import _validate, loss_scaling
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
+from dpmp.clipping._adaptive import AdaptiveClipNorm
+from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._clipped_sum import ClippedSum, Outputs, make_callable
-from dpmp.clipping._joint_sums import ReleasedMetrics, join, joint_norm_bound
+from dpmp.clipping._joint_sums import JointCoordinates, ReleasedMetrics
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.engines._methods import check_method, make_engine
 from dpmp.engines._signature import Signature, check_float_leaves
@@ -81,9 +83,9 @@ def clipped_grad(
       The L2 sensitivity of the computed sum is at most `.sensitivity(relation)`: the
       sums of two neighbouring batches differ by no more than that. It is
       `l2_clip_norm / normalize_by` under add/remove and zero-out (one example is
-      blanked out), and twice as much under replace-one. With `rescale_to_unit_norm`, 1
-      stands in for `l2_clip_norm`. With a tree of clip norms, the norm of all of them
-      does.
+      blanked out), and twice as much under replace-one. With `rescale_to_unit_norm` or
+      `AutomaticClipping`, 1 stands in for `l2_clip_norm`. With a tree of clip norms,
+      the norm of all of them does.
 
       Conditions:
 
@@ -140,7 +142,10 @@ def clipped_grad(
         clips its own part. With `rescale_to_unit_norm`, a single clip norm may be a
         traced float scalar, so that it can change during training without a new
         compilation. It must be public, for instance chosen by means of noisy releases
-        alone. If it is not from 1e-15 to 1e15, all contributions are zero.
+        alone. If it is not from 1e-15 to 1e15, all contributions are zero. Or an
+        `AutomaticClipping`, which divides by the norm. Or an `AdaptiveClipNorm` (with
+        `rescale_to_unit_norm`), whose `at(clip_norm)` has the clip norm of a step; the
+        function then returns a `JointSum`.
       rescale_to_unit_norm: whether to divide the clipped gradients by the clip norm (by
         the norm of all clip norms), so that it does not affect the learning rate.
       normalize_by: divides the sum; usually the expected batch size.
@@ -222,7 +227,10 @@ def clipped_grad(
     loss_scale = as_number(loss_scale)
     if loss_scale is not None:
         loss_scaling.check(loss_scale, pre_clipping_transform)
-    _check_safe(nan_safe, counts_overflows or released_metrics is not None)
+    adaptive = l2_clip_norm if isinstance(l2_clip_norm, AdaptiveClipNorm) else None
+    joint = JointCoordinates(released_metrics, adaptive, counts_overflows)
+    _check_safe(nan_safe, bool(joint))
+    _check_clipping(l2_clip_norm, rescale_to_unit_norm, released_metrics)
     signature = Signature.parse(
         argnums=argnums,
         batch_argnums=batch_argnums,
@@ -230,7 +238,8 @@ def clipped_grad(
         keep_batch_dim=keep_batch_dim,
         has_aux=has_aux,
     )
-    clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
+    given = adaptive.initial if adaptive else l2_clip_norm
+    clip_norms = ClipNorms.from_tree(given, rescale_to_unit_norm, normalize_by)
     engine, largest_microbatch = make_engine(
         fun,
         signature,
@@ -254,7 +263,7 @@ def clipped_grad(
     asked_for = (return_values, return_grad_norms, has_aux)
 
     def select(total, outputs):
-        total = join(total, outputs, l2_norm_bound, released_metrics, counts_overflows)
+        total = joint.join(total, outputs, l2_norm_bound)
         return (total, _chosen(outputs, asked_for)) if any(asked_for) else total
 
     return make_callable(
@@ -262,16 +271,36 @@ def clipped_grad(
         select,
         has_aux=any(asked_for),
         has_params=pre_clipping_transform is None,
-        l2_norm_bound=joint_norm_bound(l2_norm_bound, released_metrics),
+        l2_norm_bound=joint.norm_bound(l2_norm_bound),
     )
 
 
 def _check_safe(nan_safe: bool, is_released: bool) -> None:
     _validate.require(
         nan_safe or not is_released,
-        "counts_overflows and released_metrics must have nan_safe=True",
+        "counts_overflows, released_metrics and AdaptiveClipNorm must have "
+        "nan_safe=True",
         nan_safe=nan_safe,
         fix="Leave nan_safe out.",
+    )
+
+
+def _check_clipping(
+    l2_clip_norm: Any, rescale_to_unit_norm: bool, metrics: ReleasedMetrics | None
+) -> None:
+    _validate.require(
+        rescale_to_unit_norm or not isinstance(l2_clip_norm, AdaptiveClipNorm),
+        "an AdaptiveClipNorm needs a sensitivity that does not depend on it",
+        rescale_to_unit_norm=rescale_to_unit_norm,
+        fix="Set rescale_to_unit_norm=True, which divides the clipped gradients by the "
+        "clip norm. After the noise is added, they may be multiplied by it.",
+    )
+    is_automatic = isinstance(l2_clip_norm, AutomaticClipping)
+    _validate.require(
+        not (is_automatic and metrics is not None and metrics.fraction_clipped),
+        "fraction_clipped needs a clip norm: automatic clipping scales all gradients",
+        l2_clip_norm=l2_clip_norm,
+        fix="Leave fraction_clipped out.",
     )
 
 

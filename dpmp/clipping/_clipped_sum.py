@@ -28,12 +28,14 @@ class Outputs(NamedTuple):
       values: the values of the gradient engine; for losses, (B,).
       grad_norms: the norms before clipping, (B,).
       is_clipped: whether a finite gradient was scaled down in any group, (B,) bool.
+      is_example: (B,) bool, False for padding.
       aux: the auxiliary outputs.
     """
 
     values: Any
     grad_norms: jax.Array
     is_clipped: jax.Array
+    is_example: jax.Array
     aux: PyTree
 
 
@@ -163,7 +165,8 @@ class ClippedSum:
         targets = self.arithmetic.targets(
             self.clip_norms.targets, [norm.num_entries for norm in norms]
         )
-        coefs = _clip_norms.coefficients(targets, norms)
+        stability = self.clip_norms.stability
+        coefs = _clip_norms.coefficients(targets, norms, stability)
         total = grads.weighted_sum(
             coefs,
             keep_mask(global_norm, coefs, is_padding, self.nan_safe),
@@ -171,7 +174,13 @@ class ClippedSum:
             self.arithmetic,
         )
         is_clipped = _clip_norms.are_clipped(targets, coefs) & jnp.isfinite(global_norm)
-        outputs = Outputs(grads.values, global_norm, is_clipped, grads.aux)
+        outputs = Outputs(
+            values=grads.values,
+            grad_norms=global_norm,
+            is_clipped=is_clipped,
+            is_example=jnp.full(global_norm.shape, True),
+            aux=grads.aux,
+        )
         return total, _zero_padding(outputs, is_padding)
 
     def _scan(

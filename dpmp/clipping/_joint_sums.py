@@ -16,6 +16,9 @@ Both have a norm of at most C, so that noise and epsilon are those of the gradie
 alone. The contributions of two examples differ by at most sqrt(2) C, and replace-one is
 charged for 2 C. The noise on the count has a standard deviation of `noise_multiplier`
 examples.
+
+An adaptive clip norm is one more coordinate, which has its own share of the norm
+(`clipping/_adaptive.py`).
 """
 
 import math
@@ -28,6 +31,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
+from dpmp.clipping._adaptive import AdaptiveClipNorm
 from dpmp.clipping._clipped_sum import Outputs
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridArray, unit_of
 
@@ -45,11 +49,15 @@ class JointSum(NamedTuple):
       num_overflows: the number of examples whose gradient norm is not finite, times the
         largest norm of a clipped gradient. None if these examples are not counted.
       metrics: the sum over examples of each metric, by name.
+      within: the number of examples within an adaptive clip norm, less the number of
+        the others, times the share of the norm that the count has. None if the clip
+        norm does not adapt.
     """
 
     sum_of_clipped_grads: PyTree
     num_overflows: Any
     metrics: dict[str, Any]
+    within: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,30 +155,33 @@ class ReleasedMetrics:
         Raises:
           ValueError: for a batch of more than two million examples.
         """
-        if values.shape[0] > _LARGEST_BATCH:  # the size of a batch is sensitive
-            raise _validate.RefusedError(
-                f"batches with released metrics must have at most {_LARGEST_BATCH} "
-                f"examples. Leave released_metrics out."
-            )
         # Every metric is scaled to shares from 0 to 1. A loss of NaN counts as 0.
         loss = jnp.clip(values.astype(jnp.float32) / (self.largest_loss or 1.0), 0, 1)
         shares = {
             "loss": jnp.where(jnp.isnan(loss), 0, loss),
             "clipped": is_clipped.astype(jnp.float32),
         }
-        unit = unit_of(self.largest_of_one(l2_norm_bound), _RESOLUTION)
-
-        def total(share: jax.Array) -> GridArray:
-            steps = jnp.round(share * _RESOLUTION).astype(jnp.int32)
-            # Without this dtype, a sum of int32 would be int64 in 64-bit mode.
-            return GridArray(jnp.sum(steps, dtype=jnp.int32), unit)
-
-        return {name: total(shares[name]) for name in self.paid}
+        largest = self.largest_of_one(l2_norm_bound)
+        return {name: _sum_of_shares(shares[name], largest) for name in self.paid}
 
     def largest_of_one(self, l2_norm_bound: float) -> float:
         """The largest coordinate of each metric; k bounds the norm of all of them."""
         k = self.norm_share * contribution(as_real(l2_norm_bound))
         return k / math.sqrt(max(len(self.paid), 1)) * (1 - 2.0**-50)
+
+
+def _sum_of_shares(shares: jax.Array, largest: float) -> GridArray:
+    """Sums shares from -1 to 1, (B,), of the largest coordinate of one example."""
+    if shares.shape[0] > _LARGEST_BATCH:  # the size of a batch is sensitive
+        raise _validate.RefusedError(
+            f"batches with released metrics or an adaptive clip norm must have at most "
+            f"{_LARGEST_BATCH} examples. Leave released_metrics out, and use a fixed "
+            f"clip norm."
+        )
+    steps = jnp.round(shares * _RESOLUTION).astype(jnp.int32)
+    # Without this dtype, a sum of int32 would be int64 in 64-bit mode.
+    total = jnp.sum(steps, dtype=jnp.int32)
+    return GridArray(total, unit_of(largest, _RESOLUTION))
 
 
 def contribution(l2_norm_bound: float) -> float:
@@ -189,23 +200,50 @@ def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
     return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
 
 
-def joint_norm_bound(l2_norm_bound: float, metrics: ReleasedMetrics | None) -> float:
-    """The largest norm of a contribution to the sum and the metrics together."""
-    return metrics.joint_norm_bound(l2_norm_bound) if metrics else l2_norm_bound
+@dataclass(frozen=True)
+class JointCoordinates:
+    """Everything that receives noise together with a sum of clipped gradients.
 
+    Attributes:
+      metrics: the released metrics, or None.
+      adaptive: the adaptive clip norm, or None.
+      counts_overflows: whether to count overflows, besides what the metrics say.
+    """
 
-def join(
-    total: PyTree,
-    outputs: Outputs,
-    l2_norm_bound: float,
-    metrics: ReleasedMetrics | None,
-    counts_overflows: bool,
-) -> PyTree:
-    """Joins a sum of clipped gradients with the sums of metrics, if there are any."""
-    sums, count = {}, None
-    if metrics is not None:
-        counts_overflows |= metrics.fraction_overflowed
-        sums = metrics.sums(outputs.values, outputs.is_clipped, l2_norm_bound)
-    if counts_overflows:
-        count = count_overflows(outputs.grad_norms, l2_norm_bound)
-    return JointSum(total, count, sums) if metrics or counts_overflows else total
+    metrics: ReleasedMetrics | None
+    adaptive: AdaptiveClipNorm | None
+    counts_overflows: bool
+
+    def __bool__(self):
+        return bool(self.metrics or self.adaptive or self.counts_overflows)
+
+    def norm_bound(self, l2_norm_bound: float) -> float:
+        """The largest norm of a contribution to the sum and all of these together.
+
+        `l2_norm_bound` is the largest norm of a contribution to the sum alone.
+        """
+        bound = l2_norm_bound
+        if self.metrics:
+            bound = self.metrics.joint_norm_bound(l2_norm_bound)
+        if self.adaptive:
+            # The last factor covers the roundings: the bound may only err upwards.
+            share = self.adaptive.norm_share * l2_norm_bound
+            bound = math.hypot(bound, share) * (1 + 2.0**-50)
+        return bound
+
+    def join(self, total: PyTree, outputs: Outputs, l2_norm_bound: float) -> PyTree:
+        """Joins the sum of clipped gradients of a batch with these, if there are any.
+
+        `outputs` are those of the examples.
+        """
+        if not self:
+            return total
+        metrics, sums, count, within = self.metrics, {}, None, None
+        if metrics is not None:
+            sums = metrics.sums(outputs.values, outputs.is_clipped, l2_norm_bound)
+        if self.counts_overflows or (metrics and metrics.fraction_overflowed):
+            count = count_overflows(outputs.grad_norms, l2_norm_bound)
+        if self.adaptive is not None:
+            signs = self.adaptive.signs(outputs.grad_norms, outputs.is_example)
+            within = _sum_of_shares(signs, self.adaptive.largest_of_one(l2_norm_bound))
+        return JointSum(total, count, sums, within)

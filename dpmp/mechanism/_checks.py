@@ -58,6 +58,28 @@ def _sampling_prob(
     return ComputedProbability(expected_batch_size / num_examples)
 
 
+def calibrated(noise_multiplier: float | None) -> float:
+    """The noise multiplier; raises ValueError before calibration."""
+    if noise_multiplier is None:
+        _validate.fail(
+            "the mechanism must have a noise multiplier",
+            noise_multiplier=None,
+            fix="Use mechanism.calibrate(epsilon=, delta=).",
+        )
+    return noise_multiplier
+
+
+def check_nan_safe(nan_safe: bool) -> None:
+    """Raises ValueError for a clipped gradient that would void the guarantee."""
+    _validate.require(
+        nan_safe,
+        "a mechanism must have nan_safe=True, so that its guarantee holds",
+        nan_safe=False,
+        fix="Leave nan_safe out. To look for NaN on public data, use "
+        "dpmp.clipped_grad.",
+    )
+
+
 def warn_of_large_delta(delta: float, num_examples: int) -> None:
     """Warns where delta allows that an example is published."""
     if delta >= 1 / num_examples:

@@ -12,13 +12,13 @@ import optax
 
 from dpmp import _validate, accounting, batch_selection, clipping, noise_addition
 from dpmp._typing import PyTree
-from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._joint_sums import ReleasedMetrics, contribution
 from dpmp.engines._methods import check_method
 from dpmp.mechanism import _checks, _statement
 from dpmp.mechanism._batches import Batches
+from dpmp.mechanism._clipping import Clipping
 from dpmp.mechanism._costs import Costs, StepCost
-from dpmp.mechanism._released import Released, check_num_entries, split
+from dpmp.mechanism._released import Released, of_at_most
 from dpmp.mechanism._resolution import choose_resolution
 from dpmp.numerics import _arithmetic
 
@@ -49,7 +49,8 @@ class DPSGD:
         clipped gradients is divided by this number. If `sampling_prob` is given too,
         any number close to the average will do.
       iterations: the number of steps to account for.
-      l2_clip_norm: the clip norm, or a tree of clip norms; see `clipped_grad`.
+      l2_clip_norm: the clip norm, or a tree of clip norms; see `clipped_grad`. Or an
+        `AdaptiveClipNorm`, which follows the gradients, or an `AutomaticClipping`.
       noise_multiplier: the standard deviation of the noise over the largest norm of a
         contribution. It is None before `calibrate`, and 0 for no privacy.
       delta: the delta for which epsilon is computed, set by `calibrate`.
@@ -104,7 +105,7 @@ class DPSGD:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         # This call checks the other fields: clip norms, arithmetic and method.
-        self.clipped_grad(lambda *_: 0.0).sensitivity(self.neighboring_relation)
+        self._any_clipped_grad.sensitivity(self.neighboring_relation)
 
     @classmethod
     def from_epochs(cls, *, epochs: float, **fields: Any) -> "DPSGD":
@@ -153,7 +154,7 @@ class DPSGD:
     @property
     def is_private(self) -> bool:
         """Whether gradients are clipped and receive noise; `guarantee` has epsilon."""
-        return bool(self.noise_multiplier) and math.isfinite(self._l2_norm_bound)
+        return bool(self.noise_multiplier) and self._clipping.is_finite
 
     @property
     def sampling(self) -> batch_selection.PoissonSampling:
@@ -168,14 +169,23 @@ class DPSGD:
 
     @property
     def stddev(self) -> float:
-        """The standard deviation of the noise on the averaged gradient."""
-        return self._calibrated * self._joint_norm_bound if self._calibrated else 0.0
+        """The standard deviation of the noise on the averaged gradient.
+
+        It is in clip norms if the clip norm adapts.
+        """
+        bound = self._any_clipped_grad.l2_norm_bound
+        return self._calibrated * bound if self._calibrated else 0.0
 
     @property
     def overflow_stddev(self) -> float:
         """The standard deviation of the noise on the number of overflows."""
-        one = contribution(self._l2_norm_bound)
+        one = contribution(self._clipping.l2_norm_bound)
         return self.stddev / one if one else math.inf
+
+    @property
+    def initial_clip_norm(self) -> jax.Array | None:
+        """The clip norm of the first step if it adapts, or else None."""
+        return self._clipping.initial
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -204,39 +214,37 @@ class DPSGD:
         return self._costs.of_step(self._calibrated)
 
     def clipped_grad(
-        self, fun: Callable[..., Any], argnums: Any = 0, **kwargs: Any
+        self,
+        fun: Callable[..., Any],
+        argnums: Any = 0,
+        *,
+        clip_norm: Any = None,
+        **kwargs: Any,
     ) -> clipping.BoundedSensitivityCallable:
         """Calls `dpmp.clipped_grad` with this mechanism's clipping and arithmetic.
 
         Args:
           fun: the loss.
           argnums: the positions of the arguments to differentiate.
+          clip_norm: the clip norm of this step if it adapts; see `AdaptiveClipNorm`.
           **kwargs: other arguments that do not affect the sensitivity.
             `nan_safe=False`, which has no guarantee, raises ValueError.
 
         Returns:
           A callable that returns the sum of clipped gradients over
-          `expected_batch_size`. With `released_metrics` it returns a `JointSum`: add
-          noise to it with `.privatizer`, and then take it apart with `.split`.
+          `expected_batch_size`. With `released_metrics` or an `AdaptiveClipNorm`, it
+          returns a `JointSum`: add noise to it with `.privatizer`, and then take it
+          apart with `.split`.
         """
-        _validate.require(
-            kwargs.get("nan_safe", True),
-            "a mechanism must have nan_safe=True, so that its guarantee holds",
-            nan_safe=False,
-            fix="Leave nan_safe out. To look for NaN on public data, use "
-            "dpmp.clipped_grad.",
-        )
+        _checks.check_nan_safe(kwargs.get("nan_safe", True))
         return clipping.clipped_grad(
             fun,
             argnums,
-            l2_clip_norm=self.l2_clip_norm,
-            rescale_to_unit_norm=self.rescale_to_unit_norm,
-            normalize_by=self.expected_batch_size,
+            **self._clipping.arguments(clip_norm),
             microbatch_size=self.microbatch_size,
             method=self.method,
             arithmetic=self.arithmetic,
             resolution=self.resolution,
-            released_metrics=self.released_metrics,
             **kwargs,
         )
 
@@ -255,22 +263,17 @@ class DPSGD:
           ValueError: before calibration, or (by `update`) for a gradient with more than
             `num_parameters` entries.
         """
+        bound = self._any_clipped_grad.l2_norm_bound
         privatizer = noise_addition.gaussian_privatizer(
             stddev=self.stddev,
             prng_key=prng_key,
-            l2_sensitivity=(self.is_private and self._joint_norm_bound) or None,
+            l2_sensitivity=(self.is_private and bound) or None,
         )
+        return of_at_most(self.num_parameters, privatizer)
 
-        def update(updates, state, params=None):
-            check_num_entries(updates, self.num_parameters)
-            return privatizer.update(updates, state, params)
-
-        return optax.GradientTransformation(privatizer.init, update)
-
-    def split(self, noisy: PyTree) -> Released:
-        """Splits the output of `.privatizer` into gradients, overflows and metrics."""
-        metrics, size = self.released_metrics, self.expected_batch_size
-        return split(noisy, self._l2_norm_bound, size, metrics)
+    def split(self, noisy: PyTree, *, clip_norm: Any = None) -> Released:
+        """Splits the output of `.privatizer`, given the `clip_norm` if it adapts."""
+        return self._clipping.split(noisy, clip_norm)
 
     def guarantee(
         self, step: int | None = None, *, delta: float | None = None
@@ -303,25 +306,21 @@ class DPSGD:
 
     @property
     def _calibrated(self) -> float:
-        if self.noise_multiplier is None:
-            _validate.fail(
-                "the mechanism must have a noise multiplier",
-                noise_multiplier=None,
-                fix="Use mechanism.calibrate(epsilon=, delta=).",
-            )
-        return self.noise_multiplier
+        return _checks.calibrated(self.noise_multiplier)
 
     @property
-    def _l2_norm_bound(self) -> float:
-        """The largest norm of a contribution to the averaged gradient."""
-        return ClipNorms.from_tree(
-            self.l2_clip_norm, self.rescale_to_unit_norm, self.expected_batch_size
-        ).l2_norm_bound
+    def _any_clipped_grad(self) -> clipping.BoundedSensitivityCallable:
+        """Has the bounds of every clipped gradient of this mechanism."""
+        return self.clipped_grad(lambda *_: 0.0, clip_norm=self.initial_clip_norm)
 
     @property
-    def _joint_norm_bound(self) -> float:
-        """The largest norm of a contribution together with its metrics."""
-        return self.clipped_grad(lambda *_: 0.0).l2_norm_bound
+    def _clipping(self) -> Clipping:
+        return Clipping(
+            l2_clip_norm=self.l2_clip_norm,
+            rescale_to_unit_norm=self.rescale_to_unit_norm,
+            expected_batch_size=self.expected_batch_size,
+            released_metrics=self.released_metrics,
+        )
 
     @functools.cached_property
     def _sums(self) -> _arithmetic.Arithmetic:
@@ -344,7 +343,7 @@ class DPSGD:
         return Costs(
             batches=self._batches,
             iterations=self.iterations,
-            is_clipped=math.isfinite(self._l2_norm_bound),
-            # The entries of the gradient, and up to 3 that a `JointSum` adds.
-            num_coordinates=self.num_parameters + 3,
+            is_clipped=self._clipping.is_finite,
+            # The entries of the gradient, up to 3 of metrics, and 1 of the clip norm.
+            num_coordinates=self.num_parameters + 3 + bool(self._clipping.adaptive),
         )

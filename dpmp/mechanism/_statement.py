@@ -10,6 +10,7 @@ import jax
 from dpmp import accounting
 from dpmp._typing import PyTree
 from dpmp.accounting._rounding import digits_above, digits_below, round_up
+from dpmp.clipping import AdaptiveClipNorm, AutomaticClipping
 from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.mechanism._batches import Batches, ComputedProbability
 from dpmp.numerics._arithmetic import Arithmetic
@@ -66,13 +67,13 @@ def claim(
         f"them, drawn at random, and epsilon accounts for that. The claim does not "
         f"hold for batches that are taken in any other way.",
         f"- Steps: {mechanism.iterations}.",
-        f"- Clipping: the gradient of each example is clipped to an L2 norm of "
-        f"{_describe_clip_norm(mechanism.l2_clip_norm)}. The sum of the clipped "
-        f"gradients is divided by {batch_size:g}, the expected batch size.",
+        f"- Clipping: {_describe_clipping(mechanism.l2_clip_norm)} The sum of the "
+        f"clipped gradients is divided by {batch_size:g}, the expected batch size.",
         f"- Noise: the noise is Gaussian, with a noise multiplier of "
         f"{digits_below(noise_multiplier, 5)}. This is its standard deviation, divided "
         f"by the largest norm that one example contributes.",
-        *_describe_metrics(mechanism.released_metrics, noise_multiplier, batch_size),
+        *_describe_metrics(mechanism),
+        *_describe_adaptive(mechanism),
         f"- Accountant: {guarantee.accountant}.",
         f"- Arithmetic: {_describe_arithmetic(mechanism, arithmetic)}",
         "- Assumed: the random bits are ideal, and nobody knows their keys.",
@@ -105,10 +106,14 @@ def _describe_number(batches: Batches) -> str:
     return text
 
 
-def _describe_metrics(
-    metrics: ReleasedMetrics | None, noise_multiplier: float, batch_size: float
-) -> list[str]:
+def _describe_metrics(mechanism: Any) -> list[str]:
+    metrics, batch_size = mechanism.released_metrics, mechanism.expected_batch_size
     always = ReleasedMetrics(fraction_overflowed=True)
+    noise_multiplier = mechanism.noise_multiplier
+    if isinstance(mechanism.l2_clip_norm, AdaptiveClipNorm):
+        # The noise on everything is wider for the noisy fraction.
+        of_gradient = mechanism.stddev * batch_size
+        noise_multiplier = of_gradient / (1 + (metrics or always).widening)
     spread = {
         name: (metrics or always).stddev(name, noise_multiplier, batch_size)
         for name in (*(metrics.names if metrics else ()), *always.names)
@@ -132,6 +137,19 @@ def _describe_metrics(
     return lines
 
 
+def _describe_adaptive(mechanism: Any) -> list[str]:
+    adaptive = mechanism.l2_clip_norm
+    if not isinstance(adaptive, AdaptiveClipNorm):
+        return []
+    return [
+        f"- Released at every step, with noise: the fraction of examples whose "
+        f"gradient norm is at most the clip norm (standard deviation "
+        f"{adaptive.stddev(mechanism.stddev):.2g}), and the next clip norm, which is "
+        f"computed from it. The claim covers both. They make the noise on the gradient "
+        f"{adaptive.widening:.2%} wider."
+    ]
+
+
 def _describe_arithmetic(mechanism: Any, arithmetic: Arithmetic) -> str:
     resolution = mechanism.resolution
     sentences = [
@@ -147,10 +165,25 @@ def _describe_arithmetic(mechanism: Any, arithmetic: Arithmetic) -> str:
     return " ".join([*sentences, arithmetic.assumption]).strip()
 
 
-def _describe_clip_norm(l2_clip_norm: PyTree) -> str:
+def _describe_clipping(l2_clip_norm: PyTree) -> str:
+    if isinstance(l2_clip_norm, AutomaticClipping):
+        return (
+            f"the gradient of each example is divided by its L2 norm plus "
+            f"{l2_clip_norm.stability:g} (automatic clipping), so that its norm is "
+            f"below 1."
+        )
+    if isinstance(l2_clip_norm, AdaptiveClipNorm):
+        return (
+            f"the gradient of each example is clipped to an L2 norm that begins at "
+            f"{l2_clip_norm.initial:g}, and then follows the {l2_clip_norm.quantile:g} "
+            f"quantile of the norms."
+        )
     norms = jax.tree.leaves(l2_clip_norm)
     groups = f" in {len(norms)} groups of parameters" if len(norms) > 1 else ""
-    return f"{math.hypot(*norms):g}{groups}"
+    return (
+        f"the gradient of each example is clipped to an L2 norm of "
+        f"{math.hypot(*norms):g}{groups}."
+    )
 
 
 def _wrap(*lines: str) -> str:

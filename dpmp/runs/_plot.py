@@ -24,6 +24,7 @@ _SCALE = "loss_scale"
 _LABELS = {
     "clipped": "clipped,\nfraction of examples",
     "overflowed": "gradient not finite,\nfraction of examples",
+    "clip_norm": "clip norm",
     _SCALE: "loss scale",
     "steps_per_second": "speed, steps/s",
 }

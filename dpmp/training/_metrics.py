@@ -105,6 +105,8 @@ def _released(state: TrainingState) -> dict[str, jax.Array]:
     values = {f"noisy/{name}": x for name, x in sorted(state.metrics.items())}
     if state.scale_state is not None:
         values["loss_scale"] = state.scale_state.scale
+    if state.clip_norm is not None:
+        values["clip_norm"] = state.clip_norm
     return values
 
 

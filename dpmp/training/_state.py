@@ -30,6 +30,8 @@ class TrainingState(NamedTuple):
         rests on (`training/_fingerprint.py`). A trainer with other facts refuses to
         continue the run. The hashes are encrypted with `sampling_key`, so that they say
         nothing without it.
+      clip_norm: the clip norm of the next step, a float32 scalar; None unless the
+        mechanism has an `AdaptiveClipNorm`; released.
     """
 
     step: jax.Array
@@ -42,6 +44,7 @@ class TrainingState(NamedTuple):
     metrics: PyTree = None
     update_key: jax.Array | None = None
     fingerprint: jax.Array | None = None
+    clip_norm: jax.Array | None = None
 
 
 # It may return numbers that were computed from public data or from released values.

@@ -78,6 +78,7 @@ class Step:
             scale_state=dynamic and dynamic.init(),
             metrics={name: jnp.copy(unknown) for name in self.metric_names},
             update_key=keys.update if policy.stochastic_rounding else None,
+            clip_norm=self.mechanism.initial_clip_norm,
         )
 
     def run(
@@ -180,7 +181,8 @@ class Step:
             # only.
             privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
             noisy, noise_state = privatizer.update(total, state.noise_state)
-            new_state = self._release(self.mechanism.split(noisy), noise_state, state)
+            released = self.mechanism.split(noisy, clip_norm=state.clip_norm)
+            new_state = self._release(released, noise_state, state)
             return new_state, (sensitive.values, sensitive.grad_norms)
 
         def step_on_mesh(*args):
@@ -224,6 +226,7 @@ class Step:
         dynamic = self.dynamic_scale
         grad_fn = self.mechanism.clipped_grad(
             loss_fn,
+            clip_norm=state.clip_norm,
             return_values=True,
             return_grad_norms=True,
             loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
@@ -263,6 +266,7 @@ class Step:
             noise_state=noise_state,
             scale_state=scale_state,
             metrics={**released.metrics, "overflowed": self._overflowed(released)},
+            clip_norm=released.clip_norm,
         )
 
     def _overflowed(self, released: Released) -> jax.Array:

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import reference
 
-from dpmp import DoubleWord, GridArray, clipped_fun, clipped_grad
+from dpmp import (
+    AdaptiveClipNorm,
+    AutomaticClipping,
+    DoubleWord,
+    GridArray,
+    clipped_fun,
+    clipped_grad,
+)
 from dpmp.numerics._arithmetic import ARITHMETICS, parse
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
@@ -151,6 +158,33 @@ def test_neighbouring_sums_differ_by_at_most_the_sensitivity(
                 if fn.keeps_places and relation is _RELATIONS.ADD_OR_REMOVE_ONE:
                     continue
                 a, b = (total(*batch) for batch in batches)
+                bound = Fraction(fn.sensitivity(relation))
+                assert reference.exact_squared_distance(a, b) <= bound**2
+
+
+_CLIPPINGS = {
+    "automatic": {"l2_clip_norm": AutomaticClipping()},
+    "automatic-tiny": {"l2_clip_norm": AutomaticClipping(stability=1e-15)},
+    "adaptive": {
+        "l2_clip_norm": AdaptiveClipNorm(initial=0.7, norm_share=0.5),
+        "rescale_to_unit_norm": True,
+    },
+}
+
+
+@pytest.mark.parametrize("clipping", _CLIPPINGS)
+@pytest.mark.parametrize("name", PROVED)
+def test_every_clipping_keeps_neighbouring_sums_within_the_sensitivity(name, clipping):
+    options = _CLIPPINGS[clipping] | {"microbatch_size": 8}
+    fn = _clipped(name, **options)
+    assert fn.l2_norm_bound <= 1.12
+    for make_batch in _BATCHES:
+        examples = make_batch(24).astype(np.float32)
+        for i in (0, 12, 23):
+            for relation, *batches in _neighbours(examples, i):
+                if fn.keeps_places and relation is _RELATIONS.ADD_OR_REMOVE_ONE:
+                    continue
+                a, b = (_sum(name, *batch, **options) for batch in batches)
                 bound = Fraction(fn.sensitivity(relation))
                 assert reference.exact_squared_distance(a, b) <= bound**2
 

@@ -1,0 +1,229 @@
+"""A clip norm that follows a quantile of the gradient norms, learned with noise.
+
+Each step counts the examples whose gradient norm is at most the clip norm C. An example
+adds +1 to this count if its norm is at most C, and -1 if it is above C or not finite.
+Padding adds 0. The count is one more coordinate of the sum of clipped gradients, and
+receives noise together with it. Contributions to the sum are divided by C, so that
+their norm is at most 1 for every C. The count is multiplied by the norm share s. Then
+
+    (clipped gradient / C, +-s)      has a norm of at most      sqrt(1 + s^2).
+
+This bound does not depend on C. So every step is one Gaussian mechanism with the same
+sensitivity, whatever the steps before have released, and the steps compose like those
+with a fixed clip norm. (Composition allows that a step is chosen by what earlier steps
+released. C is such a choice: it is computed from noisy counts alone.)
+
+At the same epsilon, the noise on the gradient is wider by a factor of sqrt(1 + s^2).
+Let z be the noise multiplier. Then the noise on the gradient has the multiplier
+z_g = z sqrt(1 + s^2), and the number of examples within the clip norm comes out with a
+standard deviation of z_b = z sqrt(1 + s^2) / (2 s). So
+
+    1 / z_g^2 + 1 / (2 z_b)^2 = 1 / z^2,
+
+which is theorem 1 of Andrew et al.: both ways of accounting are the same.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from dpmp import _meshes, _validate
+from dpmp._numbers import as_real
+from dpmp._typing import PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveClipNorm:
+    """A clip norm that follows a quantile of the gradient norms during training.
+
+    Pass it to `DPSGD` as `l2_clip_norm`. Each step releases the fraction of examples
+    whose gradient norm is at most the clip norm C, with noise. The next clip norm is
+
+        C * exp(-learning_rate * (noisy fraction - quantile)),
+
+    so that C settles where the fraction equals the quantile. `DPTrainer` does all this.
+
+    >>> adaptive = AdaptiveClipNorm(initial=1.0, quantile=0.5, learning_rate=0.2)
+    >>> print(f"{adaptive.update(jnp.float32(1.0), jnp.float32(0.9)):.4f}")
+    0.9231
+    >>> print(f"{adaptive.widening:.2%}")
+    0.50%
+
+    A training loop of your own passes the clip norm of each step on to the next one:
+
+    >>> mechanism = DPSGD(
+    ...     num_examples=64,
+    ...     expected_batch_size=16,
+    ...     iterations=3,
+    ...     l2_clip_norm=adaptive,
+    ...     noise_multiplier=1.0,
+    ... )
+    >>> privatizer = mechanism.privatizer(jax.random.key(0))
+    >>> noise_state = privatizer.init(None)
+    >>> clip_norm = mechanism.initial_clip_norm
+    >>> for _ in range(3):
+    ...     grad_fn = mechanism.clipped_grad(
+    ...         lambda w, x: jnp.sum(w * x), clip_norm=clip_norm
+    ...     )
+    ...     total = grad_fn(1.0, jnp.full(16, 0.1))
+    ...     noisy, noise_state = privatizer.update(total, noise_state)
+    ...     released = mechanism.split(noisy, clip_norm=clip_norm)
+    ...     clip_norm = released.clip_norm
+    >>> bool(clip_norm < 1.0)
+    True
+
+    Guarantees:
+      The clip norm is computed from noisy values alone, and epsilon accounts for them.
+      The noise on the gradient is wider for that, by `widening`. With the privacy
+      budget unchanged, epsilon is that of a fixed clip norm.
+
+      With every arithmetic and both engines, the sensitivity is as certain as with a
+      fixed clip norm. The fraction is that of the computed norms. "bounded" sums are
+      clipped by an upper bound on the norm, so that they clip a few more examples than
+      this fraction says.
+
+    Attributes:
+      initial: the clip norm of the first step. It must not depend on the private data.
+      quantile: the fraction of examples that are not to be clipped.
+      learning_rate: the speed. If every example is above the clip norm, a step
+        multiplies it by exp(learning_rate * quantile).
+      norm_share: the size of the coordinate that counts examples, over the largest norm
+        of a clipped gradient. A smaller share means more noise on the fraction and less
+        on the gradient.
+      lowest: the clip norm never falls below this.
+      highest: the clip norm never rises above this.
+
+    References:
+      [Andrew et al.: Differentially private learning with adaptive clipping, sections 2
+      and 3](https://arxiv.org/abs/1905.03871)
+    """
+
+    initial: float
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    norm_share: float = 0.1
+    lowest: float = 1e-15
+    highest: float = 1e15
+
+    def __post_init__(self):
+        for name, fix in _FIXES.items():
+            value = getattr(self, name)
+            if not (name == "initial" and isinstance(value, jax.core.Tracer)):
+                value = _validate.positive(**{name: value}, fix=fix)
+                object.__setattr__(self, name, value)
+        _validate.require(
+            self.quantile < 1,
+            "quantile must be below 1: a clip norm above all norms is not known",
+            quantile=self.quantile,
+            fix=_FIXES["quantile"],
+        )
+        self._check_range()
+
+    def _check_range(self) -> None:
+        initial = self.initial
+        if isinstance(initial, jax.core.Tracer):
+            initial = self.lowest
+        # In float32, because the clip norm of a step is a float32.
+        norms = list(map(np.float32, (1e-15, self.lowest, initial, self.highest, 1e15)))
+        _validate.require(
+            norms == sorted(norms),
+            "clip norms must satisfy 1e-15 <= lowest <= initial <= highest <= 1e15",
+            lowest=self.lowest,
+            initial=initial,
+            highest=self.highest,
+            fix="Leave lowest and highest out, or choose an initial clip norm between.",
+        )
+
+    def at(self, clip_norm: Any) -> "AdaptiveClipNorm":
+        """The same, with another clip norm to begin with; it may be a traced scalar."""
+        return replace(self, initial=clip_norm)
+
+    def update(self, clip_norm: jax.Array, noisy_fraction: jax.Array) -> jax.Array:
+        """The clip norm of the next step, a float32.
+
+        Args:
+          clip_norm: the clip norm of this step.
+          noisy_fraction: the noisy fraction of examples whose gradient norm is at most
+            this clip norm.
+        """
+        excess = jnp.asarray(noisy_fraction, jnp.float32) - self.quantile
+        factor = jnp.exp(-self.learning_rate * excess)
+        new = jnp.asarray(clip_norm, jnp.float32) * factor
+        return jnp.clip(new, np.float32(self.lowest), np.float32(self.highest))
+
+    @property
+    def widening(self) -> float:
+        """By how much the noise on the gradient is wider; 0.005 means by 0.5 %."""
+        return math.hypot(1, self.norm_share) - 1
+
+    def largest_of_one(self, l2_norm_bound: float) -> float:
+        """What one example adds to the count, up to its sign.
+
+        `l2_norm_bound` is the largest norm of a clipped gradient.
+        """
+        return self.norm_share * l2_norm_bound * (1 - 2.0**-50)
+
+    def signs(self, grad_norms: jax.Array, is_example: jax.Array) -> jax.Array:
+        """For each example: 1 within the clip norm, -1 above it, and 0 for padding.
+
+        Args:
+          grad_norms: the norms of the gradients, (B,).
+          is_example: (B,) bool, False for padding.
+        """
+        clip_norm = jnp.asarray(_meshes.freed(self.initial)).astype(grad_norms.dtype)
+        # A norm of NaN is not within the clip norm.
+        signs = jnp.where(grad_norms <= clip_norm, 1.0, -1.0)
+        return jnp.where(is_example, signs, 0.0).astype(jnp.float32)
+
+    def fraction(
+        self, noisy_count: jax.Array, l2_norm_bound: float, expected_batch_size: float
+    ) -> jax.Array:
+        """The noisy fraction of examples within the clip norm.
+
+        The expected batch size stands for the size of the batch, which is sensitive.
+        This matters little: an equal number of examples on both sides counts as half of
+        them in a batch of any size.
+        """
+        one = self.largest_of_one(l2_norm_bound)
+        return 0.5 + noisy_count * (0.5 / one / expected_batch_size)
+
+    def stddev(self, stddev: float) -> float:
+        """The standard deviation of the noise on the fraction.
+
+        Args:
+          stddev: that of the noise on the averaged gradient, in clip norms.
+        """
+        return as_real(stddev) / (2 * self.norm_share)
+
+
+_FIXES = {
+    "initial": "Use 1.0, for example, or a typical gradient norm of public examples.",
+    "quantile": "Use 0.5, for example.",
+    "learning_rate": "Use 0.2, for example.",
+    "norm_share": "Use 0.1, for example.",
+    "lowest": "Leave it out.",
+    "highest": "Leave it out.",
+}
+
+
+def with_clip_norm(l2_clip_norm: PyTree, clip_norm: Any) -> PyTree:
+    """The same clip norms, with that of one step where they adapt.
+
+    Raises:
+      ValueError: if a clip norm is given that is not to change, or if it is missing.
+    """
+    adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
+    _validate.require(
+        adapts == (clip_norm is not None),
+        "clip_norm must be given for an AdaptiveClipNorm, and for nothing else",
+        l2_clip_norm=l2_clip_norm,
+        clip_norm=None if clip_norm is None else type(clip_norm).__name__,
+        fix="Begin with mechanism.initial_clip_norm, and go on with the clip_norm that "
+        "mechanism.split(noisy, clip_norm=...) returns.",
+    )
+    return l2_clip_norm.at(clip_norm) if adapts else l2_clip_norm
