@@ -6,15 +6,13 @@ Of lines that answer the same question, the last one counts. Sphinx makes the pa
 "Benchmarks" of the guides from this.
 """
 
-import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.results import RESULTS
-
-Line = dict[str, Any]
+from benchmarks import language_model_tables
+from benchmarks.markdown import Line, read, section, table
 
 _BEGINNING = """# Benchmarks
 
@@ -47,47 +45,13 @@ def as_markdown() -> str:
         _prefetch(),
         _long_runs(),
         _accuracy(),
+        *language_model_tables.sections(),
         _products(),
         _selfcheck(),
         _gpu(),
         _scaling(),
     ]
     return "\n".join([_BEGINNING, *sections])
-
-
-def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
-    """The last line for each combination of `keys`, of lines that have what is wanted.
-
-    Lines are in the order in which their combinations were first measured.
-    """
-    last: dict[tuple[str, ...], Line] = {}
-    for text in (RESULTS / f"{benchmark}.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if all(line.get(name) == value for name, value in wanted.items()):
-            last[tuple(repr(line[key]) for key in keys)] = line
-    return list(last.values())
-
-
-def _section(
-    title: str, text: str, command: str, lines: Sequence[Line], *tables: str
-) -> str:
-    measured = sorted(
-        {(x["device"], x["versions"]["jax"], x["date"]) for x in lines}, reverse=True
-    )
-    where = "; ".join(f"{device}, jax {jax}, {day}" for device, jax, day in measured)
-    parts = [f"## {title}", text, f"`python -m benchmarks.{command}` ({where})"]
-    return "\n\n".join([*parts, *tables]) + "\n"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    cells = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in cells)
-
-
-def _cell(x: Any) -> str:
-    if x is None:
-        return ""
-    return f"{x:.3g}" if isinstance(x, float) else str(x)
 
 
 def _clipping() -> str:
@@ -105,14 +69,14 @@ def _clipping() -> str:
     ]
     header = ["model", "dtype", "microbatch", "time / jax_privacy"]
     header += ["time / plain gradient", "memory / jax_privacy"]
-    return _section(
+    return section(
         "Clipped gradients",
         "`clipped_grad` with per-example gradients and float32 sums, next to "
         "`jax_privacy.clipping.clipped_grad` with `dtype=float32`. The MLP has a batch "
         "of 64, the transformer of 32.",
         "clipping",
         lines,
-        _table(header, rows),
+        table(header, rows),
     )
 
 
@@ -129,14 +93,14 @@ def _exactness_cost() -> str:
     ]
     header = ["what", "dtype", "time, exact", "fine grid", "float32x2"]
     header += ["memory, exact", "fine grid", "float32x2"]
-    return _section(
+    return section(
         "What exactness costs",
         "Time and temporary memory of exact sums, of exact sums on a grid of 2^20 "
         'units ("fine"), and of pairs of float32, over those of float32 sums. Noise is '
         "compared with `jax.random.normal`, for ten million entries.",
         "exactness_cost",
         lines,
-        _table(header, rows),
+        table(header, rows),
     )
 
 
@@ -159,7 +123,7 @@ def _book_keeping() -> str:
     header = ["model", "batch", "dtype", "book-keeping in parts of"]
     header += ["time / plain training", "/ fastest without privacy"]
     header += ["/ jax_privacy", "/ its best microbatch", "memory / plain training"]
-    return _section(
+    return section(
         "Book-keeping",
         "A clipped sum by book-keeping, next to the gradient of the mean loss. Where "
         "book-keeping is faster than plain training, that is because XLA's compiler "
@@ -168,7 +132,7 @@ def _book_keeping() -> str:
         "examples at once and microbatches of 8.",
         "book_keeping --question step",
         lines,
-        _table(header, rows),
+        table(header, rows),
     )
 
 
@@ -186,13 +150,13 @@ def _compile_time() -> str:
     ]
     header = ["clipped sum of", *(f"lines, {name}" for name in names)]
     header += [f"time, {name}" for name in names]
-    return _section(
+    return section(
         "Compilation",
         "Lines of the program for each array of parameters, beyond the plain "
         "gradient's, and the time to trace and compile, over jax_privacy's.",
         "compile_time",
         lines,
-        _table(header, rows),
+        table(header, rows),
     )
 
 
@@ -216,13 +180,13 @@ def _sampling() -> str:
     header += [f"milliseconds, {name}" for name in names]
     header += [f"megabytes, {name}" for name in names]
     header += ["milliseconds, once in a run"]
-    return _section(
+    return section(
         "Drawing a batch",
         "`PoissonSampling.indices`, next to drawing 64 random bits for each example. "
         "Time and memory follow the size of the batch, not that of the dataset.",
         "sampling",
         lines,
-        _table(header, rows),
+        table(header, rows),
     )
 
 
@@ -238,12 +202,12 @@ def _prefetch() -> str:
         )
         for x in lines
     ]
-    return _section(
+    return section(
         "Loading in the background",
         "Milliseconds of a step of `DPTrainer.fit` with a tiny model.",
         "prefetch",
         lines,
-        _table(header, rows),
+        table(header, rows),
     )
 
 
@@ -265,7 +229,7 @@ def _long_runs() -> str:
     header += ["files and progress, %", "drawing a batch, %", *_PARTS.values()]
     times = [(x["parameters"], x["megabytes"], *x["seconds"].values()) for x in resumed]
     names = ["read", "until the first step", "a step", "save returns", "is written"]
-    return _section(
+    return section(
         "Long runs",
         "What checkpoints, ledger, metrics and progress add to a step of the model of "
         "`examples/finetune_transformer.py`, with a checkpoint far more often than by "
@@ -274,8 +238,8 @@ def _long_runs() -> str:
         "with a program that has to be compiled.",
         "long_runs",
         [*cost, *resumed],
-        _table(header, costs),
-        _table(["parameters", "megabytes", *names], times),
+        table(header, costs),
+        table(["parameters", "megabytes", *names], times),
     )
 
 
@@ -304,14 +268,14 @@ def _accuracy() -> str:
         f"{task}, {metric}, {'private' if private else 'not private'}"
         for task, metric, private in columns
     ]
-    return _section(
+    return section(
         "Accuracy by precision",
         "The mean over seeds and its range, at epsilon 8, and the same without "
         "clipping and noise. The loss is weighted as in a mean over many tokens, so "
         "that float16 without a scale loses gradients.",
         "accuracy_by_precision",
         lines,
-        _table(header, rows),
+        table(header, rows),
     )
 
 
@@ -319,13 +283,13 @@ def _products() -> str:
     lines = read("dtype_matmul", "product")
     names = list(dict.fromkeys(name for x in lines for name in x["time_ratio"]))
     rows = [(x["product"], *map(x["time_ratio"].get, names)) for x in lines]
-    return _section(
+    return section(
         "Products by dtype",
         "The time of a product of matrices, over that in float32. An arrow names the "
         "dtype of the result.",
         "dtype_matmul",
         lines,
-        _table(["product", *names], rows),
+        table(["product", *names], rows),
     )
 
 
@@ -347,7 +311,7 @@ def _selfcheck() -> str:
         )
         return [line["measurement"], limits[0] if limits else "", *values]
 
-    return _section(
+    return section(
         "The self-check, with other libraries",
         "The measurements of `python -m dpmp selfcheck`, applied to dpmp, to its "
         "floating-point noise (which nobody should use), to jax_privacy and to Opacus. "
@@ -355,7 +319,7 @@ def _selfcheck() -> str:
         "one is shown.",
         "selfcheck_others",
         lines,
-        _table(["measurement", "allowed", *subjects], map(row, lines)),
+        table(["measurement", "allowed", *subjects], map(row, lines)),
     )
 
 
@@ -367,7 +331,7 @@ def _gpu() -> str:
     compiled = [
         (x["name"], x["compile_seconds"], x["temp_megabytes"]) for x in programs
     ]
-    return _section(
+    return section(
         "Programs for a GPU",
         "Nothing has been timed on a GPU yet. These programs were compiled for an "
         "NVIDIA H100, without one: temporary memory over that of plain training, for "
@@ -375,8 +339,8 @@ def _gpu() -> str:
         "minutes.",
         "gpu_programs",
         [*lines, *programs],
-        _table(["model", "dtype", *names], rows),
-        _table(["program", "seconds to compile", "temporary megabytes"], compiled),
+        table(["model", "dtype", *names], rows),
+        table(["program", "seconds to compile", "temporary megabytes"], compiled),
     )
 
 
@@ -401,7 +365,7 @@ def _scaling() -> str:
         for x in timed
     ]
     header = ["scaling", "processes", "devices", "batch", "seconds for a step"]
-    return _section(
+    return section(
         "Many devices",
         "A step of a decoder with a billion parameters, with book-keeping in bfloat16, "
         "Adam and 1024 tokens, compiled for devices that are not there: gigabytes of "
@@ -411,12 +375,12 @@ def _scaling() -> str:
         "compiler widens to float32) and the sum of its own examples. The second table "
         "is measured, on virtual devices that share the cores of one machine. Beyond "
         "its number of cores no speed can be gained: the table shows what it costs to "
-        "divide the work. Other work ran beside it, so its "
-        "ratios are rough.",
+        "divide the work. Two processes on one machine exchange their sums through "
+        "sockets, which takes longer than a step of this small model.",
         "scaling",
         [*compiled, *timed],
-        _table(["compiled for", *keys[1:], *_HELD], gigabytes),
-        _table([*header, "examples / second, over one device"], rows),
+        table(["compiled for", *keys[1:], *_HELD], gigabytes),
+        table([*header, "examples / second, over one device"], rows),
     )
 
 
