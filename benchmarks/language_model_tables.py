@@ -24,9 +24,10 @@ def _lora() -> str:
     return section(
         "LoRA and full fine-tuning of a language model",
         f"{step['model']} in bfloat16, {step['batch_size']} records of "
-        f"{step['length']} tokens. The first table has steps of LoRA of rank {step['rank']} in all "
-        f"matrices, which is {step['trained_share']:.1%} of the parameters, over the "
-        "mean gradient without privacy. Megabytes include the frozen model. Most time "
+        f"{step['length']} tokens. The first table has steps of LoRA of rank "
+        f"{step['rank']} in all matrices, which is {step['trained_share']:.1%} of the "
+        "parameters, over the mean gradient without privacy. Megabytes include the "
+        "frozen model. Most time "
         "goes into the frozen matrices, which both engines multiply with in the "
         "same way. The second table has compiled steps of `DPTrainer` for all "
         "parameters, by book-keeping with Adam and rematerialised layers.",

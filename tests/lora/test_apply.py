@@ -1,5 +1,7 @@
 """That an adapted function is the function of the merged parameters."""
 
+import re
+
 import framework_models
 import jax
 import jax.extend.core
@@ -130,10 +132,10 @@ def test_a_frozen_base_stays_in_bfloat16():
     np.testing.assert_allclose(value.astype(float), expected.astype(float), rtol=0.05)
 
 
-def test_the_trainer_trains_adapters_of_an_argument():
+@pytest.fixture
+def decoder_run():
+    """A decoder, adapters of it, a trainer of adapters, and data."""
     subject = SUBJECTS["decoder"]()
-    frozen = jax.tree.map(jnp.copy, subject.params)
-    adapters = new_adapters(subject)
     mechanism = dpmp.DPSGD(
         num_examples=64,
         expected_batch_size=8,
@@ -149,11 +151,44 @@ def test_the_trainer_trains_adapters_of_an_argument():
         optimizer=optax.sgd(0.1),
         policy="mixed_bfloat16",
     )
-    state = trainer.init(adapters, prng_key=jax.random.key(1))
     data = np.random.default_rng(0).integers(11, size=(64, 5)).astype(np.int32)
+    return subject, new_adapters(subject), trainer, data
+
+
+def test_the_trainer_trains_adapters_and_nothing_else(decoder_run):
+    subject, adapters, trainer, data = decoder_run
+    frozen = jax.tree.map(jnp.copy, subject.params)
+    state = trainer.init(adapters, prng_key=jax.random.key(1))
     state = trainer.fit(state, data, progress=False)
     lora.check_trained(state.params, initial=adapters, params=subject.params)
     jax.tree.map(np.testing.assert_array_equal, subject.params, frozen)
+
+
+def test_the_frozen_arrays_are_an_argument_of_the_step(decoder_run):
+    subject, adapters, trainer, _ = decoder_run
+    state = trainer.init(adapters, prng_key=jax.random.key(1))
+    shape = (trainer.mechanism.padded_batch_size, 5)
+    lowered = trainer.lower(state, jax.ShapeDtypeStruct(shape, jnp.int32))
+    for array in jax.tree.leaves(subject.params):
+        dims = "x".join(map(str, array.shape))
+        assert not re.search(
+            rf"stablehlo\.constant.*tensor<{dims}xf32>", lowered.as_text()
+        )
+    assert "tensor<11x12xf32>" in lowered.as_text()  # the embedding, as an argument
+
+
+def test_a_run_of_adapters_is_saved_and_resumed(decoder_run, tmp_path):
+    _, adapters, trainer, data = decoder_run
+    whole = trainer.init(adapters, prng_key=jax.random.key(1))
+    whole = trainer.fit(whole, data, progress=False)
+    state = trainer.init(adapters, prng_key=jax.random.key(1))
+    options = {"progress": False, "checkpoint_dir": tmp_path, "every": 1}
+    trainer.fit(state, data, stop_at=2, **options)
+    state = trainer.init_or_restore(adapters, tmp_path)
+    assert state.step == 2
+    state = trainer.fit(state, data, **options)
+    jax.tree.map(np.testing.assert_array_equal, state.params, whole.params)
+    assert jax.tree.structure(state.params) == jax.tree.structure(adapters)
 
 
 def test_the_scale_is_alpha_over_the_rank():
