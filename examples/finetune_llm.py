@@ -12,6 +12,15 @@ package is installed without the libraries that it runs the model with. `--model
 folder in the layout of Hugging Face, or a GGUF file, of a Llama. The standard library's
 docstrings play the private records.
 
+These losses were measured with the defaults (7,737 records to train on, the first 128
+of those held out; epsilon 8, delta 1e-5; 0.9 million trained parameters):
+
+    3.999  nats per token on held-out records, before fine-tuning
+    3.790  after private fine-tuning
+
+The run took 10.6 minutes on two CPU cores. Noise and batches differ in every run; this
+was one run. On a GPU, records are cut off after 512 tokens instead of 64.
+
 About one record in sixteen is held out. The printed losses are measured on these
 records, which are treated as public: the model is not trained on them, but the losses
 are exact functions of them, so they are not protected.
@@ -42,7 +51,7 @@ from records import (
 import dpmp
 from dpmp import lora
 
-TARGETS = "layers/.*kernel"  # all matrices of all layers
+TARGETS = "attention/.*kernel"  # the matrices of all attention layers
 MAX_HELD_OUT = 128  # records on which the losses are measured
 
 
@@ -214,11 +223,11 @@ def parse_args() -> argparse.Namespace:
     add("--rank", type=int, default=8, help="of the changes of the matrices")
     add("--targets", default=TARGETS, help="a regular expression of arrays to adapt")
     add("--length", type=int, default=512 if on_gpu else 64, help="tokens of a record")
-    add("--steps", type=int, default=15, help="of private training")
-    add("--batch-size", type=int, default=128, help="expected records in a step")
+    add("--steps", type=int, default=5, help="of private training")
+    add("--batch-size", type=int, default=512, help="expected records in a step")
     add("--microbatch-size", type=int, default=16, help="records processed at once")
     add("--l2-clip-norm", type=float, default=1.0, help="of one record's gradient")
-    add("--learning-rate", type=float, default=2e-3, help="of private training")
+    add("--learning-rate", type=float, default=5e-3, help="of private training")
     add("--seed", type=int, default=0, help="of what is public; never of the noise")
     add("--generate", type=path, metavar="DIR", help="only write text, with adapters")
     add("--prompt", default="Return the", help="the text to continue")
