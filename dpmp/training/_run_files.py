@@ -150,7 +150,7 @@ def run_files(
       keep: the number of checkpoints to keep.
       epsilon_budget: the epsilon at which to stop, or None.
     """
-    _check(directory, every=every, keep=keep, epsilon_budget=epsilon_budget)
+    _check(directory, mechanism, every=every, keep=keep, epsilon_budget=epsilon_budget)
     epsilon = _epsilon_of(mechanism)
     if directory is None:
         yield NoFiles(state, stop, epsilon)
@@ -162,39 +162,24 @@ def run_files(
     ):
         ledger = runs.Ledger.open(path)
         on_first(lambda: None)  # none writes before all have read
-        num_examples = mechanism.num_examples
         state, origin = newest(
-            checkpoints, ledger, state, load, num_examples, check_state
+            checkpoints, ledger, state, load, mechanism.num_examples, check_state
         )
         step = int(state.step)
         if step >= stop:
+            _warn_of_later_state(step, stop)
             yield NoFiles(state, stop, epsilon)
             return
-        environment = describe_environment()
-
-        def entry_for(
-            state: TrainingState, beside: dict[str, np.ndarray]
-        ) -> runs.Entry:
-            program = describe_program(state) + environment
-            return entry_of(ledger, mechanism, state, beside, program)
-
-        beside = {"data": probe(load, num_examples, state), "origin": origin}
-        is_saved = checkpoints.has(step, {"state": state, **beside})
-        if not is_saved:
-            beside["origin"] = origin_of(state, origin)
-        entry = entry_for(state, beside)
-        # Nobody can say whether an unsaved state is the one that made the lost steps.
-        is_new = not is_saved and entry.were_begun(step, stop)
-        if agreed(is_new or entry.repeats_noise(step, stop)):
-            state = with_fresh_keys(state)
-            beside["data"] = probe(load, num_examples, state)
-            entry = entry_for(state, beside)
-            warnings.warn(
-                f"the steps that were begun after step {step} were lost, and the "
-                "state, the program or the machine has changed since. They are made "
-                "again with fresh keys, and the ledger counts them twice.",
-                stacklevel=5,
-            )
+        state, beside, entry = _with_entry(
+            state,
+            origin,
+            stop,
+            checkpoints=checkpoints,
+            ledger=ledger,
+            mechanism=mechanism,
+            load=load,
+            describe_program=describe_program,
+        )
         for steps in entry.gaps(step):  # they were made without the directory
             on_first(functools.partial(entry.begin, steps.start, steps.stop))
         if epsilon_budget is not None:
@@ -213,6 +198,58 @@ def run_files(
         )
 
 
+def _with_entry(
+    state: TrainingState,
+    origin: np.ndarray,
+    stop: int,
+    *,
+    checkpoints: Checkpoints,
+    ledger: runs.Ledger,
+    mechanism: DPSGD,
+    load: Load,
+    describe_program: Callable[[TrainingState], str],
+) -> tuple[TrainingState, dict[str, np.ndarray], runs.Entry]:
+    """The state to go on from, what is saved beside it, and the ledger's entry for it.
+
+    The state has fresh keys if its next steps were begun before, and would not have the
+    same bits.
+    """
+    step, environment = int(state.step), describe_environment()
+
+    def entry_for(state: TrainingState, beside: dict[str, np.ndarray]) -> runs.Entry:
+        program = describe_program(state) + environment
+        return entry_of(ledger, mechanism, state, beside, program)
+
+    beside = {"data": probe(load, mechanism.num_examples, state), "origin": origin}
+    is_saved = checkpoints.has(step, {"state": state, **beside})
+    if not is_saved:
+        beside["origin"] = origin_of(state, origin)
+    entry = entry_for(state, beside)
+    # Nobody can say whether an unsaved state is the one that made the lost steps.
+    is_new = not is_saved and entry.were_begun(step, stop)
+    if not agreed(is_new or entry.repeats_noise(step, stop)):
+        return state, beside, entry
+    warnings.warn(
+        f"the steps that were begun after step {step} were lost, and the state, the "
+        "program or the machine has changed since. They are made again with fresh "
+        "keys, and the ledger counts them twice.",
+        stacklevel=6,
+    )
+    state = with_fresh_keys(state)
+    beside["data"] = probe(load, mechanism.num_examples, state)
+    return state, beside, entry_for(state, beside)
+
+
+def _warn_of_later_state(step: int, stop: int) -> None:
+    if step > stop:
+        warnings.warn(
+            f"the directory has a state after {step} steps, but the run was to stop at "
+            f"{stop}. Nothing was trained, and the later state is returned. To have an "
+            "earlier one, train in another directory.",
+            stacklevel=6,
+        )
+
+
 @contextlib.contextmanager
 def _locked(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Holds the lock of the directory, by the first of several processes."""
@@ -222,7 +259,12 @@ def _locked(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def _check(
-    directory: Any, *, every: Any, keep: Any, epsilon_budget: float | None
+    directory: Any,
+    mechanism: DPSGD,
+    *,
+    every: Any,
+    keep: Any,
+    epsilon_budget: float | None,
 ) -> None:
     _validate.positive_integer(every=every, fix="Use 100, for example.")
     _validate.positive_integer(keep=keep, fix="Use 3, for example.")
@@ -245,6 +287,14 @@ def _check(
         checkpoint_dir=directory,
         fix="Use another name.",
     )
+    if epsilon_budget is not None:
+        _validate.positive(epsilon_budget=epsilon_budget, fix="Use 8, for example.")
+        _validate.require(
+            mechanism.delta is not None,
+            "a budget needs the delta of the mechanism",
+            delta=None,
+            fix="Use mechanism.calibrate(epsilon=, delta=), or DPSGD(delta=).",
+        )
 
 
 def _epsilon_of(mechanism: DPSGD) -> Callable[[int], float]:
@@ -270,12 +320,7 @@ def _within_budget(
     entry: runs.Entry, epsilon_budget: float, mechanism: DPSGD, step: int, stop: int
 ) -> int:
     delta = mechanism.delta
-    if delta is None:
-        _validate.fail(
-            "a budget needs the delta of the mechanism",
-            delta=None,
-            fix="Use mechanism.calibrate(epsilon=, delta=), or DPSGD(delta=).",
-        )
+    assert delta is not None  # since _check
     steps = entry.steps_within(epsilon_budget, delta=delta, start=step, stop=stop)
     _validate.require(
         steps > 0,

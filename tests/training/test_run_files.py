@@ -317,6 +317,30 @@ def test_bad_arguments_are_refused_first(kwargs, message):
         run(**kwargs)
 
 
+@pytest.mark.parametrize(
+    ("budget", "delta", "message"),
+    [
+        (-1.0, 1e-3, "epsilon_budget must be a finite number above 0"),
+        ("8", 1e-3, "epsilon_budget must be"),
+        (8.0, None, "a budget needs the delta of the mechanism"),
+    ],
+)
+def test_a_bad_budget_is_refused_before_a_file_is_written(
+    tmp_path, budget, delta, message
+):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", trainer=make_trainer(delta=delta), epsilon_budget=budget)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_state_beyond_the_wanted_step_is_returned_with_a_warning(tmp_path):
+    run(tmp_path, stop_at=4)
+    with pytest.warns(UserWarning, match="state after 4 steps.* to stop at 2"):
+        state = run(tmp_path, stop_at=2)
+    assert state.step == 4
+    assert run(tmp_path, stop_at=4).step == 4  # no warning
+
+
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="checkpoint_dir must be a directory"):
