@@ -62,7 +62,7 @@ def read_records(path: pathlib.Path) -> list[str]:
 
 def _read_file(path: pathlib.Path) -> str:
     is_mail = path.suffix == ".eml"
-    return _text_of_mail(path.read_bytes(), str(path)) if is_mail else _read_text(path)
+    return text_of_mail(path.read_bytes(), str(path)) if is_mail else _read_text(path)
 
 
 def _read_text(path: pathlib.Path) -> str:
@@ -87,12 +87,12 @@ def _parse(line: str, place: str) -> str:
 def _read_mbox(path: pathlib.Path) -> list[str]:
     with contextlib.closing(mailbox.mbox(path, create=False)) as box:
         return [
-            _text_of_mail(box.get_bytes(key), f"{path}: e-mail {number}")
+            text_of_mail(box.get_bytes(key), f"{path}: e-mail {number}")
             for number, key in enumerate(box.keys(), 1)
         ]
 
 
-def _text_of_mail(content: bytes, place: str) -> str:
+def text_of_mail(content: bytes, place: str) -> str:
     """The subject and the body, without addresses and attachments."""
     try:
         mail = email.message_from_bytes(content, policy=email.policy.default)

@@ -42,7 +42,8 @@ def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> No
         "training must move every factor of the adapters",
         not_moved=still,
         fix="Pass the adapters after training, for example state.params. If they are, "
-        "look at the learning rate, and at whether the loss depends on these targets.",
+        "look at the learning rate, and at whether the loss depends on these targets. "
+        "(Without noise, the factors A move from the second step on.)",
     )
     check_finite(trained)
 
