@@ -278,6 +278,7 @@ def make_callable(
 
     def fun(divided_sum, *args, is_padding_example, **kwargs):
         signature.check(args)
+        signature.warn_of_shared(args)
         if has_params:
             divided_sum.clip_norms.check_prefix_of(signature.params(args))
         return select(*divided_sum(args, kwargs, is_padding_example))

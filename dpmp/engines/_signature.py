@@ -1,6 +1,7 @@
 """The roles of a function's arguments: parameters, a batch of examples, a key."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,26 @@ class Signature:
         check_num_args(args, (*self.of_params, *self.of_examples))
         for i in self.of_params:
             check_float_leaves(args[i], f"argument {i}")
+
+    def warn_of_shared(self, args: Sequence[Any]) -> None:
+        """Warns of an argument that looks like a part of the batch, but is not one.
+
+        Every example would see all of it, and one example would change all gradients.
+        """
+        named = (*self.of_params, *self.of_examples)
+        batch = jax.tree.leaves(args[self.batch_argnums[0]])
+        size = jnp.shape(batch[0])[:1] if batch else ()
+        for i, arg in enumerate(args):
+            shapes = {jnp.shape(x)[:1] for x in jax.tree.leaves(arg)}
+            if i not in named and shapes == {size} and size > (1,):
+                warnings.warn(
+                    f"argument {i} has a leading axis of {size[0]}, like the batch, but "
+                    "every example sees all of it: sums have no sensitivity in it. If "
+                    "it belongs to the batch, pass batch_argnums="
+                    f"{(*self.batch_argnums, i)}, or one dict for all. If it is public, "
+                    "pass it as a keyword argument.",
+                    stacklevel=4,
+                )
 
     def batch_size(
         self, args: Sequence[Any], is_padding_example: jax.Array | None = None

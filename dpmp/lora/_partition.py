@@ -49,15 +49,14 @@ def combine(trainable: PyTree, frozen: PyTree) -> PyTree:
     """Puts the two results of `partition` together again.
 
     Raises:
-      ValueError: if an array is in both of them or in neither.
+      ValueError: if an array is in both of them.
     """
 
     def either(keys: tuple[object, ...], x: object, y: object) -> object:
         _validate.require(
-            (x is None) != (y is None),
+            x is None or y is None,
             "every array must be in one of the two parts of the parameters",
-            array=path_of(keys),
-            is_in="both" if x is not None else "neither",
+            in_both=path_of(keys),
             fix="Pass both results of lora.partition, of the same parameters.",
         )
         return y if x is None else x

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import numpy as np
 
 from dpmp._typing import PyTree
 from dpmp.programs._bodies import bind_bodies
@@ -37,7 +38,10 @@ def hoist_constants(
         leaves = jax.extend.core.jaxpr_as_fun(same)(*jax.tree.leaves(args))
         return jax.tree.unflatten(out_treedef, leaves)
 
-    return hoisted, list(closed.consts)
+    # A NumPy array may be changed in place, and jax would notice it at any time.
+    return hoisted, [
+        np.array(x) if isinstance(x, np.ndarray) else x for x in closed.consts
+    ]
 
 
 def rewrite(

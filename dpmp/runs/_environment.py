@@ -22,6 +22,8 @@ _OPTIONS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_disable_jit",
+    "jax_disable_most_optimizations",
+    "jax_enable_remat_opt_pass",
     "jax_enable_x64",
     "jax_exec_time_optimization_effort",
     "jax_numpy_dtype_promotion",
@@ -29,10 +31,15 @@ _OPTIONS = (
     "jax_threefry_partitionable",
 )
 
+# Those of OpenBLAS decide how scipy, and so jax.numpy.linalg, splits its work.
 _VARIABLES = (
+    "GOTO_NUM_THREADS",
     "LIBTPU_INIT_ARGS",
     "NPROC",
     "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_NUM_THREADS",
     "PJRT_NPROC",
     "XLA_FLAGS",
 )
@@ -59,6 +66,7 @@ def describe_environment() -> str:
         "dpmp": version("dpmp"),
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
+        "scipy": version("scipy"),
         "variables": variables,
         "options": {name: str(getattr(jax.config, name, None)) for name in _OPTIONS},
         "only_once": None if is_fixed else secrets.token_hex(),

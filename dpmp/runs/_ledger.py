@@ -218,8 +218,16 @@ class Entry:
         return sum(map(len, gaps(same_key, steps))) < len(steps)
 
     def gaps(self, stop: int) -> list[range]:
-        """The steps before `stop` that no run in the ledger has begun."""
-        return gaps(self._ledger.runs, range(stop))
+        """The steps before `stop` of this run that the ledger does not have.
+
+        Steps before the first one with the key of the run may have been made with
+        another key, which the run had before it got a fresh one.
+        """
+        same_key = [run for run in self._ledger.runs if run.key == self._identity[0]]
+        first = min((x.start for run in same_key for x in run.steps), default=stop)
+        first = min(first, stop)
+        before = gaps(self._ledger.runs, range(first))
+        return before + gaps(same_key, range(first, stop))
 
     def _runs_after(self, steps: range) -> list[Run]:
         """All runs after these steps; ValueError if they would repeat noise."""

@@ -121,6 +121,15 @@ def check_state(state: Any) -> None:
         type=type(state).__name__,
         fix="Use trainer.init(params), or a state that was saved.",
     )
+    _validate.require(
+        not any(
+            isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)
+        ),
+        "state must be the one that fit or train_step returned last",
+        state="one whose arrays were reused by a later step",
+        fix="Write state = trainer.fit(state, ...). Or start another run, which costs "
+        "as well, with trainer.init.",
+    )
     step, noise_step = int(state.step), int(state.noise_state.step)
     _validate.require(
         step == noise_step,

@@ -166,7 +166,7 @@ def run_files(
             checkpoints, ledger, state, load, mechanism.num_examples, check_state
         )
         step = int(state.step)
-        if step >= stop:
+        if step >= stop and step in checkpoints.steps:
             _warn_of_later_state(step, stop)
             yield NoFiles(state, stop, epsilon)
             return
@@ -182,7 +182,7 @@ def run_files(
         )
         for steps in entry.gaps(step):  # they were made without the directory
             on_first(functools.partial(entry.begin, steps.start, steps.stop))
-        if epsilon_budget is not None:
+        if epsilon_budget is not None and step < stop:
             stop = _within_budget(entry, epsilon_budget, mechanism, step, stop)
         if mechanism.delta is not None:
             epsilon = entry.epsilon_after(step, delta=mechanism.delta)
@@ -225,6 +225,8 @@ def _with_entry(
     if not is_saved:
         beside["origin"] = origin_of(state, origin)
     entry = entry_for(state, beside)
+    if step == stop:  # only the steps that made the state are to be recorded
+        return state, beside, entry
     # Nobody can say whether an unsaved state is the one that made the lost steps.
     is_new = not is_saved and entry.were_begun(step, stop)
     if not agreed(is_new or entry.repeats_noise(step, stop)):

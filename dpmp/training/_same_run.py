@@ -110,7 +110,8 @@ def origin_of(state: TrainingState, before: np.ndarray) -> np.ndarray:
     up to there. Two runs with one key and different origins add the same noise to
     different sums, and the ledger must not take one for a repetition of the other.
     """
-    decisive = state.params, state.opt_state, state.clip_norm
+    decisive = (state.params, state.opt_state, state.clip_norm)
+    decisive += (state.scale_state, state.update_key)
     words = np.asarray(checksums(decisive))
     digest = _hash_with_key_of(state)(before.tobytes() + words.tobytes())
     return np.frombuffer(digest, np.uint32)

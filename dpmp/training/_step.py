@@ -6,6 +6,7 @@ step is compiled once for a whole run.
 
 import functools
 import hashlib
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -100,13 +101,14 @@ class Step:
 
         Two steps with the same hash, state and batch give the same results on the same
         machine. Nothing of the state or the batch goes into it but their types. If the
-        program calls functions on the host, nobody can say what they do, and the hash
-        is another one each time.
+        program calls functions on the host, nobody can say what they do, and if it uses
+        jax.lax.rng_uniform, it has a state that nobody saves. Then the hash is another
+        one each time.
         """
         types, compiled, args = self._prepare(state, batch, is_padding)
         _, program, constants = self._compiled[types] = compiled
         text = program.lower(*args, constants).as_text()
-        if any(call in text for call in ("callback", "stablehlo.send")):
+        if re.search(r"callback|stablehlo\.(send|rng)\b", text):
             text += secrets.token_hex()
         sums = np.asarray(checksums(constants)).tobytes() if constants else b""
         return hashlib.blake2b(text.encode() + sums, digest_size=16).hexdigest()

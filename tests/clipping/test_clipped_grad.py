@@ -822,3 +822,15 @@ def test_traced_clip_norms_need_a_sensitivity_that_is_known():
         jax.jit(functools.partial(clip_pytree, rescale_to_unit_norm=True))(
             (jnp.ones(2), jnp.ones(2)), (1.0, 1.0)
         )
+
+
+def test_a_part_of_the_batch_that_is_not_named_is_warned_of():
+    def loss(w, x, y):
+        return jnp.mean((jnp.sum(w * x) - y) ** 2)
+
+    x, y = jnp.ones((4, 3)), jnp.arange(4.0)
+    w = jnp.zeros(3)
+    with pytest.warns(UserWarning, match=r"argument 2 has a leading axis of 4"):
+        clipped_grad(loss, l2_clip_norm=1.0)(w, x, y)
+    clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))(w, x, y)
+    clipped_grad(loss, l2_clip_norm=1.0)(w, x, y=y)

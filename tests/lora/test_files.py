@@ -233,9 +233,15 @@ def test_partition_and_combine(decoder):
     combined = lora.combine(trainable, frozen)
     assert jax.tree.structure(combined) == jax.tree.structure(decoder.params)
     jax.tree.map(np.testing.assert_array_equal, combined, decoder.params)
-    with pytest.raises(ValueError, match="array='embed', is_in='neither'"):
+    with pytest.raises(ValueError, match="in_both='layers/down'"):
         lora.combine(trainable, trainable)
-    with pytest.raises(ValueError, match="array='embed', is_in='both'"):
+    with pytest.raises(ValueError, match="in_both='embed'"):
         lora.combine(decoder.params, frozen)
     with pytest.raises(ValueError, match="got trainable='bias'"):
         lora.partition(decoder.params, "bias")
+
+
+def test_what_is_none_stays_none():
+    params = {"a": jnp.ones(2), "b": jnp.ones(3), "activation": None}
+    combined = lora.combine(*lora.partition(params, "a"))
+    assert jax.tree.structure(combined) == jax.tree.structure(params)

@@ -3,6 +3,7 @@
 A copy of the directory, made in the middle of a run, is what a killed process leaves.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -339,6 +340,65 @@ def test_a_state_beyond_the_wanted_step_is_returned_with_a_warning(tmp_path):
         state = run(tmp_path, stop_at=2)
     assert state.step == 4
     assert run(tmp_path, stop_at=4).step == 4  # no warning
+
+
+def test_steps_made_without_the_directory_are_recorded_at_the_end(tmp_path):
+    trainer = make_trainer()
+    state = run(tmp_path, trainer=trainer, stop_at=2)
+    state = run(trainer=trainer, state=state)
+    assert sum(x.num_steps for x in ledger_of(tmp_path).runs) == 2
+    run(tmp_path, trainer=trainer, state=state)
+    assert sum(x.num_steps for x in ledger_of(tmp_path).runs) == 7
+
+
+def test_steps_of_another_key_do_not_stand_for_those_of_the_run(tmp_path):
+    """The killed run has begun all steps; the one after it has a fresh key."""
+    trainer = make_trainer()
+
+    def kill(state):
+        if state.step == 3:
+            shutil.copytree(tmp_path / "killed", tmp_path / "copy")
+
+    run(tmp_path / "killed", trainer=trainer, callback=kill, every=7)
+    other = make_trainer(rate=0.2)
+    with pytest.warns(UserWarning, match="fresh keys"):
+        state = run(tmp_path / "copy", trainer=other, stop_at=2)
+    state = run(trainer=other, state=state, stop_at=5)
+    run(tmp_path / "copy", trainer=other, state=state)
+    steps = collections.Counter()
+    for x in ledger_of(tmp_path / "copy").runs:
+        steps[x.key] += x.num_steps
+    assert sorted(steps.values()) == [7, 7]
+
+
+def test_an_array_of_the_loss_cannot_be_changed_during_a_run():
+    weights = np.ones(3, np.float32)
+
+    def weighted(params, batch):
+        return loss_fn(jax.tree.map(lambda w: w * weights, params), batch)
+
+    def change(state):
+        weights[:] = 5.0
+
+    results = []
+    for callback in (None, change):
+        weights[:] = 1.0
+        trainer = dataclasses.replace(make_trainer(), loss_fn=weighted)
+        results.append(run(trainer=trainer, callback=callback).params["w"])
+    np.testing.assert_array_equal(*results)
+
+
+def test_two_directories_of_one_key_and_other_loss_scales_are_no_repetition(tmp_path):
+    policy = dpmp.Policy.from_name("mixed_float16")
+    for name, initial in (("a", 4.0), ("b", 2.0**-8)):
+        trainer = dataclasses.replace(
+            make_trainer(),
+            policy=policy,
+            loss_scale=dpmp.loss_scaling.DynamicScale(initial=initial),
+        )
+        run(tmp_path / name, trainer=trainer, stop_at=2)
+    both = [x for name in "ab" for x in ledger_of(tmp_path / name).runs]
+    assert len({x.data for x in both}) == 2
 
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path):
