@@ -105,17 +105,17 @@ class Signature:
         Every example would see all of it, and one example would change all gradients.
         """
         named = (*self.of_params, *self.of_examples)
-        batch = jax.tree.leaves(args[self.batch_argnums[0]])
-        size = jnp.shape(batch[0])[:1] if batch else ()
+        sizes = _leading_sizes(args[self.batch_argnums[0]])
+        if len(sizes) != 1 or sizes <= {0, 1}:
+            return
         for i, arg in enumerate(args):
-            shapes = {jnp.shape(x)[:1] for x in jax.tree.leaves(arg)}
-            if i not in named and shapes == {size} and size > (1,):
+            if i not in named and _leading_sizes(arg) == sizes:
+                positions = (*self.batch_argnums, i)
                 warnings.warn(
-                    f"argument {i} has a leading axis of {size[0]}, like the batch, but "
-                    "every example sees all of it: sums have no sensitivity in it. If "
-                    "it belongs to the batch, pass batch_argnums="
-                    f"{(*self.batch_argnums, i)}, or one dict for all. If it is public, "
-                    "pass it as a keyword argument.",
+                    f"argument {i} has a leading axis like that of the batch, but "
+                    "every example sees all of it, and the sensitivity does not cover "
+                    f"it. If it belongs to the batch, pass batch_argnums={positions}, "
+                    "or one dict for all. If it is public, pass it by keyword.",
                     stacklevel=4,
                 )
 
@@ -171,6 +171,11 @@ class Signature:
             return value, jax.tree.map(drop_batch_of_one, aux)
 
         return value_and_aux
+
+
+def _leading_sizes(tree: PyTree) -> set[int]:
+    """The sizes of the leading axes of all arrays; 0 for a number."""
+    return {(*jnp.shape(x), 0)[0] for x in jax.tree.leaves(tree)}
 
 
 def without_example_axis(x: Any) -> Any:
