@@ -36,17 +36,12 @@ import pathlib
 import time
 from typing import Any
 
+import finetuning
 import jax
 import jax.numpy as jnp
 import llm
 import optax
-from records import (
-    FORMATS,
-    check_output,
-    read_records,
-    split,
-    standard_library_docstrings,
-)
+from records import FORMATS, private_and_held_out
 
 import dpmp
 from dpmp import lora
@@ -62,11 +57,7 @@ def make_mechanism(
     args: argparse.Namespace, num_examples: int, num_parameters: int
 ) -> dpmp.DPSGD:
     """DP-SGD as the command line asks for it."""
-    if args.delta * num_examples >= 1:
-        raise SystemExit(
-            f"--delta must be below 1 / {num_examples}, the number of private "
-            f"records; got {args.delta}."
-        )
+    finetuning.check_delta(args.delta, num_examples)
     batch_size = min(args.batch_size, max(1, num_examples // 4))
     if batch_size < args.batch_size:
         print(f"--batch-size {batch_size}, a quarter of the records")
@@ -177,31 +168,6 @@ def write_text(
     return llm.generate(merged, prompt, num_tokens=num_tokens, temperature=0.7, key=key)
 
 
-def describe(
-    args: argparse.Namespace,
-    model: llm.Pretrained,
-    mechanism: dpmp.DPSGD,
-    scores: dict[str, float],
-) -> dict[str, Any]:
-    """What was done, what it guarantees and what came out, for report.json."""
-    settings = {
-        name: str(value) if isinstance(value, pathlib.Path) else value
-        for name, value in vars(args).items()
-    }
-    return {
-        "epsilon": mechanism.guarantee().epsilon,
-        "delta": mechanism.delta,
-        "neighboring_relation": mechanism.neighboring_relation.name,
-        "statement": mechanism.statement(),
-        "num_examples": mechanism.num_examples,
-        "expected_batch_size": mechanism.expected_batch_size,
-        "noise_multiplier": mechanism.noise_multiplier,
-        "tokenizer": model.tokenizer.digest,
-        "nats_per_token": scores,
-        "settings": settings,
-    }
-
-
 # -------------------------------------------------------------------- command line
 
 
@@ -254,14 +220,8 @@ def main() -> None:
     if args.generate:
         generate(args.generate, args.prompt, args.num_tokens, args.seed)
         return
-    records = read_records(args.data) if args.data else standard_library_docstrings()
-    private, held_out = split(records)
-    if not private or not held_out:
-        raise SystemExit(
-            f"{len(records)} records are too few: one in sixteen is held out, and none "
-            "was."
-        )
-    check_output(args.output)
+    private, held_out = private_and_held_out(args.data)
+    finetuning.check_output(args.output)
     args.model = find_model(args.model)
     model = llm.load(args.model, dtype=jnp.bfloat16)
     make_batch = functools.partial(llm.make_batch, model.tokenizer, length=args.length)
@@ -272,11 +232,7 @@ def main() -> None:
     )
     num_parameters = sum(x.size for x in jax.tree.leaves(initial))
     mechanism = make_mechanism(args, len(private["tokens"]), num_parameters)
-    print(mechanism.statement())
-    print(
-        f"- Held out: {len(held_out['tokens'])} records, used for evaluation only and "
-        "treated as public. The losses printed for them are not protected.\n"
-    )
+    print(finetuning.statement(mechanism, len(held_out["tokens"])))
     scores = {"before": evaluate(model, held_out, None)}
     print(f"{scores['before']:.3f} nats per token on held-out records, before")
     trained = train(model, initial, mechanism, private, args.learning_rate)
@@ -288,7 +244,9 @@ def main() -> None:
         scores["without privacy"] = evaluate(model, held_out, baseline)
         print(f"{scores['without privacy']:.3f} after the same without privacy")
     print(args.prompt + write_text(model, trained, args.prompt, args.num_tokens, 0))
-    report = describe(args, model, mechanism, scores)
+    report = finetuning.describe(
+        args, mechanism, tokenizer=model.tokenizer.digest, nats_per_token=scores
+    )
     save(args.output, model, trained, initial, report)
     minutes = (time.monotonic() - start) / 60
     print(f"Saved in {args.output}, after {minutes:.1f} minutes")

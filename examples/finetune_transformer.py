@@ -36,19 +36,14 @@ import textwrap
 import time
 from typing import Any
 
+import finetuning
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from records import (
-    FORMATS,
-    check_output,
-    read_records,
-    split,
-    standard_library_docstrings,
-)
+from records import FORMATS, private_and_held_out
 
 import dpmp
 
@@ -242,11 +237,7 @@ def make_mechanism(
     args: argparse.Namespace, num_examples: int, num_parameters: int
 ) -> dpmp.DPSGD:
     """DP-SGD as the command line asks for it."""
-    if args.delta * num_examples >= 1:
-        raise SystemExit(
-            f"--delta must be below 1 / {num_examples}, the number of private "
-            f"records; got {args.delta}."
-        )
+    finetuning.check_delta(args.delta, num_examples)
     batch_size = args.batch_size
     if batch_size is None:
         batch_size = min(512, max(1, num_examples // 4))
@@ -336,54 +327,22 @@ def generate(output: pathlib.Path, seed: int) -> None:
     print(write_text(graphdef, params, seed))
 
 
-def describe(
-    args: argparse.Namespace, mechanism: dpmp.DPSGD, scores: dict[str, float]
-) -> dict[str, Any]:
-    """What was done, what it guarantees and what came out, for report.json."""
-    settings = {
-        name: str(value) if isinstance(value, pathlib.Path) else value
-        for name, value in vars(args).items()
-    }
-    return {
-        "is_private": mechanism.is_private,
-        "epsilon": mechanism.guarantee().epsilon if mechanism.is_private else None,
-        "delta": mechanism.delta,
-        "neighboring_relation": mechanism.neighboring_relation.name,
-        "statement": mechanism.statement(),
-        "num_examples": mechanism.num_examples,
-        "expected_batch_size": mechanism.expected_batch_size,
-        "noise_multiplier": mechanism.noise_multiplier,
-        "nats_per_byte": scores,
-        "settings": settings,
-    }
-
-
 def main() -> None:
     """Reads, pre-trains, fine-tunes, evaluates and saves."""
     args, start = parse_args(), time.monotonic()
     if args.generate:
         generate(args.generate, args.seed)
         return
-    records = read_records(args.data) if args.data else standard_library_docstrings()
-    train, held_out = split(records)
-    if not train or not held_out:
-        raise SystemExit(
-            f"{len(records)} records are too few: one in sixteen is held out, and none "
-            "was."
-        )
-    check_output(args.output)
+    train, held_out = private_and_held_out(args.data)
+    finetuning.check_output(args.output)
     policy = dpmp.Policy.from_name(args.precision, float32_paths=IN_FLOAT32)
     graphdef, params = nnx.split(Transformer(nnx.Rngs(args.seed)), nnx.Param)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     mechanism = make_mechanism(args, len(train), num_parameters)
     train, held_out = encode(train), encode(held_out)
-    print(mechanism.statement())
-    print(
-        f"- Held out: {len(held_out)} records, used for evaluation only and treated as"
-    )
-    print("  public: the losses below are exact functions of them, not protected.")
+    print(finetuning.statement(mechanism, len(held_out)))
 
-    print("\nPre-training on public text", flush=True)
+    print("Pre-training on public text", flush=True)
     params = pretrain(graphdef, params, policy, args)
     models = {"before": params}
     runs = {"after": mechanism}
@@ -402,7 +361,7 @@ def main() -> None:
     print("\nA record made up by the fine-tuned model")
     print(textwrap.indent(write_text(graphdef, models["after"], args.seed), "  "))
     seconds = round(time.monotonic() - start)
-    report = describe(args, mechanism, scores) | {"seconds": seconds}
+    report = finetuning.describe(args, mechanism, nats_per_byte=scores, seconds=seconds)
     save(args.output, models["after"], report)
     print(f"\n{seconds} s. Parameters and report are in {args.output}.")
 

@@ -13,13 +13,27 @@ import json
 import mailbox
 import pathlib
 import sysconfig
-import tempfile
 
 FORMATS = (
     "DATA is a .jsonl file, one record a line (a string, or an object with a string "
     'field "text"); an .mbox file, one record an e-mail; or a directory in which one '
     "file is one record, and .eml files are e-mails."
 )
+
+
+def private_and_held_out(path: pathlib.Path | None) -> tuple[list[str], list[str]]:
+    """Records to train on, and records to evaluate on; see `split`.
+
+    Without a path, the docstrings of the standard library are the records.
+    """
+    records = read_records(path) if path else standard_library_docstrings()
+    private, held_out = split(records)
+    if not private or not held_out:
+        raise SystemExit(
+            f"{len(records)} records are too few: one in sixteen is held out, and none "
+            "was."
+        )
+    return private, held_out
 
 
 def standard_library_docstrings() -> list[str]:
@@ -115,16 +129,3 @@ def split(records: list[str]) -> tuple[list[str], list[str]]:
         digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
         parts[digest[0] % 16 == 0].append(text)
     return parts
-
-
-def check_output(output: pathlib.Path) -> None:
-    """Stops before any training if results could not be saved at the end."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
-            pass
-    except OSError as error:
-        raise SystemExit(
-            f"--output must be a directory that can be written to; got {output} "
-            f"({error.strerror})."
-        ) from None

@@ -26,16 +26,17 @@ def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]
 
 
 def call(fun: Callable[..., PyTree], *args: Any) -> PyTree:
-    """Calls `fun` under `jax.vmap`, if need be without its ragged products.
-
-    For an operation that it cannot map, jax raises NotImplementedError. To look for
-    such products beforehand would mean to trace every loss twice. So the program is
-    looked at only after that error, and without ragged products the error is raised.
-    """
+    """Calls `fun` under `jax.vmap`, if need be without its ragged products."""
     try:
         return fun(*args)
-    except NotImplementedError:
+    # With this error, `jax.vmap` says that it has no rule for an operation. Nothing
+    # tells so beforehand, except for a second look at the program of every loss.
+    except NotImplementedError as error:
         if not has_ragged_products(jax.make_jaxpr(fun)(*args).jaxpr):
+            error.add_note(
+                "dpmp: the gradient of each example needs an operation that jax.vmap "
+                "can map over examples. Write the loss without this operation."
+            )
             raise
     return without_ragged_products(fun)(*args)
 

@@ -1,26 +1,16 @@
 """That the example of digits is what it says it is."""
 
-import importlib.util
-import pathlib
 import re
 
+import digits_cnn as example
 import jax
 import numpy as np
 import pytest
 
-PATH = pathlib.Path(__file__).parents[2] / "examples" / "digits_cnn.py"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("digits_cnn", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_each_image_is_on_one_side_of_a_split(example):
+def test_each_image_is_on_one_side_of_a_split():
     (train, held_out), (_, others) = example.load(0), example.load(1)
     assert len(held_out["label"]) == example.HELD_OUT
     assert len(train["label"]) + len(held_out["label"]) == 1797
@@ -32,14 +22,14 @@ def test_each_image_is_on_one_side_of_a_split(example):
     assert len(np.unique(images, axis=0)) == 1797
 
 
-def test_the_network_has_the_parameters_that_it_says(example):
+def test_the_network_has_the_parameters_that_it_says():
     with jax.numpy_dtype_promotion("standard"):  # flax needs it
         _, params = example.new_parameters(0)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     assert f"{num_parameters:,} parameters" in example.Network.__doc__
 
 
-def test_the_picture_is_a_png(example, tmp_path):
+def test_the_picture_is_a_png(tmp_path):
     path = tmp_path / "picture.png"
     private = np.array([[0.5, 0.6], [0.8, 0.9]])
     example.draw([1, 8], private, np.array([0.95, 0.97]), path)
@@ -47,12 +37,11 @@ def test_the_picture_is_a_png(example, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_learns_and_draws(example, tmp_path, monkeypatch, capsys):
+@jax.numpy_dtype_promotion("standard")  # flax needs it
+def test_it_learns_and_draws(run, tmp_path, capsys):
     path = tmp_path / "digits.png"
     flags = ["--epsilons", "8", "--steps", "20", "--runs", "2", "--output"]
-    monkeypatch.setattr("sys.argv", ["digits_cnn.py", *flags, str(path)])
-    with jax.numpy_dtype_promotion("standard"):  # flax needs it
-        example.main()
+    run(example, *flags, path)
     rows = re.findall(r"(8\.00|none)  (0\.\d+) \+-", capsys.readouterr().out)
     assert [name for name, _ in rows] == ["8.00", "none"]
     # Guessing is right for 0.1 of the images.

@@ -1,9 +1,8 @@
 """That the example is what it says it is."""
 
-import importlib.util
 import json
-import pathlib
 
+import finetune_transformer as example
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,19 +11,9 @@ from programs import equations
 
 from dpmp import Policy
 
-PATH = pathlib.Path(__file__).parents[2] / "examples" / "finetune_transformer.py"
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("finetune_transformer", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.mark.parametrize("name", ["mixed_bfloat16", "float32"])
-def test_products_are_in_the_dtype_of_the_policy(example, name):
+def test_products_are_in_the_dtype_of_the_policy(name):
     policy = Policy.from_name(name, float32_paths=example.IN_FLOAT32)
     with jax.numpy_dtype_promotion("standard"):  # flax needs it
         graphdef, params = nnx.split(example.Transformer(nnx.Rngs(0)), nnx.Param)
@@ -39,12 +28,6 @@ def test_products_are_in_the_dtype_of_the_policy(example, name):
     assert products
     for eqn in products:
         assert {str(v.aval.dtype) for v in eqn.invars} == {str(policy.compute_dtype)}
-
-
-def run(example, monkeypatch, *flags):
-    monkeypatch.setattr("sys.argv", ["finetune_transformer.py", *map(str, flags)])
-    with jax.numpy_dtype_promotion("standard"):  # flax needs it
-        example.main()
 
 
 @pytest.fixture
@@ -66,22 +49,22 @@ def records(tmp_path):
         (["--generate", "nowhere"], "--generate: nowhere has no parameters"),
     ],
 )
+@jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_bad_flags_stop_it_before_any_training(
-    example, monkeypatch, tmp_path, records, flags, message
+    run, monkeypatch, tmp_path, records, flags, message
 ):
     monkeypatch.setattr(example, "pretrain", lambda *_: pytest.fail("it trained"))
     defaults = ["--data", records, "--output", tmp_path / "out"]
     with pytest.raises(SystemExit, match=message):
-        run(example, monkeypatch, *defaults, *flags)
+        run(example, *defaults, *flags)
 
 
 @pytest.mark.slow
-def test_a_run_without_pretraining_can_be_loaded_again(
-    example, monkeypatch, tmp_path, records, capsys
-):
+@jax.numpy_dtype_promotion("standard")  # flax needs it
+def test_a_run_without_pretraining_can_be_loaded_again(run, tmp_path, records, capsys):
     out = tmp_path / "out"
     flags = ["--data", records, "--output", out, "--delta", "1e-4"]
-    run(example, monkeypatch, *flags, "--pretraining-steps", "0", "--steps", "1")
+    run(example, *flags, "--pretraining-steps", "0", "--steps", "1")
     report = json.loads((out / "report.json").read_text())
     assert report["is_private"] is True
     assert report["epsilon"] <= 8
@@ -90,6 +73,6 @@ def test_a_run_without_pretraining_can_be_loaded_again(
     assert "differentially private" in report["statement"]
     assert report["settings"]["compare"] is False
     written = capsys.readouterr().out.split("fine-tuned model\n")[1].split("\n\n")[0]
-    run(example, monkeypatch, "--generate", out)
+    run(example, "--generate", out)
     generated = capsys.readouterr().out
     assert [line.strip() for line in generated.split()] == written.split()

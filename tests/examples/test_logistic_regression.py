@@ -1,24 +1,13 @@
 """That the example of logistic regression is what it says it is."""
 
-import importlib.util
-import pathlib
 import re
 
+import logistic_regression as example
 import numpy as np
 import pytest
 
-PATH = pathlib.Path(__file__).parents[2] / "examples" / "logistic_regression.py"
 
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("logistic_regression", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_no_patient_changes_how_another_one_is_prepared(example, monkeypatch):
+def test_no_patient_changes_how_another_one_is_prepared(monkeypatch):
     """Subtracting the mean of the data, for example, would do so."""
     table = example.sklearn.datasets.load_breast_cancer()
     before = example.load()["x"]
@@ -30,7 +19,7 @@ def test_no_patient_changes_how_another_one_is_prepared(example, monkeypatch):
     assert np.max(np.abs(after)) <= 1
 
 
-def test_splits_differ_and_have_each_patient_once(example):
+def test_splits_differ_and_have_each_patient_once():
     data = {"x": np.arange(569), "y": np.arange(569)}
     first, second = (example.split(data, seed) for seed in (0, 1))
     for train, held_out in (first, second):
@@ -41,9 +30,8 @@ def test_splits_differ_and_have_each_patient_once(example):
     assert set(first[1]["x"]) != set(second[1]["x"])
 
 
-def test_it_prints_the_statement_and_learns(example, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["logistic_regression.py", "--runs", "2"])
-    example.main()
+def test_it_prints_the_statement_and_learns(run, capsys):
+    run(example, "--runs", 2)
     printed = capsys.readouterr().out
     assert "are (1.000, 0.0001)-differentially private" in printed
     found = re.findall(r"(0\.\d+) \+- \S+  with(?:out| epsilon)", printed)
@@ -54,8 +42,7 @@ def test_it_prints_the_statement_and_learns(example, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("runs", ["0", "1"])
-def test_one_run_is_refused(example, monkeypatch, capsys, runs):
-    monkeypatch.setattr("sys.argv", ["logistic_regression.py", "--runs", runs])
+def test_one_run_is_refused(run, capsys, runs):
     with pytest.raises(SystemExit):
-        example.main()
+        run(example, "--runs", runs)
     assert "--runs must be at least 2" in capsys.readouterr().err

@@ -1,47 +1,36 @@
 """That the example trains the same with jax_privacy and with dpmp."""
 
-import importlib.util
-import pathlib
 import re
 
 import jax
+import moving_from_jax_privacy as example
 import numpy as np
 import pytest
 
-PATH = pathlib.Path(__file__).parents[2] / "examples" / "moving_from_jax_privacy.py"
 STEPS = 20
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("moving_from_jax_privacy", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def accuracies(example, monkeypatch, capsys):
+def accuracies(run, capsys):
     """Runs the example; returns the accuracies by name, and what it prints."""
-    monkeypatch.setattr("sys.argv", ["moving.py", "--steps", str(STEPS)])
-    example.main()
+    run(example, "--steps", STEPS)
     printed = capsys.readouterr().out
     found = re.findall(r"^(\S.*?)  +[\d.]+ +(0\.\d+)$", printed, re.M)
     return {name: float(accuracy) for name, accuracy in found}, printed
 
 
-def test_without_jax_privacy_it_trains_with_dpmp_alone(example, monkeypatch, capsys):
+def test_without_jax_privacy_it_trains_with_dpmp_alone(run, monkeypatch, capsys):
     monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(
         example, "parts_of_jax_privacy", lambda _: pytest.fail("it was used")
     )
-    found, printed = accuracies(example, monkeypatch, capsys)
+    found, printed = accuracies(run, capsys)
     assert list(found) == ["dpmp, in the same loop", "dpmp, with DPTrainer"]
     assert min(found.values()) > 0.7
     assert "jax_privacy is not installed" in printed
 
 
 @pytest.mark.filterwarnings("default")  # those of other packages
-def test_sums_of_both_are_equal_up_to_what_dpmp_reserves(example):
+def test_sums_of_both_are_equal_up_to_what_dpmp_reserves():
     pytest.importorskip("jax_privacy")
     with jax.numpy_dtype_promotion("standard"):  # jax_privacy needs it
         data = example.make_data(1, example.BATCH_SIZE)
@@ -55,10 +44,10 @@ def test_sums_of_both_are_equal_up_to_what_dpmp_reserves(example):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # those of other packages
-def test_all_ways_learn(example, monkeypatch, capsys):
+def test_all_ways_learn(run, capsys):
     pytest.importorskip("jax_privacy")
     with jax.numpy_dtype_promotion("standard"):  # jax_privacy needs it
-        found, _ = accuracies(example, monkeypatch, capsys)
+        found, _ = accuracies(run, capsys)
     assert len(found) == 3
     assert "jax_privacy" in found
     assert min(found.values()) > 0.7

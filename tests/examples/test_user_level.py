@@ -1,34 +1,24 @@
 """That the example of privacy for people is what it says it is."""
 
-import importlib.util
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import user_level as example
 
 import dpmp
 
-PATH = pathlib.Path(__file__).parents[2] / "examples" / "user_level.py"
 CLIP_NORM = 0.5
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("user_level", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def people(example):
+def people():
     return example.one_row_per_person(example.make_records(1, 16), 16)
 
 
-def sum_of(example, rows):
+def sum_of(rows):
     """The sum of clipped gradients, at parameters that are wrong for everybody."""
     size = example.NUM_FEATURES
     params = {"weights": jnp.linspace(-3, 3, size), "bias": jnp.ones(())}
@@ -37,7 +27,7 @@ def sum_of(example, rows):
     return np.append(tree["weights"], tree["bias"])
 
 
-def test_rows_hold_the_records_of_a_person_in_their_order(example):
+def test_rows_hold_the_records_of_a_person_in_their_order():
     person = np.array([2, 0, 2, 2, 0])
     x = np.arange(5)[:, None] * np.ones(example.NUM_FEATURES)
     rows = example.one_row_per_person({"person": person, "x": x, "y": person == 2}, 4)
@@ -47,7 +37,7 @@ def test_rows_hold_the_records_of_a_person_in_their_order(example):
     assert rows["y"][2, :3].tolist() == [1, 1, 1]
 
 
-def test_records_above_the_limit_are_left_out(example):
+def test_records_above_the_limit_are_left_out():
     size = example.MOST_RECORDS + 5
     x = np.arange(size)[:, None] * np.ones(example.NUM_FEATURES)
     records = {"person": np.zeros(size, int), "x": x, "y": np.zeros(size)}
@@ -57,16 +47,14 @@ def test_records_above_the_limit_are_left_out(example):
 
 
 @pytest.mark.parametrize("padding", [7.0, np.nan, np.inf])
-def test_padding_does_not_change_the_sum(example, people, padding):
+def test_padding_does_not_change_the_sum(people, padding):
     is_record = people["is_record"]
     assert not is_record.all()
     x = np.where(is_record[..., None], people["x"], np.float32(padding))
-    np.testing.assert_array_equal(
-        sum_of(example, people | {"x": x}), sum_of(example, people)
-    )
+    np.testing.assert_array_equal(sum_of(people | {"x": x}), sum_of(people))
 
 
-def test_clipping_bounds_a_person_and_not_only_a_record(example, people):
+def test_clipping_bounds_a_person_and_not_only_a_record(people):
     """One person's records all pull in one direction."""
     x = people["x"].copy()
     x[0] = 100.0
@@ -76,15 +64,15 @@ def test_clipping_bounds_a_person_and_not_only_a_record(example, people):
     y[0] = 1
     people = {"x": x, "y": y, "is_record": is_record}
     without = jax.tree.map(lambda column: column[1:], people)
-    change = sum_of(example, people) - sum_of(example, without)
+    change = sum_of(people) - sum_of(without)
     assert 0.9 * CLIP_NORM < np.linalg.norm(change) < 1.0001 * CLIP_NORM
-    change = sum_of(example, example.one_row_per_record(people)) - sum_of(
-        example, example.one_row_per_record(without)
+    change = sum_of(example.one_row_per_record(people)) - sum_of(
+        example.one_row_per_record(without)
     )
     assert np.linalg.norm(change) > 0.9 * example.MOST_RECORDS * CLIP_NORM
 
 
-def test_owners_of_more_rows_have_larger_epsilons(example):
+def test_owners_of_more_rows_have_larger_epsilons():
     mechanism = example.make_mechanism(3000, epsilon=2.0, delta=1e-5)
     one, two = (example.epsilon_of_a_person(mechanism, n) for n in (1, 2))
     # dpmp's own accounting also charges for truncated batches.
@@ -93,11 +81,10 @@ def test_owners_of_more_rows_have_larger_epsilons(example):
 
 
 @pytest.mark.slow
-def test_it_learns_and_prints_both_guarantees(example, monkeypatch, capsys):
+def test_it_learns_and_prints_both_guarantees(run, monkeypatch, capsys):
     monkeypatch.setattr(example, "NUM_PEOPLE", 600)
     flags = ["--epsilon", "8", "--delta", "1e-4", "--runs", "2"]
-    monkeypatch.setattr("sys.argv", ["user_level.py", *flags])
-    example.main()
+    run(example, *flags)
     printed = capsys.readouterr().out
     assert "are (8.000, 0.0001)-differentially private" in printed
     rows = re.findall(r"(0\.\d+) \+- \S+ +(\S+) +(\S+)  (one|without)", printed)

@@ -1,31 +1,14 @@
 """That the example trains, saves what others load, and notices mistakes."""
 
-import importlib.util
 import json
-import pathlib
 
+import finetune_llm as example
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dpmp import lora
-
-PATH = pathlib.Path(__file__).parents[3] / "examples" / "finetune_llm.py"
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("finetune_llm", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(example, monkeypatch, *flags):
-    monkeypatch.setattr("sys.argv", ["finetune_llm.py", *map(str, flags)])
-    with jax.numpy_dtype_promotion("standard"):  # flax needs it
-        example.main()
 
 
 @pytest.fixture
@@ -43,10 +26,9 @@ def flags(llama, records, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_saved_and_loaded_again(
-    example, monkeypatch, tmp_path, llama, flags, capsys
-):
-    run(example, monkeypatch, *flags, "--compare")
+@jax.numpy_dtype_promotion("standard")  # flax needs it
+def test_a_run_is_saved_and_loaded_again(run, tmp_path, llama, flags, capsys):
+    run(example, *flags, "--compare")
     printed = capsys.readouterr().out
     assert "differentially private" in printed
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -67,7 +49,7 @@ def test_a_run_is_saved_and_loaded_again(
     config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
     assert "model.layers.0.self_attn.q_proj" in config["target_modules"]
 
-    run(example, monkeypatch, "--generate", tmp_path / "out", *flags[-4:])
+    run(example, "--generate", tmp_path / "out", *flags[-4:])
     generated = capsys.readouterr().out.strip()
     assert generated.startswith("the")
     assert generated in printed
@@ -76,7 +58,7 @@ def test_a_run_is_saved_and_loaded_again(
     tokenizer["pre_tokenizer"] = {"type": "Whitespace"}
     (llama / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(SystemExit, match="the tokenizer must be that of training"):
-        run(example, monkeypatch, "--generate", tmp_path / "out")
+        run(example, "--generate", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -90,9 +72,8 @@ def test_a_run_is_saved_and_loaded_again(
         (["--model", "nowhere"], "nowhere"),
     ],
 )
-def test_bad_flags_stop_it_before_any_training(
-    example, monkeypatch, flags, more, message
-):
+@jax.numpy_dtype_promotion("standard")  # flax needs it
+def test_bad_flags_stop_it_before_any_training(run, monkeypatch, flags, more, message):
     monkeypatch.setattr(example, "train", lambda *_: pytest.fail("it trained"))
     with pytest.raises((SystemExit, ValueError, FileNotFoundError), match=message):
-        run(example, monkeypatch, *flags, *more)
+        run(example, *flags, *more)

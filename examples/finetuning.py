@@ -1,0 +1,61 @@
+"""What the fine-tuning examples share: checks of their flags, and the report."""
+
+import argparse
+import pathlib
+import tempfile
+from typing import Any
+
+import dpmp
+
+
+def check_delta(delta: float, num_examples: int) -> None:
+    """Stops if delta would allow that a record is published."""
+    if delta * num_examples >= 1:
+        raise SystemExit(
+            f"--delta must be below 1 / {num_examples}, the number of private "
+            f"records; got {delta}."
+        )
+
+
+def check_output(output: pathlib.Path) -> None:
+    """Stops before any training if results could not be saved at the end."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise SystemExit(
+            f"--output must be a directory that can be written to; got {output} "
+            f"({error.strerror})."
+        ) from None
+
+
+def statement(mechanism: dpmp.DPSGD, num_held_out: int) -> str:
+    """The privacy statement, with what it does not say of the held-out records."""
+    return (
+        f"{mechanism.statement()}\n"
+        f"- Held out: {num_held_out} records, used for evaluation only and treated as\n"
+        "  public. The losses printed for them are not protected.\n"
+    )
+
+
+def describe(
+    args: argparse.Namespace, mechanism: dpmp.DPSGD, **results: Any
+) -> dict[str, Any]:
+    """What was done, what it guarantees and what came out, for report.json."""
+    settings = {
+        name: str(value) if isinstance(value, pathlib.Path) else value
+        for name, value in vars(args).items()
+    }
+    return {
+        "is_private": mechanism.is_private,
+        "epsilon": mechanism.guarantee().epsilon if mechanism.is_private else None,
+        "delta": mechanism.delta,
+        "neighboring_relation": mechanism.neighboring_relation.name,
+        "statement": mechanism.statement(),
+        "num_examples": mechanism.num_examples,
+        "expected_batch_size": mechanism.expected_batch_size,
+        "noise_multiplier": mechanism.noise_multiplier,
+        **results,
+        "settings": settings,
+    }
