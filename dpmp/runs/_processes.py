@@ -3,6 +3,7 @@
 The processes of a job share the directory of a run. The first one writes the ledger.
 """
 
+import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -41,6 +42,15 @@ def on_first(action: Callable[[], T]) -> T | None:
         error=RuntimeError,
     )
     return result
+
+
+def described_by_all(text: str) -> str:
+    """What all processes say: the text of one, or a hash of the texts of several."""
+    if jax.process_count() == 1:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    all_digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
+    return np.asarray(all_digests).tobytes().hex()
 
 
 def agreed(value: bool) -> bool:

@@ -20,6 +20,7 @@ from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import _float8
+from dpmp.training._batches import sampling_key
 from dpmp.training._state import TrainingState
 
 _RECIPES = "Recipes for Flax, Equinox, Haiku and Keras are in docs/recipes.md."
@@ -53,6 +54,20 @@ def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
             "float16 gradients below 6e-8 become zero, which keeps small losses from "
             "training. Pass loss_scale=dpmp.loss_scaling.by_loss(), or a power of two.",
             stacklevel=4,
+        )
+
+
+def warn_of_directory(state: TrainingState, restored: Any) -> None:
+    """Warns of steps that the ledger of a restored state will not have.
+
+    `restored` is None, or the sampling key of the state and its directory.
+    """
+    if restored is not None and sampling_key(state) == restored[0]:
+        warnings.warn(
+            f"the state is from {restored[1]}, whose ledger will not have the steps "
+            "that are made now. If the run there was killed, they may add the noise of "
+            f"lost steps to other sums. Pass checkpoint_dir={str(restored[1])!r}.",
+            stacklevel=3,
         )
 
 

@@ -21,7 +21,7 @@ from dpmp import _validate, runs
 from dpmp.mechanism import DPSGD
 from dpmp.runs._checkpoints import Checkpoints
 from dpmp.runs._environment import describe_environment
-from dpmp.runs._processes import agreed, on_first
+from dpmp.runs._processes import agreed, described_by_all, on_first
 from dpmp.training._keys import with_fresh_keys
 from dpmp.training._same_run import NO_FACTS, entry_of, newest, origin_of, probe
 from dpmp.training._source import Load
@@ -217,7 +217,7 @@ def _with_entry(
     step, environment = int(state.step), describe_environment()
 
     def entry_for(state: TrainingState, beside: dict[str, np.ndarray]) -> runs.Entry:
-        program = describe_program(state) + environment
+        program = described_by_all(describe_program(state) + environment)
         return entry_of(ledger, mechanism, state, beside, program)
 
     beside = {"data": probe(load, mechanism.num_examples, state), "origin": origin}

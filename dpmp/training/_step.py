@@ -38,7 +38,9 @@ from dpmp.training._state import TrainingState
 class Step:
     """Makes and runs the program of a step; `DPTrainer` documents the attributes.
 
-    There is one program for each combination of types and shardings of the state.
+    There is one program for each combination of types and shardings of the state. It is
+    traced once, so that later changes of Python values that the loss or the optimizer
+    reads, such as a global learning rate, change nothing of a run.
     """
 
     mechanism: DPSGD
@@ -47,9 +49,7 @@ class Step:
     policy: Policy
     uses_prng_key: bool
     loss_scale: LossScale | DynamicScale | None
-    _compiled: dict[Any, tuple[str, jax.stages.Wrapped, list[Any]]] = field(
-        default_factory=dict, init=False
-    )
+    _programs: dict[Any, "_Program"] = field(default_factory=dict, init=False)
 
     @property
     def metric_names(self) -> frozenset[str]:
@@ -89,12 +89,8 @@ class Step:
         # jax's debug flags look at all arrays, those of the batch and the results. They
         # would show in an exception that an example, or its gradient, is not finite.
         with jax.debug_nans(False), jax.debug_infs(False):
-            types, compiled, args = self._prepare(state, batch, is_padding)
-            _, program, constants = compiled
-            outputs = program(*args, constants)
-            # Only a program that ran is worth keeping.
-            self._compiled[types] = compiled
-            return outputs
+            program, args = self._prepare(state, batch, is_padding)
+            return program.compiled(*args, program.constants)
 
     def describe(self, state: TrainingState, batch: PyTree, is_padding: Any) -> str:
         """A hash of the program of the step, and of the arrays that the loss uses.
@@ -105,9 +101,8 @@ class Step:
         jax.lax.rng_uniform, it has a state that nobody saves. Then the hash is another
         one each time.
         """
-        types, compiled, args = self._prepare(state, batch, is_padding)
-        _, program, constants = self._compiled[types] = compiled
-        text = program.lower(*args, constants).as_text()
+        program, _ = self._prepare(state, batch, is_padding)
+        text, constants = program.lowered.as_text(), program.constants
         if re.search(r"callback|stablehlo\.(send|rng)\b", text):
             text += secrets.token_hex()
         sums = np.asarray(checksums(constants)).tobytes() if constants else b""
@@ -115,25 +110,29 @@ class Step:
 
     def _prepare(
         self, state: TrainingState, batch: PyTree, is_padding: Any
-    ) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Returns the types of a state, the program for them, and its arguments."""
+    ) -> tuple["_Program", tuple[Any, ...]]:
+        """Returns the program for a state and a batch, and its arguments."""
         self._check_size(batch, is_padding)
         batch = jax.tree.map(jnp.asarray, batch)
         state = put_together(state, batch)
+        args = state, batch, jnp.asarray(is_padding)
         types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
         of_state = types, axes, placement(state)
-        compiled = self._compiled.get(of_state)
-        compiled = compiled or (of_batch, *self.make_program(state, batch))
+        if of_state not in self._programs:
+            program, constants = self.make_program(state, batch)
+            lowered = program.lower(*args, constants)
+            self._programs[of_state] = _Program(of_batch, lowered, constants)
+        program = self._programs[of_state]
         # The message shows nothing of the batch: its shapes may reveal its content.
-        if of_batch != compiled[0]:
+        if of_batch != program.of_batch:
             raise _validate.RefusedError(
                 "all batches must have the same tree, shapes and dtypes, because "
                 "another compilation would reveal what is in them; got other ones. "
                 "Pad examples to one size (see dpmp.Source), and use "
                 "another DPTrainer for other data."
             )
-        return of_state, compiled, (state, batch, jnp.asarray(is_padding))
+        return program, args
 
     def _check_size(self, batch: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
@@ -278,3 +277,16 @@ class Step:
         sensitive, so that the expected size stands in for it.
         """
         return released.num_overflows / self.mechanism.expected_batch_size
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The program of a step: the types of its batches, and the arrays of the loss."""
+
+    of_batch: str
+    lowered: jax.stages.Lowered
+    constants: list[jax.Array]
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        return self.lowered.compile()

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -83,9 +83,15 @@ def is_whole(state: TrainingState) -> bool:
 
 
 def kept(
-    mechanism: DPSGD, state: TrainingState, error: BaseException
+    mechanism: DPSGD,
+    epsilon: Callable[[int], float],
+    state: TrainingState,
+    error: BaseException,
 ) -> TrainingState | None:
-    """Returns the state of a stopped run, if it is whole, and says so in the error."""
+    """Returns the state of a stopped run, if it is whole, and says so in the error.
+
+    The function `epsilon` computes what is spent after a number of steps.
+    """
     if not is_whole(state):
         error.add_note(
             "dpmp: the step itself failed, and its state is lost. Go on from a state "
@@ -93,9 +99,10 @@ def kept(
         )
         return None
     step, spent = int(state.step), ""
+    if step == 0:  # nothing was made that could be lost
+        return state
     if mechanism.is_private and mechanism.delta is not None:
-        epsilon = mechanism.guarantee(step).epsilon if step else 0.0
-        spent = f" with epsilon {round_up(epsilon)} spent"
+        spent = f" with epsilon {round_up(epsilon(step))} spent"
     error.add_note(
         f"dpmp: the run stopped after step {step} of {mechanism.iterations}{spent}. "
         "Its state is in trainer.last_state; fit goes on from there."

@@ -25,6 +25,7 @@ from dpmp.training._checks import (
     check_state,
     check_types,
     checked_stop,
+    warn_of_directory,
     warn_of_policy,
 )
 from dpmp.training._keys import RunKeys
@@ -89,6 +90,9 @@ class DPTrainer:
     last_state: TrainingState | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
+    _restored: Any = dataclasses.field(  # the sampling key and the directory
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self):
         object.__setattr__(self, "policy", Policy.parse(self.policy))
@@ -144,6 +148,7 @@ class DPTrainer:
         """
         state = restore(checkpoint_dir, self.init(params, prng_key=prng_key))
         self._check_state(state)
+        object.__setattr__(self, "_restored", (sampling_key(state), checkpoint_dir))
         return state
 
     @property
@@ -305,6 +310,8 @@ class DPTrainer:
         def batches_of(state: TrainingState) -> Batches:
             return Batches(mechanism, load, sampling_key(state), batch_sharding)
 
+        if checkpoint_dir is None:
+            warn_of_directory(state, self._restored)
         object.__setattr__(self, "last_state", None)
         loop = None
         try:
@@ -337,7 +344,7 @@ class DPTrainer:
             loop.report.end()
         except BaseException as error:
             if loop is not None:
-                last_state = kept(mechanism, loop.state, error)
+                last_state = kept(mechanism, loop.files.epsilon, loop.state, error)
                 object.__setattr__(self, "last_state", last_state)
             raise
         return loop.state

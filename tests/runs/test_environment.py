@@ -1,10 +1,12 @@
 """The description of a machine shows what the bits of a step depend on."""
 
 import os
+import types
 
+import jax
 import pytest
 
-from dpmp.runs._environment import describe_environment
+from dpmp.runs._environment import _OPTIONS, _VARIABLES, describe_environment
 
 
 def test_the_description_of_one_machine_stays_the_same():
@@ -19,8 +21,15 @@ def test_the_number_of_processors_in_use_is_described(monkeypatch):
     assert describe_environment() != before
 
 
-@pytest.mark.parametrize("name", ["XLA_FLAGS", "PJRT_NPROC"])
+@pytest.mark.parametrize("name", _VARIABLES)
 def test_variables_that_change_the_program_are_described(monkeypatch, name):
     before = describe_environment()
     monkeypatch.setenv(name, "--some_flag=1")
+    assert describe_environment() != before
+
+
+@pytest.mark.parametrize("name", _OPTIONS)
+def test_options_of_jax_are_described(monkeypatch, name):
+    before = describe_environment()
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(**{name: "changed"}))
     assert describe_environment() != before

@@ -3,6 +3,7 @@
 A copy of the directory, made in the middle of a run, is what a killed process leaves.
 """
 
+import dataclasses
 import math
 import os
 import shutil
@@ -127,10 +128,46 @@ def test_an_edited_state_without_lost_steps_is_what_a_killed_run_goes_on_from(tm
 
 
 def test_steps_without_the_directory_are_recorded_when_the_run_returns(tmp_path):
-    state = run(tmp_path, stop_at=2)
-    state = TRAINER.fit(state, DATA, progress=False, stop_at=4)
-    run(tmp_path, state)
+    trainer = make_trainer()
+    state = run(tmp_path, stop_at=2, trainer=trainer)
+    state = trainer.fit(state, DATA, progress=False, stop_at=4)
+    run(tmp_path, state, trainer=trainer)
     assert sum(num_steps(tmp_path)) == 6
+
+
+def test_steps_of_a_restored_state_without_the_directory_are_warned_of(tmp_path):
+    directory = killed_after(3, tmp_path)
+    trainer = make_trainer()
+    state = trainer.init_or_restore(PARAMS, directory)
+    with pytest.warns(UserWarning, match="whose ledger will not have the steps"):
+        trainer.fit(state, DATA, progress=False, stop_at=3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_another_state_than_the_restored_one_is_not_warned_of(tmp_path):
+    trainer = make_trainer()
+    run(tmp_path, trainer.init_or_restore(PARAMS, tmp_path), trainer=trainer)
+    trainer.fit(trainer.init(PARAMS), DATA, progress=False)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_python_code_reads_is_read_once(clears):
+    """The steps of a killed run are made again by code that starts anew."""
+    rate = {"now": 0.1}
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda x: -rate["now"] * x, updates), state
+
+    def callback(state):
+        rate["now"] = 0.0
+        if clears:
+            jax.clear_caches()  # jax traces all functions again
+
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    trainer = dataclasses.replace(TRAINER, optimizer=optimizer)
+    end = trainer.fit(init(), DATA, progress=False, callback=callback)
+    expected = make_trainer().fit(init(), DATA, progress=False)
+    np.testing.assert_allclose(end.params["w"], expected.params["w"], rtol=1e-6)
 
 
 def test_a_copy_that_goes_on_in_the_same_way_is_the_same_run(tmp_path):
@@ -228,4 +265,4 @@ def test_the_error_of_a_source_is_not_hidden_by_parameters_of_numpy():
 
     state = init()._replace(params={"w": np.zeros(3, np.float32)})
     with pytest.raises(RuntimeError, match="the source raised ArithmeticError"):
-        TRAINER.fit(state, Broken(), progress=False)
+        make_trainer().fit(state, Broken(), progress=False)

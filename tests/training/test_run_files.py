@@ -214,6 +214,27 @@ def test_the_last_line_has_the_epsilon_of_all_that_was_begun(tmp_path, capsys):
     assert last.endswith(f", {claim}, saved in {directory}")
 
 
+def test_a_stopped_run_says_the_epsilon_of_all_that_was_begun(tmp_path):
+    directory = killed_after(5, tmp_path)
+    trainer = make_trainer(rate=0.2)
+    state = trainer.init_or_restore(PARAMS, directory)
+
+    def callback(state):
+        raise KeyboardInterrupt
+
+    with (
+        pytest.warns(UserWarning, match="fresh keys"),
+        pytest.raises(KeyboardInterrupt) as caught,
+    ):
+        run(directory, trainer=trainer, state=state, callback=callback)
+    epsilon = ledger_of(directory).guarantee(delta=1e-3).epsilon
+    assert epsilon > MECHANISM.guarantee(4).epsilon
+    notes = "".join(caught.value.__notes__)
+    assert (
+        f"after step 4 of 7 with epsilon {accounting.round_up(epsilon)} spent" in notes
+    )
+
+
 def test_a_stopped_run_may_go_on_with_another_program(tmp_path):
     stopped_after(5, tmp_path)
     state = run(tmp_path, trainer=make_trainer(rate=0.2))

@@ -1,5 +1,6 @@
 """A run that is stopped loses nothing."""
 
+import dataclasses
 import os
 import signal
 
@@ -85,6 +86,14 @@ def test_a_run_goes_on_from_the_state_of_an_exception(error):
     resumed = run(trainer, trainer.last_state)
     assert same(resumed.params, run(make_trainer()).params)
     assert trainer.last_state is None
+
+
+def test_a_run_that_stops_before_its_first_step_says_nothing_of_a_state():
+    trainer = dataclasses.replace(make_trainer(), loss_fn=lambda w, batch: batch["z"])
+    with pytest.raises(KeyError) as caught:
+        run(trainer)
+    assert not any("stopped after" in note for note in caught.value.__notes__)
+    assert int(trainer.last_state.step) == 0
 
 
 def test_a_source_that_fails_loses_no_state():
