@@ -19,7 +19,7 @@ import pytest
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
     jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_platforms", os.environ.get("DPMP_TEST_PLATFORM", "cpu"))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
