@@ -239,6 +239,7 @@ CASES = {
     "dpsgd-clip-norm-negative: every l2_clip_norm must": lambda: dpsgd(
         l2_clip_norm=-1.0
     ),
+    "dpsgd-clip-norm-zero: every l2_clip_norm must": lambda: dpsgd(l2_clip_norm=0),
     "dpsgd-clip-norm-nan: every l2_clip_norm must": lambda: dpsgd(l2_clip_norm=np.nan),
     "dpsgd-clip-norm-none: l2_clip_norm must": lambda: dpsgd(l2_clip_norm=None),
     "dpsgd-clip-norm-tiny: clip norms and normalize_by must": lambda: dpsgd(
@@ -368,6 +369,13 @@ CASES = {
         0.1, dpsgd(l2_clip_norm=adaptive())
     ),
     # clipping
+    "clip-norm-zero: every l2_clip_norm must": lambda: clip(l2_clip_norm=0.0),
+    "clip-norm-zero-in-a-tree: every l2_clip_norm must": lambda: clip(
+        l2_clip_norm={"a": 1.0, "b": 0.0}
+    ),
+    "clip-norm-infinite-rescaled: every l2_clip_norm must": lambda: clip(
+        l2_clip_norm=np.inf, rescale_to_unit_norm=True
+    ),
     "clip-norm-negative: every l2_clip_norm must": lambda: clip(l2_clip_norm=-1.0),
     "clip-norm-empty: l2_clip_norm must": lambda: clip(l2_clip_norm={}),
     "clip-norm-prefix: l2_clip_norm must be": lambda: clip(l2_clip_norm={"v": 1.0}),
@@ -423,6 +431,9 @@ CASES = {
     "clip-outputs-norm: every l2_clip_norm must": lambda: clip_outputs(
         l2_clip_norm=-1.0
     ),
+    "clip-outputs-norm-zero: every l2_clip_norm must": lambda: clip_outputs(
+        l2_clip_norm=0.0
+    ),
     "clip-outputs-microbatch: microbatch_size must divide the": lambda: clip_outputs(
         microbatch_size=3
     ),
@@ -433,6 +444,9 @@ CASES = {
         arithmetic="bounded"
     ),
     "clip-pytree-norm: every l2_clip_norm must": lambda: dpmp.clip_pytree(BATCH, -1.0),
+    "clip-pytree-norm-zero: every l2_clip_norm must": lambda: dpmp.clip_pytree(
+        BATCH, 0.0
+    ),
     "clip-pytree-prefix: l2_clip_norm must be": lambda: dpmp.clip_pytree(
         {"a": BATCH}, {"b": 1.0}
     ),

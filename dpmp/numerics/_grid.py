@@ -4,7 +4,6 @@ import abc
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Self
@@ -16,6 +15,7 @@ import numpy as np
 from dpmp import _validate
 from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
+from dpmp._warnings import warn
 from dpmp.numerics._stored import at_least_float32
 
 # Squares of integers up to this one fit into 32 bits, with room to see an overflow.
@@ -161,12 +161,11 @@ class GridSums(abc.ABC):
         del microbatch_size, num_shards
         largest = (2**31 - 1) // self.resolution
         if batch_size > largest:
-            warnings.warn(
+            warn(
                 f"sums of {batch_size} examples at a resolution of {self.resolution} "
                 f"can exceed 32 bits if all gradients point in one direction, along "
                 f"one coordinate. That costs accuracy, not privacy. Use a batch of at "
-                f'most {largest}, a lower resolution, or "float32x2" for "exact".',
-                stacklevel=2,
+                f'most {largest}, a lower resolution, or "float32x2" for "exact".'
             )
 
     def check_mode(self) -> None:
