@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,20 @@ class GridArray:
             fix="Add parts with psum (not pmean), divide with normalize_by, and do "
             "everything else after the noise.",
         )
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        _validate.fail(
+            "a sum of clipped gradients must receive noise before it is computed with",
+            type=type(self).__name__,
+            fix="Pass the sum to the privatizer, and what that returns to the "
+            "optimizer: noisy_grads, noise_state = privatizer.update(sums, "
+            "noise_state). Without privacy, `to_float()` has the numbers.",
+            error=TypeError,
+        )
+
+    # An optimizer that is given the sum itself comes to one of these.
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = _refuse
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
 
 
 @dataclasses.dataclass(frozen=True)
