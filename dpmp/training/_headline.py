@@ -16,8 +16,8 @@ from dpmp.training._step import Step
 # The estimate of costs is good to a factor of two, not better.
 _MUCH_CHEAPER = 0.5
 
-# Below this many entries of gradients in a batch, clipping takes a millisecond or two on
-# one core. Loading, noise and update take as long, and are the same with both methods.
+# Below this many entries of gradients in a batch, clipping takes a millisecond or two
+# on one core. Loading, noise and update take as long, with both methods.
 _WORTH_TELLING = 2**20
 
 
