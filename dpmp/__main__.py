@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m dpmp", description="Tools for differentially private training."
     )
     parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="command")
+    commands = parser.add_subparsers(
+        title="commands", metavar="command", dest="command_name"
+    )
     _add_selfcheck(commands)
     devices.add_devices_command(commands)
     memory.add_memory_command(commands)
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.command(args)
     except _validate.RefusedError as error:
-        parser.error(str(error))
+        commands.choices[args.command_name].error(str(error))
 
 
 def _add_selfcheck(commands: Any) -> None:

@@ -14,7 +14,14 @@ import optax
 import pytest
 
 import dpmp
-from dpmp import accounting, batch_selection, loss_scaling, noise_addition, planning
+from dpmp import (
+    GridArray,
+    accounting,
+    batch_selection,
+    loss_scaling,
+    noise_addition,
+    planning,
+)
 from dpmp.__main__ import main
 from dpmp.engines.book_keeping import measure_extents, summarize
 from dpmp.optimizers import dp_adam
@@ -42,6 +49,8 @@ FIELDS = {
 TARGET = {"epsilon": 1.0, "delta": 1e-5}
 ADD_OR_REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 CALLS = []
+# What an exact sum of clipped gradients is made of.
+TOTAL = GridArray(jnp.full(3, 12345, jnp.int32), 1.0)
 
 
 def loss_fn(params, batch):
@@ -126,6 +135,12 @@ def adaptive(**fields):
     return dpmp.AdaptiveClipNorm(**{"initial": 1.0, **fields})
 
 
+def sharding(*axes):
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=types)
+    return jax.NamedSharding(mesh, jax.P(*axes))
+
+
 class Broken:
     """A source that returns one row for any array of indices."""
 
@@ -134,6 +149,20 @@ class Broken:
 
     def __getitem__(self, indices):
         return {name: x[: len(indices) and 1] for name, x in DATA.items()}
+
+
+class Singles:
+    """A source of single examples, one of which is changed."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        example = {name: x[int(index)] for name, x in DATA.items()}
+        return self.change(example) if index == 7 else example
 
 
 # By a name, and by how the message begins.
@@ -199,6 +228,13 @@ CASES = {
     "fit-sensitive-callback: sensitive_callback must be": lambda: fit(
         sensitive_callback="print"
     ),
+    "fit-sharding: batch_sharding must be a": lambda: fit(batch_sharding=jax.P("data")),
+    "fit-sharding-of-columns: batch_sharding must divide": lambda: fit(
+        batch_sharding=sharding(None, "data")
+    ),
+    "fit-sharding-of-two-axes: batch_sharding must divide": lambda: fit(
+        batch_sharding=sharding("data", "model")
+    ),
     "data-none: the dataset must": lambda: fit(None),
     "data-text: the dataset must": lambda: fit(str(SECRET)),
     "data-records: the dataset must": lambda: fit([{"x": x} for x in DATA["x"]]),
@@ -213,6 +249,14 @@ CASES = {
         {"x": [[SECRET]] * 8 + [[SECRET, 1.0]] * 8}
     ),
     "data-broken-source: the source must": lambda: fit(Broken()),
+    "check-source-none: the dataset must": lambda: dpmp.check_source(None),
+    "check-source-broken: the source must": lambda: dpmp.check_source(Broken()),
+    "check-source-one-differs: every record must have": lambda: dpmp.check_source(
+        Singles(lambda x: {**x, "x": x["x"][:2]})
+    ),
+    "check-source-one-fails: every record must load": lambda: dpmp.check_source(
+        Singles(lambda x: {**x, "x": str(SECRET)})
+    ),
     "load-batch-state: state must be": lambda: trainer().load_batch(PARAMS, DATA),
     "load-batch-data: the dataset must": lambda: trainer().load_batch(state(), None),
     "train-step-state: state must be": lambda: trainer().train_step(
@@ -239,6 +283,7 @@ CASES = {
     "dpsgd-clip-norm-negative: every l2_clip_norm must": lambda: dpsgd(
         l2_clip_norm=-1.0
     ),
+    "dpsgd-clip-norm-zero: every l2_clip_norm must": lambda: dpsgd(l2_clip_norm=0),
     "dpsgd-clip-norm-nan: every l2_clip_norm must": lambda: dpsgd(l2_clip_norm=np.nan),
     "dpsgd-clip-norm-none: l2_clip_norm must": lambda: dpsgd(l2_clip_norm=None),
     "dpsgd-clip-norm-tiny: clip norms and normalize_by must": lambda: dpsgd(
@@ -368,6 +413,13 @@ CASES = {
         0.1, dpsgd(l2_clip_norm=adaptive())
     ),
     # clipping
+    "clip-norm-zero: every l2_clip_norm must": lambda: clip(l2_clip_norm=0.0),
+    "clip-norm-zero-in-a-tree: every l2_clip_norm must": lambda: clip(
+        l2_clip_norm={"a": 1.0, "b": 0.0}
+    ),
+    "clip-norm-infinite-rescaled: every l2_clip_norm must": lambda: clip(
+        l2_clip_norm=np.inf, rescale_to_unit_norm=True
+    ),
     "clip-norm-negative: every l2_clip_norm must": lambda: clip(l2_clip_norm=-1.0),
     "clip-norm-empty: l2_clip_norm must": lambda: clip(l2_clip_norm={}),
     "clip-norm-prefix: l2_clip_norm must be": lambda: clip(l2_clip_norm={"v": 1.0}),
@@ -423,6 +475,9 @@ CASES = {
     "clip-outputs-norm: every l2_clip_norm must": lambda: clip_outputs(
         l2_clip_norm=-1.0
     ),
+    "clip-outputs-norm-zero: every l2_clip_norm must": lambda: clip_outputs(
+        l2_clip_norm=0.0
+    ),
     "clip-outputs-microbatch: microbatch_size must divide the": lambda: clip_outputs(
         microbatch_size=3
     ),
@@ -433,6 +488,9 @@ CASES = {
         arithmetic="bounded"
     ),
     "clip-pytree-norm: every l2_clip_norm must": lambda: dpmp.clip_pytree(BATCH, -1.0),
+    "clip-pytree-norm-zero: every l2_clip_norm must": lambda: dpmp.clip_pytree(
+        BATCH, 0.0
+    ),
     "clip-pytree-prefix: l2_clip_norm must be": lambda: dpmp.clip_pytree(
         {"a": BATCH}, {"b": 1.0}
     ),
@@ -442,6 +500,10 @@ CASES = {
     "clip-pytree-return-zero: return_zero must be": lambda: dpmp.clip_pytree(
         BATCH, 1.0, return_zero=2
     ),
+    "clip-sum-as-update: a sum of clipped gradients must": lambda: optax.apply_updates(
+        jnp.ones(3), TOTAL
+    ),
+    "clip-sum-divided: a sum of clipped gradients must": lambda: TOTAL / 4,
     # noise
     "noise-stddev-negative: stddev must be": lambda: privatizer(stddev=-1.0),
     "noise-stddev-nan: stddev must be": lambda: privatizer(stddev=np.nan),
@@ -621,17 +683,36 @@ def test_a_bad_input_is_told_what_is_required_what_was_given_and_what_to_do(name
 RUN = ["--num-examples", "5000", "--batch-size", "50", "--steps", "20"]
 DELTA = ["--delta", "1e-5"]
 COMMANDS = {
-    "noise_multiplier must": ["epsilon", *RUN, "--noise-multiplier", "-1", *DELTA],
+    "--noise-multiplier must": ["epsilon", *RUN, "--noise-multiplier", "-1", *DELTA],
     "delta must": ["epsilon", *RUN, "--noise-multiplier", "1", "--delta", "2"],
     "epsilon must": ["calibrate", *RUN, "--epsilon", "0", *DELTA],
-    "iterations must": ["calibrate", *RUN[:-1], "0", "--epsilon", "1", *DELTA],
-    "every l2_clip_norm must": [
+    "--batch-size must": [
+        *("calibrate", *RUN[:2], "--batch-size", "0", *RUN[4:], "--epsilon", "1"),
+        *DELTA,
+    ],
+    "--batch-size must be at most --num-examples": [
+        *("calibrate", *RUN[:2], "--batch-size", "9999", *RUN[4:], "--epsilon", "1"),
+        *DELTA,
+    ],
+    "got --neighbors=add-or-remove-one. Use --neighbors zero-out": [
+        *("statement", *RUN, "--epsilon", "1", *DELTA, "--method", "book_keeping"),
+        *("--neighbors", "add-or-remove-one"),
+    ],
+    "--sampling-prob must": [
+        *("epsilon", *RUN, "--noise-multiplier", "1", *DELTA, "--sampling-prob", "2")
+    ],
+    "--truncated-batch-size must": [
+        *("epsilon", *RUN, "--noise-multiplier", "1", *DELTA),
+        *("--truncated-batch-size", "0"),
+    ],
+    "--steps must": ["calibrate", *RUN[:-1], "0", "--epsilon", "1", *DELTA],
+    "every --clip-norm must": [
         *("statement", *RUN, "--epsilon", "1", *DELTA, "--clip-norm", "-1")
     ],
     "there must be 32 examples": [
         *("plan", "--num-examples", "20", "--processed", "99", "--epsilon", "2", *DELTA)
     ],
-    "num_processed must": [
+    "--processed must": [
         *("plan", "--num-examples", "99", "--processed", "0", "--epsilon", "2", *DELTA)
     ],
     "size must": ["devices", "--size", "0"],
@@ -646,6 +727,7 @@ def test_a_bad_number_on_the_command_line_is_told_the_same(required, capsys):
     with pytest.raises(SystemExit) as caught:
         main(COMMANDS[required])
     assert caught.value.code == 2
-    message = capsys.readouterr().err.partition("error: ")[2].strip()
+    usage, _, message = capsys.readouterr().err.partition("error: ")
+    assert usage.startswith(f"usage: python -m dpmp {COMMANDS[required][0]} [-h]")
     assert required in message
-    assert _THREE_PARTS.match(message), message
+    assert _THREE_PARTS.match(message.strip()), message

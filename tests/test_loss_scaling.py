@@ -479,28 +479,6 @@ def test_without_privacy_a_scale_follows_the_overflows_themselves():
     assert state.scale_state.scale == 2.0**15
 
 
-def test_a_clip_norm_of_zero_has_nothing_to_count():
-    mechanism = dpmp.DPSGD(
-        num_examples=8,
-        expected_batch_size=8,
-        iterations=2,
-        l2_clip_norm=0.0,
-        noise_multiplier=1.0,
-    )
-    assert mechanism.overflow_stddev == math.inf
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=lambda w, x: jnp.sum(x * w),
-        optimizer=optax.sgd(1.0),
-        policy=dpmp.Policy.from_name("mixed_float16"),
-        loss_scale=loss_scaling.DynamicScale(initial=2.0**17),
-    )
-    state = trainer.init(jnp.ones(4), prng_key=jax.random.key(0))
-    state = trainer.fit(state, np.ones((8, 4), np.float32), progress=False)
-    assert state.scale_state.scale == 2.0**17
-    np.testing.assert_array_equal(state.params, np.ones(4, np.float32))
-
-
 # An attacker who sees all that is released, and knows everything but whether one
 # example, whose gradient overflows, is there. The ideal Gaussian mechanism allows an
 # advantage of 0.383 at a noise multiplier of 1.

@@ -90,10 +90,11 @@ class ClipNorms:
         for norm in norms:
             _validate.require(
                 _validate.is_real(norm) and norm >= 0,
-                "every l2_clip_norm must be a number of at least 0 (infinity included)",
+                "every l2_clip_norm must be a number above 0 (infinity included)",
                 l2_clip_norm=norm,
                 fix="Pass numbers: a clip norm is public and known before tracing.",
             )
+        _check_lets_through(norms, rescale_to_unit_norm)
         normalize_by = _validate.positive(
             normalize_by=normalize_by, fix="Use 1.0, or the expected batch size."
         )
@@ -164,8 +165,6 @@ class ClipNorms:
         if divisor == 0:  # in the limit of small clip norms, only directions are left
             share = 1 / math.sqrt(len(self.norms)) / self.normalize_by
             return [(share, math.inf)] * len(self.norms)
-        if math.isinf(divisor):
-            return [(0.0, 0.0)] * len(self.norms)
         return [(norm / divisor, 1 / divisor) for norm in self.norms]
 
 
@@ -233,6 +232,31 @@ def global_norm(norms: list[SquaredNorm]) -> jax.Array:
     """The (B,) computed norms of the gradients, over all groups together."""
     dtype = at_least_float32(*(norm.value.dtype for norm in norms))
     return jnp.sqrt(sum(norm.value.astype(dtype) for norm in norms))
+
+
+def _check_lets_through(norms: list[float], rescale_to_unit_norm: bool) -> None:
+    """Raises ValueError for clip norms with which a whole group would always be zero.
+
+    A run would go on with noise alone, and no other error would tell. The exception is
+    a rescaled clip norm of 0: in this limit, gradients are divided by their norms.
+    """
+    if rescale_to_unit_norm and not any(norms):
+        return
+    _validate.require(
+        all(norms),
+        "every l2_clip_norm must be a number above 0, since a clip norm of 0 makes "
+        "every gradient zero",
+        l2_clip_norm=norms if len(norms) > 1 else norms[0],
+        fix="Use 1.0, for example, or a typical gradient norm of public examples. To "
+        "freeze parameters, leave them out of what is differentiated.",
+    )
+    _validate.require(
+        not (rescale_to_unit_norm and any(map(math.isinf, norms))),
+        "every l2_clip_norm must be finite with rescale_to_unit_norm, which divides "
+        "the gradients by it",
+        l2_clip_norm=norms if len(norms) > 1 else norms[0],
+        fix="Pass a finite clip norm, or leave out rescale_to_unit_norm.",
+    )
 
 
 def _check_traced(norms: list[Any], rescale_to_unit_norm: bool) -> None:

@@ -33,10 +33,10 @@ def clip_pytree(
 
       | case                       | rescale_to_unit_norm | output               |
       | :------------------------- | :------------------- | :------------------- |
-      | clip_norm 0                | False                | zero                 |
+      | clip_norm 0                | False                | an error             |
       | clip_norm 0                | True                 | the input / its norm |
       | clip_norm infinite         | False                | the input            |
-      | clip_norm infinite         | True                 | zero                 |
+      | clip_norm infinite         | True                 | an error             |
       | the norm is 0              | either               | zero                 |
       | infinity or NaN in the input or its norm | either | zero, if `nan_safe`  |
 

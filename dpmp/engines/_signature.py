@@ -1,7 +1,6 @@
 """The roles of a function's arguments: parameters, a batch of examples, a key."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
+from dpmp._warnings import warn
 from dpmp.programs import _ragged
 
 
@@ -111,12 +111,11 @@ class Signature:
         for i, arg in enumerate(args):
             if i not in named and _leading_sizes(arg) == sizes:
                 positions = (*self.batch_argnums, i)
-                warnings.warn(
+                warn(
                     f"argument {i} has a leading axis like that of the batch, but "
                     "every example sees all of it, and the sensitivity does not cover "
                     f"it. If it belongs to the batch, pass batch_argnums={positions}, "
-                    "or one dict for all. If it is public, pass it by keyword.",
-                    stacklevel=4,
+                    "or one dict for all. If it is public, pass it by keyword."
                 )
 
     def batch_size(

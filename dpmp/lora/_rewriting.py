@@ -15,6 +15,8 @@ from dpmp.lora._views import CannotFollowError, Label, Target, View
 from dpmp.programs import _bodies, _interpreter
 from dpmp.programs._source_lines import source_line
 
+_CONVOLUTION = "conv_general_dilated"
+
 
 def with_views(
     leaves: Sequence[Any],
@@ -76,6 +78,8 @@ def _evaluate(eqn: Any, values: list[Any], view: View) -> list[Any]:
     for of_bodies in (_scan, _rematerialised, _branches, _call):
         if (results := of_bodies(eqn, values)) is not None:
             return results
+    if eqn.primitive.name == _CONVOLUTION:
+        raise CannotFollowError("convolves with it")
     if eqn.primitive.name not in RULES:
         raise CannotFollowError("does something else with it than to multiply")
     return RULES[eqn.primitive.name](eqn, values, view)
@@ -145,6 +149,20 @@ def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
         the_function=reason,
         operation=operation,
         line=line,
-        fix="Leave this array out of `targets`. If it has more than two axes, pass "
-        "`fun` and `example_args` to lora.init, which reads their use.",
+        fix="Leave this array out of `targets`." + _way_out(operation, view),
+    )
+
+
+def _way_out(operation: str | None, view: View) -> str:
+    if operation == _CONVOLUTION:
+        return (
+            " The kernel of a convolution has no adapter: keep it frozen, or train all "
+            "of it beside the adapters (docs/lora.md)."
+        )
+    was_watched = not view.factors  # by lora.init, which was given the function
+    return (
+        ""
+        if was_watched
+        else " If it has more than two axes, pass `fun` and `example_args` to "
+        "lora.init, which reads their use."
     )

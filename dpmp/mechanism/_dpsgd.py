@@ -179,8 +179,7 @@ class DPSGD:
     @property
     def overflow_stddev(self) -> float:
         """The standard deviation of the noise on the number of overflows."""
-        one = contribution(self._clipping.l2_norm_bound)
-        return self.stddev / one if one else math.inf
+        return self.stddev / contribution(self._clipping.l2_norm_bound)
 
     @property
     def initial_clip_norm(self) -> jax.Array | None:

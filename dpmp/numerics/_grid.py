@@ -4,10 +4,9 @@ import abc
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import numpy as np
 from dpmp import _validate
 from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
+from dpmp._warnings import warn
 from dpmp.numerics._stored import at_least_float32
 
 # Squares of integers up to this one fit into 32 bits, with room to see an overflow.
@@ -80,6 +80,20 @@ class GridArray:
             fix="Add parts with psum (not pmean), divide with normalize_by, and do "
             "everything else after the noise.",
         )
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        _validate.fail(
+            "a sum of clipped gradients must receive noise before it is computed with",
+            type=type(self).__name__,
+            fix="Pass the sum to the privatizer, and what that returns to the "
+            "optimizer: noisy_grads, noise_state = privatizer.update(sums, "
+            "noise_state). Without privacy, `to_float()` has the numbers.",
+            error=TypeError,
+        )
+
+    # An optimizer that is given the sum itself comes to one of these.
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = _refuse
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,12 +175,11 @@ class GridSums(abc.ABC):
         del microbatch_size, num_shards
         largest = (2**31 - 1) // self.resolution
         if batch_size > largest:
-            warnings.warn(
+            warn(
                 f"sums of {batch_size} examples at a resolution of {self.resolution} "
                 f"can exceed 32 bits if all gradients point in one direction, along "
                 f"one coordinate. That costs accuracy, not privacy. Use a batch of at "
-                f'most {largest}, a lower resolution, or "float32x2" for "exact".',
-                stacklevel=2,
+                f'most {largest}, a lower resolution, or "float32x2" for "exact".'
             )
 
     def check_mode(self) -> None:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import dp_accounting
 import rich.console
 import rich.table
 
+from dpmp import _validate
 from dpmp.accounting import DEFAULT_RELATION, round_up
 from dpmp.accounting._rounding import digits_above
 from dpmp.mechanism import DPSGD
@@ -53,7 +55,9 @@ def add_planning_commands(commands: Any) -> None:
         "python -m dpmp statement --num-examples 60000 --batch-size 256 --steps 2340 "
         "--epsilon 3 --delta 1e-6",
     )
-    parser.add_argument("--clip-norm", type=float, default=1.0, help="default: 1")
+    parser.add_argument(
+        "--clip-norm", type=float, default=1.0, metavar="X", help="default: 1"
+    )
     methods = ["per_example", "book_keeping"]
     parser.add_argument("--method", choices=methods, default=methods[0])
     _add(
@@ -75,6 +79,19 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "epsilon": (float, "the privacy target"),
     "delta": (float, "well below 1 over the number of examples"),
     "processed": (float, "the number of examples in all batches together"),
+}
+
+
+_OPTIONAL_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "sampling-prob": (
+        float,
+        "the probability that an example is in a batch (default: the batch size over "
+        "the number of examples)",
+    ),
+    "truncated-batch-size": (
+        int,
+        "the largest size of a batch (default: one that is hardly ever reached)",
+    ),
 }
 
 
@@ -104,8 +121,15 @@ def _add(
         "--json", action="store_true", help="print JSON instead of text"
     )
 
+    if "batch-size" in flags:
+        for flag, (kind, text) in _OPTIONAL_FLAGS.items():
+            parser.add_argument(f"--{flag}", type=kind, help=text, metavar="X")
+
     def command(args: argparse.Namespace) -> int:
-        result = run(args)
+        try:
+            result = run(args)
+        except _validate.RefusedError as error:
+            raise _validate.RefusedError(_in_flags(str(error))) from None
         text = result.pop("text")
         if args.json:
             sys.stdout.write(json.dumps(result) + "\n")
@@ -117,11 +141,38 @@ def _add(
     return parser
 
 
+# What the options of `DPSGD` are called on the command line.
+_FLAGS_OF_OPTIONS = {
+    "num_examples": "--num-examples",
+    "expected_batch_size": "--batch-size",
+    "iterations": "--steps",
+    "noise_multiplier": "--noise-multiplier",
+    "num_processed": "--processed",
+    "sampling_prob": "--sampling-prob",
+    "truncated_batch_size": "--truncated-batch-size",
+    "l2_clip_norm": "--clip-norm",
+    "neighboring_relation": "--neighbors",
+    'method="per_example"': "--method per_example",
+    **{relation.name: f"--neighbors {name}" for name, relation in _RELATIONS.items()},
+}
+
+
+def _in_flags(text: str) -> str:
+    """The same text, with the flags of the command line for options of Python."""
+    for name, relation in _RELATIONS.items():
+        text = text.replace(repr(relation.name), name)
+    for name, flag in _FLAGS_OF_OPTIONS.items():
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?!\w)", flag, text)
+    return text
+
+
 def _mechanism(args: argparse.Namespace, **fields: Any) -> DPSGD:
     mechanism = DPSGD(
         num_examples=args.num_examples,
         expected_batch_size=args.batch_size,
         iterations=args.steps,
+        sampling_prob=args.sampling_prob,
+        truncated_batch_size=args.truncated_batch_size,
         neighboring_relation=_RELATIONS[args.neighbors],
         **{"l2_clip_norm": 1.0, **fields},
     )
@@ -156,7 +207,7 @@ def _calibrate(args: argparse.Namespace) -> dict[str, Any]:
 
 def _statement(args: argparse.Namespace) -> dict[str, Any]:
     mechanism = _mechanism(args, l2_clip_norm=args.clip_norm, method=args.method)
-    text = mechanism.statement()
+    text = _in_flags(mechanism.statement())
     return {
         "statement": text,
         "epsilon": mechanism.guarantee().epsilon,

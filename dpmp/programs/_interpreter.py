@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core
+import jax.extend.source_info_util
 
 from dpmp._typing import PyTree
 
@@ -37,6 +38,11 @@ def _inlined(closed: Any, *args: Any) -> list[Any]:
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         if eqn.primitive.name in CALLS:
             return _inlined(callee(eqn), *values)
+        # The equation is recorded anew, as made by the same line of the user.
+        with jax.extend.source_info_util.user_context(eqn.source_info.traceback):
+            return evaluate_here(eqn, values)
+
+    def evaluate_here(eqn: Any, values: list[Any]) -> list[Any]:
         if _is_known_number(eqn, values):
             with jax.ensure_compile_time_eval():
                 return bind(eqn, values)

@@ -13,7 +13,6 @@ from dpmp.training._source import (
     Loader,
     Source,
     as_arrays,
-    describe_example,
     loader_of,
 )
 
@@ -56,7 +55,9 @@ def check_source(source: PyTree | Source) -> None:
     first = np.arange(min(2, len(load)))
     for record in first.tolist():
         _load_record(lambda record=record: _in_any_way(source, record), record)
-    expected = _describe_rows(load(first))
+    rows = load(first)
+    _check_length(rows, first)
+    expected = _as_columns(rows)
     for start in range(0, len(load), _BLOCK_SIZE):
         block = np.arange(start, min(start + _BLOCK_SIZE, len(load)))
         if not _is_intact(load, block, expected):
@@ -71,42 +72,87 @@ def _in_any_way(source: Any, record: int) -> PyTree:
         return as_arrays(source[np.array([record])])
 
 
-def _describe_rows(rows: PyTree) -> Any:
-    return describe_example(jax.tree.map(lambda x: x[0], rows))
+def _as_columns(rows: PyTree) -> dict[str, str]:
+    """The dtype and the shape of an example at each path, and the tree itself."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(rows)
+    columns = {
+        jax.tree_util.keystr(path): f"{x.dtype.name}{list(x.shape[1:])}"
+        for path, x in leaves
+    }
+    return {**columns, "(the tree)": str(tree)}
 
 
-def _is_intact(load: Load, block: np.ndarray, expected: Any) -> bool:
+def _is_intact(load: Load, block: np.ndarray, expected: dict[str, str]) -> bool:
     try:
         rows = load(block)
     except Exception:
         return False
-    has_all = all(len(x) == len(block) for x in jax.tree.leaves(rows))
-    return has_all and _describe_rows(rows) == expected
+    has_all = all(x.shape[:1] == block.shape for x in jax.tree.leaves(rows))
+    return has_all and _as_columns(rows) == expected
 
 
-def _name_the_first(load: Load, block: np.ndarray, expected: Any) -> None:
+def _name_the_first(load: Load, block: np.ndarray, expected: dict[str, str]) -> None:
     for record in block.tolist():
         rows = _load_record(lambda record=record: load(np.array([record])), record)
-        _validate.require(
-            _describe_rows(rows) == expected,
-            "every record must have the tree, shapes and dtypes of the first one",
-            record=record,
-            fix="Convert it, or leave it out of the dataset.",
-        )
+        _check_length(rows, block[:1] - block[0] + record)
+        _check_columns(_as_columns(rows), expected, record)
+    rows = load(block)  # if the source fails here, its own error says why
+    _check_length(rows, block)
+    columns = _as_columns(rows)
+    column = _first_difference(columns, expected)
     _validate.fail(
-        "records that load one by one must also load together, one row for each",
+        "records that load one by one must also load together, as the same arrays",
         first=int(block[0]),
         last=int(block[-1]),
-        fix="See dpmp.Source.",
+        column=column or "(the dataset itself)",
+        one_by_one=expected.get(str(column), "nothing"),
+        together=columns.get(str(column), "nothing"),
+        fix="Pad all records to one size. See dpmp.Source.",
     )
+
+
+def _check_length(rows: PyTree, indices: np.ndarray) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(rows):
+        _validate.require(
+            x.shape[:1] == indices.shape,
+            "the source must return one row for each index, in all arrays",
+            first=int(indices[0]),
+            last=int(indices[-1]),
+            column=jax.tree_util.keystr(path) or "(the dataset itself)",
+            shape=x.shape,
+            fix=f"For {len(indices)} indices, the shape must begin with "
+            f"{len(indices)}. See dpmp.Source.",
+        )
+
+
+def _check_columns(
+    columns: dict[str, str], expected: dict[str, str], record: int
+) -> None:
+    column = _first_difference(columns, expected)
+    _validate.require(
+        column is None,
+        "every record must have the tree, shapes and dtypes of the first one",
+        record=record,
+        column=column or "(the dataset itself)",
+        in_the_first=expected.get(str(column), "nothing"),
+        in_this=columns.get(str(column), "nothing"),
+        fix="Pad or convert it, or leave it out of the dataset.",
+    )
+
+
+def _first_difference(columns: dict[str, str], expected: dict[str, str]) -> str | None:
+    paths = [*expected, *columns]
+    return next((x for x in paths if columns.get(x) != expected.get(x)), None)
 
 
 def _load_record(load: Callable[[], PyTree], record: int) -> PyTree:
     try:
         return load()
     except Exception as error:
+        is_ours = isinstance(error, _validate.RefusedError)
+        reason = str(error) if is_ours else f"{type(error).__name__} (see above)."
         message = (
-            f"every record must load; got record={record}. Repair it, or leave it "
-            "out of the dataset: the error above says what is wrong."
+            f"every record must load; got record={record}. Repair it, or leave it out "
+            f"of the dataset. The reason: {reason}"
         )
-        raise ValueError(message) from error
+        raise _validate.RefusedError(message) from error

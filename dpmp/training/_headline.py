@@ -6,6 +6,7 @@ The line depends on the mechanism and on the shapes of parameters and of an exam
 import contextlib
 import dataclasses
 
+import jax
 import numpy as np
 
 from dpmp.training._source import Load, load_batch
@@ -15,6 +16,10 @@ from dpmp.training._step import Step
 # The estimate of costs is good to a factor of two, not better.
 _MUCH_CHEAPER = 0.5
 
+# Below this many entries of gradients in a batch, clipping takes a millisecond or two
+# on one core. Loading, noise and update take as long, with both methods.
+_WORTH_TELLING = 2**20
+
 
 def headline(step: Step, state: TrainingState, load: Load) -> str:
     """Returns the line; it names the other method only where that is much cheaper."""
@@ -23,7 +28,9 @@ def headline(step: Step, state: TrainingState, load: Load) -> str:
         f'method="{mechanism.method}", arithmetic="{mechanism.arithmetic}", '
         f"loss in {policy.compute_dtype.name}"
     )
-    if mechanism.method != "per_example":
+    num_entries = sum(x.size for x in jax.tree.leaves(state.params))
+    is_small = num_entries * mechanism.padded_batch_size < _WORTH_TELLING
+    if mechanism.method != "per_example" or is_small:
         return line
     # If the loss or the dataset is at fault, the first step says so, and says more.
     with contextlib.suppress(Exception):

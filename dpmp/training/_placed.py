@@ -35,6 +35,15 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
         type=type(sharding).__name__,
         fix='Use jax.NamedSharding(mesh, jax.P("data")).',
     )
+    spec = tuple(getattr(sharding, "spec", ()))
+    _validate.require(
+        not any(spec[1:]),
+        "batch_sharding must divide a batch along its first axis, that of the "
+        "examples, and along no other",
+        batch_sharding=jax.P(*spec),
+        fix='Use jax.NamedSharding(mesh, jax.P("data")), with an axis of the mesh in '
+        "the first place and none after it.",
+    )
     num_shards = _num_shards(sharding)
     sizes: dict[str, Any] = {
         "padded_batch_size": mechanism.padded_batch_size,

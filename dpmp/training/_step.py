@@ -160,6 +160,7 @@ class Step:
                 check_program,
                 num_params=len(jax.tree.leaves(args[0])),
                 takes_key=bool(keys),
+                compute_dtype=self.policy.compute_dtype,
             )
             loss_fn, constants = _transformations.hoist_constants(
                 loss_fn, *args, *keys, check=check

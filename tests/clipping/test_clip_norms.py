@@ -52,9 +52,7 @@ def test_a_small_norm_is_not_scaled():
 @pytest.mark.parametrize(
     ("clip_norm", "rescale", "expected"),
     [
-        (0.0, False, 0.0),
         (math.inf, False, 1.0),
-        (math.inf, True, 0.0),
         (0.0, True, 0.5),  # the direction, for a squared norm of 4
     ],
 )
@@ -112,9 +110,30 @@ def test_a_tree_without_clip_norms_is_refused(tree):
 @pytest.mark.parametrize(
     "clip_norm", [-1.0, math.nan, "1", True, jnp.ones(1), [1.0, -1.0]]
 )
-def test_clip_norms_that_are_not_numbers_of_at_least_zero_are_refused(clip_norm):
-    with pytest.raises(ValueError, match="must be a number of at least 0"):
+def test_clip_norms_that_are_not_numbers_above_zero_are_refused(clip_norm):
+    with pytest.raises(ValueError, match="must be a number above 0"):
         _clip_norms_of(clip_norm)
+
+
+@pytest.mark.parametrize("clip_norm", [0, 0.0, np.float32(0), [0.0, 0.0], [1.0, 0.0]])
+def test_a_clip_norm_of_zero_is_refused_because_nothing_would_be_learned(clip_norm):
+    with pytest.raises(
+        ValueError, match=r"above 0, since .* makes every gradient zero"
+    ):
+        _clip_norms_of(clip_norm)
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "message"),
+    [
+        ([1.0, 0.0], "makes every gradient zero"),
+        (math.inf, "must be finite with rescale_to_unit_norm"),
+        ([1.0, math.inf], "must be finite with rescale_to_unit_norm"),
+    ],
+)
+def test_rescaled_groups_that_would_always_be_zero_are_refused(clip_norm, message):
+    with pytest.raises(ValueError, match=message):
+        _clip_norms_of(clip_norm, rescale_to_unit_norm=True)
 
 
 @pytest.mark.parametrize("normalize_by", [0.0, -1.0, math.inf, math.nan, None])

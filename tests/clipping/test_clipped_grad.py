@@ -160,10 +160,8 @@ def test_per_layer_clip_norms_bound_each_part_and_the_whole(rescale, normalize_b
 @pytest.mark.parametrize(
     ("clip_norm", "rescale", "expected"),
     [
-        (0.0, False, [0.0, 0.0]),
         (0.0, True, [0.6, 0.8]),
         (math.inf, False, [3.0, 4.0]),
-        (math.inf, True, [0.0, 0.0]),
         (5.5, False, [3.0, 4.0]),
         (10.0, True, [0.3, 0.4]),
         (1.0, False, [0.6, 0.8]),
@@ -175,16 +173,20 @@ def test_limits_of_the_clip_norm(clip_norm, rescale, expected):
     assert norm == 5.0
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 1.0, math.inf])
-@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize(
+    ("clip_norm", "rescale"),
+    [(1.0, False), (math.inf, False), (0.0, True), (1.0, True)],
+)
 def test_zero_is_clipped_to_zero(clip_norm, rescale):
     clipped, norm = clip_pytree({"a": jnp.zeros(3), "b": 0.0}, clip_norm, rescale)
     assert not reference.exact_squared_norm(clipped)
     assert norm == 0
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 1.0, math.inf])
-@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize(
+    ("clip_norm", "rescale"),
+    [(1.0, False), (math.inf, False), (0.0, True), (1.0, True)],
+)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 3e38])
 def test_what_is_not_finite_is_clipped_to_zero(clip_norm, rescale, bad):
     tree = {"a": jnp.asarray([1.0, bad]), "b": jnp.ones(2)}
@@ -349,10 +351,6 @@ def test_a_pre_clipping_transform_gives_what_is_clipped():
     total = _mlp_sum(0.1, pre_clipping_transform=lambda g: 3.0 * g["out"]["w"])
     expected = reference.clipped_sum(3.0 * stack["out"]["w"], _target(0.1))
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
-
-
-def test_a_zero_clip_norm_gives_zero():
-    assert not reference.exact_squared_norm(_mlp_sum(0.0))
 
 
 # A cheap loss, for everything that does not depend on the model.

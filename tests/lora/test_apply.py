@@ -277,3 +277,63 @@ def test_parameters_in_the_place_of_adapters_are_refused():
     adapted = lora.apply(lambda p, x: x @ p["w"], params)
     with pytest.raises(ValueError, match=r"must come from lora\.init"):
         adapted(params, jnp.ones(2))
+
+
+def convolved(params, x):
+    return jnp.sum(
+        jax.lax.conv_general_dilated(
+            x[None], params["w"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+    )
+
+
+def test_a_refusal_names_the_line_of_the_model():
+    params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
+    refused = REFUSED["is added"]
+    line = refused.__code__.co_firstlineno
+    for fun in (refused, jax.jit(refused), jax.checkpoint(refused)):
+        with pytest.raises(ValueError, match=rf"line='{re.escape(__file__)}:{line}'"):
+            lora.init(KEY, params, 2, "w", fun=fun, example_args=(x,))
+
+
+def test_the_kernel_of_a_convolution_is_refused_with_advice_that_helps():
+    params, x = {"w": normal(0, 3, 12, 4)}, normal(1, 5, 12)
+    adapters = lora.init(KEY, params, 2, "w")
+    calls = [
+        lambda: lora.init(KEY, params, 2, "w", fun=convolved, example_args=(x,)),
+        lambda: lora.apply(convolved, params)(adapters, x),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="'convolves with it'") as caught:
+            call()
+        assert "has no adapter: keep it frozen" in str(caught.value)
+        assert "example_args" not in str(caught.value)
+
+
+def test_advice_to_pass_the_function_is_not_given_to_those_who_did():
+    params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
+    fun = REFUSED["is looked up"]
+    with pytest.raises(ValueError, match="Leave this array out") as caught:
+        lora.init(KEY, params, 2, "w", fun=fun, example_args=(x,))
+    assert "example_args" not in str(caught.value)
+
+
+def test_a_kernel_is_trained_whole_beside_adapters():
+    params = {"w": normal(0, 12, 3), "conv": normal(1, 3, 12, 12)}
+    x = normal(2, 5, 12)
+
+    def fun(params, x):
+        return jnp.sum((x + convolved({"w": params["conv"]}, x)) @ params["w"])
+
+    def loss_fn(trained, x):
+        return lora.apply(fun, {**params, "conv": trained["kernel"]})(
+            trained["adapters"], x
+        )
+
+    trained = {
+        "adapters": lora.init(KEY, params, 2, "w"),
+        "kernel": params["conv"],
+    }
+    grads = jax.grad(loss_fn)(trained, x)
+    expected = jax.grad(fun)(params, x)["conv"]
+    np.testing.assert_allclose(grads["kernel"], expected, rtol=1e-5, atol=1e-5)

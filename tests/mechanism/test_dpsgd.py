@@ -356,12 +356,12 @@ def test_the_widest_noise_can_be_drawn(noise_multiplier, num_parameters):
     assert noise.effective_stddev * unit >= mechanism.stddev
 
 
-def test_a_clip_norm_of_zero_releases_zero():
-    mechanism = make_mechanism(noise_multiplier=1.0, l2_clip_norm=0.0)
-    total = mechanism.clipped_grad(linear_loss)(jnp.zeros(3), jnp.ones((2, 3)))
-    privatizer = mechanism.privatizer(KEY)
-    noisy, _ = privatizer.update(total, privatizer.init(jnp.zeros(3)))
-    np.testing.assert_array_equal(noisy, jnp.zeros(3))
+def test_a_clip_norm_of_zero_is_refused_unless_gradients_are_divided_by_their_norms():
+    with pytest.raises(ValueError, match="l2_clip_norm must be a number above 0"):
+        make_mechanism(noise_multiplier=1.0, l2_clip_norm=0.0)
+    directions = make_mechanism(l2_clip_norm=0.0, rescale_to_unit_norm=True)
+    total = directions.clipped_grad(linear_loss)(jnp.zeros(3), jnp.ones((2, 3)))
+    assert np.all(np.asarray(total.steps))
 
 
 def test_gradients_of_more_entries_than_were_planned_for_are_refused():
@@ -499,7 +499,7 @@ def test_noise_without_clipping_is_no_privacy():
 def test_noise_and_clipping_are_private():
     assert make_mechanism(noise_multiplier=1.0).is_private
     assert make_mechanism(
-        noise_multiplier=1.0, l2_clip_norm=math.inf, rescale_to_unit_norm=True
+        noise_multiplier=1.0, l2_clip_norm=0.0, rescale_to_unit_norm=True
     ).is_private
 
 
@@ -521,7 +521,7 @@ def test_noise_and_clipping_are_private():
         ({"delta": 1.0}, "delta must be in"),
         ({"truncated_batch_size": "60"}, "truncated_batch_size must be an integer of"),
         ({"microbatch_size": -1}, "microbatch_size must be an integer of at least 1"),
-        ({"l2_clip_norm": -1.0}, "every l2_clip_norm must be a number of at least 0"),
+        ({"l2_clip_norm": -1.0}, "every l2_clip_norm must be a number above 0"),
         ({"l2_clip_norm": {}}, "l2_clip_norm must hold at least one number"),
         ({"arithmetic": "bfloat16"}, "arithmetic must be one of"),
         ({"arithmetic": "float64"}, "float64 sums need 64-bit mode"),

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -83,6 +84,15 @@ def test_the_table_marks_one_row(capsys):
     rows = json.loads(run(capsys, "plan", *args, "--delta", "1e-3", "--json"))["plans"]
     assert [row["batch_size"] for row in rows] == [16, 32]
     assert sum(row["start_here"] for row in rows) == 1
+
+
+def test_the_statement_names_flags_that_exist_and_that_help(capsys):
+    args = ["statement", *RUN, *TARGET, "--neighbors", "add-or-remove-one"]
+    text = " ".join(run(capsys, *args).split())
+    flags = re.findall(r"Pass (\S+) to avoid this", text)
+    assert flags == ["--sampling-prob", "--truncated-batch-size"]
+    given = [*args, "--sampling-prob", "0.01", "--truncated-batch-size", "100"]
+    assert "to avoid this" not in " ".join(run(capsys, *given).split())
 
 
 def test_a_word_in_the_place_of_a_number_is_refused_without_a_traceback(capsys):

@@ -1,5 +1,8 @@
 """A defective record is found by looking at all of them in order."""
 
+import collections
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -47,6 +50,16 @@ CHANGES = {
     "shape": lambda x: {**x, "x": np.concatenate([x["x"], x["x"]], axis=-1)},
     "dtype": lambda x: {**x, "x": x["x"].astype(np.float32)},
     "tree": lambda x: {"x": x["x"]},
+    "node": lambda x: collections.OrderedDict(x),
+}
+
+
+NAMED = {
+    "shape": """column="['x']", in_the_first='float64[2]', in_this='float64[4]'""",
+    "dtype": """column="['x']", in_the_first='float64[2]', in_this='float32[2]'""",
+    "tree": """column="['label']", in_the_first='int64[]', in_this='nothing'""",
+    "node": "column='(the tree)', in_the_first=\"PyTreeDef({'label': *, 'x': *})\", "
+    "in_this=\"PyTreeDef(CustomNode(OrderedDict[('x', 'label')], [*, *]))\"",
 }
 
 
@@ -80,7 +93,8 @@ def test_a_record_that_does_not_load_is_named_with_its_error(kind, record):
 @pytest.mark.parametrize("kind", [Singles, Batches])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_record_that_is_not_like_the_first_is_named(kind, name):
-    with pytest.raises(ValueError, match="first one; got record=300"):
+    said = rf"first one; got record=300, {re.escape(NAMED[name])}\. Pad or convert"
+    with pytest.raises(ValueError, match=said):
         check_source(kind(300, CHANGES[name]))
 
 
@@ -97,8 +111,35 @@ def test_a_batch_of_another_size_is_named():
             is_long = len(indices) > 2 and 300 in indices
             return jax.tree.map(lambda x: x[1:], rows) if is_long else rows
 
-    with pytest.raises(ValueError, match=r"also load together.*first=256, last=511"):
+    said = r"one row for each index.*first=256, last=511, column=.\['label'\].*\(255,\)"
+    with pytest.raises(ValueError, match=said):
         check_source(Short())
+
+
+def test_a_source_that_always_leaves_out_a_row_is_refused_by_the_shape_of_a_column():
+    class Short(Batches):
+        def __getitem__(self, indices):
+            rows = super().__getitem__(indices)
+            return {**rows, "x": rows["x"][:-1]}
+
+    said = r"one row for each index.*first=0, last=1, column=.\['x'\].*shape=\(1, 2\)"
+    with pytest.raises(ValueError, match=said):
+        check_source(Short())
+
+
+def test_batches_that_are_padded_to_their_longest_record_are_refused():
+    class Ragged(Batches):
+        def __getitem__(self, indices):
+            rows = super().__getitem__(indices)
+            is_long = len(indices) > 2 and 300 in indices
+            x = np.pad(rows["x"], ((0, 0), (0, is_long)))
+            return {**rows, "x": x}
+
+    said = (
+        r"also load together.*first=256.*'x'.*'float64\[2\]', together='float64\[3\]'"
+    )
+    with pytest.raises(ValueError, match=said):
+        check_source(Ragged())
 
 
 def test_something_that_is_no_dataset_is_refused():

@@ -6,6 +6,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import equinox as eqx
 import flax.core
+import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -33,12 +34,12 @@ def _standard_promotion():
         yield
 
 
-def fit(params, loss_fn):
+def fit(params, loss_fn, policy="float32"):
     trainer = dpmp.DPTrainer(
         mechanism=MECHANISM,
         loss_fn=loss_fn,
         optimizer=optax.adam(0.1),
-        policy="float32",
+        policy=policy,
     )
     return trainer.fit(trainer.init(params), DATA, progress=False).params
 
@@ -170,3 +171,113 @@ def test_a_keras_dropout_without_a_key_is_warned_of():
             model.trainable_variables,
             lambda p, x: jnp.mean(model.stateless_call(p, fixed, x, training=True)[0]),
         )
+
+
+def nnx_norms(train):
+    model = nnx.BatchNorm(3, use_running_average=not train, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    return params, lambda p, x: jnp.mean(nnx.merge(graphdef, p, rest, copy=True)(x))
+
+
+def linen_norms(train):
+    net = nn.BatchNorm(use_running_average=not train)
+    variables = net.init(jax.random.key(0), DATA[:1])
+
+    def loss_fn(params, x):
+        given = {**variables, "params": params}
+        return jnp.mean(net.apply(given, x, mutable=["batch_stats"])[0])
+
+    return variables["params"], loss_fn
+
+
+def scanned_linen_norms(train):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x)), None
+
+    net = nn.scan(
+        Block,
+        variable_axes={"params": 0, "batch_stats": 0},
+        split_rngs={"params": True},
+        length=2,
+    )()
+    variables = net.init(jax.random.key(0), DATA[:1], None)
+
+    def loss_fn(params, x):
+        given = {**variables, "params": params}
+        return jnp.mean(net.apply(given, x, None, mutable=["batch_stats"])[0][0])
+
+    return variables["params"], loss_fn
+
+
+def keras_norms(train):
+    model = keras.Sequential([keras.layers.BatchNormalization()])
+    model.build((None, 3))
+    fixed = [x.value for x in model.non_trainable_variables]
+    return model.trainable_variables, lambda p, x: jnp.mean(
+        model.stateless_call(p, fixed, x, training=train)[0]
+    )
+
+
+def haiku_norms(train):
+    net = hk.without_apply_rng(
+        hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, train))
+    )
+    params, state = net.init(jax.random.key(0), DATA[:1])
+    return params, lambda p, x: jnp.mean(net.apply(p, state, x)[0])
+
+
+def equinox_norms(train):
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    params, static = eqx.partition(norm, eqx.is_inexact_array)
+
+    def loss_fn(params, x):
+        net = eqx.nn.inference_mode(eqx.combine(params, static), not train)
+        apply = jax.vmap(net, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+        return jnp.mean(apply(x, state)[0])
+
+    return params, loss_fn
+
+
+NORMS = [
+    nnx_norms,
+    linen_norms,
+    scanned_linen_norms,
+    keras_norms,
+    haiku_norms,
+    equinox_norms,
+]
+
+
+@pytest.mark.parametrize("make", NORMS)
+def test_averages_of_batch_norm_that_are_dropped_are_warned_of(make):
+    said = r"new values of 2 arrays .*drops them.*use GroupNorm or LayerNorm.*recipes"
+    with pytest.warns(UserWarning, match=said):
+        fit(*make(train=True))
+
+
+@pytest.mark.parametrize("make", [x for x in NORMS if x is not haiku_norms])
+def test_frozen_averages_of_batch_norm_are_no_reason_to_warn(make):
+    fit(*make(train=False))
+
+
+def keras_dense(**options):
+    model = keras.Sequential([keras.layers.Dense(1, **options)])
+    model.build((None, 3))
+    return model.trainable_variables, lambda p, x: jnp.mean(
+        model.stateless_call(p, [], x, training=True)[0]
+    )
+
+
+def test_a_keras_model_that_computes_in_float32_under_another_policy_is_warned_of():
+    said = r"no product in bfloat16.*keras\.config\.set_dtype_policy"
+    with pytest.warns(UserWarning, match=said):
+        fit(*keras_dense(), policy="mixed_bfloat16")
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_a_keras_model_that_computes_in_16_bits_is_welcome(is_autocast):
+    params, loss_fn = keras_dense(**{} if is_autocast else {"dtype": "mixed_bfloat16"})
+    loss_fn = dpmp.autocast(loss_fn) if is_autocast else loss_fn
+    fit(params, loss_fn, policy="mixed_bfloat16")

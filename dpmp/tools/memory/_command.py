@@ -114,7 +114,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.fit_in is not None:
         return 0
     sizes = {"batch_size": args.batch_size, "num_positions": batch.size}
-    console.print(str(accumulation_overhead(params, **sizes)))
+    overhead = accumulation_overhead(params, **sizes)
+    console.print(
+        f"For {args.batch_size} examples of {args.length} tokens (--batch-size, "
+        f"--length): {overhead}"
+    )
     return 0
 
 
