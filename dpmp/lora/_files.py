@@ -98,7 +98,14 @@ def _write(
     targets = {
         path: {"axes": axes, "modules": modules[path]} for path, axes in adapters.axes
     }
-    ours = json.dumps({"base": adapters.base, "targets": targets})
+    ours = json.dumps(
+        {
+            "base": adapters.base,
+            "targets": targets,
+            "alpha": adapters.alpha,
+            "arrays": fingerprint(arrays),
+        }
+    )
     config = _peft.make_config(adapters, modules, more)
     content = _safetensors().numpy.save(arrays, {"format": "pt", "dpmp": ours})
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,8 +134,9 @@ def load(
         outputs.
 
     Raises:
-      ValueError: if a file is missing or damaged, if the adapters were trained on other
-        parameters, if they do not fit them, or if they are of a kind other than LoRA.
+      ValueError: if a file is missing, damaged or edited, if the adapters were trained
+        on other parameters, if they do not fit them, or if they are of a kind other
+        than LoRA.
       ModuleNotFoundError: if the package safetensors is not installed.
     """
     folder, base = pathlib.Path(directory), fingerprint(params)
@@ -152,6 +160,8 @@ def load(
         )
         for path in axes
     }
+    if ours:
+        _check_unchanged(ours, arrays, alpha)
     adapters = Adapters(
         factors=factors,
         axes=tuple(axes.items()),
@@ -233,6 +243,22 @@ def _check_all_known(arrays: Mapping[str, Any], modules: _peft.Modules) -> None:
         "every array of the file must belong to a target of the model",
         unknown=sorted({*arrays} - known)[:5],
         fix="Load the model that the adapters were made for, or pass other `names`.",
+    )
+
+
+def _check_unchanged(
+    ours: Mapping[str, Any], arrays: Mapping[str, np.ndarray], alpha: float
+) -> None:
+    """Raises ValueError if a file is not as `save` has written it."""
+    changed = {
+        "arrays": ours["arrays"] != fingerprint(arrays),
+        "alpha": ours["alpha"] != alpha,
+    }
+    _validate.require(
+        not any(changed.values()),
+        "adapters must be loaded as lora.save has written them",
+        changed=[name for name, is_changed in changed.items() if is_changed],
+        fix="Load the original directory, or save the adapters again.",
     )
 
 
