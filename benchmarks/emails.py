@@ -17,11 +17,10 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 
 from benchmarks import mails, results
 
-SETTINGS = ("rank", "targets", "length", "steps", "batch_size", "learning_rate")
+SETTINGS = ("seed", "rank", "targets", "length", "steps", "batch_size", "learning_rate")
 EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "finetune_llm.py"
 
 
@@ -32,8 +31,23 @@ def finetune(data: pathlib.Path, output: pathlib.Path, flags: list[str]) -> dict
     return json.loads((output / "report.json").read_text())
 
 
+def append_line(report: dict, num_emails: int) -> None:
+    """Appends the figures of one run."""
+    settings = report["settings"]
+    results.append(
+        "emails",
+        model="SmolLM2-135M",
+        emails=num_emails,
+        **{name: report[name] for name in ("num_examples", "epsilon", "delta")},
+        settings={name: settings[name] for name in SETTINGS},
+        nats_per_token={
+            name: round(x, 4) for name, x in report["nats_per_token"].items()
+        },
+    )
+
+
 def main() -> None:
-    """Fetches, trains once for each seed, and appends a line."""
+    """Fetches, and appends a line for each seed."""
     parser = argparse.ArgumentParser(description="Private fine-tuning on e-mails.")
     parser.add_argument("--seeds", type=int, default=3)
     args, flags = parser.parse_known_args()
@@ -42,23 +56,9 @@ def main() -> None:
         texts = mails.fetch()["ham"]
         data = folder / "mails.jsonl"
         data.write_text("\n".join(map(json.dumps, texts)))
-        reports, start = [], time.monotonic()
         for seed in range(args.seeds):
-            reports.append(finetune(data, folder / "out", [*flags, f"--seed={seed}"]))
-        minutes = (time.monotonic() - start) / 60 / args.seeds
-    first = reports[0]
-    results.append(
-        "emails",
-        model="SmolLM2-135M",
-        emails=len(texts),
-        **{name: first[name] for name in ("num_examples", "epsilon", "delta")},
-        settings={name: first["settings"][name] for name in SETTINGS},
-        minutes_of_a_run=round(minutes, 1),
-        nats_per_token={
-            name: [round(x["nats_per_token"][name], 4) for x in reports]
-            for name in first["nats_per_token"]
-        },
-    )
+            report = finetune(data, folder / "out", [*flags, f"--seed={seed}"])
+            append_line(report, len(texts))
 
 
 if __name__ == "__main__":
