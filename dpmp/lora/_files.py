@@ -47,7 +47,10 @@ def save(
       names: the module name of a layer of a target, `names(path, layer)`, so that
         other libraries find their modules. For a model of Hugging Face, this is
         for example "model.layers.3.self_attn.q_proj" for "layers/query/kernel" and 3.
-        By default, it is the path and, for a stack, the number of the layer.
+        If a module holds several arrays side by side along its outputs, it is
+        (name, part, number of parts), for example ("h.3.attn.c_attn", 0, 3) for the
+        queries of GPT-2. By default, it is the path and, for a stack, the number of the
+        layer.
       config: more entries of the file `adapter_config.json`, such as "task_type" and
         "base_model_name_or_path".
 
@@ -60,11 +63,10 @@ def save(
     _check_before(adapters, params, initial)
     arrays_of_model = by_path(params)
     modules = {
-        path: _peft.module_names(path, arrays_of_model[path].shape, axes, names)
+        path: _peft.modules_of(path, arrays_of_model[path].shape, axes, names)
         for path, axes in adapters.axes
     }
     folder = pathlib.Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     _write(folder, adapters, modules, config)
     saved = load(folder, params)
     same = jax.tree.map(np.array_equal, adapters.factors, saved.factors)
@@ -88,20 +90,25 @@ def _check_before(adapters: Adapters, params: PyTree, initial: Adapters | None) 
 def _write(
     folder: pathlib.Path,
     adapters: Adapters,
-    modules: dict[str, list[str]],
+    modules: _peft.Modules,
     more: Mapping[str, Any] | None,
 ) -> None:
     """Writes both files, each of them complete or not at all."""
-    arrays: dict[str, np.ndarray] = {}
-    for path, of_path in modules.items():
-        arrays |= _peft.to_arrays(adapters.factors[path], of_path)
+    arrays = _peft.to_arrays(adapters.factors, modules, adapters.rank)
     targets = {
         path: {"axes": axes, "modules": modules[path]} for path, axes in adapters.axes
     }
-    ours = json.dumps({"base": adapters.base, "targets": targets})
-    all_modules = [name for of_path in modules.values() for name in of_path]
-    config = _peft.make_config(adapters, all_modules, more)
+    ours = json.dumps(
+        {
+            "base": adapters.base,
+            "targets": targets,
+            "alpha": adapters.alpha,
+            "arrays": fingerprint(arrays),
+        }
+    )
+    config = _peft.make_config(adapters, modules, more)
     content = _safetensors().numpy.save(arrays, {"format": "pt", "dpmp": ours})
+    folder.mkdir(parents=True, exist_ok=True)
     for name, data in (
         (_ARRAYS, content),
         (_CONFIG, json.dumps(config, indent=2).encode()),
@@ -127,16 +134,18 @@ def load(
         outputs.
 
     Raises:
-      ValueError: if a file is missing or damaged, if the adapters were trained on other
-        parameters, if they do not fit them, or if they are of a kind other than LoRA.
+      ValueError: if a file is missing, damaged or edited, if the adapters were trained
+        on other parameters, if they do not fit them, or if they are of a kind other
+        than LoRA.
       ModuleNotFoundError: if the package safetensors is not installed.
     """
     folder, base = pathlib.Path(directory), fingerprint(params)
     config = _read(folder / _CONFIG, lambda file: json.loads(file.read_text()))
-    rank, alpha = _peft.check_config(config, str(folder / _CONFIG))
     arrays, ours = _read(folder / _ARRAYS, _read_arrays)
     shapes = {path: x.shape for path, x in by_path(params).items()}
     axes, modules = _from_ours(ours) if ours else _found(arrays, shapes, names)
+    parts = _peft.parts_of(modules) if ours else {}
+    rank, alpha = _peft.check_config(config, parts, str(folder / _CONFIG))
     _check_all_known(arrays, modules)
     missing = sorted({*axes} - {*shapes})
     _validate.require(
@@ -146,9 +155,13 @@ def load(
         fix="Load the model that the adapters were made for.",
     )
     factors = {
-        path: _peft.from_arrays(arrays, modules[path], shapes[path], axes[path], rank)
+        path: _peft.from_arrays(
+            arrays, modules[path], parts, shapes[path], axes[path], rank
+        )
         for path in axes
     }
+    if ours:
+        _check_unchanged(ours, arrays, alpha)
     adapters = Adapters(
         factors=factors,
         axes=tuple(axes.items()),
@@ -183,19 +196,20 @@ def _read_arrays(
     return arrays, json.loads(metadata["dpmp"]) if "dpmp" in metadata else None
 
 
-def _from_ours(
-    ours: dict[str, Any],
-) -> tuple[dict[str, Axes], dict[str, list[str]]]:
+def _from_ours(ours: dict[str, Any]) -> tuple[dict[str, Axes], _peft.Modules]:
     targets = ours["targets"].items()
     axes = {path: Axes(*map(tuple, target["axes"])) for path, target in targets}
-    return axes, {path: target["modules"] for path, target in targets}
+    modules = {
+        path: [*map(_peft.as_module, target["modules"])] for path, target in targets
+    }
+    return axes, modules
 
 
 def _found(
     arrays: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     names: _peft.ModuleName | None,
-) -> tuple[dict[str, Axes], dict[str, list[str]]]:
+) -> tuple[dict[str, Axes], _peft.Modules]:
     """Finds the targets of a file that another library has written."""
     if names is None:
         _validate.fail(
@@ -209,26 +223,42 @@ def _found(
             continue
         number = _peft.num_matrices(shape, last_two(len(shape)))
         found = [names(path, layer) for layer in range(number)]
-        if any(x and _peft.array_names(x)[0] in arrays for x in found):
-            modules[path] = [str(x) for x in found]
+        of_path = [_peft.as_module(x) for x in found if x is not None]
+        is_here = any(_peft.array_names(x.name)[0] in arrays for x in of_path)
+        if is_here and len(of_path) == number:
+            modules[path] = of_path
     return {path: last_two(len(shapes[path])) for path in modules}, modules
 
 
-def _check_all_known(
-    arrays: Mapping[str, Any], modules: Mapping[str, list[str]]
-) -> None:
+def _check_all_known(arrays: Mapping[str, Any], modules: _peft.Modules) -> None:
     """Raises ValueError if the file has an array that belongs to no target."""
     known = {
         name
         for of_path in modules.values()
         for module in of_path
-        for name in _peft.array_names(module)
+        for name in _peft.array_names(module.name)
     }
     _validate.require(
         bool(modules) and known >= {*arrays},
         "every array of the file must belong to a target of the model",
         unknown=sorted({*arrays} - known)[:5],
         fix="Load the model that the adapters were made for, or pass other `names`.",
+    )
+
+
+def _check_unchanged(
+    ours: Mapping[str, Any], arrays: Mapping[str, np.ndarray], alpha: float
+) -> None:
+    """Raises ValueError if a file is not as `save` has written it."""
+    changed = {
+        "arrays": ours["arrays"] != fingerprint(arrays),
+        "alpha": ours["alpha"] != alpha,
+    }
+    _validate.require(
+        not any(changed.values()),
+        "adapters must be loaded as lora.save has written them",
+        changed=[name for name, is_changed in changed.items() if is_changed],
+        fix="Load the original directory, or save the adapters again.",
     )
 
 

@@ -86,11 +86,20 @@ NAMES = {
 }
 
 
-def huggingface_name(path: str, layer: int, architecture: str = "llama") -> str:
+def huggingface_name(
+    path: str, layer: int, architecture: str = "llama"
+) -> str | tuple[str, int, int] | None:
     """The module of transformers that has the kernel at `path` in one layer.
 
     >>> huggingface_name("layers/attention/query/kernel", 3)
     'model.layers.3.self_attn.q_proj'
+
+    If the kernel is one of several in a module, its place among them comes with it:
+
+    >>> huggingface_name("layers/attention/key/kernel", 3, "gpt2")
+    ('transformer.h.3.attn.c_attn', 1, 3)
+
+    The result is None for arrays that are no kernels, such as biases.
     """
     names = NAMES[architecture]
     if path not in names.table:
@@ -98,9 +107,8 @@ def huggingface_name(path: str, layer: int, architecture: str = "llama") -> str:
             f"path must be one of a {architecture}; got {path!r}. The paths are "
             f"{', '.join(names.table)}."
         )
-    if len(names.parts(path)) > 1:
-        raise ValueError(
-            f"{path} must have a module of its own in transformers; got "
-            f"{names.table[path]}, which it shares with others. Name the shared module."
-        )
-    return names.table[path].format(layer).rpartition(".")[0]
+    if not path.endswith("kernel"):
+        return None
+    module = names.table[path].format(layer).rpartition(".")[0]
+    parts = names.parts(path)
+    return module if len(parts) == 1 else (module, parts.index(path), len(parts))

@@ -63,6 +63,102 @@ def test_files_have_the_layout_of_peft(tmp_path):
     assert len(arrays) == 4
 
 
+FUSED = {"query": 0, "key": 1, "value": 2}
+
+
+def fused_names(path, layer):
+    """The modules of a model that computes queries, keys and values in one."""
+    name = path.split("/")[1]
+    return (f"h.{layer}.attn", FUSED[name], 3) if name in FUSED else f"h.{layer}.{name}"
+
+
+def fused_model():
+    shapes = {"query": (12, 20), "key": (12, 20), "value": (12, 20), "out": (20, 12)}
+    arrays = {name: normal(i, 2, *x) for i, (name, x) in enumerate(shapes.items())}
+    return {"layers": arrays}
+
+
+@pytest.mark.parametrize(
+    ("targets", "present"),
+    [("query|key|value|out", [0, 1, 2]), ("key|out", [1]), ("value|query", [0, 2])],
+)
+def test_targets_of_one_module_are_blocks_of_it(targets, present, tmp_path):
+    params = fused_model()
+    adapters = trained(lora.init(KEY, params, 3, targets, alpha=6))
+    lora.save(tmp_path, adapters, params, initial=None, names=fused_names)
+    arrays = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    ranks = {f"h.{i}.attn": 3 * len(present) for i in range(2)}
+    is_fused = len(present) > 1
+    assert config["rank_pattern"] == (ranks if is_fused else {})
+    alphas = {name: 2 * rank for name, rank in ranks.items()}
+    assert config["alpha_pattern"] == (alphas if is_fused else {})
+    modules = {f"h.{i}.{name}" for i in range(2) for name in ("attn", "out")}
+    is_of_out = "out" in targets
+    assert {*config["target_modules"]} == {
+        x for x in modules if is_of_out or "attn" in x
+    }
+    for layer in range(2):
+        prefix = f"base_model.model.h.{layer}.attn"
+        a, b = (arrays[f"{prefix}.lora_{x}.weight"] for x in "AB")
+        assert (a.shape, b.shape) == ((ranks["h.0.attn"], 12), (60, ranks["h.0.attn"]))
+        change = np.zeros((12, 60))
+        for name, part in FUSED.items():
+            if f"layers/{name}" in adapters.factors:
+                factors = adapters.factors[f"layers/{name}"]
+                own = np.asarray(factors.a[layer] @ factors.b[layer])
+                change[:, 20 * part : 20 * (part + 1)] = own
+        np.testing.assert_allclose((b @ a).T, change, atol=1e-6)
+    loaded = lora.load(tmp_path, params)
+    assert jax.tree.structure(loaded) == jax.tree.structure(adapters)
+    jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
+
+
+def test_a_shared_factor_of_another_library_is_that_of_every_part(tmp_path):
+    params = fused_model()
+    adapters = trained(lora.init(KEY, params, 3, "out"))
+    lora.save(tmp_path, adapters, params, initial=None, names=fused_names)
+    a, b = np.asarray(normal(8, 3, 12)), np.asarray(normal(9, 60, 3))
+    arrays = {
+        f"base_model.model.h.{layer}.attn.lora_{name}.weight": x
+        for layer in range(2)
+        for name, x in (("A", a), ("B", b))
+    }
+    safetensors.numpy.save_file(arrays, tmp_path / "adapter_model.safetensors")
+    loaded = lora.load(tmp_path, params, names=fused_names)
+    assert {*loaded.factors} == {f"layers/{name}" for name in FUSED}
+    for name, part in FUSED.items():
+        factors = loaded.factors[f"layers/{name}"]
+        np.testing.assert_array_equal(factors.a[1], a.T)
+        np.testing.assert_array_equal(factors.b[1], b[20 * part : 20 * (part + 1)].T)
+
+
+def test_two_targets_in_one_place_are_refused(tmp_path):
+    params = fused_model()
+    adapters = trained(lora.init(KEY, params, 3, "query|key"))
+
+    def same_part(path, layer):
+        return f"h.{layer}.attn", 0, 3
+
+    def same_module(path, layer):
+        return f"h.{layer}.attn"
+
+    for wrong in (same_part, same_module):
+        with pytest.raises(ValueError, match=r"a part of one.*shared=\['h.0.attn'"):
+            lora.save(tmp_path / "new", adapters, params, initial=None, names=wrong)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_another_size_of_a_shared_module_is_refused(pattern, tmp_path):
+    params = fused_model()
+    adapters = trained(lora.init(KEY, params, 3, "query|key"))
+    lora.save(tmp_path, adapters, params, initial=None, names=fused_names)
+    edit(tmp_path, **{pattern: {"h.0.attn": 5}})
+    with pytest.raises(ValueError, match=f"only adapters with {pattern}="):
+        lora.load(tmp_path, params)
+
+
 def names(path, layer):
     return (
         f"blocks.{layer}.{path.split('/')[1]}" if path.startswith("blocks/") else None

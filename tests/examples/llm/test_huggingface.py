@@ -169,10 +169,21 @@ def test_the_module_of_transformers_is_named():
     assert name == "transformer.h.0.mlp.c_fc"
 
 
-def test_a_path_without_a_module_of_its_own_is_refused():
+def test_kernels_of_one_module_are_its_parts():
+    parts = [
+        huggingface_name(f"layers/attention/{name}/kernel", 3, "gpt2")
+        for name in ("query", "key", "value")
+    ]
+    assert parts == [("transformer.h.3.attn.c_attn", i, 3) for i in range(3)]
+
+
+def test_arrays_that_are_no_kernels_have_no_module():
+    for path in ("embed/embedding", "layers/attention/query/bias", "norm/scale"):
+        assert huggingface_name(path, 0, "gpt2") is None
+
+
+def test_the_name_of_an_unknown_path_is_refused():
     with pytest.raises(
         ValueError, match="must be one of a llama; got 'layers/nowhere'"
     ):
         huggingface_name("layers/nowhere", 0)
-    with pytest.raises(ValueError, match=r"a module of its own.*attn\.c_attn"):
-        huggingface_name("layers/attention/key/kernel", 0, architecture="gpt2")

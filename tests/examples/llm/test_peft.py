@@ -1,5 +1,7 @@
 """That the library PEFT loads saved adapters, where it is installed."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,24 +12,25 @@ from dpmp import lora
 from examples import llm
 
 
+@pytest.mark.parametrize("model_name", ["llama", "gpt2"])
 @pytest.mark.filterwarnings("default")
 @jax.numpy_dtype_promotion("standard")
-def test_peft_computes_the_same_logits(llama, tmp_path):
+def test_peft_computes_the_same_logits(folder, model_name, tmp_path):
     peft = pytest.importorskip("peft")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model = llm.load(llama)
+    model = llm.load(folder)
     adapters = trained(lora.init(jax.random.key(0), model.params, 2, "layers/.*kernel"))
     lora.save(
         tmp_path / "adapter",
         adapters,
         model.params,
         initial=None,
-        names=llm.huggingface_name,
-        config={"task_type": "CAUSAL_LM"},
+        names=functools.partial(llm.huggingface_name, architecture=model_name),
+        config={"task_type": "CAUSAL_LM", "fan_in_fan_out": model_name == "gpt2"},
     )
     tokens = np.arange(12)
-    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         given = theirs(torch.tensor(tokens[None])).logits[0].numpy()
@@ -40,15 +43,39 @@ def test_peft_computes_the_same_logits(llama, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
 
 
+QUERIES_KEYS_VALUES = [f"attention/{x}" for x in ("query", "key", "value")]
+
+
+@pytest.mark.parametrize(
+    ("model_name", "targets", "paths"),
+    [
+        (
+            "llama",
+            ["q_proj", "down_proj"],
+            ["attention/query", "feed_forward/down"],
+        ),
+        (
+            "gpt2",
+            ["c_attn", "mlp.c_proj"],
+            [*QUERIES_KEYS_VALUES, "feed_forward/down"],
+        ),
+    ],
+)
 @pytest.mark.filterwarnings("default")
 @jax.numpy_dtype_promotion("standard")
-def test_adapters_that_peft_saves_are_loaded(llama, tmp_path):
+def test_adapters_that_peft_saves_are_loaded(
+    folder, model_name, targets, paths, tmp_path
+):
     peft = pytest.importorskip("peft")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = peft.LoraConfig(
-        r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"], bias="none"
+        r=2,
+        lora_alpha=6,
+        target_modules=targets,
+        bias="none",
+        fan_in_fan_out=model_name == "gpt2",
     )
     theirs = peft.get_peft_model(base, config).eval()
     torch.manual_seed(0)
@@ -59,15 +86,10 @@ def test_adapters_that_peft_saves_are_loaded(llama, tmp_path):
     tokens = np.arange(12)
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens[None])).logits[0].numpy()
-    model = llm.load(llama)
+    model = llm.load(folder)
 
-    def names(path, layer):
-        return llm.huggingface_name(path, layer) if path.endswith("kernel") else None
-
+    names = functools.partial(llm.huggingface_name, architecture=model_name)
     adapters = lora.load(tmp_path / "adapter", model.params, names=names)
-    assert {path for path, _ in adapters.axes} == {
-        "layers/attention/query/kernel",
-        "layers/feed_forward/down/kernel",
-    }
+    assert {path for path, _ in adapters.axes} == {f"layers/{x}/kernel" for x in paths}
     given = lora.apply(model.apply, model.params)(adapters, jnp.asarray(tokens))
     np.testing.assert_allclose(given, expected, atol=1e-4)
