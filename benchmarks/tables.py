@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import language_model_tables
+from benchmarks import language_model_tables, step_tables
 from benchmarks.markdown import Line, read, section, table
 
 _PARTS = {
@@ -23,6 +23,7 @@ _QUESTIONS = {
 def sections() -> list[str]:
     """All sections, in their order on the page."""
     return [
+        *step_tables.sections(),
         _clipping(),
         _exactness_cost(),
         _book_keeping(),
