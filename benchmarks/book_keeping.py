@@ -46,11 +46,10 @@ import jax.numpy as jnp
 import jax_privacy.clipping
 
 import dpmp
-from benchmarks import models, results, timing
+from benchmarks import models, results, timing, without_privacy
 from dpmp import book_keeping
 from dpmp._fence import behind_a_branch
-from dpmp.engines._signature import Signature, check_loss
-from dpmp.engines.book_keeping import _engine, _norms, _products, _terms
+from dpmp.engines.book_keeping import _engine, _norms, _terms
 from dpmp.engines.book_keeping._sites import Recorded
 from dpmp.numerics._arithmetic import parse
 
@@ -90,12 +89,9 @@ COSTS_OF_FORMING = (0.5, 1, 2, 4)
 
 def contenders(task: models.Task, batch_size: int) -> Functions:
     """Functions of (params, batch), by name."""
-    fast = _products.adapted(jax.grad(task.loss_fn))
     functions: Functions = {
         "plain": jax.grad(task.loss_fn),
-        "without privacy": fast,
-        "without privacy, 8": _in_microbatches(fast, 8),
-        "without privacy, book-kept": _unclipped(task.loss_fn),
+        **without_privacy.grad_fns(task.loss_fn),
     }
     clip = functools.partial(
         jax_privacy.clipping.clipped_grad, task.loss_fn, l2_clip_norm=1.0
@@ -117,40 +113,6 @@ def contenders(task: models.Task, batch_size: int) -> Functions:
 
 def _name(library: str, microbatch_size: int | None) -> str:
     return f"{library}, {microbatch_size or 'at once'}"
-
-
-def _in_microbatches(grad_fn: Callable[..., Any], size: int) -> Callable[..., Any]:
-    """The mean of the gradients of parts of a batch, summed in float32."""
-
-    def grad_of_all(params: Any, batch: Any) -> Any:
-        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-
-        def step(total: Any, part: Any) -> Any:
-            grad = grad_fn(params, part)
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grad), None
-
-        total, _ = jax.lax.scan(step, zeros, parts)
-        return jax.tree.map(
-            lambda x: x * (size / len(jax.tree.leaves(batch)[0])), total
-        )
-
-    return grad_of_all
-
-
-def _unclipped(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The mean gradient, by the sums of book-keeping."""
-    signature = Signature.parse(argnums=0, batch_argnums=1)
-    loss_of_one = signature.of_one_example(loss_fn, check_loss)
-    engine = book_keeping.Engine(loss_of_one, signature, is_bounded=False)
-
-    def grad_fn(params: Any, batch: Any) -> Any:
-        size = len(jax.tree.leaves(batch)[0])
-        coefs, keep = jnp.full(size, 1 / size), jnp.full(size, True)
-        one_group = jax.tree.structure(0)
-        return engine(params, batch).weighted_sum([coefs], keep, one_group, parse(None))
-
-    return grad_fn
 
 
 def measure_step(

@@ -22,6 +22,11 @@ def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
     return list(last.values())
 
 
+def has_lines(benchmark: str) -> bool:
+    """Whether a benchmark has been run."""
+    return (RESULTS / f"{benchmark}.jsonl").exists()
+
+
 def section(
     title: str, text: str, command: str, lines: Sequence[Line], *tables: str
 ) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-_PACKAGES = ("dpmp", "jax", "jaxlib", "jax-privacy", "flax", "optax", "opacus")
+_PACKAGES = ("dpmp", "jax", "jaxlib", "jax-privacy", "flax", "optax", "torch", "opacus")
 
 
 RESULTS = pathlib.Path(__file__).parent / "results"

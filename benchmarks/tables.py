@@ -1,25 +1,11 @@
-"""What did the benchmarks measure? Writes `results/*.jsonl` as tables in Markdown.
-
-    python -m benchmarks.tables
-
-Of lines that answer the same question, the last one counts. Sphinx makes the page
-"Benchmarks" of the guides from this.
-"""
+"""The sections of benchmarks/README.md; see `benchmarks/report.py`."""
 
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import language_model_tables
+from benchmarks import language_model_tables, step_tables
 from benchmarks.markdown import Line, read, section, table
-
-_BEGINNING = """# Benchmarks
-
-Every table is made from the lines in `benchmarks/results/`, which name the device and
-the versions. Install what the benchmarks need with `pip install '.[bench]'`. Ratios
-compare contenders that ran in turn in one process.
-"""
 
 _PARTS = {
     "save_returns": "save returns, s",
@@ -34,9 +20,10 @@ _QUESTIONS = {
 }
 
 
-def as_markdown() -> str:
-    """The whole page."""
-    sections = [
+def sections() -> list[str]:
+    """All sections, in their order on the page."""
+    return [
+        *step_tables.sections(),
         _clipping(),
         _exactness_cost(),
         _book_keeping(),
@@ -51,7 +38,6 @@ def as_markdown() -> str:
         _gpu(),
         _scaling(),
     ]
-    return "\n".join([_BEGINNING, *sections])
 
 
 def _clipping() -> str:
@@ -385,12 +371,3 @@ def _scaling() -> str:
 
 
 _HELD = ("state", "temporaries", "collectives")
-
-
-def main() -> None:
-    """Prints the page."""
-    sys.stdout.write(as_markdown())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,6 @@
 """Builds the guides and the reference: `sphinx-build -W -n docs build/docs`."""
 
 import importlib.metadata
-import pathlib
-import sys
-
-sys.path[:0] = [str(pathlib.Path(__file__).parents[1])]
-
-from benchmarks import tables
 
 project = "dpmp"
 version = release = importlib.metadata.version("dpmp")
@@ -41,5 +35,3 @@ nitpick_ignore_regex = [
     ("py:.*", r"(jax|jaxlib|optax|numpy|np|dp_accounting|collections|pathlib|os)\b.*"),
     ("py:.*", r"dpmp\..*\b_.*"),
 ]
-
-(pathlib.Path(__file__).parent / "benchmarks.md").write_text(tables.as_markdown())

