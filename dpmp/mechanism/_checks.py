@@ -1,12 +1,12 @@
 """Checks the fields of `DPSGD`."""
 
-import warnings
 from typing import Any
 
 import jax
 
 from dpmp import _validate, accounting
 from dpmp._numbers import as_real
+from dpmp._warnings import warn
 from dpmp.mechanism._batches import ComputedProbability
 
 # By field: its check, and what to do if it fails.
@@ -83,9 +83,8 @@ def check_nan_safe(nan_safe: bool) -> None:
 def warn_of_large_delta(delta: float, num_examples: int) -> None:
     """Warns where delta allows that an example is published."""
     if delta >= 1 / num_examples:
-        warnings.warn(
+        warn(
             "delta should be well below 1 / num_examples, because publishing one "
             f"random example satisfies delta = 1 / num_examples; got delta={delta}. "
-            "Use a tenth of 1 / num_examples, or less.",
-            stacklevel=3,
+            "Use a tenth of 1 / num_examples, or less."
         )

@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import pathlib
-import warnings
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp._warnings import warn
 
 _FOLDER = "checkpoints"
 
@@ -110,10 +110,9 @@ class Checkpoints:
                     "another run in another directory.",
                 )
             except Exception as error:  # orbax raises all kinds, according to the file
-                warnings.warn(
+                warn(
                     f"the checkpoint after step {step} in {self._path} is damaged "
-                    f"({type(error).__name__}), and the one before is used instead.",
-                    stacklevel=2,
+                    f"({type(error).__name__}), and the one before is used instead."
                 )
         _validate.require(
             not self.steps,

@@ -5,7 +5,6 @@ Messages name paths, types, shapes and dtypes. They never show a value.
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ import optax
 from dpmp import _validate
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
+from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import _float8
@@ -44,16 +44,14 @@ def check_types(*, mechanism: Any, optimizer: Any) -> None:
 def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
     """Warns of a policy that is slow on this device or that trains little."""
     if policy.float8_scale is not None and not _float8.is_native():
-        warnings.warn(
+        warn(
             "float8 products are emulated on this device: they are rounded as on a "
-            "device with float8, but slower.",
-            stacklevel=4,
+            "device with float8, but slower."
         )
     if loss_scale is None and policy.compute_dtype == jnp.float16:
-        warnings.warn(
+        warn(
             "float16 gradients below 6e-8 become zero, which keeps small losses from "
-            "training. Pass loss_scale=dpmp.loss_scaling.by_loss(), or a power of two.",
-            stacklevel=4,
+            "training. Pass loss_scale=dpmp.loss_scaling.by_loss(), or a power of two."
         )
 
 
@@ -63,11 +61,10 @@ def warn_of_directory(state: TrainingState, restored: Any) -> None:
     `restored` is None, or the sampling key of the state and its directory.
     """
     if restored is not None and sampling_key(state) == restored[0]:
-        warnings.warn(
+        warn(
             f"the state is from {restored[1]}, whose ledger will not have the steps "
             "that are made now. If the run there was killed, they may add the noise of "
-            f"lost steps to other sums. Pass checkpoint_dir={str(restored[1])!r}.",
-            stacklevel=3,
+            f"lost steps to other sums. Pass checkpoint_dir={str(restored[1])!r}."
         )
 
 

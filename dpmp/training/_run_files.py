@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import pathlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 
 from dpmp import _validate, runs
+from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.runs._checkpoints import Checkpoints
 from dpmp.runs._environment import describe_environment
@@ -107,7 +107,7 @@ class RunFiles(NoFiles):
         else:
             error.add_note(_SAVED)
         if isinstance(error, SystemExit):  # Python would show nothing
-            warnings.warn(error.__notes__[-1], stacklevel=2)
+            warn(error.__notes__[-1])
 
     def _save(self, step: int, state: TrainingState) -> None:
         self._checkpoints.save(step, {"state": state, **self._beside})
@@ -231,11 +231,10 @@ def _with_entry(
     is_new = not is_saved and entry.were_begun(step, stop)
     if not agreed(is_new or entry.repeats_noise(step, stop)):
         return state, beside, entry
-    warnings.warn(
+    warn(
         f"the steps that were begun after step {step} were lost, and the state, the "
         "program or the machine has changed since. They are made again with fresh "
-        "keys, and the ledger counts them twice.",
-        stacklevel=6,
+        "keys, and the ledger counts them twice."
     )
     state = with_fresh_keys(state)
     beside["data"] = probe(load, mechanism.num_examples, state)
@@ -244,11 +243,10 @@ def _with_entry(
 
 def _warn_of_later_state(step: int, stop: int) -> None:
     if step > stop:
-        warnings.warn(
+        warn(
             f"the directory has a state after {step} steps, but the run was to stop at "
             f"{stop}. Nothing was trained, and the later state is returned. To have an "
-            "earlier one, train in another directory.",
-            stacklevel=6,
+            "earlier one, train in another directory."
         )
 
 
@@ -333,9 +331,8 @@ def _within_budget(
         "python -m dpmp ledger DIR.",
     )
     if step + steps < stop:
-        warnings.warn(
+        warn(
             f"the budget of epsilon {epsilon_budget} allows {step + steps} steps of "
-            f"{stop}; the run will stop there.",
-            stacklevel=6,
+            f"{stop}; the run will stop there."
         )
     return step + steps

@@ -2,13 +2,13 @@
 
 import collections
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from dpmp._warnings import warn
 from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _terms
 from dpmp.engines.book_keeping._engine import Engine, Program
@@ -192,7 +192,7 @@ def summarize(
 
     summary, complaint = _while_tracing(read, args, kwargs)
     if complaint is not None:
-        warnings.warn(complaint, stacklevel=2)
+        warn(complaint)
     return summary
 
 
