@@ -68,9 +68,9 @@ def check_program(
         warn(
             f"loss_fn computes no product in {dtype.name}, though the policy says so: "
             "it casts the parameters or inputs back to a wider dtype. Models of Keras "
-            'do that until keras.config.set_dtype_policy("mixed_bfloat16") is called, '
-            "before they are made. Flax layers have dtype=. For any other loss, use "
-            'dpmp.autocast(loss_fn), or policy="float32" if this is meant.'
+            f'do that until keras.config.set_dtype_policy("mixed_{dtype.name}") is '
+            "called, before they are made. Flax layers have dtype=. For any other "
+            'loss, use dpmp.autocast(loss_fn), or policy="float32" if this is meant.'
         )
 
 
