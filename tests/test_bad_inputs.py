@@ -18,6 +18,7 @@ from dpmp import (
     GridArray,
     accounting,
     batch_selection,
+    lora,
     loss_scaling,
     noise_addition,
     planning,
@@ -129,6 +130,11 @@ def compiled(**options):
 def plans(**options):
     options = {"num_examples": 5000, "num_processed": 20_000} | TARGET | options
     return planning.compare_batch_sizes(**options)
+
+
+def adapters(targets="kernel", **options):
+    params = {"kernel": jnp.full((3, 2), SECRET)}
+    return lora.init(KEY, params, **{"rank": 2, "targets": targets, **options})
 
 
 def adaptive(**fields):
@@ -614,6 +620,20 @@ CASES = {
     ),
     "truncation-examples: num_examples must be": lambda: (
         accounting.choose_truncated_batch_size(0, 0.5)
+    ),
+    # LoRA
+    "lora-unfound: at least one array must": lambda: adapters("kernal"),
+    "lora-expression: a selection must be": lambda: adapters("("),
+    "lora-rank: rank must be": lambda: adapters(rank=0),
+    "lora-unused: the function must multiply with": lambda: adapters(
+        fun=lambda params, x: jnp.sum(x), example_args=(BATCH,)
+    ),
+    "lora-convolution: every target of LoRA must": lambda: adapters(
+        fun=lambda params, x: jnp.convolve(x[0], params["kernel"][0]).sum(),
+        example_args=(BATCH,),
+    ),
+    "lora-params: adapters must come from": lambda: lora.apply(linear, PARAMS)(
+        PARAMS, BATCH
     ),
     # planning and tools
     "plan-epsilon: epsilon must be": lambda: plans(epsilon=0.0),

@@ -139,7 +139,8 @@ def clipped_grad(
       has_aux: whether `fun` returns a pair.
       l2_clip_norm: the clip norm, or a tree of clip norms. The tree is a prefix of the
         gradient (with one argnum, of the gradient of that argument), and each number
-        clips its own part. With `rescale_to_unit_norm`, a single clip norm may be a
+        clips its own part. Each must be above 0; with `rescale_to_unit_norm`, 0 leaves
+        the direction of each gradient. With this option, a single clip norm may be a
         traced float scalar, so that it can change during training without a new
         compilation. It must be public, for instance chosen by means of noisy releases
         alone. If it is not from 1e-15 to 1e15, all contributions are zero. Or an

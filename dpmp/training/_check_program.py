@@ -66,10 +66,11 @@ def check_program(
     dtype = np.dtype(compute_dtype)
     if dtype.itemsize == 2 and _all_products_are_wider(jaxpr):
         warn(
-            f"loss_fn computes no product in {dtype.name}, though the policy says so: "
-            "it casts the parameters or inputs back to a wider dtype. Models of Keras "
-            'do that until keras.config.set_dtype_policy("mixed_bfloat16") is called, '
-            "before they are made. Flax layers have dtype=. For any other loss, use "
+            f"loss_fn computes no product in {dtype.name}, though the policy says so. "
+            "Either it casts the parameters or inputs back to a wider dtype, as models "
+            f'of Keras do until keras.config.set_dtype_policy("mixed_{dtype.name}") is '
+            "called before they are made. Or it multiplies them with frozen arrays of "
+            "a wider dtype, which can be cast. For any other loss, use "
             'dpmp.autocast(loss_fn), or policy="float32" if this is meant.'
         )
 

@@ -134,8 +134,10 @@ def test_a_frozen_base_stays_in_bfloat16():
 
 @pytest.fixture
 def decoder_run():
-    """A decoder, adapters of it, a trainer of adapters, and data."""
+    """A decoder in bfloat16, adapters of it, a trainer of adapters, and data."""
     subject = SUBJECTS["decoder"]()
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), subject.params)
+    subject = subject._replace(params=half)
     mechanism = dpmp.DPSGD(
         num_examples=64,
         expected_batch_size=8,
@@ -172,9 +174,9 @@ def test_the_frozen_arrays_are_an_argument_of_the_step(decoder_run):
     for array in jax.tree.leaves(subject.params):
         dims = "x".join(map(str, array.shape))
         assert not re.search(
-            rf"stablehlo\.constant.*tensor<{dims}xf32>", lowered.as_text()
+            rf"stablehlo\.constant.*tensor<{dims}xbf16>", lowered.as_text()
         )
-    assert "tensor<11x12xf32>" in lowered.as_text()  # the embedding, as an argument
+    assert "tensor<11x12xbf16>" in lowered.as_text()  # the embedding, as an argument
 
 
 def test_a_run_of_adapters_is_saved_and_resumed(decoder_run, tmp_path):

@@ -313,7 +313,9 @@ def test_the_command_compiles_both_methods_and_counts_operations(capsys):
 
 def test_the_command_takes_a_number_of_parameters(capsys):
     assert _run("--parameters", "7000000000", "--optimizer", "sgd") == 0
-    assert "28000.00" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "28000.00" in output
+    assert "For 64 examples of 128 tokens (--batch-size, --length): Clipped" in output
 
 
 def test_the_command_refuses_sizes(capsys):
