@@ -23,7 +23,7 @@ import jax
 
 import dpmp
 from benchmarks import models, results
-from benchmarks.book_keeping import DTYPES, TASKS
+from benchmarks.subjects import DTYPES, TASKS
 
 _TINY = {"length": 8, "width": 16, "depth": 1, "heads": 2, "vocabulary": 32}
 _LARGEST = 2**16

@@ -32,7 +32,7 @@ import optax
 
 import dpmp
 from benchmarks import models, results, timing
-from benchmarks.book_keeping import DTYPES, TASKS
+from benchmarks.subjects import DTYPES, TASKS
 from dpmp import noise_addition
 
 _TINY: dict[str, Any] = {
