@@ -39,7 +39,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,39 +47,15 @@ import jax_privacy.clipping
 
 import dpmp
 from benchmarks import models, results, timing, without_privacy
+from benchmarks.subjects import DTYPES, TASKS
 from dpmp import book_keeping
 from dpmp._fence import behind_a_branch
 from dpmp.engines.book_keeping import _engine, _norms, _terms
 from dpmp.engines.book_keeping._sites import Recorded
 from dpmp.numerics._arithmetic import parse
 
-DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 Functions = dict[str, Callable[..., Any]]
 
-
-class Subject(NamedTuple):
-    """A model, and the batch sizes to run it with, with the rounds for each."""
-
-    make: Callable[..., models.Task]
-    rounds: dict[int, int]
-
-
-_SMALL = {"length": 128, "width": 256, "depth": 4, "heads": 4, "vocabulary": 256}
-_LARGE = {"length": 256, "width": 512, "depth": 5, "heads": 8, "vocabulary": 1024}
-
-TASKS = {
-    "transformer, 3M": Subject(
-        functools.partial(models.transformer, **_SMALL), {16: 7, 64: 3}
-    ),
-    "transformer, 3M, scan": Subject(
-        functools.partial(models.transformer, **_SMALL, scan=True), {64: 3}
-    ),
-    "transformer, 17M": Subject(
-        functools.partial(models.transformer, **_LARGE), {16: 3, 64: 2}
-    ),
-    "cnn": Subject(models.cnn, {64: 7}),
-    "lstm": Subject(models.lstm, {64: 7}),
-}
 
 LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 WIDTHS = (128, 256, 512, 1024, 2048)

@@ -34,6 +34,8 @@ NOT_MEASURED = {
     Passage(
         "docs/book_keeping.md", "they agree to about 0.1 %"
     ): "two orders of rounding, for one kind of model",
+    Passage("docs/past_one_machine.md", "An H100 has 80 GB"): "its specification",
+    Passage("docs/past_one_machine.md", "exceeds 5 % of the clip norm"): "a setting",
     Passage("docs/settings.md", "within 25 % of the best ratio"): "a setting",
     Passage("docs/settings.md", "wider by 0.5 % instead"): "a setting",
     Passage("docs/settings.md", "each step changes it by up to 10 %"): "a setting",
@@ -42,7 +44,13 @@ NOT_MEASURED = {
 
 def measured() -> list[Passage]:
     """The passages whose figures are results of benchmarks."""
-    return [*_next_to_other_libraries(), _recurrent_networks(), _lost_updates()]
+    return [
+        *_next_to_other_libraries(),
+        _recurrent_networks(),
+        _lost_updates(),
+        _noise_of_large_runs(),
+        _batches_of_large_runs(),
+    ]
 
 
 def _next_to_other_libraries() -> list[Passage]:
@@ -110,3 +118,16 @@ def _lost_updates() -> Passage:
     shares = [x["lost_updates"] for x in lines]
     text = f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % of the updates"
     return Passage("docs/precision.md", f"{text} are lost")
+
+
+def _noise_of_large_runs() -> Passage:
+    (line,) = read("exactness_cost", "dtype", question="noise", dtype="float32")
+    text = f"noise take {line['milliseconds']['exact']:.0f} milliseconds"
+    return Passage("docs/past_one_machine.md", f"ten million entries of exact {text}")
+
+
+def _batches_of_large_runs() -> Passage:
+    wanted = {"num_examples": 10**9, "sampling_prob": 1e-4}
+    (line,) = read("sampling", "num_examples", **wanted)
+    text = f"takes {1e3 * line['seconds']['dpmp']:.0f} milliseconds"
+    return Passage("docs/past_one_machine.md", f"from a billion records {text}")

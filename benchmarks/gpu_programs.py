@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 import dpmp
 from benchmarks import models, results
-from benchmarks.book_keeping import DTYPES, TASKS
+from benchmarks.subjects import DTYPES, TASKS
 from dpmp.programs import _float8
 
 _WITH_CUBLAS = {"xla_gpu_enable_triton_gemm": False}

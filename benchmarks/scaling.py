@@ -1,11 +1,12 @@
 """What do more devices and more processes gain, and what does each of them hold?
 
-    python -m benchmarks.scaling compiled     # five minutes on two cores
+    python -m benchmarks.scaling compiled     # eight minutes on two cores
     python -m benchmarks.scaling measured     # ten minutes on two cores
 
 `compiled` compiles a training step of a decoder with a billion parameters and 1024
-tokens, for meshes of 1, 8 and 64 devices that are not there: virtual CPU devices, and
-shapes in place of arrays. Nothing is run. It records the bytes of each device and the
+tokens, for meshes of 1, 8, 64 and 256 devices that are not there: virtual CPU devices,
+and shapes in place of arrays. Nothing is run. `--model 8B` has more parameters.
+It records the bytes of each device and the
 collectives, with whole parameters on each device, and with parameters and optimizer
 sharded over the devices. With `--topologies v5p:2x2x2` it compiles for TPUs, which
 takes `pip install libtpu` and no TPU.
@@ -41,8 +42,11 @@ from benchmarks import results
 from benchmarks.collectives import collectives
 from dpmp.tools.memory._transformer import transformer
 
-# Layers of the large model: at width 2048 each has 50 million parameters.
-_LARGE = {"layers": 18, "width": 2048, "num_heads": 16, "vocabulary": 32768}
+# The large models: a layer has 12 times the square of the width as parameters.
+_LARGE = {
+    "1B": {"layers": 18, "width": 2048, "num_heads": 16, "vocabulary": 32768},
+    "8B": {"layers": 32, "width": 4096, "num_heads": 32, "vocabulary": 128256},
+}
 _LARGE_LENGTH, _LARGE_MICROBATCH, _NUM_MICROBATCHES = 1024, 1, 4
 
 _SMALL = {"layers": 2, "width": 64, "num_heads": 4, "vocabulary": 256}
@@ -90,12 +94,18 @@ def sharded(x: Any, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
 
 
 def compile_step(
-    *, shards_parameters: bool, layers: int, topology: str | None = None
+    *,
+    shards_parameters: bool,
+    model: str,
+    layers: int | None,
+    length: int,
+    topology: str | None = None,
 ) -> dict[str, Any]:
-    """Compiles the step of the large model; returns bytes and collectives."""
+    """Compiles the step of a large model; returns bytes and collectives."""
     mesh, start = make_mesh(topology), time.monotonic()
     whole = jax.NamedSharding(mesh, jax.P())
-    params, loss_fn = transformer(**_LARGE | {"layers": layers}, length=_LARGE_LENGTH)
+    shape = _LARGE[model] | ({"layers": layers} if layers else {})
+    params, loss_fn = transformer(**shape, length=length)
     microbatch_size = _LARGE_MICROBATCH * mesh.size
     batch_size = _NUM_MICROBATCHES * microbatch_size
     trainer = make_trainer(loss_fn, params, batch_size, microbatch_size)
@@ -107,9 +117,7 @@ def compile_step(
 
     state = jax.tree.map(placed, jax.eval_shape(init, params))
     by_example = jax.NamedSharding(mesh, jax.P("data"))
-    tokens = jax.ShapeDtypeStruct(
-        (batch_size, _LARGE_LENGTH), jnp.int32, sharding=by_example
-    )
+    tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32, sharding=by_example)
     compiled = trainer.lower(state, tokens).compile()
     memory = compiled.memory_analysis()
     found = collectives(compiled.as_text())
@@ -120,8 +128,9 @@ def compile_step(
         "devices": mesh.size,
         "parameters": "sharded" if shards_parameters else "whole",
         "num_parameters": trainer.mechanism.num_parameters,
-        "layers": layers,
-        "length": _LARGE_LENGTH,
+        "model": model,
+        **shape,
+        "length": length,
         "microbatch_of_a_device": _LARGE_MICROBATCH,
         "bytes_of_state": memory.alias_size_in_bytes,
         "bytes_of_temporaries": memory.temp_size_in_bytes,
@@ -209,19 +218,24 @@ def main() -> None:
     parser.add_argument(
         "--topologies", nargs="+", default=(), help="of TPUs: v5p:2x2x2"
     )
-    parser.add_argument("--layers", type=int, default=_LARGE["layers"])
+    parser.add_argument("--model", choices=_LARGE, default="1B")
+    parser.add_argument("--layers", type=int, help="of the large model")
+    parser.add_argument("--length", type=int, default=_LARGE_LENGTH)
+    parser.add_argument("--sharded", action="store_true", help="leave out the others")
     args = parser.parse_args()
     if args.part == "run":
         _run(json.loads(args.job))
     elif args.part == "compiled":
+        size = {"model": args.model, "layers": args.layers, "length": args.length}
+        wanted = (True,) if args.sharded else (False, True)
         for topology in args.topologies:
-            for is_sharded in (False, True):
+            for is_sharded in wanted:
                 task = {"fun": "compile", "shards_parameters": is_sharded}
-                _start(task | {"layers": args.layers, "topology": topology}, 1)
-        for devices in () if args.topologies else args.devices or (1, 8, 64):
-            for is_sharded in (False, True) if devices > 1 else (False,):
+                _start(task | size | {"topology": topology}, 1)
+        for devices in () if args.topologies else args.devices or (1, 8, 64, 256):
+            for is_sharded in wanted if devices > 1 else (False,):
                 task = {"fun": "compile", "shards_parameters": is_sharded}
-                _start(task | {"layers": args.layers}, devices)
+                _start(task | size, devices)
     else:
         for processes in (1, 2):
             for devices in args.devices or (1, 2, 4, 8):

@@ -41,7 +41,7 @@ import optax
 
 import dpmp
 from benchmarks import models, opacus_steps, resident, results, without_privacy
-from benchmarks.book_keeping import DTYPES, TASKS, Subject
+from benchmarks.subjects import DTYPES, TASKS, Subject
 from dpmp.tools import _timing
 
 _TINY = {"length": 8, "width": 16, "depth": 1, "heads": 2, "vocabulary": 32}

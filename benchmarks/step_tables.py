@@ -57,4 +57,106 @@ def _absences(lines: list[Line]) -> str:
     return " Not measured: " + "; ".join(sorted(pairs)) + "." if pairs else ""
 
 
-_SECTIONS = {"side_by_side": _side_by_side}
+def _parts() -> str:
+    lines = read("parts", "task", "dtype", "engine")
+    names = list(lines[0]["share"])
+    rows = [
+        (
+            x["task"],
+            x["dtype"],
+            x["engine"],
+            x["milliseconds"]["plain"],
+            *map(x["part_milliseconds"].get, names),
+            x["milliseconds"]["noise alone"],
+            x["milliseconds"]["Adam alone"],
+        )
+        for x in lines
+    ]
+    header = ["model", "dtype", "engine", "plain gradient", *names[:-1], "Adam"]
+    return section(
+        "Parts of a step",
+        "Milliseconds of a plain gradient, and of the parts of a private step: each is "
+        "what a program takes more than the one that ends before this part. Batches "
+        f"have {lines[0]['batch_size']} examples, in microbatches of "
+        f"{lines[0]['microbatch_size']}.",
+        "parts",
+        lines,
+        table([*header, "noise alone", "Adam alone"], rows),
+    )
+
+
+def _growth() -> str:
+    lines = read("growth", "axis")
+    names = list(lines[0]["exponents"])
+    rows = [
+        (x["axis"], *map(x["exponents"].get, names), *map(_ends(x).get, names))
+        for x in lines
+    ]
+    header = ["more", *(f"{name}, exponent" for name in names)]
+    sizes = "; ".join(
+        f"{x['axis']} {x['points'][0]['size']} to {x['points'][-1]['size']}"
+        for x in lines
+    )
+    return section(
+        "Growth",
+        "How time follows one size of a model while the others stay: an exponent of 1 "
+        "is proportional, 0 is not at all. The last columns have milliseconds for the "
+        f"smallest and the largest size ({sizes}).",
+        "growth",
+        lines,
+        table([*header, *(f"{name}, ms" for name in names)], rows),
+    )
+
+
+def _ends(line: Line) -> dict[str, str]:
+    first, last = (line["points"][i]["milliseconds"] for i in (0, -1))
+    return {name: f"{first[name]:.3g} to {last[name]:.3g}" for name in first}
+
+
+def _accountant() -> str:
+    lines = read("accountant", "setting")
+    rows = [
+        (
+            f"{x['iterations']:,} steps of {x['sampling_prob']}",
+            *x["seconds"].values(),
+            x["values"]["epsilon, dpmp"] / x["values"]["epsilon, directly"] - 1,
+            x["values"]["calibration, dpmp"] / x["values"]["calibration, directly"] - 1,
+        )
+        for x in lines
+    ]
+    header = ["run", *(f"{name}, s" for name in lines[0]["seconds"])]
+    return section(
+        "Accounting",
+        "Seconds to compute epsilon and to calibrate the noise, by `dpmp.accounting` "
+        "and by the defaults of dp_accounting, which does the analysis for both. The "
+        "last columns say by which share the results of dpmp are above the others.",
+        "accountant",
+        lines,
+        table([*header, "epsilon above", "noise above"], rows),
+    )
+
+
+def _largest_batch() -> str:
+    lines = read("largest_batch", "task", "dtype", "gigabytes")
+    names = list(lines[0]["largest_batch"])
+    rows = [
+        (x["task"], x["dtype"], x["gigabytes"], *map(x["largest_batch"].get, names))
+        for x in lines
+    ]
+    return section(
+        "Largest batch at once",
+        "The most examples whose clipped sum fits into a given memory at once, by the "
+        "compiler's account of parameters, results and temporaries.",
+        "largest_batch",
+        lines,
+        table(["model", "dtype", "gigabytes", *names], rows),
+    )
+
+
+_SECTIONS = {
+    "side_by_side": _side_by_side,
+    "parts": _parts,
+    "growth": _growth,
+    "accountant": _accountant,
+    "largest_batch": _largest_batch,
+}

@@ -332,7 +332,7 @@ def _gpu() -> str:
 
 def _scaling() -> str:
     keys = ("compiled_for", "devices", "parameters")
-    compiled = read("scaling", *keys, part="compiled", layers=18)
+    compiled = read("scaling", *keys, part="compiled", layers=18, length=1024)
     gigabytes = [
         (*map(x.get, keys), *(x[f"bytes_of_{name}"] / 1e9 for name in _HELD))
         for x in compiled

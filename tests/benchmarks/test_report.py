@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-from benchmarks import figures, report
+from benchmarks import figures, needs, report
+from benchmarks.markdown import read
+from dpmp.numerics._grid import LARGEST_LOSS
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -45,6 +47,11 @@ def test_the_page_of_benchmarks_is_made_from_the_lines():
     assert report.PAGE.read_text() == report.as_markdown(), advice
 
 
+def test_the_tables_of_large_runs_are_made_from_formulas_and_lines():
+    advice = "the lines or the formulas changed: run `python -m benchmarks.report`"
+    assert report.PLAN.read_text() == report.plan(), advice
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_figures_of_a_page_are_those_of_the_lines(page):
     text = _prose(page)
@@ -59,3 +66,21 @@ def test_a_page_has_no_figure_of_unknown_origin(page):
         text = text.replace(passage, "")
     unknown = [text[max(0, m.start() - 40) : m.end()] for m in _FIGURE.finditer(text)]
     assert not unknown, f"add the passages of {page} to benchmarks/figures.py"
+
+
+def test_formulas_of_large_runs_are_those_of_compiled_programs():
+    keys = ("devices", "parameters", "num_parameters")
+    lines = read("scaling", *keys, part="compiled", compiled_for="virtual CPUs")
+    lines = [x for x in lines if x["devices"] > 1]
+    assert {x["devices"] for x in lines} == {8, 64, 256}
+    for line in lines:
+        state, compiled_state, moved, compiled_moved = needs._checked(line)
+        # Counters and keys of the state, and the layers' scales, are a few kilobytes.
+        assert state == pytest.approx(compiled_state, rel=1e-4, abs=2e-5)
+        assert moved == pytest.approx(compiled_moved, rel=1e-4)
+
+
+def test_the_largest_model_with_proved_sums_is_as_the_guide_says():
+    assert "end at about 44 billion parameters" in _prose("docs/past_one_machine.md")
+    assert needs.rounding_share(43 * 10**9) < LARGEST_LOSS
+    assert needs.rounding_share(45 * 10**9) > LARGEST_LOSS

@@ -109,6 +109,7 @@ def _clipped_mean(task):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # those of torch
 def test_a_contender_of_every_library_runs(monkeypatch):
+    pytest.importorskip("jax_privacy")
     monkeypatch.setattr(side_by_side, "_DPMP", {("book_keeping", "bounded"): (8,)})
     monkeypatch.setattr(side_by_side, "_JAX_PRIVACY", (None,))
     wanted = set(side_by_side.contenders(SUBJECTS["tiny"], "bfloat16", 16))

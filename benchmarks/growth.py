@@ -1,0 +1,140 @@
+"""How does the time grow with parameters, batch, sequence and number of arrays?
+
+One size of a transformer is changed at a time. Timed in turn are the gradient of the
+mean loss ("plain"), clipped sums by both engines, and noise for the parameters alone.
+The number of arrays is that of a network of square layers whose parameters are 2^20 in
+all. For each axis, the exponent says how time follows the size: 1 is proportional, and
+0 is not at all. It is the slope of the logarithms, by least squares.
+
+    python -m benchmarks.growth           # five minutes on two cores
+    python -m benchmarks.growth --axis batch --tiny --rounds 1 --out /tmp/tiny
+
+Every line is appended to benchmarks/results/growth.jsonl.
+"""
+
+import argparse
+import functools
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpmp
+from benchmarks import models, results, timing
+from dpmp import noise_addition
+
+_BASE: dict[str, Any] = {
+    "length": 64,
+    "width": 128,
+    "depth": 2,
+    "heads": 4,
+    "vocabulary": 256,
+}
+_BATCH_SIZE, _ENTRIES = 16, 2**20
+_MICROBATCH_SIZE = 8
+
+
+def _with(batch_size: int = _BATCH_SIZE, **changes: int) -> models.Task:
+    options: dict[str, Any] = {**_BASE, **changes}
+    return models.transformer(jnp.bfloat16, batch_size, **options)
+
+
+def _with_arrays(num_arrays: int) -> models.Task:
+    """Square layers of the same number of parameters in all."""
+    width = math.isqrt(_ENTRIES // num_arrays)
+    params = [jnp.full((width, width), 0.01, jnp.bfloat16) for _ in range(num_arrays)]
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = functools.reduce(lambda x, w: jnp.tanh(x @ w), params, batch["x"])
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    x = jnp.ones((_BATCH_SIZE, width), jnp.bfloat16)
+    return models.Task(loss_fn, params, {"x": x})
+
+
+AXES: dict[str, tuple[Callable[[int], models.Task], tuple[int, ...]]] = {
+    "width": (lambda n: _with(width=n), (64, 128, 256, 512)),
+    "batch": (_with, (8, 16, 32, 64, 128)),
+    "length": (lambda n: _with(length=n), (32, 64, 128, 256, 512)),
+    "arrays": (_with_arrays, (4, 16, 64, 256)),
+}
+
+
+def contenders(task: models.Task) -> tuple[dict[str, Callable[..., Any]], Any]:
+    """Functions of (params, batch, noise_state), and these."""
+    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
+    clip = functools.partial(clip, microbatch_size=_MICROBATCH_SIZE)
+    kept = clip(method="book_keeping", arithmetic="bounded")
+    exact = clip(method="per_example", arithmetic="exact")
+    key = jax.random.key(0)
+    privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
+    shapes = jax.eval_shape(exact, task.params, task.batch)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    functions = {
+        "plain": lambda params, batch, _: jax.grad(task.loss_fn)(params, batch),
+        "book_keeping, bounded": lambda params, batch, _: kept(params, batch),
+        "per_example, exact": lambda params, batch, _: exact(params, batch),
+        "noise alone": lambda params, batch, state: privatizer.update(zeros, state),
+    }
+    return functions, (task.params, task.batch, privatizer.init(task.params))
+
+
+def exponents(points: list[dict[str, Any]]) -> dict[str, float]:
+    """The slope of the logarithm of the time over that of the size."""
+    sizes = np.log([point["size"] for point in points])
+
+    def slope(name: str) -> float:
+        times = np.log([point["milliseconds"][name] for point in points])
+        return round(float(np.polyfit(sizes, times, 1)[0]), 2)
+
+    return {name: slope(name) for name in points[0]["milliseconds"]}
+
+
+def measure(axis: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Any]:
+    """The figures of a line."""
+    points = []
+    for size in sizes:
+        task = AXES[axis][0](size)
+        measured = timing.measure(*contenders(task), rounds)
+        points.append(
+            {
+                "size": size,
+                "parameters": sum(x.size for x in jax.tree.leaves(task.params)),
+                # Rounded to 0.1 ms, the shortest ones would have no exponent.
+                "milliseconds": {
+                    k: round(1e3 * float(np.median(m.seconds)), 3)
+                    for k, m in measured.items()
+                },
+                "temp_megabytes": {
+                    k: round(m.temp_bytes / 1e6, 2) for k, m in measured.items()
+                },
+            }
+        )
+    return {"points": points, "exponents": exponents(points)}
+
+
+def main() -> None:
+    """Measures what was asked for and appends a line for each axis."""
+    parser = argparse.ArgumentParser(description="Times growth along four axes.")
+    parser.add_argument("--axis", choices=AXES, nargs="*", default=[*AXES])
+    parser.add_argument("--tiny", action="store_true", help="the two smallest sizes")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
+    args = parser.parse_args()
+    for axis in args.axis:
+        sizes = AXES[axis][1][:2] if args.tiny else AXES[axis][1]
+        results.append_to(
+            args.out,
+            "growth",
+            axis=axis,
+            rounds=args.rounds,
+            **measure(axis, sizes, args.rounds),
+        )
+
+
+if __name__ == "__main__":
+    main()

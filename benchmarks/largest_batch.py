@@ -1,0 +1,124 @@
+"""What is the largest batch whose step fits into a given memory?
+
+Programs for the sum of clipped gradients of a transformer are compiled for batches of
+several sizes at once, and nothing is run. Counted is what the compiler says of
+arguments, results and temporaries, which include the parameters, and not the optimizer.
+In microbatches, any library takes a batch of any size: this is the largest
+microbatch.
+
+    python -m benchmarks.largest_batch        # two minutes on two cores
+    python -m benchmarks.largest_batch --gigabytes 0.01 --tiny --out /tmp/tiny
+
+Every line is appended to benchmarks/results/largest_batch.jsonl.
+"""
+
+import argparse
+import functools
+import importlib.util
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import dpmp
+from benchmarks import models, results
+from benchmarks.subjects import DTYPES, TASKS
+
+_TINY = {"length": 8, "width": 16, "depth": 1, "heads": 2, "vocabulary": 32}
+_LARGEST = 2**16
+
+
+def contenders(loss_fn: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Functions of (params, batch), by name."""
+    clip = functools.partial(dpmp.clipped_grad, loss_fn, l2_clip_norm=1.0)
+    made = {
+        "plain": jax.grad(loss_fn),
+        "dpmp, book_keeping unproved_float32": clip(
+            method="book_keeping", arithmetic="unproved_float32"
+        ),
+        "dpmp, per_example exact": clip(method="per_example", arithmetic="exact"),
+    }
+    if importlib.util.find_spec("jax_privacy"):
+        import jax_privacy.clipping
+
+        made["jax_privacy"] = jax_privacy.clipping.clipped_grad(
+            loss_fn, l2_clip_norm=1.0
+        )
+    return made
+
+
+def num_bytes(fun: Callable[..., Any], task: models.Task, size: int) -> int:
+    """What the compiled program takes for a batch of some size."""
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), task.batch
+    )
+    memory: Any = jax.jit(fun).lower(task.params, shapes).compile().memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+def largest(
+    bytes_of: Callable[[int], int], limit: float, *, first: tuple[int, int] = (8, 16)
+) -> int:
+    """The largest batch that fits, to about one in fifty; 0 if none was found.
+
+    Memory grows almost in proportion to the batch, so that a line through the last two
+    sizes tells which to try next.
+
+    Args:
+      bytes_of: the memory for a batch of some size.
+      limit: the memory that there is.
+      first: the sizes to begin with.
+    """
+    known = {size: bytes_of(size) for size in first}
+    for _ in range(4):
+        (a, at_a), (b, at_b) = sorted(known.items())[-2:]
+        slope = max((at_b - at_a) / (b - a), 1.0)
+        guess = min(int(b + (limit - at_b) / slope), _LARGEST)
+        if guess < 1 or guess in known:
+            break
+        known[guess] = bytes_of(guess)
+        if abs(limit - known[guess]) < 0.02 * limit and known[guess] <= limit:
+            break
+    return max((size for size, x in known.items() if x <= limit), default=0)
+
+
+def main() -> None:
+    """Compiles what was asked for and appends a line for each."""
+    parser = argparse.ArgumentParser(description="Finds the largest batches that fit.")
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=["bfloat16"])
+    parser.add_argument("--tiny", action="store_true", help="a model to try it out")
+    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
+    args = parser.parse_args()
+    name = "tiny" if args.tiny else "transformer, 17M"
+    make = functools.partial(models.transformer, **_TINY) if args.tiny else None
+    for dtype in args.dtype:
+        task = (make or TASKS[name].make)(DTYPES[dtype], 1)
+        sizes = {
+            contender: largest(
+                functools.partial(num_bytes, fun, task), 1e9 * args.gigabytes
+            )
+            for contender, fun in contenders(task.loss_fn).items()
+        }
+        results.append_to(
+            args.out,
+            "largest_batch",
+            task=name,
+            dtype=dtype,
+            gigabytes=args.gigabytes,
+            largest_batch=sizes,
+            batch_over_plain={
+                contender: round(size / max(sizes["plain"], 1), 3)
+                for contender, size in sizes.items()
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
