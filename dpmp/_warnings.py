@@ -1,26 +1,19 @@
 """Warnings that point at a line of the user, however deep in dpmp they are raised."""
 
-import contextlib
-import functools
-import os
 import sys
 import warnings
 
-import jax
+# Python has a frame of its own for context managers and cached properties.
+_SKIPPED = {"dpmp", "jax", "contextlib", "functools"}
 
 
 def warn(message: str) -> None:
     """Warns at the innermost line of the stack that is in neither dpmp nor jax."""
     frame, level = sys._getframe(1), 2
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+    while frame is not None and _package(frame.f_globals) in _SKIPPED:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
 
-_FOLDERS = (os.path.dirname(os.path.abspath(__file__)), os.path.dirname(jax.__file__))
-# Python has a frame of its own for context managers and cached properties.
-_SKIPPED = (
-    *(folder + os.sep for folder in _FOLDERS),
-    contextlib.__file__,
-    functools.__file__,
-)
+def _package(module: dict[str, object]) -> str:
+    return str(module.get("__name__")).split(".")[0]
