@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import language_model_tables, step_tables
+from benchmarks import language_model_tables, step_tables, utility_tables
 from benchmarks.markdown import Line, read, section, table
 
 _PARTS = {
@@ -32,6 +32,7 @@ def sections() -> list[str]:
         _prefetch(),
         _long_runs(),
         _accuracy(),
+        *utility_tables.sections(),
         *language_model_tables.sections(),
         _products(),
         _selfcheck(),

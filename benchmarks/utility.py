@@ -1,0 +1,213 @@
+"""How accurate is a model at equal epsilon, with dpmp, jax_privacy and Opacus?
+
+A network with one hidden layer reads scikit-learn's handwritten digits: 1,797 images of
+8 x 8 pixels, of which 359 are held out. All libraries train it from the same parameters
+with the same noise multiplier, clip norm, probability of sampling and Adam, at epsilon
+1, 3 and 8; dpmp trains it without privacy as well. The learning rate was chosen by
+looking at these data, which is fine for public data only.
+
+    pip install '.[peers]'
+    python -m benchmarks.utility                          # two minutes on two cores
+    python -m benchmarks.utility --seeds 1 --steps 2 --out /tmp/tiny  # to try it out
+
+A library that is not installed is named in a line. Every line is appended to
+benchmarks/results/utility.jsonl. It has the accuracy and the mean loss on held-out
+images for every seed, which decides the split, the first parameters and the batches.
+"""
+
+import argparse
+import importlib.util
+import math
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import sklearn.datasets
+
+import dpmp
+from benchmarks import results
+
+DELTA, CLIP_NORM, BATCH_SIZE, LEARNING_RATE = 1e-4, 1.0, 256, 0.02
+WIDTH, HELD_OUT = 64, 359
+EPSILONS = (1.0, 3.0, 8.0, math.inf)
+
+Arrays = dict[str, np.ndarray]
+
+
+class Run(NamedTuple):
+    """All that one training run needs, in any library."""
+
+    initial: Arrays
+    mechanism: dpmp.DPSGD
+    data: Arrays
+    seed: int
+
+
+def load(seed: int) -> tuple[Arrays, Arrays]:
+    """Images between -1 and 1 with labels: those to train on, and others."""
+    image, label = map(np.asarray, sklearn.datasets.load_digits(return_X_y=True))
+    order = np.random.default_rng(seed).permutation(len(label))
+
+    def take(rows: np.ndarray) -> Arrays:
+        pixels = (image[rows] / 8 - 1).astype(np.float32)
+        return {"image": pixels, "label": label[rows].astype(np.int32)}
+
+    return take(order[HELD_OUT:]), take(order[:HELD_OUT])
+
+
+def initial_params(seed: int) -> Arrays:
+    """Kernels with the axes (in, out), and biases."""
+    rng = np.random.default_rng(seed)
+    return {
+        "hidden": rng.normal(0, 1 / 8, (64, WIDTH)).astype(np.float32),
+        "hidden_bias": np.zeros(WIDTH, np.float32),
+        "out": rng.normal(0, WIDTH**-0.5, (WIDTH, 10)).astype(np.float32),
+        "out_bias": np.zeros(10, np.float32),
+    }
+
+
+def logits(params: Any, image: Any) -> jax.Array:
+    """From (B, 64) to (B, 10)."""
+    hidden = jnp.tanh(image @ params["hidden"] + params["hidden_bias"])
+    return hidden @ params["out"] + params["out_bias"]
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    """The mean cross-entropy of a batch."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits(params, batch["image"]), batch["label"]
+    )
+    return jnp.mean(losses)
+
+
+def train_with_dpmp(run: Run) -> Any:
+    """The parameters after training."""
+    trainer = dpmp.DPTrainer(
+        mechanism=run.mechanism,
+        loss_fn=loss_fn,
+        optimizer=optax.adam(LEARNING_RATE),
+        policy="float32",
+    )
+    state = trainer.init(run.initial, prng_key=jax.random.key(run.seed))
+    return trainer.fit(state, run.data, progress=False).params
+
+
+def train_with_jax_privacy(run: Run) -> Any:
+    """The parameters after training."""
+    from jax_privacy import clipping, noise_addition
+
+    grad_fn = clipping.clipped_grad(
+        loss_fn, l2_clip_norm=CLIP_NORM, normalize_by=BATCH_SIZE
+    )
+    noise_multiplier = run.mechanism.noise_multiplier
+    assert noise_multiplier is not None  # since make_mechanism
+    privatizer = noise_addition.gaussian_privatizer(
+        stddev=noise_multiplier * grad_fn.sensitivity(),
+        prng_key=jax.random.key(run.seed),
+    )
+    optimizer = optax.adam(LEARNING_RATE)
+
+    @jax.jit
+    def step(params, opt_state, noise_state, batch, is_padding_example):
+        sums = grad_fn(params, batch, is_padding_example=is_padding_example)
+        noisy_grads, noise_state = privatizer.update(sums, noise_state)
+        updates, opt_state = optimizer.update(noisy_grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, noise_state
+
+    params: Any = jax.tree.map(jnp.asarray, run.initial)
+    state, noise_state = optimizer.init(params), privatizer.init(params)
+    for indices in _padded_batches(run):
+        batch = {name: column[indices] for name, column in run.data.items()}
+        params, state, noise_state = step(
+            params, state, noise_state, batch, indices < 0
+        )
+    return params
+
+
+def _padded_batches(run: Run) -> Iterator[np.ndarray]:
+    from jax_privacy import batch_selection
+
+    sampling = batch_selection.CyclicPoissonSampling(
+        sampling_prob=run.mechanism.sampling.sampling_prob,
+        iterations=run.mechanism.iterations,
+    )
+    rng = np.random.default_rng(run.seed)
+    for indices in sampling.batch_iterator(run.mechanism.num_examples, rng):
+        yield batch_selection.pad_to_multiple_of(indices, 64)
+
+
+def contenders() -> dict[str, Callable[[Run], Any]]:
+    """The libraries that are installed, by name."""
+    found = {"dpmp": train_with_dpmp}
+    if importlib.util.find_spec("jax_privacy") is not None:
+        found["jax_privacy"] = train_with_jax_privacy
+    if importlib.util.find_spec("opacus") is not None:
+        from benchmarks import utility_opacus
+
+        found["Opacus"] = utility_opacus.train
+    return found
+
+
+def make_mechanism(num_examples: int, iterations: int, epsilon: float) -> dpmp.DPSGD:
+    """DP-SGD with this epsilon; without privacy if it is infinite."""
+    mechanism = dpmp.DPSGD(
+        num_examples=num_examples,
+        expected_batch_size=BATCH_SIZE,
+        iterations=iterations,
+        l2_clip_norm=CLIP_NORM,
+        method="book_keeping",
+    )
+    if math.isinf(epsilon):
+        return mechanism.without_privacy()
+    return mechanism.calibrate(epsilon=epsilon, delta=DELTA)
+
+
+def measure(epsilon: float, seeds: int, steps: int, out: pathlib.Path) -> None:
+    """Trains with every library, and appends a line for each."""
+    mechanism = make_mechanism(len(load(0)[0]["label"]), steps, epsilon)
+    for library, train in contenders().items():
+        if not mechanism.is_private and library != "dpmp":
+            continue
+        accuracies, losses = [], []
+        for seed in range(seeds):
+            data, held_out = load(seed)
+            params = train(Run(initial_params(seed), mechanism, data, seed))
+            found = np.argmax(logits(params, held_out["image"]), axis=1)
+            accuracies.append(round(float(np.mean(found == held_out["label"])), 4))
+            losses.append(round(float(loss_fn(params, held_out)), 4))
+        results.append_to(
+            out,
+            "utility",
+            library=library,
+            epsilon=epsilon if mechanism.is_private else None,
+            delta=DELTA if mechanism.is_private else None,
+            noise_multiplier=mechanism.noise_multiplier,
+            num_examples=mechanism.num_examples,
+            steps=steps,
+            batch_size=BATCH_SIZE,
+            accuracy=accuracies,
+            loss=losses,
+        )
+
+
+def main() -> None:
+    """Trains at every epsilon."""
+    parser = argparse.ArgumentParser(description="Accuracy at equal epsilon.")
+    parser.add_argument("--epsilons", type=float, nargs="+", default=EPSILONS)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
+    args = parser.parse_args()
+    for library in {"jax_privacy", "Opacus"} - {*contenders()}:
+        remark = f"{library}: not measured, not installed."
+        results.append_to(args.out, "utility", library=library, remark=remark)
+    for epsilon in args.epsilons:
+        measure(epsilon, args.seeds, args.steps, args.out)
+
+
+if __name__ == "__main__":
+    main()

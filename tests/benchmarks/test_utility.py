@@ -1,0 +1,32 @@
+"""Accuracy at equal epsilon: every library trains the same network."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import utility
+
+
+def test_there_is_a_line_for_every_library(tmp_path):
+    utility.measure(3.0, seeds=1, steps=2, out=tmp_path)
+    lines = (tmp_path / "utility.jsonl").read_text().splitlines()
+    found = {line["library"]: line for line in map(json.loads, lines)}
+    assert found.keys() == utility.contenders().keys()
+    assert {line["noise_multiplier"] for line in found.values()} == {
+        found["dpmp"]["noise_multiplier"]
+    }
+    assert all(0 < line["accuracy"][0] < 1 for line in found.values())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("opacus"), reason="needs Opacus")
+def test_the_network_of_torch_is_the_same():
+    import torch
+
+    from benchmarks import utility_opacus
+
+    params, (_, batch) = utility.initial_params(0), utility.load(0)
+    found = utility_opacus.make_module(params)(torch.from_numpy(batch["image"]))
+    expected = utility.logits(params, batch["image"])
+    np.testing.assert_allclose(found.detach(), expected, rtol=1e-4, atol=1e-5)
