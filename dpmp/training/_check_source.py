@@ -46,8 +46,9 @@ def check_source(source: PyTree | Source) -> None:
     Raises:
       ValueError: for the first record that does not load, is not made of numbers, or
         has another tree, shape or dtype than the first one. The message has the index,
-        and the error of the source is attached. Both are private data: call this where
-        only people who may see the dataset see its output.
+        dtype and shape of the record, and the error of the source is attached. All of
+        them are private data: call this where only people who may see the dataset see
+        its output.
     """
     load = loader_of(source, None, hides_errors=False)
     if not isinstance(load, Loader):
