@@ -12,6 +12,8 @@ r"""Runs what a GPU is needed for, in under twenty minutes, the most important f
     products    matrix products by dtype
     small       a training step of GPT-2 small, by engine, arithmetic and library
     medium, large       the same for larger ones
+    smollm2     full and LoRA steps of a decoder of the shape of SmolLM2-135M
+    decoder     the same for a decoder with a billion parameters
     float8      against bfloat16
     noise       for 2^30 entries
 
@@ -68,10 +70,12 @@ PARTS = {
     "selfcheck": Part(90),
     "tests": Part(130, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
     "products": Part(50),
-    "small": Part(240),
-    "medium": Part(180),
-    "large": Part(180),
-    "float8": Part(90),
+    "small": Part(160),
+    "smollm2": Part(110),
+    "decoder": Part(120),
+    "medium": Part(110),
+    "large": Part(110),
+    "float8": Part(80),
     "noise": Part(50),
 }
 
@@ -190,6 +194,7 @@ def _run_inside(args: argparse.Namespace) -> int:
 
     from benchmarks.gpu import (
         bounded_bits,
+        decoders,
         exact_bits,
         float8,
         noise,
@@ -227,6 +232,8 @@ def _run_inside(args: argparse.Namespace) -> int:
     }
     if part in modules:
         modules[part].run(session)
+    elif part in decoders.SUBJECTS:
+        decoders.run(session, part)
     else:
         training_step.run(session, part)
     return 0
