@@ -632,7 +632,9 @@ def test_batches_that_differ_in_more_than_values_are_refused(name):
     message = r"all batches must have the same tree, shapes and dtypes.*Pad examples"
     with pytest.raises(ValueError, match=message) as error:
         trainer.fit(
-            trainer.init(make_params()),
+            trainer.init(
+                make_params(), prng_key=jax.random.key(0)
+            ),  # no batch is empty
             source,
             progress=False,
             callback=lambda _: counts.append(len(traces)),
