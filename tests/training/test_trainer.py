@@ -629,12 +629,15 @@ def test_batches_that_differ_in_more_than_values_are_refused(name):
     data = make_data()
     source = SourceThatVaries(data, CHANGES_OF_A_BATCH[name])
     counts = []
+
+    def init():
+        # With this key, the first batches are not empty.
+        return trainer.init(make_params(), prng_key=jax.random.key(0))
+
     message = r"all batches must have the same tree, shapes and dtypes.*Pad examples"
     with pytest.raises(ValueError, match=message) as error:
         trainer.fit(
-            trainer.init(
-                make_params(), prng_key=jax.random.key(0)
-            ),  # no batch is empty
+            init(),
             source,
             progress=False,
             callback=lambda _: counts.append(len(traces)),
@@ -643,12 +646,10 @@ def test_batches_that_differ_in_more_than_values_are_refused(name):
     assert not any(letter.isdigit() for letter in str(error.value))
     # A run that goes on is held to the same, and so are batches that are not loaded.
     with pytest.raises(ValueError, match=message):
-        trainer.fit(trainer.init(make_params()), source, progress=False)
+        trainer.fit(init(), source, progress=False)
     batch = jax.tree.map(lambda x: x[:NUM_EXAMPLES], CHANGES_OF_A_BATCH[name](data))
     with pytest.raises(ValueError, match=message):
-        trainer.train_step(
-            trainer.init(make_params()), batch, np.zeros(NUM_EXAMPLES, bool)
-        )
+        trainer.train_step(init(), batch, np.zeros(NUM_EXAMPLES, bool))
 
 
 def test_a_batch_that_does_not_run_sets_no_standard():
