@@ -3,14 +3,17 @@
 import importlib.util
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from benchmarks import utility
 
 
+@pytest.mark.filterwarnings("default")  # those of jax_privacy
 def test_there_is_a_line_for_every_library(tmp_path):
-    utility.measure(3.0, seeds=1, steps=2, out=tmp_path)
+    with jax.numpy_dtype_promotion("standard"):  # as jax_privacy needs it
+        utility.measure(3.0, seeds=1, steps=2, out=tmp_path)
     lines = (tmp_path / "utility.jsonl").read_text().splitlines()
     found = {line["library"]: line for line in map(json.loads, lines)}
     assert found.keys() == utility.contenders().keys()
