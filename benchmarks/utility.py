@@ -7,8 +7,13 @@ with the same noise multiplier, clip norm, probability of sampling and Adam, at 
 looking at these data, which is fine for public data only.
 
     pip install '.[peers]'
-    python -m benchmarks.utility                          # two minutes on two cores
+    python -m benchmarks.utility                          # three minutes on two cores
     python -m benchmarks.utility --seeds 1 --steps 2 --out /tmp/tiny  # to try it out
+
+No difference between the libraries was seen: at epsilon 1, forty seeds give a loss of
+0.294 with dpmp and 0.289 with jax_privacy, and a mean difference of 0.005 with a
+standard error of 0.006. The losses of ten seeds differ by more, because a seed has the
+same noise at every epsilon.
 
 A library that is not installed is named in a line. Every line is appended to
 benchmarks/results/utility.jsonl. It has the accuracy and the mean loss on held-out
