@@ -6,7 +6,7 @@ from typing import Any
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._clipped_sum import ClippedSum, make_callable
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
-from dpmp.engines._per_example import stack_engine
+from dpmp.engines._per_example import mappable, stack_engine
 from dpmp.engines._signature import Signature, check_float_leaves
 from dpmp.numerics._arithmetic import parse
 
@@ -82,7 +82,7 @@ def clipped_fun(
         check_float_leaves(value, "the output of fun")
         clip_norms.check_prefix_of(value)
 
-    value_fn = signature.of_one_example(fun, check)
+    value_fn = mappable(signature.of_one_example(fun, check), signature)
 
     def for_one_example(*args, **kwargs):
         value, aux = value_fn(*args, **kwargs)

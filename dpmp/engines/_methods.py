@@ -57,6 +57,7 @@ def make_engine(
         engine = book_keeping.Engine(loss_fn, signature, is_bounded)
         largest_microbatch = engine.largest_microbatch if is_bounded else None
     else:
+        loss_fn = _per_example.mappable(loss_fn, signature)
 
         def for_one_example(*args: Any, **kwargs: Any) -> tuple[PyTree, Any]:
             outputs, grads = jax.value_and_grad(

@@ -22,6 +22,7 @@ from dpmp.numerics._stored import (
     rows_of_block,
     to_float,
 )
+from dpmp.programs._ragged import has_ragged_products, without_ragged_products
 
 # Arrays of at most this many entries are joined.
 _FEW = 512
@@ -169,11 +170,33 @@ def store_one(tree: PyTree) -> StackedGrads:
     return StackedGrads(None, None, stack)
 
 
+def mappable(fun: Callable[..., PyTree], signature: Signature) -> Callable[..., PyTree]:
+    """Returns `fun`, of one example, without products that `jax.vmap` cannot map.
+
+    A function that is differentiated must be made mappable before that. Arguments that
+    are neither parameters nor examples need not be arrays.
+    """
+    arrays = (*signature.of_params, *signature.of_examples)
+
+    def mapped(*args: Any, **kwargs: Any) -> PyTree:
+        def of_arrays(*given: Any) -> PyTree:
+            every = dict(enumerate(args)) | dict(zip(arrays, given, strict=True))
+            return fun(*every.values(), **kwargs)
+
+        given = [args[i] for i in arrays]
+        # The function is traced once more, only to look for such products.
+        if has_ragged_products(jax.make_jaxpr(of_arrays)(*given).jaxpr):
+            of_arrays = without_ragged_products(of_arrays)
+        return of_arrays(*given)
+
+    return mapped
+
+
 def stack_engine(
     fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
     signature: Signature,
 ) -> GradEngine:
-    """Makes an engine that maps `fun` over the examples of a batch.
+    """Makes an engine that maps `fun`, which is mappable, over a batch of examples.
 
     `fun` takes the arguments of one example and returns (tree to clip, (value, aux)).
     """

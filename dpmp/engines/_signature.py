@@ -12,7 +12,6 @@ from dpmp import _validate
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
-from dpmp.programs import _ragged
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class Signature:
                 jax.tree.map(lambda x: x[None], arg) if i in batched else arg
                 for i, arg in enumerate(args)
             ]
-            output = _ragged.call(functools.partial(fun, **kwargs), *given)
+            output = fun(*given, **kwargs)
             value, aux = _unpack_aux(output) if self.has_aux else (output, None)
             check(value)
             return value, jax.tree.map(drop_batch_of_one, aux)

@@ -25,22 +25,6 @@ def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]
     return rewrite(fun, _replace)
 
 
-def call(fun: Callable[..., PyTree], *args: Any) -> PyTree:
-    """Calls `fun` under `jax.vmap`, if need be without its ragged products."""
-    try:
-        return fun(*args)
-    # With this error, `jax.vmap` says that it has no rule for an operation. Nothing
-    # tells so beforehand, except for a second look at the program of every loss.
-    except NotImplementedError as error:
-        if not has_ragged_products(jax.make_jaxpr(fun)(*args).jaxpr):
-            error.add_note(
-                "dpmp: the gradient of each example needs an operation that jax.vmap "
-                "can map over examples. Write the loss without this operation."
-            )
-            raise
-    return without_ragged_products(fun)(*args)
-
-
 def has_ragged_products(jaxpr: Any) -> bool:
     """Whether a program, or one inside of it, has such a product."""
     return any(map(_is_ragged, jaxpr.eqns))

@@ -127,20 +127,6 @@ def test_parts_have_rules_of_their_own(name, rules):
     assert {path: found[path] for path in rules} == rules
 
 
-def test_jax_and_dpmp_say_that_an_operation_cannot_be_mapped():
-    """Of ragged products, which dpmp writes in another way, jax says the same."""
-
-    def loss(w, x):
-        on_host = jax.pure_callback(np.sin, jax.ShapeDtypeStruct((3,), "float32"), x)
-        return jnp.sum(on_host * w)
-
-    clipped_grad = dpmp.clipped_grad(loss, l2_clip_norm=1.0, keep_batch_dim=False)
-    # This is the class of jax's own error.
-    with pytest.raises(NotImplementedError, match="pure_callback") as error:
-        clipped_grad(jnp.ones(3), jnp.ones((2, 3)))
-    assert "Write the loss without this operation" in error.value.__notes__[0]
-
-
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize(
     ("method", "arithmetic"),
