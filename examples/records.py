@@ -7,6 +7,7 @@ and messages, and never what they hold.
 import ast
 import contextlib
 import email
+import email.message
 import email.policy
 import hashlib
 import json
@@ -111,11 +112,19 @@ def text_of_mail(content: bytes, place: str) -> str:
     try:
         mail = email.message_from_bytes(content, policy=email.policy.default)
         body = mail.get_body(("plain", "html"))
-        text = body.get_content() if body is not None else ""
+        text = _content(body) if body is not None else ""
         return f"{mail['subject'] or ''}\n\n{text}".strip()
     except Exception as error:  # a damaged e-mail may raise almost anything
         reason = type(error).__name__
         raise SystemExit(f"{place}: must be an e-mail; got {reason}.") from None
+
+
+def _content(part: email.message.MIMEPart) -> str:
+    try:
+        return part.get_content()
+    except LookupError:  # spam may name a character set that does not exist
+        content = part.get_payload(decode=True)
+        return content.decode("utf-8", "replace") if isinstance(content, bytes) else ""
 
 
 def split(records: list[str]) -> tuple[list[str], list[str]]:

@@ -48,6 +48,12 @@ def test_the_mails_of_a_box_are_records(tmp_path):
     assert records.read_records(tmp_path / "mails.mbox") == [TEXT, "Empty"]
 
 
+def test_an_unknown_character_set_stops_nothing(tmp_path):
+    head = b"Subject: Hi\nContent-Type: text/plain; charset=nonsense\n\n"
+    (tmp_path / "a.eml").write_bytes(head + b"caf\xe9 au lait")
+    assert records.read_records(tmp_path) == ["Hi\n\ncaf\ufffd au lait"]
+
+
 SECRET = "the patient is ill"
 
 
@@ -60,8 +66,8 @@ SECRET = "the patient is ill"
         ("r.csv", SECRET, r"must be a \.jsonl or \.mbox file, or a directory"),
         (
             "r.mbox",
-            "From x\nContent-Type: text/plain; charset=nonsense\n\n" + SECRET,
-            "e-mail 1: must be an e-mail; got LookupError",
+            "From x\nContent-Type: text/plain; charset=undefined\n\n" + SECRET,
+            "e-mail 1: must be an e-mail; got UnicodeError",
         ),
     ],
 )
