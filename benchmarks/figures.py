@@ -7,9 +7,11 @@ their pages, and finds no other figure there: what is no result of a benchmark i
 because `report.py` makes them.
 """
 
+import itertools
 from typing import NamedTuple
 
-from benchmarks.markdown import has_lines, read
+from benchmarks.markdown import read
+from benchmarks.utility_tables import mean_with_error
 
 
 class Passage(NamedTuple):
@@ -46,6 +48,8 @@ def measured() -> list[Passage]:
     """The passages whose figures are results of benchmarks."""
     return [
         *_next_to_other_libraries(),
+        *_spam_filters(),
+        *_fine_tuning_on_emails(),
         _recurrent_networks(),
         _lost_updates(),
         _noise_of_large_runs(),
@@ -83,30 +87,47 @@ def _selfcheck(beginning: str) -> dict[str, float]:
 
 
 def _time_of_a_step() -> str:
-    """Of whole steps where they were measured, and else of clipped sums."""
     wanted = {"task": "transformer, 3M", "dtype": "float32", "batch_size": 64}
-    model = "3M transformer, float32, batch of 64; dpmp with book-keeping"
-    if has_lines("side_by_side") and (lines := read("side_by_side", "task", **wanted)):
-        ratios = lines[0]["time_over"]
-        ours = ratios["plain"]["dpmp book_keeping bounded, 8"]
-        theirs = ratios["plain"]["jax_privacy, at once"]
-        opacus = ratios.get("torch, plain", {})
-        in_torch = "not measured"
-        if opacus:
-            in_torch = f"{opacus['Opacus, hooks']:.1f}; "
-            in_torch += f"{opacus['Opacus, ghost']:.1f} with ghost clipping"
-        fastest = ratios["fastest plain"]["dpmp book_keeping bounded, 8"]
-        values = f"{ours:.1f}; {fastest:.1f} over the fastest plain step"
-        values += f" | {theirs:.1f} | {in_torch}"
-        return (
-            "| time of a step over that of plain training in the same framework "
-            f"({model}) | {values} |"
-        )
-    (line,) = read("book_keeping", "task", question="step", **wanted)
-    ours = line["time_ratio"]["dpmp, at once"]
-    theirs = ours["plain"] / ours["jax_privacy, at once"]
-    values = f"{ours['plain']:.1f} | {theirs:.1f} | not measured"
-    return f"| time of a clipped sum over that of plain training ({model}) | {values} |"
+    (line,) = read("side_by_side", "task", **wanted)
+    ratios = line["time_over"]
+    jax, torch = ratios["plain"], ratios["torch, plain"]
+    ours = "dpmp book_keeping bounded, 8"
+    best = jax[line["best"]["jax_privacy, best"]]
+    return (
+        "| time of a step over that of plain training in the same framework (3M "
+        "transformer, float32, batch of 64; dpmp with book-keeping in microbatches of "
+        f"8) | {jax[ours]:.1f}; {ratios['fastest plain'][ours]:.1f} over the fastest "
+        f"plain step | {jax['jax_privacy, at once']:.1f}; {best:.1f} in its best "
+        f"microbatches | {torch['Opacus, hooks']:.1f}; {torch['Opacus, ghost']:.1f} "
+        "with ghost clipping |"
+    )
+
+
+def _spam_filters() -> list[Passage]:
+    lines = read("spam_filter", "trained", "library", "epsilon")
+    cells = {
+        (x["epsilon"], x["trained"], x["library"]): mean_with_error(x["accuracy"])
+        for x in lines
+        if "accuracy" in x
+    }
+    kinds = list(itertools.product(("head", "lora"), ("dpmp", "opacus")))
+    epsilons = {1.0: "1", 3.0: "3", 8.0: "8", None: "no privacy"}
+    rows = [
+        [name, *(cells[epsilon, *kind] for kind in kinds)]
+        for epsilon, name in epsilons.items()
+    ]
+    page = "docs/finetune_llm.md"
+    return [Passage(page, f"| {' | '.join(row)} |") for row in rows]
+
+
+def _fine_tuning_on_emails() -> list[Passage]:
+    lines = read("emails", "settings")
+    nats = [list(x["nats_per_token"].values()) for x in lines]
+    before, private, public = zip(*nats, strict=True)
+    text = f"fell from {before[0]:.3f} to {private[0]:.3f} and {private[1]:.3f} nats"
+    text += " per token (two seeds). Without privacy, the same steps give "
+    text += f"{public[0]:.3f} and {public[1]:.3f}."
+    return [Passage("docs/finetune_llm.md", text)]
 
 
 def _recurrent_networks() -> Passage:

@@ -23,9 +23,8 @@ import jax
 
 import dpmp
 from benchmarks import models, results
-from benchmarks.subjects import DTYPES, TASKS
+from benchmarks.subjects import DTYPES, TASKS, TINY
 
-_TINY = {"length": 8, "width": 16, "depth": 1, "heads": 2, "vocabulary": 32}
 _LARGEST = 2**16
 
 
@@ -97,9 +96,9 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
     args = parser.parse_args()
     name = "tiny" if args.tiny else "transformer, 17M"
-    make = functools.partial(models.transformer, **_TINY) if args.tiny else None
+    subject = TINY if args.tiny else TASKS[name]
     for dtype in args.dtype:
-        task = (make or TASKS[name].make)(DTYPES[dtype], 1)
+        task = subject.make(DTYPES[dtype], 1)
         sizes = {
             contender: largest(
                 functools.partial(num_bytes, fun, task), 1e9 * args.gigabytes

@@ -12,13 +12,14 @@ Line = dict[str, Any]
 def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
     """The last line for each combination of `keys`, of lines that have what is wanted.
 
-    Lines are in the order in which their combinations were first measured.
+    Lines are in the order in which their combinations were first measured. A line with
+    a remark need not have the keys.
     """
     last: dict[tuple[str, ...], Line] = {}
     for text in (RESULTS / f"{benchmark}.jsonl").read_text().splitlines():
         line = json.loads(text)
         if all(line.get(name) == value for name, value in wanted.items()):
-            last[tuple(repr(line[key]) for key in keys)] = line
+            last[tuple(repr(line.get(key)) for key in keys)] = line
     return list(last.values())
 
 

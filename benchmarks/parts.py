@@ -32,20 +32,13 @@ import optax
 
 import dpmp
 from benchmarks import models, results, timing
-from benchmarks.subjects import DTYPES, TASKS
+from benchmarks.subjects import DTYPES, TASKS, TINY
 from dpmp import noise_addition
 
-_TINY: dict[str, Any] = {
-    "length": 8,
-    "width": 16,
-    "depth": 1,
-    "heads": 2,
-    "vocabulary": 32,
-}
 SUBJECTS: dict[str, Callable[..., models.Task]] = {
     "transformer, 3M": TASKS["transformer, 3M"].make,
     "cnn": models.cnn,
-    "tiny": functools.partial(models.transformer, **_TINY),
+    "tiny": TINY.make,
 }
 _BATCH_SIZE = 64
 ENGINES = {

@@ -41,16 +41,15 @@ import optax
 
 import dpmp
 from benchmarks import models, opacus_steps, resident, results, without_privacy
-from benchmarks.subjects import DTYPES, TASKS, Subject
+from benchmarks.subjects import DTYPES, TASKS, TINY, Subject
 from dpmp.tools import _timing
 
-_TINY = {"length": 8, "width": 16, "depth": 1, "heads": 2, "vocabulary": 32}
 SUBJECTS = {
     "transformer, 3M": Subject(TASKS["transformer, 3M"].make, {16: 5, 64: 3}),
     "cnn": TASKS["cnn"],
     "lstm": TASKS["lstm"],
     "transformer, 17M": Subject(TASKS["transformer, 17M"].make, {16: 2}),
-    "tiny": Subject(functools.partial(models.transformer, **_TINY), {16: 2}),
+    "tiny": TINY,
 }
 _BY_DEFAULT = ("transformer, 3M", "cnn", "lstm")
 

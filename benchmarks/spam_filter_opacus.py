@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-import transformers  # pyright: ignore[reportMissingImports]
 from opacus import GradSampleModule  # pyright: ignore[reportMissingImports]
 from opacus.optimizers import DPOptimizer  # pyright: ignore[reportMissingImports]
 from opacus.utils.uniform_sampler import (  # pyright: ignore[reportMissingImports]
@@ -63,6 +62,8 @@ def _linear(kernel: np.ndarray, bias: np.ndarray | None = None) -> nn.Linear:
 
 def make_encoder(folder: pathlib.Path, adapters: lora.Adapters) -> nn.Module:
     """The frozen BERT with adapters in it, and without dropout."""
+    import transformers  # pyright: ignore[reportMissingImports]
+
     encoder = transformers.AutoModel.from_pretrained(
         folder,
         hidden_dropout_prob=0.0,

@@ -21,6 +21,10 @@ class Subject(NamedTuple):
 _SMALL = {"length": 128, "width": 256, "depth": 4, "heads": 4, "vocabulary": 256}
 _LARGE = {"length": 256, "width": 512, "depth": 5, "heads": 8, "vocabulary": 1024}
 
+# For tests, and to try a benchmark out.
+_TINY = {"length": 8, "width": 16, "depth": 1, "heads": 2, "vocabulary": 32}
+TINY = Subject(functools.partial(models.transformer, **_TINY), {16: 2})
+
 TASKS = {
     "transformer, 3M": Subject(
         functools.partial(models.transformer, **_SMALL), {16: 7, 64: 3}

@@ -44,7 +44,7 @@ def _spam_filter() -> str:
         settings = adapters[0]["settings"]
         texts.append(
             f"The second one trains adapters too, but in {settings['steps']} steps of "
-            f"{settings['batch_size']} e-mails, which cost as much."
+            f"{settings['batch_size']} e-mails: longer training takes long on a CPU."
         )
         tables.append(_by_library(adapters, "epsilon", "accuracy"))
     title = "A private spam filter"
@@ -58,7 +58,7 @@ def _num_seeds(lines: Sequence[Line]) -> str:
 
 def _by_library(lines: Sequence[Line], row: str, value: str) -> str:
     names = list(dict.fromkeys(x["library"] for x in lines))
-    cells = {(x[row], x["library"]): _mean(x[value]) for x in lines}
+    cells = {(x[row], x["library"]): mean_with_error(x[value]) for x in lines}
     rows = [
         ["none" if key is None else f"{key:g}", *(cells.get((key, x)) for x in names)]
         for key in dict.fromkeys(x[row] for x in lines)
@@ -66,7 +66,8 @@ def _by_library(lines: Sequence[Line], row: str, value: str) -> str:
     return table([row, *(f"{value}, {name}" for name in names)], rows)
 
 
-def _mean(values: Sequence[float]) -> str:
+def mean_with_error(values: Sequence[float]) -> str:
+    """The mean with its standard error, if there are several values."""
     mean = statistics.fmean(values)
     if len(values) == 1:
         return f"{mean:.3f}"

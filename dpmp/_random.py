@@ -94,13 +94,16 @@ def key_words(prng_key: jax.Array) -> jax.Array:
     return jnp.zeros(4, jnp.uint32).at[: words.size].set(words)
 
 
-def positions(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def positions(shape: tuple[int, ...], one: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two uint32 arrays (high, low) that number the entries of an array.
 
     No two entries have the same pair. `low` is the flat index if that fits into 32
     bits. Otherwise it is the index within as many of the last axes as fit, and `high`
     is the index within the other axes. Both are sums over axes, so that a compiler can
     compute them on each shard of a sharded array.
+
+    `one` is the number 1. A loop passes one that the compiler does not know, so that it
+    computes the positions in each pass, and does not store them before the loop.
     """
     place = [jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)]
     word, stride = 1, 1
@@ -108,7 +111,7 @@ def positions(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         if stride * shape[axis] > 2**32:
             word, stride = 0, 1
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        place[word] += np.uint32(stride) * index
+        place[word] += np.uint32(stride) * one * index
         stride *= shape[axis]
     high, low = place
     return high, low

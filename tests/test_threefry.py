@@ -66,7 +66,7 @@ def test_fresh_keys_are_those_of_jax():
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3, 4)])
 def test_positions_are_flat_indices(shape):
-    high, low = _random.positions(shape)
+    high, low = _random.positions(shape, jnp.uint32(1))
     assert not np.any(high)
     np.testing.assert_array_equal(
         low, np.arange(np.prod(shape, dtype=int)).reshape(shape)
@@ -75,11 +75,11 @@ def test_positions_are_flat_indices(shape):
 
 def test_positions_of_an_array_too_large_for_32_bits_differ():
     shape = (2**17, 2**17)
-    rows, columns = jax.eval_shape(lambda: _random.positions(shape))
+    rows, columns = jax.eval_shape(lambda: _random.positions(shape, jnp.uint32(1)))
     assert rows.shape == columns.shape == shape
 
     @jax.jit
     def corner():
-        return [x[-1, -1] for x in _random.positions(shape)]
+        return [x[-1, -1] for x in _random.positions(shape, jnp.uint32(1))]
 
     assert corner() == [2**17 - 1, 2**17 - 1]

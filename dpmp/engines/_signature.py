@@ -172,8 +172,8 @@ class Signature:
 
 
 def _leading_sizes(tree: PyTree) -> set[int]:
-    """The sizes of the leading axes of all arrays; 0 for a number."""
-    return {(*jnp.shape(x), 0)[0] for x in jax.tree.leaves(tree)}
+    """The sizes of the leading axes of all arrays; 0 for anything else."""
+    return {(*getattr(x, "shape", ()), 0)[0] for x in jax.tree.leaves(tree)}
 
 
 def without_example_axis(x: Any) -> Any:

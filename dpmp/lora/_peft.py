@@ -88,11 +88,20 @@ def parts_of(modules: Modules) -> dict[str, list[int]]:
     """The parts of each module that are targets, in order.
 
     Raises:
-      ValueError: if two targets are the same part of a module.
+      ValueError: if two targets are the same part of a module, or if a module has not
+        the part that it should have.
     """
     parts: dict[str, list[int]] = {}
+    num_parts: dict[str, int] = {}
     for module in (x for of_path in modules.values() for x in of_path):
         parts.setdefault(module.name, []).append(module.part)
+        number = num_parts.setdefault(module.name, module.num_parts)
+        _validate.require(
+            0 <= module.part < module.num_parts == number,
+            "the parts of a module must be numbered from 0, below one number of parts",
+            module=tuple(module),
+            fix="Let `names` return (name, part, number of parts).",
+        )
     shared = sorted(name for name, x in parts.items() if len({*x}) < len(x))
     _validate.require(
         not shared,

@@ -47,12 +47,14 @@ import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
+from dpmp._fence import fence
 from dpmp._random import positions
 from dpmp._threefry import threefry4x32
 from dpmp.noise_addition._alias_table import (
@@ -178,11 +180,19 @@ class DiscreteGaussian:
             fix="Count in 32 bits. The lower half of a wider count would repeat.",
         )
         step = jnp.asarray(step).astype(jnp.uint32)
-        noise = jnp.zeros(shape, jnp.int32)
-        for i, multiplier in enumerate(self.multipliers, 1):
-            stream = np.uint32(_STREAMS_PER_LEAF * leaf + i)
-            draw = _base_draw(alias_table(), key, step, stream, shape)
-            noise += np.int32(multiplier) * draw
+        streams = _STREAMS_PER_LEAF * leaf + 1 + np.arange(len(self.multipliers))
+
+        def add_draw(noise: jax.Array, draw: Any) -> tuple[jax.Array, None]:
+            stream, multiplier = draw
+            # Else the compiler would store before the loop what the draws have in
+            # common: places, also mixed with the key. These are as large as the noise.
+            own_key, one, _ = fence((key, np.uint32(1), stream))
+            draw = _base_draw(alias_table(), own_key, step, stream, one, shape)
+            return noise + multiplier * draw, None
+
+        # A loop, because a draw takes the compiler a large part of a second.
+        draws = streams.astype(np.uint32), np.array(self.multipliers, np.int32)
+        noise, _ = jax.lax.scan(add_draw, jnp.zeros(shape, jnp.int32), draws)
         return noise
 
 
@@ -194,9 +204,10 @@ def _base_draw(
     key: jax.Array,
     step: jax.Array,
     stream: jax.Array,
+    one: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    high, low = positions(shape)
+    high, low = positions(shape, one)
     # In the counters that jax uses itself, for bits and for keys, the first word is 0.
     # A stream is never 0, so that no counter is used twice. The stream comes first for
     # another reason: the places are mixed with it at once, and draws share few arrays

@@ -142,6 +142,15 @@ class Entry:
             self._write("not begun", range(step, self._last_begun.stop))
             self._last_begun = range(self._last_begun.start, step)
 
+    def enter(self, step: int) -> None:
+        """Records that the run has its key from `step` on, without beginning a step.
+
+        Raises:
+          ValueError, OSError, RuntimeError: see `begin`.
+        """
+        self.begin(step, step + 1)
+        self.stop_before(step)
+
     def _write(self, event: str, steps: range) -> None:
         key, data, cost = self._identity
         now = datetime.datetime.now(datetime.UTC)
@@ -221,11 +230,12 @@ class Entry:
         """The steps before `stop` of this run that the ledger does not have.
 
         Steps before the first one with the key of the run may have been made with
-        another key, which the run had before it got a fresh one.
+        another key, which the run had before it got a fresh one. If the first one did
+        not begin after all, it still tells from where on the run has its key.
         """
         same_key = [run for run in self._ledger.runs if run.key == self._identity[0]]
-        first = min((x.start for run in same_key for x in run.steps), default=stop)
-        first = min(first, stop)
+        recorded = (x for run in same_key for x in (*run.steps, run.last))
+        first = min([stop, *(x.start for x in recorded)])
         before = gaps(self._ledger.runs, range(first))
         return before + gaps(same_key, range(first, stop))
 

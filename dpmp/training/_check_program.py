@@ -58,7 +58,8 @@ def check_program(
         warn(
             f"loss_fn computes new values of {len(shapes)} arrays that it closes over, "
             f"of the shapes {', '.join(map(str, shapes))}, and drops them. The state "
-            "of a model does not change in private training. If this is BatchNorm, it "
+            "of a model does not change in private training. If these are no states, "
+            "nothing is wrong. If this is BatchNorm, it "
             "normalises each example by itself, and its averages stay as they were, so "
             "that the model would be wrong in evaluation: use GroupNorm or LayerNorm. "
             "See docs/recipes.md."
@@ -94,7 +95,7 @@ def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
 
     Such an array depends on an argument of the program, and on an array of its shape
     that the program closes over: the old state. What is computed for an example has a
-    leading axis of one, so that it rarely has the shape of a state.
+    leading axis of one, and is no state.
     """
     read, depends, dropped = _read(jaxpr), set(jaxpr.invars), []
     # The shapes of the states that a variable was computed from.
@@ -112,7 +113,8 @@ def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
 
 
 def _may_be_state(aval: Any) -> bool:
-    return aval.ndim > 0 and jnp.issubdtype(aval.dtype, jnp.floating)
+    is_of_example = aval.shape[:1] in ((), (1,))
+    return not is_of_example and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _all_products_are_wider(jaxpr: Any) -> bool:

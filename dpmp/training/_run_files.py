@@ -238,7 +238,11 @@ def _with_entry(
     )
     state = with_fresh_keys(state)
     beside["data"] = probe(load, mechanism.num_examples, state)
-    return state, beside, entry_for(state, beside)
+    entry = entry_for(state, beside)
+    # The ledger has a key before anything else does. Else steps with the former key
+    # could stand for steps that are made with this one, without the directory.
+    on_first(lambda: entry.enter(step))
+    return state, beside, entry
 
 
 def _warn_of_later_state(step: int, stop: int) -> None:

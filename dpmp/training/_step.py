@@ -38,8 +38,8 @@ from dpmp.training._state import TrainingState
 class Step:
     """Makes and runs the program of a step; `DPTrainer` documents the attributes.
 
-    There is one program for each combination of types and shardings of the state. It is
-    traced once, so that later changes of Python values that the loss or the optimizer
+    There is one program for each combination of types and shardings. It is traced once,
+    so that later changes of Python values that the loss or the optimizer
     reads, such as a global learning rate, change nothing of a run.
     """
 
@@ -49,7 +49,7 @@ class Step:
     policy: Policy
     uses_prng_key: bool
     loss_scale: LossScale | DynamicScale | None
-    _programs: dict[Any, "_Program"] = field(default_factory=dict, init=False)
+    _programs: list["_Program"] = field(default_factory=list, init=False)
 
     @property
     def metric_names(self) -> frozenset[str]:
@@ -88,9 +88,19 @@ class Step:
         """Runs the step; returns the new state and the sensitive losses and norms."""
         # jax's debug flags look at all arrays, those of the batch and the results. They
         # would show in an exception that an example, or its gradient, is not finite.
-        with jax.debug_nans(False), jax.debug_infs(False):
+        # Without jit, each operation would be visible.
+        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             program, args = self._prepare(state, batch, is_padding)
-            return program.compiled(*args, program.constants)
+            try:
+                results = program.compiled(*args, program.constants)
+            except BaseException:
+                if (
+                    not program.has_run
+                ):  # other batches may run, for example shorter ones
+                    self._programs.remove(program)
+                raise
+            program.has_run = True
+            return results
 
     def describe(self, state: TrainingState, batch: PyTree, is_padding: Any) -> str:
         """A hash of the program of the step, and of the arrays that the loss uses.
@@ -101,7 +111,8 @@ class Step:
         jax.lax.rng_uniform, it has a state that nobody saves. Then the hash is another
         one each time.
         """
-        program, _ = self._prepare(state, batch, is_padding)
+        with jax.disable_jit(False):
+            program, _ = self._prepare(state, batch, is_padding)
         text, constants = program.lowered.as_text(), program.constants
         if re.search(r"callback|stablehlo\.(send|rng)\b", text):
             text += secrets.token_hex()
@@ -116,22 +127,24 @@ class Step:
         batch = jax.tree.map(jnp.asarray, batch)
         state = put_together(state, batch)
         args = state, batch, jnp.asarray(is_padding)
-        types, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
-        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
-        of_state = types, axes, placement(state)
-        if of_state not in self._programs:
-            program, constants = self.make_program(state, batch)
-            lowered = program.lower(*args, constants)
-            self._programs[of_state] = _Program(of_batch, lowered, constants)
-        program = self._programs[of_state]
+        of_state, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
+        places = placement(args)
+        same_state = [x for x in self._programs if x.of_state == of_state]
         # The message shows nothing of the batch: its shapes may reveal its content.
-        if of_batch != program.of_batch:
+        if any(x.of_batch != of_batch for x in same_state):
             raise _validate.RefusedError(
                 "all batches must have the same tree, shapes and dtypes, because "
                 "another compilation would reveal what is in them; got other ones. "
                 "Pad examples to one size (see dpmp.Source), and use "
                 "another DPTrainer for other data."
             )
+        for program in same_state:
+            if program.places == places:
+                return program, args
+        step, constants = self.make_program(state, batch)
+        lowered = step.lower(*args, constants)
+        program = _Program(of_state, of_batch, places, lowered, constants)
+        self._programs.append(program)
         return program, args
 
     def _check_size(self, batch: PyTree, is_padding: Any) -> None:
@@ -280,13 +293,16 @@ class Step:
         return released.num_overflows / self.mechanism.expected_batch_size
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Program:
-    """The program of a step: the types of its batches, and the arrays of the loss."""
+    """The program of a step for the types and the shardings of its arguments."""
 
+    of_state: str
     of_batch: str
+    places: tuple[Any, ...]
     lowered: jax.stages.Lowered
-    constants: list[jax.Array]
+    constants: list[jax.Array]  # arrays that the loss uses
+    has_run: bool = False
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

@@ -13,7 +13,7 @@ from dpmp.numerics._grid import LARGEST_LOSS
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 _NUMBER = r"(\d[\d.,]*|one|two|three|four|five|six|seven|eight|nine|ten|twelve)"
-_UNIT = r"(%|per cent|times|seconds?|minutes?|hours?|milliseconds?|[mg]igabytes|[MGT]B)"
+_UNIT = r"(%|per cent|times|(milli)?seconds?|minutes?|hours?|(mega|giga)bytes|[MGT]B)"
 _FIGURE = re.compile(rf"\b{_NUMBER} ?{_UNIT}(?!\w)")
 
 

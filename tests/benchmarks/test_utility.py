@@ -17,9 +17,6 @@ def test_there_is_a_line_for_every_library(tmp_path):
     lines = (tmp_path / "utility.jsonl").read_text().splitlines()
     found = {line["library"]: line for line in map(json.loads, lines)}
     assert found.keys() == utility.contenders().keys()
-    assert {line["noise_multiplier"] for line in found.values()} == {
-        found["dpmp"]["noise_multiplier"]
-    }
     assert all(0 < line["accuracy"][0] < 1 for line in found.values())
 
 

@@ -15,7 +15,11 @@ import dpmp
 from dpmp import lora
 
 
-def assert_close(tree, expected, rtol=2e-5):
+def assert_close(tree, expected, rtol=5e-5):
+    """Both are sums in float32, in orders that depend on the processor.
+
+    On one of several processors they differed by 2.1e-5 of the largest entry.
+    """
     for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
         scale = float(jnp.max(jnp.abs(y)))
         assert scale > 0

@@ -478,7 +478,7 @@ def test_no_block_is_used_twice(monkeypatch):
         counters.append(np.stack(np.broadcast_arrays(*counter), axis=-1))
         return list(jnp.zeros_like(counters[-1]).T)
 
-    def positions_in_a_large_array(shape):
+    def positions_in_a_large_array(shape, one):
         high, low = np.indices(shape, np.uint32)
         return jnp.asarray(high), jnp.asarray(low)
 
@@ -577,20 +577,23 @@ def test_under_shard_map_all_devices_draw_the_same():
 
 
 @pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
-def test_the_program_has_neither_floats_nor_control_flow(multipliers):
+def test_the_program_has_no_floats_and_one_loop_over_the_draws(multipliers):
     noise = DiscreteGaussian(multipliers)
     closed = jax.make_jaxpr(
         lambda key, step: noise.sample(key, (3,), step=step, leaf=1)
     )
-    names = set()
+    names, lengths = set(), []
     for equation in equations(closed(KEY, STEP).jaxpr):
         names.add(equation.primitive.name)
+        if equation.primitive.name == "scan":
+            lengths.append(equation.params["length"])
         for variable in (*equation.invars, *equation.outvars):
             assert variable.aval.dtype == bool or np.issubdtype(
                 variable.aval.dtype, np.integer
             )
     assert {"gather", "select_n", "xor"} <= names
-    assert not names & {"cond", "while", "scan", "sort", "reduce", "pure_callback"}
+    assert lengths == [len(multipliers)]
+    assert not names & {"cond", "while", "sort", "reduce", "pure_callback"}
 
 
 @pytest.mark.parametrize(

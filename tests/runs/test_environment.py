@@ -1,7 +1,6 @@
 """The description of a machine shows what the bits of a step depend on."""
 
 import os
-import types
 
 import jax
 import pytest
@@ -30,6 +29,11 @@ def test_variables_that_change_the_program_are_described(monkeypatch, name):
 
 @pytest.mark.parametrize("name", _OPTIONS)
 def test_options_of_jax_are_described(monkeypatch, name):
-    before = describe_environment()
-    monkeypatch.setattr(jax, "config", types.SimpleNamespace(**{name: "changed"}))
+    before, config = describe_environment(), jax.config
+
+    class Changed:
+        def __getattr__(self, option):
+            return "changed" if option == name else getattr(config, option)
+
+    monkeypatch.setattr(jax, "config", Changed())
     assert describe_environment() != before

@@ -1,6 +1,7 @@
 """Every process loads the rows of its own devices, and no others."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -60,6 +61,29 @@ def test_arrays_may_be_sharded_along_other_axes_too():
     sharding = NamedSharding(mesh, P("data"))
     batch, _ = _placed.load_shards(load, np.arange(3) + 1, make_mechanism(), sharding)
     assert {x.data.shape for x in batch["x"].addressable_shards} == {(8, 2)}
+
+
+def test_a_step_takes_its_arguments_from_any_place():
+    """As loops that users write may pass them, from one step to the next."""
+    sharding = make_sharding()
+    replicated = NamedSharding(sharding.mesh, P())
+    trainer = DPTrainer(
+        mechanism=make_mechanism(),
+        loss_fn=lambda params, batch: jnp.mean(batch["x"] @ params),
+        optimizer=optax.sgd(0.1),
+        policy="float32",
+    )
+    batch = {"x": np.ones((SIZE, 2), np.float32)}
+    is_padding = np.zeros(SIZE, bool)
+    results = []
+    for place in (sharding, replicated, None):
+        state = trainer.init(np.ones(2, np.float32), prng_key=jax.random.key(0))
+        mask = is_padding if place is None else jax.device_put(is_padding, place)
+        for x in (jax.device_put(batch, sharding), jax.device_put(batch, replicated)):
+            state = trainer.train_step(jax.device_put(state, replicated), x, mask)
+        results.append(np.asarray(state.params))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
 
 
 def test_a_process_asks_for_the_rows_of_its_own_devices_only(monkeypatch):

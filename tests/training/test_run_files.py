@@ -21,6 +21,8 @@ import pytest
 
 import dpmp
 from dpmp import accounting, runs
+from dpmp.training._batches import Batches
+from dpmp.training._step import Step
 
 SIZE = 32
 CANARY = 12345.678  # in the data alone
@@ -386,10 +388,44 @@ def test_steps_of_another_key_do_not_stand_for_those_of_the_run(tmp_path):
         state = run(tmp_path / "copy", trainer=other, stop_at=2)
     state = run(trainer=other, state=state, stop_at=5)
     run(tmp_path / "copy", trainer=other, state=state)
+    assert steps_by_key(tmp_path / "copy") == [7, 7]
+
+
+def steps_by_key(directory):
     steps = collections.Counter()
-    for x in ledger_of(tmp_path / "copy").runs:
+    for x in ledger_of(directory).runs:
         steps[x.key] += x.num_steps
-    assert sorted(steps.values()) == [7, 7]
+    return sorted(steps.values())
+
+
+@pytest.mark.parametrize("goes_on_in", ["directory", "memory"])
+@pytest.mark.parametrize("fails_in", [(Batches, "draw"), (Step, "run")])
+def test_fresh_keys_are_known_to_the_ledger_before_their_first_step(
+    tmp_path, monkeypatch, fails_in, goes_on_in
+):
+    def kill(state):
+        if state.step == 3:
+            shutil.copytree(tmp_path / "killed", tmp_path / "copy")
+
+    run(tmp_path / "killed", callback=kill, every=7)
+    trainer = make_trainer(rate=0.2)
+
+    def fail(*_):
+        raise OSError("no data")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*fails_in, fail)
+        with (
+            pytest.raises(OSError, match="no data"),
+            pytest.warns(UserWarning, match="fresh keys"),
+        ):
+            run(tmp_path / "copy", trainer=trainer)
+    assert steps_by_key(tmp_path / "copy") == [0, 7]
+    state = trainer.last_state
+    if goes_on_in == "memory":
+        state = run(trainer=trainer, state=state, stop_at=5)
+    run(tmp_path / "copy", trainer=trainer, state=state)
+    assert steps_by_key(tmp_path / "copy") == [7, 7]
 
 
 def test_an_array_of_the_loss_cannot_be_changed_during_a_run():

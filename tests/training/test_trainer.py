@@ -661,6 +661,38 @@ def test_a_batch_that_does_not_run_sets_no_standard():
     assert trainer.fit(state, make_data(), progress=False, stop_at=1).step == 1
 
 
+def test_a_batch_whose_program_fails_sets_no_standard():
+    def fail(x):
+        raise MemoryError
+
+    def loss_fn(params, batch):
+        loss = logistic_loss(params, batch | {"x": batch["x"][:, :3]})
+        if batch["x"].shape[1] == 3:
+            return loss
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        total = jax.lax.stop_gradient(jnp.sum(batch["x"]))
+        return loss + jax.pure_callback(fail, shape, total, vmap_method="sequential")
+
+    trainer = make_trainer(loss_fn)
+    state = trainer.init(make_params())
+    long = make_data() | {"x": np.ones((NUM_EXAMPLES, 5), np.float32)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="callback"):
+        jax.block_until_ready(trainer.fit(state, long, progress=False, stop_at=1))
+    state = trainer.init(make_params())
+    assert trainer.fit(state, make_data(), progress=False, stop_at=1).step == 1
+
+
+def test_a_step_is_compiled_even_where_jit_is_disabled():
+    def fit():
+        trainer = make_trainer()
+        state = trainer.init(make_params(), prng_key=KEY)
+        return trainer.fit(state, make_data(), progress=False, stop_at=2).params
+
+    with jax.disable_jit():
+        without_jit = fit()
+    jax.tree.map(np.testing.assert_array_equal, without_jit, fit())
+
+
 @pytest.mark.parametrize("stop_at", [7, -1, 2.5])
 def test_a_step_that_is_not_accounted_for_is_refused(stop_at):
     trainer = default_trainer()
