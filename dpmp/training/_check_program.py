@@ -95,7 +95,8 @@ def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
 
     Such an array depends on an argument of the program, and on an array of its shape
     that the program closes over: the old state. What is computed for an example has a
-    leading axis of one, and is no state.
+    leading axis of one, so that it rarely has the shape of a state. (It may: Haiku's
+    averages have such an axis, and so has the first state of a recurrent network.)
     """
     read, depends, dropped = _read(jaxpr), set(jaxpr.invars), []
     # The shapes of the states that a variable was computed from.
@@ -113,8 +114,7 @@ def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
 
 
 def _may_be_state(aval: Any) -> bool:
-    is_of_example = aval.shape[:1] in ((), (1,))
-    return not is_of_example and jnp.issubdtype(aval.dtype, jnp.floating)
+    return aval.ndim > 0 and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _all_products_are_wider(jaxpr: Any) -> bool:

@@ -132,7 +132,8 @@ def norm_fn():
 
 
 def test_computed_norms_alone_would_not_be_bounds():
-    batch = make_cases(3, jnp.float32)["nearly cancelling"]
+    # Whether a norm is rounded up or down depends on the processor, so there are many.
+    batch = make_cases(100, jnp.float32)["nearly cancelling"]
     norms = np.asarray(norm_fn()(zeros(jnp.float32), batch), np.float64)
     assert np.max(exact_norms(batch) / np.maximum(norms, 1e-30)) > 1.001
 
