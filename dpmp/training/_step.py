@@ -39,8 +39,8 @@ class Step:
     """Makes and runs the program of a step; `DPTrainer` documents the attributes.
 
     There is one program for each combination of types and shardings. It is traced once,
-    so that later changes of Python values that the loss or the optimizer
-    reads, such as a global learning rate, change nothing of a run.
+    so that later changes of Python values that the loss or the optimizer reads, such as
+    a global learning rate, change nothing of a run.
     """
 
     mechanism: DPSGD
@@ -94,9 +94,8 @@ class Step:
             try:
                 results = program.compiled(*args, program.constants)
             except BaseException:
-                if (
-                    not program.has_run
-                ):  # other batches may run, for example shorter ones
+                # Other batches may run, for example of shorter examples.
+                if not program.has_run:
                     self._programs.remove(program)
                 raise
             program.has_run = True
@@ -128,7 +127,7 @@ class Step:
         state = put_together(state, batch)
         args = state, batch, jnp.asarray(is_padding)
         of_state, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
-        places = placement(args)
+        placed = placement(args)
         same_state = [x for x in self._programs if x.of_state == of_state]
         # The message shows nothing of the batch: its shapes may reveal its content.
         if any(x.of_batch != of_batch for x in same_state):
@@ -139,11 +138,11 @@ class Step:
                 "another DPTrainer for other data."
             )
         for program in same_state:
-            if program.places == places:
+            if program.placed == placed:
                 return program, args
         step, constants = self.make_program(state, batch)
         lowered = step.lower(*args, constants)
-        program = _Program(of_state, of_batch, places, lowered, constants)
+        program = _Program(of_state, of_batch, placed, lowered, constants)
         self._programs.append(program)
         return program, args
 
@@ -299,7 +298,7 @@ class _Program:
 
     of_state: str
     of_batch: str
-    places: tuple[Any, ...]
+    placed: tuple[Any, ...]  # the shardings of the arguments
     lowered: jax.stages.Lowered
     constants: list[jax.Array]  # arrays that the loss uses
     has_run: bool = False
