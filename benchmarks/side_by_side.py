@@ -29,18 +29,14 @@ import importlib.util
 import itertools
 import pathlib
 import statistics
-import time
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-import dpmp
-from benchmarks import models, opacus_steps, resident, results, without_privacy
+from benchmarks import opacus_steps, results, steps, without_privacy
+from benchmarks.steps import Step
 from benchmarks.subjects import DTYPES, TASKS, TINY, Subject
 from dpmp.tools import _timing
 
@@ -62,22 +58,7 @@ _DPMP: dict[tuple[str, str], tuple[int | None, ...]] = {
     ("per_example", "float32x2"): (8,),
 }
 _JAX_PRIVACY = (None, 1, 8, 16)
-_STEPS = 10_000  # of the run that the mechanisms describe; fewer are made
-
-
-class Step(NamedTuple):
-    """A training step that is ready to run.
-
-    Attributes:
-      run: makes one step and returns what to wait for.
-      temp_bytes: that the program allocates besides arguments and results, by the
-        account of jax's compiler.
-      compile_seconds: to trace and compile it, in jax.
-    """
-
-    run: Callable[[], Any]
-    temp_bytes: int | None = None
-    compile_seconds: float | None = None
+_POLICIES = {"bfloat16": "mixed_bfloat16", "float32": "float32"}
 
 
 def contenders(
@@ -85,28 +66,27 @@ def contenders(
 ) -> dict[str, Callable[[], Step]]:
     """What prepares the steps, by name."""
     task = subject.make(DTYPES[dtype], batch_size)
-    params = jax.tree.map(lambda x: np.asarray(x, np.float32), task.params)
+    policy = _POLICIES[dtype]
     made: dict[str, Callable[[], Step]] = {}
     plain = {"plain": jax.grad(task.loss_fn), **without_privacy.grad_fns(task.loss_fn)}
     for name, grad_fn in plain.items():
-        made[name] = functools.partial(_prepare_plain, grad_fn, params, task, dtype)
+        made[name] = functools.partial(steps.of_gradients, grad_fn, task, policy)
     for (method, arithmetic), sizes in _DPMP.items():
         for size in sizes:
-            name = f"dpmp {method} {arithmetic}, {size or 'at once'}"
-            made[name] = functools.partial(
-                _prepare_dpmp, task, params, dtype, method, arithmetic, size
+            made[f"dpmp {method} {arithmetic}, {size or 'at once'}"] = (
+                functools.partial(steps.of_dpmp, task, policy, method, arithmetic, size)
             )
     if importlib.util.find_spec("jax_privacy"):
         for size in _JAX_PRIVACY:
-            name = f"jax_privacy, {size or 'at once'}"
-            made[name] = functools.partial(
-                _prepare_jax_privacy, task, params, dtype, size
+            made[f"jax_privacy, {size or 'at once'}"] = functools.partial(
+                steps.of_jax_privacy, task, policy, size
             )
     if _has_twin(subject) and not opacus_steps.missing():
-        heads = getattr(subject.make, "keywords", {})["heads"]
-        tokens = np.asarray(task.batch["tokens"])
         in_torch = opacus_steps.steps(
-            params, tokens, heads=heads, in_bfloat16=dtype == "bfloat16"
+            steps.masters(task),
+            np.asarray(task.batch["tokens"]),
+            heads=getattr(subject.make, "keywords", {})["heads"],
+            in_bfloat16=dtype == "bfloat16",
         )
         for name, make in in_torch.items():
             made[name] = lambda make=make: Step(make())
@@ -130,147 +110,11 @@ def _has_twin(subject: Subject) -> bool:
     return "heads" in options and not options.get("scan")
 
 
-def _prepare_plain(
-    grad_fn: Callable[..., Any], params: Any, task: models.Task, dtype: str
-) -> Step:
-    return _of_gradients(grad_fn, params, task.batch, dtype, optax.identity())
-
-
-def _prepare_jax_privacy(
-    task: models.Task, params: Any, dtype: str, microbatch_size: int | None
-) -> Step:
-    import jax_privacy.clipping
-    import jax_privacy.noise_addition
-
-    batch_size = len(jax.tree.leaves(task.batch)[0])
-    grad_fn = jax_privacy.clipping.clipped_grad(
-        task.loss_fn,
-        l2_clip_norm=1.0,
-        normalize_by=batch_size,
-        microbatch_size=microbatch_size,
-    )
-    noise = jax_privacy.noise_addition.gaussian_privatizer(
-        stddev=grad_fn.sensitivity(), prng_key=jax.random.key(0)
-    )
-    return _of_gradients(grad_fn, params, task.batch, dtype, noise)
-
-
-def _of_gradients(
-    grad_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    dtype: str,
-    noise: optax.GradientTransformation,
-) -> Step:
-    """The step as people write it around a function for gradients."""
-    optimizer = optax.chain(noise, optax.adam(1e-3))
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        compute_params = jax.tree.map(lambda x: x.astype(DTYPES[dtype]), params)
-        grads = grad_fn(compute_params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        updates = jax.tree.map(lambda x: x.astype(jnp.float32), updates)
-        return optax.apply_updates(params, updates), opt_state
-
-    params = jax.tree.map(jnp.asarray, params)
-    # The state of the optimizer is float32 where gradients are narrower, too.
-    state = params, optimizer.init(params)
-    return _compiled(jax.jit(step, donate_argnums=0), state, batch)
-
-
-def _prepare_dpmp(
-    task: models.Task,
-    params: Any,
-    dtype: str,
-    method: str,
-    arithmetic: str,
-    microbatch_size: int | None,
-) -> Step:
-    batch_size = len(jax.tree.leaves(task.batch)[0])
-    mechanism = dpmp.DPSGD(
-        num_examples=1000 * batch_size,
-        expected_batch_size=0.8 * batch_size,
-        truncated_batch_size=batch_size,
-        microbatch_size=microbatch_size,
-        iterations=_STEPS,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-        method=method,
-        arithmetic=arithmetic,
-        num_parameters=sum(x.size for x in jax.tree.leaves(params)),
-    )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=task.loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy="mixed_bfloat16" if dtype == "bfloat16" else "float32",
-    )
-    state = trainer.init(params, prng_key=jax.random.key(0))
-    batch = jax.tree.map(jnp.asarray, task.batch)
-    program, constants = trainer._step.make_program(state, batch)
-    is_padding = jnp.zeros(batch_size, bool)
-    return _compiled(
-        program, state, batch, is_padding, constants, next_state=lambda out: out[0]
-    )
-
-
-def _compiled(
-    program: Any,
-    state: Any,
-    *args: Any,
-    next_state: Callable[[Any], Any] = lambda output: output,
-) -> Step:
-    """Compiles a function of (state, *args); each run goes on from the last state."""
-    start = time.perf_counter()
-    compiled = program.lower(state, *args).compile()
-    seconds = time.perf_counter() - start
-    held = [state]
-
-    def run() -> Any:
-        held[0] = next_state(compiled(held[0], *args))
-        return held[0]
-
-    return Step(run, compiled.memory_analysis().temp_size_in_bytes, seconds)
-
-
 def measure(subject: Subject, dtype: str, batch_size: int, rounds: int) -> Any:
     """The figures of a line."""
-    steps, refused = {}, {}
-    for name, prepare in contenders(subject, dtype, batch_size).items():
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                steps[name] = prepare()
-                jax.block_until_ready(steps[name].run())
-        except Exception as error:  # whatever a library raises, the others go on
-            refused[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            steps.pop(name, None)
-    growth = {
-        name: resident.growth_in_bytes(lambda s=step: jax.block_until_ready(s.run()))
-        for name, step in steps.items()
-    }
-    # The threads of PyTorch spin for a while after their last step of a round.
-    calls = {"rest": lambda: time.sleep(0.1)} | {k: x.run for k, x in steps.items()}
-    seconds = _timing.in_turn(calls, rounds)
-    del seconds["rest"]
-    return {
-        **compare(seconds),
-        "temp_megabytes": {
-            k: round(x.temp_bytes / 1e6, 1)
-            for k, x in steps.items()
-            if x.temp_bytes is not None
-        },
-        "growth_megabytes": {
-            k: round(x / 1e6, 1) for k, x in growth.items() if x is not None
-        },
-        "compile_seconds": {
-            k: round(x.compile_seconds, 1)
-            for k, x in steps.items()
-            if x.compile_seconds is not None
-        },
-        "refused": refused,
-        "absent": absent(subject),
-    }
+    prepare = contenders(subject, dtype, batch_size)
+    seconds, figures = steps.measure(prepare, rounds)
+    return {**compare(seconds), **figures, "absent": absent(subject)}
 
 
 def compare(seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -282,11 +126,9 @@ def compare(seconds: dict[str, list[float]]) -> dict[str, Any]:
     same = ("plain", "torch, plain", "jax_privacy, at once")
     references = {**{name: name for name in same}, **best}
     return {
-        "milliseconds": {
-            k: _milliseconds(statistics.median(x)) for k, x in seconds.items()
-        },
+        "milliseconds": steps.median_ms(seconds),
         "range": {
-            k: [_milliseconds(min(x)), _milliseconds(max(x))]
+            k: [steps.milliseconds(min(x)), steps.milliseconds(max(x))]
             for k, x in seconds.items()
         },
         "best": best,
@@ -299,10 +141,6 @@ def compare(seconds: dict[str, list[float]]) -> dict[str, Any]:
             if reference in seconds
         },
     }
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(1e3 * seconds, 2)
 
 
 def _fastest(seconds: dict[str, list[float]], *kinds: str) -> str | None:

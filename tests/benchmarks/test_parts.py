@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import accountant, growth, largest_batch, parts, timing
+from benchmarks import accountant, growth, largest_batch, parts, precision, timing
 from benchmarks.parts import SUBJECTS
 
 
@@ -27,6 +27,22 @@ def test_exponents_are_those_of_powers():
         for n in (2, 4, 8, 32)
     ]
     assert growth.exponents(points) == {"linear": 1.0, "square": 2.0, "none": 0.0}
+
+
+def test_savings_are_those_over_the_same_step_in_float32():
+    seconds = {"float32": [2.0, 20.0, 8.0], "float8": [1.0, 5.0, 4.0]}
+    figures = precision.compare(seconds, {"float32": 40.0, "float8": 10.0})
+    assert figures["speed_up"] == {"float32": 1.0, "float8": 2.0}
+    assert figures["memory_saved"] == {"float32": 0.0, "float8": 0.75}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", precision.STEPS)
+def test_steps_run_in_every_precision(step):
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        figures = precision.measure(precision.SUBJECTS["tiny"], step, 16, 1)
+    assert figures["refused"] == {}
+    assert set(figures["milliseconds"]) == set(precision.POLICIES)
 
 
 @pytest.mark.parametrize("per_example", [1e6, 3e6, 90e6])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import models, opacus_steps, side_by_side
+from benchmarks import models, opacus_steps, side_by_side, steps
 from benchmarks.side_by_side import SUBJECTS
 
 _HEADS, _VOCABULARY = 2, 11
@@ -51,7 +51,7 @@ def test_what_a_library_refuses_is_recorded_and_the_others_run(monkeypatch):
         raise RuntimeError("no such layer")
 
     def runs():
-        return side_by_side.Step(lambda: jnp.ones(3))
+        return steps.Step(lambda: jnp.ones(3))
 
     made = {"plain": runs, "jax_privacy, at once": refuses}
     monkeypatch.setattr(side_by_side, "contenders", lambda *_: made)
