@@ -180,6 +180,19 @@ def _largest_batch() -> str:
     )
 
 
+def _import_time() -> str:
+    (line,) = read("import_time")
+    absent = f" Not installed: {', '.join(line['absent'])}." if line["absent"] else ""
+    rows = [(name, x, *line["range"][name]) for name, x in line["seconds"].items()]
+    return section(
+        "Importing",
+        f"Seconds to import a library in a process that has imported jax.{absent}",
+        "import_time",
+        [line],
+        table(["library", "median", "least", "most"], rows),
+    )
+
+
 _SECTIONS = {
     "side_by_side": _side_by_side,
     "precision": _precision,
@@ -187,4 +200,5 @@ _SECTIONS = {
     "growth": _growth,
     "accountant": _accountant,
     "largest_batch": _largest_batch,
+    "import_time": _import_time,
 }

@@ -31,12 +31,12 @@ def _linear(kernel: np.ndarray, bias: np.ndarray) -> nn.Linear:
 
 def train(run: "Run") -> dict[str, Any]:
     """The parameters after training, with the names and axes of `run.initial`."""
-    from benchmarks.utility import BATCH_SIZE, CLIP_NORM, LEARNING_RATE
+    from benchmarks.utility import BATCH_SIZE, CLIP_NORM
 
     mechanism = run.mechanism
     module = GradSampleModule(make_module(run.initial))
     optimizer = DPOptimizer(
-        torch.optim.Adam(module.parameters(), lr=LEARNING_RATE),
+        torch.optim.Adam(module.parameters(), lr=run.learning_rate),
         noise_multiplier=mechanism.noise_multiplier,
         max_grad_norm=CLIP_NORM,
         expected_batch_size=BATCH_SIZE,

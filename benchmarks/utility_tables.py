@@ -12,17 +12,28 @@ def sections() -> list[str]:
 
 
 def _utility() -> str:
-    lines = [x for x in read("utility", "library", "epsilon") if "accuracy" in x]
+    lines = read("utility", "data", "library", "epsilon")
+    lines = [x for x in lines if "accuracy" in x]
+    by_data = [
+        [x for x in lines if x["data"] == name]
+        for name in dict.fromkeys(x["data"] for x in lines)
+    ]
+    numbers = " and then ".join(
+        f"{x[0]['num_examples']} images of {x[0]['data']}" for x in by_data
+    )
     return section(
         "Accuracy at equal epsilon",
         "A network with one hidden layer on handwritten digits, trained by each "
         "library from the same parameters with the same noise multiplier, clip norm, "
-        "probability of sampling and optimizer. Quoted are means of "
+        f"probability of sampling and optimizer: {numbers}. Quoted are means of "
         f"{_num_seeds(lines)} seeds, with the standard error of the mean.",
         "utility",
         lines,
-        _by_library(lines, "epsilon", "accuracy"),
-        _by_library(lines, "epsilon", "loss"),
+        *(
+            _by_library(some, "epsilon", value)
+            for some in by_data
+            for value in ("accuracy", "loss")
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from benchmarks import utility
 @pytest.mark.filterwarnings("default")  # those of jax_privacy
 def test_there_is_a_line_for_every_library(tmp_path):
     with jax.numpy_dtype_promotion("standard"):  # as jax_privacy needs it
-        utility.measure(3.0, seeds=1, steps=2, out=tmp_path)
+        utility.measure("digits", 3.0, seeds=1, steps=2, out=tmp_path)
     lines = (tmp_path / "utility.jsonl").read_text().splitlines()
     found = {line["library"]: line for line in map(json.loads, lines)}
     assert found.keys() == utility.contenders().keys()
@@ -26,7 +26,8 @@ def test_the_network_of_torch_is_the_same():
 
     from benchmarks import utility_opacus
 
-    params, (_, batch) = utility.initial_params(0), utility.load(0)
+    _, batch = utility.load(utility.IMAGES["digits"], 0)
+    params = utility.initial_params(64, 0)
     found = utility_opacus.make_module(params)(torch.from_numpy(batch["image"]))
     expected = utility.logits(params, batch["image"])
     np.testing.assert_allclose(found.detach(), expected, rtol=1e-4, atol=1e-5)
