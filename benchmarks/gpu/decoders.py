@@ -4,8 +4,9 @@ The models are Llamas of `examples/llm` with random weights: of the shape of
 SmolLM2-135M at 512 tokens, and of a model with a billion parameters at 1024 tokens.
 Their layers are a loop, and the backward pass computes the activations inside a layer
 again. Contenders map float32 masters and a batch to the gradient of the mean loss
-("plain"), or to a clipped sum by book-keeping: of all parameters ("full"), or of
-adapters of rank 8 in all matrices ("LoRA"), next to frozen bfloat16 parameters.
+("plain"), or to a clipped sum by book-keeping, bounded and in float32: of all
+parameters ("full"), or of adapters of rank 8 in all matrices ("LoRA"), next to frozen
+bfloat16 parameters.
 
 "share_of_peak" is the rate at which the operations of the model are done, over that of
 a large product of bfloat16 matrices. Counted are 6 operations for each parameter and
@@ -15,6 +16,7 @@ https://arxiv.org/abs/2001.08361, section 2.1).
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +31,7 @@ from examples import llm
 from examples.llm import pretrained
 from examples.llm._config import Config
 
+_ARITHMETICS = {"bounded": "bounded", "float32": "unproved_float32"}
 _RANK, _TARGETS = 8, "layers/.*kernel"
 _OPERATIONS = {"full": 6, "LoRA": 4}  # for each parameter and token
 
@@ -162,12 +165,7 @@ def steps(subject: Subject, args: tuple[Any, ...]) -> dict[str, Program]:
     """The programs of all contenders, the most important first."""
     graphdef, _ = pretrained.define(subject.config, remat=True)
     loss_fn = functools.partial(llm.mean_nats, pretrained.apply_fn(graphdef))
-    clip = functools.partial(
-        dpmp.clipped_grad,
-        l2_clip_norm=1.0,
-        method="book_keeping",
-        arithmetic="unproved_float32",
-    )
+    clip = functools.partial(dpmp.clipped_grad, l2_clip_norm=1.0, method="book_keeping")
 
     def full(make_grad_fn: Any, params: Any, frozen: Any, _: Any, batch: Any) -> Any:
         del frozen
@@ -185,10 +183,14 @@ def steps(subject: Subject, args: tuple[Any, ...]) -> dict[str, Program]:
     for trained, step in makers.items():
         plain = functools.partial(step, jax.grad)
         named[f"{trained}, plain"] = Program(plain, args)
-        for size in subject.microbatch_sizes[trained]:
-            make_grad_fn = functools.partial(clip, microbatch_size=size)
+        for size, (name, arithmetic) in itertools.product(
+            subject.microbatch_sizes[trained], _ARITHMETICS.items()
+        ):
+            make_grad_fn = functools.partial(
+                clip, microbatch_size=size, arithmetic=arithmetic
+            )
             fun = functools.partial(step, make_grad_fn)
-            named[f"{trained}, book-keeping, {size}"] = Program(fun, args)
+            named[f"{trained}, book-keeping, {name}, {size}"] = Program(fun, args)
     return named
 
 
