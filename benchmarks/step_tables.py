@@ -11,10 +11,10 @@ def sections() -> list[str]:
 
 
 def _side_by_side() -> str:
-    lines = read("side_by_side", "task", "dtype", "batch_size")
+    lines = read("side_by_side", "task", "dtype", "batch_size", "device")
     rows = [
         (
-            x["task"],
+            x["task"] + (", AVX2" if "AVX2" in x["device"] else ""),
             x["batch_size"],
             x["dtype"],
             name,
@@ -33,7 +33,8 @@ def _side_by_side() -> str:
         "Whole training steps: gradients, clipping, noise and Adam. The steps of "
         "PyTorch and Opacus are compared with PyTorch's plain step, all others with "
         'that of jax. A number at the end of a name is the microbatch size. "MB" is '
-        "by how much the process grows in a step, beside parameters and optimizer."
+        "by how much the process grows in a step, beside parameters and optimizer. "
+        '"AVX2" names a processor without instructions for bfloat16.'
         + _absences(lines),
         "side_by_side",
         lines,
