@@ -9,7 +9,8 @@ Steps in float16 do not scale the loss, which takes no time to speak of. A devic
 without float8 multiplies in a wider dtype after rounding to float8: there, float8 shows
 what training would learn and saves nothing.
 
-    python -m benchmarks.precision          # four minutes on two cores
+    python -m benchmarks.precision
+    python -m benchmarks.precision --task 'transformer, 3M' --rounds 3  # four minutes
     python -m benchmarks.precision --task tiny --out /tmp/tiny      # to try it out
 
 Every line is appended to benchmarks/results/precision.jsonl.

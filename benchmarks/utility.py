@@ -8,7 +8,8 @@ sampling and Adam, at epsilon 1, 3 and 8; dpmp trains it without privacy as well
 learning rates were chosen by looking at these data, which is fine for public data only.
 
     pip install '.[peers]'
-    python -m benchmarks.utility                          # ten minutes on two cores
+    python -m benchmarks.utility
+    python -m benchmarks.utility --data digits            # three minutes on two cores
     python -m benchmarks.utility --data digits --seeds 1 --steps 2 --out /tmp/tiny
 
 No difference between the libraries was seen: on the digits at epsilon 1, forty seeds
