@@ -1,12 +1,13 @@
 """What does a product cost, by dtype?
 
-Products of square matrices, those of a layer with weights of (256, 1024) and of the
-gradient of these (of 8192 positions, in one axis and in two), and those of attention,
-for operands of each dtype and for 16-bit ones with a result of 16 bits and of float32.
+Products of square matrices, one with long sums, those of a layer with weights of
+(256, 1024) and of the gradient of these (of 8192 positions, in one axis and in two),
+and those of attention, for operands of each dtype and for 16-bit ones with a result of
+16 bits and of float32.
 Quoted are ratios of time to full float32, taken within rounds. "float32 by default" is
 what jax does with float32 operands when it is asked for no precision.
 
-    python -m benchmarks.dtype_matmul        # two or three minutes on two cores
+    python -m benchmarks.dtype_matmul        # four or five minutes on two cores
 
 Every line is appended to benchmarks/results/dtype_matmul.jsonl.
 """
@@ -16,6 +17,8 @@ import math
 import statistics
 import sys
 from typing import Any, NamedTuple
+
+import jax
 
 from benchmarks import results
 from dpmp.tools import _timing
@@ -43,6 +46,7 @@ SUBJECTS = {
     f"square, {n}": Subject("ij,jk->ik", ((n, n), (n, n)))
     for n in (256, 512, 1024, 2048)
 } | {
+    "long sums": Subject("ij,jk->ik", ((1024, 65536), (65536, 1024))),
     "layer": Subject("ti,io->to", ((8192, 256), (256, 1024))),
     "gradient of weights": Subject("ti,to->io", ((8192, 256), (8192, 1024))),
     "gradient of weights, of sequences": Subject(
@@ -57,11 +61,17 @@ SUBJECTS = {
 }
 
 
+_FLOAT64 = _products.Kind("float64", "float64", "float64")
+
+
 def measure(subject: Subject, rounds: int) -> dict[str, dict[str, Any]]:
     """Times all kinds of products that run, and names the others' errors."""
-    programs, errors = _products.compile_all(
-        _products.KINDS, subject.shapes, subject.contraction
-    )
+    operands = subject.shapes, subject.contraction
+    programs, errors = _products.compile_all(_products.KINDS, *operands)
+    with jax.enable_x64(True):
+        more = _products.compile_all([_FLOAT64], *operands)
+    programs |= more[0]
+    errors |= more[1]
     seconds = _timing.in_turn(programs, rounds)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return {
@@ -80,7 +90,7 @@ def measure(subject: Subject, rounds: int) -> dict[str, dict[str, Any]]:
 
 def table(measured: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Ratios of time, with a row for each subject."""
-    kinds = [kind.name for kind in _products.KINDS][1:]
+    kinds = [kind.name for kind in (*_products.KINDS, _FLOAT64)][1:]
     header = ["", *kinds]
     rows = [
         [name, *(_cell(figures["time_ratio"].get(kind)) for kind in kinds)]

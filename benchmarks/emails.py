@@ -40,15 +40,17 @@ def finetune(data: pathlib.Path, output: pathlib.Path, flags: list[str]) -> dict
 def append_line(report: dict, num_emails: int) -> None:
     """Appends the figures of one run."""
     settings = report["settings"]
+    nats = {
+        **report["nats_per_token"],
+        "without privacy": report["without_privacy"]["nats_per_token"],
+    }
     results.append(
         "emails",
         model="SmolLM2-135M",
         emails=num_emails,
         **{name: report[name] for name in ("num_examples", "epsilon", "delta")},
         settings={name: settings[name] for name in SETTINGS},
-        nats_per_token={
-            name: round(x, 4) for name, x in report["nats_per_token"].items()
-        },
+        nats_per_token={name: round(x, 4) for name, x in nats.items()},
     )
 
 

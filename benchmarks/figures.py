@@ -58,36 +58,58 @@ def measured() -> list[Passage]:
 
 
 def _next_to_other_libraries() -> list[Passage]:
-    size = _selfcheck("Norm of a clipped gradient, over C: largest")
-    change = _selfcheck("Change of the sum between neighbouring batches, over C: large")
-    shown = _selfcheck("Share of releases that show by their last bits which sum")
+    size = _selfcheck("Largest norm of a clipped gradient, over the clip norm")
+    change = _selfcheck(
+        "Largest change of a sum between neighbouring batches, over the clip norm"
+    )
+    shown = _selfcheck(
+        "Share of noisy sums whose last bits reveal the sum without noise"
+    )
     bits = _selfcheck("Bits of the key that vary, and that the noise depends on")
-    ours = ("dpmp exact", "dpmp float32", "dpmp float32x2")
-    ours_shown = "none" if max(shown[x] for x in ours) < 0.01 else "some"
+    ours = [x for name, x in shown.items() if name in _OURS]
+    ours_shown = "none" if max(map(max, ours)) < 0.01 else "some"
     rows = [
-        f"| {max(size[x] for x in ours):.2f} | {size['jax_privacy default']:.2f}; "
-        f"{size['jax_privacy float32']:.2f} with `dtype=float32` | "
-        f"{size['Opacus']:.3f} |",
-        f"| {max(change[x] for x in ours):.2f} | {change['jax_privacy default']:.2f}; "
-        f"{change['jax_privacy float32']:.2f} | {change['Opacus']:.2f} |",
-        f"| {ours_shown} | {shown['jax_privacy default']:.0%}; "
-        f"{shown['jax_privacy float32']:.0%} | {shown['Opacus default']:.0%}; "
-        f"{shown['Opacus secure_mode']:.0%} in `secure_mode` |".replace("%", " %"),
-        f"| {bits['dpmp']:.0f} | {bits['jax_privacy']:.0f} | {bits['Opacus']:.0f} |",
+        f"| {_largest(size):.2f} | {_span(size['jax_privacy default'])}; "
+        f"{_span(size['jax_privacy float32'])} with `dtype=float32` | "
+        f"{_span(size['Opacus'], '.3f')} |",
+        f"| {_largest(change):.2f} | {_span(change['jax_privacy default'])}; "
+        f"{_span(change['jax_privacy float32'])} | {_span(change['Opacus'])} |",
+        f"| {ours_shown} | {_span(shown['jax_privacy default'], '.0%')}; "
+        f"{_span(shown['jax_privacy float32'], '.0%')} | "
+        f"{_span(shown['Opacus default'], '.0%')}; "
+        f"{_span(shown['Opacus secure_mode'], '.0%')} in `secure_mode` |",
+        f"| {_span(bits['dpmp'], '.0f')} | {_span(bits['jax_privacy'], '.0f')} | "
+        f"{_span(bits['Opacus'], '.0f')} |",
         _time_of_a_step(),
     ]
     return [Passage("README.md", row) for row in rows]
 
 
-def _selfcheck(beginning: str) -> dict[str, float]:
-    """The value of each subject, of the last line with such a measurement."""
-    lines = read("selfcheck_others", "measurement")
-    line = next(x for x in lines if x["measurement"].startswith(beginning))
-    return {r["subject"]: r["value"] for r in line["results"]}
+_OURS = ("dpmp exact", "dpmp bounded", "dpmp float32", "dpmp float32x2")
+
+
+def _selfcheck(measurement: str) -> dict[str, list[float]]:
+    """The values of each subject, one for each device."""
+    values: dict[str, list[float]] = {}
+    for line in read("selfcheck_others", "device", measurement=measurement):
+        for r in line["results"]:
+            values.setdefault(r["subject"], []).append(r["value"])
+    return values
+
+
+def _largest(values: dict[str, list[float]]) -> float:
+    return max(max(x) for name, x in values.items() if name in _OURS)
+
+
+def _span(values: list[float], form: str = ".2f") -> str:
+    """The least and the largest value, or one if both look alike."""
+    ends = [format(x, form) for x in (min(values), max(values))]
+    text = ends[0] if ends[0] == ends[1] else f"{ends[0].rstrip('%')} to {ends[1]}"
+    return text.replace("%", " %")
 
 
 def _time_of_a_step() -> str:
-    wanted = {"task": "transformer, 3M", "dtype": "float32", "batch_size": 64}
+    wanted = {"task": "transformer, 3M", "dtype": "bfloat16", "batch_size": 64}
     (line,) = read("side_by_side", "task", **wanted)
     ratios = line["time_over"]
     jax, torch = ratios["plain"], ratios["torch, plain"]
@@ -95,7 +117,7 @@ def _time_of_a_step() -> str:
     best = jax[line["best"]["jax_privacy, best"]]
     return (
         "| time of a step over that of plain training in the same framework (3M "
-        "transformer, float32, batch of 64; dpmp with book-keeping in microbatches of "
+        "transformer, bfloat16, batch of 64; dpmp with book-keeping in microbatches of "
         f"8) | {jax[ours]:.1f}; {ratios['fastest plain'][ours]:.1f} over the fastest "
         f"plain step | {jax['jax_privacy, at once']:.1f}; {best:.1f} in its best "
         f"microbatches | {torch['Opacus, hooks']:.1f}; {torch['Opacus, ghost']:.1f} "

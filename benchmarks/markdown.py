@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.results import RESULTS
 
 Line = dict[str, Any]
+Row = Sequence[Any]
 
 
 def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
@@ -21,6 +22,14 @@ def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
         if all(line.get(name) == value for name, value in wanted.items()):
             last[tuple(repr(line.get(key)) for key in keys)] = line
     return list(last.values())
+
+
+def by_device(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """The lines of each device."""
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(line["device"], []).append(line)
+    return groups
 
 
 def has_lines(benchmark: str) -> bool:
@@ -40,7 +49,7 @@ def section(
     return "\n\n".join([*parts, *tables]) + "\n"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Row]) -> str:
     """A table with a row of names and rows of values."""
     cells = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in cells)

@@ -51,7 +51,7 @@ _BY_DEFAULT = ("transformer, 3M", "cnn", "lstm")
 
 # Microbatch sizes for each engine and arithmetic; None is the whole batch.
 _DPMP: dict[tuple[str, str], tuple[int | None, ...]] = {
-    ("book_keeping", "bounded"): (4, 8),
+    ("book_keeping", "bounded"): (4, 8, 16),
     ("book_keeping", "unproved_float32"): (None, 8),
     ("per_example", "exact"): (8,),
     ("per_example", "float32"): (8,),

@@ -23,11 +23,13 @@ A small epsilon is a strong promise. It costs much accuracy here, because 1,438 
 are few: the noise hides one image among them. With ten times as many images, in batches
 that are ten times as large, the same noise would be added to a sum that is ten times as
 large. All epsilons use the same settings, which were chosen by comparing accuracies on
-these data. That is fine for public data only.
+these data. That is fine for public data only. So are the runs without privacy and the
+repetitions: an epsilon is that of one run, and the runs on the same images add up.
 
-For your own data, replace `load` and `Network`, and choose a delta below 1 / number of
-images. The loss of an image must not depend on other images, so use group or layer
-normalisation instead of batch normalisation.
+For your own data, replace `load` and `Network`, train once, with one epsilon and one
+set of images held out, and choose a delta below 1 / number of images. The loss of an
+image must not depend on other images, so use group or layer normalisation instead of
+batch normalisation.
 """
 
 import argparse

@@ -7,6 +7,11 @@ from typing import Any
 
 import dpmp
 
+COMPARE_HELP = (
+    "also train without privacy, and report the loss; for public data only, because "
+    "nothing protects the records from that loss"
+)
+
 
 def check_delta(delta: float, num_examples: int) -> None:
     """Stops if delta would allow that a record is published."""
@@ -30,17 +35,25 @@ def check_output(output: pathlib.Path) -> None:
         ) from None
 
 
-def statement(mechanism: dpmp.DPSGD, num_held_out: int) -> str:
-    """The privacy statement, with what it does not say of the held-out records."""
-    return (
+def statement(
+    args: argparse.Namespace, mechanism: dpmp.DPSGD, num_held_out: int
+) -> str:
+    """The privacy statement, with what it does not say of printed losses."""
+    text = (
         f"{mechanism.statement()}\n"
         f"- Held out: {num_held_out} records, used for evaluation only and treated as\n"
-        "  public. The losses printed for them are not protected.\n"
+        "  public. The losses for them, printed and reported, are not protected.\n"
     )
+    if args.compare:
+        text += (
+            "- Compared: a model is also trained on these records without privacy.\n"
+            "  Its loss is printed and reported without any protection.\n"
+        )
+    return text
 
 
 def describe(
-    args: argparse.Namespace, mechanism: dpmp.DPSGD, **results: Any
+    args: argparse.Namespace, mechanism: dpmp.DPSGD, num_held_out: int, **results: Any
 ) -> dict[str, Any]:
     """What was done, what it guarantees and what came out, for report.json."""
     settings = {
@@ -52,7 +65,7 @@ def describe(
         "epsilon": mechanism.guarantee().epsilon if mechanism.is_private else None,
         "delta": mechanism.delta,
         "neighboring_relation": mechanism.neighboring_relation.name,
-        "statement": mechanism.statement(),
+        "statement": statement(args, mechanism, num_held_out),
         "num_examples": mechanism.num_examples,
         "expected_batch_size": mechanism.expected_batch_size,
         "noise_multiplier": mechanism.noise_multiplier,

@@ -23,10 +23,13 @@ Values outside of a range are moved to its end, which depends on one patient onl
 
 The held-out patients are treated as public, because their accuracy gets no noise. The
 claim does not cover the choice of settings either: those below were chosen by comparing
-accuracies on the same data, which is fine for public data only.
+accuracies on the same data, which is fine for public data only. So are the runs without
+privacy and the repetitions: epsilon 1 is that of one run, each run costs as much again,
+and a patient who is held out of one is trained on in others.
 
-For your own data, replace `RANGES` and `load`, choose a delta below 1 / number of
-records, and publish `mechanism.statement()` with the model.
+For your own data, replace `RANGES` and `load`, train once, with one set of records held
+out, choose a delta below 1 / number of records, and publish `mechanism.statement()`
+with the model.
 """
 
 import argparse

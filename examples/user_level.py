@@ -29,9 +29,12 @@ epsilon of 91 promises nothing in practice. The protection of people costs no ac
 here, because 3,000 people are many for a model with 11 parameters. Do not expect that
 of fewer people or larger models.
 
-For your own data, replace `make_records`, and choose `MOST_RECORDS`. The other records
-of a person are ignored. Which ones these are may depend on this person, but not on
-other people. Choose a delta below 1 / number of people.
+The repetitions and the runs without privacy are for data that are made up: an epsilon
+is that of one run, and each run on the same people costs as much again.
+
+For your own data, replace `make_records`, train once, and choose `MOST_RECORDS`. The
+other records of a person are ignored. Which ones these are may depend on this person,
+but not on other people. Choose a delta below 1 / number of people.
 """
 
 import argparse

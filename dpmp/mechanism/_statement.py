@@ -76,7 +76,10 @@ def claim(
         *_describe_adaptive(mechanism),
         f"- Accountant: {guarantee.accountant}.",
         f"- Arithmetic: {_describe_arithmetic(mechanism, arithmetic)}",
-        "- Assumed: the random bits are ideal, and nobody knows their keys.",
+        f"- Assumed: the random bits are ideal, and nobody knows their keys. The "
+        f"gradient of an example depends on this example and the parameters alone, up "
+        f"to its last bit: not on other examples of the batch, and not on its place in "
+        f"the batch. {arithmetic.assumption}",
         "- Not covered: running time, which depends on the size of the batch; losses, "
         "norms and other values of single examples; choices that were made by looking "
         "at such values (for example, hyper-parameters tuned on this data); anything "
@@ -162,7 +165,7 @@ def _describe_arithmetic(mechanism: Any, arithmetic: Arithmetic) -> str:
         sentences.append(f"Its standard deviation is {units} units of the grid.")
     if arithmetic.is_proved:
         sentences.append("The claim holds for the bits that are released.")
-    return " ".join([*sentences, arithmetic.assumption]).strip()
+    return " ".join(sentences)
 
 
 def _describe_clipping(l2_clip_norm: PyTree) -> str:

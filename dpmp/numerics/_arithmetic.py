@@ -68,7 +68,7 @@ class Arithmetic(Protocol):
 
     @property
     def assumption(self) -> str:
-        """A sentence for the statement: the assumptions of the proof, or nothing."""
+        """A sentence for the statement: what the proof assumes of the device."""
         ...
 
     def check_mode(self) -> None:

@@ -222,8 +222,8 @@ class BoundedSums(GridSums):
     slack = SLACK
     clips_by_bounds = True
     assumption = (
-        "It is assumed that other examples keep their places in the batch, and that "
-        "the device adds in the same order every time."
+        "The other examples keep their places, and the device adds in the same order "
+        "every time."
     )
 
     def room_left(self, radius: int, size: int) -> float:

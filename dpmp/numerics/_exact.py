@@ -38,7 +38,7 @@ class ExactSums(GridSums):
     name = "exact"
     method = "per_example"
     clips_by_bounds = False
-    assumption = ""
+    assumption = "The product of two given floats is the same every time."
 
     def room_left(self, radius: int, size: int) -> float:
         # On average, rounding adds at most 1/4 to the square of an entry. The sum over

@@ -58,7 +58,7 @@ class FloatSums:
 
     resolution = None
     clips_by_bounds = False
-    assumption = ""
+    assumption = "Floating-point arithmetic rounds to nearest."
 
     @property
     def method(self) -> str:

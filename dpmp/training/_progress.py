@@ -35,6 +35,7 @@ class Progress:
         examples_per_step: float,
         describe_privacy: Callable[[int], str],
         headline: Callable[[], str] = str,
+        metrics_are: str = "noisy",
         note: OverflowNote | None = None,
         enabled: bool = True,
         console: rich.console.Console | None = None,
@@ -42,13 +43,15 @@ class Progress:
         """Prepares a report on the steps from `start` to `stop`.
 
         `describe_privacy` returns a text on the privacy that is spent after a number of
-        steps. The text of `headline` comes first. `note` looks at the noisy metrics.
-        By default, the report goes to standard error.
+        steps. The text of `headline` comes first. The names of metrics follow what
+        `metrics_are`. `note` looks at them. By default, the report goes to standard
+        error.
         """
         self._begin = self._start = start
         self._stop = stop
         self._examples_per_step = examples_per_step
         self._describe_privacy = describe_privacy
+        self._metrics_are = metrics_are
         self._public: dict[str, float] = {}
         self._headline, self._note = headline if enabled else str, note
         self._console = console or rich.console.Console(stderr=True, soft_wrap=True)
@@ -134,7 +137,8 @@ class Progress:
         elapsed = time.monotonic() - (self._first_step_at or 0)
         privacy = self._describe_privacy(covered)
         parts = [f"step {step}/{self._stop}", privacy]
-        parts += [f"noisy {name} {float(x):.3g}" for name, x in metrics.items()]
+        kind = self._metrics_are
+        parts += [f"{kind} {name} {float(x):.3g}" for name, x in metrics.items()]
         parts += [f"public {name} {x:.3g}" for name, x in self._public.items()]
         if step > self._start and elapsed > 0:
             steps_per_second = (step - self._start) / elapsed

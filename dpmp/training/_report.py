@@ -70,6 +70,7 @@ def report_on(step: Step, files: NoFiles, load: Load, *, enabled: bool) -> Repor
         stop=stop,
         examples_per_step=size,
         describe_privacy=spent.describe if spent else str,
+        metrics_are="noisy" if mechanism.noise_multiplier else "exact",
         headline=functools.partial(headline, step, files.state, load),
         note=OverflowNote(mechanism.overflow_stddev / size, is_dynamic=is_dynamic),
         enabled=enabled,

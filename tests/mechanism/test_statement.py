@@ -82,6 +82,8 @@ def test_it_contains_the_figures():
         "sums in float32x2",
         "The claim holds for the bits that are released.",
         "- Assumed: the random bits are ideal",
+        "depends on this example and the parameters alone, up to its last bit",
+        "arithmetic rounds to nearest.",
         "- Not covered: running time",
         "losses, norms and other values of single examples",
         "hyper-parameters tuned on this data",

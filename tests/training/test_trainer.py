@@ -853,6 +853,14 @@ def test_looking_at_sensitive_values_changes_nothing():
     assert_bitwise_equal(first, second)
 
 
+def test_progress_calls_metrics_without_noise_exact(capsys):
+    trainer = make_trainer(is_private=False)
+    trainer.fit(trainer.init(make_params(), prng_key=KEY), make_data(), stop_at=1)
+    error = capsys.readouterr().err
+    assert "exact overflowed 0" in error
+    assert "noisy" not in error
+
+
 def test_progress_goes_to_standard_error_and_quotes_epsilon(capsys):
     trainer = make_trainer(delta=1e-5)
     state = trainer.init(make_params(), prng_key=KEY)

@@ -2,8 +2,9 @@
 
 One forward pass records the input of every site, and one backward pass records the
 cotangent of its output (Bu et al., 2022). The engine forms a per-example gradient in
-two cases only: the gradient is smaller than the recorded values, or no other exact way
-is known.
+two cases only: the gradient is smaller than the values to record, or no other exact way
+is known. In the first case, the backward pass forms most of them, and nothing else is
+recorded for them.
 """
 
 import functools
@@ -46,18 +47,24 @@ class Program:
     """The analysis of a loss, made before the loss is evaluated.
 
     Attributes:
-      plan: the plan for a function of the parameters and one example.
+      found: all sites, in the forms that their rules give. Estimates of costs are made
+        from these.
+      plan: the plan for a function of the parameters and one example. Its sites say
+        what is recorded: some are dense, because the backward pass forms their
+        gradients.
+      sites: what norms and sums are made of: dense for every gradient that is kept.
       shapes: the shapes of the parameters.
-      terms: the terms of the squared norms of all parameters.
-      sites: the sites of the plan; dense for a gradient that is kept.
+      terms: the terms of the squared norms of all parameters. They number the sites,
+        as all three lists do.
       aux_treedef: the tree structure of the auxiliary outputs.
       is_bounded: whether to clip by proved upper bounds.
     """
 
+    found: list[Site]
     plan: Plan
+    sites: list[Site]
     shapes: list[tuple[int, ...]]
     terms: list[Term]
-    sites: list[Site]
     aux_treedef: Any
     is_bounded: bool
 
@@ -86,13 +93,25 @@ def analyse(
         for i, aval in enumerate(avals)
     ]
     aux = range(1, len(closed.out_avals))
-    plan = make_plan(closed, inputs, unread=aux)
+    plan_with = functools.partial(make_plan, closed, inputs, unread=aux)
+    plan = plan_with()
     if is_bounded and (tangled := _terms.tangled_params(plan.sites, shapes)):
-        plan = make_plan(closed, inputs, tapped=tangled, unread=aux)
+        plan_with = functools.partial(plan_with, tapped=tangled)
+        plan = plan_with()
         assert not _terms.tangled_params(plan.sites, shapes)
-    terms = _terms.make_terms(plan.sites, shapes)
-    sites = _terms.dense_if_kept(terms, plan.sites)
-    return Program(plan, shapes, terms, sites, treedef.children()[1], is_bounded)
+    found = plan.sites
+    terms = _terms.make_terms(found, shapes)
+    if early := _terms.formed_early(terms, found):
+        plan = plan_with(formed=early)
+    assert list(map(_in_any_form, plan.sites)) == list(map(_in_any_form, found))
+    sites = _terms.dense_if_kept(terms, found)
+    aux_treedef = treedef.children()[1]
+    return Program(found, plan, sites, shapes, terms, aux_treedef, is_bounded)
+
+
+def _in_any_form(site: Site) -> tuple[str, tuple[int, ...]]:
+    """What forming a gradient does not change."""
+    return site.rule, site.view.aval.shape
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _rules, _sites, _views
+from dpmp.engines.book_keeping import _gradients, _rules, _sites, _views
 from dpmp.engines.book_keeping._sites import Site
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._stored import at_least_float32
@@ -65,6 +65,7 @@ def make_plan(
     *,
     tapped: Collection[int] = (),
     unread: Collection[int] = (),
+    formed: Collection[int] = (),
 ) -> Plan:
     """Finds the sites of a closed jaxpr without calls under `jax.jit`.
 
@@ -73,8 +74,11 @@ def make_plan(
       args: for each argument the view that it is, or None for data.
       tapped: the arguments to tap whole, before anything else reads them.
       unread: the outputs whose cotangents nobody reads.
+      formed: the sites, by their numbers, whose gradients the backward pass shall form.
+        Those in a loop that shares a view among its iterations are not formed: their
+        gradient would be read and written in every iteration.
     """
-    steps = {}
+    steps: dict[int, _Step] = {}
 
     def evaluate(eqn: Any, operands: list[Any]) -> list[Any]:
         views = list(map(_as_view, operands))
@@ -85,7 +89,8 @@ def make_plan(
                 views = as_of_data
             elif not _has_to_be_tapped(eqn, known):
                 return _views.apply(eqn, known)
-        outputs, step = _meet(eqn, views)
+        number = sum(len(x.sites) for x in (first, *steps.values())) if formed else 0
+        outputs, step = _meet(eqn, views, _from(formed, number))
         if step is not None:
             steps[id(eqn)] = step
         return outputs
@@ -130,7 +135,14 @@ def _as_view(x: Any) -> View | None:
     return x if isinstance(x, View) else _views.make_constant(x)
 
 
-def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
+def _from(numbers: Collection[int], start: int) -> set[int]:
+    """The numbers of sites, counted from another one."""
+    return {i - start for i in numbers if i >= start}
+
+
+def _meet(
+    eqn: Any, views: list[View | None], formed: Collection[int]
+) -> tuple[list[Any], _Step | None]:
     """Returns the outputs of an equation on data and views, and the decision for it."""
     outputs: list[Any] = [_DATA] * len(eqn.outvars)
     has_gradient = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
@@ -141,11 +153,12 @@ def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
     if any(_is_complex(v) for v in (*eqn.invars, *eqn.outvars)):
         return outputs, whole()
     if (loop := _bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
-        return _loop_step(loop, views)
+        return _loop_step(loop, views, formed)
     if (remat := _bodies.as_rematerialised(eqn)) is not None:
-        return outputs, _call_step(*remat, views)
+        return outputs, _call_step(*remat, views, formed)
     if (found := _rules.outer_site(eqn, views)) is not None:
-        return outputs, _outer_step(eqn, *found)
+        make = _formed_step if 0 in formed else _outer_step
+        return outputs, make(eqn, *found)
     return outputs, whole() if _bodies.has_body(eqn) else _dense_step(eqn, views)
 
 
@@ -178,6 +191,20 @@ def _outer_step(eqn: Any, site: Site, record: int) -> _Step:
         return [_rules.tap(value, *dummies)], [values[record]]
 
     return _Step([site], handler)
+
+
+def _formed_step(eqn: Any, site: Site, record: int) -> _Step:
+    dense = _sites.dense(site)
+
+    def form(value: jax.Array, cotangent: jax.Array) -> jax.Array:
+        recorded = _sites.Recorded(value, cotangent)
+        return _gradients.gradient(site, recorded).astype(dense.cotangent.dtype)
+
+    def handler(values, dummies):
+        (value,) = _interpreter.bind(eqn, values)
+        return [_rules.tap_formed(form, value, values[record], *dummies)], [None]
+
+    return _Step([dense], handler)
 
 
 def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
@@ -217,10 +244,13 @@ def _whole_step(
 
 
 def _call_step(
-    body: Any, wrap: Callable[..., Any], views: Sequence[View | None]
+    body: Any,
+    wrap: Callable[..., Any],
+    views: Sequence[View | None],
+    formed: Collection[int],
 ) -> _Step:
     """Plans a body that is evaluated once, under a wrapper that has to stay."""
-    inner = make_plan(body, _inner_roots(views, body))
+    inner = make_plan(body, _inner_roots(views, body), formed=formed)
     sites = [
         dataclasses.replace(site, view=_views.lift(site.view, views))
         for site in inner.sites
@@ -240,7 +270,7 @@ def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
 
 
 def _loop_step(
-    loop: _bodies.Loop, views: list[View | None]
+    loop: _bodies.Loop, views: list[View | None], formed: Collection[int]
 ) -> tuple[list[Any], _Step | None]:
     """Plans a scan of the same length and direction, with dummies in and records out.
 
@@ -254,11 +284,21 @@ def _loop_step(
     mapped = range(carry.stop, len(views))
 
     inside = [None if i in changing else view for i, view in enumerate(views)]
-    inner = make_plan(loop.body, _inner_roots(inside, loop.body), unread=unread)
+    plan_body = functools.partial(
+        make_plan, loop.body, _inner_roots(inside, loop.body), unread=unread
+    )
     whole = _whole_step([views[i] for i in changing])
+    inner = plan_body()
+    # Which sites are mapped does not depend on what is formed. The numbers beyond those
+    # of the body belong to what follows the loop.
+    are_mapped = [not site.view.roots.isdisjoint(mapped) for site in inner.sites]
+    formed = _from(formed, len(whole.sites))
+    if early := [i for i in formed if i < len(are_mapped) and are_mapped[i]]:
+        inner = plan_body(formed=early)
     sites, stacked = [], set[int]()
-    for number, site in enumerate(inner.sites):
-        is_mapped = not site.view.roots.isdisjoint(mapped)
+    for number, (site, is_mapped) in enumerate(
+        zip(inner.sites, are_mapped, strict=True)
+    ):
         view = _views.lift(site.view, inside, mapped, size)
         sites.append(_sites.in_loop(site, view, size, is_mapped=is_mapped))
         stacked |= {number} if is_mapped or site.outer is not None else set()

@@ -40,5 +40,5 @@ def relative_cost(fun: Callable[..., Any], params: PyTree, example: PyTree) -> f
 
 def _num_products(program: Program) -> int:
     """The number of multiplications of one example's data with parameters."""
-    outer = [site.outer for site in program.plan.sites if site.outer is not None]
+    outer = [site.outer for site in program.found if site.outer is not None]
     return sum(math.prod(x.sizes) for x in outer if not x.has_rows)

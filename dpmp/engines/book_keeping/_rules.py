@@ -8,6 +8,9 @@ are two taps:
 - `tap_dense` takes the gradient of one equation without a body, in float32.
 - `tap` takes the gradient of the view itself, in the dtype of the view, through all
   equations that follow. A view with this tap is "tapped whole".
+
+An equation with a rule has a tap, too. It is `tap`, applied to the output, so that its
+cotangent comes out. Or it is `tap_formed`, where the gradient is to be formed at once.
 """
 
 import functools
@@ -221,6 +224,24 @@ def tap(value: jax.Array, dummy: jax.Array) -> jax.Array:
 
 
 tap.defvjp(lambda value, _: (value, None), lambda _, ct: (ct, ct))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def tap_formed(
+    form: Callable[[jax.Array, jax.Array], jax.Array],
+    value: jax.Array,
+    recorded: jax.Array,
+    dummy: jax.Array,
+) -> jax.Array:
+    """Returns `value`; `form(recorded, its cotangent)` comes out as that of `dummy`."""
+    del form, recorded, dummy
+    return value
+
+
+tap_formed.defvjp(
+    lambda _, value, recorded, __: (value, recorded),
+    lambda form, recorded, ct: (ct, None, form(recorded, ct)),
+)
 
 
 def tap_dense(

@@ -222,7 +222,7 @@ def _summary(program: Program, paths: Sequence[str]) -> Summary:
         used = [term for term in program.terms if i in term.params]
         size = math.prod(shape)
         cost = sum(x.cost * size / max(_num_entries(x, program), 1) for x in used)
-        rules = [x.rule for x in program.plan.sites if i in x.view.leaves]
+        rules = [x.rule for x in program.found if i in x.view.leaves]
         forms = [term.form for term in used]
         share = cost / max(total, 1)
         rows.append(Row(path, shape, size, tuple(rules), tuple(forms), cost, share))
@@ -252,7 +252,7 @@ def _complaint(program: Program, paths: Sequence[str]) -> str | None:
 
 def _kind_of_fallback(term: Term, program: Program) -> str | None:
     """The key of the advice for a term that is a fallback, or None."""
-    sites = program.plan.sites
+    sites = program.found
     tangled = _terms.tangled_params(sites, program.shapes)
     if term.form == "parameters" and not set(tangled).isdisjoint(term.params):
         return "parameters"

@@ -2,8 +2,11 @@
 
 A gradient is kept if it takes no more memory than the values that it is formed from,
 and saves time. It is then formed once, stored in the place of these values, and read
-for the norm and for the sum. The gradients of convolutions are an example. The sum of
-kept gradients over the examples costs next to nothing.
+for the norm and for the sum. The sum of kept gradients over the examples costs next to
+nothing. The gradients of low-rank factors (LoRA) are an example: the backward pass
+forms them where they arise, and nothing else is ever stored for them. After the
+backward pass, those of convolutions are formed, for some examples at a time, and those
+of loops whose iterations share a parameter.
 """
 
 import dataclasses
@@ -162,17 +165,33 @@ def _sites_to_keep(terms: Sequence[Term]) -> list[int]:
     return [term.sites[0] for term in terms if term.form == "kept"]
 
 
+def formed_early(terms: Sequence[Term], sites: Sequence[Site]) -> list[int]:
+    """The sites whose gradients are kept, and may be formed in the backward pass.
+
+    A plan may leave some of them to `keep` (`make_plan`).
+    """
+    return [i for i in _sites_to_keep(terms) if not _has_patches(sites[i])]
+
+
+def _has_patches(site: Site) -> bool:
+    """Whether it is a convolution, whose patches are larger than its input."""
+    return site.outer is not None and site.outer.axes is None
+
+
 def keep(
     terms: Sequence[Term], sites: Sequence[Site], recorded: Sequence[Recorded]
 ) -> list[Recorded]:
-    """Forms the gradients to keep, in the place of what a batch recorded for them."""
+    """Forms the gradients to keep, in the place of what a batch recorded for them.
+
+    The backward pass has formed those of dense sites.
+    """
     recorded = list(recorded)
     for i in _sites_to_keep(terms):
+        if sites[i].outer is None:
+            continue
         form = functools.partial(_gradients.gradient, sites[i])
         chunk = num_examples = len(recorded[i].cotangent)
-        outer = sites[i].outer
-        if outer is not None and outer.axes is None:
-            # The patches of a convolution are larger than its input.
+        if _has_patches(sites[i]):
             chunk = max(8, num_examples // 4)
         recorded[i] = Recorded(None, _norms.in_chunks(form, recorded[i], chunk))
     return recorded
