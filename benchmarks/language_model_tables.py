@@ -39,24 +39,39 @@ def _lora() -> str:
 
 
 def _dp_adam() -> str:
-    lines = read("dp_adam", "optimizer", "learning_rate")
+    lines = read("dp_adam", "model", "optimizer", "learning_rate")
+    models = dict.fromkeys(x["model"] for x in lines)
+    found = {name: [x for x in lines if x["model"] == name] for name in models}
+    texts = {
+        "transformer": "A small transformer",
+        "smollm2": "Adapters of SmolLM2-135M",
+    }
+    sentences = (
+        f"{texts[name]}: {x['unit']} after {x['steps']} private steps of "
+        f"{x['batch_size']} records at epsilon {x['epsilon']:g}; {x['before']:.3f} "
+        f"before; {len(x['losses'])} seeds."
+        for name, (x, *_) in found.items()
+    )
+    return section(
+        "Adam that knows the noise",
+        "The mean over the seeds, and the largest distance from it. "
+        + " ".join(sentences),
+        "dp_adam",
+        lines,
+        *map(_by_rate, found.values()),
+    )
+
+
+def _by_rate(lines: Sequence[Line]) -> str:
     rates = sorted({x["learning_rate"] for x in lines})
     names = list(dict.fromkeys(x["optimizer"] for x in lines))
     rows = [[rate, *(_spread(lines, name, rate) for name in names)] for rate in rates]
-    return section(
-        "Adam that knows the noise",
-        f"Nats per byte after private fine-tuning of a small transformer at epsilon "
-        f"{lines[0]['epsilon']:g}, of three seeds: the mean, and the largest distance "
-        f"from it. Before, it was {lines[0]['nats_per_byte_before']:.3f}.",
-        "dp_adam",
-        lines,
-        table(["learning rate", *names], rows),
-    )
+    return table(["learning rate", *names], rows)
 
 
 def _spread(lines: Sequence[Line], name: str, rate: float) -> str | None:
     for x in lines:
         if (x["optimizer"], x["learning_rate"]) == (name, rate):
-            most = max(abs(value - x["mean"]) for value in x["nats_per_byte"])
+            most = max(abs(value - x["mean"]) for value in x["losses"])
             return f"{x['mean']:.3f} ± {most:.3f}"
     return None
