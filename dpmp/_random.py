@@ -94,7 +94,12 @@ def key_words(prng_key: jax.Array) -> jax.Array:
     return jnp.zeros(4, jnp.uint32).at[: words.size].set(words)
 
 
-def positions(shape: tuple[int, ...], one: jax.Array) -> tuple[jax.Array, jax.Array]:
+def positions(
+    shape: tuple[int, ...],
+    one: jax.Array,
+    axis: int | None = None,
+    index: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Two uint32 arrays (high, low) that number the entries of an array.
 
     No two entries have the same pair. `low` is the flat index if that fits into 32
@@ -102,16 +107,25 @@ def positions(shape: tuple[int, ...], one: jax.Array) -> tuple[jax.Array, jax.Ar
     is the index within the other axes. Both are sums over axes, so that a compiler can
     compute them on each shard of a sharded array.
 
-    `one` is the number 1. A loop passes one that the compiler does not know, so that it
-    computes the positions in each pass, and does not store them before the loop.
+    Args:
+      shape: the shape of the array.
+      one: the number 1, uint32. A loop passes one that the compiler does not know, so
+        that it computes the positions in each pass, and does not store them before it.
+      axis: if given, only the entries with this `index` along it are numbered, in
+        arrays without that axis.
+      index: a uint32 scalar.
     """
-    place = [jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)]
+    kept = [i for i in range(len(shape)) if i != axis]
+    part = tuple(shape[i] for i in kept)
+    place = [jnp.zeros(part, jnp.uint32), jnp.zeros(part, jnp.uint32)]
     word, stride = 1, 1
-    for axis in reversed(range(len(shape))):
-        if stride * shape[axis] > 2**32:
+    for i in reversed(range(len(shape))):
+        if stride * shape[i] > 2**32:
             word, stride = 0, 1
-        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        place[word] += np.uint32(stride) * one * index
-        stride *= shape[axis]
+        along = index
+        if i != axis:
+            along = jax.lax.broadcasted_iota(jnp.uint32, part, kept.index(i))
+        place[word] += np.uint32(stride) * one * along
+        stride *= shape[i]
     high, low = place
     return high, low

@@ -73,6 +73,15 @@ def test_positions_are_flat_indices(shape):
     )
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_positions_of_a_part_are_flat_indices(axis):
+    shape, index = (2, 3, 4), 1
+    high, low = _random.positions(shape, jnp.uint32(1), axis, jnp.uint32(index))
+    assert not np.any(high)
+    expected = np.take(np.arange(24).reshape(shape), index, axis)
+    np.testing.assert_array_equal(low, expected)
+
+
 def test_positions_of_an_array_too_large_for_32_bits_differ():
     shape = (2**17, 2**17)
     rows, columns = jax.eval_shape(lambda: _random.positions(shape, jnp.uint32(1)))

@@ -478,8 +478,8 @@ def test_no_block_is_used_twice(monkeypatch):
         counters.append(np.stack(np.broadcast_arrays(*counter), axis=-1))
         return list(jnp.zeros_like(counters[-1]).T)
 
-    def positions_in_a_large_array(shape, one):
-        high, low = np.indices(shape, np.uint32)
+    def positions_in_a_large_array(shape, one, axis, index):
+        high, low = np.indices(np.delete(shape, axis), np.uint32)
         return jnp.asarray(high), jnp.asarray(low)
 
     monkeypatch.setattr(_discrete_gaussian, "threefry4x32", record)
@@ -545,8 +545,54 @@ def test_the_bits_do_not_depend_on_the_program():
         np.testing.assert_array_equal(wide, expected)
 
 
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Makes an array of 384 entries a large one."""
+    monkeypatch.setattr(_discrete_gaussian, "_LARGEST_PART", 100)
+    monkeypatch.setattr(_discrete_gaussian, "_MOST_BLOCKS", 8)
+    monkeypatch.setattr(_discrete_gaussian, "_SHORTEST_RUN", 1)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (384,), (2, 3, 64), (127, 3)], ids=str)
+def test_parts_have_the_bits_of_a_draw_at_once(shape, request):
+    sample = functools.partial(DiscreteGaussian((128**2, 128, 1)).sample, leaf=2)
+    expected = sample(KEY, shape, step=STEP)
+    request.getfixturevalue("in_parts")
+    divided, axis = _discrete_gaussian._in_parts(shape)
+    assert 3 <= divided[axis] <= 4
+    assert np.prod(divided) == np.prod(shape)
+    np.testing.assert_array_equal(sample(KEY, shape, step=STEP), expected)
+    drawn = jax.jit(sample, static_argnums=1)(KEY, shape, step=STEP)
+    np.testing.assert_array_equal(drawn, expected)
+
+
+LARGE = [(2**30,), (256128, 2048), (50257, 1024), (24, 2048, 16384), (80, 8192, 28672)]
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_large_arrays_are_drawn_in_parts_that_many_devices_share(shape):
+    divided, axis = _discrete_gaussian._in_parts(shape)
+    size = shape[axis - 1]
+    assert divided[: axis - 1] == shape[: axis - 1]
+    assert math.prod(divided[axis - 1 : axis + 2]) == size
+    assert divided[axis + 2 :] == shape[axis:]
+    assert 8 <= divided[axis]
+    assert divided[axis - 1] == math.gcd(size, 256)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (3, 0), (7,), (1000, 1000), (2**24,), (2**24 + 43,)], ids=str
+)
+def test_arrays_that_are_small_or_cannot_be_divided_are_one_part(shape):
+    assert _discrete_gaussian._in_parts(shape) == ((1, *shape), 0)
+
+
+@pytest.mark.parametrize("is_divided", [False, True], ids=["at once", "in parts"])
 @pytest.mark.parametrize("spec", [("a", "b"), (("a", "b"),), (None, "b")], ids=str)
-def test_each_device_draws_its_own_part(spec):
+def test_each_device_draws_its_own_part(spec, is_divided, request):
+    if is_divided:
+        request.getfixturevalue("in_parts")
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     sample = functools.partial(
