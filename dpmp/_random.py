@@ -98,7 +98,7 @@ def positions(
     shape: tuple[int, ...],
     one: jax.Array,
     axis: int | None = None,
-    index: jax.Array | None = None,
+    index: Any = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Two uint32 arrays (high, low) that number the entries of an array.
 
@@ -122,7 +122,7 @@ def positions(
     for i in reversed(range(len(shape))):
         if stride * shape[i] > 2**32:
             word, stride = 0, 1
-        along = index
+        along = jnp.asarray(index, jnp.uint32)
         if i != axis:
             along = jax.lax.broadcasted_iota(jnp.uint32, part, kept.index(i))
         place[word] += np.uint32(stride) * one * along

@@ -72,9 +72,9 @@ _LATTICE_VARIANCE = 4  # the smallest t^2 in the text above
 # A bound on the total variation distance of one entry, by the text above.
 LARGEST_TOTAL_VARIATION = 2.0**-109
 
-# A draw on a GPU stores up to eight words for each entry. So it makes the noise of about
-# this many entries at once. An axis stays divisible by as many devices as before, up to
-# 256. Entries along the last axis are written in runs of 128 bytes at least.
+# A draw on a GPU stores up to eight words for each entry. So it makes the noise of
+# about this many entries at once. An axis stays divisible by as many devices as before,
+# up to 256. Entries along the last axis are written in runs of 128 bytes at least.
 _LARGEST_PART = 2**24
 _MORE_PARTS = 16
 _MOST_BLOCKS = 256
@@ -210,7 +210,7 @@ class DiscreteGaussian:
             drawn = part_of_noise(part)
             return jax.lax.dynamic_update_index_in_dim(noise, drawn, part, axis), None
 
-        parts = np.arange(divided[axis], dtype=np.uint32)
+        parts = jnp.arange(divided[axis], dtype=jnp.uint32)
         if len(parts) == 1:
             return part_of_noise(parts[0]).reshape(shape)
         noise, _ = jax.lax.scan(set_part, jnp.zeros(divided, jnp.int32), parts)
