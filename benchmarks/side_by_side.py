@@ -17,7 +17,11 @@ not installed is named in the line, and so is what a library refuses.
 
     python -m benchmarks.side_by_side                 # thirteen minutes on two cores
     python -m benchmarks.side_by_side --task 'transformer, 17M' --rounds 2
+    python -m benchmarks.side_by_side --task 'SmolLM2, 135M' --only "$PATTERN"
     python -m benchmarks.side_by_side --task tiny --out /tmp/tiny      # to try it out
+
+All steps of SmolLM2 together need more memory than most machines have. The pattern
+'^plain|without privacy$|bounded, (4|8)|exact|privacy, (at once|1)$' leaves a few.
 
 `pip install '.[peers]'` installs the other libraries. Every line is appended to
 benchmarks/results/side_by_side.jsonl.
@@ -28,6 +32,7 @@ import functools
 import importlib.util
 import itertools
 import pathlib
+import re
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +40,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import opacus_steps, results, steps, without_privacy
+from benchmarks import models, opacus_steps, results, steps, without_privacy
 from benchmarks.steps import Step
 from benchmarks.subjects import DTYPES, TASKS, TINY, Subject
 from dpmp.tools import _timing
@@ -45,6 +50,7 @@ SUBJECTS = {
     "cnn": TASKS["cnn"],
     "lstm": TASKS["lstm"],
     "transformer, 17M": Subject(TASKS["transformer, 17M"].make, {16: 2}),
+    "SmolLM2, 135M": Subject(models.smollm2, {8: 2}),
     "tiny": TINY,
 }
 _BY_DEFAULT = ("transformer, 3M", "cnn", "lstm")
@@ -110,9 +116,15 @@ def _has_twin(subject: Subject) -> bool:
     return "heads" in options and not options.get("scan")
 
 
-def measure(subject: Subject, dtype: str, batch_size: int, rounds: int) -> Any:
-    """The figures of a line."""
-    prepare = contenders(subject, dtype, batch_size)
+def measure(
+    subject: Subject, dtype: str, batch_size: int, rounds: int, only: str = ""
+) -> Any:
+    """The figures of a line, for steps whose names have the pattern `only`."""
+    prepare = {
+        name: make
+        for name, make in contenders(subject, dtype, batch_size).items()
+        if re.search(only, name)
+    }
     seconds, figures = steps.measure(prepare, rounds)
     return {**compare(seconds), **figures, "absent": absent(subject)}
 
@@ -155,6 +167,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=[*DTYPES])
     parser.add_argument("--batch-size", type=int, nargs="*", help="multiples of 16")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--only", default="", help="a pattern of the steps to measure")
     parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)  # compilation is timed
@@ -169,7 +182,7 @@ def main() -> None:
                 dtype=dtype,
                 batch_size=batch_size,
                 rounds=rounds,
-                **measure(subject, dtype, batch_size, rounds),
+                **measure(subject, dtype, batch_size, rounds, args.only),
             )
 
 
