@@ -32,7 +32,7 @@ import dpmp
 from benchmarks import results
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-RATES = {"transformer": [1e-3, 3e-3, 1e-2, 3e-2], "smollm2": [1.5e-3, 5e-3, 1.5e-2]}
+RATES = {"transformer": [1e-3, 3e-3, 1e-2, 3e-2], "smollm2": [1.5e-3, 5e-3]}
 WIDTH, LAYERS, CONTEXT, PRETRAINING_STEPS = 32, 1, 32, 300  # of the small transformer
 LENGTH = 64  # tokens of a record for SmolLM2
 
