@@ -11,9 +11,9 @@ default here; other flags go to the example.
 
 With the first command, at epsilon 8 and delta 1e-5, the losses of three seeds are:
 
-    4.127           before fine-tuning
-    4.026 and 4.039 after private fine-tuning
-    3.760 and 3.768 after the same without privacy
+    4.127                     before fine-tuning
+    4.026, 4.039 and 4.042    after private fine-tuning
+    3.760, 3.768 and 3.759    after the same without privacy
 
 Every line is appended to benchmarks/results/emails.jsonl.
 """

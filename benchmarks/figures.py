@@ -146,9 +146,12 @@ def _fine_tuning_on_emails() -> list[Passage]:
     lines = read("emails", "settings")
     nats = [list(x["nats_per_token"].values()) for x in lines]
     before, private, public = zip(*nats, strict=True)
-    text = f"fell from {before[0]:.3f} to {private[0]:.3f} and {private[1]:.3f} nats"
-    text += " per token (two seeds). Without privacy, the same steps give "
-    text += f"{public[0]:.3f} and {public[1]:.3f}."
+    listed = [
+        f"{', '.join(f'{x:.3f}' for x in losses[:-1])} and {losses[-1]:.3f}"
+        for losses in (private, public)
+    ]
+    text = f"fell from {before[0]:.3f} to {listed[0]} nats per token (three seeds). "
+    text += f"Without privacy, the same steps give {listed[1]}."
     return [Passage("docs/finetune_llm.md", text)]
 
 
