@@ -1,7 +1,5 @@
 """Two small tasks to train: images of digits, and a transformer over bytes."""
 
-import importlib.util
-import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +9,7 @@ import numpy as np
 import optax
 import sklearn.datasets
 
-from benchmarks import models
+from benchmarks import example_files, models
 
 _CONTEXT = 64  # bytes of a record
 _PRETRAINING_STEPS = 250
@@ -118,8 +116,8 @@ def _digit_loss(params: Any, batch: Any) -> jax.Array:
 
 def transformer() -> Task:
     """A decoder over bytes: pre-trained on public text, then trained on docstrings."""
-    example = _load_example()
-    train, held_out = example.split(example.standard_library_docstrings())
+    example = example_files.load("finetune_transformer")
+    train, held_out = example.private_and_held_out(None)
     train, held_out = _encode(train), _encode(held_out)
     model = models.transformer(
         jnp.float32, 1, length=_CONTEXT, width=48, depth=2, heads=2, scan=True
@@ -139,17 +137,6 @@ def transformer() -> Task:
         loss_weight=2.0**-16,
         learning_rate=2e-3,
     )
-
-
-def _load_example() -> Any:
-    """The example that fine-tunes a transformer, for its texts."""
-    path = pathlib.Path(__file__).parents[1] / "examples" / "finetune_transformer.py"
-    spec = importlib.util.spec_from_file_location("finetune_transformer", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _encode(texts: list[str]) -> np.ndarray:

@@ -17,8 +17,6 @@ Every line is appended to benchmarks/results/dp_adam.jsonl.
 
 import argparse
 import functools
-import importlib.util
-import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,9 +27,8 @@ import optax
 from flax import nnx
 
 import dpmp
-from benchmarks import results
+from benchmarks import example_files, results
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 RATES = {"transformer": [1e-3, 3e-3, 1e-2, 3e-2], "smollm2": [1.5e-3, 5e-3]}
 WIDTH, LAYERS, CONTEXT, PRETRAINING_STEPS = 32, 1, 32, 300  # of the small transformer
 LENGTH = 64  # tokens of a record for SmolLM2
@@ -49,22 +46,12 @@ class Task(NamedTuple):
     policy: str
 
 
-def load_example(name: str) -> Any:
-    """A file of examples/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example
-
-
 def transformer() -> Task:
     """The transformer of the example, made smaller, after its public training."""
-    example = load_example("finetune_transformer")
+    example = example_files.load("finetune_transformer")
     example.WIDTH, example.HEADS = WIDTH, 2
     example.LAYERS, example.CONTEXT = LAYERS, CONTEXT
-    texts = example.split(example.standard_library_docstrings())
+    texts = example.private_and_held_out(None)
     train, held_out = map(example.encode, texts)
     graphdef, params = nnx.split(example.Transformer(nnx.Rngs(0)), nnx.Param)
 
@@ -82,7 +69,7 @@ def transformer() -> Task:
 
 def smollm2() -> Task:
     """Adapters of SmolLM2-135M, as the example has them."""
-    example = load_example("finetune_llm")
+    example = example_files.load("finetune_llm")
     model = example.llm.load(example.find_model(None), dtype=jnp.bfloat16)
     make_batch = functools.partial(
         example.llm.make_batch, model.tokenizer, length=LENGTH

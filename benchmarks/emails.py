@@ -25,11 +25,11 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks import mails, results
+from benchmarks import example_files, mails, results
 
 SETTINGS = ("seed", "rank", "targets", "length", "steps", "batch_size", "learning_rate")
 SHORT = ["--steps=3", "--batch-size=256"]  # flags that come later replace these
-EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "finetune_llm.py"
+EXAMPLE = example_files.FOLDER / "finetune_llm.py"
 
 
 def finetune(data: pathlib.Path, output: pathlib.Path, flags: list[str]) -> dict:

@@ -33,11 +33,12 @@ import optax
 from flax import nnx
 
 import dpmp
-from benchmarks import results
+from benchmarks import example_files, results
 from dpmp import runs
 from dpmp.runs._checkpoints import Checkpoints
 from dpmp.tools import _timing
-from examples import finetune_transformer as example
+
+example = example_files.load("finetune_transformer")
 
 _EXAMPLES = 7737
 
