@@ -16,8 +16,14 @@ COMMANDS = sorted(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_explains_its_flags(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
+    try:
+        benchmark = importlib.import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "jax_privacy":  # it comes with the extra `bench`
+            raise
+        pytest.skip(str(error))
     with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(f"benchmarks.{name}").main()
+        benchmark.main()
     assert stopped.value.code == 0
     assert "usage:" in capsys.readouterr().out
 
