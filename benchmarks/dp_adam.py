@@ -7,6 +7,7 @@ range over the seeds.
 
     python -m benchmarks.dp_adam         # five minutes on two quiet cores
     python -m benchmarks.dp_adam --model smollm2 --steps 6 --batch-size 64 --seeds 2
+                                         # about an hour
 
 The first command trains the transformer of examples/finetune_transformer.py, made
 smaller, after training on the public text. The second one trains adapters of
@@ -29,7 +30,7 @@ from flax import nnx
 import dpmp
 from benchmarks import example_files, results
 
-RATES = {"transformer": [1e-3, 3e-3, 1e-2, 3e-2], "smollm2": [1.5e-3, 5e-3]}
+RATES = {"transformer": [1e-3, 3e-3, 1e-2, 3e-2], "smollm2": [1.5e-3, 5e-3, 1.5e-2]}
 WIDTH, LAYERS, CONTEXT, PRETRAINING_STEPS = 32, 1, 32, 300  # of the small transformer
 LENGTH = 64  # tokens of a record for SmolLM2
 
