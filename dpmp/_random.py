@@ -1,7 +1,7 @@
 """Random keys of 128 bits, and the derivation of one key from another."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,12 +95,9 @@ def key_words(prng_key: jax.Array) -> jax.Array:
 
 
 def positions(
-    shape: tuple[int, ...],
-    one: jax.Array,
-    axis: int | None = None,
-    index: Any = 0,
+    shape: tuple[int, ...], indices: Sequence[jax.Array], one: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Two uint32 arrays (high, low) that number the entries of an array.
+    """Two uint32 arrays (high, low) that number entries of an array.
 
     No two entries have the same pair. `low` is the flat index if that fits into 32
     bits. Otherwise it is the index within as many of the last axes as fit, and `high`
@@ -109,23 +106,25 @@ def positions(
 
     Args:
       shape: the shape of the array.
+      indices: for each axis, the index of every entry to number, uint32; broadcast.
       one: the number 1, uint32. A loop passes one that the compiler does not know, so
         that it computes the positions in each pass, and does not store them before it.
-      axis: if given, only the entries with this `index` along it are numbered, in
-        arrays without that axis.
-      index: a uint32 scalar.
+
+    Raises:
+      ValueError: if either part does not fit into 32 bits.
     """
-    kept = [i for i in range(len(shape)) if i != axis]
-    part = tuple(shape[i] for i in kept)
-    place = [jnp.zeros(part, jnp.uint32), jnp.zeros(part, jnp.uint32)]
-    word, stride = 1, 1
-    for i in reversed(range(len(shape))):
-        if stride * shape[i] > 2**32:
+    words, word, stride = [jnp.zeros((), jnp.uint32)] * 2, 1, 1
+    for size, index in reversed(list(zip(shape, indices, strict=True))):
+        if stride * size > 2**32:
+            _validate.require(
+                word == 1 and size <= 2**32,
+                "the entries of an array must be numbered by two words of 32 bits",
+                shape=shape,
+                fix="Divide it into several arrays.",
+            )
             word, stride = 0, 1
-        along = jnp.asarray(index, jnp.uint32)
-        if i != axis:
-            along = jax.lax.broadcasted_iota(jnp.uint32, part, kept.index(i))
-        place[word] += np.uint32(stride) * one * along
-        stride *= shape[i]
-    high, low = place
-    return high, low
+        if size > 1:
+            words[word] += np.uint32(stride) * one * index
+        stride *= size
+    shape = jnp.broadcast_shapes(*(x.shape for x in indices))
+    return jnp.broadcast_to(words[0], shape), jnp.broadcast_to(words[1], shape)

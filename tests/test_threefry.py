@@ -64,31 +64,35 @@ def test_fresh_keys_are_those_of_jax():
     assert jax.random.bits(key, (2, 3)).ravel().tolist() == BITS
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3, 4)])
+def indices_of(shape):
+    return [jax.lax.broadcasted_iota(jnp.uint32, shape, i) for i in range(len(shape))]
+
+
+@pytest.mark.parametrize("shape", [(1,), (0,), (7,), (2, 3, 4), (1, 5, 1)])
 def test_positions_are_flat_indices(shape):
-    high, low = _random.positions(shape, jnp.uint32(1))
+    high, low = _random.positions(shape, indices_of(shape), jnp.uint32(1))
     assert not np.any(high)
-    np.testing.assert_array_equal(
-        low, np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    )
+    np.testing.assert_array_equal(low, np.arange(np.prod(shape)).reshape(shape))
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_positions_of_a_part_are_flat_indices(axis):
-    shape, index = (2, 3, 4), 1
-    high, low = _random.positions(shape, jnp.uint32(1), axis, jnp.uint32(index))
-    assert not np.any(high)
-    expected = np.take(np.arange(24).reshape(shape), index, axis)
-    np.testing.assert_array_equal(low, expected)
+@pytest.mark.parametrize(
+    ("shape", "last"),
+    [
+        ((2**17, 2**17), (2**17 - 1, 2**17 - 1)),
+        ((2**16, 2**16), (0, 2**32 - 1)),
+        ((256,) * 4, (0, 2**32 - 1)),
+        ((1, 2**32), (0, 2**32 - 1)),
+        ((3, 1, 2**16, 2**16), (2, 2**32 - 1)),
+        ((80, 8192, 28672), (79, 8192 * 28672 - 1)),
+    ],
+)
+def test_positions_of_a_large_array_fit_into_two_words(shape, last):
+    corner = [jnp.uint32(size - 1) for size in shape]
+    words = _random.positions(shape, corner, jnp.uint32(1))
+    assert tuple(map(int, words)) == last
 
 
-def test_positions_of_an_array_too_large_for_32_bits_differ():
-    shape = (2**17, 2**17)
-    rows, columns = jax.eval_shape(lambda: _random.positions(shape, jnp.uint32(1)))
-    assert rows.shape == columns.shape == shape
-
-    @jax.jit
-    def corner():
-        return [x[-1, -1] for x in _random.positions(shape, jnp.uint32(1))]
-
-    assert corner() == [2**17 - 1, 2**17 - 1]
+@pytest.mark.parametrize("shape", [(2**32 + 1,), (3, 2**31 - 1, 3)])
+def test_positions_that_two_words_cannot_number_are_refused(shape):
+    with pytest.raises(ValueError, match="two words of 32 bits"):
+        _random.positions(shape, [jnp.uint32(0)] * len(shape), jnp.uint32(1))

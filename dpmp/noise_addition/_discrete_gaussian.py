@@ -47,7 +47,7 @@ import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,13 +72,13 @@ _LATTICE_VARIANCE = 4  # the smallest t^2 in the text above
 # A bound on the total variation distance of one entry, by the text above.
 LARGEST_TOTAL_VARIATION = 2.0**-109
 
-# A draw on a GPU stores up to eight words for each entry. So it makes the noise of
-# about this many entries at once. An axis stays divisible by as many devices as before,
-# up to 256. Entries along the last axis are written in runs of 128 bytes at least.
-_LARGEST_PART = 2**24
-_MORE_PARTS = 16
-_MOST_BLOCKS = 256
-_SHORTEST_RUN = 32
+# A draw on a GPU stores up to eight words for each entry. So a large array is drawn in
+# parts of about this many entries, or of up to 16 times fewer.
+_PART = 2**24
+_MOST_PARTS = 16  # for each one that is wanted
+# Numbers of devices along an axis are thought to divide this one.
+_NUMBERS_OF_DEVICES = 256 * 3 * 5
+_SHORTEST_RUN = 32  # entries next to each other, which are 128 bytes
 
 # Stream 4 i + d of the random bits is for base draw d (1, 2 or 3) of leaf i.
 _STREAMS_PER_LEAF = 4
@@ -190,82 +190,117 @@ class DiscreteGaussian:
         step = jnp.asarray(step).astype(jnp.uint32)
         streams = _STREAMS_PER_LEAF * leaf + 1 + np.arange(len(self.multipliers))
         draws = streams.astype(np.uint32), np.array(self.multipliers, np.int32)
-        divided, axis = _in_parts(shape)
+        division = _divided(shape or (1,))
+        axis, parts = division.axis + 1, division.parts
 
-        def part_of_noise(part: jax.Array) -> jax.Array:
+        def part_of_noise(part: Any) -> jax.Array:
             def add_draw(noise: jax.Array, draw: Any) -> tuple[jax.Array, None]:
                 stream, multiplier = draw
                 # Else the compiler would store before the loop what the draws have in
                 # common: places, also mixed with the key. These are as large as the
                 # noise.
-                words = fence((key, np.uint32(1), stream))
-                draw = _base_draw(alias_table(), *words, step, divided, axis, part)
+                own_key, one, _ = fence((key, np.uint32(1), stream))
+                draw = _base_draw(
+                    alias_table(),
+                    key=own_key,
+                    stream=stream,
+                    step=step,
+                    part=part,
+                    one=one,
+                    division=division,
+                )
                 return noise + multiplier * draw, None
 
             # A loop, because a draw takes the compiler a large part of a second.
-            zeros = jnp.zeros(divided[:axis] + divided[axis + 1 :], jnp.int32)
+            zeros = jnp.zeros(division.shape_of_part, jnp.int32)
             return jax.lax.scan(add_draw, zeros, draws)[0]
 
         def set_part(noise: jax.Array, part: jax.Array) -> tuple[jax.Array, None]:
             drawn = part_of_noise(part)
             return jax.lax.dynamic_update_index_in_dim(noise, drawn, part, axis), None
 
-        parts = jnp.arange(divided[axis], dtype=jnp.uint32)
-        if len(parts) == 1:
-            return part_of_noise(parts[0]).reshape(shape)
-        noise, _ = jax.lax.scan(set_part, jnp.zeros(divided, jnp.int32), parts)
+        if parts == 1:
+            return part_of_noise(jnp.uint32(0)).reshape(shape)
+        shape_of_all = list(division.shape_of_part)
+        shape_of_all.insert(axis, parts)
+        noise = jnp.zeros(shape_of_all, jnp.int32)
+        noise, _ = jax.lax.scan(set_part, noise, jnp.arange(parts, dtype=jnp.uint32))
         return noise.reshape(shape)
+
+
+class _Division(NamedTuple):
+    """A division of an array: runs of entries of an axis are dealt to parts in turn.
+
+    The axis is viewed as (blocks, parts, run). As each part has entries of all blocks,
+    devices that share the blocks share each part.
+    """
+
+    shape: tuple[int, ...]
+    axis: int = 0
+    parts: int = 1
+    run: int = 1
+
+    @property
+    def shape_of_part(self) -> tuple[int, ...]:
+        """With the blocks and the run in place of the divided axis."""
+        axis, blocks = self.axis, self.shape[self.axis] // (self.parts * self.run)
+        return (*self.shape[:axis], blocks, self.run, *self.shape[axis + 1 :])
+
+    def indices(self, part: jax.Array) -> list[jax.Array]:
+        """The indices in the whole array of the entries of a part, by axis."""
+        shape, axis = self.shape_of_part, self.axis
+        found = [
+            jax.lax.broadcasted_iota(jnp.uint32, shape, i) for i in range(len(shape))
+        ]
+        block, place = found[axis : axis + 2]
+        run = block * np.uint32(self.parts) + part
+        found[axis : axis + 2] = [run * np.uint32(self.run) + place]
+        return found
+
+
+def _divided(shape: tuple[int, ...]) -> _Division:
+    """Chooses the division whose parts are nearest to `_PART` entries.
+
+    It changes none of the noise. Devices that can share an axis evenly must also share
+    its blocks evenly: otherwise the compiler would have each of them draw the noise of
+    all. So some arrays have fewer parts than this, or one.
+    """
+    wanted = -(-math.prod(shape) // _PART)
+    nearest, found = math.inf, _Division(shape)
+    if wanted <= 1:
+        return found
+    for axis, size in enumerate(shape):
+        run = max(1, _SHORTEST_RUN // math.prod(shape[axis + 1 :]))
+        shared = math.gcd(size, _NUMBERS_OF_DEVICES)
+        for parts in range(2, min(_MOST_PARTS * wanted, size // run) + 1):
+            if size % (parts * run) or size // (parts * run) % shared:
+                continue
+            distance = max(parts / wanted, wanted / parts)
+            if distance < nearest:
+                nearest, found = distance, _Division(shape, axis, parts, run)
+    return found
 
 
 # jit traces this once for all draws of one shape. The table is an argument, so that a
 # program holds it once as a constant, however many shapes there are.
-@functools.partial(jax.jit, static_argnames=("shape", "axis"))
+@functools.partial(jax.jit, static_argnames="division")
 def _base_draw(
     table: AliasTable,
+    *,
     key: jax.Array,
-    one: jax.Array,
     stream: jax.Array,
     step: jax.Array,
-    shape: tuple[int, ...],
-    axis: int,
     part: jax.Array,
+    one: jax.Array,
+    division: _Division,
 ) -> jax.Array:
-    """The draw for one part of an array, along an axis that is counted away."""
-    high, low = positions(shape, one, axis, part)
+    """One draw for a part of an array, in the shape that `division` gives it."""
+    high, low = positions(division.shape, division.indices(part), one)
     # In the counters that jax uses itself, for bits and for keys, the first word is 0.
     # A stream is never 0, so that no counter is used twice. The stream comes first for
     # another reason: the places are mixed with it at once, and draws share few arrays
     # that XLA might store.
     return look_up(table, threefry4x32(list(key), [stream, low, step, high]))
-
-
-def _in_parts(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Divides an axis of a large array, so that a draw stores words for a part only.
-
-    An axis of n entries is viewed as (blocks, parts, n / (blocks * parts)). A part has
-    entries of every block, so that devices which share the blocks share each part.
-    Without enough blocks for many devices, the compiler would have each of them draw
-    the noise of all, so there are fewer parts instead.
-
-    Returns:
-      The shape of the view, and its axis of parts. A small array is one part.
-    """
-    wanted = -(-math.prod(shape) // _LARGEST_PART)
-    nearest, found = math.inf, ((1, *shape), 0)
-    if wanted <= 1:
-        return found
-    for axis, size in enumerate(shape):
-        run = _SHORTEST_RUN if axis == len(shape) - 1 else 1
-        for parts in range(2, min(_MORE_PARTS * wanted, size // run) + 1):
-            blocks = math.gcd(size // (parts * run), _MOST_BLOCKS)
-            is_divisible = size % (parts * run) == 0
-            is_for_devices = blocks == math.gcd(size, _MOST_BLOCKS)
-            distance = max(parts / wanted, wanted / parts)
-            if is_divisible and is_for_devices and distance < nearest:
-                inner = (blocks, parts, size // (parts * blocks))
-                nearest = distance
-                found = (*shape[:axis], *inner, *shape[axis + 1 :]), axis + 1
-    return found
 
 
 def _squares(multipliers: tuple[int, ...]) -> int:

@@ -1,5 +1,6 @@
 """Ground truth is exact: integers, fractions, decimals of 60 digits."""
 
+import contextlib
 import decimal
 import functools
 import itertools
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import equations
 from scipy import stats
 
+from dpmp._random import positions
 from dpmp._threefry import threefry4x32
 from dpmp.noise_addition import _alias_table, _discrete_gaussian
 from dpmp.noise_addition._alias_table import look_up
@@ -30,6 +32,21 @@ NUM_DRAWS = 2**20
 # With fixed keys nothing flakes; this is for the day on which a key changes.
 SMALLEST_P_VALUE = 1e-6
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230782")
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """A context in which an array of more than a hundred entries is a large one."""
+
+    @contextlib.contextmanager
+    def context(entries=100):
+        with monkeypatch.context() as patch:
+            patch.setattr(_discrete_gaussian, "_PART", entries)
+            patch.setattr(_discrete_gaussian, "_NUMBERS_OF_DEVICES", 2 * 3 * 5)
+            patch.setattr(_discrete_gaussian, "_SHORTEST_RUN", 1)
+            yield
+
+    return context
 
 
 @pytest.fixture
@@ -478,9 +495,9 @@ def test_no_block_is_used_twice(monkeypatch):
         counters.append(np.stack(np.broadcast_arrays(*counter), axis=-1))
         return list(jnp.zeros_like(counters[-1]).T)
 
-    def positions_in_a_large_array(shape, one, axis, index):
-        high, low = np.indices(np.delete(shape, axis), np.uint32)
-        return jnp.asarray(high), jnp.asarray(low)
+    def positions_in_a_large_array(shape, indices, one):
+        high, low = np.unravel_index(positions(shape, indices, one)[1], (3, 3))
+        return jnp.uint32(high), jnp.uint32(low)
 
     monkeypatch.setattr(_discrete_gaussian, "threefry4x32", record)
     monkeypatch.setattr(_discrete_gaussian, "positions", positions_in_a_large_array)
@@ -517,13 +534,16 @@ def test_the_noise_is_a_function_of_key_step_leaf_and_place():
         assert np.mean(first == other) < 0.01
 
 
-def test_the_bits_do_not_depend_on_the_program():
+@pytest.mark.parametrize("is_divided", [False, True], ids=["at once", "in parts"])
+def test_the_bits_do_not_depend_on_the_program(is_divided, in_parts):
     noise = DiscreteGaussian((128**2, 128, 1))
 
     def sample(key, step):
-        return noise.sample(key, (16, 24), step=step, leaf=2)
+        with in_parts() if is_divided else contextlib.nullcontext():
+            return noise.sample(key, (16, 24), step=step, leaf=2)
 
-    expected = sample(KEY, jnp.int32(3))
+    expected = noise.sample(KEY, (16, 24), step=jnp.int32(3), leaf=2)
+    np.testing.assert_array_equal(sample(KEY, jnp.int32(3)), expected)
     np.testing.assert_array_equal(jax.jit(sample)(KEY, jnp.int32(3)), expected)
 
     steps = jnp.arange(5, dtype=jnp.int32)
@@ -545,26 +565,16 @@ def test_the_bits_do_not_depend_on_the_program():
         np.testing.assert_array_equal(wide, expected)
 
 
-@pytest.fixture
-def in_parts(monkeypatch):
-    """Makes an array of 384 entries a large one."""
-    monkeypatch.setattr(_discrete_gaussian, "_LARGEST_PART", 100)
-    monkeypatch.setattr(_discrete_gaussian, "_MOST_BLOCKS", 8)
-    monkeypatch.setattr(_discrete_gaussian, "_SHORTEST_RUN", 1)
-    jax.clear_caches()
-
-
-@pytest.mark.parametrize("shape", [(16, 24), (384,), (2, 3, 64), (127, 3)], ids=str)
-def test_parts_have_the_bits_of_a_draw_at_once(shape, request):
-    sample = functools.partial(DiscreteGaussian((128**2, 128, 1)).sample, leaf=2)
-    expected = sample(KEY, shape, step=STEP)
-    request.getfixturevalue("in_parts")
-    divided, axis = _discrete_gaussian._in_parts(shape)
-    assert 3 <= divided[axis] <= 4
-    assert np.prod(divided) == np.prod(shape)
-    np.testing.assert_array_equal(sample(KEY, shape, step=STEP), expected)
-    drawn = jax.jit(sample, static_argnums=1)(KEY, shape, step=STEP)
-    np.testing.assert_array_equal(drawn, expected)
+def test_parts_have_the_bits_of_a_draw_at_once(in_parts):
+    for shape in [(16, 24), (384,), (2, 3, 64), (12, 32)]:
+        sample = functools.partial(
+            DiscreteGaussian((128**2, 128, 1)).sample, shape=shape, leaf=2, step=STEP
+        )
+        expected = sample(KEY)
+        with in_parts():
+            assert 3 <= _discrete_gaussian._divided(shape).parts <= 4
+            np.testing.assert_array_equal(sample(KEY), expected)
+            np.testing.assert_array_equal(jax.jit(sample)(KEY), expected)
 
 
 LARGE = [(2**30,), (256128, 2048), (50257, 1024), (24, 2048, 16384), (80, 8192, 28672)]
@@ -572,34 +582,53 @@ LARGE = [(2**30,), (256128, 2048), (50257, 1024), (24, 2048, 16384), (80, 8192, 
 
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_arrays_are_drawn_in_parts_that_many_devices_share(shape):
-    divided, axis = _discrete_gaussian._in_parts(shape)
-    size = shape[axis - 1]
-    assert divided[: axis - 1] == shape[: axis - 1]
-    assert math.prod(divided[axis - 1 : axis + 2]) == size
-    assert divided[axis + 2 :] == shape[axis:]
-    assert divided[axis] >= 8
-    assert divided[axis - 1] == math.gcd(size, 256)
+    division = _discrete_gaussian._divided(shape)
+    axis, size = division.axis, shape[division.axis]
+    part = division.shape_of_part
+    assert division.parts >= 8
+    assert (*part[:axis], size, *part[axis + 2 :]) == shape
+    assert part[axis] * division.parts * division.run == size
+    assert part[axis] % math.gcd(size, 256 * 3 * 5) == 0
+    assert math.prod(part[axis + 1 :]) >= 32
 
 
 @pytest.mark.parametrize(
-    "shape", [(), (0,), (3, 0), (7,), (1000, 1000), (2**24,), (2**24 + 43,)], ids=str
+    "shape", [(1,), (0,), (3, 0), (7,), (1000, 1000), (2**24,), (2**24 + 43,)], ids=str
 )
 def test_arrays_that_are_small_or_cannot_be_divided_are_one_part(shape):
-    assert _discrete_gaussian._in_parts(shape) == ((1, *shape), 0)
+    assert _discrete_gaussian._divided(shape).parts == 1
+    assert math.prod(_discrete_gaussian._divided(shape).shape_of_part) == math.prod(
+        shape
+    )
+
+
+@pytest.mark.parametrize(("axis", "devices"), [(0, 3), (0, 5), (0, 6), (1, 3), (2, 5)])
+def test_any_number_of_devices_shares_a_part(axis, devices, in_parts):
+    shape = (60, 60, 60)
+    mesh = jax.make_mesh((devices,), ("a",), devices=jax.devices()[:devices])
+    spec = PartitionSpec(*[None] * axis, "a")
+    sample = functools.partial(DiscreteGaussian((2, 1)).sample, shape=shape, leaf=0)
+    expected = sample(KEY, step=STEP)
+    with in_parts(entries=110_000):
+        assert _discrete_gaussian._divided(shape).parts > 1
+        sample_parts = jax.jit(sample, out_shardings=NamedSharding(mesh, spec))
+        compiled = sample_parts.lower(KEY, step=STEP).compile()
+        np.testing.assert_array_equal(compiled(KEY, step=STEP), expected)
+    of_all = 4 * math.prod(shape)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * of_all / devices
 
 
 @pytest.mark.parametrize("is_divided", [False, True], ids=["at once", "in parts"])
 @pytest.mark.parametrize("spec", [("a", "b"), (("a", "b"),), (None, "b")], ids=str)
-def test_each_device_draws_its_own_part(spec, is_divided, request):
-    if is_divided:
-        request.getfixturevalue("in_parts")
+def test_each_device_draws_its_own_part(spec, is_divided, in_parts):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     sample = functools.partial(
         DiscreteGaussian((128, 1)).sample, shape=(16, 24), leaf=2
     )
     sample_parts = jax.jit(sample, out_shardings=sharding)
-    compiled = sample_parts.lower(KEY, step=STEP).compile()
+    with in_parts() if is_divided else contextlib.nullcontext():
+        compiled = sample_parts.lower(KEY, step=STEP).compile()
     parts = compiled(KEY, step=STEP)
     assert parts.sharding.is_equivalent_to(sharding, 2)
     np.testing.assert_array_equal(parts, sample(KEY, step=STEP))
