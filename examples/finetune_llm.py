@@ -16,7 +16,7 @@ These losses were measured with the defaults (7,737 records to train on, the fir
 of those held out; epsilon 8, delta 1e-5; 0.9 million trained parameters):
 
     4.00                 nats per token on held-out records, before fine-tuning
-    3.679 and 3.684       after private fine-tuning, in two runs
+    3.679 to 3.686       after private fine-tuning, in three runs
     3.533                after the same without privacy, which `--compare` adds
 
 A run takes seven minutes on two CPU cores; `--compare` trains twice. Noise and batches
