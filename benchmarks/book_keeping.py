@@ -43,10 +43,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax_privacy.clipping
 
 import dpmp
-from benchmarks import models, results, timing, without_privacy
+from benchmarks import models, peers, results, timing, without_privacy
 from benchmarks.subjects import DTYPES, TASKS
 from dpmp import book_keeping
 from dpmp._fence import behind_a_branch
@@ -70,7 +69,7 @@ def contenders(task: models.Task, batch_size: int) -> Functions:
         **without_privacy.grad_fns(task.loss_fn),
     }
     clip = functools.partial(
-        jax_privacy.clipping.clipped_grad, task.loss_fn, l2_clip_norm=1.0
+        peers.jax_privacy_clipped_grad(), task.loss_fn, l2_clip_norm=1.0
     )
     for size in (None, 1, 8):
         functions[_name("jax_privacy", size)] = clip(microbatch_size=size)

@@ -18,10 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax_privacy.clipping
 
 import dpmp
-from benchmarks import models, results, timing
+from benchmarks import models, peers, results, timing
 
 TASKS = {"mlp": models.mlp, "transformer": models.transformer}
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -32,7 +31,7 @@ def contenders(
 ) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name; all but the last clip."""
     clip = functools.partial(
-        jax_privacy.clipping.clipped_grad,
+        peers.jax_privacy_clipped_grad(),
         task.loss_fn,
         l2_clip_norm=1.0,
         microbatch_size=microbatch_size,

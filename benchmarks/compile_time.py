@@ -24,10 +24,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax_privacy.clipping
 
 import dpmp
-from benchmarks import flax_models, models, results
+from benchmarks import flax_models, models, peers, results
 from dpmp import noise_addition
 
 ARITHMETICS = ("float32", "float32x2", "exact")
@@ -73,7 +72,7 @@ def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     )
     return {
         "plain": jax.grad(task.loss_fn),
-        "jax_privacy": jax_privacy.clipping.clipped_grad(
+        "jax_privacy": peers.jax_privacy_clipped_grad()(
             task.loss_fn, l2_clip_norm=1.0, dtype=jnp.float32
         ),
         **{name: clip(arithmetic=name) for name in ARITHMETICS},

@@ -7,7 +7,7 @@ range over the seeds.
 
     python -m benchmarks.dp_adam         # five minutes on two quiet cores
     python -m benchmarks.dp_adam --model smollm2 --steps 6 --batch-size 64 --seeds 2
-                                         # about an hour
+                                         # an hour on two cores with other work
 
 The first command trains the transformer of examples/finetune_transformer.py, made
 smaller, after training on the public text. The second one trains adapters of
@@ -45,6 +45,7 @@ class Task(NamedTuple):
     records: Any
     evaluate: Callable[[Any], float]
     policy: str
+    microbatch_size: int
 
 
 def transformer() -> Task:
@@ -65,7 +66,7 @@ def transformer() -> Task:
     params = example.pretrain(graphdef, params, policy, args)
     evaluate = functools.partial(example.evaluate, graphdef, tokens=held_out)
     unit = "nats per byte"
-    return Task("transformer", unit, loss_fn, params, train, evaluate, "float32")
+    return Task("transformer", unit, loss_fn, params, train, evaluate, "float32", 32)
 
 
 def smollm2() -> Task:
@@ -87,6 +88,7 @@ def smollm2() -> Task:
         records=make_batch(train),
         evaluate=functools.partial(example.evaluate, model, held_out),
         policy="mixed_bfloat16",
+        microbatch_size=16,
     )
 
 
@@ -129,7 +131,7 @@ def main() -> None:
         expected_batch_size=args.batch_size,
         iterations=args.steps,
         l2_clip_norm=1.0,
-        microbatch_size=16,
+        microbatch_size=task.microbatch_size,
         num_parameters=sum(x.size for x in jax.tree.leaves(task.params)),
     ).calibrate(epsilon=args.epsilon, delta=1e-5)
     before = task.evaluate(task.params)

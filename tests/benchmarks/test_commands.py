@@ -7,6 +7,8 @@ import sys
 import jax
 import pytest
 
+from benchmarks import peers
+
 FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
 COMMANDS = sorted(
     path.stem for path in FOLDER.glob("*.py") if "ArgumentParser(" in path.read_text()
@@ -16,16 +18,17 @@ COMMANDS = sorted(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_explains_its_flags(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
-    try:
-        benchmark = importlib.import_module(f"benchmarks.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != "jax_privacy":  # it comes with the extra `bench`
-            raise
-        pytest.skip(str(error))
     with pytest.raises(SystemExit) as stopped:
-        benchmark.main()
+        importlib.import_module(f"benchmarks.{name}").main()
     assert stopped.value.code == 0
     assert "usage:" in capsys.readouterr().out
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_privacy", None)
+    monkeypatch.delitem(sys.modules, "jax_privacy.clipping", raising=False)
+    with pytest.raises(SystemExit, match=r"jax_privacy.*pip install '.\[bench\]'"):
+        peers.jax_privacy_clipped_grad()
 
 
 @pytest.mark.slow

@@ -28,10 +28,10 @@ def measure_contributions(sums: Sums, sizes: Sizes) -> list[Result]:
             contribution = sum_fn([x[None] for x in leaves], np.zeros(1, bool))
             squares[name] = squared_norm(contribution) / bound**2
     title = "norm of a clipped gradient, over the clip norm"
-    lowest = {"at_least": sums.smallest_norm}
+    lowest = sums.smallest_norm
     return [
         _result(f"Largest {title}", sums, squares, max, at_most=1.0),
-        _result(f"Smallest {title}", sums, squares, min, **lowest),
+        _result(f"Smallest {title}", sums, squares, min, at_least=lowest),
     ]
 
 
