@@ -20,7 +20,8 @@ of those held out; epsilon 8, delta 1e-5; 0.9 million trained parameters):
     3.533                after the same without privacy, which `--compare` adds
 
 A run takes seven to eight minutes on two CPU cores; `--compare` trains twice. Noise and
-batches differ in every run. On a GPU, records are cut off after 512 tokens instead of 64.
+batches differ in every run. On a GPU, records are cut off after 512 tokens instead of
+64.
 
 About one record in sixteen is held out. The printed losses are measured on these
 records, which are treated as public: the model is not trained on them, but the losses
