@@ -10,7 +10,7 @@ because `report.py` makes them.
 import itertools
 from typing import NamedTuple
 
-from benchmarks.markdown import read
+from benchmarks.markdown import Line, read
 from benchmarks.utility_tables import mean_with_error
 
 
@@ -80,7 +80,7 @@ def _next_to_other_libraries() -> list[Passage]:
         f"{_span(shown['Opacus secure_mode'], '.0%')} in `secure_mode` |",
         f"| {_span(bits['dpmp'], '.0f')} | {_span(bits['jax_privacy'], '.0f')} | "
         f"{_span(bits['Opacus'], '.0f')} |",
-        _time_of_a_step(),
+        *_times_of_a_step(),
     ]
     return [Passage("README.md", row) for row in rows]
 
@@ -108,21 +108,36 @@ def _span(values: list[float], form: str = ".2f") -> str:
     return text.replace("%", " %")
 
 
-def _time_of_a_step() -> str:
-    wanted = {"task": "transformer, 3M", "dtype": "bfloat16", "batch_size": 64}
-    (line,) = read("side_by_side", "task", **wanted)
-    ratios = line["time_over"]
-    jax, torch = ratios["plain"], ratios["torch, plain"]
-    ours = "dpmp book_keeping bounded, 8"
-    best = jax[line["best"]["jax_privacy, best"]]
-    return (
+def _times_of_a_step() -> list[str]:
+    small, large = (
+        read("side_by_side", "device", task=task, dtype="bfloat16", batch_size=size)
+        for task, size in {"transformer, 3M": 64, "SmolLM2, 135M": 8}.items()
+    )
+    return [
         "| time of a step over that of plain training in the same framework (3M "
         "transformer, bfloat16, batch of 64; dpmp with book-keeping in microbatches of "
-        f"8) | {jax[ours]:.1f}; {ratios['fastest plain'][ours]:.1f} over the fastest "
-        f"plain step | {jax['jax_privacy, at once']:.1f}; {best:.1f} in its best "
-        f"microbatches | {torch['Opacus, hooks']:.1f}; {torch['Opacus, ghost']:.1f} "
-        "with ghost clipping |"
+        f"8) | {_times_in_jax(small, 'dpmp book_keeping bounded, 8')} | "
+        f"{_time_over(small, 'torch, plain', 'Opacus, hooks')}; "
+        f"{_time_over(small, 'torch, plain', 'Opacus, ghost')} with ghost clipping |",
+        "| the same for SmolLM2-135M (batch of 8, microbatches of 4) | "
+        f"{_times_in_jax(large, 'dpmp book_keeping bounded, 4')} | not measured |",
+    ]
+
+
+def _times_in_jax(lines: list[Line], ours: str) -> str:
+    peers = ("jax_privacy, at once", "jax_privacy, best")
+    default, best = (_time_over(lines, "plain", name) for name in peers)
+    return (
+        f"{_time_over(lines, 'plain', ours)}; "
+        f"{_time_over(lines, 'fastest plain', ours)} over the fastest plain step | "
+        f"{default}; {best} in its best microbatches"
     )
+
+
+def _time_over(lines: list[Line], reference: str, name: str) -> str:
+    """The time of a step over that of another one, on several processors."""
+    ratios = [x["time_over"][reference][x["best"].get(name, name)] for x in lines]
+    return _span(ratios, ".1f")
 
 
 def _spam_filters() -> list[Passage]:
@@ -172,9 +187,10 @@ def _lost_updates() -> Passage:
 
 
 def _noise_of_large_runs() -> Passage:
-    (line,) = read("exactness_cost", "dtype", question="noise", dtype="float32")
-    text = f"noise take {line['milliseconds']['exact']:.0f} milliseconds"
-    return Passage("docs/past_one_machine.md", f"ten million entries of exact {text}")
+    lines = read("exactness_cost", "device", question="noise", dtype="float32")
+    times = _span([x["milliseconds"]["exact"] for x in lines], ".0f")
+    text = f"ten million entries of exact noise take {times} milliseconds"
+    return Passage("docs/past_one_machine.md", text)
 
 
 def _batches_of_large_runs() -> Passage:

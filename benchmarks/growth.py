@@ -6,7 +6,7 @@ The number of arrays is that of a network of square layers whose parameters are 
 all. For each axis, the exponent says how time follows the size: 1 is proportional, and
 0 is not at all. It is the slope of the logarithms, by least squares.
 
-    python -m benchmarks.growth           # five minutes on two cores
+    python -m benchmarks.growth           # seven minutes on two cores
     python -m benchmarks.growth --axis batch --tiny --rounds 1 --out /tmp/tiny
 
 Every line is appended to benchmarks/results/growth.jsonl.

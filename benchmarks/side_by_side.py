@@ -15,7 +15,7 @@ ratios within rounds, temporary memory by the compiler's account, by how much th
 process grows in a step beside its parameters, and seconds to compile. A library that is
 not installed is named in the line, and so is what a library refuses.
 
-    python -m benchmarks.side_by_side                 # thirteen minutes on two cores
+    python -m benchmarks.side_by_side                 # twenty minutes on two cores
     python -m benchmarks.side_by_side --task 'transformer, 17M' --rounds 2
     python -m benchmarks.side_by_side --task 'SmolLM2, 135M' --only "$PATTERN"
     python -m benchmarks.side_by_side --task tiny --out /tmp/tiny      # to try it out

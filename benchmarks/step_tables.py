@@ -111,9 +111,10 @@ def _absences(lines: list[Line]) -> str:
 
 
 def _precision() -> str:
-    lines = read("precision", "task", "step", "batch_size")
+    lines = read("precision", "task", "step", "batch_size", "device")
     rows = [
         (
+            x["device"].partition(",")[0],
             x["task"],
             x["batch_size"],
             x["step"],
@@ -125,7 +126,8 @@ def _precision() -> str:
         for x in lines
         for policy, milliseconds in x["milliseconds"].items()
     ]
-    header = ["model", "batch", "step of", "policy", "ms", "speed-up", "memory saved"]
+    header = ["processor", "model", "batch", "step of", "policy", "ms", "speed-up"]
+    header += ["memory saved"]
     return section(
         "Precision",
         "Whole steps under the policies of dpmp, in turn: the speed-up over the same "

@@ -68,17 +68,20 @@ def _clipping() -> str:
 
 
 def _exactness_cost() -> str:
-    lines = read("exactness_cost", "question", "dtype")
+    lines = read("exactness_cost", "question", "dtype", "device")
+    order = list(_QUESTIONS)
+    lines.sort(key=lambda x: (order.index(x["question"]), x["dtype"]))
     rows = [
         (
             _QUESTIONS[x["question"]],
             x["dtype"],
+            x["device"].partition(",")[0],
             *(x["time_ratio"].get(name) for name in ("exact", "fine", "float32x2")),
             *(x["memory_ratio"].get(name) for name in ("exact", "fine", "float32x2")),
         )
         for x in lines
     ]
-    header = ["what", "dtype", "time, exact", "fine grid", "float32x2"]
+    header = ["what", "dtype", "processor", "time, exact", "fine grid", "float32x2"]
     header += ["memory, exact", "fine grid", "float32x2"]
     return section(
         "What exactness costs",

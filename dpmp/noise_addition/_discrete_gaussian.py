@@ -190,7 +190,7 @@ class DiscreteGaussian:
         step = jnp.asarray(step).astype(jnp.uint32)
         streams = _STREAMS_PER_LEAF * leaf + 1 + np.arange(len(self.multipliers))
         draws = streams.astype(np.uint32), np.array(self.multipliers, np.int32)
-        division = _divided(shape or (1,))
+        division = _divided(shape)
         axis, parts = division.axis + 1, division.parts
 
         def part_of_noise(part: Any) -> jax.Array:
@@ -220,7 +220,7 @@ class DiscreteGaussian:
             return jax.lax.dynamic_update_index_in_dim(noise, drawn, part, axis), None
 
         if parts == 1:
-            return part_of_noise(jnp.uint32(0)).reshape(shape)
+            return part_of_noise(jnp.uint32(0))
         shape_of_all = list(division.shape_of_part)
         shape_of_all.insert(axis, parts)
         noise = jnp.zeros(shape_of_all, jnp.int32)
@@ -243,6 +243,8 @@ class _Division(NamedTuple):
     @property
     def shape_of_part(self) -> tuple[int, ...]:
         """With the blocks and the run in place of the divided axis."""
+        if self.parts == 1:  # XLA would store words for more axes, even of size 1.
+            return self.shape
         axis, blocks = self.axis, self.shape[self.axis] // (self.parts * self.run)
         return (*self.shape[:axis], blocks, self.run, *self.shape[axis + 1 :])
 
@@ -252,9 +254,10 @@ class _Division(NamedTuple):
         found = [
             jax.lax.broadcasted_iota(jnp.uint32, shape, i) for i in range(len(shape))
         ]
-        block, place = found[axis : axis + 2]
-        run = block * np.uint32(self.parts) + part
-        found[axis : axis + 2] = [run * np.uint32(self.run) + place]
+        if self.parts > 1:
+            block, place = found[axis : axis + 2]
+            run = block * np.uint32(self.parts) + part
+            found[axis : axis + 2] = [run * np.uint32(self.run) + place]
         return found
 
 

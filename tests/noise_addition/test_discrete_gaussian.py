@@ -602,6 +602,14 @@ def test_arrays_that_are_small_or_cannot_be_divided_are_one_part(shape):
     )
 
 
+@pytest.mark.parametrize("shape", [(4096,), (64, 64), (16, 16, 16)], ids=str)
+def test_no_words_are_stored_for_small_arrays(shape):
+    sample = functools.partial(DiscreteGaussian((128, 1)).sample, shape=shape, leaf=0)
+    compiled = jax.jit(sample).lower(KEY, step=STEP).compile()
+    in_bytes = 4 * math.prod(shape)
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * in_bytes
+
+
 @pytest.mark.parametrize(("axis", "devices"), [(0, 3), (0, 5), (0, 6), (1, 3), (2, 5)])
 def test_any_number_of_devices_shares_a_part(axis, devices, in_parts):
     shape = (60, 60, 60)
