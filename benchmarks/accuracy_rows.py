@@ -43,7 +43,7 @@ ROWS = {
 
 
 class Run(NamedTuple):
-    """What is trained once for each seed, with one program."""
+    """What is trained once for each seed."""
 
     task: accuracy_tasks.Task
     row: Row
@@ -118,23 +118,24 @@ def _share_of_nonzero(is_lost: Any, reference: Any, *trees: Any) -> jax.Array:
 
 
 def make_trainer(run: Run) -> Callable[[Any, int], Trained]:
-    """A function of initial parameters and a seed, one program for all of them."""
+    """A function of initial parameters and a seed."""
     if run.row.policy is None:
         return _make_naive_trainer(run)
-    with warnings.catch_warnings():
-        # One row has to show what the warning is about.
-        warnings.filterwarnings("ignore", "float16 gradients below 6e-8 become zero")
-        trainer = dpmp.DPTrainer(
-            mechanism=run.mechanism,
-            loss_fn=run.loss_fn,
-            optimizer=run.optimizer,
-            policy=run.policy,
-            loss_scale=run.row.loss_scale,
-        )
 
     def train(params: Any, seed: int) -> Trained:
-        # A key that anyone can guess: these runs are to be compared, not released.
-        state = trainer.init(params, prng_key=jax.random.key(seed))
+        with warnings.catch_warnings():
+            # One row has to show what the warning is about.
+            warnings.filterwarnings("ignore", "float16 gradients below 6e-8")
+            trainer = dpmp.DPTrainer(
+                mechanism=run.mechanism,
+                loss_fn=run.loss_fn,
+                optimizer=run.optimizer,
+                policy=run.policy,
+                loss_scale=run.row.loss_scale,
+                # Anyone can guess it: these runs are to be compared, not released.
+                prng_key=jax.random.key(seed),
+            )
+        state = trainer.init(params)
         state = trainer.fit(state, run.task.train, progress=False)
         scale = run.row.loss_scale or 1.0
         if state.scale_state is not None:

@@ -105,9 +105,9 @@ def optimizers(mechanism: dpmp.DPSGD) -> dict[str, optax.GradientTransformation]
     return {name: optax.chain(x, scale(step_size=1.0)) for name, x in found.items()}
 
 
-def fit(trainer: dpmp.DPTrainer, task: Task, rate: float, seed: int) -> Any:
+def fit(trainer: dpmp.DPTrainer, task: Task, rate: float) -> Any:
     """The parameters after a run with this learning rate."""
-    state = trainer.init(task.params, prng_key=jax.random.key(seed))
+    state = trainer.init(task.params)
     of_adam, of_scale = state.opt_state
     of_scale.hyperparams["step_size"] = jnp.float32(rate)
     state = state._replace(opt_state=(of_adam, of_scale))
@@ -136,18 +136,21 @@ def main() -> None:
     ).calibrate(epsilon=args.epsilon, delta=1e-5)
     before = task.evaluate(task.params)
     trainers = {
-        name: dpmp.DPTrainer(
-            mechanism=mechanism,
-            loss_fn=task.loss_fn,
-            optimizer=optimizer,
-            policy=task.policy,
-        )
+        name: [
+            dpmp.DPTrainer(
+                mechanism=mechanism,
+                loss_fn=task.loss_fn,
+                optimizer=optimizer,
+                policy=task.policy,
+                prng_key=jax.random.key(seed),
+            )
+            for seed in range(args.seeds)
+        ]
         for name, optimizer in optimizers(mechanism).items()
     }
     for rate in args.rates or RATES[args.model]:
-        for name, trainer in trainers.items():
-            seeds = range(args.seeds)
-            losses = [task.evaluate(fit(trainer, task, rate, seed)) for seed in seeds]
+        for name, of_seeds in trainers.items():
+            losses = [task.evaluate(fit(trainer, task, rate)) for trainer in of_seeds]
             results.append(
                 "dp_adam",
                 model=task.model,

@@ -1,10 +1,9 @@
 """What do the files of a run cost, and how long does it take to go on from them?
 
-Two runs of the model of `examples/finetune_transformer.py` take turns, with the same
-batches: `fit(progress=False)`, and `fit(checkpoint_dir=...)` with checkpoints, ledger,
-metrics and progress. A round has `--steps` steps of each run and one checkpoint.
-Compared are the times from the end of the first step to that of the last. The time to
-compute epsilon is left out, which `fit` limits to one per cent of a run.
+The model of `examples/finetune_transformer.py` is trained with the same batches by
+`fit(progress=False)`, by `fit()`, whose progress goes to a file, and by
+`fit(checkpoint_dir=...)`, which take turns. A round has `--steps` steps of each, which
+one checkpoint releases. Then every step is released, which tells the time of a release.
 
 Then a model of 17 million parameters is saved and goes on, with a new trainer that has
 to compile the step again.
@@ -16,14 +15,15 @@ Every line is appended to benchmarks/results/long_runs.jsonl.
 """
 
 import argparse
+import contextlib
 import functools
+import itertools
 import json
-import pathlib
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,8 +34,6 @@ from flax import nnx
 
 import dpmp
 from benchmarks import example_files, results
-from dpmp import runs
-from dpmp.runs._checkpoints import Checkpoints
 from dpmp.tools import _timing
 
 example = example_files.load("finetune_transformer")
@@ -101,75 +99,54 @@ def dense(width: int) -> tuple[dpmp.DPTrainer, Any, Any]:
     return trainer, params, np.ones((100, width), np.float32)
 
 
-class Run:
-    """A run in parts, whose steps are timed without those that compile."""
+def fit(task: tuple[dpmp.DPTrainer, Any, Any], steps: int, **options: Any) -> float:
+    """Makes steps from the beginning; returns the seconds for one."""
+    trainer, params, data = task
+    state = trainer.init(params)
+    begin = time.perf_counter()
+    state = trainer.fit(state, data, stop_at=steps, **options)
+    jax.block_until_ready(state.params)
+    return (time.perf_counter() - begin) / steps
 
-    def __init__(self, trainer: dpmp.DPTrainer, params: Any, data: Any, **options: Any):
-        """Prepares a run; `options` are those of `fit`."""
-        key = jax.random.key(0)  # all runs draw the same batches
-        self.state = trainer.init(params, prng_key=key)
-        self._fit = functools.partial(trainer.fit, source=data, **options)
 
-    def seconds(self, steps: int) -> float:
-        """Makes steps; returns the seconds for one, without the first."""
-        ends = []
-        number = 0
+def fit_in_directory(task: Any, steps: int, **options: Any) -> float:
+    """The same with a directory, for all steps together or for each."""
+    with tempfile.TemporaryDirectory() as directory:
+        options = {"checkpoint_dir": directory, "progress": False, **options}
+        return fit(task, steps, **options)
 
-        def callback(state: dpmp.TrainingState) -> None:
-            nonlocal number
-            number += 1
-            if number in (1, steps):
-                jax.block_until_ready(state.params)
-                ends.append(time.perf_counter())
 
-        stop = int(self.state.step) + steps
-        self.state = self._fit(self.state, stop_at=stop, callback=callback)
-        return (ends[1] - ends[0]) / (steps - 1)
+def fit_with_progress(task: Any, steps: int) -> float:
+    """The same with progress, which goes nowhere."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        return fit(task, steps)
 
 
 def cost(rounds: int, steps: int, batch_size: int) -> dict[str, Any]:
-    """Compares a run with a directory to one without, round by round."""
-    # Each part has a checkpoint in its middle. Another one begins with its last step,
-    # and most of it is written after the clock has stopped.
-    steps += steps % 2
-    iterations = (rounds + 1) * steps
-    task = transformer(batch_size=batch_size, iterations=iterations)
-    with tempfile.TemporaryDirectory() as directory:
-        files = {"checkpoint_dir": f"{directory}/run", "every": steps // 2}
-        contenders = {
-            "plain": Run(*task, progress=False),
-            "with files": Run(*task, **files),
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for i in range(rounds + 1):
-            for name in sorted(contenders, reverse=bool(i % 2)):
-                seconds[name].append(contenders[name].seconds(steps))
-        trainer, _, data = task
-        state = contenders["with files"].state
-        first = trainer.init(task[1], prng_key=jax.random.key(0))
-        returns, written = _saving(state, pathlib.Path(directory))
-        parts = {
-            "save_returns": returns,
-            "save_is_written": written,
-            "ledger_record": _ledger_record(trainer.mechanism),
-            "batch_is_drawn": _median(lambda _: trainer.load_batch(first, data), 20),
-        }
+    """Compares runs with and without files and progress, round by round."""
+    task = transformer(batch_size=batch_size, iterations=steps)
+    contenders = {
+        "plain": functools.partial(fit, task, steps, progress=False),
+        "progress": functools.partial(fit_with_progress, task, steps),
+        "directory": functools.partial(fit_in_directory, task, steps, every=steps),
+        "every=1": functools.partial(fit_in_directory, task, steps, every=1),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(rounds + 1):
+        for name in sorted(contenders, reverse=bool(i % 2)):
+            seconds[name].append(contenders[name]())
     counted = {name: times[1:] for name, times in seconds.items()}
-    plain = statistics.median(counted["plain"])
+    median = {name: statistics.median(x) for name, x in counted.items()}
     return {
         "batch_size": batch_size,
         "steps_of_a_round": steps,
         "rounds": rounds,
-        "step_seconds": {k: _round(statistics.median(x)) for k, x in counted.items()},
-        "time_ratio": round(
-            _timing.median_ratio(counted["with files"], counted["plain"]), 4
-        ),
-        "ratios": [
-            round(a / b, 4)
-            for a, b in zip(counted["with files"], counted["plain"], strict=True)
-        ],
-        "seconds": {name: _round(x) for name, x in parts.items()},
-        "drawing_share": round(parts["batch_is_drawn"] / plain, 4),
+        "step_seconds": {name: _round(x) for name, x in median.items()},
+        "release_seconds": _round(median["every=1"] - median["plain"]),
+        "time_ratio": {
+            name: round(_timing.median_ratio(counted[name], counted["plain"]), 4)
+            for name in ("progress", "directory")
+        },
     }
 
 
@@ -177,7 +154,7 @@ def resume(width: int) -> dict[str, Any]:
     """Saves a run after two steps, and goes on with a new trainer."""
     trainer, params, data = dense(width)
     with tempfile.TemporaryDirectory() as directory:
-        options = {"checkpoint_dir": directory, "every": 2, "progress": False}
+        options = {"checkpoint_dir": directory, "progress": False}
         trainer.fit(trainer.init(params), data, stop_at=2, **options)
         # Another trainer has another program.
         jax.clear_caches()
@@ -191,55 +168,22 @@ def resume(width: int) -> dict[str, Any]:
             jax.block_until_ready(state.params)
             at.append(time.perf_counter())
 
-        state = trainer.fit(state, data, stop_at=4, callback=callback, **options)
-        returns, written = _saving(state, pathlib.Path(directory))
+        state = trainer.fit(
+            state, data, stop_at=6, every=1, callback=callback, **options
+        )
+    step = fit((trainer, params, data), 4, progress=False)
+    arrays = jax.tree.leaves((state.params, state.opt_state))
+    with_release = statistics.median(b - a for a, b in itertools.pairwise(at))
     return {
         "parameters": 4 * width**2,
-        "megabytes": round(sum(x.nbytes for x in _arrays(state)) / 1e6),
+        "megabytes": round(sum(x.nbytes for x in arrays) / 1e6),
         "seconds": {
             "restore": _round(restored - begin),
-            "until_the_first_step": _round(at[0] - begin),
-            "a_step": _round(at[1] - at[0]),
-            "save_returns": _round(returns),
-            "save_is_written": _round(written),
+            "until_the_first_release": _round(at[0] - begin),
+            "a_step": _round(step),
+            "release": _round(with_release - step),
         },
     }
-
-
-def _arrays(state: dpmp.TrainingState) -> list[jax.Array]:
-    return jax.tree.leaves((state.params, state.opt_state))
-
-
-def _saving(state: dpmp.TrainingState, directory: pathlib.Path) -> tuple[float, float]:
-    """Seconds until `save` returns, and until the files are written: medians of 5."""
-    returns, written = [], []
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        checkpoints = Checkpoints(pathlib.Path(folder))
-        for step in range(6):
-            begin = time.perf_counter()
-            checkpoints.save(step, state)
-            returns.append(time.perf_counter() - begin)
-            checkpoints.wait()
-            written.append(time.perf_counter() - begin)
-        checkpoints.close()
-    return statistics.median(returns[1:]), statistics.median(written[1:])
-
-
-def _ledger_record(mechanism: dpmp.DPSGD) -> float:
-    with tempfile.TemporaryDirectory() as folder, runs.locked(folder) as path:
-        entry = runs.Ledger.open(path).entry(
-            mechanism, key_fingerprint="0" * 32, data_tag="0" * 32
-        )
-        return _median(lambda i: entry.begin(i, i + 1), 20)
-
-
-def _median(function: Callable[[int], Any], times: int) -> float:
-    seconds = []
-    for i in range(times):
-        begin = time.perf_counter()
-        function(i)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
 
 
 def _round(seconds: float) -> float:
@@ -259,8 +203,8 @@ def main() -> None:
         sys.stdout.write(json.dumps(figures, indent=2) + "\n")
         return
     figures = cost(args.rounds, args.steps, args.batch_size)
-    results.append("long_runs", question="cost", **figures)
-    results.append("long_runs", question="resume", **resume(2050))
+    results.append("long_runs", question="files", **figures)
+    results.append("long_runs", question="going on", **resume(2050))
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def make_trainer() -> dpmp.DPTrainer:
         loss_fn=loss_fn,
         optimizer=optax.sgd(0.1),
         policy="float32",
+        prng_key=jax.random.key(0),
     )
 
 
@@ -81,9 +82,8 @@ def main() -> None:
     params = jnp.zeros(WIDTH)
 
     def run(source: object, prefetch: int) -> jax.Array:
-        state = trainer.init(params, prng_key=jax.random.key(0))
         state = trainer.fit(
-            state,
+            trainer.init(params),
             source,
             progress=False,
             prefetch=prefetch,

@@ -20,7 +20,6 @@ benchmarks/results/scaling.jsonl.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -109,13 +108,12 @@ def compile_step(
     microbatch_size = _LARGE_MICROBATCH * mesh.size
     batch_size = _NUM_MICROBATCHES * microbatch_size
     trainer = make_trainer(loss_fn, params, batch_size, microbatch_size)
-    init = functools.partial(trainer.init, prng_key=jax.random.key(0))
 
     def placed(x: Any) -> jax.ShapeDtypeStruct:
         place = sharded(x, mesh) if shards_parameters else whole
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    state = jax.tree.map(placed, jax.eval_shape(init, params))
+    state = jax.tree.map(placed, jax.eval_shape(trainer.init, params))
     by_example = jax.NamedSharding(mesh, jax.P("data"))
     tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32, sharding=by_example)
     compiled = trainer.lower(state, tokens).compile()
@@ -160,7 +158,7 @@ def measure_steps(*, batch_size: int, kind: str) -> dict[str, Any]:
         times.append(time.monotonic())
 
     trainer.fit(
-        trainer.init(params, prng_key=jax.random.key(0)),
+        trainer.init(params),
         data,
         batch_sharding=jax.NamedSharding(mesh, jax.P("data")),
         callback=note_time,

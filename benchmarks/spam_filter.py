@@ -161,8 +161,9 @@ def train_with_dpmp(run: Run) -> np.ndarray:
         loss_fn=loss_fn,
         optimizer=_optimizer(run.settings),
         policy="float32",
+        prng_key=jax.random.key(run.seed),
     )
-    state = trainer.init(run.initial, prng_key=jax.random.key(run.seed))
+    state = trainer.init(run.initial)
     trained = trainer.fit(state, run.data, progress=False).params
     if "adapters" in trained:
         initial = run.initial["adapters"]

@@ -145,13 +145,12 @@ def of_dpmp(
         optimizer=optax.adam(1e-3),
         policy=policy,
     )
-    state = trainer.init(params, prng_key=jax.random.key(0))
+    state = trainer.init(params)._replace(spent=None)
     batch = jax.tree.map(jnp.asarray, task.batch)
     program, constants = trainer._step.make_program(state, batch)
-    is_padding = jnp.zeros(batch_size, bool)
-    return _compiled(
-        program, state, batch, is_padding, constants, next_state=lambda out: out[0]
-    )
+    keys = list(jax.random.bits(jax.random.key(0), (3, 4), jnp.uint32))
+    args = keys, batch, jnp.zeros(batch_size, bool), constants
+    return _compiled(program, state, *args, next_state=lambda out: out[0])
 
 
 def of_jax_privacy(task: models.Task, policy: str, microbatch_size: int | None) -> Step:

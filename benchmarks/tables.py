@@ -7,11 +7,6 @@ from typing import Any
 from benchmarks import language_model_tables, step_tables, utility_tables
 from benchmarks.markdown import Line, by_device, read, section, table
 
-_PARTS = {
-    "save_returns": "save returns, s",
-    "save_is_written": "is written, s",
-    "ledger_record": "ledger record, s",
-}
 _QUESTIONS = {
     "clip_and_sum": "clip and sum 64 gradients of a million entries",
     "clipped_grad": "the same with the gradients of an MLP",
@@ -202,28 +197,27 @@ def _prefetch() -> str:
 
 
 def _long_runs() -> str:
-    cost = read("long_runs", "batch_size", question="cost")
-    resumed = read("long_runs", "parameters", question="resume")
+    cost = read("long_runs", "batch_size", question="files")
+    resumed = read("long_runs", "parameters", question="going on")
     costs = [
         (
             x["batch_size"],
             x["steps_of_a_round"],
             x["step_seconds"]["plain"],
-            100 * (x["time_ratio"] - 1),
-            100 * x["drawing_share"],
-            *(x["seconds"][name] for name in _PARTS),
+            *(100 * (x["time_ratio"][name] - 1) for name in ("progress", "directory")),
+            x["release_seconds"],
         )
         for x in cost
     ]
-    header = ["batch", "steps for a checkpoint", "seconds for a step"]
-    header += ["files and progress, %", "drawing a batch, %", *_PARTS.values()]
+    header = ["batch", "steps for a release", "seconds for a step"]
+    header += ["progress, %", "directory, %", "a release, s"]
     times = [(x["parameters"], x["megabytes"], *x["seconds"].values()) for x in resumed]
-    names = ["read", "until the first step", "a step", "save returns", "is written"]
+    names = ["read", "until the first release", "a step", "a release"]
     return section(
         "Long runs",
-        "What checkpoints, ledger, metrics and progress add to a step of the model of "
-        "`examples/finetune_transformer.py`, with a checkpoint far more often than by "
-        "default. The time to compute epsilon comes on top, up to one percent. The "
+        "What progress and a directory (checkpoint, ledger and metrics) add to a run "
+        "of the model of `examples/finetune_transformer.py`, with a release more often "
+        "than by default. The time to compute epsilon is included, once for a run. The "
         "second table has the seconds to save a model, and to go on from the files "
         "with a program that has to be compiled.",
         "long_runs",

@@ -135,9 +135,9 @@ def train_with_dpmp(run: Run) -> Any:
         loss_fn=loss_fn,
         optimizer=optax.adam(run.learning_rate),
         policy="float32",
+        prng_key=jax.random.key(run.seed),
     )
-    state = trainer.init(run.initial, prng_key=jax.random.key(run.seed))
-    return trainer.fit(state, run.data, progress=False).params
+    return trainer.fit(trainer.init(run.initial), run.data, progress=False).params
 
 
 def train_with_jax_privacy(run: Run) -> Any:

@@ -10,9 +10,7 @@ import rich.console
 
 from dpmp import _validate
 from dpmp.planning import _commands
-from dpmp.runs._commands import add_ledger_command
-from dpmp.runs._plot import add_plot_command
-from dpmp.tools import devices, memory
+from dpmp.tools import devices, ledger, memory, plot
 from dpmp.tools.selfcheck import _command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._results import Sizes
@@ -31,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.add_devices_command(commands)
     memory.add_memory_command(commands)
     _commands.add_planning_commands(commands)
-    add_ledger_command(commands)
-    add_plot_command(commands)
+    ledger.add_ledger_command(commands)
+    plot.add_plot_command(commands)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()

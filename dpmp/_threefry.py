@@ -6,6 +6,7 @@ References:
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,12 +25,11 @@ _ROTATIONS = (
 _KEY_PARITY = np.uint32(0x1BD11BDA)
 
 
-def threefry4x32(
-    key: Sequence[jax.Array], counter: Sequence[jax.Array]
-) -> list[jax.Array]:
+def threefry4x32(key: Sequence[Any], counter: Sequence[Any]) -> list[Any]:
     """Encrypts a counter, elementwise and in constant time.
 
-    Key, counter and result are four uint32 arrays each; key and counter broadcast.
+    Key, counter and result are four uint32 arrays each, of jax or of NumPy; key and
+    counter broadcast.
     """
     schedule = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ _KEY_PARITY]
     x = [word + k for word, k in zip(counter, schedule[:4], strict=True)]

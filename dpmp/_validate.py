@@ -87,6 +87,14 @@ def probability(*, fix: str, **value: Any) -> float:
     return _checked_real(lambda x: 0 < x <= 1, "in (0, 1]", fix, value)
 
 
+def boolean(*, fix: str, **value: Any) -> bool:
+    """Checks that the one keyword is a Python or NumPy bool; returns a `bool`."""
+    ((name, given),) = value.items()
+    is_bool = isinstance(given, bool | np.bool)
+    require(is_bool, f"{name} must be True or False", fix=fix, **value)
+    return bool(given)
+
+
 def _checked_integer(least: int, fix: str, value: dict[str, Any]) -> int:
     ((name, given),) = value.items()
     x = as_number(given)

@@ -19,6 +19,7 @@ from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.clipping import AdaptiveClipNorm
 from dpmp.mechanism import DPSGD
+from dpmp.numerics._sums import is_sum
 
 __all__ = ["DPAdamState", "dp_adam"]
 
@@ -163,6 +164,18 @@ def _stddev_of_noise(mechanism: DPSGD) -> float:
     return mechanism.stddev
 
 
+def _check_noisy(updates: PyTree) -> None:
+    """Raises ValueError for a sum of clipped gradients that has no noise yet."""
+    sums = [x for x in jax.tree.leaves(updates, is_leaf=is_sum) if is_sum(x)]
+    _validate.require(
+        not sums,
+        "a sum of clipped gradients must receive noise before an optimizer reads it",
+        types=sorted({type(x).__name__ for x in sums}),
+        fix="Pass the sum to the privatizer, and what that returns to the optimizer: "
+        "noisy_grads, noise_state = privatizer.update(sums, noise_state).",
+    )
+
+
 def _direction(
     b1: float, b2: float, eps: float, variance: float, smallest: float
 ) -> optax.GradientTransformation:
@@ -176,6 +189,7 @@ def _direction(
         updates: PyTree, state: DPAdamState, params: PyTree = None
     ) -> tuple[PyTree, DPAdamState]:
         del params
+        _check_noisy(updates)
         num_updates = state.num_updates + 1
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)

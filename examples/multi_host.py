@@ -10,7 +10,7 @@ number of processes and devices: the sums are exact, and the noise is a function
 key and of the place of each parameter. With `--checkpoints DIR`, the same command goes
 on after a process has failed.
 
-Result: 40 steps reach an accuracy of 0.977 on held-out examples, at epsilon 3. The last
+Result: 40 steps reach an accuracy of 0.976 on held-out examples, at epsilon 3. The last
 line that is printed is a hash of the parameters. It was the same for 1 and 2 processes
 with 1 and 2 devices each. To show this, the script uses a key that everybody knows.
 Leave `prng_key` out for your own data: whoever has the key can subtract the noise.
@@ -98,22 +98,25 @@ def train(num_steps, checkpoint_dir):
         method="per_example",  # its exact sums do not depend on the devices
     ).calibrate(epsilon=3.0, delta=1e-5)
     trainer = dpmp.DPTrainer(
-        mechanism=mechanism, loss_fn=loss, optimizer=optax.adam(0.01), policy="float32"
+        mechanism=mechanism,
+        loss_fn=loss,
+        optimizer=optax.adam(0.01),
+        policy="float32",
+        # A real run leaves the key out: the first process then draws secret bits.
+        prng_key=jax.random.key(0),
     )
     # Each device holds its share of each parameter. The optimizer's state follows.
     sharded = jax.NamedSharding(mesh, jax.P("data"))
     params = jax.device_put(init_params(), sharded)
-    # A real run leaves the key out: the first process then draws a secret one.
-    state = trainer.init(params, prng_key=jax.random.key(0))
     state = trainer.fit(
-        state,
+        trainer.init(params),
         Examples(0, NUM_EXAMPLES),
         stop_at=num_steps,
         batch_sharding=sharded,
         checkpoint_dir=checkpoint_dir,
         every=10,
     )
-    return state, mechanism.guarantee(num_steps).epsilon
+    return state, trainer.guarantee(state).epsilon
 
 
 def report(state, epsilon, output):

@@ -1,7 +1,8 @@
 """A mechanism whose epsilon takes little time, and ledgers of its steps."""
 
 from dpmp import DPSGD
-from dpmp.runs import Ledger
+from dpmp.runs._ledger import Ledger, Record
+from dpmp.runs._spent import Segment
 
 DELTA = 1e-5
 MECHANISM = DPSGD(
@@ -14,16 +15,20 @@ MECHANISM = DPSGD(
 )
 
 
-def entry_of(ledger, mechanism=MECHANISM, *, key="key", data="data"):
-    return ledger.entry(mechanism, key_fingerprint=key, data_tag=data)
+def steps(start, stop, *, run="a", planned=100, mechanism=MECHANISM):
+    """Steps of a run, whose id repeats one hexadecimal digit."""
+    cost = mechanism.step_cost
+    return Segment(id=32 * run, start=start, stop=stop, planned=planned, cost=cost)
 
 
-def epsilon_of(directory, delta=DELTA):
-    return Ledger.open(directory).guarantee(delta=delta).epsilon
+def charged(start, stop, **fields):
+    mechanism = fields.get("mechanism", MECHANISM)
+    segment = steps(start, stop, **fields)
+    return Record(event="charged", segment=segment, delta=mechanism.delta)
 
 
 def num_steps(directory):
-    return sum(run.num_steps for run in Ledger.open(directory).runs)
+    return sum(x.stop - x.start for x in Ledger(directory).spent.segments)
 
 
 def file_of(directory):
@@ -31,7 +36,7 @@ def file_of(directory):
 
 
 def write_three(directory):
-    entry = entry_of(Ledger.open(directory))
+    ledger = Ledger(directory)
     for start in (0, 10, 20):
-        entry.begin(start, start + 10)
+        ledger.append(charged(start, start + 10))
     return file_of(directory).read_bytes()

@@ -69,19 +69,19 @@ def dpsgd(**fields):
 
 
 def trainer(**fields):
-    options = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "policy": "float32"}
-    return dpmp.DPTrainer(**{"mechanism": dpsgd(), **options, **fields})
+    # With this key, the first batch has several examples.
+    options = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "prng_key": KEY}
+    options |= {"mechanism": dpsgd(), "policy": "float32"}
+    return dpmp.DPTrainer(**options | fields)
 
 
 def state():
-    return trainer().init(PARAMS, prng_key=KEY)
+    return trainer().init(PARAMS)
 
 
 def done():
     """A state after as many steps as the run has."""
-    first, step = state(), jnp.int32(2)
-    noise_state = first.noise_state._replace(step=step)
-    return first._replace(step=step, noise_state=noise_state)
+    return state()._replace(step=jnp.int32(2))
 
 
 def fit(data=DATA, **options):
@@ -135,6 +135,10 @@ def plans(**options):
 def adapters(targets="kernel", **options):
     params = {"kernel": jnp.full((3, 2), SECRET)}
     return lora.init(KEY, params, **{"rank": 2, "targets": targets, **options})
+
+
+def trained():
+    return jax.tree.map(lambda x: x + 1, adapters())
 
 
 def adaptive(**fields):
@@ -204,28 +208,32 @@ CASES = {
     "init-complex: every leaf of params must": lambda: trainer().init(
         {"w": jnp.ones(3, complex)}
     ),
-    "init-key-integer: prng_key must be": lambda: trainer().init(
-        PARAMS, prng_key=12345678
+    "trainer-uses-key-text: uses_prng_key must be": lambda: trainer(uses_prng_key="no"),
+    "trainer-key-integer: prng_key must be": lambda: trainer(prng_key=12345678),
+    "trainer-key-old: prng_key must be": lambda: trainer(
+        prng_key=jax.random.PRNGKey(1)
     ),
-    "init-key-old: prng_key must be": lambda: trainer().init(
-        PARAMS, prng_key=jax.random.PRNGKey(1)
-    ),
-    "init-keys: prng_key must be": lambda: trainer().init(
-        PARAMS, prng_key=jax.random.split(KEY)
-    ),
-    "init-uncalibrated: the mechanism must": lambda: trainer(
+    "trainer-keys: prng_key must be": lambda: trainer(prng_key=jax.random.split(KEY)),
+    "fit-uncalibrated: the mechanism must": lambda: trainer(
         mechanism=dpsgd(noise_multiplier=None)
-    ).init(PARAMS),
-    "fit-state: state must be": lambda: trainer().fit(PARAMS, DATA),
-    "fit-another-noise: a run must": lambda: trainer(
-        mechanism=dpsgd(noise_multiplier=2.0)
     ).fit(state(), DATA),
-    "fit-another-policy: a run must": lambda: trainer(policy="mixed_bfloat16").fit(
-        state(), DATA
+    "guarantee-state: state must be": lambda: trainer().guarantee(PARAMS, delta=0.1),
+    "guarantee-no-delta: epsilon must be": lambda: trainer().guarantee(state()),
+    "guarantee-spent: state.spent must be": lambda: trainer().guarantee(
+        state()._replace(spent=None), delta=0.1
     ),
-    "fit-another-scale: a run must": lambda: trainer(loss_scale=2.0).fit(state(), DATA),
-    "fit-no-fingerprint: a state must": lambda: trainer().fit(
-        state()._replace(fingerprint=None), 0
+    "fit-state: state must be": lambda: trainer().fit(PARAMS, DATA),
+    "fit-spent: state.spent must be": lambda: trainer().fit(
+        state()._replace(spent=np.zeros((1, 22), np.uint32)), DATA
+    ),
+    "fit-directory-type: checkpoint_dir must be": lambda: fit(checkpoint_dir=3),
+    "fit-directory-empty: checkpoint_dir must be": lambda: fit(checkpoint_dir=""),
+    "fit-directory-url: checkpoint_dir must be": lambda: fit(
+        checkpoint_dir="s3://runs/1"
+    ),
+    "fit-directory-nul: checkpoint_dir must be": lambda: fit(checkpoint_dir="a\0b"),
+    "fit-directory-long: checkpoint_dir must be": lambda: fit(
+        checkpoint_dir="/tmp/" + "long" * 1000
     ),
     "fit-stop-at-late: stop_at must be": lambda: fit(stop_at=3),
     "fit-stop-at-negative: stop_at must be": lambda: fit(stop_at=-1),
@@ -271,6 +279,12 @@ CASES = {
     "train-step-size: every batch must": lambda: trainer().train_step(
         state(), DATA, np.zeros(3, bool)
     ),
+    "train-step-mask: is_padding_example must be": lambda: trainer().train_step(
+        state(), DATA, np.zeros(SIZE)
+    ),
+    "train-step-another: a batch must be drawn": lambda: trainer().train_step(
+        state()._replace(step=jnp.int32(1)), trainer().load_batch(state(), DATA)
+    ),
     "train-step-done: step must be below": lambda: trainer().train_step(
         done(), DATA, np.zeros(SIZE, bool)
     ),
@@ -301,6 +315,16 @@ CASES = {
     ),
     "dpsgd-noise-infinite: noise_multiplier must be": lambda: dpsgd(
         noise_multiplier=np.inf
+    ),
+    "dpsgd-rescale-text: rescale_to_unit_norm must be": lambda: dpsgd(
+        rescale_to_unit_norm="yes"
+    ),
+    "dpsgd-rescale-number: rescale_to_unit_norm must be": lambda: dpsgd(
+        rescale_to_unit_norm=0
+    ),
+    "dpsgd-metrics-dict: released_metrics must be": lambda: dpsgd(released_metrics={}),
+    "dpsgd-metrics-class: released_metrics must be": lambda: dpsgd(
+        released_metrics=dpmp.ReleasedMetrics
     ),
     "dpsgd-delta-0: delta must be": lambda: dpsgd(delta=0.0),
     "dpsgd-delta-1: delta must be": lambda: dpsgd(delta=1),
@@ -415,6 +439,9 @@ CASES = {
     "dp-adam-b2: b2 must be": lambda: dp_adam(0.1, dpsgd(), b2=-0.1),
     "dp-adam-eps: eps must be": lambda: dp_adam(0.1, dpsgd(), eps=-1.0),
     "dp-adam-floor: floor must be": lambda: dp_adam(0.1, dpsgd(), floor=0.0),
+    "dp-adam-sum: a sum of clipped gradients must": lambda: dp_adam(
+        0.1, dpsgd()
+    ).update(TOTAL, dp_adam(0.1, dpsgd()).init(jnp.ones(3))),
     "dp-adam-adaptive: dp_adam needs": lambda: dp_adam(
         0.1, dpsgd(l2_clip_norm=adaptive())
     ),
@@ -429,6 +456,15 @@ CASES = {
     "clip-norm-negative: every l2_clip_norm must": lambda: clip(l2_clip_norm=-1.0),
     "clip-norm-empty: l2_clip_norm must": lambda: clip(l2_clip_norm={}),
     "clip-norm-prefix: l2_clip_norm must be": lambda: clip(l2_clip_norm={"v": 1.0}),
+    "clip-rescale-text: rescale_to_unit_norm must be": lambda: clip(
+        rescale_to_unit_norm="yes"
+    ),
+    "clip-outputs-rescale-text: rescale_to_unit_norm must be": lambda: clip_outputs(
+        rescale_to_unit_norm="yes"
+    ),
+    "clip-metrics-text: released_metrics must be": lambda: clip(
+        released_metrics="loss"
+    ),
     "clip-normalize-by-0: normalize_by must be": lambda: clip(normalize_by=0.0),
     "clip-argnums-negative: argnums must be": lambda: clip(argnums=-1),
     "clip-argnums-overlap: argnums, batch_argnums and prng_argnum must": lambda: clip(
@@ -449,6 +485,10 @@ CASES = {
     "clip-method: method must be": lambda: clip(method="fast"),
     "clip-arithmetic: arithmetic must be": lambda: clip(arithmetic="double"),
     "clip-dtype: dtype must be float32": lambda: clip(dtype="bfloat16"),
+    "clip-dtype-word: dtype must be float32 or float64": lambda: clip(dtype="exact"),
+    "clip-dtype-dict: dtype must be float32 or float64": lambda: clip(
+        dtype={"x": 1}, arithmetic="float32"
+    ),
     "clip-resolution: resolution must be": lambda: clip(
         arithmetic="exact", resolution=0
     ),
@@ -544,6 +584,15 @@ CASES = {
     "pad-indices: batch_size must be": lambda: batch_selection.pad_indices(
         np.arange(12345, 12350), 3
     ),
+    "pad-indices-floats: indices must be": lambda: batch_selection.pad_indices(
+        np.array([12345.0, 12345.5]), 3
+    ),
+    "pad-indices-rows: indices must be": lambda: batch_selection.pad_indices(
+        np.full((1, 2), 12345), 3
+    ),
+    "pad-indices-unsigned: indices must be": lambda: batch_selection.pad_indices(
+        np.array([12345], np.uint64), 3
+    ),
     # precision
     "policy-param-dtype: param_dtype must be float32": lambda: policy(
         param_dtype="float16"
@@ -554,6 +603,13 @@ CASES = {
         matmul_precision="fast"
     ),
     "policy-paths-text: float32_paths must be": lambda: policy(float32_paths="norm"),
+    "policy-paths-number: float32_paths must be": lambda: policy(float32_paths=3),
+    "policy-paths-expression: every entry of float32_paths must": lambda: policy(
+        float32_paths=("norm", "layers.(")
+    ),
+    "policy-paths-of-numbers: every entry of float32_paths must": lambda: policy(
+        float32_paths=(3,)
+    ),
     "policy-paths-unfound: every expression in float32_paths must": lambda: policy(
         float32_paths=("norm",)
     ).cast_to_compute(PARAMS),
@@ -634,6 +690,37 @@ CASES = {
     ),
     "lora-params: adapters must come from": lambda: lora.apply(linear, PARAMS)(
         PARAMS, BATCH
+    ),
+    "lora-init-none: params must be": lambda: lora.init(KEY, None, 2, "kernel"),
+    "lora-apply-none: params must be": lambda: lora.apply(linear, None),
+    "lora-apply-no-adapters: adapters must come from": lambda: lora.apply(
+        linear, PARAMS
+    )(None, BATCH),
+    "lora-merge-none: params must be": lambda: lora.merge(None, adapters()),
+    "lora-merge-no-adapters: adapters must come from": lambda: lora.merge(PARAMS, None),
+    "lora-save-none: params must be": lambda: lora.save(
+        "unused", trained(), None, initial=None
+    ),
+    "lora-save-no-adapters: adapters must come from": lambda: lora.save(
+        "unused", None, PARAMS, initial=None
+    ),
+    "lora-load-none: params must be": lambda: lora.load("unused", None),
+    "lora-trained-none: params must be": lambda: lora.check_trained(
+        trained(), initial=adapters(), params=None
+    ),
+    "lora-trained-no-adapters: adapters must come from": lambda: lora.check_trained(
+        None, initial=adapters(), params=PARAMS
+    ),
+    "lora-trained-no-initial: adapters must come from": lambda: lora.check_trained(
+        trained(), initial=None, params=PARAMS
+    ),
+    "lora-for-base-none: params must be": lambda: adapters().for_base(None),
+    "lora-partition-none: params must be": lambda: lora.partition(None, "kernel"),
+    "lora-combine-none: both parts of the parameters must": lambda: lora.combine(
+        PARAMS, None
+    ),
+    "lora-combine-none-first: both parts of the parameters must": lambda: lora.combine(
+        None, PARAMS
     ),
     # planning and tools
     "plan-epsilon: epsilon must be": lambda: plans(epsilon=0.0),

@@ -310,6 +310,7 @@ def _make_trainer(**kwargs):
         loss_fn=lambda w, x: jnp.mean((x @ w) ** 2) * 2.0**-14,
         optimizer=optax.sgd(1.0),
         policy=dpmp.Policy.from_name("mixed_float16"),
+        prng_key=jax.random.key(0),
         **kwargs,
     )
 
@@ -323,7 +324,7 @@ def test_float16_without_a_scale_is_warned_of():
 def test_a_trainer_scales_the_loss():
     trainer = _make_trainer(loss_scale=2.0**14)
     norms = []
-    state = trainer.init(jnp.full(3, 0.01), prng_key=jax.random.key(0))
+    state = trainer.init(jnp.full(3, 0.01))
     data = np.full((64, 3), 0.01, np.float32)
     trainer.fit(
         state,
@@ -439,6 +440,7 @@ def test_a_scale_follows_overflows_and_survives_a_break(arithmetic):
         optimizer=optax.sgd(0.0),
         policy=dpmp.Policy.from_name("mixed_float16"),
         loss_scale=loss_scaling.DynamicScale(initial=2.0**14, growth_interval=10**6),
+        prng_key=jax.random.key(0),
     )
     data = np.full((64, 4), 4.0, np.float32)
     scales = []
@@ -453,7 +455,7 @@ def test_a_scale_follows_overflows_and_survives_a_break(arithmetic):
         )
 
     def start():
-        return trainer.init(jnp.ones(4), prng_key=jax.random.key(0))
+        return trainer.init(jnp.ones(4))
 
     in_one = jax.tree.map(np.asarray, run(start(), 12).scale_state)
     assert scales[:5] == [2.0**13, 2.0**12, 2.0**11, 2.0**10, 2.0**9]
@@ -474,7 +476,7 @@ def test_without_privacy_a_scale_follows_the_overflows_themselves():
         policy=dpmp.Policy.from_name("mixed_float16"),
         loss_scale=loss_scaling.DynamicScale(initial=2.0**17),
     )
-    state = trainer.init(jnp.ones(4), prng_key=jax.random.key(0))
+    state = trainer.init(jnp.ones(4))
     state = trainer.fit(state, np.ones((8, 4), np.float32), progress=False)
     assert state.scale_state.scale == 2.0**15
 

@@ -94,8 +94,9 @@ def test_a_run_trains_with_it():
         loss_fn=lambda w, x: jnp.mean((x @ w - 1.0) ** 2),
         optimizer=dp_adam(0.1, of_run),
         policy="float32",
+        prng_key=jax.random.key(0),
     )
-    state = trainer.init(jnp.zeros(3), prng_key=jax.random.key(0))
+    state = trainer.init(jnp.zeros(3))
     state = trainer.fit(state, np.ones((64, 3), np.float32), progress=False)
     assert state.step == 4
     assert np.all(np.asarray(state.params) > 0)

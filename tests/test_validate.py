@@ -42,6 +42,19 @@ def test_floats_are_no_integers(value):
     assert not _validate.is_integer(value)
 
 
+@pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
+def test_python_and_numpy_bools_are_bools(value):
+    checked = _validate.boolean(x=value, fix="")
+    assert isinstance(checked, bool)
+    assert checked == value
+
+
+@pytest.mark.parametrize("value", ["yes", "", 0, 1.0, None, jnp.ones((), bool)])
+def test_nothing_else_is_a_bool(value):
+    with pytest.raises(ValueError, match="x must be True or False; got x="):
+        _validate.boolean(x=value, fix="Use True.")
+
+
 def test_traced_numbers_are_not_real():
     seen = []
     jax.jit(lambda x: seen.append(_validate.is_real(x)))(1.0)

@@ -144,16 +144,25 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
     [ 3  8 -1 -1]
 
     Args:
-      indices: (k,) integers.
+      indices: (k,) signed integers.
       batch_size: the size of every batch, such as `DPSGD.padded_batch_size`.
 
     Returns:
       (batch_size,) integers.
 
     Raises:
-      ValueError: if there are more than `batch_size` indices. The message does not say
-        how many, because that is sensitive.
+      ValueError: if `indices` is not a vector of signed integers, or if it is longer
+        than `batch_size`. The message shows neither the indices nor their number,
+        because both are sensitive.
     """
+    indices = np.asarray(indices)
+    _validate.require(
+        indices.ndim == 1 and np.issubdtype(indices.dtype, np.signedinteger),
+        "indices must be a vector of signed integers",
+        dtype=indices.dtype.name,
+        ndim=indices.ndim,
+        fix="Pass the result of PoissonSampling.indices.",
+    )
     batch_size = as_number(batch_size)
     _validate.require(
         len(indices) <= batch_size,

@@ -73,6 +73,10 @@ class ClipNorms:
 
         The tree may also be an `AutomaticClipping`.
         """
+        rescale_to_unit_norm = _validate.boolean(
+            rescale_to_unit_norm=rescale_to_unit_norm,
+            fix="Use True to divide the clipped gradients by the clip norm.",
+        )
         stability = None
         if isinstance(tree, AutomaticClipping):
             stability, tree = tree.stability, 1.0

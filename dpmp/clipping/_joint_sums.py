@@ -214,6 +214,14 @@ class JointCoordinates:
     adaptive: AdaptiveClipNorm | None
     counts_overflows: bool
 
+    def __post_init__(self):
+        _validate.require(
+            isinstance(self.metrics, ReleasedMetrics | None),
+            "released_metrics must be a dpmp.ReleasedMetrics, or None",
+            type=type(self.metrics).__name__,
+            fix="Use dpmp.ReleasedMetrics(fraction_clipped=True), for example.",
+        )
+
     def __bool__(self):
         return bool(self.metrics or self.adaptive or self.counts_overflows)
 

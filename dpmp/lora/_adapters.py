@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -13,9 +13,9 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp.lora._checksums import checksums
 from dpmp.lora._paths import by_path
 from dpmp.lora._views import RANK, Label
-from dpmp.runs._checkpoints import checksums
 
 
 class Axes(NamedTuple):
@@ -96,6 +96,16 @@ def fingerprint(params: PyTree) -> str | None:
     types = [f"{path} {x.dtype} {x.shape}" for path, x in arrays.items()]
     content = "\n".join(types).encode() + sums.tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def check_adapters(adapters: Any) -> None:
+    """Raises ValueError unless the argument is an `Adapters`."""
+    _validate.require(
+        isinstance(adapters, Adapters),
+        "adapters must come from lora.init or lora.load",
+        type=type(adapters).__name__,
+        fix="Pass the adapters, and the parameters of the model apart from them.",
+    )
 
 
 def check_base(adapters: Adapters, base: str | None) -> None:

@@ -13,6 +13,7 @@ from dpmp.lora._adapters import (
     Adapters,
     Axes,
     Factors,
+    check_adapters,
     check_base,
     check_shapes,
     factor_labels,
@@ -67,7 +68,7 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def adapted(adapters: Adapters, *args: Any, **kwargs: Any) -> Any:
-        _check_adapters(adapters)
+        check_adapters(adapters)
         check_base(adapters, base)
         check_shapes(adapters, params)
         closed, treedef = _interpreter.trace(
@@ -97,7 +98,7 @@ def merge(params: PyTree, adapters: Adapters) -> PyTree:
       ValueError: if the adapters belong to other parameters. That is also so if they
         are merged into these a second time.
     """
-    _check_adapters(adapters)
+    check_adapters(adapters)
     check_base(adapters, fingerprint(params))
     check_shapes(adapters, params)
     axes = dict(adapters.axes)
@@ -126,13 +127,4 @@ def _change(factors: Factors, axes: Axes) -> jax.Array:
         names_b,
         tuple(range(rank)),
         precision="highest",
-    )
-
-
-def _check_adapters(adapters: Any) -> None:
-    _validate.require(
-        isinstance(adapters, Adapters),
-        "adapters must come from lora.init or lora.load",
-        type=type(adapters).__name__,
-        fix="Pass them as the first argument. The parameters go to lora.apply.",
     )

@@ -5,7 +5,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.lora._adapters import Adapters, check_base, fingerprint
+from dpmp.lora._adapters import Adapters, check_adapters, check_base, fingerprint
 
 
 def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> None:
@@ -24,6 +24,8 @@ def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> No
         other targets, or if the frozen parameters are others than before training. The
         message names the array.
     """
+    check_adapters(trained)
+    check_adapters(initial)
     _validate.require(
         jax.tree.structure(trained) == jax.tree.structure(initial),
         "trained and initial adapters must be of the same targets, rank and base",

@@ -15,6 +15,7 @@ from dpmp.lora import _checks, _peft
 from dpmp.lora._adapters import (
     Adapters,
     Axes,
+    check_adapters,
     check_base,
     check_shapes,
     fingerprint,
@@ -79,6 +80,7 @@ def save(
 
 
 def _check_before(adapters: Adapters, params: PyTree, initial: Adapters | None) -> None:
+    check_adapters(adapters)
     if initial is not None:
         _checks.check_trained(adapters, initial=initial, params=params)
     _checks.check_finite(adapters)

@@ -49,8 +49,19 @@ def combine(trainable: PyTree, frozen: PyTree) -> PyTree:
     """Puts the two results of `partition` together again.
 
     Raises:
-      ValueError: if an array is in both of them.
+      ValueError: if an array is in both of them, or if one of them is missing.
     """
+    for name, part, other in (
+        ("trainable", trainable, frozen),
+        ("frozen", frozen, trainable),
+    ):
+        _validate.require(
+            # The parts of a tree that is one array are this array and None.
+            part is not None or jax.tree_util.all_leaves([other]),
+            "both parts of the parameters must be given",
+            missing=name,
+            fix="Pass both results of lora.partition.",
+        )
 
     def either(keys: tuple[object, ...], x: object, y: object) -> object:
         _validate.require(

@@ -21,7 +21,13 @@ def path_of(keys: Sequence[Any]) -> str:
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a tree by their names."""
+    """The arrays of a tree by their names; raises ValueError for None."""
+    _validate.require(
+        tree is not None,
+        "params must be a tree of arrays",
+        params=None,
+        fix="Pass the parameters of the model.",
+    )
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_of(keys): leaf for keys, leaf in leaves}
 

@@ -6,6 +6,6 @@ disagree. See `DPSGD` for an example.
 
 from dpmp.mechanism._dpsgd import DPSGD
 from dpmp.mechanism._released import Released
-from dpmp.mechanism._step_costs import StepCost, guarantee_of
+from dpmp.mechanism._step_costs import StepCost, guarantee_of, guarantee_of_stages
 
-__all__ = ["DPSGD", "Released", "StepCost", "guarantee_of"]
+__all__ = ["DPSGD", "Released", "StepCost", "guarantee_of", "guarantee_of_stages"]

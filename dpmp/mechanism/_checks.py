@@ -15,6 +15,7 @@ _CHECKS = {
     "expected_batch_size": (_validate.positive, "Use 256, for example."),
     "iterations": (_validate.positive_integer, "Or use DPSGD.from_epochs(epochs=3)."),
     "num_parameters": (_validate.positive_integer, "Count the parameters to train."),
+    "rescale_to_unit_norm": (_validate.boolean, "Leave it out for False."),
 }
 _OPTIONAL_CHECKS = {
     "noise_multiplier": (_validate.nonnegative, "Leave it out and call calibrate."),
@@ -24,7 +25,7 @@ _OPTIONAL_CHECKS = {
 
 
 def checked_fields(mechanism: Any) -> dict[str, Any]:
-    """Returns numbers as Python numbers, by name; ValueError for one out of range."""
+    """Returns Python numbers and bools by name; ValueError for one out of range."""
     checked: dict[str, Any] = {
         name: check(**{name: getattr(mechanism, name)}, fix=fix)
         for name, (check, fix) in (_CHECKS | _OPTIONAL_CHECKS).items()

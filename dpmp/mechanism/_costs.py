@@ -35,6 +35,13 @@ class Costs:
         delta = accounting.check_delta(delta)
         largest = largest_epsilon({self.of_step(0.0): self.iterations}, delta)
         _validate.require(
+            largest > 0,
+            "delta must cover how far the sampler of the noise is from ideal noise",
+            delta=delta,
+            fix="Use a larger delta, fewer iterations, or a num_parameters closer to "
+            "the number of trained parameters.",
+        )
+        _validate.require(
             epsilon <= largest,
             f"epsilon must be at most {largest:.4g}: above that, the sampler of the "
             f"noise limits epsilon, and not the width of the noise",

@@ -5,6 +5,7 @@ import math
 from dpmp import _validate
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics._arithmetic import Arithmetic
+from dpmp.numerics._float_sums import UNPROVED
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_LOSS, LARGEST_RESOLUTION
 
 
@@ -39,8 +40,7 @@ def choose_resolution(
         cost=f"{loss:.2g}",
         noise_multiplier=noise_multiplier,
         num_parameters=num_parameters,
-        fix="Pass num_parameters if there are fewer. Or use less noise, or "
-        "arithmetic='float32x2'.",
+        fix=_how_to_lose_less(num_parameters, wanted, resolution, arithmetic),
     )
     resolution = min(resolution, LARGEST_RESOLUTION)
     narrowest = DiscreteGaussian((1,)).effective_stddev
@@ -54,3 +54,20 @@ def choose_resolution(
         fix="Use more noise, no noise at all (0), or arithmetic='float32x2'.",
     )
     return resolution
+
+
+def _how_to_lose_less(
+    num_parameters: int, wanted: int, resolution: int, arithmetic: Arithmetic
+) -> str:
+    """Names the changes that help where `resolution` is too coarse."""
+    advice = []
+    if arithmetic.share_lost(num_parameters, wanted) <= LARGEST_LOSS:
+        advice.append(
+            "Use less noise: the sampler's noise has a largest width in units of the "
+            "grid, so that more noise makes the grid coarser. (A noise multiplier from "
+            "calibrate is lower for a larger epsilon or delta.)"
+        )
+    if arithmetic.share_lost(1, resolution) <= LARGEST_LOSS:
+        advice.append("Pass num_parameters if there are fewer.")
+    unproved = UNPROVED if arithmetic.method == "book_keeping" else ""
+    return " ".join([*advice, f"Or use arithmetic='{unproved}float32x2'."])

@@ -66,7 +66,8 @@ def claim(
         f"batch of more than {batches.largest} examples keeps {batches.largest} of "
         f"them, drawn at random, and epsilon accounts for that. The claim does not "
         f"hold for batches that are taken in any other way.",
-        f"- Steps: {mechanism.iterations}.",
+        f"- Steps: {mechanism.iterations}. Steps that are made again after their "
+        f"release, and other runs on the same data, cost more.",
         f"- Clipping: {_describe_clipping(mechanism.l2_clip_norm)} The sum of the "
         f"clipped gradients is divided by {batch_size:g}, the expected batch size.",
         f"- Noise: the noise is Gaussian, with a noise multiplier of "

@@ -115,6 +115,41 @@ def _guarantee_of(
     return dataclasses.replace(worst, epsilon=epsilon, delta=delta)
 
 
+def guarantee_of_stages(
+    stages: Mapping[StepCost, int], *, delta: float
+) -> accounting.PrivacyGuarantee:
+    """Computes epsilon of stages whose costs were chosen one after the other.
+
+    Steps of one cost compose numerically. The theorem behind that needs costs that are
+    fixed in advance, and someone may choose the next cost after looking at the results
+    of the last one. Then the epsilons are added up instead. The first stage gets half
+    of delta, the second one a quarter, and so on; the last one gets what is left.
+    docs/proofs.md has the proof.
+
+    Args:
+      stages: for each cost, in the order of their first steps, the largest number of
+        steps that it could have had when the stage began.
+      delta: the delta of all stages together.
+
+    Raises:
+      ValueError: as `guarantee_of`.
+    """
+    delta = accounting.check_delta(delta)
+    if len(stages) <= 1:
+        return guarantee_of(stages, delta=delta)
+    _common_relation(list(stages))
+    parts, left = [], delta
+    for number, (cost, steps) in enumerate(stages.items(), start=1):
+        left = left if number == len(stages) else left / 2
+        parts.append(guarantee_of({cost: steps}, delta=left))
+    return dataclasses.replace(
+        parts[-1],
+        epsilon=math.nextafter(math.fsum(part.epsilon for part in parts), math.inf),
+        delta=delta,
+        accountant=f"{parts[-1].accountant}, added up over {len(parts)} costs",
+    )
+
+
 def largest_epsilon(steps: Mapping[StepCost, int], delta: float) -> float:
     """The largest epsilon for which the share covers the samplers' deviation."""
     batches = max(1, sum(steps.values()))

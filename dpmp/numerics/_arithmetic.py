@@ -183,12 +183,12 @@ def parse(
       ValueError: for an unknown name, for a dtype narrower than float32, for arguments
         that do not go together, and for float64 without 64-bit mode.
     """
+    dtype = None if dtype is None else _parse_dtype(dtype)
     if name is None and method == "book_keeping" and dtype is None:
         name = "bounded"
     elif name is None:
         name = _name_for_dtype(dtype)
     resolution = as_number(resolution)
-    dtype = None if dtype is None else np.dtype(dtype)
     _validate.require(
         name in ARITHMETICS,
         f"arithmetic must be one of {list(ARITHMETICS)}",
@@ -224,8 +224,19 @@ def parse(
     return arithmetic
 
 
-def _name_for_dtype(dtype: Any) -> str:
-    name = "float32" if dtype is None else np.dtype(dtype).name
+def _parse_dtype(dtype: Any) -> np.dtype:
+    try:
+        return np.dtype(dtype)
+    except (TypeError, ValueError):
+        _validate.fail(
+            "dtype must be float32 or float64",
+            dtype=dtype,
+            fix="Leave dtype out, or name an arithmetic instead: arithmetic='exact'.",
+        )
+
+
+def _name_for_dtype(dtype: np.dtype | None) -> str:
+    name = "float32" if dtype is None else dtype.name
     _validate.require(
         name in ("float32", "float64"),
         "dtype must be float32 or float64",

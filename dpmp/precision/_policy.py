@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,8 @@ class Policy:
         and the norms and sums of book-keeping, are emulated everywhere.
       stochastic_rounding: whether parameters are stored in bfloat16, without float32
         masters. Updates are added in float32, and the sum is rounded up or down at
-        random, so that small updates count on average. This saves 4 of the 18 bytes of
-        an entry (master, copy, sum of gradients, Adam).
+        random, so that small updates count on average. This saves 4 bytes of an entry:
+        2 of the master, and 2 of the copy that the loss would receive.
     """
 
     param_dtype: Any
@@ -92,13 +92,7 @@ class Policy:
             matmul_precision=self.matmul_precision,
             fix='Use "tensorfloat32" for TF32, where the device has it.',
         )
-        _validate.require(
-            not isinstance(self.float32_paths, str),
-            "float32_paths must be a tuple of regular expressions",
-            float32_paths=self.float32_paths,
-            fix='Write ("embed",) for a single one.',
-        )
-        object.__setattr__(self, "float32_paths", tuple(self.float32_paths))
+        object.__setattr__(self, "float32_paths", _checked_paths(self.float32_paths))
         scale = _float8.check_scale(self.float8_scale)
         object.__setattr__(self, "float8_scale", scale)
         _validate.check_x64(self.param_dtype, "float64 parameters")
@@ -225,6 +219,27 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mixed_float16": {"compute_dtype": jnp.float16},
     "float8": {"compute_dtype": jnp.bfloat16, "float8_scale": _float8.PER_EXAMPLE},
 }
+
+
+def _checked_paths(paths: Any) -> tuple[str, ...]:
+    """Returns `paths` as a tuple; ValueError unless they are regular expressions."""
+    _validate.require(
+        isinstance(paths, Iterable) and not isinstance(paths, str),
+        "float32_paths must be a tuple of regular expressions",
+        float32_paths=paths,
+        fix='Write ("embed",) for a single one.',
+    )
+    paths = tuple(paths)
+    for path in paths:
+        try:
+            re.compile(path)
+        except (re.error, TypeError) as error:
+            _validate.fail(
+                "every entry of float32_paths must be a valid regular expression",
+                expression=path,
+                fix=f"It is not: {error}. To find a text as it is, use re.escape.",
+            )
+    return paths
 
 
 def _cast(x: Any, dtype: Any) -> jax.Array:

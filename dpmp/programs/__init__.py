@@ -4,7 +4,7 @@ No other files know how jax represents programs. Modules import only from rows b
 their own:
 
     _float8   _ragged
-    _float8_product   _transformations
+    _float8_product   _check_program   _transformations   _losses
     _bodies
     _interpreter   _source_lines
 """

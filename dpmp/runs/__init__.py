@@ -1,13 +1,33 @@
-"""The files of a training run: its lock and its privacy ledger.
+"""The directory of a training run: its lock, privacy ledger, checkpoints and metrics.
 
-The ledger is an append-only file. It has a record of every step that was ever begun,
-written to disk before the step, so that the epsilon that it states is never too small.
-A run holds the lock of its directory while it writes. See `Ledger` for an example, and
-`python -m dpmp ledger DIR` for a report.
+A step is released when the checkpoint that holds it is on the disk, and only then does
+it cost anything. The ledger is an append-only file of everything that was released.
+`python -m dpmp ledger DIR` prints it.
 """
 
-from dpmp.runs._fingerprints import data_tag, key_fingerprint
-from dpmp.runs._ledger import Entry, Ledger
-from dpmp.runs._lock import locked
+from dpmp.runs._directory import (
+    RunDirectory,
+    check_people,
+    checked_path,
+    opened,
+    steps_within,
+)
+from dpmp.runs._ledger import Ledger
+from dpmp.runs._metrics import read as read_metrics
+from dpmp.runs._processes import are_equal, broadcast, random_id
+from dpmp.runs._spent import Segment, Spent
 
-__all__ = ["Entry", "Ledger", "data_tag", "key_fingerprint", "locked"]
+__all__ = [
+    "Ledger",
+    "RunDirectory",
+    "Segment",
+    "Spent",
+    "are_equal",
+    "broadcast",
+    "check_people",
+    "checked_path",
+    "opened",
+    "random_id",
+    "read_metrics",
+    "steps_within",
+]

@@ -1,15 +1,18 @@
-"""Checkpoints of a run: orbax writes them, and checksums show whether they are whole.
+"""Checkpoints of a run: written to a pending folder by orbax, and renamed at release.
 
-A checkpoint holds the keys of the run. Anyone who has the keys can subtract the noise
-from what the run released, so only the owner may read the files.
+A checkpoint holds released values alone: the arrays of a state, the noisy metrics of
+the steps before it, what the steps cost, and a copy of the privacy ledger. It may be
+published, apart from the number of examples where that is protected.
 """
 
-import collections
 import contextlib
-import functools
-import math
-import os
+import glob
+import json
+import logging
 import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,8 +22,15 @@ import numpy as np
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
+from dpmp.runs import _ledger
+from dpmp.runs._files import (
+    digest_of_tree,
+    make_directory,
+    sync_directory,
+    sync_tree,
+)
 
-_FOLDER = "checkpoints"
+_ARRAYS, _FACTS = "arrays", "facts.json"
 
 
 class _OtherArraysError(Exception):
@@ -28,213 +38,193 @@ class _OtherArraysError(Exception):
 
 
 class Checkpoints:
-    """The checkpoints in a directory of a run, by the number of steps made.
+    """The checkpoints in a directory of a run, by the number of steps made."""
 
-    `save` returns as soon as the arrays are copied to the host, so that the next step
-    may overwrite them. A background thread writes the copies to a temporary folder,
-    which is renamed when it is complete. So a process that is killed leaves no
-    incomplete checkpoint behind.
-    """
-
-    def __init__(self, directory: pathlib.Path, *, keep: int = 3):
-        """Opens the checkpoints, of which the newest `keep` are kept."""
-        # orbax takes half a second to import, and is needed here alone.
-        import orbax.checkpoint as ocp
-
-        self._ocp, self._path = ocp, directory.resolve() / _FOLDER
-        self._path.mkdir(exist_ok=True)
-        self._path.chmod(0o700)  # a copy from elsewhere may have lost its mode
-        self._checksums: dict[
-            int, np.ndarray
-        ] = {}  # of those that are known to be whole
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            enable_async_checkpointing=True,
-            cleanup_tmp_directories=True,
-            file_options=ocp.options.FileOptions(path_permission_mode=0o700),
-        )
-        handler = ocp.StandardCheckpointHandler()
-        self._manager = ocp.CheckpointManager(
-            self._path, item_handlers=handler, options=options
-        )
+    def __init__(self, directory: pathlib.Path, keep: int):
+        """The newest `keep` checkpoints are kept."""
+        self._folder, self._pending = directory / "checkpoints", directory / "pending"
+        self._keep = keep
 
     @property
     def steps(self) -> list[int]:
         """The numbers of steps after which there is a checkpoint, ascending."""
-        return sorted(self._manager.all_steps())
+        names = (x.name for x in self._folder.glob("*"))
+        return sorted(int(x) for x in names if x.isdecimal())
 
-    def save(self, step: int, state: PyTree) -> None:
-        """Starts to save the state after a number of steps, unless it is there.
+    def start_pending(self) -> None:
+        """Makes an empty folder for a checkpoint that is not released."""
+        self.discard_pending()
+        make_directory(self._pending)
 
-        Waits for the checkpoint before, if it is still being written. A checkpoint of
-        another state after the same number of steps, or a damaged one, is replaced.
+    def write_arrays(self, state: PyTree) -> None:
+        """Writes the arrays of the pending checkpoint; all processes write their parts.
 
         Raises:
-          OSError, ValueError: if this checkpoint, or the one before, cannot be written.
-            Older ones stay as they are.
+          OSError: if they cannot be written.
         """
-        self.wait()
-        if self.has(step, state):
+        arrays = {name: _words(x) for name, x in _by_name(state).items() if np.size(x)}
+        try:
+            with _for_orbax(self._pending) as path, _checkpointer() as (orbax, args):
+                orbax.save(path / _ARRAYS, args=args.StandardSave(arrays))
+        except Exception as error:  # a page of text, whose end says why
+            reason = f"{type(error).__name__} of orbax: ...{str(error)[-160:]}"
+        else:
             return
-        if step in self._manager.all_steps():
-            self._manager.delete(step)
-        _check_names(state)
-        sums = checksums(state)
-        tree = {"state": _without_keys(state), "checksums": sums}
-        self._manager.save(step, args=self._ocp.args.StandardSave(tree), force=True)
-        self._checksums[step] = np.asarray(sums)
+        raise OSError(None, reason, str(self._pending))
 
-    def has(self, step: int, state: PyTree) -> bool:
-        """Whether this state was saved here or restored, after this number of steps."""
-        known = self._checksums.get(step) if step in self._manager.all_steps() else None
-        return known is not None and np.array_equal(known, checksums(state))
+    def finish_pending(
+        self, state: PyTree, facts: dict[str, Any], ledger: bytes
+    ) -> str:
+        """Completes the pending checkpoint; returns its digest when the disk has it.
 
-    def restore(self, like: PyTree) -> PyTree | None:
-        """Reads the newest checkpoint that is whole; None if there are none at all.
+        Args:
+          state: the arrays that were written.
+          facts: numbers and texts to be saved with them.
+          ledger: the ledger without this checkpoint.
+        """
+        shapes = {name: _describe(x) for name, x in _by_name(state).items()}
+        text = json.dumps({**facts, "shapes": shapes}, allow_nan=False)
+        (self._pending / _FACTS).write_text(text)
+        (self._pending / _ledger.NAME).write_bytes(ledger)
+        sync_tree(self._pending)
+        return digest_of_tree(self._pending)
+
+    def pending_nonce(self) -> str | None:
+        """The nonce of the pending checkpoint, if there is a whole one."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return json.loads((self._pending / _FACTS).read_text())["nonce"]
+        return None
+
+    def pending_digest(self) -> str:
+        """A hash of the pending checkpoint."""
+        return digest_of_tree(self._pending)
+
+    def discard_pending(self) -> None:
+        """Removes what was not released."""
+        shutil.rmtree(self._pending, ignore_errors=True)
+        for leftover in self._folder.glob("*.old"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def commit(self) -> None:
+        """Releases the pending checkpoint by a rename, and removes old ones."""
+        step = json.loads((self._pending / _FACTS).read_text())["step"]
+        make_directory(self._folder)
+        target = self._folder / str(step)
+        if target.exists():
+            target.rename(target.with_suffix(".old"))
+        self._pending.rename(target)
+        sync_directory(self._folder)
+        sync_directory(self._folder.parent)
+        # A run never goes on from a step before the newest whole checkpoint. So a later
+        # one is damaged.
+        kept = [x for x in self.steps if x <= step][-self._keep :]
+        for other in {*self.steps} - {*kept}:
+            shutil.rmtree(self._folder / str(other), ignore_errors=True)
+        self.discard_pending()
+
+    def restore(
+        self, like: PyTree, ledger: _ledger.Ledger
+    ) -> tuple[PyTree, dict[str, Any]] | None:
+        """Reads the newest checkpoint that is whole, with its facts; None without any.
 
         Args:
           like: a state with the structure, shapes, dtypes and shardings to restore.
+          ledger: must have the records that each checkpoint rests on.
 
         Raises:
-          ValueError: if all checkpoints are damaged, or hold other arrays.
+          ValueError: if all checkpoints are damaged or hold other arrays, or if the
+            ledger is older than a checkpoint.
         """
-        self.wait()
         for step in reversed(self.steps):
             try:
-                return self._read(step, like)
+                return self._read(step, like, ledger)
             except _OtherArraysError as error:
                 _validate.fail(
                     "the state must have the arrays of the checkpoint",
                     **error.args[0],
-                    fix="Build the model and the trainer as they were, or start "
-                    "another run in another directory.",
+                    fix="Build the model and the trainer as they were, or use another "
+                    "directory, which is charged as well.",
                 )
+            except _validate.RefusedError:
+                raise
             except Exception as error:  # orbax raises all kinds, according to the file
                 warn(
-                    f"the checkpoint after step {step} in {self._path} is damaged "
-                    f"({type(error).__name__}), and the one before is used instead."
+                    f"the checkpoint after step {step} in {self._folder} is damaged "
+                    f"({type(error).__name__}), and the one before is used instead. "
+                    f"Its steps stay in the ledger, and are made again at a new cost."
                 )
         _validate.require(
             not self.steps,
             "at least one checkpoint must be whole",
-            directory=str(self._path),
+            directory=str(self._folder),
             damaged=self.steps,
             fix="Restore the directory from a copy. The steps stay in the ledger.",
         )
         return None
 
-    def _read(self, step: int, like: PyTree) -> PyTree:
-        saved = _by_name(self._manager.item_metadata(step).tree["state"])
-        arrays = jax.tree_util.tree_map_with_path(
-            lambda path, x: _shape_of(x, _name(path), saved), like
+    def _read(
+        self, step: int, like: PyTree, ledger: _ledger.Ledger
+    ) -> tuple[PyTree, dict[str, Any]]:
+        path = self._folder / str(step)
+        facts = json.loads((path / _FACTS).read_text())
+        record = ledger.released(facts["nonce"])
+        copy = (path / _ledger.NAME).read_bytes()
+        _validate.require(
+            record is not None and ledger.copy().startswith(copy),
+            "the ledger must be as new as the checkpoints, because it is the only "
+            "account of what the steps cost",
+            checkpoint=str(path),
+            ledger="without the record of this checkpoint, or of steps before it",
+            fix="Restore the newest ledger.jsonl. If it is lost, use another "
+            "directory, and add up the epsilon of both. If it is the checkpoint that "
+            "is damaged, remove its folder.",
         )
-        _check_arrays(saved, _by_name(arrays))
-        sums = jax.ShapeDtypeStruct((len(saved),), np.uint32)
-        shapes = {"state": arrays, "checksums": sums}
-        restored = self._manager.restore(
-            step, args=self._ocp.args.StandardRestore(shapes)
-        )
-        if not np.array_equal(restored["checksums"], checksums(restored["state"])):
-            raise ValueError("a checksum differs")
-        self._checksums[step] = np.asarray(restored["checksums"])
-        return jax.tree.map(_as_was, like, restored["state"])
-
-    def wait(self) -> None:
-        """Waits until all is written, and raises the error if it could not be."""
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
-        if jax.process_index() > 0:
-            return
-        for folder, _, files in os.walk(self._path):
-            _make_private(pathlib.Path(folder), 0o700)
-            for name in files:
-                _make_private(pathlib.Path(folder, name), 0o600)
-
-    def close(self) -> None:
-        """Waits, and ends the background thread."""
-        try:
-            self.wait()
-        finally:
-            self._manager.close()
+        if record is None or digest_of_tree(path) != record.digest:
+            raise ValueError("the digest differs")
+        wanted = _by_name(like)
+        _check_arrays(facts["shapes"], {k: _describe(x) for k, x in wanted.items()})
+        shapes = {name: _shape_of(x) for name, x in wanted.items() if np.size(x)}
+        with _for_orbax(path) as target, _checkpointer() as (orbax, args):
+            found = orbax.restore(target / _ARRAYS, args=args.StandardRestore(shapes))
+        leaves = [_as_was(x, found.get(name, x)) for name, x in wanted.items()]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), facts
 
 
-@functools.partial(jax.jit, inline=False)
-def checksum(x: jax.Array) -> jax.Array:
-    """A uint32 that changes with every change of one 32-bit word of an array.
+@contextlib.contextmanager
+def _checkpointer() -> Iterator[tuple[Any, Any]]:
+    # orbax takes half a second to import, and is needed here alone.
+    import orbax.checkpoint as ocp
 
-    It is the sum of all words, each mixed with its place, modulo 2^32. The sum does not
-    depend on its order, and so not on the sharding. If two or more words change, it
-    stays the same with a probability of about 2^-32.
-    """
-    words = _words(x)
-    index = jnp.zeros((), jnp.uint32)
-    for axis in range(words.ndim):
-        stride = math.prod(words.shape[axis + 1 :]) % 2**32
-        iota = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        index = index + iota * jnp.uint32(stride)
-    return jnp.sum(_mixed(words + index * jnp.uint32(0x9E3779B1)), dtype=jnp.uint32)
+    # For a full disk, its threads log a hundred lines beside the exception.
+    log = logging.getLogger("absl")
+    log.addFilter(_is_not_of_orbax)
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            yield checkpointer, ocp.args
+    finally:
+        log.removeFilter(_is_not_of_orbax)
 
 
-def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array of any type, as uint32."""
-    if _is_key(x):
-        x = jax.random.key_data(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
-    if x.dtype == jnp.bool_ or _info(x.dtype).bits < 8:
-        x = x.astype(jnp.float32)  # has every value of these small types
-    bits = min(8 * x.dtype.itemsize, 32)
-    return jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
 
 
-def _info(dtype: Any) -> Any:
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    return jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
+@contextlib.contextmanager
+def _for_orbax(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The path, or a link to it where orbax would take its name for a pattern."""
+    if glob.escape(str(path)) == str(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        link = pathlib.Path(folder, "checkpoint")
+        link.symlink_to(path)
+        yield link
 
 
-def _mixed(words: jax.Array) -> jax.Array:
-    """Mixes all bits of each word, and gives different words different results.
-
-    A sum of words times weights would stay the same if all signs of an array changed,
-    or if it were doubled. This is the last stage of MurmurHash3
-    (https://github.com/aappleby/smhasher).
-    """
-    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
-    return words ^ (words >> 16)
-
-
-def checksums(tree: PyTree) -> jax.Array:
-    """The checksums of all arrays of a tree, (number of arrays,) uint32."""
-    return jnp.stack([checksum(x) for x in jax.tree.leaves(tree)])
-
-
-def _check_names(state: PyTree) -> None:
-    """Raises ValueError for two arrays of one name: orbax would save one of them."""
-    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    twice = [name for name, number in collections.Counter(names).items() if number > 1]
-    _validate.require(
-        not twice,
-        "every array of a checkpoint must have a name of its own, in which the names "
-        "of its containers are joined by dots",
-        twice=twice,
-        fix='Rename one of them: {"a.b": x} and {"a": {"b": x}} have the same name.',
-    )
-
-
-def _make_private(path: pathlib.Path, mode: int) -> None:
-    # orbax may be removing what a killed process has left unfinished.
-    with contextlib.suppress(FileNotFoundError):
-        path.chmod(mode)
-
-
-def _check_arrays(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_arrays(saved: dict[str, str], wanted: dict[str, str]) -> None:
     """Raises _OtherArraysError, naming one array, unless the arrays are the same."""
-    for name in sorted({*saved, *wanted}):
-        types = [
-            f"{x.dtype.name}{list(x.shape)}" if x is not None else None
-            for x in (saved.get(name), wanted.get(name))
-        ]
+    for name in [*wanted, *saved]:
+        types = saved.get(name), wanted.get(name)
         if types[0] != types[1]:
             raise _OtherArraysError(
                 {"array": name, "saved": types[0], "wanted": types[1]}
@@ -242,46 +232,32 @@ def _check_arrays(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def _by_name(tree: PyTree) -> dict[str, Any]:
-    return {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in paths}
 
 
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+def _describe(x: Any) -> str:
+    return f"{x.dtype.name if not _is_key(x) else x.dtype}{list(np.shape(x))}"
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: Any) -> bool:  # an optimizer may have one, for public random numbers
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _without_keys(tree: PyTree) -> PyTree:
-    """The words of each key, by the name of its generator, in place of the key."""
-
-    def words(x: jax.Array) -> PyTree:
-        return {str(jax.random.key_impl(x)): jax.random.key_data(x)}
-
-    return jax.tree.map(lambda x: words(x) if _is_key(x) else x, tree)
+def _words(x: Any) -> Any:
+    return jax.random.key_data(x) if _is_key(x) else x
 
 
-def _shape_of(like: jax.Array, name: str, saved: dict[str, Any]) -> PyTree:
-    """What to read in the place of an array, or of a key of any generator."""
-    sharding = like.sharding if isinstance(like, jax.Array) else None
-    if not _is_key(like):
-        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
-    return {
-        found.removeprefix(f"{name}."): jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for found, x in saved.items()
-        if found.startswith(f"{name}.")
-    }
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    x = _words(x)
+    # A checkpoint names the devices that it was written from; these may be gone.
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.asarray(x).sharding)
 
 
-def _as_was(like: jax.Array, restored: PyTree) -> jax.Array:
+def _as_was(like: Any, restored: Any) -> jax.Array:
     """Makes what was read a key, and an array that jax may move, if the other was."""
-    is_placed = isinstance(like, jax.Array) and like.committed
-
-    def placed(x: jax.Array) -> jax.Array:
-        return jax.device_put(x, like.sharding) if is_placed else jnp.array(np.array(x))
-
-    if not _is_key(like):
-        return placed(restored)
-    ((generator, words),) = restored.items()
-    return jax.random.wrap_key_data(placed(words), impl=generator)
+    if _is_key(like):
+        impl = jax.random.key_impl(like)
+        restored = jax.random.wrap_key_data(_as_was(_words(like), restored), impl=impl)
+    is_committed = isinstance(like, jax.Array) and like.committed
+    return restored if is_committed or _is_key(like) else jnp.array(np.array(restored))

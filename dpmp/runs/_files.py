@@ -1,60 +1,51 @@
-"""Reads the file of a ledger, and appends to it so that the disk has every record."""
+"""Files that survive a power failure, and that nobody has planted."""
 
 import contextlib
+import hashlib
 import os
 import pathlib
+from collections.abc import Iterator
+from typing import NoReturn
 
 from dpmp import _validate
-from dpmp.runs._records import Parsed, Record, encode, parse
-
-_NAME = "ledger.jsonl"
 
 
-def read(directory: pathlib.Path) -> Parsed | None:
-    """Reads the ledger of a directory; None if there is none. Changes nothing.
-
-    Raises:
-      ValueError: if the file is damaged.
-    """
-    file = directory / _NAME
-    return parse(file.read_bytes(), file=str(file)) if file.exists() else None
-
-
-def append(directory: pathlib.Path, known: Parsed | None, record: Record) -> Parsed:
-    """Appends a record to the file whose content is `known`; the disk then has it.
-
-    An incomplete record at the end of the file is removed.
-
-    Returns:
-      The new content of the file, without its records.
-
-    Raises:
-      OSError: if the record cannot be written. The file stays readable.
-      RuntimeError: if somebody else has changed the file.
-    """
-    known = known or Parsed([], b"", 0, 0)
-    line, checksum = encode(record, known.checksum)
-    file = directory / _NAME
+@contextlib.contextmanager
+def open_file(path: pathlib.Path, flags: int) -> Iterator[int]:
+    """Opens a file for its owner alone; a symbolic link in its place is refused."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            _check_unchanged(descriptor, known, file)
-            end = _write(descriptor, line, known)
-            if known.end == 0:
-                sync_directory(directory)
-            end += _write_newline(descriptor, end)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        _validate.fail(
-            "steps must be recorded in the ledger before they begin",
-            file=str(file),
-            reason=error.strerror or str(error),
-            fix="They have not begun. Make room or make the directory writable, and "
-            "continue the run.",
-            error=OSError,
-        )
-    return Parsed([], checksum, end, end)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, content: bytes, place: int) -> None:
+    """Writes all of the content; a full disk may take a part at a time."""
+    written = 0
+    while written < len(content):
+        written += os.pwrite(descriptor, content[written:], place + written)
+
+
+def refused(required: str, error: OSError) -> NoReturn:
+    """Raises an OSError that says what was required and why it failed."""
+    if error.strerror is None:  # it says so already
+        raise error
+    _validate.fail(
+        required,
+        file=str(error.filename or "of the run"),
+        reason=error.strerror or str(error),
+        fix="Make room, or make the directory writable. Then start the run again.",
+        error=OSError,
+    )
+
+
+def make_directory(path: pathlib.Path) -> None:
+    """Makes a directory and its parents, so that they survive a power failure."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+        sync_directory(path.parent)
 
 
 def sync_directory(directory: pathlib.Path) -> None:
@@ -66,33 +57,20 @@ def sync_directory(directory: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def _check_unchanged(descriptor: int, known: Parsed, file: pathlib.Path) -> None:
-    size = os.fstat(descriptor).st_size
-    _validate.require(
-        size == known.size,
-        "only the run that holds the lock may write its ledger",
-        file=str(file),
-        expected_bytes=known.size,
-        bytes=size,
-        fix="Open the ledger again, within runs.locked.",
-        error=RuntimeError,
-    )
+def sync_tree(directory: pathlib.Path) -> None:
+    """Waits until the disk has all files and folders in a directory, and itself."""
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            sync_directory(pathlib.Path(folder, name))
+        sync_directory(pathlib.Path(folder))
 
 
-def _write(descriptor: int, line: bytes, known: Parsed) -> int:
-    """Writes a line in the place of everything after `known.end`; returns its end."""
-    os.ftruncate(descriptor, known.end)
-    if known.end and os.pread(descriptor, 1, known.end - 1) != b"\n":
-        line = b"\n" + line
-    written = 0
-    while written < len(line):  # a full disk may take a part
-        written += os.pwrite(descriptor, line[written:], known.end + written)
-    os.fsync(descriptor)
-    return known.end + len(line)
-
-
-def _write_newline(descriptor: int, end: int) -> int:
-    """Marks the line as complete, if possible: it counts also without a newline."""
-    with contextlib.suppress(OSError):
-        return os.pwrite(descriptor, b"\n", end)
-    return 0
+def digest_of_tree(directory: pathlib.Path) -> str:
+    """A hash of the names and the contents of all files in a directory."""
+    total = hashlib.blake2b(digest_size=16)
+    for path in sorted(x for x in directory.rglob("*") if x.is_file()):
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "blake2b").digest()
+        name = str(path.relative_to(directory)).encode()
+        total.update(hashlib.blake2b(name).digest() + content)
+    return total.hexdigest()

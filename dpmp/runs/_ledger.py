@@ -1,273 +1,261 @@
-"""The privacy ledger of a directory: what was begun, what it cost, what may follow."""
+"""The privacy ledger: an append-only file of the steps that were paid for.
 
+A line is a JSON object. It ends with a checksum of itself and of the checksum before,
+so that a line that was changed, left out or moved is noticed. This is against
+accidents: anyone who may write the file can also compute new checksums.
+"""
+
+import dataclasses
 import datetime
+import hashlib
+import json
 import os
 import pathlib
-from collections.abc import Callable
+import re
+from typing import Any, NamedTuple, NoReturn
 
-from dpmp import _validate, accounting
-from dpmp.mechanism import DPSGD
-from dpmp.runs import _files
-from dpmp.runs._budget import most_steps
-from dpmp.runs._environment import version
-from dpmp.runs._history import History, Run, gaps, guarantee
-from dpmp.runs._records import Record
+import dp_accounting
+
+from dpmp import _validate
+from dpmp.mechanism import StepCost
+from dpmp.runs._files import open_file, refused, sync_directory, write_at
+from dpmp.runs._spent import Segment, Spent
+
+NAME = "ledger.jsonl"
+_SLIPS = "charged-*.json"
+_FORMAT = 2
+_LINE = re.compile(rb'(\{[^\n]*?), "checksum": "([0-9a-f]{32})"\}\n?')
+_WHAT_TO_DO = "Restore the file from a copy: it is the only account of these steps."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """States that steps are paid for.
+
+    Attributes:
+      event: "released" with a checkpoint, or "charged" without one.
+      segment: the steps, and their cost.
+      delta: the delta that the run was planned for, or None.
+      nonce: identifies the checkpoint; empty without one.
+      digest: a hash of the files of the checkpoint; empty without one.
+      time: in UTC (ISO 8601).
+    """
+
+    event: str
+    segment: Segment
+    delta: float | None
+    nonce: str = ""
+    digest: str = ""
+    time: str = ""
+
+
+class _Content(NamedTuple):
+    """What a ledger's file contains.
+
+    Attributes:
+      records: all whole records.
+      checksum: that of the last record.
+      end: where the last record ends.
+      size: the size of the file, which is larger if the last record is incomplete.
+      has_newline: whether a newline follows the last record.
+    """
+
+    records: list[Record]
+    checksum: bytes
+    end: int
+    size: int
+    has_newline: bool
 
 
 class Ledger:
-    """Records all steps of all runs in a directory before they begin.
-
-    >>> import tempfile
-    >>> from dpmp import runs
-    >>> mechanism = DPSGD(
-    ...     num_examples=6000, expected_batch_size=60, iterations=500, l2_clip_norm=1.0
-    ... ).calibrate(epsilon=4.0, delta=1e-6)
-    >>> key = jax.random.key(0)
-    >>> with runs.locked(tempfile.mkdtemp()) as directory:
-    ...     ledger = runs.Ledger.open(directory)
-    ...     entry = ledger.entry(
-    ...         mechanism,
-    ...         key_fingerprint=runs.key_fingerprint(key),
-    ...         data_tag=runs.data_tag(key, b"patients of 2019"),
-    ...     )
-    ...     entry.begin(0, 100)
-    >>> print(f"{ledger.guarantee(delta=1e-6).epsilon:.3f}")
-    2.804
+    """Reads the ledger of a directory, and appends to it under the directory's lock.
 
     Guarantees:
-      When `Entry.begin` returns, the disk has the record of the steps. A process that
-      is killed at any instant, or a machine that loses power, leaves a file that
-      states all steps that were begun, and perhaps some that were not. The next record
-      removes an incomplete last line. A file that was damaged in any other place is
-      refused.
+      When `append` returns, the disk has the record. A process that is killed at any
+      instant, or a machine that loses power, leaves whole records, and at most one
+      incomplete record after them. The next record replaces that one.
 
-      The file has no secret keys, and nothing that was computed from private data. It
-      states `num_examples`, which is protected under ADD_OR_REMOVE_ONE.
+      The file has no keys, and nothing that was computed from private data. It states
+      `num_examples`, which is protected under ADD_OR_REMOVE_ONE.
+
+    Raises:
+      ValueError: if the file is damaged.
     """
 
     def __init__(self, directory: pathlib.Path):
-        self._directory = directory
-        self._file = _files.read(directory)
-        self._history = History(self._file.records if self._file else [])
-
-    @classmethod
-    def open(cls, directory: str | os.PathLike[str]) -> "Ledger":
-        """Reads the ledger of a directory, or starts one.
-
-        Hold the lock of the directory (`runs.locked`) from here to the last record.
-
-        Raises:
-          ValueError: if the file is damaged.
-        """
-        return cls(pathlib.Path(directory))
+        self._file = directory / NAME
+        content = self._file.read_bytes() if self._file.exists() else b""
+        self._content = _parse(content, str(self._file))
+        self._slips = sorted(directory.glob(_SLIPS))
+        on_slips = [_decode(x.read_bytes(), str(x)) for x in self._slips]
+        self.records = [*self._content.records, *on_slips]
 
     @property
-    def runs(self) -> list[Run]:
-        """All runs that were begun, in the order of their first records."""
-        return self._history.runs
+    def exists(self) -> bool:
+        """Whether anything was ever written."""
+        return self._content.size > 0 or bool(self.records)
 
-    def guarantee(self, *, delta: float) -> accounting.PrivacyGuarantee:
-        """The guarantee of all steps of all runs together.
+    @property
+    def spent(self) -> Spent:
+        """All steps that were paid for."""
+        return Spent(tuple(x.segment for x in self.records)) | Spent()
+
+    @property
+    def incomplete_bytes(self) -> int:
+        """The length of an incomplete record at the end, whose steps are free."""
+        return self._content.size - self._content.end
+
+    @property
+    def times(self) -> list[str]:
+        """When the records were written, ascending."""
+        return sorted(x.time for x in self.records)
+
+    def released(self, nonce: str) -> Record | None:
+        """The record of the checkpoint with this nonce."""
+        found = (x for x in self.records if x.event == "released" and x.nonce == nonce)
+        return next(found, None)
+
+    def copy(self) -> bytes:
+        """The whole records of the file."""
+        content = self._file.read_bytes() if self._file.exists() else b""
+        return content[: self._content.end]
+
+    def collect(self) -> None:
+        """Moves the records that other processes have left into the file.
+
+        An incomplete record, which may say something about free steps, is removed.
+        """
+        if self.incomplete_bytes:
+            os.truncate(self._file, self._content.end)
+            self._content = self._content._replace(size=self._content.end)
+        new = self.records[len(self._content.records) :]
+        del self.records[len(self._content.records) :]
+        for record, slip in zip(new, self._slips, strict=True):
+            self.append(record)
+            slip.unlink()
+
+    def append(self, record: Record) -> None:
+        """Appends a record; the disk then has it.
 
         Raises:
-          ValueError: if `delta` is out of range.
+          OSError: if it cannot be written. The file stays as it was.
+          RuntimeError: if somebody else has changed the file.
         """
-        return guarantee(self.runs, delta=delta)
+        text, before = _encode(record), self._content
+        checksum = _checksum(text, before.checksum)
+        line = text + b', "checksum": "' + checksum + b'"}'
+        if not before.has_newline:
+            line = b"\n" + line
+        try:
+            with open_file(self._file, os.O_RDWR | os.O_CREAT) as descriptor:
+                self._check_unchanged(descriptor)
+                os.ftruncate(descriptor, before.end)
+                try:
+                    _write(descriptor, line, before.end)
+                except OSError:
+                    os.ftruncate(descriptor, before.end)
+                    self._content = before._replace(size=before.end)
+                    raise
+                if before.end == 0:
+                    sync_directory(self._file.parent)
+                end = before.end + len(line)
+                write_at(descriptor, b"\n", end)  # only after the disk has the line
+        except OSError as error:
+            refused("steps must be in the ledger before they are released", error)
+        self.records.append(record)
+        records = [*before.records, record]
+        self._content = _Content(records, checksum, end + 1, end + 1, True)
 
-    def entry(
-        self, mechanism: DPSGD, *, key_fingerprint: str, data_tag: str
-    ) -> "Entry":
-        """Prepares the records of one run.
-
-        Args:
-          mechanism: the mechanism of the run. It must have its noise.
-          key_fingerprint: identifies the root key of the noise; see
-            `runs.key_fingerprint`.
-          data_tag: identifies everything else that decides what a step releases; see
-            `runs.data_tag`.
-
-        Raises:
-          ValueError: if an earlier run has another neighbouring relation.
-        """
-        relation = mechanism.neighboring_relation
-        others = {run.cost.neighboring_relation for run in self.runs} - {relation}
+    def _check_unchanged(self, descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
         _validate.require(
-            not others,
-            "all runs in a directory must have one neighbouring relation, so that "
-            "their epsilons can be composed",
-            neighboring_relation=relation.name,
-            earlier=[other.name for other in others],
-            fix="Use the relation of the earlier runs, or another directory.",
+            size == self._content.size,
+            "only the run that holds the lock may write its ledger",
+            file=str(self._file),
+            expected_bytes=self._content.size,
+            bytes=size,
+            fix="Start the run again.",
+            error=RuntimeError,
         )
-        return Entry(self, mechanism, key_fingerprint, data_tag)
-
-    def _append(self, record: Record) -> None:
-        self._file = _files.append(self._directory, self._file, record)
-        self._history.add(record)
 
 
-class Entry:
-    """One run in a ledger, made by `Ledger.entry`."""
+def leave_slip(directory: pathlib.Path, record: Record) -> None:
+    """Charges steps by a file of its own, which the next `Ledger` counts.
 
-    def __init__(self, ledger: Ledger, mechanism: DPSGD, key: str, data: str):
-        self._ledger, self._delta = ledger, mechanism.delta
-        self._identity = key, data, mechanism.step_cost
-        self._last_begun = range(0)
+    A process that does not hold the lock pays in this way.
 
-    def begin(self, start: int, stop: int) -> None:
-        """Records that the steps from `start` to before `stop` are about to begin.
-
-        Returns as soon as the disk has the record.
-
-        Raises:
-          ValueError: if the range is empty, or if one of the steps was begun with the
-            same key but other data or another cost. Its noise would be used twice.
-          OSError: if the record cannot be written, for example on a full disk.
-          RuntimeError: if somebody else has written into the file.
-        """
-        steps = _check_range(start, stop)
-        self._runs_after(steps)
-        self._write("begin", steps)
-        self._last_begun = steps
-
-    def stop_before(self, step: int) -> None:
-        """Records that a run was stopped before `step`, in the last steps of `begin`.
-
-        `step` and those after it have not begun, and cost nothing.
-
-        Raises:
-          OSError, RuntimeError: see `begin`.
-        """
-        if step in self._last_begun:
-            self._write("not begun", range(step, self._last_begun.stop))
-            self._last_begun = range(self._last_begun.start, step)
-
-    def enter(self, step: int) -> None:
-        """Records that the run has its key from `step` on, without beginning a step.
-
-        Raises:
-          ValueError, OSError, RuntimeError: see `begin`.
-        """
-        self.begin(step, step + 1)
-        self.stop_before(step)
-
-    def _write(self, event: str, steps: range) -> None:
-        key, data, cost = self._identity
-        now = datetime.datetime.now(datetime.UTC)
-        record = Record(
-            event=event,
-            time=now.isoformat(timespec="seconds"),
-            dpmp=version("dpmp"),
-            jax=version("jax"),
-            key=key,
-            data=data,
-            start=steps.start,
-            stop=steps.stop,
-            delta=self._delta,
-            cost=cost,
-        )
-        self._ledger._append(record)
-
-    def steps_within(
-        self, epsilon_budget: float, *, delta: float, start: int, stop: int
-    ) -> int:
-        """How many of the next steps may begin within a budget for the directory.
-
-        Args:
-          epsilon_budget: the largest epsilon that all runs together may reach.
-          delta: the delta for which epsilon is computed.
-          start: the next step.
-          stop: the step after the last one that is wanted.
-
-        Returns:
-          The largest number of steps from `start` on, up to `stop - start`, after which
-          the epsilon of the whole ledger is within the budget. Steps that were begun
-          before cost nothing when they are repeated.
-
-        Raises:
-          ValueError: for an argument out of range, or for steps that `begin` refuses.
-        """
-        budget = _validate.positive(
-            epsilon_budget=epsilon_budget, fix="Use 8, for example."
-        )
-        steps = _check_range(start, stop)
-
-        def epsilon(number: int) -> float:
-            return guarantee(self._runs_after(steps[:number]), delta=delta).epsilon
-
-        return most_steps(epsilon, budget, len(steps))
-
-    def epsilon_after(self, start: int, *, delta: float) -> Callable[[int], float]:
-        """Returns a function from a later step to the epsilon of the whole ledger then.
-
-        The steps from `start` to the later one count, and everything that is in the
-        ledger now.
-        """
-        history = self._ledger._history
-        run = history.run(*self._identity)
-
-        def epsilon(step: int) -> float:
-            after = run.with_steps(range(start, step))
-            return guarantee(history.with_run(after), delta=delta).epsilon
-
-        return epsilon
-
-    def repeats_noise(self, start: int, stop: int) -> bool:
-        """Whether a step was begun with the same key and other data or another cost.
-
-        `begin` refuses such steps: the noise would cancel in the difference.
-        """
-        run, runs = self._after(_check_range(start, stop))
-        return any(run.repeats_noise_of(other) for other in runs)
-
-    def were_begun(self, start: int, stop: int) -> bool:
-        """Whether a step was begun with the same key, whatever it was added to."""
-        steps = _check_range(start, stop)
-        same_key = [run for run in self._ledger.runs if run.key == self._identity[0]]
-        return sum(map(len, gaps(same_key, steps))) < len(steps)
-
-    def gaps(self, stop: int) -> list[range]:
-        """The steps before `stop` of this run that the ledger does not have.
-
-        Steps before the first one with the key of the run may have been made with
-        another key, which the run had before it got a fresh one. If the first one did
-        not begin after all, it still tells from where on the run has its key.
-        """
-        same_key = [run for run in self._ledger.runs if run.key == self._identity[0]]
-        recorded = (x for run in same_key for x in (*run.steps, run.last))
-        first = min([stop, *(x.start for x in recorded)])
-        before = gaps(self._ledger.runs, range(first))
-        return before + gaps(same_key, range(first, stop))
-
-    def _runs_after(self, steps: range) -> list[Run]:
-        """All runs after these steps; ValueError if they would repeat noise."""
-        run, runs = self._after(steps)
-        _validate.require(
-            not any(run.repeats_noise_of(other) for other in runs),
-            "no step may be repeated with the same key and other data, another loss or "
-            "another mechanism, because the noise would cancel in the difference",
-            start=steps.start,
-            stop=steps.stop,
-            fix="Continue the run as it was. Or start another run with a fresh key.",
-        )
-        return runs
-
-    def _after(self, steps: range) -> tuple[Run, list[Run]]:
-        history = self._ledger._history
-        run = history.run(*self._identity).with_steps(steps)
-        return run, history.with_run(run)
+    Raises:
+      OSError: if it cannot be written.
+    """
+    name = f"charged-{os.urandom(16).hex()}"
+    with open_file(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        _write(file, _encode(record) + b"}", 0)
+    os.rename(directory / name, directory / f"{name}.json")
+    sync_directory(directory)
 
 
-def _check_range(start: int, stop: int) -> range:
-    steps = range(
-        _validate.nonnegative_integer(start=start, fix="Count the steps from 0."),
-        _validate.nonnegative_integer(stop=stop, fix="Count the steps from 0."),
-    )
+def _write(descriptor: int, content: bytes, place: int) -> None:
+    write_at(descriptor, content, place)
+    os.fsync(descriptor)
+
+
+def _encode(record: Record) -> bytes:
+    """The JSON of a record, without the brace at its end."""
+    fields = dataclasses.asdict(record)
+    cost = record.segment.cost
+    fields["segment"]["cost"]["neighboring_relation"] = cost.neighboring_relation.name
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    fields["time"] = record.time or now
+    # Python writes floats so that reading them gives the same floats.
+    return json.dumps({"format": _FORMAT, **fields}, allow_nan=False)[:-1].encode()
+
+
+def _decode(text: bytes, place: str) -> Record:
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        written_by = fields.pop("format")
+        segment = fields.pop("segment")
+        cost = segment.pop("cost")
+        relation = dp_accounting.NeighboringRelation[cost.pop("neighboring_relation")]
+        cost = StepCost(neighboring_relation=relation, **cost)
+        record = Record(segment=Segment(cost=cost, **segment), **fields)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        _damaged(place)
     _validate.require(
-        bool(steps),
-        "stop must be above start",
-        start=start,
-        stop=stop,
-        fix="Record steps only if there are some to begin.",
+        written_by == _FORMAT,
+        f"a ledger must have format {_FORMAT}",
+        line=place,
+        fix="Read it with the version of dpmp that wrote it.",
     )
-    return steps
+    return record
+
+
+def _parse(content: bytes, file: str) -> _Content:
+    """Reads the lines of a ledger.
+
+    The last record may be incomplete, because the machine stopped while it was written.
+    It has no newline then, which is written only after the disk has the record. So its
+    steps were not released.
+    """
+    records, checksum, end = [], b"", 0
+    while line := _LINE.match(content, end):
+        if line[2] != _checksum(line[1], checksum):
+            break
+        checksum, end = line[2], line.end()
+        records.append(_decode(line[1] + b"}", f"{file}, line {len(records) + 1}"))
+    if b"\n" in content[end:]:
+        _damaged(f"{file}, line {len(records) + 1}")
+    has_newline = end == 0 or content[end - 1 : end] == b"\n"
+    return _Content(records, checksum, end, len(content), has_newline)
+
+
+def _damaged(place: str) -> NoReturn:
+    _validate.fail(
+        "every record of a ledger must be as it was written",
+        damaged=place,
+        fix=_WHAT_TO_DO,
+    )
+
+
+def _checksum(text: bytes, previous: bytes) -> bytes:
+    return hashlib.blake2b(previous + text, digest_size=16).hexdigest().encode()

@@ -5,13 +5,12 @@ are in the order of their steps, and each step has one line at most.
 """
 
 import json
-import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from dpmp import _validate
+from dpmp.runs._files import open_file, refused, write_at
 
 Line: TypeAlias = dict[str, Any]
 
@@ -21,43 +20,35 @@ _NAME = "metrics.jsonl"
 class MetricsFile:
     """Appends lines to the file, which is made if there is none."""
 
-    def __init__(self, directory: pathlib.Path, step: int):
-        """Opens the file to go on after `step` steps.
+    def __init__(self, directory: pathlib.Path, lines: Sequence[Line], step: int):
+        """Opens the file to go on after `step` steps, the last of which have `lines`.
 
         Lines of later steps are removed, because these steps are made again. So is an
         incomplete line at the end.
         """
-        self._path = path = directory / _NAME
-        content = path.read_bytes() if path.exists() else b""
-        kept = [x for x in _lines(content) if x[0]["step"] <= step]
+        self._path = directory / _NAME
+        content = self._path.read_bytes() if self._path.exists() else b""
+        known = [x for x in _lines(content) if x[0]["step"] <= step]
         # The running time of all processes that worked on the run so far.
-        self.seconds = kept[-1][0].get("seconds", 0.0) if kept else 0.0
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._file = os.fdopen(descriptor, "wb", buffering=0)
-        self._file.truncate(kept[-1][1] if kept else 0)
+        self.seconds = max((x.get("seconds", 0.0) for x, _ in known), default=0.0)
+        self._end = known[-1][1] if known else 0
+        last = known[-1][0]["step"] if known else 0
+        self.append([x for x in lines if x["step"] > last])
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends the values of a step. One that is not finite is written as null.
+    def append(self, lines: Sequence[Line]) -> None:
+        """Appends lines.
 
         Raises:
-          OSError: if the line cannot be written.
+          OSError: if they cannot be written.
         """
-        finite = {name: _finite(x) for name, x in values.items()}
-        line = json.dumps({"step": step, **finite}, allow_nan=False)
+        text = b"".join(json.dumps(x, allow_nan=False).encode() + b"\n" for x in lines)
         try:
-            self._file.write(line.encode() + b"\n")
+            with open_file(self._path, os.O_WRONLY | os.O_CREAT) as descriptor:
+                os.ftruncate(descriptor, self._end)
+                write_at(descriptor, text, self._end)
         except OSError as error:
-            _validate.fail(
-                "the metrics of a run must be written to its directory",
-                file=str(self._path),
-                reason=error.strerror or str(error),
-                fix="Make room, and run the same program again.",
-                error=OSError,
-            )
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+            refused("the metrics of a run must be written to its directory", error)
+        self._end += len(text)
 
 
 def read(directory: pathlib.Path) -> list[Line]:
@@ -81,7 +72,3 @@ def _lines(content: bytes) -> Iterator[tuple[Line, int]]:
         is_line = isinstance(line, dict) and isinstance(line.get("step"), int)
         if is_line and text.endswith(b"\n"):
             yield line, end
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None  # JSON has no infinity

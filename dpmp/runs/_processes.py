@@ -4,6 +4,7 @@ The processes of a job share the directory of a run. The first one writes the le
 """
 
 import hashlib
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ def on_first(action: Callable[[], T]) -> T | None:
             result = action()
         except Exception as failure:
             error = failure
-    has_failed = agreed(error is not None)
+    has_failed = bool(broadcast(np.int32(error is not None)))
     if error is not None:
         raise error
     _validate.require(
@@ -44,17 +45,24 @@ def on_first(action: Callable[[], T]) -> T | None:
     return result
 
 
-def described_by_all(text: str) -> str:
-    """What all processes say: the text of one, or a hash of the texts of several."""
+def broadcast(value: np.ndarray | np.generic) -> np.ndarray:
+    """The value of the first process, on all of them."""
     if jax.process_count() == 1:
-        return text
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    all_digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
-    return np.asarray(all_digests).tobytes().hex()
+        return np.asarray(value)
+    return np.asarray(multihost_utils.broadcast_one_to_all(value))
 
 
-def agreed(value: bool) -> bool:
-    """What the first process says, on all of them."""
+def are_equal(*facts: bytes) -> bool:
+    """Whether all processes have the same facts, compared by a hash."""
     if jax.process_count() == 1:
-        return value
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
+        return True
+    digest = hashlib.blake2b(b"".join(hashlib.blake2b(x).digest() for x in facts))
+    words = np.frombuffer(digest.digest(), np.uint32)
+    gathered = np.asarray(multihost_utils.process_allgather(words))
+    return bool(np.all(gathered == gathered[0]))
+
+
+def random_id() -> str:
+    """32 random hexadecimal digits, the same on all processes; they are public."""
+    words = np.frombuffer(os.urandom(16), np.uint32)
+    return broadcast(words).astype(np.uint32).tobytes().hex()

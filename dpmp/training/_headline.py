@@ -7,9 +7,9 @@ import contextlib
 import dataclasses
 
 import jax
-import numpy as np
 
-from dpmp.training._source import Load, load_batch
+from dpmp.training._batches import shapes_of_batch
+from dpmp.training._source import Load
 from dpmp.training._state import TrainingState
 from dpmp.training._step import Step
 
@@ -35,8 +35,7 @@ def headline(step: Step, state: TrainingState, load: Load) -> str:
     # If the loss or the dataset is at fault, the first step says so, and says more.
     with contextlib.suppress(Exception):
         other = dataclasses.replace(mechanism, method="book_keeping", arithmetic=None)
-        no_example = load_batch(load, np.zeros(0, np.int64), 1)[0]  # its shapes
-        share = step.cost_of_book_keeping(state, no_example)
+        share = step.cost_of_book_keeping(state, shapes_of_batch(load))
         if share <= _MUCH_CHEAPER:
             line += (
                 f". By an estimate from shapes, a step costs {share:.0%} of this with "

@@ -1,73 +1,249 @@
-"""The loop of a run: loads a batch, makes a step, records it, and reports it."""
+"""The loop of a run: draws a batch, makes a step, and releases it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from dpmp._typing import PyTree
-from dpmp.training._batches import Batches
+from dpmp import runs
+from dpmp._warnings import warn
+from dpmp.accounting import round_up
+from dpmp.training._account import Account
+from dpmp.training._batches import Batch, draw_batch, prefetched
 from dpmp.training._checks import as_public
-from dpmp.training._prefetch import prefetched
-from dpmp.training._report import Report
-from dpmp.training._run_files import NoFiles
+from dpmp.training._headline import headline
+from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
+from dpmp.training._progress import Progress
+from dpmp.training._signals import Signals
+from dpmp.training._source import Load
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
-from dpmp.training._stopped import deferred_signals, is_whole
+from dpmp.training._tickets import draw_tickets
 
 
-@dataclasses.dataclass(kw_only=True)
-class Loop:
-    """Makes the steps of a run; `DPTrainer.fit` documents the callbacks.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to run the steps up to `stop`; `DPTrainer.fit` documents the others."""
 
-    Attributes:
-      state: the state after the last complete step.
-      stop: the number of steps after which to stop.
-      step: makes a step.
-      batches: the batches.
-      prefetch: how many of them are loaded ahead.
-      files: the files of the run.
-      report: shows and records the steps.
-      callback: is called with the state after every step, and may return numbers.
-      sensitive_callback: is called with values without noise after every step.
-    """
-
-    state: TrainingState
     stop: int
-    step: Step
-    batches: Batches
-    prefetch: int
-    files: NoFiles
-    report: Report
+    load: Load
+    batch_sharding: Any
     callback: Callback | None
     sensitive_callback: Callable[[SensitiveOutputs], None] | None
+    progress: bool
+    every: int
+    prefetch: int
+    root: np.ndarray | None
+
+
+class Loop:
+    """Makes the steps of a run.
+
+    Without a directory, every step is released as it is made. With one, steps are
+    released in blocks, by a checkpoint. A step that was not released costs nothing,
+    unless something that depends on it is seen: so `stopped` pays for such steps.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        state: TrainingState,
+        account: Account,
+        options: Options,
+        signals: Signals,
+        directory: runs.RunDirectory | None,
+        lines: list[dict[str, Any]],
+    ):
+        """Prepares to go on from a state; `lines` are the metrics of its checkpoint."""
+        mechanism, start = account.mechanism, account.start
+        self._step, self._state = step, state._replace(spent=None)
+        self._account, self._options, self._signals = account, options, signals
+        self._directory = directory
+        self._begun = start  # steps that were begun
+        self._saved = start  # steps that were released by a checkpoint
+        self._paid = start  # steps that are in the ledger
+        self._is_saving = False
+        self._progress = Progress(
+            mechanism,
+            account.epsilon,
+            start,
+            options.stop,
+            enabled=options.progress and jax.process_index() == 0,
+            headline=lambda: headline(step, self._state, options.load),
+            ending=f", saved in {directory.path}" if directory else "",
+        )
+        self._metrics = Metrics(
+            start=start,
+            seconds=directory.start_metrics(start, lines) if directory else 0.0,
+            iterations=mechanism.iterations,
+            report_steps=self._progress.report_steps,
+            epsilon=self._progress.epsilon,
+        )
+        self._overflows = OverflowWarning(
+            mechanism.overflow_stddev / mechanism.expected_batch_size,
+            start=start,
+            is_dynamic=step.dynamic_scale is not None,
+        )
+
+    @property
+    def state(self) -> TrainingState:
+        """The state after the last complete step."""
+        return self._state._replace(spent=self._account.words(self._begun))
 
     def run(self) -> None:
-        """Makes all steps. If it is stopped, the state is recorded."""
-        try:
-            numbers, draw = range(int(self.state.step), self.stop), self.batches.draw
-            with (
-                self.report.running(),
-                prefetched(draw, numbers, depth=self.prefetch) as batches,
-            ):
-                for number, batch in zip(numbers, batches, strict=True):
-                    self._make_step(number, batch)
-        except BaseException as error:
-            if is_whole(self.state):
-                self.files.keep(self.state, error)
-            raise
+        """Makes all steps."""
+        options, account = self._options, self._account
+        steps = range(account.start, options.stop)
+        tickets = draw_tickets(steps, options.root, account.times_paid)
 
-    def _make_step(self, number: int, batch: tuple[PyTree, Any]) -> None:
-        done = number + 1
-        with deferred_signals():
-            self.files.begin(number)
-            self.state, outputs = self.step.run(self.state, *batch)
-            self.files.end(done, self.state)
-        if self.sensitive_callback is not None:
-            is_padding = jnp.asarray(batch[1])
-            self.sensitive_callback(SensitiveOutputs(*outputs, is_padding))
-        public = {}
-        if self.callback is not None:
-            public = as_public(self.callback(self.state))
-        self.report.update(done, self.state, public)
+        def draw(ticket: Any) -> Batch:
+            mechanism = account.mechanism
+            return draw_batch(mechanism, options.load, options.batch_sharding, ticket)
+
+        with (
+            self._progress,
+            prefetched(draw, tickets, depth=options.prefetch) as batches,
+        ):
+            for _ in steps:
+                self._make_step(batches)
+                is_last = self._begun in (options.stop, self._end_of_block())
+                if self._directory is not None:
+                    self._metrics.collect(self._begun, self._state, is_last=is_last)
+                if self._directory is None or is_last:
+                    self._release()
+                else:
+                    self._progress.update(self._begun, self._state.step, {}, {})
+
+    def end(self) -> None:
+        """Shows the last line, when all files are written."""
+        self._progress.end()
+
+    def stopped(self, error: BaseException) -> TrainingState | None:
+        """Pays for what an error may tell, and keeps the state, if possible.
+
+        Adds notes to the error. Returns the state after the last complete step.
+        """
+        step = _step_of(self._state)
+        is_signal = isinstance(error, KeyboardInterrupt | SystemExit)
+        is_signal = is_signal and self._signals.received
+        if is_signal and step is not None:
+            self._begun = step  # a signal says nothing about the step that it stopped
+        may_save = step is not None and step > self._saved and not self._is_saving
+        for action in (
+            None if is_signal else self._pay_all,
+            (lambda: self._save_stopped(error)) if may_save else None,
+            self._pay_all,  # if the state could not be saved
+        ):
+            try:
+                if action is not None:
+                    action()
+            except Exception as cause:  # the first error must not be lost
+                error.add_note(f"dpmp: {cause}")
+        if step is None:
+            from_there = "the last checkpoint" if self._directory else "a saved state"
+            error.add_note(
+                f"dpmp: the step itself failed, and its state is lost. Go on from "
+                f"{from_there}."
+            )
+            return None
+        if step > 0:  # else nothing was made that could be lost
+            error.add_note(self._describe_stop(step))
+        if isinstance(error, SystemExit):  # Python would show nothing
+            warn(" ".join(x.removeprefix("dpmp: ") for x in error.__notes__))
+        return self.state
+
+    def _pay_all(self) -> None:
+        self._pay(self._begun)
+
+    def _save_stopped(self, error: BaseException) -> None:
+        if self._directory is None:
+            return
+        if jax.process_count() > 1:  # the others may be at another step
+            error.add_note("dpmp: run all processes again, to go on from a checkpoint.")
+        else:
+            self._save(self._metrics.take())
+            error.add_note("dpmp: the state is saved. Run the same program again.")
+
+    def _describe_stop(self, step: int) -> str:
+        mechanism, spent = self._account.mechanism, ""
+        if mechanism.is_private and mechanism.delta is not None:
+            epsilon = round_up(self._account.epsilon(self._begun))
+            spent = f" with epsilon {epsilon} spent"
+        return (
+            f"dpmp: the run stopped after step {step} of {mechanism.iterations}{spent}."
+            " Its state is in trainer.last_state; fit goes on from there."
+        )
+
+    def _make_step(self, batches: Iterator[Batch]) -> None:
+        self._begun += 1  # a batch that does not load says something about this step
+        batch = next(batches)
+        args = batch.examples, batch.is_padding_example
+        program = self._step.prepare(self._state, *args)
+        callback = self._options.sensitive_callback
+        if program.calls_host or callback is not None:
+            # Something outside may see values of these steps before their release.
+            self._pay(min(self._options.stop, self._end_of_block()))
+        with self._signals.deferred():
+            self._state, outputs = self._step.run(
+                program, self._state, batch.ticket, *args
+            )
+        if callback is not None:
+            is_padding = jnp.asarray(batch.is_padding_example)
+            callback(SensitiveOutputs(*outputs, is_padding))
+
+    def _end_of_block(self) -> int:
+        return -(-self._begun // self._options.every) * self._options.every
+
+    def _pay(self, stop: int) -> None:
+        """Puts steps into the ledger before anything that depends on them is seen."""
+        if self._directory is not None and stop > self._paid:
+            segment = self._account.segment(self._paid, stop)
+            self._directory.charge(segment, self._account.mechanism.delta)
+            self._paid = stop
+
+    def _save(self, lines: list[dict[str, Any]]) -> None:
+        """Releases the steps since the last checkpoint by a new one."""
+        assert self._directory is not None
+        step, self._is_saving = int(self._state.step), True
+        # Times depend a little on the sizes of the batches, so a checkpoint has none.
+        without_times = [
+            {name: x for name, x in line.items() if name not in TIMES} for line in lines
+        ]
+        self._directory.release(
+            self._state,
+            self._account.segment(self._saved, step),
+            self._account.mechanism.delta,
+            {"lines": without_times, "spent": self._account.words(step).tolist()},
+        )
+        self._saved, self._paid = step, max(self._paid, step)
+        self._is_saving = False
+
+    def _release(self) -> None:
+        """Releases the steps since the last release, and shows what they release."""
+        lines, public = self._metrics.take(), {}
+        if self._directory is not None:
+            with self._signals.deferred():
+                self._save(lines)
+        if self._options.callback is not None:
+            public = as_public(self._options.callback(self.state))
+        if self._directory is not None:
+            numbers = {f"public/{name}": finite(x) for name, x in public.items()}
+            self._directory.write_metrics([*lines[:-1], lines[-1] | numbers])
+        metrics = self._state.metrics
+        is_reported = bool(lines) or self._begun in self._progress.report_steps
+        self._overflows.look(self._begun, metrics, is_reported=is_reported)
+        self._progress.update(self._begun, self._state.step, metrics, public)
+
+
+def _step_of(state: TrainingState) -> int | None:
+    """The number of steps, or None if a step has used up the state, or has failed."""
+    try:
+        arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+        if not any(x.is_deleted() for x in arrays):
+            return int(jax.block_until_ready(state).step)
+    except Exception:
+        return None
+    return None

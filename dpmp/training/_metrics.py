@@ -1,81 +1,66 @@
-"""Records what the steps of a run release, without making the steps wait."""
+"""Records the values that steps release, without making the steps wait."""
 
-import contextlib
+import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.runs._metrics import MetricsFile
-from dpmp.runs._tensorboard import TensorBoard
+from dpmp._warnings import warn
 from dpmp.training._state import TrainingState
+
+TIMES = ("seconds", "steps_per_second")  # the names of times in a line
 
 _MOST_LINES = 1000  # of a whole run, roughly
 
+# The noise alone exceeds this many standard deviations once in a billion looks.
+_CLEARLY = 6.0
+
 
 class Metrics:
-    """A context manager that writes released values of some steps to the run's files.
-
-    To read a value from a device waits for the step that makes it. So the values of a
-    step are read when the next step that is recorded has been started.
-    """
+    """Copies values of some steps, and reads them from the device at release."""
 
     def __init__(
         self,
-        outputs: Sequence[MetricsFile | TensorBoard],
         *,
         start: int,
-        seconds: float = 0.0,
+        seconds: float,
         iterations: int,
         report_steps: Collection[int],
         epsilon: Callable[[int], float | None],
     ):
         """Prepares to record steps after `start`, which took so many `seconds`.
 
-        `report_steps` are recorded in any case, with their epsilon if it is known. If
-        there are several processes, only the first one has `outputs`. The others must
-        take part, because all of them hold a part of the state.
+        `report_steps` are recorded in any case, with their epsilon if it is known.
         """
-        self._outputs = outputs
         self._interval = max(1, iterations // _MOST_LINES)
         self._report_steps, self._epsilon = report_steps, epsilon
-        self._pending: tuple[int, dict[str, float], dict[str, jax.Array]]
-        self._pending = start, {}, {}
+        self._waiting: list[tuple[dict[str, Any], dict[str, jax.Array]]] = []
         self._begin = time.monotonic() - seconds
         self._last: tuple[int, float] | None = None
 
-    def __enter__(self) -> "Metrics":
-        return self
+    def collect(self, step: int, state: TrainingState, *, is_last: bool) -> None:
+        """Records a step if it is due, or if it is the last one before a release."""
+        if is_last or step in self._report_steps or step % self._interval == 0:
+            line = {"step": step, **self._times(step)}
+            if (epsilon := self._epsilon(step)) is not None:
+                line["epsilon"] = epsilon
+            # The next step may overwrite the arrays of the state.
+            released = _released(state)
+            copies = _copy(list(released.values()))
+            self._waiting.append((line, dict(zip(released, copies, strict=True))))
 
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object):
-        try:
-            with contextlib.ExitStack() as stack:
-                for output in self._outputs:
-                    stack.callback(output.close)
-                self._write()
-        except Exception as cause:  # the first error must not be lost
-            if error is None:
-                raise
-            error.add_note(f"dpmp: the last metrics were not written: {cause}")
-
-    def update(
-        self, step: int, state: TrainingState, public: Mapping[str, float]
-    ) -> None:
-        """Records a step if it is due, or if the user has computed numbers."""
-        is_reported = step in self._report_steps
-        if not (public or is_reported or step % self._interval == 0):
-            return
-        values = self._times(step)
-        if is_reported and (epsilon := self._epsilon(step)) is not None:
-            values["epsilon"] = epsilon
-        values |= {f"public/{name}": x for name, x in public.items()}
-        # The next step may overwrite the arrays of the state.
-        released = _released(state)
-        copies = dict(zip(released, _copy(list(released.values())), strict=True))
-        self._write()
-        self._pending = step, values, copies
+    def take(self) -> list[dict[str, Any]]:
+        """The lines of all recorded steps; a number that is not finite is None."""
+        lines = [
+            line | {name: finite(np.asarray(x)) for name, x in copies.items()}
+            for line, copies in self._waiting
+        ]
+        self._waiting.clear()
+        return lines
 
     def _times(self, step: int) -> dict[str, float]:
         """Seconds of the whole run, and the speed since the line before.
@@ -90,18 +75,9 @@ class Metrics:
         self._last = step, now
         return times
 
-    def _write(self) -> None:
-        """Writes the values that wait; the device has most likely computed them."""
-        step, values, copies = self._pending
-        if values:
-            values |= {name: float(np.asarray(x)) for name, x in copies.items()}
-            for output in self._outputs:
-                output.write(step, values)
-        self._pending = step, {}, {}
-
 
 def _released(state: TrainingState) -> dict[str, jax.Array]:
-    """The scalars of a state that are released, by name."""
+    """The scalars of a state, by name."""
     values = {f"noisy/{name}": x for name, x in sorted(state.metrics.items())}
     if state.scale_state is not None:
         values["loss_scale"] = state.scale_state.scale
@@ -113,3 +89,45 @@ def _released(state: TrainingState) -> dict[str, jax.Array]:
 @jax.jit
 def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(x) for x in arrays]
+
+
+def finite(x: Any) -> float | None:
+    """A number, or None for one that JSON does not have."""
+    return float(x) if math.isfinite(x) else None
+
+
+class OverflowWarning:
+    """Warns once that examples train nothing, where the noisy fraction is clear.
+
+    An example whose gradient is not finite contributes zero to a step. If all examples
+    are like that, then a run learns from noise alone, and no error tells.
+    """
+
+    def __init__(self, stddev: float, *, start: int, is_dynamic: bool):
+        """`stddev` is that of the noise on the fraction.
+
+        A dynamic loss scale halves itself in its first steps, so that the warning
+        waits.
+        """
+        self._least = _CLEARLY * stddev
+        self._first_look = start + (50 if is_dynamic else 3)
+        self._has_looked = self._has_warned = False
+
+    def look(self, step: int, metrics: Mapping[str, Any], *, is_reported: bool) -> None:
+        """Looks at the released metrics of a step; to read each would make it wait."""
+        is_due = step >= self._first_look and (is_reported or not self._has_looked)
+        if self._has_warned or not is_due:
+            return
+        self._has_looked = True
+        fraction = float(metrics.get("overflowed", 0.0))
+        if fraction > self._least:
+            self._has_warned = True
+            warn(
+                f"by the released fraction, about {min(fraction, 1.0):.0%} of the "
+                "examples of this step had a gradient with NaN or infinity. Such "
+                "examples train nothing. If all of them are like that, the run learns "
+                "from noise alone. Likely causes: NaN in the data or in the first "
+                "parameters; a learning rate that is too large; with float16, a loss "
+                "scale that is too large. To find out, compute the loss and its "
+                "gradient on a public example, and try a smaller learning rate."
+            )

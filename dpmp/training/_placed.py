@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dpmp import _validate
+from dpmp import _validate, runs
 from dpmp._typing import PyTree
 from dpmp.batch_selection import pad_indices
 from dpmp.mechanism import DPSGD
@@ -58,6 +58,34 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
             f"{num_shards}; batches are padded to a multiple of it.",
             **{name: sizes[name]},
         )
+
+
+def check_same_data(load: Load, mechanism: DPSGD) -> None:
+    """Raises ValueError on all processes unless they have the same data and mechanism.
+
+    They compare a hash of 16 random examples. Two processes with other data would let
+    one example enter a sum twice.
+    """
+    if jax.process_count() == 1:
+        return
+    seed = np.random.SeedSequence(int(runs.random_id(), 16))
+    indices = np.random.default_rng(seed).integers(mechanism.num_examples, size=16)
+    error, facts = None, [repr(mechanism).encode()]
+    try:
+        rows = jax.tree_util.tree_leaves_with_path(load(np.unique(indices)))
+        facts += [f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in rows]
+    except Exception as failure:  # the others must not wait for this process
+        error, facts = failure, [str(jax.process_index()).encode()]
+    are_equal = runs.are_equal(*facts)
+    if error is not None:
+        raise error
+    _validate.require(
+        are_equal,
+        "all processes must have the same mechanism, and the same data in one order",
+        num_processes=jax.process_count(),
+        fix="Read the same files everywhere. If they are the same, one process cannot "
+        "load its data; its error says more.",
+    )
 
 
 def load_shards(

@@ -1,7 +1,7 @@
-"""Shows the progress of a run: a bar on a terminal, plain lines elsewhere.
+"""Shows the progress of a run: a bar on a terminal, about ten plain lines elsewhere.
 
-The report is made of step counts, epsilons and noisy metrics. Nothing else that depends
-on the data reaches it.
+The report is made of step counts, epsilons and released metrics. Nothing else that
+depends on the data reaches it.
 """
 
 import datetime
@@ -10,59 +10,52 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import rich.console
 import rich.progress
 import rich.table
 
-from dpmp.training._overflows import OverflowNote
+from dpmp import accounting
+from dpmp.accounting._rounding import digits_above
+from dpmp.mechanism import DPSGD
 
 _NUM_REPORTS = 10
 _SECONDS_BETWEEN = 0.5  # looks at the device, which wait for it, on a terminal
 
+# To compute epsilon takes from milliseconds to seconds.
+_SHARE_OF_TIME = 0.01
+
 
 class Progress:
-    """A context manager that reports the steps of a run.
-
-    The report shows the privacy that is spent at a few steps. Between these, it shows
-    that of the next of them, which is never less than what was spent.
-    """
+    """A context that reports the steps of a run; by default to standard error."""
 
     def __init__(
         self,
-        *,
+        mechanism: DPSGD,
+        epsilon: Callable[[int], float],
         start: int,
         stop: int,
-        examples_per_step: float,
-        describe_privacy: Callable[[int], str],
-        headline: Callable[[], str] = str,
-        metrics_are: str = "noisy",
-        note: OverflowNote | None = None,
+        *,
         enabled: bool = True,
+        headline: Callable[[], str] = str,
+        ending: str = "",
         console: rich.console.Console | None = None,
     ):
         """Prepares a report on the steps from `start` to `stop`.
 
-        `describe_privacy` returns a text on the privacy that is spent after a number of
-        steps. The text of `headline` comes first. The names of metrics follow what
-        `metrics_are`. `note` looks at them. By default, the report goes to standard
-        error.
+        `epsilon` computes what is spent after a number of steps. The text of `headline`
+        comes first, and `ending` is the end of the last line.
         """
-        self._begin = self._start = start
-        self._stop = stop
-        self._examples_per_step = examples_per_step
-        self._describe_privacy = describe_privacy
-        self._metrics_are = metrics_are
-        self._public: dict[str, float] = {}
-        self._headline, self._note = headline if enabled else str, note
+        self._mechanism, self._headline, self._ending = mechanism, headline, ending
+        self._spent = SpentPrivacy(mechanism, stop, epsilon)
+        self._begin, self._stop, self._enabled = start, stop, enabled
+        self._values: dict[str, float] = {}
         self._console = console or rich.console.Console(stderr=True, soft_wrap=True)
         self._shows_bar = enabled and self._console.is_terminal
         interval = max(1, (stop - start) // _NUM_REPORTS)
         self.report_steps = sorted({*range(start + interval, stop, interval), stop})
-        self._shows_lines_at = self.report_steps if enabled else []
-        self._first_look = start + note.first_look if enabled and note else None
-        self._first_step_at: float | None = None
+        self._first: tuple[int, float] | None = None  # a step, and when it was made
         self._entered_at = self._shown_at = -math.inf
-        self._enabled = enabled
         self._bar = rich.progress.Progress(
             rich.progress.BarColumn(bar_width=20),
             # A narrow terminal has the text on several lines, beside the bar.
@@ -79,70 +72,124 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._entered_at = time.monotonic()
-        self._print(self._headline())
+        if self._enabled:
+            self._print(self._headline())
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def epsilon(self, step: int) -> float | None:
+        """The epsilon of a step that is reported, if it is known or quickly found."""
+        return self._spent.epsilon(step) if step in self.report_steps else None
+
     def update(
         self,
         step: int,
-        metrics: Mapping[str, Any] | None = None,
-        public: Mapping[str, float] | None = None,
+        done: jax.Array,
+        metrics: Mapping[str, Any],
+        public: Mapping[str, float],
     ) -> None:
-        """Reports `step` steps, and the metrics of the last one, if a report is due.
+        """Reports `step` steps, and released values, if a report is due.
 
-        The user's public numbers are shown until there are new ones.
+        `done` is an array that the device has when the step is done. Values are shown
+        until there are new ones.
         """
-        self._public |= public or {}
-        if self._first_step_at is None:
-            # The speed leaves out the first step, which includes compilation.
-            self._start, self._first_step_at = step, time.monotonic()
-        if not self.is_due(step):
+        # The speed leaves out the first step, which includes compilation.
+        self._first = self._first or (step, time.monotonic())
+        self._values |= {f"public {name}": x for name, x in public.items()}
+        waited = time.monotonic() - self._shown_at
+        shows_bar = self._shows_bar and waited >= _SECONDS_BETWEEN
+        if not (self._enabled and (shows_bar or step in self.report_steps)):
             return
-        text = self._describe(step, metrics or {})
+        jax.block_until_ready(done)
+        kind = "noisy" if self._mechanism.noise_multiplier else "exact"
+        self._values |= {f"{kind} {name}": float(x) for name, x in metrics.items()}
+        text = self._describe(step)
         if self._shows_bar:
             self._shown_at = time.monotonic()
             self._bar.update(self._task, completed=step, description=text)
-        elif step in self._shows_lines_at:
+        else:
             self._print(text)
-        if self._note is not None:
-            self._print(self._note.text(step - self._begin, metrics or {}))
 
-    def is_due(self, step: int) -> bool:
-        """Whether `update` may show anything new at this step."""
-        is_shown = step in self._shows_lines_at or step == self._first_look
-        return is_shown or (self._shows_bar and self._may_look())
-
-    def end(self, text: str) -> None:
+    def end(self) -> None:
         """Shows the last line, which begins with the steps and their time."""
         if self._enabled:
             seconds = round(time.monotonic() - self._entered_at)
             steps = f"steps {self._begin + 1} to {self._stop}"
             steps = steps if self._begin < self._stop else "no more steps"
-            time_ = datetime.timedelta(seconds=seconds)
-            self._print(f"dpmp: {steps} done in {time_}{text}")
-
-    def _may_look(self) -> bool:
-        return time.monotonic() - self._shown_at >= _SECONDS_BETWEEN
+            took = datetime.timedelta(seconds=seconds)
+            privacy = self._spent.describe_end()
+            self._print(f"dpmp: {steps} done in {took}, {privacy}{self._ending}")
 
     def _print(self, text: str) -> None:
-        if text:
-            self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False)
 
-    def _describe(self, step: int, metrics: Mapping[str, Any]) -> str:
+    def _describe(self, step: int) -> str:
+        # Between two reports, epsilon is that of the next one, which is never less.
         covered = next(s for s in self.report_steps if s >= step)
-        elapsed = time.monotonic() - (self._first_step_at or 0)
-        privacy = self._describe_privacy(covered)
-        parts = [f"step {step}/{self._stop}", privacy]
-        kind = self._metrics_are
-        parts += [f"{kind} {name} {float(x):.3g}" for name, x in metrics.items()]
-        parts += [f"public {name} {x:.3g}" for name, x in self._public.items()]
-        if step > self._start and elapsed > 0:
-            steps_per_second = (step - self._start) / elapsed
-            left = round((self._stop - step) / steps_per_second)
-            parts.append(f"{steps_per_second * self._examples_per_step:.1f} examples/s")
+        parts = [f"step {step}/{self._stop}", self._spent.describe(covered)]
+        parts += [f"{name} {x:.3g}" for name, x in self._values.items()]
+        first, begin = self._first or (step, 0.0)
+        elapsed = time.monotonic() - begin
+        if step > first and elapsed > 0:
+            per_second = (step - first) / elapsed
+            left = round((self._stop - step) / per_second)
+            examples = per_second * self._mechanism.expected_batch_size
+            parts.append(f"{examples:.1f} examples/s")
             parts.append(f"{datetime.timedelta(seconds=left)} left")
         return ", ".join(parts)
+
+
+class SpentPrivacy:
+    """Texts on the privacy that is spent, at a small part of the run's time.
+
+    Epsilon after all steps is computed at once, so that a mistake shows before the
+    first step. Epsilon after fewer steps is left out while computing it would take more
+    than a hundredth of the time since the start.
+    """
+
+    def __init__(self, mechanism: DPSGD, last: int, epsilon: Callable[[int], float]):
+        """`epsilon` computes it after a number of steps, up to `last`."""
+        start = time.monotonic()
+        self._delta, self._last, self._epsilon = mechanism.delta, last, epsilon
+        self._known: dict[int, float] = {}
+        self._text = "" if mechanism.is_private else "no privacy"
+        if mechanism.delta is None and not self._text:
+            self._text = "epsilon not shown without a delta"
+        if not self._text:
+            self._known[last] = epsilon(last)
+        self._start = time.monotonic()
+        self._seconds = self._largest = self._start - start
+
+    def describe(self, step: int) -> str:
+        """The epsilon that is spent after a number of steps, and that of the run."""
+        if self._text:
+            return self._text
+        epsilon, final = (
+            self.epsilon(step),
+            accounting.round_up(self._known[self._last]),
+        )
+        if epsilon is None:
+            return f"epsilon below {final}"
+        return f"epsilon {accounting.round_up(epsilon)} of {final}"
+
+    def describe_end(self) -> str:
+        """The epsilon of the run, and its delta."""
+        if self._text or self._delta is None:
+            return self._text
+        final = accounting.round_up(self._known[self._last])
+        return f"epsilon {final} at delta {digits_above(self._delta, 3)}"
+
+    def epsilon(self, step: int) -> float | None:
+        """The epsilon that is spent after a number of steps, if it is known."""
+        if self._text:
+            return None
+        elapsed = time.monotonic() - self._start
+        is_quick = self._seconds + self._largest <= _SHARE_OF_TIME * elapsed
+        if step not in self._known and is_quick:
+            start = time.monotonic()
+            self._known[step] = self._epsilon(step)
+            self._seconds += time.monotonic() - start
+        return self._known.get(step)

@@ -1,7 +1,7 @@
 """The state of a run between two steps, and the sensitive outputs of a step."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -9,42 +9,33 @@ from dpmp._typing import PyTree
 
 
 class TrainingState(NamedTuple):
-    """Everything that the next step depends on, besides the data.
+    """Everything that the next step depends on, besides the data and fresh random bits.
 
-    A run that continues from a saved state is the same, bit for bit, as a run without
-    the interruption. The keys are secret.
+    All of it is released, and nothing is secret: you may print a state, save it with
+    any library, publish it, and continue it in two ways. Each way costs its own.
 
     Attributes:
       step: int32, the number of steps made so far.
-      params: the master parameters; released.
-      opt_state: the state of the optimizer; released.
-      noise_state: a `noise_addition.NoiseState` with the root key of the noise; secret.
-      sampling_key: (4,) uint32, the root key of the batches; secret.
-      model_key: the root key of the randomness in the loss; secret.
-      scale_state: the state of a `loss_scaling.DynamicScale`, or None; released.
-      metrics: the noisy metrics of the last step, NaN before the first; released.
-        "overflowed" is always among them: the fraction of examples whose gradient is
-        not finite.
-      update_key: the root key of stochastic rounding, or None without; secret.
-      fingerprint: uint32, hashes of the facts that the privacy claim about past steps
-        rests on (`training/_fingerprint.py`). A trainer with other facts refuses to
-        continue the run. The hashes are encrypted with `sampling_key`, so that they say
-        nothing without it.
+      params: the master parameters.
+      opt_state: the state of the optimizer.
+      scale_state: the state of a `loss_scaling.DynamicScale`, or None.
+      metrics: the noisy metrics of the last step, NaN before the first. "overflowed" is
+        always among them: the fraction of examples whose gradient is not finite.
       clip_norm: the clip norm of the next step, a float32 scalar; None unless the
-        mechanism has an `AdaptiveClipNorm`; released.
+        mechanism has an `AdaptiveClipNorm`.
+      spent: what the past steps cost, as an array of uint32 words. They encode random
+        public ids, ranges of steps, noise multipliers, sampling probabilities and batch
+        sizes, and the number of examples where that is public. Save it with the rest:
+        `DPTrainer.guarantee` reads it.
     """
 
     step: jax.Array
     params: PyTree
     opt_state: PyTree
-    noise_state: PyTree
-    sampling_key: jax.Array
-    model_key: jax.Array
     scale_state: PyTree = None
     metrics: PyTree = None
-    update_key: jax.Array | None = None
-    fingerprint: jax.Array | None = None
     clip_norm: jax.Array | None = None
+    spent: Any = None
 
 
 # It may return numbers that were computed from public data or from released values.

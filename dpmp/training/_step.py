@@ -5,9 +5,6 @@ step is compiled once for a whole run.
 """
 
 import functools
-import hashlib
-import re
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,21 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _meshes, _random, _validate
+from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput
 from dpmp.clipping._clipped_sum import specs_of_examples
 from dpmp.engines.book_keeping._relative_cost import relative_cost
 from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD, Released
+from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
-from dpmp.programs import _transformations
-from dpmp.runs._checkpoints import checksums
-from dpmp.training._check_program import check_program
-from dpmp.training._checks import explained, with_checked_result
-from dpmp.training._keys import RunKeys
+from dpmp.programs import _check_program, _losses, _transformations
 from dpmp.training._settled import placement, places, put_together, strongly_typed
+from dpmp.training._source import as_device_dtypes
 from dpmp.training._state import TrainingState
+from dpmp.training._tickets import Ticket
+
+# The secret words of the keys that a step takes from its ticket.
+_KEYS = ("noise", "model", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Step:
     policy: Policy
     uses_prng_key: bool
     loss_scale: LossScale | DynamicScale | None
-    _programs: list["_Program"] = field(default_factory=list, init=False)
+    _programs: list["Program"] = field(default_factory=list, init=False)
 
     @property
     def metric_names(self) -> frozenset[str]:
@@ -61,36 +60,46 @@ class Step:
         """The loss scale if it is a `DynamicScale`, or else None."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
 
-    def first_state(self, params: PyTree, keys: RunKeys) -> TrainingState:
-        """The state before the first step, without its fingerprint."""
+    def first_state(self, params: PyTree) -> TrainingState:
+        """The state before the first step, without `spent`."""
         policy, dynamic = self.policy, self.dynamic_scale
-        params = jax.tree.map(jnp.copy, policy.cast_to_param(params))
-        opt_state = self.optimizer.init(policy.cast_to_update(params))
-        unknown = jnp.full((), jnp.nan, jnp.float32)
-        return TrainingState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            # A transformation may keep the parameters themselves. They are copied,
-            # because no array of the state may be donated twice.
-            opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
-            noise_state=self.mechanism.privatizer(keys.noise).init(params),
-            sampling_key=keys.sampling,
-            model_key=keys.model,
-            scale_state=dynamic and dynamic.init(),
-            metrics={name: jnp.copy(unknown) for name in self.metric_names},
-            update_key=keys.update if policy.stochastic_rounding else None,
-            clip_norm=self.mechanism.initial_clip_norm,
-        )
+        with jax.debug_nans(False):  # metrics are NaN before the first step
+            params = jax.tree.map(jnp.copy, policy.cast_to_param(params))
+            opt_state = self.optimizer.init(policy.cast_to_update(params))
+            unknown = jnp.full((), jnp.nan, jnp.float32)
+            return TrainingState(
+                step=jnp.zeros((), jnp.int32),
+                params=params,
+                # A transformation may keep the parameters themselves. They are copied,
+                # because no array of the state may be donated twice.
+                opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
+                scale_state=dynamic and dynamic.init(),
+                metrics={name: jnp.copy(unknown) for name in self.metric_names},
+                clip_norm=self.mechanism.initial_clip_norm,
+            )
+
+    def prepare(
+        self, state: TrainingState, batch: PyTree, is_padding: Any
+    ) -> "Program":
+        """Returns the program for a state without `spent`, and for a batch."""
+        # As in `run`: an exception would show that an example is not finite.
+        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+            return self._prepare(state, batch, is_padding)
 
     def run(
-        self, state: TrainingState, batch: PyTree, is_padding: Any
+        self,
+        program: "Program",
+        state: TrainingState,
+        ticket: Ticket,
+        batch: PyTree,
+        is_padding: Any,
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """Runs the step; returns the new state and the sensitive losses and norms."""
         # jax's debug flags look at all arrays, those of the batch and the results. They
         # would show in an exception that an example, or its gradient, is not finite.
         # Without jit, each operation would be visible.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            program, args = self._prepare(state, batch, is_padding)
+            args = _arguments(state, ticket.take(*_KEYS), batch, is_padding)
             try:
                 results = program.compiled(*args, program.constants)
             except BaseException:
@@ -101,31 +110,13 @@ class Step:
             program.has_run = True
             return results
 
-    def describe(self, state: TrainingState, batch: PyTree, is_padding: Any) -> str:
-        """A hash of the program of the step, and of the arrays that the loss uses.
-
-        Two steps with the same hash, state and batch give the same results on the same
-        machine. Nothing of the state or the batch goes into it but their types. If the
-        program calls functions on the host, nobody can say what they do, and if it uses
-        jax.lax.rng_uniform, it has a state that nobody saves. Then the hash is another
-        one each time.
-        """
-        with jax.disable_jit(False):
-            program, _ = self._prepare(state, batch, is_padding)
-        text, constants = program.lowered.as_text(), program.constants
-        if re.search(r"callback|stablehlo\.(send|rng)\b", text):
-            text += secrets.token_hex()
-        sums = np.asarray(checksums(constants)).tobytes() if constants else b""
-        return hashlib.blake2b(text.encode() + sums, digest_size=16).hexdigest()
-
     def _prepare(
         self, state: TrainingState, batch: PyTree, is_padding: Any
-    ) -> tuple["_Program", tuple[Any, ...]]:
-        """Returns the program for a state and a batch, and its arguments."""
+    ) -> "Program":
         self._check_size(batch, is_padding)
-        batch = jax.tree.map(jnp.asarray, batch)
-        state = put_together(state, batch)
-        args = state, batch, jnp.asarray(is_padding)
+        no_keys = [np.zeros(4, np.uint32)] * len(_KEYS)
+        args = _arguments(state, no_keys, batch, is_padding)
+        state, _, batch, _ = args
         of_state, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
         placed = placement(args)
         same_state = [x for x in self._programs if x.of_state == of_state]
@@ -139,12 +130,15 @@ class Step:
             )
         for program in same_state:
             if program.placed == placed:
-                return program, args
+                return program
         step, constants = self.make_program(state, batch)
-        lowered = step.lower(*args, constants)
-        program = _Program(of_state, of_batch, placed, lowered, constants)
+        traced = step.trace(*args, constants)
+        calls_host = _check_program.calls_host(traced.jaxpr.jaxpr)
+        program = Program(
+            of_state, of_batch, placed, traced.lower(), constants, calls_host
+        )
         self._programs.append(program)
-        return program, args
+        return program
 
     def _check_size(self, batch: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
@@ -155,6 +149,12 @@ class Step:
                 f"every batch must be padded to {size} examples; got another number. "
                 f"Pad it, and mark the padding in is_padding_example."
             )
+        _validate.require(
+            jnp.result_type(is_padding) == jnp.bool_,
+            "is_padding_example must be an array of bool",
+            dtype=jnp.result_type(is_padding).name,
+            fix="Use True for padding, and False for examples.",
+        )
 
     def make_program(
         self, state: TrainingState, batch: PyTree
@@ -165,11 +165,14 @@ class Step:
             return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
 
         args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
-        keys = (state.model_key,) if self.uses_prng_key else ()
-        loss_fn = self.policy.in_product_precision(with_checked_result(self.loss_fn))
-        with explained(args[1], self.policy.compute_dtype):
+        keys = (jax.eval_shape(_model_key, np.zeros(4, np.uint32)),)
+        keys = keys if self.uses_prng_key else ()
+        loss_fn = self.policy.in_product_precision(
+            _losses.with_checked_result(self.loss_fn)
+        )
+        with _losses.explained(args[1], self.policy.compute_dtype):
             check = functools.partial(
-                check_program,
+                _check_program.check_program,
                 num_params=len(jax.tree.leaves(args[0])),
                 takes_key=bool(keys),
                 compute_dtype=self.policy.compute_dtype,
@@ -182,21 +185,23 @@ class Step:
         mesh = _meshes.mesh_of((batch, state))
         placement = axes, jax.tree.map(_meshes.spec_of, state.params)
 
-        def step(state, batch, is_padding, constants):
+        def step(state, keys, batch, is_padding, constants):
             """Makes one step under tracing; see docs/architecture.md."""
 
             def loss(*args):
                 return loss_fn(jax.tree.map(_meshes.freed, constants), *args)
 
+            keys = dict(zip(_KEYS, keys, strict=True))
             total, sensitive = self._sum_sensitive(
-                loss, state, batch, is_padding, placement
+                loss, state, keys["model"], batch, is_padding, placement
             )
             # All values above this line are sensitive. The next state has noisy values
             # only.
-            privatizer = self.mechanism.privatizer(state.noise_state.prng_key)
-            noisy, noise_state = privatizer.update(total, state.noise_state)
+            noise_key = jax.random.wrap_key_data(keys["noise"], impl="threefry4x32")
+            privatizer = self.mechanism.privatizer(noise_key)
+            noisy, _ = privatizer.update(total, NoiseState(noise_key, state.step))
             released = self.mechanism.split(noisy, clip_norm=state.clip_norm)
-            new_state = self._release(released, noise_state, state)
+            new_state = self._release(released, keys["update"], state)
             return new_state, (sensitive.values, sensitive.grad_norms)
 
         def step_on_mesh(*args):
@@ -215,7 +220,7 @@ class Step:
 
     def cost_of_book_keeping(self, state: TrainingState, example: PyTree) -> float:
         """Estimates it from shapes, over the cost of method="per_example"."""
-        keys = (state.model_key,) if self.uses_prng_key else ()
+        keys = (jax.random.key(0),) if self.uses_prng_key else ()
         args = jax.eval_shape(self._loss_args, *_meshes.shapes((state, example)))
         return relative_cost(lambda *args: self.loss_fn(*args, *keys), *args)
 
@@ -228,6 +233,7 @@ class Step:
         self,
         loss_fn: Callable[..., jax.Array],
         state: TrainingState,
+        model_words: jax.Array,
         batch: PyTree,
         is_padding: jax.Array,
         placement: tuple[tuple[str, ...] | None, PyTree],
@@ -252,16 +258,16 @@ class Step:
         # A cast inside the loss would return the gradients in float32.
         args = self._loss_args(state, batch)
         if self.uses_prng_key:
-            args = (*args, _random.fold_in(state.model_key, state.step))
+            args = (*args, _model_key(model_words))
         return grad_fn(*args, is_padding_example=is_padding)
 
     def _release(
-        self, released: Released, noise_state: Any, state: TrainingState
+        self, released: Released, update_words: jax.Array, state: TrainingState
     ) -> TrainingState:
         """Makes the next state from noisy values alone."""
-        key, scale_state = state.update_key, None
-        if key is not None:
-            key = _random.fold_in(key, state.step)
+        key, scale_state = None, None
+        if self.policy.stochastic_rounding:
+            key = jax.random.wrap_key_data(update_words, impl="threefry4x32")
         if self.dynamic_scale is not None:
             scale_state = self.dynamic_scale.update(
                 state.scale_state,
@@ -277,7 +283,6 @@ class Step:
             step=state.step + 1,
             params=self.policy.apply_updates(state.params, updates, key),
             opt_state=strongly_typed(opt_state),
-            noise_state=noise_state,
             scale_state=scale_state,
             metrics={**released.metrics, "overflowed": self._overflowed(released)},
             clip_norm=released.clip_norm,
@@ -293,16 +298,43 @@ class Step:
 
 
 @dataclass(eq=False)
-class _Program:
-    """The program of a step for the types and the shardings of its arguments."""
+class Program:
+    """The program of a step for the types and the shardings of its arguments.
+
+    Attributes:
+      of_state: the types of the state.
+      of_batch: the types of the batch.
+      placed: the shardings of the arguments.
+      lowered: the program.
+      constants: arrays that the loss uses.
+      calls_host: whether it calls functions on the host, which see sensitive values.
+      has_run: whether it ran without an error.
+    """
 
     of_state: str
     of_batch: str
-    placed: tuple[Any, ...]  # the shardings of the arguments
+    placed: tuple[Any, ...]
     lowered: jax.stages.Lowered
-    constants: list[jax.Array]  # arrays that the loss uses
+    constants: list[jax.Array]
+    calls_host: bool
     has_run: bool = False
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
+        """The compiled program."""
         return self.lowered.compile()
+
+
+def _arguments(
+    state: TrainingState, keys: list[np.ndarray], batch: PyTree, is_padding: Any
+) -> tuple[Any, ...]:
+    """The arguments of a program, on the devices where it runs."""
+    batch = jax.tree.map(jnp.asarray, as_device_dtypes(batch))
+    words = [jnp.asarray(x) for x in keys]
+    state, words = put_together((state, words), batch)
+    return state, words, batch, jnp.asarray(is_padding)
+
+
+def _model_key(words: Any) -> jax.Array:
+    """The key of a loss, with jax's default generator, which every loss compiles."""
+    return jax.random.wrap_key_data(words[:2], impl="threefry2x32")

@@ -1,46 +1,34 @@
 """DPTrainer: the host samples and loads batches, and runs the loop of steps."""
 
-import dataclasses
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from dpmp import _validate, loss_scaling
+from dpmp import _validate, accounting, loss_scaling, runs
 from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
-from dpmp.training import _fingerprint
-from dpmp.training._batches import Batches, sampling_key
-from dpmp.training._checks import (
-    as_params,
-    check_loss,
-    check_options,
-    check_state,
-    check_types,
-    checked_stop,
-    warn_of_directory,
-    warn_of_policy,
-)
-from dpmp.training._keys import RunKeys
-from dpmp.training._loop import Loop
-from dpmp.training._placed import check_sharding
-from dpmp.training._report import report_on
-from dpmp.training._run_files import restore, run_files
+from dpmp.programs import _losses
+from dpmp.training import _checks
+from dpmp.training._account import Account, past_of
+from dpmp.training._batches import Batch, draw_batch
+from dpmp.training._loop import Loop, Options
+from dpmp.training._placed import check_same_data, check_sharding
 from dpmp.training._settled import put_together
+from dpmp.training._signals import Signals
 from dpmp.training._source import Source, loader_of
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
-from dpmp.training._stopped import kept
+from dpmp.training._tickets import draw_tickets, root_of
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DPTrainer:
     """Trains a model with the mechanism that also accounts for the privacy cost.
 
@@ -56,13 +44,13 @@ class DPTrainer:
     >>> state = trainer.init(jnp.zeros(5))
     >>> data = {"x": np.ones((64, 5), np.float32), "y": np.ones(64, np.float32)}
     >>> state = trainer.fit(state, data, progress=False)
-    >>> print(state.step, state.params.dtype)
-    3 float32
+    >>> print(state.step, state.params.dtype, f"{trainer.guarantee(state).epsilon:.3f}")
+    3 float32 8.000
 
     Guarantees:
-      `mechanism.guarantee(step)` covers `TrainingState.params` and `.opt_state` after
-      any number of steps. No value without noise is returned, logged or used to decide
-      anything, except through `sensitive_callback`.
+      `guarantee(state)` covers everything in a `TrainingState`. No value without noise
+      is returned, logged or used to decide anything, except through
+      `sensitive_callback`. The random bits of a step are used once, and stored nowhere.
 
     Attributes:
       mechanism: describes sampling, clipping and noise, and accounts for them.
@@ -81,121 +69,191 @@ class DPTrainer:
         forgets it.
     """
 
-    mechanism: DPSGD
-    loss_fn: Callable[..., jax.Array]
-    optimizer: optax.GradientTransformation
-    policy: Policy | str
-    uses_prng_key: bool = False
-    loss_scale: LossScale | DynamicScale | None = None
-    last_state: TrainingState | None = dataclasses.field(
-        default=None, init=False, repr=False, compare=False
-    )
-    _restored: Any = dataclasses.field(  # the sampling key and the directory
-        default=None, init=False, repr=False, compare=False
-    )
+    def __init__(
+        self,
+        *,
+        mechanism: DPSGD,
+        loss_fn: Callable[..., jax.Array],
+        optimizer: optax.GradientTransformation,
+        policy: Policy | str,
+        uses_prng_key: bool = False,
+        loss_scale: LossScale | DynamicScale | None = None,
+        prng_key: jax.Array | None = None,
+    ):
+        """Checks the attributes, which the class documents.
 
-    def __post_init__(self):
-        object.__setattr__(self, "policy", Policy.parse(self.policy))
-        check_types(mechanism=self.mechanism, optimizer=self.optimizer)
-        check_loss(self.loss_fn, uses_prng_key=self.uses_prng_key)
-        object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
-        warn_of_policy(self._policy, self.loss_scale)
-        if not isinstance(self.loss_scale, DynamicScale | None):
-            loss_scaling.check(self.loss_scale)
+        Args:
+          mechanism: see the class; so are the others.
+          loss_fn: the loss.
+          optimizer: the optimizer.
+          policy: the dtypes.
+          uses_prng_key: whether the loss takes a key.
+          loss_scale: the loss scale.
+          prng_key: makes runs reproducible, for tests and debugging. By default, each
+            step draws its random bits from the operating system. With a key, they are a
+            function of the key, the step, and how often the ledger of the directory has
+            that step. Use a key for one run only: the noise of two runs with the same
+            key cancels in their difference, whatever their data and hyper-parameters.
+            So it does if a state is continued in two ways. No privacy claim survives
+            that. Such a trainer cannot be copied or pickled.
 
-    def init(
-        self, params: PyTree, *, prng_key: jax.Array | None = None
-    ) -> TrainingState:
+        Raises:
+          ValueError: for an argument of another type, or a `prng_key` that is no jax
+            key or is not the same on all processes.
+        """
+        self.policy = Policy.parse(policy)
+        _checks.check_types(mechanism, optimizer, uses_prng_key)
+        _losses.check_loss(loss_fn, uses_prng_key=uses_prng_key)
+        loss_scale = as_number(loss_scale)
+        _checks.warn_of_policy(self.policy, loss_scale)
+        if not isinstance(loss_scale, DynamicScale | None):
+            loss_scaling.check(loss_scale)
+        self.mechanism, self.loss_fn, self.optimizer = mechanism, loss_fn, optimizer
+        self.uses_prng_key, self.loss_scale = uses_prng_key, loss_scale
+        self.last_state: TrainingState | None = None
+        self._root = root_of(prng_key)
+        self._step = Step(
+            mechanism=mechanism,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            policy=self.policy,
+            uses_prng_key=uses_prng_key,
+            loss_scale=loss_scale,
+        )
+        # The process, the id and the step of the last `train_step`.
+        self._latest: list[tuple[int, str, int]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._root is not None:
+            raise TypeError(
+                "a trainer with a prng_key cannot be copied or pickled: the key is "
+                "secret, and two copies would use the same noise. Make another one."
+            )
+        return {**self.__dict__, "_latest": []}
+
+    def init(self, params: PyTree) -> TrainingState:
         """Makes the state before the first step.
 
         Args:
           params: the initial parameters, which must not depend on the private data.
             They are copied to the policy's `param_dtype`, and stay on their devices.
             The state of the optimizer is sharded as they are.
-          prng_key: the root of all random numbers of the run. None draws 128 bits from
-            the operating system, on the first of several processes. Use a key for one
-            run only: the noise of two runs with the same key cancels in their
-            difference, whatever their data and hyper-parameters. So it does if a saved
-            state is continued in two ways.
 
         Raises:
-          ValueError: if `prng_key` is not a jax key or is not the same on all
-            processes, or if a leaf of `params` is not a float array.
+          ValueError: if a leaf of `params` is not a float array.
         """
-        params = as_params(params)
-        keys = RunKeys.from_root(prng_key)
-        state = self._step.first_state(params, keys)
-        hashes = _fingerprint.fingerprint(self._facts, keys.sampling)
-        return put_together(state._replace(fingerprint=hashes))
+        state = put_together(self._step.first_state(_checks.as_params(params)))
+        return state._replace(spent=runs.Spent().to_words())
 
     def init_or_restore(
-        self,
-        params: PyTree,
-        checkpoint_dir: str | os.PathLike[str],
-        *,
-        prng_key: jax.Array | None = None,
+        self, params: PyTree, checkpoint_dir: str | os.PathLike[str]
     ) -> TrainingState:
         """Makes the first state, or reads the newest checkpoint if there is one.
+
+        `fit` does this itself. Use it to look at a run without going on.
 
         Args:
           params: the initial parameters. They say which arrays a checkpoint must have,
             and where to put them.
           checkpoint_dir: the directory that `fit` saves to.
-          prng_key: see `init`.
 
         Raises:
           ValueError: if all checkpoints are damaged, or if they have other arrays.
+          RuntimeError: if a run is writing into the directory.
         """
-        state = restore(checkpoint_dir, self.init(params, prng_key=prng_key))
-        self._check_state(state)
-        object.__setattr__(self, "_restored", (sampling_key(state), checkpoint_dir))
-        return state
+        state = self.init(params)
+        if not runs.checked_path(checkpoint_dir).is_dir():
+            return state
+        with runs.opened(checkpoint_dir) as directory:
+            return _newest(state, directory)[0]
 
-    @property
-    def _policy(self) -> Policy:
-        assert isinstance(self.policy, Policy)  # since __post_init__
-        return self.policy
+    def guarantee(
+        self, state: TrainingState, *, delta: float | None = None
+    ) -> accounting.PrivacyGuarantee:
+        """Computes epsilon of everything that a state has been through.
 
-    @functools.cached_property
-    def _step(self) -> Step:
-        return Step(
-            mechanism=self.mechanism,
-            loss_fn=self.loss_fn,
-            optimizer=self.optimizer,
-            policy=self._policy,
-            uses_prng_key=self.uses_prng_key,
-            loss_scale=self.loss_scale,
-        )
+        This counts steps of other mechanisms, and steps that were made before the state
+        was saved and loaded. `python -m dpmp ledger DIR` counts everything that was
+        paid for in a directory, also what this state does not depend on.
 
-    @functools.cached_property
-    def _facts(self) -> dict[str, str]:
-        return _fingerprint.facts_of(self.mechanism, self._policy, self.loss_scale)
+        Args:
+          state: any state of this run.
+          delta: the delta; None for the one of the mechanism.
+
+        Raises:
+          ValueError: without a delta, or for one out of range.
+        """
+        _checks.check_state(state)
+        delta = self.mechanism.delta if delta is None else delta
+        if delta is None:
+            _validate.fail(
+                "epsilon must be computed for a given delta",
+                delta=None,
+                fix="Pass delta=, well below 1 / num_examples.",
+            )
+        return past_of(self.mechanism, state).guarantee(delta=delta)
 
     def train_step(
-        self, state: TrainingState, batch: PyTree, is_padding_example: Any
+        self, state: TrainingState, batch: PyTree, is_padding_example: Any = None
     ) -> TrainingState:
-        """Makes one step with one batch, which must be drawn as `fit` draws it.
+        """Makes one step with one batch, in a training loop of your own.
 
         The arrays of `state` are donated: afterwards, use only the returned state.
 
         Args:
           state: the state before the step.
-          batch: arrays with a leading axis of `mechanism.padded_batch_size`.
-          is_padding_example: (padded_batch_size,) bool.
+          batch: what `load_batch` returned for this state. Or arrays with a leading
+            axis of `mechanism.padded_batch_size`, which must be drawn as `fit` draws
+            them, and used once.
+          is_padding_example: (padded_batch_size,) bool, if `batch` is made of arrays.
 
         Raises:
           ValueError: if the batch has another size, or other shapes or dtypes than
-            earlier batches; if all iterations are done; or if `fit` would refuse to
-            continue the state.
+            earlier batches; if all iterations are done; if the batch is that of another
+            step; or inside `jax.jit` and other transformations.
+          RuntimeError: if the batch of `load_batch` was used before.
         """
-        self._check_state(state)
+        _checks.check_state(state, batch)
+        step = int(state.step)
         _validate.require(
-            int(state.step) < self.mechanism.iterations,
+            step < self.mechanism.iterations,
             f"step must be below iterations = {self.mechanism.iterations}",
-            step=int(state.step),
+            step=step,
             fix="Plan more iterations before the run starts.",
         )
-        return self._step.run(state, batch, is_padding_example)[0]
+        if not isinstance(batch, Batch):
+            (ticket,) = draw_tickets([step], self._root)
+            batch = Batch(batch, is_padding_example, ticket)
+        _validate.require(
+            batch.ticket.step == step,
+            "a batch must be drawn for the state that it is used with",
+            batch_of_step=batch.ticket.step,
+            step=step,
+            fix="Use trainer.train_step(state, trainer.load_batch(state, data)).",
+        )
+        account, arrays = self._continued(state), state._replace(spent=None)
+        args = batch.examples, batch.is_padding_example
+        program = self._step.prepare(arrays, *args)
+        new_state, _ = self._step.run(program, arrays, batch.ticket, *args)
+        self._latest = [(os.getpid(), account.id, step + 1)]
+        return new_state._replace(spent=account.words(step + 1))
+
+    def _continued(self, state: TrainingState) -> Account:
+        """The account of a step: the id of the last step, or a fresh one.
+
+        Only a state that the last step has returned, in this process, has its id. A
+        state that is continued twice, or in two threads, has two.
+        """
+        latest, step = self._latest, int(state.step)
+        try:
+            process, id_, next_step = latest.pop()  # no other thread gets it
+        except IndexError:
+            process, id_, next_step = 0, "", 0
+        past = past_of(self.mechanism, state)
+        goes_on = process == os.getpid() and next_step == step
+        goes_on &= any(x.id == id_ and x.stop == step for x in past.segments)
+        id_ = id_ if goes_on else runs.random_id()
+        return Account(self.mechanism, past, past, step, id_)
 
     def load_batch(
         self,
@@ -203,39 +261,38 @@ class DPTrainer:
         source: PyTree | Source,
         *,
         batch_sharding: jax.sharding.Sharding | None = None,
-    ) -> tuple[PyTree, Any]:
-        """Draws and loads the batch of the next step, for a training loop of your own.
+    ) -> Batch:
+        """Draws and loads a batch for the next step, for a training loop of your own.
 
         Args:
-          state: the state before the step. It decides which examples are drawn.
+          state: the state before the step.
           source: the dataset; see `fit`.
           batch_sharding: where to put the batch; see `fit`.
 
         Returns:
-          The batch and `is_padding_example`, the arguments of `train_step`. Both are
-          sensitive. They are NumPy arrays, or placed arrays with `batch_sharding`.
+          The batch, for one call of `train_step`. It is sensitive. Its arrays
+          `examples` and `is_padding_example` are those of NumPy, or committed arrays
+          with `batch_sharding`.
         """
-        self._check_state(state)
+        _checks.check_state(state)
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
-        batches = Batches(self.mechanism, load, sampling_key(state), batch_sharding)
-        return batches.draw(int(state.step))
-
-    def _check_state(self, state: Any) -> None:
-        check_state(state)
-        _fingerprint.check(state.fingerprint, self._facts, state.sampling_key)
+        (ticket,) = draw_tickets([int(state.step)], self._root)
+        return draw_batch(self.mechanism, load, batch_sharding, ticket)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
 
         Args:
           state: a `TrainingState`, or its shapes (`jax.eval_shape`).
-          batch: a batch as in `train_step`, or its shapes.
+          batch: arrays as in `train_step`, or their shapes.
         """
+        state = state._replace(spent=None)
         program, constants = self._step.make_program(state, batch)
         shape = (self.mechanism.padded_batch_size,)
         is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)
-        return program.lower(state, batch, is_padding, constants)
+        keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * 3
+        return program.lower(state, keys, batch, is_padding, constants)
 
     def fit(
         self,
@@ -267,17 +324,19 @@ class DPTrainer:
             own examples, and each process loads only those of its own devices. Padded
             batch size and microbatch size must be multiples of the number of parts.
             None leaves it to jax.
-          callback: a function that is called with the state after every step. The state
-            is donated to the next step: copy the arrays that you want to keep. To have
+          callback: a function that is called with every state that is released: after
+            every step, or with every checkpoint if there is a directory. The state is
+            donated to the next step: copy the arrays that you want to keep. To have
             numbers shown and recorded, return a dict of them. They must come from
             public data or from released values.
           sensitive_callback: a function that is called with values without noise after
             every step. The privacy guarantee does not cover these values.
           progress: whether to show method, epsilon, noisy metrics, speed and time left
             (on the first of several processes).
-          checkpoint_dir: a directory for checkpoints, privacy ledger and metrics. If it
-            has a checkpoint with more steps than `state`, the run goes on from there
-            (see the guide "Long runs").
+          checkpoint_dir: a directory for checkpoints, privacy ledger and metrics. Steps
+            are released when their checkpoint is on the disk, and cost nothing before.
+            If the directory has a checkpoint with more steps than `state`, the run goes
+            on from there (see the guide "Long runs").
           every: the number of steps between two checkpoints.
           keep: the number of newest checkpoints to keep.
           epsilon_budget: the largest epsilon that all runs in `checkpoint_dir` may
@@ -289,62 +348,70 @@ class DPTrainer:
           The state after `stop_at` steps.
 
         Raises:
-          ValueError: for a dataset of another size than the mechanism's, batches with
-            different shapes or dtypes, `stop_at` out of range, a `batch_sharding` that
-            cannot divide batches (or none, with several processes), or past steps with
-            another mechanism, policy, loss scale, key or dataset. Only `delta`,
-            `iterations` and the division into microbatches may change during a run.
+          ValueError: for a dataset of another size than the mechanism's or the past
+            steps', batches with different shapes or dtypes, `stop_at` out of range, a
+            `batch_sharding` that cannot divide batches (or none, with several
+            processes), processes with different data, or damaged files.
           RuntimeError: if the source raises an exception. It does not say for which
             record; `dpmp.check_source` does.
+          OSError: if a file of the run cannot be written.
           Exception: whatever a callback raises, and KeyboardInterrupt. The state after
             the last complete step is then in `last_state`, as it is if the source
             fails.
         """
         mechanism = self.mechanism
-        self._check_state(state)
-        stop = checked_stop(stop_at, int(state.step), mechanism.iterations)
-        check_options(callback, sensitive_callback, prefetch)
+        _checks.check_options(
+            callback=callback,
+            sensitive_callback=sensitive_callback,
+            prefetch=prefetch,
+            every=every,
+            keep=keep,
+            has_directory=checkpoint_dir is not None,
+            epsilon_budget=epsilon_budget,
+            delta=mechanism.delta,
+        )
         check_sharding(batch_sharding, mechanism)
         load = loader_of(source, mechanism.num_examples)
-
-        def batches_of(state: TrainingState) -> Batches:
-            return Batches(mechanism, load, sampling_key(state), batch_sharding)
-
-        if checkpoint_dir is None:
-            warn_of_directory(state, self._restored)
-        object.__setattr__(self, "last_state", None)
-        loop = None
-        try:
-            with run_files(
-                checkpoint_dir,
-                state,
-                stop,
-                mechanism=mechanism,
+        check_same_data(load, mechanism)
+        stop = _checks.checked_stop(stop_at, state, mechanism.iterations)
+        self.last_state = None
+        with (
+            runs.opened(checkpoint_dir, keep=keep) as directory,
+            Signals(sigterm=directory is not None) as signals,
+        ):
+            state, lines = _newest(state, directory)
+            account = Account.of(mechanism, state, directory)
+            if epsilon_budget is not None:
+                stop = account.stop_within(epsilon_budget, stop)
+            options = Options(
+                stop=account.stop_at_least(stop),
                 load=load,
-                describe_program=lambda state: self._step.describe(
-                    state, *batches_of(state).empty()
-                ),
-                check_state=self._check_state,
+                batch_sharding=batch_sharding,
+                callback=callback,
+                sensitive_callback=sensitive_callback,
+                progress=progress,
                 every=every,
-                keep=keep,
-                epsilon_budget=epsilon_budget,
-            ) as files:
-                loop = Loop(
-                    state=files.state,
-                    stop=files.stop,
-                    step=self._step,
-                    batches=batches_of(files.state),
-                    prefetch=prefetch,
-                    files=files,
-                    report=report_on(self._step, files, load, enabled=progress),
-                    callback=callback,
-                    sensitive_callback=sensitive_callback,
-                )
+                prefetch=prefetch,
+                root=self._root,
+            )
+            loop = Loop(self._step, state, account, options, signals, directory, lines)
+            try:
                 loop.run()
-            loop.report.end()
-        except BaseException as error:
-            if loop is not None:
-                last_state = kept(mechanism, loop.files.epsilon, loop.state, error)
-                object.__setattr__(self, "last_state", last_state)
-            raise
+            except BaseException as error:
+                with signals.deferred():
+                    self.last_state = loop.stopped(error)
+                raise
+        loop.end()
         return loop.state
+
+
+def _newest(
+    state: TrainingState, directory: runs.RunDirectory | None
+) -> tuple[TrainingState, list[dict[str, Any]]]:
+    """The state, or that of the newest checkpoint if it has more steps; its metrics."""
+    step = int(state.step)
+    found = directory and directory.newest(state._replace(spent=None), step)
+    if not found or int(found[0].step) <= step:
+        return state, []
+    saved, facts = found
+    return saved._replace(spent=np.array(facts["spent"], np.uint32)), facts["lines"]

@@ -6,6 +6,7 @@ Large models come in several files of weights, called shards. The file
 
 import json
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -135,3 +136,5 @@ def _write_weights(folder: pathlib.Path, shards: list[dict[str, Any]]) -> None:
     for file, shard in zip(files, shards, strict=True):
         # transformers refuses files that do not say which library they are for.
         save_file(shard, folder / file, metadata={"format": "pt"})
+        # safetensors makes files that only their owner may read, whatever the umask.
+        shutil.copymode(folder / "config.json", folder / file)

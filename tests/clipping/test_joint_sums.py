@@ -1,7 +1,6 @@
 """Released metrics are what they say, up to noise, and within the sensitivity."""
 
 import functools
-import io
 import math
 
 import jax
@@ -9,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import rich.console
 
 import dpmp
 from dpmp import ReleasedMetrics
 from dpmp.clipping import clipped_grad
 from dpmp.clipping._joint_sums import JointSum
-from dpmp.training._progress import Progress
 
 _ALL = ReleasedMetrics(
     largest_loss=4.0, fraction_clipped=True, fraction_overflowed=True, norm_share=0.5
@@ -214,8 +211,9 @@ def test_a_run_shows_its_metrics_with_noise(method, capsys):
         loss_fn=lambda w, x: jnp.mean((x @ w - 1.0) ** 2),
         optimizer=optax.sgd(0.0),
         policy=dpmp.Policy.from_name("float32"),
+        prng_key=jax.random.key(0),
     )
-    state = trainer.init(jnp.zeros(3), prng_key=jax.random.key(0))
+    state = trainer.init(jnp.zeros(3))
     assert all(np.isnan(x) for x in state.metrics.values())
     seen = []
     state = trainer.fit(
@@ -231,20 +229,6 @@ def test_a_run_shows_its_metrics_with_noise(method, capsys):
             assert abs(metrics[name] - value) < spread, name
             assert metrics[name] != value
     assert f"noisy loss {float(state.metrics['loss']):.3g}" in capsys.readouterr().err
-
-
-def test_progress_shows_metrics_as_noisy():
-    file = io.StringIO()
-    report = Progress(
-        start=0,
-        stop=1,
-        examples_per_step=1,
-        describe_privacy=lambda *_: "epsilon 1",
-        console=rich.console.Console(file=file),
-    )
-    with report:
-        report.update(1, {"loss": 0.12345})
-    assert "noisy loss 0.123" in file.getvalue()
 
 
 def test_nothing_is_released_unless_asked_for():

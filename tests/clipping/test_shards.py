@@ -212,8 +212,9 @@ def lowered_step(method, params, mesh):
         loss_fn=MODEL.loss,
         optimizer=optax.sgd(0.1, momentum=0.9),
         policy="float32",
+        prng_key=jax.random.key(0),
     )
-    state = trainer.init(params, prng_key=jax.random.key(0))
+    state = trainer.init(params)
     batch = place(MODEL.make_batch(0, 32), mesh, P("data"))
     return state, trainer.lower(state, batch)
 
@@ -300,10 +301,11 @@ def trained(model, num_devices, *, is_sharded, axis_type=AxisType.Auto):
         loss_fn=loss_fn,
         optimizer=optax.sgd(0.125, momentum=0.5),
         policy="float32",
+        prng_key=jax.random.key(0),
     )
     params = sharded(params, mesh) if is_sharded else place(params, mesh, P())
     state = trainer.fit(
-        trainer.init(params, prng_key=jax.random.key(0)),
+        trainer.init(params),
         records,
         batch_sharding=NamedSharding(mesh, P("data")),
         progress=False,
@@ -388,15 +390,15 @@ def test_scales_keys_metrics_and_frozen_arrays_reach_all_devices(method, axis_ty
         policy="mixed_float16",
         uses_prng_key=True,
         loss_scale=loss_scaling.DynamicScale(),
+        prng_key=jax.random.key(0),
     )
     w = np.ones((8, 8), np.float32)
-    placed = trainer.init(place(w, mesh, P("data")), prng_key=jax.random.key(0))
+    placed = trainer.init(place(w, mesh, P("data")))
     data = np.random.default_rng(1).normal(size=(64, 8)).astype(np.float32)
-    batch, is_padding = trainer.load_batch(trainer.init(w), data)
-    expected = trainer.train_step(
-        trainer.init(w, prng_key=jax.random.key(0)), batch, is_padding
-    )
-    batch, is_padding = place((batch, is_padding), mesh, P("data"))
+    batch = trainer.load_batch(trainer.init(w), data)
+    args = batch.examples, batch.is_padding_example
+    expected = trainer.train_step(trainer.init(w), *args)
+    batch, is_padding = place(args, mesh, P("data"))
     found = trainer.train_step(placed, batch, is_padding)
     # Products may be rounded in another way for another number of examples.
     np.testing.assert_allclose(found.params, expected.params, atol=1e-3)

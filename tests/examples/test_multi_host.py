@@ -9,8 +9,7 @@ import time
 
 import numpy as np
 import pytest
-
-import dpmp
+from small_runs import num_paid
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -65,11 +64,12 @@ def test_a_job_goes_on_after_one_process_was_killed(tmp_path):
     )
     os.kill(int(children.stdout.split()[1]), signal.SIGKILL)
     assert started.wait() == 1
-    (killed,) = dpmp.runs.Ledger.open(directory).runs
-    assert 10 <= killed.num_steps < 40
+    assert 10 <= num_paid(directory) < 40
     _, params = run(output, "--checkpoints", directory, steps=40)
     _, expected = run(tmp_path / "undisturbed.npz", steps=40)
+    # The other process may have failed as well, and has paid for its steps then. They
+    # are not made again with the same key.
+    assert 40 <= num_paid(directory) <= 51
     for name, x in expected.items():
-        np.testing.assert_array_equal(params[name], x)
-    (run_,) = dpmp.runs.Ledger.open(directory).runs
-    assert run_.num_steps == 40
+        is_same = np.array_equal(params[name], x)
+        assert is_same == (num_paid(directory) == 40)

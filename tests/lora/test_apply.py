@@ -168,6 +168,7 @@ def decoder_run():
         ),
         optimizer=optax.sgd(0.1),
         policy="mixed_bfloat16",
+        prng_key=jax.random.key(1),
     )
     data = np.random.default_rng(0).integers(11, size=(64, 5)).astype(np.int32)
     return subject, new_adapters(subject), trainer, data
@@ -176,7 +177,7 @@ def decoder_run():
 def test_the_trainer_trains_adapters_and_nothing_else(decoder_run):
     subject, adapters, trainer, data = decoder_run
     frozen = jax.tree.map(jnp.copy, subject.params)
-    state = trainer.init(adapters, prng_key=jax.random.key(1))
+    state = trainer.init(adapters)
     state = trainer.fit(state, data, progress=False)
     lora.check_trained(state.params, initial=adapters, params=subject.params)
     jax.tree.map(np.testing.assert_array_equal, subject.params, frozen)
@@ -184,7 +185,7 @@ def test_the_trainer_trains_adapters_and_nothing_else(decoder_run):
 
 def test_the_frozen_arrays_are_an_argument_of_the_step(decoder_run):
     subject, adapters, trainer, _ = decoder_run
-    state = trainer.init(adapters, prng_key=jax.random.key(1))
+    state = trainer.init(adapters)
     shape = (trainer.mechanism.padded_batch_size, 5)
     lowered = trainer.lower(state, jax.ShapeDtypeStruct(shape, jnp.int32))
     for array in jax.tree.leaves(subject.params):
@@ -197,9 +198,9 @@ def test_the_frozen_arrays_are_an_argument_of_the_step(decoder_run):
 
 def test_a_run_of_adapters_is_saved_and_resumed(decoder_run, tmp_path):
     _, adapters, trainer, data = decoder_run
-    whole = trainer.init(adapters, prng_key=jax.random.key(1))
+    whole = trainer.init(adapters)
     whole = trainer.fit(whole, data, progress=False)
-    state = trainer.init(adapters, prng_key=jax.random.key(1))
+    state = trainer.init(adapters)
     options = {"progress": False, "checkpoint_dir": tmp_path, "every": 1}
     trainer.fit(state, data, stop_at=2, **options)
     state = trainer.init_or_restore(adapters, tmp_path)

@@ -1,6 +1,7 @@
 """That saved adapters are those that are loaded, and that no mistake goes unnoticed."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,22 @@ def test_loaded_adapters_are_the_saved_ones(subject, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
     adapted = jax.jit(lora.apply(subject.loss_fn, subject.params))
     assert adapted(loaded, subject.batch) == adapted(adapters, subject.batch)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_files_have_the_mode_that_the_umask_gives(decoder, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        saved(decoder, tmp_path / "adapter")
+    finally:
+        os.umask(before)
+    modes = {
+        path.name: path.stat().st_mode & 0o777
+        for path in (tmp_path / "adapter").iterdir()
+    }
+    expected = 0o666 & ~umask
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    assert modes == dict.fromkeys(files, expected)
 
 
 def test_files_have_the_layout_of_peft(tmp_path):

@@ -338,6 +338,8 @@ def test_noise_and_models_that_no_grid_fits_are_refused_at_construction():
     fields = {"noise_multiplier": 500.0, "num_parameters": 10**9}
     with pytest.raises(ValueError, match="must cost at most 5% of the clip norm"):
         make_mechanism(**fields)
+    with pytest.raises(ValueError, match=r"got cost=.*noise_multiplier=.*Use less noi"):
+        make_mechanism().calibrate(epsilon=1e-9, delta=1e-5)
     make_mechanism(noise_multiplier=500.0)
     make_mechanism(**fields, arithmetic="float32x2")
     assert make_mechanism(**fields, arithmetic="float32").resolution is None

@@ -1,10 +1,11 @@
 import dataclasses
+import math
 
 import dp_accounting
 import pytest
 
 from dpmp import DPSGD, accounting
-from dpmp.mechanism import guarantee_of
+from dpmp.mechanism import guarantee_of, guarantee_of_stages
 
 MECHANISM = DPSGD(
     num_examples=1000,
@@ -61,3 +62,56 @@ def test_costs_with_different_neighbours_do_not_compose():
     other = dataclasses.replace(COST, neighboring_relation=relation)
     with pytest.raises(ValueError, match=r"one neighbouring relation.*REPLACE_ONE"):
         epsilon_of({COST: 1, other: 1})
+
+
+class TestStages:
+    """Costs that were chosen one after the other."""
+
+    WIDER = dataclasses.replace(COST, noise_multiplier=40.0)
+    NARROWER = dataclasses.replace(COST, noise_multiplier=10.0)
+
+    def test_one_cost_composes(self):
+        for steps in (0, 30):
+            result = guarantee_of_stages({COST: steps}, delta=1e-5)
+            assert result == guarantee_of({COST: steps}, delta=1e-5)
+        assert guarantee_of_stages({}, delta=1e-5) == guarantee_of({}, delta=1e-5)
+
+    def test_epsilons_of_several_costs_are_added_with_a_split_delta(self):
+        stages = {COST: 70, self.WIDER: 20, self.NARROWER: 5}
+        parts = [
+            guarantee_of({COST: 70}, delta=5e-6),
+            guarantee_of({self.WIDER: 20}, delta=2.5e-6),
+            guarantee_of({self.NARROWER: 5}, delta=2.5e-6),
+        ]
+        result = guarantee_of_stages(stages, delta=1e-5)
+        assert result.delta == 1e-5 >= sum(part.delta for part in parts)
+        total = sum(part.epsilon for part in parts)
+        assert total <= result.epsilon == pytest.approx(total, rel=1e-12)
+        assert result.accountant.endswith(", added up over 3 costs")
+        assert result.neighboring_relation == parts[0].neighboring_relation
+
+    @pytest.mark.parametrize("delta", [1e-5, 1e-2, 0.5])
+    @pytest.mark.parametrize("steps", [(1, 1), (30, 20), (100, 1), (1, 100)])
+    def test_they_cost_no_less_than_if_they_were_fixed_in_advance(self, steps, delta):
+        costs = (COST, self.NARROWER)
+        made = dict(zip(costs, steps, strict=True))
+        in_advance = guarantee_of(made, delta=delta)
+        result = guarantee_of_stages(made, delta=delta)
+        assert in_advance.epsilon <= result.epsilon
+
+    def test_one_stage_without_privacy_leaves_no_epsilon(self):
+        without_privacy = MECHANISM.without_privacy().step_cost
+        stages = {COST: 1, without_privacy: 1}
+        assert guarantee_of_stages(stages, delta=1e-5).epsilon == math.inf
+
+    def test_stages_with_different_neighbours_do_not_compose(self):
+        relation = dp_accounting.NeighboringRelation.REPLACE_ONE
+        other = dataclasses.replace(COST, neighboring_relation=relation)
+        with pytest.raises(ValueError, match=r"one neighbouring relation.*REPLACE_ONE"):
+            guarantee_of_stages({COST: 1, other: 1}, delta=1e-5)
+
+    @pytest.mark.parametrize("delta", [0.0, 1.0, 1.5, -1e-5, math.nan, None])
+    def test_an_impossible_delta_is_refused(self, delta):
+        for stages in ({COST: 1}, {COST: 1, self.WIDER: 1}):
+            with pytest.raises(ValueError, match=r"delta must be in \(0, 1\)"):
+                guarantee_of_stages(stages, delta=delta)

@@ -96,12 +96,13 @@ def _trainer(policy, optimizer):
         loss_fn=lambda w, x: jnp.mean((x @ w - 1).astype(jnp.float32) ** 2),
         optimizer=optimizer,
         policy=policy,
+        prng_key=jax.random.key(0),
     )
 
 
 def test_a_run_keeps_bfloat16_parameters_and_float32_statistics():
     trainer = _trainer(POLICY, optax.adamw(1e-2))
-    state = trainer.init(jnp.zeros(5), prng_key=jax.random.key(0))
+    state = trainer.init(jnp.zeros(5))
     data = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
     with jax.numpy_dtype_promotion("standard"):  # Adam needs it
         first = trainer.fit(state, data, progress=False)
@@ -110,7 +111,7 @@ def test_a_run_keeps_bfloat16_parameters_and_float32_statistics():
         jnp.dtype(jnp.float32),
         jnp.dtype(jnp.int32),
     }
-    again = trainer.init(jnp.zeros(5), prng_key=jax.random.key(0))
+    again = trainer.init(jnp.zeros(5))
     with jax.numpy_dtype_promotion("standard"):
         again = trainer.fit(again, data, progress=False)
     np.testing.assert_array_equal(
@@ -138,15 +139,6 @@ def test_every_step_rounds_with_bits_of_its_own():
 
 def _quarter_of_a_unit(x):
     return jnp.full(x.shape, 2.0**-9)
-
-
-def test_rounding_has_a_root_key_of_its_own():
-    state = _trainer(POLICY, optax.sgd(0.1)).init(jnp.zeros(5))
-    keys = [state.update_key, state.noise_state.prng_key, state.model_key]
-    words = [tuple(np.ravel(jax.random.key_data(x))[:2].tolist()) for x in keys]
-    assert len({*words, tuple(np.asarray(state.sampling_key)[:2].tolist())}) == 4
-    float32 = _trainer(Policy.from_name("float32"), optax.sgd(0.1))
-    assert float32.init(jnp.zeros(5)).update_key is None
 
 
 def test_an_update_without_a_key_is_refused():

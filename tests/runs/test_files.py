@@ -1,146 +1,94 @@
-import contextlib
 import errno
-import itertools
-import multiprocessing
 import os
-import random
 import stat
-import time
 
 import pytest
-from ledgers import entry_of, file_of, num_steps, write_three
 
-from dpmp import runs
-from dpmp.runs import Ledger
+from dpmp.runs import _files
 
 
-def test_the_disk_has_the_record_before_the_step(tmp_path, monkeypatch):
-    synced = []
+@pytest.fixture
+def synced(monkeypatch):
+    """The paths that `os.fsync` was called with."""
+    paths = []
     real = os.fsync
 
     def fsync(descriptor):
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        synced.append(file_of(tmp_path).read_bytes() if is_file else "directory")
+        paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    content = write_three(tmp_path)
-    first, second, third = content.splitlines(keepends=True)
-    assert synced == [
-        first[:-1],
-        "directory",
-        first + second[:-1],
-        first + second + third[:-1],
+    return paths
+
+
+def test_a_file_is_for_its_owner_alone_and_closed_after_an_error(tmp_path):
+    with (
+        pytest.raises(KeyError),
+        _files.open_file(tmp_path / "a", os.O_RDWR | os.O_CREAT) as descriptor,
+    ):
+        raise KeyError
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_symbolic_link_is_not_opened(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    with (
+        pytest.raises(OSError, match="symbolic links"),
+        _files.open_file(tmp_path / "a", os.O_RDWR | os.O_CREAT),
+    ):
+        pass
+    assert not (tmp_path / "b").exists()
+
+
+def test_an_error_of_the_system_says_what_was_required():
+    error = OSError(errno.ENOSPC, "No space left on device", "ledger.jsonl")
+    said = "must be so; got file='ledger.jsonl', reason='No space left.*Make room"
+    with pytest.raises(OSError, match=said):
+        _files.refused("it must be so", error)
+    with pytest.raises(OSError, match=r"^said before$"):
+        _files.refused("it must be so", OSError("said before"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Linux only")
+def test_new_directories_reach_the_disk_and_are_for_their_owner(tmp_path, synced):
+    _files.make_directory(tmp_path / "a" / "b")
+    _files.make_directory(tmp_path / "a" / "b")
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+    for path in (tmp_path / "a", tmp_path / "a" / "b"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Linux only")
+def test_every_file_of_a_tree_reaches_the_disk_before_its_folder(tmp_path, synced):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("x", "a/y", "a/b/z"):
+        (tmp_path / name).touch()
+    _files.sync_tree(tmp_path)
+    everything = [tmp_path, *tmp_path.rglob("*")]
+    assert sorted(synced) == sorted(map(str, everything))
+    for path in everything[1:]:
+        assert synced.index(str(path)) < synced.index(str(path.parent))
+
+
+def test_a_digest_depends_on_the_names_and_contents_alone(tmp_path):
+    contents = [
+        {"x": b"1", "a/y": b"2"},
+        {"x": b"2", "a/y": b"1"},
+        {"x": b"1", "a/z": b"2"},
+        {"x": b"1", "a/y": b"2", "w": b""},
+        {"x": b"12", "a/y": b""},
+        {"xa/y": b"12"},
+        {},
     ]
-
-
-@pytest.mark.parametrize("room", [0, 1, 200])
-def test_a_full_disk_stops_the_run_before_the_step(tmp_path, monkeypatch, room):
-    entry = entry_of(Ledger.open(tmp_path))
-    entry.begin(0, 10)
-    real, left = os.pwrite, [room]
-
-    def pwrite(descriptor, data, offset):
-        if left[0] == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        number = real(descriptor, data[: left[0]], offset)
-        left[0] -= number
-        return number
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(OSError, match=r"before they begin; got .*No space left"):
-        entry.begin(10, 20)
-    monkeypatch.undo()
-    assert num_steps(tmp_path) == 10
-    entry_of(Ledger.open(tmp_path)).begin(10, 20)
-    assert num_steps(tmp_path) == 20
-
-
-def test_short_writes_are_continued(tmp_path, monkeypatch):
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:7], at))
-    write_three(tmp_path)
-    assert num_steps(tmp_path) == 30
-
-
-def test_a_newline_that_does_not_fit_is_not_needed(tmp_path, monkeypatch):
-    real = os.pwrite
-
-    def pwrite(descriptor, data, offset):
-        if data == b"\n":
-            raise OSError(errno.ENOSPC, "full")
-        return real(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    content = write_three(tmp_path)
-    assert content.count(b"\n") == 2
-    assert num_steps(tmp_path) == 30
-
-
-def test_a_record_that_may_not_be_on_the_disk_is_an_error(tmp_path, monkeypatch):
-    def fsync(descriptor):
-        raise OSError(errno.EIO, "I/O error")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    entry = entry_of(Ledger.open(tmp_path))
-    with pytest.raises(OSError, match=r"before they begin; got .*I/O error"):
-        entry.begin(0, 10)
-    with pytest.raises(RuntimeError, match="only the run that holds the lock"):
-        entry.begin(0, 10)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_directory_stops_the_run(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(OSError, match="before they begin"):
-        entry_of(Ledger.open(tmp_path)).begin(0, 10)
-
-
-def test_a_directory_that_is_gone_stops_the_run(tmp_path):
-    with pytest.raises(OSError, match="before they begin"):
-        entry_of(Ledger.open(tmp_path / "gone")).begin(0, 10)
-
-
-def test_a_second_writer_is_noticed(tmp_path):
-    one, two = (entry_of(Ledger.open(tmp_path)) for _ in range(2))
-    one.begin(0, 10)
-    with pytest.raises(RuntimeError, match="only the run that holds the lock"):
-        two.begin(0, 10)
-    file_of(tmp_path).unlink()
-    with pytest.raises(RuntimeError, match="only the run that holds the lock"):
-        one.begin(10, 20)
-
-
-def write_until_killed(directory, sender):
-    with runs.locked(directory):
-        ledger = Ledger.open(directory)
-        entry = entry_of(ledger)
-        for step in itertools.count(sum(run.num_steps for run in ledger.runs)):
-            entry.begin(step, step + 1)
-            sender.send(step + 1)
-
-
-@pytest.mark.parametrize(
-    "kills", [8, pytest.param(100, marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_a_killed_run_leaves_a_ledger_with_every_step(tmp_path, kills):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dpmp.runs"])
-    delays = random.Random(7)
-    for _ in range(kills):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=write_until_killed, args=(tmp_path, sender))
-        process.start()
-        sender.close()
-        begun = receiver.recv()
-        with pytest.raises(RuntimeError, match=f"process {process.pid} on"):
-            runs.locked(tmp_path).__enter__()
-        time.sleep(delays.uniform(0, 0.02))
-        process.kill()
-        process.join()
-        with contextlib.suppress(EOFError):
-            while True:
-                begun = receiver.recv()
-        assert begun <= num_steps(tmp_path) <= begun + 1
-        with runs.locked(tmp_path):  # the lock is free at once
-            pass
+    digests = []
+    for number in (*range(len(contents)), 0):
+        folder = tmp_path / str(len(digests))
+        folder.mkdir()
+        for name, content in contents[number].items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        digests.append(_files.digest_of_tree(folder))
+    assert len({*digests}) == len(contents)
+    assert digests[0] == digests[-1]

@@ -1,246 +1,375 @@
-import dataclasses
+"""The ledger has every step that was paid for, whatever happens to the machine."""
 
-import dp_accounting
+import contextlib
+import dataclasses
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import stat
+import time
+
 import numpy as np
 import pytest
-from ledgers import DELTA, MECHANISM, entry_of, epsilon_of, file_of, num_steps
+from ledgers import (
+    DELTA,
+    MECHANISM,
+    charged,
+    file_of,
+    num_steps,
+    steps,
+    write_three,
+)
 
-from dpmp import DPSGD, accounting
-from dpmp.noise_addition._discrete_gaussian import LARGEST_TOTAL_VARIATION
-from dpmp.runs import Ledger, _ledger
-from dpmp.runs._history import Run
-from dpmp.runs._records import Record
+from dpmp.runs import Spent, _ledger
+from dpmp.runs._ledger import Ledger, Record, leave_slip
+from dpmp.runs._lock import locked
 
 
-class TestCounting:
-    def test_epsilon_is_that_of_everything_ever_begun(self, tmp_path):
-        assert epsilon_of(tmp_path) == 0
-        entry_of(Ledger.open(tmp_path)).begin(0, 30)
-        ledger = Ledger.open(tmp_path)
-        entry_of(ledger).begin(30, 50)
-        expected = MECHANISM.guarantee(50).epsilon
-        assert ledger.guarantee(delta=DELTA).epsilon == expected
-        assert epsilon_of(tmp_path) == expected
+class TestRecords:
+    def test_a_record_can_be_read_without_dpmp(self, tmp_path):
+        record = Record(
+            event="released",
+            segment=steps(10, 20),
+            delta=DELTA,
+            nonce="of the checkpoint",
+            digest="of its files",
+        )
+        Ledger(tmp_path).append(record)
+        fields = json.loads(file_of(tmp_path).read_text())
+        assert len(fields.pop("checksum")) == 32
+        assert fields.pop("time").endswith("+00:00")
+        assert fields == {
+            "format": 2,
+            "event": "released",
+            "segment": {
+                "id": 32 * "a",
+                "start": 10,
+                "stop": 20,
+                "planned": 100,
+                "cost": {
+                    "sampling_prob": 1.0,
+                    "num_examples": 1000,
+                    "truncated_batch_size": 1000,
+                    "noise_multiplier": 20.0,
+                    "is_clipped": True,
+                    "num_coordinates": MECHANISM.num_parameters + 3,
+                    "neighboring_relation": "REPLACE_SPECIAL",
+                },
+            },
+            "delta": DELTA,
+            "nonce": "of the checkpoint",
+            "digest": "of its files",
+        }
 
-    def test_repeated_steps_count_once(self, tmp_path):
-        entry_of(Ledger.open(tmp_path)).begin(0, 30)
-        entry_of(Ledger.open(tmp_path)).begin(10, 50)
-        entry_of(Ledger.open(tmp_path)).begin(60, 70)
-        (run,) = Ledger.open(tmp_path).runs
-        assert run.steps == (range(0, 50), range(60, 70))
-        assert (run.num_steps, run.num_begun) == (60, 80)
-        assert epsilon_of(tmp_path) == MECHANISM.guarantee(60).epsilon
+    def test_records_are_read_as_they_were_written(self, tmp_path):
+        noise = float(np.nextafter(0.1, 1)) + 20
+        mechanism = dataclasses.replace(
+            MECHANISM, noise_multiplier=noise, sampling_prob=1 / 3, delta=None
+        )
+        written = [
+            dataclasses.replace(charged(0, 1, mechanism=mechanism), time="2026"),
+            Record(
+                event="released",
+                segment=steps(1, 9),
+                delta=DELTA,
+                nonce="n",
+                digest="d",
+                time="2026",
+            ),
+        ]
+        ledger = Ledger(tmp_path)
+        for record in written:
+            ledger.append(record)
+        assert ledger.records == Ledger(tmp_path).records == written
 
-    def test_planning_otherwise_does_not_make_another_run(self, tmp_path):
-        other = dataclasses.replace(MECHANISM, iterations=70, delta=1e-7)
-        for mechanism in (MECHANISM, other):
-            entry_of(Ledger.open(tmp_path), mechanism).begin(0, 30)
+    def test_the_record_of_a_checkpoint_is_found_by_its_nonce(self, tmp_path):
+        ledger = Ledger(tmp_path)
+        ledger.append(charged(0, 10))
+        record = Record(event="released", segment=steps(0, 10), delta=DELTA, nonce="n")
+        assert ledger.released("n") is None
+        ledger.append(record)
+        assert ledger.released("n") == record
+        assert ledger.released("") is None  # that of records without a checkpoint
+
+    def test_steps_that_were_charged_and_released_count_once(self, tmp_path):
+        ledger = Ledger(tmp_path)
+        assert ledger.spent == Spent()
+        ledger.append(charged(0, 10))
+        released = dataclasses.replace(charged(0, 10), event="released", nonce="n")
+        ledger.append(released)
+        ledger.append(charged(5, 20))
+        ledger.append(charged(0, 10, run="b"))
+        expected = Spent((steps(0, 20), steps(0, 10, run="b")))
+        assert ledger.spent == Ledger(tmp_path).spent == expected
+
+    def test_only_the_owner_can_read_it(self, tmp_path):
+        write_three(tmp_path)
+        assert stat.S_IMODE(file_of(tmp_path).stat().st_mode) == 0o600
+
+    def test_a_copy_has_the_whole_records(self, tmp_path):
+        assert Ledger(tmp_path).copy() == b""
+        content = write_three(tmp_path)
+        file_of(tmp_path).write_bytes(content + b'{"format": 2, "eve')
+        assert Ledger(tmp_path).copy() == content
+
+
+class TestPowerFailures:
+    def test_the_disk_has_the_record_when_append_returns(self, tmp_path, monkeypatch):
+        synced = []
+        real = os.fsync
+
+        def fsync(descriptor):
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            synced.append(file_of(tmp_path).read_bytes() if is_file else "directory")
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        first, second, third = write_three(tmp_path).splitlines(keepends=True)
+        # A newline follows when the disk has the line.
+        assert synced[:2] == [first[:-1], "directory"]
+        lines = [first + second[:-1], first + second + third[:-1]]
+        assert synced[-2:] == lines
+
+    def test_an_incomplete_last_record_is_free_and_replaced(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # it takes its time
+        content = write_three(tmp_path)
+        second = content.index(b"\n", content.index(b"\n") + 1) + 1
+        for size in range(second, len(content) - 1):
+            file_of(tmp_path).write_bytes(content[:size])
+            ledger = Ledger(tmp_path)
+            assert ledger.spent == Spent((steps(0, 20),))
+            assert ledger.incomplete_bytes == size - second
+            assert file_of(tmp_path).stat().st_size == size  # reading changes nothing
+            ledger.append(charged(20, 40))
+            assert len(file_of(tmp_path).read_bytes().splitlines()) == 3
+            assert num_steps(tmp_path) == 40
+
+    def test_a_whole_record_counts_without_its_newline(self, tmp_path):
+        content = write_three(tmp_path)
+        file_of(tmp_path).write_bytes(content[:-1])
+        assert num_steps(tmp_path) == 30
+        ledger = Ledger(tmp_path)
+        ledger.append(charged(30, 40))
+        ledger.append(charged(40, 45))
+        assert num_steps(tmp_path) == 45
+        assert file_of(tmp_path).read_bytes().startswith(content)
+
+    def test_a_line_whose_middle_never_reached_the_disk_is_replaced(self, tmp_path):
+        content = write_three(tmp_path)
+        second = content.index(b"\n", content.index(b"\n") + 1) + 1
+        torn = content[: second + 1] + bytes(100) + content[second + 101 : -1]
+        file_of(tmp_path).write_bytes(torn)
+        assert num_steps(tmp_path) == 20
+        Ledger(tmp_path).append(charged(20, 40))
+        assert num_steps(tmp_path) == 40
+
+    @pytest.mark.parametrize("lost", [2, 100])
+    def test_a_file_that_ends_with_zeros_is_read_up_to_them(self, tmp_path, lost):
+        """After a power failure, some file systems leave zeros for unwritten bytes."""
+        content = write_three(tmp_path)[:-lost]
+        file_of(tmp_path).write_bytes(content + bytes(512))
+        assert num_steps(tmp_path) == 20
+        Ledger(tmp_path).append(charged(20, 40))
+        assert num_steps(tmp_path) == 40
+        assert b"\0" not in file_of(tmp_path).read_bytes()
+
+    @pytest.mark.parametrize("room", [0, 1, 200])
+    def test_a_full_disk_is_an_error_and_leaves_the_file(
+        self, tmp_path, monkeypatch, room
+    ):
+        ledger = Ledger(tmp_path)
+        ledger.append(charged(0, 10))
+        before = file_of(tmp_path).read_bytes()
+        real, left = os.pwrite, [room]
+
+        def pwrite(descriptor, data, offset):
+            if left[0] == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            number = real(descriptor, data[: left[0]], offset)
+            left[0] -= number
+            return number
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        said = r"before they are released; got .*No space left.*Make room"
+        with pytest.raises(OSError, match=said):
+            ledger.append(charged(10, 20))
+        monkeypatch.undo()
+        assert file_of(tmp_path).read_bytes() == before
+        assert num_steps(tmp_path) == 10
+        ledger.append(charged(10, 30))
         assert num_steps(tmp_path) == 30
 
-    def test_another_key_counts_twice(self, tmp_path):
-        for key in ("one", "two"):
-            entry_of(Ledger.open(tmp_path), key=key).begin(0, 30)
-        assert epsilon_of(tmp_path) == MECHANISM.guarantee(60).epsilon
+    def test_short_writes_are_continued(self, tmp_path, monkeypatch):
+        real = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:7], at))
+        write_three(tmp_path)
+        assert num_steps(tmp_path) == 30
 
-    @pytest.mark.parametrize(
-        "change", [{"data": "other"}, {"mechanism": {"noise_multiplier": 30.0}}]
-    )
-    def test_other_data_or_costs_count_twice_for_other_steps(self, tmp_path, change):
-        mechanism = dataclasses.replace(MECHANISM, **change.pop("mechanism", {}))
-        entry_of(Ledger.open(tmp_path)).begin(0, 30)
-        entry_of(Ledger.open(tmp_path), mechanism, **change).begin(30, 60)
-        ledger = Ledger.open(tmp_path)
-        assert len(ledger.runs) == 2
-        signal = np.sqrt(30 / 20.0**2 + 30 / mechanism.noise_multiplier**2)
-        event = dp_accounting.GaussianDpEvent(1 / signal)
-        by_hand = accounting.get_epsilon(event, delta=DELTA * (1 - 1e-4)).epsilon
-        assert ledger.guarantee(delta=DELTA).epsilon == pytest.approx(by_hand, 1e-9)
+    def test_a_failure_can_follow_an_incomplete_record(self, tmp_path, monkeypatch):
+        content = write_three(tmp_path)
+        file_of(tmp_path).write_bytes(content[:-20])
+        ledger = Ledger(tmp_path)
 
-    @pytest.mark.parametrize(
-        "change", [{"data": "other"}, {"mechanism": {"noise_multiplier": 30.0}}]
-    )
-    def test_noise_is_not_used_twice(self, tmp_path, change):
-        mechanism = dataclasses.replace(MECHANISM, **change.pop("mechanism", {}))
-        entry_of(Ledger.open(tmp_path)).begin(0, 30)
-        before = file_of(tmp_path).read_bytes()
-        entry = entry_of(Ledger.open(tmp_path), mechanism, **change)
-        with pytest.raises(ValueError, match="would cancel in the difference"):
-            entry.begin(29, 40)
-        with pytest.raises(ValueError, match="would cancel in the difference"):
-            entry.steps_within(100.0, delta=DELTA, start=29, stop=40)
-        assert file_of(tmp_path).read_bytes() == before
+        def fsync(descriptor):
+            raise OSError(errno.EIO, "I/O error")
 
-    def test_noise_that_would_be_used_twice_can_be_foreseen(self, tmp_path):
-        entry_of(Ledger.open(tmp_path)).begin(0, 30)
-        ledger = Ledger.open(tmp_path)
-        assert not entry_of(ledger).repeats_noise(0, 40)
-        assert not entry_of(ledger, key="other", data="other").repeats_noise(0, 40)
-        assert not entry_of(ledger, data="other").repeats_noise(30, 40)
-        assert entry_of(ledger, data="other").repeats_noise(29, 40)
-
-    def test_steps_that_a_stopped_run_did_not_begin_cost_nothing(self, tmp_path):
-        entry = entry_of(Ledger.open(tmp_path))
-        entry.begin(0, 10)
-        entry.begin(10, 50)
-        for step in (9, 50, 51):  # all of the block was begun, or another block
-            entry.stop_before(step)
-            assert num_steps(tmp_path) == 50
-        entry.stop_before(20)
-        entry.stop_before(15)
-        entry.stop_before(17)
-        (run,) = Ledger.open(tmp_path).runs
-        assert (run.steps, run.num_begun) == ((range(0, 15),), 15)
-        entry.begin(15, 20)
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match=r"before they are released.*I/O error"):
+            ledger.append(charged(20, 30))
+        monkeypatch.undo()
         assert num_steps(tmp_path) == 20
+        ledger.append(charged(20, 30))
+        assert num_steps(tmp_path) == 30
 
-    def test_what_was_begun_before_a_repetition_stays_begun(self, tmp_path):
-        entry_of(Ledger.open(tmp_path)).begin(0, 50)
-        entry = entry_of(Ledger.open(tmp_path))
-        entry.begin(20, 60)
-        entry.stop_before(30)
-        (run,) = Ledger.open(tmp_path).runs
-        assert (run.steps, run.num_begun) == ((range(0, 50),), 60)
-        entry_of(Ledger.open(tmp_path)).stop_before(10)  # it has begun nothing
-        assert num_steps(tmp_path) == 50
+    def test_a_directory_that_is_gone_is_an_error(self, tmp_path):
+        with pytest.raises(OSError, match="before they are released"):
+            Ledger(tmp_path / "gone").append(charged(0, 10))
 
-    @pytest.mark.parametrize(("start", "stop"), [(10, 20), (5, 50), (50, 60), (40, 60)])
-    def test_only_the_end_of_the_last_record_can_be_taken_back(self, start, stop):
-        fields = {"time": "2026", "dpmp": "", "jax": "", "key": "", "data": ""}
-        cost = {"delta": None, "cost": MECHANISM.step_cost}
-        run = Run(key="", data="", cost=MECHANISM.step_cost)
-        run = run.with_record(
-            Record(event="begin", start=10, stop=50, **fields, **cost)
-        ).with_record(
-            Record(event="not begun", start=start, stop=stop, **fields, **cost)
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+    def test_a_read_only_directory_is_an_error(self, tmp_path):
+        tmp_path.chmod(0o500)
+        with pytest.raises(OSError, match="before they are released"):
+            Ledger(tmp_path).append(charged(0, 10))
+
+
+class TestDamage:
+    def test_every_changed_byte_is_noticed(self, tmp_path):
+        content = write_three(tmp_path)
+        for place in range(0, len(content) - 1, 7):
+            changed = bytearray(content)
+            changed[place] ^= 1
+            file_of(tmp_path).write_bytes(changed)
+            line = content[:place].count(b"\n") + 1
+            with pytest.raises(ValueError, match=rf"as it was written.*line {line}'"):
+                Ledger(tmp_path)
+
+    @pytest.mark.parametrize("order", [(1, 2), (0, 2), (1, 0, 2), (0, 1, 1)])
+    def test_lines_that_are_missing_or_moved_are_noticed(self, tmp_path, order):
+        lines = write_three(tmp_path).splitlines(keepends=True)
+        file_of(tmp_path).write_bytes(b"".join(lines[i] for i in order))
+        with pytest.raises(ValueError, match=r"as it was written.*Restore the file"):
+            Ledger(tmp_path)
+
+    def test_another_format_is_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(_ledger, "_FORMAT", 3)
+        write_three(tmp_path)
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match=r"must have format 2.*line 1"):
+            Ledger(tmp_path)
+
+    def test_a_record_with_other_fields_is_refused(self, tmp_path, monkeypatch):
+        real = json.dumps
+        monkeypatch.setattr(json, "dumps", lambda x, **k: real(x | {"more": 1}, **k))
+        write_three(tmp_path)
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match=r"as it was written.*line 1"):
+            Ledger(tmp_path)
+
+    def test_a_second_writer_is_noticed(self, tmp_path):
+        one, two = Ledger(tmp_path), Ledger(tmp_path)
+        one.append(charged(0, 10))
+        with pytest.raises(RuntimeError, match="only the run that holds the lock"):
+            two.append(charged(0, 10))
+        file_of(tmp_path).unlink()
+        with pytest.raises(RuntimeError, match="only the run that holds the lock"):
+            one.append(charged(10, 20))
+
+    def test_a_symbolic_link_is_not_written_to(self, tmp_path):
+        target = tmp_path / "target"
+        target.touch()
+        file_of(tmp_path).symlink_to(target)
+        with pytest.raises(OSError, match=r"before they are released.*symbolic links"):
+            Ledger(tmp_path).append(charged(0, 10))
+        assert target.read_bytes() == b""
+
+
+class TestSlips:
+    """Charges that processes without the lock have left."""
+
+    def test_slips_are_counted_and_moved_into_the_file(self, tmp_path):
+        Ledger(tmp_path).append(charged(0, 10))
+        for run in "bbc":  # two processes pay for the same steps
+            leave_slip(tmp_path, charged(10, 20, run=run))
+        expected = Spent(
+            (steps(0, 10), *(steps(10, 20, run=x) for x in "bc")),
         )
-        assert set(range(10, 50)) <= {x for steps in run.steps for x in steps}
+        ledger = Ledger(tmp_path)
+        assert {*ledger.spent.segments} == {*expected.segments}
+        assert len(file_of(tmp_path).read_bytes().splitlines()) == 1
+        ledger.collect()
+        assert len(file_of(tmp_path).read_bytes().splitlines()) == 4
+        assert [x.name for x in tmp_path.iterdir()] == ["ledger.jsonl"]
+        for again in (ledger, Ledger(tmp_path)):
+            assert {*again.spent.segments} == {*expected.segments}
 
-    def test_runs_of_several_mechanisms_compose(self, tmp_path):
-        sampled = [
-            DPSGD(
-                num_examples=1000,
-                expected_batch_size=size,
-                iterations=10,
-                l2_clip_norm=1.0,
-                noise_multiplier=1.0,
-                delta=DELTA,
-                truncated_batch_size=truncated,
-            )
-            for size, truncated in ((10, 40), (50, 1000))
-        ]
-        for number, mechanism in enumerate(sampled):
-            entry_of(Ledger.open(tmp_path), mechanism, key=str(number)).begin(0, 10)
-        truncated = dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, 0.01, 40, 1)
-        gaussian = dp_accounting.GaussianDpEvent(1.0)
-        poisson = dp_accounting.PoissonSampledDpEvent(0.05, gaussian)
-        accountant = dp_accounting.pld.PLDAccountant(
-            dp_accounting.NeighboringRelation.REPLACE_SPECIAL, 1e-4
-        )
-        accountant.compose(truncated, 10).compose(poisson, 10)
-        by_hand = accountant.get_epsilon(DELTA)
-        assert epsilon_of(tmp_path) == pytest.approx(by_hand, rel=2e-3)
-        assert epsilon_of(tmp_path) > sampled[1].guarantee().epsilon
+    def test_a_slip_that_is_moved_twice_counts_once(self, tmp_path):
+        """A kill between the record and the removal of the slip."""
+        leave_slip(tmp_path, charged(10, 20))
+        (slip,) = tmp_path.iterdir()
+        content = slip.read_bytes()
+        Ledger(tmp_path).collect()
+        slip.write_bytes(content)
+        ledger = Ledger(tmp_path)
+        ledger.collect()
+        assert len(ledger.records) == 2
+        assert num_steps(tmp_path) == 10
 
-    def test_without_privacy_epsilon_is_infinite(self, tmp_path):
-        entry_of(Ledger.open(tmp_path), MECHANISM.without_privacy()).begin(0, 1)
-        entry_of(Ledger.open(tmp_path), key="other").begin(0, 1)
-        assert epsilon_of(tmp_path) == np.inf
+    def test_only_the_owner_can_read_a_slip(self, tmp_path):
+        leave_slip(tmp_path, charged(10, 20))
+        (slip,) = tmp_path.iterdir()
+        assert stat.S_IMODE(slip.stat().st_mode) == 0o600
 
-    @pytest.mark.parametrize("log_delta", np.arange(-19.0, -16.0, 0.25))
-    def test_delta_is_charged_for_the_samplers_of_all_runs(self, tmp_path, log_delta):
-        delta = 10**log_delta
-        for number in (10_000_000, 30_000_000):
-            mechanism = dataclasses.replace(MECHANISM, num_parameters=number)
-            entry_of(Ledger.open(tmp_path), mechanism, key=str(number)).begin(0, 50)
-        event = dp_accounting.GaussianDpEvent(20.0 / 100**0.5)
-        ideal = accounting.get_epsilon(event, delta=delta * (1 - 1e-4)).epsilon
-        variation = 50 * 40_000_006 * LARGEST_TOTAL_VARIATION
-        is_covered = (1 + np.exp(ideal)) * variation <= 1e-4 * delta
-        expected = pytest.approx(ideal) if is_covered else np.inf
-        assert epsilon_of(tmp_path, delta) == expected
+    def test_a_slip_counts_when_it_is_whole(self, tmp_path, monkeypatch):
+        def fsync(descriptor):
+            raise OSError(errno.EIO, "I/O error")
 
-    def test_a_person_who_is_added_is_added_to_all_datasets(self, tmp_path):
-        relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-        mechanism = DPSGD(
-            num_examples=100,
-            expected_batch_size=10,
-            iterations=20,
-            l2_clip_norm=1.0,
-            noise_multiplier=1.0,
-            delta=DELTA,
-            truncated_batch_size=16,
-            neighboring_relation=relation,
-        )
-        for key in ("one", "two"):
-            entry_of(Ledger.open(tmp_path), mechanism, key=key).begin(0, 10)
-        assert epsilon_of(tmp_path) == mechanism.guarantee(20).epsilon
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match="I/O error"):
+            leave_slip(tmp_path, charged(10, 20))
+        assert num_steps(tmp_path) == 0
 
-    def test_different_neighbours_are_refused_before_the_first_step(self, tmp_path):
-        relation = dp_accounting.NeighboringRelation.REPLACE_ONE
-        other = dataclasses.replace(MECHANISM, neighboring_relation=relation)
-        entry_of(Ledger.open(tmp_path)).begin(0, 30)
-        with pytest.raises(ValueError, match="must have one neighbouring relation"):
-            entry_of(Ledger.open(tmp_path), other, key="other")
-
-    @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 3), (5, 3), (0.5, 3)])
-    def test_impossible_steps_are_refused(self, tmp_path, start, stop):
-        with pytest.raises(ValueError, match=r"must be (an integer|above start)"):
-            entry_of(Ledger.open(tmp_path)).begin(start, stop)
+    def test_a_damaged_slip_is_refused_by_name(self, tmp_path):
+        leave_slip(tmp_path, charged(10, 20))
+        (slip,) = tmp_path.iterdir()
+        slip.write_bytes(slip.read_bytes()[:-9])
+        with pytest.raises(ValueError, match=rf"as it was written.*{slip.name}"):
+            Ledger(tmp_path)
 
 
-class TestBudget:
-    @pytest.mark.parametrize("budget", [0.5, 1.7, 4.0])
-    def test_the_next_step_would_exceed_the_budget(self, tmp_path, budget):
-        ledger = Ledger.open(tmp_path)
-        entry_of(ledger, key="earlier").begin(0, 7)
-        entry = entry_of(ledger)
-        number = entry.steps_within(budget, delta=DELTA, start=0, stop=100_000)
-        assert MECHANISM.guarantee(7).epsilon < budget
-        far = dataclasses.replace(MECHANISM, iterations=100_000)
-        assert far.guarantee(7 + number).epsilon <= budget
-        assert far.guarantee(8 + number).epsilon > budget
-
-    def test_repeated_steps_are_free(self, tmp_path):
-        ledger = Ledger.open(tmp_path)
-        entry = entry_of(ledger)
-        entry.begin(0, 40)
-        budget = MECHANISM.guarantee(50).epsilon
-        for start in (0, 30, 40):
-            number = entry.steps_within(budget, delta=DELTA, start=start, stop=99)
-            assert start + number == 50
-
-    def test_no_more_steps_are_allowed_than_wanted_or_left(self, tmp_path):
-        entry = entry_of(Ledger.open(tmp_path))
-        assert entry.steps_within(100.0, delta=DELTA, start=3, stop=9) == 6
-        entry.begin(0, 9)
-        assert entry.steps_within(0.01, delta=DELTA, start=3, stop=9) == 0
-
-    def test_few_epsilons_are_computed(self, tmp_path, monkeypatch):
-        calls = []
-        real = _ledger.guarantee
-        monkeypatch.setattr(
-            _ledger, "guarantee", lambda *a, **k: calls.append(a) or real(*a, **k)
-        )
-        entry = entry_of(Ledger.open(tmp_path))
-        assert 0 < entry.steps_within(3.0, delta=DELTA, start=0, stop=10**6) < 10**6
-        assert len(calls) <= 14
-
-    @pytest.mark.parametrize("budget", [0, -1.0, np.inf, np.nan])
-    def test_an_impossible_budget_is_refused(self, tmp_path, budget):
-        with pytest.raises(ValueError, match="epsilon_budget must be"):
-            entry_of(Ledger.open(tmp_path)).steps_within(
-                budget, delta=DELTA, start=0, stop=1
-            )
+def write_until_killed(directory, sender):
+    with locked(directory):
+        ledger = Ledger(directory)
+        for step in itertools.count(num_steps(directory)):
+            ledger.append(charged(step, step + 1))
+            sender.send(step + 1)
 
 
-def test_the_epsilon_to_come_counts_the_ledger_and_the_steps_since(tmp_path):
-    ledger = Ledger.open(tmp_path)
-    entry_of(ledger, key="lost").begin(0, 30)
-    entry = entry_of(ledger)
-    entry.begin(20, 30)
-    epsilon = entry.epsilon_after(20, delta=DELTA)
-    assert epsilon(25) == MECHANISM.guarantee(30 + 10).epsilon  # 10 are begun already
-    assert epsilon(50) == MECHANISM.guarantee(30 + 30).epsilon
-    entry.begin(30, 50)
-    assert epsilon(40) == MECHANISM.guarantee(30 + 20).epsilon
-    assert epsilon(50) == epsilon_of(tmp_path)
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(100, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_a_killed_run_leaves_a_ledger_with_every_step(tmp_path, kills):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dpmp.runs"])
+    delays = random.Random(7)
+    for _ in range(kills):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=write_until_killed, args=(tmp_path, sender))
+        process.start()
+        sender.close()
+        begun = receiver.recv()
+        with pytest.raises(RuntimeError, match=f"process {process.pid} on"):
+            locked(tmp_path).__enter__()
+        time.sleep(delays.uniform(0, 0.02))
+        process.kill()
+        process.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                begun = receiver.recv()
+        assert begun <= num_steps(tmp_path) <= begun + 1
+        with locked(tmp_path):  # the lock is free at once
+            pass

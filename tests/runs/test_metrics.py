@@ -1,27 +1,31 @@
-import contextlib
-import io
-import math
+import errno
+import os
 
 import pytest
 
 from dpmp.runs._metrics import MetricsFile, read
 
 
-def write(directory, steps, *, after=0):
-    file = MetricsFile(directory, after)
+def line(step):
+    return {"step": step, "seconds": 2.0 * step, "noisy/loss": 0.5}
+
+
+def write(directory, steps, *, after=0, from_checkpoint=()):
+    file = MetricsFile(directory, [line(x) for x in from_checkpoint], after)
     for step in steps:
-        file.write(step, {"seconds": 2.0 * step, "noisy/loss": 0.5})
-    file.close()
+        file.append([line(step)])
 
 
 def steps_of(directory):
-    return [line["step"] for line in read(directory)]
+    return [x["step"] for x in read(directory)]
 
 
 def test_lines_are_read_as_they_were_written(tmp_path):
     assert read(tmp_path) == []
-    write(tmp_path, [1])
-    assert read(tmp_path) == [{"step": 1, "seconds": 2.0, "noisy/loss": 0.5}]
+    file = MetricsFile(tmp_path, [], 0)
+    file.append([])
+    file.append([line(1), {"step": 2, "public/a": None}])
+    assert read(tmp_path) == [line(1), {"step": 2, "public/a": None}]
 
 
 def test_steps_that_are_made_again_have_one_line(tmp_path):
@@ -32,11 +36,20 @@ def test_steps_that_are_made_again_have_one_line(tmp_path):
     assert steps_of(tmp_path) == [1]
 
 
+def test_lines_that_were_lost_come_from_the_checkpoint(tmp_path):
+    """A kill between the rename of the checkpoint and the metrics."""
+    write(tmp_path, [2, 4])
+    write(tmp_path, [10], after=8, from_checkpoint=[4, 6, 8])
+    assert steps_of(tmp_path) == [2, 4, 6, 8, 10]
+    (tmp_path / "metrics.jsonl").unlink()
+    write(tmp_path, [], after=10, from_checkpoint=[8, 10])
+    assert steps_of(tmp_path) == [8, 10]
+
+
 def test_the_running_time_goes_on_from_the_last_line_that_is_kept(tmp_path):
     write(tmp_path, [2, 4])
-    for step, seconds in ((3, 4.0), (0, 0.0)):
-        with contextlib.closing(MetricsFile(tmp_path, step)) as file:
-            assert file.seconds == seconds
+    for step, seconds in ((4, 8.0), (3, 4.0), (0, 0.0)):
+        assert MetricsFile(tmp_path, [], step).seconds == seconds
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 6, "noi', b'{"step": 6}', b"\xff\x00"])
@@ -45,7 +58,7 @@ def test_an_incomplete_last_line_does_no_harm(tmp_path, torn):
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(torn)
     assert steps_of(tmp_path) == [2, 4]
-    write(tmp_path, [6], after=4)
+    write(tmp_path, [6], after=6)
     assert steps_of(tmp_path) == [2, 4, 6]
 
 
@@ -58,23 +71,41 @@ def test_a_damaged_line_is_left_out(tmp_path):
     assert steps_of(tmp_path) == [2, 6]
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path):
-    with contextlib.closing(MetricsFile(tmp_path, 0)) as file:
-        file.write(1, {"public/a": math.nan, "public/b": math.inf, "public/c": 1.0})
-    (line,) = read(tmp_path)
-    assert line == {"step": 1, "public/a": None, "public/b": None, "public/c": 1.0}
+def test_numbers_that_are_not_finite_are_refused(tmp_path):
+    file = MetricsFile(tmp_path, [], 0)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        file.append([{"step": 1, "noisy/loss": float("nan")}])
+    assert read(tmp_path) == []
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
-    class Full(io.BytesIO):
-        def write(self, _):
-            raise OSError(28, "No space left on device")
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    file = MetricsFile(tmp_path, [line(1)], 1)
 
-    with contextlib.closing(MetricsFile(tmp_path, 0)) as file:
-        file._file.close()
-        file._file = Full()
-        with pytest.raises(OSError, match=r"metrics.jsonl.*No space left.*Make room"):
-            file.write(1, {})
+    def pwrite(*args):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    said = r"metrics of a run must be written.*metrics.jsonl.*No space.*Make room"
+    with pytest.raises(OSError, match=said):
+        file.append([line(2)])
+    monkeypatch.undo()
+    file.append([line(2)])
+    assert steps_of(tmp_path) == [1, 2]
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:7], at))
+    write(tmp_path, [1, 2])
+    assert steps_of(tmp_path) == [1, 2]
+
+
+def test_a_symbolic_link_is_not_written_to(tmp_path):
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match=r"metrics.jsonl.*symbolic links"):
+        MetricsFile(tmp_path, [], 0)
+    assert (tmp_path / "target").read_text() == "precious"
 
 
 def test_only_the_owner_may_read_the_file(tmp_path):

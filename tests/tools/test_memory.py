@@ -1,5 +1,7 @@
 """The account of a step's memory, against known sizes and what programs compile to."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -112,6 +114,17 @@ def test_the_total_is_what_is_in_memory_at_the_worst_moment(changed, moment):
         if line.moment in ("throughout", moment)
     )
     assert len(estimate.by_name) == len(estimate.lines)
+
+
+def test_the_guide_has_the_total_of_the_account():
+    estimate = _estimate(
+        _shape(10**4, 10**3),
+        _shape(2, 10),
+        method="book_keeping",
+    )
+    total = round(estimate.total / estimate.num_parameters)
+    guide = pathlib.Path(__file__).parents[2] / "docs" / "precision.md"
+    assert f"a step takes up to {total} bytes for each parameter" in guide.read_text()
 
 
 def test_nothing_is_allocated_for_shapes():

@@ -52,6 +52,10 @@ def fit(data=DATA, params=None, **fields):
         ({"policy": "bf16"}, "policy must be one of .*'mixed_bfloat16'"),
         ({"loss_fn": with_key}, r"\(params, batch\); got loss_fn='\(w, batch, key\)'"),
         ({"uses_prng_key": True}, r"must be a function of \(params, batch, key\)"),
+        ({"uses_prng_key": "no"}, "uses_prng_key must be a bool; got type='str'"),
+        ({"uses_prng_key": 1}, "uses_prng_key must be a bool"),
+        ({"mechanism": "dpsgd"}, "mechanism must be a DPSGD; got type='str'"),
+        ({"prng_key": 0}, r"must be one key made by jax\.random\.key"),
     ],
 )
 def test_wrong_fields_are_refused_at_once(fields, message):
@@ -81,6 +85,8 @@ def test_a_policy_may_be_the_name_of_a_preset():
         ),
         ({"w": jnp.zeros(3), "act": jax.nn.relu}, r"\['act'\].*eqx.partition"),
         ({"w": "name"}, r"leaf=\"\['w'\]\", type='str'"),
+        ({"w": np.array([1.0, None], object)}, r"type='object'"),
+        ({"w": jnp.zeros(3, complex)}, r"'complex64'.*two arrays.*jax\.lax\.complex"),
     ],
 )
 def test_params_without_float_arrays_are_refused_by_path(params, message):
@@ -113,11 +119,19 @@ def test_a_loss_must_be_a_scalar(loss, given):
         fit(loss_fn=loss)
 
 
-def test_a_state_with_other_steps_than_its_noise_is_refused():
+def test_debug_flags_do_not_stop_a_run():
+    """Metrics are NaN before the first step."""
+    with jax.debug_nans(True), jax.debug_infs(True):
+        state = fit()
+    assert np.isfinite(state.metrics["overflowed"])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8])
+def test_a_mask_that_is_not_of_bool_is_refused(dtype):
     trainer = make()
-    state = fit()._replace(step=jnp.zeros((), jnp.int32))
-    with pytest.raises(ValueError, match=r"as many steps as its noise.*noise_step=1"):
-        trainer.fit(state, DATA)
+    message = "is_padding_example must be an array of bool; got dtype="
+    with pytest.raises(ValueError, match=message):
+        trainer.train_step(trainer.init(jnp.zeros(3)), DATA, np.zeros(SIZE, dtype))
 
 
 def test_errors_in_the_loss_say_what_it_was_given():

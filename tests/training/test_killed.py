@@ -1,120 +1,196 @@
-"""A run that is killed at any instant, again and again, ends with the same bits."""
+"""Processes that are killed at random instants, again and again, on a real disk.
 
+Every kill is free: the ledger has what was released, and no key is used twice.
+`test_directory.py` goes through the instants of one release.
+"""
+
+import collections
 import os
 import pathlib
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from small_runs import DELTA, num_paid, ranges
 
 from dpmp import runs
+from dpmp.runs._ledger import Ledger
 
 PROGRAM = pathlib.Path(__file__).with_name("killed_run.py")
-ROOT = pathlib.Path(__file__).parents[2]
-KILLS = int(os.environ.get("DPMP_TEST_KILLS", "5"))
+TESTS = PROGRAM.parents[1]
+STEPS = 60  # as in killed_run.py
+KILLS = int(os.environ.get("DPMP_TEST_KILLS", "60"))
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+ENVIRONMENT |= {
+    "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": os.environ.get(
+        "JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "jax")
+    ),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
-def start(directory, result, *, under=()):
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [*under, sys.executable, str(PROGRAM), str(directory), str(result)]
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+class Job:
+    """One or two processes that run `killed_run.py`."""
+
+    def __init__(self, folder, *, every, keep, devices, processes=1, under=()):
+        self.directory, self.log = folder / "run", folder / "log"
+        args = [str(x) for x in (self.directory, self.log, every, keep, devices)]
+        self._command = [*under, sys.executable, str(PROGRAM), *args]
+        self._processes = processes
+
+    def start(self):
+        more = [[]]
+        if self._processes == 2:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                address = f"localhost:{free.getsockname()[1]}"
+            more = [[address, "0"], [address, "1"]]
+        self.running = [
+            subprocess.Popen(
+                [*self._command, *x],
+                env=ENVIRONMENT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for x in more
+        ]
+        return self
+
+    def wait(self):
+        """Returns the exit codes and the errors."""
+        errors = [x.communicate()[1] for x in self.running]
+        return [x.returncode for x in self.running], "\n".join(errors)
+
+    def has_ended(self):
+        return any(x.poll() is not None for x in self.running)
+
+    def kill(self, number):
+        self.running[number].kill()
+        time.sleep(0.2)
+        for x in self.running:  # as a scheduler does
+            x.kill()
+
+    def lines(self, kind):
+        return [x.split()[1:] for x in self.log.read_text().splitlines() if kind in x]
 
 
-def finish(directory, result, *, under=()):
-    process = start(directory, result, under=under)
-    _, errors = process.communicate()
-    return process.returncode, errors
+def check(job):
+    """Checks a finished run that was killed any number of times."""
+    directory = job.directory
+    # It holds what was released: every step, once, at the cost that was planned.
+    stops = [0, *(stop for _, _, stop in ranges(directory))]
+    assert [start for _, start, _ in ranges(directory)] == stops[:-1]
+    assert {event for event, *_ in ranges(directory)} == {"released"}
+    assert stops[-1] == num_paid(directory) == STEPS
+    spent = Ledger(directory).spent
+    (cost,) = {x.cost for x in spent.segments}
+    planned = {x.planned for x in spent.segments}
+    assert planned == {STEPS}
+    assert spent.count(cost) == STEPS
+    together = spent.guarantee(delta=DELTA)
+    assert together == spent.guarantee_if_planned(delta=DELTA)
+    # No key is used twice, not even by a step that was lost. Processes share keys.
+    uses = collections.Counter(
+        (digest, process) for _, _, digest, process in job.lines("key")
+    )
+    assert {*uses.values()} == {1}
+    # Nobody saw a state twice, nor two of one step.
+    released = [int(step) for step, _ in job.lines("released")]
+    assert sorted({*released}) == released
+    steps = [x["step"] for x in runs.read_metrics(directory)]
+    assert steps == list(range(1, STEPS + 1))
+    assert not (directory / "pending").exists()
 
 
-def num_steps(directory):
-    return sum(run.num_steps for run in runs.Ledger.open(directory).runs)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    started = time.monotonic()
-    status, errors = finish(folder / "run", folder / "result")
-    assert status == 0, errors
-    return (folder / "result").read_text(), time.monotonic() - started
+def test_a_killed_process_goes_on(tmp_path):
+    """Killed as soon as it has saved something; the others take minutes."""
+    job = Job(tmp_path, every=7, keep=1, devices=1).start()
+    while not (job.directory / "checkpoints" / "7").is_dir():
+        assert not job.has_ended(), job.wait()
+        time.sleep(0.002)
+    job.kill(0)
+    codes, _ = job.wait()
+    assert codes == [-signal.SIGKILL]
+    assert 7 <= num_paid(job.directory) < STEPS
+    codes, errors = job.start().wait()
+    assert codes == [0], errors
+    check(job)
 
 
 @pytest.mark.slow
-def test_every_killed_run_ends_with_the_bits_of_the_undisturbed_one(
-    tmp_path, undisturbed
+@pytest.mark.parametrize(
+    ("every", "keep", "devices", "processes"),
+    [
+        (1, 1, 1, 1),
+        (1, 3, 4, 1),
+        (7, 1, 4, 1),
+        (7, 3, 1, 1),
+        (1, 1, 1, 2),
+        (7, 3, 2, 2),
+    ],
+)
+def test_runs_go_on_after_kills_at_random_instants(
+    tmp_path, every, keep, devices, processes
 ):
-    digest, seconds = undisturbed
-    instants, kills, number = random.Random(0), 0, 0
-    while kills < KILLS or (tmp_path / f"run{number}").exists():
-        directory, result = tmp_path / f"run{number}", tmp_path / f"result{number}"
-        process = start(directory, result)
-        if kills < KILLS:
-            try:
-                process.wait(instants.uniform(0.3, 1.1) * seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    instants, kills, number, seconds = random.Random(every + devices), 0, 0, 8.0
+    while kills < KILLS // 6 or (tmp_path / str(number)).exists():
+        folder = tmp_path / str(number)
+        folder.mkdir(exist_ok=True)
+        options = {"every": every, "keep": keep, "devices": devices}
+        begin = time.monotonic()
+        job = Job(folder, **options, processes=processes).start()
+        if kills < KILLS // 6:
+            deadline = begin + instants.uniform(0.3, 1.0) * seconds
+            while time.monotonic() < deadline and not job.has_ended():
+                time.sleep(0.002)
+            if not job.has_ended():
+                job.kill(instants.randrange(processes))
                 kills += 1
-        _, errors = process.communicate()
-        if process.returncode == 0:
-            assert result.read_text() == digest
-            assert num_steps(directory) == 150  # none is lost, and none counts twice
+        codes, errors = job.wait()
+        if codes == [0] * processes:
+            seconds = time.monotonic() - begin
+            check(job)
             number += 1
         else:
-            assert process.returncode == -signal.SIGKILL, errors
+            assert -signal.SIGKILL in codes, errors
     assert number >= 1
 
 
 @pytest.mark.slow
-def test_sigterm_saves_the_last_step(tmp_path, undisturbed):
-    digest, _ = undisturbed
-    directory, result = tmp_path / "run", tmp_path / "result"
-    process = start(directory, result)
-    while not (directory / "checkpoints" / "10").is_dir():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.terminate()
-    _, errors = process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "Run the same program again to go on" in errors
-    saved = [int(x.name) for x in (directory / "checkpoints").iterdir()]
-    assert num_steps(directory) == max(saved)
-    assert finish(directory, result)[0] == 0
-    assert result.read_text() == digest
+def test_sigterm_saves_the_last_step(tmp_path):
+    job = Job(tmp_path, every=7, keep=3, devices=1).start()
+    while not (job.directory / "checkpoints" / "7").is_dir():
+        assert not job.has_ended(), job.wait()
+        time.sleep(0.01)
+    job.running[0].terminate()
+    codes, errors = job.wait()
+    assert codes == [128 + signal.SIGTERM]
+    assert "the run stopped after step" in errors
+    saved = max(int(x.name) for x in (job.directory / "checkpoints").iterdir())
+    assert num_paid(job.directory) == saved
+    codes, errors = job.start().wait()
+    assert codes == [0], errors
+    check(job)
 
 
 @pytest.mark.slow
-def test_a_full_disk_loses_nothing(tmp_path, undisturbed):
-    """No file may be longer than eleven blocks of 512 bytes."""
-    digest, _ = undisturbed
-    directory, result = tmp_path / "run", tmp_path / "result"
-    limit = ("sh", "-c", 'ulimit -f 11; exec "$@"', "sh")
-    status, errors = finish(directory, result, under=limit)
-    assert status == 1
+def test_a_full_disk_loses_nothing(tmp_path):
+    """No file may be longer than twenty blocks of 512 bytes."""
+    limit = ("sh", "-c", 'ulimit -f 20; exec "$@"', "sh")
+    options = {"every": 1, "keep": 1, "devices": 1}
+    codes, errors = Job(tmp_path, **options, under=limit).start().wait()
+    assert codes == [1]
     assert "File too large" in errors
-    assert 0 < num_steps(directory) < 150
-    assert finish(directory, result)[0] == 0
-    assert result.read_text() == digest
-    assert num_steps(directory) == 150
-
-
-@pytest.mark.slow
-def test_a_cut_ledger_is_recovered_or_refused(tmp_path, undisturbed):
-    digest, _ = undisturbed
-    directory, result = tmp_path / "run", tmp_path / "result"
-    process = start(directory, result)
-    while not (directory / "checkpoints" / "20").is_dir():
-        time.sleep(0.02)
-    process.kill()
-    process.communicate()
-    ledger = directory / "ledger.jsonl"
-    content = ledger.read_bytes()
-    ledger.write_bytes(content[:-7])  # the last line is incomplete
-    assert finish(directory, result)[0] == 0
-    assert result.read_text() == digest
-    ledger.write_bytes(content.replace(b'"start": 0', b'"start": 1'))
-    status, errors = finish(directory, result)
-    assert status == 1
-    assert "every line of a ledger must be as it was written" in errors
+    job = Job(tmp_path, **options)
+    before = num_paid(job.directory)
+    assert 0 < before < STEPS
+    codes, errors = job.start().wait()
+    assert codes == [0], errors
+    assert STEPS <= num_paid(job.directory) <= STEPS + 1

@@ -1,5 +1,6 @@
-"""A run with a directory records what it releases, and keeps the loop asynchronous."""
+"""A run records what it releases, and warns of gradients that are not finite."""
 
+import dataclasses
 import json
 import math
 
@@ -10,12 +11,11 @@ import optax
 import pytest
 
 import dpmp
-from dpmp.runs._metrics import MetricsFile, read
-from dpmp.training._metrics import Metrics
+from dpmp.runs import read_metrics
+from dpmp.training._metrics import Metrics, OverflowWarning
 
 SIZE = 16
 DATA = {"x": np.ones((SIZE, 2), np.float32), "y": np.ones(SIZE, np.float32)}
-KEY = jax.random.key(5)
 
 
 def loss_fn(params, batch):
@@ -41,7 +41,7 @@ def trainer():
 
 
 def run(trainer, directory=None, **kwargs):
-    state = trainer.init(jnp.zeros(2), prng_key=KEY)
+    state = trainer.init(jnp.zeros(2))
     options = {"progress": False, "every": 2, "checkpoint_dir": directory} | kwargs
     if directory is None:
         del options["every"]
@@ -55,8 +55,8 @@ def test_every_line_has_the_released_values_of_its_step(trainer, tmp_path):
         metrics.append(float(state.metrics["overflowed"]))
         scales.append(float(state.scale_state.scale))
 
-    run(trainer, tmp_path, callback=callback)
-    lines = read(tmp_path)
+    run(trainer, tmp_path, callback=callback, every=1)
+    lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["noisy/overflowed"] for line in lines] == metrics
     assert [line["loss_scale"] for line in lines] == scales
@@ -67,9 +67,21 @@ def test_every_line_has_the_released_values_of_its_step(trainer, tmp_path):
     assert all(line["steps_per_second"] > 0 for line in lines[1:])
 
 
+def test_lines_come_with_their_checkpoint(trainer, tmp_path):
+    seen = []
+
+    def callback(state):
+        seen.append([line["step"] for line in read_metrics(tmp_path)])
+
+    run(trainer, tmp_path, callback=callback, every=4)
+    assert seen == [[], [1, 2, 3, 4]]  # the callback may add to the last line
+    assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_the_last_line_has_the_epsilon_of_the_mechanism(trainer, tmp_path):
     run(trainer, tmp_path)
-    assert read(tmp_path)[-1]["epsilon"] == trainer.mechanism.guarantee().epsilon
+    epsilon = trainer.mechanism.guarantee().epsilon
+    assert read_metrics(tmp_path)[-1]["epsilon"] == epsilon
 
 
 def test_numbers_of_the_callback_are_recorded_as_public(trainer, tmp_path, capsys):
@@ -78,9 +90,9 @@ def test_numbers_of_the_callback_are_recorded_as_public(trainer, tmp_path, capsy
             return {"accuracy": np.float32(0.5), "loss": jnp.float32(jnp.inf)}
 
     run(trainer, tmp_path, callback=callback, progress=True)
-    values = {x["step"]: x.get("public/accuracy") for x in read(tmp_path)}
+    values = {x["step"]: x.get("public/accuracy") for x in read_metrics(tmp_path)}
     assert values == {1: None, 2: 0.5, 3: None, 4: None, 5: None, 6: 0.5}
-    assert read(tmp_path)[1]["public/loss"] is None
+    assert read_metrics(tmp_path)[1]["public/loss"] is None
     assert ", public accuracy 0.5, public loss inf, " in capsys.readouterr().err
 
 
@@ -101,84 +113,209 @@ def test_anything_else_is_refused_without_its_value(trainer, returned, message):
     assert "731" not in str(caught.value)
 
 
-def test_steps_that_are_made_again_have_one_line(trainer, tmp_path):
-    class StopError(Exception):
-        pass
+class FailureError(Exception):
+    pass
 
+
+def test_steps_have_one_line_after_an_exception(trainer, tmp_path):
     def callback(state):
-        if int(state.step) == 5:
-            raise StopError
+        if int(state.step) == 4:
+            raise FailureError
 
-    with pytest.raises(StopError):
+    with pytest.raises(FailureError):
         run(trainer, tmp_path, callback=callback)
-    assert [x["step"] for x in read(tmp_path)] == [1, 2, 3, 4]
+    # The lines of the block whose callback failed are in its checkpoint.
+    assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2]
     run(trainer, tmp_path)
-    # The callback stopped the fifth step before it was recorded.
-    assert [x["step"] for x in read(tmp_path)] == [1, 2, 3, 4, 6]
+    assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-class FakeSink:
-    def __init__(self):
-        self.steps, self.closed = [], False
-
-    def write(self, step, values):
-        self.steps.append(step)
-
-    def close(self):
-        self.closed = True
-
-
-def make_metrics(tmp_path, sink, *, iterations, report_steps=()):
+def make_metrics(**options):
     return Metrics(
-        [MetricsFile(tmp_path, 0), sink],
-        start=0,
-        iterations=iterations,
-        report_steps=report_steps,
-        epsilon=lambda step: None,
+        **{
+            "start": 0,
+            "seconds": 0.0,
+            "iterations": 3,
+            "report_steps": [],
+            "epsilon": lambda step: None,
+            **options,
+        }
     )
 
 
-def state_at(trainer):
-    return trainer.init(jnp.zeros(2), prng_key=KEY)
+def test_a_recorded_value_is_that_of_its_step(trainer):
+    """The arrays of a state are used up by the next step."""
+    metrics, state = make_metrics(), trainer.init(jnp.zeros(2))
+    state = state._replace(metrics={"overflowed": jnp.float32(0.5)})
+    metrics.collect(1, state, is_last=False)
+    jax.tree.map(lambda x: x.delete(), (state.metrics, state.scale_state))
+    (line,) = metrics.take()
+    assert (line["step"], line["noisy/overflowed"]) == (1, 0.5)
+    assert metrics.take() == []
 
 
-def test_a_step_is_read_after_the_next_one_has_begun(trainer, tmp_path):
-    sink, state = FakeSink(), state_at(trainer)
-    with make_metrics(tmp_path, sink, iterations=3) as metrics:
-        for step in (1, 2, 3):
-            metrics.update(step, state, {})
-            assert sink.steps == list(range(1, step))
-    assert sink.steps == [1, 2, 3]
-    assert sink.closed
+def test_a_long_run_has_about_a_thousand_lines(trainer):
+    state = trainer.init(jnp.zeros(2))
+    metrics = make_metrics(iterations=50_000, report_steps=[7])
+    for step in range(1, 121):
+        metrics.collect(step, state, is_last=step == 33)
+    assert [x["step"] for x in metrics.take()] == [7, 33, 50, 100]
 
 
-def test_a_long_run_has_about_a_thousand_lines(trainer, tmp_path):
-    sink, state = FakeSink(), state_at(trainer)
-    with make_metrics(tmp_path, sink, iterations=50_000, report_steps=[7]) as metrics:
-        for step in range(1, 121):
-            metrics.update(step, state, {"x": 1.0} if step == 33 else {})
-    assert sink.steps == [7, 33, 50, 100]
+def test_the_seconds_of_a_run_go_on(trainer):
+    metrics = make_metrics(seconds=1000.0)
+    metrics.collect(1, trainer.init(jnp.zeros(2)), is_last=True)
+    assert 1000.0 <= metrics.take()[0]["seconds"] < 1010.0
 
 
-def test_a_file_that_cannot_be_written_is_an_error_but_hides_none(trainer, tmp_path):
-    class FullSink(FakeSink):
-        def write(self, step, values):
-            raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("when", ["metrics", "release"])
+def test_metrics_that_cannot_be_written_are_an_error(
+    trainer, tmp_path, monkeypatch, when
+):
+    def full(*_):
+        raise OSError(28, "No space left on device")
 
-    def fail_with(error):
-        with make_metrics(tmp_path, FullSink(), iterations=3) as metrics:
-            metrics.update(1, state_at(trainer), {})
-            if error:
-                raise error
+    def callback(state):
+        place = "dpmp.runs._metrics" if when == "metrics" else "dpmp.runs._ledger"
+        monkeypatch.setattr(f"{place}.open_file", full)
 
-    with pytest.raises(OSError, match="No space"):
-        fail_with(None)
-    with pytest.raises(KeyError) as caught:
-        fail_with(KeyError("first"))
-    assert "metrics were not written" in caught.value.__notes__[0]
+    with pytest.raises(OSError, match=r"No space left on device.*Make room"):
+        run(trainer, tmp_path, callback=callback)
+    monkeypatch.undo()
+    run(trainer, tmp_path)
+    assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_lines_are_json_without_nan(trainer, tmp_path):
     run(trainer, tmp_path, callback=lambda state: {"x": math.nan})
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+# Gradients that are not finite.
+
+
+NAN = np.full((SIZE, 2), np.nan, np.float32)
+
+
+def make_linear(**fields):
+    mechanism = dpmp.DPSGD(
+        **{
+            "num_examples": SIZE,
+            "expected_batch_size": 8,
+            "iterations": 6,
+            "l2_clip_norm": 1.0,
+            "noise_multiplier": 0.5,
+            **fields,
+        }
+    )
+    return dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lambda w, x: jnp.mean(x @ w),
+        optimizer=optax.sgd(0.0),
+        policy="float32",
+        prng_key=jax.random.key(0),
+    )
+
+
+@pytest.fixture(scope="module")
+def linear():
+    return make_linear()
+
+
+def fit(trainer, data, **options):
+    seen = []
+    trainer.fit(
+        trainer.init(jnp.zeros(2)),
+        data,
+        callback=lambda state: seen.append(float(state.metrics["overflowed"])),
+        **options,
+    )
+    return np.array(seen)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"arithmetic": "float32"},
+        {"method": "book_keeping"},
+        {"released_metrics": dpmp.ReleasedMetrics(fraction_clipped=True)},
+    ],
+    ids=["float32", "bounded", "clipped"],
+)
+def test_a_run_on_nan_says_so_once(fields, capsys):
+    trainer = make_linear(**fields)
+    with pytest.warns(UserWarning, match="had a gradient with NaN or infinity") as said:
+        seen = fit(trainer, NAN)
+    assert len(said) == 1
+    spread = trainer.mechanism.overflow_stddev / 8
+    # Binomial batches, and the noise.
+    assert abs(seen.mean() - 1) < 5 * math.hypot(spread, math.sqrt(4) / 8)
+    assert f"noisy overflowed {seen[-1]:.3g}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("progress", [False, True])
+@pytest.mark.parametrize("has_directory", [False, True])
+def test_a_run_on_nan_says_so_however_it_is_shown(
+    linear, tmp_path, progress, has_directory, capsys
+):
+    options = {"checkpoint_dir": tmp_path} if has_directory else {}
+    with pytest.warns(UserWarning, match="had a gradient with NaN or infinity") as said:
+        fit(linear, NAN, progress=progress, **options)
+    assert len(said) == 1
+    assert bool(capsys.readouterr().err) == progress
+
+
+def test_a_run_without_overflows_shows_noise_and_warns_of_nothing(linear):
+    seen = fit(linear, np.ones((SIZE, 2), np.float32))
+    assert np.all(seen != 0)
+    assert np.all(np.abs(seen) < 5 * 0.5 / 8)
+
+
+def test_a_run_without_privacy_counts_exactly(linear):
+    data = np.ones((SIZE, 2), np.float32)
+    data[::2] = np.nan
+    public = dpmp.DPTrainer(
+        mechanism=linear.mechanism.without_privacy(),
+        loss_fn=linear.loss_fn,
+        optimizer=linear.optimizer,
+        policy=linear.policy,
+    )
+    with pytest.warns(UserWarning, match="NaN or infinity"):
+        assert np.all(fit(public, data) * 8 % 1 == 0)
+
+
+def test_the_noise_on_the_gradient_and_epsilon_are_those_without_the_count(linear):
+    mechanism = dataclasses.replace(linear.mechanism, delta=1e-5)
+    assert mechanism.stddev == 0.5 * 1.0 / 8
+    assert "gradient is not finite" in " ".join(mechanism.statement().split())
+
+
+@pytest.mark.parametrize(("is_dynamic", "first"), [(False, 3), (True, 50)])
+def test_the_warning_waits_for_a_clear_fraction(is_dynamic, first, recwarn):
+    def looks(overflowed, step=first):
+        warning = OverflowWarning(0.01, start=10, is_dynamic=is_dynamic)
+        warning.look(10 + step, {"overflowed": overflowed}, is_reported=True)
+        said = [str(x.message) for x in recwarn.list]
+        recwarn.clear()
+        return " ".join(said)
+
+    assert not looks(1.0, first - 1)
+    assert not looks(0.05)  # five standard deviations
+    assert not looks(math.nan)
+    assert "about 7% of the examples" in looks(0.07)
+
+
+def test_the_device_is_looked_at_where_it_is_reported():
+    looks = []
+
+    class Fraction:
+        def __float__(self):
+            looks.append(None)
+            return 0.0
+
+    warning = OverflowWarning(0.01, start=0, is_dynamic=False)
+    for step in range(1, 100):
+        metrics = {"overflowed": Fraction()}
+        warning.look(step, metrics, is_reported=step in (50, 99))
+    assert len(looks) == 3

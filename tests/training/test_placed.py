@@ -72,12 +72,13 @@ def test_a_step_takes_its_arguments_from_any_place():
         loss_fn=lambda params, batch: jnp.mean(batch["x"] @ params),
         optimizer=optax.sgd(0.1),
         policy="float32",
+        prng_key=jax.random.key(0),
     )
     batch = {"x": np.ones((SIZE, 2), np.float32)}
     is_padding = np.zeros(SIZE, bool)
     results = []
     for place in (sharding, replicated, None):
-        state = trainer.init(np.ones(2, np.float32), prng_key=jax.random.key(0))
+        state = trainer.init(np.ones(2, np.float32))
         mask = is_padding if place is None else jax.device_put(is_padding, place)
         for x in (jax.device_put(batch, sharding), jax.device_put(batch, replicated)):
             state = trainer.train_step(jax.device_put(state, replicated), x, mask)

@@ -1,3 +1,5 @@
+"""What a run shows: never less than is spent, and at a small part of its time."""
+
 import io
 import itertools
 import re
@@ -5,39 +7,51 @@ import re
 import pytest
 import rich.console
 
+from dpmp import DPSGD
+from dpmp.accounting import round_up
 from dpmp.training import _progress
-from dpmp.training._progress import Progress
+from dpmp.training._progress import Progress, SpentPrivacy
 
 
-def describe_steps(step):
-    """Steps in place of epsilons, to see which are quoted."""
-    return f"spent {step}"
+def make_mechanism(**fields):
+    options = {"noise_multiplier": 1.37, "delta": 1e-5, **fields}
+    return DPSGD(
+        num_examples=100,
+        expected_batch_size=32,
+        iterations=2000,
+        l2_clip_norm=1.0,
+        **options,
+    )
+
+
+MECHANISM = make_mechanism()
 
 
 class Run:
-    """Reports on a run, written to a string, with a clock that ticks 2 s a step."""
+    """Reports on a run, written to a string, with a clock that ticks 2 s a step.
 
-    def __init__(self, monkeypatch, *, is_terminal=False, **options):
-        clock = itertools.count(100.0, 2.0)
-        monkeypatch.setattr(_progress.time, "monotonic", lambda: next(clock))
+    Epsilon is the number of steps, to see which are quoted.
+    """
+
+    def __init__(self, monkeypatch, *, is_terminal=False, epsilon=float, **options):
         self.file = io.StringIO()
         console = rich.console.Console(
             file=self.file, force_terminal=is_terminal, width=200
         )
-        options = {"start": 0, "stop": 100, **options}
+        options = {"start": 0, "stop": 100, "mechanism": MECHANISM, **options}
         self.steps = range(options["start"] + 1, options["stop"] + 1)
-        self.progress = Progress(
-            examples_per_step=32,
-            describe_privacy=options.pop("describe_privacy", describe_steps),
-            console=console,
-            **options,
-        )
+        self.progress = Progress(console=console, epsilon=epsilon, **options)
+        clock = itertools.count(100.0, 2.0)
+        monkeypatch.setattr(_progress.time, "monotonic", lambda: next(clock))
+
+    def update(self, step, metrics=None, public=None):
+        self.progress.update(step, 0, metrics or {}, public or {})
 
     def lines(self):
         with self.progress:
             for step in self.steps:
-                self.progress.update(step)
-        return self.file.getvalue().splitlines()
+                self.update(step)
+        return self.file.getvalue().splitlines()[1:]
 
 
 @pytest.fixture
@@ -46,11 +60,7 @@ def make_run(monkeypatch):
 
 
 def test_plain_lines_are_written_now_and_then(make_run):
-    run = make_run()
-    lines = run.lines()
-    assert [step for step in run.steps if run.progress.is_due(step)] == [
-        *range(10, 101, 10)
-    ]
+    lines = make_run().lines()
     assert [line.split(",")[0] for line in lines] == [
         f"step {step}/100" for step in range(10, 101, 10)
     ]
@@ -65,7 +75,7 @@ def test_about_ten_lines_are_written_and_the_last_step_is_among_them(
 ):
     lines = make_run(start=start, stop=stop).lines()
     assert min(10, stop - start) <= len(lines) <= 20
-    assert lines[-1].startswith(f"step {stop}/{stop}, spent {stop}")
+    assert lines[-1].startswith(f"step {stop}/{stop}, epsilon {stop}.000 of {stop}.000")
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -73,28 +83,26 @@ def test_about_ten_lines_are_written_and_the_last_step_is_among_them(
 def test_never_less_is_quoted_than_is_spent(make_run, start, stop, is_terminal):
     quoted = {}
     run = make_run(start=start, stop=stop, is_terminal=is_terminal)
-    describe = run.progress._describe
     for step in run.steps:
-        quoted[step] = int(re.search(r"spent (\d+)", describe(step, {}))[1])
+        text = run.progress._describe(step)
+        quoted[step] = float(re.search(r"epsilon (?:below )?(\d+\.\d+)", text)[1])
     assert all(step <= covered <= stop for step, covered in quoted.items())
     assert quoted[stop] == stop
 
 
 def test_what_is_spent_is_computed_for_few_steps(make_run):
-    asked = set()
+    asked = []
 
-    def describe_privacy(step):
-        asked.add(step)
-        return ""
+    def epsilon(step):
+        asked.append(step)
+        return float(step)
 
-    make_run(stop=1000, is_terminal=True, describe_privacy=describe_privacy).lines()
-    assert len(asked) == 10
+    make_run(stop=1000, is_terminal=True, epsilon=epsilon).lines()
+    assert len({*asked}) == len(asked) <= 10
 
 
 def test_a_bar_is_drawn_on_a_terminal(make_run):
-    run = make_run(is_terminal=True)
-    assert all(run.progress.is_due(step) for step in run.steps)
-    text = "".join(run.lines())
+    text = "".join(make_run(is_terminal=True).lines())
     assert "\x1b" in text
     assert "step 100/100" in text
 
@@ -105,65 +113,97 @@ def test_a_narrow_terminal_shows_everything(monkeypatch, width):
     run.progress._console.width = width
     with run.progress:
         for step in run.steps:
-            run.progress.update(step, {"loss": 2.5, "overflowed": 0.25}, {"top-1": 0.5})
+            run.update(step, {"loss": 2.5, "overflowed": 0.25}, {"top-1": 0.5})
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╸╺\s]", "", run.file.getvalue())
-    last = "step4/4,spent4,noisyloss2.5,noisyoverflowed0.25,publictop-10.5,"
-    assert re.search(rf"{last}[\d.]+examples/s,0:00:00left$", text)
+    last = "step4/4,epsilon4.000of4.000,publictop-10.5,noisyloss2.5,noisyoverflowed0.25"
+    assert re.search(rf"{last},[\d.]+examples/s,0:00:00left$", text)
+
+
+class Value:
+    """A number on a device, which knows how often it was looked at."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def __float__(self):
+        self.looks += 1
+        return 0.5
 
 
 def test_on_a_terminal_the_device_is_looked_at_twice_a_second(monkeypatch):
     run = Run(monkeypatch, is_terminal=True, stop=1000)
-    clock = itertools.count(0.0, 0.001)
+    clock, value = itertools.count(0.0, 0.001), Value()
     monkeypatch.setattr(_progress.time, "monotonic", lambda: next(clock))
     with run.progress:
-        looks = 0
         for step in run.steps:
-            looks += run.progress.is_due(step)
-            run.progress.update(step)
+            run.update(step, {"loss": value})
     num_reports, seconds = len(run.progress.report_steps), next(clock)
-    assert num_reports < looks <= num_reports + seconds / 0.5 + 1
+    assert num_reports < value.looks <= num_reports + seconds / 0.5 + 1
 
 
-def test_public_numbers_are_shown_until_there_are_new_ones(make_run):
-    progress = make_run().progress
-    progress.update(5, {}, {"accuracy": 0.5})
-    assert "accuracy 0.5" in progress._describe(10, {"loss": 2.0})
-    progress.update(15, {}, {"accuracy": 0.75})
-    assert "noisy loss 2, public accuracy 0.75" in progress._describe(20, {"loss": 2.0})
+def test_elsewhere_the_device_is_looked_at_for_a_line(make_run):
+    run, value = make_run(), Value()
+    for step in run.steps:
+        run.update(step, {"loss": value})
+    assert value.looks == 10
+
+
+def test_numbers_are_shown_until_there_are_new_ones(make_run):
+    """With a directory, noisy metrics arrive with the checkpoints."""
+    run = make_run()
+    run.update(5, {}, {"accuracy": 0.5})
+    run.update(10, {"loss": 2.0})
+    run.update(20)
+    run.update(25, {}, {"accuracy": 0.75})
+    run.update(30)
+    lines = run.file.getvalue().splitlines()
+    for line, accuracy in zip(lines, ("0.5", "0.5", "0.75"), strict=True):
+        assert f"public accuracy {accuracy}, noisy loss 2" in line
 
 
 @pytest.mark.parametrize(
     ("start", "line"),
     [(0, "steps 1 to 100 done in"), (40, "steps 41 to 100"), (100, "no more steps")],
 )
-def test_the_last_line_has_steps_time_and_what_is_added(make_run, start, line):
-    run = make_run(start=start)
+def test_the_last_line_has_steps_time_epsilon_and_place(make_run, start, line):
+    run = make_run(start=start, ending=", saved in /there")
     run.lines()
-    run.progress.end(", epsilon 1 at delta 1e-5")
+    run.progress.end()
     last = run.file.getvalue().splitlines()[-1]
     assert last.startswith(f"dpmp: {line}")
-    assert re.search(r" done in 0:0\d:\d\d, epsilon 1 at delta 1e-5$", last)
+    end = r" done in 0:0\d:\d\d, epsilon 100\.000 at delta 1e-05, saved in /there$"
+    assert re.search(end, last)
+
+
+def test_the_headline_comes_first(make_run):
+    run = make_run(headline=lambda: "what runs")
+    run.lines()
+    assert run.file.getvalue().splitlines()[0] == "what runs"
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_disabled_it_prints_nothing(make_run, is_terminal):
-    run = make_run(is_terminal=is_terminal, enabled=False)
-    assert not any(run.progress.is_due(step) for step in run.steps)
+def test_disabled_it_prints_nothing_and_looks_at_nothing(make_run, is_terminal):
+    run, value = make_run(is_terminal=is_terminal, enabled=False), Value()
     run.lines()
-    run.progress.end("")
+    run.update(100, {"loss": value})
+    run.progress.end()
     assert run.file.getvalue() == ""
+    assert value.looks == 0
 
 
-def test_speed_and_time_left_do_not_count_the_first_step(make_run):
-    # The clock ticks once for the first step and once for each line: after k lines,
-    # 2k seconds and 10k - 1 steps.
-    lines = make_run().lines()
-    assert lines[0] == "step 10/100, spent 10, 144.0 examples/s, 0:00:20 left"
-    assert lines[-1] == "step 100/100, spent 100, 158.4 examples/s, 0:00:00 left"
-    # A continued run has the speed of its own steps, and one step has none.
-    lines = make_run(start=900, stop=1000).lines()
-    assert lines[0].startswith("step 910/1000, spent 910, 144.0 examples/s")
-    assert make_run(stop=1).lines() == ["step 1/1, spent 1"]
+def test_speed_and_time_left_do_not_count_the_first_step(monkeypatch):
+    run = Run(monkeypatch)
+    clock = [0.0]
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: clock[0])
+    for step in run.steps:
+        run.update(step)
+        clock[0] += 2.0
+    lines = run.file.getvalue().splitlines()
+    # Steps of 32 examples and two seconds: nine of them in eighteen seconds.
+    assert lines[0].endswith(", 16.0 examples/s, 0:03:00 left")
+    assert lines[-1].endswith(", 16.0 examples/s, 0:00:00 left")
+    run = Run(monkeypatch, stop=1)
+    assert run.lines() == ["step 1/1, epsilon 1.000 of 1.000"]
 
 
 def test_the_bar_is_stopped_after_an_error(make_run):
@@ -174,10 +214,77 @@ def test_the_bar_is_stopped_after_an_error(make_run):
 
 
 def test_it_goes_to_standard_error_by_default(capsys):
-    with Progress(
-        start=0, stop=1, examples_per_step=1, describe_privacy=describe_steps
-    ) as progress:
-        progress.update(1)
+    with Progress(MECHANISM, float, 0, 1) as progress:
+        progress.update(1, 0, {}, {})
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "step 1/1, spent 1\n"
+    assert captured.err == "\nstep 1/1, epsilon 1.000 of 1.000\n"
+
+
+def test_metrics_without_noise_are_called_exact(make_run):
+    run = make_run(mechanism=MECHANISM.without_privacy(), stop=1)
+    run.update(1, {"loss": 2.0})
+    assert run.file.getvalue() == "step 1/1, no privacy, exact loss 2\n"
+
+
+# What is spent.
+
+
+def spent_by(mechanism):
+    return SpentPrivacy(mechanism, 6, lambda step: mechanism.guarantee(step).epsilon)
+
+
+def set_clock(monkeypatch, ticks):
+    """Every look at the clock takes the next number of seconds."""
+    times = itertools.accumulate(ticks)
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: next(times))
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.7, 1.37, 3.3])
+def test_no_less_epsilon_is_quoted_than_is_spent(noise_multiplier, monkeypatch):
+    set_clock(monkeypatch, itertools.chain([0, 1, 1e6], itertools.repeat(1)))
+    mechanism = make_mechanism(noise_multiplier=noise_multiplier)
+    _, spent, _, final = spent_by(mechanism).describe(3).split(" ")
+    for quoted, step in ((spent, 3), (final, 6)):
+        epsilon = mechanism.guarantee(step).epsilon
+        assert epsilon <= float(quoted) < epsilon + 0.01
+
+
+def test_epsilon_is_left_out_where_computing_it_takes_too_much_of_the_run(monkeypatch):
+    # The final epsilon takes 1 s. Steps begin at once, and take 1 s each.
+    set_clock(monkeypatch, itertools.chain([0, 1, 0], itertools.repeat(1)))
+    spent = spent_by(MECHANISM)
+    final = spent.describe(6).split(" of ")[1]
+    for _ in range(150):
+        assert spent.describe(3) == f"epsilon below {final}"
+    # After 200 s, two times 1 s is one per cent.
+    texts = {spent.describe(3) for _ in range(100)}
+    assert any(text.endswith(f" of {final}") for text in texts)
+    assert spent.describe(3).endswith(f" of {final}")
+
+
+def test_the_last_epsilon_is_always_shown(monkeypatch):
+    set_clock(monkeypatch, itertools.repeat(1))
+    text = spent_by(MECHANISM).describe(6)
+    spent, final = text.removeprefix("epsilon ").split(" of ")
+    assert spent == final
+
+
+def test_the_end_has_epsilon_and_delta():
+    text = spent_by(MECHANISM).describe_end()
+    assert text == f"epsilon {round_up(MECHANISM.guarantee(6).epsilon)} at delta 1e-05"
+    assert spent_by(MECHANISM.without_privacy()).describe_end() == "no privacy"
+
+
+def test_a_number_is_known_only_where_it_is_shown(monkeypatch):
+    set_clock(monkeypatch, itertools.repeat(1))
+    spent = spent_by(MECHANISM)
+    assert spent.epsilon(3) is None
+    assert spent.epsilon(6) == MECHANISM.guarantee(6).epsilon
+
+
+def test_without_noise_or_delta_there_is_no_epsilon():
+    assert spent_by(MECHANISM.without_privacy()).describe(3) == "no privacy"
+    spent = spent_by(make_mechanism(delta=None))
+    assert spent.describe(3) == "epsilon not shown without a delta"
+    assert spent.epsilon(6) is None

@@ -1,14 +1,17 @@
 import collections
 import io
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dpmp
 from dpmp import training
-from dpmp.training._source import Source, load_batch, loader_of
+from dpmp.training._check_source import check_source
+from dpmp.training._source import Source, as_device_dtypes, load_batch, loader_of
 
 ARRAYS = {
     "x": np.arange(1, 25, dtype=np.float32).reshape(12, 2),
@@ -22,7 +25,6 @@ def test_a_batch_holds_its_examples_and_zeros(indices):
     batch, is_padding_example = load_batch(loader_of(ARRAYS, 12), indices, 12)
     np.testing.assert_array_equal(is_padding_example, np.arange(12) >= len(indices))
     for name, x in ARRAYS.items():
-        assert batch[name].dtype == x.dtype
         assert batch[name].shape == x.shape
         np.testing.assert_array_equal(batch[name][: len(indices)], x[indices])
         assert not batch[name][len(indices) :].any()
@@ -68,25 +70,19 @@ def test_a_source_that_says_its_size_is_taken_at_its_word():
             loader_of(source, 13)
 
 
-def test_an_array_without_rows_is_refused_without_a_number():
+@pytest.mark.parametrize(
+    "rows",
+    [lambda _: np.float32(3.0), lambda x: x["x"][:1], lambda x: x["x"].repeat(2, 0)],
+    ids=["none", "few", "many"],
+)
+def test_rows_that_do_not_match_the_indices_are_refused_without_a_number(rows):
     class Wrong(Sized):
         def __getitem__(self, indices):
-            return np.float32(len(indices))
+            len(indices)  # accepts no integers
+            return rows(super().__getitem__(indices))
 
     with pytest.raises(ValueError, match="one row for each index") as error:
-        load_batch(Wrong().__getitem__, np.array([1, 5]), 12)
-    assert not any(letter.isdigit() for letter in str(error.value))
-
-
-@pytest.mark.parametrize("num_rows", [1, 13])
-def test_rows_that_do_not_match_the_indices_are_refused_without_a_number(num_rows):
-    class Wrong(Sized):
-        def __getitem__(self, indices):
-            return {name: x[:1].repeat(num_rows, 0) for name, x in ARRAYS.items()}
-
-    message = r"one row for each index; got another number\. See dpmp\.Source"
-    with pytest.raises(ValueError, match=message) as error:
-        load_batch(Wrong().__getitem__, np.array([1, 5]), 12)
+        load_batch(loader_of(Wrong(), 12), np.array([1, 5]), 12)
     assert not any(letter.isdigit() for letter in str(error.value))
 
 
@@ -115,25 +111,15 @@ class Lists(Sized):
         return {name: x[indices].tolist() for name, x in ARRAYS.items()}
 
 
-class Table:
-    """A table of pandas, as far as it is needed."""
-
-    iloc = None
-    columns = ("a", "b")
-
-    class Column:
-        def to_numpy(self):
-            return np.arange(12)
-
-    def __getitem__(self, name):
-        assert name in self.columns
-        return self.Column()
-
-
 @pytest.mark.parametrize(
     "source",
-    [OneByOne(), Lists(), {name: x.tolist() for name, x in ARRAYS.items()}],
-    ids=["one-by-one", "lists", "dict-of-lists"],
+    [
+        OneByOne(),
+        Lists(),
+        {name: x.tolist() for name, x in ARRAYS.items()},
+        {**ARRAYS, "label": ARRAYS["label"].tolist()},
+    ],
+    ids=["one-by-one", "lists", "dict-of-lists", "arrays-and-lists"],
 )
 def test_datasets_as_people_have_them_give_the_same_batches(source):
     load = loader_of(source, 12)
@@ -172,6 +158,10 @@ class Broken:
         return jax.tree.map(lambda x: x[indices], ARRAYS)
 
 
+def frames(error):
+    return traceback.extract_tb(error.__traceback__)
+
+
 def every_text_of(error):
     """What a log may show of an exception and of those it was raised from."""
     return "".join(traceback.format_exception(error))
@@ -185,7 +175,7 @@ def test_a_record_that_does_not_load_stops_the_run_and_is_not_named(
     load = loader_of(Broken(record, gives_single), 12)
     # If the first records are defective, what kind of source it is remains open.
     name = "OSError" if gives_single or record > 1 else "TypeError"
-    message = rf"the source raised {name}\. .* dpmp\.check_source\(source\) goes over"
+    message = rf"source raised {name} in .*, line \d+ .* dpmp\.check_source\(source\)"
     if record == 7:
         load_batch(load, np.array([2, 4]), 4)
     with pytest.raises(RuntimeError, match=message) as caught:
@@ -193,6 +183,7 @@ def test_a_record_that_does_not_load_stops_the_run_and_is_not_named(
     assert caught.value.__cause__ is caught.value.__context__ is None
     text = every_text_of(caught.value)
     assert f"record {record}" not in text
+    assert not any("__getitem__" in x.name for x in frames(caught.value))
     # But the line of the source is there, for the one who has to mend it.
     assert f"raise {name}(" in text
 
@@ -220,6 +211,17 @@ class AsBatchOfOne(Sized):
 
     def __getitem__(self, indices):
         return super().__getitem__(np.atleast_1d(indices))
+
+
+def test_one_example_is_not_taken_for_rows_of_the_same_bytes():
+    class Blank:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return np.zeros(3)
+
+    assert loader_of(Blank(), 1)(np.array([0])).shape == (1, 3)
 
 
 def test_examples_do_not_depend_on_the_others_of_their_batch():
@@ -263,15 +265,9 @@ class Changes(OneByOne):
 )
 def test_an_example_that_is_not_like_the_others_is_refused_and_not_shown(change):
     load = loader_of(Changes(change), 12)
-    with pytest.raises(ValueError, match=r"same tree of arrays.*check_source") as error:
+    with pytest.raises(ValueError, match=r"same tree, shapes.*check_source") as error:
         load(np.array([3, 7]))
     assert not any(letter.isdigit() for letter in str(error.value))
-
-
-def test_no_example_at_all_is_refused():
-    load = loader_of(Changes(lambda _: None), 12)
-    with pytest.raises(ValueError, match="must have at least one array; got type='No"):
-        load(np.array([3, 7]))
 
 
 def test_mapped_files_are_not_read_as_a_whole(tmp_path):
@@ -279,8 +275,7 @@ def test_mapped_files_are_not_read_as_a_whole(tmp_path):
     np.save(tmp_path / "x.npy", expected)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     load = loader_of({"x": mapped, "mask": np.ones(12, bool)}, 12)
-    (columns,) = [c.cell_contents for c in load.__closure__]
-    assert np.shares_memory(columns["x"], mapped)
+    assert np.shares_memory(load.ask(slice(None))["x"], mapped)
     np.testing.assert_array_equal(load(np.array([2, 9]))["x"], expected[[2, 9]])
 
 
@@ -298,7 +293,7 @@ def test_nested_trees_with_masks_and_labels_keep_their_shape_and_dtypes():
         batch, _ = load_batch(loader_of(source, 12), np.array([2, 9]), 3)
         assert jax.tree.structure(batch) == jax.tree.structure(nested)
         for x, column in zip(*map(jax.tree.leaves, (batch, nested)), strict=True):
-            assert x.dtype == column.dtype
+            assert x.dtype == jax.dtypes.canonicalize_dtype(column.dtype)
             np.testing.assert_array_equal(x[:2], column[[2, 9]])
             assert not x[2:].any()
 
@@ -339,36 +334,203 @@ def test_datasets_of_grain_give_the_same_batches(name):
 def test_an_example_that_grain_filtered_out_is_refused():
     dataset = grain_datasets()["source"].filter(lambda x: x["label"] != 8)
     load = loader_of(dataset, 12)
-    with pytest.raises(ValueError, match="at least one array"):
+    with pytest.raises(ValueError, match="same tree"):
         load(np.array([3, 7]))
 
 
 def test_tables_become_columns():
-    batch, _ = load_batch(loader_of(Table(), 12), np.array([2, 9]), 3)
-    assert {name: x.tolist() for name, x in batch.items()} == {
-        "a": [2, 9, 0],
-        "b": [2, 9, 0],
-    }
+    pandas = pytest.importorskip("pandas")
+    columns = {"a": np.arange(12), "b": np.arange(12) / 2}
+    load = loader_of(pandas.DataFrame(columns), 12)
+    batch, _ = load_batch(load, np.array([2, 9]), 3)
+    expected = {"a": [2, 9, 0], "b": [1.0, 4.5, 0.0]}
+    assert {name: x.tolist() for name, x in batch.items()} == expected
+    np.testing.assert_array_equal(
+        loader_of(pandas.Series(columns["b"]), 12)(np.array([3])), [1.5]
+    )
+
+
+@pytest.mark.parametrize("format", [None, "numpy"])
+def test_datasets_of_hugging_face_give_the_same_batches(format):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({k: x.tolist() for k, x in ARRAYS.items()})
+    load = loader_of(rows.with_format(format), 12)
+    for indices in ([], [7], [3, 5, 11]):
+        batch = load(np.array(indices, np.int64))
+        for name, x in ARRAYS.items():
+            np.testing.assert_array_equal(batch[name], x[np.array(indices, int)])
+            assert batch[name].shape == (len(indices), *x.shape[1:])
+    check_source(rows)
+
+
+def test_a_loader_of_pytorch_is_refused_in_favour_of_its_dataset():
+    class DataLoader:
+        dataset, batch_size = ARRAYS, 4
+
+        def __iter__(self):
+            yield ARRAYS
+
+        def __len__(self):
+            return 3
+
+    with pytest.raises(ValueError, match=r"DataLoader'\. .* pass its loader\.dataset"):
+        loader_of(DataLoader(), 12)
 
 
 def test_text_is_refused_without_its_length():
     texts = {"name": np.array(["a name of 21 letters"] * 12)}
-    with pytest.raises(ValueError, match=r"column=\"\['name'\]\", content='text'") as e:
+    with pytest.raises(ValueError, match=r"column=\"\['name'\]\", content='str_'") as e:
         loader_of(texts, 12)
     assert "20" not in str(e.value)
     assert "21" not in str(e.value)
 
 
-def test_a_ragged_example_is_refused_without_its_length():
-    class Documents:
-        def __len__(self):
-            return 4
-
+@pytest.mark.parametrize(
+    "example",
+    [
+        lambda n: {"x": [[1.0] * (1 + k) for k in range(n)]},
+        lambda n: "z" * n,
+        lambda _: (),
+    ],
+    ids=["ragged", "text", "nothing"],
+)
+def test_an_example_that_is_not_numbers_is_refused_and_not_shown(example):
+    class Documents(Sized):
         def __getitem__(self, index):
-            return {"x": [[1.0] * (1 + k) for k in range(7 * int(index) + 7)]}
+            return example(7 * int(index) + 7)
 
-    load = loader_of(Documents(), 4)
-    with pytest.raises(ValueError, match="lists of different lengths") as caught:
-        load(np.array([0]))
-    assert "7" not in str(caught.value)
-    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    with pytest.raises(ValueError, match="all examples must be numbers") as caught:
+        loader_of(Documents(), 12)(np.array([1]))
+    assert not any(letter.isdigit() for letter in str(caught.value))
+    assert caught.value.__cause__ is caught.value.__context__ is None
+
+
+# What would say something about the batch.
+
+
+WIDE = {
+    "float64": np.array([1.0, 1e300, 1e-300] * 4),
+    "complex128": np.array([1.0, 1e300 + 1e300j, 2.0] * 4),
+    "int64": np.array([1, 2**40, -(2**63)] * 4),
+    "uint64": np.array([1, 2**40, 2**63] * 4, np.uint64),
+    "float16": np.array([1.0, 6e4, np.inf] * 4, np.float16),
+}
+
+
+class AsSource(Sized):
+    def __init__(self, column):
+        self.column = column
+
+    def __getitem__(self, indices):
+        return self.column[indices]
+
+
+@pytest.mark.parametrize("errors", ["warn", "raise"])
+@pytest.mark.parametrize("dtype", WIDE)
+def test_no_value_causes_a_warning(dtype, errors):
+    column, indices = WIDE[dtype], np.array([0, 1, 2])
+    with np.errstate(all="ignore"):
+        expected = jnp.asarray(column[:3])
+    with np.errstate(all=errors):
+        for source in (column, AsSource(column), {"x": column.tolist()}):
+            batch, _ = load_batch(loader_of(source, 12), indices, 4)
+            jax.tree.map(jnp.asarray, batch)  # of the same dtypes already
+        direct = as_device_dtypes({"x": column[:3], "y": expected})
+    batch, _ = load_batch(loader_of(column, 12), indices, 4)
+    assert batch.dtype == expected.dtype == jax.dtypes.canonicalize_dtype(column.dtype)
+    for x in (batch[:3], *direct.values()):
+        np.testing.assert_array_equal(x, expected)
+    assert direct["y"] is expected
+
+
+def test_a_source_may_overflow_in_its_own_arithmetic():
+    class Scaled(Sized):
+        def __getitem__(self, indices):
+            return np.float32([1e38, 1.0])[np.asarray(indices) % 2] * np.float32(10)
+
+    with np.errstate(all="raise"):
+        batch = loader_of(Scaled(), 12)(np.array([1, 2]))
+    np.testing.assert_array_equal(batch, [10.0, np.inf])
+
+
+def test_a_thread_casts_as_the_one_that_made_the_loader():
+    with jax.enable_x64(True), ThreadPoolExecutor(1) as pool:
+        load = loader_of(WIDE["float64"], 12)
+        assert pool.submit(load, np.array([0, 1])).result().dtype == np.float64
+    assert load(np.array([1])).dtype == np.float64
+
+
+class Lazy:
+    """A row that is read when it becomes an array, as images of PIL are."""
+
+    def __init__(self, index, error):
+        self.index, self.error = index, error
+
+    def __array__(self, dtype=None, copy=None):
+        if self.index == 7:
+            raise self.error
+        return np.full(3, self.index, np.float32)
+
+
+class LazyRows(Sized):
+    def __init__(self, error):
+        self.error = error
+
+    def __getitem__(self, index):
+        return Lazy(int(index), self.error)
+
+
+class PanicError(BaseException):
+    """As pyo3 raises it: neither an Exception nor an interrupt."""
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("record 7"), MemoryError("(37, 3)"), PanicError("record 7")]
+)
+def test_the_error_of_a_lazy_row_is_not_shown(error):
+    load = loader_of(LazyRows(error), 12)
+    np.testing.assert_array_equal(load(np.array([2, 5]))[:, 0], [2.0, 5.0])
+    with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
+        load(np.array([2, 7]))
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    assert str(error) not in every_text_of(caught.value)
+    assert not any("__array__" in x.name for x in frames(caught.value))
+
+
+@pytest.mark.parametrize("place", ["ask", "stack", "pad", "astype"])
+def test_the_number_of_examples_is_not_in_an_error_of_numpy(place, monkeypatch):
+    def full(*_, shape=(937, 2)):
+        raise MemoryError(f"Unable to allocate 1 GiB for an array with shape {shape}")
+
+    source = {"ask": {"x": np.zeros((12, 2))}}.get(place, OneByOne())
+    load = loader_of(source, 12)
+    load(np.array([1]))
+    if place == "ask":  # x[indices] of a dataset of arrays
+        load.ask = full
+    elif place == "astype":
+        monkeypatch.setattr(jax.dtypes, "canonicalize_dtype", full)
+    else:
+        monkeypatch.setattr(np, place, full)
+    with pytest.raises(RuntimeError, match="MemoryError") as caught:
+        load_batch(load, np.array([1, 2]), 4)
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    assert "937" not in every_text_of(caught.value)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupt_is_no_error_of_the_source_and_does_not_carry_one(kind):
+    class Retrying(OneByOne):
+        def __getitem__(self, index):
+            try:
+                if index == 7:
+                    raise OSError("record 7")
+            except OSError:
+                raise kind(3) from None
+            return super().__getitem__(index)
+
+    load = loader_of(Retrying(), 12)
+    with pytest.raises(kind) as caught:
+        load(np.array([3, 7]))
+    assert caught.value.args == (3,)
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    assert "record 7" not in every_text_of(caught.value)

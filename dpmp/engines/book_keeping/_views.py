@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,6 +35,9 @@ class View:
         select and reorder entries and add constants to them, or if no such NumPy view
         exists.
       is_broadcast: whether this view only repeats the entries of its only parent.
+      is_traced: whether it is computed from a constant that jax traces, such as an
+        argument of a surrounding `jax.jit`. Its value is then unknown before the
+        program runs.
     """
 
     aval: Any
@@ -44,6 +48,7 @@ class View:
     compute: Callable[..., Any] = lambda: None
     rearrange: Callable[[np.ndarray], np.ndarray | None] = lambda _: None
     is_broadcast: bool = False
+    is_traced: bool = False
 
 
 def make_root(index: int, aval: Any, *, is_param: bool) -> View:
@@ -55,7 +60,10 @@ def make_root(index: int, aval: Any, *, is_param: bool) -> View:
 
 def make_constant(value: Any) -> View:
     """Makes the view of a number or array that is written in the program."""
-    return View(jax.typeof(value), frozenset(), compute=lambda: value)
+    is_traced = isinstance(value, jax.core.Tracer)
+    return View(
+        jax.typeof(value), frozenset(), compute=lambda: value, is_traced=is_traced
+    )
 
 
 def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
@@ -78,6 +86,7 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
             compute=lambda *values, i=i: bind(eqn, values)[i],
             rearrange=_rearrangement(eqn, i, operands),
             is_broadcast=is_broadcast,
+            is_traced=any(view.is_traced for view in operands),
         )
         for i, output in enumerate(eqn.outvars)
     ]
@@ -133,6 +142,7 @@ def lift(
         roots=frozenset[int]().union(*(parent.roots for parent in parents)),
         compute=compute,
         rearrange=rearrange if len(used) == 1 else lambda _: None,
+        is_traced=view.is_traced or any(parent.is_traced for parent in parents),
     )
 
 
@@ -306,7 +316,7 @@ def _gather(x: np.ndarray, eqn: Any, operands: Sequence[View], *_: Any) -> Any:
 
 def _known_integers(view: View) -> np.ndarray | None:
     """The values of a view that the program itself determines, or else None."""
-    if view.roots:
+    if view.roots or view.is_traced:
         return None
     with jax.ensure_compile_time_eval():
         return np.asarray(evaluate([view], {})[0]).astype(np.int64)

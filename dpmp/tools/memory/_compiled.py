@@ -3,7 +3,6 @@
 The step is that of `DPTrainer`. It is compiled and never run, so shapes are enough.
 """
 
-import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -116,9 +115,7 @@ def compiled_memory(
         ),
         batch,
     )
-    # The step is never run, so any key will do.
-    init = functools.partial(trainer.init, prng_key=jax.random.key(0))
-    lowered = trainer.lower(jax.eval_shape(init, params), padded)
+    lowered = trainer.lower(jax.eval_shape(trainer.init, params), padded)
     analysis = lowered.compile().memory_analysis()
     if analysis is None:
         _validate.fail(

@@ -19,6 +19,7 @@ import reference
 
 from dpmp.clipping import clipped_grad
 from dpmp.engines.book_keeping._engine import analyse
+from dpmp.programs._transformations import hoist_constants
 
 _SIZE = 3
 _IS_PADDING = np.array([False, True, False])
@@ -27,23 +28,29 @@ _IS_PADDING = np.array([False, True, False])
 _NORM_ERROR = 8 * 2.0**-23
 
 
-def _check(loss, params, batch):
-    """Compares with the gradients of `loss`, a function of one example."""
+def _check(loss, params, batch, *constants):
+    """Compares with the gradients of `loss`, a function of one example.
+
+    The constants are traced. They are the last arguments of the loss.
+    """
 
     @jax.jit
-    def both(params, batch):
+    def both(params, batch, constants):
+        def fun(params, example):
+            return loss(params, example, *constants)
+
         clipped_sum = clipped_grad(
-            loss,
+            fun,
             l2_clip_norm=math.inf,
             keep_batch_dim=False,
             return_grad_norms=True,
             method="book_keeping",
             arithmetic="unproved_float32",
         )
-        stack = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
+        stack = jax.vmap(jax.grad(fun), in_axes=(None, 0))(params, batch)
         return clipped_sum(params, batch, is_padding_example=_IS_PADDING), stack
 
-    (total, sensitive), stack = both(params, batch)
+    (total, sensitive), stack = both(params, batch, constants)
     expected = reference.clipped_sum(stack, math.inf, keep=~_IS_PADDING)
     jax.tree.map(np.testing.assert_array_equal, total, expected)
     norms = np.where(_IS_PADDING, 0, reference.per_example_norms(stack))
@@ -505,6 +512,20 @@ def test_rows_may_be_more_than_their_numbers_have_room_for(mode, dtype):
     draw = _Fixed()
     ids = jnp.asarray(np.arange(100 * _SIZE).reshape(_SIZE, -1) % 100, dtype)
     _check(*_weighted(draw, fun, draw.values((300, 2)), ids))
+
+
+@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize("ids", [[0, 1, 2], [4, 1, 1], [[0, 1, 2], [1, 2, 3]]], ids=str)
+def test_rows_may_be_taken_at_the_numbers_of_a_constant_that_is_traced(ids, library):
+    ids = library.asarray(ids)
+    draw = _Fixed()
+    w, x = draw.values((5, 2)), draw.examples((*ids.shape, 2))
+    _check(lambda w, x, ids: jnp.sum(x * w[ids]), w, x, ids)
+
+    # `DPTrainer` makes the constants of a loss arguments of its step.
+    hoisted, constants = hoist_constants(lambda w, x: jnp.sum(x * w[ids]), w, x[0])
+    assert any(np.size(constant) == ids.size for constant in constants)
+    _check(lambda w, x, constants: hoisted(constants, w, x), w, x, constants)
 
 
 def test_a_fill_value_that_is_not_finite_stays_out_of_the_gradient():

@@ -67,6 +67,13 @@ def test_writing_removes_the_shards_of_an_earlier_model(llama, tmp_path):
     assert files == {"config.json", "model.safetensors"}
 
 
+def test_weights_may_be_read_by_those_who_may_read_the_config(llama, tmp_path):
+    config, params = read(llama)
+    huggingface.write(tmp_path / "new", config, params, shard_bytes=6000)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()}
+    assert modes == {(tmp_path / "new" / "config.json").stat().st_mode & 0o777}
+
+
 def test_a_prefix_of_the_whole_model_may_be_missing(llama):
     _, params = read(llama)
 

@@ -1,29 +1,25 @@
 """The pictures were looked at; here is what must be in them."""
 
-import contextlib
 import sys
 
 import numpy as np
 import pytest
-from ledgers import DELTA, MECHANISM, entry_of
 
 from dpmp.__main__ import main
-from dpmp.runs import Ledger
 from dpmp.runs._metrics import MetricsFile
-from dpmp.runs._plot import draw
+from dpmp.tools.plot import draw
 
 LABELS = {
     "loss": "loss",
     "clipped": "clipped,\nfraction of examples",
     "scale": "loss scale",
-    "epsilon": f"epsilon\nat delta {DELTA:g}",
+    "epsilon": "epsilon",
 }
 
 
 def write(directory, steps, make_values):
-    with contextlib.closing(MetricsFile(directory, 0)) as file:
-        for step in steps:
-            file.write(step, {"seconds": 1.0 * step, **make_values(step)})
+    lines = [{"step": x, "seconds": 1.0 * x, **make_values(x)} for x in steps]
+    MetricsFile(directory, lines, max(steps))
 
 
 def values_of(step):
@@ -31,10 +27,10 @@ def values_of(step):
     return values | ({"public/loss": 2 / step} if step % 5 == 0 else {})
 
 
-def panels(directory, delta=None):
+def panels(directory):
     """The axes of a picture by their labels."""
     pytest.importorskip("matplotlib.figure")
-    return {x.get_ylabel(): x for x in draw(directory, delta=delta).axes}
+    return {x.get_ylabel(): x for x in draw(directory).axes}
 
 
 def test_each_metric_has_a_panel_and_shares_it_with_public_numbers(tmp_path):
@@ -55,27 +51,15 @@ def test_many_noisy_points_have_a_running_mean_in_their_middle(tmp_path):
     np.testing.assert_allclose(mean[:, 0], mean[:, 1])
 
 
-def test_epsilon_is_that_of_all_steps_begun_in_the_directory(tmp_path):
-    write(tmp_path, range(1, 51), values_of)
-    ledger = Ledger.open(tmp_path)
-    entry_of(ledger, key="lost").begin(0, 20)
-    entry_of(ledger).begin(10, 60)
+def test_epsilon_is_that_of_the_metrics(tmp_path):
+    write(tmp_path, range(1, 51), lambda step: {**values_of(step), "epsilon": step / 9})
     (line,) = panels(tmp_path)[LABELS["epsilon"]].lines
-    epsilons = dict(line.get_xydata())
-    assert epsilons[1] == MECHANISM.guarantee(1).epsilon
-    assert epsilons[50] == MECHANISM.guarantee(20 + 40).epsilon
-    assert list(epsilons.values()) == sorted(epsilons.values())
-
-
-def test_epsilon_needs_one_delta(tmp_path):
-    write(tmp_path, [1], values_of)
-    entry_of(Ledger.open(tmp_path)).begin(0, 1)
-    assert LABELS["epsilon"] in panels(tmp_path)
-    assert "epsilon\nat delta 0.001" in panels(tmp_path, delta=1e-3)
+    np.testing.assert_array_equal(line.get_xdata(), np.arange(1, 51))
+    np.testing.assert_array_equal(line.get_ydata(), np.arange(1, 51) / 9)
 
 
 def test_numbers_that_are_missing_leave_no_panel(tmp_path):
-    write(tmp_path, [1, 2], lambda step: {"public/loss": float("nan"), "noisy/a": 1.0})
+    write(tmp_path, [1, 2], lambda step: {"public/loss": None, "noisy/a": 1.0})
     assert list(panels(tmp_path)) == ["a"]
 
 
@@ -95,6 +79,7 @@ def test_the_command_writes_a_png_and_names_it(tmp_path, capsys):
     place = tmp_path / "missing" / "plot.png"
     assert "must be written" in refusal(capsys, tmp_path, "--output", place)
     assert "must be written" in refusal(capsys, tmp_path, "--output", "plot.doc")
+    assert "end with its kind" in refusal(capsys, tmp_path, "--output", "plot")
 
 
 def test_a_directory_without_metrics_is_refused(tmp_path, capsys):

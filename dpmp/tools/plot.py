@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dpmp import _validate
+from dpmp import _validate, runs
 from dpmp._pictures import new_figure
-from dpmp.accounting._rounding import digits_above
-from dpmp.runs import _files, _metrics
-from dpmp.runs._history import History, Run, guarantee
 
 _EXAMPLE = "python -m dpmp plot runs/first --output first.png"
 
@@ -28,7 +25,6 @@ _LABELS = {
     _SCALE: "loss scale",
     "steps_per_second": "speed, steps/s",
 }
-_NUM_EPSILONS = 10  # each of them takes up to a second
 _NUM_MEANS = 50
 
 
@@ -38,7 +34,7 @@ def add_plot_command(commands: Any) -> None:
         "plot",
         help="draw metrics, epsilon and loss scale of a run over its steps",
         description="Draws the metrics that a run has written into its directory. The "
-        "run may be going on. Epsilon comes from the ledger of the directory.",
+        "run may be going on.",
         epilog=_EXAMPLE,
     )
     add = parser.add_argument
@@ -49,14 +45,19 @@ def add_plot_command(commands: Any) -> None:
         metavar="FILE",
         help="default: plot.png in the directory",
     )
-    add("--delta", type=float, metavar="X", help="default: the delta of the run")
     parser.set_defaults(command=_plot)
 
 
 def _plot(args: argparse.Namespace) -> int:
     output = args.output or args.directory / "plot.png"
+    _validate.require(
+        bool(output.suffix),
+        "the name of the picture must end with its kind",
+        output=str(output),
+        fix="Pass --output FILE.png, or FILE.svg.",
+    )
     try:
-        figure = draw(args.directory, delta=args.delta)
+        figure = draw(args.directory)
     except ModuleNotFoundError as error:  # the user can mend that
         raise _validate.RefusedError(str(error)) from None
     try:
@@ -81,13 +82,13 @@ class _Curve:
     values: np.ndarray
 
 
-def draw(directory: pathlib.Path, *, delta: float | None) -> Any:
+def draw(directory: pathlib.Path) -> Any:
     """Draws a panel for each metric, and returns the matplotlib figure.
 
     Raises:
       ValueError: without metrics, or without matplotlib.
     """
-    lines = _metrics.read(directory)
+    lines = runs.read_metrics(directory)
     _validate.require(
         bool(lines),
         "the directory must have metrics of a run",
@@ -96,27 +97,21 @@ def draw(directory: pathlib.Path, *, delta: float | None) -> Any:
     )
     panels = _panels(lines)
     last = lines[-1]["step"]
-    epsilon = _epsilons(directory, last, delta)
-    figure, axes = _grid(len(panels) + (epsilon is not None), last)
+    figure, axes = _grid(len(panels), last)
     for place, (name, curves) in zip(axes, panels.items(), strict=False):
         for curve in curves:
             _draw_curve(place, curve, len(lines) // _NUM_MEANS)
         place.set_ylabel(_LABELS.get(name, name))
         if name == _SCALE:
             place.set_yscale("log", base=2)
-    if epsilon is not None:
-        label, curve = epsilon
-        axes[-1].plot(curve.steps, curve.values, "o-", color=_GREEN, markersize=3)
-        axes[-1].set_ylabel(label)
-        axes[-1].set_ylim(bottom=0)
     _add_legend(figure, axes)
     return figure
 
 
-def _panels(lines: Sequence[_metrics.Line]) -> dict[str, list[_Curve]]:
+def _panels(lines: Sequence[dict[str, Any]]) -> dict[str, list[_Curve]]:
     """The curves by the names of their panels; noisy and public ones may share one."""
     names = dict.fromkeys(name for line in lines for name in line)
-    for name in ("step", "seconds", "epsilon"):
+    for name in ("step", "seconds"):
         names.pop(name, None)
     panels: dict[str, list[_Curve]] = {}
     for name in sorted(names, key=_order):
@@ -132,31 +127,6 @@ def _order(name: str) -> tuple[bool, bool, str]:
     """The loss first, then other metrics, and then the loss scale and the speed."""
     kind, _, short = name.partition("/")
     return kind not in _KINDS, short != "loss", short or kind
-
-
-def _epsilons(
-    directory: pathlib.Path, last: int, delta: float | None
-) -> tuple[str, _Curve] | None:
-    """Epsilon of the steps that were begun; None without a ledger or one delta."""
-    file = _files.read(directory)
-    runs = History(file.records).runs if file is not None else []
-    deltas = {x for run in runs for x in run.deltas} if delta is None else {delta}
-    if not runs or len(deltas) != 1:
-        return None
-    (delta,) = deltas
-    steps = np.unique(np.linspace(1, last, _NUM_EPSILONS).round().astype(int))
-    values = [
-        guarantee([_before(x, step) for x in runs], delta=delta).epsilon
-        for step in steps
-    ]
-    label = f"epsilon\nat delta {digits_above(delta, 3)}"
-    return label, _Curve("epsilon", steps, np.array(values))
-
-
-def _before(run: Run, step: int) -> Run:
-    """The run without the steps from `step` on."""
-    steps = (range(x.start, min(x.stop, step)) for x in run.steps)
-    return dataclasses.replace(run, steps=tuple(filter(None, steps)))
 
 
 def _grid(num_panels: int, last: int) -> tuple[Any, list[Any]]:

@@ -1,37 +1,33 @@
 """Mistakes in a loss that no exception tells are found in its program."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from jax.experimental import io_callback
 
 import dpmp
-
-DATA = np.ones((8, 3), np.float32)
-MECHANISM = dpmp.DPSGD(
-    num_examples=8,
-    expected_batch_size=4,
-    iterations=1,
-    l2_clip_norm=1.0,
-    noise_multiplier=1.0,
-)
+from dpmp.programs._check_program import calls_host, check_program
+from dpmp.programs._transformations import hoist_constants
 
 
-def fit(loss_fn, **options):
-    trainer = dpmp.DPTrainer(
-        mechanism=MECHANISM,
-        loss_fn=loss_fn,
-        optimizer=optax.sgd(0.1),
-        **{"policy": "float32", **options},
+def check(loss_fn, *, policy="float32", uses_prng_key=False):
+    """Checks the program of a loss as `DPTrainer` does."""
+    dtype = dpmp.Policy.from_name(policy).compute_dtype
+    arrays = {"w": jnp.ones(3, dtype)}, jnp.ones((1, 3), dtype)
+    key = (jax.random.key(0),) if uses_prng_key else ()
+    checked = functools.partial(
+        check_program, num_params=1, takes_key=uses_prng_key, compute_dtype=dtype
     )
-    return trainer.fit(trainer.init({"w": jnp.ones(3)}), DATA, progress=False)
+    hoist_constants(loss_fn, *arrays, *key, check=checked)
 
 
 def test_a_loss_that_ignores_its_params_is_refused():
     own = jnp.ones(3)
     with pytest.raises(ValueError, match=r"must compute with the params.*stateless_ca"):
-        fit(lambda params, x: jnp.mean(x @ own))
+        check(lambda params, x: jnp.mean(x @ own))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +40,7 @@ def test_a_loss_that_ignores_its_params_is_refused():
     ids=["no data", "jit", "entry"],
 )
 def test_a_loss_that_reads_any_param_is_taken(loss_fn):
-    fit(loss_fn)
+    check(loss_fn)
 
 
 def drop(w, x, key):
@@ -65,7 +61,7 @@ def in_a_loop(params, x):
 )
 def test_random_numbers_from_a_key_that_never_changes_are_warned_of(loss_fn):
     with pytest.warns(UserWarning, match="the same for every example at every step"):
-        fit(loss_fn)
+        check(loss_fn)
 
 
 STATE = jnp.ones(3)
@@ -82,7 +78,7 @@ STATE = jnp.ones(3)
 def test_a_next_state_that_is_dropped_is_warned_of(loss_fn):
     said = r"new values of 1 arrays .* of the shapes \(3,\), and drops them"
     with pytest.warns(UserWarning, match=said):
-        fit(loss_fn)
+        check(loss_fn)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,7 @@ def test_a_next_state_that_is_dropped_is_warned_of(loss_fn):
     ids=["used", "of no example", "of another shape"],
 )
 def test_other_arrays_that_a_loss_closes_over_are_welcome(loss_fn):
-    fit(loss_fn)
+    check(loss_fn)
 
 
 WIDE = np.ones(3, np.float32)
@@ -107,7 +103,7 @@ def test_a_loss_without_any_product_in_the_16_bits_of_the_policy_is_warned_of(po
         return jnp.sum(x.astype(jnp.float32) @ params["w"].astype(jnp.float32))
 
     with pytest.warns(UserWarning, match="computes no product in b?float16, though"):
-        fit(loss_fn, policy=policy, loss_scale=2.0)
+        check(loss_fn, policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +122,47 @@ def test_a_loss_without_any_product_in_the_16_bits_of_the_policy_is_warned_of(po
     ids=["plain", "one of two", "no product", "summed in float32"],
 )
 def test_a_loss_with_a_product_in_16_bits_or_none_at_all_is_welcome(loss_fn):
-    fit(loss_fn, policy="mixed_bfloat16")
+    check(loss_fn, policy="mixed_bfloat16")
 
 
 def test_random_numbers_from_the_key_of_the_example_are_welcome():
-    fit(lambda params, x, key: drop(params["w"], x, key), uses_prng_key=True)
+    check(lambda params, x, key: drop(params["w"], x, key), uses_prng_key=True)
+
+
+SHAPE = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def calling(x):
+    return jax.pure_callback(lambda y: y, SHAPE, x)
+
+
+def in_a_rule(x):
+    function = jax.custom_jvp(calling)
+    function.defjvp(lambda x, t: (calling(*x), *t))
+    return function(x)
+
+
+CALLS = {
+    "print": lambda x: (jax.debug.print("{}", x), x)[1],
+    "debug": lambda x: (jax.debug.callback(print, x), x)[1],
+    "pure": calling,
+    "io": lambda x: io_callback(lambda y: y, SHAPE, x),
+    "jit": jax.jit(calling),
+    "branch": lambda x: jax.lax.cond(x > 0, calling, lambda y: y, x),
+    "scan": lambda x: jax.lax.scan(lambda c, _: (calling(c), None), x, None, 3)[0],
+    "while": lambda x: jax.lax.while_loop(lambda c: calling(c) < 3, jnp.sin, x),
+    "remat": jax.checkpoint(calling),
+    "custom derivative": in_a_rule,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_program_that_calls_the_host_is_known(name):
+    assert calls_host(jax.make_jaxpr(CALLS[name])(1.0).jaxpr)
+
+
+def test_other_programs_do_not_call_the_host():
+    def function(x):
+        return jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, 3)[0]
+
+    assert not calls_host(jax.make_jaxpr(jax.jit(jax.grad(function)))(1.0).jaxpr)

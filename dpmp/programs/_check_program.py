@@ -13,6 +13,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +22,7 @@ from dpmp._warnings import warn
 from dpmp.programs import _bodies, _interpreter
 
 _RANDOM = {"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"}
+_ON_HOST = ("callback", "debug", "infeed", "outfeed")
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 
@@ -74,6 +76,17 @@ def check_program(
             "a wider dtype, which can be cast. For any other loss, use "
             'dpmp.autocast(loss_fn), or policy="float32" if this is meant.'
         )
+
+
+def calls_host(jaxpr: Any) -> bool:
+    """Whether a jaxpr calls functions on the host, such as `jax.debug.print`."""
+    for eqn in jaxpr.eqns:
+        if any(part in eqn.primitive.name for part in _ON_HOST):
+            return True
+        inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
+        if any(calls_host(x) for x in inner if hasattr(x, "eqns")):
+            return True
+    return False
 
 
 def _read(jaxpr: Any) -> set[Any]:

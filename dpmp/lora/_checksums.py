@@ -1,0 +1,59 @@
+"""Checksums of arrays, which tell whether adapters belong to a base model."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp._typing import PyTree
+
+
+@functools.partial(jax.jit, inline=False)
+def checksum(x: jax.Array) -> jax.Array:
+    """A uint32 that changes with every change of one 32-bit word of an array.
+
+    It is the sum of all words, each mixed with its place, modulo 2^32. The sum does not
+    depend on its order, and so not on the sharding. If two or more words change, it
+    stays the same with a probability of about 2^-32.
+    """
+    words = _words(x)
+    index = jnp.zeros((), jnp.uint32)
+    for axis in range(words.ndim):
+        stride = math.prod(words.shape[axis + 1 :]) % 2**32
+        iota = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        index = index + iota * jnp.uint32(stride)
+    return jnp.sum(_mixed(words + index * jnp.uint32(0x9E3779B1)), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array of any type, as uint32."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == jnp.bool_ or _info(x.dtype).bits < 8:
+        x = x.astype(jnp.float32)  # has every value of these small types
+    bits = min(8 * x.dtype.itemsize, 32)
+    return jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
+
+
+def _info(dtype: Any) -> Any:
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
+
+
+def _mixed(words: jax.Array) -> jax.Array:
+    """Mixes all bits of each word, and gives different words different results.
+
+    A sum of words times weights would stay the same if all signs of an array changed,
+    or if it were doubled. This is the last stage of MurmurHash3
+    (https://github.com/aappleby/smhasher).
+    """
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)
+
+
+def checksums(tree: PyTree) -> jax.Array:
+    """The checksums of all arrays of a tree, (number of arrays,) uint32."""
+    return jnp.stack([checksum(x) for x in jax.tree.leaves(tree)])

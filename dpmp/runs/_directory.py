@@ -1,0 +1,276 @@
+"""The directory of a run, and the order in which a step is released.
+
+A step costs nothing as long as nobody has seen it. So steps are released in blocks:
+
+1. The complete checkpoint is written to `pending`, and reaches the disk.
+2. A ledger record with the cost, a nonce and the digest of `pending` reaches the disk.
+3. `pending` is renamed. Metrics, callbacks and noisy numbers come after that.
+
+A process that is killed before 2 has released nothing, and its steps are free. After 2
+they are paid for, and `RunDirectory.recover` makes up for 3. docs/proofs.md says why.
+"""
+
+import contextlib
+import os
+import pathlib
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp._warnings import warn
+from dpmp.mechanism import DPSGD
+from dpmp.runs import _ledger
+from dpmp.runs._checkpoints import Checkpoints
+from dpmp.runs._files import open_file, refused, sync_directory, write_at
+from dpmp.runs._ledger import Ledger, Record
+from dpmp.runs._lock import locked
+from dpmp.runs._metrics import Line, MetricsFile
+from dpmp.runs._processes import on_first, random_id
+from dpmp.runs._spent import Segment, Spent
+
+_RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes
+
+
+class RunDirectory:
+    """The ledger, checkpoints and metrics of runs; made by `opened`."""
+
+    def __init__(self, path: pathlib.Path, keep: int):
+        self.path = path
+        self._ledger, self._checkpoints = Ledger(path), Checkpoints(path, keep)
+        self._metrics: MetricsFile | None = None
+
+    @property
+    def spent(self) -> Spent:
+        """All steps that were paid for in this directory."""
+        return self._ledger.spent
+
+    def recover(self) -> None:
+        """Finishes a release that was interrupted, or removes what was not released.
+
+        Sets aside room for one more line of the ledger.
+        """
+        try:
+            with open_file(
+                self.path / _RESERVE, os.O_WRONLY | os.O_CREAT
+            ) as descriptor:
+                write_at(descriptor, bytes(_RESERVED), 0)
+                os.fsync(descriptor)
+        except OSError as error:
+            refused("there must be room for one more line of the ledger", error)
+        self._ledger.collect()
+        nonce = self._checkpoints.pending_nonce()
+        record = self._ledger.released(nonce) if nonce else None
+        if record is not None and record.digest == self._checkpoints.pending_digest():
+            # A process that was killed may not have waited for the disk.
+            sync_directory(self.path / _ledger.NAME)
+            self._checkpoints.commit()
+        else:
+            self._checkpoints.discard_pending()
+
+    def newest(
+        self, like: PyTree, made: int = 0
+    ) -> tuple[PyTree, dict[str, Any]] | None:
+        """The newest checkpoint and its facts; see `Checkpoints.restore`.
+
+        The run goes on after `made` steps, if there is no checkpoint of more.
+        """
+        found = self._checkpoints.restore(like, self._ledger)
+        step = max(made, found[1]["step"] if found else 0)
+        lost = {x for x in range(*self._last_steps()) if x >= step}
+        if lost:
+            warn(
+                f"steps {min(lost) + 1} to {max(lost) + 1} are paid for in the ledger, "
+                f"but have no checkpoint. They are made again, at a new cost."
+            )
+        return found
+
+    def _last_steps(self) -> tuple[int, int]:
+        last = self._ledger.records[-1].segment if self._ledger.records else None
+        return (last.start, last.stop) if last else (0, 0)
+
+    def start_metrics(self, step: int, lines: list[Line]) -> float:
+        """Opens the file of metrics after `step` steps; returns their seconds so far.
+
+        `lines` are those of the checkpoint that the run goes on from.
+        """
+        if jax.process_index() > 0:
+            return 0.0
+        self._metrics = MetricsFile(self.path, lines, step)
+        return self._metrics.seconds
+
+    def enter(self, spent: Spent, delta: float | None) -> None:
+        """Records the steps of a state that were made without the directory."""
+        known = self.spent
+        for segment in spent.segments:
+            both = known | Spent((segment,))
+            if both.count(segment.cost) > known.count(segment.cost):
+                self.charge(segment, delta)
+
+    def charge(self, segment: Segment, delta: float | None) -> None:
+        """Records steps before anything that depends on them is seen.
+
+        Raises:
+          OSError: if the record cannot be written.
+        """
+        record = Record(event="charged", segment=segment, delta=delta)
+        if jax.process_count() > 1:
+            # The others may be anywhere, and the lock belongs to the first.
+            _ledger.leave_slip(self.path, record)
+            return
+        try:
+            self._ledger.append(record)
+        except OSError:  # the disk is full
+            (self.path / _RESERVE).unlink(missing_ok=True)
+            self._ledger.append(record)
+
+    def release(
+        self,
+        state: PyTree,
+        segment: Segment,
+        delta: float | None,
+        facts: dict[str, Any],
+    ) -> None:
+        """Releases a state and the steps before it; see the top of this file.
+
+        Raises:
+          OSError: if a file cannot be written.
+        """
+        facts = {"step": segment.stop, "nonce": random_id(), **facts}
+
+        def commit() -> None:
+            record = Record(
+                event="released",
+                segment=segment,
+                delta=delta,
+                nonce=facts["nonce"],
+                digest=self._checkpoints.finish_pending(
+                    state, facts, self._ledger.copy()
+                ),
+            )
+            self._ledger.append(record)
+            self._checkpoints.commit()
+
+        try:
+            on_first(self._checkpoints.start_pending)
+            self._checkpoints.write_arrays(state)
+            on_first(commit)
+        except OSError as error:
+            refused("a checkpoint must be written before its steps are released", error)
+
+    def write_metrics(self, lines: list[Line]) -> None:
+        """Appends released values to the file of metrics."""
+        if self._metrics is not None:
+            self._metrics.append(lines)
+
+
+@contextlib.contextmanager
+def opened(
+    directory: str | os.PathLike[str] | None, *, keep: int = 3
+) -> Iterator[RunDirectory | None]:
+    """Opens and locks the directory of a run, by the first of several processes.
+
+    Raises:
+      ValueError: for no path of a local file system, or for damaged files.
+      RuntimeError: if somebody else has the lock.
+      OSError: if the directory cannot be written.
+    """
+    if directory is None:
+        yield None
+        return
+    path = checked_path(directory)
+    with contextlib.ExitStack() as stack:
+        on_first(lambda: stack.enter_context(locked(path)))
+        on_first(lambda: RunDirectory(path, keep).recover())
+        yield RunDirectory(path, keep)
+
+
+def checked_path(directory: Any) -> pathlib.Path:
+    """The absolute path of a directory that is there, or that can be made."""
+    is_path = isinstance(directory, str | os.PathLike)
+    text = os.fsdecode(directory) if is_path else ""
+    _validate.require(
+        text != "" and "\0" not in text and "://" not in text,
+        "checkpoint_dir must be the path of a directory on a local or mounted file "
+        "system, which can lock files",
+        checkpoint_dir=text if is_path else type(directory).__name__,
+        fix='Use "runs/1", for example. Copy finished checkpoints to a bucket.',
+    )
+    path = pathlib.Path(text).absolute()  # a program may change its directory
+    reason = None
+    try:
+        is_directory = stat.S_ISDIR(path.stat().st_mode)
+        reason = None if is_directory else "a file of this name"
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        reason = error.strerror
+    _validate.require(
+        reason is None,
+        "checkpoint_dir must be a directory, or a name for a new one",
+        checkpoint_dir=text[:200],
+        reason=reason,
+        fix="Use another name.",
+    )
+    return path
+
+
+def check_people(spent: Spent, mechanism: DPSGD) -> None:
+    """Raises ValueError unless past steps can be composed with those of a mechanism."""
+    relation = mechanism.neighboring_relation
+    for cost in {x.cost for x in spent.segments}:
+        _validate.require(
+            cost.neighboring_relation is relation
+            and cost.num_examples == mechanism.num_examples,
+            "a run must go on with the number of examples and the neighbouring "
+            "relation of its past steps, so that their epsilons can be composed",
+            num_examples=mechanism.num_examples,
+            neighboring_relation=relation.name,
+            earlier=(cost.num_examples, cost.neighboring_relation.name),
+            fix="Use the same dataset. For another one, train in another directory: "
+            "`python -m dpmp ledger DIR1 DIR2` adds up runs on the same people.",
+        )
+
+
+def steps_within(
+    epsilon_budget: float, epsilon: Callable[[int], float], start: int, stop: int
+) -> int:
+    """The last step, up to `stop`, after which epsilon is within the budget.
+
+    Args:
+      epsilon_budget: the largest epsilon that all runs in the directory may reach.
+      epsilon: computes what is spent after a number of steps; it rises with it.
+      start: the number of steps made.
+      stop: the number of steps that are wanted.
+
+    Raises:
+      ValueError: if the budget does not allow one more step.
+    """
+    allowed, refused = start, stop + 1
+    if epsilon(stop) <= epsilon_budget:
+        allowed = stop
+    while allowed + 1 < refused and allowed != stop:
+        # A computation may take a second, and a budget is often nearly used up.
+        middle = (allowed + refused) // 2
+        allowed, refused = (
+            (middle, refused)
+            if epsilon(middle) <= epsilon_budget
+            else (allowed, middle)
+        )
+    _validate.require(
+        allowed > start or start == stop,
+        "the budget must allow one more step",
+        epsilon_budget=epsilon_budget,
+        step=start,
+        fix="The ledger of the directory has all steps that were paid for: "
+        "python -m dpmp ledger DIR.",
+    )
+    if allowed < stop:
+        warn(
+            f"the budget of epsilon {epsilon_budget} allows {allowed} steps of {stop}; "
+            "the run will stop there."
+        )
+    return allowed

@@ -1,0 +1,185 @@
+"""The command `ledger` of `python -m dpmp`: what was paid for in directories."""
+
+import argparse
+import collections
+import functools
+import json
+import math
+import operator
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+
+from dpmp import _validate
+from dpmp.accounting import PrivacyGuarantee, round_up
+from dpmp.accounting._rounding import digits_above, digits_below
+from dpmp.mechanism import StepCost, guarantee_of_stages
+from dpmp.runs import Ledger, Spent
+
+_EXAMPLE = "python -m dpmp ledger runs/first runs/second --delta 1e-6"
+
+_COUNTING = (
+    "Every step that was released counts, and every step that an error may have told "
+    "something about. All directories add up, as if they used the data of the same "
+    "people."
+)
+
+
+def add_ledger_command(commands: Any) -> None:
+    """Adds the command to the subparsers of `argparse`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "ledger",
+        help="add up the epsilon of all runs in directories",
+        description="Reads the privacy ledgers of directories, without changing them, "
+        "and computes the epsilon of every step that was paid for.",
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument(
+        "directories",
+        nargs="+",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="a directory of runs; those of several directories are composed",
+    )
+    parser.add_argument(
+        "--delta", type=float, metavar="X", help="default: the delta of the runs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of text"
+    )
+    parser.set_defaults(command=_ledger)
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    report = _report(args.directories, args.delta)
+    if args.json:
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        console = rich.console.Console(soft_wrap=True, highlight=False, markup=False)
+        console.print(_as_text(report))
+    return 0
+
+
+def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[str, Any]:
+    ledgers = {str(x): _read(x) for x in directories}
+    by_time = sorted(ledgers.values(), key=lambda ledger: ledger.times[:1])
+    total = functools.reduce(operator.or_, (x.spent for x in by_time), Spent())
+    delta = _common_delta(by_time) if delta is None else delta
+    together = total.guarantee(delta=delta)
+    if len(by_time) > 1 and len(total.stages()) > 1:
+        stages = collections.Counter[StepCost]()
+        for ledger in by_time:  # in the order in which their costs were chosen
+            stages.update(ledger.spent.stages(is_over=True))
+        together = guarantee_of_stages(stages, delta=delta)
+    return {
+        "epsilon": _finite(together),
+        "epsilon_if_planned": _finite(total.guarantee_if_planned(delta=delta)),
+        "delta": delta,
+        "accountant": together.accountant,
+        "neighboring_relation": together.neighboring_relation,
+        "directories": [_row(x, y, delta) for x, y in ledgers.items()],
+    }
+
+
+def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
+    spent, records = ledger.spent, ledger.records
+    released = [x.segment for x in records if x.event == "released"]
+    made, free = Spent(tuple(released)) | Spent(), ledger.incomplete_bytes
+    times = ledger.times
+    costs = dict.fromkeys(x.cost for x in spent.segments)
+    return {
+        "directory": directory,
+        "first_time": times[0] if times else None,
+        "last_time": times[-1] if times else None,
+        "steps": [
+            {
+                "noise_multiplier": x.noise_multiplier,
+                "sampling_prob": x.sampling_prob,
+                "number": spent.count(x),
+            }
+            for x in costs
+        ],
+        "charged_alone": sum(spent.count(x) - made.count(x) for x in costs),
+        "epsilon": _finite(spent.guarantee(delta=delta)),
+        "incomplete_bytes": free,
+    }
+
+
+def _read(directory: pathlib.Path) -> Ledger:
+    ledger, reason = None, "there is none"
+    try:
+        ledger = Ledger(directory)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if ledger is None or not ledger.exists:
+        _validate.fail(
+            "every directory must have a ledger that can be read",
+            directory=str(directory),
+            reason=reason,
+            fix="Pass the directories that runs were started with.",
+        )
+    return ledger
+
+
+def _common_delta(ledgers: Any) -> float:
+    deltas = {x.delta for ledger in ledgers for x in ledger.records} - {None}
+    _validate.require(
+        len(deltas) == 1,
+        "all runs must have one delta, or a delta must be given",
+        deltas=sorted(deltas),
+        fix="Pass --delta, well below 1 over the number of examples.",
+    )
+    return deltas.pop()
+
+
+def _finite(guarantee: PrivacyGuarantee) -> float | None:
+    epsilon = guarantee.epsilon
+    return epsilon if math.isfinite(epsilon) else None  # JSON has no infinity
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    total, if_planned = report["epsilon"], report["epsilon_if_planned"]
+    lines = [_describe(row) for row in report["directories"]]
+    lines.append(
+        f"Together: epsilon {_digits(total)} at delta "
+        f"{digits_above(report['delta'], 3)} ({report['accountant']}, "
+        f"{report['neighboring_relation']})."
+    )
+    if total != if_planned:
+        lines.append(
+            f"If all noise multipliers, batch sizes and numbers of steps were fixed "
+            f"before the first step: epsilon {_digits(if_planned)}."
+        )
+    return "\n".join([*lines, _COUNTING])
+
+
+def _describe(row: dict[str, Any]) -> str:
+    steps = " and ".join(
+        f"{x['number']} steps with noise multiplier "
+        f"{digits_below(x['noise_multiplier'], 4)} and sampling probability "
+        f"{digits_above(x['sampling_prob'], 4)}"
+        for x in row["steps"]
+    )
+    text = (
+        f"{row['directory']}, from {row['first_time']} to {row['last_time']}: "
+        f"{steps or 'no steps'}; epsilon {_digits(row['epsilon'])}."
+    )
+    if row["charged_alone"]:
+        text += (
+            f" {row['charged_alone']} of the steps are paid for without a checkpoint: "
+            f"a run ended with an error or before its checkpoint was in place, or the "
+            f"steps were made elsewhere."
+        )
+    if row["incomplete_bytes"]:
+        text += (
+            f" The file ends with an incomplete record of {row['incomplete_bytes']} "
+            f"bytes, whose steps are free. The next run removes it."
+        )
+    return text
+
+
+def _digits(epsilon: float | None) -> str:
+    return round_up(math.inf if epsilon is None else epsilon)

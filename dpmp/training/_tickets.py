@@ -1,0 +1,113 @@
+"""Secret random bits: every step takes a ticket, and uses it once.
+
+Keys are drawn when they are needed. Nothing stores them: no state, checkpoint, ledger
+or program. So a run that goes on, a copied trainer or a forked process has no key that
+was used before.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from dpmp import _random, _validate, runs
+from dpmp._threefry import threefry4x32
+
+# What the keys of a step are for, (4,) uint32 each.
+_USES = ("batch", "noise", "model", "update")
+_WORDS = 4 * len(_USES)
+
+# Several processes agree on this many tickets at once.
+_BLOCK = 256
+
+
+class Ticket:
+    """The keys of one step. Each can be taken once, in the process that drew them.
+
+    A ticket cannot be copied or pickled, and `repr` shows no key.
+    """
+
+    __slots__ = ("_keys", "_process", "step")
+
+    def __init__(self, step: int, words: np.ndarray):
+        """The ticket of a step, counted from 0, from (16,) uint32 secret words."""
+        keys = words.reshape(len(_USES), 4)
+        self.step, self._process = step, os.getpid()
+        self._keys: dict[str, np.ndarray] = dict(zip(_USES, keys, strict=True))
+
+    def take(self, *uses: str) -> list[np.ndarray]:
+        """Takes keys, (4,) uint32 each, so that nobody can take them again.
+
+        Raises:
+          RuntimeError: if they were taken, or if this process was forked.
+        """
+        keys = [self._keys.pop(use, None) for use in uses]
+        is_fresh = self._process == os.getpid() and all(x is not None for x in keys)
+        _validate.require(
+            is_fresh,
+            "the random numbers of a step must be used once, in the process that drew "
+            "them",
+            uses=uses,
+            fix="Load another batch: with the same batch or noise, two steps would "
+            "reveal what the accounting assumes to be secret.",
+            error=RuntimeError,
+        )
+        return [x for x in keys if x is not None]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a ticket has secret keys, and cannot be copied or pickled")
+
+
+def draw_tickets(
+    steps: Iterable[int],
+    root: np.ndarray | None,
+    times_made: Callable[[int], int] = lambda step: 0,
+) -> Iterator[Ticket]:
+    """Draws one ticket for each step, when it is asked for.
+
+    If there are several processes, all of them must ask for the same tickets.
+
+    Args:
+      steps: the numbers of the steps.
+      root: (4,) uint32 words of a key. Tickets are a function of this key, the step,
+        and how often the step was made. None draws them from the operating system.
+      times_made: returns how often a step was made before, under this key or another.
+    """
+    if root is not None:
+        for step in steps:
+            yield Ticket(step, _derived(root, step, times_made(step)))
+        return
+    several, waiting = jax.process_count() > 1, np.zeros((0, _WORDS), np.uint32)
+    for step in steps:
+        if not len(waiting):
+            number = _BLOCK if several else 1
+            words = np.frombuffer(os.urandom(4 * _WORDS * number), np.uint32)
+            waiting = runs.broadcast(words).reshape(number, _WORDS)
+        yield Ticket(step, waiting[0])
+        waiting = waiting[1:]
+
+
+def root_of(prng_key: jax.Array | None) -> np.ndarray | None:
+    """The words of a key for reproducible runs, (4,) uint32; None for None.
+
+    Raises:
+      ValueError: if it is no jax key, or is not the same on all processes.
+    """
+    if prng_key is None:
+        return None
+    _random.check_key(prng_key)
+    _random.check_shared(prng_key)
+    return np.asarray(_random.key_words(prng_key))
+
+
+def _derived(root: np.ndarray, step: int, times_made: int) -> np.ndarray:
+    """The words of a ticket, from Threefry with a counter that no other ticket has."""
+    counter = [step % 2**32, step >> 32, times_made]
+    use = np.arange(len(_USES), dtype=np.uint32)
+    words = threefry4x32(
+        [np.full_like(use, x) for x in root],
+        [use, *(np.full_like(use, x) for x in counter)],
+    )
+    return np.stack([np.asarray(x) for x in words], axis=1).reshape(-1)

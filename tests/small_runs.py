@@ -1,0 +1,172 @@
+"""A small run that tests of training share, so that its step is compiled once."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import shutil
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpmp
+from dpmp.runs import Spent
+from dpmp.runs._ledger import Ledger, Record
+from dpmp.training import _tickets
+
+SIZE = 32
+RNG = np.random.default_rng(0)
+DATA = {
+    "x": RNG.normal(size=(SIZE, 3)).astype(np.float32),
+    "y": RNG.normal(size=SIZE).astype(np.float32),
+}
+PARAMS = {"w": np.zeros(3, np.float32)}
+KEY = jax.random.key(5)
+DELTA = 1e-3
+MECHANISM = dpmp.DPSGD(
+    num_examples=SIZE,
+    expected_batch_size=8,
+    iterations=7,
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+    delta=DELTA,
+)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def new_trainer(*, loss_fn=loss_fn, optimizer=None, prng_key=None, **fields):
+    return dpmp.DPTrainer(
+        mechanism=dataclasses.replace(MECHANISM, **fields),
+        loss_fn=loss_fn,
+        optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
+        policy="float32",
+        prng_key=prng_key,
+    )
+
+
+@functools.cache
+def fresh_trainer():
+    """Draws fresh bits for every step; made once."""
+    return new_trainer()
+
+
+@functools.cache
+def keyed_trainer():
+    """Its runs are reproducible; made once."""
+    return new_trainer(prng_key=KEY)
+
+
+def fit(trainer, directory=None, *, state=None, data=DATA, **options):
+    """A run from its beginning, or from a state, in blocks of three steps."""
+    state = trainer.init(PARAMS) if state is None else state
+    if directory is not None:
+        options = {"checkpoint_dir": directory, "every": 3} | options
+    return trainer.fit(state, data, **{"progress": False} | options)
+
+
+class FailureError(Exception):
+    """Raised by callbacks and sources of tests."""
+
+
+def fails_at(num_steps, error=FailureError):
+    """A callback."""
+
+    def callback(state):
+        if int(state.step) == num_steps:
+            raise error
+
+    return callback
+
+
+class Source:
+    """Gives the data, and acts before its batch with a number, counted from 1."""
+
+    def __init__(self, number, action):
+        self.number, self.action, self.calls = number, action, -1  # 0 is a probe
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, indices):
+        if isinstance(indices, int):
+            raise TypeError("an array, please")
+        self.calls += 1
+        if self.calls == self.number:
+            self.action()
+        return {name: x[indices] for name, x in DATA.items()}
+
+
+def same(a, b):
+    """Whether two trees have the same bits, without the public ids of their steps."""
+    a, b = (x._replace(spent=None) if hasattr(x, "spent") else x for x in (a, b))
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
+
+
+def records_of(directory) -> list[Record]:
+    return Ledger(pathlib.Path(directory)).records
+
+
+def ranges(directory):
+    """The events and steps of a ledger."""
+    return [(x.event, x.segment.start, x.segment.stop) for x in records_of(directory)]
+
+
+def num_paid(directory):
+    """The number of steps that are paid for."""
+    spent = Ledger(pathlib.Path(directory)).spent
+    return sum(x.stop - x.start for x in spent.segments)
+
+
+def epsilon_of(directory):
+    return Ledger(pathlib.Path(directory)).spent.guarantee(delta=DELTA).epsilon
+
+
+def num_of_state(state):
+    """The number of steps that a state says it has been through."""
+    spent = Spent.from_words(state.spent, num_examples=SIZE)
+    return sum(x.stop - x.start for x in spent.segments)
+
+
+def checkpoints(directory):
+    folder = pathlib.Path(directory) / "checkpoints"
+    return sorted(int(x.name) for x in folder.glob("*"))
+
+
+def copied(directory, target):
+    """What a process leaves that is killed now."""
+    return pathlib.Path(shutil.copytree(directory, target, dirs_exist_ok=True))
+
+
+def known_bits(monkeypatch):
+    """Replaces the bits of the operating system by those of a list."""
+    rng, drawn = np.random.default_rng(1), []
+
+    def urandom(size):
+        drawn.append(rng.bytes(size))
+        return drawn[-1]
+
+    fake = types.SimpleNamespace(urandom=urandom, getpid=os.getpid)
+    monkeypatch.setattr(_tickets, "os", fake)
+    return drawn
+
+
+def places_of_keys(words, content):
+    """The names of contents that have a word of a key, in any form."""
+    forms = [x for x in _forms_of(words) if len(x) >= 8]
+    return {name for name, x in content.items() if any(form in x for form in forms)}
+
+
+def _forms_of(words):
+    """How a key may be written: as bytes, and as decimal and hexadecimal digits."""
+    for drawn in words:
+        yield from (drawn[i : i + 8] for i in range(0, len(drawn), 8))
+        for x in np.frombuffer(drawn, "<u4"):
+            yield from (str(x).encode(), f"{x:08x}".encode(), f"{x:08X}".encode())
+            yield str(x.view(np.int32)).encode()

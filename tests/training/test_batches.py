@@ -1,0 +1,245 @@
+"""Batches that are loaded ahead are the same batches, and leave nothing behind."""
+
+import os
+import signal
+import threading
+import time
+import traceback
+
+import jax
+import numpy as np
+import pytest
+from small_runs import (
+    DATA,
+    SIZE,
+    FailureError,
+    Source,
+    fit,
+    keyed_trainer,
+    num_of_state,
+    same,
+)
+
+from dpmp.training import _batches
+from dpmp.training._batches import prefetched
+
+
+def no_threads():
+    deadline = time.monotonic() + 5
+    while names := [x for x in threading.enumerate() if "_work" in x.name]:
+        if time.monotonic() > deadline:
+            return names
+        time.sleep(0.001)
+    return True
+
+
+def draw_unless(failing):
+    def draw(step):
+        if step == failing:
+            raise FailureError(step)
+        return step
+
+    return draw
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5, 100])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 7])
+def test_batches_come_in_the_order_of_the_steps(depth, num_steps):
+    def draw(step):
+        time.sleep(0.002 * (step % 2))  # every second one takes longer
+        return step
+
+    steps = range(3, 3 + num_steps)
+    with prefetched(draw, steps, depth=depth) as batches:
+        assert list(batches) == list(steps)
+    assert no_threads() is True
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_batches_are_drawn_at_most_the_depth_ahead(depth):
+    drawn = []
+    with prefetched(drawn.append, range(12), depth=depth) as batches:
+        for step, _ in enumerate(batches):
+            assert len(drawn) <= step + 1 + depth
+            deadline = time.monotonic() + 5
+            while len(drawn) < min(12, step + 1 + depth):
+                assert time.monotonic() < deadline, "they are not drawn ahead"
+                time.sleep(0.001)
+
+
+@pytest.mark.parametrize("depth", [0, 2, 5])
+def test_tickets_are_taken_in_the_calling_thread(depth):
+    """Where several processes agree on them, in one order."""
+    threads = []
+
+    def tickets():
+        for step in range(8):
+            threads.append(threading.current_thread())
+            yield step
+
+    with prefetched(lambda x: x, tickets(), depth=depth) as batches:
+        list(batches)
+    assert {*threads} == {threading.current_thread()}
+
+
+def test_one_batch_is_drawn_at_a_time():
+    at_work, most = [], []
+
+    def draw(step):
+        at_work.append(step)
+        time.sleep(0.002)
+        most.append(len(at_work))
+        at_work.remove(step)
+
+    with prefetched(draw, range(8), depth=4) as batches:
+        list(batches)
+    assert set(most) == {1}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 20])
+@pytest.mark.parametrize("failing", [0, 1, 4, 9])
+def test_an_error_is_raised_at_its_step_with_its_traceback(depth, failing):
+    received = []
+
+    def receive():
+        with prefetched(draw_unless(failing), range(10), depth=depth) as batches:
+            for batch in batches:
+                received.append(batch)
+
+    with pytest.raises(FailureError) as caught:
+        receive()
+    text = "".join(traceback.format_exception(caught.value))
+    assert "raise FailureError(step)" in text
+    assert no_threads() is True
+    assert received == list(range(failing))
+
+
+@pytest.mark.parametrize("error", [FailureError, KeyboardInterrupt])
+def test_nothing_is_left_when_the_loop_is_stopped(error):
+    drawn = []
+
+    def draw(step):
+        drawn.append(step)
+        time.sleep(0.002)
+        return step
+
+    def stop_at_two():
+        with prefetched(draw, range(1000), depth=3) as batches:
+            for step in batches:
+                if step == 2:
+                    raise error
+
+    with pytest.raises(error):
+        stop_at_two()
+    assert no_threads() is True
+    num_drawn = len(drawn)
+    assert num_drawn <= 6
+    time.sleep(0.01)
+    assert len(drawn) == num_drawn
+
+
+def test_a_source_that_hangs_does_not_keep_an_error_waiting(monkeypatch):
+    monkeypatch.setattr(_batches, "_SECONDS_TO_END", 0.05)
+    release = threading.Event()
+
+    def draw(step):
+        if step == 1:
+            release.wait(30)
+        return step
+
+    def fail_after_the_first():
+        with prefetched(draw, range(5), depth=2) as batches:
+            next(batches)
+            raise FailureError
+
+    begin = time.monotonic()
+    with pytest.raises(FailureError):
+        fail_after_the_first()
+    assert time.monotonic() - begin < 5
+    release.set()
+    assert no_threads() is True
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_the_wait_for_a_batch():
+    release = threading.Event()
+
+    def draw(step):
+        if step == 0:
+            time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+            release.wait(0.2)
+
+    def wait_for_a_batch():
+        with prefetched(draw, range(5), depth=2) as batches:
+            next(batches)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_a_batch()
+    assert no_threads() is True
+
+
+class Recording(Source):
+    """Remembers its batches and their threads, and may fail at one of them."""
+
+    def __init__(self, number=0):
+        super().__init__(number, self.fail)
+        self.requests, self.threads = [], set()
+
+    def fail(self):
+        if self.number:
+            raise FailureError
+
+    def __getitem__(self, indices):
+        rows = super().__getitem__(indices)
+        self.threads.add(threading.current_thread() is threading.main_thread())
+        self.requests.append(indices.tobytes())
+        return rows
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 7])
+def test_a_run_is_the_same_bit_for_bit(stop_at):
+    results = []
+    for prefetch in (0, 2, 10):
+        source = Recording()
+        options = {"prefetch": prefetch, "stop_at": stop_at}
+        state = fit(keyed_trainer(), data=source, **options)
+        leaves = jax.tree.leaves(state._replace(spent=None))
+        results.append([np.asarray(x).tobytes() for x in leaves])
+        results[-1] += source.requests
+        assert (True in source.threads) >= (prefetch == 0)
+        assert (False in source.threads) == (prefetch > 0)
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2, 10])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_the_state_before_a_batch_that_fails_is_kept(prefetch, step):
+    trainer = keyed_trainer()
+    with pytest.raises(RuntimeError, match="the source raised FailureError") as caught:
+        fit(trainer, data=Recording(step + 1), prefetch=prefetch)
+    assert no_threads() is True
+    assert "(raise FailureError)" in str(caught.value)
+    kept = trainer.last_state
+    assert int(kept.step) == step
+    # The error says something about the batch, which is paid for, and not drawn again.
+    resumed = fit(trainer, state=kept, prefetch=prefetch)
+    assert num_of_state(resumed) == 8
+    assert not same(resumed, fit(trainer, prefetch=0))
+
+
+@pytest.mark.parametrize("prefetch", [-1, 1.5, None, True])
+def test_a_depth_that_is_no_number_of_batches_is_refused(prefetch):
+    with pytest.raises(ValueError, match="prefetch must be an integer of at least 0"):
+        fit(keyed_trainer(), prefetch=prefetch)
+
+
+def test_a_batch_of_load_batch_holds_the_examples():
+    trainer = keyed_trainer()
+    batch = trainer.load_batch(trainer.init({"w": np.zeros(3, np.float32)}), DATA)
+    is_member = ~np.asarray(batch.is_padding_example)
+    assert batch.examples["x"].shape == (trainer.mechanism.padded_batch_size, 3)
+    assert 0 < is_member.sum() < SIZE
+    rows = {x.tobytes() for x in DATA["x"]}
+    assert {x.tobytes() for x in batch.examples["x"][is_member]} <= rows
+    assert not batch.examples["x"][~is_member].any()

@@ -1,0 +1,874 @@
+"""A run with a directory goes on after any accident, and pays for what was released.
+
+A copy of the directory, made at some instant, is what a process leaves that is killed
+then. `test_killed.py` has processes that are killed.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import resource
+import shutil
+import signal
+import threading
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting import NeighboringRelation
+from small_runs import (
+    DATA,
+    DELTA,
+    KEY,
+    MECHANISM,
+    PARAMS,
+    SIZE,
+    FailureError,
+    Source,
+    checkpoints,
+    copied,
+    epsilon_of,
+    fails_at,
+    fit,
+    fresh_trainer,
+    keyed_trainer,
+    new_trainer,
+    num_of_state,
+    num_paid,
+    ranges,
+    same,
+)
+
+from dpmp import accounting, runs
+from dpmp.__main__ import main
+from dpmp.runs._ledger import Ledger
+from dpmp.training import _tickets
+
+PLANNED = MECHANISM.guarantee().epsilon
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return fit(keyed_trainer())
+
+
+# What is released, and when.
+
+
+def test_a_directory_does_not_change_a_run_with_a_key(tmp_path, undisturbed):
+    assert same(fit(keyed_trainer(), tmp_path), undisturbed)
+
+
+def test_a_run_pays_for_its_steps_block_by_block(tmp_path):
+    state = fit(fresh_trainer(), tmp_path)
+    assert ranges(tmp_path) == [("released", i, min(i + 3, 7)) for i in (0, 3, 6)]
+    assert epsilon_of(tmp_path) == PLANNED
+    assert fresh_trainer().guarantee(state).epsilon == PLANNED
+
+
+def test_a_callback_sees_released_states_alone(tmp_path):
+    seen = []
+
+    def callback(state):
+        seen.append(int(state.step))
+        assert num_paid(tmp_path) == num_of_state(state) == state.step
+        assert checkpoints(tmp_path)[-1] == state.step
+        return {"accuracy": 0.5}
+
+    fit(fresh_trainer(), tmp_path, callback=callback)
+    assert seen == [3, 6, 7]
+    lines = runs.read_metrics(tmp_path)
+    assert [x["step"] for x in lines] == [1, 2, 3, 4, 5, 6, 7]
+    assert [x["step"] for x in lines if "public/accuracy" in x] == seen
+
+
+@pytest.mark.parametrize(("every", "keep"), [(1, 1), (3, 2), (7, 3)])
+def test_the_newest_checkpoints_are_kept(tmp_path, every, keep):
+    fit(fresh_trainer(), tmp_path, every=every, keep=keep)
+    blocks = sorted({*range(every, 7, every), 7})
+    assert checkpoints(tmp_path) == blocks[-keep:]
+    assert not (tmp_path / "pending").exists()
+
+
+def test_only_the_owner_may_read_a_run(tmp_path):
+    fit(fresh_trainer(), tmp_path / "run")
+    for path in (tmp_path / "run", *(tmp_path / "run").iterdir()):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+# Accidents.
+
+CHANGES = ("fsync", "ftruncate", "mkdir", "pwrite", "rename", "rmdir", "unlink")
+
+
+def killed_in_release(monkeypatch, tmp_path, block, trainer, hook=list, **options):
+    """What a kill leaves of a directory, at every instant of the release of a block.
+
+    Copies of it, in order: before and after every change of files by Python. `hook` is
+    called before the first.
+    """
+    run, number, copies = tmp_path / "run", [0], {}
+    release = runs.RunDirectory.release
+
+    def copy_now():
+        is_main = threading.current_thread() is threading.main_thread()
+        if number[0] != block or not is_main:
+            return
+        number[0] = 0  # a copy changes files as well
+        target = tmp_path / f"killed-{len(copies)}"
+        # Threads of orbax may be at work, and rename files.
+        with contextlib.suppress(FileNotFoundError, shutil.Error):
+            copied(run, target)
+        files = [x for x in sorted(target.rglob("*")) if x.is_file()]
+        content = tuple((str(x.relative_to(target)), x.read_bytes()) for x in files)
+        if content in copies:
+            shutil.rmtree(target)
+        copies.setdefault(content, target)
+        number[0] = block
+
+    def changing(function):
+        def change(*args, **kwargs):
+            copy_now()
+            result = function(*args, **kwargs)
+            copy_now()
+            return result
+
+        return change
+
+    def counted_release(self, *args):
+        counted_release.calls += 1
+        if counted_release.calls == block:
+            hook()
+            number[0] = block
+        release(self, *args)
+        copy_now()
+        number[0] = 0
+
+    counted_release.calls = 0
+    with monkeypatch.context() as patch:
+        for name in CHANGES:
+            patch.setattr(os, name, changing(getattr(os, name)))
+        patch.setattr(runs.RunDirectory, "release", counted_release)
+        fit(trainer, run, **options)
+    return list(copies.values())
+
+
+def some_of(killed):
+    """Every fourth of the copies, and those before and after the record."""
+    paid = [num_paid(directory) for directory in killed]
+    record = paid.index(paid[-1])
+    chosen = {*range(0, len(killed), 4), record - 1, record, len(killed) - 1}
+    return [killed[i] for i in sorted(chosen)]
+
+
+@pytest.mark.parametrize(("every", "keep", "block"), [(3, 1, 2), (1, 3, 5), (7, 1, 1)])
+def test_a_run_goes_on_after_a_kill_at_any_instant_of_a_release(
+    tmp_path, monkeypatch, undisturbed, every, keep, block
+):
+    options = {"every": every, "keep": keep}
+    trainer = keyed_trainer()
+    killed = killed_in_release(monkeypatch, tmp_path, block, trainer, **options)
+    assert len(killed) > 5
+    killed = killed if every == 3 else some_of(killed)
+    paid = [num_paid(directory) for directory in killed]
+    before, after = every * (block - 1), min(every * block, 7)
+    assert paid == sorted(paid)
+    assert {*paid} == {before, after}
+    for done, directory in zip(paid, killed, strict=True):
+        if block > 1:  # without a checkpoint, there is nothing to look at
+            assert int(trainer.init_or_restore(PARAMS, directory).step) == done
+        seen = []
+        state = fit(trainer, directory, callback=seen.append, **options)
+        # Steps that were not released are made again with the same key.
+        assert same(state, undisturbed)
+        assert len(seen) == -(-(7 - done) // every)
+        assert num_paid(directory) == num_of_state(state) == 7
+        assert epsilon_of(directory) == trainer.guarantee(state).epsilon == PLANNED
+        assert not (directory / "pending").exists()
+        steps = [x["step"] for x in runs.read_metrics(directory)]
+        assert steps == [1, 2, 3, 4, 5, 6, 7]
+
+
+def killed_before_and_after_the_record(monkeypatch, tmp_path, **options):
+    """Copies with a whole checkpoint that is not released yet."""
+    options = {"trainer": fresh_trainer(), "block": 2} | options
+    killed = killed_in_release(monkeypatch, tmp_path, **options)
+    after = next(x for x in killed if num_paid(x) == 6)
+    return killed[killed.index(after) - 1], after
+
+
+def test_steps_of_a_killed_run_are_made_again_with_fresh_bits(tmp_path, monkeypatch):
+    trainer, taken = fresh_trainer(), []
+    take = _tickets.Ticket.take
+
+    def record(self, *uses):
+        keys = take(self, *uses)
+        taken.extend(
+            (self.step, use, *map(int, x)) for use, x in zip(uses, keys, strict=True)
+        )
+        return keys
+
+    monkeypatch.setattr(_tickets.Ticket, "take", record)
+    for directory in killed_before_and_after_the_record(monkeypatch, tmp_path):
+        fit(trainer, directory)
+    words = [tuple(x[2:]) for x in taken]
+    assert len(words) == 4 * (7 + 4 + 1)
+    assert len({*words}) == len(words)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 30, "all"])
+def test_an_incomplete_record_is_free(tmp_path, monkeypatch, num_bytes):
+    _, directory = killed_before_and_after_the_record(monkeypatch, tmp_path)
+    file = directory / "ledger.jsonl"
+    content = file.read_bytes()
+    last = content.splitlines(keepends=True)[-1]
+    file.write_bytes(content[: -len(last) if num_bytes == "all" else -num_bytes])
+    assert num_paid(directory) == 3
+    fit(fresh_trainer(), directory)
+    assert num_paid(directory) == 7
+    assert epsilon_of(directory) == PLANNED
+
+
+def lose(directory):
+    shutil.rmtree(directory / "pending")
+
+
+def damage(directory):
+    file = next((directory / "pending" / "arrays").rglob("manifest.ocdbt"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("accident", [lose, damage])
+def test_a_record_without_its_checkpoint_is_charged(
+    tmp_path, monkeypatch, undisturbed, capsys, accident
+):
+    """The only accident that costs more than was planned."""
+    trainer, taken = keyed_trainer(), []
+    _, directory = killed_before_and_after_the_record(
+        monkeypatch, tmp_path, trainer=trainer
+    )
+    accident(directory)
+    derived = _tickets._derived
+
+    def record(root, step, times_made):
+        taken.append((step, times_made))
+        return derived(root, step, times_made)
+
+    monkeypatch.setattr(_tickets, "_derived", record)
+    with pytest.warns(UserWarning, match=r"steps 4 to 6 are paid for .* at a new cost"):
+        state = fit(trainer, directory)
+    assert num_paid(directory) == 10
+    assert num_of_state(state) == 7
+    # The noise that was released may not be repeated, not even with a key.
+    assert taken == [(3, 1), (4, 1), (5, 1), (6, 0)]
+    assert not same(state.params, undisturbed.params)
+    epsilon = epsilon_of(directory)
+    assert trainer.guarantee(state).epsilon == PLANNED < epsilon
+    assert main(["ledger", str(directory)]) == 0
+    shown = capsys.readouterr().out
+    assert "10 steps" in shown
+    assert f"Together: epsilon {accounting.round_up(epsilon)} " in shown
+
+
+def test_nothing_of_a_lost_step_is_left(tmp_path, monkeypatch, capsys):
+    """Its noisy values are in `pending` alone, until the next start."""
+    trainer, overflowed = fresh_trainer(), []
+    run = type(trainer._step).run
+
+    def record(self, *args):
+        state, outputs = run(self, *args)
+        overflowed.append(float(state.metrics["overflowed"]))
+        return state, outputs
+
+    monkeypatch.setattr(type(trainer._step), "run", record)
+    shown = []
+    killed, _ = killed_before_and_after_the_record(
+        monkeypatch,
+        tmp_path,
+        hook=lambda: shown.append(capsys.readouterr().err),
+        progress=True,
+    )
+    lost = overflowed[3:6]
+    # Shown are the values of the first block, and the numbers of steps.
+    (text,) = shown
+    assert "step 5/7" in text
+    assert f"overflowed {overflowed[2]:.3g}" in text
+    assert not any(f"{x:.3g}" in text for x in lost)
+    facts = (killed / "pending" / "facts.json").read_text()
+    assert all(str(x) in facts for x in lost)
+    fit(trainer, killed)
+    content = b"".join(x.read_bytes() for x in killed.rglob("*") if x.is_file())
+    for kept, x in [(True, overflowed[0]), *((False, x) for x in lost)]:
+        assert (str(x).encode() in content) == kept
+
+
+# Exceptions.
+
+
+def stopped(trainer, directory, error=FailureError, **options):
+    with pytest.raises(error) as caught:
+        fit(trainer, directory, **options)
+    return "".join(caught.value.__notes__)
+
+
+def fail():
+    raise FailureError
+
+
+def test_an_exception_of_a_callback_pays_for_what_it_saw(tmp_path):
+    trainer = fresh_trainer()
+    notes = stopped(trainer, tmp_path, callback=fails_at(6))
+    assert "after step 6 of 7" in notes
+    assert ranges(tmp_path) == [("released", 0, 3), ("released", 3, 6)]
+    assert int(trainer.last_state.step) == 6
+    assert same(trainer.init_or_restore(PARAMS, tmp_path), trainer.last_state)
+    fit(trainer, tmp_path)
+    assert epsilon_of(tmp_path) == PLANNED
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_exception_of_a_source_pays_for_the_step_of_its_batch(tmp_path, prefetch):
+    trainer = fresh_trainer()
+    options = {"data": Source(5, fail), "prefetch": prefetch}
+    notes = stopped(trainer, tmp_path, RuntimeError, **options)
+    assert "the state is saved. Run the same program again" in notes
+    assert ranges(tmp_path) == [
+        ("released", 0, 3),
+        ("charged", 3, 5),
+        ("released", 3, 4),
+    ]
+    assert int(trainer.last_state.step) == 4
+    assert num_of_state(trainer.last_state) == num_paid(tmp_path) == 5
+    epsilon = MECHANISM.guarantee(5).epsilon
+    assert trainer.guarantee(trainer.last_state).epsilon == epsilon
+    assert f"with epsilon {accounting.round_up(epsilon)} spent" in notes
+    fit(trainer, tmp_path)
+    assert num_paid(tmp_path) == 8
+
+
+def test_an_exception_of_a_source_costs_the_same_without_a_directory():
+    trainer = fresh_trainer()
+    stopped(trainer, None, RuntimeError, data=Source(5, fail))
+    assert int(trainer.last_state.step) == 4
+    assert num_of_state(trainer.last_state) == 5
+    assert num_of_state(fit(trainer, state=trainer.last_state)) == 8
+
+
+def test_an_exception_of_a_sensitive_callback_pays_for_its_block(tmp_path):
+    trainer, paid = fresh_trainer(), []
+
+    def callback(outputs):
+        paid.append(num_paid(tmp_path))
+        if len(paid) == 5:
+            fail()
+
+    stopped(trainer, tmp_path, sensitive_callback=callback)
+    assert paid == [3, 3, 3, 6, 6]
+    assert checkpoints(tmp_path) == [3, 5]
+    assert num_paid(tmp_path) == 6
+
+
+def test_an_exception_of_the_program_pays_for_the_step(tmp_path):
+    trainer = fresh_trainer()
+    run, calls = trainer._step.run, []
+
+    class Failing:
+        def __getattr__(self, name):
+            return getattr(trainer._step, name)
+
+        def run(self, *args):
+            calls.append(None)
+            if len(calls) == 5:
+                raise MemoryError
+            return run(*args)
+
+    other = new_trainer()
+    other._step = Failing()
+    stopped(other, tmp_path, MemoryError)
+    assert checkpoints(tmp_path) == [3, 4]
+    assert num_paid(tmp_path) == 5
+
+
+def test_an_exception_while_a_step_is_traced_pays_for_it(tmp_path):
+    def loss_fn(params, batch):
+        raise FailureError
+
+    trainer = new_trainer(loss_fn=loss_fn)
+    stopped(trainer, tmp_path)
+    assert ranges(tmp_path) == [("charged", 0, 1)]
+    assert int(trainer.last_state.step) == 0
+    assert num_of_state(trainer.last_state) == 1
+
+
+def test_a_state_that_the_step_used_up_is_not_kept(tmp_path):
+    trainer = fresh_trainer()
+    run = trainer._step.run
+
+    class Failing:
+        def __getattr__(self, name):
+            return getattr(trainer._step, name)
+
+        def run(self, *args):
+            run(*args)
+            raise FailureError
+
+    other = new_trainer()
+    other._step = Failing()
+    assert "its state is lost" in stopped(other, tmp_path)
+    assert other.last_state is None
+    assert num_paid(tmp_path) == 1
+
+
+def test_a_state_that_cannot_be_saved_is_not_lost(tmp_path, monkeypatch):
+    def full(*_):
+        monkeypatch.undo()
+        raise OSError(28, "No space left on device")
+
+    def callback(state):
+        if int(state.step) == 3:
+            monkeypatch.setattr(os, "fsync", full)
+
+    trainer = fresh_trainer()
+    with pytest.raises(OSError, match="No space left") as caught:
+        fit(trainer, tmp_path, callback=callback)
+    assert "Its state is in trainer.last_state" in "".join(caught.value.__notes__)
+    assert int(trainer.last_state.step) == 6
+    # Why the disk is full may depend on the steps.
+    assert num_of_state(trainer.last_state) == num_paid(tmp_path) == 6
+    assert int(fit(trainer, tmp_path, state=trainer.last_state).step) == 7
+    assert epsilon_of(tmp_path) == PLANNED
+
+
+@pytest.mark.parametrize(("limit", "least"), [(2000, 0), (9000, 3)])
+def test_a_full_disk_is_said_in_a_short_message(tmp_path, limit, least):
+    """No file may be longer than the limit, as `ulimit -f` says."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    trainer = new_trainer(iterations=30)
+    fit(trainer, stop_at=1)  # so that the cache of programs has this one
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"must be .*; got file=.*Make room"
+        ) as caught:
+            fit(trainer, tmp_path, every=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(str(caught.value)) < 1000
+    number = num_paid(tmp_path)
+    assert least <= number < 30
+    fit(trainer, tmp_path, every=10)
+    assert 30 <= num_paid(tmp_path) <= 31
+
+
+# Going on in other ways.
+
+
+def test_a_finished_run_is_returned(tmp_path):
+    state = fit(fresh_trainer(), tmp_path)
+    assert same(fit(fresh_trainer(), tmp_path), state)
+    assert num_paid(tmp_path) == 7
+
+
+def test_a_state_beyond_the_wanted_step_is_returned_with_a_warning(tmp_path):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path, stop_at=4)
+    with pytest.warns(UserWarning, match="state after 4 steps.* to stop at 2"):
+        state = fit(trainer, tmp_path, stop_at=2)
+    assert state.step == 4
+    assert fit(trainer, tmp_path, stop_at=4).step == 4  # no warning
+
+
+def test_steps_before_the_directory_are_paid_for(tmp_path):
+    trainer = fresh_trainer()
+    state = fit(trainer, stop_at=2)
+    fit(trainer, tmp_path, state=state)
+    assert ranges(tmp_path)[0] == ("charged", 0, 2)
+    assert num_paid(tmp_path) == 7
+    assert epsilon_of(tmp_path) == PLANNED
+
+
+def test_steps_beside_the_directory_are_paid_for_once(tmp_path):
+    trainer = fresh_trainer()
+    state = fit(trainer, tmp_path, stop_at=2)
+    state = fit(trainer, state=state)
+    assert num_paid(tmp_path) == 2
+    for _ in range(2):
+        fit(trainer, tmp_path, state=state)
+        assert num_paid(tmp_path) == 7
+
+
+def test_two_ways_to_go_on_are_paid_for_both(tmp_path):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path / "one", stop_at=3)
+    copied(tmp_path / "one", tmp_path / "two")
+    for name in ("one", "two"):
+        state = fit(trainer, tmp_path / name)
+        assert num_paid(tmp_path / name) == num_of_state(state) == 7
+    both = [Ledger(tmp_path / name).spent for name in ("one", "two")]
+    (cost,) = {x.cost for x in both[0].segments}
+    assert (both[0] | both[1]).count(cost) == 11
+
+
+def test_other_training_at_the_same_cost_goes_on(tmp_path):
+    fit(fresh_trainer(), tmp_path, stop_at=3)
+    trainer = new_trainer(
+        optimizer=optax.sgd(0.5, momentum=0.5),
+        loss_fn=lambda params, batch: jnp.mean(batch["x"] @ params["w"]),
+        l2_clip_norm=2.0,
+    )
+    state = fit(trainer, tmp_path)
+    assert num_paid(tmp_path) == num_of_state(state) == 7
+    assert epsilon_of(tmp_path) == trainer.guarantee(state).epsilon == PLANNED
+
+
+@functools.cache
+def noisier_trainer():
+    return new_trainer(noise_multiplier=2.0)
+
+
+def test_a_changed_mechanism_goes_on_and_its_costs_are_added(tmp_path):
+    fit(fresh_trainer(), tmp_path, stop_at=3)
+    trainer = noisier_trainer()
+    state = fit(trainer, tmp_path)
+    assert num_paid(tmp_path) == num_of_state(state) == 7
+    epsilon = epsilon_of(tmp_path)
+    apart = [MECHANISM.guarantee(3).epsilon, trainer.mechanism.guarantee(4).epsilon]
+    assert epsilon > sum(apart)
+    assert trainer.guarantee(state).epsilon == epsilon
+    # Anyone may compute it, not only the trainer that made the last steps.
+    assert fresh_trainer().guarantee(state).epsilon == epsilon
+    epsilon_of_lines = [x.get("epsilon") for x in runs.read_metrics(tmp_path)]
+    assert epsilon_of_lines[-1] == epsilon
+
+
+def test_more_iterations_are_one_composition(tmp_path):
+    fit(fresh_trainer(), tmp_path)
+    trainer = new_trainer(iterations=10)
+    state = fit(trainer, tmp_path)
+    assert num_paid(tmp_path) == num_of_state(state) == 10
+    assert epsilon_of(tmp_path) == trainer.mechanism.guarantee().epsilon
+
+
+def test_a_changed_mechanism_counts_without_a_directory():
+    state, other = fit(fresh_trainer(), stop_at=3), noisier_trainer()
+    alone = MECHANISM.guarantee(3).epsilon
+    assert other.guarantee(state).epsilon == alone
+    state = fit(other, state=state, stop_at=4)
+    assert other.guarantee(state).epsilon > alone
+
+
+@pytest.mark.parametrize("has_directory", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_examples": SIZE + 1},
+        {"neighboring_relation": NeighboringRelation.ADD_OR_REMOVE_ONE},
+    ],
+    ids=["num_examples", "relation"],
+)
+def test_steps_on_other_people_are_refused(tmp_path, has_directory, fields):
+    directory = tmp_path if has_directory else None
+    state = fit(fresh_trainer(), directory, stop_at=3)
+    trainer = new_trainer(**fields)
+    size = trainer.mechanism.num_examples
+    data = jax.tree.map(lambda x: np.resize(x, (size, *x.shape[1:])), DATA)
+    message = "must go on with the number of examples and the neighbouring relation"
+    before = ranges(tmp_path) if has_directory else []
+    for start in (state, None) if has_directory else (state,):
+        with pytest.raises(ValueError, match=message):
+            fit(trainer, directory, state=start, data=data)
+    with pytest.raises(ValueError, match=message):
+        trainer.guarantee(state)
+    assert (ranges(tmp_path) if has_directory else []) == before
+    assert not state.params["w"].is_deleted()
+
+
+def test_other_arrays_are_refused_by_name(tmp_path):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path, stop_at=3)
+    wide = {"w": np.zeros(4, np.float32)}
+    message = r"array=.*params\['w'\].*saved='float32\[3\]', wanted='float32\[4\]'"
+    with pytest.raises(ValueError, match=message):
+        trainer.init_or_restore(wide, tmp_path)
+    data = {**DATA, "x": np.ones((SIZE, 4), np.float32)}
+    with pytest.raises(ValueError, match=message):
+        new_trainer().fit(trainer.init(wide), data, checkpoint_dir=tmp_path)
+    assert num_paid(tmp_path) == 3
+
+
+def test_a_ledger_behind_its_checkpoint_is_refused(tmp_path):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path, stop_at=3)
+    file = tmp_path / "ledger.jsonl"
+    older = file.read_bytes()
+    fit(trainer, tmp_path)
+    newest = file.read_bytes()
+    for content in (older, b"", None):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(ValueError, match="ledger must be as new as the checkpoint"):
+            fit(trainer, tmp_path)
+    file.write_bytes(newest)
+    assert fit(trainer, tmp_path).step == 7
+
+
+def test_a_ledger_that_was_changed_is_refused(tmp_path):
+    fit(fresh_trainer(), tmp_path)
+    file = tmp_path / "ledger.jsonl"
+    file.write_bytes(file.read_bytes().replace(b'"stop": 3', b'"stop": 2', 1))
+    with pytest.raises(ValueError, match="record of a ledger must be as it was"):
+        fit(fresh_trainer(), tmp_path)
+
+
+def damage_checkpoint(directory, step):
+    for file in (directory / "checkpoints" / str(step)).rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"\0" * file.stat().st_size)
+
+
+def test_a_damaged_checkpoint_is_passed_over_at_a_cost(tmp_path):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path)
+    damage_checkpoint(tmp_path, 7)
+    with pytest.warns(UserWarning) as caught:  # noqa: PT030
+        state = fit(trainer, tmp_path)
+    said = " ".join(str(x.message) for x in caught)
+    assert "the checkpoint after step 7" in said
+    assert "step 6" in said or "steps 7 to 7 are paid for" in said
+    assert num_paid(tmp_path) == 8
+    assert num_of_state(state) == 7
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint after step", "ignore:steps 7 to 7")
+def test_a_damaged_checkpoint_is_replaced_whatever_kills_the_run(tmp_path, monkeypatch):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path / "run")
+    damage_checkpoint(tmp_path / "run", 7)
+    killed = killed_in_release(monkeypatch, tmp_path, 1, trainer)
+    assert len(killed) > 5
+    assert {num_paid(x) for x in killed} == {7, 8}
+    for directory in some_of(killed):
+        assert fit(trainer, directory).step == 7
+        assert num_paid(directory) == 8
+        assert checkpoints(directory) == [3, 6, 7]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert trainer.init_or_restore(PARAMS, directory).step == 7
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint after step")
+def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path)
+    for step in checkpoints(tmp_path):
+        damage_checkpoint(tmp_path, step)
+    with pytest.raises(ValueError, match="at least one checkpoint must be whole"):
+        fit(trainer, tmp_path)
+    assert num_paid(tmp_path) == 7
+
+
+def test_an_array_of_the_loss_cannot_be_changed_during_a_run():
+    weights = np.ones(3, np.float32)
+
+    def weighted(params, batch):
+        return jnp.mean((batch["x"] @ (params["w"] * weights) - batch["y"]) ** 2)
+
+    def change(state):
+        weights[:] = 5.0
+
+    trainer = new_trainer(loss_fn=weighted, prng_key=KEY)
+    unchanged = fit(trainer)
+    weights[:] = 1.0
+    assert same(fit(trainer, callback=change), unchanged)
+
+
+# The budget.
+
+
+def test_a_budget_stops_the_run_before_it_is_exceeded(tmp_path):
+    trainer = fresh_trainer()
+    budget = (MECHANISM.guarantee(4).epsilon + MECHANISM.guarantee(5).epsilon) / 2
+    with pytest.warns(UserWarning, match="allows 4 steps of 7"):
+        state = fit(trainer, tmp_path, epsilon_budget=budget)
+    assert int(state.step) == num_paid(tmp_path) == 4
+    with pytest.raises(ValueError, match="must allow one more step"):
+        fit(trainer, tmp_path, epsilon_budget=budget)
+    assert int(fit(trainer, tmp_path, epsilon_budget=100.0).step) == 7
+
+
+def test_a_budget_counts_steps_that_were_lost(tmp_path, monkeypatch):
+    trainer = fresh_trainer()
+    _, directory = killed_before_and_after_the_record(monkeypatch, tmp_path)
+    lose(directory)
+    with pytest.warns(UserWarning, match="allows 4 steps|steps 4 to 6 are paid for"):
+        state = fit(trainer, directory, epsilon_budget=PLANNED)
+    assert int(state.step) == 4
+    assert num_paid(directory) == 7
+    assert epsilon_of(directory) <= PLANNED
+
+
+@pytest.mark.parametrize(
+    ("options", "delta", "message"),
+    [
+        ({"epsilon_budget": -1.0}, DELTA, "epsilon_budget must be a finite number"),
+        ({"epsilon_budget": "8"}, DELTA, "epsilon_budget must be"),
+        ({"epsilon_budget": 8.0}, None, "a budget needs a directory.*and a delta"),
+        ({"every": 0}, DELTA, "every must be an integer of at least 1"),
+        ({"keep": 0}, DELTA, "keep must be an integer of at least 1"),
+    ],
+)
+def test_bad_options_are_refused_before_a_file_is_written(
+    tmp_path, options, delta, message
+):
+    with pytest.raises(ValueError, match=message):
+        fit(new_trainer(delta=delta), tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_needs_a_directory():
+    with pytest.raises(ValueError, match="a budget needs a directory"):
+        fit(fresh_trainer(), epsilon_budget=1.0)
+
+
+# The place of the directory.
+
+
+@pytest.mark.parametrize("name", ["", "s3://bucket/run", "nul\0nul", "long" * 1000])
+def test_a_name_that_is_no_path_is_refused(name):
+    with pytest.raises(ValueError, match="checkpoint_dir must be") as caught:
+        fit(fresh_trainer(), name)
+    assert len(str(caught.value)) < 600
+    with pytest.raises(ValueError, match="checkpoint_dir must be"):
+        fresh_trainer().init_or_restore(PARAMS, name)
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match="checkpoint_dir must be a directory"):
+            fit(fresh_trainer(), path)
+
+
+def test_a_directory_may_have_a_name_with_patterns(tmp_path):
+    name = tmp_path / "a[1] *{x}?"
+    fit(fresh_trainer(), name, stop_at=3)
+    assert fit(fresh_trainer(), name).step == 7
+    assert [x.name for x in tmp_path.iterdir()] == [name.name]
+
+
+def test_a_program_may_change_its_directory_during_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    fit(fresh_trainer(), "run", callback=lambda _: os.chdir(tmp_path / "elsewhere"))
+    assert num_paid(tmp_path / "run") == 7
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "ledger.jsonl"])
+def test_a_planted_link_is_not_followed(tmp_path, name):
+    directory, target = tmp_path / "run", tmp_path / "target"
+    directory.mkdir()
+    target.write_text("precious\n")
+    (directory / name).symlink_to(target)
+    with contextlib.suppress(OSError, ValueError):
+        fit(fresh_trainer(), directory)
+    assert target.read_text() == "precious\n"
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("dpmp.runs._lock.fcntl", None)
+    with pytest.raises(RuntimeError, match="must be on a file system with POSIX locks"):
+        fit(fresh_trainer(), tmp_path)
+
+    def flock(*_):
+        raise OSError(95, "Operation not supported")
+
+    fake = types.SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4, LOCK_UN=8)
+    monkeypatch.setattr("dpmp.runs._lock.fcntl", fake)
+    with pytest.raises(RuntimeError, match=r"\(flock\).*Operation not supported"):
+        fit(fresh_trainer(), tmp_path)
+
+
+def in_threads(*functions):
+    """Runs functions at once; returns the exception of each, or None."""
+    errors = [None] * len(functions)
+
+    def run(i, function):
+        try:
+            function()
+        except Exception as error:
+            errors[i] = error
+
+    threads = [threading.Thread(target=run, args=x) for x in enumerate(functions)]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join(60)
+    return errors
+
+
+def test_two_runs_at_once_need_two_directories(tmp_path):
+    trainer = fresh_trainer()
+    one_has_begun, two_is_done = threading.Event(), threading.Event()
+
+    def wait(state):
+        one_has_begun.set()
+        assert two_is_done.wait(30)
+
+    def one():
+        fit(trainer, tmp_path / "one", callback=wait)
+
+    def two():
+        assert one_has_begun.wait(30)
+        try:
+            fit(trainer, tmp_path / "two")
+            fit(trainer, tmp_path / "one")
+        finally:
+            two_is_done.set()
+
+    error_of_one, error_of_two = in_threads(one, two)
+    assert error_of_one is None
+    with pytest.raises(
+        RuntimeError, match=r"only one run at a time.*locked_by='process"
+    ):
+        raise error_of_two
+    assert num_paid(tmp_path / "one") == num_paid(tmp_path / "two") == 7
+
+
+def test_init_or_restore_does_not_read_what_is_being_written(tmp_path):
+    trainer = fresh_trainer()
+
+    def callback(state):
+        trainer.init_or_restore(PARAMS, tmp_path)
+
+    with pytest.raises(RuntimeError, match="only one run at a time"):
+        fit(trainer, tmp_path, callback=callback)
+
+
+def test_init_or_restore_changes_nothing(tmp_path):
+    trainer = fresh_trainer()
+    assert trainer.init_or_restore(PARAMS, tmp_path / "none").step == 0
+    assert not (tmp_path / "none").exists()
+    state = fit(trainer, tmp_path, stop_at=3)
+    before = {x: x.read_bytes() for x in tmp_path.rglob("*") if x.is_file()}
+    restored = trainer.init_or_restore(PARAMS, tmp_path)
+    assert same(restored, state)
+    np.testing.assert_array_equal(restored.spent, state.spent)
+    after = {x: x.read_bytes() for x in tmp_path.rglob("*") if x.is_file()}
+    assert after == before
+
+
+def test_records_are_json(tmp_path):
+    fit(fresh_trainer(), tmp_path)
+    for line in (tmp_path / "ledger.jsonl").read_text().splitlines():
+        assert json.loads(line, parse_constant=pytest.fail)["segment"]["planned"] == 7

@@ -1,0 +1,270 @@
+"""A run that is stopped by a signal is saved, and pays for complete steps alone."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from small_runs import (
+    PARAMS,
+    FailureError,
+    Source,
+    checkpoints,
+    fails_at,
+    fit,
+    fresh_trainer,
+    new_trainer,
+    num_of_state,
+    num_paid,
+    ranges,
+    same,
+)
+
+import dpmp
+from dpmp.training import _batches
+from dpmp.training._signals import Signals
+
+
+def send(number):
+    """Sends a signal to this process, unless that would end the tests."""
+    assert signal.getsignal(number) is not signal.SIG_DFL
+    os.kill(os.getpid(), number)
+
+
+def interrupt(times, done, number=signal.SIGINT):
+    with Signals(sigterm=True) as signals, signals.deferred():
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+        done.append("step")
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
+)
+def test_a_signal_waits_for_the_end_of_the_step(number, error):
+    done, before = [], signal.getsignal(number)
+    with pytest.raises(error):
+        interrupt(1, done, number)
+    assert done == ["step"]
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_second_signal_does_not_wait():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(2, done)
+    assert not done
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_signal_between_steps_acts_at_once():
+    def interrupted():
+        with Signals(sigterm=False) as signals:
+            with signals.deferred():
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            raise AssertionError("it was not interrupted")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+
+
+def test_a_handler_of_the_users_own_stays():
+    received = []
+    before = signal.signal(signal.SIGINT, lambda *_: received.append(1))
+    try:
+        with Signals(sigterm=True) as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not signals.received
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert received == [1]
+
+
+def test_other_threads_leave_signals_alone():
+    found = []
+
+    def run():
+        with Signals(sigterm=True):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+
+
+@pytest.mark.parametrize("has_directory", [False, True])
+def test_sigterm_is_handled_where_there_is_a_directory(tmp_path, has_directory):
+    found = []
+
+    def callback(state):
+        found.append(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+
+    fit(fresh_trainer(), tmp_path if has_directory else None, callback=callback)
+    assert {*found} == {not has_directory}
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def notes_of_exit(error):
+    """Python does not show the notes of SystemExit, so they are a warning."""
+    is_exit = error is SystemExit
+    return pytest.warns(match="Run the same") if is_exit else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("place", ["fsync", "rename"])
+def test_a_signal_lets_a_release_end(tmp_path, monkeypatch, place):
+    """A scheduler does not wait for another one."""
+    original, calls = getattr(os, place), []
+
+    def interrupted(*args, **kwargs):
+        if not calls and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            calls.append(send(signal.SIGTERM))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(os, place, interrupted)
+    trainer = fresh_trainer()
+    with pytest.warns(match="after step 3 of 7"), pytest.raises(SystemExit):
+        fit(trainer, tmp_path)
+    assert checkpoints(tmp_path) == [3]
+    assert num_paid(tmp_path) == 3
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_last_step_and_costs_nothing_more(
+    tmp_path, number, prefetch
+):
+    trainer = fresh_trainer()
+
+    def action():
+        send(number)
+        time.sleep(0.05)
+
+    options = {"data": Source(5, action), "prefetch": prefetch, "every": 100}
+    error = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
+    with notes_of_exit(error), pytest.raises(error) as caught:
+        fit(trainer, tmp_path, **options)
+    if error is SystemExit:
+        assert caught.value.code == 128 + signal.SIGTERM
+    assert "Run the same program again" in "".join(caught.value.__notes__)
+    step = int(trainer.last_state.step)
+    assert 1 <= step <= 5
+    assert checkpoints(tmp_path)[-1] == step
+    assert {event for event, *_ in ranges(tmp_path)} == {"released"}
+    assert num_paid(tmp_path) == num_of_state(trainer.last_state) == step
+    assert same(trainer.init_or_restore(PARAMS, tmp_path), trainer.last_state)
+    fit(trainer, tmp_path)
+    assert num_paid(tmp_path) == 7
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_interrupt_without_a_directory_keeps_the_state():
+    trainer = fresh_trainer()
+
+    def action():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, data=Source(4, action), prefetch=0)
+    assert int(trainer.last_state.step) == num_of_state(trainer.last_state) == 3
+
+
+@pytest.mark.parametrize("error", [FailureError, KeyboardInterrupt, SystemExit])
+def test_an_exception_that_is_no_signal_pays_for_the_step(tmp_path, error):
+    """A program may raise KeyboardInterrupt itself, because of what it has seen."""
+    trainer = fresh_trainer()
+
+    def action():
+        raise error
+
+    raised = RuntimeError if error is FailureError else error
+    with notes_of_exit(error), pytest.raises(raised):
+        fit(trainer, tmp_path, data=Source(2, action), prefetch=0)
+    assert int(trainer.last_state.step) == 1
+    assert num_paid(tmp_path) == num_of_state(trainer.last_state) == 2
+
+
+@pytest.mark.parametrize("error", [FailureError, KeyboardInterrupt])
+def test_a_run_goes_on_from_the_state_of_an_exception(error):
+    trainer = fresh_trainer()
+    with pytest.raises(error) as caught:
+        fit(trainer, callback=fails_at(2, error))
+    (note,) = caught.value.__notes__
+    epsilon = dpmp.accounting.round_up(trainer.mechanism.guarantee(2).epsilon)
+    assert f"after step 2 of 7 with epsilon {epsilon} spent" in note
+    assert "trainer.last_state" in note
+    assert int(trainer.last_state.step) == 2
+    state = fit(trainer, state=trainer.last_state)
+    assert trainer.last_state is None
+    assert state.step == 7
+    assert trainer.guarantee(state) == trainer.mechanism.guarantee()
+
+
+def test_a_run_that_stops_before_its_first_step_says_nothing_of_a_state():
+    trainer = new_trainer(loss_fn=lambda params, batch: batch["z"])
+    with pytest.raises(KeyError) as caught:
+        fit(trainer)
+    assert not any("stopped after" in note for note in caught.value.__notes__)
+    assert int(trainer.last_state.step) == 0
+
+
+def test_a_source_that_hangs_is_left_alone_after_sigterm(tmp_path, monkeypatch):
+    monkeypatch.setattr(_batches, "_SECONDS_TO_END", 0.1)
+    trainer, release = fresh_trainer(), threading.Event()
+    source = Source(5, lambda: release.wait(60))
+    timer = threading.Timer(1.0, send, (signal.SIGTERM,))
+    timer.start()
+    try:
+        with pytest.warns(UserWarning, match="saved"), pytest.raises(SystemExit):
+            fit(trainer, tmp_path, data=source)
+    finally:
+        timer.cancel()
+        release.set()
+    assert num_paid(tmp_path) == checkpoints(tmp_path)[-1] == 4
+
+
+HANGING = """
+import sys, time
+from small_runs import Source, fit, new_trainer
+
+def hang():
+    print("hangs", flush=True)
+    time.sleep(600)
+
+fit(new_trainer(), sys.argv[1], data=Source(5, hang), every=100)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_source_hangs_ends_after_sigterm(tmp_path):
+    tests = pathlib.Path(__file__).parents[1]
+    env = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, str(tmp_path)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "hangs\n"
+    time.sleep(0.5)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 15
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Run the same program again" in errors
+    assert num_paid(tmp_path) == checkpoints(tmp_path)[-1] == 4
