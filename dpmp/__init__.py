@@ -26,15 +26,10 @@ from dpmp.numerics._double_words import DoubleWord
 from dpmp.numerics._grid import GridArray
 from dpmp.precision import Policy
 from dpmp.precision._autocast import autocast
+from dpmp.sources import Source, check_source
 from dpmp.tools import devices, memory, microbatches
 from dpmp.tools.precision_report import PrecisionReport, precision_report
-from dpmp.training import (
-    DPTrainer,
-    SensitiveOutputs,
-    Source,
-    TrainingState,
-    check_source,
-)
+from dpmp.training import DPTrainer, SensitiveOutputs, TrainingState
 
 __all__ = [
     "DPSGD",

@@ -14,7 +14,6 @@ from dpmp.runs._directory import (
 )
 from dpmp.runs._ledger import Ledger
 from dpmp.runs._metrics import read as read_metrics
-from dpmp.runs._processes import are_equal, broadcast, random_id
 from dpmp.runs._spent import Segment, Spent
 
 __all__ = [
@@ -22,12 +21,9 @@ __all__ = [
     "RunDirectory",
     "Segment",
     "Spent",
-    "are_equal",
-    "broadcast",
     "check_people",
     "checked_path",
     "opened",
-    "random_id",
     "read_metrics",
     "steps_within",
 ]

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from dpmp import _validate
+from dpmp._processes import on_first, random_id
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
@@ -29,7 +30,6 @@ from dpmp.runs._files import open_file, refused, sync_directory, write_at
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._lock import locked
 from dpmp.runs._metrics import Line, MetricsFile
-from dpmp.runs._processes import on_first, random_id
 from dpmp.runs._spent import Segment, Spent
 
 _RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes

@@ -4,15 +4,11 @@
 reports epsilon, and `train_step` makes one step. See `DPTrainer` for an example.
 """
 
-from dpmp.training._check_source import check_source
-from dpmp.training._source import Source
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._trainer import DPTrainer
 
 __all__ = [
     "DPTrainer",
     "SensitiveOutputs",
-    "Source",
     "TrainingState",
-    "check_source",
 ]

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from dpmp import runs
+from dpmp import _processes, runs
 from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.training._state import TrainingState
@@ -48,7 +48,7 @@ class Account:
             before = past | directory.spent
             runs.check_people(before, mechanism)
             directory.enter(past, mechanism.delta)
-        return cls(mechanism, past, before, int(state.step), runs.random_id())
+        return cls(mechanism, past, before, int(state.step), _processes.random_id())
 
     def stop_at_least(self, stop: int) -> int:
         """The number of steps after which to stop, if it is not behind the state."""

@@ -8,8 +8,8 @@ import dataclasses
 
 import jax
 
+from dpmp.sources import Load
 from dpmp.training._batches import shapes_of_batch
-from dpmp.training._source import Load
 from dpmp.training._state import TrainingState
 from dpmp.training._step import Step
 

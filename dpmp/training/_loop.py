@@ -11,14 +11,14 @@ import numpy as np
 from dpmp import runs
 from dpmp._warnings import warn
 from dpmp.accounting import round_up
+from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account
-from dpmp.training._batches import Batch, draw_batch, prefetched
+from dpmp.training._batches import Batch, draw_batch
 from dpmp.training._checks import as_public
 from dpmp.training._headline import headline
 from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
 from dpmp.training._progress import Progress
 from dpmp.training._signals import Signals
-from dpmp.training._source import Load
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._tickets import draw_tickets

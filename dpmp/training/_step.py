@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
+from dpmp._placement import placement, places, put_together, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput
 from dpmp.clipping._clipped_sum import specs_of_examples
@@ -24,8 +25,7 @@ from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
 from dpmp.programs import _check_program, _losses, _transformations
-from dpmp.training._settled import placement, places, put_together, strongly_typed
-from dpmp.training._source import as_device_dtypes
+from dpmp.sources import as_device_dtypes
 from dpmp.training._state import TrainingState
 from dpmp.training._tickets import Ticket
 
@@ -329,7 +329,7 @@ def _arguments(
     state: TrainingState, keys: list[np.ndarray], batch: PyTree, is_padding: Any
 ) -> tuple[Any, ...]:
     """The arguments of a program, on the devices where it runs."""
-    batch = jax.tree.map(jnp.asarray, as_device_dtypes(batch))
+    batch = as_device_dtypes(batch)
     words = [jnp.asarray(x) for x in keys]
     state, words = put_together((state, words), batch)
     return state, words, batch, jnp.asarray(is_padding)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from dpmp import _random, _validate, runs
+from dpmp import _processes, _random, _validate
 from dpmp._threefry import threefry4x32
 
 # What the keys of a step are for, (4,) uint32 each.
@@ -84,7 +84,7 @@ def draw_tickets(
         if not len(waiting):
             number = _BLOCK if several else 1
             words = np.frombuffer(os.urandom(4 * _WORDS * number), np.uint32)
-            waiting = runs.broadcast(words).reshape(number, _WORDS)
+            waiting = _processes.broadcast(words).reshape(number, _WORDS)
         yield Ticket(step, waiting[0])
         waiting = waiting[1:]
 

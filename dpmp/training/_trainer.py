@@ -9,21 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _validate, accounting, loss_scaling, runs
+from dpmp import _processes, _validate, accounting, loss_scaling, runs
 from dpmp._numbers import as_number
+from dpmp._placement import put_together
 from dpmp._typing import PyTree
 from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import _losses
+from dpmp.sources import Source, check_same_data, check_sharding, loader_of
 from dpmp.training import _checks
 from dpmp.training._account import Account, past_of
 from dpmp.training._batches import Batch, draw_batch
 from dpmp.training._loop import Loop, Options
-from dpmp.training._placed import check_same_data, check_sharding
-from dpmp.training._settled import put_together
 from dpmp.training._signals import Signals
-from dpmp.training._source import Source, loader_of
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._tickets import draw_tickets, root_of
@@ -252,7 +251,7 @@ class DPTrainer:
         past = past_of(self.mechanism, state)
         goes_on = process == os.getpid() and next_step == step
         goes_on &= any(x.id == id_ and x.stop == step for x in past.segments)
-        id_ = id_ if goes_on else runs.random_id()
+        id_ = id_ if goes_on else _processes.random_id()
         return Account(self.mechanism, past, past, step, id_)
 
     def load_batch(

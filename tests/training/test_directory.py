@@ -120,15 +120,13 @@ def killed_in_release(monkeypatch, tmp_path, block, trainer, hook=list, **option
         if number[0] != block or not is_main:
             return
         number[0] = 0  # a copy changes files as well
-        target = tmp_path / f"killed-{len(copies)}"
         # Threads of orbax may be at work, and rename files.
         with contextlib.suppress(FileNotFoundError, shutil.Error):
-            copied(run, target)
-        files = [x for x in sorted(target.rglob("*")) if x.is_file()]
-        content = tuple((str(x.relative_to(target)), x.read_bytes()) for x in files)
-        if content in copies:
-            shutil.rmtree(target)
-        copies.setdefault(content, target)
+            files = [x for x in sorted(run.rglob("*")) if x.is_file()]
+            content = tuple((str(x), x.read_bytes()) for x in files)
+            if content not in copies:
+                copies[content] = tmp_path / f"killed-{len(copies)}"
+                copied(run, copies[content])
         number[0] = block
 
     def changing(function):

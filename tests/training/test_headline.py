@@ -9,8 +9,8 @@ from dp_accounting import NeighboringRelation
 
 import dpmp
 from dpmp.engines.book_keeping._relative_cost import relative_cost
+from dpmp.sources._source import loader_of
 from dpmp.training._headline import headline
-from dpmp.training._source import loader_of
 
 
 def loss_fn(params, batch):

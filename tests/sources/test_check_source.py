@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import dpmp
-from dpmp import training
-from dpmp.training._check_source import check_source
+from dpmp.sources._check_source import check_source
 
 SIZE = 302
 ARRAYS = {"x": np.arange(2.0 * SIZE).reshape(SIZE, 2), "label": np.arange(SIZE)}
@@ -63,7 +62,7 @@ NAMED = {
 
 
 def test_users_find_it_where_messages_say_it_is():
-    assert dpmp.check_source is training.check_source is check_source
+    assert dpmp.check_source is check_source
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.training._source import Load, Loader, Source, loader_of
+from dpmp.sources._source import Load, Loader, Source, loader_of
 
 
 def check_source(source: PyTree | Source) -> None:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from dpmp.runs import _processes
-from dpmp.runs._processes import are_equal, broadcast, on_first, random_id
+from dpmp import _processes
+from dpmp._processes import are_equal, broadcast, on_first, random_id
 
 
 def test_one_process_acts_for_itself():

@@ -20,8 +20,7 @@ from small_runs import (
     same,
 )
 
-from dpmp.training import _batches
-from dpmp.training._batches import prefetched
+from dpmp.sources import _prefetch, prefetched
 
 
 def no_threads():
@@ -139,7 +138,7 @@ def test_nothing_is_left_when_the_loop_is_stopped(error):
 
 
 def test_a_source_that_hangs_does_not_keep_an_error_waiting(monkeypatch):
-    monkeypatch.setattr(_batches, "_SECONDS_TO_END", 0.05)
+    monkeypatch.setattr(_prefetch, "_SECONDS_TO_END", 0.05)
     release = threading.Event()
 
     def draw(step):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from dpmp import DPSGD, DPTrainer, _random
-from dpmp.training import _placed
+from dpmp.sources import _placed
 
 P = jax.P
 SIZE = 16

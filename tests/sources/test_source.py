@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import dpmp
-from dpmp import training
-from dpmp.training._check_source import check_source
-from dpmp.training._source import Source, as_device_dtypes, load_batch, loader_of
+from dpmp.sources._check_source import check_source
+from dpmp.sources._source import Source, as_device_dtypes, load_batch, loader_of
 
 ARRAYS = {
     "x": np.arange(1, 25, dtype=np.float32).reshape(12, 2),
@@ -87,7 +86,7 @@ def test_rows_that_do_not_match_the_indices_are_refused_without_a_number(rows):
 
 
 def test_users_find_it_where_messages_say_it_is():
-    assert dpmp.Source is training.Source is Source
+    assert dpmp.Source is Source
 
 
 class OneByOne:

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dpmp import _validate, runs
+from dpmp import _processes, _validate
 from dpmp._typing import PyTree
 from dpmp.batch_selection import pad_indices
 from dpmp.mechanism import DPSGD
-from dpmp.training._source import Load, load_batch
+from dpmp.sources._source import Load, load_batch
 
 
 def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
@@ -68,7 +68,7 @@ def check_same_data(load: Load, mechanism: DPSGD) -> None:
     """
     if jax.process_count() == 1:
         return
-    seed = np.random.SeedSequence(int(runs.random_id(), 16))
+    seed = np.random.SeedSequence(int(_processes.random_id(), 16))
     indices = np.random.default_rng(seed).integers(mechanism.num_examples, size=16)
     error, facts = None, [repr(mechanism).encode()]
     try:
@@ -76,7 +76,7 @@ def check_same_data(load: Load, mechanism: DPSGD) -> None:
         facts += [f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in rows]
     except Exception as failure:  # the others must not wait for this process
         error, facts = failure, [str(jax.process_index()).encode()]
-    are_equal = runs.are_equal(*facts)
+    are_equal = _processes.are_equal(*facts)
     if error is not None:
         raise error
     _validate.require(

@@ -1,0 +1,29 @@
+"""Data of users: what a dataset must be, and how its rows reach the devices.
+
+Everything that is loaded is sensitive: errors show neither the records of a batch nor
+their number.
+"""
+
+from dpmp.sources._check_source import check_source
+from dpmp.sources._placed import check_same_data, check_sharding, load_shards
+from dpmp.sources._prefetch import prefetched
+from dpmp.sources._source import (
+    Load,
+    Source,
+    as_device_dtypes,
+    load_batch,
+    loader_of,
+)
+
+__all__ = [
+    "Load",
+    "Source",
+    "as_device_dtypes",
+    "check_same_data",
+    "check_sharding",
+    "check_source",
+    "load_batch",
+    "load_shards",
+    "loader_of",
+    "prefetched",
+]

@@ -1,0 +1,81 @@
+"""Loads the batches of the next steps in the background, while the device computes."""
+
+import collections
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+# A source that hangs must not keep an interrupted program from ending.
+_SECONDS_TO_END = 5.0
+
+
+@contextlib.contextmanager
+def prefetched(
+    draw: Callable[[S], T], tickets: Iterable[S], *, depth: int
+) -> Iterator[Iterator[T]]:
+    """Gives an iterator over `draw(ticket)` for all tickets, in order.
+
+    One thread draws up to `depth` batches ahead, one after the other. An exception of
+    `draw` is raised when the iterator comes to its ticket. A depth of 0 draws every
+    batch when it is asked for, without a thread. The tickets are taken in the calling
+    thread.
+
+    The thread has ended when the context ends. After an exception, the context waits
+    five seconds for the batch that is being drawn, and then leaves the thread alone.
+
+    >>> with prefetched(lambda ticket: ticket**2, range(4), depth=2) as batches:
+    ...     print(list(batches))
+    [0, 1, 4, 9]
+    """
+    if depth == 0:
+        yield map(draw, tickets)
+        return
+    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # Not a ThreadPoolExecutor: Python waits for its threads when it exits.
+    thread = threading.Thread(target=_work, args=(draw, jobs), daemon=True)
+    thread.start()
+    try:
+        yield _in_order(jobs, tickets, depth)
+    except BaseException:
+        while not jobs.empty():
+            jobs.get()
+        jobs.put(None)
+        thread.join(_SECONDS_TO_END)
+        raise
+    jobs.put(None)
+    thread.join()
+
+
+def _work(draw: Callable[[S], T], jobs: queue.SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
+        ticket, result = job
+        try:
+            result.put((draw(ticket), None))
+        except BaseException as error:
+            result.put((None, error))
+
+
+def _in_order(
+    jobs: queue.SimpleQueue[Any], tickets: Iterable[S], depth: int
+) -> Iterator[Any]:
+    waiting: collections.deque[queue.SimpleQueue[Any]] = collections.deque()
+    for ticket in tickets:
+        waiting.append(queue.SimpleQueue())
+        jobs.put((ticket, waiting[-1]))
+        # While the oldest of these is in use, the others are drawn.
+        if len(waiting) > depth:
+            yield _result(waiting.popleft())
+    while waiting:
+        yield _result(waiting.popleft())
+
+
+def _result(finished: queue.SimpleQueue[Any]) -> Any:
+    batch, error = finished.get()
+    if error is not None:
+        raise error
+    return batch
