@@ -34,14 +34,14 @@ def choose_resolution(
         loss = arithmetic.share_lost(num_parameters, resolution)
         if loss <= 0.01:
             break
-    _validate.require(
-        loss <= LARGEST_LOSS,
-        f"rounding to a grid must cost at most {LARGEST_LOSS:.0%} of the clip norm",
-        cost=f"{loss:.2g}",
-        noise_multiplier=noise_multiplier,
-        num_parameters=num_parameters,
-        fix=_how_to_lose_less(num_parameters, wanted, resolution, arithmetic),
-    )
+    if loss > LARGEST_LOSS:
+        _validate.fail(
+            f"rounding to a grid must cost at most {LARGEST_LOSS:.0%} of the clip norm",
+            cost=f"{loss:.2g}",
+            noise_multiplier=noise_multiplier,
+            num_parameters=num_parameters,
+            fix=_how_to_lose_less(num_parameters, wanted, resolution, arithmetic),
+        )
     resolution = min(resolution, LARGEST_RESOLUTION)
     narrowest = DiscreteGaussian((1,)).effective_stddev
     # 1 % less than the narrowest noise is enough: `resolution` was rounded down, and

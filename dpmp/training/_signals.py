@@ -50,8 +50,8 @@ class Signals:
             yield
         finally:
             self._is_deferred = False
-        for number in self._waiting:
-            self._stop(number)
+        while self._waiting:
+            self._stop(self._waiting.pop())
 
     def _handle(self, number: int, frame: Any) -> None:
         if self._is_deferred and not self._waiting:

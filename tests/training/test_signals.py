@@ -26,7 +26,7 @@ from small_runs import (
 )
 
 import dpmp
-from dpmp.training import _batches
+from dpmp.sources import _prefetch
 from dpmp.training._signals import Signals
 
 
@@ -169,6 +169,30 @@ def test_a_signal_saves_the_last_step_and_costs_nothing_more(
 
 
 @pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("has_directory", [False, True])
+def test_a_signal_during_a_step_is_raised_once(tmp_path, has_directory):
+    trainer, step = new_trainer(), fresh_trainer()._step
+    calls = []
+
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(step, name)
+
+        def run(self, *args):
+            calls.append(None)
+            if len(calls) == 2:
+                send(signal.SIGINT)
+            return step.run(*args)
+
+    trainer._step = Interrupted()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fit(trainer, tmp_path if has_directory else None)
+    assert "after step 2 of 7" in "".join(caught.value.__notes__)
+    assert caught.value.__context__ is None
+    assert int(trainer.last_state.step) == num_of_state(trainer.last_state) == 2
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_without_a_directory_keeps_the_state():
     trainer = fresh_trainer()
 
@@ -221,7 +245,7 @@ def test_a_run_that_stops_before_its_first_step_says_nothing_of_a_state():
 
 
 def test_a_source_that_hangs_is_left_alone_after_sigterm(tmp_path, monkeypatch):
-    monkeypatch.setattr(_batches, "_SECONDS_TO_END", 0.1)
+    monkeypatch.setattr(_prefetch, "_SECONDS_TO_END", 0.1)
     trainer, release = fresh_trainer(), threading.Event()
     source = Source(5, lambda: release.wait(60))
     timer = threading.Timer(1.0, send, (signal.SIGTERM,))

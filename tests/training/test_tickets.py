@@ -345,7 +345,7 @@ def test_several_processes_share_the_bits_of_the_first(monkeypatch):
         return np.arange(words.size, dtype=np.uint32)
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(_tickets.runs, "broadcast", broadcast)
+    monkeypatch.setattr(_tickets._processes, "broadcast", broadcast)
     tickets = list(draw_tickets(range(300), None))
     assert len(calls) == 2
     first = [x.take("batch", "noise", "model", "update") for x in tickets[:256]]
