@@ -81,7 +81,8 @@ def check_program(
 def calls_host(jaxpr: Any) -> bool:
     """Whether a jaxpr calls functions on the host, such as `jax.debug.print`."""
     for eqn in jaxpr.eqns:
-        if any(part in eqn.primitive.name for part in _ON_HOST):
+        name = eqn.primitive.name
+        if name == "check" or any(part in name for part in _ON_HOST):  # of checkify
             return True
         inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
         if any(calls_host(x) for x in inner if hasattr(x, "eqns")):

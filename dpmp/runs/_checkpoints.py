@@ -101,6 +101,8 @@ class Checkpoints:
 
     def discard_pending(self) -> None:
         """Removes what was not released."""
+        if self._pending.is_symlink():
+            self._pending.unlink()
         shutil.rmtree(self._pending, ignore_errors=True)
         for leftover in self._folder.glob("*.old"):
             shutil.rmtree(leftover, ignore_errors=True)

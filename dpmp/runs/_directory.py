@@ -80,17 +80,13 @@ class RunDirectory:
         """
         found = self._checkpoints.restore(like, self._ledger)
         step = max(made, found[1]["step"] if found else 0)
-        lost = {x for x in range(*self._last_steps()) if x >= step}
-        if lost:
+        paid = max((x.stop for x in self.spent.segments), default=0)
+        if paid > step:
             warn(
-                f"steps {min(lost) + 1} to {max(lost) + 1} are paid for in the ledger, "
-                f"but have no checkpoint. They are made again, at a new cost."
+                f"the ledger has paid for steps up to {paid}, but the run goes on "
+                f"after step {step}. The steps between are made again, at a new cost."
             )
         return found
-
-    def _last_steps(self) -> tuple[int, int]:
-        last = self._ledger.records[-1].segment if self._ledger.records else None
-        return (last.start, last.stop) if last else (0, 0)
 
     def start_metrics(self, step: int, lines: list[Line]) -> float:
         """Opens the file of metrics after `step` steps; returns their seconds so far.
@@ -109,6 +105,18 @@ class RunDirectory:
             both = known | Spent((segment,))
             if both.count(segment.cost) > known.count(segment.cost):
                 self.charge(segment, delta)
+
+    def check_delta(self, delta: float | None) -> None:
+        """Raises ValueError unless all runs in the directory have this delta."""
+        deltas = {x.delta for x in self._ledger.records if x.delta is not None}
+        others = sorted(deltas - {delta})
+        _validate.require(
+            not others,
+            "a budget must be for the delta of all runs in the directory",
+            delta=delta,
+            earlier=others,
+            fix="Use DPSGD with that delta, and a budget that you planned for it.",
+        )
 
     def charge(self, segment: Segment, delta: float | None) -> None:
         """Records steps before anything that depends on them is seen.

@@ -30,6 +30,7 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
     make_directory(directory)
     with open_file(directory / "lock", os.O_RDWR | os.O_CREAT) as descriptor:
         _acquire(descriptor, directory)
+        process = os.getpid()
         try:
             os.ftruncate(descriptor, 0)
             who = f"process {os.getpid()} on {socket.gethostname()}\n"
@@ -37,7 +38,8 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
             yield
         finally:
             # Closing would not do, as long as a forked process has the file open too.
-            if fcntl is not None:
+            # And that process must not release the lock.
+            if fcntl is not None and process == os.getpid():
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 

@@ -30,7 +30,7 @@ class MetricsFile:
         content = self._path.read_bytes() if self._path.exists() else b""
         known = [x for x in _lines(content) if x[0]["step"] <= step]
         # The running time of all processes that worked on the run so far.
-        self.seconds = max((x.get("seconds", 0.0) for x, _ in known), default=0.0)
+        self.seconds = max((x.get("seconds") or 0.0 for x, _ in known), default=0.0)
         self._end = known[-1][1] if known else 0
         last = known[-1][0]["step"] if known else 0
         self.append([x for x in lines if x["step"] > last])

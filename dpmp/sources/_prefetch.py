@@ -33,7 +33,7 @@ def prefetched(
     [0, 1, 4, 9]
     """
     if depth == 0:
-        yield map(draw, tickets)
+        yield (_result(_attempt(draw, ticket)) for ticket in tickets)
         return
     jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # Not a ThreadPoolExecutor: Python waits for its threads when it exits.
@@ -54,10 +54,16 @@ def prefetched(
 def _work(draw: Callable[[S], T], jobs: queue.SimpleQueue[Any]) -> None:
     while (job := jobs.get()) is not None:
         ticket, result = job
-        try:
-            result.put((draw(ticket), None))
-        except BaseException as error:
-            result.put((None, error))
+        result.put(_attempt(draw, ticket))
+
+
+def _attempt(
+    draw: Callable[[S], T], ticket: S
+) -> tuple[T | None, BaseException | None]:
+    try:
+        return draw(ticket), None
+    except BaseException as error:
+        return None, error
 
 
 def _in_order(
@@ -69,13 +75,14 @@ def _in_order(
         jobs.put((ticket, waiting[-1]))
         # While the oldest of these is in use, the others are drawn.
         if len(waiting) > depth:
-            yield _result(waiting.popleft())
+            yield _result(waiting.popleft().get())
     while waiting:
-        yield _result(waiting.popleft())
+        yield _result(waiting.popleft().get())
 
 
-def _result(finished: queue.SimpleQueue[Any]) -> Any:
-    batch, error = finished.get()
+def _result(attempt: tuple[T | None, BaseException | None]) -> Any:
+    batch, error = attempt
     if error is not None:
-        raise error
+        # A report of the error may show the variables of frames, which are sensitive.
+        raise error.with_traceback(None)
     return batch

@@ -160,8 +160,10 @@ def _hide_errors(load: Callable[[], PyTree]) -> PyTree:
         with np.errstate(all="ignore"):
             return load()
     except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-        error.__context__ = None  # perhaps an error that the source was handling
-        raise error.with_traceback(None) from None
+        # The source itself may raise it, and say something about a record.
+        hidden = error if hasattr(error, "is_signal") else type(error)()
+        hidden = hidden.with_traceback(None)
+        hidden.__context__ = hidden.__cause__ = None
     except _validate.RefusedError:
         hidden = _validate.RefusedError(_NOT_ALIKE)
     except BaseException as error:

@@ -90,6 +90,7 @@ def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
     made, free = Spent(tuple(released)) | Spent(), ledger.incomplete_bytes
     times = ledger.times
     costs = dict.fromkeys(x.cost for x in spent.segments)
+    different = {step for x in spent.segments for step in range(x.start, x.stop)}
     return {
         "directory": directory,
         "first_time": times[0] if times else None,
@@ -103,6 +104,7 @@ def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
             for x in costs
         ],
         "charged_alone": sum(spent.count(x) - made.count(x) for x in costs),
+        "made_again": sum(spent.count(x) for x in costs) - len(different),
         "epsilon": _finite(spent.guarantee(delta=delta)),
         "incomplete_bytes": free,
     }
@@ -173,6 +175,8 @@ def _describe(row: dict[str, Any]) -> str:
             f"a run ended with an error or before its checkpoint was in place, or the "
             f"steps were made elsewhere."
         )
+    if row["made_again"]:
+        text += f" {row['made_again']} of the steps were made again, and count again."
     if row["incomplete_bytes"]:
         text += (
             f" The file ends with an incomplete record of {row['incomplete_bytes']} "

@@ -20,11 +20,20 @@ class Batch:
       examples: arrays with a leading axis of `mechanism.padded_batch_size`.
       is_padding_example: (padded_batch_size,) bool.
       ticket: the keys of the step.
+      mechanism: the mechanism that has drawn it.
     """
 
     examples: PyTree = dataclasses.field(repr=False)
     is_padding_example: Any = dataclasses.field(repr=False)
     ticket: Ticket = dataclasses.field(repr=False)
+    mechanism: DPSGD = dataclasses.field(repr=False)
+
+    def is_of(self, mechanism: DPSGD) -> bool:
+        """Whether another mechanism draws batches in the same way."""
+        return (self.mechanism.sampling, self.mechanism.num_examples) == (
+            mechanism.sampling,
+            mechanism.num_examples,
+        )
 
 
 def draw_batch(mechanism: DPSGD, load: Load, sharding: Any, ticket: Ticket) -> Batch:
@@ -35,7 +44,8 @@ def draw_batch(mechanism: DPSGD, load: Load, sharding: Any, ticket: Ticket) -> B
         num_examples=mechanism.num_examples,
         key=int.from_bytes(words.astype("<u4").tobytes(), "little"),
     )
-    return Batch(*load_shards(load, indices, mechanism, sharding), ticket)
+    batch = load_shards(load, indices, mechanism, sharding)
+    return Batch(*batch, ticket, mechanism)
 
 
 def shapes_of_batch(load: Load) -> PyTree:

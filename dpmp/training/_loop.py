@@ -1,14 +1,16 @@
 """The loop of a run: draws a batch, makes a step, and releases it."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import runs
+from dpmp import _validate, runs
 from dpmp._warnings import warn
 from dpmp.accounting import round_up
 from dpmp.sources import Load, prefetched
@@ -18,7 +20,7 @@ from dpmp.training._checks import as_public
 from dpmp.training._headline import headline
 from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
 from dpmp.training._progress import Progress
-from dpmp.training._signals import Signals
+from dpmp.training._signals import Signals, is_of_signal
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._tickets import draw_tickets
@@ -36,7 +38,7 @@ class Options:
     progress: bool
     every: int
     prefetch: int
-    root: np.ndarray | None
+    root: np.ndarray | None = dataclasses.field(repr=False)
 
 
 class Loop:
@@ -61,7 +63,7 @@ class Loop:
         mechanism, start = account.mechanism, account.start
         self._step, self._state = step, state._replace(spent=None)
         self._account, self._options, self._signals = account, options, signals
-        self._directory = directory
+        self._directory, self._process = directory, os.getpid()
         self._begun = start  # steps that were begun
         self._saved = start  # steps that were released by a checkpoint
         self._paid = start  # steps that are in the ledger
@@ -115,48 +117,58 @@ class Loop:
                 if self._directory is None or is_last:
                     self._release()
                 else:
-                    self._progress.update(self._begun, self._state.step, {}, {})
+                    self._show({}, {})
+            self._signals.act()
 
     def end(self) -> None:
         """Shows the last line, when all files are written."""
         self._progress.end()
 
-    def stopped(self, error: BaseException) -> TrainingState | None:
+    def stopped(
+        self, error: BaseException
+    ) -> tuple[TrainingState | None, Exception | None]:
         """Pays for what an error may tell, and keeps the state, if possible.
 
-        Adds notes to the error. Returns the state after the last complete step.
+        Adds notes to the error.
+
+        Returns:
+          The state after the last complete step. If the ledger could not be written,
+          the error to raise instead: nobody may see a state, or an error, that was not
+          paid for.
         """
+        if self._process != os.getpid():  # a child must leave the run to its parent
+            return None, None
+        self._signals.ignore()
         step = _step_of(self._state)
-        is_signal = isinstance(error, KeyboardInterrupt | SystemExit)
-        is_signal = is_signal and self._signals.received
+        is_signal = is_of_signal(error)
         if is_signal and step is not None:
             self._begun = step  # a signal says nothing about the step that it stopped
-        may_save = step is not None and step > self._saved and not self._is_saving
-        for action in (
-            None if is_signal else self._pay_all,
-            (lambda: self._save_stopped(error)) if may_save else None,
-            self._pay_all,  # if the state could not be saved
-        ):
-            try:
-                if action is not None:
-                    action()
-            except Exception as cause:  # the first error must not be lost
-                error.add_note(f"dpmp: {cause}")
+        try:
+            if not is_signal:
+                self._pay(self._begun)
+            if step is not None and step > self._saved and not self._is_saving:
+                self._save_stopped(error)
+        except Exception as cause:  # the first error must not be lost
+            error.add_note(f"dpmp: {cause}")
+        try:
+            self._pay(self._begun)  # if the state could not be saved
+        except Exception as failure:
+            kind = OSError if isinstance(failure, OSError) else RuntimeError
+            return None, kind(f"{failure} The run has stopped.")
         if step is None:
             from_there = "the last checkpoint" if self._directory else "a saved state"
             error.add_note(
                 f"dpmp: the step itself failed, and its state is lost. Go on from "
                 f"{from_there}."
             )
-            return None
+            return None, None
         if step > 0:  # else nothing was made that could be lost
             error.add_note(self._describe_stop(step))
         if isinstance(error, SystemExit):  # Python would show nothing
-            warn(" ".join(x.removeprefix("dpmp: ") for x in error.__notes__))
-        return self.state
-
-    def _pay_all(self) -> None:
-        self._pay(self._begun)
+            notes = (x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", []))
+            with contextlib.suppress(Warning):  # where warnings are errors
+                warn(" ".join(notes))
+        return self.state, None
 
     def _save_stopped(self, error: BaseException) -> None:
         if self._directory is None:
@@ -165,34 +177,41 @@ class Loop:
             error.add_note("dpmp: run all processes again, to go on from a checkpoint.")
         else:
             self._save(self._metrics.take())
-            error.add_note("dpmp: the state is saved. Run the same program again.")
 
     def _describe_stop(self, step: int) -> str:
         mechanism, spent = self._account.mechanism, ""
         if mechanism.is_private and mechanism.delta is not None:
             epsilon = round_up(self._account.epsilon(self._begun))
             spent = f" with epsilon {epsilon} spent"
+        where = "in trainer.last_state; fit goes on from there"
+        if self._directory is not None and self._saved == step:
+            where = "saved. Run the same program again, to go on from there"
         return (
             f"dpmp: the run stopped after step {step} of {mechanism.iterations}{spent}."
-            " Its state is in trainer.last_state; fit goes on from there."
+            f" Its state is {where}."
         )
 
     def _make_step(self, batches: Iterator[Batch]) -> None:
+        _validate.require(
+            self._process == os.getpid(),
+            "a run must go on in the process that began it",
+            process="a forked one",
+            fix="Leave the forked process by os._exit, or start a run of its own.",
+            error=RuntimeError,
+        )
         self._begun += 1  # a batch that does not load says something about this step
-        batch = next(batches)
-        args = batch.examples, batch.is_padding_example
-        program = self._step.prepare(self._state, *args)
+        with self._signals.interruptible():
+            batch = next(batches)
+            is_padding = batch.is_padding_example
+            prepared = self._step.prepare(self._state, batch.examples, is_padding)
         callback = self._options.sensitive_callback
-        if program.calls_host or callback is not None:
+        if prepared.program.calls_host or callback is not None:
             # Something outside may see values of these steps before their release.
             self._pay(min(self._options.stop, self._end_of_block()))
-        with self._signals.deferred():
-            self._state, outputs = self._step.run(
-                program, self._state, batch.ticket, *args
-            )
+        self._state, outputs = self._step.run(prepared, batch.ticket)
         if callback is not None:
-            is_padding = jnp.asarray(batch.is_padding_example)
-            callback(SensitiveOutputs(*outputs, is_padding))
+            with self._signals.interruptible():
+                callback(SensitiveOutputs(*outputs, jnp.asarray(is_padding)))
 
     def _end_of_block(self) -> int:
         return -(-self._begun // self._options.every) * self._options.every
@@ -225,17 +244,21 @@ class Loop:
         """Releases the steps since the last release, and shows what they release."""
         lines, public = self._metrics.take(), {}
         if self._directory is not None:
-            with self._signals.deferred():
-                self._save(lines)
+            self._save(lines)
         if self._options.callback is not None:
-            public = as_public(self._options.callback(self.state))
+            with self._signals.interruptible():
+                public = as_public(self._options.callback(self.state))
         if self._directory is not None:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
             self._directory.write_metrics([*lines[:-1], lines[-1] | numbers])
         metrics = self._state.metrics
         is_reported = bool(lines) or self._begun in self._progress.report_steps
         self._overflows.look(self._begun, metrics, is_reported=is_reported)
-        self._progress.update(self._begun, self._state.step, metrics, public)
+        self._show(metrics, public)
+
+    def _show(self, metrics: Mapping[str, Any], public: Mapping[str, float]) -> None:
+        with self._signals.interruptible():  # it waits for the device
+            self._progress.update(self._begun, self._state.step, metrics, public)
 
 
 def _step_of(state: TrainingState) -> int | None:

@@ -1,4 +1,4 @@
-"""Signals that stop a run: they wait for the step, so that its state is not lost."""
+"""Signals that stop a run: they wait, so that a step and its state are not lost."""
 
 import contextlib
 import signal
@@ -8,13 +8,12 @@ from typing import Any
 
 
 class Signals:
-    """A context in which Ctrl-C, and SIGTERM if wanted, raise an exception in order.
+    """A context in which Ctrl-C, and SIGTERM if wanted, stop a run in order.
 
-    SIGTERM, which schedulers of clusters send some seconds before they kill a process,
-    raises SystemExit. Where the program has handlers of its own, they stay.
-
-    Attributes:
-      received: whether a signal has stopped the run. Signals do not depend on data.
+    A signal waits until the run comes to a block that is `interruptible`; a second one
+    acts at once. SIGTERM, which schedulers of clusters send some seconds before they
+    kill a process, raises SystemExit. Where the program has handlers of its own, they
+    stay. The exceptions have an attribute `is_signal`.
     """
 
     def __init__(self, *, sigterm: bool):
@@ -26,42 +25,64 @@ class Signals:
             for number, handler in usual.items()
             if is_main and signal.getsignal(number) == handler
         }
-        self.received = False
-        self._is_deferred, self._waiting = False, list[int]()
+        self._is_interruptible = self._is_over = False
+        self._waiting: list[int] = []
 
     def __enter__(self) -> "Signals":
         for number in self._usual:
             signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         for number, handler in self._usual.items():
             signal.signal(number, handler)
+        if kind is None:
+            self.act()
 
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Lets a signal act at the end of the block; a second one acts at once.
-
-        A step uses up the arrays of the state before it. An interruption between that
-        and the assignment of the new state would lose both.
-        """
-        self._is_deferred = True
+    def interruptible(self) -> Iterator[None]:
+        """Lets a signal act within the block, also one that came before it."""
+        self.act()
+        self._is_interruptible = True
         try:
             yield
         finally:
-            self._is_deferred = False
-        while self._waiting:
-            self._stop(self._waiting.pop())
+            self._is_interruptible = False
+
+    def act(self) -> None:
+        """Raises the exception of a signal that waits."""
+        if self._waiting:
+            raise _exception_of(self._waiting.pop())
+
+    def ignore(self) -> None:
+        """Lets no signal act any more, since the run ends anyway."""
+        self._is_over = True
+        self._waiting.clear()
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self._is_deferred and not self._waiting:
-            self._waiting.append(number)
-        else:
-            self._stop(number)
+        if self._is_over:
+            return
+        if self._is_interruptible or self._waiting:
+            self._waiting.clear()
+            raise _exception_of(number)
+        self._waiting.append(number)
 
-    def _stop(self, number: int) -> None:
-        self.received = True
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        # Shells report a process that a signal ended with the status 128 + its number.
-        raise SystemExit(128 + number)
+
+def is_of_signal(error: BaseException) -> bool:
+    """Whether a signal raised this exception, while there was no other error."""
+    return getattr(error, "is_signal", False) and error.__context__ is None
+
+
+class _Interrupted(KeyboardInterrupt):
+    is_signal = True
+
+
+class _Terminated(SystemExit):
+    is_signal = True
+
+
+def _exception_of(number: int) -> BaseException:
+    # Shells report a process that a signal ended with the status 128 + its number.
+    if number == signal.SIGINT:
+        return _Interrupted()
+    return _Terminated(128 + number)

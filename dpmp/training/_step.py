@@ -7,7 +7,7 @@ step is compiled once for a whole run.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,43 +80,45 @@ class Step:
 
     def prepare(
         self, state: TrainingState, batch: PyTree, is_padding: Any
-    ) -> "Program":
-        """Returns the program for a state without `spent`, and for a batch."""
+    ) -> "Prepared":
+        """Puts a state without `spent` and a batch on their devices, with a program."""
         # As in `run`: an exception would show that an example is not finite.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            return self._prepare(state, batch, is_padding)
+            self._check_size(batch, is_padding)
+            batch = as_device_dtypes(batch)
+            state, is_padding = put_together(state, batch), jnp.asarray(is_padding)
+            program = self._program_of(state, batch, is_padding)
+            return Prepared(program, state, batch, is_padding)
 
     def run(
-        self,
-        program: "Program",
-        state: TrainingState,
-        ticket: Ticket,
-        batch: PyTree,
-        is_padding: Any,
+        self, prepared: "Prepared", ticket: Ticket
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """Runs the step; returns the new state and the sensitive losses and norms."""
+        program, state, batch, is_padding = prepared
         # jax's debug flags look at all arrays, those of the batch and the results. They
         # would show in an exception that an example, or its gradient, is not finite.
         # Without jit, each operation would be visible.
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            args = _arguments(state, ticket.take(*_KEYS), batch, is_padding)
+            keys = _committed_with(state, batch, ticket.take(*_KEYS))
             try:
-                results = program.compiled(*args, program.constants)
+                results = program.compiled(
+                    state, keys, batch, is_padding, program.constants
+                )
             except BaseException:
                 # Other batches may run, for example of shorter examples.
                 if not program.has_run:
                     self._programs.remove(program)
                 raise
+            finally:
+                keys.clear()  # a report of an error may show the variables of frames
             program.has_run = True
             return results
 
-    def _prepare(
-        self, state: TrainingState, batch: PyTree, is_padding: Any
+    def _program_of(
+        self, state: TrainingState, batch: PyTree, is_padding: jax.Array
     ) -> "Program":
-        self._check_size(batch, is_padding)
         no_keys = [np.zeros(4, np.uint32)] * len(_KEYS)
-        args = _arguments(state, no_keys, batch, is_padding)
-        state, _, batch, _ = args
+        args = state, _committed_with(state, batch, no_keys), batch, is_padding
         of_state, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
         placed = placement(args)
         same_state = [x for x in self._programs if x.of_state == of_state]
@@ -325,14 +327,20 @@ class Program:
         return self.lowered.compile()
 
 
-def _arguments(
-    state: TrainingState, keys: list[np.ndarray], batch: PyTree, is_padding: Any
-) -> tuple[Any, ...]:
-    """The arguments of a program, on the devices where it runs."""
-    batch = as_device_dtypes(batch)
-    words = [jnp.asarray(x) for x in keys]
-    state, words = put_together((state, words), batch)
-    return state, words, batch, jnp.asarray(is_padding)
+class Prepared(NamedTuple):
+    """A program and its arguments, apart from the keys."""
+
+    program: Program
+    state: TrainingState
+    batch: PyTree
+    is_padding: jax.Array
+
+
+def _committed_with(
+    state: TrainingState, batch: PyTree, keys: list[np.ndarray]
+) -> list[jax.Array]:
+    """The words of keys, on the devices of a state and a batch."""
+    return put_together([jnp.asarray(x) for x in keys], (state, batch))
 
 
 def _model_key(words: Any) -> jax.Array:

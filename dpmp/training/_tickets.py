@@ -19,23 +19,29 @@ from dpmp._threefry import threefry4x32
 _USES = ("batch", "noise", "model", "update")
 _WORDS = 4 * len(_USES)
 
+_USED = object()  # in place of a key that was taken
+
 # Several processes agree on this many tickets at once.
 _BLOCK = 256
 
 
 class Ticket:
-    """The keys of one step. Each can be taken once, in the process that drew them.
+    """The keys of one step. Each can be taken once, in the process of the ticket.
 
     A ticket cannot be copied or pickled, and `repr` shows no key.
     """
 
     __slots__ = ("_keys", "_process", "step")
 
-    def __init__(self, step: int, words: np.ndarray):
-        """The ticket of a step, counted from 0, from (16,) uint32 secret words."""
-        keys = words.reshape(len(_USES), 4)
+    def __init__(self, step: int, words: np.ndarray | None = None):
+        """The ticket of a step, counted from 0.
+
+        The keys are (16,) uint32 secret words. By default, the operating system draws
+        each key when it is taken, so that a snapshot of the machine has none.
+        """
+        keys = [None] * len(_USES) if words is None else words.reshape(len(_USES), 4)
         self.step, self._process = step, os.getpid()
-        self._keys: dict[str, np.ndarray] = dict(zip(_USES, keys, strict=True))
+        self._keys: dict[str, Any] = dict(zip(_USES, keys, strict=True))
 
     def take(self, *uses: str) -> list[np.ndarray]:
         """Takes keys, (4,) uint32 each, so that nobody can take them again.
@@ -43,10 +49,9 @@ class Ticket:
         Raises:
           RuntimeError: if they were taken, or if this process was forked.
         """
-        keys = [self._keys.pop(use, None) for use in uses]
-        is_fresh = self._process == os.getpid() and all(x is not None for x in keys)
+        keys = [self._keys.pop(use, _USED) for use in uses]
         _validate.require(
-            is_fresh,
+            self._process == os.getpid() and not any(x is _USED for x in keys),
             "the random numbers of a step must be used once, in the process that drew "
             "them",
             uses=uses,
@@ -54,7 +59,7 @@ class Ticket:
             "reveal what the accounting assumes to be secret.",
             error=RuntimeError,
         )
-        return [x for x in keys if x is not None]
+        return [_fresh_words(4) if x is None else x for x in keys]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a ticket has secret keys, and cannot be copied or pickled")
@@ -79,14 +84,20 @@ def draw_tickets(
         for step in steps:
             yield Ticket(step, _derived(root, step, times_made(step)))
         return
-    several, waiting = jax.process_count() > 1, np.zeros((0, _WORDS), np.uint32)
+    waiting = np.zeros((0, _WORDS), np.uint32)
     for step in steps:
+        if jax.process_count() == 1:
+            yield Ticket(step)
+            continue
         if not len(waiting):
-            number = _BLOCK if several else 1
-            words = np.frombuffer(os.urandom(4 * _WORDS * number), np.uint32)
-            waiting = _processes.broadcast(words).reshape(number, _WORDS)
+            words = _processes.broadcast(_fresh_words(_WORDS * _BLOCK))
+            waiting = words.reshape(_BLOCK, _WORDS)
         yield Ticket(step, waiting[0])
         waiting = waiting[1:]
+
+
+def _fresh_words(number: int) -> np.ndarray:
+    return np.frombuffer(os.urandom(4 * number), np.uint32)
 
 
 def root_of(prng_key: jax.Array | None) -> np.ndarray | None:

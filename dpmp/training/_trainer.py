@@ -1,6 +1,7 @@
 """DPTrainer: the host samples and loads batches, and runs the loop of steps."""
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -100,27 +101,33 @@ class DPTrainer:
           ValueError: for an argument of another type, or a `prng_key` that is no jax
             key or is not the same on all processes.
         """
-        self.policy = Policy.parse(policy)
+        policy = Policy.parse(policy)
         _checks.check_types(mechanism, optimizer, uses_prng_key)
         _losses.check_loss(loss_fn, uses_prng_key=uses_prng_key)
         loss_scale = as_number(loss_scale)
-        _checks.warn_of_policy(self.policy, loss_scale)
+        _checks.warn_of_policy(policy, loss_scale)
         if not isinstance(loss_scale, DynamicScale | None):
             loss_scaling.check(loss_scale)
-        self.mechanism, self.loss_fn, self.optimizer = mechanism, loss_fn, optimizer
-        self.uses_prng_key, self.loss_scale = uses_prng_key, loss_scale
         self.last_state: TrainingState | None = None
         self._root = root_of(prng_key)
         self._step = Step(
             mechanism=mechanism,
             loss_fn=loss_fn,
             optimizer=optimizer,
-            policy=self.policy,
+            policy=policy,
             uses_prng_key=uses_prng_key,
             loss_scale=loss_scale,
         )
         # The process, the id and the step of the last `train_step`.
         self._latest: list[tuple[int, str, int]] = []
+
+    # A trainer cannot be changed: its step is compiled, and its mechanism accounts.
+    mechanism = property(lambda self: self._step.mechanism)
+    loss_fn = property(lambda self: self._step.loss_fn)
+    optimizer = property(lambda self: self._step.optimizer)
+    policy = property(lambda self: self._step.policy)
+    uses_prng_key = property(lambda self: self._step.uses_prng_key)
+    loss_scale = property(lambda self: self._step.loss_scale)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._root is not None:
@@ -163,7 +170,7 @@ class DPTrainer:
         state = self.init(params)
         if not runs.checked_path(checkpoint_dir).is_dir():
             return state
-        with runs.opened(checkpoint_dir) as directory:
+        with runs.opened(checkpoint_dir, keep=sys.maxsize) as directory:
             return _newest(state, directory)[0]
 
     def guarantee(
@@ -173,7 +180,9 @@ class DPTrainer:
 
         This counts steps of other mechanisms, and steps that were made before the state
         was saved and loaded. `python -m dpmp ledger DIR` counts everything that was
-        paid for in a directory, also what this state does not depend on.
+        paid for in a directory, also what this state does not depend on. Under
+        ADD_OR_REMOVE_ONE a state does not have the number of examples, and all steps
+        count as if it was that of the mechanism.
 
         Args:
           state: any state of this run.
@@ -222,18 +231,18 @@ class DPTrainer:
         )
         if not isinstance(batch, Batch):
             (ticket,) = draw_tickets([step], self._root)
-            batch = Batch(batch, is_padding_example, ticket)
+            batch = Batch(batch, is_padding_example, ticket, self.mechanism)
         _validate.require(
-            batch.ticket.step == step,
-            "a batch must be drawn for the state that it is used with",
+            batch.ticket.step == step and batch.is_of(self.mechanism),
+            "a batch must be drawn by the mechanism, and for the state, that it is "
+            "used with",
             batch_of_step=batch.ticket.step,
             step=step,
             fix="Use trainer.train_step(state, trainer.load_batch(state, data)).",
         )
         account, arrays = self._continued(state), state._replace(spent=None)
-        args = batch.examples, batch.is_padding_example
-        program = self._step.prepare(arrays, *args)
-        new_state, _ = self._step.run(program, arrays, batch.ticket, *args)
+        prepared = self._step.prepare(arrays, batch.examples, batch.is_padding_example)
+        new_state, _ = self._step.run(prepared, batch.ticket)
         self._latest = [(os.getpid(), account.id, step + 1)]
         return new_state._replace(spent=account.words(step + 1))
 
@@ -250,7 +259,7 @@ class DPTrainer:
             process, id_, next_step = 0, "", 0
         past = past_of(self.mechanism, state)
         goes_on = process == os.getpid() and next_step == step
-        goes_on &= any(x.id == id_ and x.stop == step for x in past.segments)
+        goes_on &= any(x.id == id_ and x.stop == step for x in past.segments[-1:])
         id_ = id_ if goes_on else _processes.random_id()
         return Account(self.mechanism, past, past, step, id_)
 
@@ -380,7 +389,8 @@ class DPTrainer:
         ):
             state, lines = _newest(state, directory)
             account = Account.of(mechanism, state, directory)
-            if epsilon_budget is not None:
+            if directory is not None and epsilon_budget is not None:
+                directory.check_delta(mechanism.delta)
                 stop = account.stop_within(epsilon_budget, stop)
             options = Options(
                 stop=account.stop_at_least(stop),
@@ -394,13 +404,18 @@ class DPTrainer:
                 root=self._root,
             )
             loop = Loop(self._step, state, account, options, signals, directory, lines)
+            failure = None
             try:
                 loop.run()
+                self.last_state = loop.state  # a signal may come before the return
             except BaseException as error:
-                with signals.deferred():
-                    self.last_state = loop.stopped(error)
-                raise
+                self.last_state, failure = loop.stopped(error)
+                if failure is None:
+                    raise
+            if failure is not None:  # it does not carry the error that it hides
+                raise failure
         loop.end()
+        self.last_state = None
         return loop.state
 
 

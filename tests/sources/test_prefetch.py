@@ -97,7 +97,7 @@ def test_one_batch_is_drawn_at_a_time():
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 20])
 @pytest.mark.parametrize("failing", [0, 1, 4, 9])
-def test_an_error_is_raised_at_its_step_with_its_traceback(depth, failing):
+def test_an_error_is_raised_at_its_step_without_the_frames_of_the_batch(depth, failing):
     received = []
 
     def receive():
@@ -107,8 +107,8 @@ def test_an_error_is_raised_at_its_step_with_its_traceback(depth, failing):
 
     with pytest.raises(FailureError) as caught:
         receive()
-    text = "".join(traceback.format_exception(caught.value))
-    assert "raise FailureError(step)" in text
+    frames = traceback.walk_tb(caught.value.__traceback__)
+    assert "draw" not in {frame.f_code.co_name for frame, _ in frames}
     assert no_threads() is True
     assert received == list(range(failing))
 

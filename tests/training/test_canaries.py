@@ -222,7 +222,7 @@ def test_a_leak_would_be_found(tmp_path, monkeypatch, capsys, caplog):
     def leak(directory, monkeypatch):
         def callback(state):
             if int(state.step) == 6:
-                word = np.frombuffer(words[0], np.uint32)[5]
+                word = np.frombuffer(words[0], np.uint32)[3]
                 logging.getLogger("dpmp").warning("sampling %s", word)
                 raise RuntimeError(f"the record says {WORD}")
             print(ROWS["x"][0, 0])

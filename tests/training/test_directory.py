@@ -11,7 +11,10 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+import traceback
 import types
 import warnings
 
@@ -260,7 +263,9 @@ def test_a_record_without_its_checkpoint_is_charged(
         return derived(root, step, times_made)
 
     monkeypatch.setattr(_tickets, "_derived", record)
-    with pytest.warns(UserWarning, match=r"steps 4 to 6 are paid for .* at a new cost"):
+    with pytest.warns(
+        UserWarning, match=r"paid for steps up to 6, .* after step 3. .* at a new"
+    ):
         state = fit(trainer, directory)
     assert num_paid(directory) == 10
     assert num_of_state(state) == 7
@@ -336,7 +341,7 @@ def test_an_exception_of_a_source_pays_for_the_step_of_its_batch(tmp_path, prefe
     trainer = fresh_trainer()
     options = {"data": Source(5, fail), "prefetch": prefetch}
     notes = stopped(trainer, tmp_path, RuntimeError, **options)
-    assert "the state is saved. Run the same program again" in notes
+    assert "Its state is saved. Run the same program again" in notes
     assert ranges(tmp_path) == [
         ("released", 0, 3),
         ("charged", 3, 5),
@@ -347,7 +352,8 @@ def test_an_exception_of_a_source_pays_for_the_step_of_its_batch(tmp_path, prefe
     epsilon = MECHANISM.guarantee(5).epsilon
     assert trainer.guarantee(trainer.last_state).epsilon == epsilon
     assert f"with epsilon {accounting.round_up(epsilon)} spent" in notes
-    fit(trainer, tmp_path)
+    with pytest.warns(UserWarning, match=r"paid for steps up to 5, .* after step 4"):
+        fit(trainer, tmp_path)
     assert num_paid(tmp_path) == 8
 
 
@@ -642,12 +648,16 @@ def test_a_damaged_checkpoint_is_passed_over_at_a_cost(tmp_path):
         state = fit(trainer, tmp_path)
     said = " ".join(str(x.message) for x in caught)
     assert "the checkpoint after step 7" in said
-    assert "step 6" in said or "steps 7 to 7 are paid for" in said
+    assert (
+        "step 6" in said
+        or "paid for steps up to 7, but the run goes on after step 6" in said
+    )
     assert num_paid(tmp_path) == 8
     assert num_of_state(state) == 7
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint after step", "ignore:steps 7 to 7")
+@pytest.mark.filterwarnings("ignore:the ledger has paid for")
 def test_a_damaged_checkpoint_is_replaced_whatever_kills_the_run(tmp_path, monkeypatch):
     trainer = fresh_trainer()
     fit(trainer, tmp_path / "run")
@@ -708,7 +718,7 @@ def test_a_budget_counts_steps_that_were_lost(tmp_path, monkeypatch):
     trainer = fresh_trainer()
     _, directory = killed_before_and_after_the_record(monkeypatch, tmp_path)
     lose(directory)
-    with pytest.warns(UserWarning, match="allows 4 steps|steps 4 to 6 are paid for"):
+    with pytest.warns(UserWarning, match="allows 4 steps|paid for steps up to 6"):
         state = fit(trainer, directory, epsilon_budget=PLANNED)
     assert int(state.step) == 4
     assert num_paid(directory) == 7
@@ -870,3 +880,79 @@ def test_records_are_json(tmp_path):
     fit(fresh_trainer(), tmp_path)
     for line in (tmp_path / "ledger.jsonl").read_text().splitlines():
         assert json.loads(line, parse_constant=pytest.fail)["segment"]["planned"] == 7
+
+
+def test_nothing_is_handed_out_that_the_ledger_could_not_record(tmp_path):
+    def callback(state):
+        with open(tmp_path / "ledger.jsonl", "ab") as file:
+            file.write(b"somebody else")
+
+    trainer = fresh_trainer()
+    with pytest.raises(RuntimeError, match="only the run that holds") as caught:
+        fit(trainer, tmp_path, data=Source(5, fail), callback=callback)
+    assert caught.value.__context__ is caught.value.__cause__ is None
+    assert trainer.last_state is None
+
+
+def test_a_budget_is_for_the_delta_of_the_directory(tmp_path):
+    fit(fresh_trainer(), tmp_path, stop_at=3)
+    other = new_trainer(delta=1e-2)
+    with pytest.raises(ValueError, match="a budget must be for the delta of all runs"):
+        fit(other, tmp_path, epsilon_budget=100.0)
+
+
+def test_a_forked_process_leaves_the_run_to_its_parent(tmp_path, monkeypatch):
+    trainer, pid = fresh_trainer(), os.getpid()
+
+    def callback(state):  # as in a child, without the trouble of a fork under jax
+        monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+
+    with pytest.raises(RuntimeError, match="in the process that began it"):
+        fit(trainer, tmp_path, callback=callback)
+    monkeypatch.undo()
+    assert trainer.last_state is None
+    assert ranges(tmp_path) == [("released", 0, 3)]
+
+
+_FORK = """
+import os, pathlib, sys
+from dpmp.runs._lock import locked
+
+with locked(pathlib.Path(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        raise SystemExit
+    os.waitpid(child, 0)
+    with locked(pathlib.Path(sys.argv[1])):
+        print("a second one")
+"""
+
+
+def test_a_forked_process_does_not_release_the_lock(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert not done.stdout
+    assert "only one run at a time" in done.stderr
+
+
+def test_no_secret_is_in_the_frames_of_an_error(tmp_path):
+    trainer = keyed_trainer()
+    with pytest.raises(RuntimeError) as caught:
+        fit(trainer, tmp_path, data=Source(5, fail))
+    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    frames = [x for x in frames if f"{os.sep}dpmp{os.sep}" in x.f_code.co_filename]
+    assert len(frames) > 3
+    names = {name for frame in frames for name in frame.f_locals}
+    assert not names & {"words", "indices", "padded"}
+    options = next(x.f_locals["options"] for x in frames if "options" in x.f_locals)
+    assert options.root is not None
+    assert "root" not in repr(options)
+
+
+def test_a_planted_link_in_the_place_of_pending_is_removed(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "pending").symlink_to(elsewhere)
+    fit(fresh_trainer(), tmp_path / "run")
+    assert list(elsewhere.iterdir()) == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 from small_runs import (
@@ -37,10 +38,11 @@ def send(number):
 
 
 def interrupt(times, done, number=signal.SIGINT):
-    with Signals(sigterm=True) as signals, signals.deferred():
+    with Signals(sigterm=True) as signals:
         for _ in range(times):
             os.kill(os.getpid(), number)
         done.append("step")
+        signals.act()
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -65,11 +67,9 @@ def test_a_second_signal_does_not_wait():
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_a_signal_between_steps_acts_at_once():
+def test_a_signal_acts_at_once_where_a_run_may_be_interrupted():
     def interrupted():
-        with Signals(sigterm=False) as signals:
-            with signals.deferred():
-                pass
+        with Signals(sigterm=False) as signals, signals.interruptible():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
             raise AssertionError("it was not interrupted")
@@ -84,7 +84,7 @@ def test_a_handler_of_the_users_own_stays():
     try:
         with Signals(sigterm=True) as signals:
             os.kill(os.getpid(), signal.SIGINT)
-        assert not signals.received
+            signals.act()
     finally:
         signal.signal(signal.SIGINT, before)
     assert received == [1]
@@ -292,3 +292,61 @@ def test_a_process_whose_source_hangs_ends_after_sigterm(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
     assert "Run the same program again" in errors
     assert num_paid(tmp_path) == checkpoints(tmp_path)[-1] == 4
+
+
+class Slow(Source):
+    """Fails at one batch, and gets a signal while it loads the next one."""
+
+    def __getitem__(self, indices):
+        if self.calls == self.number:
+            threading.Timer(0.2, send, (signal.SIGINT,)).start()
+            time.sleep(0.6)
+        return super().__getitem__(indices)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_signal_after_an_error_does_not_make_its_step_free(tmp_path):
+    def fail():
+        raise FailureError
+
+    trainer = fresh_trainer()
+    with pytest.raises(RuntimeError, match="FailureError"):
+        fit(trainer, tmp_path, data=Slow(4, fail), prefetch=2)
+    assert num_paid(tmp_path) == num_of_state(trainer.last_state) == 4
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_exit_of_a_source_is_paid_for_and_says_nothing(tmp_path, kind):
+    """Also after a signal that a callback has swallowed."""
+
+    def callback(state):
+        with contextlib.suppress(KeyboardInterrupt):
+            send(signal.SIGINT)
+            time.sleep(0.01)
+
+    def leave():
+        raise kind("cannot decode record 7")
+
+    trainer = fresh_trainer()
+    source = Source(5, leave)
+    warns = pytest.warns(UserWarning, match="after step 4 of 7")
+    with (
+        warns if kind is SystemExit else contextlib.nullcontext(),
+        pytest.raises(kind) as caught,
+    ):
+        fit(trainer, tmp_path, data=source, callback=callback)
+    assert caught.value.args == ()
+    assert num_paid(tmp_path) == 5
+
+
+def test_sigterm_before_the_first_step_ends_the_program_in_order(tmp_path):
+    trainer = fresh_trainer()
+    source = Source(1, lambda: send(signal.SIGTERM))
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(SystemExit) as caught,
+    ):
+        fit(trainer, tmp_path, data=source, prefetch=0)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert num_paid(tmp_path) == 0

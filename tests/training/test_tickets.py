@@ -123,7 +123,7 @@ def test_a_batch_of_another_step_is_refused(taken):
     trainer = fresh_trainer()
     state, batch = start(trainer)
     state = trainer.train_step(state, trainer.load_batch(state, DATA))
-    with pytest.raises(ValueError, match="must be drawn for the state"):
+    with pytest.raises(ValueError, match="drawn by the mechanism, and for the state"):
         trainer.train_step(state, batch)
     assert not state.params["w"].is_deleted()
 
@@ -381,7 +381,7 @@ def test_no_key_is_printed_or_pickled(tmp_path, words, capfd, caplog):
         "checkpoint": content_of(restored),
     }
     content |= {str(x): x.read_bytes() for x in tmp_path.rglob("*") if x.is_file()}
-    assert len(words) == 7
+    assert len(words) == 6 * 4 + 1  # four keys for a step, and one for a batch
     assert b"TrainingState" in content["output"]
     assert places_of_keys(words, content) == set()
     # A key would be found.
@@ -420,3 +420,20 @@ def test_repr_shows_no_example_either():
     _, batch = start(fresh_trainer())
     assert repr(batch) == "Batch()"
     assert "0." not in repr(batch.ticket)
+
+
+def test_a_trainer_cannot_be_changed():
+    """Its step would keep the noise that it was compiled with."""
+    trainer = new_trainer()
+    for name in ("mechanism", "loss_fn", "optimizer", "policy"):
+        with pytest.raises(AttributeError):
+            setattr(trainer, name, getattr(trainer, name))
+
+
+@pytest.mark.parametrize("field", [{"sampling_prob": 0.5}, {"truncated_batch_size": 9}])
+def test_a_batch_of_another_mechanism_is_refused(field):
+    size = fresh_trainer().mechanism.padded_batch_size
+    other = new_trainer(**{"truncated_batch_size": size} | field)
+    state = fresh_trainer().init(PARAMS)
+    with pytest.raises(ValueError, match="must be drawn by the mechanism"):
+        fresh_trainer().train_step(state, other.load_batch(state, DATA))
