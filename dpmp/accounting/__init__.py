@@ -15,7 +15,12 @@ datasets are neighbours if one example of the first is blanked out in the second
 """
 
 from dpmp.accounting._calibration import calibrate_noise_multiplier
-from dpmp.accounting._checks import DEFAULT_RELATION, check_delta, check_relation
+from dpmp.accounting._checks import (
+    DEFAULT_RELATION,
+    check_delta,
+    check_relation,
+    required_delta,
+)
 from dpmp.accounting._events import (
     choose_truncated_batch_size,
     dpsgd_event,
@@ -34,6 +39,7 @@ __all__ = [
     "choose_truncated_batch_size",
     "dpsgd_event",
     "get_epsilon",
+    "required_delta",
     "round_up",
     "truncated_dpsgd_event",
     "truncation_probability",

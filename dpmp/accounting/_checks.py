@@ -42,6 +42,17 @@ def check_delta(delta: float) -> float:
     return value
 
 
+def required_delta(delta: float | None) -> float:
+    """Returns `delta` as `check_delta` does; raises ValueError also if there is none."""
+    if delta is None:
+        _validate.fail(
+            "epsilon must be computed for a given delta",
+            delta=None,
+            fix="Pass delta=, well below 1 / num_examples.",
+        )
+    return check_delta(delta)
+
+
 def check_relation(neighboring_relation: dp_accounting.NeighboringRelation) -> None:
     """Raises TypeError unless the argument is a relation of dp_accounting."""
     _validate.require(

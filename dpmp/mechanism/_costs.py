@@ -70,10 +70,5 @@ class Costs:
             step=step,
             fix="Use one of these, or plan more iterations before the run starts.",
         )
-        if delta is None:
-            _validate.fail(
-                "epsilon must be computed for a given delta",
-                delta=None,
-                fix="Pass delta=, well below 1 / num_examples.",
-            )
+        delta = accounting.required_delta(delta)
         return guarantee_of({self.of_step(noise_multiplier): steps}, delta=delta)

@@ -1,6 +1,8 @@
 """What a run costs: everything before it, and step by step."""
 
 import dataclasses
+import os
+from typing import Any
 
 import numpy as np
 
@@ -50,19 +52,17 @@ class Account:
             directory.enter(past, mechanism.delta)
         return cls(mechanism, past, before, int(state.step), _processes.random_id())
 
-    def stop_at_least(self, stop: int) -> int:
-        """The number of steps after which to stop, if it is not behind the state."""
+    def checked_stop(self, stop: int, epsilon_budget: float | None) -> int:
+        """The step at which to stop: `stop`, an earlier one within a budget, or now."""
         if self.start > stop:
             warn(
                 f"the directory has a state after {self.start} steps, but the run was "
                 f"to stop at {stop}. Nothing was trained, and the later state is "
                 "returned. To have an earlier one, train in another directory."
             )
-        return max(self.start, stop)
-
-    def stop_within(self, epsilon_budget: float, stop: int) -> int:
-        """The last step, up to `stop`, within a budget; see `runs.steps_within`."""
-        if stop <= self.start:
+        if self.start >= stop:
+            return self.start
+        if epsilon_budget is None:
             return stop
         return runs.steps_within(epsilon_budget, self.epsilon, self.start, stop)
 
@@ -77,10 +77,6 @@ class Account:
             planned=self.before.count(cost) + left,
             cost=cost,
         )
-
-    def times_paid(self, step: int) -> int:
-        """How often a step was paid for before."""
-        return self.before.times_made(step)
 
     def words(self, stop: int) -> np.ndarray:
         """`TrainingState.spent` after `stop` steps."""
@@ -99,6 +95,37 @@ class Account:
         if stop == self.start:
             return spent
         return spent | runs.Spent((self.segment(self.start, stop),))
+
+
+class LastStep:
+    """The account of the last `train_step` of a trainer, which the next one continues.
+
+    Only the state that this step has returned goes on with its id, once, and in its
+    process. So a state that is continued twice, in two threads or by a copy of the
+    trainer, has two ids, and both ways count.
+    """
+
+    def __init__(self):
+        self._ids: list[tuple[int, str, int]] = []  # the process, the id, and the step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LastStep, ()  # a copy has made no step
+
+    def account(self, mechanism: DPSGD, state: TrainingState) -> Account:
+        """The account of the next step, with the id of the last one or a fresh one."""
+        past, step = past_of(mechanism, state), int(state.step)
+        try:
+            process, id_, next_step = self._ids.pop()  # no other thread gets it
+        except IndexError:
+            process, id_, next_step = 0, "", 0
+        goes_on = process == os.getpid() and next_step == step
+        goes_on &= any(x.id == id_ and x.stop == step for x in past.segments[-1:])
+        id_ = id_ if goes_on else _processes.random_id()
+        return Account(mechanism, past, past, step, id_)
+
+    def remember(self, account: Account) -> None:
+        """Lets the next step continue an account, which has made its step."""
+        self._ids = [(os.getpid(), account.id, account.start + 1)]
 
 
 def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:

@@ -71,39 +71,22 @@ def checked_stop(stop_at: Any, state: Any, iterations: int) -> int:
     return stop
 
 
-def check_options(
-    *,
-    callback: Any,
-    sensitive_callback: Any,
-    prefetch: Any,
-    every: Any,
-    keep: Any,
-    has_directory: bool,
-    epsilon_budget: Any,
-    delta: float | None,
-) -> None:
-    """Raises ValueError for an option of `fit` that is out of range."""
-    given = {"callback": callback, "sensitive_callback": sensitive_callback}
-    for name, function in given.items():
-        _validate.require(
-            function is None or callable(function),
-            f"{name} must be a function of one argument",
-            fix="Leave it out, or pass a function.",
-            type=type(function).__name__,
-        )
-    _validate.nonnegative_integer(prefetch=prefetch, fix="Use 2, or 0 for no thread.")
-    _validate.positive_integer(every=every, fix="Use 100, for example.")
-    _validate.positive_integer(keep=keep, fix="Use 3, for example.")
-    if epsilon_budget is not None:
-        _validate.positive(epsilon_budget=epsilon_budget, fix="Use 8, for example.")
-        _validate.require(
-            has_directory and delta is not None,
-            "a budget needs a directory, whose ledger has all steps, and a delta",
-            checkpoint_dir=has_directory,
-            delta=delta,
-            fix="Pass checkpoint_dir too, and use mechanism.calibrate(epsilon=, "
-            "delta=), or DPSGD(delta=).",
-        )
+def check_step(batch: Any, step: int, mechanism: DPSGD) -> None:
+    """Raises ValueError unless `train_step` may use a `Batch` after `step` steps."""
+    _validate.require(
+        step < mechanism.iterations,
+        f"step must be below iterations = {mechanism.iterations}",
+        step=step,
+        fix="Plan more iterations before the run starts.",
+    )
+    _validate.require(
+        batch.ticket.step == step and batch.is_of(mechanism),
+        "a batch must be drawn by the mechanism, and for the state, that it is used "
+        "with",
+        batch_of_step=batch.ticket.step,
+        step=step,
+        fix="Use trainer.train_step(state, trainer.load_batch(state, data)).",
+    )
 
 
 def as_public(returned: Any) -> dict[str, float]:

@@ -1,14 +1,12 @@
 """The loop of a run: draws a batch, makes a step, and releases it."""
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dpmp import _validate, runs
 from dpmp._warnings import warn
@@ -19,26 +17,12 @@ from dpmp.training._batches import Batch, draw_batch
 from dpmp.training._checks import as_public
 from dpmp.training._headline import headline
 from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
+from dpmp.training._options import Options
 from dpmp.training._progress import Progress
 from dpmp.training._signals import Signals, is_of_signal
-from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
+from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
-from dpmp.training._tickets import draw_tickets
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to run the steps up to `stop`; `DPTrainer.fit` documents the others."""
-
-    stop: int
-    load: Load
-    batch_sharding: Any
-    callback: Callback | None
-    sensitive_callback: Callable[[SensitiveOutputs], None] | None
-    progress: bool
-    every: int
-    prefetch: int
-    root: np.ndarray | None = dataclasses.field(repr=False)
+from dpmp.training._tickets import Ticket
 
 
 class Loop:
@@ -55,12 +39,16 @@ class Loop:
         state: TrainingState,
         account: Account,
         options: Options,
+        *,
+        stop: int,
+        load: Load,
         signals: Signals,
         directory: runs.RunDirectory | None,
         lines: list[dict[str, Any]],
     ):
         """Prepares to go on from a state; `lines` are the metrics of its checkpoint."""
         mechanism, start = account.mechanism, account.start
+        self._stop, self._load = stop, load
         self._step, self._state = step, state._replace(spent=None)
         self._account, self._options, self._signals = account, options, signals
         self._directory, self._process = directory, os.getpid()
@@ -72,9 +60,9 @@ class Loop:
             mechanism,
             account.epsilon,
             start,
-            options.stop,
+            stop,
             enabled=options.progress and jax.process_index() == 0,
-            headline=lambda: headline(step, self._state, options.load),
+            headline=lambda: headline(step, self._state, load),
             ending=f", saved in {directory.path}" if directory else "",
         )
         self._metrics = Metrics(
@@ -95,23 +83,21 @@ class Loop:
         """The state after the last complete step."""
         return self._state._replace(spent=self._account.words(self._begun))
 
-    def run(self) -> None:
-        """Makes all steps."""
-        options, account = self._options, self._account
-        steps = range(account.start, options.stop)
-        tickets = draw_tickets(steps, options.root, account.times_paid)
+    def run(self, tickets: Iterable[Ticket]) -> None:
+        """Makes all steps, each with its ticket."""
+        options = self._options
 
-        def draw(ticket: Any) -> Batch:
-            mechanism = account.mechanism
-            return draw_batch(mechanism, options.load, options.batch_sharding, ticket)
+        def draw(ticket: Ticket) -> Batch:
+            mechanism, sharding = options.mechanism, options.batch_sharding
+            return draw_batch(mechanism, self._load, sharding, ticket)
 
         with (
             self._progress,
             prefetched(draw, tickets, depth=options.prefetch) as batches,
         ):
-            for _ in steps:
+            while self._begun < self._stop:
                 self._make_step(batches)
-                is_last = self._begun in (options.stop, self._end_of_block())
+                is_last = self._begun in (self._stop, self._end_of_block())
                 if self._directory is not None:
                     self._metrics.collect(self._begun, self._state, is_last=is_last)
                 if self._directory is None or is_last:
@@ -207,7 +193,7 @@ class Loop:
         callback = self._options.sensitive_callback
         if prepared.program.calls_host or callback is not None:
             # Something outside may see values of these steps before their release.
-            self._pay(min(self._options.stop, self._end_of_block()))
+            self._pay(min(self._stop, self._end_of_block()))
         self._state, outputs = self._step.run(prepared, batch.ticket)
         if callback is not None:
             with self._signals.interruptible():

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
+from dpmp import runs
 from dpmp._typing import PyTree
 
 
@@ -54,3 +56,15 @@ class SensitiveOutputs(NamedTuple):
     values: jax.Array
     grad_norms: jax.Array
     is_padding_example: jax.Array
+
+
+def newest(
+    state: TrainingState, directory: runs.RunDirectory | None
+) -> tuple[TrainingState, list[dict[str, Any]]]:
+    """The state, or that of the newest checkpoint if it has more steps; its metrics."""
+    step = int(state.step)
+    found = directory and directory.newest(state._replace(spent=None), step)
+    if not found or int(found[0].step) <= step:
+        return state, []
+    saved, facts = found
+    return saved._replace(spent=np.array(facts["spent"], np.uint32)), facts["lines"]

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
-from dpmp._placement import placement, places, put_together, strongly_typed
+from dpmp._placement import places, put_together, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput
 from dpmp.clipping._clipped_sum import specs_of_examples
@@ -26,6 +26,7 @@ from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
 from dpmp.programs import _check_program, _losses, _transformations
 from dpmp.sources import as_device_dtypes
+from dpmp.training._programs import Program, Programs
 from dpmp.training._state import TrainingState
 from dpmp.training._tickets import Ticket
 
@@ -37,9 +38,8 @@ _KEYS = ("noise", "model", "update")
 class Step:
     """Makes and runs the program of a step; `DPTrainer` documents the attributes.
 
-    There is one program for each combination of types and shardings. It is traced once,
-    so that later changes of Python values that the loss or the optimizer reads, such as
-    a global learning rate, change nothing of a run.
+    The program is traced once, so that later changes of Python values that the loss or
+    the optimizer reads, such as a global learning rate, change nothing of a run.
     """
 
     mechanism: DPSGD
@@ -48,7 +48,7 @@ class Step:
     policy: Policy
     uses_prng_key: bool
     loss_scale: LossScale | DynamicScale | None
-    _programs: list["Program"] = field(default_factory=list, init=False)
+    _programs: Programs = field(default_factory=Programs, init=False)
 
     @property
     def metric_names(self) -> frozenset[str]:
@@ -87,7 +87,9 @@ class Step:
             self._check_size(batch, is_padding)
             batch = as_device_dtypes(batch)
             state, is_padding = put_together(state, batch), jnp.asarray(is_padding)
-            program = self._program_of(state, batch, is_padding)
+            no_keys = _committed_with(state, batch, [np.zeros(4, np.uint32)] * 3)
+            args = state, no_keys, batch, is_padding
+            program = self._programs.find(args, self.make_program)
             return Prepared(program, state, batch, is_padding)
 
     def run(
@@ -101,46 +103,9 @@ class Step:
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             keys = _committed_with(state, batch, ticket.take(*_KEYS))
             try:
-                results = program.compiled(
-                    state, keys, batch, is_padding, program.constants
-                )
-            except BaseException:
-                # Other batches may run, for example of shorter examples.
-                if not program.has_run:
-                    self._programs.remove(program)
-                raise
+                return self._programs.run(program, (state, keys, batch, is_padding))
             finally:
                 keys.clear()  # a report of an error may show the variables of frames
-            program.has_run = True
-            return results
-
-    def _program_of(
-        self, state: TrainingState, batch: PyTree, is_padding: jax.Array
-    ) -> "Program":
-        no_keys = [np.zeros(4, np.uint32)] * len(_KEYS)
-        args = state, _committed_with(state, batch, no_keys), batch, is_padding
-        of_state, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
-        placed = placement(args)
-        same_state = [x for x in self._programs if x.of_state == of_state]
-        # The message shows nothing of the batch: its shapes may reveal its content.
-        if any(x.of_batch != of_batch for x in same_state):
-            raise _validate.RefusedError(
-                "all batches must have the same tree, shapes and dtypes, because "
-                "another compilation would reveal what is in them; got other ones. "
-                "Pad examples to one size (see dpmp.Source), and use "
-                "another DPTrainer for other data."
-            )
-        for program in same_state:
-            if program.placed == placed:
-                return program
-        step, constants = self.make_program(state, batch)
-        traced = step.trace(*args, constants)
-        calls_host = _check_program.calls_host(traced.jaxpr.jaxpr)
-        program = Program(
-            of_state, of_batch, placed, traced.lower(), constants, calls_host
-        )
-        self._programs.append(program)
-        return program
 
     def _check_size(self, batch: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
@@ -220,6 +185,14 @@ class Step:
         )
         return program, constants
 
+    def lower(self, state: TrainingState, batch: PyTree) -> jax.stages.Lowered:
+        """The program for a state without `spent` and a batch, or for their shapes."""
+        program, constants = self.make_program(state, batch)
+        shape = (self.mechanism.padded_batch_size,)
+        is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)
+        keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * len(_KEYS)
+        return program.lower(state, keys, batch, is_padding, constants)
+
     def cost_of_book_keeping(self, state: TrainingState, example: PyTree) -> float:
         """Estimates it from shapes, over the cost of method="per_example"."""
         keys = (jax.random.key(0),) if self.uses_prng_key else ()
@@ -297,34 +270,6 @@ class Step:
         sensitive, so that the expected size stands in for it.
         """
         return released.num_overflows / self.mechanism.expected_batch_size
-
-
-@dataclass(eq=False)
-class Program:
-    """The program of a step for the types and the shardings of its arguments.
-
-    Attributes:
-      of_state: the types of the state.
-      of_batch: the types of the batch.
-      placed: the shardings of the arguments.
-      lowered: the program.
-      constants: arrays that the loss uses.
-      calls_host: whether it calls functions on the host, which see sensitive values.
-      has_run: whether it ran without an error.
-    """
-
-    of_state: str
-    of_batch: str
-    placed: tuple[Any, ...]
-    lowered: jax.stages.Lowered
-    constants: list[jax.Array]
-    calls_host: bool
-    has_run: bool = False
-
-    @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled program."""
-        return self.lowered.compile()
 
 
 class Prepared(NamedTuple):

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from dpmp import _processes, _validate, accounting, loss_scaling, runs
+from dpmp import accounting, loss_scaling, runs
 from dpmp._numbers import as_number
 from dpmp._placement import put_together
 from dpmp._typing import PyTree
@@ -20,11 +18,17 @@ from dpmp.precision import Policy
 from dpmp.programs import _losses
 from dpmp.sources import Source, check_same_data, check_sharding, loader_of
 from dpmp.training import _checks
-from dpmp.training._account import Account, past_of
+from dpmp.training._account import Account, LastStep, past_of
 from dpmp.training._batches import Batch, draw_batch
-from dpmp.training._loop import Loop, Options
+from dpmp.training._loop import Loop
+from dpmp.training._options import Options
 from dpmp.training._signals import Signals
-from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
+from dpmp.training._state import (
+    Callback,
+    SensitiveOutputs,
+    TrainingState,
+    newest,
+)
 from dpmp.training._step import Step
 from dpmp.training._tickets import draw_tickets, root_of
 
@@ -52,7 +56,7 @@ class DPTrainer:
       is returned, logged or used to decide anything, except through
       `sensitive_callback`. The random bits of a step are used once, and stored nowhere.
 
-    Attributes:
+    Args:
       mechanism: describes sampling, clipping and noise, and accounts for them.
       loss_fn: `loss_fn(params, batch)`, or `loss_fn(params, batch, key)` if
         `uses_prng_key`. It returns the scalar loss of one example, which it is given as
@@ -64,9 +68,23 @@ class DPTrainer:
       uses_prng_key: whether the loss takes a key of its own for each example.
       loss_scale: for float16; see `dpmp.clipped_grad`. It may also be a
         `dpmp.loss_scaling.DynamicScale`.
+      prng_key: makes runs reproducible, for tests and debugging. By default, each step
+        draws its random bits from the operating system. With a key, they are a function
+        of the key, the step, and how often the ledger of the directory has that step.
+        Use a key for one run only: the noise of two runs with the same key cancels in
+        their difference, whatever their data and hyper-parameters. So it does if a
+        state is continued in two ways. No privacy claim survives that. A trainer with a
+        key cannot be copied or pickled.
+
+    Attributes:
       last_state: None, or the state after the last complete step of a `fit` that was
         stopped by an exception or by Ctrl-C. Hand it to `fit` to go on. The next `fit`
-        forgets it.
+        forgets it. The arguments are attributes too, which cannot be changed, apart
+        from the key.
+
+    Raises:
+      ValueError: for an argument of another type, or a `prng_key` that is no jax key or
+        is not the same on all processes.
     """
 
     def __init__(
@@ -80,27 +98,6 @@ class DPTrainer:
         loss_scale: LossScale | DynamicScale | None = None,
         prng_key: jax.Array | None = None,
     ):
-        """Checks the attributes, which the class documents.
-
-        Args:
-          mechanism: see the class; so are the others.
-          loss_fn: the loss.
-          optimizer: the optimizer.
-          policy: the dtypes.
-          uses_prng_key: whether the loss takes a key.
-          loss_scale: the loss scale.
-          prng_key: makes runs reproducible, for tests and debugging. By default, each
-            step draws its random bits from the operating system. With a key, they are a
-            function of the key, the step, and how often the ledger of the directory has
-            that step. Use a key for one run only: the noise of two runs with the same
-            key cancels in their difference, whatever their data and hyper-parameters.
-            So it does if a state is continued in two ways. No privacy claim survives
-            that. Such a trainer cannot be copied or pickled.
-
-        Raises:
-          ValueError: for an argument of another type, or a `prng_key` that is no jax
-            key or is not the same on all processes.
-        """
         policy = Policy.parse(policy)
         _checks.check_types(mechanism, optimizer, uses_prng_key)
         _losses.check_loss(loss_fn, uses_prng_key=uses_prng_key)
@@ -118,10 +115,9 @@ class DPTrainer:
             uses_prng_key=uses_prng_key,
             loss_scale=loss_scale,
         )
-        # The process, the id and the step of the last `train_step`.
-        self._latest: list[tuple[int, str, int]] = []
+        self._last_step = LastStep()
 
-    # A trainer cannot be changed: its step is compiled, and its mechanism accounts.
+    # They cannot be changed: the step is compiled with the mechanism that accounts.
     mechanism = property(lambda self: self._step.mechanism)
     loss_fn = property(lambda self: self._step.loss_fn)
     optimizer = property(lambda self: self._step.optimizer)
@@ -135,7 +131,7 @@ class DPTrainer:
                 "a trainer with a prng_key cannot be copied or pickled: the key is "
                 "secret, and two copies would use the same noise. Make another one."
             )
-        return {**self.__dict__, "_latest": []}
+        return self.__dict__
 
     def init(self, params: PyTree) -> TrainingState:
         """Makes the state before the first step.
@@ -156,12 +152,8 @@ class DPTrainer:
     ) -> TrainingState:
         """Makes the first state, or reads the newest checkpoint if there is one.
 
-        `fit` does this itself. Use it to look at a run without going on.
-
-        Args:
-          params: the initial parameters. They say which arrays a checkpoint must have,
-            and where to put them.
-          checkpoint_dir: the directory that `fit` saves to.
+        `fit` does this itself. Use it to look at a run without going on. The parameters
+        say which arrays a checkpoint must have, and where to put them.
 
         Raises:
           ValueError: if all checkpoints are damaged, or if they have other arrays.
@@ -171,18 +163,17 @@ class DPTrainer:
         if not runs.checked_path(checkpoint_dir).is_dir():
             return state
         with runs.opened(checkpoint_dir, keep=sys.maxsize) as directory:
-            return _newest(state, directory)[0]
+            return newest(state, directory)[0]
 
     def guarantee(
         self, state: TrainingState, *, delta: float | None = None
     ) -> accounting.PrivacyGuarantee:
         """Computes epsilon of everything that a state has been through.
 
-        This counts steps of other mechanisms, and steps that were made before the state
-        was saved and loaded. `python -m dpmp ledger DIR` counts everything that was
-        paid for in a directory, also what this state does not depend on. Under
-        ADD_OR_REMOVE_ONE a state does not have the number of examples, and all steps
-        count as if it was that of the mechanism.
+        That includes steps of other mechanisms, and steps before the state was saved
+        and loaded. Under ADD_OR_REMOVE_ONE a state does not have the number of
+        examples, and all steps count as if it was that of the mechanism. `python -m
+        dpmp ledger DIR` also counts what this state does not depend on.
 
         Args:
           state: any state of this run.
@@ -193,12 +184,7 @@ class DPTrainer:
         """
         _checks.check_state(state)
         delta = self.mechanism.delta if delta is None else delta
-        if delta is None:
-            _validate.fail(
-                "epsilon must be computed for a given delta",
-                delta=None,
-                fix="Pass delta=, well below 1 / num_examples.",
-            )
+        delta = accounting.required_delta(delta)
         return past_of(self.mechanism, state).guarantee(delta=delta)
 
     def train_step(
@@ -222,46 +208,18 @@ class DPTrainer:
           RuntimeError: if the batch of `load_batch` was used before.
         """
         _checks.check_state(state, batch)
-        step = int(state.step)
-        _validate.require(
-            step < self.mechanism.iterations,
-            f"step must be below iterations = {self.mechanism.iterations}",
-            step=step,
-            fix="Plan more iterations before the run starts.",
-        )
+        mechanism, step = self.mechanism, int(state.step)
         if not isinstance(batch, Batch):
             (ticket,) = draw_tickets([step], self._root)
-            batch = Batch(batch, is_padding_example, ticket, self.mechanism)
-        _validate.require(
-            batch.ticket.step == step and batch.is_of(self.mechanism),
-            "a batch must be drawn by the mechanism, and for the state, that it is "
-            "used with",
-            batch_of_step=batch.ticket.step,
-            step=step,
-            fix="Use trainer.train_step(state, trainer.load_batch(state, data)).",
+            batch = Batch(batch, is_padding_example, ticket, mechanism)
+        _checks.check_step(batch, step, mechanism)
+        account = self._last_step.account(mechanism, state)
+        prepared = self._step.prepare(
+            state._replace(spent=None), batch.examples, batch.is_padding_example
         )
-        account, arrays = self._continued(state), state._replace(spent=None)
-        prepared = self._step.prepare(arrays, batch.examples, batch.is_padding_example)
         new_state, _ = self._step.run(prepared, batch.ticket)
-        self._latest = [(os.getpid(), account.id, step + 1)]
+        self._last_step.remember(account)
         return new_state._replace(spent=account.words(step + 1))
-
-    def _continued(self, state: TrainingState) -> Account:
-        """The account of a step: the id of the last step, or a fresh one.
-
-        Only a state that the last step has returned, in this process, has its id. A
-        state that is continued twice, or in two threads, has two.
-        """
-        latest, step = self._latest, int(state.step)
-        try:
-            process, id_, next_step = latest.pop()  # no other thread gets it
-        except IndexError:
-            process, id_, next_step = 0, "", 0
-        past = past_of(self.mechanism, state)
-        goes_on = process == os.getpid() and next_step == step
-        goes_on &= any(x.id == id_ and x.stop == step for x in past.segments[-1:])
-        id_ = id_ if goes_on else _processes.random_id()
-        return Account(self.mechanism, past, past, step, id_)
 
     def load_batch(
         self,
@@ -295,12 +253,7 @@ class DPTrainer:
           state: a `TrainingState`, or its shapes (`jax.eval_shape`).
           batch: arrays as in `train_step`, or their shapes.
         """
-        state = state._replace(spent=None)
-        program, constants = self._step.make_program(state, batch)
-        shape = (self.mechanism.padded_batch_size,)
-        is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)
-        keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * 3
-        return program.lower(state, keys, batch, is_padding, constants)
+        return self._step.lower(state._replace(spent=None), batch)
 
     def fit(
         self,
@@ -368,17 +321,18 @@ class DPTrainer:
             fails.
         """
         mechanism = self.mechanism
-        _checks.check_options(
+        options = Options(
+            mechanism=mechanism,
+            batch_sharding=batch_sharding,
             callback=callback,
             sensitive_callback=sensitive_callback,
-            prefetch=prefetch,
+            progress=progress,
+            checkpoint_dir=checkpoint_dir,
             every=every,
             keep=keep,
-            has_directory=checkpoint_dir is not None,
             epsilon_budget=epsilon_budget,
-            delta=mechanism.delta,
+            prefetch=prefetch,
         )
-        check_sharding(batch_sharding, mechanism)
         load = loader_of(source, mechanism.num_examples)
         check_same_data(load, mechanism)
         stop = _checks.checked_stop(stop_at, state, mechanism.iterations)
@@ -387,26 +341,27 @@ class DPTrainer:
             runs.opened(checkpoint_dir, keep=keep) as directory,
             Signals(sigterm=directory is not None) as signals,
         ):
-            state, lines = _newest(state, directory)
+            state, lines = newest(state, directory)
             account = Account.of(mechanism, state, directory)
             if directory is not None and epsilon_budget is not None:
                 directory.check_delta(mechanism.delta)
-                stop = account.stop_within(epsilon_budget, stop)
-            options = Options(
-                stop=account.stop_at_least(stop),
+            stop = account.checked_stop(stop, epsilon_budget)
+            loop = Loop(
+                self._step,
+                state,
+                account,
+                options,
+                stop=stop,
                 load=load,
-                batch_sharding=batch_sharding,
-                callback=callback,
-                sensitive_callback=sensitive_callback,
-                progress=progress,
-                every=every,
-                prefetch=prefetch,
-                root=self._root,
+                signals=signals,
+                directory=directory,
+                lines=lines,
             )
-            loop = Loop(self._step, state, account, options, signals, directory, lines)
+            steps = range(account.start, stop)
+            tickets = draw_tickets(steps, self._root, account.before.times_made)
             failure = None
             try:
-                loop.run()
+                loop.run(tickets)
                 self.last_state = loop.state  # a signal may come before the return
             except BaseException as error:
                 self.last_state, failure = loop.stopped(error)
@@ -417,15 +372,3 @@ class DPTrainer:
         loop.end()
         self.last_state = None
         return loop.state
-
-
-def _newest(
-    state: TrainingState, directory: runs.RunDirectory | None
-) -> tuple[TrainingState, list[dict[str, Any]]]:
-    """The state, or that of the newest checkpoint if it has more steps; its metrics."""
-    step = int(state.step)
-    found = directory and directory.newest(state._replace(spent=None), step)
-    if not found or int(found[0].step) <= step:
-        return state, []
-    saved, facts = found
-    return saved._replace(spent=np.array(facts["spent"], np.uint32)), facts["lines"]

@@ -653,7 +653,7 @@ def test_a_damaged_checkpoint_is_passed_over_at_a_cost(tmp_path):
     assert num_of_state(state) == 7
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint after step", "ignore:steps 7 to 7")
+@pytest.mark.filterwarnings("ignore:the checkpoint after step")
 @pytest.mark.filterwarnings("ignore:the ledger has paid for")
 def test_a_damaged_checkpoint_is_replaced_whatever_kills_the_run(tmp_path, monkeypatch):
     trainer = fresh_trainer()
@@ -940,10 +940,7 @@ def test_no_secret_is_in_the_frames_of_an_error(tmp_path):
     frames = [x for x in frames if f"{os.sep}dpmp{os.sep}" in x.f_code.co_filename]
     assert len(frames) > 3
     names = {name for frame in frames for name in frame.f_locals}
-    assert not names & {"words", "indices", "padded"}
-    options = next(x.f_locals["options"] for x in frames if "options" in x.f_locals)
-    assert options.root is not None
-    assert "root" not in repr(options)
+    assert not names & {"indices", "padded", "root", "words"}
 
 
 def test_a_planted_link_in_the_place_of_pending_is_removed(tmp_path):
