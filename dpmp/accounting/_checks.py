@@ -43,7 +43,7 @@ def check_delta(delta: float) -> float:
 
 
 def required_delta(delta: float | None) -> float:
-    """Returns `delta` as `check_delta` does; raises ValueError also if there is none."""
+    """Returns `delta` as `check_delta` does; raises ValueError if there is none."""
     if delta is None:
         _validate.fail(
             "epsilon must be computed for a given delta",
