@@ -26,7 +26,7 @@ from dpmp.runs import _ledger
 from dpmp.runs._files import (
     digest_of_tree,
     make_directory,
-    sync_directory,
+    sync,
     sync_tree,
 )
 
@@ -115,8 +115,8 @@ class Checkpoints:
         if target.exists():
             target.rename(target.with_suffix(".old"))
         self._pending.rename(target)
-        sync_directory(self._folder)
-        sync_directory(self._folder.parent)
+        sync(self._folder)
+        sync(self._folder.parent)
         # A run never goes on from a step before the newest whole checkpoint. So a later
         # one is damaged.
         kept = [x for x in self.steps if x <= step][-self._keep :]

@@ -26,7 +26,7 @@ from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.runs import _ledger
 from dpmp.runs._checkpoints import Checkpoints
-from dpmp.runs._files import open_file, refused, sync_directory, write_at
+from dpmp.runs._files import open_file, refused, sync, write_at
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._lock import locked
 from dpmp.runs._metrics import Line, MetricsFile
@@ -66,7 +66,7 @@ class RunDirectory:
         record = self._ledger.released(nonce) if nonce else None
         if record is not None and record.digest == self._checkpoints.pending_digest():
             # A process that was killed may not have waited for the disk.
-            sync_directory(self.path / _ledger.NAME)
+            sync(self.path / _ledger.NAME)
             self._checkpoints.commit()
         else:
             self._checkpoints.discard_pending()

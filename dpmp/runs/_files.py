@@ -45,12 +45,12 @@ def make_directory(path: pathlib.Path) -> None:
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
-def sync_directory(directory: pathlib.Path) -> None:
-    """Waits until the disk has the names of the files in a directory."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: pathlib.Path) -> None:
+    """Waits until the disk has a file, or the names of the files in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -61,8 +61,8 @@ def sync_tree(directory: pathlib.Path) -> None:
     """Waits until the disk has all files and folders in a directory, and itself."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            sync_directory(pathlib.Path(folder, name))
-        sync_directory(pathlib.Path(folder))
+            sync(pathlib.Path(folder, name))
+        sync(pathlib.Path(folder))
 
 
 def digest_of_tree(directory: pathlib.Path) -> str:

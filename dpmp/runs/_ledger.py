@@ -18,7 +18,7 @@ import dp_accounting
 
 from dpmp import _validate
 from dpmp.mechanism import StepCost
-from dpmp.runs._files import open_file, refused, sync_directory, write_at
+from dpmp.runs._files import open_file, refused, sync, write_at
 from dpmp.runs._spent import Segment, Spent
 
 NAME = "ledger.jsonl"
@@ -157,7 +157,7 @@ class Ledger:
                     self._content = before._replace(size=before.end)
                     raise
                 if before.end == 0:
-                    sync_directory(self._file.parent)
+                    sync(self._file.parent)
                 end = before.end + len(line)
                 write_at(descriptor, b"\n", end)  # only after the disk has the line
         except OSError as error:
@@ -191,7 +191,7 @@ def leave_slip(directory: pathlib.Path, record: Record) -> None:
     with open_file(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         _write(file, _encode(record) + b"}", 0)
     os.rename(directory / name, directory / f"{name}.json")
-    sync_directory(directory)
+    sync(directory)
 
 
 def _write(descriptor: int, content: bytes, place: int) -> None:

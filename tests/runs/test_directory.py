@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import threading
 import stat
 
 import dp_accounting
@@ -57,23 +58,29 @@ class TestKills:
         copies = []
 
         def snapshot():
-            copies.append(directory.parent / f"copy {len(copies)}")
-            shutil.copytree(directory, copies[-1])
+            copy = directory.parent / f"copy {len(copies)}"
+            while not copy.exists():
+                try:
+                    shutil.copytree(directory, copy)
+                except shutil.Error:  # a thread of orbax renamed a file meanwhile
+                    shutil.rmtree(copy)
+            copies.append(copy)
 
         def start():
             for name in ("fsync", "rename", "pwrite", "ftruncate", "mkdir", "rmdir"):
                 real = getattr(os, name)
 
                 def call(*args, real=real, **kwargs):
-                    if not copying:
-                        copying.append(True)
-                        snapshot()
-                        copying.clear()
+                    with lock:
+                        if not copying:
+                            copying.append(True)
+                            snapshot()
+                            copying.clear()
                     return real(*args, **kwargs)
 
                 monkeypatch.setattr(os, name, call)
 
-        copying = []
+        copying, lock = [], threading.RLock()
         return start, copies
 
     def test_a_kill_at_any_instant_leaves_a_step_free_or_released(
