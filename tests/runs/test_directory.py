@@ -6,8 +6,8 @@ import json
 import math
 import os
 import shutil
-import threading
 import stat
+import threading
 
 import dp_accounting
 import jax
