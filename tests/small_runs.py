@@ -130,7 +130,7 @@ def epsilon_of(directory):
 
 def num_of_state(state):
     """The number of steps that a state says it has been through."""
-    spent = Spent.from_words(state.spent, num_examples=SIZE)
+    spent = Spent.from_array(state.spent, num_examples=SIZE)
     return sum(x.stop - x.start for x in spent.segments)
 
 

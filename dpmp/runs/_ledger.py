@@ -12,20 +12,16 @@ import json
 import os
 import pathlib
 import re
-from typing import Any, NamedTuple, NoReturn
-
-import dp_accounting
+from typing import Any, NoReturn
 
 from dpmp import _validate
-from dpmp.mechanism import StepCost
 from dpmp.runs._files import open_file, refused, sync, write_at
-from dpmp.runs._spent import Segment, Spent
+from dpmp.runs._spent import Segment, Spent, segment_as_json, segment_from_json
 
 NAME = "ledger.jsonl"
 _SLIPS = "charged-*.json"
 _FORMAT = 2
-_LINE = re.compile(rb'(\{[^\n]*?), "checksum": "([0-9a-f]{32})"\}\n?')
-_WHAT_TO_DO = "Restore the file from a copy: it is the only account of these steps."
+_LINE = re.compile(rb'\n?(\{[^\n]*?), "checksum": "([0-9a-f]{32})"\}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,24 +45,6 @@ class Record:
     time: str = ""
 
 
-class _Content(NamedTuple):
-    """What a ledger's file contains.
-
-    Attributes:
-      records: all whole records.
-      checksum: that of the last record.
-      end: where the last record ends.
-      size: the size of the file, which is larger if the last record is incomplete.
-      has_newline: whether a newline follows the last record.
-    """
-
-    records: list[Record]
-    checksum: bytes
-    end: int
-    size: int
-    has_newline: bool
-
-
 class Ledger:
     """Reads the ledger of a directory, and appends to it under the directory's lock.
 
@@ -85,30 +63,27 @@ class Ledger:
     def __init__(self, directory: pathlib.Path):
         self._file = directory / NAME
         content = self._file.read_bytes() if self._file.exists() else b""
-        self._content = _parse(content, str(self._file))
-        self._slips = sorted(directory.glob(_SLIPS))
-        on_slips = [_decode(x.read_bytes(), str(x)) for x in self._slips]
-        self.records = [*self._content.records, *on_slips]
+        self._records, self._checksum, self._end = _parse(content, str(self._file))
+        self._size = len(content)
+        # An incomplete record at the end, whose steps are free.
+        self.incomplete_bytes = len(content[self._end :].removeprefix(b"\n"))
+        slips = sorted(directory.glob(_SLIPS))
+        self._slips = {x: _decode(x.read_bytes(), str(x)) for x in slips}
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of the file, and those that other processes have left."""
+        return [*self._records, *self._slips.values()]
 
     @property
     def exists(self) -> bool:
         """Whether anything was ever written."""
-        return self._content.size > 0 or bool(self.records)
+        return self._size > 0 or bool(self._slips)
 
     @property
     def spent(self) -> Spent:
         """All steps that were paid for."""
-        return Spent(tuple(x.segment for x in self.records)) | Spent()
-
-    @property
-    def incomplete_bytes(self) -> int:
-        """The length of an incomplete record at the end, whose steps are free."""
-        return self._content.size - self._content.end
-
-    @property
-    def times(self) -> list[str]:
-        """When the records were written, ascending."""
-        return sorted(x.time for x in self.records)
+        return Spent.of(x.segment for x in self.records)
 
     def released(self, nonce: str) -> Record | None:
         """The record of the checkpoint with this nonce."""
@@ -118,7 +93,7 @@ class Ledger:
     def copy(self) -> bytes:
         """The whole records of the file."""
         content = self._file.read_bytes() if self._file.exists() else b""
-        return content[: self._content.end]
+        return content[: self._end]
 
     def collect(self) -> None:
         """Moves the records that other processes have left into the file.
@@ -126,53 +101,51 @@ class Ledger:
         An incomplete record, which may say something about free steps, is removed.
         """
         if self.incomplete_bytes:
-            os.truncate(self._file, self._content.end)
-            self._content = self._content._replace(size=self._content.end)
-        new = self.records[len(self._content.records) :]
-        del self.records[len(self._content.records) :]
-        for record, slip in zip(new, self._slips, strict=True):
-            self.append(record)
-            slip.unlink()
+            os.truncate(self._file, self._end)
+            self._size, self.incomplete_bytes = self._end, 0
+        for path in [*self._slips]:
+            self.append(self._slips[path])
+            del self._slips[path]
+            path.unlink()
 
     def append(self, record: Record) -> None:
         """Appends a record; the disk then has it.
 
         Raises:
-          OSError: if it cannot be written. The file stays as it was.
+          OSError: if it cannot be written. The file then has the records before.
           RuntimeError: if somebody else has changed the file.
         """
-        text, before = _encode(record), self._content
-        checksum = _checksum(text, before.checksum)
+        text, end = _encode(record), self._end
+        checksum = _checksum(text, self._checksum)
         line = text + b', "checksum": "' + checksum + b'"}'
-        if not before.has_newline:
-            line = b"\n" + line
+        line = b"\n" + line if end else line
         try:
             with open_file(self._file, os.O_RDWR | os.O_CREAT) as descriptor:
                 self._check_unchanged(descriptor)
-                os.ftruncate(descriptor, before.end)
                 try:
-                    _write(descriptor, line, before.end)
+                    os.ftruncate(descriptor, end)
+                    _write(descriptor, line, end)
+                    if end == 0:
+                        sync(self._file.parent)
+                    # Only after the disk has the line.
+                    write_at(descriptor, b"\n", end + len(line))
                 except OSError:
-                    os.ftruncate(descriptor, before.end)
-                    self._content = before._replace(size=before.end)
+                    os.ftruncate(descriptor, end)
+                    self._size, self.incomplete_bytes = end, 0
                     raise
-                if before.end == 0:
-                    sync(self._file.parent)
-                end = before.end + len(line)
-                write_at(descriptor, b"\n", end)  # only after the disk has the line
         except OSError as error:
             refused("steps must be in the ledger before they are released", error)
-        self.records.append(record)
-        records = [*before.records, record]
-        self._content = _Content(records, checksum, end + 1, end + 1, True)
+        self._records.append(record)
+        self._checksum, self._end = checksum, end + len(line)
+        self._size, self.incomplete_bytes = self._end + 1, 0
 
     def _check_unchanged(self, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size
         _validate.require(
-            size == self._content.size,
+            size == self._size,
             "only the run that holds the lock may write its ledger",
             file=str(self._file),
-            expected_bytes=self._content.size,
+            expected_bytes=self._size,
             bytes=size,
             fix="Start the run again.",
             error=RuntimeError,
@@ -201,24 +174,22 @@ def _write(descriptor: int, content: bytes, place: int) -> None:
 
 def _encode(record: Record) -> bytes:
     """The JSON of a record, without the brace at its end."""
-    fields = dataclasses.asdict(record)
-    cost = record.segment.cost
-    fields["segment"]["cost"]["neighboring_relation"] = cost.neighboring_relation.name
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    fields["time"] = record.time or now
-    # Python writes floats so that reading them gives the same floats.
-    return json.dumps({"format": _FORMAT, **fields}, allow_nan=False)[:-1].encode()
+    fields = {
+        "format": _FORMAT,
+        **dataclasses.asdict(record),
+        "segment": segment_as_json(record.segment),
+        "time": record.time or now,
+    }
+    return json.dumps(fields, allow_nan=False)[:-1].encode()
 
 
 def _decode(text: bytes, place: str) -> Record:
     try:
         fields: dict[str, Any] = json.loads(text)
         written_by = fields.pop("format")
-        segment = fields.pop("segment")
-        cost = segment.pop("cost")
-        relation = dp_accounting.NeighboringRelation[cost.pop("neighboring_relation")]
-        cost = StepCost(neighboring_relation=relation, **cost)
-        record = Record(segment=Segment(cost=cost, **segment), **fields)
+        segment = segment_from_json(fields.pop("segment"))
+        record = Record(segment=segment, **fields)
     except (AttributeError, KeyError, TypeError, ValueError):
         _damaged(place)
     _validate.require(
@@ -230,12 +201,11 @@ def _decode(text: bytes, place: str) -> Record:
     return record
 
 
-def _parse(content: bytes, file: str) -> _Content:
-    """Reads the lines of a ledger.
+def _parse(content: bytes, file: str) -> tuple[list[Record], bytes, int]:
+    """The whole records of a ledger, the checksum of the last one, and where it ends.
 
     The last record may be incomplete, because the machine stopped while it was written.
-    It has no newline then, which is written only after the disk has the record. So its
-    steps were not released.
+    No newline follows it then.
     """
     records, checksum, end = [], b"", 0
     while line := _LINE.match(content, end):
@@ -243,17 +213,17 @@ def _parse(content: bytes, file: str) -> _Content:
             break
         checksum, end = line[2], line.end()
         records.append(_decode(line[1] + b"}", f"{file}, line {len(records) + 1}"))
-    if b"\n" in content[end:]:
+    rest = content[end:].removeprefix(b"\n") if end else content
+    if b"\n" in rest:
         _damaged(f"{file}, line {len(records) + 1}")
-    has_newline = end == 0 or content[end - 1 : end] == b"\n"
-    return _Content(records, checksum, end, len(content), has_newline)
+    return records, checksum, end
 
 
 def _damaged(place: str) -> NoReturn:
     _validate.fail(
         "every record of a ledger must be as it was written",
         damaged=place,
-        fix=_WHAT_TO_DO,
+        fix="Restore the file from a copy: it is the only account of these steps.",
     )
 
 

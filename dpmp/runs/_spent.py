@@ -7,7 +7,7 @@ that is continued in two ways gets two ids, and both ways count.
 
 import collections
 import dataclasses
-import struct
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,11 +17,7 @@ import numpy as np
 from dpmp import _validate, accounting
 from dpmp.mechanism import StepCost, guarantee_of, guarantee_of_stages
 
-# id, start, stop, planned, sampling_prob, noise_multiplier, num_examples,
-# truncated_batch_size, num_coordinates, is_clipped, neighboring_relation
-_ROW = struct.Struct("<16s QQQ dd QQQ II")
-_HEADER = b"dpmp: spent, v1".ljust(_ROW.size, b"\0")
-_PROTECTED = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+_PROTECTED = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,13 +46,18 @@ class Spent:
 
     segments: tuple[Segment, ...] = ()
 
-    def __or__(self, other: "Spent") -> "Spent":
-        """The steps that are in one of the sets, or in both."""
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> "Spent":
+        """The steps of segments that may overlap."""
         groups: dict[Any, list[Segment]] = collections.defaultdict(list)
-        for x in (*self.segments, *other.segments):
+        for x in segments:
             groups[x.id, x.cost].append(x)
         merged = (_merged(group) for group in groups.values())
-        return Spent(tuple(x for group in merged for x in group))
+        return cls(tuple(x for group in merged for x in group))
+
+    def __or__(self, other: "Spent") -> "Spent":
+        """The steps that are in one of the sets, or in both."""
+        return Spent.of((*self.segments, *other.segments))
 
     def count(self, cost: StepCost) -> int:
         """The number of steps of one cost."""
@@ -93,35 +94,53 @@ class Spent:
         costs = dict.fromkeys(x.cost for x in self.segments)
         return guarantee_of({x: self.count(x) for x in costs}, delta=delta)
 
-    def to_words(self) -> np.ndarray:
-        """The set as an array (1 + segments, 22) uint32, which is public.
+    def to_array(self) -> np.ndarray:
+        """The set as a text, (bytes,) uint8, which is public.
 
         It leaves out the number of examples where that is protected.
         """
-        rows = [_HEADER, *map(_packed, self.segments)]
-        return np.frombuffer(b"".join(rows), "<u4").reshape(len(rows), -1)
+        rows = [segment_as_json(x) for x in self.segments]
+        for row in rows:
+            if row["cost"]["neighboring_relation"] == _PROTECTED:
+                row["cost"]["num_examples"] = None
+        return np.frombuffer(json.dumps({"spent": rows}).encode(), np.uint8)
 
     @classmethod
-    def from_words(cls, words: Any, *, num_examples: int) -> "Spent":
-        """The set that `to_words` has turned into an array.
-
-        Args:
-          words: the array.
-          num_examples: the number of examples, for steps where it was left out.
+    def from_array(cls, array: Any, *, num_examples: int) -> "Spent":
+        """The set that `to_array` has turned into an array.
 
         Raises:
           ValueError: for any other array.
         """
-        array = np.asarray(words) if np.ndim(words) == 2 else np.zeros((0, 0))
-        content = array.astype("<u4").tobytes() if array.dtype == np.uint32 else b""
-        _validate.require(
-            content.startswith(_HEADER) and len(content) % _ROW.size == 0,
+        try:
+            # Some libraries save integers as int32.
+            rows = json.loads(bytes(np.asarray(array).astype(np.uint8)))["spent"]
+            for row in rows:
+                if row["cost"]["num_examples"] is None:
+                    row["cost"]["num_examples"] = num_examples
+            return cls(tuple(segment_from_json(row) for row in rows))
+        except (KeyError, TypeError, ValueError):
+            pass
+        _validate.fail(
             "state.spent must be what trainer.init, fit or train_step returned",
-            shape=np.shape(words),
+            shape=np.shape(array),
             fix="It says what the past steps of the state cost. Keep it as it was.",
         )
-        rows = _ROW.iter_unpack(content[_ROW.size :])
-        return cls(tuple(_unpacked(row, num_examples) for row in rows))
+
+
+def segment_as_json(segment: Segment) -> dict[str, Any]:
+    """The fields of a segment, as numbers and texts."""
+    fields = dataclasses.asdict(segment)
+    fields["cost"]["neighboring_relation"] = segment.cost.neighboring_relation.name
+    return fields
+
+
+def segment_from_json(fields: dict[str, Any]) -> Segment:
+    """Undoes `segment_as_json`; raises KeyError or TypeError for other fields."""
+    cost = fields["cost"]
+    relation = dp_accounting.NeighboringRelation[cost["neighboring_relation"]]
+    cost = StepCost(**{**cost, "neighboring_relation": relation})
+    return Segment(**{**fields, "cost": cost})
 
 
 def _merged(group: list[Segment]) -> Iterable[Segment]:
@@ -136,35 +155,3 @@ def _merged(group: list[Segment]) -> Iterable[Segment]:
             )
         merged.append(dataclasses.replace(x, planned=planned))
     return merged
-
-
-def _packed(x: Segment) -> bytes:
-    cost = x.cost
-    is_protected = cost.neighboring_relation is _PROTECTED
-    return _ROW.pack(
-        bytes.fromhex(x.id),
-        x.start,
-        x.stop,
-        x.planned,
-        cost.sampling_prob,
-        cost.noise_multiplier,
-        0 if is_protected else cost.num_examples,
-        cost.truncated_batch_size,
-        cost.num_coordinates,
-        cost.is_clipped,
-        cost.neighboring_relation.value,
-    )
-
-
-def _unpacked(row: tuple[Any, ...], num_examples: int) -> Segment:
-    id_, start, stop, planned, prob, noise, examples, size, entries, clipped, rel = row
-    cost = StepCost(
-        sampling_prob=prob,
-        num_examples=examples or num_examples,
-        truncated_batch_size=size,
-        noise_multiplier=noise,
-        is_clipped=bool(clipped),
-        num_coordinates=entries,
-        neighboring_relation=dp_accounting.NeighboringRelation(rel),
-    )
-    return Segment(id=id_.hex(), start=start, stop=stop, planned=planned, cost=cost)

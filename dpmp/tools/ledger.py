@@ -65,7 +65,7 @@ def _ledger(args: argparse.Namespace) -> int:
 
 def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[str, Any]:
     ledgers = {str(x): _read(x) for x in directories}
-    by_time = sorted(ledgers.values(), key=lambda ledger: ledger.times[:1])
+    by_time = sorted(ledgers.values(), key=_times)
     total = functools.reduce(operator.or_, (x.spent for x in by_time), Spent())
     delta = _common_delta(by_time) if delta is None else delta
     together = total.guarantee(delta=delta)
@@ -87,8 +87,8 @@ def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[st
 def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
     spent, records = ledger.spent, ledger.records
     released = [x.segment for x in records if x.event == "released"]
-    made, free = Spent(tuple(released)) | Spent(), ledger.incomplete_bytes
-    times = ledger.times
+    made, free = Spent.of(released), ledger.incomplete_bytes
+    times = _times(ledger)
     costs = dict.fromkeys(x.cost for x in spent.segments)
     different = {step for x in spent.segments for step in range(x.start, x.stop)}
     return {
@@ -108,6 +108,10 @@ def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
         "epsilon": _finite(spent.guarantee(delta=delta)),
         "incomplete_bytes": free,
     }
+
+
+def _times(ledger: Ledger) -> list[str]:
+    return sorted(x.time for x in ledger.records)
 
 
 def _read(directory: pathlib.Path) -> Ledger:

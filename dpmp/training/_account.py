@@ -78,9 +78,9 @@ class Account:
             cost=cost,
         )
 
-    def words(self, stop: int) -> np.ndarray:
+    def spent(self, stop: int) -> np.ndarray:
         """`TrainingState.spent` after `stop` steps."""
-        return self._with_steps(self.of_state, stop).to_words()
+        return self._with_steps(self.of_state, stop).to_array()
 
     def epsilon(self, stop: int) -> float:
         """The epsilon of everything, after `stop` steps.
@@ -134,6 +134,6 @@ def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
     Raises:
       ValueError: if they were about other people than those of the mechanism.
     """
-    past = runs.Spent.from_words(state.spent, num_examples=mechanism.num_examples)
+    past = runs.Spent.from_array(state.spent, num_examples=mechanism.num_examples)
     runs.check_people(past, mechanism)
     return past

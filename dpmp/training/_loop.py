@@ -81,7 +81,7 @@ class Loop:
     @property
     def state(self) -> TrainingState:
         """The state after the last complete step."""
-        return self._state._replace(spent=self._account.words(self._begun))
+        return self._state._replace(spent=self._account.spent(self._begun))
 
     def run(self, tickets: Iterable[Ticket]) -> None:
         """Makes all steps, each with its ticket."""
@@ -221,7 +221,10 @@ class Loop:
             self._state,
             self._account.segment(self._saved, step),
             self._account.mechanism.delta,
-            {"lines": without_times, "spent": self._account.words(step).tolist()},
+            {
+                "lines": without_times,
+                "spent": bytes(self._account.spent(step)).decode(),
+            },
         )
         self._saved, self._paid = step, max(self._paid, step)
         self._is_saving = False

@@ -25,10 +25,10 @@ class TrainingState(NamedTuple):
         always among them: the fraction of examples whose gradient is not finite.
       clip_norm: the clip norm of the next step, a float32 scalar; None unless the
         mechanism has an `AdaptiveClipNorm`.
-      spent: what the past steps cost, as an array of uint32 words. They encode random
-        public ids, ranges of steps, noise multipliers, sampling probabilities and batch
-        sizes, and the number of examples where that is public. Save it with the rest:
-        `DPTrainer.guarantee` reads it.
+      spent: what the past steps cost, as an array of uint8, a text in JSON. It has
+        random public ids, ranges of steps, noise multipliers, sampling probabilities
+        and batch sizes, and the number of examples where that is public. Save it with
+        the rest: `DPTrainer.guarantee` reads it.
     """
 
     step: jax.Array
@@ -67,4 +67,5 @@ def newest(
     if not found or int(found[0].step) <= step:
         return state, []
     saved, facts = found
-    return saved._replace(spent=np.array(facts["spent"], np.uint32)), facts["lines"]
+    spent = np.frombuffer(facts["spent"].encode(), np.uint8)
+    return saved._replace(spent=spent), facts["lines"]

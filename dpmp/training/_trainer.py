@@ -145,7 +145,7 @@ class DPTrainer:
           ValueError: if a leaf of `params` is not a float array.
         """
         state = put_together(self._step.first_state(_checks.as_params(params)))
-        return state._replace(spent=runs.Spent().to_words())
+        return state._replace(spent=runs.Spent().to_array())
 
     def init_or_restore(
         self, params: PyTree, checkpoint_dir: str | os.PathLike[str]
@@ -219,7 +219,7 @@ class DPTrainer:
         )
         new_state, _ = self._step.run(prepared, batch.ticket)
         self._last_step.remember(account)
-        return new_state._replace(spent=account.words(step + 1))
+        return new_state._replace(spent=account.spent(step + 1))
 
     def load_batch(
         self,

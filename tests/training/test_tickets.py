@@ -81,7 +81,7 @@ def test_a_copy_of_a_trainer_draws_other_bits(name, taken):
     assert (other is not None) >= (name == "copy")
     states = [fit(x, stop_at=2) for x in (trainer, other) if x is not None]
     assert all_differ(taken)
-    union = [Spent.from_words(x.spent, num_examples=SIZE) for x in states]
+    union = [Spent.from_array(x.spent, num_examples=SIZE) for x in states]
     assert len({x.id for spent in union for x in spent.segments}) == len(states)
 
 
@@ -170,7 +170,7 @@ def test_a_state_that_goes_on_in_several_threads_is_paid_for_in_each(taken):
     total = Spent()
     for x in results:
         assert num_of_state(x) == 2
-        total |= Spent.from_words(x.spent, num_examples=SIZE)
+        total |= Spent.from_array(x.spent, num_examples=SIZE)
     assert sum(x.stop - x.start for x in total.segments) == 5
 
 
@@ -204,7 +204,7 @@ def test_a_state_that_goes_on_twice_is_paid_for_twice():
     one = trainer.train_step(state, batch)
     one = trainer.train_step(one, trainer.load_batch(one, DATA))
     two = trainer.train_step(other, trainer.load_batch(other, DATA))
-    one, two = (Spent.from_words(x.spent, num_examples=SIZE) for x in (one, two))
+    one, two = (Spent.from_array(x.spent, num_examples=SIZE) for x in (one, two))
     assert [len(x.segments) for x in (one, two, one | two)] == [1, 1, 2]
 
 
