@@ -1,9 +1,7 @@
 """The compiled programs of a step, one for each combination of types and shardings."""
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,39 +11,20 @@ from dpmp._typing import PyTree
 from dpmp.programs import _check_program
 
 
-@dataclass(eq=False)
-class Program:
-    """The program of a step for the types and the shardings of its arguments.
+class Program(NamedTuple):
+    """The program of a step for the types and the shardings of its arguments."""
 
-    Attributes:
-      of_state: the types of the state.
-      of_batch: the types of the batch.
-      placed: the shardings of the arguments.
-      lowered: the program.
-      constants: arrays that the loss uses.
-      calls_host: whether it calls functions on the host, which see sensitive values.
-      has_run: whether it ran without an error.
-    """
-
-    of_state: str
-    of_batch: str
-    placed: tuple[Any, ...]
-    lowered: jax.stages.Lowered
-    constants: list[jax.Array]
-    calls_host: bool
-    has_run: bool = False
-
-    @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled program."""
-        return self.lowered.compile()
+    key: tuple[Any, ...]  # types of the state, types of the batch, shardings
+    compiled: jax.stages.Compiled
+    constants: list[jax.Array]  # arrays that the loss uses
+    calls_host: bool  # whether functions on the host see sensitive values
 
 
 class Programs:
-    """The programs that were traced, each of them once."""
+    """The programs that have run without an error."""
 
     def __init__(self):
-        self._programs: list[Program] = []
+        self._known: dict[tuple[Any, ...], Program] = {}
 
     def find(
         self,
@@ -61,37 +40,25 @@ class Programs:
           ValueError: if an earlier batch with such a state had other types.
         """
         state, _, batch, _ = args
-        of_state, of_batch = (str(jax.tree.map(jax.typeof, x)) for x in (state, batch))
-        placed = placement(args)
-        same_state = [x for x in self._programs if x.of_state == of_state]
+        types = [str(jax.tree.map(jax.typeof, x)) for x in (state, batch)]
         # The message shows nothing of the batch: its shapes may reveal its content.
-        if any(x.of_batch != of_batch for x in same_state):
+        if any(x[0] == types[0] and x[1] != types[1] for x in self._known):
             raise _validate.RefusedError(
                 "all batches must have the same tree, shapes and dtypes, because "
                 "another compilation would reveal what is in them; got other ones. "
                 "Pad examples to one size (see dpmp.Source), and use "
                 "another DPTrainer for other data."
             )
-        for program in same_state:
-            if program.placed == placed:
-                return program
+        key = (*types, placement(args))
+        if key in self._known:
+            return self._known[key]
         step, constants = make(state, batch)
         traced = step.trace(*args, constants)
         calls_host = _check_program.calls_host(traced.jaxpr.jaxpr)
-        program = Program(
-            of_state, of_batch, placed, traced.lower(), constants, calls_host
-        )
-        self._programs.append(program)
-        return program
+        return Program(key, traced.lower().compile(), constants, calls_host)
 
     def run(self, program: Program, args: tuple[Any, ...]) -> Any:
-        """Runs a program; one that fails at its first run decides nothing any more."""
-        try:
-            results = program.compiled(*args, program.constants)
-        except BaseException:
-            # Other batches may run, for example of shorter examples.
-            if not program.has_run:
-                self._programs.remove(program)
-            raise
-        program.has_run = True
+        """Runs a program, and remembers it: after one that fails, others may run."""
+        results = program.compiled(*args, program.constants)
+        self._known[program.key] = program
         return results

@@ -1,11 +1,12 @@
 """One step of training: a sum of clipped gradients, noise, and an update.
 
 The sum is sensitive. Only noisy values reach the update, and they are released. The
-step is compiled once for a whole run.
+step is compiled once for each combination of types and shardings.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,29 +82,25 @@ class Step:
     def prepare(
         self, state: TrainingState, batch: PyTree, is_padding: Any
     ) -> "Prepared":
-        """Puts a state without `spent` and a batch on their devices, with a program."""
-        # As in `run`: an exception would show that an example is not finite.
-        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            self._check_size(batch, is_padding)
+        """Puts a state and a batch on their devices, and finds their program."""
+        self._check_size(batch, is_padding)
+        with _without_debugging():
             batch = as_device_dtypes(batch)
-            state, is_padding = put_together(state, batch), jnp.asarray(is_padding)
+            state = put_together(state._replace(spent=None), batch)
             no_keys = _committed_with(state, batch, [np.zeros(4, np.uint32)] * 3)
-            args = state, no_keys, batch, is_padding
-            program = self._programs.find(args, self.make_program)
-            return Prepared(program, state, batch, is_padding)
+            args = state, no_keys, batch, jnp.asarray(is_padding)
+            return Prepared(self._programs.find(args, self.make_program), args)
 
     def run(
         self, prepared: "Prepared", ticket: Ticket
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """Runs the step; returns the new state and the sensitive losses and norms."""
-        program, state, batch, is_padding = prepared
-        # jax's debug flags look at all arrays, those of the batch and the results. They
-        # would show in an exception that an example, or its gradient, is not finite.
-        # Without jit, each operation would be visible.
-        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+        state, _, batch, is_padding = prepared.args
+        with _without_debugging():
             keys = _committed_with(state, batch, ticket.take(*_KEYS))
+            args = state, keys, batch, is_padding
             try:
-                return self._programs.run(program, (state, keys, batch, is_padding))
+                return self._programs.run(prepared.program, args)
             finally:
                 keys.clear()  # a report of an error may show the variables of frames
 
@@ -186,7 +183,8 @@ class Step:
         return program, constants
 
     def lower(self, state: TrainingState, batch: PyTree) -> jax.stages.Lowered:
-        """The program for a state without `spent` and a batch, or for their shapes."""
+        """The program for a state and a batch, or for their shapes."""
+        state = state._replace(spent=None)
         program, constants = self.make_program(state, batch)
         shape = (self.mechanism.padded_batch_size,)
         is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)
@@ -273,12 +271,22 @@ class Step:
 
 
 class Prepared(NamedTuple):
-    """A program and its arguments, apart from the keys."""
+    """A program, and its arguments with zeros in place of the keys."""
 
     program: Program
-    state: TrainingState
-    batch: PyTree
-    is_padding: jax.Array
+    args: tuple[TrainingState, list[jax.Array], PyTree, jax.Array]
+
+
+@contextlib.contextmanager
+def _without_debugging() -> Iterator[None]:
+    """Turns off what jax has for debugging.
+
+    Its flags look at all arrays, also those of the batch and the results. They would
+    show in an exception that an example, or its gradient, is not finite. And without
+    jit, each operation would be visible.
+    """
+    with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+        yield
 
 
 def _committed_with(

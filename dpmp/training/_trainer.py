@@ -214,9 +214,7 @@ class DPTrainer:
             batch = Batch(batch, is_padding_example, ticket, mechanism)
         _checks.check_step(batch, step, mechanism)
         account = self._last_step.account(mechanism, state)
-        prepared = self._step.prepare(
-            state._replace(spent=None), batch.examples, batch.is_padding_example
-        )
+        prepared = self._step.prepare(state, batch.examples, batch.is_padding_example)
         new_state, _ = self._step.run(prepared, batch.ticket)
         self._last_step.remember(account)
         return new_state._replace(spent=account.spent(step + 1))
@@ -253,7 +251,7 @@ class DPTrainer:
           state: a `TrainingState`, or its shapes (`jax.eval_shape`).
           batch: arrays as in `train_step`, or their shapes.
         """
-        return self._step.lower(state._replace(spent=None), batch)
+        return self._step.lower(state, batch)
 
     def fit(
         self,
