@@ -40,10 +40,8 @@ class _OtherArraysError(Exception):
 class Checkpoints:
     """The checkpoints in a directory of a run, by the number of steps made."""
 
-    def __init__(self, directory: pathlib.Path, keep: int):
-        """The newest `keep` checkpoints are kept."""
+    def __init__(self, directory: pathlib.Path):
         self._folder, self._pending = directory / "checkpoints", directory / "pending"
-        self._keep = keep
 
     @property
     def steps(self) -> list[int]:
@@ -104,25 +102,23 @@ class Checkpoints:
         if self._pending.is_symlink():
             self._pending.unlink()
         shutil.rmtree(self._pending, ignore_errors=True)
-        for leftover in self._folder.glob("*.old"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
     def commit(self) -> None:
-        """Releases the pending checkpoint by a rename, and removes old ones."""
+        """Releases the pending checkpoint by a rename."""
         step = json.loads((self._pending / _FACTS).read_text())["step"]
         make_directory(self._folder)
-        target = self._folder / str(step)
-        if target.exists():
-            target.rename(target.with_suffix(".old"))
-        self._pending.rename(target)
+        # A run never goes on from a step before the newest whole checkpoint. So these
+        # are damaged.
+        for damaged in [x for x in self.steps if x >= step]:
+            shutil.rmtree(self._folder / str(damaged))
+        self._pending.rename(self._folder / str(step))
         sync(self._folder)
         sync(self._folder.parent)
-        # A run never goes on from a step before the newest whole checkpoint. So a later
-        # one is damaged.
-        kept = [x for x in self.steps if x <= step][-self._keep :]
-        for other in {*self.steps} - {*kept}:
-            shutil.rmtree(self._folder / str(other), ignore_errors=True)
-        self.discard_pending()
+
+    def remove_all_but(self, keep: int) -> None:
+        """Keeps the newest checkpoints alone."""
+        for step in self.steps[:-keep]:
+            shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
     def restore(
         self, like: PyTree, ledger: _ledger.Ledger

@@ -14,7 +14,7 @@ import contextlib
 import os
 import pathlib
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,25 +23,22 @@ from dpmp import _validate
 from dpmp._processes import on_first, random_id
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
-from dpmp.mechanism import DPSGD
 from dpmp.runs import _ledger
 from dpmp.runs._checkpoints import Checkpoints
 from dpmp.runs._files import open_file, refused, sync, write_at
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._lock import locked
-from dpmp.runs._metrics import Line, MetricsFile
 from dpmp.runs._spent import Segment, Spent
 
 _RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes
 
 
 class RunDirectory:
-    """The ledger, checkpoints and metrics of runs; made by `opened`."""
+    """The ledger and the checkpoints of runs; made by `opened`."""
 
-    def __init__(self, path: pathlib.Path, keep: int):
-        self.path = path
-        self._ledger, self._checkpoints = Ledger(path), Checkpoints(path, keep)
-        self._metrics: MetricsFile | None = None
+    def __init__(self, path: pathlib.Path, delta: float | None):
+        self.path, self._delta = path, delta
+        self._ledger, self._checkpoints = Ledger(path), Checkpoints(path)
 
     @property
     def spent(self) -> Spent:
@@ -88,43 +85,33 @@ class RunDirectory:
             )
         return found
 
-    def start_metrics(self, step: int, lines: list[Line]) -> float:
-        """Opens the file of metrics after `step` steps; returns their seconds so far.
-
-        `lines` are those of the checkpoint that the run goes on from.
-        """
-        if jax.process_index() > 0:
-            return 0.0
-        self._metrics = MetricsFile(self.path, lines, step)
-        return self._metrics.seconds
-
-    def enter(self, spent: Spent, delta: float | None) -> None:
+    def enter(self, spent: Spent) -> None:
         """Records the steps of a state that were made without the directory."""
         known = self.spent
         for segment in spent.segments:
             both = known | Spent((segment,))
             if both.count(segment.cost) > known.count(segment.cost):
-                self.charge(segment, delta)
+                self.charge(segment)
 
-    def check_delta(self, delta: float | None) -> None:
-        """Raises ValueError unless all runs in the directory have this delta."""
+    def check_delta(self) -> None:
+        """Raises ValueError unless all runs in the directory have one delta."""
         deltas = {x.delta for x in self._ledger.records if x.delta is not None}
-        others = sorted(deltas - {delta})
+        others = sorted(deltas - {self._delta})
         _validate.require(
             not others,
             "a budget must be for the delta of all runs in the directory",
-            delta=delta,
+            delta=self._delta,
             earlier=others,
             fix="Use DPSGD with that delta, and a budget that you planned for it.",
         )
 
-    def charge(self, segment: Segment, delta: float | None) -> None:
+    def charge(self, segment: Segment) -> None:
         """Records steps before anything that depends on them is seen.
 
         Raises:
           OSError: if the record cannot be written.
         """
-        record = Record(event="charged", segment=segment, delta=delta)
+        record = Record(event="charged", segment=segment, delta=self._delta)
         if jax.process_count() > 1:
             # The others may be anywhere, and the lock belongs to the first.
             _ledger.leave_slip(self.path, record)
@@ -139,10 +126,13 @@ class RunDirectory:
         self,
         state: PyTree,
         segment: Segment,
-        delta: float | None,
         facts: dict[str, Any],
+        *,
+        keep: int = 3,
     ) -> None:
         """Releases a state and the steps before it; see the top of this file.
+
+        The newest `keep` checkpoints are kept.
 
         Raises:
           OSError: if a file cannot be written.
@@ -153,7 +143,7 @@ class RunDirectory:
             record = Record(
                 event="released",
                 segment=segment,
-                delta=delta,
+                delta=self._delta,
                 nonce=facts["nonce"],
                 digest=self._checkpoints.finish_pending(
                     state, facts, self._ledger.copy()
@@ -161,6 +151,7 @@ class RunDirectory:
             )
             self._ledger.append(record)
             self._checkpoints.commit()
+            self._checkpoints.remove_all_but(keep)
 
         try:
             on_first(self._checkpoints.start_pending)
@@ -169,17 +160,14 @@ class RunDirectory:
         except OSError as error:
             refused("a checkpoint must be written before its steps are released", error)
 
-    def write_metrics(self, lines: list[Line]) -> None:
-        """Appends released values to the file of metrics."""
-        if self._metrics is not None:
-            self._metrics.append(lines)
-
 
 @contextlib.contextmanager
 def opened(
-    directory: str | os.PathLike[str] | None, *, keep: int = 3
+    directory: str | os.PathLike[str] | None, *, delta: float | None = None
 ) -> Iterator[RunDirectory | None]:
     """Opens and locks the directory of a run, by the first of several processes.
+
+    Records of the ledger say that the run was planned for `delta`.
 
     Raises:
       ValueError: for no path of a local file system, or for damaged files.
@@ -192,8 +180,8 @@ def opened(
     path = checked_path(directory)
     with contextlib.ExitStack() as stack:
         on_first(lambda: stack.enter_context(locked(path)))
-        on_first(lambda: RunDirectory(path, keep).recover())
-        yield RunDirectory(path, keep)
+        on_first(lambda: RunDirectory(path, delta).recover())
+        yield RunDirectory(path, delta)
 
 
 def checked_path(directory: Any) -> pathlib.Path:
@@ -224,61 +212,3 @@ def checked_path(directory: Any) -> pathlib.Path:
         fix="Use another name.",
     )
     return path
-
-
-def check_people(spent: Spent, mechanism: DPSGD) -> None:
-    """Raises ValueError unless past steps can be composed with those of a mechanism."""
-    relation = mechanism.neighboring_relation
-    for cost in {x.cost for x in spent.segments}:
-        _validate.require(
-            cost.neighboring_relation is relation
-            and cost.num_examples == mechanism.num_examples,
-            "a run must go on with the number of examples and the neighbouring "
-            "relation of its past steps, so that their epsilons can be composed",
-            num_examples=mechanism.num_examples,
-            neighboring_relation=relation.name,
-            earlier=(cost.num_examples, cost.neighboring_relation.name),
-            fix="Use the same dataset. For another one, train in another directory: "
-            "`python -m dpmp ledger DIR1 DIR2` adds up runs on the same people.",
-        )
-
-
-def steps_within(
-    epsilon_budget: float, epsilon: Callable[[int], float], start: int, stop: int
-) -> int:
-    """The last step, up to `stop`, after which epsilon is within the budget.
-
-    Args:
-      epsilon_budget: the largest epsilon that all runs in the directory may reach.
-      epsilon: computes what is spent after a number of steps; it rises with it.
-      start: the number of steps made.
-      stop: the number of steps that are wanted.
-
-    Raises:
-      ValueError: if the budget does not allow one more step.
-    """
-    allowed, refused = start, stop + 1
-    if epsilon(stop) <= epsilon_budget:
-        allowed = stop
-    while allowed + 1 < refused and allowed != stop:
-        # A computation may take a second, and a budget is often nearly used up.
-        middle = (allowed + refused) // 2
-        allowed, refused = (
-            (middle, refused)
-            if epsilon(middle) <= epsilon_budget
-            else (allowed, middle)
-        )
-    _validate.require(
-        allowed > start or start == stop,
-        "the budget must allow one more step",
-        epsilon_budget=epsilon_budget,
-        step=start,
-        fix="The ledger of the directory has all steps that were paid for: "
-        "python -m dpmp ledger DIR.",
-    )
-    if allowed < stop:
-        warn(
-            f"the budget of epsilon {epsilon_budget} allows {allowed} steps of {stop}; "
-            "the run will stop there."
-        )
-    return allowed

@@ -1,12 +1,13 @@
 """What a run costs: everything before it, and step by step."""
 
+import bisect
 import dataclasses
 import os
 from typing import Any
 
 import numpy as np
 
-from dpmp import _processes, runs
+from dpmp import _processes, _validate, runs
 from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.training._state import TrainingState
@@ -44,16 +45,19 @@ class Account:
         Raises:
           ValueError: if earlier steps were about other people.
         """
-        past = past_of(mechanism, state)
-        before = past
+        past = before = past_of(mechanism, state)
         if directory is not None:
             before = past | directory.spent
-            runs.check_people(before, mechanism)
-            directory.enter(past, mechanism.delta)
+            _check_people(before, mechanism)
+            directory.enter(past)
         return cls(mechanism, past, before, int(state.step), _processes.random_id())
 
-    def checked_stop(self, stop: int, epsilon_budget: float | None) -> int:
-        """The step at which to stop: `stop`, an earlier one within a budget, or now."""
+    def stop_within(self, stop: int, epsilon_budget: float | None) -> int:
+        """The step at which to stop: `stop`, or an earlier one within a budget.
+
+        Raises:
+          ValueError: if the budget does not allow one more step.
+        """
         if self.start > stop:
             warn(
                 f"the directory has a state after {self.start} steps, but the run was "
@@ -62,9 +66,24 @@ class Account:
             )
         if self.start >= stop:
             return self.start
-        if epsilon_budget is None:
+        if epsilon_budget is None or self.epsilon(stop) <= epsilon_budget:
             return stop
-        return runs.steps_within(epsilon_budget, self.epsilon, self.start, stop)
+        # A computation may take a second, and epsilon rises with the steps.
+        more = range(self.start + 1, stop)
+        allowed = bisect.bisect_right(more, epsilon_budget, key=self.epsilon)
+        _validate.require(
+            allowed > 0,
+            "the budget must allow one more step",
+            epsilon_budget=epsilon_budget,
+            step=self.start,
+            fix="The ledger of the directory has all steps that were paid for: "
+            "python -m dpmp ledger DIR.",
+        )
+        warn(
+            f"the budget of epsilon {epsilon_budget} allows {self.start + allowed} "
+            f"steps of {stop}; the run will stop there."
+        )
+        return self.start + allowed
 
     def segment(self, start: int, stop: int) -> runs.Segment:
         """Steps of this run."""
@@ -106,7 +125,7 @@ class LastStep:
     """
 
     def __init__(self):
-        self._ids: list[tuple[int, str, int]] = []  # the process, the id, and the step
+        self._ends: set[tuple[int, str, int]] = set()  # the process, the id, the step
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LastStep, ()  # a copy has made no step
@@ -114,18 +133,17 @@ class LastStep:
     def account(self, mechanism: DPSGD, state: TrainingState) -> Account:
         """The account of the next step, with the id of the last one or a fresh one."""
         past, step = past_of(mechanism, state), int(state.step)
+        end = [(os.getpid(), x.id, step) for x in past.segments[-1:] if x.stop == step]
         try:
-            process, id_, next_step = self._ids.pop()  # no other thread gets it
-        except IndexError:
-            process, id_, next_step = 0, "", 0
-        goes_on = process == os.getpid() and next_step == step
-        goes_on &= any(x.id == id_ and x.stop == step for x in past.segments[-1:])
-        id_ = id_ if goes_on else _processes.random_id()
+            self._ends.remove(end[0])  # no other thread gets it
+            id_ = end[0][1]
+        except (IndexError, KeyError):
+            id_ = _processes.random_id()
         return Account(mechanism, past, past, step, id_)
 
     def remember(self, account: Account) -> None:
         """Lets the next step continue an account, which has made its step."""
-        self._ids = [(os.getpid(), account.id, account.start + 1)]
+        self._ends = {(os.getpid(), account.id, account.start + 1)}
 
 
 def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
@@ -135,5 +153,22 @@ def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
       ValueError: if they were about other people than those of the mechanism.
     """
     past = runs.Spent.from_array(state.spent, num_examples=mechanism.num_examples)
-    runs.check_people(past, mechanism)
+    _check_people(past, mechanism)
     return past
+
+
+def _check_people(spent: runs.Spent, mechanism: DPSGD) -> None:
+    """Raises ValueError unless past steps can be composed with those of a mechanism."""
+    relation = mechanism.neighboring_relation
+    for cost in {x.cost for x in spent.segments}:
+        _validate.require(
+            cost.neighboring_relation is relation
+            and cost.num_examples == mechanism.num_examples,
+            "a run must go on with the number of examples and the neighbouring "
+            "relation of its past steps, so that their epsilons can be composed",
+            num_examples=mechanism.num_examples,
+            neighboring_relation=relation.name,
+            earlier=(cost.num_examples, cost.neighboring_relation.name),
+            fix="Use the same dataset. For another one, train in another directory: "
+            "`python -m dpmp ledger DIR1 DIR2` adds up runs on the same people.",
+        )

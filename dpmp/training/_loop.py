@@ -65,9 +65,12 @@ class Loop:
             headline=lambda: headline(step, self._state, load),
             ending=f", saved in {directory.path}" if directory else "",
         )
+        self._file = None
+        if directory is not None and jax.process_index() == 0:
+            self._file = runs.MetricsFile(directory.path, lines, start)
         self._metrics = Metrics(
             start=start,
-            seconds=directory.start_metrics(start, lines) if directory else 0.0,
+            seconds=self._file.seconds if self._file else 0.0,
             iterations=mechanism.iterations,
             report_steps=self._progress.report_steps,
             epsilon=self._progress.epsilon,
@@ -206,25 +209,23 @@ class Loop:
         """Puts steps into the ledger before anything that depends on them is seen."""
         if self._directory is not None and stop > self._paid:
             segment = self._account.segment(self._paid, stop)
-            self._directory.charge(segment, self._account.mechanism.delta)
+            self._directory.charge(segment)
             self._paid = stop
 
     def _save(self, lines: list[dict[str, Any]]) -> None:
         """Releases the steps since the last checkpoint by a new one."""
         assert self._directory is not None
         step, self._is_saving = int(self._state.step), True
-        # Times depend a little on the sizes of the batches, so a checkpoint has none.
+        # Times depend a little on the sizes of the batches, so these lines have none.
         without_times = [
             {name: x for name, x in line.items() if name not in TIMES} for line in lines
         ]
+        spent = bytes(self._account.spent(step)).decode()
         self._directory.release(
             self._state,
             self._account.segment(self._saved, step),
-            self._account.mechanism.delta,
-            {
-                "lines": without_times,
-                "spent": bytes(self._account.spent(step)).decode(),
-            },
+            {"lines": without_times, "spent": spent},
+            keep=self._options.keep,
         )
         self._saved, self._paid = step, max(self._paid, step)
         self._is_saving = False
@@ -237,9 +238,9 @@ class Loop:
         if self._options.callback is not None:
             with self._signals.interruptible():
                 public = as_public(self._options.callback(self.state))
-        if self._directory is not None:
+        if self._file is not None:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
-            self._directory.write_metrics([*lines[:-1], lines[-1] | numbers])
+            self._file.append([*lines[:-1], lines[-1] | numbers])
         metrics = self._state.metrics
         is_reported = bool(lines) or self._begun in self._progress.report_steps
         self._overflows.look(self._begun, metrics, is_reported=is_reported)

@@ -1,7 +1,6 @@
 """DPTrainer: the host samples and loads batches, and runs the loop of steps."""
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -162,7 +161,7 @@ class DPTrainer:
         state = self.init(params)
         if not runs.checked_path(checkpoint_dir).is_dir():
             return state
-        with runs.opened(checkpoint_dir, keep=sys.maxsize) as directory:
+        with runs.opened(checkpoint_dir) as directory:
             return newest(state, directory)[0]
 
     def guarantee(
@@ -336,14 +335,14 @@ class DPTrainer:
         stop = _checks.checked_stop(stop_at, state, mechanism.iterations)
         self.last_state = None
         with (
-            runs.opened(checkpoint_dir, keep=keep) as directory,
+            runs.opened(checkpoint_dir, delta=mechanism.delta) as directory,
             Signals(sigterm=directory is not None) as signals,
         ):
             state, lines = newest(state, directory)
             account = Account.of(mechanism, state, directory)
             if directory is not None and epsilon_budget is not None:
-                directory.check_delta(mechanism.delta)
-            stop = account.checked_stop(stop, epsilon_budget)
+                directory.check_delta()
+            stop = account.stop_within(stop, epsilon_budget)
             loop = Loop(
                 self._step,
                 state,

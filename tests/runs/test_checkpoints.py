@@ -53,7 +53,7 @@ def assert_same(actual, expected):
 def write_pending(directory, step, state, ledger, **facts):
     """Writes the checkpoint, and returns the record that would release it."""
     facts = {"step": step, "nonce": f"nonce {step}", **facts}
-    checkpoints = Checkpoints(directory, keep=2)
+    checkpoints = Checkpoints(directory)
     checkpoints.start_pending()
     checkpoints.write_arrays(state)
     digest = checkpoints.finish_pending(state, facts, ledger.copy())
@@ -69,11 +69,12 @@ def write_pending(directory, step, state, ledger, **facts):
 def save(directory, step, state, **facts):
     ledger = Ledger(directory)
     ledger.append(write_pending(directory, step, state, ledger, **facts))
-    Checkpoints(directory, keep=2).commit()
+    Checkpoints(directory).commit()
+    Checkpoints(directory).remove_all_but(2)
 
 
 def restore(directory, like):
-    found = Checkpoints(directory, keep=2).restore(like, Ledger(directory))
+    found = Checkpoints(directory).restore(like, Ledger(directory))
     return found and found[0]
 
 
@@ -83,14 +84,14 @@ class TestRoundTrip:
         for step in (5, 10):
             save(tmp_path, step, make_state(step), more=[step])
         assert_same(restore(tmp_path, make_state()), make_state(10))
-        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints = Checkpoints(tmp_path)
         _, facts = checkpoints.restore(make_state(), Ledger(tmp_path))
         assert (facts["step"], facts["more"]) == (10, [10])
 
     def test_the_newest_ones_are_kept(self, tmp_path):
         for step in (1, 2, 10):
             save(tmp_path, step, {"x": jnp.full(3, step)})
-        assert Checkpoints(tmp_path, keep=2).steps == [2, 10]
+        assert Checkpoints(tmp_path).steps == [2, 10]
         assert restore(tmp_path, {"x": jnp.zeros(3, int)})["x"][0] == 10
 
     def test_arrays_may_be_overwritten_as_soon_as_it_is_written(
@@ -98,7 +99,7 @@ class TestRoundTrip:
     ):
         overwrite = jax.jit(lambda x: x * 0, donate_argnums=0)
         x = jnp.arange(1_000_000, dtype=jnp.float32)
-        checkpoints, write = Checkpoints(tmp_path, keep=2), Checkpoints.write_arrays
+        checkpoints, write = Checkpoints(tmp_path), Checkpoints.write_arrays
 
         def write_and_overwrite(self, state):
             write(self, state)
@@ -240,7 +241,7 @@ class TestDamage:
         for step, left in ((2, [1, 2]), (3, [2, 3])):
             state = {"x": jnp.full(5000, float(step))}
             save(directory, step, state, nonce=f"new {step}")
-            assert Checkpoints(directory, keep=2).steps == left
+            assert Checkpoints(directory).steps == left
             assert int(restore(directory, {"x": jnp.zeros(5000)})["x"][0]) == step
         names = {x.name for x in (directory / "checkpoints").iterdir()}
         assert names == {"2", "3"}
@@ -298,7 +299,7 @@ class TestLedger:
 
 class TestPending:
     def test_without_a_pending_checkpoint_there_is_no_nonce(self, tmp_path):
-        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints = Checkpoints(tmp_path)
         assert checkpoints.pending_nonce() is None
         write_pending(tmp_path, 1, {"x": jnp.zeros(3)}, Ledger(tmp_path))
         assert checkpoints.pending_nonce() == "nonce 1"
@@ -327,7 +328,7 @@ class TestPending:
                 write_pending(tmp_path, 1, state, ledger)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert Checkpoints(tmp_path, keep=2).steps == []
+        assert Checkpoints(tmp_path).steps == []
         save(tmp_path, 1, state)
         assert_same(restore(tmp_path, jax.tree.map(jnp.zeros_like, state)), state)
 

@@ -1,29 +1,24 @@
 """Whatever happens to a process, a step is paid for if anybody can have seen it."""
 
-import dataclasses
 import errno
-import json
-import math
 import os
 import shutil
-import stat
 import threading
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import pytest
-from ledgers import DELTA, MECHANISM, charged, file_of, num_steps, steps
+from ledgers import file_of, num_steps, steps
 
-from dpmp.runs import Spent, check_people, checked_path, opened, steps_within
-from dpmp.runs._ledger import Ledger, leave_slip
+from dpmp.runs import Spent, checked_path, opened
+from dpmp.runs._ledger import Ledger
 
 LIKE = {"x": jnp.zeros(3)}
 
 
 def release(run, start, stop, *, name="a", facts=None):
     state = {"x": jnp.full(3, float(stop))}
-    run.release(state, steps(start, stop, run=name), DELTA, facts or {})
+    run.release(state, steps(start, stop, run=name), facts or {})
 
 
 @pytest.fixture(scope="module")
@@ -138,17 +133,18 @@ class TestKills:
     def test_a_checkpoint_that_is_written_again_is_never_missing(
         self, directory, snapshots, monkeypatch
     ):
+        """One that is damaged is written again."""
         start, copies = snapshots
+        (directory / "checkpoints" / "10" / "facts.json").write_text("{}")
         with opened(directory) as run:
             start()
             release(run, 0, 10, name="b")
             monkeypatch.undo()
         for copy in [*copies, directory]:
+            if len(file_of(copy).read_bytes().splitlines()) == 1:
+                continue  # not released yet
             assert newest(copy) == 10
-            names = {x.name for x in (copy / "checkpoints").iterdir()}
-            # A leftover disappears with the next release.
-            assert {"10"} <= names <= {"10", "10.old"}
-        assert names == {"10"}
+            assert [x.name for x in (copy / "checkpoints").iterdir()] == ["10"]
 
     def test_a_record_without_its_checkpoint_is_paid_for_and_warned_of(self, directory):
         with opened(directory) as run:
@@ -188,7 +184,7 @@ class TestKills:
 
     def test_charges_before_the_first_checkpoint_are_warned_of(self, tmp_path):
         with opened(tmp_path) as run:
-            run.charge(steps(0, 7), DELTA)
+            run.charge(steps(0, 7))
         with pytest.warns(UserWarning, match="paid for steps up to 7"):
             assert newest(tmp_path) == 0
 
@@ -206,27 +202,13 @@ class TestRelease:
             assert run.spent == Spent((steps(1, 9),))
         assert len(nonces) == 2
 
-    def test_the_newest_ones_are_kept(self, tmp_path):
-        with opened(tmp_path, keep=1) as run:
-            for stop in (5, 9):
-                release(run, stop - 4, stop)
-        assert [x.name for x in (tmp_path / "checkpoints").iterdir()] == ["9"]
-
-    def test_the_files_have_no_secrets_and_are_for_their_owner(self, tmp_path):
-        with opened(tmp_path / "run") as run:
-            run.start_metrics(0, [])
-            release(run, 0, 5)
-            run.write_metrics([{"step": 5}])
-        for path in (tmp_path / "run", *(tmp_path / "run").iterdir()):
-            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
-
 
 class TestCharge:
     def test_steps_that_were_made_elsewhere_are_entered_once(self, directory):
         elsewhere = Spent((steps(0, 10), steps(10, 14), steps(14, 20, run="b")))
         for _ in range(2):
             with opened(directory) as run:
-                run.enter(elsewhere | Spent(), DELTA)
+                run.enter(Spent.of(elsewhere.segments))
                 assert {*run.spent.segments} == {
                     steps(0, 14),
                     steps(14, 20, run="b"),
@@ -237,7 +219,7 @@ class TestCharge:
         with opened(directory) as run:
             before = file_of(directory).read_bytes()
             monkeypatch.setattr(jax, "process_count", lambda: 2)
-            run.charge(steps(10, 20, run="b"), DELTA)
+            run.charge(steps(10, 20, run="b"))
             monkeypatch.undo()
         assert file_of(directory).read_bytes() == before
         assert num_steps(directory) == 20
@@ -247,40 +229,10 @@ class TestCharge:
         assert not [*directory.glob("charged-*")]
 
 
-class TestMetrics:
-    def test_metrics_go_on_and_none_is_lost(self, tmp_path):
-        with opened(tmp_path) as run:
-            assert run.start_metrics(0, []) == 0.0
-            run.write_metrics([{"step": 5, "seconds": 1.5}])
-        with opened(tmp_path) as run:
-            lines = [{"step": 5}, {"step": 10}]
-            assert run.start_metrics(10, lines) == 1.5
-            run.write_metrics([{"step": 15}])
-        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(x)["step"] for x in lines] == [5, 10, 15]
-
-    def test_the_first_process_writes_them(self, tmp_path, monkeypatch):
-        with opened(tmp_path) as run:
-            monkeypatch.setattr(jax, "process_index", lambda: 1)
-            assert run.start_metrics(0, []) == 0.0
-            run.write_metrics([{"step": 5}])
-            monkeypatch.undo()
-        assert not (tmp_path / "metrics.jsonl").exists()
-
-
 class TestOpened:
     def test_without_a_path_there_is_no_directory(self):
         with opened(None) as run:
             assert run is None
-
-    def test_a_second_run_is_refused(self, tmp_path):
-        with (
-            opened(tmp_path),
-            pytest.raises(RuntimeError, match="only one run at a time"),
-        ):
-            opened(tmp_path).__enter__()
-        with opened(tmp_path):
-            pass
 
     def test_the_lock_is_free_if_files_are_damaged(self, directory):
         content = file_of(directory).read_bytes()
@@ -310,88 +262,6 @@ class TestOpened:
             checked_path(tmp_path / name)
 
 
-class TestPeople:
-    SPENT = Spent((steps(0, 10),))
-
-    def test_other_costs_of_the_same_people_are_welcome(self):
-        other = dataclasses.replace(MECHANISM, noise_multiplier=7.0, iterations=3)
-        check_people(Spent(), other)
-        check_people(self.SPENT, other)
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"num_examples": 999, "sampling_prob": 1.0},
-            {"neighboring_relation": dp_accounting.NeighboringRelation.REPLACE_ONE},
-        ],
-    )
-    def test_other_people_are_refused(self, change):
-        other = dataclasses.replace(MECHANISM, **change)
-        said = r"number of examples and the neighb.*earlier=\(1000, 'REPLACE_SPECIAL'\)"
-        with pytest.raises(ValueError, match=said):
-            check_people(self.SPENT, other)
-
-
-CURVES = {
-    "proportional": lambda n: n / 100,
-    "root": lambda n: math.sqrt(n) / 10,
-    "after other runs": lambda n: 0.7 + 1e-5 * n,
-    "infinite": lambda n: math.inf if n > 777 else 0.1,
-    "stairs": lambda n: (n // 50) / 10,
-}
-
-
-class TestBudget:
-    @pytest.mark.parametrize("name", CURVES)
-    @pytest.mark.parametrize("start", [0, 5])
-    @pytest.mark.parametrize("budget", [0.05, 0.75, 3.3])
-    @pytest.mark.filterwarnings("ignore:the budget of epsilon")
-    def test_the_largest_number_of_steps_within_the_budget_is_found(
-        self, name, start, budget
-    ):
-        epsilon = CURVES[name]
-        for stop in (start + 1, start + 2, start + 10, 1000):
-            allowed = [n for n in range(start + 1, stop + 1) if epsilon(n) <= budget]
-            if allowed:
-                assert steps_within(budget, epsilon, start, stop) == max(allowed)
-            else:
-                with pytest.raises(ValueError, match="must allow one more step"):
-                    steps_within(budget, epsilon, start, stop)
-
-    def test_few_epsilons_are_computed(self):
-        asked = []
-
-        def epsilon(n):
-            asked.append(n)
-            return n / 1e6
-
-        with pytest.warns(
-            UserWarning, match="epsilon 0.5 allows 500000 steps of 10000"
-        ):
-            assert steps_within(0.5, epsilon, 0, 10**6) == 500_000
-        assert len(asked) == len({*asked}) <= 22
-        asked.clear()
-        assert steps_within(1.0, epsilon, 0, 10**6) == 10**6
-        assert asked == [10**6]
-
-    def test_a_run_without_steps_needs_no_budget(self):
-        assert steps_within(0.5, lambda n: 7.0, 3, 3) == 3
-
-    def test_a_budget_that_is_used_up_names_the_ledger(self):
-        said = r"one more step; got epsilon_budget=0.5, step=3.*dpmp ledger DIR"
-        with pytest.raises(ValueError, match=said):
-            steps_within(0.5, lambda n: 7.0, 3, 5)
-
-
-def test_slips_are_merged_when_a_directory_is_opened_again(tmp_path):
-    for run in "ab":
-        leave_slip(tmp_path, charged(0, 5, run=run))
-    with opened(tmp_path) as run:
-        assert run.spent.count(MECHANISM.step_cost) == 10
-    names = {x.name for x in tmp_path.iterdir()}
-    assert names == {"lock", "ledger.jsonl", "reserve"}
-
-
 def test_a_full_disk_has_room_for_one_more_charge(directory, monkeypatch):
     real = os.pwrite
 
@@ -402,7 +272,7 @@ def test_a_full_disk_has_room_for_one_more_charge(directory, monkeypatch):
 
     with opened(directory) as run:
         monkeypatch.setattr(os, "pwrite", pwrite)
-        run.charge(steps(10, 15, run="b"), DELTA)
+        run.charge(steps(10, 15, run="b"))
         monkeypatch.undo()
     assert num_steps(directory) == 15
     with opened(directory):

@@ -1,19 +1,11 @@
+import contextlib
 import errno
 import os
-import stat
 
 import pytest
 
 from dpmp.runs import _lock
 from dpmp.runs._lock import locked
-
-
-def test_a_directory_is_made_for_its_owner(tmp_path):
-    directory = tmp_path / "some" / "run"
-    with locked(directory):
-        for path in (directory, directory.parent):
-            assert stat.S_IMODE(path.stat().st_mode) == 0o700
-        assert stat.S_IMODE((directory / "lock").stat().st_mode) == 0o600
 
 
 def test_the_lock_is_exclusive_and_names_its_owner(tmp_path):
@@ -33,6 +25,19 @@ def test_the_lock_is_free_after_an_error(tmp_path):
         pass
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_does_not_release_the_lock(tmp_path):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(tmp_path))
+        child = os.fork()
+        if child == 0:
+            stack.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(RuntimeError, match="only one run at a time"):
+            locked(tmp_path).__enter__()
+
+
 def test_a_system_without_locks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "fcntl", None)
     with pytest.raises(RuntimeError, match=r"POSIX locks.*the operating system has no"):
@@ -46,13 +51,3 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock.fcntl, "flock", flock)
     with pytest.raises(RuntimeError, match=r"POSIX locks.*No locks available"):
         locked(tmp_path).__enter__()
-
-
-def test_a_symbolic_link_is_not_locked_nor_written_to(tmp_path):
-    target = tmp_path / "target"
-    target.write_text("precious")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "lock").symlink_to(target)
-    with pytest.raises(OSError, match="symbolic links"):
-        locked(tmp_path / "run").__enter__()
-    assert target.read_text() == "precious"
