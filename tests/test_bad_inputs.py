@@ -209,6 +209,7 @@ CASES = {
         {"w": jnp.ones(3, complex)}
     ),
     "trainer-uses-key-text: uses_prng_key must be": lambda: trainer(uses_prng_key="no"),
+    "trainer-uses-key-one: uses_prng_key must be": lambda: trainer(uses_prng_key=1),
     "trainer-key-integer: prng_key must be": lambda: trainer(prng_key=12345678),
     "trainer-key-old: prng_key must be": lambda: trainer(
         prng_key=jax.random.PRNGKey(1)

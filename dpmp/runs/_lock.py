@@ -5,6 +5,7 @@ import os
 import pathlib
 import socket
 from collections.abc import Iterator
+from typing import NoReturn
 
 from dpmp import _validate
 from dpmp.runs._files import make_directory, open_file
@@ -27,39 +28,38 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
         system or the file system has no such locks.
       OSError: if the directory cannot be written.
     """
+    if fcntl is None:
+        _no_locks(directory, "the operating system has no POSIX locks")
     make_directory(directory)
     with open_file(directory / "lock", os.O_RDWR | os.O_CREAT) as descriptor:
-        _acquire(descriptor, directory)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            _validate.fail(
+                "only one run at a time may write into a directory",
+                directory=str(directory),
+                locked_by=owner,
+                fix="Wait until that process and those that it started have ended, or "
+                "use another directory.",
+                error=RuntimeError,
+            )
+        except OSError as error:
+            _no_locks(directory, error.strerror or str(error))
         process = os.getpid()
         try:
             os.ftruncate(descriptor, 0)
-            who = f"process {os.getpid()} on {socket.gethostname()}\n"
+            who = f"process {process} on {socket.gethostname()}\n"
             os.pwrite(descriptor, who.encode(), 0)
             yield
         finally:
             # Closing would not do, as long as a forked process has the file open too.
             # And that process must not release the lock.
-            if fcntl is not None and process == os.getpid():
+            if process == os.getpid():
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _acquire(descriptor: int, directory: pathlib.Path) -> None:
-    reason = "the operating system has no POSIX locks"
-    try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-    except BlockingIOError:
-        _validate.fail(
-            "only one run at a time may write into a directory",
-            directory=str(directory),
-            locked_by=os.pread(descriptor, 1000, 0).decode(errors="replace").strip(),
-            fix="Wait until that process and those that it started have ended, or use "
-            "another directory.",
-            error=RuntimeError,
-        )
-    except OSError as error:
-        reason = error.strerror or str(error)
+def _no_locks(directory: pathlib.Path, reason: str) -> NoReturn:
     _validate.fail(
         "the directory of a run must be on a file system with POSIX locks (flock)",
         directory=str(directory),

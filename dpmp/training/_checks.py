@@ -24,22 +24,19 @@ from dpmp.training._state import TrainingState
 
 def check_types(mechanism: Any, optimizer: Any, uses_prng_key: Any) -> None:
     """Raises ValueError for arguments of another type."""
-    for name, given, kind, fix in (
-        ("mechanism", mechanism, DPSGD, "Use dpmp.DPSGD(...).calibrate(...)."),
-        (
-            "optimizer",
-            optimizer,
-            optax.GradientTransformation,
-            "Use optax.adam(1e-3), for example.",
-        ),
-        ("uses_prng_key", uses_prng_key, bool, "Use True or False."),
-    ):
-        _validate.require(
-            isinstance(given, kind),
-            f"{name} must be a {kind.__name__}",
-            fix=fix,
-            type=type(given).__name__,
-        )
+    _validate.require(
+        isinstance(mechanism, DPSGD),
+        "mechanism must be a DPSGD",
+        type=type(mechanism).__name__,
+        fix="Use dpmp.DPSGD(...).calibrate(...).",
+    )
+    _validate.require(
+        isinstance(optimizer, optax.GradientTransformation),
+        "optimizer must be a GradientTransformation",
+        type=type(optimizer).__name__,
+        fix="Use optax.adam(1e-3), for example.",
+    )
+    _validate.boolean(uses_prng_key=uses_prng_key, fix="Use True or False.")
 
 
 def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
@@ -79,8 +76,10 @@ def check_step(batch: Any, step: int, mechanism: DPSGD) -> None:
         step=step,
         fix="Plan more iterations before the run starts.",
     )
+    drawn_by = batch.mechanism.sampling, batch.mechanism.num_examples
     _validate.require(
-        batch.ticket.step == step and batch.is_of(mechanism),
+        batch.ticket.step == step
+        and drawn_by == (mechanism.sampling, mechanism.num_examples),
         "a batch must be drawn by the mechanism, and for the state, that it is used "
         "with",
         batch_of_step=batch.ticket.step,
@@ -104,19 +103,15 @@ def as_public(returned: Any) -> dict[str, float]:
         type=type(returned).__name__,
         fix='Return {"accuracy": 0.9}, for example, or nothing.',
     )
-    return {name: _as_public_number(name, x) for name, x in returned.items()}
-
-
-def _as_public_number(name: str, x: Any) -> float:
-    is_scalar = np.ndim(x) == 0 and hasattr(x, "__float__")
-    _validate.require(
-        is_scalar,
-        "every number that a callback returns must be a real scalar",
-        name=name,
-        type=type(x).__name__,
-        fix="Reduce arrays with jnp.mean, for example.",
-    )
-    return float(x)
+    for name, x in returned.items():
+        _validate.require(
+            np.ndim(x) == 0 and hasattr(x, "__float__"),
+            "every number that a callback returns must be a real scalar",
+            name=name,
+            type=type(x).__name__,
+            fix="Reduce arrays with jnp.mean, for example.",
+        )
+    return {name: float(x) for name, x in returned.items()}
 
 
 def check_state(state: Any, batch: PyTree = None) -> None:

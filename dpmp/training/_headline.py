@@ -7,9 +7,9 @@ import contextlib
 import dataclasses
 
 import jax
+import numpy as np
 
 from dpmp.sources import Load
-from dpmp.training._batches import shapes_of_batch
 from dpmp.training._state import TrainingState
 from dpmp.training._step import Step
 
@@ -35,7 +35,9 @@ def headline(step: Step, state: TrainingState, load: Load) -> str:
     # If the loss or the dataset is at fault, the first step says so, and says more.
     with contextlib.suppress(Exception):
         other = dataclasses.replace(mechanism, method="book_keeping", arithmetic=None)
-        share = step.cost_of_book_keeping(state, shapes_of_batch(load))
+        rows = load(np.zeros(0, np.int64))
+        example = jax.tree.map(lambda x: np.zeros((1, *x.shape[1:]), x.dtype), rows)
+        share = step.cost_of_book_keeping(state, example)
         if share <= _MUCH_CHEAPER:
             line += (
                 f". By an estimate from shapes, a step costs {share:.0%} of this with "

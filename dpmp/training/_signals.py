@@ -73,16 +73,9 @@ def is_of_signal(error: BaseException) -> bool:
     return getattr(error, "is_signal", False) and error.__context__ is None
 
 
-class _Interrupted(KeyboardInterrupt):
-    is_signal = True
-
-
-class _Terminated(SystemExit):
-    is_signal = True
-
-
 def _exception_of(number: int) -> BaseException:
     # Shells report a process that a signal ended with the status 128 + its number.
-    if number == signal.SIGINT:
-        return _Interrupted()
-    return _Terminated(128 + number)
+    is_interrupt = number == signal.SIGINT
+    error = KeyboardInterrupt() if is_interrupt else SystemExit(128 + number)
+    error.is_signal = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error

@@ -418,7 +418,7 @@ def test_no_key_is_a_constant_of_a_program(tmp_path, is_keyed):
 
 def test_repr_shows_no_example_either():
     _, batch = start(fresh_trainer())
-    assert repr(batch) == "Batch()"
+    assert "array" not in repr(batch)
     assert "0." not in repr(batch.ticket)
 
 
