@@ -46,6 +46,7 @@ from dpmp import accounting, runs
 from dpmp.__main__ import main
 from dpmp.runs._ledger import Ledger
 from dpmp.training import _tickets
+from dpmp.training._step import Step
 
 PLANNED = MECHANISM.guarantee().epsilon
 
@@ -192,21 +193,12 @@ def killed_before_and_after_the_record(monkeypatch, tmp_path, **options):
     return killed[killed.index(after) - 1], after
 
 
-def test_steps_of_a_killed_run_are_made_again_with_fresh_bits(tmp_path, monkeypatch):
-    trainer, taken = fresh_trainer(), []
-    take = _tickets.Ticket.take
-
-    def record(self, *uses):
-        keys = take(self, *uses)
-        taken.extend(
-            (self.step, use, *map(int, x)) for use, x in zip(uses, keys, strict=True)
-        )
-        return keys
-
-    monkeypatch.setattr(_tickets.Ticket, "take", record)
+def test_steps_of_a_killed_run_are_made_again_with_fresh_bits(
+    tmp_path, monkeypatch, taken
+):
     for directory in killed_before_and_after_the_record(monkeypatch, tmp_path):
-        fit(trainer, directory)
-    words = [tuple(x[2:]) for x in taken]
+        fit(fresh_trainer(), directory)
+    words = [key for _, _, key in taken]
     assert len(words) == 4 * (7 + 4 + 1)
     assert len({*words}) == len(words)
 
@@ -261,14 +253,14 @@ def test_a_record_without_its_checkpoint_is_charged(
 def test_nothing_of_a_lost_step_is_left(tmp_path, monkeypatch, capsys):
     """Its noisy values are in `pending` alone, until the next start."""
     trainer, overflowed = fresh_trainer(), []
-    run = type(trainer._step).run
+    run = Step.run
 
     def record(self, *args):
         state, outputs = run(self, *args)
         overflowed.append(float(state.metrics["overflowed"]))
         return state, outputs
 
-    monkeypatch.setattr(type(trainer._step), "run", record)
+    monkeypatch.setattr(Step, "run", record)
     shown = []
     killed, _ = killed_before_and_after_the_record(
         monkeypatch,
@@ -357,23 +349,17 @@ def test_an_exception_of_a_sensitive_callback_pays_for_its_block(tmp_path):
     assert num_paid(tmp_path) == 6
 
 
-def test_an_exception_of_the_program_pays_for_the_step(tmp_path):
-    trainer = fresh_trainer()
-    run, calls = trainer._step.run, []
+def test_an_exception_of_the_program_pays_for_the_step(tmp_path, monkeypatch):
+    run, calls = Step.run, []
 
-    class Failing:
-        def __getattr__(self, name):
-            return getattr(trainer._step, name)
+    def failing(self, *args):
+        calls.append(None)
+        if len(calls) == 5:
+            raise MemoryError
+        return run(self, *args)
 
-        def run(self, *args):
-            calls.append(None)
-            if len(calls) == 5:
-                raise MemoryError
-            return run(*args)
-
-    other = new_trainer()
-    other._step = Failing()
-    stopped(other, tmp_path, MemoryError)
+    monkeypatch.setattr(Step, "run", failing)
+    stopped(fresh_trainer(), tmp_path, MemoryError)
     assert checkpoints(tmp_path) == [3, 4]
     assert num_paid(tmp_path) == 5
 
@@ -389,22 +375,16 @@ def test_an_exception_while_a_step_is_traced_pays_for_it(tmp_path):
     assert num_of_state(trainer.last_state) == 1
 
 
-def test_a_state_that_the_step_used_up_is_not_kept(tmp_path):
-    trainer = fresh_trainer()
-    run = trainer._step.run
+def test_a_state_that_the_step_used_up_is_not_kept(tmp_path, monkeypatch):
+    trainer, run = fresh_trainer(), Step.run
 
-    class Failing:
-        def __getattr__(self, name):
-            return getattr(trainer._step, name)
+    def failing(self, *args):
+        run(self, *args)
+        raise FailureError
 
-        def run(self, *args):
-            run(*args)
-            raise FailureError
-
-    other = new_trainer()
-    other._step = Failing()
-    assert "its state is lost" in stopped(other, tmp_path)
-    assert other.last_state is None
+    monkeypatch.setattr(Step, "run", failing)
+    assert "its state is lost" in stopped(trainer, tmp_path)
+    assert trainer.last_state is None
     assert num_paid(tmp_path) == 1
 
 

@@ -38,10 +38,10 @@ ENVIRONMENT |= {
 class Job:
     """One or two processes that run `killed_run.py`."""
 
-    def __init__(self, folder, *, every, keep, devices, processes=1, under=()):
+    def __init__(self, folder, *, every, keep, devices, processes=1):
         self.directory, self.log = folder / "run", folder / "log"
         args = [str(x) for x in (self.directory, self.log, every, keep, devices)]
-        self._command = [*under, sys.executable, str(PROGRAM), *args]
+        self._command = [sys.executable, str(PROGRAM), *args]
         self.every, self.is_pair = every, processes == 2
 
     def start(self):
@@ -167,36 +167,3 @@ def test_runs_go_on_after_kills_at_random_instants(
         else:
             assert -signal.SIGKILL in codes, errors
     assert number >= 1
-
-
-@pytest.mark.slow
-def test_sigterm_saves_the_last_step(tmp_path):
-    job = Job(tmp_path, every=7, keep=3, devices=1).start()
-    while not (job.directory / "checkpoints" / "7").is_dir():
-        assert not job.has_ended(), job.wait()
-        time.sleep(0.01)
-    job.running[0].terminate()
-    codes, errors = job.wait()
-    assert codes == [128 + signal.SIGTERM]
-    assert "the run stopped after step" in errors
-    saved = max(int(x.name) for x in (job.directory / "checkpoints").iterdir())
-    assert num_paid(job.directory) == saved
-    codes, errors = job.start().wait()
-    assert codes == [0], errors
-    check(job)
-
-
-@pytest.mark.slow
-def test_a_full_disk_loses_nothing(tmp_path):
-    """No file may be longer than twenty blocks of 512 bytes."""
-    limit = ("sh", "-c", 'ulimit -f 20; exec "$@"', "sh")
-    options = {"every": 1, "keep": 1, "devices": 1}
-    codes, errors = Job(tmp_path, **options, under=limit).start().wait()
-    assert codes == [1]
-    assert "File too large" in errors
-    job = Job(tmp_path, **options)
-    before = num_paid(job.directory)
-    assert 0 < before < STEPS
-    codes, errors = job.start().wait()
-    assert codes == [0], errors
-    assert STEPS <= num_paid(job.directory) <= STEPS + 1

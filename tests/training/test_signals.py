@@ -29,6 +29,7 @@ from small_runs import (
 import dpmp
 from dpmp.sources import _prefetch
 from dpmp.training._signals import Signals
+from dpmp.training._step import Step
 
 
 def send(number):
@@ -170,21 +171,16 @@ def test_a_signal_saves_the_last_step_and_costs_nothing_more(
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("has_directory", [False, True])
-def test_a_signal_during_a_step_is_raised_once(tmp_path, has_directory):
-    trainer, step = new_trainer(), fresh_trainer()._step
-    calls = []
+def test_a_signal_during_a_step_is_raised_once(tmp_path, monkeypatch, has_directory):
+    trainer, run, calls = fresh_trainer(), Step.run, []
 
-    class Interrupted:
-        def __getattr__(self, name):
-            return getattr(step, name)
+    def interrupted(self, *args):
+        calls.append(None)
+        if len(calls) == 2:
+            send(signal.SIGINT)
+        return run(self, *args)
 
-        def run(self, *args):
-            calls.append(None)
-            if len(calls) == 2:
-                send(signal.SIGINT)
-            return step.run(*args)
-
-    trainer._step = Interrupted()
+    monkeypatch.setattr(Step, "run", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(trainer, tmp_path if has_directory else None)
     assert "after step 2 of 7" in "".join(caught.value.__notes__)

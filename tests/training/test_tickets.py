@@ -30,28 +30,13 @@ from small_runs import (
 
 from dpmp.runs import Spent
 from dpmp.training import _tickets
-from dpmp.training._tickets import Ticket, draw_tickets
+from dpmp.training._tickets import draw_tickets
 
 COPIES = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
 }
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """The words of all keys that are taken, by step and use."""
-    found, take = [], Ticket.take
-
-    def record(self, *uses):
-        keys = take(self, *uses)
-        for use, key in zip(uses, keys, strict=True):
-            found.append((self.step, use, tuple(map(int, key))))
-        return keys
-
-    monkeypatch.setattr(Ticket, "take", record)
-    return found
 
 
 def all_differ(taken):
