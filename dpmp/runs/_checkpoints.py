@@ -55,11 +55,7 @@ class Checkpoints:
         make_directory(self._pending)
 
     def write_arrays(self, state: PyTree) -> None:
-        """Writes the arrays of the pending checkpoint; all processes write their parts.
-
-        Raises:
-          OSError: if they cannot be written.
-        """
+        """Writes the arrays of the pending checkpoint; each process writes its part."""
         arrays = {name: _words(x) for name, x in _by_name(state).items() if np.size(x)}
         try:
             with _for_orbax(self._pending) as path, _checkpointer() as (orbax, args):
@@ -128,10 +124,6 @@ class Checkpoints:
         Args:
           like: a state with the structure, shapes, dtypes and shardings to restore.
           ledger: must have the records that each checkpoint rests on.
-
-        Raises:
-          ValueError: if all checkpoints are damaged or hold other arrays, or if the
-            ledger is older than a checkpoint.
         """
         for step in reversed(self.steps):
             try:

@@ -106,11 +106,7 @@ class RunDirectory:
         )
 
     def charge(self, segment: Segment) -> None:
-        """Records steps before anything that depends on them is seen.
-
-        Raises:
-          OSError: if the record cannot be written.
-        """
+        """Records steps before anything that depends on them is seen."""
         record = Record(event="charged", segment=segment, delta=self._delta)
         if jax.process_count() > 1:
             # The others may be anywhere, and the lock belongs to the first.
@@ -133,9 +129,6 @@ class RunDirectory:
         """Releases a state and the steps before it; see the top of this file.
 
         The newest `keep` checkpoints are kept.
-
-        Raises:
-          OSError: if a file cannot be written.
         """
         facts = {"step": segment.stop, "nonce": random_id(), **facts}
 
@@ -168,11 +161,6 @@ def opened(
     """Opens and locks the directory of a run, by the first of several processes.
 
     Records of the ledger say that the run was planned for `delta`.
-
-    Raises:
-      ValueError: for no path of a local file system, or for damaged files.
-      RuntimeError: if somebody else has the lock.
-      OSError: if the directory cannot be written.
     """
     if directory is None:
         yield None

@@ -55,9 +55,6 @@ class Ledger:
 
       The file has no keys, and nothing that was computed from private data. It states
       `num_examples`, which is protected under ADD_OR_REMOVE_ONE.
-
-    Raises:
-      ValueError: if the file is damaged.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -109,12 +106,7 @@ class Ledger:
             path.unlink()
 
     def append(self, record: Record) -> None:
-        """Appends a record; the disk then has it.
-
-        Raises:
-          OSError: if it cannot be written. The file then has the records before.
-          RuntimeError: if somebody else has changed the file.
-        """
+        """Appends a record; if it cannot, the file has the records before."""
         text, end = _encode(record), self._end
         checksum = _checksum(text, self._checksum)
         line = text + b', "checksum": "' + checksum + b'"}'
@@ -156,9 +148,6 @@ def leave_slip(directory: pathlib.Path, record: Record) -> None:
     """Charges steps by a file of its own, which the next `Ledger` counts.
 
     A process that does not hold the lock pays in this way.
-
-    Raises:
-      OSError: if it cannot be written.
     """
     name = f"charged-{os.urandom(16).hex()}"
     with open_file(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:

@@ -22,11 +22,6 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
 
     The lock belongs to the process and vanishes with it, even if the process is killed.
     The file `lock` in the directory remains, and says who held the lock last.
-
-    Raises:
-      RuntimeError: if another process or thread has the lock, or if the operating
-        system or the file system has no such locks.
-      OSError: if the directory cannot be written.
     """
     if fcntl is None:
         _no_locks(directory, "the operating system has no POSIX locks")

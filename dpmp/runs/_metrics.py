@@ -36,11 +36,7 @@ class MetricsFile:
         self.append([x for x in lines if x["step"] > last])
 
     def append(self, lines: Sequence[Line]) -> None:
-        """Appends lines.
-
-        Raises:
-          OSError: if they cannot be written.
-        """
+        """Appends lines."""
         text = b"".join(json.dumps(x, allow_nan=False).encode() + b"\n" for x in lines)
         try:
             with open_file(self._path, os.O_WRONLY | os.O_CREAT) as descriptor:

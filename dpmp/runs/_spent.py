@@ -107,11 +107,7 @@ class Spent:
 
     @classmethod
     def from_array(cls, array: Any, *, num_examples: int) -> "Spent":
-        """The set that `to_array` has turned into an array.
-
-        Raises:
-          ValueError: for any other array.
-        """
+        """The set that `to_array` has turned into an array."""
         try:
             # Some libraries save integers as int32.
             rows = json.loads(bytes(np.asarray(array).astype(np.uint8)))["spent"]

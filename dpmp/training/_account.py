@@ -41,9 +41,6 @@ class Account:
         """The account of a run that goes on from a state, in a directory or not.
 
         The ledger of the directory gets the steps that the state has made elsewhere.
-
-        Raises:
-          ValueError: if earlier steps were about other people.
         """
         past = before = past_of(mechanism, state)
         if directory is not None:
@@ -53,11 +50,7 @@ class Account:
         return cls(mechanism, past, before, int(state.step), _processes.random_id())
 
     def stop_within(self, stop: int, epsilon_budget: float | None) -> int:
-        """The step at which to stop: `stop`, or an earlier one within a budget.
-
-        Raises:
-          ValueError: if the budget does not allow one more step.
-        """
+        """The step at which to stop: `stop`, or an earlier one within a budget."""
         if self.start > stop:
             warn(
                 f"the directory has a state after {self.start} steps, but the run was "
@@ -147,11 +140,7 @@ class LastStep:
 
 
 def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
-    """The steps that a state has been through.
-
-    Raises:
-      ValueError: if they were about other people than those of the mechanism.
-    """
+    """The steps that a state has been through."""
     past = runs.Spent.from_array(state.spent, num_examples=mechanism.num_examples)
     _check_people(past, mechanism)
     return past

@@ -89,11 +89,7 @@ def check_step(batch: Any, step: int, mechanism: DPSGD) -> None:
 
 
 def as_public(returned: Any) -> dict[str, float]:
-    """The numbers that a callback returned, as floats; none for None.
-
-    Raises:
-      ValueError: for anything else. The message shows no value.
-    """
+    """The numbers that a callback returned, as floats; none for None."""
     returned = {} if returned is None else returned
     is_dict = isinstance(returned, Mapping)
     _validate.require(
@@ -141,11 +137,7 @@ def check_state(state: Any, batch: PyTree = None) -> None:
 
 
 def as_params(params: PyTree) -> PyTree:
-    """The parameters as arrays; variables of Keras become their values.
-
-    Raises:
-      ValueError: for a leaf that is no float array, with its path.
-    """
+    """The parameters as arrays; variables of Keras become their values."""
     params = jax.tree.map(_value, params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     _validate.require(

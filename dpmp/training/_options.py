@@ -12,11 +12,7 @@ from dpmp.training._state import Callback, SensitiveOutputs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `DPTrainer.fit`, which documents them.
-
-    Raises:
-      ValueError: for an option that is out of range.
-    """
+    """The options of `DPTrainer.fit`, which documents them."""
 
     mechanism: DPSGD
     batch_sharding: Any

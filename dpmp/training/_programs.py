@@ -35,9 +35,6 @@ class Programs:
 
         `make` returns the function to compile for a state and a batch, and the arrays
         of the loss, which are its last argument.
-
-        Raises:
-          ValueError: if an earlier batch with such a state had other types.
         """
         state, _, batch, _ = args
         types = [str(jax.tree.map(jax.typeof, x)) for x in (state, batch)]

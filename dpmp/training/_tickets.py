@@ -44,11 +44,7 @@ class Ticket:
         self._keys: dict[str, Any] = dict(zip(_USES, keys, strict=True))
 
     def take(self, *uses: str) -> list[np.ndarray]:
-        """Takes keys, (4,) uint32 each, so that nobody can take them again.
-
-        Raises:
-          RuntimeError: if they were taken, or if this process was forked.
-        """
+        """Takes keys, (4,) uint32 each, so that nobody can take them again."""
         keys = [self._keys.pop(use, _USED) for use in uses]
         _validate.require(
             self._process == os.getpid() and not any(x is _USED for x in keys),
@@ -101,11 +97,7 @@ def _fresh_words(number: int) -> np.ndarray:
 
 
 def root_of(prng_key: jax.Array | None) -> np.ndarray | None:
-    """The words of a key for reproducible runs, (4,) uint32; None for None.
-
-    Raises:
-      ValueError: if it is no jax key, or is not the same on all processes.
-    """
+    """The words of a key for reproducible runs, (4,) uint32; None for None."""
     if prng_key is None:
         return None
     _random.check_key(prng_key)
