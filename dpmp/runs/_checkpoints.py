@@ -2,7 +2,8 @@
 
 A checkpoint holds released values alone: the arrays of a state, the noisy metrics of
 the steps before it, what the steps cost, and a copy of the privacy ledger. It may be
-published, apart from the number of examples where that is protected.
+published, apart from the times in the ledger, and from the number of examples where
+that is protected.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
 """What steps cost: sets of steps, so that nothing is counted twice or lost.
 
-Every call of `fit` makes its steps under a random public id. Two sets that both have a
-step under one id have the same step in common, and their union counts it once. A state
-that is continued in two ways gets two ids, and both ways count.
+Every call of `fit`, and every chain of `train_step`, makes its steps under a random
+public id. Two sets that both have a step under one id have the same step in common, and
+their union counts it once. A state that is continued in two ways gets two ids, and both
+ways count.
 """
 
 import collections

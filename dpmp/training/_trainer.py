@@ -1,4 +1,4 @@
-"""DPTrainer: the host samples and loads batches, and runs the loop of steps."""
+"""DPTrainer: what users call. `_step` has the program, and `_loop` the run."""
 
 import os
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class DPTrainer:
 
     Attributes:
       last_state: None, or the state after the last complete step of a `fit` that was
-        stopped by an exception or by Ctrl-C. Hand it to `fit` to go on. The next `fit`
+        stopped by an exception or a signal. Hand it to `fit` to go on. The next `fit`
         forgets it. The arguments are attributes too, which cannot be changed, apart
         from the key.
 
@@ -151,8 +151,9 @@ class DPTrainer:
     ) -> TrainingState:
         """Makes the first state, or reads the newest checkpoint if there is one.
 
-        `fit` does this itself. Use it to look at a run without going on. The parameters
-        say which arrays a checkpoint must have, and where to put them.
+        `fit` does this itself. Use it to look at a run without going on. It finishes or
+        removes an interrupted release, as `fit` does. The parameters say which arrays a
+        checkpoint must have, and where to put them.
 
         Raises:
           ValueError: if all checkpoints are damaged, or if they have other arrays.
@@ -310,8 +311,8 @@ class DPTrainer:
             steps', batches with different shapes or dtypes, `stop_at` out of range, a
             `batch_sharding` that cannot divide batches (or none, with several
             processes), processes with different data, or damaged files.
-          RuntimeError: if the source raises an exception. It does not say for which
-            record; `dpmp.check_source` does.
+          RuntimeError: if another run uses the directory, or if the source raises an
+            exception. It does not say for which record; `dpmp.check_source` does.
           OSError: if a file of the run cannot be written.
           Exception: whatever a callback raises, and KeyboardInterrupt. The state after
             the last complete step is then in `last_state`, as it is if the source
