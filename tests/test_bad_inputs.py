@@ -227,6 +227,13 @@ CASES = {
     "fit-spent: state.spent must be": lambda: trainer().fit(
         state()._replace(spent=np.zeros((1, 22), np.uint32)), DATA
     ),
+    "fit-step-vector: state.step must": lambda: trainer().fit(
+        state()._replace(step=jnp.zeros(2, int)), DATA
+    ),
+    "fit-step-negative: state.step must": lambda: trainer().fit(
+        state()._replace(step=jnp.int32(-1)), DATA
+    ),
+    "fit-progress: progress must": lambda: trainer().fit(state(), DATA, progress="no"),
     "fit-directory-type: checkpoint_dir must be": lambda: fit(checkpoint_dir=3),
     "fit-directory-empty: checkpoint_dir must be": lambda: fit(checkpoint_dir=""),
     "fit-directory-url: checkpoint_dir must be": lambda: fit(

@@ -50,6 +50,17 @@ class Checkpoints:
         names = (x.name for x in self._folder.glob("*"))
         return sorted(int(x) for x in names if x.isdecimal())
 
+    def check_place(self) -> None:
+        """Raises ValueError where a checkpoint could not be renamed to its place."""
+        folders = [x for x in (self._folder, self._folder.parent) if x.exists()]
+        _validate.require(
+            len({x.stat().st_dev for x in folders}) == 1,
+            "checkpoints must be on the file system of their directory",
+            checkpoints=str(self._folder.resolve()),
+            fix="Pass a checkpoint_dir on that file system, and leave its folders to "
+            "dpmp.",
+        )
+
     def start_pending(self) -> None:
         """Makes an empty folder for a checkpoint that is not released."""
         self.discard_pending()
@@ -84,19 +95,15 @@ class Checkpoints:
         sync_tree(self._pending)
         return digest_of_tree(self._pending)
 
-    def pending_nonce(self) -> str | None:
-        """The nonce of the pending checkpoint, if there is a whole one."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return json.loads((self._pending / _FACTS).read_text())["nonce"]
-        return None
-
-    def pending_digest(self) -> str:
-        """A hash of the pending checkpoint."""
-        return digest_of_tree(self._pending)
+    def pending_is_of(self, record: _ledger.Record | None) -> bool:
+        """Whether the pending checkpoint is whole and has this record."""
+        if record is None or not self._pending.is_dir() or self._pending.is_symlink():
+            return False
+        return digest_of_tree(self._pending) == record.digest
 
     def discard_pending(self) -> None:
         """Removes what was not released."""
-        if self._pending.is_symlink():
+        if self._pending.is_symlink() or self._pending.is_file():
             self._pending.unlink()
         shutil.rmtree(self._pending, ignore_errors=True)
 

@@ -56,17 +56,16 @@ class RunDirectory:
             ) as descriptor:
                 write_at(descriptor, bytes(_RESERVED), 0)
                 os.fsync(descriptor)
+            self._ledger.collect()
+            self._checkpoints.check_place()
+            if self._checkpoints.pending_is_of(self._ledger.last_release()):
+                # A process that was killed may not have waited for the disk.
+                sync(self.path / _ledger.NAME)
+                self._checkpoints.commit()
+            else:
+                self._checkpoints.discard_pending()
         except OSError as error:
-            refused("there must be room for one more line of the ledger", error)
-        self._ledger.collect()
-        nonce = self._checkpoints.pending_nonce()
-        record = self._ledger.released(nonce) if nonce else None
-        if record is not None and record.digest == self._checkpoints.pending_digest():
-            # A process that was killed may not have waited for the disk.
-            sync(self.path / _ledger.NAME)
-            self._checkpoints.commit()
-        else:
-            self._checkpoints.discard_pending()
+            refused("a run must be able to write into its directory", error)
 
     def newest(
         self, like: PyTree, made: int = 0
@@ -167,7 +166,10 @@ def opened(
         return
     path = checked_path(directory)
     with contextlib.ExitStack() as stack:
-        on_first(lambda: stack.enter_context(locked(path)))
+        try:
+            on_first(lambda: stack.enter_context(locked(path)))
+        except OSError as error:
+            refused("a run must be able to lock its directory by a file", error)
         on_first(lambda: RunDirectory(path, delta).recover())
         yield RunDirectory(path, delta)
 
@@ -177,7 +179,10 @@ def checked_path(directory: Any) -> pathlib.Path:
     is_path = isinstance(directory, str | os.PathLike)
     text = os.fsdecode(directory) if is_path else ""
     _validate.require(
-        text != "" and "\0" not in text and "://" not in text,
+        text != ""
+        and text.encode(errors="ignore") == os.fsencode(text)
+        and "\0" not in text
+        and "://" not in text,
         "checkpoint_dir must be the path of a directory on a local or mounted file "
         "system, which can lock files",
         checkpoint_dir=text if is_path else type(directory).__name__,

@@ -1,9 +1,11 @@
 """Files that survive a power failure, and that nobody has planted."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import pathlib
+import stat
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -12,9 +14,11 @@ from dpmp import _validate
 
 @contextlib.contextmanager
 def open_file(path: pathlib.Path, flags: int) -> Iterator[int]:
-    """Opens a file for its owner alone; a symbolic link in its place is refused."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    """Opens a file for its owner alone; a link or a pipe in its place is refused."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not an ordinary file", str(path))
         yield descriptor
     finally:
         os.close(descriptor)
@@ -68,7 +72,9 @@ def sync_tree(directory: pathlib.Path) -> None:
 def digest_of_tree(directory: pathlib.Path) -> str:
     """A hash of the names and the contents of all files in a directory."""
     total = hashlib.blake2b(digest_size=16)
-    for path in sorted(x for x in directory.rglob("*") if x.is_file()):
+    # A file manager may leave files like .DS_Store.
+    files = (x for x in directory.rglob("*") if x.is_file() and x.name[0] != ".")
+    for path in sorted(files):
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "blake2b").digest()
         name = str(path.relative_to(directory)).encode()

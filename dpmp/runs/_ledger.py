@@ -5,6 +5,7 @@ so that a line that was changed, left out or moved is noticed. This is against
 accidents: anyone who may write the file can also compute new checksums.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -59,13 +60,13 @@ class Ledger:
 
     def __init__(self, directory: pathlib.Path):
         self._file = directory / NAME
-        content = self._file.read_bytes() if self._file.exists() else b""
+        # Before the file: a run that starts now moves them there.
+        self._slips = _slips(directory)
+        content = self._file.read_bytes() if self._file.is_file() else b""
         self._records, self._checksum, self._end = _parse(content, str(self._file))
         self._size = len(content)
         # An incomplete record at the end, whose steps are free.
         self.incomplete_bytes = len(content[self._end :].removeprefix(b"\n"))
-        slips = sorted(directory.glob(_SLIPS))
-        self._slips = {x: _decode(x.read_bytes(), str(x)) for x in slips}
 
     @property
     def records(self) -> list[Record]:
@@ -82,6 +83,10 @@ class Ledger:
         """All steps that were paid for."""
         return Spent.of(x.segment for x in self.records)
 
+    def last_release(self) -> Record | None:
+        """The newest record of a checkpoint."""
+        return next((x for x in self._records[::-1] if x.event == "released"), None)
+
     def released(self, nonce: str) -> Record | None:
         """The record of the checkpoint with this nonce."""
         found = (x for x in self.records if x.event == "released" and x.nonce == nonce)
@@ -89,7 +94,7 @@ class Ledger:
 
     def copy(self) -> bytes:
         """The whole records of the file."""
-        content = self._file.read_bytes() if self._file.exists() else b""
+        content = self._file.read_bytes() if self._file.is_file() else b""
         return content[: self._end]
 
     def collect(self) -> None:
@@ -121,7 +126,7 @@ class Ledger:
                         sync(self._file.parent)
                     # Only after the disk has the line.
                     write_at(descriptor, b"\n", end + len(line))
-                except OSError:
+                except BaseException:
                     os.ftruncate(descriptor, end)
                     self._size, self.incomplete_bytes = end, 0
                     raise
@@ -142,6 +147,14 @@ class Ledger:
             fix="Start the run again.",
             error=RuntimeError,
         )
+
+
+def _slips(directory: pathlib.Path) -> dict[pathlib.Path, Record]:
+    found = {}
+    for path in sorted(directory.glob(_SLIPS)):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            found[path] = _decode(path.read_bytes(), str(path))
+    return found
 
 
 def leave_slip(directory: pathlib.Path, record: Record) -> None:

@@ -27,7 +27,7 @@ class MetricsFile:
         incomplete line at the end.
         """
         self._path = directory / _NAME
-        content = self._path.read_bytes() if self._path.exists() else b""
+        content = self._path.read_bytes() if self._path.is_file() else b""
         known = [x for x in _lines(content) if x[0]["step"] <= step]
         # The running time of all processes that worked on the run so far.
         self.seconds = max((x.get("seconds") or 0.0 for x, _ in known), default=0.0)
@@ -53,7 +53,7 @@ def read(directory: pathlib.Path) -> list[Line]:
     A line that is damaged is left out, since no privacy claim depends on it.
     """
     path = directory / _NAME
-    return [x for x, _ in _lines(path.read_bytes())] if path.exists() else []
+    return [x for x, _ in _lines(path.read_bytes())] if path.is_file() else []
 
 
 def _lines(content: bytes) -> Iterator[tuple[Line, int]]:
@@ -63,8 +63,9 @@ def _lines(content: bytes) -> Iterator[tuple[Line, int]]:
         end += len(text)
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         is_line = isinstance(line, dict) and isinstance(line.get("step"), int)
+        is_line = is_line and isinstance(line.get("seconds", 0), int | float | None)
         if is_line and text.endswith(b"\n"):
             yield line, end

@@ -60,8 +60,8 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
         )
 
 
-def check_same_data(load: Load, mechanism: DPSGD) -> None:
-    """Raises ValueError on all processes unless they have the same data and mechanism.
+def check_same_data(load: Load, mechanism: DPSGD, plan: Any = None) -> None:
+    """Raises ValueError on all processes unless they have the same data and plan.
 
     They compare a hash of 16 random examples. Two processes with other data would let
     one example enter a sum twice.
@@ -70,7 +70,7 @@ def check_same_data(load: Load, mechanism: DPSGD) -> None:
         return
     seed = np.random.SeedSequence(int(_processes.random_id(), 16))
     indices = np.random.default_rng(seed).integers(mechanism.num_examples, size=16)
-    error, facts = None, [repr(mechanism).encode()]
+    error, facts = None, [repr((mechanism, plan)).encode()]
     try:
         rows = jax.tree_util.tree_leaves_with_path(load(np.unique(indices)))
         facts += [f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in rows]
@@ -81,7 +81,8 @@ def check_same_data(load: Load, mechanism: DPSGD) -> None:
         raise error
     _validate.require(
         are_equal,
-        "all processes must have the same mechanism, and the same data in one order",
+        "all processes must have the same mechanism, the same data in one order, and "
+        "the same state and options of fit",
         num_processes=jax.process_count(),
         fix="Read the same files everywhere. If they are the same, one process cannot "
         "load its data; its error says more.",

@@ -160,10 +160,13 @@ def _hide_errors(load: Callable[[], PyTree]) -> PyTree:
         with np.errstate(all="ignore"):
             return load()
     except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-        # The source itself may raise it, and say something about a record.
-        hidden = error if hasattr(error, "is_signal") else type(error)()
-        hidden = hidden.with_traceback(None)
-        hidden.__context__ = hidden.__cause__ = None
+        # The source may raise it, or add to it, and say something about a record.
+        is_signal = hasattr(error, "is_signal")
+        hidden = SystemExit(error.args[0] if is_signal and error.args else 1)
+        for kind in (KeyboardInterrupt, GeneratorExit):
+            hidden = kind() if isinstance(error, kind) else hidden
+        if is_signal:
+            hidden.is_signal = True  # pyright: ignore[reportAttributeAccessIssue]
     except _validate.RefusedError:
         hidden = _validate.RefusedError(_NOT_ALIKE)
     except BaseException as error:

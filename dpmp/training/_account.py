@@ -44,7 +44,7 @@ class Account:
         """
         past = before = past_of(mechanism, state)
         if directory is not None:
-            before = past | directory.spent
+            before = directory.spent | past  # in the order of the ledger
             _check_people(before, mechanism)
             directory.enter(past)
         return cls(mechanism, past, before, int(state.step), _processes.random_id())

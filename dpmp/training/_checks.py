@@ -134,6 +134,13 @@ def check_state(state: Any, batch: PyTree = None) -> None:
         fix="Write state = trainer.fit(state, ...). Or start another run, which costs "
         "as well, with trainer.init.",
     )
+    step = as_number(state.step)
+    _validate.require(
+        _validate.is_integer(step) and step >= 0,
+        "state.step must be the number of steps made",
+        type=type(step).__name__,
+        fix="Use trainer.init(params), or a state that was saved.",
+    )
 
 
 def as_params(params: PyTree) -> PyTree:

@@ -15,6 +15,7 @@ from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account
 from dpmp.training._batches import Batch, draw_batch
 from dpmp.training._checks import as_public
+from dpmp.training._frames import clear_frames
 from dpmp.training._headline import headline
 from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
 from dpmp.training._options import Options
@@ -115,7 +116,7 @@ class Loop:
 
     def stopped(
         self, error: BaseException
-    ) -> tuple[TrainingState | None, Exception | None]:
+    ) -> tuple[TrainingState | None, BaseException | None]:
         """Pays for what an error may tell, and keeps the state, if possible.
 
         Adds notes to the error.
@@ -128,6 +129,7 @@ class Loop:
         if self._process != os.getpid():  # a child must leave the run to its parent
             return None, None
         self._signals.ignore()
+        clear_frames(error)
         step = _step_of(self._state)
         is_signal = is_of_signal(error)
         if is_signal and step is not None:
@@ -137,13 +139,15 @@ class Loop:
                 self._pay(self._begun)
             if step is not None and step > self._saved and not self._is_saving:
                 self._save_stopped(error)
-        except Exception as cause:  # the first error must not be lost
-            error.add_note(f"dpmp: {cause}")
+        except BaseException as cause:  # the first error must not be lost
+            error.add_note(f"dpmp: {str(cause) or type(cause).__name__}")
         try:
             self._pay(self._begun)  # if the state could not be saved
         except Exception as failure:
             kind = OSError if isinstance(failure, OSError) else RuntimeError
             return None, kind(f"{failure} The run has stopped.")
+        except BaseException:  # of a signal handler of the program's own
+            return None, KeyboardInterrupt()
         if step is None:
             from_there = "the last checkpoint" if self._directory else "a saved state"
             error.add_note(

@@ -34,6 +34,7 @@ class Options:
                 fix="Leave it out, or pass a function.",
                 type=type(function).__name__,
             )
+        _validate.boolean(progress=self.progress, fix="Use True or False.")
         _validate.nonnegative_integer(
             prefetch=self.prefetch, fix="Use 2, or 0 for no thread."
         )

@@ -26,6 +26,9 @@ class Programs:
     def __init__(self):
         self._known: dict[tuple[Any, ...], Program] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Programs, ()  # a compiled program cannot be copied
+
     def find(
         self,
         args: tuple[Any, ...],

@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -270,7 +270,8 @@ class Step:
         return released.num_overflows / self.mechanism.expected_batch_size
 
 
-class Prepared(NamedTuple):
+@dataclass(frozen=True, repr=False)
+class Prepared:
     """A program, and its arguments with zeros in place of the keys."""
 
     program: Program

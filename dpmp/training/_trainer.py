@@ -19,6 +19,7 @@ from dpmp.sources import Source, check_same_data, check_sharding, loader_of
 from dpmp.training import _checks
 from dpmp.training._account import Account, LastStep, past_of
 from dpmp.training._batches import Batch, draw_batch
+from dpmp.training._frames import cleared_frames
 from dpmp.training._loop import Loop
 from dpmp.training._options import Options
 from dpmp.training._signals import Signals
@@ -214,8 +215,11 @@ class DPTrainer:
             batch = Batch(batch, is_padding_example, ticket, mechanism)
         _checks.check_step(batch, step, mechanism)
         account = self._last_step.account(mechanism, state)
-        prepared = self._step.prepare(state, batch.examples, batch.is_padding_example)
-        new_state, _ = self._step.run(prepared, batch.ticket)
+        with cleared_frames():
+            prepared = self._step.prepare(
+                state, batch.examples, batch.is_padding_example
+            )
+            new_state, _ = self._step.run(prepared, batch.ticket)
         self._last_step.remember(account)
         return new_state._replace(spent=account.spent(step + 1))
 
@@ -242,7 +246,8 @@ class DPTrainer:
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
         (ticket,) = draw_tickets([int(state.step)], self._root)
-        return draw_batch(self.mechanism, load, batch_sharding, ticket)
+        with cleared_frames():
+            return draw_batch(self.mechanism, load, batch_sharding, ticket)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
@@ -332,8 +337,9 @@ class DPTrainer:
             prefetch=prefetch,
         )
         load = loader_of(source, mechanism.num_examples)
-        check_same_data(load, mechanism)
         stop = _checks.checked_stop(stop_at, state, mechanism.iterations)
+        plan = int(state.step), stop, every, keep, epsilon_budget
+        check_same_data(load, mechanism, plan)
         self.last_state = None
         with (
             runs.opened(checkpoint_dir, delta=mechanism.delta) as directory,
@@ -357,12 +363,15 @@ class DPTrainer:
             )
             steps = range(account.start, stop)
             tickets = draw_tickets(steps, self._root, account.before.times_made)
-            failure = None
+            failure: BaseException | None = None
             try:
                 loop.run(tickets)
                 self.last_state = loop.state  # a signal may come before the return
             except BaseException as error:
-                self.last_state, failure = loop.stopped(error)
+                try:
+                    self.last_state, failure = loop.stopped(error)
+                except BaseException:  # of a signal handler of the program's own
+                    failure = KeyboardInterrupt()
                 if failure is None:
                     raise
             if failure is not None:  # it does not carry the error that it hides

@@ -298,15 +298,15 @@ class TestLedger:
 
 
 class TestPending:
-    def test_without_a_pending_checkpoint_there_is_no_nonce(self, tmp_path):
+    def test_a_pending_checkpoint_is_found_by_its_record(self, tmp_path):
         checkpoints = Checkpoints(tmp_path)
-        assert checkpoints.pending_nonce() is None
-        write_pending(tmp_path, 1, {"x": jnp.zeros(3)}, Ledger(tmp_path))
-        assert checkpoints.pending_nonce() == "nonce 1"
-        for text in ("", '{"ste', "{}"):
-            (tmp_path / "pending" / "facts.json").write_text(text)
-            assert checkpoints.pending_nonce() is None
+        record = write_pending(tmp_path, 1, {"x": jnp.zeros(3)}, Ledger(tmp_path))
+        assert checkpoints.pending_is_of(record)
+        assert not checkpoints.pending_is_of(None)
+        (tmp_path / "pending" / "facts.json").write_text('{"ste')
+        assert not checkpoints.pending_is_of(record)
         checkpoints.discard_pending()
+        assert not checkpoints.pending_is_of(record)
         assert list(tmp_path.iterdir()) == []
 
     def test_a_pending_checkpoint_is_replaced(self, tmp_path):

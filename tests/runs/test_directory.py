@@ -2,16 +2,18 @@
 
 import errno
 import os
+import pathlib
 import shutil
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
-from ledgers import file_of, num_steps, steps
+from ledgers import charged, file_of, num_steps, steps
 
 from dpmp.runs import Spent, checked_path, opened
-from dpmp.runs._ledger import Ledger
+from dpmp.runs._ledger import Ledger, leave_slip
 
 LIKE = {"x": jnp.zeros(3)}
 
@@ -249,7 +251,9 @@ class TestOpened:
             assert checked_path(path) == tmp_path / "runs" / "1"
         assert checked_path(tmp_path) == tmp_path
 
-    @pytest.mark.parametrize("path", ["", "a\0b", "gs://bucket/run", 3, None, b"a"])
+    @pytest.mark.parametrize(
+        "path", ["", "\udcff", "a\0b", "gs://bucket/run", 3, None, b"a"]
+    )
     def test_what_is_no_path_is_refused(self, path):
         with pytest.raises(ValueError, match=r"must be the path of a directory.*Use"):
             checked_path(path)
@@ -285,3 +289,66 @@ def test_an_incomplete_record_is_removed_when_a_run_starts(directory):
     with opened(directory):
         assert file_of(directory).read_bytes() == content.rstrip()
     assert num_steps(directory) == 10
+
+
+# Files that somebody else has put there.
+
+
+def test_the_file_of_a_file_manager_damages_nothing(directory):
+    (directory / "checkpoints" / "10" / ".DS_Store").write_bytes(b"window")
+    assert newest(directory) == 10
+
+
+def test_a_file_in_the_place_of_pending_is_removed(directory):
+    (directory / "pending").write_text("a note")
+    assert newest(directory) == 10
+    assert not (directory / "pending").exists()
+
+
+def test_an_older_checkpoint_in_the_place_of_pending_is_not_released(directory):
+    with opened(directory) as run:
+        release(run, 10, 20)
+    shutil.copytree(directory / "checkpoints" / "10", directory / "pending")
+    assert newest(directory) == 20
+
+
+def test_checkpoints_of_another_file_system_are_refused(directory, monkeypatch):
+    """A rename would fail there, after the steps are paid for."""
+    stat_of = pathlib.Path.stat
+
+    def elsewhere(self, **options):
+        found = stat_of(self, **options)
+        is_there = self.name == "checkpoints"
+        return types.SimpleNamespace(st_dev=1 + found.st_dev) if is_there else found
+
+    monkeypatch.setattr(pathlib.Path, "stat", elsewhere)
+    monkeypatch.setattr(pathlib.Path, "exists", os.path.exists)
+    with pytest.raises(ValueError, match=r"must be on the file system of.*leave its"):
+        opened(directory).__enter__()
+
+
+@pytest.mark.parametrize("name", ["lock", "reserve", "ledger.jsonl"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_an_error_that_says_what_to_do(tmp_path, name, make):
+    make(tmp_path / name)
+    with (
+        pytest.raises(OSError, match=r"; got file=.*Make room, or make the dir"),
+        opened(tmp_path) as run,
+    ):
+        run.charge(steps(0, 5))
+
+
+def test_a_run_that_starts_while_the_ledger_is_read_hides_no_slip(
+    directory, monkeypatch
+):
+    leave_slip(directory, charged(10, 15, run="b"))
+    read = pathlib.Path.read_bytes
+
+    def read_late(path):
+        monkeypatch.undo()
+        content = read(path)
+        Ledger(directory).collect()
+        return content
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", read_late)
+    assert num_steps(directory) == 15

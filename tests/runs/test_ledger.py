@@ -105,10 +105,6 @@ class TestRecords:
         expected = Spent((steps(0, 20), steps(0, 10, run="b")))
         assert ledger.spent == Ledger(tmp_path).spent == expected
 
-    def test_only_the_owner_can_read_it(self, tmp_path):
-        write_three(tmp_path)
-        assert stat.S_IMODE(file_of(tmp_path).stat().st_mode) == 0o600
-
     def test_a_copy_has_the_whole_records(self, tmp_path):
         assert Ledger(tmp_path).copy() == b""
         content = write_three(tmp_path)
@@ -280,14 +276,6 @@ class TestDamage:
         file_of(tmp_path).unlink()
         with pytest.raises(RuntimeError, match="only the run that holds the lock"):
             one.append(charged(10, 20))
-
-    def test_a_symbolic_link_is_not_written_to(self, tmp_path):
-        target = tmp_path / "target"
-        target.touch()
-        file_of(tmp_path).symlink_to(target)
-        with pytest.raises(OSError, match=r"before they are released.*symbolic links"):
-            Ledger(tmp_path).append(charged(0, 10))
-        assert target.read_bytes() == b""
 
 
 class TestSlips:

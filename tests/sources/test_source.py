@@ -530,6 +530,33 @@ def test_an_interrupt_by_the_source_says_nothing(kind):
     load = loader_of(Retrying(), 12)
     with pytest.raises(kind) as caught:
         load(np.array([3, 7]))
-    assert caught.value.args == ()
+    # No scheduler may take the run for finished.
+    assert caught.value.args == ((1,) if kind is SystemExit else ())
     assert caught.value.__cause__ is caught.value.__context__ is None
     assert "record 7" not in every_text_of(caught.value)
+
+
+class Leaving(SystemExit):
+    def __init__(self, record):
+        super().__init__(f"{record} is broken")
+
+
+@pytest.mark.parametrize("is_signal", [False, True])
+def test_an_exit_with_arguments_says_nothing(is_signal):
+    class Loud(OneByOne):
+        def __getitem__(self, index):
+            if index == 7:
+                error = SystemExit(143) if is_signal else Leaving("record 7")
+                if is_signal:
+                    error.is_signal = True
+                error.add_note("record 7")
+                raise error
+            return super().__getitem__(index)
+
+    with pytest.raises(SystemExit) as caught:
+        loader_of(Loud(), 12)(np.array([3, 7]))
+    assert type(caught.value) is SystemExit
+    assert caught.value.code == (143 if is_signal else 1)
+    assert hasattr(caught.value, "is_signal") == is_signal
+    assert "record 7" not in every_text_of(caught.value)
+    assert not getattr(caught.value, "__notes__", [])

@@ -35,6 +35,7 @@ from small_runs import (
     fit,
     fresh_trainer,
     keyed_trainer,
+    loss_fn,
     new_trainer,
     num_of_state,
     num_paid,
@@ -46,6 +47,7 @@ from dpmp import accounting, runs
 from dpmp.__main__ import main
 from dpmp.runs._ledger import Ledger
 from dpmp.training import _tickets
+from dpmp.training._account import Account
 from dpmp.training._step import Step
 
 PLANNED = MECHANISM.guarantee().epsilon
@@ -512,6 +514,34 @@ def test_a_changed_mechanism_goes_on_and_its_costs_are_added(tmp_path):
     assert epsilon_of_lines[-1] == epsilon
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.filterwarnings("ignore:the ledger has paid for")
+def test_what_is_said_of_a_cost_that_comes_back_is_what_the_ledger_says(
+    tmp_path, monkeypatch, is_elsewhere
+):
+    said = []
+    epsilon = Account.epsilon
+
+    def record(self, stop):
+        said.append(epsilon(self, stop))
+        return said[-1]
+
+    one, other = fresh_trainer(), noisier_trainer()
+    if is_elsewhere:  # the other cost comes from a loop of one's own
+        fit(one, tmp_path, stop_at=1)
+        state = other.init(PARAMS)
+        for _ in range(2):
+            state = other.train_step(state, other.load_batch(state, DATA))
+    else:  # the first cost has lost its only block
+        with pytest.raises(RuntimeError):
+            fit(one, tmp_path, data=Source(1, fail))
+        fit(other, tmp_path, stop_at=3)
+        state = None
+    monkeypatch.setattr(Account, "epsilon", record)
+    fit(one, tmp_path, state=state, progress=True)
+    assert max(said) == epsilon_of(tmp_path)
+
+
 def test_more_iterations_are_one_composition(tmp_path):
     fit(fresh_trainer(), tmp_path)
     trainer = new_trainer(iterations=10)
@@ -766,15 +796,54 @@ def test_a_forked_process_leaves_the_run_to_its_parent(tmp_path, monkeypatch):
     assert ranges(tmp_path) == [("released", 0, 3)]
 
 
-def test_no_secret_is_in_the_frames_of_an_error(tmp_path):
-    trainer = keyed_trainer()
-    with pytest.raises(RuntimeError) as caught:
-        fit(trainer, tmp_path, data=Source(5, fail))
-    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
-    frames = [x for x in frames if f"{os.sep}dpmp{os.sep}" in x.f_code.co_filename]
-    assert len(frames) > 3
-    names = {name for frame in frames for name in frame.f_locals}
-    assert not names & {"indices", "padded", "root", "words"}
+def loss_of_a_typo(params, batch):
+    return jnp.mean(batch["x"] @ params["typo"])
+
+
+def loss_that_fails_on_the_host(params, batch):
+    def fail_later(x):
+        raise FailureError
+
+    out = jax.ShapeDtypeStruct((), jnp.float32)
+    loss = jax.pure_callback(fail_later, out, batch["x"], vmap_method="sequential")
+    return loss_fn(params, batch) + jax.lax.stop_gradient(loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "source", "error"),
+    [
+        (loss_fn, None, RuntimeError),
+        (loss_of_a_typo, DATA, KeyError),
+        (loss_that_fails_on_the_host, DATA, Exception),
+    ],
+    ids=["source", "trace", "program"],
+)
+@pytest.mark.parametrize("is_own_loop", [False, True])
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+def test_no_variable_is_in_the_frames_of_an_error(
+    tmp_path, loss, source, error, is_own_loop
+):
+    trainer, source = new_trainer(loss_fn=loss), source or Source(1, fail)
+
+    def own_loop():
+        state = trainer.init(PARAMS)
+        trainer.train_step(state, trainer.load_batch(state, source))
+
+    def whole_run():
+        fit(trainer, tmp_path, data=source)
+
+    with pytest.raises(error) as caught:
+        (own_loop if is_own_loop else whole_run)()
+    frames, errors = [], [caught.value]
+    for x in errors:
+        frames += [frame for frame, _ in traceback.walk_tb(x.__traceback__)]
+        errors += [y for y in (x.__cause__, x.__context__) if y is not None]
+    called = {"fit", "train_step", "load_batch", "own_loop", "whole_run"}
+    called.add(frames[0].f_code.co_name)
+    inner = [x for x in frames if x.f_code.co_name not in called]
+    assert len(inner) > 3
+    shown = {x.f_code.co_qualname: [*x.f_locals] for x in inner if x.f_locals}
+    assert not shown
 
 
 def test_a_planted_link_in_the_place_of_pending_is_removed(tmp_path):

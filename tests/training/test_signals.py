@@ -311,6 +311,29 @@ def test_a_signal_after_an_error_does_not_make_its_step_free(tmp_path):
     assert num_paid(tmp_path) == num_of_state(trainer.last_state) == 4
 
 
+@pytest.mark.parametrize("name", ["fsync", "ignore"])
+def test_a_handler_of_the_program_cannot_show_an_error_that_is_not_paid_for(
+    tmp_path, monkeypatch, name
+):
+    """asyncio, for example, has one that raises KeyboardInterrupt anywhere."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def fail():
+        place = Signals if name == "ignore" else os
+        monkeypatch.setattr(place, name, interrupt)
+        raise FailureError
+
+    trainer = fresh_trainer()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fit(trainer, tmp_path, data=Source(5, fail), every=100)
+    monkeypatch.undo()
+    assert caught.value.__context__ is caught.value.__cause__ is None
+    assert trainer.last_state is None
+    assert num_paid(tmp_path) == 0
+
+
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_exit_of_a_source_is_paid_for_and_says_nothing(tmp_path, kind):
@@ -332,7 +355,7 @@ def test_an_exit_of_a_source_is_paid_for_and_says_nothing(tmp_path, kind):
         pytest.raises(kind) as caught,
     ):
         fit(trainer, tmp_path, data=source, callback=callback)
-    assert caught.value.args == ()
+    assert caught.value.args == ((1,) if kind is SystemExit else ())
     assert num_paid(tmp_path) == 5
 
 
