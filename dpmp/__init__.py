@@ -31,6 +31,8 @@ from dpmp.tools import devices, memory, microbatches
 from dpmp.tools.precision_report import PrecisionReport, precision_report
 from dpmp.training import DPTrainer, SensitiveOutputs, TrainingState
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DPSGD",
     "AdaptiveClipNorm",

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import importlib.metadata
 import inspect
 import pathlib
 import pkgutil
@@ -150,3 +151,9 @@ def _imports_of(name):
             yield from (x if x in MODULES else node.module for x in within)
         elif isinstance(node, ast.Import):
             assert not any(a.name.startswith("dpmp") for a in node.names)
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = (ROOT.parent / "CITATION.cff").read_text()
+    assert f"version: {dpmp.__version__}\n" in citation
+    assert importlib.metadata.version("dpmp") == dpmp.__version__
