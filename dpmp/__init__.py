@@ -6,7 +6,6 @@ from dpmp import (
     lora,
     loss_scaling,
     noise_addition,
-    optimizers,
     planning,
     runs,
 )
@@ -62,7 +61,6 @@ __all__ = [
     "memory",
     "microbatches",
     "noise_addition",
-    "optimizers",
     "planning",
     "precision_report",
     "runs",

@@ -25,7 +25,6 @@ from dpmp import (
 )
 from dpmp.__main__ import main
 from dpmp.engines.book_keeping import measure_extents, summarize
-from dpmp.optimizers import dp_adam
 from dpmp.tools.memory import (
     accumulation_overhead,
     compiled_memory,
@@ -437,21 +436,6 @@ CASES = {
     ).split(jnp.ones(3)),
     "adaptive-not: clip_norm must be given": lambda: dpsgd().clipped_grad(
         linear, clip_norm=1.0
-    ),
-    # optimizers
-    "dp-adam-mechanism: mechanism must be": lambda: dp_adam(0.1, None),
-    "dp-adam-uncalibrated: the mechanism must": lambda: dp_adam(
-        0.1, dpsgd(noise_multiplier=None)
-    ),
-    "dp-adam-b1: b1 must be": lambda: dp_adam(0.1, dpsgd(), b1=1.0),
-    "dp-adam-b2: b2 must be": lambda: dp_adam(0.1, dpsgd(), b2=-0.1),
-    "dp-adam-eps: eps must be": lambda: dp_adam(0.1, dpsgd(), eps=-1.0),
-    "dp-adam-floor: floor must be": lambda: dp_adam(0.1, dpsgd(), floor=0.0),
-    "dp-adam-sum: a sum of clipped gradients must": lambda: dp_adam(
-        0.1, dpsgd()
-    ).update(TOTAL, dp_adam(0.1, dpsgd()).init(jnp.ones(3))),
-    "dp-adam-adaptive: dp_adam needs": lambda: dp_adam(
-        0.1, dpsgd(l2_clip_norm=adaptive())
     ),
     # clipping
     "clip-norm-zero: every l2_clip_norm must": lambda: clip(l2_clip_norm=0.0),

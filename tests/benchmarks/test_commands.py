@@ -33,15 +33,8 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_tasks_of_the_examples_are_made(monkeypatch):
-    from benchmarks import accuracy_tasks, dp_adam, example_files
+    from benchmarks import accuracy_tasks
 
-    example = example_files.load("finetune_transformer")
-    for name in ("WIDTH", "HEADS", "LAYERS", "CONTEXT"):  # which dp_adam sets
-        monkeypatch.setattr(example, name, getattr(example, name))
     monkeypatch.setattr(accuracy_tasks, "_PRETRAINING_STEPS", 1)
-    monkeypatch.setattr(dp_adam, "PRETRAINING_STEPS", 1)
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         assert accuracy_tasks.transformer().num_examples > 1000
-        task = dp_adam.transformer()
-        assert task.evaluate(task.params) > 1
-    assert len(task.records) > 1000
