@@ -8,7 +8,7 @@ one checkpoint releases. Then every step is released, which tells the time of a 
 Then a model of 17 million parameters is saved and goes on, with a new trainer that has
 to compile the step again.
 
-    python -m benchmarks.long_runs             # under six minutes on two cores
+    python -m benchmarks.long_runs             # ten minutes on two cores
     python -m benchmarks.long_runs --tiny      # a rehearsal, which records nothing
 
 Every line is appended to benchmarks/results/long_runs.jsonl.

@@ -60,7 +60,7 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
         )
 
 
-def check_same_data(load: Load, mechanism: DPSGD, plan: Any = None) -> None:
+def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
     """Raises ValueError on all processes unless they have the same data and plan.
 
     They compare a hash of 16 random examples. Two processes with other data would let

@@ -5,16 +5,19 @@ import traceback
 from collections.abc import Iterator
 
 
-def clear_frames(error: BaseException | None) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clears the variables of all functions that an error has ended.
 
     Tools that report errors show variables: batches, gradients, keys. The lines of the
     traceback stay, and the variables of the caller, whose function goes on.
     """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        clear_frames(error.__cause__)
-        error = error.__context__
+    errors = [error]
+    for x in errors:
+        traceback.clear_frames(x.__traceback__)
+        more = [x.__cause__, x.__context__]
+        more += x.exceptions if isinstance(x, BaseExceptionGroup) else []
+        # An error may be its own cause.
+        errors += [y for y in more if y is not None and y not in errors]
 
 
 @contextlib.contextmanager

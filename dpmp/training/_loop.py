@@ -126,10 +126,10 @@ class Loop:
           the error to raise instead: nobody may see a state, or an error, that was not
           paid for.
         """
+        clear_frames(error)
         if self._process != os.getpid():  # a child must leave the run to its parent
             return None, None
         self._signals.ignore()
-        clear_frames(error)
         step = _step_of(self._state)
         is_signal = is_of_signal(error)
         if is_signal and step is not None:

@@ -99,10 +99,7 @@ class Step:
         with _without_debugging():
             keys = _committed_with(state, batch, ticket.take(*_KEYS))
             args = state, keys, batch, is_padding
-            try:
-                return self._programs.run(prepared.program, args)
-            finally:
-                keys.clear()  # a report of an error may show the variables of frames
+            return self._programs.run(prepared.program, args)
 
     def _check_size(self, batch: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
