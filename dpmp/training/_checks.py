@@ -134,11 +134,12 @@ def check_state(state: Any, batch: PyTree = None) -> None:
         fix="Write state = trainer.fit(state, ...). Or start another run, which costs "
         "as well, with trainer.init.",
     )
-    step = as_number(state.step)
+    step = np.asarray(state.step)
+    is_integer = step.shape == () and np.issubdtype(step.dtype, np.integer)
     _validate.require(
-        _validate.is_integer(step) and step >= 0,
+        is_integer and int(step) >= 0,
         "state.step must be the number of steps made",
-        type=type(step).__name__,
+        dtype=step.dtype.name,
         fix="Use trainer.init(params), or a state that was saved.",
     )
 

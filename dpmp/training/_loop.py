@@ -2,11 +2,12 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp import _validate, runs
 from dpmp._warnings import warn
@@ -23,7 +24,7 @@ from dpmp.training._progress import Progress
 from dpmp.training._signals import Signals, is_of_signal
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
-from dpmp.training._tickets import Ticket
+from dpmp.training._tickets import Ticket, draw_tickets
 
 
 class Loop:
@@ -43,13 +44,17 @@ class Loop:
         *,
         stop: int,
         load: Load,
+        root: np.ndarray | None,
         signals: Signals,
         directory: runs.RunDirectory | None,
         lines: list[dict[str, Any]],
     ):
-        """Prepares to go on from a state; `lines` are the metrics of its checkpoint."""
+        """Prepares to go on from a state.
+
+        `root` is that of `draw_tickets`, and `lines` are the metrics of the checkpoint.
+        """
         mechanism, start = account.mechanism, account.start
-        self._stop, self._load = stop, load
+        self._stop, self._load, self._root = stop, load, root
         self._step, self._state = step, state._replace(spent=None)
         self._account, self._options, self._signals = account, options, signals
         self._directory, self._process = directory, os.getpid()
@@ -63,7 +68,7 @@ class Loop:
             start,
             stop,
             enabled=options.progress and jax.process_index() == 0,
-            headline=lambda: headline(step, self._state, load),
+            headline=self._headline,
             ending=f", saved in {directory.path}" if directory else "",
         )
         self._file = None
@@ -87,9 +92,11 @@ class Loop:
         """The state after the last complete step."""
         return self._state._replace(spent=self._account.spent(self._begun))
 
-    def run(self, tickets: Iterable[Ticket]) -> None:
-        """Makes all steps, each with its ticket."""
+    def run(self) -> None:
+        """Makes all steps, each with a ticket."""
         options = self._options
+        steps = range(self._begun, self._stop)
+        tickets = draw_tickets(steps, self._root, self._account.before.times_made)
 
         def draw(ticket: Ticket) -> Batch:
             mechanism, sharding = options.mechanism, options.batch_sharding
@@ -183,6 +190,9 @@ class Loop:
             f"dpmp: the run stopped after step {step} of {mechanism.iterations}{spent}."
             f" Its state is {where}."
         )
+
+    def _headline(self) -> str:
+        return headline(self._step, self._state, self._load)
 
     def _make_step(self, batches: Iterator[Batch]) -> None:
         _validate.require(

@@ -357,15 +357,14 @@ class DPTrainer:
                 options,
                 stop=stop,
                 load=load,
+                root=self._root,
                 signals=signals,
                 directory=directory,
                 lines=lines,
             )
-            steps = range(account.start, stop)
-            tickets = draw_tickets(steps, self._root, account.before.times_made)
             failure: BaseException | None = None
             try:
-                loop.run(tickets)
+                loop.run()
                 self.last_state = loop.state  # a signal may come before the return
             except BaseException as error:
                 try:
