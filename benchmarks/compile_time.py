@@ -29,7 +29,7 @@ import dpmp
 from benchmarks import flax_models, models, peers, results
 from dpmp import noise_addition
 
-ARITHMETICS = ("float32", "float32x2", "exact")
+ARITHMETICS = ("float32", "exact")
 
 
 def square_layers(batch_size: int = 32) -> models.Task:

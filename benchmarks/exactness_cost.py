@@ -27,6 +27,7 @@ import dpmp
 from benchmarks import models, results, timing
 from dpmp import noise_addition
 from dpmp.clipping import clipped_fun
+from dpmp.tools.selfcheck._modes import float_noise
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 # Three draws of noise, and norms checked in 64 bits.
@@ -76,7 +77,7 @@ def step(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
         return one_step
 
     exact = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
-    floats = noise_addition.continuous_gaussian_privatizer(stddev=1.0, prng_key=key)
+    floats = float_noise(1.0)
     functions = {
         "float32": make_step(floats, arithmetic="float32"),
         "exact": make_step(exact, arithmetic="exact"),
@@ -116,7 +117,6 @@ def _by_arithmetic(clip: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
         "float32": clip(arithmetic="float32"),
         "exact": clip(arithmetic="exact"),
         "fine": clip(**FINE),
-        "float32x2": clip(arithmetic="float32x2"),
     }
 
 

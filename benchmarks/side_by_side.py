@@ -61,7 +61,6 @@ _DPMP: dict[tuple[str, str], tuple[int | None, ...]] = {
     ("book_keeping", "unproved_float32"): (None, 8),
     ("per_example", "exact"): (1, 8),
     ("per_example", "float32"): (8,),
-    ("per_example", "float32x2"): (8,),
 }
 _JAX_PRIVACY = (None, 1, 8, 16)
 _POLICIES = {"bfloat16": "mixed_bfloat16", "float32": "float32"}

@@ -71,17 +71,17 @@ def _exactness_cost() -> str:
             _QUESTIONS[x["question"]],
             x["dtype"],
             x["device"].partition(",")[0],
-            *(x["time_ratio"].get(name) for name in ("exact", "fine", "float32x2")),
-            *(x["memory_ratio"].get(name) for name in ("exact", "fine", "float32x2")),
+            *(x["time_ratio"].get(name) for name in ("exact", "fine")),
+            *(x["memory_ratio"].get(name) for name in ("exact", "fine")),
         )
         for x in lines
     ]
-    header = ["what", "dtype", "processor", "time, exact", "fine grid", "float32x2"]
-    header += ["memory, exact", "fine grid", "float32x2"]
+    header = ["what", "dtype", "processor", "time, exact", "fine grid"]
+    header += ["memory, exact", "fine grid"]
     return section(
         "What exactness costs",
         "Time and temporary memory of exact sums, of exact sums on a grid of 2^20 "
-        'units ("fine"), and of pairs of float32, over those of float32 sums. Noise is '
+        'units ("fine"), over those of float32 sums. Noise is '
         "compared with `jax.random.normal`, for ten million entries.",
         "exactness_cost",
         lines,
@@ -123,7 +123,7 @@ def _book_keeping() -> str:
 
 def _compile_time() -> str:
     lines = read("compile_time", "task")
-    names = ("float32", "float32x2", "exact", "book-keeping, bounded")
+    names = ("float32", "exact", "book-keeping, bounded")
     rows = [
         (
             x["task"],

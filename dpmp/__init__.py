@@ -21,7 +21,6 @@ from dpmp.clipping import (
 from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.engines import book_keeping
 from dpmp.mechanism import DPSGD
-from dpmp.numerics._double_words import DoubleWord
 from dpmp.numerics._grid import GridArray
 from dpmp.precision import Policy
 from dpmp.precision._autocast import autocast
@@ -39,7 +38,6 @@ __all__ = [
     "AuxiliaryOutput",
     "BoundedSensitivityCallable",
     "DPTrainer",
-    "DoubleWord",
     "GridArray",
     "Policy",
     "PrecisionReport",

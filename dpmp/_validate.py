@@ -123,5 +123,5 @@ def check_x64(dtype: Any, what: str) -> None:
         f"{what} need 64-bit mode",
         jax_enable_x64=False,
         fix='Call jax.config.update("jax_enable_x64", True) at start-up, or use '
-        'float32 (for sums, arithmetic="float32x2" is as good).',
+        'float32 (for sums, arithmetic="exact" is better still).',
     )

@@ -18,7 +18,6 @@ with epsilon 2. It then compares the sums of clipped gradients of one batch:
 
     Relative distance of the sum of clipped gradients to that of jax_privacy
     float32                             7.5e-03
-    float32x2                           2.5e-06
     exact                               2.4e-04
 
 This takes 15 seconds of processor time, or 13 if the programs have been compiled before
@@ -28,9 +27,8 @@ extra "bench", the script trains with dpmp only, and says so.
 
 jax_privacy's calibration stops within 0.01 of the least noise multiplier. The sums
 differ because those of dpmp stay below the clip norm whatever is rounded: a float sum
-reserves a share of it, 0.78% with "float32" and 0.00019% with "float32x2", and an
-"exact" sum, as `DPSGD` makes it, is rounded to a grid. docs/from_jax_privacy.md lists
-what else differs.
+reserves 0.78% of it, and an "exact" sum, as `DPSGD` makes it, is rounded to a grid.
+docs/from_jax_privacy.md lists what else differs.
 """
 
 import argparse
@@ -159,11 +157,11 @@ def compare_sums(data):
     def sum_by(clipped_grad, **options):
         grad_fn = clipped_grad(loss_fn, l2_clip_norm=CLIP_NORM, **options)
         total = grad_fn(params, batch)["w"]
-        # "float32x2" and "exact" sums stay pairs and integers until they get noise.
+        # "exact" sums stay integers until they get noise.
         return np.asarray(total if isinstance(total, jax.Array) else total.to_float())
 
     theirs = sum_by(clipping.clipped_grad)
-    for arithmetic in ("float32", "float32x2", "exact"):
+    for arithmetic in ("float32", "exact"):
         ours = sum_by(dpmp.clipped_grad, arithmetic=arithmetic)
         yield arithmetic, np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-
 from dpmp.numerics._double_words import DoubleWord
+
 from dpmp.numerics._grid import GridArray
 
 

@@ -119,18 +119,18 @@ def clipped_grad(
         integer arithmetic. A contribution above the bound is replaced by zero. The sum
         is the same, bit for bit, for any microbatch size, order of examples, padding
         and sharding, as long as the gradients are the same.
-      - "float32", "float32x2" and "float64": the clip norm is lowered by what rounding
-        can add. That is about 1e-6 of it for the norm, and for the sum 1/128 of it with
-        "float32" and 2e-6 with the other two. These shares do not depend on the batch,
+      - "float32" and "float64": the clip norm is lowered by what rounding can add. That
+        is about 1e-6 of it for the norm, and for the sum 1/128 of it with "float32" and
+        2e-6 with "float64". These shares do not depend on the batch,
         and a batch that is too large for them is refused.
       - "bounded" (for `method="book_keeping"`): the sensitivity is proved for the
         computed bits (`dpmp.numerics._bounded`), as long as all other examples keep
         their places. So it does not hold under ADD_OR_REMOVE_ONE.
-      - "unproved_float32" and the like (for `method="book_keeping"`): the sensitivity
-        is not proved. It holds up to ordinary rounding within a microbatch. The clip
-        norm is lowered by 1/256 for bfloat16, and by more where the large terms of a
-        gradient almost cancel. That was enough in every measurement, but gradients can
-        be constructed for which it falls short, by less than half.
+      - "unproved_float32" (for `method="book_keeping"`): the sensitivity is not proved.
+        It holds up to ordinary rounding within a microbatch. The clip norm is lowered
+        by 1/256 for bfloat16, and by more where the large terms of a gradient almost
+        cancel. That was enough in every measurement, but gradients can be constructed
+        for which it falls short, by less than half.
 
     Args:
       fun: returns a scalar loss, or (loss, aux) if `has_aux`.
@@ -198,10 +198,9 @@ def clipped_grad(
         are wide or multiplied by few positions. `book_keeping.summarize` shows what it
         does with each parameter of a loss.
       arithmetic: how the sum is computed: "exact" (its leaves are `GridArray`, integers
-        times a unit), "float32" (None), "float32x2" (its leaves are `DoubleWord`) or
-        "float64". With book-keeping: "bounded" (None; its leaves are `GridArray`),
-        "unproved_float32", "unproved_float32x2" or "unproved_float64". The guides say
-        which one to use.
+        times a unit), "float32" (None) or "float64". With book-keeping: "bounded"
+        (None; its leaves are `GridArray`) or "unproved_float32". The guides say which
+        one to use.
       resolution: how many units of the grid the largest contribution has, for "exact"
         (None is 32767) and "bounded" sums (None is 2^22). It is at most 2^22.
 

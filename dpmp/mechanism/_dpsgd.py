@@ -59,9 +59,9 @@ class DPSGD:
       microbatch_size: see `clipped_grad`. Batches are padded to a multiple of it. Where
         "bounded" sums choose it, they are padded to a power of two of at most 32.
       rescale_to_unit_norm: see `clipped_grad`.
-      arithmetic: how the sum is computed: "exact" (None), "float32", "float32x2" or
-        "float64". With book-keeping: "bounded" (None), or floats without a proof, such
-        as "unproved_float32". See `clipped_grad`. The noise always is in integers.
+      arithmetic: how the sum is computed: "exact" (None), "float32" or "float64". With
+        book-keeping: "bounded" (None), or "unproved_float32", without a proof. See
+        `clipped_grad`. The noise always is in integers.
       num_parameters: a public upper bound on the number of entries of the gradient. The
         resolution of the grid depends on it, and the share of delta that is charged for
         the sampler of the noise. A larger gradient is refused.

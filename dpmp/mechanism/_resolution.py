@@ -4,8 +4,7 @@ import math
 
 from dpmp import _validate
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
-from dpmp.numerics._arithmetic import Arithmetic
-from dpmp.numerics._float_sums import UNPROVED
+from dpmp.numerics._arithmetic import Arithmetic, name_without_privacy
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_LOSS, LARGEST_RESOLUTION
 
 
@@ -51,7 +50,7 @@ def choose_resolution(
         f"exact noise must have at least {narrowest:.0f} units of the grid",
         noise_multiplier=noise_multiplier,
         resolution=resolution,
-        fix="Use more noise, no noise at all (0), or arithmetic='float32x2'.",
+        fix="Use more noise, no noise at all (0), or arithmetic='float32'.",
     )
     return resolution
 
@@ -69,5 +68,5 @@ def _how_to_lose_less(
         )
     if arithmetic.share_lost(1, resolution) <= LARGEST_LOSS:
         advice.append("Pass num_parameters if there are fewer.")
-    unproved = UNPROVED if arithmetic.method == "book_keeping" else ""
-    return " ".join([*advice, f"Or use arithmetic='{unproved}float32x2'."])
+    floats = name_without_privacy(arithmetic.method)
+    return " ".join([*advice, f"Or use arithmetic='{floats}'."])

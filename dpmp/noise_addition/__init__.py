@@ -6,18 +6,9 @@
 
 The input of `update` is sensitive, and its first output is released, so that the optax
 transformations that follow cost no more privacy. The state holds the key of the noise,
-which is secret. `gaussian_privatizer` draws integers, whose privacy is proved.
-`continuous_gaussian_privatizer` draws floats, as other libraries do, for comparison.
+which is secret.
 """
 
-from dpmp.noise_addition._privatizers import (
-    NoiseState,
-    continuous_gaussian_privatizer,
-    gaussian_privatizer,
-)
+from dpmp.noise_addition._privatizers import NoiseState, gaussian_privatizer
 
-__all__ = [
-    "NoiseState",
-    "continuous_gaussian_privatizer",
-    "gaussian_privatizer",
-]
+__all__ = ["NoiseState", "gaussian_privatizer"]

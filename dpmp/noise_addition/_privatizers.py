@@ -1,4 +1,4 @@
-"""The two privatizers, with integer noise and with floating-point noise."""
+"""The privatizer: Gaussian noise in integers."""
 
 import math
 from collections.abc import Callable
@@ -7,15 +7,11 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dpmp import _meshes, _random, _validate
-from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.noise_addition import _grid_noise
-from dpmp.numerics._double_words import two_sum
-from dpmp.numerics._stored import at_least_float32
 from dpmp.numerics._sums import Sum, as_sum, is_sum, num_entries
 
 # The noise multiplier that is assumed for a float sum without a given sensitivity.
@@ -133,55 +129,6 @@ def gaussian_privatizer(
     return _privatizer(add_noise, stddev, prng_key)
 
 
-def continuous_gaussian_privatizer(
-    *,
-    stddev: float,
-    prng_key: jax.Array | None = None,
-    dtype: Any = None,
-) -> optax.GradientTransformation:
-    """Adds floating-point noise: for comparison, not for sensitive data.
-
-    The guarantee of the Gaussian mechanism is about real numbers, and floats break it.
-    A float32 sum of 0 and one of 1 leave different lowest bits in the output, which
-    tell the two apart nine times out of ten. And noise in float32 ends at 5.42 standard
-    deviations (Mironov 2012; `python -m dpmp selfcheck` shows it), although noise is
-    drawn and added in float32 or wider, and a wider sum is not rounded before.
-
-    Args:
-      stddev: see `gaussian_privatizer`.
-      prng_key: see `gaussian_privatizer`.
-      dtype: the dtype of the noise, float32 or float64. None is the dtype of each leaf,
-        but at least float32.
-
-    Returns:
-      An `optax.GradientTransformation` with state `NoiseState`; its output is float32
-      or wider.
-
-    Raises:
-      ValueError: as `gaussian_privatizer`, for another `dtype`, or for float64 without
-        64-bit mode.
-
-    References:
-      [Mironov: On significance of the least significant bits for differential
-      privacy](https://doi.org/10.1145/2382196.2382264)
-    """
-    stddev, noise_dtype = _check_stddev(stddev), _check_noise_dtype(dtype)
-
-    def add_noise(sums: list[Sum], noise_state: NoiseState) -> list[jax.Array]:
-        step_key = _random.fold_in(noise_state.prng_key, noise_state.step)
-
-        def add_all() -> list[jax.Array]:
-            keys = [_random.fold_in(step_key, i) for i in range(len(sums))]
-            return [
-                _add_float_noise(x, key, stddev, noise_dtype)
-                for x, key in zip(sums, keys, strict=True)
-            ]
-
-        return behind_a_branch(add_all, (noise_state.step, sums))
-
-    return _privatizer(add_noise, stddev, prng_key)
-
-
 def _privatizer(
     add_noise: Callable[[list[Sum], NoiseState], list[jax.Array]],
     stddev: float,
@@ -247,43 +194,7 @@ def _snapping(stddev: float, snap_cost: float) -> tuple[float, Fraction]:
     return unit, width * Fraction(unit)
 
 
-def _add_float_noise(x: Sum, key: jax.Array, stddev: float, dtype: Any) -> jax.Array:
-    hi, lo = x.words()
-    sum_dtype = at_least_float32(hi.dtype)
-    noise_dtype = jnp.dtype(dtype or sum_dtype)
-    out_dtype = at_least_float32(sum_dtype, noise_dtype)
-    noise = jax.random.normal(key, hi.shape, noise_dtype)
-    noise = (noise * _round_up(stddev, noise_dtype)).astype(out_dtype)
-    hi = hi.astype(out_dtype)
-    if lo is None:
-        return hi + noise
-    rounded, error = two_sum(hi, noise)
-    return rounded + (error + lo.astype(out_dtype))
-
-
-def _round_up(x: float, dtype: Any) -> jax.Array:
-    """Rounds `x` up to a dtype, so that the noise is not less than was calibrated."""
-    rounded = np.asarray(x, dtype)
-    if float(rounded) < x:
-        rounded = np.nextafter(rounded, np.asarray(np.inf, dtype))
-    return jnp.asarray(rounded)
-
-
 def _check_stddev(stddev: float) -> float:
     return _validate.nonnegative(
         stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
     )
-
-
-def _check_noise_dtype(dtype: Any) -> Any:
-    if dtype is None:
-        return None
-    dtype = np.dtype(dtype)
-    _validate.require(
-        dtype.name in ("float32", "float64"),
-        "the dtype of the noise must be float32 or float64",
-        dtype=dtype.name,
-        fix="Leave it out. Half-precision noise has few distinct values.",
-    )
-    _validate.check_x64(dtype, "float64 noise")
-    return dtype

@@ -5,7 +5,6 @@ No module here knows of privacy. Modules import only from rows below their own:
     _arithmetic
     _bounded   _exact   _sums
     _float_sums   _squared_norms
-    _double_words
     _grid   _reduction
     _stored   _packing
 """

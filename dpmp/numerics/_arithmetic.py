@@ -202,8 +202,7 @@ def parse(
         method=method,
         fix="Gradients are never formed in book-keeping. Use "
         '"bounded" sums there, which have a proof for that. Or use sums without a '
-        f'proof: "{UNPROVED}float32", "{UNPROVED}float32x2" or "{UNPROVED}float64". '
-        'All others are for method="per_example".',
+        f'proof: "{UNPROVED}". All others are for method="per_example".',
     )
     if isinstance(arithmetic, FloatSums):
         fits = resolution is None and (dtype is None or dtype == arithmetic.dtype)
@@ -254,4 +253,4 @@ def default_name(method: str) -> str:
 
 def name_without_privacy(method: str) -> str:
     """The name of the arithmetic for training without clipping."""
-    return f"{UNPROVED}float32" if method == "book_keeping" else "float32"
+    return UNPROVED if method == "book_keeping" else "float32"

@@ -6,7 +6,7 @@ The order of the additions determines how much rounding can change a sum.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,13 @@ import numpy as np
 
 from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
-from dpmp.numerics import _double_words, _reduction
+from dpmp.numerics import _reduction
 from dpmp.numerics._stored import StoredArray
 
 UNIT_ROUNDOFF = 2.0**-24
 
-# The prefix of float sums in book-keeping. It makes users say that these sums have no
-# proof.
-UNPROVED = "unproved_"
+# Float sums in book-keeping. The name makes users say that these have no proof.
+UNPROVED = "unproved_float32"
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,11 @@ class FloatSums:
 
     Attributes:
       name: the name, as users spell it.
-      dtype: the dtype of the sum (of both words for "float32x2").
-      lift: turns one array, float32 or wider, into a sum of one summand.
-      add: adds two sums.
-      add_block: adds up a few contributions, which are float32 or wider.
+      dtype: the dtype of the sum.
       unit_roundoff: an upper bound on the relative error of one `add`.
       slack: the share of the clip norm that is reserved for rounding. It is the same
         for all batches: if it depended on the batch size, one more example would
         rescale all others.
-      bytes_per_entry: the memory of the sum, in bytes for each entry.
       is_proved: whether the slack covers all roundings. It does for gradients that are
         formed. For gradients that are never formed, no count covers the roundings
         within a microbatch.
@@ -48,17 +43,17 @@ class FloatSums:
 
     name: str
     dtype: Any
-    lift: Callable[[jax.Array], PyTree]
-    add: Callable[[PyTree, PyTree], PyTree]
-    add_block: Callable[[list[jax.Array]], PyTree]
     unit_roundoff: float
     slack: float
-    bytes_per_entry: int
     is_proved: bool = True
 
     resolution = None
     clips_by_bounds = False
     assumption = "Floating-point arithmetic rounds to nearest."
+
+    @property
+    def bytes_per_entry(self) -> int:
+        return self.dtype.itemsize
 
     @property
     def method(self) -> str:
@@ -87,7 +82,7 @@ class FloatSums:
             batch_size=batch_size,
             microbatch_size=microbatch_size,
             arithmetic=self.name,
-            fix='Use arithmetic="float32x2", or larger microbatches.',
+            fix='Use larger microbatches, arithmetic="exact", or "float64".',
         )
 
     def for_clip_norms(
@@ -115,34 +110,32 @@ class FloatSums:
         del zero
         return coef.astype(row.dtype) * row
 
-    def add_over(self, total: PyTree, axes: tuple[str, ...]) -> PyTree:
+    def lift(self, x: jax.Array) -> jax.Array:
+        return x.astype(self.dtype)
+
+    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return a + b
+
+    def add_block(self, terms: list[jax.Array]) -> jax.Array:
+        return _reduction.pairwise([self.lift(x) for x in terms], self.add)
+
+    def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """See `Arithmetic`; each device adds up one part, and then gathers all."""
-        num_devices = jax.lax.axis_size(axes)
+        flat = jnp.pad(total.ravel(), (0, -total.size % jax.lax.axis_size(axes)))
+        part = self.add_and_cut(flat, axes, 0)
+        gathered = jax.lax.all_gather(part, axes, tiled=True)
+        return gathered[: total.size].reshape(total.shape)
 
-        def flat(x: jax.Array) -> jax.Array:
-            return jnp.pad(x.ravel(), (0, -x.size % num_devices))
-
-        part = self.add_and_cut(jax.tree.map(flat, total), axes, 0)
-
-        def gathered(x: jax.Array, like: jax.Array) -> jax.Array:
-            x = jax.lax.all_gather(x, axes, tiled=True)
-            return x[: like.size].reshape(like.shape)
-
-        return jax.tree.map(gathered, part, total)
-
-    def add_and_cut(self, total: PyTree, axes: tuple[str, ...], axis: int) -> PyTree:
+    def add_and_cut(
+        self, total: jax.Array, axes: tuple[str, ...], axis: int
+    ) -> jax.Array:
         """See `Arithmetic`; the order is a tree of additions that is written out."""
-        stacked = jax.tree.map(
-            lambda x: jax.lax.all_to_all(x[None], axes, axis + 1, 0, tiled=True), total
-        )
-        size = len(jax.tree.leaves(stacked)[0])
-        while size > 1:
-            half = size // 2
-            joined = self.add(_rows(stacked, 0, half), _rows(stacked, half, 2 * half))
-            rest = _rows(stacked, 2 * half, size)
-            stacked = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), joined, rest)
-            size -= half
-        return jax.tree.map(lambda x: x[0], stacked)
+        parts = jax.lax.all_to_all(total[None], axes, axis + 1, 0, tiled=True)
+        while len(parts) > 1:
+            half = len(parts) // 2
+            joined = self.add(parts[:half], parts[half : 2 * half])
+            parts = jnp.concatenate([joined, parts[2 * half :]])
+        return parts[0]
 
     def finish(self, total: PyTree) -> PyTree:
         return total
@@ -168,10 +161,6 @@ class FloatSums:
             f"by what rounding can add ({self.slack:.2g} of it for the sum), {claim} "
             f"Sums are put on a grid, and the noise is wider by what that costs."
         )
-
-
-def _rows(tree: PyTree, start: int, stop: int) -> PyTree:
-    return jax.tree.map(lambda x: x[start:stop], tree)
 
 
 def rounding_slack(
@@ -200,38 +189,9 @@ def rounding_slack(
     return 2 * u * error * (1 + u) ** longest_path
 
 
-def _of_floats(dtype: Any, unit_roundoff: float, slack: float) -> FloatSums:
-    dtype = np.dtype(dtype)
-    return FloatSums(
-        name=dtype.name,
-        dtype=dtype,
-        lift=lambda x: x.astype(dtype),
-        add=jnp.add,
-        add_block=lambda terms: _reduction.pairwise(
-            [term.astype(dtype) for term in terms], jnp.add
-        ),
-        unit_roundoff=unit_roundoff,
-        slack=slack,
-        bytes_per_entry=dtype.itemsize,
-    )
-
-
-_PROVED = [
-    _of_floats(np.float32, UNIT_ROUNDOFF, 2.0**-7),
-    FloatSums(
-        name="float32x2",
-        dtype=np.dtype(np.float32),
-        lift=_double_words.lift,
-        add=_double_words.add,
-        add_block=_double_words.add_block,
-        unit_roundoff=4 * UNIT_ROUNDOFF**2,
-        slack=2.0**-19,
-        bytes_per_entry=8,
-    ),
-    _of_floats(np.float64, 2.0**-53, 2.0**-19),
+_FLOAT32 = FloatSums("float32", np.dtype(np.float32), UNIT_ROUNDOFF, 2.0**-7)
+FLOAT_SUMS = [
+    _FLOAT32,
+    FloatSums("float64", np.dtype(np.float64), 2.0**-53, 2.0**-19),
+    dataclasses.replace(_FLOAT32, name=UNPROVED, is_proved=False),
 ]
-_UNPROVED = [
-    dataclasses.replace(sums, name=UNPROVED + sums.name, is_proved=False)
-    for sums in _PROVED
-]
-FLOAT_SUMS = [*_PROVED, *_UNPROVED]

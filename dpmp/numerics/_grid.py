@@ -60,10 +60,6 @@ class GridArray:
         """Returns the nearest float32 numbers."""
         return self.steps.astype(jnp.float32) * np.float32(self.unit)
 
-    def words(self) -> tuple[jax.Array, None]:
-        """See `Sum`."""
-        return self.to_float(), None
-
     def snapped(self, unit: float) -> "GridArray":
         """See `Sum`. The array is on a grid already, and is returned as it is."""
         del unit
@@ -162,7 +158,7 @@ class GridSums(abc.ABC):
                 f"of at most {LARGEST_LOSS:.0%} of the clip norm",
                 resolution=self.resolution,
                 fix=f"Use a higher resolution, up to {LARGEST_RESOLUTION}, or "
-                'arithmetic="float32x2".',
+                'arithmetic="float32".',
             )
             cap = cap / self.unit if self.unit else 0.0
             scaled.append((max(left, 0.0) / (1 + self.slack), cap))
@@ -179,7 +175,7 @@ class GridSums(abc.ABC):
                 f"sums of {batch_size} examples at a resolution of {self.resolution} "
                 f"can exceed 32 bits if all gradients point in one direction, along "
                 f"one coordinate. That costs accuracy, not privacy. Use a batch of at "
-                f'most {largest}, a lower resolution, or "float32x2" for "exact".'
+                f"most {largest}, or a lower resolution."
             )
 
     def check_mode(self) -> None:
@@ -211,23 +207,14 @@ def unit_of(l2_norm_bound: float, resolution: int) -> float:
     return float(unit)
 
 
-def snap(hi: jax.Array, lo: jax.Array | None, unit: float) -> GridArray:
-    """Rounds a float sum, of one word or two, to multiples of a power of two.
+def snap(x: jax.Array, unit: float) -> GridArray:
+    """Rounds a float sum to multiples of a power of two.
 
-    Scaling by a power of two is exact. Rounding moves an entry by at most half a unit,
-    and by 2^-24 of a unit more if both words matter.
+    Scaling by a power of two is exact. Rounding moves an entry by at most half a unit.
     """
-    scaled = hi.astype(at_least_float32(hi.dtype)) * (1 / unit)
-    whole = jnp.round(scaled)
-    steps = _to_integers(whole, 2**31 - 2**26)
-    if lo is not None:
-        steps += _to_integers(jnp.round((scaled - whole) + lo * (1 / unit)), 2**20)
-    # A number that was cut off at the first limit is beyond this one, for any `lo`.
-    return GridArray(jnp.clip(steps, -(2**31) + 2**27, 2**31 - 2**27), unit)
-
-
-def _to_integers(x: jax.Array, limit: int) -> jax.Array:
-    return jnp.clip(x, -limit, limit).astype(jnp.int32)
+    scaled, limit = x.astype(at_least_float32(x.dtype)) * (1 / unit), 2**31 - 2**27
+    steps = jnp.clip(jnp.round(scaled), -limit, limit).astype(jnp.int32)
+    return GridArray(jnp.clip(steps, -limit, limit), unit)  # also what was NaN
 
 
 def check_float(x: jax.Array, leaf: int) -> None:

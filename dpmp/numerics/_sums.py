@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from dpmp._typing import PyTree
-from dpmp.numerics._double_words import DoubleWord
 from dpmp.numerics._grid import GridArray, check_float, snap
 from dpmp.numerics._stored import at_least_float32
 
@@ -18,10 +17,6 @@ class Sum(Protocol):
     @property
     def is_on_grid(self) -> bool:
         """Whether the sum is in integers already."""
-        ...
-
-    def words(self) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the sum in floats, and the low word to add to it, or None."""
         ...
 
     def to_float(self) -> jax.Array:
@@ -46,15 +41,12 @@ class _FloatSum(NamedTuple):
     def is_on_grid(self) -> bool:
         return False
 
-    def words(self) -> tuple[jax.Array, None]:
-        return jnp.asarray(self.array), None
-
     def to_float(self) -> jax.Array:
         x = jnp.asarray(self.array)
         return x.astype(at_least_float32(x.dtype))
 
     def snapped(self, unit: float) -> GridArray:
-        return snap(jnp.asarray(self.array), None, unit)
+        return snap(jnp.asarray(self.array), unit)
 
     def check_before_noise(self, leaf: int) -> None:
         check_float(self.array, leaf)
@@ -62,7 +54,7 @@ class _FloatSum(NamedTuple):
 
 def is_sum(x: Any) -> bool:
     """Whether `x` is an instance of a class of sums, and not a plain array."""
-    return isinstance(x, DoubleWord | GridArray | _FloatSum)
+    return isinstance(x, GridArray | _FloatSum)
 
 
 def as_sum(leaf: Any) -> Sum:

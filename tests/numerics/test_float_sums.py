@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from dpmp.numerics._double_words import DoubleWord
 
 from dpmp.numerics import (
     _double_words,
@@ -17,7 +18,6 @@ from dpmp.numerics import (
     _stored,
 )
 from dpmp.numerics._arithmetic import parse
-from dpmp.numerics._double_words import DoubleWord
 
 _U = Fraction(_float_sums.UNIT_ROUNDOFF)
 
