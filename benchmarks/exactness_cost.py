@@ -77,7 +77,7 @@ def step(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
         return one_step
 
     exact = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
-    floats = float_noise(1.0)
+    floats = float_noise(stddev=1.0, prng_key=key)
     functions = {
         "float32": make_step(floats, arithmetic="float32"),
         "exact": make_step(exact, arithmetic="exact"),

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from dpmp.numerics._double_words import DoubleWord
 
 from dpmp.numerics._grid import GridArray
 
 
 def _is_sum(x: Any) -> bool:
-    return isinstance(x, DoubleWord | GridArray)
+    return isinstance(x, GridArray)
 
 
 def float64_values(x: Any) -> np.ndarray:
@@ -22,9 +21,7 @@ def float64_values(x: Any) -> np.ndarray:
 
 
 def exact_values(x: Any) -> np.ndarray:
-    """The flat entries of an array, double word or grid array, as fractions."""
-    if isinstance(x, DoubleWord):
-        return exact_values(x.hi) + exact_values(x.lo)
+    """The flat entries of an array or grid array, as fractions."""
     if isinstance(x, GridArray):
         return exact_values(x.steps) * Fraction(x.unit)
     flat = [Fraction(v) for v in float64_values(x).ravel().tolist()]

@@ -50,7 +50,7 @@ def grads_one_by_one(name):
 @every_model
 @pytest.mark.parametrize(
     ("method", "arithmetic"),
-    [("per_example", "float32x2"), ("book_keeping", "unproved_float32x2")],
+    [("per_example", "float32"), ("book_keeping", "unproved_float32")],
 )
 def test_norms_and_sums_are_those_of_gradients_one_by_one(name, method, arithmetic):
     task, grads = make(name), grads_one_by_one(name)
@@ -67,20 +67,12 @@ def test_norms_and_sums_are_those_of_gradients_one_by_one(name, method, arithmet
         task.params, task.batch
     )
     np.testing.assert_allclose(sensitive.grad_norms, norms, rtol=1e-5)
-    coefs = np.minimum(1, clip_norm / norms)
+    # A share of the clip norm is reserved for rounding.
+    coefs = np.minimum(1, clip_norm / (1 + 2.0**-7) / norms)
     size = np.sqrt(sum(np.sum(np.einsum("b,b...->...", coefs, x) ** 2) for x in grads))
-    for got, grad in zip(jax.tree.leaves(as_floats(sums)), grads, strict=True):
+    for got, grad in zip(jax.tree.leaves(sums), grads, strict=True):
         expected = np.einsum("b,b...->...", coefs, grad)
         np.testing.assert_allclose(got, expected, rtol=2e-3, atol=1e-5 * size)
-
-
-def as_floats(sums):
-    def is_sum(x):
-        return isinstance(x, dpmp.DoubleWord)
-
-    return jax.tree.map(
-        lambda x: np.float64(x.hi) + np.float64(x.lo), sums, is_leaf=is_sum
-    )
 
 
 def _warning_of_float32_in(name):

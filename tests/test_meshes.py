@@ -13,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding
 from dpmp import (
     DPSGD,
     AdaptiveClipNorm,
-    DoubleWord,
     DPTrainer,
     GridArray,
     Policy,
@@ -103,9 +102,7 @@ def sum_on_one_device(method, arithmetic, microbatch_size=None):
 
 FLOATS = [
     ("per_example", "float32"),
-    ("per_example", "float32x2"),
     ("book_keeping", "unproved_float32"),
-    ("book_keeping", "unproved_float32x2"),
 ]
 INTEGERS = [("per_example", "exact"), ("book_keeping", "bounded")]
 
@@ -134,7 +131,7 @@ def test_float_sums_of_shards_are_refused(method, arithmetic, axis_type):
 
 
 def test_float_sums_of_mapped_devices_are_refused():
-    fn = clipped_fun(lambda x: x, l2_clip_norm=1.0, arithmetic="float32x2")
+    fn = clipped_fun(lambda x: x, l2_clip_norm=1.0, arithmetic="float32")
     with pytest.raises(ValueError, match="what other devices add"):
         jax.pmap(lambda x: jax.lax.psum(fn(x), "i"), axis_name="i")(np.ones((8, 4)))
 
@@ -147,10 +144,10 @@ def test_float_sums_that_are_not_private_may_be_mapped(options):
 
 
 def test_float_sums_of_one_shard_are_sums():
-    total = sum_of_shards(make_mesh(1), "per_example", "float32x2")(
+    total = sum_of_shards(make_mesh(1), "per_example", "float32")(
         make_params(), make_linear_batch()
     )
-    assert_same(total, sum_on_one_device("per_example", "float32x2"))
+    assert_same(total, sum_on_one_device("per_example", "float32"))
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
@@ -195,7 +192,7 @@ def test_exact_sums_are_the_same_on_any_mesh(
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize("microbatch_size", [None, 8])
-@pytest.mark.parametrize("arithmetic", ["float32", "float32x2"])
+@pytest.mark.parametrize("arithmetic", ["float32"])
 def test_float_sums_of_sharded_batches_err_no_more_than_is_counted(
     arithmetic, microbatch_size, axis_type
 ):
@@ -302,12 +299,11 @@ def test_random_keys_and_padding_may_be_explicit():
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
-@pytest.mark.parametrize("kind", [GridArray, DoubleWord, None])
+@pytest.mark.parametrize("kind", [GridArray, None])
 def test_noise_is_added_to_explicit_sums(kind, compiled):
     mesh = make_mesh(8, AxisType.Explicit)
     x = {
         GridArray: GridArray(jnp.arange(32), 2.0**-15),
-        DoubleWord: DoubleWord(jnp.linspace(0, 1, 32), jnp.zeros(32)),
         None: jnp.linspace(0, 1, 32),
     }[kind]
     privatizer = noise_addition.gaussian_privatizer(

@@ -16,7 +16,6 @@ from dpmp.clipping._joint_sums import JointSum
 
 _MODES = [
     ("per_example", "exact"),
-    ("per_example", "float32x2"),
     ("book_keeping", "bounded"),
     ("book_keeping", "unproved_float32"),
 ]

@@ -20,7 +20,6 @@ from dpmp.numerics._squared_norms import SquaredNorm
 _MODES = [
     ("per_example", "exact"),
     ("per_example", "float32"),
-    ("per_example", "float32x2"),
     ("book_keeping", "bounded"),
     ("book_keeping", "unproved_float32"),
 ]

@@ -10,10 +10,10 @@ import dpmp
 from dpmp import _random, noise_addition
 from dpmp.precision._stochastic_rounding import round_like
 
-ARITHMETICS = ["exact", "float32", "float32x2"]
+ARITHMETICS = ["exact", "float32"]
 
 # What a shape takes that no other array has.
-LINES_OF_A_SHAPE = {"exact": 320, "float32": 150, "float32x2": 190}
+LINES_OF_A_SHAPE = {"exact": 320, "float32": 150}
 
 
 def num_lines(fun, *args):

@@ -113,7 +113,7 @@ def test_on_explicit_axes_a_batch_is_divided_as_it_is_sharded():
 
 
 @pytest.mark.parametrize("num_devices", [3, 8])
-@pytest.mark.parametrize("arithmetic", ["float32", "float32x2"])
+@pytest.mark.parametrize("arithmetic", ["float32"])
 @pytest.mark.parametrize("specs", [(), SPECS["sharded"]], ids=["whole", "sharded"])
 def test_float_sums_over_devices_err_no_more_than_is_counted(
     arithmetic, specs, num_devices

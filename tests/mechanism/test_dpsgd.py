@@ -49,7 +49,7 @@ def linear_loss(params, x):
         {"neighboring_relation": RELATIONS.REPLACE_ONE},
         {"truncated_batch_size": 60},
         {"expected_batch_size": 1000, "iterations": 3},
-        {"l2_clip_norm": {"w": 3.0, "b": 4.0}, "arithmetic": "float32x2"},
+        {"l2_clip_norm": {"w": 3.0, "b": 4.0}, "arithmetic": "float32"},
     ],
     ids=["plain", "replace-one", "truncated", "whole-dataset", "groups"],
 )
@@ -341,7 +341,6 @@ def test_noise_and_models_that_no_grid_fits_are_refused_at_construction():
     with pytest.raises(ValueError, match=r"got cost=.*noise_multiplier=.*Use less noi"):
         make_mechanism().calibrate(epsilon=1e-9, delta=1e-5)
     make_mechanism(noise_multiplier=500.0)
-    make_mechanism(**fields, arithmetic="float32x2")
     assert make_mechanism(**fields, arithmetic="float32").resolution is None
 
 
@@ -374,7 +373,7 @@ def test_gradients_of_more_entries_than_were_planned_for_are_refused():
         privatizer.update(total, privatizer.init(jnp.zeros(10)))
 
 
-@pytest.mark.parametrize("arithmetic", ["exact", "float32x2"])
+@pytest.mark.parametrize("arithmetic", ["exact", "float32"])
 def test_what_the_sampler_falls_short_of_is_charged_to_delta(arithmetic):
     mechanism = make_mechanism(noise_multiplier=1.0, arithmetic=arithmetic)
     assert mechanism.guarantee(delta=1e-5) == dataclasses.replace(
@@ -421,14 +420,14 @@ def test_the_clipped_gradient_is_divided_by_the_expected_batch_size():
 
 
 def test_clipping_options_reach_clipped_grad():
-    mechanism = make_mechanism(microbatch_size=2, arithmetic="float32x2")
+    mechanism = make_mechanism(microbatch_size=2, arithmetic="exact")
     grad_fn = mechanism.clipped_grad(
         lambda scale, x, params: jnp.sum(params * x) * scale,
         argnums=2,
         return_grad_norms=True,
     )
     total, aux = grad_fn(1.0, jnp.ones((4, 2)), jnp.zeros(2))
-    assert type(total).__name__ == "DoubleWord"
+    assert type(total).__name__ == "GridArray"
     np.testing.assert_allclose(aux.grad_norms, 2**0.5, rtol=1e-6)
     with pytest.raises(ValueError, match="microbatch_size"):
         grad_fn(1.0, jnp.ones((3, 2)), jnp.zeros(2))

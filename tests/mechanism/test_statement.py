@@ -62,7 +62,7 @@ def test_it_contains_the_figures():
         num_examples=1234,
         iterations=77,
         l2_clip_norm=0.75,
-        arithmetic="float32x2",
+        arithmetic="float32",
         noise_multiplier=1.2345,
         delta=3e-6,
     )
@@ -79,7 +79,7 @@ def test_it_contains_the_figures():
         "divided by 50, the expected batch size.",
         "noise multiplier of 1.2345.",
         f"- Accountant: {guarantee.accountant}.",
-        "sums in float32x2",
+        "sums in float32",
         "The claim holds for the bits that are released.",
         "- Assumed: the random bits are ideal",
         "depends on this example and the parameters alone, up to its last bit",

@@ -16,18 +16,17 @@ import optax
 import pytest
 from scipy import stats
 
-import dpmp
 from dpmp.noise_addition import (
     NoiseState,
     _grid_noise,
     _privatizers,
-    continuous_gaussian_privatizer,
     gaussian_privatizer,
 )
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import _packing
 from dpmp.numerics._grid import GridArray
 from dpmp.numerics._sums import as_sum, num_entries
+from dpmp.tools.selfcheck import _modes
 
 KEY = jax.random.key(20240607)
 NUM_DRAWS = 100_000
@@ -39,9 +38,7 @@ RESOLUTION = 2**15 - 1
 # Where a snapped sum is cut off, in units.
 CUT = 2**31 - 2**27
 
-each_privatizer = pytest.mark.parametrize(
-    "make", [gaussian_privatizer, continuous_gaussian_privatizer]
-)
+each_privatizer = pytest.mark.parametrize("make", [gaussian_privatizer])
 each_half_dtype = pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
 )
@@ -58,7 +55,7 @@ def make_privatizer(make, *, stddev=1.0, prng_key=KEY, **kwargs):
 def without_fence():
     """Nothing is compiled as a whole, which would be done anew in every call."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_privatizers, _grid_noise, _packing):
+        for module in (_grid_noise, _packing):
             patch.setattr(module, "behind_a_branch", lambda compute, _: compute())
         yield patch
 
@@ -138,12 +135,11 @@ def test_on_a_grid_that_is_too_coarse_the_noise_is_the_narrowest_there_is():
 
 
 @each_privatizer
-@pytest.mark.parametrize("kind", ["DoubleWord", "GridArray", "float64"])
+@pytest.mark.parametrize("kind", ["GridArray", "float64"])
 def test_the_noise_of_wide_sums_has_the_given_scale(make, kind):
     with jax.enable_x64(kind == "float64"):
         zeros = jnp.zeros(NUM_DRAWS)
         total = {
-            "DoubleWord": dpmp.DoubleWord(zeros, zeros),
             "GridArray": on_grid(0.0, 2.0**-15),
             "float64": zeros,
         }[kind]
@@ -173,14 +169,11 @@ def test_the_test_above_tells_other_noise_apart():
 
 
 @each_half_dtype
-@pytest.mark.parametrize(
-    ("make", "share"),
-    # 100,000 draws on a grid with 2^20 points to a standard deviation.
-    [(gaussian_privatizer, 0.95), (continuous_gaussian_privatizer, 0.98)],
-)
-def test_the_noise_has_many_values(make, share, dtype):
-    # Half-precision generators give 128 (bfloat16) or 1024 (float16) values.
-    assert len(np.unique(draw(make, dtype=dtype))) > share * NUM_DRAWS
+def test_the_noise_has_many_values(dtype):
+    # Half-precision generators give 128 (bfloat16) or 1024 (float16) values. Here, there
+    # are 100,000 draws on a grid with 2^20 points to a standard deviation.
+    found = np.unique(draw(gaussian_privatizer, dtype=dtype))
+    assert len(found) > 0.95 * NUM_DRAWS
 
 
 # It is a function of key, step, leaf and place, and of nothing else.
@@ -197,7 +190,7 @@ def test_entries_of_a_leaf_are_independent(make):
 @each_privatizer
 def test_leaves_of_one_shape_are_independent(make):
     zeros = jnp.zeros(NUM_DRAWS)
-    total = {"a": zeros, "b": dpmp.DoubleWord(zeros, zeros), "c": on_grid(0, 2.0**-15)}
+    total = {"a": zeros, "b": zeros, "c": on_grid(0, 2.0**-15)}
     noisy = release(make, total)
     noise = {name: np.asarray(x, np.float64) for name, x in noisy.items()}
     for first, second in ("ab", "ac", "bc"):
@@ -314,7 +307,7 @@ def mixed_total():
     return {
         "grid": GridArray(steps, 1 / 2**15),
         "half": jnp.asarray(rng.normal(size=(8, 16)), jnp.bfloat16),
-        "wide": dpmp.DoubleWord(hi, hi * jnp.float32(2.0**-26)),
+        "float": hi,
     }
 
 
@@ -569,41 +562,14 @@ def test_float64_sums_are_rounded_to_the_grid(seed, stddev, cost):
     check_snap(map(Fraction, numbers.tolist()), steps, unit, 0)
 
 
-@each_case
-def test_both_words_of_a_sum_are_rounded_to_the_grid(seed, stddev, cost):
-    rng = np.random.default_rng(seed)
-    hi = numbers_to_snap(rng, stddev, cost, np.float32)
-    share = rng.choice([0, 1, -1, 0.3, 2.0**-20], hi.size)
-    # At most half a unit in the last place: up to 64 steps of the grid at its end.
-    lo = (np.spacing(np.abs(hi)) / 2 * share).astype(np.float32)
-    unit, steps = snap(dpmp.DoubleWord(jnp.asarray(hi), jnp.asarray(lo)), stddev, cost)
-    numbers = [
-        Fraction(float(x)) + Fraction(float(y)) for x, y in zip(hi, lo, strict=True)
-    ]
-    check_snap(numbers, steps, unit, Fraction(1, 2**20))
-
-
-def test_the_second_word_counts_beyond_24_bits():
-    unit, _ = snap(jnp.zeros(1), 1.0, 1.0)
-    hi = np.float32([2**29, -(2**30), 2**24]) * np.float32(unit)
-    lo = np.float32([15.0, -21.0, 1.0]) * np.float32(unit)
-    _, steps = snap(dpmp.DoubleWord(jnp.asarray(hi), jnp.asarray(lo)), 1.0, 1.0)
-    assert steps == [2**29 + 15, -(2**30) - 21, 2**24 + 1]
-
-
 @pytest.mark.parametrize("stddev", [1e-6, 1.0])
-@pytest.mark.parametrize("kind", ["float32", "DoubleWord", "float64"])
+@pytest.mark.parametrize("kind", ["float32", "float64"])
 def test_sums_that_are_cut_off_are_no_further_apart(kind, stddev):
     largest = float(np.finfo(np.float32).max)
     values = [3000 * stddev, 1e30, 2e30, largest, math.inf]
     values = np.resize(values + [-x for x in values], FEW)
     with jax.enable_x64(kind == "float64"):
-        hi = jnp.asarray(values)
-        if kind == "DoubleWord":
-            lo = jnp.where(jnp.isinf(hi), 0, -hi * jnp.float32(2.0**-25))
-            leaf = dpmp.DoubleWord(hi, lo)
-        else:
-            leaf = hi
+        leaf = jnp.asarray(values)
         _, steps = snap(leaf, stddev, 300.0)
         assert steps == [CUT if x > 0 else -CUT for x in values]
         noisy = release(gaussian_privatizer, leaf, stddev=stddev)
@@ -612,16 +578,12 @@ def test_sums_that_are_cut_off_are_no_further_apart(kind, stddev):
     assert np.all(np.abs(noisy) < 2.0**18 * stddev)
 
 
-@pytest.mark.parametrize("kind", ["float32", "DoubleWord"])
-def test_an_entry_that_is_no_number_changes_no_other(kind):
+def test_an_entry_that_is_no_number_changes_no_other():
     total = jnp.linspace(-1.0, 1.0, FEW)
     broken = total.at[2].set(math.nan)
-    if kind == "DoubleWord":
-        total = dpmp.DoubleWord(total, jnp.zeros(FEW))
-        broken = dpmp.DoubleWord(broken, jnp.zeros(FEW).at[3].set(math.nan))
     noisy, expected = (release(gaussian_privatizer, x) for x in (broken, total))
     assert np.all(np.isfinite(noisy))
-    is_broken = np.isnan(np.asarray(jax.tree.leaves(broken))).any(axis=0)
+    is_broken = np.isnan(broken)
     np.testing.assert_array_equal(noisy[~is_broken], expected[~is_broken])
 
 
@@ -671,8 +633,14 @@ def releases_of_0_and_1(request):
 IDEAL_ADVANTAGE = 2 * stats.norm.cdf(0.5) - 1
 
 
-def test_the_attack_breaks_float_noise(releases_of_0_and_1):
-    zero, one = releases_of_0_and_1(continuous_gaussian_privatizer)
+def releases_with_float_noise():
+    for value in (0, 1):
+        total = jnp.full(NUM_DRAWS, float(value))
+        yield np.asarray(release(_modes.float_noise, total, step=value))
+
+
+def test_the_attack_breaks_float_noise():
+    zero, one = releases_with_float_noise()
     assert np.all(is_possible(zero, 0))
     assert np.all(is_possible(one, 1))
     assert np.mean(~is_possible(zero, 1)) > 0.85
@@ -696,8 +664,8 @@ def lowest_bit(x):
     return np.where(x == 0, np.inf, (digits & -digits) * 2.0 ** (exponent - 24))
 
 
-def test_float_noise_has_lower_bits_than_sums_with_it(releases_of_0_and_1):
-    zero, one = map(lowest_bit, releases_of_0_and_1(continuous_gaussian_privatizer))
+def test_float_noise_has_lower_bits_than_sums_with_it():
+    zero, one = map(lowest_bit, releases_with_float_noise())
     assert np.min(one) == 2.0**-24
     assert np.mean(zero < 2.0**-24) > 0.2
 
@@ -732,7 +700,7 @@ def test_wide_sums_come_out_in_float32(make, mixed_total):
     assert noisy == {
         "grid": jax.ShapeDtypeStruct((16, 24), jnp.float32),
         "half": jax.ShapeDtypeStruct((8, 16), jnp.float32),
-        "wide": jax.ShapeDtypeStruct((24,), jnp.float32),
+        "float": jax.ShapeDtypeStruct((24,), jnp.float32),
     }
 
 
@@ -742,13 +710,11 @@ def test_stddev_zero_returns_the_sum_itself(make):
     total = {
         "float": x,
         "half": x.astype(jnp.bfloat16),
-        "wide": dpmp.DoubleWord(x, x * jnp.float32(2.0**-30)),
         "grid": GridArray(jnp.arange(-50, 50, dtype=jnp.int32), 0.25),
     }
     noisy = release(make, total, stddev=0.0)
     np.testing.assert_array_equal(noisy["float"], x)
     np.testing.assert_array_equal(noisy["half"], np.float32(total["half"]))
-    np.testing.assert_array_equal(noisy["wide"], x)
     np.testing.assert_array_equal(noisy["grid"], np.arange(-12.5, 12.5, 0.25))
     assert noisy["half"].dtype == jnp.float32
 
@@ -772,12 +738,11 @@ def test_an_empty_tree_is_released_as_it_is(make, total):
 def test_arrays_without_entries_are_released_as_they_are(make, shape):
     total = [
         jnp.zeros(shape),
-        dpmp.DoubleWord(jnp.zeros(shape), jnp.zeros(shape)),
         GridArray(jnp.zeros(shape, jnp.int32), 1.0),
     ]
     noisy = release(make, total)
-    assert [x.shape for x in noisy] == [shape] * 3
-    assert [x.dtype for x in noisy] == [jnp.float32] * 3
+    assert [x.shape for x in noisy] == [shape] * 2
+    assert [x.dtype for x in noisy] == [jnp.float32] * 2
 
 
 @each_privatizer
@@ -810,20 +775,6 @@ def test_num_entries_counts_those_of_all_kinds_of_sums(mixed_total):
     assert num_entries(jax.eval_shape(lambda: mixed_total)) == num_entries(mixed_total)
 
 
-# Float noise meets sums in full width.
-
-
-def test_a_float64_sum_meets_float64_noise():
-    with jax.enable_x64():
-        noise = release(continuous_gaussian_privatizer, jnp.zeros(1000))
-        lowest_bits = 2.0**-45
-        noisy = release(continuous_gaussian_privatizer, jnp.full(1000, lowest_bits))
-        assert noise.dtype == noisy.dtype == jnp.float64
-        assert np.mean(np.float32(noise) != np.asarray(noise)) > 0.99
-        # Float64 numbers below 8 are at most 2^-50 apart.
-        np.testing.assert_allclose(noisy - noise, lowest_bits, rtol=0, atol=2.0**-50)
-
-
 def test_exact_noise_makes_a_float64_sum_float32():
     with jax.enable_x64():
         noisy = release(gaussian_privatizer, jnp.full(1000, 1e-3), stddev=1e-3)
@@ -832,65 +783,6 @@ def test_exact_noise_makes_a_float64_sum_float32():
             gaussian_privatizer, jnp.full(1000, 1e-3, jnp.float32), stddev=1e-3
         )
         np.testing.assert_array_equal(noisy, narrow)
-
-
-@pytest.mark.parametrize("sum_dtype", ["float32", "float64"])
-@pytest.mark.parametrize("noise_dtype", ["float32", "float64"])
-def test_the_output_is_as_wide_as_sum_and_float_noise(sum_dtype, noise_dtype):
-    with jax.enable_x64():
-        total = jnp.zeros(1000, sum_dtype)
-        noisy = release(continuous_gaussian_privatizer, total, dtype=noise_dtype)
-        assert noisy.dtype == max(sum_dtype, noise_dtype)
-        is_narrow = np.float32(noisy) == np.asarray(noisy)
-        assert np.all(is_narrow) == (noise_dtype == "float32")
-
-
-@pytest.mark.parametrize("is_jitted", [False, True])
-@pytest.mark.parametrize("stddev", [1.0, 0.3])
-def test_both_words_meet_float_noise_before_rounding(stddev, is_jitted):
-    privatizer = continuous_gaussian_privatizer(stddev=stddev, prng_key=KEY)
-    update = jax.jit(privatizer.update) if is_jitted else privatizer.update
-    state = privatizer.init(jnp.zeros(1000))
-    noise, _ = update(jnp.zeros(1000), state)
-    # Rounded to float32 alone, hi + lo would be hi, and the result zero.
-    hi, lo = -noise, noise * jnp.float32(2.0**-30)
-    noisy, _ = update({"w": dpmp.DoubleWord(hi, lo)}, state)
-    assert noisy["w"].dtype == jnp.float32
-    np.testing.assert_array_equal(hi + lo, hi)
-    np.testing.assert_array_equal(noisy["w"], lo)
-
-
-@pytest.mark.parametrize("is_jitted", [False, True])
-def test_double_words_and_float_noise_are_rounded_once(is_jitted):
-    rng = np.random.default_rng(1)
-    privatizer = continuous_gaussian_privatizer(stddev=0.3, prng_key=KEY)
-    update = jax.jit(privatizer.update) if is_jitted else privatizer.update
-    state = privatizer.init(None)
-    noise, _ = update(jnp.zeros(1000), state)
-    hi = rng.normal(size=1000).astype(np.float32)
-    lo = (hi * 2.0**-25 * rng.uniform(-1, 1, 1000)).astype(np.float32)
-    noisy, _ = update(dpmp.DoubleWord(jnp.asarray(hi), jnp.asarray(lo)), state)
-    exact = hi.astype(np.float64) + lo + np.asarray(noise, np.float64)
-    # Half a unit in the last place, and the rounding of error + lo.
-    error = np.abs(noisy - exact)
-    np.testing.assert_array_less(error, 0.5001 * np.spacing(np.abs(np.float32(exact))))
-
-
-@pytest.mark.parametrize("is_jitted", [False, True])
-def test_both_words_meet_exact_noise_on_the_grid(is_jitted):
-    privatizer = gaussian_privatizer(stddev=1.0, prng_key=KEY)
-    update = jax.jit(privatizer.update) if is_jitted else privatizer.update
-    state = privatizer.init(None)
-    words = jnp.zeros(1000), jnp.zeros(1000)
-    noise, _ = update(dpmp.DoubleWord(*words), state)
-    # Rounded to float32 alone, hi + lo would be hi; the noise makes up for hi.
-    unit, _ = chosen(dpmp.DoubleWord(*words), stddev=1.0)
-    lo = jnp.full(1000, 3 * float(unit))
-    hi = jnp.full(1000, 2.0**26 * float(unit))
-    np.testing.assert_array_equal(hi + lo, hi)
-    noisy, _ = update(dpmp.DoubleWord(hi, lo), state)
-    steps = np.asarray(noise, np.float64) / float(unit) + 2**26 + 3
-    np.testing.assert_array_equal(noisy, np.float32(steps) * np.float32(unit))
 
 
 # Errors.
@@ -923,17 +815,6 @@ def test_a_sensitivity_that_is_no_positive_number_is_refused(l2_sensitivity):
 def test_a_seed_that_is_no_key_is_refused(make):
     with pytest.raises(ValueError, match=r"one key made by jax\.random\.key"):
         make(stddev=1.0, prng_key=0)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "int32"])
-def test_noise_narrower_than_float32_is_refused(dtype):
-    with pytest.raises(ValueError, match="noise must be float32 or float64"):
-        continuous_gaussian_privatizer(stddev=1.0, prng_key=KEY, dtype=dtype)
-
-
-def test_float64_noise_is_refused_where_jax_would_narrow_it():
-    with pytest.raises(ValueError, match="float64 noise need 64-bit mode"):
-        continuous_gaussian_privatizer(stddev=1.0, prng_key=KEY, dtype=jnp.float64)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_], ids=str)

@@ -74,7 +74,7 @@ def test_blocks_hold_every_row_once():
     np.testing.assert_array_equal(np.sort(np.concatenate(blocks), axis=0), x)
 
 
-@pytest.mark.parametrize("arithmetic", ["exact", "float32", "float32x2"])
+@pytest.mark.parametrize("arithmetic", ["exact", "float32"])
 def test_a_clipping_group_may_have_no_entries(arithmetic):
     norms = {"empty": 1.0, "rest": 1.0}
     clipped = clipped_fun(

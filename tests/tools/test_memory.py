@@ -88,7 +88,7 @@ def test_book_keeping_has_no_stack():
     ("method", "arithmetic", "num_bytes"),
     [
         ("per_example", "float32", 4),
-        ("per_example", "float32x2", 8),
+        ("per_example", "float32", 8),
         ("book_keeping", None, 4),
     ],
 )

@@ -219,10 +219,10 @@ def test_an_empty_batch_changes_nothing_but_the_step():
     [
         {},
         {"microbatch_size": 3, "l2_clip_norm": 0.5},
-        {"arithmetic": "float32x2", "noise_multiplier": 2.5},
+        {"arithmetic": "float32", "noise_multiplier": 2.5},
         {"expected_batch_size": 12, "rescale_to_unit_norm": True, "l2_clip_norm": 7.0},
     ],
-    ids=["plain", "microbatches", "float32x2", "whole-dataset"],
+    ids=["plain", "microbatches", "float32", "whole-dataset"],
 )
 def test_a_step_adds_noise_of_the_accounted_scale(fields):
     size = 100_000

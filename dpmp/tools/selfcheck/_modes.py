@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import clipping, noise_addition
+from dpmp import _random, clipping, noise_addition
 from dpmp.numerics._arithmetic import parse
 from dpmp.numerics._grid import LARGEST_RESOLUTION
 from dpmp.tools.selfcheck._subjects import (
@@ -118,12 +118,14 @@ def _inner_product(weights: Any, example: Any) -> jax.Array:
 
 def unsafe_releases() -> Releases:
     """Float noise, whose failure is expected."""
-    privatizer = float_noise(NOISE_MULTIPLIER)
+    privatizer = float_noise(stddev=NOISE_MULTIPLIER)
     clip = _Mode("", "float32").clip(1.0)
     return Releases("dpmp continuous (unsafe)", False, draw_fn(clip, privatizer))
 
 
-def float_noise(stddev: float) -> optax.GradientTransformation:
+def float_noise(
+    *, stddev: float, prng_key: jax.Array | None = None
+) -> optax.GradientTransformation:
     """A privatizer as other libraries have it, which breaks its promise.
 
     The guarantee of the Gaussian mechanism is about real numbers. A float32 sum of 0
@@ -133,15 +135,17 @@ def float_noise(stddev: float) -> optax.GradientTransformation:
     """
 
     def init(params: Any) -> noise_addition.NoiseState:
-        return noise_addition.gaussian_privatizer(stddev=stddev).init(params)
+        privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=prng_key)
+        return privatizer.init(params)
 
     def update(total: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         leaves, treedef = jax.tree.flatten(total)
-        keys = jax.random.split(jax.random.fold_in(state.prng_key, state.step), 99)
+        step_key = _random.fold_in(state.prng_key, state.step)
+        keys = [_random.fold_in(step_key, i) for i in range(len(leaves))]
         noisy = [
             x + stddev * jax.random.normal(key, x.shape)
-            for x, key in zip(leaves, keys, strict=False)
+            for x, key in zip(leaves, keys, strict=True)
         ]
         return treedef.unflatten(noisy), state._replace(step=state.step + 1)
 
