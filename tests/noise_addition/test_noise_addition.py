@@ -170,8 +170,8 @@ def test_the_test_above_tells_other_noise_apart():
 
 @each_half_dtype
 def test_the_noise_has_many_values(dtype):
-    # Half-precision generators give 128 (bfloat16) or 1024 (float16) values. Here, there
-    # are 100,000 draws on a grid with 2^20 points to a standard deviation.
+    # Half-precision generators give 128 (bfloat16) or 1024 (float16) values. These are
+    # 100,000 draws on a grid with 2^20 points to a standard deviation.
     found = np.unique(draw(gaussian_privatizer, dtype=dtype))
     assert len(found) > 0.95 * NUM_DRAWS
 
