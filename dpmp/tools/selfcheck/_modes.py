@@ -134,13 +134,13 @@ def float_noise(
     ([Mironov 2012](https://doi.org/10.1145/2382196.2382264)).
     """
 
-    def init(params: Any) -> noise_addition.NoiseState:
+    def init(params: Any) -> Any:
         privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=prng_key)
         return privatizer.init(params)
 
-    def update(total: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        leaves, treedef = jax.tree.flatten(total)
+        leaves, treedef = jax.tree.flatten(updates)
         step_key = _random.fold_in(state.prng_key, state.step)
         keys = [_random.fold_in(step_key, i) for i in range(len(leaves))]
         noisy = [
