@@ -32,10 +32,7 @@ from dpmp.runs._files import (
 )
 
 _ARRAYS, _FACTS = "arrays", "facts.json"
-
-
-class _OtherArraysError(Exception):
-    """A checkpoint holds other arrays than those to restore."""
+_NO_FILE = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 
 class Checkpoints:
@@ -134,23 +131,14 @@ class Checkpoints:
           ledger: must have the records that each checkpoint rests on.
         """
         for step in reversed(self.steps):
-            try:
-                return self._read(step, like, ledger)
-            except _OtherArraysError as error:
-                _validate.fail(
-                    "the state must have the arrays of the checkpoint",
-                    **error.args[0],
-                    fix="Build the model and the trainer as they were, or use another "
-                    "directory, which is charged as well.",
-                )
-            except _validate.RefusedError:
-                raise
-            except Exception as error:  # orbax raises all kinds, according to the file
-                warn(
-                    f"the checkpoint after step {step} in {self._folder} is damaged "
-                    f"({type(error).__name__}), and the one before is used instead. "
-                    f"Its steps stay in the ledger, and are made again at a new cost."
-                )
+            facts = self._facts_of_whole(step, ledger)
+            if facts is not None:
+                return self._read(step, like, facts["shapes"]), facts
+            warn(
+                f"the checkpoint after step {step} in {self._folder} is damaged, and "
+                "the one before is used instead. Its steps stay in the ledger, and are "
+                "made again at a new cost."
+            )
         _validate.require(
             not self.steps,
             "at least one checkpoint must be whole",
@@ -160,13 +148,17 @@ class Checkpoints:
         )
         return None
 
-    def _read(
-        self, step: int, like: PyTree, ledger: _ledger.Ledger
-    ) -> tuple[PyTree, dict[str, Any]]:
+    def _facts_of_whole(
+        self, step: int, ledger: _ledger.Ledger
+    ) -> dict[str, Any] | None:
+        """The facts of a checkpoint, or None if its files are damaged."""
         path = self._folder / str(step)
-        facts = json.loads((path / _FACTS).read_text())
-        record = ledger.released(facts["nonce"])
-        copy = (path / _ledger.NAME).read_bytes()
+        try:
+            facts = json.loads((path / _FACTS).read_text())
+            record = ledger.released(facts["nonce"])
+            copy = (path / _ledger.NAME).read_bytes()
+        except (KeyError, TypeError, ValueError, *_NO_FILE):
+            return None
         _validate.require(
             record is not None and ledger.copy().startswith(copy),
             "the ledger must be as new as the checkpoints, because it is the only "
@@ -177,15 +169,29 @@ class Checkpoints:
             "directory, and add up the epsilon of both. If it is the checkpoint that "
             "is damaged, remove its folder.",
         )
-        if record is None or digest_of_tree(path) != record.digest:
-            raise ValueError("the digest differs")
+        is_whole = record is not None and digest_of_tree(path) == record.digest
+        return facts if is_whole else None
+
+    def _read(self, step: int, like: PyTree, saved: dict[str, str]) -> PyTree:
+        """Reads arrays, of which `saved` has names and types."""
         wanted = _by_name(like)
-        _check_arrays(facts["shapes"], {k: _describe(x) for k, x in wanted.items()})
+        for name in [*wanted, *saved]:
+            type_ = _describe(wanted[name]) if name in wanted else None
+            _validate.require(
+                saved.get(name) == type_,
+                "the state must have the arrays of the checkpoint",
+                array=name,
+                saved=saved.get(name),
+                wanted=type_,
+                fix="Build the model and the trainer as they were, or use another "
+                "directory, which is charged as well.",
+            )
         shapes = {name: _shape_of(x) for name, x in wanted.items() if np.size(x)}
+        path = self._folder / str(step)
         with _for_orbax(path) as target, _checkpointer() as (orbax, args):
             found = orbax.restore(target / _ARRAYS, args=args.StandardRestore(shapes))
         leaves = [_as_was(x, found.get(name, x)) for name, x in wanted.items()]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), facts
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 @contextlib.contextmanager
@@ -219,18 +225,10 @@ def _for_orbax(path: pathlib.Path) -> Iterator[pathlib.Path]:
         yield link
 
 
-def _check_arrays(saved: dict[str, str], wanted: dict[str, str]) -> None:
-    """Raises _OtherArraysError, naming one array, unless the arrays are the same."""
-    for name in [*wanted, *saved]:
-        types = saved.get(name), wanted.get(name)
-        if types[0] != types[1]:
-            raise _OtherArraysError(
-                {"array": name, "saved": types[0], "wanted": types[1]}
-            )
-
-
 def _by_name(tree: PyTree) -> dict[str, Any]:
-    paths = jax.tree_util.tree_leaves_with_path(tree)
+    # A user may have put a Python number there, as a learning rate.
+    arrays = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
+    paths = jax.tree_util.tree_leaves_with_path(arrays)
     return {jax.tree_util.keystr(path): x for path, x in paths}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from dpmp import _validate
-from dpmp._processes import on_first, random_id
+from dpmp._processes import are_equal, on_first, random_id
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.runs import _ledger
@@ -74,7 +74,10 @@ class RunDirectory:
 
         The run goes on after `made` steps, if there is no checkpoint of more.
         """
-        found = self._checkpoints.restore(like, self._ledger)
+        try:
+            found = self._checkpoints.restore(like, self._ledger)
+        except OSError as error:
+            refused("a run must be able to read its checkpoints", error)
         step = max(made, found[1]["step"] if found else 0)
         paid = max((x.stop for x in self.spent.segments), default=0)
         if paid > step:
@@ -170,6 +173,13 @@ def opened(
             on_first(lambda: stack.enter_context(locked(path)))
         except OSError as error:
             refused("a run must be able to lock its directory by a file", error)
+        lock = path / "lock"
+        _validate.require(
+            are_equal(lock.read_bytes() if lock.is_file() else b""),
+            "all processes must use the same checkpoint_dir, on a disk that they share",
+            checkpoint_dir=str(path),
+            fix="Pass the same path everywhere, on a shared file system.",
+        )
         on_first(lambda: RunDirectory(path, delta).recover())
         yield RunDirectory(path, delta)
 

@@ -126,15 +126,15 @@ class Ledger:
                         sync(self._file.parent)
                     # Only after the disk has the line.
                     write_at(descriptor, b"\n", end + len(line))
+                    self._checksum, self._end = checksum, end + len(line)
+                    self._size, self.incomplete_bytes = self._end + 1, 0
+                    self._records.append(record)
                 except BaseException:
                     os.ftruncate(descriptor, end)
                     self._size, self.incomplete_bytes = end, 0
                     raise
         except OSError as error:
             refused("steps must be in the ledger before they are released", error)
-        self._records.append(record)
-        self._checksum, self._end = checksum, end + len(line)
-        self._size, self.incomplete_bytes = self._end + 1, 0
 
     def _check_unchanged(self, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size

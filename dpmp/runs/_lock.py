@@ -44,8 +44,9 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
         process = os.getpid()
         try:
             os.ftruncate(descriptor, 0)
-            who = f"process {process} on {socket.gethostname()}\n"
-            os.pwrite(descriptor, who.encode(), 0)
+            who = f"process {process} on {socket.gethostname()}, {os.urandom(8).hex()}"
+            os.pwrite(descriptor, f"{who}\n".encode(), 0)
+            os.fsync(descriptor)
             yield
         finally:
             # Closing would not do, as long as a forked process has the file open too.

@@ -8,6 +8,7 @@ ways count.
 
 import collections
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -104,14 +105,19 @@ class Spent:
         for row in rows:
             if row["cost"]["neighboring_relation"] == _PROTECTED:
                 row["cost"]["num_examples"] = None
-        return np.frombuffer(json.dumps({"spent": rows}).encode(), np.uint8)
+        text = json.dumps({"spent": rows, "checksum": _checksum(rows)})
+        return np.frombuffer(text.encode(), np.uint8)
 
     @classmethod
     def from_array(cls, array: Any, *, num_examples: int) -> "Spent":
         """The set that `to_array` has turned into an array."""
         try:
             # Some libraries save integers as int32.
-            rows = json.loads(bytes(np.asarray(array).astype(np.uint8)))["spent"]
+            fields = json.loads(bytes(np.asarray(array).astype(np.uint8)))
+            rows = fields["spent"]
+            # The average of two texts is often a text of the same form.
+            if fields["checksum"] != _checksum(rows):
+                raise ValueError
             for row in rows:
                 if row["cost"]["num_examples"] is None:
                     row["cost"]["num_examples"] = num_examples
@@ -121,7 +127,8 @@ class Spent:
         _validate.fail(
             "state.spent must be what trainer.init, fit or train_step returned",
             shape=np.shape(array),
-            fix="It says what the past steps of the state cost. Keep it as it was.",
+            fix="It says what the past steps of the state cost. Keep it as it was. For "
+            "averaged parameters, use newest_state._replace(params=average).",
         )
 
 
@@ -138,6 +145,10 @@ def segment_from_json(fields: dict[str, Any]) -> Segment:
     relation = dp_accounting.NeighboringRelation[cost["neighboring_relation"]]
     cost = StepCost(**{**cost, "neighboring_relation": relation})
     return Segment(**{**fields, "cost": cost})
+
+
+def _checksum(rows: list[dict[str, Any]]) -> str:
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
 
 
 def _merged(group: list[Segment]) -> Iterable[Segment]:

@@ -202,6 +202,9 @@ def load_batch(
 
 def as_device_dtypes(tree: PyTree) -> PyTree:
     """Turns the leaves into arrays of jax. A value that overflows causes no warning."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, np.ndarray | np.generic):
+            _check_numbers(path, x)
     with np.errstate(all="ignore"):
         return jax.tree.map(jnp.asarray, tree)
 
@@ -214,19 +217,31 @@ def as_arrays(tree: PyTree) -> PyTree:
         # NumPy's message about lists of different lengths would show a shape.
         with contextlib.suppress(*([ValueError] if isinstance(x, list) else [])):
             array = np.asarray(x)
+        _check_numbers(path, array)
         _validate.require(
-            array.dtype.kind not in "OUSMm" and not array.dtype.names,
-            "examples must be numbers",
+            not isinstance(x, np.ma.MaskedArray),
+            "examples must be arrays without masks",
             column=jax.tree_util.keystr(path) or "(the dataset itself)",
-            # The dtype itself would show the length of the longest text.
-            content=array.dtype.type.__name__,
-            fix="Turn text into token numbers, pad lists of different lengths to one "
-            "length, and remove examples that are None.",
+            fix="Fill masked numbers with x.filled(0), and pass the mask beside them.",
         )
         return array
 
     columns, structure = jax.tree_util.tree_flatten_with_path(tree, _is_list_of_numbers)
     return structure.unflatten([convert(*x) for x in columns or [((), None)]])
+
+
+def _check_numbers(path: Any, array: Any) -> None:
+    dtype = array.dtype
+    is_too_long = dtype.kind in "fc" and dtype.itemsize > {"f": 8, "c": 16}[dtype.kind]
+    _validate.require(
+        dtype.kind not in "OUSMm" and not dtype.names and not is_too_long,
+        "examples must be numbers of at most 64 bits",
+        column=jax.tree_util.keystr(path) or "(the dataset itself)",
+        # The dtype itself would show the length of the longest text.
+        content=dtype.type.__name__,
+        fix="Turn text into token numbers, pad lists of different lengths to one "
+        "length, and remove examples that are None.",
+    )
 
 
 def _is_list_of_numbers(x: Any) -> bool:

@@ -1,8 +1,11 @@
 """What a run costs: everything before it, and step by step."""
 
 import bisect
+import contextlib
 import dataclasses
 import os
+import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -119,6 +122,7 @@ class LastStep:
 
     def __init__(self):
         self._ends: set[tuple[int, str, int]] = set()  # the process, the id, the step
+        self._failed = runs.Spent()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LastStep, ()  # a copy has made no step
@@ -132,11 +136,24 @@ class LastStep:
             id_ = end[0][1]
         except (IndexError, KeyError):
             id_ = _processes.random_id()
+        past |= self._failed
         return Account(mechanism, past, past, step, id_)
 
     def remember(self, account: Account) -> None:
         """Lets the next step continue an account, which has made its step."""
         self._ends = {(os.getpid(), account.id, account.start + 1)}
+        self._failed = runs.Spent()
+
+    @contextlib.contextmanager
+    def charging(self, mechanism: DPSGD, state: TrainingState) -> Iterator[None]:
+        """Lets the next step pay for one that fails, whose error has been seen."""
+        past, step = past_of(mechanism, state), int(state.step)
+        account = Account(mechanism, past, past, step, secrets.token_hex(16))
+        try:
+            yield
+        except BaseException:
+            self._failed |= runs.Spent((account.segment(step, step + 1),))
+            raise
 
 
 def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:

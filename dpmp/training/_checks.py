@@ -4,7 +4,7 @@ Messages name paths, types, shapes and dtypes. They never show a value.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.core
@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from dpmp import _validate
-from dpmp._numbers import as_number
+from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
@@ -88,6 +88,15 @@ def check_step(batch: Any, step: int, mechanism: DPSGD) -> None:
     )
 
 
+def refuse_mask() -> NoReturn:
+    """Raises ValueError for a mask beside a `Batch`, which has one."""
+    _validate.fail(
+        "is_padding_example must be left out with a batch of load_batch, which has it",
+        is_padding_example="given",
+        fix="Use trainer.train_step(state, batch).",
+    )
+
+
 def as_public(returned: Any) -> dict[str, float]:
     """The numbers that a callback returned, as floats; none for None."""
     returned = {} if returned is None else returned
@@ -107,7 +116,7 @@ def as_public(returned: Any) -> dict[str, float]:
             type=type(x).__name__,
             fix="Reduce arrays with jnp.mean, for example.",
         )
-    return {name: float(x) for name, x in returned.items()}
+    return {name: as_real(x) for name, x in returned.items()}
 
 
 def check_state(state: Any, batch: PyTree = None) -> None:

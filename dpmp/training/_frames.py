@@ -16,8 +16,9 @@ def clear_frames(error: BaseException) -> None:
         traceback.clear_frames(x.__traceback__)
         more = [x.__cause__, x.__context__]
         more += x.exceptions if isinstance(x, BaseExceptionGroup) else []
-        # An error may be its own cause.
-        errors += [y for y in more if y is not None and y not in errors]
+        for y in more:  # an error may be its own cause, or equal to another one
+            if y is not None and all(y is not z for z in errors):
+                errors.append(y)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from dpmp.training._headline import headline
 from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
 from dpmp.training._options import Options
 from dpmp.training._progress import Progress
-from dpmp.training._signals import Signals, is_of_signal
+from dpmp.training._signals import Signals
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._tickets import Ticket, draw_tickets
@@ -138,7 +138,7 @@ class Loop:
             return None, None
         self._signals.ignore()
         step = _step_of(self._state)
-        is_signal = is_of_signal(error)
+        is_signal = self._signals.have_raised(error)
         if is_signal and step is not None:
             self._begun = step  # a signal says nothing about the step that it stopped
         try:
@@ -147,7 +147,7 @@ class Loop:
             if step is not None and step > self._saved and not self._is_saving:
                 self._save_stopped(error)
         except BaseException as cause:  # the first error must not be lost
-            error.add_note(f"dpmp: {str(cause) or type(cause).__name__}")
+            _add_note(error, f"dpmp: {str(cause) or type(cause).__name__}")
         try:
             self._pay(self._begun)  # if the state could not be saved
         except Exception as failure:
@@ -157,13 +157,14 @@ class Loop:
             return None, KeyboardInterrupt()
         if step is None:
             from_there = "the last checkpoint" if self._directory else "a saved state"
-            error.add_note(
+            _add_note(
+                error,
                 f"dpmp: the step itself failed, and its state is lost. Go on from "
-                f"{from_there}."
+                f"{from_there}.",
             )
             return None, None
         if step > 0:  # else nothing was made that could be lost
-            error.add_note(self._describe_stop(step))
+            _add_note(error, self._describe_stop(step))
         if isinstance(error, SystemExit):  # Python would show nothing
             notes = (x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", []))
             with contextlib.suppress(Warning):  # where warnings are errors
@@ -174,7 +175,9 @@ class Loop:
         if self._directory is None:
             return
         if jax.process_count() > 1:  # the others may be at another step
-            error.add_note("dpmp: run all processes again, to go on from a checkpoint.")
+            _add_note(
+                error, "dpmp: run all processes again, to go on from a checkpoint."
+            )
         else:
             self._save(self._metrics.take())
 
@@ -192,9 +195,10 @@ class Loop:
         )
 
     def _headline(self) -> str:
-        return headline(self._step, self._state, self._load)
+        with self._signals.interruptible():  # it may load two examples
+            return headline(self._step, self._state, self._load)
 
-    def _make_step(self, batches: Iterator[Batch]) -> None:
+    def _check_process(self) -> None:
         _validate.require(
             self._process == os.getpid(),
             "a run must go on in the process that began it",
@@ -202,6 +206,9 @@ class Loop:
             fix="Leave the forked process by os._exit, or start a run of its own.",
             error=RuntimeError,
         )
+
+    def _make_step(self, batches: Iterator[Batch]) -> None:
+        self._check_process()
         self._begun += 1  # a batch that does not load says something about this step
         with self._signals.interruptible():
             batch = next(batches)
@@ -217,7 +224,8 @@ class Loop:
                 callback(SensitiveOutputs(*outputs, jnp.asarray(is_padding)))
 
     def _end_of_block(self) -> int:
-        return -(-self._begun // self._options.every) * self._options.every
+        every = int(self._options.every)
+        return -(-self._begun // every) * every
 
     def _pay(self, stop: int) -> None:
         """Puts steps into the ledger before anything that depends on them is seen."""
@@ -251,7 +259,9 @@ class Loop:
             self._save(lines)
         if self._options.callback is not None:
             with self._signals.interruptible():
-                public = as_public(self._options.callback(self.state))
+                state = jax.tree.map(lambda x: x, self.state)  # it may change its dicts
+                public = as_public(self._options.callback(state))
+            self._check_process()  # it may have forked
         if self._file is not None:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
             self._file.append([*lines[:-1], lines[-1] | numbers])
@@ -263,6 +273,11 @@ class Loop:
     def _show(self, metrics: Mapping[str, Any], public: Mapping[str, float]) -> None:
         with self._signals.interruptible():  # it waits for the device
             self._progress.update(self._begun, self._state.step, metrics, public)
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    with contextlib.suppress(Exception):  # an error may refuse
+        error.add_note(text)
 
 
 def _step_of(state: TrainingState) -> int | None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dpmp import _validate
+from dpmp import _meshes, _validate
 from dpmp._placement import placement
 from dpmp._typing import PyTree
 from dpmp.programs import _check_program
@@ -40,16 +40,17 @@ class Programs:
         of the loss, which are its last argument.
         """
         state, _, batch, _ = args
-        types = [str(jax.tree.map(jax.typeof, x)) for x in (state, batch)]
+        shapes = [str(_meshes.shapes(x)) for x in (state, batch)]
         # The message shows nothing of the batch: its shapes may reveal its content.
-        if any(x[0] == types[0] and x[1] != types[1] for x in self._known):
+        if any(x[0] == shapes[0] and x[1] != shapes[1] for x in self._known):
             raise _validate.RefusedError(
                 "all batches must have the same tree, shapes and dtypes, because "
                 "another compilation would reveal what is in them; got other ones. "
                 "Pad examples to one size (see dpmp.Source), and use "
                 "another DPTrainer for other data."
             )
-        key = (*types, placement(args))
+        types = str(jax.tree.map(jax.typeof, (state, batch)))
+        key = (*shapes, types, placement(args))
         if key in self._known:
             return self._known[key]
         step, constants = make(state, batch)

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -27,15 +28,21 @@ class Signals:
         }
         self._is_interruptible = self._is_over = False
         self._waiting: list[int] = []
+        self._restore = contextlib.ExitStack()
+        self._handled = sys.exception()  # the program may try again after an error
 
     def __enter__(self) -> "Signals":
-        for number in self._usual:
-            signal.signal(number, self._handle)
+        try:
+            for number, handler in self._usual.items():
+                self._restore.callback(signal.signal, number, handler)
+                signal.signal(number, self._handle)
+        except BaseException:  # of a signal handler of the program's own
+            self._restore.close()
+            raise
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        for number, handler in self._usual.items():
-            signal.signal(number, handler)
+        self._restore.close()
         if kind is None:
             self.act()
 
@@ -54,6 +61,11 @@ class Signals:
         if self._waiting:
             raise _exception_of(self._waiting.pop())
 
+    def have_raised(self, error: BaseException) -> bool:
+        """Whether a signal raised this exception, while there was no other error."""
+        is_alone = error.__context__ is None or error.__context__ is self._handled
+        return getattr(error, "is_signal", False) and is_alone
+
     def ignore(self) -> None:
         """Lets no signal act any more, since the run ends anyway."""
         self._is_over = True
@@ -66,11 +78,6 @@ class Signals:
             self._waiting.clear()
             raise _exception_of(number)
         self._waiting.append(number)
-
-
-def is_of_signal(error: BaseException) -> bool:
-    """Whether a signal raised this exception, while there was no other error."""
-    return getattr(error, "is_signal", False) and error.__context__ is None
 
 
 def _exception_of(number: int) -> BaseException:

@@ -213,9 +213,11 @@ class DPTrainer:
         if not isinstance(batch, Batch):
             (ticket,) = draw_tickets([step], self._root)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
+        elif is_padding_example is not None:
+            _checks.refuse_mask()
         _checks.check_step(batch, step, mechanism)
         account = self._last_step.account(mechanism, state)
-        with cleared_frames():
+        with cleared_frames(), self._last_step.charging(mechanism, state):
             prepared = self._step.prepare(
                 state, batch.examples, batch.is_padding_example
             )
@@ -246,7 +248,7 @@ class DPTrainer:
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
         (ticket,) = draw_tickets([int(state.step)], self._root)
-        with cleared_frames():
+        with cleared_frames(), self._last_step.charging(self.mechanism, state):
             return draw_batch(self.mechanism, load, batch_sharding, ticket)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
@@ -338,7 +340,8 @@ class DPTrainer:
         )
         load = loader_of(source, mechanism.num_examples)
         stop = _checks.checked_stop(stop_at, state, mechanism.iterations)
-        plan = int(state.step), stop, every, keep, epsilon_budget
+        has_directory = checkpoint_dir is not None
+        plan = int(state.step), stop, every, keep, epsilon_budget, has_directory
         check_same_data(load, mechanism, plan)
         self.last_state = None
         with (

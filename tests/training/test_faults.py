@@ -1,0 +1,247 @@
+"""Faults that attackers have found, and which no longer work."""
+
+import os
+import signal
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_runs import (
+    DATA,
+    PARAMS,
+    SIZE,
+    FailureError,
+    Source,
+    checkpoints,
+    fails_at,
+    fit,
+    fresh_trainer,
+    new_trainer,
+    num_of_state,
+    num_paid,
+)
+
+from dpmp.sources import check_source
+from dpmp.training._frames import cleared_frames
+from dpmp.training._signals import Signals
+
+
+def average(*states):
+    return jax.tree.map(lambda *xs: (sum(xs) / len(xs)).astype(xs[0].dtype), *states)
+
+
+def test_an_average_of_states_does_not_hide_steps():
+    trainer = fresh_trainer()
+    mean = average(fit(trainer), fit(trainer))
+    with pytest.raises(ValueError, match="spent must be what"):
+        trainer.guarantee(mean)
+    with pytest.raises(ValueError, match="spent must be what"):
+        trainer.fit(mean._replace(step=jnp.int32(0)), DATA)
+
+
+class EqualError(Exception):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+def put(secret):
+    raise EqualError
+
+
+def put_twice():
+    try:
+        put(1)
+    except EqualError:
+        put(2)
+
+
+def test_equal_errors_of_a_chain_have_no_variables():
+    with pytest.raises(EqualError) as caught, cleared_frames():
+        put_twice()
+    errors = caught.value, caught.value.__context__
+    frames = [x for e in errors for x, _ in traceback.walk_tb(e.__traceback__)]
+    of_put = [x for x in frames if x.f_code.co_name == "put"]
+    assert len(of_put) == 2
+    assert not any(x.f_locals for x in of_put)
+
+
+class NoNoteError(Exception):
+    def add_note(self, note):
+        raise TypeError
+
+
+@pytest.mark.parametrize("kind", [EqualError, NoNoteError])
+def test_an_odd_error_is_raised_and_the_state_is_saved(tmp_path, kind):
+    trainer = fresh_trainer()
+    with pytest.raises(kind):
+        fit(trainer, tmp_path, callback=fails_at(2, kind()), every=1)
+    assert int(trainer.last_state.step) == 2
+    assert checkpoints(tmp_path) == [1, 2]
+
+
+def test_a_loop_of_ones_own_pays_for_steps_that_fail():
+    trainer = new_trainer()
+    state = trainer.init(PARAMS)
+
+    def fail():
+        raise FailureError
+
+    with pytest.raises(RuntimeError, match="could not be loaded"):
+        trainer.load_batch(state, Source(1, fail))
+    with pytest.raises(ValueError, match="array of bool"):
+        trainer.train_step(state, DATA, np.zeros(SIZE, np.int32))
+    state = trainer.train_step(state, trainer.load_batch(state, DATA))
+    assert num_of_state(state) == 3
+    state = trainer.train_step(state, trainer.load_batch(state, DATA))
+    assert num_of_state(state) == 4
+
+
+@pytest.mark.parametrize("failure", [TimeoutError(), OSError(24, "too many files")])
+def test_a_whole_checkpoint_stays_if_it_cannot_be_read(tmp_path, monkeypatch, failure):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path, stop_at=6)
+
+    def fail(*_):
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dpmp.runs._checkpoints._checkpointer", fail)
+        with pytest.raises(type(failure)):
+            fit(trainer, tmp_path)
+    assert checkpoints(tmp_path) == [3, 6]
+    fit(trainer, tmp_path)
+    assert num_paid(tmp_path) == 7
+
+
+def test_a_learning_rate_that_is_a_python_number_goes_on(tmp_path):
+    trainer = new_trainer(optimizer=optax.inject_hyperparams(optax.sgd)(0.1))
+    state = trainer.init(PARAMS)
+    fit(trainer, tmp_path, state=state, stop_at=3)
+    state = trainer.init(PARAMS)
+    state.opt_state.hyperparams["learning_rate"] = 0.01
+    assert int(fit(trainer, tmp_path, state=state).step) == 7
+
+
+@pytest.mark.filterwarnings(
+    "ignore:os.fork", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_a_forked_child_leaves_the_metrics_alone(tmp_path):
+    def callback(state):
+        if int(state.step) == 3 and os.fork() == 0:
+            return {"child": 1.0}
+        if int(state.step) == 3:
+            os.wait()
+        return None
+
+    parent, trainer = os.getpid(), fresh_trainer()
+    fit(trainer)
+    try:
+        fit(trainer, tmp_path, callback=callback)
+    except RuntimeError:
+        assert os.getpid() == parent  # else the child leaves below
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    assert b"child" not in (tmp_path / "metrics.jsonl").read_bytes()
+
+
+def test_a_source_that_hangs_at_the_first_line_can_be_interrupted():
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the signal waited")  # hidden, and then raised by a step
+
+    size = 2**17
+    trainer = new_trainer(num_examples=SIZE)
+    params = {"w": np.zeros(3, np.float32), "v": np.zeros(size, np.float32)}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(trainer.init(params), Source(0, interrupt))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_handlers_of_signals_return_if_restoring_one_fails(monkeypatch):
+    before, real = signal.getsignal(signal.SIGTERM), signal.signal
+
+    def fail(number, handler):
+        real(number, handler)
+        if number == signal.SIGTERM and handler is before:
+            raise FailureError
+
+    signals = Signals(sigterm=True)
+    if not signals._usual:
+        pytest.skip("this process has other handlers")
+    monkeypatch.setattr(signal, "signal", fail)
+    with pytest.raises(FailureError), signals:
+        pass
+    monkeypatch.undo()
+    assert not any(
+        getattr(signal.getsignal(x), "__self__", None) is signals
+        for x in (signal.SIGINT, signal.SIGTERM)
+    )
+
+
+def test_a_signal_in_a_second_try_pays_for_no_other_step(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def act():
+        os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        raise FailureError
+    except FailureError:
+        with pytest.raises(KeyboardInterrupt):
+            fit(fresh_trainer(), tmp_path, data=Source(3, act), prefetch=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert num_paid(tmp_path) == 2
+
+
+def test_numbers_of_numpy_are_options(tmp_path):
+    options = {"every": np.int64(3), "keep": np.int32(2), "prefetch": np.int8(0)}
+    fit(fresh_trainer(), tmp_path, sensitive_callback=lambda _: None, **options)
+    assert checkpoints(tmp_path) == [6, 7]
+
+
+def test_a_callback_may_change_its_dicts():
+    def callback(state):
+        state.metrics.clear()
+        state.params.clear()
+        return {"large": 10**400}
+
+    assert int(fit(fresh_trainer(), callback=callback).step) == 7
+
+
+def test_an_explicit_mesh_may_come_second():
+    trainer, state = new_trainer(), None
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
+        sharding = jax.NamedSharding(mesh, jax.P("data"))
+        state = fit(trainer, batch_sharding=sharding, stop_at=2)
+    assert int(state.step) == 2
+
+
+@pytest.mark.parametrize("kind", ["mask", "object", "longdouble", "masked"])
+def test_what_a_step_cannot_use_is_refused(kind):
+    trainer = fresh_trainer()
+    state = trainer.init(PARAMS)
+    rows = {name: x[: trainer.mechanism.padded_batch_size] for name, x in DATA.items()}
+    mask = np.zeros(trainer.mechanism.padded_batch_size, bool)
+    if kind == "mask":
+        batch, match = trainer.load_batch(state, DATA), "must be left out"
+    else:
+        other = {"object": object, "longdouble": np.longdouble, "masked": np.float32}
+        batch = rows | {"y": rows["y"].astype(other[kind])}
+        match = "must be numbers"
+    if kind == "masked":
+        with pytest.raises(ValueError, match="without masks"):
+            check_source(DATA | {"y": np.ma.masked_array(DATA["y"])})
+        return
+    with pytest.raises(ValueError, match=match):
+        trainer.train_step(state, batch, mask)
