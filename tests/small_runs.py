@@ -104,9 +104,16 @@ class Source:
 
 def same(a, b):
     """Whether two trees have the same bits, without the public ids of their steps."""
-    a, b = (x._replace(spent=None) if hasattr(x, "spent") else x for x in (a, b))
-    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
+    trees = [x._replace(spent=None) if hasattr(x, "spent") else x for x in (a, b)]
+    (one, other), arrays = map(jax.tree.structure, trees), map(_arrays_of, trees)
+    pairs = zip(*arrays, strict=True)
+    return one == other and all(
+        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs
+    )
+
+
+def _arrays_of(tree):
+    return map(np.asarray, jax.tree.leaves(tree))
 
 
 def records_of(directory) -> list[Record]:

@@ -191,18 +191,17 @@ class TestKills:
             assert newest(tmp_path) == 0
 
 
-class TestRelease:
-    def test_facts_and_nonces_are_saved(self, tmp_path):
-        nonces = set()
-        with opened(tmp_path) as run:
-            assert run.newest(LIKE) is None
-            for stop in (5, 9):
-                release(run, stop - 4, stop, facts={"lines": [{"step": stop}]})
-                _, facts = run.newest(LIKE)
-                assert (facts["step"], facts["lines"]) == (stop, [{"step": stop}])
-                nonces.add(facts["nonce"])
-            assert run.spent == Spent((steps(1, 9),))
-        assert len(nonces) == 2
+def test_facts_and_nonces_are_saved(tmp_path):
+    nonces = set()
+    with opened(tmp_path) as run:
+        assert run.newest(LIKE) is None
+        for stop in (5, 9):
+            release(run, stop - 4, stop, facts={"lines": [{"step": stop}]})
+            _, facts = run.newest(LIKE)
+            assert (facts["step"], facts["lines"]) == (stop, [{"step": stop}])
+            nonces.add(facts["nonce"])
+        assert run.spent == Spent((steps(1, 9),))
+    assert len(nonces) == 2
 
 
 class TestCharge:
@@ -232,10 +231,6 @@ class TestCharge:
 
 
 class TestOpened:
-    def test_without_a_path_there_is_no_directory(self):
-        with opened(None) as run:
-            assert run is None
-
     def test_the_lock_is_free_if_files_are_damaged(self, directory):
         content = file_of(directory).read_bytes()
         file_of(directory).write_bytes(b"?" + content)
@@ -294,12 +289,8 @@ def test_an_incomplete_record_is_removed_when_a_run_starts(directory):
 # Files that somebody else has put there.
 
 
-def test_the_file_of_a_file_manager_damages_nothing(directory):
+def test_other_files_damage_nothing(directory):
     (directory / "checkpoints" / "10" / ".DS_Store").write_bytes(b"window")
-    assert newest(directory) == 10
-
-
-def test_a_file_in_the_place_of_pending_is_removed(directory):
     (directory / "pending").write_text("a note")
     assert newest(directory) == 10
     assert not (directory / "pending").exists()
