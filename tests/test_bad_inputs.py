@@ -6,6 +6,7 @@ function of the user is traced, and shows no value of the data and no key.
 
 import functools
 import re
+from functools import partial
 
 import dp_accounting
 import jax
@@ -62,16 +63,12 @@ def linear(w, x):
 
 # The callables of the table, with arguments that are good, apart from those given.
 
-
-def dpsgd(**fields):
-    return dpmp.DPSGD(**FIELDS | fields)
-
-
-def trainer(**fields):
-    # With this key, the first batch has several examples.
-    options = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "prng_key": KEY}
-    options |= {"mechanism": dpsgd(), "policy": "float32"}
-    return dpmp.DPTrainer(**options | fields)
+dpsgd = partial(dpmp.DPSGD, **FIELDS)
+# With this key, the first batch has several examples.
+OPTIONS = {"policy": "float32", "optimizer": optax.sgd(0.1)}
+trainer = partial(
+    dpmp.DPTrainer, mechanism=dpsgd(), loss_fn=loss_fn, prng_key=KEY, **OPTIONS
+)
 
 
 @functools.cache
@@ -115,8 +112,7 @@ def clip_outputs(**options):
     return dpmp.clipped_fun(lambda x: x, **{"l2_clip_norm": 1.0} | options)(BATCH)
 
 
-def clip_pytree(pytree=BATCH, l2_clip_norm=1.0, **options):
-    return dpmp.clip_pytree(pytree, l2_clip_norm, **options)
+clip_pytree = partial(dpmp.clip_pytree, pytree=BATCH, clip_norm=1.0)
 
 
 def exact_sum():
@@ -129,71 +125,35 @@ def sampled(step=0, num_examples=8, key=7, **fields):
     return sampling.indices(step, num_examples=num_examples, key=key)
 
 
-def padded(indices):
-    return batch_selection.pad_indices(indices, 3)
-
-
-def policy(**fields):
-    dtypes = {"param_dtype": "float32", "compute_dtype": "bfloat16"}
-    return dpmp.Policy(**dtypes | fields)
-
-
-def privatizer(**options):
-    return gaussian_privatizer(**{"stddev": 1.0} | options)
-
-
-def report(**options):
-    return dpmp.precision_report(linear, BATCH, **options)
-
-
-def event(**options):
-    options = {"noise_multiplier": 1.0, "iterations": 2, "sampling_prob": 0.5} | options
-    return accounting.dpsgd_event(**options)
-
-
-def truncated_event(**options):
-    options = {"num_examples": 8, "truncated_batch_size": 4} | options
-    options |= {"noise_multiplier": 1.0, "iterations": 2, "sampling_prob": 0.5}
-    return accounting.truncated_dpsgd_event(**options)
-
-
-def epsilon(event=None, **options):
-    event = dpsgd().dp_event if event is None else event
-    return accounting.get_epsilon(event, **{"delta": 1e-5} | options)
-
-
-def calibrated(**target):
-    return dpsgd().calibrate(**{"epsilon": 1.0, "delta": 1e-5} | target)
+padded = partial(batch_selection.pad_indices, batch_size=3)
+policy = partial(dpmp.Policy, param_dtype="float32", compute_dtype="bfloat16")
+privatizer = partial(gaussian_privatizer, stddev=1.0)
+report = partial(dpmp.precision_report, linear, BATCH)
+DPSGD_EVENT = {"noise_multiplier": 1.0, "iterations": 2, "sampling_prob": 0.5}
+event = partial(accounting.dpsgd_event, **DPSGD_EVENT)
+truncated_event = partial(
+    accounting.truncated_dpsgd_event, num_examples=8, **DPSGD_EVENT
+)
+epsilon = partial(accounting.get_epsilon, event=dpsgd().dp_event, delta=1e-5)
+calibrated = partial(dpsgd().calibrate, epsilon=1.0, delta=1e-5)
 
 
 def guarantee(step=None, **fields):
     return dpsgd(**{"delta": 1e-5} | fields).guarantee(step)
 
 
-def adaptive(**fields):
-    return dpmp.AdaptiveClipNorm(**{"initial": 1.0} | fields)
-
-
+adaptive = partial(dpmp.AdaptiveClipNorm, initial=1.0)
 ADAPTIVE = adaptive()
-
-
-def plans(**options):
-    options = {"num_examples": 5000, "num_processed": 20_000, "epsilon": 1.0} | options
-    return planning.compare_batch_sizes(**{"delta": 1e-5} | options)
-
-
-def estimated(measure=estimate_memory, **options):
-    options = {"policy": "float32", "optimizer": optax.sgd(0.1)} | options
-    return measure(FLOATS, BATCH, **options)
-
-
-def compiled(**options):
-    return estimated(functools.partial(compiled_memory, linear), **options)
-
-
-def overhead(**options):
-    options = {"batch_size": 8, "num_positions": 8} | options
-    return accumulation_overhead(9, **options)
+plans = partial(
+    planning.compare_batch_sizes,
+    num_examples=5000,
+    num_processed=20_000,
+    epsilon=1.0,
+    delta=1e-5,
+)
+estimated = partial(estimate_memory, FLOATS, BATCH, **OPTIONS)
+compiled = partial(compiled_memory, linear, FLOATS, BATCH, **OPTIONS)
+overhead = partial(accumulation_overhead, 9, batch_size=8, num_positions=8)
 
 
 def adapters(targets="kernel", **options):
@@ -239,29 +199,23 @@ class Singles:
         return example | ({"x": self.change(example["x"])} if index == 7 else {})
 
 
-def each(name, *values):
-    return [{name: x} for x in values]
-
-
-# For a callable, how a message begins, and arguments that get it.
+# By callable: an argument and values that it must not have. Where the message does not
+# begin with the argument, its beginning comes first. Several arguments are a dict.
 TABLE = {
-    trainer: {
-        "mechanism must be": each("mechanism", None),
-        "optimizer must be": each("optimizer", "adam", optax.adam),
-        "policy must be": each("policy", "bf16", jnp.bfloat16),
-        "loss_fn must be": [
-            *each("loss_fn", None, lambda params, batch, key: 0.0),
-            {"uses_prng_key": True},
-        ],
-        "loss_scale must be": each("loss_scale", 3.0, "dynamic"),
-        "uses_prng_key must be": each("uses_prng_key", "no", 1),
-        "prng_key must be": each(
-            "prng_key", 12345678, jax.random.PRNGKey(1), jax.random.split(KEY)
-        ),
-    },
-    init: {
-        "params must be": each("params", {}),
-        "every leaf of params must": each(
+    trainer: [
+        ("mechanism", None),
+        ("optimizer", "adam", optax.adam),
+        ("policy", "bf16", jnp.bfloat16),
+        ("loss_fn", None, lambda params, batch, key: 0.0),
+        ("loss_fn must be", {"uses_prng_key": True}),
+        ("loss_scale", 3.0, "dynamic"),
+        ("uses_prng_key", "no", 1),
+        ("prng_key", 12345678, jax.random.PRNGKey(1), jax.random.split(KEY)),
+    ],
+    init: [
+        ("params", {}),
+        (
+            "every leaf of params must",
             "params",
             {"w": INTEGERS},
             {"w": FLOATS, "f": jax.nn.relu},
@@ -269,26 +223,28 @@ TABLE = {
             {"w": np.array([1.0, None], object)},
             {"w": np.ones(3, np.complex64)},
         ),
-    },
-    fit: {
-        "state must be": each("given", PARAMS),
-        "progress must": each("progress", "no"),
-        "checkpoint_dir must be": each(
-            "checkpoint_dir", 3, "", "s3://runs/1", "a\0b", "/tmp/" + "long" * 1000
+    ],
+    fit: [
+        ("state must be", "given", PARAMS),
+        ("progress", "no"),
+        ("checkpoint_dir", 3, "", "s3://runs/1", "a\x00b", "/tmp/" + "long" * 1000),
+        ("stop_at", 3, -1, 1.5),
+        ("callback", 3),
+        ("sensitive_callback", "print"),
+        ("prefetch", -1, 1.5, None, True),
+        ("every", 0),
+        ("keep", 0),
+        ("epsilon_budget", -1.0, "8"),
+        ("a budget needs a directory", "epsilon_budget", 8.0),
+        ("batch_sharding must be a", "batch_sharding", "data", jax.P("data")),
+        (
+            "batch_sharding must divide",
+            "batch_sharding",
+            sharding(None, "data"),
+            sharding("data", "model"),
         ),
-        "stop_at must be": each("stop_at", 3, -1, 1.5),
-        "callback must be": each("callback", 3),
-        "sensitive_callback must be": each("sensitive_callback", "print"),
-        "prefetch must be": each("prefetch", -1, 1.5, None, True),
-        "every must be": each("every", 0),
-        "keep must be": each("keep", 0),
-        "epsilon_budget must be": each("epsilon_budget", -1.0, "8"),
-        "a budget needs a directory": each("epsilon_budget", 8.0),
-        "batch_sharding must be a": each("batch_sharding", "data", jax.P("data")),
-        "batch_sharding must divide": each(
-            "batch_sharding", sharding(None, "data"), sharding("data", "model")
-        ),
-        "the dataset must": each(
+        (
+            "the dataset must",
             "data",
             None,
             str(SECRET),
@@ -298,249 +254,235 @@ TABLE = {
             np.float32(SECRET),
             iter(DATA["x"]),
         ),
-        "examples must be numbers": each(
+        (
+            "examples must be numbers",
             "data",
             {"x": [str(SECRET)] * SIZE},
             {"x": [[SECRET]] * 8 + [[SECRET, 1.0]] * 8},
         ),
-        "the source must": each("data", Broken()),
-    },
-    fit_from: {
-        "state.spent must be": each("spent", np.zeros((1, 22), np.uint32)),
-        "state.step must": each("step", np.zeros(2, int), np.int32(-1)),
-    },
-    dpmp.check_source: {
-        "the dataset must": each("source", None),
-        "the source must": each("source", Broken()),
-        "every record must have": each("source", Singles(lambda x: x[:2])),
-        "every record must load": each("source", Singles(lambda x: str(SECRET))),
-    },
-    train_step: {
-        "state must be": each("given", PARAMS),
-        "every batch must": each("mask", np.zeros(3, bool)),
-        "is_padding_example must be": each(
-            "mask", *(np.zeros(SIZE, x) for x in ("float32", "int32", "uint8"))
+        ("the source must", "data", Broken()),
+    ],
+    fit_from: [
+        ("state.spent must be", "spent", np.zeros((1, 22), np.uint32)),
+        ("state.step must", "step", np.zeros(2, int), np.int32(-1)),
+    ],
+    dpmp.check_source: [
+        ("the dataset must", "source", None),
+        ("the source must", "source", Broken()),
+        ("every record must have", "source", Singles(lambda x: x[:2])),
+        ("every record must load", "source", Singles(lambda x: str(SECRET))),
+    ],
+    train_step: [
+        ("state must be", "given", PARAMS),
+        ("every batch must", "mask", np.zeros(3, bool)),
+        (
+            "is_padding_example must be",
+            "mask",
+            *(np.zeros(SIZE, x) for x in ("float32", "int32", "uint8")),
         ),
-    },
-    dpsgd: {
-        "num_examples must be": each("num_examples", 0, 16.5),
-        "expected_batch_size must be": each("expected_batch_size", 0, np.nan, 17),
-        "iterations must be": each("iterations", 0, True),
-        "every l2_clip_norm must": each("l2_clip_norm", -1.0, 0, np.nan, "1"),
-        "l2_clip_norm must": each("l2_clip_norm", None),
-        "clip norms and normalize_by must": each("l2_clip_norm", 1e-30),
-        "noise_multiplier must be": each("noise_multiplier", -1.0, np.inf),
-        "rescale_to_unit_norm must be": each("rescale_to_unit_norm", "yes", 0),
-        "released_metrics must be": each("released_metrics", {}, dpmp.ReleasedMetrics),
-        "delta must be": each("delta", 0.0, 1),
-        "truncated_batch_size must be": each("truncated_batch_size", 0),
-        "microbatch_size must be": each("microbatch_size", 0, 2.5),
-        "arithmetic must be": each("arithmetic", "float16"),
-        '"bounded" sums must': [
+    ],
+    dpsgd: [
+        ("num_examples", 0, 16.5),
+        ("expected_batch_size", 0, np.nan, 17),
+        ("iterations", 0, True),
+        ("every l2_clip_norm must", "l2_clip_norm", -1.0, 0, np.nan, "1"),
+        ("l2_clip_norm", None),
+        ("clip norms and normalize_by must", "l2_clip_norm", 1e-30),
+        ("noise_multiplier", -1.0, np.inf),
+        ("rescale_to_unit_norm", "yes", 0),
+        ("released_metrics", {}, dpmp.ReleasedMetrics),
+        ("delta", 0.0, 1),
+        ("truncated_batch_size", 0),
+        ("microbatch_size", 0, 2.5),
+        ("arithmetic", "float16"),
+        (
+            '"bounded" sums must',
             {"arithmetic": "bounded"},
             BOOK_KEEPING | {"neighboring_relation": ADD_OR_REMOVE},
-        ],
-        '"exact" sums must': [BOOK_KEEPING | {"arithmetic": "exact"}],
-        "method must be": each("method", "ghost"),
-        "num_parameters must be": each("num_parameters", 0),
-        "sampling_prob must be": each("sampling_prob", 1.5),
-        "neighboring_relation must be": each("neighboring_relation", "zero-out"),
-        "fraction_clipped needs": [
+        ),
+        ('"exact" sums must', BOOK_KEEPING | {"arithmetic": "exact"}),
+        ("method", "ghost"),
+        ("num_parameters", 0),
+        ("sampling_prob", 1.5),
+        ("neighboring_relation", "zero-out"),
+        (
+            "fraction_clipped needs",
             {
                 "l2_clip_norm": dpmp.AutomaticClipping(),
                 "released_metrics": dpmp.ReleasedMetrics(fraction_clipped=True),
-            }
-        ],
-    },
-    calibrated: {
-        "epsilon must be": each("epsilon", 0, np.inf),
-        "delta must be": each("delta", 2),
-    },
-    guarantee: {
-        "step must be": each("step", 3, -1),
-        "epsilon must be computed": each("delta", None),
-        "the mechanism must": [UNCALIBRATED],
-    },
-    dpmp.ReleasedMetrics: {
-        "at least one metric must": [{}],
-        "largest_loss must be": each("largest_loss", 0.0),
-        "norm_share must be": [{"fraction_clipped": True, "norm_share": -1.0}],
-    },
-    dpmp.AutomaticClipping: {
-        "stability must be": each("stability", 0.0, "0.1", 1e-30),
-    },
-    adaptive: {
-        "initial must be": each("initial", 0.0, np.nan, {"w": 1.0}),
-        "quantile must be": each("quantile", 0, 1.0),
-        "learning_rate must be": each("learning_rate", -1),
-        "norm_share must be": each("norm_share", np.inf),
-        "clip norms must satisfy": [{"highest": 0.5}, {"lowest": 1e-30}],
-    },
-    clip: {
-        "every l2_clip_norm must": [
-            *each("l2_clip_norm", 0.0, -1.0, {"a": 1.0, "b": 0.0}),
-            *each("l2_clip_norm", [dpmp.AutomaticClipping()]),
-            RESCALED | {"l2_clip_norm": np.inf},
-        ],
-        "l2_clip_norm must": each("l2_clip_norm", {}, {"v": 1.0}),
-        "an AdaptiveClipNorm needs": each("l2_clip_norm", ADAPTIVE),
-        "counts_overflows, released_metrics and": [
+            },
+        ),
+    ],
+    calibrated: [("epsilon", 0, np.inf), ("delta", 2)],
+    guarantee: [
+        ("step", 3, -1),
+        ("epsilon must be computed", "delta", None),
+        ("the mechanism must", UNCALIBRATED),
+    ],
+    dpmp.ReleasedMetrics: [
+        ("at least one metric must", {}),
+        ("largest_loss", 0.0),
+        ("norm_share must be", {"fraction_clipped": True, "norm_share": -1.0}),
+    ],
+    dpmp.AutomaticClipping: [("stability", 0.0, "0.1", 1e-30)],
+    adaptive: [
+        ("initial", 0.0, np.nan, {"w": 1.0}),
+        ("quantile", 0, 1.0),
+        ("learning_rate", -1),
+        ("norm_share", np.inf),
+        ("clip norms must satisfy", {"highest": 0.5}, {"lowest": 1e-30}),
+    ],
+    clip: [
+        ("every l2_clip_norm must", "l2_clip_norm", 0.0, -1.0, {"a": 1.0, "b": 0.0}),
+        ("every l2_clip_norm must", "l2_clip_norm", [dpmp.AutomaticClipping()]),
+        ("every l2_clip_norm must", RESCALED | {"l2_clip_norm": np.inf}),
+        ("l2_clip_norm", {}, {"v": 1.0}),
+        ("an AdaptiveClipNorm needs", "l2_clip_norm", ADAPTIVE),
+        (
+            "counts_overflows, released_metrics and",
             RESCALED | {"nan_safe": False, "l2_clip_norm": ADAPTIVE},
             {"nan_safe": False, "counts_overflows": True},
-        ],
-        "rescale_to_unit_norm must be": each("rescale_to_unit_norm", "yes"),
-        "released_metrics must be": each("released_metrics", "loss"),
-        "normalize_by must be": each("normalize_by", 0.0),
-        "argnums must be": each("argnums", -1),
-        "argnums, batch_argnums and prng_argnum must": each("argnums", 1),
-        "microbatch_size must divide the": each("microbatch_size", 3),
-        "method must be": each("method", "fast"),
-        "arithmetic must be": each("arithmetic", "double"),
-        "dtype must be float32": [
-            *each("dtype", "bfloat16", "exact"),
-            {"dtype": {"x": 1}, "arithmetic": "float32"},
-        ],
-        "resolution must be": [{"arithmetic": "exact", "resolution": 0}],
-        '"exact" and "bounded" sums need': [
-            {"l2_clip_norm": np.inf, "arithmetic": "exact"}
-        ],
-        "float64 sums need": each("arithmetic", "float64"),
-        "loss_scale must be": each("loss_scale", 3.0),
-        "a dynamic loss_scale must": each("loss_scale", loss_scaling.DynamicScale()),
-        "pre_clipping_transform must be given": [
-            {"loss_scale": 2.0, "pre_clipping_transform": abs}
-        ],
-        "pre_clipping_transform needs an engine": [
-            BOOK_KEEPING | {"pre_clipping_transform": abs}
-        ],
-        "is_padding_example must be": each("is_padding_example", np.zeros(4, int)),
-        "all batched arguments must": each("is_padding_example", np.zeros(3, bool)),
-    },
-    clip_outputs: {
-        "every l2_clip_norm must": each("l2_clip_norm", -1.0, 0.0, ADAPTIVE),
-        "rescale_to_unit_norm must be": each("rescale_to_unit_norm", "yes"),
-        "microbatch_size must divide the": each("microbatch_size", 3),
-        "batch_argnums must be": each("batch_argnums", "x"),
-        '"bounded" sums must': each("arithmetic", "bounded"),
-    },
-    clip_pytree: {
-        "every l2_clip_norm must": each("l2_clip_norm", -1.0, 0.0),
-        "l2_clip_norm must be": [{"pytree": {"a": BATCH}, "l2_clip_norm": {"b": 1.0}}],
-        "every leaf of pytree must": each("pytree", INTEGERS),
-        "return_zero must be": each("return_zero", 2),
-    },
-    privatizer: {
-        "stddev must be": each("stddev", -1.0, np.nan, "1"),
-        "l2_sensitivity must be": each("l2_sensitivity", -1.0),
-        "prng_key must be": each("prng_key", 12345678),
-    },
-    sampled: {
-        "sampling_prob must be": each("sampling_prob", 0.0, 2.0),
-        "iterations must be": each("iterations", 0),
-        "truncated_batch_size must be": each("truncated_batch_size", 0),
-        "step must be": each("step", 2, -1),
-        "num_examples must be": each("num_examples", 0),
-        "key must be": each("key", -12345678, KEY),
-    },
-    padded: {
-        "batch_size must be": each("indices", np.arange(12345, 12350)),
-        "indices must be": each(
+        ),
+        ("rescale_to_unit_norm", "yes"),
+        ("released_metrics", "loss"),
+        ("normalize_by", 0.0),
+        ("argnums", -1),
+        ("argnums, batch_argnums and prng_argnum must", "argnums", 1),
+        ("microbatch_size must divide the", "microbatch_size", 3),
+        ("method", "fast"),
+        ("arithmetic", "double"),
+        ("dtype must be float32", "dtype", "bfloat16", "exact"),
+        ("dtype must be float32", {"dtype": {"x": 1}, "arithmetic": "float32"}),
+        ("resolution must be", {"arithmetic": "exact", "resolution": 0}),
+        (
+            '"exact" and "bounded" sums need',
+            {"l2_clip_norm": np.inf, "arithmetic": "exact"},
+        ),
+        ("float64 sums need", "arithmetic", "float64"),
+        ("loss_scale", 3.0),
+        ("a dynamic loss_scale must", "loss_scale", loss_scaling.DynamicScale()),
+        (
+            "pre_clipping_transform must be given",
+            {"loss_scale": 2.0, "pre_clipping_transform": abs},
+        ),
+        (
+            "pre_clipping_transform needs an engine",
+            BOOK_KEEPING | {"pre_clipping_transform": abs},
+        ),
+        ("is_padding_example", np.zeros(4, int)),
+        ("all batched arguments must", "is_padding_example", np.zeros(3, bool)),
+    ],
+    clip_outputs: [
+        ("every l2_clip_norm must", "l2_clip_norm", -1.0, 0.0, ADAPTIVE),
+        ("rescale_to_unit_norm", "yes"),
+        ("microbatch_size must divide the", "microbatch_size", 3),
+        ("batch_argnums", "x"),
+        ('"bounded" sums must', "arithmetic", "bounded"),
+    ],
+    clip_pytree: [
+        ("every l2_clip_norm must", "clip_norm", -1.0, 0.0),
+        ("l2_clip_norm must be", {"pytree": {"a": BATCH}, "clip_norm": {"b": 1.0}}),
+        ("every leaf of pytree must", "pytree", INTEGERS),
+        ("return_zero", 2),
+    ],
+    privatizer: [
+        ("stddev", -1.0, np.nan, "1"),
+        ("l2_sensitivity", -1.0),
+        ("prng_key", 12345678),
+    ],
+    sampled: [
+        ("sampling_prob", 0.0, 2.0),
+        ("iterations", 0),
+        ("truncated_batch_size", 0),
+        ("step", 2, -1),
+        ("num_examples", 0),
+        ("key", -12345678, KEY),
+    ],
+    padded: [
+        ("batch_size must be", "indices", np.arange(12345, 12350)),
+        (
             "indices",
             np.array([12345.0, 12345.5]),
             np.full((1, 2), 12345),
             np.array([12345], np.uint64),
         ),
-    },
-    policy: {
-        "param_dtype must be float32": each("param_dtype", "float16"),
-        "compute_dtype must be": each("compute_dtype", "int8", "bf16"),
-        "matmul_precision must be": each("matmul_precision", "fast"),
-        "float32_paths must be": each("float32_paths", "norm", 3),
-        "every entry of float32_paths must": each(
-            "float32_paths", ("norm", "layers.("), (3,)
+    ],
+    policy: [
+        ("param_dtype must be float32", "param_dtype", "float16"),
+        ("compute_dtype", "int8", "bf16"),
+        ("matmul_precision", "fast"),
+        ("float32_paths", "norm", 3),
+        (
+            "every entry of float32_paths must",
+            "float32_paths",
+            ("norm", "layers.("),
+            (3,),
         ),
-        'float8_scale must be "per_example"': each("float8_scale", 3.0),
-    },
-    dpmp.Policy.from_name: {"policy must be": each("name", "fp16")},
-    dpmp.autocast: {
-        "fun must be": each("fun", None),
-        "policy must be": [
-            {"fun": linear, "policy": x} for x in ("half", jnp.bfloat16)
-        ],
-    },
-    report: {
-        "policy must be": each("policy", "half"),
-        "loss_scale must be": each("loss_scale", 3.0),
-    },
-    loss_scaling.by_loss: {
-        "target must be": each("target", 0.0),
-        "the largest scale must": each("largest", 2.0**50),
-    },
-    loss_scaling.DynamicScale: {
-        "growth_interval must be": each("growth_interval", 0),
-        "tolerated must be": each("tolerated", -1.0),
-        "loss_scale must be": each("initial", 3.0),
-    },
-    event: {
-        "noise_multiplier must be": each("noise_multiplier", -1.0),
-        "iterations must be": each("iterations", 1.5),
-        "sampling_prob must be": each("sampling_prob", 0.0),
-    },
-    truncated_event: {
-        "truncated_batch_size must be": each("truncated_batch_size", 0),
-    },
-    epsilon: {
-        "event must be": each("event", 3),
-        "delta must be": each("delta", 0.0),
-        "neighboring_relation must be": each("neighboring_relation", "add"),
-    },
-    adapters: {
-        "at least one array must": each("targets", "kernal"),
-        "a selection must be": each("targets", "("),
-        "rank must be": each("rank", 0),
-    },
-    adapters_of: {
-        "the function must multiply with": each("fun", lambda params, x: jnp.sum(x)),
-        "every target of LoRA must": each(
-            "fun", lambda params, x: jnp.convolve(x[0], params["kernel"][0]).sum()
+        ('float8_scale must be "per_example"', "float8_scale", 3.0),
+    ],
+    dpmp.Policy.from_name: [("policy must be", "name", "fp16")],
+    dpmp.autocast: [
+        ("fun", None),
+        (
+            "policy must be",
+            *[{"fun": linear, "policy": x} for x in ("half", jnp.bfloat16)],
         ),
-    },
-    plans: {
-        "epsilon must be": each("epsilon", 0.0),
-        "delta must be": each("delta", 1.0),
-        "num_processed must be": each("num_processed", 0),
-        "there must be 32": each("num_examples", 20),
-    },
-    estimated: {
-        "policy must be": each("policy", "half"),
-        "method must be": each("method", "ghost"),
-        "arithmetic must be": each("arithmetic", "half"),
-        "microbatch_size must divide the": each("microbatch_size", 3),
-    },
-    compiled: {
-        "microbatch_size must divide the": each("microbatch_size", 3),
-        "method must be": each("method", "ghost"),
-    },
-    overhead: {
-        "batch_size must be": each("batch_size", 0),
-        "measured must be": each("measured", -1.0),
-    },
-    functools.partial(measure_accumulation_share, linear, FLOATS, BATCH): {
-        "rounds must be": each("rounds", 0),
-    },
-    functools.partial(measure_microbatch_sizes, None, BATCH): {
-        "there must be": each("sizes", ()),
-        "size must be": each("sizes", (0,)),
-        "rounds must be": each("rounds", 0),
-    },
-    dpmp.devices.measure_dtypes: {"size must be": each("size", 0)},
-    functools.partial(measure_extents, linear, FLOATS, BATCH): {
-        "microbatch_size must be": each("microbatch_size", 0),
-    },
-    functools.partial(summarize, linear, FLOATS, BATCH): {
-        "argnums, batch_argnums and prng_argnum must": each("argnums", 1),
-        '"exact" sums must': each("arithmetic", "exact"),
-    },
+    ],
+    report: [("policy", "half"), ("loss_scale", 3.0)],
+    loss_scaling.by_loss: [
+        ("target", 0.0),
+        ("the largest scale must", "largest", 2.0**50),
+    ],
+    loss_scaling.DynamicScale: [
+        ("growth_interval", 0),
+        ("tolerated", -1.0),
+        ("loss_scale must be", "initial", 3.0),
+    ],
+    event: [("noise_multiplier", -1.0), ("iterations", 1.5), ("sampling_prob", 0.0)],
+    truncated_event: [("truncated_batch_size", 0)],
+    epsilon: [("event", 3), ("delta", 0.0), ("neighboring_relation", "add")],
+    adapters: [
+        ("at least one array must", "targets", "kernal"),
+        ("a selection must be", "targets", "("),
+        ("rank", 0),
+    ],
+    adapters_of: [
+        ("the function must multiply with", "fun", lambda params, x: jnp.sum(x)),
+        (
+            "every target of LoRA must",
+            "fun",
+            lambda params, x: jnp.convolve(x[0], params["kernel"][0]).sum(),
+        ),
+    ],
+    plans: [
+        ("epsilon", 0.0),
+        ("delta", 1.0),
+        ("num_processed", 0),
+        ("there must be 32", "num_examples", 20),
+    ],
+    estimated: [
+        ("policy", "half"),
+        ("method", "ghost"),
+        ("arithmetic", "half"),
+        ("microbatch_size must divide the", "microbatch_size", 3),
+    ],
+    compiled: [
+        ("microbatch_size must divide the", "microbatch_size", 3),
+        ("method", "ghost"),
+    ],
+    overhead: [("batch_size", 0), ("measured", -1.0)],
+    partial(measure_accumulation_share, linear, FLOATS, BATCH): [("rounds", 0)],
+    partial(measure_microbatch_sizes, None, BATCH): [
+        ("there must be", "sizes", ()),
+        ("size must be", "sizes", (0,)),
+        ("rounds", 0),
+    ],
+    dpmp.devices.measure_dtypes: [("size", 0)],
+    partial(measure_extents, linear, FLOATS, BATCH): [("microbatch_size", 0)],
+    partial(summarize, linear, FLOATS, BATCH): [
+        ("argnums, batch_argnums and prng_argnum must", "argnums", 1),
+        ('"exact" sums must', "arithmetic", "exact"),
+    ],
 }
 
 # Other calls, by how the message begins.
@@ -627,12 +569,13 @@ CALLED = {
     ],
 }
 CASES = [(required, call) for required, calls in CALLED.items() for call in calls]
-CASES += [
-    (required, functools.partial(call, **options))
-    for call, rows in TABLE.items()
-    for required, given in rows.items()
-    for options in given
-]
+for call, rows in TABLE.items():
+    for first, *others in rows:
+        row = [first, *others] if " " in first else [f"{first} must", first, *others]
+        required, name, *values = row
+        is_name = isinstance(name, str)
+        options = [{name: x} for x in values] if is_name else [name, *values]
+        CASES += [(required, partial(call, **x)) for x in options]
 
 # What is required; what was given; one or more sentences with the fix.
 _THREE_PARTS = re.compile(

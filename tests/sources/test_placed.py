@@ -27,8 +27,8 @@ def make_mechanism(**options):
 
 
 def make_trainer(**options):
-    return DPTrainer(  # noise takes a minute to compile for several devices
-        mechanism=make_mechanism(**options).without_privacy(),
+    return DPTrainer(
+        mechanism=make_mechanism(**options),
         loss_fn=lambda params, batch: jnp.mean(batch["x"] @ params),
         optimizer=optax.sgd(0.1),
         policy="float32",

@@ -270,7 +270,7 @@ def test_averages_of_batch_norm_that_are_dropped_are_warned_of(make):
         fit(*make(train=True))
 
 
-@pytest.mark.parametrize("make", [x for x in NORMS if x is not haiku_norms])
+@pytest.mark.parametrize("make", [nnx_norms, linen_norms, keras_norms, equinox_norms])
 def test_frozen_averages_of_batch_norm_are_no_reason_to_warn(make):
     fit(*make(train=False))
 

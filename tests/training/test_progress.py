@@ -98,14 +98,6 @@ def test_what_is_spent_is_computed_for_few_steps(make_run):
     assert len({*asked}) == len(asked) <= 10
 
 
-@pytest.mark.parametrize("width", [40, 200])
-def test_a_bar_shows_everything(make_run, width):
-    run = make_run(is_terminal=True, stop=4, width=width)
-    run.lines({"loss": 2.5}, {"top-1": 0.5})
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╸╺\s]", "", run.file.getvalue())
-    assert "step4/4,epsilon4.000of4.000,publictop-10.5,noisyloss2.5," in text
-
-
 class Value:
     """A number on a device, which knows how often it was looked at."""
 
@@ -161,25 +153,6 @@ def test_the_last_line_has_epsilon_and_delta(make_run, start, line):
     assert first == "what runs"
     assert last.startswith(f"dpmp: {line}")
     assert last.endswith(", epsilon 100.000 at delta 1e-05, saved in /there")
-
-
-def test_speed_and_time_left_do_not_count_the_first_step(monkeypatch):
-    run = Run(monkeypatch)
-    clock = [0.0]
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: clock[0])
-    for step in run.steps:
-        run.update(step)
-        clock[0] += 2.0
-    # Steps of 32 examples and two seconds: nine of them in eighteen seconds.
-    first, *_ = run.file.getvalue().splitlines()
-    assert first.endswith(", 16.0 examples/s, 0:03:00 left")
-
-
-def test_the_bar_is_stopped_after_an_error(make_run):
-    run = make_run(is_terminal=True)
-    with pytest.raises(RuntimeError, match="data"), run.progress:
-        raise RuntimeError("data")
-    assert not run.progress._bar.live.is_started
 
 
 def test_it_goes_to_standard_error_by_default(capsys):

@@ -288,10 +288,7 @@ def test_the_loss_sees_compute_dtypes_and_untouched_integers():
     assert seen
 
 
-@pytest.mark.parametrize(
-    ("policy", "dtype"), [("float32", "float32"), ("mixed_bfloat16", "bfloat16")]
-)
-def test_per_example_gradients_are_in_the_compute_dtype(policy, dtype):
+def test_per_example_gradients_are_in_the_compute_dtype():
     seen, outputs = [], []
 
     @jax.custom_vjp
@@ -307,9 +304,9 @@ def test_per_example_gradients_are_in_the_compute_dtype(policy, dtype):
     def loss_fn(params, batch):
         return logistic_loss(jax.tree.map(spy, params), batch)
 
-    trainer = make_trainer(loss_fn, policy=policy)
+    trainer = make_trainer(loss_fn, policy="mixed_bfloat16")
     fit(trainer, stop_at=1, sensitive_callback=outputs.append)
-    assert set(seen) == {dtype}
+    assert set(seen) == {"bfloat16"}
     # Norms are float32 nonetheless.
     assert outputs[0].grad_norms.dtype == jnp.float32
 
@@ -351,7 +348,6 @@ def test_float64_sums_leave_the_dtypes_of_the_state_alone():
 @pytest.mark.parametrize(
     ("policy", "arithmetic"),
     [
-        (("float32", "float32"), "float64"),
         (("float64", "float32"), "float32"),
         (("float64", "float64"), "float64"),
     ],
@@ -585,26 +581,6 @@ def test_what_the_loss_closes_over_is_an_argument_of_the_program(make_array):
     _, constants = trainer._step.make_program(state._replace(spent=None), DATA)
     assert sum(x.nbytes for x in constants if x.size > 1) == frozen.nbytes
     assert len(trainer.lower(state, DATA).as_text()) < 1e6
-
-
-def test_a_frozen_array_may_be_closed_over_or_come_with_the_data():
-    frozen = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
-
-    def run(frozen_of, data):
-        def loss_fn(params, batch):
-            features = jnp.tanh(batch["x"] @ frozen_of(batch))
-            return logistic_loss(params, batch | {"x": features})
-
-        return fit(make_trainer(loss_fn), data).params
-
-    closed_over = run(lambda batch: frozen, DATA)
-    data = DATA | {"frozen": np.stack([frozen] * NUM_EXAMPLES)}
-    as_data = run(lambda batch: batch["frozen"][0], data)
-    for name in closed_over:
-        # A few roundings in each of six steps of order one.
-        np.testing.assert_allclose(
-            closed_over[name], as_data[name], rtol=0, atol=100 * EPS
-        )
 
 
 # What comes out.
