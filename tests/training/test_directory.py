@@ -36,6 +36,7 @@ from small_runs import (
     fit,
     fresh_trainer,
     keyed_trainer,
+    killed_copies,
     loss_fn,
     new_trainer,
     num_of_state,
@@ -98,57 +99,27 @@ def test_a_callback_sees_released_states_alone(tmp_path):
 
 # Accidents.
 
-CHANGES = ("fsync", "ftruncate", "mkdir", "pwrite", "rename", "rmdir", "unlink")
-
 
 def killed_in_release(monkeypatch, tmp_path, block, trainer, hook=list, **options):
     """What a kill leaves of a directory, at every instant of the release of a block.
 
-    Copies of it, in order: before and after every change of files by Python. `hook` is
-    called before the first.
+    `hook` is called before the first.
     """
-    run, number, copies = tmp_path / "run", [0], {}
-    release = runs.RunDirectory.release
+    release, calls, killed = runs.RunDirectory.release, [], []
 
-    def copy_now():
-        is_main = threading.current_thread() is threading.main_thread()
-        if number[0] != block or not is_main:
-            return
-        number[0] = 0  # a copy changes files as well
-        # Threads of orbax may be at work, and rename files.
-        with contextlib.suppress(FileNotFoundError, shutil.Error):
-            files = [x for x in sorted(run.rglob("*")) if x.is_file()]
-            content = tuple((str(x), x.read_bytes()) for x in files)
-            if content not in copies:
-                copies[content] = tmp_path / f"killed-{len(copies)}"
-                copied(run, copies[content])
-        number[0] = block
+    def release_and_copy(self, *args, **kwargs):
+        calls.append(None)
+        if len(calls) != block:
+            return release(self, *args, **kwargs)
+        hook()
+        with killed_copies(self.path, tmp_path) as copies:
+            release(self, *args, **kwargs)
+        return killed.extend(copies)
 
-    def changing(function):
-        def change(*args, **kwargs):
-            copy_now()
-            result = function(*args, **kwargs)
-            copy_now()
-            return result
-
-        return change
-
-    def counted_release(self, *args, **kwargs):
-        counted_release.calls += 1
-        if counted_release.calls == block:
-            hook()
-            number[0] = block
-        release(self, *args, **kwargs)
-        copy_now()
-        number[0] = 0
-
-    counted_release.calls = 0
     with monkeypatch.context() as patch:
-        for name in CHANGES:
-            patch.setattr(os, name, changing(getattr(os, name)))
-        patch.setattr(runs.RunDirectory, "release", counted_release)
-        fit(trainer, run, **options)
-    return list(copies.values())
+        patch.setattr(runs.RunDirectory, "release", release_and_copy)
+        fit(trainer, tmp_path / "run", **options)
+    return killed
 
 
 def some_of(killed):
