@@ -42,9 +42,10 @@ def trainer(adaptive=ADAPTIVE, method="per_example"):
     )
 
 
-def fit(state, trainer=None, **options):
-    trainer = trainer or globals()["trainer"]()
-    return trainer.fit(state, DATA, progress=False, **options)
+def fit(given=None, state=None, **options):
+    given = trainer() if given is None else given
+    state = given.init(PARAMS) if state is None else state
+    return given.fit(state, DATA, progress=False, **options)
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_bit_for_bit(tmp_path):
