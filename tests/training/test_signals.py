@@ -286,16 +286,26 @@ def test_a_process_whose_source_hangs_ends_after_sigterm(tmp_path):
     assert num_paid(tmp_path) == checkpoints(tmp_path)[-1] == 4
 
 
-def test_a_signal_after_an_error_does_not_make_its_step_free(tmp_path):
+def test_a_signal_after_an_error_does_not_make_its_step_free(tmp_path, monkeypatch):
+    is_raised, result = threading.Event(), _prefetch._result
+
+    def announced(attempt):
+        if attempt[1] is not None:
+            is_raised.set()
+        return result(attempt)
+
     class Slow(Source):
         """Gets a signal while it loads the batch after the one that fails."""
 
         def __getitem__(self, indices):
             if self.calls == self.number:
-                threading.Timer(0.1, send, (signal.SIGINT,)).start()
-                time.sleep(0.3)
+                assert is_raised.wait(30)
+                time.sleep(0.2)
+                send(signal.SIGINT)
+                time.sleep(0.1)
             return super().__getitem__(indices)
 
+    monkeypatch.setattr(_prefetch, "_result", announced)
     trainer = fresh_trainer()
     with pytest.raises(RuntimeError, match="FailureError"):
         fit(trainer, tmp_path, data=Slow(4, fail), prefetch=2)
