@@ -1,16 +1,19 @@
 """A small run that tests of training share, so that its step is compiled once."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
 import shutil
+import threading
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import dpmp
 from dpmp.runs import Spent
@@ -26,6 +29,7 @@ DATA = {
 PARAMS = {"w": np.zeros(3, np.float32)}
 KEY = jax.random.key(5)
 DELTA = 1e-3
+CHANGES = ("fsync", "ftruncate", "mkdir", "pwrite", "rename", "rmdir", "unlink")
 MECHANISM = dpmp.DPSGD(
     num_examples=SIZE,
     expected_batch_size=8,
@@ -104,9 +108,16 @@ class Source:
 
 def same(a, b):
     """Whether two trees have the same bits, without the public ids of their steps."""
-    a, b = (x._replace(spent=None) if hasattr(x, "spent") else x for x in (a, b))
-    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
+    trees = [x._replace(spent=None) if hasattr(x, "spent") else x for x in (a, b)]
+    (one, other), arrays = map(jax.tree.structure, trees), map(_arrays_of, trees)
+    pairs = zip(*arrays, strict=True)
+    return one == other and all(
+        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs
+    )
+
+
+def _arrays_of(tree):
+    return map(np.asarray, jax.tree.leaves(tree))
 
 
 def records_of(directory) -> list[Record]:
@@ -142,6 +153,45 @@ def checkpoints(directory):
 def copied(directory, target):
     """What a process leaves that is killed now."""
     return pathlib.Path(shutil.copytree(directory, target, dirs_exist_ok=True))
+
+
+@contextlib.contextmanager
+def killed_copies(directory, target):
+    """A list of copies of a directory: what a kill leaves, at every instant.
+
+    It is copied before and after every change of files by Python in this thread.
+    """
+    contents, copies = [], []
+
+    def copy_now():
+        if len(contents) > len(copies) or threading.current_thread() is not here:
+            return  # a copy changes files as well
+        copy = target / f"killed-{len(copies)}"
+        try:
+            files = [x for x in sorted(directory.rglob("*")) if x.is_file()]
+            content = [(str(x), x.read_bytes()) for x in files]
+            if content not in contents:
+                contents.append(content)
+                copies.append(copied(directory, copy))
+        except (FileNotFoundError, shutil.Error):  # a thread of orbax renamed a file
+            shutil.rmtree(copy, ignore_errors=True)
+        del contents[len(copies) :]
+
+    def changing(function):
+        def change(*args, **kwargs):
+            copy_now()
+            result = function(*args, **kwargs)
+            copy_now()
+            return result
+
+        return change
+
+    here = threading.current_thread()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CHANGES:
+            patch.setattr(os, name, changing(getattr(os, name)))
+        yield copies
+        copy_now()
 
 
 def known_bits(monkeypatch):

@@ -27,25 +27,19 @@ AAAA
 TEXT = "A meeting\n\nAt three o'clock in the café."
 
 
-def test_lines_are_records(tmp_path):
-    file = tmp_path / "records.jsonl"
-    file.write_text(json.dumps("one\ntwo") + "\n\n" + json.dumps({"text": "three"}))
-    assert records.read_records(file) == ["one\ntwo", "three"]
-
-
-def test_files_are_records_and_some_are_mails(tmp_path):
+def test_lines_files_and_mails_are_records(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "deep" / "b.eml").write_text(MAIL)
     assert records.read_records(tmp_path) == ["one", TEXT]
-
-
-def test_the_mails_of_a_box_are_records(tmp_path):
-    box = mailbox.mbox(tmp_path / "mails.mbox")
+    lines, mails = tmp_path / "records.jsonl", tmp_path / "mails.mbox"
+    lines.write_text(json.dumps("one\ntwo") + "\n\n" + json.dumps({"text": "three"}))
+    assert records.read_records(lines) == ["one\ntwo", "three"]
+    box = mailbox.mbox(mails)
     box.add(MAIL)
     box.add("Subject: Empty\n\n")
     box.close()
-    assert records.read_records(tmp_path / "mails.mbox") == [TEXT, "Empty"]
+    assert records.read_records(mails) == [TEXT, "Empty"]
 
 
 def test_an_unknown_character_set_stops_nothing(tmp_path):

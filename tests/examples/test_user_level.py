@@ -22,7 +22,7 @@ def sum_of(rows):
     """The sum of clipped gradients, at parameters that are wrong for everybody."""
     size = example.NUM_FEATURES
     params = {"weights": jnp.linspace(-3, 3, size), "bias": jnp.ones(())}
-    grad_fn = dpmp.clipped_grad(example.loss_fn, l2_clip_norm=CLIP_NORM)
+    grad_fn = jax.jit(dpmp.clipped_grad(example.loss_fn, l2_clip_norm=CLIP_NORM))
     tree = jax.tree.map(np.asarray, grad_fn(params, rows))
     return np.append(tree["weights"], tree["bias"])
 
@@ -37,21 +37,12 @@ def test_rows_hold_the_records_of_a_person_in_their_order():
     assert rows["y"][2, :3].tolist() == [1, 1, 1]
 
 
-def test_records_above_the_limit_are_left_out():
-    size = example.MOST_RECORDS + 5
-    x = np.arange(size)[:, None] * np.ones(example.NUM_FEATURES)
-    records = {"person": np.zeros(size, int), "x": x, "y": np.zeros(size)}
-    rows = example.one_row_per_person(records, 1)
-    assert rows["is_record"].all()
-    assert rows["x"][0, :, 0].tolist() == list(range(example.MOST_RECORDS))
-
-
-@pytest.mark.parametrize("padding", [7.0, np.nan, np.inf])
-def test_padding_does_not_change_the_sum(people, padding):
+def test_padding_does_not_change_the_sum(people):
     is_record = people["is_record"]
     assert not is_record.all()
-    x = np.where(is_record[..., None], people["x"], np.float32(padding))
-    np.testing.assert_array_equal(sum_of(people | {"x": x}), sum_of(people))
+    for padding in (7.0, np.nan, np.inf):
+        x = np.where(is_record[..., None], people["x"], np.float32(padding))
+        np.testing.assert_array_equal(sum_of(people | {"x": x}), sum_of(people))
 
 
 def test_clipping_bounds_a_person_and_not_only_a_record(people):

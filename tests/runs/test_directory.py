@@ -4,13 +4,13 @@ import errno
 import os
 import pathlib
 import shutil
-import threading
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 from ledgers import charged, file_of, num_steps, steps
+from small_runs import killed_copies
 
 from dpmp.runs import Spent, checked_path, opened
 from dpmp.runs._ledger import Ledger, leave_slip
@@ -46,48 +46,11 @@ def newest(directory):
 
 
 class TestKills:
-    @pytest.fixture
-    def snapshots(self, directory, monkeypatch):
-        """Makes a function that copies the directory before each call of the system.
-
-        A process that is killed between two of these calls leaves such a copy.
-        """
-        copies = []
-
-        def snapshot():
-            copy = directory.parent / f"copy {len(copies)}"
-            while not copy.exists():
-                try:
-                    shutil.copytree(directory, copy)
-                except shutil.Error:  # a thread of orbax renamed a file meanwhile
-                    shutil.rmtree(copy)
-            copies.append(copy)
-
-        def start():
-            for name in ("fsync", "rename", "pwrite", "ftruncate", "mkdir", "rmdir"):
-                real = getattr(os, name)
-
-                def call(*args, real=real, **kwargs):
-                    with lock:
-                        if not copying:
-                            copying.append(True)
-                            snapshot()
-                            copying.clear()
-                    return real(*args, **kwargs)
-
-                monkeypatch.setattr(os, name, call)
-
-        copying, lock = [], threading.RLock()
-        return start, copies
-
     def test_a_kill_at_any_instant_leaves_a_step_free_or_released(
-        self, directory, snapshots, monkeypatch
+        self, directory, tmp_path
     ):
-        start, copies = snapshots
-        with opened(directory) as run:
-            start()
+        with opened(directory) as run, killed_copies(directory, tmp_path) as copies:
             release(run, 10, 20)
-            monkeypatch.undo()
         found, rolled_forward = [], 0
         for copy in [*copies, directory]:
             is_recorded = len(file_of(copy).read_bytes().splitlines()) == 2
@@ -133,15 +96,12 @@ class TestKills:
         assert calls.index(inode) < calls.index("rename")
 
     def test_a_checkpoint_that_is_written_again_is_never_missing(
-        self, directory, snapshots, monkeypatch
+        self, directory, tmp_path
     ):
         """One that is damaged is written again."""
-        start, copies = snapshots
         (directory / "checkpoints" / "10" / "facts.json").write_text("{}")
-        with opened(directory) as run:
-            start()
+        with opened(directory) as run, killed_copies(directory, tmp_path) as copies:
             release(run, 0, 10, name="b")
-            monkeypatch.undo()
         for copy in [*copies, directory]:
             if len(file_of(copy).read_bytes().splitlines()) == 1:
                 continue  # not released yet
@@ -191,18 +151,17 @@ class TestKills:
             assert newest(tmp_path) == 0
 
 
-class TestRelease:
-    def test_facts_and_nonces_are_saved(self, tmp_path):
-        nonces = set()
-        with opened(tmp_path) as run:
-            assert run.newest(LIKE) is None
-            for stop in (5, 9):
-                release(run, stop - 4, stop, facts={"lines": [{"step": stop}]})
-                _, facts = run.newest(LIKE)
-                assert (facts["step"], facts["lines"]) == (stop, [{"step": stop}])
-                nonces.add(facts["nonce"])
-            assert run.spent == Spent((steps(1, 9),))
-        assert len(nonces) == 2
+def test_facts_and_nonces_are_saved(tmp_path):
+    nonces = set()
+    with opened(tmp_path) as run:
+        assert run.newest(LIKE) is None
+        for stop in (5, 9):
+            release(run, stop - 4, stop, facts={"lines": [{"step": stop}]})
+            _, facts = run.newest(LIKE)
+            assert (facts["step"], facts["lines"]) == (stop, [{"step": stop}])
+            nonces.add(facts["nonce"])
+        assert run.spent == Spent((steps(1, 9),))
+    assert len(nonces) == 2
 
 
 class TestCharge:
@@ -232,10 +191,6 @@ class TestCharge:
 
 
 class TestOpened:
-    def test_without_a_path_there_is_no_directory(self):
-        with opened(None) as run:
-            assert run is None
-
     def test_the_lock_is_free_if_files_are_damaged(self, directory):
         content = file_of(directory).read_bytes()
         file_of(directory).write_bytes(b"?" + content)
@@ -294,12 +249,8 @@ def test_an_incomplete_record_is_removed_when_a_run_starts(directory):
 # Files that somebody else has put there.
 
 
-def test_the_file_of_a_file_manager_damages_nothing(directory):
+def test_other_files_damage_nothing(directory):
     (directory / "checkpoints" / "10" / ".DS_Store").write_bytes(b"window")
-    assert newest(directory) == 10
-
-
-def test_a_file_in_the_place_of_pending_is_removed(directory):
     (directory / "pending").write_text("a note")
     assert newest(directory) == 10
     assert not (directory / "pending").exists()

@@ -81,18 +81,13 @@ class TestRecords:
             ),
         ]
         ledger = Ledger(tmp_path)
+        assert ledger.released("n") is None
         for record in written:
             ledger.append(record)
         assert ledger.records == Ledger(tmp_path).records == written
-
-    def test_the_record_of_a_checkpoint_is_found_by_its_nonce(self, tmp_path):
-        ledger = Ledger(tmp_path)
-        ledger.append(charged(0, 10))
-        record = Record(event="released", segment=steps(0, 10), delta=DELTA, nonce="n")
-        assert ledger.released("n") is None
-        ledger.append(record)
-        assert ledger.released("n") == record
-        assert ledger.released("") is None  # that of records without a checkpoint
+        # The record of a checkpoint is found by its nonce; others have none.
+        assert ledger.released("n") == written[1]
+        assert ledger.released("") is None
 
     def test_steps_that_were_charged_and_released_count_once(self, tmp_path):
         ledger = Ledger(tmp_path)
@@ -104,12 +99,6 @@ class TestRecords:
         ledger.append(charged(0, 10, run="b"))
         expected = Spent((steps(0, 20), steps(0, 10, run="b")))
         assert ledger.spent == Ledger(tmp_path).spent == expected
-
-    def test_a_copy_has_the_whole_records(self, tmp_path):
-        assert Ledger(tmp_path).copy() == b""
-        content = write_three(tmp_path)
-        file_of(tmp_path).write_bytes(content + b'{"format": 2, "eve')
-        assert Ledger(tmp_path).copy() == content.rstrip()
 
 
 class TestPowerFailures:
@@ -135,7 +124,7 @@ class TestPowerFailures:
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # it takes its time
         content = write_three(tmp_path)
         second = content.index(b"\n", content.index(b"\n") + 1) + 1
-        for size in range(second, len(content) - 1):
+        for size in range(second, len(content) - 1, 7):
             file_of(tmp_path).write_bytes(content[:size])
             ledger = Ledger(tmp_path)
             assert ledger.spent == Spent((steps(0, 20),))
@@ -146,7 +135,10 @@ class TestPowerFailures:
             assert num_steps(tmp_path) == 40
 
     def test_a_whole_record_counts_without_its_newline(self, tmp_path):
+        assert Ledger(tmp_path).copy() == b""
         content = write_three(tmp_path)
+        file_of(tmp_path).write_bytes(content + b'{"format": 2, "eve')
+        assert Ledger(tmp_path).copy() == content.rstrip()
         file_of(tmp_path).write_bytes(content[:-1])
         assert num_steps(tmp_path) == 30
         ledger = Ledger(tmp_path)
@@ -155,20 +147,15 @@ class TestPowerFailures:
         assert num_steps(tmp_path) == 45
         assert file_of(tmp_path).read_bytes().startswith(content)
 
-    def test_a_line_whose_middle_never_reached_the_disk_is_replaced(self, tmp_path):
-        content = write_three(tmp_path)
-        second = content.index(b"\n", content.index(b"\n") + 1) + 1
-        torn = content[: second + 1] + bytes(100) + content[second + 101 : -1]
-        file_of(tmp_path).write_bytes(torn)
-        assert num_steps(tmp_path) == 20
-        Ledger(tmp_path).append(charged(20, 40))
-        assert num_steps(tmp_path) == 40
-
-    @pytest.mark.parametrize("lost", [2, 100])
-    def test_a_file_that_ends_with_zeros_is_read_up_to_them(self, tmp_path, lost):
+    @pytest.mark.parametrize("lost", [2, 100, "middle"])
+    def test_a_file_with_zeros_is_read_up_to_them(self, tmp_path, lost):
         """After a power failure, some file systems leave zeros for unwritten bytes."""
-        content = write_three(tmp_path)[:-lost]
-        file_of(tmp_path).write_bytes(content + bytes(512))
+        content = write_three(tmp_path)
+        if lost == "middle":
+            content = content[:-150] + bytes(100) + content[-50:-1]
+        else:
+            content = content[:-lost] + bytes(512)
+        file_of(tmp_path).write_bytes(content)
         assert num_steps(tmp_path) == 20
         Ledger(tmp_path).append(charged(20, 40))
         assert num_steps(tmp_path) == 40
@@ -188,24 +175,20 @@ class TestPowerFailures:
         def pwrite(descriptor, data, offset):
             if left[0] == 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            number = real(descriptor, data[: left[0]], offset)
+            number = real(descriptor, data[: min(left[0], 7)], offset)  # a short write
             left[0] -= number
             return number
 
         monkeypatch.setattr(os, "pwrite", pwrite)
         said = r"before they are released; got .*No space left.*Make room"
-        with pytest.raises(OSError, match=said):
-            ledger.append(charged(20, 40))
-        monkeypatch.undo()
+        for one in (ledger, Ledger(tmp_path / "gone")):
+            with pytest.raises(OSError, match=said if one is ledger else "before they"):
+                one.append(charged(20, 40))
+        left[0] = 10**6
         assert file_of(tmp_path).read_bytes() == before.rstrip()
         assert num_steps(tmp_path) == 10
         ledger.append(charged(10, 40))
-        assert num_steps(tmp_path) == 30
-
-    def test_short_writes_are_continued(self, tmp_path, monkeypatch):
-        real = os.pwrite
-        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:7], at))
-        write_three(tmp_path)
+        monkeypatch.undo()
         assert num_steps(tmp_path) == 30
 
     def test_a_failure_can_follow_an_incomplete_record(self, tmp_path, monkeypatch):
@@ -223,16 +206,6 @@ class TestPowerFailures:
         assert num_steps(tmp_path) == 20
         ledger.append(charged(20, 30))
         assert num_steps(tmp_path) == 30
-
-    def test_a_directory_that_is_gone_is_an_error(self, tmp_path):
-        with pytest.raises(OSError, match="before they are released"):
-            Ledger(tmp_path / "gone").append(charged(0, 10))
-
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-    def test_a_read_only_directory_is_an_error(self, tmp_path):
-        tmp_path.chmod(0o500)
-        with pytest.raises(OSError, match="before they are released"):
-            Ledger(tmp_path).append(charged(0, 10))
 
 
 class TestDamage:
@@ -253,18 +226,17 @@ class TestDamage:
         with pytest.raises(ValueError, match=r"as it was written.*Restore the file"):
             Ledger(tmp_path)
 
-    def test_another_format_is_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(_ledger, "_FORMAT", 3)
-        write_three(tmp_path)
-        monkeypatch.undo()
+    def test_other_formats_and_fields_are_refused(self, tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(_ledger, "_FORMAT", 3)
+            write_three(tmp_path)
         with pytest.raises(ValueError, match=r"must have format 2.*line 1"):
             Ledger(tmp_path)
-
-    def test_a_record_with_other_fields_is_refused(self, tmp_path, monkeypatch):
-        real = json.dumps
-        monkeypatch.setattr(json, "dumps", lambda x, **k: real(x | {"more": 1}, **k))
-        write_three(tmp_path)
-        monkeypatch.undo()
+        file_of(tmp_path).unlink()
+        with monkeypatch.context() as patch:
+            dumps = json.dumps
+            patch.setattr(json, "dumps", lambda x, **k: dumps(x | {"more": 1}, **k))
+            write_three(tmp_path)
         with pytest.raises(ValueError, match=r"as it was written.*line 1"):
             Ledger(tmp_path)
 
@@ -309,11 +281,6 @@ class TestSlips:
         assert len(ledger.records) == 2
         assert num_steps(tmp_path) == 10
 
-    def test_only_the_owner_can_read_a_slip(self, tmp_path):
-        leave_slip(tmp_path, charged(10, 20))
-        (slip,) = tmp_path.iterdir()
-        assert stat.S_IMODE(slip.stat().st_mode) == 0o600
-
     def test_a_slip_counts_when_it_is_whole(self, tmp_path, monkeypatch):
         def fsync(descriptor):
             raise OSError(errno.EIO, "I/O error")
@@ -326,6 +293,7 @@ class TestSlips:
     def test_a_damaged_slip_is_refused_by_name(self, tmp_path):
         leave_slip(tmp_path, charged(10, 20))
         (slip,) = tmp_path.iterdir()
+        assert stat.S_IMODE(slip.stat().st_mode) == 0o600
         slip.write_bytes(slip.read_bytes()[:-9])
         with pytest.raises(ValueError, match=rf"as it was written.*{slip.name}"):
             Ledger(tmp_path)

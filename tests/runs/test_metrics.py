@@ -85,17 +85,12 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
     def pwrite(*args):
         raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
 
+    write = os.pwrite
     monkeypatch.setattr(os, "pwrite", pwrite)
     said = r"metrics of a run must be written.*metrics.jsonl.*No space.*Make room"
     with pytest.raises(OSError, match=said):
         file.append([line(2)])
-    monkeypatch.undo()
+    # Short writes are continued.
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:7], at))
     file.append([line(2)])
-    assert steps_of(tmp_path) == [1, 2]
-
-
-def test_short_writes_are_continued(tmp_path, monkeypatch):
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:7], at))
-    write(tmp_path, [1, 2])
     assert steps_of(tmp_path) == [1, 2]

@@ -26,6 +26,16 @@ def make_mechanism(**options):
     )
 
 
+def make_trainer(**options):
+    return DPTrainer(
+        mechanism=make_mechanism(**options),
+        loss_fn=lambda params, batch: jnp.mean(batch["x"] @ params),
+        optimizer=optax.sgd(0.1),
+        policy="float32",
+        prng_key=jax.random.key(0),
+    )
+
+
 def make_sharding(size=4):
     mesh = jax.make_mesh(
         (size,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
@@ -48,12 +58,10 @@ def test_microbatches_are_dealt_to_the_devices_in_turn():
     assert rows == expected
     np.testing.assert_array_equal(is_padding, batch["x"][:, 0] == 0)
     np.testing.assert_array_equal(batch["x"][:, 1], -batch["x"][:, 0])
-
-
-def test_without_microbatches_examples_keep_their_order():
-    mechanism = make_mechanism(microbatch_size=None)
-    batch, _ = _placed.load_shards(load, np.arange(11) + 20, mechanism, make_sharding())
-    np.testing.assert_array_equal(batch["x"][:11, 0], np.arange(11) + 20)
+    # Without microbatches, examples keep their order.
+    whole = make_mechanism(microbatch_size=None)
+    batch, _ = _placed.load_shards(load, indices, whole, make_sharding())
+    np.testing.assert_array_equal(batch["x"][:11, 0], indices)
 
 
 def test_arrays_may_be_sharded_along_other_axes_too():
@@ -65,15 +73,9 @@ def test_arrays_may_be_sharded_along_other_axes_too():
 
 def test_a_step_takes_its_arguments_from_any_place():
     """As loops that users write may pass them, from one step to the next."""
-    sharding = make_sharding()
+    sharding = make_sharding(2)
     replicated = NamedSharding(sharding.mesh, P())
-    trainer = DPTrainer(
-        mechanism=make_mechanism(),
-        loss_fn=lambda params, batch: jnp.mean(batch["x"] @ params),
-        optimizer=optax.sgd(0.1),
-        policy="float32",
-        prng_key=jax.random.key(0),
-    )
+    trainer = make_trainer()
     batch = {"x": np.ones((SIZE, 2), np.float32)}
     is_padding = np.zeros(SIZE, bool)
     results = []
@@ -115,48 +117,29 @@ def test_a_process_asks_for_the_rows_of_its_own_devices_only(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "sharding", "message"),
+    ("options", "message"),
     [
-        ({}, "data", "batch_sharding must be a jax.sharding.Sharding; got type='str'"),
-        (
-            {"microbatch_size": 2},
-            make_sharding,
-            "microbatch_size must be a multiple of the 4 parts",
-        ),
+        ({"microbatch_size": 2}, "microbatch_size must be a multiple of the 4 parts"),
         (
             {"microbatch_size": None, "truncated_batch_size": 14},
-            make_sharding,
             "padded_batch_size must be a multiple of the 4 parts",
         ),
     ],
 )
-def test_shardings_that_cannot_divide_a_batch_are_refused(options, sharding, message):
-    sharding = sharding() if callable(sharding) else sharding
-    trainer = DPTrainer(
-        mechanism=make_mechanism(**options),
-        loss_fn=lambda w, x: (x @ w).mean(),
-        optimizer=optax.sgd(0.1),
-        policy="float32",
-    )
+def test_shardings_that_cannot_divide_a_batch_are_refused(options, message):
+    trainer, data = make_trainer(**options), {"x": np.zeros((100, 2), np.float32)}
     state = trainer.init(np.zeros(2, np.float32))
-    data = np.zeros((100, 2), np.float32)
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(state, data, batch_sharding=sharding)
-    with pytest.raises(ValueError, match=message):
-        trainer.load_batch(state, data, batch_sharding=sharding)
+    for call in (trainer.fit, trainer.load_batch):
+        with pytest.raises(ValueError, match=message):
+            call(state, data, batch_sharding=make_sharding())
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_only_the_first_process_reports_progress(number, monkeypatch, capsys):
-    trainer = DPTrainer(
-        mechanism=make_mechanism(),
-        loss_fn=lambda w, x: (x @ w).mean(),
-        optimizer=optax.sgd(0.1),
-        policy="float32",
-    )
+    trainer = make_trainer()
     state = trainer.init(np.zeros(2, np.float32))
     monkeypatch.setattr(jax, "process_index", lambda: number)
-    trainer.fit(state, np.zeros((100, 2), np.float32))
+    trainer.fit(state, {"x": np.zeros((100, 2), np.float32)})
     assert bool(capsys.readouterr().err) == (number == 0)
 
 
@@ -167,15 +150,16 @@ def test_several_processes_need_a_sharding(monkeypatch):
 
 
 def test_processes_must_have_the_same_key(monkeypatch):
-    key = jax.random.key(0)
+    def set_difference(number):
+        def gather(x):
+            return np.stack([x, x + number])
+
+        monkeypatch.setattr(_random.multihost_utils, "process_allgather", gather)
+
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        _random.multihost_utils, "process_allgather", lambda x: np.stack([x, x])
-    )
-    _random.check_shared(key)
-    monkeypatch.setattr(
-        _random.multihost_utils, "process_allgather", lambda x: np.stack([x, x + 1])
-    )
+    set_difference(0)
+    _random.check_shared(jax.random.key(0))
+    set_difference(1)
     with pytest.raises(ValueError, match="the same on all processes") as error:
         _random.check_shared(jax.random.key(123456789))
     assert "123456789" not in str(error.value)

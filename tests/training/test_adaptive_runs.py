@@ -42,22 +42,19 @@ def trainer(adaptive=ADAPTIVE, method="per_example"):
     )
 
 
-def init(trainer=None):
-    return (trainer or globals()["trainer"]()).init(PARAMS)
-
-
-def fit(state, trainer=None, **options):
-    trainer = trainer or globals()["trainer"]()
-    return trainer.fit(state, DATA, progress=False, **options)
+def fit(given=None, state=None, **options):
+    given = trainer() if given is None else given
+    state = given.init(PARAMS) if state is None else state
+    return given.fit(state, DATA, progress=False, **options)
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_bit_for_bit(tmp_path):
-    whole = fit(init())
-    fit(init(), checkpoint_dir=tmp_path, stop_at=2)
+    whole = fit()
+    fit(checkpoint_dir=tmp_path, stop_at=2)
     restored = trainer().init_or_restore(PARAMS, tmp_path)
     assert int(restored.step) == 2
     assert restored.clip_norm != 2.0
-    state = fit(restored, checkpoint_dir=tmp_path)
+    state = fit(state=restored, checkpoint_dir=tmp_path)
     np.testing.assert_array_equal(state.clip_norm, whole.clip_norm)
     np.testing.assert_array_equal(state.params["w"], whole.params["w"])
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -67,25 +64,27 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])
-def test_both_engines_have_a_clip_norm_that_adapts(method):
-    other = trainer(method=method)
-    state = init(other)
-    assert state.clip_norm == 2.0
-    seen = []
-    fit(state, other, callback=lambda state: seen.append(float(state.clip_norm)))
+def test_both_engines_have_a_clip_norm_that_adapts_and_one_that_is_automatic(method):
+    seen, other = [], trainer(method=method)
+    assert other.init(PARAMS).clip_norm == 2.0
+    fit(other, callback=lambda state: seen.append(float(state.clip_norm)))
     assert len(set(seen)) == 4
     assert all(0.5 < x < 8 for x in seen)
+    state = fit(trainer(dpmp.AutomaticClipping(), method))
+    assert state.clip_norm is None
+    assert state.step == 4
+    assert np.isfinite(state.params["w"]).all()
 
 
 def test_a_run_may_go_on_with_other_settings():
     """They change no cost. The clip norm goes on from where it is."""
     for change in ({"quantile": 0.6}, {"initial": 1.0}):
         other = trainer(dataclasses.replace(ADAPTIVE, **change))
-        state = fit(init(), stop_at=2)
+        state = fit(stop_at=2)
         before = float(state.clip_norm)
-        state = fit(state, other, stop_at=3)
+        state = fit(other, state, stop_at=3)
         assert 0.5 < float(state.clip_norm) / before < 2
-        state = fit(state, other)
+        state = fit(other, state)
         assert other.guarantee(state) == other.mechanism.guarantee()
 
 
@@ -94,14 +93,4 @@ def test_a_state_of_another_kind_of_clipping_is_refused(clipping):
     adaptive, other = trainer(), trainer(clipping)
     for before, after in ((adaptive, other), (other, adaptive)):
         with pytest.raises(ValueError, match="clip_norm"):
-            fit(init(before), after)
-
-
-def test_automatic_clipping_trains_with_both_engines():
-    for method in ("per_example", "book_keeping"):
-        automatic = trainer(dpmp.AutomaticClipping(), method)
-        state = init(automatic)
-        assert state.clip_norm is None
-        state = fit(state, automatic)
-        assert state.step == 4
-        assert np.isfinite(state.params["w"]).all()
+            fit(after, before.init(PARAMS))

@@ -6,6 +6,7 @@ all files, of runs that succeed and of runs that fail in many ways.
 """
 
 import contextlib
+import functools
 import logging
 import shutil
 import traceback
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_runs import known_bits, places_of_keys
+from small_runs import FailureError, fails_at, known_bits, places_of_keys
 
 import dpmp
 
@@ -45,10 +46,10 @@ class Source:
         return self.change(rows) if self.calls > 5 else rows
 
 
-def make_trainer(**fields):
+def make_trainer(num_examples=SIZE):
     return dpmp.DPTrainer(
         mechanism=dpmp.DPSGD(
-            num_examples=fields.get("num_examples", SIZE),
+            num_examples=num_examples,
             expected_batch_size=8,
             iterations=6,
             l2_clip_norm=1.0,
@@ -62,65 +63,27 @@ def make_trainer(**fields):
     )
 
 
-TRAINER = make_trainer()
+default_trainer = functools.cache(make_trainer)
 
 
-def run(directory, source=None, *, debug_nans=False, trainer=TRAINER, **kwargs):
+def run(directory, source=None, *, debug_nans=False, trainer=None, **kwargs):
+    trainer = default_trainer() if trainer is None else trainer
     options = {"checkpoint_dir": directory, "every": 2} | kwargs
-    source = Source() if source is None else source
+    source = source if hasattr(source, "keys") else Source(source or (lambda x: x))
     with jax.debug_nans(debug_nans):  # jax would say which step has a NaN
         return trainer.fit(trainer.init(PARAMS), source, **options)
-
-
-def succeed(directory, monkeypatch):
-    run(directory, callback=lambda state: {"weight": float(state.params[0])})
-
-
-def meet_a_bad_record(directory, monkeypatch):
-    def with_text(rows):
-        return rows | {"y": np.array([WORD] * len(rows["y"]), object)}
-
-    run(directory, Source(with_text))
-
-
-def meet_another_shape(directory, monkeypatch):
-    run(directory, Source(lambda rows: rows | {"x": rows["x"][:, :2]}))
-
-
-def meet_too_few_rows(directory, monkeypatch):
-    run(directory, Source(lambda rows: rows | {"x": ROWS["x"]}))
-
-
-def meet_nan(directory, monkeypatch):
-    nowhere_finite = Source(lambda rows: rows | {"x": rows["x"] * np.nan})
-    run(directory, nowhere_finite, debug_nans=True)
-
-
-def fail_in_the_callback(directory, monkeypatch):
-    def callback(state):
-        if int(state.step) == 4:
-            raise RuntimeError("the callback failed")
-
-    run(directory, callback=callback)
-
-
-def return_something_else(directory, monkeypatch):
-    run(directory, callback=lambda state: {"loss": ROWS["y"]})
 
 
 def fill_the_disk(directory, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    def callback(state):
-        monkeypatch.setattr("os.pwrite", full)
-
-    run(directory, callback=callback)
+    run(directory, callback=lambda state: monkeypatch.setattr("os.pwrite", full))
 
 
-def damage_a_checkpoint(directory, monkeypatch):
-    with contextlib.suppress(RuntimeError):
-        fail_in_the_callback(directory, monkeypatch)
+def damage_a_checkpoint(directory, _):
+    with contextlib.suppress(FailureError):
+        run(directory, callback=fails_at(4))
     for file in (directory / "checkpoints").rglob("*"):
         if file.is_file():
             content = bytearray(file.read_bytes())
@@ -129,24 +92,65 @@ def damage_a_checkpoint(directory, monkeypatch):
     run(directory)
 
 
-def change_the_number_of_examples(directory, monkeypatch):
-    with contextlib.suppress(RuntimeError):
-        fail_in_the_callback(directory, monkeypatch)
+def change_the_number_of_examples(directory, _):
+    with contextlib.suppress(FailureError):
+        run(directory, callback=fails_at(4))
     more = jax.tree.map(lambda x: np.append(x, x[:1], axis=0), ROWS)
     run(directory, more, trainer=make_trainer(num_examples=SIZE + 1))
 
 
-def interrupt(directory, monkeypatch):
-    def stop(rows):
-        raise KeyboardInterrupt
-
-    run(directory, Source(stop))
-
-
-def lose_a_checkpoint(directory, monkeypatch):
+def lose_a_checkpoint(directory, _):
     run(directory, stop_at=3)
     shutil.rmtree(directory / "checkpoints" / "3")
     run(directory)
+
+
+def stop(rows):
+    raise KeyboardInterrupt
+
+
+def with_text(rows):
+    return rows | {"y": np.array([WORD] * len(rows["y"]), object)}
+
+
+# What happens in a run, and a part of the error, if there is one.
+ACTIONS = {
+    "success": (
+        lambda path, _: run(path, callback=lambda x: {"weight": float(x.params[0])}),
+        None,
+    ),
+    "NaN": (
+        lambda path, _: run(
+            path, lambda rows: rows | {"x": rows["x"] * np.nan}, debug_nans=True
+        ),
+        None,
+    ),
+    "bad record": (lambda path, _: run(path, with_text), "examples must be numbers"),
+    "another shape": (
+        lambda path, _: run(path, lambda rows: rows | {"x": rows["x"][:, :2]}),
+        "same tree, shapes and dtypes",
+    ),
+    "too few rows": (
+        lambda path, _: run(path, lambda rows: rows | {"x": ROWS["x"]}),
+        "one row for each index",
+    ),
+    "callback fails": (lambda path, _: run(path, callback=fails_at(4)), ""),
+    "callback returns an array": (
+        lambda path, _: run(path, callback=lambda state: {"loss": ROWS["y"]}),
+        "must be a real scalar",
+    ),
+    "full disk": (fill_the_disk, "No space left on device"),
+    "damaged checkpoint": (
+        damage_a_checkpoint,
+        "at least one checkpoint must be whole",
+    ),
+    "another number of examples": (
+        change_the_number_of_examples,
+        "must go on with the number of examples",
+    ),
+    "interrupt": (lambda path, _: run(path, stop), ""),
+    "lost checkpoint": (lose_a_checkpoint, None),
+}
 
 
 def everything_shown(action, directory, monkeypatch, capsys, caplog):
@@ -172,44 +176,24 @@ def everything_shown(action, directory, monkeypatch, capsys, caplog):
     return error, content
 
 
-def secrets():
-    """What must not be found of the data: numbers as text and as bytes, and words."""
-    found = {WORD.encode(), *(np.float32(x).tobytes() for x in NUMBERS)}
-    return found | {str(np.float32(x))[:6].encode() for x in NUMBERS}
-
-
 def places_of_secrets(content, words):
-    places = {place for place, x in content.items() if any(s in x for s in secrets())}
+    """The places that have a key, or the data: as text, as bytes, or as a word."""
+    found = {WORD.encode(), *(np.float32(x).tobytes() for x in NUMBERS)}
+    found |= {str(np.float32(x))[:6].encode() for x in NUMBERS}
+    places = {place for place, x in content.items() if any(s in x for s in found)}
     return places | places_of_keys(words, content)
 
 
-ACTIONS = {
-    succeed: None,
-    meet_nan: None,
-    meet_a_bad_record: "examples must be numbers",
-    meet_another_shape: "same tree, shapes and dtypes",
-    meet_too_few_rows: "one row for each index",
-    fail_in_the_callback: "the callback failed",
-    return_something_else: "must be a real scalar",
-    fill_the_disk: "No space left on device",
-    damage_a_checkpoint: "at least one checkpoint must be whole",
-    change_the_number_of_examples: "must go on with the number of examples",
-    interrupt: "",
-    lose_a_checkpoint: None,
-}
-
-
-@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
-def test_nothing_shows_an_example_or_a_key(
-    action, tmp_path, monkeypatch, capsys, caplog
-):
+@pytest.mark.parametrize("name", ACTIONS)
+def test_nothing_shows_an_example_or_a_key(name, tmp_path, monkeypatch, capsys, caplog):
     words = known_bits(monkeypatch)
+    action, said = ACTIONS[name]
     error, content = everything_shown(action, tmp_path, monkeypatch, capsys, caplog)
-    assert (error is None) == (ACTIONS[action] is None)
-    assert (ACTIONS[action] or "") in str(error)
+    assert (error is None) == (said is None)
+    assert (said or "") in str(error)
     places = {"ledger.jsonl", "metrics.jsonl", "lock"}
     assert content.keys() >= places
-    if action is succeed:
+    if name == "success":
         assert b"epsilon" in content["output"]
         assert b"public/weight" in content["metrics.jsonl"]
     assert len(words) >= 3

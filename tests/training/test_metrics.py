@@ -1,7 +1,6 @@
 """A run records what it releases, and warns of gradients that are not finite."""
 
-import dataclasses
-import json
+import functools
 import math
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_runs import FailureError, fails_at
 
 import dpmp
 from dpmp.runs import read_metrics
@@ -65,6 +65,7 @@ def test_every_line_has_the_released_values_of_its_step(trainer, tmp_path):
     assert seconds == sorted(seconds)
     assert "steps_per_second" not in lines[0]
     assert all(line["steps_per_second"] > 0 for line in lines[1:])
+    assert lines[-1]["epsilon"] == trainer.mechanism.guarantee().epsilon
 
 
 def test_lines_come_with_their_checkpoint(trainer, tmp_path):
@@ -76,12 +77,6 @@ def test_lines_come_with_their_checkpoint(trainer, tmp_path):
     run(trainer, tmp_path, callback=callback, every=4)
     assert seen == [[], [1, 2, 3, 4]]  # the callback may add to the last line
     assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_the_last_line_has_the_epsilon_of_the_mechanism(trainer, tmp_path):
-    run(trainer, tmp_path)
-    epsilon = trainer.mechanism.guarantee().epsilon
-    assert read_metrics(tmp_path)[-1]["epsilon"] == epsilon
 
 
 def test_numbers_of_the_callback_are_recorded_as_public(trainer, tmp_path, capsys):
@@ -113,59 +108,42 @@ def test_anything_else_is_refused_without_its_value(trainer, returned, message):
     assert "731" not in str(caught.value)
 
 
-class FailureError(Exception):
-    pass
-
-
 def test_steps_have_one_line_after_an_exception(trainer, tmp_path):
-    def callback(state):
-        if int(state.step) == 4:
-            raise FailureError
-
     with pytest.raises(FailureError):
-        run(trainer, tmp_path, callback=callback)
+        run(trainer, tmp_path, callback=fails_at(4))
     # The lines of the block whose callback failed are in its checkpoint.
     assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2]
     run(trainer, tmp_path)
     assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-def make_metrics(**options):
-    return Metrics(
-        **{
-            "start": 0,
-            "seconds": 0.0,
-            "iterations": 3,
-            "report_steps": [],
-            "epsilon": lambda step: None,
-            **options,
-        }
-    )
+@pytest.fixture
+def make_metrics():
+    def make(**options):
+        options = {"seconds": 0.0, "iterations": 3, "report_steps": []} | options
+        return Metrics(start=0, epsilon=lambda step: None, **options)
+
+    return make
 
 
-def test_a_recorded_value_is_that_of_its_step(trainer):
+def test_a_recorded_value_is_that_of_its_step(trainer, make_metrics):
     """The arrays of a state are used up by the next step."""
-    metrics, state = make_metrics(), trainer.init(jnp.zeros(2))
+    metrics, state = make_metrics(seconds=1000.0), trainer.init(jnp.zeros(2))
     state = state._replace(metrics={"overflowed": jnp.float32(0.5)})
     metrics.collect(1, state, is_last=False)
     jax.tree.map(lambda x: x.delete(), (state.metrics, state.scale_state))
     (line,) = metrics.take()
     assert (line["step"], line["noisy/overflowed"]) == (1, 0.5)
+    assert 1000.0 <= line["seconds"] < 1010.0  # of the whole run
     assert metrics.take() == []
 
 
-def test_a_long_run_has_about_a_thousand_lines(trainer):
+def test_a_long_run_has_about_a_thousand_lines(trainer, make_metrics):
     state = trainer.init(jnp.zeros(2))
     metrics = make_metrics(iterations=50_000, report_steps=[7])
     for step in range(1, 121):
         metrics.collect(step, state, is_last=step == 33)
     assert [x["step"] for x in metrics.take()] == [7, 33, 50, 100]
-
-
-def test_the_seconds_of_a_run_go_on(trainer):
-    metrics = make_metrics(seconds=1000.0)
-    metrics.collect(1, trainer.init(jnp.zeros(2)), is_last=True)
-    assert 1000.0 <= metrics.take()[0]["seconds"] < 1010.0
 
 
 @pytest.mark.parametrize("when", ["metrics", "release"])
@@ -186,41 +164,29 @@ def test_metrics_that_cannot_be_written_are_an_error(
     assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_lines_are_json_without_nan(trainer, tmp_path):
-    run(trainer, tmp_path, callback=lambda state: {"x": math.nan})
-    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)
-
-
 # Gradients that are not finite.
 
 
 NAN = np.full((SIZE, 2), np.nan, np.float32)
 
 
-def make_linear(**fields):
+@functools.cache
+def linear(is_private=True, **fields):
     mechanism = dpmp.DPSGD(
-        **{
-            "num_examples": SIZE,
-            "expected_batch_size": 8,
-            "iterations": 6,
-            "l2_clip_norm": 1.0,
-            "noise_multiplier": 0.5,
-            **fields,
-        }
+        num_examples=SIZE,
+        expected_batch_size=8,
+        iterations=6,
+        l2_clip_norm=1.0,
+        noise_multiplier=0.5,
+        **fields,
     )
     return dpmp.DPTrainer(
-        mechanism=mechanism,
+        mechanism=mechanism if is_private else mechanism.without_privacy(),
         loss_fn=lambda w, x: jnp.mean(x @ w),
         optimizer=optax.sgd(0.0),
         policy="float32",
         prng_key=jax.random.key(0),
     )
-
-
-@pytest.fixture(scope="module")
-def linear():
-    return make_linear()
 
 
 def fit(trainer, data, **options):
@@ -234,6 +200,7 @@ def fit(trainer, data, **options):
     return np.array(seen)
 
 
+@pytest.mark.parametrize("has_directory", [False, True])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -243,52 +210,30 @@ def fit(trainer, data, **options):
     ],
     ids=["float32", "bounded", "clipped"],
 )
-def test_a_run_on_nan_says_so_once(fields, capsys):
-    trainer = make_linear(**fields)
-    with pytest.warns(UserWarning, match="had a gradient with NaN or infinity") as said:
-        seen = fit(trainer, NAN)
-    assert len(said) == 1
-    spread = trainer.mechanism.overflow_stddev / 8
-    # Binomial batches, and the noise.
-    assert abs(seen.mean() - 1) < 5 * math.hypot(spread, math.sqrt(4) / 8)
-    assert f"noisy overflowed {seen[-1]:.3g}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("progress", [False, True])
-@pytest.mark.parametrize("has_directory", [False, True])
-def test_a_run_on_nan_says_so_however_it_is_shown(
-    linear, tmp_path, progress, has_directory, capsys
-):
+def test_a_run_on_nan_says_so_once(fields, has_directory, tmp_path, capsys):
+    trainer, progress = linear(**fields), not has_directory
     options = {"checkpoint_dir": tmp_path} if has_directory else {}
     with pytest.warns(UserWarning, match="had a gradient with NaN or infinity") as said:
-        fit(linear, NAN, progress=progress, **options)
+        seen = fit(trainer, NAN, progress=progress, **options)
     assert len(said) == 1
-    assert bool(capsys.readouterr().err) == progress
+    if not has_directory:
+        spread = trainer.mechanism.overflow_stddev / 8
+        # Binomial batches, and the noise.
+        assert abs(seen.mean() - 1) < 5 * math.hypot(spread, math.sqrt(4) / 8)
+    shown = capsys.readouterr().err
+    assert (f"noisy overflowed {seen[-1]:.3g}" in shown) == bool(shown) == progress
 
 
-def test_a_run_without_overflows_shows_noise_and_warns_of_nothing(linear):
-    seen = fit(linear, np.ones((SIZE, 2), np.float32))
-    assert np.all(seen != 0)
-    assert np.all(np.abs(seen) < 5 * 0.5 / 8)
-
-
-def test_a_run_without_privacy_counts_exactly(linear):
+@pytest.mark.parametrize("is_private", [False, True])
+def test_the_fraction_is_exact_without_privacy_and_noisy_with_it(is_private):
     data = np.ones((SIZE, 2), np.float32)
-    data[::2] = np.nan
-    public = dpmp.DPTrainer(
-        mechanism=linear.mechanism.without_privacy(),
-        loss_fn=linear.loss_fn,
-        optimizer=linear.optimizer,
-        policy=linear.policy,
-    )
-    with pytest.warns(UserWarning, match="NaN or infinity"):
-        assert np.all(fit(public, data) * 8 % 1 == 0)
-
-
-def test_the_noise_on_the_gradient_and_epsilon_are_those_without_the_count(linear):
-    mechanism = dataclasses.replace(linear.mechanism, delta=1e-5)
-    assert mechanism.stddev == 0.5 * 1.0 / 8
-    assert "gradient is not finite" in " ".join(mechanism.statement().split())
+    seen = fit(linear(is_private), data, progress=False)
+    assert np.all((seen != 0) == is_private)
+    assert np.all(np.abs(seen) < 5 * 0.5 / 8)
+    if not is_private:
+        data[::2] = np.nan
+        with pytest.warns(UserWarning, match="NaN or infinity"):
+            assert np.all(fit(linear(is_private), data) * 8 % 1 == 0)
 
 
 @pytest.mark.parametrize(("is_dynamic", "first"), [(False, 3), (True, 50)])

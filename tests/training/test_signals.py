@@ -31,6 +31,12 @@ from dpmp.sources import _prefetch
 from dpmp.training._signals import Signals
 from dpmp.training._step import Step
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
+
+def fail():
+    raise FailureError
+
 
 def send(number):
     """Sends a signal to this process, unless that would end the tests."""
@@ -38,36 +44,32 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-def interrupt(times, done, number=signal.SIGINT):
-    with Signals(sigterm=True) as signals:
-        for _ in range(times):
-            os.kill(os.getpid(), number)
-        done.append("step")
-        signals.act()
-
-
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
-    ("number", "error"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
+    ("number", "times", "error"),
+    [
+        (signal.SIGINT, 1, KeyboardInterrupt),
+        (signal.SIGTERM, 1, SystemExit),
+        (signal.SIGINT, 2, KeyboardInterrupt),
+    ],
 )
-def test_a_signal_waits_for_the_end_of_the_step(number, error):
+def test_a_signal_waits_for_the_end_of_the_step_and_a_second_one_does_not(
+    number, times, error
+):
     done, before = [], signal.getsignal(number)
+
+    def make_step():
+        with Signals(sigterm=True) as signals:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+            done.append("step")
+            signals.act()
+
     with pytest.raises(error):
-        interrupt(1, done, number)
-    assert done == ["step"]
+        make_step()
+    assert len(done) == 2 - times
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_a_second_signal_does_not_wait():
-    done = []
-    with pytest.raises(KeyboardInterrupt):
-        interrupt(2, done)
-    assert not done
-
-
-@pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_acts_at_once_where_a_run_may_be_interrupted():
     def interrupted():
         with Signals(sigterm=False) as signals, signals.interruptible():
@@ -81,13 +83,10 @@ def test_a_signal_acts_at_once_where_a_run_may_be_interrupted():
 
 def test_a_handler_of_the_users_own_stays():
     received = []
-    before = signal.signal(signal.SIGINT, lambda *_: received.append(1))
-    try:
-        with Signals(sigterm=True) as signals:
-            os.kill(os.getpid(), signal.SIGINT)
-            signals.act()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, lambda *_: received.append(1))  # `ctrl_c` restores it
+    with Signals(sigterm=True) as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        signals.act()
     assert received == [1]
 
 
@@ -140,7 +139,6 @@ def test_a_signal_lets_a_release_end(tmp_path, monkeypatch, place):
     assert num_paid(tmp_path) == 3
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_last_step_and_costs_nothing_more(
@@ -169,7 +167,6 @@ def test_a_signal_saves_the_last_step_and_costs_nothing_more(
     assert num_paid(tmp_path) == 7
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("has_directory", [False, True])
 def test_a_signal_during_a_step_is_raised_once(tmp_path, monkeypatch, has_directory):
     trainer, run, calls = fresh_trainer(), Step.run, []
@@ -188,32 +185,32 @@ def test_a_signal_during_a_step_is_raised_once(tmp_path, monkeypatch, has_direct
     assert int(trainer.last_state.step) == num_of_state(trainer.last_state) == 2
 
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_an_interrupt_without_a_directory_keeps_the_state():
-    trainer = fresh_trainer()
-
-    def action():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.05)
-
-    with pytest.raises(KeyboardInterrupt):
-        fit(trainer, data=Source(4, action), prefetch=0)
-    assert int(trainer.last_state.step) == num_of_state(trainer.last_state) == 3
-
-
+@pytest.mark.parametrize("has_signal", [False, True])
 @pytest.mark.parametrize("error", [FailureError, KeyboardInterrupt, SystemExit])
-def test_an_exception_that_is_no_signal_pays_for_the_step(tmp_path, error):
+def test_an_exception_that_is_no_signal_is_paid_for_and_says_nothing(
+    tmp_path, error, has_signal
+):
     """A program may raise KeyboardInterrupt itself, because of what it has seen."""
-    trainer = fresh_trainer()
 
-    def action():
-        raise error
+    def callback(state):
+        if has_signal:  # which the callback swallows
+            with contextlib.suppress(KeyboardInterrupt):
+                send(signal.SIGINT)
+                time.sleep(0.01)
 
-    raised = RuntimeError if error is FailureError else error
-    with notes_of_exit(error), pytest.raises(raised):
-        fit(trainer, tmp_path, data=Source(2, action), prefetch=0)
-    assert int(trainer.last_state.step) == 1
-    assert num_paid(tmp_path) == num_of_state(trainer.last_state) == 2
+    said = "cannot decode record 7"
+
+    def leave():
+        raise error(said)
+
+    trainer, raised = fresh_trainer(), RuntimeError if error is FailureError else error
+    with notes_of_exit(error), pytest.raises(raised) as caught:
+        fit(trainer, tmp_path, data=Source(5, leave), callback=callback, prefetch=0)
+    assert said not in str(caught.value)
+    if error is not FailureError:
+        assert caught.value.args == ((1,) if error is SystemExit else ())
+    assert int(trainer.last_state.step) == 4
+    assert num_paid(tmp_path) == num_of_state(trainer.last_state) == 5
 
 
 @pytest.mark.parametrize("error", [FailureError, KeyboardInterrupt])
@@ -228,7 +225,6 @@ def test_a_run_goes_on_from_the_state_of_an_exception(error):
     assert int(trainer.last_state.step) == 2
     state = fit(trainer, state=trainer.last_state)
     assert trainer.last_state is None
-    assert state.step == 7
     assert trainer.guarantee(state) == trainer.mechanism.guarantee()
 
 
@@ -290,21 +286,26 @@ def test_a_process_whose_source_hangs_ends_after_sigterm(tmp_path):
     assert num_paid(tmp_path) == checkpoints(tmp_path)[-1] == 4
 
 
-class Slow(Source):
-    """Fails at one batch, and gets a signal while it loads the next one."""
+def test_a_signal_after_an_error_does_not_make_its_step_free(tmp_path, monkeypatch):
+    is_raised, result = threading.Event(), _prefetch._result
 
-    def __getitem__(self, indices):
-        if self.calls == self.number:
-            threading.Timer(0.2, send, (signal.SIGINT,)).start()
-            time.sleep(0.6)
-        return super().__getitem__(indices)
+    def announced(attempt):
+        if attempt[1] is not None:
+            is_raised.set()
+        return result(attempt)
 
+    class Slow(Source):
+        """Gets a signal while it loads the batch after the one that fails."""
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_a_signal_after_an_error_does_not_make_its_step_free(tmp_path):
-    def fail():
-        raise FailureError
+        def __getitem__(self, indices):
+            if self.calls == self.number:
+                assert is_raised.wait(30)
+                time.sleep(0.2)
+                send(signal.SIGINT)
+                time.sleep(0.1)
+            return super().__getitem__(indices)
 
+    monkeypatch.setattr(_prefetch, "_result", announced)
     trainer = fresh_trainer()
     with pytest.raises(RuntimeError, match="FailureError"):
         fit(trainer, tmp_path, data=Slow(4, fail), prefetch=2)
@@ -320,43 +321,18 @@ def test_a_handler_of_the_program_cannot_show_an_error_that_is_not_paid_for(
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    def fail():
+    def set_handler():
         place = Signals if name == "ignore" else os
         monkeypatch.setattr(place, name, interrupt)
-        raise FailureError
+        fail()
 
     trainer = fresh_trainer()
     with pytest.raises(KeyboardInterrupt) as caught:
-        fit(trainer, tmp_path, data=Source(5, fail), every=100)
+        fit(trainer, tmp_path, data=Source(5, set_handler), every=100)
     monkeypatch.undo()
     assert caught.value.__context__ is caught.value.__cause__ is None
     assert trainer.last_state is None
     assert num_paid(tmp_path) == 0
-
-
-@pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_exit_of_a_source_is_paid_for_and_says_nothing(tmp_path, kind):
-    """Also after a signal that a callback has swallowed."""
-
-    def callback(state):
-        with contextlib.suppress(KeyboardInterrupt):
-            send(signal.SIGINT)
-            time.sleep(0.01)
-
-    def leave():
-        raise kind("cannot decode record 7")
-
-    trainer = fresh_trainer()
-    source = Source(5, leave)
-    warns = pytest.warns(UserWarning, match="after step 4 of 7")
-    with (
-        warns if kind is SystemExit else contextlib.nullcontext(),
-        pytest.raises(kind) as caught,
-    ):
-        fit(trainer, tmp_path, data=source, callback=callback)
-    assert caught.value.args == ((1,) if kind is SystemExit else ())
-    assert num_paid(tmp_path) == 5
 
 
 def test_sigterm_before_the_first_step_ends_the_program_in_order(tmp_path):

@@ -7,6 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
+import dpmp
+
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 
 TOKENS = ["<|endoftext|>", "<s>", "</s>", "Ġ"]
@@ -49,6 +51,21 @@ def gguf_settings():
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
     }
+
+
+@pytest.fixture
+def check_rules():
+    """Checks that book-keeping has a rule for every parameter of a loss."""
+
+    def check(loss, params, batch):
+        summary = dpmp.book_keeping.summarize(loss, params, batch)
+        for row in summary.rows:
+            is_kernel = row.path.endswith("['kernel']")
+            allowed = {"dot"} if is_kernel else {"dot", "gather", "mul", "add"}
+            assert row.rules
+            assert {*row.rules} <= allowed
+
+    return check
 
 
 def copy_of(name, folder):

@@ -87,45 +87,22 @@ def changed_base(case):
     return case.model.params | {"norm": {"scale": norm["scale"] + 1e-3}}
 
 
-def adapter_not_moved(case):
-    save(case, with_query(case.adapters, a=case.initial.factors[QUERY].a))
+def on_merged(case):
+    return lora.merge(case.model.params, case.adapters)
 
 
-def saved_before_training(case):
-    lora.save(case.folder, case.initial, case.model.params, initial=None)
+def apply(case, adapters=None, params=None):
+    params = case.model.params if params is None else params
+    adapters = case.adapters if adapters is None else adapters
+    return jax.jit(lora.apply(case.model.apply, params))(adapters, jnp.arange(4))
 
 
-def wrong_pattern(case):
-    lora.init(jax.random.key(0), case.model.params, 2, "attn/q_proj")
+def load(case, params=None):
+    return lora.load(case.folder, case.model.params if params is None else params)
 
 
-def target_that_is_looked_up(case):
-    wider = lora.init(jax.random.key(0), case.model.params, 2, "query|embed")
-    lora.apply(case.model.apply, case.model.params)(wider, jnp.arange(4))
-
-
-def stale_base(case):
-    lora.load(case.folder, changed_base(case))
-
-
-def base_trained_too(case):
-    save(case, case.adapters, changed_base(case))
-
-
-def merged_twice(case):
-    once = lora.merge(case.model.params, case.adapters)
-    lora.merge(once, case.adapters)
-
-
-def served_on_the_merged_model(case):
-    once = lora.merge(case.model.params, case.adapters)
-    lora.apply(case.model.apply, once)(case.adapters, jnp.arange(4))
-
-
-def factors_swapped(case):
-    query = case.adapters.factors[QUERY]
-    swapped = with_query(case.adapters, a=query.b, b=query.a)
-    lora.apply(case.model.apply, case.model.params)(swapped, jnp.arange(4))
+def init(case, targets):
+    return lora.init(jax.random.key(0), case.model.params, 2, targets)
 
 
 def matrix_turned_around(case):
@@ -134,7 +111,7 @@ def matrix_turned_around(case):
         arrays[key] = np.ascontiguousarray(arrays[key].T)
 
     edit_arrays(case, turn)
-    lora.load(case.folder, case.model.params)
+    load(case)
 
 
 def layers_exchanged(case):
@@ -143,17 +120,17 @@ def layers_exchanged(case):
         arrays[first], arrays[second] = arrays[second], arrays[first]
 
     edit_arrays(case, exchange)
-    lora.load(case.folder, case.model.params)
+    load(case)
 
 
-def another_scale(case):
-    edit_config(case, lora_alpha=16)
-    lora.load(case.folder, case.model.params)
+def factors_swapped(case):
+    query = case.adapters.factors[QUERY]
+    apply(case, with_query(case.adapters, a=query.b, b=query.a))
 
 
-def another_rank(case):
-    edit_config(case, r=4)
-    lora.load(case.folder, case.model.params)
+def another_config(case, **changes):
+    edit_config(case, **changes)
+    load(case)
 
 
 def training_diverged(case):
@@ -164,11 +141,7 @@ def training_diverged(case):
 def file_cut_off(case):
     file = case.folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    lora.load(case.folder, case.model.params)
-
-
-def two_targets_in_one_module(case):
-    save(case, case.adapters, names=lambda path, layer: f"layers.{layer}.attn")
+    load(case)
 
 
 def other_tokenizer(case):
@@ -181,40 +154,72 @@ def other_tokenizer(case):
 
 OTHER_BASE = "must be used with the frozen arrays that they were made for"
 FAULTS = {
-    adapter_not_moved: re.escape(f"not_moved=['{QUERY}.a']"),
-    saved_before_training: "every adapter must change its target",
-    wrong_pattern: "at least one array must be selected; got targets='attn/q_proj'",
-    target_that_is_looked_up: "every target of LoRA must be multiplied.*embed",
-    stale_base: OTHER_BASE,
-    base_trained_too: OTHER_BASE,
-    merged_twice: OTHER_BASE,
-    served_on_the_merged_model: OTHER_BASE,
-    factors_swapped: f"must have the shapes of their target; got target='{QUERY}'",
-    matrix_turned_around: "two matrices of matching shapes",
-    layers_exchanged: re.escape("changed=['arrays']"),
-    another_scale: re.escape("changed=['alpha']"),
-    another_rank: "two matrices of matching shapes",
-    training_diverged: re.escape(f"not_finite=['{QUERY}.b']"),
-    file_cut_off: "must have two readable files; got .*adapter_model.safetensors",
-    two_targets_in_one_module: "must have a module, or a part of one, of its own",
-    other_tokenizer: "the tokenizer must be that of training",
+    "adapter not moved": (
+        lambda x: save(x, with_query(x.adapters, a=x.initial.factors[QUERY].a)),
+        re.escape(f"not_moved=['{QUERY}.a']"),
+    ),
+    "saved before training": (
+        lambda x: lora.save(x.folder, x.initial, x.model.params, initial=None),
+        "every adapter must change its target",
+    ),
+    "wrong pattern": (
+        lambda x: init(x, "attn/q_proj"),
+        "at least one array must be selected; got targets='attn/q_proj'",
+    ),
+    "target that is looked up": (
+        lambda x: apply(x, init(x, "query|embed")),
+        "every target of LoRA must be multiplied.*embed",
+    ),
+    "stale base": (lambda x: load(x, changed_base(x)), OTHER_BASE),
+    "base trained too": (lambda x: save(x, x.adapters, changed_base(x)), OTHER_BASE),
+    "merged twice": (lambda x: lora.merge(on_merged(x), x.adapters), OTHER_BASE),
+    "served on the merged model": (
+        lambda x: apply(x, params=on_merged(x)),
+        OTHER_BASE,
+    ),
+    "factors swapped": (
+        factors_swapped,
+        f"must have the shapes of their target; got target='{QUERY}'",
+    ),
+    "matrix turned around": (
+        matrix_turned_around,
+        "two matrices of matching shapes",
+    ),
+    "layers exchanged": (layers_exchanged, re.escape("changed=['arrays']")),
+    "another scale": (
+        lambda x: another_config(x, lora_alpha=16),
+        re.escape("changed=['alpha']"),
+    ),
+    "another rank": (
+        lambda x: another_config(x, r=4),
+        "two matrices of matching shapes",
+    ),
+    "training diverged": (
+        training_diverged,
+        re.escape(f"not_finite=['{QUERY}.b']"),
+    ),
+    "file cut off": (
+        file_cut_off,
+        "must have two readable files; got .*adapter_model.safetensors",
+    ),
+    "two targets in one module": (
+        lambda x: save(x, x.adapters, names=lambda path, layer: f"layers.{layer}.attn"),
+        "must have a module, or a part of one, of its own",
+    ),
+    "other tokenizer": (other_tokenizer, "the tokenizer must be that of training"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("name", FAULTS)
 @jax.numpy_dtype_promotion("standard")  # flax needs it
-def test_a_fault_is_noticed(case, fault):
-    with pytest.raises((ValueError, SystemExit), match=FAULTS[fault]):
-        fault(case)
+def test_a_fault_is_noticed(case, name):
+    make, message = FAULTS[name]
+    with pytest.raises((ValueError, SystemExit), match=message):
+        make(case)
 
 
 @jax.numpy_dtype_promotion("standard")
 def test_without_a_fault_there_is_no_error(case):
     save(case, case.adapters, names=llm.huggingface_name)
-    loaded = lora.load(case.folder, case.model.params)
-    given, expected = (
-        lora.apply(case.model.apply, case.model.params)(adapters, jnp.arange(4))
-        for adapters in (loaded, case.adapters)
-    )
-    np.testing.assert_array_equal(given, expected)
+    np.testing.assert_array_equal(apply(case, load(case)), apply(case))
     example.generate(case.folder.parent, "the", 2, 0)

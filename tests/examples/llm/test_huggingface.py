@@ -44,47 +44,39 @@ def test_written_weights_have_the_bits_of_those_read(folder, tmp_path, shard_byt
     assert read(tmp_path / "new")[0] == config
 
 
-def test_shards_are_small_and_are_read_back(llama, tmp_path):
-    config, params = read(llama)
-    huggingface.write(tmp_path / "new", config, params, shard_bytes=6000)
-    shards = sorted((tmp_path / "new").glob("model-*.safetensors"))
+def test_shards_are_small_and_replace_those_of_an_earlier_model(llama, tmp_path):
+    (config, params), folder = read(llama), tmp_path / "new"
+    huggingface.write(folder, config, params, shard_bytes=6000)
+    shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 2
-    assert not (tmp_path / "new" / "model.safetensors").exists()
+    assert not (folder / "model.safetensors").exists()
     for shard in shards:
         arrays = safetensors.numpy.load_file(shard).values()
         assert sum(x.nbytes for x in arrays) <= 6000
-    again = read(tmp_path / "new")[1]
-    np.testing.assert_array_equal(
-        params["embed"]["embedding"], again["embed"]["embedding"]
-    )
-
-
-def test_writing_removes_the_shards_of_an_earlier_model(llama, tmp_path):
-    config, params = read(llama)
-    huggingface.write(tmp_path / "new", config, params, shard_bytes=6000)
-    huggingface.write(tmp_path / "new", config, params)
-    files = {path.name for path in (tmp_path / "new").iterdir()}
+    # Weights may be read by those who may read the config.
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    shards[1].unlink()
+    with pytest.raises(FileNotFoundError, match=shards[1].name):
+        read(folder)
+    huggingface.write(folder, config, params)
+    files = {path.name for path in folder.iterdir()}
     assert files == {"config.json", "model.safetensors"}
 
 
-def test_weights_may_be_read_by_those_who_may_read_the_config(llama, tmp_path):
-    config, params = read(llama)
-    huggingface.write(tmp_path / "new", config, params, shard_bytes=6000)
-    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()}
-    assert modes == {(tmp_path / "new" / "config.json").stat().st_mode & 0o777}
-
-
-def test_a_prefix_of_the_whole_model_may_be_missing(llama):
+def test_a_prefix_and_other_arrays_are_as_they_may_be(llama):
     _, params = read(llama)
 
-    def shorten(arrays):
+    def change(arrays):
         for name in list(arrays):
             arrays[name.removeprefix("model.")] = arrays.pop(name)
+        arrays["layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3)
 
-    change_weights(llama, shorten)
-    np.testing.assert_array_equal(
-        read(llama)[1]["norm"]["scale"], params["norm"]["scale"]
-    )
+    change_weights(llama, change)
+    scale = read(llama)[1]["norm"]["scale"]
+    np.testing.assert_array_equal(scale, params["norm"]["scale"])
+    change_weights(llama, lambda x: x.update({"adapter.weight": np.zeros(3)}))
+    with pytest.raises(ValueError, match=r"got none for adapter\.weight"):
+        read(llama)
 
 
 def test_the_forms_of_older_versions_of_transformers_are_read(llama):
@@ -107,15 +99,6 @@ def test_a_missing_file_is_named(llama, missing, message):
     (llama / missing).unlink()
     with pytest.raises(FileNotFoundError, match=message):
         read(llama)
-
-
-def test_a_missing_shard_is_named(llama, tmp_path):
-    config, params = read(llama)
-    huggingface.write(tmp_path / "new", config, params, shard_bytes=6000)
-    shard = sorted((tmp_path / "new").glob("model-*.safetensors"))[1]
-    shard.unlink()
-    with pytest.raises(FileNotFoundError, match=shard.name):
-        read(tmp_path / "new")
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
@@ -157,40 +140,19 @@ def test_a_configuration_that_does_not_fit_is_refused(llama, changes, message):
         read(llama)
 
 
-def test_an_array_that_has_no_place_is_named(llama):
-    change_weights(llama, lambda x: x.update({"adapter.weight": np.zeros(3)}))
-    with pytest.raises(ValueError, match=r"got none for adapter\.weight"):
-        read(llama)
-
-
-def test_arrays_that_are_no_parameters_are_left_out(llama):
-    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    change_weights(llama, lambda x: x.update({buffer: np.zeros(3)}))
-    read(llama)
-
-
-def test_the_module_of_transformers_is_named():
-    name = huggingface_name("layers/attention/query/kernel", 3)
-    assert name == "model.layers.3.self_attn.q_proj"
-    name = huggingface_name("layers/feed_forward/up/kernel", 0, architecture="gpt2")
-    assert name == "transformer.h.0.mlp.c_fc"
-
-
-def test_kernels_of_one_module_are_its_parts():
-    parts = [
-        huggingface_name(f"layers/attention/{name}/kernel", 3, "gpt2")
-        for name in ("query", "key", "value")
-    ]
-    assert parts == [("transformer.h.3.attn.c_attn", i, 3) for i in range(3)]
-
-
-def test_arrays_that_are_no_kernels_have_no_module():
-    for path in ("embed/embedding", "layers/attention/query/bias", "norm/scale"):
-        assert huggingface_name(path, 0, "gpt2") is None
-
-
-def test_the_name_of_an_unknown_path_is_refused():
-    with pytest.raises(
-        ValueError, match="must be one of a llama; got 'layers/nowhere'"
-    ):
-        huggingface_name("layers/nowhere", 0)
+@pytest.mark.parametrize(
+    ("path", "architecture", "name"),
+    [
+        ("layers/attention/query/kernel", "llama", "model.layers.3.self_attn.q_proj"),
+        ("layers/feed_forward/up/kernel", "gpt2", "transformer.h.3.mlp.c_fc"),
+        # One of the parts of a module.
+        ("layers/attention/key/kernel", "gpt2", ("transformer.h.3.attn.c_attn", 1, 3)),
+        # Arrays that are no kernels have no module.
+        ("embed/embedding", "gpt2", None),
+        ("layers/attention/query/bias", "gpt2", None),
+    ],
+)
+def test_the_module_of_transformers_is_named(path, architecture, name):
+    assert huggingface_name(path, 3, architecture) == name
+    with pytest.raises(ValueError, match=f"must be one of a {architecture}; got 'lay"):
+        huggingface_name("layers/nowhere", 0, architecture)

@@ -17,11 +17,6 @@ def params():
     return jnp.asarray(np.random.default_rng(0).normal(size=(6, 6)), jnp.float32)
 
 
-def nats_of(params, before, token):
-    row = np.asarray(params, np.float64)[before]
-    return np.log(np.sum(np.exp(row))) - row[token]
-
-
 def test_a_batch_marks_what_is_to_be_predicted(llama):
     tokenizer = llm.load(llama).tokenizer
     batch = llm.make_batch(tokenizer, ["he", "hen in the", ""], 3)
@@ -35,26 +30,20 @@ def test_a_batch_marks_what_is_to_be_predicted(llama):
 
 
 def test_the_loss_is_the_mean_over_targets(params):
-    tokens = np.array([[1, 4, 2, 0]], np.int32)
-    is_target = np.array([[False, True, True, False]])
+    tokens = np.array([[1, 4, 2, 0, 0], [1, 4, 2, 5, 3], [0] * 5], np.int32)
+    is_target = np.array([[0, 1, 1, 0, 0]] * 2 + [[0] * 5], bool)
     batch = {"tokens": tokens, "is_target": is_target}
-    expected = (nats_of(params, 1, 4) + nats_of(params, 4, 2)) / 2
-    np.testing.assert_allclose(llm.mean_nats(apply, params, batch), expected, rtol=1e-6)
-
-
-def test_padding_has_no_influence(params):
-    tokens = np.array([[1, 4, 2, 0, 0], [1, 4, 2, 5, 3]], np.int32)
-    is_target = np.array([[False, True, True, False, False]] * 2)
-    nats, counts = llm.summed_nats(
-        apply, params, {"tokens": tokens, "is_target": is_target}
-    )
+    nats, counts = llm.summed_nats(apply, params, batch)
+    # Padding has no influence.
     assert nats[0] == nats[1]
-    assert counts.tolist() == [2, 2]
-
-
-def test_an_example_without_targets_has_no_loss(params):
-    batch = {"tokens": np.zeros((1, 4), np.int32), "is_target": np.zeros((1, 4), bool)}
-    assert llm.mean_nats(apply, params, batch) == 0
+    assert counts.tolist() == [2, 2, 0]
+    log_probs = np.asarray(params, np.float64)
+    log_probs -= np.log(np.exp(log_probs).sum(axis=1, keepdims=True))
+    expected = -log_probs[1, 4] - log_probs[4, 2]
+    first, *_, empty = ({k: x[i : i + 1] for k, x in batch.items()} for i in range(3))
+    for found in (nats[0], 2 * llm.mean_nats(apply, params, first)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert llm.mean_nats(apply, params, empty) == 0
 
 
 def test_evaluation_weighs_targets_alike(params):

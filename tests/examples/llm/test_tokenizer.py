@@ -28,11 +28,8 @@ def test_control_tokens_are_not_cut_and_not_text(gguf_settings):
     read = tokenizer.from_gguf(gguf_settings)
     assert pieces(read, "<s>he") == ["<s>", "he"]
     assert read.decode([1, *read.encode("he"), 2]) == "he"
-
-
-def test_a_gguf_file_may_ask_for_a_token_that_begins_a_text(gguf_settings):
-    settings = gguf_settings | {"tokenizer.ggml.add_bos_token": True}
-    assert pieces(tokenizer.from_gguf(settings), "in the") == ["<s>", "in", "Ġthe"]
+    read = tokenizer.from_gguf(gguf_settings | {"tokenizer.ggml.add_bos_token": True})
+    assert pieces(read, "in the") == ["<s>", "in", "Ġthe"]
 
 
 def test_a_folder_neither_cuts_nor_pads_texts(llama):
@@ -62,13 +59,10 @@ def test_the_digest_differs_between_tokenizers(gguf_settings):
     assert read.digest == tokenizer.from_gguf(gguf_settings).digest
 
 
-def test_a_missing_tokenizer_is_named(tmp_path):
+@pytest.mark.parametrize("contents", ["", "{}", json.dumps({"model": "none"})])
+def test_a_missing_or_damaged_tokenizer_is_named(tmp_path, contents):
     with pytest.raises(FileNotFoundError, match=r"must have tokenizer\.json"):
         tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize("contents", ["", "{}", json.dumps({"model": "none"})])
-def test_a_damaged_tokenizer_is_named(tmp_path, contents):
     (tmp_path / "tokenizer.json").write_text(contents)
     with pytest.raises(ValueError, match=r"tokenizer\.json must be a tokenizer"):
         tokenizer.from_folder(tmp_path)
