@@ -25,13 +25,13 @@ from dpmp import (
 )
 from dpmp.__main__ import main
 from dpmp.engines.book_keeping import measure_extents, summarize
-from dpmp.tools.memory import (
+from dpmp.planning.memory import (
     accumulation_overhead,
     compiled_memory,
     estimate_memory,
     measure_accumulation_share,
 )
-from dpmp.tools.microbatches import measure_microbatch_sizes
+from dpmp.planning.microbatches import measure_microbatch_sizes
 
 SECRET = 12345.678
 SIZE = 16
@@ -724,9 +724,6 @@ CASES = {
     "memory-overhead-batch: batch_size must be": lambda: accumulation_overhead(
         9, batch_size=0, num_positions=8
     ),
-    "memory-overhead-measured: measured must be": lambda: accumulation_overhead(
-        9, batch_size=8, num_positions=8, measured=-1.0
-    ),
     "memory-share-rounds: rounds must be": lambda: measure_accumulation_share(
         linear, jnp.ones(3), BATCH, rounds=0
     ),
@@ -774,36 +771,36 @@ def test_a_bad_input_is_told_what_is_required_what_was_given_and_what_to_do(name
 RUN = ["--num-examples", "5000", "--batch-size", "50", "--steps", "20"]
 DELTA = ["--delta", "1e-5"]
 COMMANDS = {
-    "--noise-multiplier must": ["epsilon", *RUN, "--noise-multiplier", "-1", *DELTA],
+    "noise_multiplier must": ["epsilon", *RUN, "--noise-multiplier", "-1", *DELTA],
     "delta must": ["epsilon", *RUN, "--noise-multiplier", "1", "--delta", "2"],
     "epsilon must": ["calibrate", *RUN, "--epsilon", "0", *DELTA],
-    "--batch-size must": [
+    "expected_batch_size must": [
         *("calibrate", *RUN[:2], "--batch-size", "0", *RUN[4:], "--epsilon", "1"),
         *DELTA,
     ],
-    "--batch-size must be at most --num-examples": [
+    "expected_batch_size must be at most num_examples": [
         *("calibrate", *RUN[:2], "--batch-size", "9999", *RUN[4:], "--epsilon", "1"),
         *DELTA,
     ],
-    "got --neighbors=add-or-remove-one. Use --neighbors zero-out": [
+    "got neighboring_relation='ADD_OR_REMOVE_ONE'. Use REPLACE_SPECIAL": [
         *("statement", *RUN, "--epsilon", "1", *DELTA, "--method", "book_keeping"),
-        *("--neighbors", "add-or-remove-one"),
+        *("--neighbors", "ADD_OR_REMOVE_ONE"),
     ],
-    "--sampling-prob must": [
+    "sampling_prob must": [
         *("epsilon", *RUN, "--noise-multiplier", "1", *DELTA, "--sampling-prob", "2")
     ],
-    "--truncated-batch-size must": [
+    "truncated_batch_size must": [
         *("epsilon", *RUN, "--noise-multiplier", "1", *DELTA),
         *("--truncated-batch-size", "0"),
     ],
-    "--steps must": ["calibrate", *RUN[:-1], "0", "--epsilon", "1", *DELTA],
-    "every --clip-norm must": [
+    "iterations must": ["calibrate", *RUN[:-1], "0", "--epsilon", "1", *DELTA],
+    "every l2_clip_norm must": [
         *("statement", *RUN, "--epsilon", "1", *DELTA, "--clip-norm", "-1")
     ],
     "there must be 32 examples": [
         *("plan", "--num-examples", "20", "--processed", "99", "--epsilon", "2", *DELTA)
     ],
-    "--processed must": [
+    "num_processed must": [
         *("plan", "--num-examples", "99", "--processed", "0", "--epsilon", "2", *DELTA)
     ],
     "size must": ["devices", "--size", "0"],
