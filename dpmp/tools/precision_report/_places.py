@@ -71,7 +71,7 @@ def find_places(jaxpr: Any, rounded: Sequence[Finding | None]) -> list[Finding]:
     """Finds all places in a program; `rounded` tells which arguments are rounded."""
     walk = _Walk()
     walk.run(jaxpr, [Facts(x) for x in rounded])
-    return [x for x in walk.places if x.primitive not in walk.used]
+    return [x for x in walk.places if (x.kind, x.primitive) not in walk.used]
 
 
 class _Walk:
@@ -79,13 +79,13 @@ class _Walk:
 
     Attributes:
       places: the places found so far.
-      used: paths of arguments that something uses in 16 bits.
+      used: kinds and paths of arguments that something uses in 16 bits.
       caller: the line of the user's code that called the current program.
     """
 
     def __init__(self):
         self.places: list[Finding] = []
-        self.used: set[str] = set()
+        self.used: set[tuple[str, str]] = set()
         self.caller: tuple[str, int] | None = None
 
     def run(self, jaxpr: Any, facts: Sequence[Facts]) -> list[Facts]:
@@ -138,15 +138,17 @@ class _Walk:
             return self._cast(eqn, operands[0])
         for atom, x in zip(eqn.invars, operands, strict=True):
             if x.lost and x.lost.source == ARGUMENT and is_narrow(_dtype(atom)):
-                self.used.add(x.lost.primitive)
+                self.used.add((x.lost.kind, x.lost.primitive))
         if group == "ties":
             return Facts(is_tie=_is_float(_dtype(eqn.invars[0])))
         if group == "products":
             name, dtype = eqn.primitive.name, _dtype(eqn.outvars[0])
             lost = Finding("widened", name, str(dtype), self._source(eqn))
             return Facts(lost if is_narrow(dtype) else None)
-        if group in ("adds", "scales"):
-            return getattr(self, f"_{group}")(eqn, operands)
+        if group == "adds":
+            return self._adds(eqn, operands)
+        if group == "scales":
+            return self._scales(eqn, operands)
         # Ties are few, and 16 bits hold small integers.
         if group is None or operands[0].is_tie:
             return Facts()
