@@ -35,7 +35,7 @@ def add_memory_command(commands: Any) -> None:
     """Adds the command to the subparsers of `argparse`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "memory",
-        help="count the memory that private training of a transformer takes",
+        help="Counts the memory that private training of a transformer takes.",
         description=(
             "Counts the memory of one private training step of a decoder transformer, "
             "and the operations of clipped sums. Nothing is allocated. Activations are "

@@ -63,37 +63,17 @@ _REASON = (
 def add_planning_commands(commands: Any) -> None:
     """Adds the four commands to the subparsers of `argparse`."""
     run = "--num-examples 60000 --batch-size 256 --steps 2340 --delta 1e-6"
-    for name, command, summary, example in (
-        (
-            "epsilon",
-            _epsilon,
-            "compute epsilon for a noise multiplier",
-            f"{run} --noise-multiplier 1.1",
-        ),
-        (
-            "calibrate",
-            _calibrate,
-            "find the least noise multiplier for an epsilon",
-            f"{run} --epsilon 3",
-        ),
-        (
-            "statement",
-            _statement,
-            "say in words what a run guarantees",
-            f"{run} --epsilon 3",
-        ),
-        (
-            "plan",
-            _plan,
-            "compare batch sizes for a number of processed examples",
-            "--num-examples 60000 --processed 600000 --delta 1e-6 --epsilon 3",
-        ),
+    plan = "--num-examples 60000 --processed 600000 --delta 1e-6 --epsilon 3"
+    for command, example in (
+        (_epsilon, f"{run} --noise-multiplier 1.1"),
+        (_calibrate, f"{run} --epsilon 3"),
+        (_statement, f"{run} --epsilon 3"),
+        (_plan, plan),
     ):
+        name, summary = command.__name__.removeprefix("_"), command.__doc__
+        example_line = f"python -m dpmp {name} {example}"
         parser = commands.add_parser(
-            name,
-            help=summary,
-            description=summary.capitalize() + ".",
-            epilog=f"python -m dpmp {name} {example}",
+            name, help=summary, description=summary, epilog=example_line
         )
         _add_options(parser, example.split(), takes_run=command != _plan)
         parser.set_defaults(command=functools.partial(_run, command))
@@ -147,6 +127,7 @@ def _mechanism(args: argparse.Namespace) -> DPSGD:
 
 
 def _epsilon(args: argparse.Namespace) -> _Result:
+    """Computes epsilon for a noise multiplier."""
     epsilon = _mechanism(args).guarantee().epsilon
     text = f"epsilon {round_up(epsilon)} at delta {args.delta}"
     finite = epsilon if math.isfinite(epsilon) else None  # JSON has no infinity
@@ -154,6 +135,7 @@ def _epsilon(args: argparse.Namespace) -> _Result:
 
 
 def _calibrate(args: argparse.Namespace) -> _Result:
+    """Finds the least noise multiplier for an epsilon."""
     result = _guarantee(mechanism := _mechanism(args))
     noise_multiplier = digits_above(mechanism.noise_multiplier or 0.0, 5)
     text = (
@@ -164,6 +146,7 @@ def _calibrate(args: argparse.Namespace) -> _Result:
 
 
 def _statement(args: argparse.Namespace) -> _Result:
+    """Says in words what a run guarantees."""
     mechanism = _mechanism(args)
     text = mechanism.statement()
     return text, {"statement": text, **_guarantee(mechanism)}
@@ -178,6 +161,7 @@ def _guarantee(mechanism: DPSGD) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> _Result:
+    """Compares batch sizes for a number of processed examples."""
     names = "num_examples", "epsilon", "delta", "num_processed", "neighboring_relation"
     plans = compare_batch_sizes(**{name: getattr(args, name) for name in names})
     start = plan_to_start_from(plans)

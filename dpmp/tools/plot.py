@@ -31,7 +31,7 @@ def add_plot_command(commands: Any) -> None:
     """Adds the command to the subparsers of `argparse`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plot",
-        help="draw metrics, epsilon and loss scale of a run over its steps",
+        help="Draws metrics, epsilon and loss scale of a run over its steps.",
         description="Draws the metrics that a run has written into its directory. The "
         "run may be going on.",
         epilog=_EXAMPLE,

@@ -151,10 +151,10 @@ def _gradient(path: str, stack: np.ndarray) -> GradientComparison:
         )
         norm, exact_norm = np.sqrt(square), np.sqrt(exact_square)
         ratio, cosine = norm / exact_norm, 0.0
-    if norm == exact_norm == 0:
-        ratio = cosine = 1.0
-    elif norm != 0 and exact_norm != 0:
-        cosine = product / (norm * exact_norm)
+        if norm == exact_norm == 0:
+            ratio = cosine = 1.0
+        elif norm != 0 and exact_norm != 0:
+            cosine = product / (norm * exact_norm)
     is_used = exact != 0
     is_changed = is_used & (rounded == 0), is_subnormal, ~np.isfinite(rounded)
     num_used = max(1, np.count_nonzero(is_used))

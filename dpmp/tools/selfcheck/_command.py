@@ -31,7 +31,7 @@ def add_selfcheck_command(commands: Any) -> None:
     """Adds the command to the subparsers of `argparse`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "selfcheck",
-        help="check on this machine what dpmp promises of its arithmetic",
+        help="Checks on this machine what dpmp promises of its arithmetic.",
         description=(
             "Measures on the first device of this machine whether dpmp keeps its "
             "promises about clipping, sums, noise and keys. This takes a minute or "
