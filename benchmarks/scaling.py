@@ -39,7 +39,7 @@ from jax.experimental import topologies
 import dpmp
 from benchmarks import results
 from benchmarks.collectives import collectives
-from dpmp.tools.memory._transformer import transformer
+from dpmp.planning._transformer import transformer
 
 # The large models: a layer has 12 times the square of the width as parameters.
 _LARGE = {

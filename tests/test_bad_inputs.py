@@ -20,13 +20,13 @@ from dpmp import GridArray, accounting, batch_selection, lora, loss_scaling, pla
 from dpmp.__main__ import main
 from dpmp.engines.book_keeping import measure_extents, summarize
 from dpmp.noise_addition import gaussian_privatizer
-from dpmp.tools.memory import (
+from dpmp.planning.memory import (
     accumulation_overhead,
     compiled_memory,
     estimate_memory,
     measure_accumulation_share,
 )
-from dpmp.tools.microbatches import measure_microbatch_sizes
+from dpmp.planning.microbatches import measure_microbatch_sizes
 
 SECRET = 12345.678
 SIZE = 16
@@ -470,7 +470,7 @@ TABLE = {
         ("microbatch_size must divide the", "microbatch_size", 3),
         ("method", "ghost"),
     ],
-    overhead: [("batch_size", 0), ("measured", -1.0)],
+    overhead: [("batch_size", 0)],
     partial(measure_accumulation_share, linear, FLOATS, BATCH): [("rounds", 0)],
     partial(measure_microbatch_sizes, None, BATCH): [
         ("there must be", "sizes", ()),
@@ -605,28 +605,28 @@ STATEMENT = ["statement", *CALIBRATE[1:]]
 PLAN = ["plan", "--num-examples", "99", "--processed", "99", *CALIBRATE[-4:]]
 # The last value of a flag counts.
 COMMANDS = {
-    "--noise-multiplier must": [*EPSILON, "--noise-multiplier", "-1"],
+    "noise_multiplier must": [*EPSILON, "--noise-multiplier", "-1"],
     "delta must": [*EPSILON, "--delta", "2"],
-    "--sampling-prob must": [*EPSILON, "--sampling-prob", "2"],
-    "--truncated-batch-size must": [*EPSILON, "--truncated-batch-size", "0"],
+    "sampling_prob must": [*EPSILON, "--sampling-prob", "2"],
+    "truncated_batch_size must": [*EPSILON, "--truncated-batch-size", "0"],
     "epsilon must": [*CALIBRATE, "--epsilon", "0"],
-    "--steps must": [*CALIBRATE, "--steps", "0"],
-    "--batch-size must": [*CALIBRATE, "--batch-size", "0"],
-    "--batch-size must be at most --num-examples": [
+    "iterations must": [*CALIBRATE, "--steps", "0"],
+    "expected_batch_size must": [*CALIBRATE, "--batch-size", "0"],
+    "expected_batch_size must be at most num_examples": [
         *CALIBRATE,
         "--batch-size",
         "9999",
     ],
-    "got --neighbors=add-or-remove-one. Use --neighbors zero-out": [
+    "got neighboring_relation='ADD_OR_REMOVE_ONE'. Use REPLACE_SPECIAL": [
         *STATEMENT,
         "--method",
         "book_keeping",
         "--neighbors",
-        "add-or-remove-one",
+        "ADD_OR_REMOVE_ONE",
     ],
-    "every --clip-norm must": [*STATEMENT, "--clip-norm", "-1"],
+    "every l2_clip_norm must": [*STATEMENT, "--clip-norm", "-1"],
     "there must be 32 examples": [*PLAN, "--num-examples", "20"],
-    "--processed must": [*PLAN, "--processed", "0"],
+    "num_processed must": [*PLAN, "--processed", "0"],
     "size must": ["devices", "--size", "0"],
     "num_bytes must": ["memory", "--fit-in", "-1"],
     "heads must divide the width": ["memory", "--width", "30"],

@@ -19,8 +19,8 @@ from dpmp.clipping import _joint_sums
 from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.engines.book_keeping import measure_extents
 from dpmp.mechanism import _released
-from dpmp.tools.memory import accumulation_overhead, estimate_memory
-from dpmp.tools.microbatches import measure_microbatch_sizes
+from dpmp.planning.memory import accumulation_overhead, estimate_memory
+from dpmp.planning.microbatches import measure_microbatch_sizes
 
 KEY = jax.random.key(3)
 KINDS = {

@@ -28,7 +28,7 @@ def _read_floors():
     """The floor of every room, from the picture in the guide."""
     floors, floor = {}, None
     for number, name in re.findall(
-        r"^(\d| )  (\w+)(?:/|\.py) ", PICTURE.read_text(), re.M
+        r"^(\d+| ) +(\w+)(?:/|\.py) ", PICTURE.read_text(), re.M
     ):
         floor = int(number) if number.strip() else floor
         floors[name] = floor

@@ -32,7 +32,7 @@ def add_ledger_command(commands: Any) -> None:
     """Adds the command to the subparsers of `argparse`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "ledger",
-        help="add up the epsilon of all runs in directories",
+        help="Adds up the epsilon of all runs in directories.",
         description="Reads the privacy ledgers of directories, without changing them, "
         "and computes the epsilon of every step that was paid for.",
         epilog=_EXAMPLE,

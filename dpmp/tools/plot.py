@@ -1,11 +1,10 @@
 """The command `plot` of `python -m dpmp`: draws the metrics of a run over its steps."""
 
 import argparse
-import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,36 +31,26 @@ def add_plot_command(commands: Any) -> None:
     """Adds the command to the subparsers of `argparse`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plot",
-        help="draw metrics, epsilon and loss scale of a run over its steps",
+        help="Draws metrics, epsilon and loss scale of a run over its steps.",
         description="Draws the metrics that a run has written into its directory. The "
         "run may be going on.",
         epilog=_EXAMPLE,
     )
-    add = parser.add_argument
-    add("directory", type=pathlib.Path, metavar="DIR", help="the directory of a run")
-    add(
-        "--output",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="default: plot.png in the directory",
-    )
+    path: dict[str, Any] = {"type": pathlib.Path}
+    parser.add_argument("directory", metavar="DIR", help="of a run", **path)
+    text = "default: plot.png in the directory"
+    parser.add_argument("--output", metavar="FILE", help=text, **path)
     parser.set_defaults(command=_plot)
 
 
 def _plot(args: argparse.Namespace) -> int:
     output = args.output or args.directory / "plot.png"
-    _validate.require(
-        bool(output.suffix),
-        "the name of the picture must end with its kind",
-        output=str(output),
-        fix="Pass --output FILE.png, or FILE.svg.",
-    )
     try:
         figure = draw(args.directory)
     except ModuleNotFoundError as error:  # the user can mend that
         raise _validate.RefusedError(str(error)) from None
     try:
-        figure.savefig(output, dpi=120)
+        figure.savefig(output, dpi=120, format=output.suffix.removeprefix("."))
     except (OSError, ValueError) as error:
         _validate.fail(
             "the picture must be written to a file of a kind that matplotlib knows",
@@ -73,8 +62,7 @@ def _plot(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Curve:
+class _Curve(NamedTuple):
     """Numbers at some steps; `kind` is "noisy" or "public", or else the name."""
 
     kind: str
@@ -172,20 +160,13 @@ def _draw_curve(axes: Any, curve: _Curve, width: int) -> None:
 
 def _add_legend(figure: Any, axes: Sequence[Any]) -> None:
     """Explains noisy and public curves above all panels, if there is a choice."""
-    labelled = [place.get_legend_handles_labels() for place in axes]
-    handles = {
-        label: handle
-        for both in labelled
-        for handle, label in zip(*both, strict=True)
-        if label.startswith(tuple(_KINDS))
-    }
+    handles = {}
+    for place in axes:
+        for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
+            if label.startswith(tuple(_KINDS)):
+                handles[label] = handle
     if len(handles) > 1:
-        lines = figure.legend(
-            handles.values(),
-            handles.keys(),
-            loc="outside upper center",
-            ncols=len(handles),
-            frameon=False,
-        ).get_lines()
-        for line in lines:
-            line.set_linewidth(1.5)
+        place, columns = "outside upper center", len(handles)
+        figure.legend(
+            handles.values(), handles, loc=place, ncols=columns, frameon=False
+        )

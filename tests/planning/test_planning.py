@@ -5,7 +5,12 @@ import pytest
 
 from dpmp import DPSGD
 from dpmp.__main__ import main
-from dpmp.planning import Plan, _commands, compare_batch_sizes, plan_to_start_from
+from dpmp.planning import (
+    Plan,
+    _noise_commands,
+    compare_batch_sizes,
+    plan_to_start_from,
+)
 
 RUN = ["--num-examples", "5000", "--batch-size", "50", "--steps", "20"]
 TARGET = ["--epsilon", "2", "--delta", "1e-5"]
@@ -49,7 +54,7 @@ def test_neighbours_can_be_chosen(capsys):
     noise = ["--noise-multiplier", "1.5", "--delta", "1e-5", "--json"]
     zero_out, replaced = (
         json.loads(run(capsys, "epsilon", *RUN, *noise, "--neighbors", relation))
-        for relation in ("zero-out", "replace-one")
+        for relation in ("REPLACE_SPECIAL", "REPLACE_ONE")
     )
     assert replaced["epsilon"] > zero_out["epsilon"]
 
@@ -86,12 +91,13 @@ def test_the_table_marks_one_row(capsys):
     assert sum(row["start_here"] for row in rows) == 1
 
 
-def test_the_statement_names_flags_that_exist_and_that_help(capsys):
-    args = ["statement", *RUN, *TARGET, "--neighbors", "add-or-remove-one"]
+def test_the_statement_names_options_that_exist_and_that_help(capsys):
+    args = ["statement", *RUN, *TARGET, "--neighbors", "ADD_OR_REMOVE_ONE"]
     text = " ".join(run(capsys, *args).split())
-    flags = re.findall(r"Pass (\S+) to avoid this", text)
-    assert flags == ["--sampling-prob", "--truncated-batch-size"]
-    given = [*args, "--sampling-prob", "0.01", "--truncated-batch-size", "100"]
+    names = re.findall(r"Pass (\S+) to avoid this", text)
+    assert names == ["sampling_prob", "truncated_batch_size"]
+    flags = [f"--{name.replace('_', '-')}" for name in names]
+    given = [*args, flags[0], "0.01", flags[1], "100"]
     assert "to avoid this" not in " ".join(run(capsys, *given).split())
 
 
@@ -106,6 +112,6 @@ def test_a_defect_of_a_command_keeps_its_traceback(monkeypatch):
     def defective(**_):
         raise ValueError("operands could not be broadcast together")
 
-    monkeypatch.setattr(_commands, "compare_batch_sizes", defective)
+    monkeypatch.setattr(_noise_commands, "compare_batch_sizes", defective)
     with pytest.raises(ValueError, match="broadcast"):
         main(["plan", *TARGET, "--num-examples", "99", "--processed", "640"])

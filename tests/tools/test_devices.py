@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dpmp import Policy, __main__
+from dpmp import Policy
 from dpmp.tools import _timing
 from dpmp.tools.devices import DeviceReport, Row, _products, measure_dtypes
 from dpmp.tools.devices._products import Kind
@@ -25,9 +25,6 @@ def report(*rows):
     given = {row.name: row for row in rows}
     default = {name: ran(name, rounding_error=1e-7) for name in KINDS}
     return DeviceReport("A chip", "npu", 64, tuple({**default, **given}.values()))
-
-
-# What is measured.
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +75,6 @@ class _Narrow(Kind):
         return jax.lax.scan(add, start, (a.T, b))[0].astype(self.result)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("result", ["float32", "itself"])
-def test_narrow_sums_are_found(dtype, result):
-    kind = _Narrow(dtype, dtype, dtype if result == "itself" else result)
-    assert not _products.adds_in_float32(kind)
-
-
 class _Rounded(Kind):
     """Rounds the operands first, as TF32 products do."""
 
@@ -92,19 +82,29 @@ class _Rounded(Kind):
         return jax.lax.reduce_precision(a, 8, 10) @ jax.lax.reduce_precision(b, 8, 10)
 
 
+class _Overflowing(Kind):
+    def __call__(self, a, b, contraction=""):
+        return (a @ b) * jnp.float32(jnp.inf)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_wide"),
+    [
+        (_Narrow("bfloat16", "bfloat16", "float32"), False),
+        (_Narrow("bfloat16", "bfloat16", "bfloat16"), False),
+        (_Narrow("float16", "float16", "float32"), False),
+        (_Overflowing("x", "float32", "float32"), False),
+        (_Rounded("tf32", "float32", "float32"), True),
+    ],
+    ids=lambda x: f"{type(x).__name__} {x.name}" if isinstance(x, Kind) else "",
+)
+def test_narrow_sums_are_found(kind, is_wide):
+    assert _products.adds_in_float32(kind) == is_wide
+
+
 def test_rounded_operands_are_found():
-    kind = _Rounded("tf32", "float32", "float32")
-    error = _products.rounding_error(kind)
+    error = _products.rounding_error(_Rounded("tf32", "float32", "float32"))
     assert ran("tf32", 0.5, error).verdict == "native"
-    assert _products.adds_in_float32(kind)
-
-
-def test_products_that_overflow_are_imprecise():
-    class Overflowing(Kind):
-        def __call__(self, a, b, contraction=""):
-            return (a @ b) * jnp.float32(jnp.inf)
-
-    assert not _products.adds_in_float32(Overflowing("x", "float32", "float32"))
 
 
 def test_times_are_taken_in_turn_after_a_first_round():
@@ -117,9 +117,6 @@ def test_times_are_taken_in_turn_after_a_first_round():
 def test_ratios_are_taken_within_rounds():
     # The second round took five times as long for both.
     assert _timing.median_ratio([2, 15, 1], [1, 5, 1]) == 2
-
-
-# Devices that lack a dtype.
 
 
 @pytest.fixture
@@ -147,18 +144,12 @@ def test_a_dtype_that_does_not_run_is_named_with_its_exception(refuse):
     assert float16.verdict == "unavailable"
 
 
-def test_a_device_without_float32_is_refused(refuse):
+def test_what_cannot_be_measured_is_refused(refuse):
+    with pytest.raises(ValueError, match="size must be an integer"):
+        measure_dtypes(size=0)
     refuse("float32")
     with pytest.raises(ValueError, match="products of float32 must run on the device"):
         measure_dtypes(size=8)
-
-
-def test_a_size_that_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="size must be an integer"):
-        measure_dtypes(size=0)
-
-
-# Verdicts, policy and advice.
 
 
 @pytest.mark.parametrize(
@@ -207,16 +198,3 @@ def test_the_policy_is_the_first_whose_products_are_faster_and_sound(rows, polic
 def test_advice_follows_from_the_measurements(row, text):
     assert text in " ".join(report(row).advice)
     assert text not in " ".join(report().advice)
-
-
-def test_the_command_prints_the_report(monkeypatch, capsys):
-    found = report(missing("float16"), ran("bfloat16", 0.25, 5e-3))
-    monkeypatch.setattr(
-        "dpmp.tools.devices._measure.measure_dtypes", lambda size: found
-    )
-    assert __main__.main(["devices"]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert "float16 unavailable - - - -" in output
-    assert "bfloat16 native 2.0 0.25 5.0e-03 in float32" in output
-    for sentence in found.advice:
-        assert sentence in output

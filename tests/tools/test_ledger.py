@@ -162,16 +162,14 @@ def test_an_incomplete_record_is_reported_and_stays(tmp_path, capsys):
     assert file.read_bytes() == torn
 
 
-def test_a_damaged_ledger_is_refused(tmp_path, capsys):
+def test_a_directory_without_a_readable_ledger_is_refused(tmp_path, capsys):
+    assert "reason='there is none'" in refusal(capsys, tmp_path)
     write(tmp_path, released(0, 30), released(30, 40))
     file = file_of(tmp_path)
     file.write_bytes(file.read_bytes().replace(b'"start": 30', b'"start": 39'))
     assert "ledger.jsonl, line 2" in refusal(capsys, tmp_path)
-
-
-def test_a_directory_without_a_readable_ledger_is_refused(tmp_path, capsys):
-    assert "reason='there is none'" in refusal(capsys, tmp_path)
-    file_of(tmp_path).mkdir()
+    file.unlink()
+    file.mkdir()
     assert "must have a ledger that can be read" in refusal(capsys, tmp_path)
 
 
@@ -195,9 +193,3 @@ def test_runs_with_different_neighbours_are_refused(tmp_path, capsys):
     write(one, released(0, 30))
     write(two, released(0, 30, run="b", mechanism=other))
     assert "one neighbouring relation" in refusal(capsys, one, two)
-
-
-def test_help_has_an_example(capsys):
-    with pytest.raises(SystemExit):
-        main(["ledger", "--help"])
-    assert "python -m dpmp ledger runs/first" in capsys.readouterr().out

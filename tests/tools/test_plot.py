@@ -79,7 +79,7 @@ def test_the_command_writes_a_png_and_names_it(tmp_path, capsys):
     place = tmp_path / "missing" / "plot.png"
     assert "must be written" in refusal(capsys, tmp_path, "--output", place)
     assert "must be written" in refusal(capsys, tmp_path, "--output", "plot.doc")
-    assert "end with its kind" in refusal(capsys, tmp_path, "--output", "plot")
+    assert "must be written" in refusal(capsys, tmp_path, "--output", "plot")
 
 
 def test_a_directory_without_metrics_is_refused(tmp_path, capsys):

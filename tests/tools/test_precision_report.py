@@ -2,7 +2,6 @@
 
 import inspect
 import linecache
-import math
 import sys
 
 import jax
@@ -103,14 +102,12 @@ _PROGRAMS = [
 
 
 @pytest.mark.parametrize("fun", _PROGRAMS, ids=lambda fun: fun.__name__)
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_a_narrow_sum_is_found_at_its_line_wherever_it_is(fun, policy):
-    found = _found(fun, _W, _X, policy=policy, differentiate=False)
+def test_a_narrow_sum_is_found_at_its_line_wherever_it_is(fun):
+    found = _found(fun, _W, _X, policy="mixed_float16", differentiate=False)
     finding = found["sum", _line("narrow sum")]
-    dtype = Policy.from_name(policy).compute_dtype
-    assert (finding.primitive, finding.dtype) == ("reduce_sum", dtype.name)
+    assert (finding.primitive, finding.dtype) == ("reduce_sum", "float16")
     assert (finding.count, finding.length) == (1, 64 * 128)
-    assert finding.bound == 64 * 128 * float(jnp.finfo(dtype).eps) / 2
+    assert finding.bound == 64 * 128 * 2**-11
 
 
 @pytest.mark.parametrize("fun", _PROGRAMS, ids=lambda fun: fun.__name__)
@@ -122,58 +119,102 @@ def test_a_float32_program_has_nothing_to_change(fun):
     assert "What to change\n  Nothing." in str(report)
 
 
-def test_findings_of_one_line_and_kind_are_one():
-    def fun(w, x):
-        return _narrow_sum(x * w) + _narrow_sum(x)
-
-    assert _found(fun, _W, _X)["sum", _line("narrow sum")].count == 2
+def _twice(w, x):
+    return _narrow_sum(x * w) + _narrow_sum(x)
 
 
-def test_a_narrow_softmax_is_found():
-    def fun(w, x):
-        return jnp.max(jax.nn.softmax(x * w))  # softmax
-
-    found = _found(fun, _W, _X, differentiate=False)
-    assert {kind for kind, source in found if source == _line("softmax")} == {
-        "exponential",
-        "normalisation",
-    }
+def _variance(w, x):
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    return jnp.max(centred * jax.lax.rsqrt(variance + 1e-6) * w)  # variance
 
 
-def test_a_narrow_variance_is_found():
-    def fun(w, x):
-        centred = x - jnp.mean(x, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        return jnp.max(centred * jax.lax.rsqrt(variance + 1e-6) * w)  # variance
-
-    found = _found(fun, _W, _X, differentiate=False)
-    assert list(found) == [("normalisation", _line("variance"))]
+def _softmax(w, x):
+    return jnp.max(jax.nn.softmax(x * w))  # softmax
 
 
-def _accumulate(w, x, dtype):
+def _accumulate(w, x, dtype=None):
+    dtype = dtype or w.dtype
+
     def step(carry, row):
         return (carry + (row * w).astype(dtype)).astype(dtype), None  # carry
 
     return jnp.max(jax.lax.scan(step, jnp.zeros(128, dtype), x)[0])
 
 
-def test_a_narrow_running_sum_is_found():
-    finding = _found(lambda w, x: _accumulate(w, x, w.dtype), _W, _X)[
-        "running sum", _line("carry")
-    ]
-    assert (finding.primitive, finding.length) == ("scan carry", 64)
-    assert finding.bound == 64 * 2**-8
+def _widened_in_a_loop(w, x):
+    def step(carry, row):
+        wide = carry.astype(jnp.float32) + row.astype(jnp.float32)  # widened
+        return wide.astype(carry.dtype), None
+
+    return jnp.max(jax.lax.scan(step, w, x)[0])
 
 
-def test_a_running_sum_that_is_widened_and_rounded_again_is_found():
-    def fun(w, x):
-        def step(carry, row):
-            wide = carry.astype(jnp.float32) + row.astype(jnp.float32)  # widened
-            return wide.astype(carry.dtype), None
+def _endless(w, x):
+    def body(total):
+        return total + w  # endless
 
-        return jnp.max(jax.lax.scan(step, w, x)[0])
+    return jnp.max(jax.lax.while_loop(lambda t: t[0] < 9, body, w * 2))
 
-    assert ("running sum", _line("widened")) in _found(fun, _W, _X)
+
+def _recurrent(w, x):
+    def step(carry, row):
+        return jnp.tanh(carry * w + row), None  # recurrent
+
+    return jnp.max(jax.lax.scan(step, jnp.zeros(128, w.dtype), x)[0])
+
+
+def _chain(w, x):
+    return jnp.max(sum((x[i] for i in range(64)), w))  # chain
+
+
+def _embedding(table, tokens):
+    return jnp.max(table[tokens.astype(jnp.int32)])  # embedding
+
+
+def _bias(w, x):
+    return jnp.max(x + w)  # bias
+
+
+def _of_optax(w, x):
+    return jnp.max(optax.losses.safe_softmax_cross_entropy(x * w, x))  # optax
+
+
+_IN_GRADIENT = {"in_gradient": True}
+
+
+@pytest.mark.parametrize(
+    ("fun", "kind", "line", "expected"),
+    [
+        (_twice, "sum", "narrow sum", {"count": 2}),
+        (_softmax, "exponential", "softmax", {"dtype": "bfloat16"}),
+        (_softmax, "normalisation", "softmax", {"dtype": "bfloat16"}),
+        (_variance, "normalisation", "variance", {"dtype": "bfloat16"}),
+        (
+            _accumulate,
+            "running sum",
+            "carry",
+            {"primitive": "scan carry", "length": 64, "bound": 64 * 2**-8},
+        ),
+        (_widened_in_a_loop, "running sum", "widened", {}),
+        (_endless, "running sum", "endless", {"length": None, "bound": None}),
+        (_chain, "running sum", "chain", {"length": 65}),
+        (_recurrent, "running sum", "recurrent", _IN_GRADIENT),
+        (
+            _embedding,
+            "running sum",
+            "embedding",
+            {"primitive": "scatter-add", "length": 64 * 128, **_IN_GRADIENT},
+        ),
+        (_bias, "gradient sum", "bias", {"length": 64, **_IN_GRADIENT}),
+        # Lines of installed libraries are those that call them.
+        (_of_optax, "exponential", "optax", {}),
+    ],
+)
+def test_a_bad_line_is_found(fun, kind, line, expected):
+    is_in_gradient = expected.get("in_gradient", False)
+    finding = _found(fun, _W, _X, differentiate=is_in_gradient)[kind, _line(line)]
+    assert {name: getattr(finding, name) for name in expected} == expected
 
 
 def _dead_exponential(w, x):
@@ -215,122 +256,68 @@ def test_harmless_programs_raise_no_alarm(fun, differentiate):
     assert not _kinds(fun, _W, _X, differentiate=differentiate)
 
 
-def test_a_loop_of_unknown_length_has_a_sum_of_unknown_length():
-    def fun(w, x):
-        def body(total):
-            return total + w  # endless
-
-        return jnp.max(jax.lax.while_loop(lambda t: t[0] < 9, body, w * 2))
-
-    finding = _found(fun, _W, _X, differentiate=False)["running sum", _line("endless")]
-    assert (finding.length, finding.bound) == (None, None)
+def _back_and_forth(w, x):
+    wide = jnp.tanh(x.astype(jnp.float32))
+    narrow = wide.astype(x.dtype)  # astype
+    return jnp.sum(narrow.reshape(-1).astype(jnp.float32))
 
 
-def test_gradients_that_a_loop_adds_up_are_found():
-    def fun(w, x):
-        def step(carry, row):
-            return jnp.tanh(carry * w + row), None  # recurrent
-
-        return jnp.max(jax.lax.scan(step, jnp.zeros(128, w.dtype), x)[0])
-
-    report = precision_report(fun, _W, _X)
-    sums = [x for x in report.findings if x.kind == "running sum"]
-    assert [(x.source, x.in_gradient) for x in sums] == [(_line("recurrent"), True)]
+def _rounded_product(w, x):
+    return jnp.max((x @ x.T).reshape(-1).astype(jnp.float32))  # dot_general
 
 
-def test_long_chains_of_additions_are_found():
-    def fun(w, x):
-        return jnp.max(sum((x[i] for i in range(64)), w))  # chain
-
-    finding = _found(fun, _W, _X, differentiate=False)["running sum", _line("chain")]
-    assert finding.length == 65
+def _widened_parameter(params, x):
+    scale = params["scale"].astype(jnp.float32)  # scale
+    return jnp.max(jnp.tanh(x * params["w"]).astype(jnp.float32) * scale)
 
 
-def test_sums_that_gradients_scatter_are_found():
-    def fun(table, tokens):
-        return jnp.max(table[tokens])  # embedding
-
-    tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
-    finding = _found(fun, _X, tokens)["running sum", _line("embedding")]
-    assert (finding.primitive, finding.length) == ("scatter-add", 512)
+def _widened_input(w, batch):
+    y = batch["y"].astype(jnp.float32)  # argument 1['y']
+    return jnp.max(y * jnp.max(w).astype(jnp.float32))
 
 
-def test_what_broadcasting_is_transposed_to_is_found():
-    def fun(w, x):
-        return jnp.max(x + w)  # bias
-
-    finding = _found(fun, _W, _X)["gradient sum", _line("bias")]
-    assert (finding.length, finding.in_gradient) == (64, True)
+_PARAMS = {"scale": _W, "w": _W}
 
 
-def test_a_cast_back_and_forth_is_found():
-    def fun(w, x):
-        wide = jnp.tanh(x.astype(jnp.float32))
-        narrow = wide.astype(x.dtype)  # narrow
-        return jnp.sum(narrow.reshape(-1).astype(jnp.float32))
-
-    assert ("round trip", _line("narrow")) in _found(fun, _W, _X)
-
-
-def test_a_cast_that_something_happens_after_is_no_round_trip():
-    def fun(w, x):
-        narrow = jnp.tanh(x.astype(jnp.float32)).astype(x.dtype)
-        return jnp.max((narrow * w).astype(jnp.float32))
-
-    assert "round trip" not in _kinds(fun, _W, _X)
+@pytest.mark.parametrize(
+    ("fun", "args", "lost"),
+    [
+        (_back_and_forth, (_W, _X), "astype"),
+        (_rounded_product, (_W, _X), "dot_general"),
+        (_widened_parameter, (_PARAMS, _X), "scale"),
+        (_widened_input, (_W, {"y": _X}), "argument 1['y']"),
+    ],
+)
+def test_values_that_are_rounded_and_widened_again_are_found(fun, args, lost):
+    found = _found(fun, *args, differentiate=False)
+    assert found["widened", _line(lost)].primitive == lost
 
 
-def test_a_product_that_is_rounded_and_widened_is_found():
-    def fun(w, x):
-        return jnp.max((x @ x.T).reshape(-1).astype(jnp.float32))  # rounded
-
-    found = _found(fun, _W, _X)["narrow product", _line("rounded")]
-    assert found.length == 128
-
-    def kept(w, x):
-        return jnp.max(jnp.matmul(x, x.T, preferred_element_type=jnp.float32))
-
-    assert _kinds(kept, _W, _X, differentiate=False) == set()
-
-
-def test_products_are_counted_and_left_alone():
-    report = precision_report(lambda w, x: jnp.max(jnp.tanh(x @ w)), _W, _X)
-    assert [(x.kind, x.count) for x in report.findings] == [("product", 1)]
-    assert "results: 1, of up to 128 terms" in str(report)
-    assert "Nothing." in str(report)
-
-
-def test_a_product_that_the_policy_does_not_reach_is_found():
-    def fun(w, x):
-        return jnp.max(x.astype(jnp.float32) @ w.astype(jnp.float32))  # wide
-
-    report = precision_report(fun, _W, _X)
-    kinds = [(x.kind, x.source, x.dtype) for x in report.findings]
-    assert kinds == [("wide product", _line("wide"), "float32")]
-    assert "No product is in 16 bits" in str(report)
-    assert _kinds(fun, _W, _X, policy="float32") == set()
-
-
-def test_parameters_that_are_only_widened_are_found():
-    def fun(params, x):
-        scale = params["scale"].astype(jnp.float32)  # scale
-        return jnp.max(jnp.tanh(x * params["w"]).astype(jnp.float32) * scale)
-
-    params = {"scale": _W, "w": _W}
-    finding = _found(fun, params, _X)["parameter", _line("scale")]
-    assert finding.primitive == "scale"
-    policy = Policy.from_name("mixed_bfloat16", float32_paths=("scale",))
-    assert "parameter" not in _kinds(fun, params, _X, policy=policy)
-
-
-def test_inputs_that_are_only_widened_are_found():
-    def fun(w, batch):
-        y = batch["y"].astype(jnp.float32)  # target
-        return jnp.max(y * jnp.max(w).astype(jnp.float32))
-
-    (found,) = precision_report(fun, _W, {"y": _X}, differentiate=False).findings
-    assert (found.kind, found.source) == ("input", _line("target"))
-    assert found.primitive == "argument 1['y']"
+@pytest.mark.parametrize(
+    ("fun", "args", "policy"),
+    [
+        (
+            lambda w, x: jnp.max((jnp.tanh(x) * w).astype(jnp.float32)),
+            (_W, _X),
+            "mixed_bfloat16",
+        ),
+        (
+            lambda w, x: jnp.max(
+                jnp.matmul(x, x.T, preferred_element_type=jnp.float32)
+            ),
+            (_W, _X),
+            "mixed_bfloat16",
+        ),
+        (
+            _widened_parameter,
+            (_PARAMS, _X),
+            Policy.from_name("mixed_bfloat16", float32_paths=("scale",)),
+        ),
+    ],
+    ids=["used", "float32 product", "float32 path"],
+)
+def test_values_that_are_used_or_not_rounded_are_not_widened(fun, args, policy):
+    assert _kinds(fun, *args, policy=policy, differentiate=False) == set()
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
@@ -340,7 +327,6 @@ def test_a_transformer_with_float32_softmax_and_norms_raises_no_alarm(policy):
     tokens = jax.ShapeDtypeStruct((3, 6), jnp.int32)
     report = precision_report(model.loss, params, tokens, policy=policy)
     assert not {x.kind for x in report.findings} & _ALARMS
-    assert any(x.kind == "product" for x in report.findings)
 
 
 def test_autocast_leaves_no_alarm():
@@ -349,71 +335,38 @@ def test_autocast_leaves_no_alarm():
 
     assert _kinds(fun, _W, _X) & _ALARMS
     cast = dpmp.autocast(fun)
-    assert _kinds(cast, _W, _X, policy="float32") == {"product"}
+    assert not _kinds(cast, _W, _X, policy="float32")
 
 
-def _problem(size=2.0**-20):
-    """A gradient from the size given down to 2^-40 of it, and zeros."""
-    sizes = size * 2.0 ** -np.linspace(0, 40, 81)
+def _problem():
+    """A gradient from 2^-20 down to 2^-60, and zeros."""
+    sizes = 2.0 ** -np.linspace(20, 60, 81)
     x = jnp.asarray([*sizes, 0, 0], jnp.float32)
     return (lambda w, x: jnp.sum(w.astype(jnp.float32) * x)), jnp.ones(83), x
 
 
-def test_shares_are_those_of_numpy():
-    _, w, x = _problem()
-
-    def fun(w, x):
-        # The input stays what it is, in a constant.
-        return jnp.sum(w.astype(jnp.float32) * constant)
-
-    constant = x
-    report = precision_report(fun, w, jnp.zeros(1), policy="mixed_float16")
-    exact = np.asarray(x)[:-2]
-    for comparison in (report.comparison, report.suggested):
-        rounded = (exact * comparison.loss_scale).astype(np.float16)
-        shares = comparison.total.rounded
-        assert shares.num_entries == 81
-        assert shares.zero == np.mean(rounded == 0)
-        tiny = np.finfo(np.float16).smallest_normal
-        assert shares.subnormal == np.mean((rounded != 0) & (rounded < tiny))
-        assert shares.overflow == 0
-    assert (
-        0 < report.suggested.total.rounded.zero < report.comparison.total.rounded.zero
-    )
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [(2.0**-20, 2.0**15), (1.0, 2.0**11), (2.0**14, 2.0**-3)],
-    ids=str,
-)
-def test_the_suggested_scale_is_as_large_as_float16_allows(size, expected):
-    _, w, constant = _problem(size)
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_shares_are_those_of_numpy(scale):
+    loss, w, constant = _problem()
     report = precision_report(
-        lambda w, _: jnp.sum(w.astype(jnp.float32) * constant),
+        # The input stays what it is, in a constant.
+        lambda w, _: loss(w, constant),
         w,
         jnp.zeros(1),
         policy="mixed_float16",
+        loss_scale=scale,
     )
-    assert report.suggested.loss_scale == expected
-    assert "Underflow: " in str(report) or size > 1
+    rounded = (np.asarray(constant)[:-2] * scale).astype(np.float16)
+    total = report.comparison.total
+    assert total.num_entries == 83
+    assert total.zero == np.mean(rounded == 0)
+    tiny = np.finfo(np.float16).smallest_normal
+    assert total.subnormal == np.mean((rounded != 0) & (rounded < tiny))
+    assert total.overflow == 0
+    assert f"Underflow: {total.lost:.2%}" in str(report)
 
 
-def test_the_suggested_scale_is_no_larger_than_it_has_to_be():
-    constant = jnp.float32(2.0 ** -np.arange(10, 21))
-    report = precision_report(
-        lambda w, _: jnp.sum(w.astype(jnp.float32) * constant),
-        jnp.ones(11),
-        jnp.zeros(1),
-        policy="mixed_float16",
-    )
-    # The smallest entry becomes 2^-14, the smallest normal number.
-    assert report.suggested.loss_scale == 2.0**6
-    assert report.suggested.total.rounded.lost == 0
-    assert report.comparison.total.rounded.subnormal == 6 / 11
-
-
-def test_an_overflow_is_told_and_a_scale_found():
+def test_an_overflow_of_the_gradient_is_told():
     report = precision_report(
         lambda w, x: 3e5 * jnp.mean(w.astype(jnp.float32) * x.astype(jnp.float32)),
         jnp.ones(2),
@@ -421,20 +374,8 @@ def test_an_overflow_is_told_and_a_scale_found():
         policy="mixed_float16",
     )
     assert report.comparison.total.not_finite == 1.0
-    assert report.comparison.total.rounded.overflow == 1.0
-    assert report.suggested.total.not_finite == 0
-    assert "Overflow: use loss_scale=2.0**-6" in str(report)
-
-
-def test_an_overflow_of_the_loss_is_told():
-    report = precision_report(
-        lambda w, x: jnp.max(jnp.square(x * w) * w),
-        jnp.ones(2),
-        jnp.full(2, 300.0),
-        policy="mixed_float16",
-    )
-    assert math.isinf(report.comparison.loss)
-    assert "not finite at any loss scale" in str(report)
+    assert report.comparison.total.overflow == 1.0
+    assert "Overflow: the gradient is not finite" in str(report)
 
 
 def test_the_policy_float32_changes_nothing():
@@ -448,37 +389,27 @@ def test_the_policy_float32_changes_nothing():
         assert x.cosine == pytest.approx(1.0, abs=1e-12)
         assert x.norm_ratio == 1.0
     assert comparison.exponents == comparison.float32_exponents
-    assert report.suggested.loss_scale == 1.0
+
+
+def _flat(tree):
+    return np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
 
 
 def test_bfloat16_is_compared():
-    model = models.MLP
-    args = model.init(jnp.float32), model.make_batch(0, 8)
-    comparison = precision_report(model.loss, *args).comparison
-    policy = Policy.from_name("mixed_bfloat16")
-    grads, wide = (
-        jax.tree.map(np.float64, jax.jit(jax.grad(model.loss))(*args))
-        for args in (
-            (policy.cast_to_compute(args[0]), policy.cast_inputs(args[1])),
-            args,
-        )
-    )
-    a, b = (
-        np.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (grads, wide)
-    )
-    expected = a @ b / np.sqrt((a @ a) * (b @ b))
-    assert comparison.total.cosine == pytest.approx(expected, abs=1e-5)
-    assert comparison.total.norm_ratio == pytest.approx(
-        np.sqrt(a @ a / (b @ b)), abs=1e-3
-    )
+    model, policy = models.MLP, Policy.from_name("mixed_bfloat16")
+    params, batch = model.init(jnp.float32), model.make_batch(0, 8)
+    comparison = precision_report(model.loss, params, batch).comparison
+    grad = jax.jit(jax.grad(model.loss))
+    a = _flat(grad(policy.cast_to_compute(params), policy.cast_inputs(batch)))
+    b = _flat(grad(params, batch))
+    total = comparison.total
+    cosine = a @ b / np.sqrt((a @ a) * (b @ b))
+    assert total.cosine == pytest.approx(cosine, abs=1e-5)
+    assert total.norm_ratio == pytest.approx(np.sqrt(a @ a / (b @ b)), abs=1e-3)
     cosines = [x.cosine for x in comparison.parameters]
     assert cosines == sorted(cosines)
-    assert {x.path for x in comparison.parameters} == {
-        "hidden.w",
-        "hidden.b",
-        "out.w",
-        "out.b",
-    }
+    paths = {x.path for x in comparison.parameters}
+    assert paths == {"hidden.w", "hidden.b", "out.w", "out.b"}
     exponents = np.floor(np.log2(np.abs(b[b != 0])))
     counts = dict(zip(*np.unique(exponents, return_counts=True), strict=True))
     assert dict(comparison.float32_exponents) == counts
@@ -500,12 +431,6 @@ def test_a_gradient_of_zero_is_that_of_float32():
     report = precision_report(lambda w, x: jnp.sum(0 * w), jnp.ones(3), jnp.ones(1))
     assert report.comparison.total.cosine == report.comparison.total.norm_ratio == 1.0
     assert "0.00%" in str(report)
-
-
-def test_shapes_are_enough_but_for_a_comparison():
-    report = precision_report(lambda w, x: jnp.max(x @ w), _W, _X)
-    assert report.comparison is report.suggested is None
-    assert "Comparison with float32" not in str(report)
 
 
 def test_a_function_that_is_no_loss_is_looked_at_alone():
@@ -530,14 +455,6 @@ def test_the_text_says_what_to_change_and_for_which_data():
     assert "dpmp.autocast" in text
 
 
-def test_lines_of_installed_libraries_are_those_that_call_them():
-    def fun(w, x):
-        return jnp.max(optax.losses.safe_softmax_cross_entropy(x * w, x))  # optax
-
-    found = _found(fun, _W, _X, differentiate=False)
-    assert {source for _, source in found} == {_line("optax")}
-
-
 def test_lines_of_the_caller_are_not_those_of_the_function():
     # Nothing of the caller's is in the program: jax's own function is all there is.
     (finding,) = precision_report(jax.numpy.exp, _X, differentiate=False).findings
@@ -556,28 +473,20 @@ def test_the_picture_has_histograms_and_ranges(tmp_path):
     path = tmp_path / "gradient.png"
     sizes, ranges = report.plot(path).axes
     assert path.read_bytes().startswith(b"\x89PNG")
-    wide, _, shifted = (x.get_data() for x in sizes.patches if hasattr(x, "get_data"))
+    wide, _ = (x.get_data() for x in sizes.patches if hasattr(x, "get_data"))
     assert sum(wide.values) == pytest.approx(100 * 81 / 83)
-    np.testing.assert_array_equal(
-        np.float64(shifted.edges), np.float64(wide.edges) + 15
-    )
     # The first dtype is float16; its range has a normal and a subnormal part.
     float16 = sorted(x.get_x() for x in ranges.patches if round(x.get_y() + 0.4) == 0)
     assert float16 == [-24, -14]
     assert "public data only" in sizes.get_title()
 
 
-def test_a_missing_matplotlib_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    report = precision_report(lambda w, x: jnp.max(w * x), jnp.ones(2), jnp.ones(2))
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dpmp\[plot\]'"):
-        report.plot()
-
-
-def test_there_is_no_picture_without_data():
-    report = precision_report(lambda w, x: jnp.max(x * w), _W, _X)
+def test_a_picture_needs_matplotlib_and_data(monkeypatch):
     with pytest.raises(ValueError, match="nothing to plot without data"):
-        report.plot()
+        precision_report(_max, _W, _X).plot()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dpmp\[plot\]'"):
+        precision_report(_max, jnp.ones(2), jnp.ones(2)).plot()
 
 
 def _max(w, x):
@@ -620,14 +529,13 @@ def sum_of_two_dtypes(params, x):
 
 
 @pytest.mark.parametrize(
-    ("fun", "message"),
+    ("fun", "message", "differentiate"),
     [
-        (scan_from_float32, "float32"),
-        (conv_with_a_constant, "same dtypes"),
-        (sum_of_two_dtypes, "promotion"),
+        (scan_from_float32, "float32", True),
+        (conv_with_a_constant, "same dtypes", True),
+        (sum_of_two_dtypes, "promotion", False),
     ],
 )
-@pytest.mark.parametrize("differentiate", [True, False])
 def test_a_clash_of_dtypes_is_reported_with_its_line(fun, message, differentiate):
     params, x = {"w": jnp.ones((3, 4))}, jnp.ones((5, 3))
     report = precision_report(fun, params, x, differentiate=differentiate)
@@ -635,11 +543,9 @@ def test_a_clash_of_dtypes_is_reported_with_its_line(fun, message, differentiate
     assert finding.kind == "clash"
     assert message in finding.primitive
     file, _, line = finding.source.rpartition(":")
-    assert "# " in linecache.getline(file, int(line))
     assert file == __file__
-    text = str(report)
-    assert "dpmp.autocast(fun)" in text
-    assert all(len(x) <= 88 for x in text.splitlines() if x.startswith(" " * 7))
+    assert "# " in linecache.getline(file, int(line))
+    assert "dpmp.autocast(fun)" in str(report)
 
 
 def test_an_error_that_float32_has_too_is_raised():

@@ -77,7 +77,7 @@ def add_devices_command(commands: Any) -> None:
     """Adds the command to the subparsers of `argparse`."""
     parser = commands.add_parser(
         "devices",
-        help="measure the speed and the accuracy of each dtype on this machine",
+        help="Measures the speed and the accuracy of each dtype on this machine.",
         description=(
             "Measures products of float32, TF32, bfloat16, float16 and float8 on the "
             "first device of this machine: whether they run, how fast they are, and "

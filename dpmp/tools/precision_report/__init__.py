@@ -3,19 +3,11 @@
 `print(precision_report(loss_fn, params, example))` lists the lines of a loss for which
 16 bits are too few, with advice for each, and compares loss and gradient with float32.
 The data must be public or synthetic: nothing in the report has noise.
-
-Modules import only from rows below their own:
-
-    _analysis
-    _report
-    _plot   _places
-    _comparison   _findings
 """
 
-from dpmp.tools.precision_report._analysis import precision_report
 from dpmp.tools.precision_report._comparison import Comparison, GradientComparison
 from dpmp.tools.precision_report._findings import Finding
-from dpmp.tools.precision_report._report import PrecisionReport
+from dpmp.tools.precision_report._report import PrecisionReport, precision_report
 
 __all__ = [
     "Comparison",

@@ -13,28 +13,32 @@ from dpmp._typing import PyTree
 from dpmp.engines import _scaled_loss
 from dpmp.precision import Policy
 
-# Other batches have larger gradients, and so have values between loss and parameters.
-_HEADROOM = 16
-
-# Loss scales are 2^k for these k. The scale is the first cotangent, and float16 has to
-# hold it.
-_POWERS = range(15, -16, -1)
-
 Exponents = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Shares:
-    """How rounding to a dtype changes float32 numbers that are not zero.
+class GradientComparison:
+    """A gradient under the policy, next to the gradient in float32.
+
+    The last three numbers are about the float32 gradient, when it is scaled and rounded
+    to the dtype of the policy's gradient. They are shares of its entries without zeros.
 
     Attributes:
-      num_entries: the number of these numbers.
+      path: the path of the parameter; "" for all parameters.
+      num_entries: the number of entries.
+      cosine: the cosine of the angle between the two; 1.0 if both are zero.
+      norm_ratio: the norm of the policy's gradient over the norm of the other.
+      not_finite: the share of the policy's entries that are infinite or NaN.
       zero: the share that becomes zero.
       subnormal: the share that becomes subnormal and so loses bits.
       overflow: the share that becomes infinite.
     """
 
+    path: str
     num_entries: int
+    cosine: float
+    norm_ratio: float
+    not_finite: float
     zero: float
     subnormal: float
     overflow: float
@@ -43,28 +47,6 @@ class Shares:
     def lost(self) -> float:
         """The share of the numbers that become zero or lose bits."""
         return self.zero + self.subnormal
-
-
-@dataclass(frozen=True)
-class GradientComparison:
-    """A gradient under the policy, next to the gradient in float32.
-
-    Attributes:
-      path: the path of the parameter; "" for all parameters.
-      num_entries: the number of entries.
-      cosine: the cosine of the angle between the two; 1.0 if both are zero.
-      norm_ratio: the norm of the policy's gradient over the norm of the other.
-      not_finite: the share of the policy's entries that are infinite or NaN.
-      rounded: the loss of bits when the float32 gradient is scaled, and rounded to the
-        dtype of the policy's gradient.
-    """
-
-    path: str
-    num_entries: int
-    cosine: float
-    norm_ratio: float
-    not_finite: float
-    rounded: Shares
 
 
 @dataclass(frozen=True)
@@ -99,55 +81,28 @@ class Comparison:
         return abs(self.loss - self.float32_loss) / size if size else math.inf
 
 
-def power_as_code(scale: float) -> str:
-    """A power of two as Python code."""
-    return f"2.0**{round(math.log2(scale))}" if scale != 1 else "1"
-
-
 def compare(
     fun: Callable[..., jax.Array],
     reference_fun: Callable[..., jax.Array],
     args: Sequence[PyTree],
     policy: Policy,
     scale: float,
-) -> tuple[Comparison, Comparison]:
+) -> Comparison:
     """Compares `fun` under a policy with a function in float32, on the same arguments.
 
-    The first comparison is at the loss scale that is given, and the second one at the
-    loss scale that suits the gradient best.
+    The loss under the policy is multiplied by `scale`.
     """
+    loss, scaled = _loss_and_grads(fun, args, policy, scale)
+    float32 = Policy.from_name("float32")
+    exact_loss, exact = _loss_and_grads(reference_fun, args, float32, 1.0)
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(args[0])]
-    run = _runner(fun, args, policy)
-    exact_loss, exact = _runner(reference_fun, args, Policy.from_name("float32"))(1.0)
-
-    def compared(scale: float) -> Comparison:
-        loss, scaled = run(scale)
-        grads = [x.astype(np.float32) / np.float32(scale) for x in scaled]
-        dtypes = [x.dtype for x in scaled]
-        arrays = zip(grads, exact, dtypes, strict=True)
-        measures = [_measure(x, y, dtype, scale) for x, y, dtype in arrays]
-        parameters = [
-            _gradient_comparison(path, [x])
-            for path, x in zip(paths, measures, strict=True)
-        ]
-        parameters.sort(key=lambda x: (not math.isnan(x.cosine), x.cosine))
-        return Comparison(
-            scale,
-            loss,
-            exact_loss,
-            _gradient_comparison("", measures),
-            tuple(parameters),
-            _exponents(np.concatenate(grads)),
-            _exponents(np.concatenate(exact)),
-        )
-
-    given = best = compared(scale)
-    dtypes = [x.dtype for x in jax.tree.leaves(policy.cast_to_compute(args[0]))]
-    if (scale := _best_scale(exact, dtypes)) != given.loss_scale:
-        best = compared(scale)
-    while best.total.not_finite and best.loss_scale > 2.0 ** _POWERS[-1]:
-        best = compared(best.loss_scale / 2)
-    return given, best
+    stacks = [_stack(x, y, scale) for x, y in zip(scaled, exact, strict=True)]
+    parameters = [_gradient(*x) for x in zip(paths, stacks, strict=True)]
+    parameters.sort(key=lambda x: (not math.isnan(x.cosine), x.cosine))
+    both = np.concatenate(stacks, axis=1)
+    total, parameters = _gradient("", both), tuple(parameters)
+    exponents = map(_exponents, both[:2])
+    return Comparison(scale, loss, exact_loss, total, parameters, *exponents)
 
 
 def cast(args: Sequence[PyTree], policy: Policy) -> tuple[PyTree, ...]:
@@ -160,78 +115,54 @@ def path_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _runner(
-    fun: Callable[..., jax.Array], args: Sequence[PyTree], policy: Policy
-) -> Callable[[float], tuple[float, list[np.ndarray]]]:
-    """From a loss scale to the loss and the scaled gradient of each parameter: (n,)."""
-    fun, compute_args = policy.in_product_precision(fun), cast(args, policy)
+def _loss_and_grads(
+    fun: Callable[..., jax.Array], args: Sequence[PyTree], policy: Policy, scale: float
+) -> tuple[float, list[np.ndarray]]:
+    """The loss, and the scaled gradient of each parameter: (n,)."""
+    fun = policy.in_product_precision(fun)
 
     @jax.jit
-    def value_and_grads(scale: jax.Array, *args: PyTree) -> tuple[jax.Array, PyTree]:
+    def value_and_grads(*args: PyTree) -> tuple[jax.Array, PyTree]:
         loss_fn = _scaled_loss.scaled(lambda *args: (fun(*args), None), scale)
         (_, (_, loss, _)), grads = jax.value_and_grad(loss_fn, has_aux=True)(*args)
         return loss, grads
 
-    def run(scale: float) -> tuple[float, list[np.ndarray]]:
-        loss, grads = value_and_grads(jnp.float32(scale), *compute_args)
-        return float(loss), [np.ravel(x) for x in jax.tree.leaves(grads)]
-
-    return run
+    loss, grads = value_and_grads(*cast(args, policy))
+    return float(loss), [np.ravel(x) for x in jax.tree.leaves(grads)]
 
 
-def _best_scale(grads: Sequence[np.ndarray], dtypes: Sequence[Any]) -> float:
-    """The power of two with which the fewest entries become zero or subnormal.
-
-    If several are as good, the result is the one that is closest to 1: larger ones gain
-    nothing, and risk an overflow. `grads` are in float32, and are rounded to `dtypes`.
-    """
-    largest = max((np.max(np.abs(x), initial=0.0) for x in grads), default=0.0)
-    limit = min(float(jnp.finfo(dtype).max) for dtype in dtypes) / _HEADROOM
-    # The exponents of all entries, less the smallest exponent that loses no bits.
-    margins = [
-        (k - int(jnp.finfo(dtype).minexp), count)
-        for x, dtype in zip(grads, dtypes, strict=True)
-        for k, count in _exponents(x)
-    ]
-
-    def num_lost(power: int) -> int:
-        return sum(count for margin, count in margins if margin + power < 0)
-
-    powers = [k for k in _POWERS if largest * 2.0**k <= limit] or [_POWERS[-1]]
-    return 2.0 ** min(powers, key=lambda k: (num_lost(k), abs(k)))
-
-
-def _measure(x: np.ndarray, exact: np.ndarray, dtype: Any, scale: float) -> list[float]:
-    """Numbers that add up over parameters, as `_gradient_comparison` reads them."""
-    sizes = np.abs(exact[exact != 0]) * np.float32(scale)
+def _stack(scaled: np.ndarray, exact: np.ndarray, scale: float) -> np.ndarray:
+    """Float32 rows: both gradients; the exact one rounded; whether it is subnormal."""
     with np.errstate(all="ignore"):
-        rounded = sizes.astype(dtype).astype(np.float32)
+        sizes = np.abs(exact) * np.float32(scale)
+        rounded = sizes.astype(scaled.dtype).astype(np.float32)
+        grad = scaled.astype(np.float32) / np.float32(scale)
+    smallest = float(jnp.finfo(scaled.dtype).smallest_normal)
+    return np.stack([grad, exact, rounded, (rounded != 0) & (rounded < smallest)])
+
+
+def _gradient(path: str, stack: np.ndarray) -> GradientComparison:
+    grad, exact, rounded, is_subnormal = stack
+    with np.errstate(all="ignore"):
         # Inner products in float64, without copies of the arrays.
-        products = [
-            np.einsum("i,i->", a, b, dtype=np.float64)
-            for a, b in ((x, x), (x, exact), (exact, exact))
-        ]
-    is_zero = rounded == 0
-    is_subnormal = ~is_zero & (rounded < float(jnp.finfo(dtype).smallest_normal))
-    masks = ~np.isfinite(x), is_zero, is_subnormal, ~np.isfinite(rounded)
-    return [x.size, sizes.size, *map(np.count_nonzero, masks), *products]
-
-
-def _gradient_comparison(
-    path: str, measures: Sequence[Sequence[float]]
-) -> GradientComparison:
-    with np.errstate(all="ignore"):
-        *counts, square, product, exact_square = np.sum(measures, axis=0)
+        square, product, exact_square = (
+            float(np.einsum("i,i->", a, b, dtype=np.float64))
+            for a, b in ((grad, grad), (grad, exact), (exact, exact))
+        )
         norm, exact_norm = np.sqrt(square), np.sqrt(exact_square)
         ratio, cosine = norm / exact_norm, 0.0
         if norm == exact_norm == 0:
             ratio = cosine = 1.0
         elif norm != 0 and exact_norm != 0:
             cosine = product / (norm * exact_norm)
-    size, num_nonzero, not_finite, *changed = map(int, counts)
-    rounded = Shares(num_nonzero, *(x / max(1, num_nonzero) for x in changed))
-    share = not_finite / max(1, size)
-    return GradientComparison(path, size, float(cosine), float(ratio), share, rounded)
+    is_used = exact != 0
+    is_changed = is_used & (rounded == 0), is_subnormal, ~np.isfinite(rounded)
+    num_used = max(1, np.count_nonzero(is_used))
+    not_finite = np.count_nonzero(~np.isfinite(grad)) / max(1, grad.size)
+    shares = (np.count_nonzero(x) / num_used for x in is_changed)
+    return GradientComparison(
+        path, grad.size, float(cosine), float(ratio), not_finite, *shares
+    )
 
 
 def _exponents(x: np.ndarray) -> Exponents:

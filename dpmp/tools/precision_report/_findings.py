@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 # The source of an operation whose line nobody knows.
 UNKNOWN = "unknown:0"
+# The source of an argument that the policy rounds, until a line widens it.
+ARGUMENT = ""
 
 # The kinds of findings with their advice. The kind with most to gain comes first.
 ADVICE = {
@@ -27,25 +29,14 @@ ADVICE = {
     "Cast to float32 before, and back after.",
     "normalisation": "Compute variances and norms in float32, and also sums that you "
     "divide by. Cast the result.",
-    "narrow product": "The product is rounded to 16 bits and then widened. Ask for a "
-    "float32 result with preferred_element_type=jnp.float32.",
-    "parameter": "The policy rounds these parameters, and the function widens them "
-    "again. Keep them in float32 with float32_paths, or tell their layer to compute in "
-    "16 bits.",
-    "input": "The policy rounds these inputs, and the function widens them again. If "
-    "they must be exact, pass integers, or let the function close over the arrays.",
-    "round trip": "Values are rounded to 16 bits and widened again, and nothing uses "
-    "the rounded values in between. Use the values from before the cast.",
-    "wide product": "The operands are float32 in spite of the policy, which costs time "
-    "and memory. If you did not intend that, cast them, or tell the layer its dtype.",
-    "product": "",  # mixed precision consists of these
+    "widened": "Values are rounded to 16 bits and widened again, and nothing uses the "
+    "rounded values in between. Keep parameters in float32 with float32_paths, or tell "
+    "their layer to compute in 16 bits. Let the function close over inputs that must "
+    "be exact. Ask for float32 products with preferred_element_type=jnp.float32.",
 }
 
-ARGUMENTS = ("parameter", "input")
-CASTS = ("narrow product", "round trip", *ARGUMENTS)
-_SUMS = ("running sum", "sum", "gradient sum", "product")
+_SUMS = ("running sum", "sum", "gradient sum")
 _EVALUATED = ("exponential", "normalisation")
-_OF_GRADIENTS = ("running sum", "sum", *_EVALUATED)
 
 
 @dataclass(frozen=True)
@@ -54,11 +45,10 @@ class Finding:
 
     Attributes:
       kind: "clash", "running sum", "sum", "gradient sum", "exponential",
-        "normalisation", "narrow product", "parameter", "input", "round trip", "wide
-        product"; or "product", which needs no change.
+        "normalisation" or "widened".
       primitive: the names of the operations in jax, the paths of the arguments, or the
         message of a clash.
-      dtype: the dtype of the values; for wide products, the dtype of the operands.
+      dtype: the dtype of the values.
       source: the file and the line.
       count: the number of operations. The body of a loop counts once.
       length: the largest number of terms of a sum; None if it depends on data, or if
@@ -94,19 +84,14 @@ class Finding:
 def select(loss: Sequence[Finding], gradient: Sequence[Finding]) -> tuple[Finding, ...]:
     """Chooses from all places in a loss, and in the program of loss and gradient."""
     # Casts without a line are those of `dpmp.autocast`, which are intended.
-    loss = [x for x in loss if x.kind not in CASTS or x.source != UNKNOWN]
-    known = set(map(_topic, loss))
-    # A sum that only the gradient has is the transpose of a broadcast.
-    found = [
-        dataclasses.replace(
-            x,
-            kind="gradient sum" if x.kind == "sum" else x.kind,
-            in_gradient=True,
-        )
-        for x in gradient
-        if x.kind in _OF_GRADIENTS and _topic(x) not in known
-    ]
-    return tuple(_merged([*loss, *found]))
+    found = [x for x in loss if x.kind != "widened" or x.source != UNKNOWN]
+    known = set(map(_topic, found))
+    for x in gradient:
+        if x.kind != "widened" and _topic(x) not in known:
+            # A sum that only the gradient has is the transpose of a broadcast.
+            kind = "gradient sum" if x.kind == "sum" else x.kind
+            found.append(dataclasses.replace(x, kind=kind, in_gradient=True))
+    return tuple(_merged(found))
 
 
 def _topic(x: Finding) -> tuple[str, str]:

@@ -5,13 +5,13 @@ A walk goes from equation to equation, and keeps `Facts` about each value.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from dpmp.programs import _bodies, _interpreter, _source_lines
-from dpmp.tools.precision_report._findings import ARGUMENTS, UNKNOWN, Finding
+from dpmp.tools.precision_report._findings import ARGUMENT, UNKNOWN, Finding
 
 # Operations of jax by what they do to 16-bit values. An operation that is not listed
 # only adds a rounding error of its own size.
@@ -67,9 +67,6 @@ class Facts(NamedTuple):
     carries: Mapping[int, tuple[int, str]] = {}
 
 
-_NOTHING = Facts()
-
-
 def find_places(jaxpr: Any, rounded: Sequence[Finding | None]) -> list[Finding]:
     """Finds all places in a program; `rounded` tells which arguments are rounded."""
     walk = _Walk()
@@ -82,7 +79,7 @@ class _Walk:
 
     Attributes:
       places: the places found so far.
-      used: arguments that something uses in 16 bits, or whose wide products are found.
+      used: kinds and paths of arguments that something uses in 16 bits.
       caller: the line of the user's code that called the current program.
     """
 
@@ -95,22 +92,20 @@ class _Walk:
         """Returns the facts about the results, from those about the arguments."""
         known = dict(zip(jaxpr.invars, facts, strict=True))
 
-        def read(atom: Any) -> Facts:
-            is_literal = _interpreter.is_literal(atom)
-            return _NOTHING if is_literal else known.get(atom, _NOTHING)
+        def read(atoms: Sequence[Any]) -> list[Facts]:
+            is_literal = _interpreter.is_literal
+            return [Facts() if is_literal(x) else known.get(x, Facts()) for x in atoms]
 
         for eqn in _live_equations(jaxpr):
             is_listed = eqn.primitive.name in _GROUP_OF
             programs = [] if is_listed else _bodies.sub_programs(eqn)
             if not programs:
-                result = self._step(eqn, [read(atom) for atom in eqn.invars])
-                known |= dict.fromkeys(eqn.outvars, result)
+                known |= dict.fromkeys(eqn.outvars, self._step(eqn, read(eqn.invars)))
             for program in programs:
-                facts = [read(atom) for atom in program.invars]
-                results = self._enter(eqn, program, facts)
+                results = self._enter(eqn, program, read(program.invars))
                 if program.has_results:
                     known |= zip(eqn.outvars, results, strict=True)
-        return [read(atom) for atom in jaxpr.outvars]
+        return read(jaxpr.outvars)
 
     def _enter(
         self, eqn: Any, program: _bodies.SubProgram, facts: list[Facts]
@@ -131,8 +126,8 @@ class _Walk:
             if num_adds:
                 length = program.length and program.length * num_adds
                 name = f"{eqn.primitive.name} carry"
-                self._add("running sum", eqn, length, i, primitive=name, source=source)
-        return [*[_NOTHING] * count, *_outside_of_loops(outputs[count:])]
+                self._add("running sum", eqn.outvars[i], name, source, length)
+        return [*[Facts()] * count, *_outside_of_loops(outputs[count:])]
 
     def _step(self, eqn: Any, operands: list[Facts]) -> Facts:
         """Returns the facts about the results of an operation."""
@@ -141,15 +136,23 @@ class _Walk:
             return _merged(operands)
         if group == "casts":
             return self._cast(eqn, operands[0])
-        self._use(eqn, operands, is_narrow)
+        for atom, x in zip(eqn.invars, operands, strict=True):
+            if x.lost and x.lost.source == ARGUMENT and is_narrow(_dtype(atom)):
+                self.used.add((x.lost.kind, x.lost.primitive))
         if group == "ties":
             return Facts(is_tie=_is_float(_dtype(eqn.invars[0])))
-        if group in ("adds", "scales", "products"):
-            return getattr(self, f"_{group}")(eqn, operands)
+        if group == "products":
+            name, dtype = eqn.primitive.name, _dtype(eqn.outvars[0])
+            lost = Finding("widened", name, str(dtype), self._source(eqn))
+            return Facts(lost if is_narrow(dtype) else None)
+        if group == "adds":
+            return self._adds(eqn, operands)
+        if group == "scales":
+            return self._scales(eqn, operands)
         # Ties are few, and 16 bits hold small integers.
         if group is None or operands[0].is_tie:
-            return _NOTHING
-        self._add(group, eqn, _num_terms(eqn))
+            return Facts()
+        self._add_result(group, eqn, _num_terms(eqn))
         is_root_of_sum = group == "normalisation" and operands[0].is_sum
         return Facts(is_sum=group == "sum" or is_root_of_sum)
 
@@ -157,29 +160,18 @@ class _Walk:
         old, new = _dtype(eqn.invars[0]), _dtype(eqn.outvars[0])
         facts, lost = operand._replace(lost=None, terms=1), operand.lost
         if is_narrow(old) and _is_wide(new) and lost is not None:
-            is_argument = lost.kind in ARGUMENTS
-            source = self._source(eqn) if is_argument else lost.source
+            source = self._source(eqn) if lost.source == ARGUMENT else lost.source
             self.places.append(dataclasses.replace(lost, source=source))
             return facts._replace(lost=lost)
         is_literal = _interpreter.is_literal(eqn.invars[0])
         if _is_wide(old) and is_narrow(new) and not is_literal:
-            cast = Finding("round trip", "astype", str(new), self._source(eqn))
+            cast = Finding("widened", "astype", str(new), self._source(eqn))
             return facts._replace(lost=cast)
         return facts
 
-    def _products(self, eqn: Any, operands: list[Facts]) -> Facts:
-        length = _num_terms(eqn)
-        if all(_is_wide(_dtype(atom)) for atom in eqn.invars[:2]):
-            self._use(eqn, operands, _is_wide)
-            self.places.append(self._place("wide product", eqn, length))
-        if not is_narrow(_dtype(eqn.outvars[0])):
-            return _NOTHING
-        self.places.append(self._place("product", eqn, length))
-        return Facts(self._place("narrow product", eqn, length))
-
     def _scales(self, eqn: Any, operands: list[Facts]) -> Facts:
         if eqn.primitive.name == "div" and operands[1].is_sum:
-            self._add("normalisation", eqn)
+            self._add_result("normalisation", eqn)
             operands = operands[:1]
         is_sum = sum(x.is_sum for x in operands) == 1 and _is_factor(eqn, operands)
         return _merged(operands)._replace(lost=None, terms=1, is_sum=is_sum)
@@ -187,38 +179,28 @@ class _Walk:
     def _adds(self, eqn: Any, operands: list[Facts]) -> Facts:
         is_result_narrow = is_narrow(_dtype(eqn.outvars[0]))
         terms = sum(x.terms for x in operands) if is_result_narrow else 1
-        self._add("running sum", eqn, terms)
         some, source = _merged(operands), self._source(eqn)
+        self._add_result("running sum", eqn, terms)
         return Facts(
             is_sum=some.is_sum and _is_factor(eqn, operands),
             terms=terms,
             carries={i: (n + 1, source) for i, (n, _) in some.carries.items()},
         )
 
-    def _use(
-        self, eqn: Any, operands: list[Facts], is_used: Callable[[Any], bool]
-    ) -> None:
-        """Notes which arguments an operation uses, if their dtypes are as told."""
-        for atom, x in zip(eqn.invars, operands, strict=True):
-            if x.lost and x.lost.kind in ARGUMENTS and is_used(_dtype(atom)):
-                self.used.add((x.lost.kind, x.lost.primitive))
-
     def _source(self, eqn: Any) -> str:
         return "{}:{}".format(*_source_lines.source_line(eqn, self.caller))
 
-    def _place(
-        self, kind: str, eqn: Any, length: int | None, i: int = 0, **changed: Any
-    ) -> Finding:
-        dtype = str(_dtype(eqn.outvars[i]))
-        place = {"primitive": eqn.primitive.name, "source": self._source(eqn)} | changed
-        return Finding(kind, dtype=dtype, length=length, **place)
+    def _add_result(self, kind: str, eqn: Any, length: int | None = None) -> None:
+        name, source = eqn.primitive.name, self._source(eqn)
+        self._add(kind, eqn.outvars[0], name, source, length)
 
     def _add(
-        self, kind: str, eqn: Any, length: int | None = None, i: int = 0, **changed: Any
+        self, kind: str, result: Any, name: str, source: str, length: int | None
     ) -> None:
-        """Adds a place for result `i` if its dtype is narrow, and its sum long."""
-        if is_narrow(_dtype(eqn.outvars[i])):
-            place = self._place(kind, eqn, length, i, **changed)
+        """Adds a place if its result is narrow, and its sum long."""
+        dtype = _dtype(result)
+        if is_narrow(dtype):
+            place = Finding(kind, name, str(dtype), source, length=length)
             if place.bound is None or place.bound >= _NOTICEABLE:
                 self.places.append(place)
 
@@ -264,14 +246,6 @@ def _num_terms(eqn: Any) -> int | None:
     For scatters it is the largest number of terms that an entry may have.
     """
     name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return math.prod(shape[i] for i in contracted)
-    if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
-        return math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
-    if name.startswith("ragged_dot"):
-        return shape[-1]
     if name.startswith("scatter"):
         batched = params["dimension_numbers"].scatter_indices_batching_dims
         updates = eqn.invars[1].aval.shape[:-1]
@@ -292,7 +266,7 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def _is_wide(dtype: Any) -> bool:
-    return _is_float(dtype) and dtype.itemsize > 2
+    return _is_float(dtype) and not is_narrow(dtype)
 
 
 def _is_float(dtype: Any) -> bool:

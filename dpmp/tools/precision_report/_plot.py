@@ -7,56 +7,46 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp._pictures import new_figure
-from dpmp.tools.precision_report._comparison import Comparison, Exponents, power_as_code
+from dpmp.tools.precision_report._comparison import Comparison
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_FLOAT32, _CANDIDATE, _SHIFTED = "#4c72b0", "#dd8452", "#55a868"
+_FLOAT32, _CANDIDATE = "#4c72b0", "#dd8452"
 _NORMAL, _SUBNORMAL = "#8c8c8c", "#d0d0d0"
 
 
-def plot(given: Comparison, best: Comparison, policy: str) -> Any:
-    """Draws a gradient at the loss scale that is used, and at the one suggested."""
+def plot(comparison: Comparison, policy: str) -> Any:
+    """Draws the gradient under the policy, and that in float32."""
     figure = new_figure(figsize=(8, 5.5), layout="constrained")
-    sizes, ranges = figure.subplots(
-        2, 1, sharex=True, gridspec_kw={"height_ratios": (3, 1.4)}
-    )
-    _draw_sizes(sizes, given, best, policy)
+    ratios = {"height_ratios": (3, 1.4)}
+    sizes, ranges = figure.subplots(2, 1, sharex=True, gridspec_kw=ratios)
+    _draw_sizes(sizes, comparison, policy)
     _draw_ranges(ranges)
     for axes in (sizes, ranges):
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
     # All entries but a few tiny ones, and the range of float16.
-    edges = [float(k) for k, _ in given.float32_exponents] or [0.0]
-    top = max(edges[-1] + max(0.0, math.log2(best.loss_scale)), 16.0)
-    ranges.set_xlim(max(min(edges[0], -26.0), -60.0), top + 2)
+    edges = [float(k) for k, _ in comparison.float32_exponents] or [0.0]
+    ranges.set_xlim(max(min(edges[0], -26.0), -60.0), max(edges[-1], 16.0) + 2)
     ranges.set_xlabel("size of an entry, log2 |g|")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     return figure
 
 
-def _draw_sizes(axes: Any, given: Comparison, best: Comparison, policy: str) -> None:
-    """Draws histograms, one of them moved to where the suggested scale puts it."""
-    total = given.total.num_entries
-
-    def draw(exponents: Exponents, label: str, shift: float = 0, **style: Any) -> None:
+def _draw_sizes(axes: Any, comparison: Comparison, policy: str) -> None:
+    """Draws a histogram of the sizes of entries for each of the two gradients."""
+    total = comparison.total.num_entries
+    style = {"color": _FLOAT32, "fill": True, "alpha": 0.45}
+    label = f"{policy}, loss scale {comparison.loss_scale:g}"
+    for exponents, name, options in (
+        (comparison.float32_exponents, "float32", style),
+        (comparison.exponents, label, {"color": _CANDIDATE}),
+    ):
         counts = dict(exponents)
         bins = range(min(counts, default=0), max(counts, default=0) + 1)
         heights = [100 * counts.get(k, 0) / total for k in bins]
-        edges = [float(k) + shift for k in (*bins, bins.stop)]
-        axes.stairs(heights, edges, label=label, linewidth=1.8, **style)
-
-    exact, scale = given.float32_exponents, power_as_code(given.loss_scale)
-    zeros, policy_zeros = (
-        f"({1 - sum(dict(x).values()) / total:.1%} zero)"
-        for x in (exact, given.exponents)
-    )
-    draw(exact, f"float32 {zeros}", color=_FLOAT32, fill=True, alpha=0.45)
-    label = f"{policy}, loss scale {scale} {policy_zeros}"
-    draw(given.exponents, label, color=_CANDIDATE)
-    if best.loss_scale != 1:
-        label = f"float32, times the suggested scale {power_as_code(best.loss_scale)}"
-        shift = math.log2(best.loss_scale)
-        draw(exact, label, shift, color=_SHIFTED, linestyle="--")
+        zeros = f"({1 - sum(counts.values()) / total:.1%} zero)"
+        edges = [float(k) for k in (*bins, bins.stop)]
+        axes.stairs(heights, edges, label=f"{name} {zeros}", linewidth=1.8, **options)
     for edge in _range("float16"):
         axes.axvline(edge, color=_NORMAL, linewidth=0.8, linestyle=":")
     axes.set_ylabel("entries, %")

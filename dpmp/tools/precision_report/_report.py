@@ -1,24 +1,31 @@
-"""A precision report, in words and tables."""
+"""Analyses the program of a loss under a policy, and runs it if there is data.
 
-import linecache
-import math
-import pathlib
-import textwrap
-from collections.abc import Iterator, Sequence
+The program is analysed as it would run: with parameters and inputs in the dtypes that
+the policy gives them, and with its gradient.
+
+References:
+  Micikevicius et al.: Mixed precision training, 2018, section 3.
+  Higham: The accuracy of floating point summation, 1993, for the bounds on sums.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpmp import _validate
-from dpmp.tools import _plain_text
-from dpmp.tools.precision_report import _plot
-from dpmp.tools.precision_report._comparison import Comparison, power_as_code
-from dpmp.tools.precision_report._findings import ADVICE, CASTS, Finding
+import jax
+import jax.numpy as jnp
 
-# A model that uses bfloat16 only where it may has gradients with a larger cosine.
-_CLOSE = 0.99
-_NOTICEABLE_LOSS = 0.01
-_NUM_WORST = 3
-_LENGTH_OF_MESSAGE = 300
+from dpmp import _validate, loss_scaling
+from dpmp._typing import PyTree
+from dpmp.engines import _signature
+from dpmp.precision import Policy
+from dpmp.programs import _source_lines
+from dpmp.tools.precision_report import _plot, _text
+from dpmp.tools.precision_report._comparison import Comparison, cast, compare, path_of
+from dpmp.tools.precision_report._findings import ARGUMENT, Finding, select
+from dpmp.tools.precision_report._places import find_places, is_narrow
 
 
 @dataclass(frozen=True)
@@ -30,27 +37,17 @@ class PrecisionReport:
       policy: the name of the policy, or its compute dtype.
       findings: lines of the program, with most to gain first.
       comparison: the comparison with float32; None without data.
-      suggested: the comparison at the loss scale with which the fewest entries of the
-        gradient become zero or subnormal; None without data.
     """
 
     name: str
     policy: str
     findings: tuple[Finding, ...]
     comparison: Comparison | None = None
-    suggested: Comparison | None = None
 
     def __str__(self) -> str:
-        parts, advice = [f"Precision of {self.name}, {self.policy}"], []
-        if self.comparison is not None and self.suggested is not None:
-            parts += _tables(self.comparison, self.suggested)
-            advice += _about_the_scale(self.comparison, self.suggested)
-        advice += _about_findings(self.findings, self.suggested)
-        items = [_plain_text.paragraph(x, f"{i}. ") for i, x in enumerate(advice, 1)]
-        parts.append("\n".join(["What to change", *(items or ["  Nothing."])]))
-        if products := [x for x in self.findings if x.kind == "product"]:
-            parts.append(_about_products(products))
-        return "\n\n".join(parts)
+        title = f"Precision of {self.name}, {self.policy}"
+        text = _text.report(self.findings, self.comparison)
+        return f"{title}\n\n{text}"
 
     def plot(self, path: Any = None) -> Any:
         """Draws the sizes of the gradient's entries beside the ranges of dtypes.
@@ -67,132 +64,143 @@ class PrecisionReport:
           ModuleNotFoundError: without matplotlib (`pip install 'dpmp[plot]'`).
           ValueError: without data.
         """
-        if self.comparison is None or self.suggested is None:
+        if self.comparison is None:
             _validate.fail(
                 "there is nothing to plot without data",
                 comparison=None,
                 fix="Call precision_report with arrays, of public or synthetic data.",
             )
-        figure = _plot.plot(self.comparison, self.suggested, self.policy)
+        figure = _plot.plot(self.comparison, self.policy)
         if path is not None:
             figure.savefig(path)
         return figure
 
 
-def _tables(given: Comparison, best: Comparison) -> Iterator[str]:
-    shown = [given] if best.loss_scale == given.loss_scale else [given, best]
-    rows = [[name, *map(cell, shown)] for name, cell in _COMPARED.items()]
-    yield (
-        "Comparison with float32 on the given data. The numbers have no noise, so the "
-        "data must\nbe public or synthetic.\n"
-        + _plain_text.table(rows, "<>>", indent="  ")
+def precision_report(
+    fun: Callable[..., Any],
+    *args: Any,
+    policy: str | Policy = "mixed_bfloat16",
+    differentiate: bool = True,
+    loss_scale: float = 1.0,
+    reference: Callable[..., Any] | None = None,
+) -> PrecisionReport:
+    """Finds where a loss needs more than 16 bits, and says what to change.
+
+    The function traces `fun` and its gradient, with all loops, branches and compiled
+    functions. It lists the lines of the source on which 16-bit values are added up,
+    exponentiated, divided by sums, or widened after bits were lost. Shapes are enough
+    for that. If all arguments are arrays, it also computes loss and gradient, and
+    compares them with float32.
+
+    The comparison has no noise: use it with public or synthetic data only.
+
+    >>> def loss(params, x):
+    ...     return jnp.mean(jax.nn.softmax(x @ params["w"]) ** 2)
+    >>> params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    >>> x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> report = precision_report(loss, params, x)
+    >>> print([finding.kind for finding in report.findings][:2])
+    ['exponential', 'normalisation']
+
+    Args:
+      fun: the loss. Its own casts stay as they are.
+      *args: the arguments of `fun`: parameters first, then data, in the shapes of
+        training. For the loss of one example that is a batch of one. If a
+        `jax.ShapeDtypeStruct` takes the place of an array, nothing is compared.
+      policy: a policy or the name of one. It casts arguments as `DPTrainer` does.
+      differentiate: whether to analyse the gradient too, and compare with float32.
+      loss_scale: the factor of the loss in the comparison, a power of two.
+      reference: the function to compare with, in float32; `fun` by default. To examine
+        an autocast loss, use `fun=dpmp.autocast(loss)`, `policy="float32"` and
+        `reference=loss`.
+
+    Returns:
+      The report. `print` shows it, and `.plot()` draws the gradient. If jax refuses the
+      loss under the policy, because two dtypes clash, the report has this one finding.
+
+    Raises:
+      ValueError: if `fun` is no function or cannot be differentiated, if there is no
+        such policy, or if the loss scale is no power of two.
+    """
+    _validate.require(
+        callable(fun), "fun must be a function", fun=fun, fix="Pass the loss first."
     )
-    header = ["furthest from float32", "entries", "cosine", "norm ratio"]
-    worst = [
-        [_path(x.path), f"{x.num_entries:,}", _number(x.cosine), _number(x.norm_ratio)]
-        for x in given.parameters[:_NUM_WORST]
-    ]
-    yield _plain_text.table([header, *worst], "<>>>", indent="  ")
+    _signature.check_num_args(args, (0,))
+    loss_scaling.check(loss_scale)
+    name = policy if isinstance(policy, str) else policy.compute_dtype.name
+    policy = Policy.parse(policy)
+    shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
+    # Rounding to float8 writes the program anew, and the lines of its source are lost.
+    plain = dataclasses.replace(policy, float8_scale=None).in_product_precision(fun)
+    fun_name = getattr(fun, "__name__", type(fun).__name__)
+    try:
+        found = _find(plain, args, shapes, differentiate)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, _validate.RefusedError) or not _is_traceable(fun, args):
+            raise
+        # The loss is right without the policy, so that the report has to tell.
+        return PrecisionReport(fun_name, name, (_clash(error, policy),))
+    comparison = None
+    leaves = jax.tree.leaves(args)
+    if differentiate and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        comparison = compare(fun, reference or fun, args, policy, float(loss_scale))
+    return PrecisionReport(fun_name, name, found, comparison)
 
 
-def _path(path: str) -> str:
-    return path or "argument 0"
+def _find(
+    fun: Callable[..., Any],
+    args: Sequence[PyTree],
+    shapes: Sequence[PyTree],
+    differentiate: bool,
+) -> tuple[Finding, ...]:
+    """Traces the loss and its gradient, and finds the lines that lose something."""
+    if differentiate:
+        _check(fun, shapes)
+    rounded = _rounded_arguments(args, shapes)
+    loss, gradient = find_places(jax.make_jaxpr(fun)(*shapes).jaxpr, rounded), []
+    if differentiate:
+        program = jax.make_jaxpr(jax.value_and_grad(fun))(*shapes).jaxpr
+        gradient = find_places(program, [None] * len(rounded))
+    return select(loss, gradient)
 
 
-def _number(x: float) -> str:
-    return f"{x:.5f}" if math.isfinite(x) else "not finite"
+def _is_traceable(fun: Callable[..., Any], args: Sequence[PyTree]) -> bool:
+    """Whether the function runs on the dtypes that it was given."""
+    with contextlib.suppress(Exception):
+        jax.eval_shape(fun, *args)
+        return True
+    return False
 
 
-def _share(x: float) -> str:
-    return f"{x:.2%}" if x == 0 or x >= 0.0001 else "< 0.01%"
+def _clash(error: Exception, policy: Policy) -> Finding:
+    file, line = _source_lines.error_line(error)
+    dtype = policy.compute_dtype.name
+    return Finding("clash", str(error) or type(error).__name__, dtype, f"{file}:{line}")
 
 
-# The rows of the first table: the name, and the cell for a comparison.
-_COMPARED = {
-    "loss scale": lambda x: power_as_code(x.loss_scale),
-    "loss": lambda x: f"{x.loss:.6g}",
-    "loss in float32": lambda x: f"{x.float32_loss:.6g}",
-    "relative difference of the losses": lambda x: f"{x.relative_difference:.1e}",
-    "gradient: cosine": lambda x: _number(x.total.cosine),
-    "gradient: norm ratio": lambda x: _number(x.total.norm_ratio),
-    "gradient: not finite": lambda x: _share(x.total.not_finite),
-    "float32 gradient, rounded: zero": lambda x: _share(x.total.rounded.zero),
-    "... subnormal": lambda x: _share(x.total.rounded.subnormal),
-    "... infinite": lambda x: _share(x.total.rounded.overflow),
-}
-
-
-def _about_the_scale(given: Comparison, best: Comparison) -> Iterator[str]:
-    """Whether the loss should have another scale."""
-    if best.total.not_finite:
-        yield (
-            "The gradient is not finite at any loss scale, because a value within the "
-            "loss overflows. Use bfloat16, or compute this value in float32."
-        )
-    elif given.total.not_finite:
-        yield f"Overflow: use loss_scale={power_as_code(best.loss_scale)}."
-    elif given.total.rounded.lost > best.total.rounded.lost + _NOTICEABLE_LOSS:
-        before, after = (_share(x.total.rounded.lost) for x in (given, best))
-        yield (
-            f"Underflow: {before} of the gradient's entries become zero or subnormal, "
-            f"but only {after} with loss_scale={power_as_code(best.loss_scale)}. Use "
-            "this scale, or loss_scaling.by_loss()."
-        )
-
-
-def _about_findings(
-    findings: Sequence[Finding], best: Comparison | None
-) -> Iterator[str]:
-    """What to do about lines, most important first."""
-    kinds = {x.kind for x in findings}
-    if "wide product" in kinds and "product" not in kinds:
-        yield (
-            "No product is in 16 bits. The policy only rounds arguments, and the first "
-            "of the lines below widens them to float32 again."
-        )
-    for kind, advice in ADVICE.items():
-        if advice and kind in kinds:
-            lines = (_lines(x) for x in findings if x.kind == kind)
-            yield "\n".join([f"{kind.capitalize()}. {advice}", *lines])
-    if kinds.difference(CASTS, ["product"]):
-        yield (
-            "Or write the function in float32, and let dpmp.autocast(fun) choose what "
-            "is rounded."
-        )
-    elif best is not None and kinds <= {"product"} and best.total.cosine < _CLOSE:
-        paths = ", ".join(_path(x.path) for x in best.parameters[:_NUM_WORST])
-        yield (
-            "No line stands out, but the gradient differs from that of float32. Try "
-            f"float32_paths with the parameters that are furthest from it: {paths}."
-        )
-
-
-def _lines(x: Finding) -> str:
-    """A line of the source, and a line on what happens there."""
-    file, _, line = x.source.rpartition(":")
-    place = "/".join(pathlib.PurePath(file).parts[-2:])
-    code = textwrap.shorten(linecache.getline(file, int(line)), 60)
-    where = f"     {place}:{line}  {code}".rstrip()
-    if x.kind == "clash":
-        message = textwrap.shorten(x.primitive, _LENGTH_OF_MESSAGE)
-        return "\n".join(
-            [where, *(f"       {part}" for part in textwrap.wrap(message, 79))]
-        )
-    details = [
-        f"{textwrap.shorten(_path(x.primitive), 40)} in {x.dtype}",
-        f"{x.count} times" if x.count > 1 else "",
-        f"{x.length:,} terms" if x.length is not None else "",
-        f"an error of up to {x.bound:.0%}" if x.bound is not None else "",
-        "in the gradient" if x.in_gradient else "",
-    ]
-    return where + f"\n       {', '.join(filter(None, details))}"
-
-
-def _about_products(products: Sequence[Finding]) -> str:
-    count = sum(x.count for x in products)
-    longest = max(x.length or 1 for x in products)
-    return _plain_text.paragraph(
-        f"Products with 16-bit results: {count}, of up to {longest:,} terms. They need "
-        "no change: XLA usually adds in float32 within a product, and only rounds the "
-        "result."
+def _check(fun: Callable[..., Any], shapes: Sequence[PyTree]) -> None:
+    """Raises ValueError for a function that has no gradient."""
+    _signature.check_float_leaves(shapes[0], "argument 0")
+    output = jax.eval_shape(fun, *shapes)
+    is_scalar = isinstance(output, jax.ShapeDtypeStruct) and output.shape == ()
+    _validate.require(
+        is_scalar and jnp.issubdtype(output.dtype, jnp.floating),
+        "fun must return a scalar float loss to be differentiated and compared",
+        output=output,
+        fix="Reduce the output with jnp.mean, or use differentiate=False.",
     )
+
+
+def _rounded_arguments(
+    args: Sequence[PyTree], shapes: Sequence[PyTree]
+) -> list[Finding | None]:
+    """For each leaf of the arguments, a finding if the policy narrows it."""
+    found = []
+    given = jax.tree_util.tree_leaves_with_path(tuple(args))
+    for (path, x), shape in zip(given, jax.tree.leaves(shapes), strict=True):
+        i, rest = path[0].idx, path[1:]
+        name = f"argument {i}{jax.tree_util.keystr(rest)}" if i else path_of(rest)
+        is_narrower = is_narrow(shape.dtype) and not is_narrow(jnp.result_type(x))
+        place = Finding("widened", name, shape.dtype.name, ARGUMENT)
+        found.append(place if is_narrower else None)
+    return found

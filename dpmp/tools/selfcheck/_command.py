@@ -1,9 +1,10 @@
-"""Checks on this machine the promises that dpmp makes of its arithmetic.
+"""The command `selfcheck`: checks the promises that dpmp makes of its arithmetic.
 
 A compiler, a device or a library may behave as nobody expects. So the promises are
 measured, on synthetic data.
 """
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -15,14 +16,59 @@ from typing import Any
 
 import jax
 import rich.console
-import rich.table
 
+from dpmp.tools import _plain_text
+from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
-from dpmp.tools.selfcheck._results import Result, Sizes, is_within
+from dpmp.tools.selfcheck._results import Result, Sizes
 from dpmp.tools.selfcheck._subjects import Subjects
 from dpmp.tools.selfcheck._sums import measure_contributions, measure_sensitivity
 
 _PACKAGES = ("dpmp", "jax", "jaxlib", "numpy")
+
+
+def add_selfcheck_command(commands: Any) -> None:
+    """Adds the command to the subparsers of `argparse`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "selfcheck",
+        help="Checks on this machine what dpmp promises of its arithmetic.",
+        description=(
+            "Measures on the first device of this machine whether dpmp keeps its "
+            "promises about clipping, sums, noise and keys. This takes a minute or "
+            "two. The exit status is 1 if a promise does not hold."
+        ),
+    )
+    parser.add_argument(
+        "--include-unsafe",
+        action="store_true",
+        help="also measure float noise, which fails; the exit status stays the same",
+    )
+    parser.add_argument(
+        "--thorough",
+        action="store_true",
+        help="draw four times as many noisy sums; this takes several minutes",
+    )
+    parser.add_argument(
+        "--json", type=_new_file, metavar="FILE", help="also write the results to FILE"
+    )
+    parser.set_defaults(command=_selfcheck)
+
+
+def _new_file(name: str) -> pathlib.Path:
+    path = pathlib.Path(name)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
+    return path
+
+
+def _selfcheck(args: argparse.Namespace) -> int:
+    sizes = Sizes(num_training=2**25, num_test=2**22) if args.thorough else Sizes()
+    subjects = dpmp_subjects(include_unsafe=args.include_unsafe)
+    results = run(subjects, sizes, rich.console.Console())
+    if args.json is not None:
+        content = {**_environment(), "results": list(map(as_json, results))}
+        args.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return 1 if broken_claims(results) else 0
 
 
 def run(
@@ -31,7 +77,7 @@ def run(
     """Measures all subjects, and prints each result as soon as it is known."""
 
     def show(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     environment = _environment()
     versions = [" ".join(item) for item in environment["versions"].items()]
@@ -41,7 +87,7 @@ def run(
         for part in parts(subjects, sizes):
             for measurement in dict.fromkeys(x.measurement for x in part):
                 show(f"\n{measurement}")
-                console.print(_table([x for x in part if x.measurement == measurement]))
+                show(_table([x for x in part if x.measurement == measurement]))
             results += part
     show("\n".join(["", *subjects.remarks, _conclusion(results)]))
     return results
@@ -68,46 +114,15 @@ def _conclusion(results: list[Result]) -> str:
     return f"All {num_claims} claims of dpmp hold here."
 
 
-def _table(results: list[Result]) -> rich.table.Table:
-    table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    where = "where" if any(x.worst_case for x in results) else ""
-    for name, width in (("", 24), ("measured", 8), ("allowed", 13), ("", 4)):
-        table.add_column(name, min_width=width, no_wrap=True)
-    table.add_column(where)
-    claimed = [x for x in results if x.is_claimed]
-    others = [x for x in results if not x.is_claimed]
-    for x in claimed:
-        verdict = "[green]ok[/]" if x.passed else "[bold red]FAIL[/]"
-        table.add_row(x.subject, _measured(x), _allowed(x), verdict, x.worst_case)
-    if claimed and others:
-        table.add_row("without a claim:")
-    for x in others:
-        verdict = "ok" if x.passed else "fails"
-        table.add_row(
-            f"  {x.subject}", _measured(x), _allowed(x), verdict, x.worst_case
-        )
-    return table
-
-
-def _measured(x: Result) -> str:
-    """As few digits as show whether it passed."""
-    rounded = f"{x.value:.5g}"
-    shows = is_within(float(rounded), x.at_least, x.at_most) == x.passed
-    return rounded if shows else f"{x.value:.12g}"
-
-
-def _allowed(x: Result) -> str:
-    if x.at_least is None:
-        return f"<= {x.at_most:.3g}"
-    if x.at_most is None:
-        return f">= {x.at_least:.3g}"
-    return f"{x.at_least:.3g} to {x.at_most:.3g}"
-
-
-def write_json(path: pathlib.Path, results: list[Result]) -> None:
-    """Writes the device, versions and results to a file."""
-    content = {**_environment(), "results": list(map(as_json, results))}
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+def _table(results: list[Result]) -> str:
+    rows = [["", "measured", "allowed", "", "where"]]
+    for x in results:
+        lower = "" if x.at_least is None else f"{x.at_least:.3g} <= "
+        upper = "" if x.at_most is None else f" <= {x.at_most:.3g}"
+        verdict = "ok" if x.passed else "FAIL" if x.is_claimed else "fails"
+        name = x.subject if x.is_claimed else f"{x.subject} (no claim)"
+        rows.append([name, f"{x.value:.9g}", f"{lower}x{upper}", verdict, x.worst_case])
+    return _plain_text.table(rows, "<><<<")
 
 
 def as_json(result: Result) -> dict[str, Any]:

@@ -52,12 +52,6 @@ class Sizes:
     num_test: int = 2**20
 
 
-def is_within(value: Number, at_least: Number | None, at_most: Number | None) -> bool:
-    """Whether a value is within its limits, exactly. NaN is not."""
-    is_large = at_least is None or value >= at_least
-    return is_large and (at_most is None or value <= at_most)
-
-
 def compare(
     measurement: str,
     subject: Any,
@@ -68,10 +62,14 @@ def compare(
     worst_case: str = "",
     is_squared: bool = False,
 ) -> Result:
-    """Compares a value, or the root of a square, to its limits."""
+    """Compares a value, or the root of a square, to its limits, exactly.
+
+    NaN is within no limits.
+    """
     value = value if isinstance(value, Fraction) else float(value)
     power = 2 if is_squared else 1
-    limits = [x if x is None else Fraction(x) ** power for x in (at_least, at_most)]
+    is_large = at_least is None or value >= Fraction(at_least) ** power
+    is_small = at_most is None or value <= Fraction(at_most) ** power
     return Result(
         measurement,
         subject.name,
@@ -79,6 +77,6 @@ def compare(
         math.sqrt(value) if is_squared else float(value),
         at_least,
         at_most,
-        is_within(value, *limits),
+        is_large and is_small,
         worst_case,
     )

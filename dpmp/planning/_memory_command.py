@@ -1,18 +1,17 @@
-"""`python -m dpmp memory`: the memory of private training of a transformer."""
+"""The command `memory` of `python -m dpmp`: private training of a transformer."""
 
 import argparse
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-import rich.console
 
+from dpmp.planning import memory
+from dpmp.planning._transformer import transformer
 from dpmp.precision import PRESETS
-from dpmp.tools.memory._account import estimate_memory
-from dpmp.tools.memory._compiled import compiled_memory, largest_microbatch
-from dpmp.tools.memory._overhead import accumulation_overhead
-from dpmp.tools.memory._transformer import transformer
 
 _OPTIMIZERS = {
     "adam": optax.adam(1e-3),
@@ -36,7 +35,7 @@ def add_memory_command(commands: Any) -> None:
     """Adds the command to the subparsers of `argparse`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "memory",
-        help="count the memory that private training of a transformer takes",
+        help="Counts the memory that private training of a transformer takes.",
         description=(
             "Counts the memory of one private training step of a decoder transformer, "
             "and the operations of clipped sums. Nothing is allocated. Activations are "
@@ -63,7 +62,6 @@ def add_memory_command(commands: Any) -> None:
         action="store_true",
         help="also compile the step for this device, and show the compiler's figures",
     )
-
     model.add_argument(
         "--fit-in",
         type=float,
@@ -81,8 +79,13 @@ def _positive(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Prints accounts and operations, and returns the exit status."""
-    console = rich.console.Console(soft_wrap=True, highlight=False)
+    for paragraph in _report(args):
+        sys.stdout.write(f"{paragraph}\n")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> Iterator[str]:
+    """The account of each method, or the microbatch that fits; then operations."""
     batch = jax.ShapeDtypeStruct((args.batch_size, args.length), jnp.int32)
     params, loss_fn = transformer(
         layers=args.layers,
@@ -103,41 +106,23 @@ def _run(args: argparse.Namespace) -> int:
             # As large as "bounded" sums, which refuse some microbatches.
             options["arithmetic"] = "unproved_float32"
         if args.fit_in is not None:
-            console.print(_fit(args, loss_fn, params, batch, options))
+            found = memory.largest_microbatch(
+                loss_fn, params, batch, num_bytes=1e9 * args.fit_in, **options
+            )
+            answer = "No microbatch fits"
+            if found is not None:
+                answer = f"A step with microbatches of {found[0]} ({found[1]}) fits"
+            yield f"{method}: {answer} into {args.fit_in:g} GB."
             continue
         options["microbatch_size"] = args.microbatch_size
-        console.print(f"{method}:\n{estimate_memory(params, batch, **options)}")
+        yield f"{method}:\n{memory.estimate_memory(params, batch, **options)}"
         if args.compile:
-            compiled = compiled_memory(loss_fn, params, batch, **options)
-            console.print(f"Compiled for this device: {compiled}.")
-        console.print()
-    if args.fit_in is not None:
-        return 0
+            compiled = memory.compiled_memory(loss_fn, params, batch, **options)
+            yield f"Compiled for this device: {compiled}."
+        yield ""
     sizes = {"batch_size": args.batch_size, "num_positions": batch.size}
-    overhead = accumulation_overhead(params, **sizes)
-    console.print(
+    overhead = memory.accumulation_overhead(params, **sizes)
+    yield (
         f"For {args.batch_size} examples of {args.length} tokens (--batch-size, "
-        f"--length): {overhead}"
-    )
-    return 0
-
-
-def _fit(
-    args: argparse.Namespace, loss_fn: Any, params: Any, batch: Any, options: Any
-) -> str:
-    """Says which microbatch fits, and what was assumed."""
-    found = largest_microbatch(
-        loss_fn, params, batch, num_bytes=1e9 * args.fit_in, **options
-    )
-    if found is None:
-        answer = f"No microbatch fits into {args.fit_in:g} GB"
-    else:
-        size, compiled = found
-        answer = f"Microbatches of {size} fit into {args.fit_in:g} GB ({compiled})"
-    return (
-        f"{options['method']}: {answer}. Assumed: a batch of "
-        f"{args.batch_size} examples of {args.length} tokens; a transformer of "
-        f"{args.layers} layers, width {args.width}, {args.heads} heads and "
-        f"{args.vocabulary} different tokens; policy {args.policy}; optimizer "
-        f"{args.optimizer}; the compiler of {jax.devices()[0].device_kind}."
+        f"--length), policy {args.policy} and optimizer {args.optimizer}: {overhead}"
     )

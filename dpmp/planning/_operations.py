@@ -30,13 +30,10 @@ class AccumulationOverhead:
     Attributes:
       accumulation: the operations of norms and clipped sums.
       training: the operations of the forward and the backward pass.
-      measured: the time that clipping adds to a plain gradient, as a share of the time
-        of that gradient; None if it was not measured.
     """
 
     accumulation: int
     training: int
-    measured: float | None = None
 
     @property
     def share(self) -> float:
@@ -44,13 +41,10 @@ class AccumulationOverhead:
         return self.accumulation / self.training
 
     def __str__(self) -> str:
-        text = (
+        return (
             f"Clipped sums take {self.accumulation:.3g} operations and training takes "
             f"{self.training:.3g}: {self.share:.3%} more."
         )
-        if self.measured is not None:
-            text += f" Measured, a gradient takes {self.measured:.1%} more time."
-        return text
 
 
 def accumulation_overhead(
@@ -59,7 +53,6 @@ def accumulation_overhead(
     batch_size: int,
     num_positions: int,
     num_trainable: int | None = None,
-    measured: float | None = None,
 ) -> AccumulationOverhead:
     """Counts the operations of clipped sums of per-example gradients.
 
@@ -74,14 +67,9 @@ def accumulation_overhead(
       batch_size: the number of examples in a batch.
       num_positions: the number of tokens in a batch, or of examples without positions.
       num_trainable: the number of parameters that have gradients; None for all.
-      measured: a result of `measure_accumulation_share`, to be shown as well.
-
-    Returns:
-      An `AccumulationOverhead`.
 
     Raises:
-      ValueError: for sizes that are not positive integers, and for a measured share
-        that is not a number of at least 0.
+      ValueError: for sizes that are not positive integers.
     """
     num_parameters = params
     if not _validate.is_integer(params):  # an array without axes is one parameter
@@ -96,15 +84,8 @@ def accumulation_overhead(
         _validate.positive_integer(**{name: size}, fix="Count them.")
         for name, size in sizes.items()
     )
-    if measured is not None:
-        measured = _validate.nonnegative(
-            measured=measured, fix="Use measure_accumulation_share."
-        )
-    return AccumulationOverhead(
-        4 * batch_size * num_trainable,
-        6 * num_parameters * num_positions,
-        measured,
-    )
+    accumulation = 4 * batch_size * num_trainable
+    return AccumulationOverhead(accumulation, 6 * num_parameters * num_positions)
 
 
 def measure_accumulation_share(

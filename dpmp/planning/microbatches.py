@@ -1,8 +1,6 @@
 """Measures the time and the memory of a step for microbatches of several sizes.
 
-`print(measure_microbatch_sizes(make_fn, *args))` times `make_fn(size)` for some
-microbatch sizes, on this device. Small microbatches need less memory, and on CPUs they
-are often faster too.
+Small microbatches need less memory, and on CPUs they are often faster too.
 """
 
 import statistics
@@ -76,9 +74,6 @@ def measure_microbatch_sizes(
         zeros. Only shapes matter, so private data is not needed.
       sizes: the microbatch sizes, each a divisor of the batch size.
       rounds: the number of times that each function is timed, in turn.
-
-    Returns:
-      The times and the memory of all sizes.
 
     Raises:
       ValueError: for sizes that are not positive integers, or none; and as the

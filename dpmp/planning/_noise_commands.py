@@ -1,0 +1,187 @@
+"""The commands `epsilon`, `calibrate`, `statement` and `plan` of `python -m dpmp`.
+
+Options are named as the arguments of `DPSGD` and `compare_batch_sizes`. So the errors
+and statements of the library also tell users of the command line what to do.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dp_accounting
+
+from dpmp.accounting import DEFAULT_RELATION, round_up
+from dpmp.accounting._rounding import digits_above
+from dpmp.mechanism import DPSGD
+from dpmp.planning._plans import compare_batch_sizes, plan_to_start_from
+from dpmp.tools import _plain_text
+
+_Result = tuple[str, dict[str, Any]]  # text, and what --json prints in its place
+
+_RELATIONS = {
+    "REPLACE_SPECIAL": "one example is replaced by padding (zero-out)",
+    "REPLACE_ONE": "one example is replaced by another",
+    "ADD_OR_REMOVE_ONE": "one example more or less",
+}
+
+# Flags with types and help texts. The first flag is named as the library's argument.
+_REQUIRED: dict[str, tuple[type, str]] = {
+    "--num-examples": (int, "the number of examples in the dataset"),
+    "--expected-batch-size --batch-size": (float, "the expected size of a batch"),
+    "--iterations --steps": (int, "the number of steps of the whole run"),
+    "--noise-multiplier": (float, "the standard deviation of the noise, in clip norms"),
+    "--epsilon": (float, "the privacy target"),
+    "--delta": (float, "well below 1 over the number of examples"),
+    "--num-processed --processed": (float, "the number of examples in all batches"),
+}
+_OPTIONAL: dict[str, tuple[type, str]] = {
+    "--sampling-prob": (
+        float,
+        "the probability that an example is in a batch (default: the expected batch "
+        "size over the number of examples)",
+    ),
+    "--truncated-batch-size": (
+        int,
+        "the largest size of a batch (default: one that is hardly ever reached)",
+    ),
+    "--l2-clip-norm --clip-norm": (float, "default: 1"),
+    "--method": (str, "per_example or book_keeping (default: per_example)"),
+}
+
+_REASON = (
+    "Noise in the mean gradient is in clip norms. Signal over noise is that of the sum "
+    "of all steps, for gradients of one clip norm. The row to start from has the most "
+    "steps, of those within 25 % of the best signal over noise."
+)
+
+
+def add_planning_commands(commands: Any) -> None:
+    """Adds the four commands to the subparsers of `argparse`."""
+    run = "--num-examples 60000 --batch-size 256 --steps 2340 --delta 1e-6"
+    plan = "--num-examples 60000 --processed 600000 --delta 1e-6 --epsilon 3"
+    for command, example in (
+        (_epsilon, f"{run} --noise-multiplier 1.1"),
+        (_calibrate, f"{run} --epsilon 3"),
+        (_statement, f"{run} --epsilon 3"),
+        (_plan, plan),
+    ):
+        name, summary = command.__name__.removeprefix("_"), command.__doc__
+        example_line = f"python -m dpmp {name} {example}"
+        parser = commands.add_parser(
+            name, help=summary, description=summary, epilog=example_line
+        )
+        _add_options(parser, example.split(), takes_run=command != _plan)
+        parser.set_defaults(command=functools.partial(_run, command))
+
+
+def _add_options(
+    parser: argparse.ArgumentParser, required: Sequence[str], takes_run: bool
+) -> None:
+    """Adds the options of the example, which are required, and optional ones."""
+    for flags, (kind, text) in _REQUIRED.items():
+        if flags.split()[-1] in required:
+            parser.add_argument(
+                *flags.split(), type=kind, required=True, help=text, metavar="X"
+            )
+    for flags, (kind, text) in _OPTIONAL.items() if takes_run else ():
+        parser.add_argument(
+            *flags.split(), type=kind, default=argparse.SUPPRESS, help=text, metavar="X"
+        )
+    meanings = "; ".join(f"{x}: {meaning}" for x, meaning in _RELATIONS.items())
+    parser.add_argument(
+        "--neighboring-relation",
+        "--neighbors",
+        choices=_RELATIONS,
+        default=DEFAULT_RELATION.name,
+        metavar="NAME",
+        help=f"how neighbouring datasets differ. {meanings} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of text"
+    )
+
+
+def _run(
+    command: Callable[[argparse.Namespace], _Result], args: argparse.Namespace
+) -> int:
+    relation = dp_accounting.NeighboringRelation[args.neighboring_relation]
+    args.neighboring_relation = relation
+    text, result = command(args)
+    sys.stdout.write((json.dumps(result) if args.json else text) + "\n")
+    return 0
+
+
+def _mechanism(args: argparse.Namespace) -> DPSGD:
+    """The mechanism of the options; calibrated if they have an epsilon."""
+    names = {x.name for x in dataclasses.fields(DPSGD)}
+    fields = {name: x for name, x in vars(args).items() if name in names}
+    mechanism = DPSGD(**{"l2_clip_norm": 1.0, **fields})
+    if "epsilon" in args:
+        return mechanism.calibrate(epsilon=args.epsilon, delta=args.delta)
+    return mechanism
+
+
+def _epsilon(args: argparse.Namespace) -> _Result:
+    """Computes epsilon for a noise multiplier."""
+    epsilon = _mechanism(args).guarantee().epsilon
+    text = f"epsilon {round_up(epsilon)} at delta {args.delta}"
+    finite = epsilon if math.isfinite(epsilon) else None  # JSON has no infinity
+    return text, {"epsilon": finite, "delta": args.delta}
+
+
+def _calibrate(args: argparse.Namespace) -> _Result:
+    """Finds the least noise multiplier for an epsilon."""
+    result = _guarantee(mechanism := _mechanism(args))
+    noise_multiplier = digits_above(mechanism.noise_multiplier or 0.0, 5)
+    text = (
+        f"noise multiplier {noise_multiplier}, for epsilon {args.epsilon} at delta "
+        f"{args.delta}"
+    )
+    return text, result
+
+
+def _statement(args: argparse.Namespace) -> _Result:
+    """Says in words what a run guarantees."""
+    mechanism = _mechanism(args)
+    text = mechanism.statement()
+    return text, {"statement": text, **_guarantee(mechanism)}
+
+
+def _guarantee(mechanism: DPSGD) -> dict[str, Any]:
+    return {
+        "epsilon": mechanism.guarantee().epsilon,
+        "delta": mechanism.delta,
+        "noise_multiplier": mechanism.noise_multiplier,
+    }
+
+
+def _plan(args: argparse.Namespace) -> _Result:
+    """Compares batch sizes for a number of processed examples."""
+    names = "num_examples", "epsilon", "delta", "num_processed", "neighboring_relation"
+    plans = compare_batch_sizes(**{name: getattr(args, name) for name in names})
+    start = plan_to_start_from(plans)
+    header = ["batch size", "steps", "noise multiplier", "noise in the mean gradient"]
+    table, rows = [[*header, "signal over noise", ""]], []
+    for plan in plans:
+        derived = {
+            "noise_in_mean": plan.noise_in_mean,
+            "signal_over_noise": plan.signal_over_noise,
+            "start_here": plan == start,
+        }
+        rows.append(dataclasses.asdict(plan) | derived)
+        cells = [
+            str(plan.batch_size),
+            str(plan.iterations),
+            digits_above(plan.noise_multiplier, 4),
+            f"{plan.noise_in_mean:.2g}",
+            f"{plan.signal_over_noise:.0f}",
+            "<- start here" if plan == start else "",
+        ]
+        table.append(cells)
+    aligned = _plain_text.table(table, ">>>>><")
+    return f"{aligned}\n\n{_plain_text.paragraph(_REASON)}", {"plans": rows}

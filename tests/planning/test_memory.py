@@ -1,0 +1,303 @@
+"""Memory, operations and microbatches, against known sizes and compiled programs."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from dpmp import DPSGD, DPTrainer, Policy, clipped_grad
+from dpmp.__main__ import main
+from dpmp.planning.memory import (
+    accumulation_overhead,
+    compiled_memory,
+    estimate_memory,
+    largest_microbatch,
+    measure_accumulation_share,
+)
+from dpmp.planning.microbatches import MicrobatchTimes, measure_microbatch_sizes
+from dpmp.tools import _timing
+from tests import models
+
+_ADAM = optax.adam(1e-3)
+_WITHOUT_MASTERS = Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)
+_PLAIN = {"policy": "float32", "optimizer": optax.sgd(1)}
+
+
+def _shape(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+_MLP = {"first": _shape(256, 512), "second": _shape(512, 8)}
+_BATCH = {"x": _shape(32, 256), "y": _shape(32, 8)}
+_NUM_PARAMETERS = 256 * 512 + 512 * 8
+
+
+def _estimate(params=_MLP, batch=_BATCH, **changed):
+    options = {"policy": "mixed_bfloat16", "optimizer": _ADAM, **changed}
+    return estimate_memory(params, batch, **options)
+
+
+def _linear_loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def test_mixed_precision_with_adam_takes_16_bytes_for_a_parameter():
+    lines = _estimate(microbatch_size=4).by_name
+    names = ("master parameters", "optimizer state", "sum of gradients")
+    state = [lines[name] / _NUM_PARAMETERS for name in names]
+    assert sum(state) == pytest.approx(16, abs=1e-4)  # and Adam's counter
+    assert lines["batch"] == 4 * 32 * (256 + 8)
+
+
+_ADAM_IN_BFLOAT16 = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+_SECOND_IN_FLOAT32 = Policy.from_name("mixed_bfloat16", float32_paths=("second",))
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "num_bytes"),
+    [
+        ({}, "compute copy", 2 * (_NUM_PARAMETERS + 32 * (256 + 8))),
+        ({"optimizer": _ADAM_IN_BFLOAT16}, "optimizer state", 6 * _NUM_PARAMETERS + 4),
+        ({"policy": _WITHOUT_MASTERS}, "master parameters", 2 * _NUM_PARAMETERS),
+        # The second array has its turn later.
+        ({"policy": _WITHOUT_MASTERS}, "random bits", 16 * 256 * 512),
+        ({"policy": _WITHOUT_MASTERS}, "compute copy", 2 * 32 * (256 + 8)),
+        (
+            {"policy": _SECOND_IN_FLOAT32},
+            "compute copy",
+            2 * (256 * 512 + 32 * (256 + 8)),
+        ),
+        (
+            {"policy": _SECOND_IN_FLOAT32, "microbatch_size": 4},
+            "per-example gradients",
+            4 * (2 * 256 * 512 + 4 * 512 * 8),
+        ),
+        ({}, "per-example gradients", 32 * 2 * _NUM_PARAMETERS),
+        ({"microbatch_size": 4}, "per-example gradients", 4 * 2 * _NUM_PARAMETERS),
+        ({"policy": "float32"}, "per-example gradients", 32 * 4 * _NUM_PARAMETERS),
+        ({"method": "book_keeping"}, "per-example gradients", None),
+        ({"arithmetic": "float32"}, "sum of gradients", 4 * _NUM_PARAMETERS),
+        ({"method": "book_keeping"}, "sum of gradients", 4 * _NUM_PARAMETERS),
+    ],
+)
+def test_the_parts_have_the_sizes_of_their_shapes(changed, name, num_bytes):
+    assert _estimate(**changed).by_name.get(name) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("changed", "moment"),
+    [
+        ({"microbatch_size": 4}, "clipping"),
+        ({"method": "book_keeping"}, "noise"),
+        ({"method": "book_keeping", "policy": _WITHOUT_MASTERS}, "rounding"),
+    ],
+)
+def test_the_total_is_what_is_in_memory_at_the_worst_moment(changed, moment):
+    estimate = _estimate(**changed)
+    assert estimate.moment == moment
+    assert estimate.total == sum(
+        line.num_bytes
+        for line in estimate.lines
+        if line.moment in ("throughout", moment)
+    )
+
+
+def test_the_guide_has_the_total_of_the_account():
+    shapes = _shape(10**4, 10**3), _shape(2, 10)
+    estimate = _estimate(*shapes, method="book_keeping")
+    total = round(estimate.total / estimate.num_parameters)
+    guide = pathlib.Path(__file__).parents[2] / "docs" / "precision.md"
+    assert f"a step takes up to {total} bytes for each parameter" in guide.read_text()
+
+
+def test_arrays_count_as_their_shapes():
+    arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (_MLP, _BATCH))
+    assert _estimate() == _estimate(*arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy",
+    ["mixed_bfloat16", "float32", _WITHOUT_MASTERS],
+    ids=["mixed_bfloat16", "float32", "without masters"],
+)
+def test_the_account_is_within_10_percent_where_activations_are_few(policy):
+    args = _shape(512, 64), _shape(32, 512)
+    options = {
+        "policy": policy,
+        "optimizer": optax.sgd(0.1, momentum=0.9),
+        "microbatch_size": 8,
+    }
+    compiled = compiled_memory(_linear_loss, *args, **options)
+    assert estimate_memory(*args, **options).total == pytest.approx(
+        compiled.total, rel=0.1
+    )
+
+
+@pytest.mark.slow
+def test_the_step_is_that_of_a_trainer():
+    options = {"method": "book_keeping", "microbatch_size": 2}
+    model, optimizer = models.TRANSFORMER, optax.sgd(0.1)
+    params, batch = model.init(jnp.float32), model.make_batch(0, 4)
+    trainer = DPTrainer(
+        mechanism=DPSGD(
+            num_examples=100,
+            expected_batch_size=4,
+            truncated_batch_size=4,
+            iterations=1,
+            l2_clip_norm=1.0,
+            noise_multiplier=1.0,
+            **options,
+        ),
+        loss_fn=model.loss,
+        optimizer=optimizer,
+        policy=Policy.from_name("mixed_bfloat16"),
+    )
+    analysis = trainer.lower(trainer.init(params), batch).compile().memory_analysis()
+    options |= {"policy": "mixed_bfloat16", "optimizer": optimizer}
+    compiled = compiled_memory(model.loss, params, batch, **options)
+    assert compiled.temporary == pytest.approx(analysis.temp_size_in_bytes, rel=0.03)
+
+
+def test_a_step_of_a_billion_parameters_compiles_and_is_not_allocated():
+    shapes = _shape(10**9), _shape(2, 10**9)
+    compiled = compiled_memory(_linear_loss, *shapes, microbatch_size=1, **_PLAIN)
+    assert compiled.total > 4 * 10**9
+
+
+def test_arrays_that_a_loss_closes_over_are_arguments():
+    frozen = jnp.ones((512, 8))
+    adapted = compiled_memory(
+        lambda w, x: jnp.mean((x @ frozen @ w) ** 2),
+        *(_shape(8), _shape(4, 512)),
+        **_PLAIN,
+    )
+    assert adapted.arguments >= frozen.nbytes + 4 * 4 * 512
+
+
+def test_a_compiler_that_reports_nothing_is_an_error(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda _: None)
+    with pytest.raises(ValueError, match="the compiler must report the memory"):
+        compiled_memory(_linear_loss, _shape(8), _shape(4, 8), **_PLAIN)
+
+
+def test_the_largest_microbatch_fits_and_the_next_one_does_not():
+    args, sizes = (_linear_loss, _shape(64, 64), _shape(16, 64)), [16, 8, 4, 2, 1]
+    totals = {
+        size: compiled_memory(*args, microbatch_size=size, **_PLAIN).total
+        for size in sizes
+    }
+    for num_bytes in (totals[16], totals[4], totals[4] - 1, totals[1], totals[1] - 1):
+        fitting = [size for size in sizes if totals[size] <= num_bytes]
+        found = largest_microbatch(*args, num_bytes=num_bytes, **_PLAIN)
+        assert (found and found[0]) == (fitting[0] if fitting else None)
+    assert len(set(totals.values())) > 2
+
+
+def test_accumulation_counts_what_is_trained():
+    sizes = {"batch_size": 8, "num_positions": 8 * 512}
+    overhead = accumulation_overhead(_MLP, num_trainable=100, **sizes)
+    assert overhead.training == 6 * 8 * 512 * _NUM_PARAMETERS
+    assert overhead.accumulation == 4 * 8 * 100
+    overhead = accumulation_overhead(1000, **sizes)
+    assert overhead.share == pytest.approx(2 / (3 * 512))
+
+
+def test_the_share_of_clipping_is_measured(monkeypatch):
+    def in_turn(functions, rounds):
+        assert rounds == 1
+        jax.block_until_ready([run() for run in functions.values()])
+        return {"plain": [2.0], "clipped": [3.0]}
+
+    monkeypatch.setattr(_timing, "in_turn", in_turn)
+    params, batch = jnp.zeros(4), _shape(8, 4)
+    assert measure_accumulation_share(_linear_loss, params, batch, rounds=1) == 0.5
+
+
+def _clipped(size):
+    return clipped_grad(_linear_loss, l2_clip_norm=1.0, microbatch_size=size)
+
+
+def test_every_microbatch_size_is_measured():
+    times = measure_microbatch_sizes(_clipped, jnp.ones(3), _shape(8, 3), sizes=(2, 4))
+    assert list(times.seconds) == list(times.temporary_bytes) == [2, 4]
+    assert all(x > 0 for x in times.seconds.values())
+
+
+def test_the_best_microbatch_is_the_fastest():
+    times = MicrobatchTimes({2: 0.5, 8: 0.25, 32: 0.75}, {2: 10, 8: 20, 32: None})
+    assert times.best == 8
+    assert str(times).endswith("unknown")
+
+
+def _estimated(**changed):
+    return lambda: _estimate(**changed)
+
+
+def _compiled(loss_fn=_linear_loss, **changed):
+    params, batch = _shape(8), changed.pop("batch", _shape(4, 8))
+    return lambda: compiled_memory(loss_fn, params, batch, **_PLAIN, **changed)
+
+
+def _measured(**options):
+    args = jnp.ones(3), jnp.ones((8, 3))
+    return lambda: measure_microbatch_sizes(_clipped, *args, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (_estimated(method="ghost"), "method must be one of"),
+        (_estimated(policy="half"), "policy must be one of"),
+        (_estimated(method="book_keeping", arithmetic="exact"), "must be used with"),
+        (_estimated(microbatch_size=5), "microbatch_size must divide"),
+        (_estimated(microbatch_size=0), "microbatch_size must be an integer"),
+        (_estimated(batch={"x": _shape(32, 256), "y": _shape(16, 8)}), "same size"),
+        (_compiled(microbatch_size=3), "microbatch_size must divide"),
+        (_compiled(method="book_keeping", arithmetic="exact"), "must be used with"),
+        (_compiled(batch=[_shape(4, 8), _shape(2, 8)]), "same size"),
+        (_compiled(lambda w, x: x @ w), "must return the loss of one example"),
+        (
+            lambda: accumulation_overhead(9, batch_size=8, num_positions=0),
+            "num_positions must be an integer",
+        ),
+        (
+            lambda: accumulation_overhead(0, batch_size=8, num_positions=8),
+            "num_parameters must be an integer",
+        ),
+        (_measured(sizes=()), "at least one size"),
+        (_measured(sizes=(0,)), "size must be"),
+        (_measured(sizes=(3,)), "microbatch_size must divide"),
+        (_measured(rounds=0), "rounds must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+_SMALL = "--layers 1 --width 8 --heads 2 --length 4 --batch-size 8 --optimizer sgd"
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ("--parameters 7000000000 --optimizer sgd", ["28000.00", "Clipped sums"]),
+        (f"--fit-in 0.001 --method per_example {_SMALL}", ["microbatches of "]),
+        (f"--fit-in 1e-9 --method per_example {_SMALL}", ["No microbatch fits"]),
+        pytest.param(
+            f"--compile --microbatch-size 2 {_SMALL}",
+            ["per_example:", "book_keeping:", "Compiled for this device", "Clipped"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_command_counts_compiles_and_fits(options, texts, capsys):
+    assert main(["memory", *options.split()]) == 0
+    output = capsys.readouterr().out
+    assert all(text in output for text in texts)
+    with pytest.raises(SystemExit):
+        main(["memory", "--layers", "0"])
+    assert "0 must be an integer of at least 1" in capsys.readouterr().err
