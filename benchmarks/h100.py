@@ -64,12 +64,9 @@ def sharding() -> Any:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def compile_for(
-    sharding: Any, fun: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
+def compile_for(sharding: Any, fun: Callable[..., Any], *args: Any) -> Any:
     """The program of a function of arrays like these."""
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
     )
-    lowered = jax.jit(lambda *xs: fun(*xs)).lower(*shapes)
-    return lowered.compile(compiler_options=options)
+    return jax.jit(lambda *xs: fun(*xs)).lower(*shapes).compile()

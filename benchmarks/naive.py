@@ -16,8 +16,6 @@ import optax
 
 import dpmp
 
-LossFn = Callable[[Any, Any], jax.Array]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NaiveTrainer:
@@ -30,12 +28,12 @@ class NaiveTrainer:
     """
 
     mechanism: dpmp.DPSGD
-    loss_fn: LossFn
+    loss_fn: Callable[[Any, Any], jax.Array]
     optimizer: optax.GradientTransformation
 
     def fit(self, params: Any, data: Any, *, seed: int) -> tuple[Any, Any]:
         """Parameters and optimizer state after all steps."""
-        params, data = to_bfloat16(params), to_bfloat16(data)
+        params, data = _to_bfloat16(params), _to_bfloat16(data)
         opt_state = self.optimizer.init(params)
         for i in range(self.mechanism.iterations):
             batch, keep = self._load_batch(data, i, seed)
@@ -71,11 +69,16 @@ class NaiveTrainer:
     def _sum_of_clipped_grads(self, params: Any, batch: Any, keep: jax.Array) -> Any:
         """The running sum over microbatches."""
 
+        def clipped_grad(example):
+            example = jax.tree.map(lambda x: x[None], example)
+            grads = jax.grad(self.loss_fn)(params, example)
+            norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+            coef = jnp.minimum(1, self.mechanism.l2_clip_norm / norm)
+            return jax.tree.map(lambda g: g * coef, grads)
+
         def add(total, microbatch):
             examples, keep = microbatch
-            clipped = clipped_grads(
-                self.loss_fn, params, examples, self.mechanism.l2_clip_norm
-            )
+            clipped = jax.vmap(clipped_grad)(examples)
 
             def add_kept(total, x):
                 mask = keep.reshape(-1, *[1] * (x.ndim - 1))
@@ -87,19 +90,7 @@ class NaiveTrainer:
         return jax.lax.scan(add, zeros, (batch, keep))[0]
 
 
-def clipped_grads(loss_fn: LossFn, params: Any, batch: Any, l2_clip_norm: float) -> Any:
-    """The contribution of each example, in the dtype of the parameters."""
-
-    def clipped_grad(example):
-        grads = jax.grad(loss_fn)(params, jax.tree.map(lambda x: x[None], example))
-        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-        coef = jnp.minimum(1, l2_clip_norm / norm)
-        return jax.tree.map(lambda g: g * coef, grads)
-
-    return jax.vmap(clipped_grad)(batch)
-
-
-def to_bfloat16(tree: Any) -> Any:
+def _to_bfloat16(tree: Any) -> Any:
     """Casts the float arrays of a tree."""
     return jax.tree.map(
         lambda x: jnp.asarray(x, jnp.bfloat16) if x.dtype == np.float32 else x, tree
