@@ -84,64 +84,45 @@ _GRACE = 5.0
 _DEVICE_IS_MISSING = 3
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Runs the parts that were asked for, or one of them in this process."""
-    args = _parse(argv)
+    args = _parse()
     if args.inside:
         return _run_inside(args)
-    statuses = [
-        run_part(
-            part,
-            [sys.executable, "-m", "benchmarks.gpu", "--inside", *_options(args, part)],
-            seconds=_seconds(args, part),
-            folder=args.out,
-            environment=_environment(args, part),
+    outcomes = []
+    for part in args.part:
+        seconds = args.seconds or (3600.0 if args.compile_only else PARTS[part].seconds)
+        # Later flags count.
+        flags = [*sys.argv[1:], "--part", part, "--seconds", str(seconds), "--inside"]
+        command = [sys.executable, "-m", "benchmarks.gpu", *flags]
+        environment = {**os.environ, **PARTS[part].environment}
+        if args.tiny and not args.compile_only:
+            environment["JAX_PLATFORMS"] = "cpu"
+        outcomes.append(
+            run_part(
+                part,
+                command,
+                seconds=seconds,
+                folder=args.out,
+                environment=environment,
+            )
         )
-        for part in args.part
-    ]
-    return int(any(status != "ended" for status in statuses))
+    return int(any(outcome != "ended" for outcome in outcomes))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description="Runs what a GPU is needed for."
     )
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--out", type=pathlib.Path, default=harness.RESULTS)
-    parser.add_argument("--tiny", action="store_true", help="small, on any machine")
-    parser.add_argument("--compile-only", action="store_true", help="for an H100")
-    parser.add_argument("--scan", action="store_true", help="GPT-2's layers in a loop")
-    parser.add_argument("--seconds", type=float, help="for each part")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
-def _options(args: argparse.Namespace, part: str) -> list[str]:
-    """Of the process of one part."""
-    flags = {
-        "--tiny": args.tiny,
-        "--compile-only": args.compile_only,
-        "--scan": args.scan,
-    }
-    return [
-        *("--part", part),
-        *("--out", str(args.out)),
-        *("--seconds", str(_seconds(args, part))),
-        *(flag for flag, is_set in flags.items() if is_set),
-    ]
-
-
-def _seconds(args: argparse.Namespace, part: str) -> float:
-    if args.seconds is not None:
-        return args.seconds
-    return 3600.0 if args.compile_only else PARTS[part].seconds
-
-
-def _environment(args: argparse.Namespace, part: str) -> dict[str, str]:
-    environment = {**os.environ, **PARTS[part].environment}
-    if args.tiny and not args.compile_only:
-        environment["JAX_PLATFORMS"] = "cpu"
-    return environment
+    add = parser.add_argument
+    add("--part", nargs="+", choices=PARTS, default=[*PARTS])
+    add("--out", type=pathlib.Path, default=harness.RESULTS)
+    add("--tiny", action="store_true", help="small, on any machine")
+    add("--compile-only", action="store_true", help="for an H100")
+    add("--scan", action="store_true", help="GPT-2's layers in a loop")
+    add("--seconds", type=float, help="for each part")
+    add("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def run_part(
