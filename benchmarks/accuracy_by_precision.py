@@ -44,8 +44,7 @@ import jax.numpy as jnp
 import optax
 
 import dpmp
-from benchmarks import accuracy_tasks, harness
-from benchmarks.naive import NaiveTrainer
+from benchmarks import accuracy_tasks, harness, naive
 from dpmp.loss_scaling import DynamicScale
 
 EPSILON, DELTA = 8.0, 1e-5
@@ -128,10 +127,10 @@ def make_trainer(
         "optimizer": optimizer,
     }
 
-    naive = NaiveTrainer(**options)
+    naively = naive.make_trainer(**options)
 
     def train_naively(params: Any, seed: int) -> Trained:
-        params, opt_state = naive.fit(params, task.train, seed=seed)
+        params, opt_state = naively(params, task.train, seed)
         params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         return Trained(params, _lost_updates(opt_state), 1.0)
 

@@ -113,7 +113,6 @@ def measure(task: models.Task, rounds: int) -> dict[str, dict[str, float]]:
 
 def benchmark(task: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
     """A line for each model."""
-    jax.config.update("jax_enable_compilation_cache", False)  # compilation is timed
     for name in task:
         made = TASKS[name]()
         yield {
@@ -127,6 +126,7 @@ def benchmark(task: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
 if __name__ == "__main__":
     harness.main(
         benchmark,
+        times_compilation=True,
         tiny={"task": ["tiny"], "rounds": 1},
         task=harness.Some(TASKS, [*TASKS][:-1]),
         rounds=3,

@@ -56,6 +56,7 @@ def main(
     benchmark: Callable[..., Iterable[dict[str, Any]]],
     *,
     tiny: Mapping[str, Any],
+    times_compilation: bool = False,
     **flags: Any,
 ) -> None:
     """Runs a benchmark from the command line, and appends a line for all it yields.
@@ -64,6 +65,7 @@ def main(
       benchmark: takes the flags as keywords. The help is the docstring of its file.
       tiny: flags for `--tiny`, which tries the benchmark out, and records nothing
         unless there is `--out FOLDER`.
+      times_compilation: whether programs must not come from jax's cache on the disk.
       flags: the default of each flag, which says what it takes: `Some` names,
         `Several` values or a tuple of them, a value, its type (the default is None), or
         False for a switch.
@@ -81,6 +83,8 @@ def main(
     is_tiny, out = given.pop("tiny"), given.pop("out")
     if is_tiny:
         given |= tiny
+    if times_compilation:
+        jax.config.update("jax_enable_compilation_cache", False)
     folder = out or (None if is_tiny else RESULTS)
     for figures in benchmark(**given):
         append(folder, pathlib.Path(inspect.getfile(benchmark)).stem, **figures)

@@ -135,7 +135,6 @@ def benchmark(
     only: str,
 ) -> Iterator[dict[str, Any]]:
     """A line for each model, dtype and batch size."""
-    jax.config.update("jax_enable_compilation_cache", False)  # compilation is timed
     for name, kind in itertools.product(task, dtype):
         subject = models.SUBJECTS[name]
         for size in [batch_size] if batch_size else subject.rounds:
@@ -160,6 +159,7 @@ def benchmark(
 if __name__ == "__main__":
     harness.main(
         benchmark,
+        times_compilation=True,
         tiny={"task": ["tiny"], "dtype": ["bfloat16"], "rounds": 1},
         task=harness.Some(models.SUBJECTS, ["transformer, 3M", "cnn", "lstm"]),
         dtype=harness.Some(models.DTYPES),

@@ -4,6 +4,7 @@ import json
 import pathlib
 import runpy
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -28,33 +29,34 @@ _PACKAGES = {
 }
 
 
-def _run(name, monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", [name, *flags])
-    with jax.numpy_dtype_promotion("standard"):  # as users have it
-        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_explains_its_flags(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as stopped:
-        _run(name, monkeypatch, "--help")
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert stopped.value.code == 0
     assert "--tiny" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # those of other libraries
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_benchmark_runs_in_its_smallest_size(name, monkeypatch, tmp_path):
+def test_a_benchmark_runs_in_its_smallest_size(name, tmp_path):
     if name in _PACKAGES and not harness.is_installed(_PACKAGES[name]):
         pytest.skip(f"needs {_PACKAGES[name]}")
     if name in ("emails", "spam_filter") and not shutil.which("npm"):
         pytest.skip("needs npm")
-    _run(name, monkeypatch, "--tiny", "--out", str(tmp_path))
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--tiny"]
+    subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        cwd=FOLDER.parent,
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
     lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
     figures = [json.loads(line) for line in lines]
     assert all(x["device"] == harness.device() for x in figures)
-    assert not any(x.get("refused") for x in figures if name != "dtype_matmul")
+    # A device need not have every dtype of `dtype_matmul`.
+    assert name == "dtype_matmul" or not any(x.get("refused") for x in figures)
 
 
 @pytest.mark.slow
