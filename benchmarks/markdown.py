@@ -44,30 +44,36 @@ def table_of(columns: str, rows: Sequence[Line]) -> str:
 
     Args:
       columns: "header = path | header = path", or a path alone if it is the header. A
-        path such as "time_ratio/{name}/plain" leads to a value of a row; behind " * "
-        is what that is multiplied by. "{}, s = seconds/*" stands for a column for each
-        name in the field.
+        path such as "time_ratio/{name}/plain" leads to a value of a row. Behind " * "
+        is what that is multiplied by, and behind " or " what stands for None. In
+        quotes, there is a text with fields in braces. "{}, s = seconds/*" stands for a
+        column for each name in the field.
       rows: with the fields of a result line, or others.
     """
     found: list[tuple[str, str]] = []
     for column in columns.split("|"):
         header, _, path = column.strip().partition(" = ")
-        path, names = path or header, [""]
-        if path.endswith("/*"):
-            path = path[:-2]
-            names = dict.fromkeys(f"/{name}" for x in rows for name in x[path])
-        found += [(header.replace("{}", name[1:]), path + name) for name in names]
+        path, is_each, rest = (path or header).partition("/*")
+        names = dict.fromkeys(k for x in rows for k in x[path]) if is_each else [""]
+        for name in names:
+            full = f"{path}/{name}{rest}" if is_each else path
+            found.append((header.replace("{}", name), full))
     cells = [[_get(x, path) for _, path in found] for x in rows]
     return table([header for header, _ in found], cells)
 
 
 def _get(row: Line, path: str) -> Any:
     """What a path leads to; None if it is not there."""
+    if path.startswith('"'):
+        return path.strip('"').format_map(row)
+    path, _, default = path.partition(" or ")
     path, _, factor = path.partition(" * ")
     found: Any = row
     for name in path.format_map(row).split("/"):
         found = found.get(name) if found else None
-    return found * float(factor) if factor and found is not None else found
+    if found is None:
+        return default or None
+    return found * float(factor) if factor else found
 
 
 def mean_with_error(values: Sequence[float]) -> str:

@@ -66,18 +66,13 @@ def _accounting(lines: list[Line]) -> Iterable[Line]:
             what: x["values"][f"{what}, dpmp"] / x["values"][f"{what}, directly"] - 1
             for what in ("epsilon", "calibration")
         }
-        run = f"{x['iterations']:,} steps of {x['sampling_prob']}"
-        yield {**x, "run": run, "above": above}
+        yield {**x, "above": above}
 
 
 def _importing(lines: list[Line]) -> Iterable[Line]:
     for x in _each(lines, "seconds"):
         least, most = x["range"][x["name"]]
         yield {**x, "least": least, "most": most}
-
-
-def _clipping(lines: list[Line]) -> Iterable[Line]:
-    return ({**x, "microbatch": x["microbatch_size"] or "all"} for x in lines)
 
 
 def _exactness(lines: list[Line]) -> Iterable[Line]:
@@ -94,13 +89,6 @@ def _book_keeping(lines: list[Line]) -> Iterable[Line]:
 
 def _sums(lines: list[Line]) -> Iterable[Line]:
     return (x for x in lines if "exact" in x["figures"])
-
-
-def _sampling(lines: list[Line]) -> Iterable[Line]:
-    for x in lines:
-        milliseconds = {k: 1e3 * y for k, y in x["seconds"].items()}
-        examples = f"{x['num_examples']:,}"
-        yield {**x, "examples": examples, "milliseconds": milliseconds}
 
 
 def _long_runs(lines: list[Line]) -> Iterable[Line]:
@@ -139,9 +127,7 @@ def _means(value: str) -> Callable[[list[Line]], Iterable[Line]]:
 
 def _emails(lines: list[Line]) -> Iterable[Line]:
     for x in lines:
-        nats = {name: f"{y:.3f}" for name, y in x["nats_per_token"].items()}
-        steps = "{steps} of {batch_size}".format_map(x["settings"])
-        yield {**x, "nats": nats, "steps": steps}
+        yield {**x, "nats": {k: f"{y:.3f}" for k, y in x["nats_per_token"].items()}}
 
 
 def _checks(lines: list[Line]) -> Iterable[Line]:
@@ -154,12 +140,6 @@ def _checks(lines: list[Line]) -> Iterable[Line]:
         ]
         values = {r["subject"]: f"{r['value']:.4g}" for r in x["results"]}
         yield {**x, "allowed": limits[0] if limits else "", "values": values}
-
-
-def _gpu_memory(lines: list[Line]) -> Iterable[Line]:
-    for x in lines:
-        private = {k: y for k, y in x["memory_ratio"].items() if k != "plain"}
-        yield {**x, "memory": private}
 
 
 def _scaling(lines: list[Line]) -> Iterable[Line]:
@@ -176,18 +156,15 @@ ROWS: dict[str, Callable[[list[Line]], Iterable[Line]]] = {
     "growth": _growth,
     "accounting": _accounting,
     "importing": _importing,
-    "clipping": _clipping,
     "exactness": _exactness,
     "book_keeping": _book_keeping,
     "sums": _sums,
-    "sampling": _sampling,
     "long_runs": _long_runs,
     "scores": _scores,
     "mean accuracy": _means("accuracy"),
     "mean loss": _means("loss"),
     "emails": _emails,
     "checks": _checks,
-    "gpu_memory": _gpu_memory,
     "scaling": _scaling,
 }
 

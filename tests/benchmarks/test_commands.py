@@ -33,7 +33,7 @@ _PACKAGES = {
 def test_a_command_explains_its_flags(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert stopped.value.code == 0
     assert "--tiny" in capsys.readouterr().out
 
