@@ -173,6 +173,7 @@ def run_gpt2(session: Session, model: str) -> None:
         reference="plain, all",
         kind=lambda name: name.rpartition(", ")[0],
         rounds=20,
+        has_early_lines=True,
         prefix=f"GPT-2 {model}, ",
         more=more,
     )
@@ -364,6 +365,7 @@ def run_float8(session: Session) -> None:
         made,
         make_args,
         reference="plain, bfloat16",
+        has_early_lines=True,
         more=lambda _: {"shape": shape._asdict(), "tokens": size},
     )
 
