@@ -99,7 +99,7 @@ def benchmark(
 if __name__ == "__main__":
     harness.main(
         benchmark,
-        tiny={"task": ["tiny"], "gigabytes": 0.01},
+        tiny={"task": ["tiny"], "gigabytes": 0.002},
         task=harness.Some(models.SUBJECTS, ["transformer, 17M"]),
         dtype=harness.Some(models.DTYPES, ["bfloat16"]),
         gigabytes=4.0,
