@@ -9,24 +9,17 @@ seconds, in turn, epsilon, and the noise multiplier with the epsilon that dp_acc
 finds for it.
 
     python -m benchmarks.accountant       # four minutes on two cores
-    python -m benchmarks.accountant --setting small --rounds 1 --out /tmp/tiny
-
-Every line is appended to benchmarks/results/accountant.jsonl.
 """
 
-import argparse
 import functools
-import pathlib
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
 from dp_accounting import pld
 
-from benchmarks import results
+from benchmarks import harness
 from dpmp import accounting
-from dpmp.tools import _timing
 
 
 class Setting(NamedTuple):
@@ -36,6 +29,14 @@ class Setting(NamedTuple):
     sampling_prob: float
     delta: float
     epsilon: float
+
+    def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """What is accounted for."""
+        return accounting.dpsgd_event(
+            noise_multiplier,
+            iterations=self.iterations,
+            sampling_prob=self.sampling_prob,
+        )
 
 
 SETTINGS = {
@@ -49,7 +50,7 @@ _TOLERANCE = 1e-4  # of a calibrated noise multiplier
 def epsilon_directly(setting: Setting, noise_multiplier: float) -> float:
     """By the accountant's defaults."""
     accountant = pld.PLDAccountant(accounting.DEFAULT_RELATION)
-    accountant.compose(_event(setting, noise_multiplier))
+    accountant.compose(setting.event(noise_multiplier))
     return accountant.get_epsilon(setting.delta)
 
 
@@ -57,7 +58,7 @@ def calibrate_directly(setting: Setting) -> float:
     """By the search of dp_accounting."""
     return dp_accounting.calibrate_dp_mechanism(
         functools.partial(pld.PLDAccountant, accounting.DEFAULT_RELATION),
-        functools.partial(_event, setting),
+        setting.event,
         setting.epsilon,
         setting.delta,
         dp_accounting.LowerEndpointAndGuess(0.3, 1.0),
@@ -65,28 +66,16 @@ def calibrate_directly(setting: Setting) -> float:
     )
 
 
-def _event(setting: Setting, noise_multiplier: float) -> dp_accounting.DpEvent:
-    return accounting.dpsgd_event(
-        noise_multiplier,
-        iterations=setting.iterations,
-        sampling_prob=setting.sampling_prob,
-    )
-
-
 def contenders(
     setting: Setting, noise_multiplier: float
-) -> dict[str, Callable[[], Any]]:
+) -> dict[str, Callable[[], float]]:
     """Functions without arguments, by name."""
-    event = _event(setting, noise_multiplier)
+    event, delta = setting.event(noise_multiplier), setting.delta
     return {
-        "epsilon, dpmp": lambda: (
-            accounting.get_epsilon(event, delta=setting.delta).epsilon
-        ),
+        "epsilon, dpmp": lambda: accounting.get_epsilon(event, delta=delta).epsilon,
         "epsilon, directly": lambda: epsilon_directly(setting, noise_multiplier),
         "calibration, dpmp": lambda: accounting.calibrate_noise_multiplier(
-            functools.partial(_event, setting),
-            epsilon=setting.epsilon,
-            delta=setting.delta,
+            setting.event, epsilon=setting.epsilon, delta=delta
         ),
         "calibration, directly": lambda: calibrate_directly(setting),
     }
@@ -96,16 +85,11 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
     """The figures of a line."""
     functions = contenders(setting, 1.0)
     values = {name: call() for name, call in functions.items()}
-    seconds = _timing.in_turn(functions, rounds)
+    seconds = harness.in_turn(functions, rounds)
     return {
-        "seconds": {k: round(statistics.median(x), 4) for k, x in seconds.items()},
+        "seconds": harness.rounded(harness.medians(seconds), 4),
         "time_ratio": {
-            what: round(
-                _timing.median_ratio(
-                    seconds[f"{what}, dpmp"], seconds[f"{what}, directly"]
-                ),
-                3,
-            )
+            what: harness.ratio(seconds[f"{what}, dpmp"], seconds[f"{what}, directly"])
             for what in ("epsilon", "calibration")
         },
         "values": values,
@@ -116,24 +100,18 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measures what was asked for and appends a line for each."""
-    parser = argparse.ArgumentParser(description="Times accounting.")
-    parser.add_argument("--setting", choices=SETTINGS, nargs="*", default=[*SETTINGS])
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
-    args = parser.parse_args()
-    for name in args.setting:
-        setting = SETTINGS[name]
-        results.append_to(
-            args.out,
-            "accountant",
-            setting=name,
-            **setting._asdict(),
-            rounds=args.rounds,
-            **measure(setting, args.rounds),
-        )
+def benchmark(setting: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """A line for each setting."""
+    for name in setting:
+        chosen = SETTINGS[name]
+        figures = measure(chosen, rounds)
+        yield {"setting": name, **chosen._asdict(), "rounds": rounds, **figures}
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"setting": ["small"], "rounds": 1},
+        setting=harness.Some(SETTINGS),
+        rounds=2,
+    )

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import sklearn.datasets
 
-from benchmarks import example_files, models
+from benchmarks import models
 
 _CONTEXT = 64  # bytes of a record
 _PRETRAINING_STEPS = 250
@@ -116,7 +116,7 @@ def _digit_loss(params: Any, batch: Any) -> jax.Array:
 
 def transformer() -> Task:
     """A decoder over bytes: pre-trained on public text, then trained on docstrings."""
-    example = example_files.load("finetune_transformer")
+    example: Any = models.example("finetune_transformer")
     train, held_out = example.private_and_held_out(None)
     train, held_out = _encode(train), _encode(held_out)
     model = models.transformer(

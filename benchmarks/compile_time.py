@@ -6,35 +6,27 @@ the sum of clipped gradients of a batch,
 - lines: those of StableHLO beyond the plain gradient's, for each array of parameters;
 - seconds: from the call of `jax.jit(...).lower` to the compiled program (medians over
   rounds in which every contender is compiled anew, one after the other), and ratios to
-  jax_privacy with `dtype=float32`;
-
-and the same for `gaussian_privatizer` on 300 arrays.
+  jax_privacy with `dtype=float32`.
 
     python -m benchmarks.compile_time        # ten minutes on two cores
-
-Every line is appended to benchmarks/results/compile_time.jsonl.
 """
 
-import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import dpmp
-from benchmarks import flax_models, models, peers, results
-from dpmp import noise_addition
-
-ARITHMETICS = ("float32", "exact")
+from benchmarks import flax_models, harness, models
 
 
-def square_layers(batch_size: int = 32) -> models.Task:
-    """Forty layers of one shape."""
-    params = [jnp.full((128, 128), 0.01) for _ in range(40)]
+def square_layers(batch_size: int = 32, depth: int = 40) -> models.Task:
+    """Layers of one shape."""
+    params = [jnp.full((128, 128), 0.01) for _ in range(depth)]
 
     def loss_fn(params, batch):
         x = functools.reduce(lambda x, w: jnp.tanh(x @ w), params, batch)
@@ -60,23 +52,25 @@ TASKS: dict[str, Callable[[], models.Task]] = {
     "transformer, bfloat16": lambda: flax_models.transformer(jnp.bfloat16),
     "u-net": lambda: flax_models.unet(jnp.float32),
     "1,100 scalars": scalars,
+    "tiny": lambda: square_layers(4, 2),
 }
 
 
 def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name."""
+    from jax_privacy import clipping
+
     clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    batch_size = len(jax.tree.leaves(task.batch)[0])
-    kept = functools.partial(
-        clip, method="book_keeping", microbatch_size=min(batch_size, 32)
-    )
+    size = min(len(jax.tree.leaves(task.batch)[0]), 32)
+    theirs = functools.partial(clipping.clipped_grad, dtype=jnp.float32)
     return {
         "plain": jax.grad(task.loss_fn),
-        "jax_privacy": peers.jax_privacy_clipped_grad()(
-            task.loss_fn, l2_clip_norm=1.0, dtype=jnp.float32
+        "jax_privacy": theirs(task.loss_fn, l2_clip_norm=1.0),
+        "float32": clip(arithmetic="float32"),
+        "exact": clip(arithmetic="exact"),
+        "book-keeping, bounded": clip(
+            method="book_keeping", microbatch_size=size, arithmetic="bounded"
         ),
-        **{name: clip(arithmetic=name) for name in ARITHMETICS},
-        "book-keeping, bounded": kept(arithmetic="bounded"),
     }
 
 
@@ -92,73 +86,48 @@ def build(fun: Callable[..., Any], *args: Any) -> tuple[int, float, float]:
     return num_lines, lowered_at - start, compiled_at - lowered_at
 
 
-def measure(
-    functions: dict[str, Callable[..., Any]], args: tuple[Any, ...], rounds: int
-) -> dict[str, dict[str, float]]:
-    """Lines and median seconds of every function, by name."""
+def measure(task: models.Task, rounds: int) -> dict[str, dict[str, float]]:
+    """Lines and median seconds, and both in relation to other contenders."""
+    functions = contenders(task)
     built = {name: [] for name in functions}
     for _ in range(rounds):
         for name, fun in functions.items():
-            built[name].append(build(fun, *args))
+            built[name].append(build(fun, task.params, task.batch))
+    num_arrays, plain = len(jax.tree.leaves(task.params)), built["plain"][0][0]
+    seconds = {
+        name: round(statistics.median(r[1] + r[2] for r in rows), 2)
+        for name, rows in built.items()
+    }
     return {
         name: {
+            "lines_per_array": round((rows[0][0] - plain) / num_arrays, 1),
+            "time_ratio": round(seconds[name] / seconds["jax_privacy"], 2),
             "lines": rows[0][0],
             "seconds_to_lower": round(statistics.median(r[1] for r in rows), 2),
             "seconds_to_compile": round(statistics.median(r[2] for r in rows), 2),
-            "seconds": round(statistics.median(r[1] + r[2] for r in rows), 2),
+            "seconds": seconds[name],
         }
         for name, rows in built.items()
     }
 
 
-def summarize(
-    measured: dict[str, dict[str, float]], num_arrays: int
-) -> dict[str, dict[str, float]]:
-    """Lines for each array beyond the plain gradient's, and ratios of seconds."""
-    plain, peer = measured["plain"]["lines"], measured["jax_privacy"]["seconds"]
-    return {
-        name: {
-            "lines_per_array": round((figures["lines"] - plain) / num_arrays, 1),
-            "time_ratio": round(figures["seconds"] / peer, 2),
-            **figures,
+def benchmark(task: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """A line for each model."""
+    for name in task:
+        made = TASKS[name]()
+        yield {
+            "rounds": rounds,
+            "task": name,
+            "arrays": len(jax.tree.leaves(made.params)),
+            "figures": measure(made, rounds),
         }
-        for name, figures in measured.items()
-    }
-
-
-def measure_noise(rounds: int) -> dict[str, dict[str, float]]:
-    """Noise for 300 arrays of 30 shapes."""
-    privatizer: Any = noise_addition.gaussian_privatizer(
-        stddev=1.0, prng_key=jax.random.key(0)
-    )
-    sizes = [64 * (1 + i % 30) for i in range(300)]
-    floats = [jnp.zeros((size, 8)) for size in sizes]
-    exact = [
-        dpmp.GridArray(jnp.zeros((size, 8), jnp.int32), 2.0**-15) for size in sizes
-    ]
-    functions = {
-        "float sums": lambda state: privatizer.update(floats, state),
-        "exact sums": lambda state: privatizer.update(exact, state),
-    }
-    return measure(functions, (privatizer.init(None),), rounds)
-
-
-def main() -> None:
-    """Builds what was asked for and appends its figures."""
-    parser = argparse.ArgumentParser(description="Times the compilation of programs.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--task", nargs="*", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--no-noise", action="store_true")
-    args = parser.parse_args()
-    append = functools.partial(results.append, "compile_time", rounds=args.rounds)
-    for name in args.task:
-        task = TASKS[name]()
-        num_arrays = len(jax.tree.leaves(task.params))
-        measured = measure(contenders(task), (task.params, task.batch), args.rounds)
-        append(task=name, arrays=num_arrays, figures=summarize(measured, num_arrays))
-    if not args.no_noise:
-        append(task="noise", arrays=300, figures=measure_noise(args.rounds))
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        times_compilation=True,
+        tiny={"task": ["tiny"], "rounds": 1},
+        task=harness.Some(TASKS, [*TASKS][:-1]),
+        rounds=3,
+    )

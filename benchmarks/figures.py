@@ -10,8 +10,7 @@ because `report.py` makes them.
 import itertools
 from typing import NamedTuple
 
-from benchmarks.markdown import Line, read
-from benchmarks.utility_tables import mean_with_error
+from benchmarks.markdown import Line, mean_with_error, read
 
 
 class Passage(NamedTuple):

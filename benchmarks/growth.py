@@ -7,16 +7,11 @@ all. For each axis, the exponent says how time follows the size: 1 is proportion
 0 is not at all. It is the slope of the logarithms, by least squares.
 
     python -m benchmarks.growth           # seven minutes on two cores
-    python -m benchmarks.growth --axis batch --tiny --rounds 1 --out /tmp/tiny
-
-Every line is appended to benchmarks/results/growth.jsonl.
 """
 
-import argparse
 import functools
 import math
-import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,22 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpmp
-from benchmarks import models, results, timing
+from benchmarks import harness, models
 from dpmp import noise_addition
 
-_BASE: dict[str, Any] = {
-    "length": 64,
-    "width": 128,
-    "depth": 2,
-    "heads": 4,
-    "vocabulary": 256,
-}
 _BATCH_SIZE, _ENTRIES = 16, 2**20
-_MICROBATCH_SIZE = 8
 
 
 def _with(batch_size: int = _BATCH_SIZE, **changes: int) -> models.Task:
-    options: dict[str, Any] = {**_BASE, **changes}
+    options: Any = {"depth": 2, **changes}
     return models.transformer(jnp.bfloat16, batch_size, **options)
 
 
@@ -67,7 +54,7 @@ AXES: dict[str, tuple[Callable[[int], models.Task], tuple[int, ...]]] = {
 def contenders(task: models.Task) -> tuple[dict[str, Callable[..., Any]], Any]:
     """Functions of (params, batch, noise_state), and these."""
     clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    clip = functools.partial(clip, microbatch_size=_MICROBATCH_SIZE)
+    clip = functools.partial(clip, microbatch_size=8)
     kept = clip(method="book_keeping", arithmetic="bounded")
     exact = clip(method="per_example", arithmetic="exact")
     key = jax.random.key(0)
@@ -94,47 +81,37 @@ def exponents(points: list[dict[str, Any]]) -> dict[str, float]:
     return {name: slope(name) for name in points[0]["milliseconds"]}
 
 
-def measure(axis: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """The figures of a line."""
-    points = []
-    for size in sizes:
-        task = AXES[axis][0](size)
-        measured = timing.measure(*contenders(task), rounds)
-        points.append(
-            {
-                "size": size,
-                "parameters": sum(x.size for x in jax.tree.leaves(task.params)),
-                # Rounded to 0.1 ms, the shortest ones would have no exponent.
-                "milliseconds": {
-                    k: round(1e3 * float(np.median(m.seconds)), 3)
-                    for k, m in measured.items()
-                },
-                "temp_megabytes": {
-                    k: round(m.temp_bytes / 1e6, 2) for k, m in measured.items()
-                },
-            }
-        )
-    return {"points": points, "exponents": exponents(points)}
+def measure_point(task: models.Task, size: int, rounds: int) -> dict[str, Any]:
+    """The figures for one size."""
+    measured = harness.measure(*contenders(task), rounds)
+    return {
+        "size": size,
+        "parameters": sum(x.size for x in jax.tree.leaves(task.params)),
+        # Rounded to 0.1 ms, the shortest ones would have no exponent.
+        "milliseconds": measured.milliseconds(3),
+        "temp_megabytes": harness.rounded(measured.temp_bytes, 2, unit=1e6),
+    }
 
 
-def main() -> None:
-    """Measures what was asked for and appends a line for each axis."""
-    parser = argparse.ArgumentParser(description="Times growth along four axes.")
-    parser.add_argument("--axis", choices=AXES, nargs="*", default=[*AXES])
-    parser.add_argument("--tiny", action="store_true", help="the two smallest sizes")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
-    args = parser.parse_args()
-    for axis in args.axis:
-        sizes = AXES[axis][1][:2] if args.tiny else AXES[axis][1]
-        results.append_to(
-            args.out,
-            "growth",
-            axis=axis,
-            rounds=args.rounds,
-            **measure(axis, sizes, args.rounds),
-        )
+def benchmark(axis: Sequence[str], rounds: int, sizes: int) -> Iterator[dict[str, Any]]:
+    """A line for each axis, of the smallest of its sizes or of all."""
+    for name in axis:
+        make, all_sizes = AXES[name]
+        some = all_sizes[: sizes or None]
+        points = [measure_point(make(size), size, rounds) for size in some]
+        yield {
+            "axis": name,
+            "rounds": rounds,
+            "points": points,
+            "exponents": exponents(points),
+        }
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"axis": ["width"], "rounds": 1, "sizes": 2},
+        axis=harness.Some(AXES),
+        rounds=7,
+        sizes=0,
+    )

@@ -7,6 +7,7 @@ chosen on one. It needs the plugin of jax for CUDA, of the version of jax:
 """
 
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,38 +19,13 @@ import jax
 from jax.experimental import topologies
 
 # An H100 with 80 GB, as XLA describes devices.
-_H100 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 7 }
-runtime_version { major: 12 minor: 8 patch: 0 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929347584
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-"""
+_H100 = pathlib.Path(__file__).with_suffix(".textproto")
 
 
 def topology() -> Any:
     """One H100, as `jax.experimental.topologies` describes machines."""
     return topologies.get_topology_desc(
-        platform="cuda", target_config=_H100, topology="1x1x1"
+        platform="cuda", target_config=_H100.read_text(), topology="1x1x1"
     )
 
 
@@ -64,12 +40,9 @@ def sharding() -> Any:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def compile_for(
-    sharding: Any, fun: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
+def compile_for(sharding: Any, fun: Callable[..., Any], *args: Any) -> Any:
     """The program of a function of arrays like these."""
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
     )
-    lowered = jax.jit(lambda *xs: fun(*xs)).lower(*shapes)
-    return lowered.compile(compiler_options=options)
+    return jax.jit(lambda *xs: fun(*xs)).lower(*shapes).compile()

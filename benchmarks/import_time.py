@@ -4,18 +4,14 @@ Each import is made in a process of its own, which imports jax first. The librar
 turns. Quoted are medians of seconds.
 
     python -m benchmarks.import_time        # two minutes on two cores
-
-Every line is appended to benchmarks/results/import_time.jsonl.
 """
 
-import argparse
-import importlib.util
-import pathlib
-import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
-from benchmarks import results
+from benchmarks import harness
 
 # What people import to train privately.
 LIBRARIES = {
@@ -41,33 +37,26 @@ def seconds_to_import(modules: tuple[str, ...]) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    """Times the libraries that are installed."""
-    parser = argparse.ArgumentParser(description="Times imports.")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
-    args = parser.parse_args()
+def benchmark(rounds: int) -> Iterator[dict[str, Any]]:
+    """A line for all libraries that are installed."""
     found = {
         name: modules
         for name, modules in LIBRARIES.items()
-        if importlib.util.find_spec(modules[0].split(".")[0])
+        if harness.is_installed(modules[0].partition(".")[0])
     }
     seconds: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(args.rounds + 1):
+    for i in range(rounds + 1):
         for name, modules in found.items():
-            seconds[name].append(seconds_to_import(modules))
-    results.append_to(
-        args.out,
-        "import_time",
-        rounds=args.rounds,
-        # The first round reads files from the disk.
-        seconds={k: round(statistics.median(x[1:]), 2) for k, x in seconds.items()},
-        range={
-            k: [round(min(x[1:]), 2), round(max(x[1:]), 2)] for k, x in seconds.items()
-        },
-        absent=sorted({*LIBRARIES} - {*found}),
-    )
+            taken = seconds_to_import(modules)
+            if i:  # the first round reads files from the disk
+                seconds[name].append(taken)
+    yield {
+        "rounds": rounds,
+        "seconds": harness.rounded(harness.medians(seconds), 2),
+        "range": {k: [round(min(x), 2), round(max(x), 2)] for k, x in seconds.items()},
+        "absent": sorted({*LIBRARIES} - {*found}),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(benchmark, tiny={"rounds": 1}, rounds=7)

@@ -3,27 +3,20 @@
 Programs for the sum of clipped gradients of a transformer are compiled for batches of
 several sizes at once, and nothing is run. Counted is what the compiler says of
 arguments, results and temporaries, which include the parameters, and not the optimizer.
-In microbatches, any library takes a batch of any size: this is the largest
-microbatch.
+In microbatches, any library takes a batch of any size: this is the largest microbatch.
 
     python -m benchmarks.largest_batch        # two minutes on two cores
-    python -m benchmarks.largest_batch --gigabytes 0.01 --tiny --out /tmp/tiny
-
-Every line is appended to benchmarks/results/largest_batch.jsonl.
 """
 
-import argparse
 import functools
-import importlib.util
-import pathlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 import dpmp
-from benchmarks import models, results
-from benchmarks.subjects import DTYPES, TASKS, TINY
+from benchmarks import harness, models
 
 _LARGEST = 2**16
 
@@ -31,19 +24,16 @@ _LARGEST = 2**16
 def contenders(loss_fn: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name."""
     clip = functools.partial(dpmp.clipped_grad, loss_fn, l2_clip_norm=1.0)
+    floats: Any = {"method": "book_keeping", "arithmetic": "unproved_float32"}
     made = {
         "plain": jax.grad(loss_fn),
-        "dpmp, book_keeping unproved_float32": clip(
-            method="book_keeping", arithmetic="unproved_float32"
-        ),
+        "dpmp, book_keeping unproved_float32": clip(**floats),
         "dpmp, per_example exact": clip(method="per_example", arithmetic="exact"),
     }
-    if importlib.util.find_spec("jax_privacy"):
-        import jax_privacy.clipping
+    if harness.is_installed("jax_privacy"):
+        from jax_privacy import clipping
 
-        made["jax_privacy"] = jax_privacy.clipping.clipped_grad(
-            loss_fn, l2_clip_norm=1.0
-        )
+        made["jax_privacy"] = clipping.clipped_grad(loss_fn, l2_clip_norm=1.0)
     return made
 
 
@@ -87,37 +77,30 @@ def largest(
     return max((size for size, x in known.items() if x <= limit), default=0)
 
 
-def main() -> None:
-    """Compiles what was asked for and appends a line for each."""
-    parser = argparse.ArgumentParser(description="Finds the largest batches that fit.")
-    parser.add_argument("--gigabytes", type=float, default=4.0)
-    parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=["bfloat16"])
-    parser.add_argument("--tiny", action="store_true", help="a model to try it out")
-    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
-    args = parser.parse_args()
-    name = "tiny" if args.tiny else "transformer, 17M"
-    subject = TINY if args.tiny else TASKS[name]
-    for dtype in args.dtype:
-        task = subject.make(DTYPES[dtype], 1)
+def benchmark(
+    task: Sequence[str], dtype: Sequence[str], gigabytes: float
+) -> Iterator[dict[str, Any]]:
+    """A line for each model and dtype."""
+    for name, kind in itertools.product(task, dtype):
+        made = models.SUBJECTS[name].make(models.DTYPES[kind], 1)
         sizes = {
-            contender: largest(
-                functools.partial(num_bytes, fun, task), 1e9 * args.gigabytes
-            )
-            for contender, fun in contenders(task.loss_fn).items()
+            contender: largest(functools.partial(num_bytes, fun, made), 1e9 * gigabytes)
+            for contender, fun in contenders(made.loss_fn).items()
         }
-        results.append_to(
-            args.out,
-            "largest_batch",
-            task=name,
-            dtype=dtype,
-            gigabytes=args.gigabytes,
-            largest_batch=sizes,
-            batch_over_plain={
-                contender: round(size / max(sizes["plain"], 1), 3)
-                for contender, size in sizes.items()
-            },
-        )
+        yield {
+            "task": name,
+            "dtype": kind,
+            "gigabytes": gigabytes,
+            "largest_batch": sizes,
+            "batch_over_plain": harness.rounded(sizes, 3, unit=max(sizes["plain"], 1)),
+        }
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"task": ["tiny"], "gigabytes": 0.002},
+        task=harness.Some(models.SUBJECTS, ["transformer, 17M"]),
+        dtype=harness.Some(models.DTYPES, ["bfloat16"]),
+        gigabytes=4.0,
+    )

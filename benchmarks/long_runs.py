@@ -9,21 +9,16 @@ Then a model of 17 million parameters is saved and goes on, with a new trainer t
 to compile the step again.
 
     python -m benchmarks.long_runs             # ten minutes on two cores
-    python -m benchmarks.long_runs --tiny      # a rehearsal, which records nothing
-
-Every line is appended to benchmarks/results/long_runs.jsonl.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,10 +28,9 @@ import optax
 from flax import nnx
 
 import dpmp
-from benchmarks import example_files, results
-from dpmp.tools import _timing
+from benchmarks import harness, models
 
-example = example_files.load("finetune_transformer")
+example: Any = models.example("finetune_transformer")
 
 _EXAMPLES = 7737
 
@@ -137,7 +131,7 @@ def cost(rounds: int, steps: int, batch_size: int) -> dict[str, Any]:
         for name in sorted(contenders, reverse=bool(i % 2)):
             seconds[name].append(contenders[name]())
     counted = {name: times[1:] for name, times in seconds.items()}
-    median = {name: statistics.median(x) for name, x in counted.items()}
+    median = harness.medians(counted)
     return {
         "batch_size": batch_size,
         "steps_of_a_round": steps,
@@ -145,7 +139,7 @@ def cost(rounds: int, steps: int, batch_size: int) -> dict[str, Any]:
         "step_seconds": {name: _round(x) for name, x in median.items()},
         "release_seconds": _round(median["every=1"] - median["plain"]),
         "time_ratio": {
-            name: round(_timing.median_ratio(counted[name], counted["plain"]), 4)
+            name: harness.time_over(counted, "plain")[name]
             for name in ("progress", "directory")
         },
     }
@@ -191,22 +185,20 @@ def _round(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
-def main() -> None:
-    """Measures, and appends the figures."""
-    parser = argparse.ArgumentParser(description="Measures what files of a run cost.")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--tiny", action="store_true", help="record nothing")
-    args = parser.parse_args()
-    if args.tiny:
-        figures = [cost(1, 4, 4), resume(64)]
-        sys.stdout.write(json.dumps(figures, indent=2) + "\n")
-        return
-    figures = cost(args.rounds, args.steps, args.batch_size)
-    results.append("long_runs", question="files", **figures)
-    results.append("long_runs", question="going on", **resume(2050))
+def benchmark(
+    rounds: int, steps: int, batch_size: int, width: int
+) -> Iterator[dict[str, Any]]:
+    """A line for what files cost, and one for going on."""
+    yield {"question": "files", **cost(rounds, steps, batch_size)}
+    yield {"question": "going on", **resume(width)}
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"rounds": 1, "steps": 4, "batch_size": 4, "width": 64},
+        rounds=6,
+        steps=40,
+        batch_size=32,
+        width=2050,
+    )

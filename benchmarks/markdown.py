@@ -1,13 +1,13 @@
-"""Result lines as sections of Markdown with tables."""
+"""Result lines as tables of Markdown."""
 
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.results import RESULTS
+from benchmarks.harness import RESULTS
 
 Line = dict[str, Any]
-Row = Sequence[Any]
 
 # An arithmetic that earlier lines have measured, and that dpmp has no longer.
 _RETIRED = "float32x2"
@@ -39,32 +39,52 @@ def _without_retired(x: Any) -> Any:
     return x
 
 
-def by_device(lines: Iterable[Line]) -> dict[str, list[Line]]:
-    """The lines of each device."""
-    groups: dict[str, list[Line]] = {}
-    for line in lines:
-        groups.setdefault(line["device"], []).append(line)
-    return groups
+def table_of(columns: str, rows: Sequence[Line]) -> str:
+    """A table of these rows.
+
+    Args:
+      columns: "header = path | header = path", or a path alone if it is the header. A
+        path such as "time_ratio/{name}/plain" leads to a value of a row. Behind " * "
+        is what that is multiplied by, and behind " or " what stands for None. In
+        quotes, there is a text with fields in braces. "{}, s = seconds/*" stands for a
+        column for each name in the field.
+      rows: with the fields of a result line, or others.
+    """
+    found: list[tuple[str, str]] = []
+    for column in columns.split("|"):
+        header, _, path = column.strip().partition(" = ")
+        path, is_each, rest = (path or header).partition("/*")
+        names = dict.fromkeys(k for x in rows for k in x[path]) if is_each else [""]
+        for name in names:
+            full = f"{path}/{name}{rest}" if is_each else path
+            found.append((header.replace("{}", name), full))
+    cells = [[_get(x, path) for _, path in found] for x in rows]
+    return table([header for header, _ in found], cells)
 
 
-def has_lines(benchmark: str) -> bool:
-    """Whether a benchmark has been run."""
-    return (RESULTS / f"{benchmark}.jsonl").exists()
+def _get(row: Line, path: str) -> Any:
+    """What a path leads to; None if it is not there."""
+    if path.startswith('"'):
+        return path.strip('"').format_map(row)
+    path, _, default = path.partition(" or ")
+    path, _, factor = path.partition(" * ")
+    found: Any = row
+    for name in path.format_map(row).split("/"):
+        found = found.get(name) if found else None
+    if found is None:
+        return default or None
+    return found * float(factor) if factor else found
 
 
-def section(
-    title: str, text: str, command: str, lines: Sequence[Line], *tables: str
-) -> str:
-    """A section with a heading, a text, the command that measures, and tables."""
-    measured = sorted(
-        {(x["device"], x["versions"]["jax"], x["date"]) for x in lines}, reverse=True
-    )
-    where = "; ".join(f"{device}, jax {jax}, {day}" for device, jax, day in measured)
-    parts = [f"## {title}", text, f"`python -m benchmarks.{command}` ({where})"]
-    return "\n\n".join([*parts, *tables]) + "\n"
+def mean_with_error(values: Sequence[float]) -> str:
+    """The mean with its standard error, if there are several values."""
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return f"{mean:.3f}"
+    return f"{mean:.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
 
 
-def table(header: Sequence[str], rows: Iterable[Row]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table with a row of names and rows of values."""
     cells = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in cells)

@@ -1,14 +1,26 @@
-"""The models that the benchmarks run: losses on plain pytrees, any float dtype."""
+"""The models that benchmarks run: losses on plain pytrees, in any float dtype."""
 
 import functools
+import importlib
 import itertools
 import math
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def example(name: str) -> Any:
+    """A file of examples/ as a module, which finds the files next to it."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    return importlib.import_module(name)
 
 
 class Task(NamedTuple):
@@ -80,37 +92,21 @@ def transformer(
             "norms": jnp.ones((2, width), dtype),
         }
 
-    blocks: Any = [block() for _ in range(depth)]
+    blocks = [block() for _ in range(depth)]
     params = {
         "embed": _normal(next(keys), (vocabulary, width), dtype),
         "position": _normal(next(keys), (length, width), dtype),
-        "blocks": jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if scan else blocks,
+        "blocks": _stacked(blocks) if scan else blocks,
         "head": _normal(next(keys), (width, vocabulary), dtype),
     }
-    causal = jnp.tril(jnp.ones((length, length), bool))
-
-    def attend(x, p):
-        q, k, v = (
-            y.reshape(*y.shape[:2], heads, width // heads)
-            for y in jnp.split(x @ p["qkv"], 3, axis=-1)
-        )
-        scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32)
-        scores = jnp.where(causal, scores / math.sqrt(width // heads), -1e9)
-        weights = jax.nn.softmax(scores).astype(x.dtype)
-        return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape) @ p["out"]
 
     def apply_block(x, p):
-        x = x + attend(_rms_norm(x, p["norms"][0]), p)
+        x = x + _attend(_rms_norm(x, p["norms"][0]) @ p["qkv"], heads) @ p["out"]
         return x + jax.nn.gelu(_rms_norm(x, p["norms"][1]) @ p["up"]) @ p["down"]
 
     def loss_fn(params, batch):
         x = params["embed"][batch["tokens"]] + params["position"]
-        if scan:
-            x, _ = jax.lax.scan(
-                lambda x, p: (apply_block(x, p), None), x, params["blocks"]
-            )
-        else:
-            x = functools.reduce(apply_block, params["blocks"], x)
+        x = _through(apply_block, params["blocks"], x, scan=scan)
         return _cross_entropy((x @ params["head"])[:, :-1], batch["tokens"][:, 1:])
 
     shape = (batch_size, length)
@@ -187,10 +183,118 @@ def lstm(
         logits = jnp.moveaxis(outputs, 0, 1) @ params["head"]
         return _cross_entropy(logits[:, :-1], batch["tokens"][:, 1:])
 
-    shape = (batch_size, length)
-    return Task(
-        loss_fn, params, {"tokens": jax.random.randint(keys[4], shape, 0, vocabulary)}
+    tokens = jax.random.randint(keys[4], (batch_size, length), 0, vocabulary)
+    return Task(loss_fn, params, {"tokens": tokens})
+
+
+class GPT2(NamedTuple):
+    """GPT-2 as people write it in plain JAX, with random weights.
+
+    Token embeddings are tied to the head, and positions are learned. Softmax,
+    normalisation and loss are in float32, everything else is in the dtype of the
+    parameters.
+
+    Attributes:
+      depth: number of layers.
+      width: of the residual stream.
+      heads: of attention.
+      vocabulary: number of tokens.
+      positions: for which there are embeddings.
+    """
+
+    depth: int
+    width: int
+    heads: int
+    vocabulary: int = 50257
+    positions: int = 1024
+
+    def init(self, key: jax.Array, *, scan: bool = False) -> Any:
+        """Random float32 parameters: of layers in a list, or stacked for a loop."""
+        keys = iter(jax.random.split(key, 4 * self.depth + 2))
+        width = self.width
+
+        def normal(*dims: int) -> jax.Array:
+            return 0.02 * jax.random.normal(next(keys), dims)
+
+        def layer_norm() -> dict[str, jax.Array]:
+            return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+
+        def dense(n_in: int, n_out: int) -> dict[str, jax.Array]:
+            return {"w": normal(n_in, n_out), "b": jnp.zeros(n_out)}
+
+        blocks = [
+            {
+                "norm_1": layer_norm(),
+                "qkv": dense(width, 3 * width),
+                "out": dense(width, width),
+                "norm_2": layer_norm(),
+                "up": dense(width, 4 * width),
+                "down": dense(4 * width, width),
+            }
+            for _ in range(self.depth)
+        ]
+        return {
+            "tokens": normal(self.vocabulary, width),
+            "positions": normal(self.positions, width),
+            "blocks": _stacked(blocks) if scan else blocks,
+            "norm": layer_norm(),
+        }
+
+    def loss_fn(self, *, scan: bool = False) -> Callable[[Any, Any], jax.Array]:
+        """The mean loss of the next token: a function of (params, tokens of (B, T))."""
+
+        def dense(x: jax.Array, p: Any) -> jax.Array:
+            return x @ p["w"] + p["b"]
+
+        def apply_block(x: jax.Array, p: Any) -> jax.Array:
+            mixed = _attend(dense(_layer_norm(x, p["norm_1"]), p["qkv"]), self.heads)
+            x = x + dense(mixed, p["out"])
+            hidden = jax.nn.gelu(dense(_layer_norm(x, p["norm_2"]), p["up"]))
+            return x + dense(hidden, p["down"])
+
+        def loss(params: Any, tokens: jax.Array) -> jax.Array:
+            x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
+            x = _through(apply_block, params["blocks"], x, scan=scan)
+            logits = _layer_norm(x, params["norm"]) @ params["tokens"].T
+            return _cross_entropy(logits[:, :-1], tokens[:, 1:])
+
+        return loss
+
+
+TINY_GPT2 = GPT2(2, 16, 2, vocabulary=40, positions=16)
+
+
+def _attend(qkv: jax.Array, heads: int) -> jax.Array:
+    """Causal attention, from (B, T, 3 * width) to (B, T, width)."""
+    size, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    q, k, v = (
+        y.reshape(size, length, heads, width // heads)
+        for y in jnp.split(qkv, 3, axis=-1)
     )
+    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32)
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    scores = jnp.where(causal, scores / math.sqrt(width // heads), -1e9)
+    weights = jax.nn.softmax(scores).astype(qkv.dtype)
+    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(size, length, width)
+
+
+def _stacked(blocks: list[Any]) -> Any:
+    """Layers of one shape, for a loop over them."""
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
+
+
+def _through(apply_block: Any, blocks: Any, x: jax.Array, *, scan: bool) -> jax.Array:
+    """One layer after the other, written out or in a loop."""
+    if not scan:
+        return functools.reduce(apply_block, blocks, x)
+    return jax.lax.scan(lambda x, p: (apply_block(x, p), None), x, blocks)[0]
+
+
+def _layer_norm(x: jax.Array, p: Any) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide -= jnp.mean(wide, axis=-1, keepdims=True)
+    wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-5)
+    return wide.astype(x.dtype) * p["scale"] + p["bias"]
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -214,3 +318,35 @@ def _group_norm(x: jax.Array, *, groups: int) -> jax.Array:
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(log_probs, labels[..., None], axis=-1))
+
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+
+class Subject(NamedTuple):
+    """A model, and the batch sizes to run it with, with the rounds for each."""
+
+    make: Callable[..., Task]
+    rounds: dict[int, int]
+
+
+_SMALL = {"length": 128, "width": 256, "depth": 4, "heads": 4, "vocabulary": 256}
+_LARGE = {"length": 256, "width": 512, "depth": 5, "heads": 8, "vocabulary": 1024}
+_TINY = {"length": 8, "width": 16, "depth": 1, "heads": 2, "vocabulary": 32}
+
+SUBJECTS = {
+    "transformer, 3M": Subject(
+        functools.partial(transformer, **_SMALL), {16: 7, 64: 3}
+    ),
+    "transformer, 3M, scan": Subject(
+        functools.partial(transformer, **_SMALL, scan=True), {64: 3}
+    ),
+    "transformer, 17M": Subject(
+        functools.partial(transformer, **_LARGE), {16: 3, 64: 2}
+    ),
+    "cnn": Subject(cnn, {64: 7}),
+    "lstm": Subject(lstm, {64: 7}),
+    "SmolLM2, 135M": Subject(smollm2, {8: 2}),
+    "tiny": Subject(functools.partial(transformer, **_TINY), {16: 2}),
+}
+TASKS = [*SUBJECTS][:5]  # what is measured unless something else is asked for

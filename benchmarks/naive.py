@@ -4,9 +4,7 @@ Parameters, optimizer state, gradients, norms, coefficients, running sums and no
 all bfloat16. Nothing here has a privacy guarantee.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,66 +14,32 @@ import optax
 
 import dpmp
 
-LossFn = Callable[[Any, Any], jax.Array]
 
+def make_trainer(
+    mechanism: dpmp.DPSGD,
+    loss_fn: Callable[[Any, Any], jax.Array],
+    optimizer: optax.GradientTransformation,
+) -> Callable[[Any, Any, int], tuple[Any, Any]]:
+    """A function of (params, data, seed) that gives parameters and optimizer state.
 
-@dataclass(frozen=True, kw_only=True)
-class NaiveTrainer:
-    """Trains in bfloat16, on batches of the sizes that `mechanism` has.
-
-    Attributes:
+    Args:
       mechanism: gives the sampling, the clip norm and the noise multiplier.
       loss_fn: (params, batch) -> the mean loss of the batch.
       optimizer: of bfloat16 gradients and parameters.
     """
 
-    mechanism: dpmp.DPSGD
-    loss_fn: LossFn
-    optimizer: optax.GradientTransformation
+    def clipped_grad(params, example):
+        grads = jax.grad(loss_fn)(params, jax.tree.map(lambda x: x[None], example))
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+        coef = jnp.minimum(1, mechanism.l2_clip_norm / norm)
+        return jax.tree.map(lambda g: g * coef, grads)
 
-    def fit(self, params: Any, data: Any, *, seed: int) -> tuple[Any, Any]:
-        """Parameters and optimizer state after all steps."""
-        params, data = to_bfloat16(params), to_bfloat16(data)
-        opt_state = self.optimizer.init(params)
-        for i in range(self.mechanism.iterations):
-            batch, keep = self._load_batch(data, i, seed)
-            key = jax.random.fold_in(jax.random.key(seed), i)
-            params, opt_state = self._step(params, opt_state, batch, keep, key)
-        return params, opt_state
-
-    def _load_batch(self, data: Any, step: int, seed: int) -> tuple[Any, np.ndarray]:
-        """A batch in microbatches, and which of its examples are no padding."""
-        mechanism = self.mechanism
-        indices = mechanism.sampling.indices(
-            step, num_examples=mechanism.num_examples, key=seed
-        )
-        shape = (-1, mechanism.microbatch_size or mechanism.padded_batch_size)
-        keep = np.arange(mechanism.padded_batch_size) < len(indices)
-        padded = np.pad(indices, (0, len(keep) - len(indices))).reshape(shape)
-        return jax.tree.map(lambda x: x[padded], data), keep.reshape(shape)
-
-    @functools.cached_property
-    def _step(self) -> Callable[..., tuple[Any, Any]]:
-        mechanism = self.mechanism
-
-        def step(params, opt_state, batch, keep, key):
-            total = self._sum_of_clipped_grads(params, batch, keep)
-            if mechanism.is_private:
-                total = _add_noise(total, key, mechanism)
-            grads = jax.tree.map(lambda x: x / mechanism.expected_batch_size, total)
-            updates, opt_state = self.optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        return jax.jit(step)
-
-    def _sum_of_clipped_grads(self, params: Any, batch: Any, keep: jax.Array) -> Any:
+    def sum_of_clipped_grads(params, batch, keep):
         """The running sum over microbatches."""
 
         def add(total, microbatch):
             examples, keep = microbatch
-            clipped = clipped_grads(
-                self.loss_fn, params, examples, self.mechanism.l2_clip_norm
-            )
+            clipped = jax.vmap(clipped_grad, (None, 0))(params, examples)
 
             def add_kept(total, x):
                 mask = keep.reshape(-1, *[1] * (x.ndim - 1))
@@ -86,20 +50,39 @@ class NaiveTrainer:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return jax.lax.scan(add, zeros, (batch, keep))[0]
 
+    @jax.jit
+    def step(params, opt_state, batch, keep, key):
+        total = sum_of_clipped_grads(params, batch, keep)
+        if mechanism.is_private:
+            total = _add_noise(total, key, mechanism)
+        grads = jax.tree.map(lambda x: x / mechanism.expected_batch_size, total)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
-def clipped_grads(loss_fn: LossFn, params: Any, batch: Any, l2_clip_norm: float) -> Any:
-    """The contribution of each example, in the dtype of the parameters."""
+    def train(params, data, seed):
+        params, data = _to_bfloat16(params), _to_bfloat16(data)
+        opt_state = optimizer.init(params)
+        for i in range(mechanism.iterations):
+            indices, keep = _draw(mechanism, i, seed)
+            batch = jax.tree.map(lambda x, at=indices: x[at], data)
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            params, opt_state = step(params, opt_state, batch, keep, key)
+        return params, opt_state
 
-    def clipped_grad(example):
-        grads = jax.grad(loss_fn)(params, jax.tree.map(lambda x: x[None], example))
-        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-        coef = jnp.minimum(1, l2_clip_norm / norm)
-        return jax.tree.map(lambda g: g * coef, grads)
-
-    return jax.vmap(clipped_grad)(batch)
+    return train
 
 
-def to_bfloat16(tree: Any) -> Any:
+def _draw(mechanism: dpmp.DPSGD, step: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A batch in microbatches, and which of its examples are no padding."""
+    num_examples, size = mechanism.num_examples, mechanism.padded_batch_size
+    indices = mechanism.sampling.indices(step, num_examples=num_examples, key=seed)
+    shape = (-1, mechanism.microbatch_size or size)
+    keep = np.arange(size) < len(indices)
+    padded = np.pad(indices, (0, size - len(indices)))
+    return padded.reshape(shape), keep.reshape(shape)
+
+
+def _to_bfloat16(tree: Any) -> Any:
     """Casts the float arrays of a tree."""
     return jax.tree.map(
         lambda x: jnp.asarray(x, jnp.bfloat16) if x.dtype == np.float32 else x, tree

@@ -6,6 +6,7 @@ The formulas are for book-keeping in bfloat16 with Adam, as `scaling.py` compile
 parameters, optimizer and noise are divided over all devices, and so is the batch.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.markdown import Line, read, table
@@ -109,48 +110,29 @@ def _norm_flops(model: Model) -> float:
 
 def table_of_needs() -> str:
     """One row for each quantity."""
-    found = {model: needs(model) for model in MODELS}
-    rows = [
-        ("parameters, billions", *(m.num_parameters / 1e9 for m in MODELS)),
-        ("devices", *(m.devices for m in MODELS)),
-        *_gigabytes(found),
-        (
-            "operations of a step, 10^18",
-            *(n.flops_of_all / 1e18 for n in found.values()),
+    found = [(model, needs(model)) for model in MODELS]
+    quantities: dict[str, Callable[[Model, Needs], Any]] = {
+        "parameters, billions": lambda m, n: m.num_parameters / 1e9,
+        "devices": lambda m, n: m.devices,
+        "state, GB": lambda m, n: n.state_bytes / 1e9,
+        "gathered parameters in bfloat16, GB": lambda m, n: n.gathered_bytes / 1e9,
+        "sums of its own examples, GB": lambda m, n: n.sum_bytes / 1e9,
+        "these together, GB": lambda m, n: (
+            (n.state_bytes + n.gathered_bytes + n.sum_bytes) / 1e9
         ),
-        ("of it for norms, %", *(100 * n.norm_share for n in found.values())),
-        (
-            "seconds of a step, at least",
-            *(n.flops_of_all / m.devices / FLOPS_OF_A_DEVICE for m, n in found.items()),
+        "received from other devices, GB": lambda m, n: n.received_bytes / 1e9,
+        "operations of a step, 10^18": lambda m, n: n.flops_of_all / 1e18,
+        "of it for norms, %": lambda m, n: 100 * n.norm_share,
+        "seconds of a step, at least": lambda m, n: (
+            n.flops_of_all / m.devices / FLOPS_OF_A_DEVICE
         ),
-        (
-            "rounding to the finest grid, % of the clip norm",
-            *(100 * rounding_share(m.num_parameters) for m in MODELS),
+        "rounding to the finest grid, % of the clip norm": lambda m, n: (
+            100 * rounding_share(m.num_parameters)
         ),
-        (
-            "noise for, million entries",
-            *(n.noise_entries / 1e6 for n in found.values()),
-        ),
-    ]
-    return table(["each device, each step", *(m.name for m in MODELS)], rows)
-
-
-def _gigabytes(found: dict[Model, Needs]) -> list[tuple[Any, ...]]:
-    names = {
-        "state_bytes": "state, GB",
-        "gathered_bytes": "gathered parameters in bfloat16, GB",
-        "sum_bytes": "sums of its own examples, GB",
-        "received_bytes": "received from other devices, GB",
+        "noise for, million entries": lambda m, n: n.noise_entries / 1e6,
     }
-    rows = [
-        (text, *(getattr(n, field) / 1e9 for n in found.values()))
-        for field, text in names.items()
-    ]
-    held = (
-        "these together, GB",
-        *map(sum, zip(*(row[1:] for row in rows[:3]), strict=True)),
-    )
-    return [*rows[:3], held, *rows[3:]]
+    rows = [(k, *(fun(m, n) for m, n in found)) for k, fun in quantities.items()]
+    return table(["each device, each step", *(m.name for m in MODELS)], rows)
 
 
 def table_of_checks() -> str:

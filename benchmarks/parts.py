@@ -14,16 +14,11 @@ before it. The compiler drops what a program does not return, so that "norms" do
 compute a sum.
 
     python -m benchmarks.parts            # three minutes on two cores
-    python -m benchmarks.parts --task tiny --out /tmp/tiny --rounds 2
-
-Every line is appended to benchmarks/results/parts.jsonl.
 """
 
-import argparse
 import functools
 import itertools
-import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,21 +26,14 @@ import jax.numpy as jnp
 import optax
 
 import dpmp
-from benchmarks import models, results, timing
-from benchmarks.subjects import DTYPES, TASKS, TINY
+from benchmarks import harness, models
 from dpmp import noise_addition
 
-SUBJECTS: dict[str, Callable[..., models.Task]] = {
-    "transformer, 3M": TASKS["transformer, 3M"].make,
-    "cnn": models.cnn,
-    "tiny": TINY.make,
-}
-_BATCH_SIZE = 64
+_BATCH_SIZE, _MICROBATCH_SIZE = 64, 8
 ENGINES = {
     "book_keeping, bounded": {"method": "book_keeping", "arithmetic": "bounded"},
     "per_example, exact": {"method": "per_example", "arithmetic": "exact"},
 }
-_MICROBATCH_SIZE = 8
 
 
 def programs(
@@ -94,48 +82,42 @@ def programs(
     }, args
 
 
-def summarize(measured: dict[str, timing.Measured]) -> dict[str, Any]:
+def summarize(measured: harness.Measured) -> dict[str, Any]:
     """Milliseconds of the programs, and the share of each part of a step."""
-    ms = {name: timing.median_ms(m) for name, m in measured.items()}
-    order = ["norms", "sum", "noise", "step"]
-    pairs = itertools.pairwise(order)
+    ms = measured.milliseconds()
+    pairs = itertools.pairwise(["norms", "sum", "noise", "step"])
     parts = {"norms": ms["norms"]} | {b: round(ms[b] - ms[a], 1) for a, b in pairs}
     return {
         "milliseconds": ms,
         "part_milliseconds": parts,
-        "share": {name: round(x / ms["step"], 3) for name, x in parts.items()},
-        "time_over_plain": {
-            name: timing.time_ratio(m, measured["plain"])
-            for name, m in measured.items()
-        },
+        "share": harness.rounded(parts, 3, unit=ms["step"]),
+        "time_over_plain": measured.time_over("plain"),
     }
 
 
-def main() -> None:
-    """Measures what was asked for and appends a line for each."""
-    parser = argparse.ArgumentParser(description="Times the parts of a step.")
-    parser.add_argument(
-        "--task", choices=SUBJECTS, nargs="*", default=["transformer, 3M", "cnn"]
-    )
-    parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=["bfloat16"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
-    args = parser.parse_args()
-    for name, dtype, engine in itertools.product(args.task, args.dtype, ENGINES):
-        task = SUBJECTS[name](DTYPES[dtype], _BATCH_SIZE)
-        functions, arguments = programs(task, DTYPES[dtype], ENGINES[engine])
-        results.append_to(
-            args.out,
-            "parts",
-            task=name,
-            dtype=dtype,
-            batch_size=_BATCH_SIZE,
-            microbatch_size=_MICROBATCH_SIZE,
-            engine=engine,
-            rounds=args.rounds,
-            **summarize(timing.measure(functions, arguments, args.rounds)),
-        )
+def benchmark(
+    task: Sequence[str], dtype: Sequence[str], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """A line for each model, dtype and engine."""
+    for name, kind, engine in itertools.product(task, dtype, ENGINES):
+        made = models.SUBJECTS[name].make(models.DTYPES[kind], _BATCH_SIZE)
+        functions, args = programs(made, models.DTYPES[kind], ENGINES[engine])
+        yield {
+            "task": name,
+            "dtype": kind,
+            "batch_size": _BATCH_SIZE,
+            "microbatch_size": _MICROBATCH_SIZE,
+            "engine": engine,
+            "rounds": rounds,
+            **summarize(harness.measure(functions, args, rounds)),
+        }
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"task": ["tiny"], "rounds": 1},
+        task=harness.Some(models.SUBJECTS, ["transformer, 3M", "cnn"]),
+        dtype=harness.Some(models.DTYPES, ["bfloat16"]),
+        rounds=5,
+    )

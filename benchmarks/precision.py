@@ -1,8 +1,8 @@
 """What does a narrower dtype save in a training step, with privacy and without?
 
 Whole steps are timed in turn under each policy of dpmp: those without privacy, as
-people write them and as fast as they can be had (see `without_privacy.py`), and those
-of `DPTrainer` with both engines. Quoted are the speed-up over the same step in float32,
+people write them and as fast as they can be had (see `steps.py`), and those of
+`DPTrainer` with both engines. Quoted are the speed-up over the same step in float32,
 and the share of its temporary memory that is saved, by the compiler's account.
 
 Steps in float16 do not scale the loss, which takes no time to speak of. A device
@@ -11,34 +11,19 @@ what training would learn and saves nothing.
 
     python -m benchmarks.precision
     python -m benchmarks.precision --task 'transformer, 3M' --rounds 3  # four minutes
-    python -m benchmarks.precision --task tiny --out /tmp/tiny      # to try it out
-
-Every line is appended to benchmarks/results/precision.jsonl.
 """
 
-import argparse
 import functools
 import itertools
-import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import dpmp
-from benchmarks import models, results, steps, without_privacy
+from benchmarks import harness, models, steps
 from benchmarks.steps import Step
-from benchmarks.subjects import TASKS, TINY, Subject
-from dpmp.tools import _timing
-
-SUBJECTS = {
-    "transformer, 3M": Subject(TASKS["transformer, 3M"].make, {16: 5}),
-    "transformer, 17M": Subject(TASKS["transformer, 17M"].make, {16: 2}),
-    "cnn": TASKS["cnn"],
-    "tiny": TINY,
-}
-_BY_DEFAULT = ("transformer, 3M", "cnn")
 
 # The dtype of a model's activations under each policy.
 POLICIES = {
@@ -47,7 +32,6 @@ POLICIES = {
     "mixed_float16": jnp.float16,
     "float8": jnp.bfloat16,
 }
-_MICROBATCH_SIZE = 8
 
 
 def _plain(task: models.Task, policy: str) -> Step:
@@ -55,7 +39,7 @@ def _plain(task: models.Task, policy: str) -> Step:
 
 
 def _without_privacy(task: models.Task, policy: str) -> Step:
-    grad_fns = without_privacy.grad_fns(_loss_fn(task, policy))
+    grad_fns = steps.without_privacy(_loss_fn(task, policy))
     return steps.of_gradients(grad_fns["without privacy, 8"], task, policy)
 
 
@@ -65,10 +49,7 @@ def _loss_fn(task: models.Task, policy: str) -> Callable[..., jax.Array]:
 
 def _of_dpmp(method: str, arithmetic: str) -> Callable[[models.Task, str], Step]:
     return functools.partial(
-        steps.of_dpmp,
-        method=method,
-        arithmetic=arithmetic,
-        microbatch_size=_MICROBATCH_SIZE,
+        steps.of_dpmp, method=method, arithmetic=arithmetic, microbatch_size=8
     )
 
 
@@ -80,53 +61,47 @@ STEPS: dict[str, Callable[[models.Task, str], Step]] = {
 }
 
 
-def measure(subject: Subject, step: str, batch_size: int, rounds: int) -> Any:
-    """The figures of a line, by policy."""
-    prepare = {
-        policy: functools.partial(STEPS[step], subject.make(dtype, batch_size), policy)
-        for policy, dtype in POLICIES.items()
-    }
-    seconds, figures = steps.measure(prepare, rounds)
-    return {**compare(seconds, figures["temp_megabytes"]), **figures}
-
-
-def compare(
-    seconds: dict[str, list[float]], megabytes: dict[str, float]
-) -> dict[str, dict[str, float]]:
+def compare(measured: harness.Measured) -> dict[str, dict[str, float]]:
     """Medians, and what each policy saves over float32."""
+    seconds, memory = measured.seconds, measured.memory_over("float32")
     return {
-        "milliseconds": steps.median_ms(seconds),
+        "milliseconds": measured.milliseconds(2),
         "speed_up": {
-            policy: round(_timing.median_ratio(seconds["float32"], x), 3)
-            for policy, x in seconds.items()
+            k: harness.ratio(seconds["float32"], x) for k, x in seconds.items()
         },
-        "memory_saved": {
-            policy: round(1 - x / megabytes["float32"], 3)
-            for policy, x in megabytes.items()
-        },
+        "memory_saved": {k: round(1 - x, 3) for k, x in memory.items()},
     }
 
 
-def main() -> None:
-    """Measures what was asked for and appends a line for each."""
-    parser = argparse.ArgumentParser(description="Times steps in several precisions.")
-    parser.add_argument("--task", choices=SUBJECTS, nargs="*", default=[*_BY_DEFAULT])
-    parser.add_argument("--step", choices=STEPS, nargs="*", default=[*STEPS])
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
-    args = parser.parse_args()
-    for name, step in itertools.product(args.task, args.step):
-        for batch_size, rounds in SUBJECTS[name].rounds.items():
-            results.append_to(
-                args.out,
-                "precision",
-                task=name,
-                step=step,
-                batch_size=batch_size,
-                rounds=args.rounds or rounds,
-                **measure(SUBJECTS[name], step, batch_size, args.rounds or rounds),
+def benchmark(
+    task: Sequence[str], step: Sequence[str], rounds: int | None
+) -> Iterator[dict[str, Any]]:
+    """A line for each model and step."""
+    for name, kind in itertools.product(task, step):
+        subject = models.SUBJECTS[name]
+        batch_size, own_rounds = next(iter(subject.rounds.items()))
+        prepare = {
+            policy: functools.partial(
+                STEPS[kind], subject.make(dtype, batch_size), policy
             )
+            for policy, dtype in POLICIES.items()
+        }
+        measured, figures = steps.measure(prepare, rounds or own_rounds)
+        yield {
+            "task": name,
+            "step": kind,
+            "batch_size": batch_size,
+            "rounds": rounds or own_rounds,
+            **compare(measured),
+            **figures,
+        }
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"task": ["tiny"], "rounds": 1},
+        task=harness.Some(models.SUBJECTS, ["transformer, 3M", "cnn"]),
+        step=harness.Some(STEPS),
+        rounds=int,
+    )

@@ -6,13 +6,12 @@ are the milliseconds of a step (medians over rounds in which all contenders run 
 turn), next to the same data in memory.
 
     python -m benchmarks.prefetch        # half a minute on two cores
-
-Every line is appended to benchmarks/results/prefetch.jsonl.
 """
 
 import functools
-import statistics
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,9 @@ import numpy as np
 import optax
 
 import dpmp
-from benchmarks import results
-from dpmp.tools import _timing
+from benchmarks import harness
 
-NUM_EXAMPLES, WIDTH, STEPS, ROUNDS = 4096, 4, 100, 5
+NUM_EXAMPLES, WIDTH = 4096, 4
 LOADING_SECONDS, DEVICE_SECONDS = 0.005, 0.01
 
 
@@ -53,60 +51,44 @@ def wait_for_the_device(state: dpmp.TrainingState) -> None:
     time.sleep(DEVICE_SECONDS)
 
 
-def make_trainer() -> dpmp.DPTrainer:
-    """A trainer for batches of about 32 examples."""
-    mechanism = dpmp.DPSGD(
-        num_examples=NUM_EXAMPLES,
-        expected_batch_size=32,
-        iterations=STEPS,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-    )
-    return dpmp.DPTrainer(
-        mechanism=mechanism,
+def benchmark(steps: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """A line for all contenders."""
+    rng = np.random.default_rng(0)
+    data = {
+        "x": rng.normal(size=(NUM_EXAMPLES, WIDTH)).astype(np.float32),
+        "y": rng.normal(size=NUM_EXAMPLES).astype(np.float32),
+    }
+    trainer = dpmp.DPTrainer(
+        mechanism=dpmp.DPSGD(
+            num_examples=NUM_EXAMPLES,
+            expected_batch_size=32,
+            iterations=steps,
+            l2_clip_norm=1.0,
+            noise_multiplier=1.0,
+        ),
         loss_fn=loss_fn,
         optimizer=optax.sgd(0.1),
         policy="float32",
         prng_key=jax.random.key(0),
     )
 
-
-def main() -> None:
-    """Measures and appends the figures."""
-    rng = np.random.default_rng(0)
-    data = {
-        "x": rng.normal(size=(NUM_EXAMPLES, WIDTH)).astype(np.float32),
-        "y": rng.normal(size=NUM_EXAMPLES).astype(np.float32),
-    }
-    trainer = make_trainer()
-    params = jnp.zeros(WIDTH)
-
     def run(source: object, prefetch: int) -> jax.Array:
-        state = trainer.fit(
-            trainer.init(params),
-            source,
-            progress=False,
-            prefetch=prefetch,
-            callback=wait_for_the_device,
-        )
-        return state.step
+        options = {"progress": False, "callback": wait_for_the_device}
+        state = trainer.init(jnp.zeros(WIDTH))
+        return trainer.fit(state, source, prefetch=prefetch, **options).step
 
     contenders = {
         "in memory": functools.partial(run, data, 0),
         "slow source, prefetch=0": functools.partial(run, SlowSource(data), 0),
         "slow source, prefetch=2": functools.partial(run, SlowSource(data), 2),
     }
-    seconds = _timing.in_turn(contenders, ROUNDS)
-    results.append(
-        "prefetch",
-        loading_milliseconds=1e3 * LOADING_SECONDS,
-        device_milliseconds=1e3 * DEVICE_SECONDS,
-        step_milliseconds={
-            name: round(1e3 * statistics.median(x) / STEPS, 2)
-            for name, x in seconds.items()
-        },
-    )
+    seconds = harness.medians(harness.in_turn(contenders, rounds))
+    yield {
+        "loading_milliseconds": 1e3 * LOADING_SECONDS,
+        "device_milliseconds": 1e3 * DEVICE_SECONDS,
+        "step_milliseconds": harness.rounded(seconds, 2, unit=1e-3 * steps),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(benchmark, tiny={"steps": 3, "rounds": 1}, steps=100, rounds=5)

@@ -2,18 +2,38 @@
 
     python -m benchmarks.report
 
-Of lines that answer the same question, the last one counts. The page "Benchmarks" of
-the guides includes this file. The tables between markers in docs/past_one_machine.md
-are made too. A test compares all of them with the lines, so run this command whenever
-lines were added. Figures that are written by hand are in `figures.py`.
+The sections of the page are in tables.toml:
+
+    title, benchmark    the heading, and the name of the benchmark
+    text                with fields of the first line in braces, or `tables.WORDS`
+    parts               texts, and tables of the lines of the benchmark
+
+and a table has
+
+    keys       of lines that answer the same question, the last one counts: these fields
+               say what the question is
+    wanted     what a line has to have
+    rows       the name of a function of lines in `tables.ROWS`; without it, these lines
+    columns    see `markdown.table_of`
+    heading    of a table for each device; without it, there is one for all
+
+The page "Benchmarks" of the guides includes this file. The tables between markers in
+docs/past_one_machine.md are made too. A test compares all of them with the lines, so
+run this command whenever lines were added. Figures that are written by hand are in
+`figures.py`.
 """
 
+import collections
 import pathlib
+import tomllib
+from typing import Any
 
 from benchmarks import needs, tables
+from benchmarks.markdown import Line, read, table_of
 
 PAGE = pathlib.Path(__file__).with_name("README.md")
 PLAN = PAGE.parents[1] / "docs" / "past_one_machine.md"
+_SECTIONS = PAGE.with_name("tables.toml")
 
 _BEGINNING = """# Benchmarks
 
@@ -26,7 +46,50 @@ process.
 
 def as_markdown() -> str:
     """The whole page."""
-    return "\n".join([_BEGINNING, *tables.sections()])
+    sections = tomllib.loads(_SECTIONS.read_text())["sections"]
+    return "\n".join([_BEGINNING, *map(_section, sections)])
+
+
+def _section(section: dict[str, Any]) -> str:
+    """The heading, the text, the command that measures, and the parts."""
+    benchmark, lines, parts = section["benchmark"], [], []
+    for part in section["parts"]:
+        if "text" in part:
+            parts.append(_in_one_line(part["text"]))
+            continue
+        found = read(benchmark, *part["keys"].split(), **part.get("wanted", {}))
+        found = [x for x in found if "remark" not in x]
+        lines += found
+        parts += _tables(part, found)
+    text = _in_one_line(section["text"])
+    used = {k: f(lines) for k, f in tables.WORDS.items() if f"{{{k}" in text}
+    text = text.format_map({**lines[0], **used})
+    measured = {(x["device"], x["versions"]["jax"], x["date"]) for x in lines}
+    where = "; ".join(
+        f"{device}, jax {jax}, {day}"
+        for device, jax, day in sorted(measured, reverse=True)
+    )
+    command = f"`python -m benchmarks.{benchmark}` ({where})"
+    return "\n\n".join([f"## {section['title']}", text, command, *parts]) + "\n"
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _tables(part: dict[str, Any], lines: list[Line]) -> list[str]:
+    """The table, or one for each device."""
+    rows_of = tables.ROWS[part["rows"]] if "rows" in part else list
+    if "heading" not in part:
+        return [table_of(part["columns"], [*rows_of(lines)])]
+    by_device = collections.defaultdict(list)
+    for line in lines:
+        by_device[line["device"]].append(line)
+    return [
+        f"### {part['heading'].format(device=device)}\n\n"
+        + table_of(part["columns"], [*rows_of(some)])
+        for device, some in by_device.items()
+    ]
 
 
 def plan() -> str:

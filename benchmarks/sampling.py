@@ -6,27 +6,21 @@ while it is drawn, and the seconds to build the table of the binomial distributi
 which happens once in a run.
 
     python -m benchmarks.sampling        # a minute on two cores
-
-Every line is appended to benchmarks/results/sampling.jsonl.
 """
 
 import functools
-import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from benchmarks import results
+from benchmarks import harness
 from dpmp.batch_selection import PoissonSampling, _binomial
-from dpmp.tools import _timing
 
-KEY = 7
-ROUNDS = 5
-
+_KEY = 7
 SETTINGS = (
     (60_000, 0.01),
     (10**6, 0.01),
@@ -37,14 +31,13 @@ SETTINGS = (
     (10**9, 1e-6),
     (10**9, 1e-4),
 )
-
 # Beyond that, one word an example would take 8 GB.
 _LARGEST_FOR_A_WORD_EACH = 10**8
 
 
 def a_word_for_each_example(num_examples: int, sampling_prob: float) -> np.ndarray:
     """Draws a batch in the time of the dataset."""
-    words = np.random.Philox(KEY).random_raw(num_examples)
+    words = np.random.Philox(_KEY).random_raw(num_examples)
     return np.flatnonzero(words < np.uint64(sampling_prob * 2**64))
 
 
@@ -53,7 +46,7 @@ def contenders(
 ) -> dict[str, Callable[[], np.ndarray]]:
     """Functions that draw a batch, by name."""
     draw = PoissonSampling(sampling_prob, 1).indices
-    dpmp = functools.partial(draw, 0, num_examples=num_examples, key=KEY)
+    dpmp = functools.partial(draw, 0, num_examples=num_examples, key=_KEY)
     if num_examples > _LARGEST_FOR_A_WORD_EACH:
         return {"dpmp": dpmp}
     dense = functools.partial(a_word_for_each_example, num_examples, sampling_prob)
@@ -78,25 +71,24 @@ def peak_megabytes(draw: Callable[[], Any]) -> float:
         tracemalloc.stop()
 
 
-def measure(num_examples: int, sampling_prob: float) -> dict[str, Any]:
-    """The figures of one setting."""
-    seconds_for_table = table_seconds(num_examples, sampling_prob)
-    draws = contenders(num_examples, sampling_prob)
-    seconds = _timing.in_turn(draws, ROUNDS)
-    return {
-        "num_examples": num_examples,
-        "sampling_prob": sampling_prob,
-        "table_seconds": seconds_for_table,
-        "seconds": {name: statistics.median(x) for name, x in seconds.items()},
-        "megabytes": {name: peak_megabytes(draw) for name, draw in draws.items()},
-    }
-
-
-def main() -> None:
-    """Measures all settings and appends their figures."""
-    for num_examples, sampling_prob in SETTINGS:
-        results.append("sampling", **measure(num_examples, sampling_prob))
+def benchmark(rounds: int, settings: int) -> Iterator[dict[str, Any]]:
+    """A line for each of the first settings."""
+    for num_examples, sampling_prob in SETTINGS[:settings]:
+        seconds_for_table = table_seconds(num_examples, sampling_prob)
+        draws = contenders(num_examples, sampling_prob)
+        yield {
+            "num_examples": num_examples,
+            "sampling_prob": sampling_prob,
+            "table_seconds": seconds_for_table,
+            "seconds": harness.medians(harness.in_turn(draws, rounds)),
+            "megabytes": {name: peak_megabytes(draw) for name, draw in draws.items()},
+        }
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"rounds": 1, "settings": 1},
+        rounds=5,
+        settings=len(SETTINGS),
+    )

@@ -1,25 +1,23 @@
 """What do more devices and more processes gain, and what does each of them hold?
 
-    python -m benchmarks.scaling compiled     # eight minutes on two cores
-    python -m benchmarks.scaling measured     # ten minutes on two cores
+    python -m benchmarks.scaling --part compiled     # eight minutes on two cores
+    python -m benchmarks.scaling --part measured     # ten minutes on two cores
 
-`compiled` compiles a training step of a decoder with a billion parameters and 1024
-tokens, for meshes of 1, 8, 64 and 256 devices that are not there: virtual CPU devices,
-and shapes in place of arrays. Nothing is run. `--model 8B` has more parameters.
-It records the bytes of each device and the
-collectives, with whole parameters on each device, and with parameters and optimizer
-sharded over the devices. With `--topologies v5p:2x2x2` it compiles for TPUs, which
-takes `pip install libtpu` and no TPU.
+The part `compiled` compiles a training step of a decoder with a billion parameters and
+1024 tokens, for meshes of 1, 8, 64 and 256 devices that are not there: virtual CPU
+devices, and shapes in place of arrays. Nothing is run. `--model 8B` has more
+parameters. It records the bytes of each device and the collectives, with whole
+parameters on each device, and with parameters and optimizer sharded over the devices.
+With `--topologies v5p:2x2x2` it compiles for TPUs, which takes `pip install libtpu` and
+no TPU.
 
-`measured` times steps of a small transformer on 1, 2, 4 and 8 virtual CPU devices of
-one process, and of two processes, with a fixed batch for each device (weak scaling) and
-a fixed batch in all (strong scaling).
+The part `measured` times steps of a small transformer on 1, 2, 4 and 8 virtual CPU
+devices of one process, and of two processes, with a fixed batch for each device (weak
+scaling) and a fixed batch in all (strong scaling).
 
-Every mesh has a process of its own. Lines are appended to
-benchmarks/results/scaling.jsonl.
+Every mesh has a process of its own.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -28,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ import optax
 from jax.experimental import topologies
 
 import dpmp
-from benchmarks import results
+from benchmarks import harness
 from benchmarks.collectives import collectives
 from dpmp.planning._transformer import transformer
 
@@ -177,71 +176,76 @@ def measure_steps(*, batch_size: int, kind: str) -> dict[str, Any]:
     }
 
 
-def _start(task: dict[str, Any], devices: int, processes: int = 1) -> None:
-    """Runs a task in processes of its own; the first one appends the line."""
+def _apart(
+    fun: str, devices: int, processes: int = 1, **task: Any
+) -> Iterator[dict[str, Any]]:
+    """Calls a function in processes of their own; the figures of the first, if any."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     running = []
     for i in range(processes):
-        job = {"address": address, "process": i, "processes": processes}
-        job |= {"devices": devices // processes, "task": task}
-        command = [sys.executable, "-m", "benchmarks.scaling", "run", json.dumps(job)]
-        running.append(subprocess.Popen(command))
-    codes = [process.wait() for process in running]
-    if any(codes):
-        sys.stderr.write(f"failed: {task} on {devices} devices\n")
+        job = {"fun": fun, "task": task, "devices": devices // processes}
+        job |= {"address": address, "process": i, "processes": processes}
+        command = [sys.executable, "-c", _PROGRAM, json.dumps(job)]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate()[0] for process in running]
+    if any(process.returncode for process in running):
+        sys.stderr.write(f"failed: {fun}, {task} on {devices} devices\n")
+    else:
+        yield json.loads(outputs[0].splitlines()[-1])
 
 
-def _run(job: dict[str, Any]) -> None:
-    """Runs a task in this process."""
+_PROGRAM = "import sys; from benchmarks import scaling; scaling.run_here(sys.argv[1])"
+
+
+def run_here(text: str) -> None:
+    """Does a job in this process, and prints its figures."""
+    job = json.loads(text)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", job["devices"])
     if job["processes"] > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(job["address"], job["processes"], job["process"])
-    task = dict(job["task"])
-    fun = {"compile": compile_step, "measure": measure_steps}[task.pop("fun")]
-    figures = fun(**task)
-    if job["process"] == 0:
-        results.append("scaling", **figures)
+    fun = {"compile": compile_step, "measure": measure_steps}[job["fun"]]
+    sys.stdout.write(json.dumps(fun(**job["task"])) + "\n")
 
 
-def main() -> None:
-    """Runs one part of the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["compiled", "measured", "run"])
-    parser.add_argument("job", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("--devices", type=int, nargs="+", help="sizes of the meshes")
-    parser.add_argument(
-        "--topologies", nargs="+", default=(), help="of TPUs: v5p:2x2x2"
-    )
-    parser.add_argument("--model", choices=_LARGE, default="1B")
-    parser.add_argument("--layers", type=int, help="of the large model")
-    parser.add_argument("--length", type=int, default=_LARGE_LENGTH)
-    parser.add_argument("--sharded", action="store_true", help="leave out the others")
-    args = parser.parse_args()
-    if args.part == "run":
-        _run(json.loads(args.job))
-    elif args.part == "compiled":
-        size = {"model": args.model, "layers": args.layers, "length": args.length}
-        wanted = (True,) if args.sharded else (False, True)
-        for topology in args.topologies:
-            for is_sharded in wanted:
-                task = {"fun": "compile", "shards_parameters": is_sharded}
-                _start(task | size | {"topology": topology}, 1)
-        for devices in () if args.topologies else args.devices or (1, 8, 64, 256):
-            for is_sharded in wanted if devices > 1 else (False,):
-                task = {"fun": "compile", "shards_parameters": is_sharded}
-                _start(task | size, devices)
-    else:
-        for processes in (1, 2):
-            for devices in args.devices or (1, 2, 4, 8):
-                weak = {"kind": "weak", "batch_size": _BATCH_OF_A_DEVICE * devices}
-                strong = {"kind": "strong", "batch_size": _BATCH_IN_ALL}
-                for task in (weak, strong) if devices >= processes else ():
-                    _start({"fun": "measure"} | task, devices, processes)
+def benchmark(
+    part: Sequence[str],
+    devices: Sequence[int],
+    topologies: str,
+    model: str,
+    layers: int | None,
+    length: int,
+    sharded: bool,
+) -> Iterator[dict[str, Any]]:
+    """A line for each mesh, and for whole and sharded parameters or batch sizes."""
+    size = {"model": model, "layers": layers, "length": length}
+    meshes: list[tuple[int, str | None]] = [(1, x) for x in topologies.split()]
+    if "compiled" in part:
+        for num, topology in meshes or [(n, None) for n in devices or (1, 8, 64, 256)]:
+            is_one = num == 1 and topology is None
+            for shards in (False,) if is_one else (True,) if sharded else (False, True):
+                task = {**size, "shards_parameters": shards, "topology": topology}
+                yield from _apart("compile", num, **task)
+    if "measured" in part:
+        for processes, num in itertools.product((1, 2), devices or (1, 2, 4, 8)):
+            batches = {"weak": _BATCH_OF_A_DEVICE * num, "strong": _BATCH_IN_ALL}
+            for kind, batch_size in batches.items() if num >= processes else ():
+                task = {"kind": kind, "batch_size": batch_size}
+                yield from _apart("measure", num, processes, **task)
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"devices": [2], "layers": 1, "length": 16},
+        part=harness.Some(["compiled", "measured"]),
+        devices=harness.Several(int),
+        topologies="",
+        model="1B",
+        layers=int,
+        length=_LARGE_LENGTH,
+        sharded=False,
+    )

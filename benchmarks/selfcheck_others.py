@@ -4,13 +4,11 @@ The measurements of `python -m dpmp selfcheck` are made of dpmp, of its float no
 jax_privacy, and, where it is installed, of Opacus.
 
     python -m benchmarks.selfcheck_others        # three minutes on two cores
-
-Every measurement is appended to benchmarks/results/selfcheck_others.jsonl.
 """
 
 import importlib
-import importlib.util
 import os
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +19,7 @@ import rich.console
 from jax_privacy import clipping as their_clipping
 from jax_privacy import noise_addition as their_noise
 
-from benchmarks import results
+from benchmarks import harness
 from dpmp.tools.selfcheck import _command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._results import Sizes
@@ -104,7 +102,7 @@ def _jax_privacy_keys() -> Keys:
 
 
 def _opacus() -> Subjects:
-    if importlib.util.find_spec("opacus") is None:
+    if not harness.is_installed("opacus"):
         return Subjects(remarks=("Opacus: not measured, as it is not installed.",))
     batches = tuple(BatchShape(jnp.float32, size) for size in (64, 1024, 4096))
     return Subjects(
@@ -179,13 +177,14 @@ def _opacus_optimizer(params: list[Any], l2_clip_norm: float, **kwargs: Any) -> 
     )
 
 
-def main() -> None:
-    """Measures everything, prints tables and appends the figures."""
-    measured = _command.run(all_subjects(), Sizes(), rich.console.Console())
+def benchmark(sizes: str) -> Iterator[dict[str, Any]]:
+    """A line for each measurement; tables of them are printed."""
+    chosen = Sizes() if sizes == "full" else Sizes(2000, 8, 256, 2**20, 2**17)
+    measured = _command.run(all_subjects(), chosen, rich.console.Console())
     for name in dict.fromkeys(x.measurement for x in measured):
         rows = [_command.as_json(x) for x in measured if x.measurement == name]
-        results.append("selfcheck_others", measurement=name, results=rows)
+        yield {"measurement": name, "results": rows}
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(benchmark, tiny={"sizes": "small"}, sizes="full")

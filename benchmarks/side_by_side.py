@@ -4,7 +4,7 @@ A step has the gradients, clipping, noise and Adam, for float32 parameters and a
 float32 or bfloat16. These ones take the same step of the same model on the same batch:
 
     plain              `jax.grad` of the mean loss, as people write it
-    without privacy    the same, as fast as it can be had: see `without_privacy.py`
+    without privacy    the same, as fast as it can be had: see `steps.py`
     dpmp               `DPTrainer` with each engine and arithmetic, in microbatches
     jax_privacy        its `clipped_grad` by default and in microbatches, and its noise
     torch, plain       the same model in PyTorch
@@ -16,44 +16,25 @@ process grows in a step beside its parameters, and seconds to compile. A library
 not installed is named in the line, and so is what a library refuses.
 
     python -m benchmarks.side_by_side                 # twenty minutes on two cores
-    python -m benchmarks.side_by_side --task 'transformer, 17M' --rounds 2
+    python -m benchmarks.side_by_side --task 'transformer, 17M' --batch-size 16
     python -m benchmarks.side_by_side --task 'SmolLM2, 135M' --only "$PATTERN"
-    python -m benchmarks.side_by_side --task tiny --out /tmp/tiny      # to try it out
 
 All steps of SmolLM2 together need more memory than most machines have. The pattern
 '^plain|without privacy$|bounded, 4|exact|privacy, (at once|1)$' leaves a few.
-
-`pip install '.[peers]'` installs the other libraries. Every line is appended to
-benchmarks/results/side_by_side.jsonl.
+`pip install '.[peers]'` installs the other libraries.
 """
 
-import argparse
 import functools
-import importlib.util
 import itertools
-import pathlib
 import re
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import models, opacus_steps, results, steps, without_privacy
+from benchmarks import harness, models, steps
 from benchmarks.steps import Step
-from benchmarks.subjects import DTYPES, TASKS, TINY, Subject
-from dpmp.tools import _timing
-
-SUBJECTS = {
-    "transformer, 3M": Subject(TASKS["transformer, 3M"].make, {16: 5, 64: 3}),
-    "cnn": TASKS["cnn"],
-    "lstm": TASKS["lstm"],
-    "transformer, 17M": Subject(TASKS["transformer, 17M"].make, {16: 2}),
-    "SmolLM2, 135M": Subject(models.smollm2, {8: 2}),
-    "tiny": TINY,
-}
-_BY_DEFAULT = ("transformer, 3M", "cnn", "lstm")
 
 # Microbatch sizes for each engine and arithmetic; None is the whole batch.
 _DPMP: dict[tuple[str, str], tuple[int | None, ...]] = {
@@ -67,13 +48,13 @@ _POLICIES = {"bfloat16": "mixed_bfloat16", "float32": "float32"}
 
 
 def contenders(
-    subject: Subject, dtype: str, batch_size: int
+    subject: models.Subject, dtype: str, batch_size: int
 ) -> dict[str, Callable[[], Step]]:
     """What prepares the steps, by name."""
-    task = subject.make(DTYPES[dtype], batch_size)
+    task = subject.make(models.DTYPES[dtype], batch_size)
     policy = _POLICIES[dtype]
     made: dict[str, Callable[[], Step]] = {}
-    plain = {"plain": jax.grad(task.loss_fn), **without_privacy.grad_fns(task.loss_fn)}
+    plain = {"plain": jax.grad(task.loss_fn), **steps.without_privacy(task.loss_fn)}
     for name, grad_fn in plain.items():
         made[name] = functools.partial(steps.of_gradients, grad_fn, task, policy)
     for (method, arithmetic), sizes in _DPMP.items():
@@ -81,13 +62,15 @@ def contenders(
             made[f"dpmp {method} {arithmetic}, {size or 'at once'}"] = (
                 functools.partial(steps.of_dpmp, task, policy, method, arithmetic, size)
             )
-    if importlib.util.find_spec("jax_privacy"):
+    if harness.is_installed("jax_privacy"):
         for size in _JAX_PRIVACY:
             made[f"jax_privacy, {size or 'at once'}"] = functools.partial(
                 steps.of_jax_privacy, task, policy, size
             )
-    if _has_twin(subject) and not opacus_steps.missing():
-        in_torch = opacus_steps.steps(
+    if _has_twin(subject) and not missing():
+        from benchmarks import in_pytorch
+
+        in_torch = in_pytorch.steps(
             steps.masters(task),
             np.asarray(task.batch["tokens"]),
             heads=getattr(subject.make, "keywords", {})["heads"],
@@ -98,92 +81,89 @@ def contenders(
     return made
 
 
-def absent(subject: Subject) -> dict[str, str]:
+def absent(subject: models.Subject) -> dict[str, str]:
     """The contenders that there are none of, with the reason."""
     reasons = {}
-    if not importlib.util.find_spec("jax_privacy"):
+    if not harness.is_installed("jax_privacy"):
         reasons["jax_privacy"] = "not installed; pip install jax-privacy"
     if not _has_twin(subject):
         reasons["torch, Opacus"] = "this model is not written in PyTorch"
-    elif missing := opacus_steps.missing():
-        reasons["torch, Opacus"] = f"not installed; pip install {' '.join(missing)}"
+    elif packages := missing():
+        reasons["torch, Opacus"] = f"not installed; pip install {' '.join(packages)}"
     return reasons
 
 
-def _has_twin(subject: Subject) -> bool:
+def missing() -> list[str]:
+    """The packages of the steps in PyTorch that are not installed."""
+    return [name for name in ("torch", "opacus") if not harness.is_installed(name)]
+
+
+def _has_twin(subject: models.Subject) -> bool:
     options = getattr(subject.make, "keywords", {})
     return "heads" in options and not options.get("scan")
 
 
-def measure(
-    subject: Subject, dtype: str, batch_size: int, rounds: int, only: str = ""
-) -> Any:
-    """The figures of a line, for steps whose names have the pattern `only`."""
-    prepare = {
-        name: make
-        for name, make in contenders(subject, dtype, batch_size).items()
-        if re.search(only, name)
-    }
-    seconds, figures = steps.measure(prepare, rounds)
-    return {**compare(seconds), **figures, "absent": absent(subject)}
-
-
-def compare(seconds: dict[str, list[float]]) -> dict[str, Any]:
+def compare(measured: harness.Measured) -> dict[str, Any]:
     """Medians, ranges, and ratios to the contenders that a reader compares with."""
+    seconds = measured.seconds
     best = {
-        "fastest plain": _fastest(seconds, "plain", "without privacy"),
-        "jax_privacy, best": _fastest(seconds, "jax_privacy"),
+        "fastest plain": measured.fastest("plain", "without privacy"),
+        "jax_privacy, best": measured.fastest("jax_privacy"),
     }
     same = ("plain", "torch, plain", "jax_privacy, at once")
     references = {**{name: name for name in same}, **best}
     return {
-        "milliseconds": steps.median_ms(seconds),
+        "milliseconds": measured.milliseconds(2),
         "range": {
-            k: [steps.milliseconds(min(x)), steps.milliseconds(max(x))]
+            k: [round(1e3 * end, 2) for end in (min(x), max(x))]
             for k, x in seconds.items()
         },
         "best": best,
         "time_over": {
-            what: {
-                k: round(_timing.median_ratio(x, seconds[reference]), 3)
-                for k, x in seconds.items()
-            }
+            what: measured.time_over(reference)
             for what, reference in references.items()
             if reference in seconds
         },
     }
 
 
-def _fastest(seconds: dict[str, list[float]], *kinds: str) -> str | None:
-    some = {k: x for k, x in seconds.items() if k.split(",")[0] in kinds}
-    return min(some, key=lambda k: statistics.median(some[k])) if some else None
-
-
-def main() -> None:
-    """Measures what was asked for and appends a line for each."""
-    parser = argparse.ArgumentParser(description="Times whole training steps.")
-    parser.add_argument("--task", choices=SUBJECTS, nargs="*", default=[*_BY_DEFAULT])
-    parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=[*DTYPES])
-    parser.add_argument("--batch-size", type=int, nargs="*", help="multiples of 16")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--only", default="", help="a pattern of the steps to measure")
-    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
-    args = parser.parse_args()
-    jax.config.update("jax_enable_compilation_cache", False)  # compilation is timed
-    for name, dtype in itertools.product(args.task, args.dtype):
-        subject = SUBJECTS[name]
-        for batch_size in args.batch_size or subject.rounds:
-            rounds = args.rounds or subject.rounds.get(batch_size, 3)
-            results.append_to(
-                args.out,
-                "side_by_side",
-                task=name,
-                dtype=dtype,
-                batch_size=batch_size,
-                rounds=rounds,
-                **measure(subject, dtype, batch_size, rounds, args.only),
-            )
+def benchmark(
+    task: Sequence[str],
+    dtype: Sequence[str],
+    batch_size: int | None,
+    rounds: int | None,
+    only: str,
+) -> Iterator[dict[str, Any]]:
+    """A line for each model, dtype and batch size."""
+    for name, kind in itertools.product(task, dtype):
+        subject = models.SUBJECTS[name]
+        for size in [batch_size] if batch_size else subject.rounds:
+            prepare = {
+                k: make
+                for k, make in contenders(subject, kind, size).items()
+                if re.search(only, k)
+            }
+            num_rounds = rounds or subject.rounds.get(size, 3)
+            measured, figures = steps.measure(prepare, num_rounds)
+            yield {
+                "task": name,
+                "dtype": kind,
+                "batch_size": size,
+                "rounds": num_rounds,
+                **compare(measured),
+                **figures,
+                "absent": absent(subject),
+            }
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        times_compilation=True,
+        tiny={"task": ["tiny"], "dtype": ["bfloat16"], "rounds": 1},
+        task=harness.Some(models.SUBJECTS, ["transformer, 3M", "cnn", "lstm"]),
+        dtype=harness.Some(models.DTYPES),
+        batch_size=int,
+        rounds=int,
+        only="",
+    )

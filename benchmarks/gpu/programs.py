@@ -1,19 +1,100 @@
-"""Programs: compiled for the device at hand or for an H100, and run with care."""
+"""What the parts of the GPU benchmark do: compile programs, run them, and write lines.
+
+Programs are compiled for the device at hand or for an H100, and run with care: a part
+has its time, and a program that fails leaves the others alone.
+"""
 
 import functools
-import statistics
+import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks.gpu.session import Session
+from benchmarks import harness
 
 # Of programs that must give the same result whenever they run: XLA then leaves out
 # what adds up in an order that the hardware chooses. (`xla_gpu_deterministic_ops` does
 # so too, but no longer tries out which kernels are fastest.)
 REPEATABLE = {"xla_gpu_exclude_nondeterministic_ops": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One part's run.
+
+    Attributes:
+      part: the name that its lines bear.
+      folder: of the file `gpu.jsonl`.
+      seconds: that the part may take.
+      is_tiny: whether to run everything in a small size, on any device.
+      compile_only: whether to compile for an H100 instead of running anything.
+      scan: whether the layers of models are a loop.
+      started: when the part began, by `time.monotonic`.
+    """
+
+    part: str
+    folder: pathlib.Path
+    seconds: float
+    is_tiny: bool = False
+    compile_only: bool = False
+    scan: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    def seconds_left(self) -> float:
+        """The time until the part has to end."""
+        return self.started + self.seconds - time.monotonic()
+
+    def record(self, question: str, **figures: Any) -> None:
+        """Writes a line at once, so that a run that is cut off keeps it."""
+        harness.append(
+            self.folder,
+            "gpu_programs" if self.compile_only else "gpu",
+            part=self.part,
+            question=question,
+            **({"tiny": True} if self.is_tiny else {}),
+            **({"scan": True} if self.scan else {}),
+            **figures,
+        )
+
+
+# --------------------------------------------------------------------------- findings
+
+
+def finding(
+    what: str, value: Any, allowed: float, *, is_promised: bool = True
+) -> dict[str, Any]:
+    """Figures of what was measured, and whether that is allowed."""
+    return {
+        "what": what,
+        "is_promised": is_promised,
+        "passed": bool(value <= allowed),
+        "value": float(value),
+        "allowed": allowed,
+    }
+
+
+def run_checks(
+    session: Session, checks: Iterable[Callable[[Session], Iterator[dict[str, Any]]]]
+) -> None:
+    """Writes a line for each finding of each check; a check that fails ends alone."""
+    for check in checks:
+        name = getattr(check, "__name__", "")
+        try:
+            for figures in check(session):
+                session.record("claim", check=name, **figures)
+        except Exception as error:  # the next check may still tell something
+            figures = {"what": "the check itself", "passed": False}
+            session.record("claim", check=name, **figures, error=_message(error))
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:600]}"
+
+
+# --------------------------------------------------------------------------- programs
 
 
 class Program(NamedTuple):
@@ -31,45 +112,41 @@ class Program(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A program, and what it took to make it.
-
-    Attributes:
-      run: the program, a function of arrays like those it was compiled for.
-      figures: for result lines.
-    """
+    """A program as a function of arrays, and figures of what it took to make it."""
 
     run: Callable[..., Any]
     figures: dict[str, float]
 
 
+# Triton's kernels need a device to be tried out on, and without that some tiles fit no
+# product.
+_WITHOUT_TRIALS = {"xla_gpu_enable_triton_gemm": False}
+
+
 def compile_program(session: Session, program: Program) -> Compiled:
     """Compiles for the device at hand, or for an H100 where that is all to be done."""
+    sharding, options = None, {}
     if session.compile_only:
         sharding, options = _h100_sharding(), {**program.options, **_WITHOUT_TRIALS}
-    else:
-        is_gpu = jax.default_backend() == "gpu"
-        sharding, options = None, dict(program.options) if is_gpu else {}
+    elif jax.default_backend() == "gpu":
+        options = dict(program.options)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         program.args,
     )
     start = time.perf_counter()
     lowered = jax.jit(lambda *xs: program.fun(*xs)).lower(*shapes)
-    lowering_seconds = time.perf_counter() - start
+    lowered_at = time.perf_counter()
     compiled = lowered.compile(compiler_options=options)
-    return Compiled(
-        compiled,
-        {
-            "lowering_seconds": round(lowering_seconds, 1),
-            "compile_seconds": round(time.perf_counter() - start - lowering_seconds, 1),
-            **_memory(compiled),
-        },
-    )
-
-
-# Triton's kernels need a device to be tried out on, and without that some tiles fit no
-# product.
-_WITHOUT_TRIALS = {"xla_gpu_enable_triton_gemm": False}
+    memory: Any = compiled.memory_analysis()
+    figures = {
+        "lowering_seconds": round(lowered_at - start, 1),
+        "compile_seconds": round(time.perf_counter() - lowered_at, 1),
+    }
+    for name in ("temp", "argument", "output"):
+        size = getattr(memory, f"{name}_size_in_bytes")
+        figures[f"{name}_megabytes"] = round(size / 1e6, 1)
+    return Compiled(compiled, figures)
 
 
 @functools.cache
@@ -79,102 +156,119 @@ def _h100_sharding() -> Any:
     return h100.sharding()
 
 
-def _memory(compiled: Any) -> dict[str, float]:
-    analysis = compiled.memory_analysis()
-    return {
-        "temp_megabytes": round(analysis.temp_size_in_bytes / 1e6, 1),
-        "argument_megabytes": round(analysis.argument_size_in_bytes / 1e6, 1),
-        "output_megabytes": round(analysis.output_size_in_bytes / 1e6, 1),
-    }
-
-
-class Trial(NamedTuple):
-    """A program that ran.
-
-    Attributes:
-      call: runs it.
-      seconds: of its second run.
-      figures: for its result line.
-    """
-
-    call: Callable[[], Any]
-    seconds: float
-    figures: dict[str, Any]
-
-
-def try_once(session: Session, program: Program, args: tuple[Any, ...]) -> Trial:
-    """Compiles a program and runs it twice."""
-    compiled = compile_program(session, program)
-    call = functools.partial(compiled.run, *args)
-    peak_before = _peak_bytes()
-    seconds_of(call)
-    seconds = seconds_of(call)
-    peak = _peak_bytes()
-    figures = {
-        **compiled.figures,
-        # Of the process: it tells of a program that takes more than all before it.
-        "peak_megabytes": round(peak / 1e6, 1)
-        if peak and peak != peak_before
-        else None,
-        "milliseconds": round(1e3 * seconds, 2),
-    }
-    return Trial(call, seconds, figures)
-
-
-def try_all(
-    session: Session,
-    programs: Mapping[str, Program],
-    args: tuple[Any, ...],
-    *,
-    share_for_rounds: float = 0.25,
-) -> Iterator[tuple[str, Trial]]:
-    """Tries programs while there is time, with a line for each.
-
-    Args:
-      session: the time there is.
-      programs: by name, the most important first.
-      args: of all of them.
-      share_for_rounds: of the time of the session, which is left for later.
-
-    Yields:
-      The name and the trial of each that ran.
-    """
-    slowest = 0.0
-    for name, program in programs.items():
-        spare = session.seconds_left() - share_for_rounds * session.seconds
-        if spare < slowest:
-            session.record("trial", name=name, error="not tried: no time left")
-            continue
-        start = time.monotonic()
-        trial, error = attempt(lambda p=program: try_once(session, p, args))
-        slowest = max(slowest, time.monotonic() - start)
-        session.record(
-            "trial", name=name, **(trial.figures if trial else {"error": error})
-        )
-        if trial:
-            yield name, trial
-
-
 def compile_all(session: Session, programs: Mapping[str, Program]) -> None:
     """Compiles programs for an H100, with a line for each."""
     from benchmarks import h100
 
     for name, program in programs.items():
-        compiled, error = attempt(lambda p=program: compile_program(session, p))
-        session.record(
-            "program",
-            compiled_for=h100.device_kind(),
-            name=name,
-            **(compiled.figures if compiled else {"error": error}),
-        )
+        try:
+            figures: Any = compile_program(session, program).figures
+        except Exception as error:  # the others may compile
+            figures = {"error": _message(error)}
+        kind = h100.device_kind()
+        session.record("program", compiled_for=kind, name=name, **figures)
 
 
-def attempt(run: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What `run` returns, or None and the beginning of the exception that it raises."""
-    try:
-        return run(), None
-    except Exception as error:  # a part goes on without what does not fit or compile
-        return None, f"{type(error).__name__}: {str(error).strip()[:600]}"
+def compile_and_run(session: Session, program: Program, *args: Any) -> Any:
+    """The result of a program."""
+    return compile_program(session, program).run(*args)
+
+
+class Trial(NamedTuple):
+    """A program that ran: what runs it again, and the seconds of its second run."""
+
+    call: Callable[[], Any]
+    seconds: float
+
+
+def _try_all(
+    session: Session, programs: Mapping[str, Program], args: tuple[Any, ...]
+) -> Iterator[tuple[str, Trial]]:
+    """Runs programs twice while three quarters of the time last; a line for each."""
+    slowest = 0.0
+    for name, program in programs.items():
+        if session.seconds_left() - 0.25 * session.seconds < slowest:
+            session.record("trial", name=name, error="not tried: no time left")
+            continue
+        start, trial = time.monotonic(), None
+        try:
+            # Adapters of arrays have a fingerprint in their type, those of shapes none.
+            compiled = compile_program(session, program._replace(args=args))
+            call = functools.partial(compiled.run, *args)
+            before = _peak_bytes()
+            seconds_of(call)
+            trial = Trial(call, seconds_of(call))
+            peak = _peak_bytes()
+            figures: Any = {
+                **compiled.figures,
+                # Of the process: it tells of a program that takes more than all before.
+                "peak_megabytes": round(peak / 1e6, 1) if peak != before else None,
+                "milliseconds": round(1e3 * trial.seconds, 2),
+            }
+        except Exception as error:  # a part goes on without what does not fit
+            figures = {"error": _message(error)}
+        slowest = max(slowest, time.monotonic() - start)
+        session.record("trial", name=name, **figures)
+        if trial:
+            yield name, trial
+
+
+def _peak_bytes() -> int:
+    """The most memory that was in use since the process began; 0 if it is not known."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def compare(
+    session: Session,
+    programs: Mapping[str, Program],
+    make_args: Callable[[], tuple[Any, ...]],
+    *,
+    reference: str,
+    kind: Callable[[str], str] = lambda name: name,
+    rounds: int = 10,
+    has_early_lines: bool = False,
+    prefix: str = "",
+    more: Callable[[dict[str, float]], dict[str, Any]] = lambda milliseconds: {},
+) -> None:
+    """Tries programs, and times the fastest of each kind in turn; or compiles them.
+
+    Args:
+      session: the part.
+      programs: by name, the most important first. Only the first one of each kind is
+        compiled for an H100.
+      make_args: the arguments of all of them.
+      reference: the name of the one that the others are compared with.
+      kind: of a program with this name.
+      rounds: in which all run in turn.
+      has_early_lines: whether there is a line whenever the fastest of a kind changed,
+        so that a run that is cut off has one.
+      prefix: of the names of what is compiled for an H100.
+      more: figures of a line that follow from the milliseconds.
+    """
+    if session.compile_only:
+        first = {kind(name): name for name in [*programs][::-1]}.values()
+        compile_all(session, {prefix + x: programs[x] for x in [*first][::-1]})
+        return
+    trials, best = {}, {}
+    for name, trial in _try_all(session, programs, make_args()):
+        trials[name], before = trial, best
+        by_time = sorted(trials, key=lambda x: trials[x].seconds, reverse=True)
+        best = {kind(x): x for x in by_time}
+        if has_early_lines and best != before and len(best) > 1:
+            _time(session, trials, best.values(), reference, 3, more)
+    _time(session, trials, best.values(), reference, rounds, more)
+
+
+def _time(session, trials, names, reference, rounds, more) -> None:
+    calls = {name: trials[name].call for name in names}
+    seconds = in_turn(
+        session, calls, rounds=min(rounds, 3) if session.is_tiny else rounds
+    )
+    figures = summarize(seconds, reference)
+    num_rounds = min(map(len, seconds.values()), default=0)
+    if num_rounds:
+        figures |= more(figures["milliseconds"])
+        session.record("comparison", rounds=num_rounds, **figures)
 
 
 def seconds_of(call: Callable[[], Any], *, queued: int = 1) -> float:
@@ -185,17 +279,13 @@ def seconds_of(call: Callable[[], Any], *, queued: int = 1) -> float:
 
 
 def in_turn(
-    session: Session,
-    calls: Mapping[str, Callable[[], Any]],
-    *,
-    rounds: int,
-    seconds_to_leave: float = 5.0,
+    session: Session, calls: Mapping[str, Callable[[], Any]], *, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of all calls, round by round, while there is time for one more round."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     longest = 0.0
     for _ in range(rounds):
-        if session.seconds_left() < seconds_to_leave + longest:
+        if session.seconds_left() < 5 + longest:
             break
         start = time.perf_counter()
         for name, call in calls.items():
@@ -204,29 +294,10 @@ def in_turn(
     return seconds
 
 
-def summarize(
-    seconds: Mapping[str, list[float]], reference: str
-) -> dict[str, dict[str, float]]:
+def summarize(seconds: Mapping[str, list[float]], reference: str) -> dict[str, Any]:
     """Median milliseconds, and the medians of the ratios within rounds."""
     timed = {name: times for name, times in seconds.items() if times}
     return {
-        "milliseconds": {
-            name: round(1e3 * statistics.median(times), 3)
-            for name, times in timed.items()
-        },
-        "time_ratio": {
-            name: round(_median_ratio(times, timed[reference]), 3)
-            for name, times in timed.items()
-            if reference in timed
-        },
+        "milliseconds": harness.rounded(harness.medians(timed), 3, unit=1e-3),
+        "time_ratio": harness.time_over(timed, reference) if reference in timed else {},
     }
-
-
-def _median_ratio(times: list[float], reference: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(times, reference, strict=True))
-
-
-def _peak_bytes() -> int | None:
-    """The most memory that was in use since the process began, where it is known."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use")

@@ -1,16 +1,15 @@
 """The library's own tests of its arithmetic, on this device."""
 
-import importlib.util
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from typing import Any
 
-from benchmarks.gpu.session import Session
+from benchmarks import harness
+from benchmarks.gpu.programs import Session
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -46,7 +45,7 @@ def run(session: Session) -> None:
     """Runs pytest, and writes what it said even if there was no time for all of it."""
     if session.compile_only:
         return
-    if importlib.util.find_spec("pytest") is None:
+    if not harness.is_installed("pytest"):
         session.record("tests", outcome="not run: pytest is missing")
         return
     files = _TINY_FILES if session.is_tiny else _FILES
@@ -80,19 +79,14 @@ def _count(outcomes: dict[str, str], file: str) -> dict[str, int]:
 def _run_pytest(files: tuple[str, ...], limit: float) -> tuple[str, str]:
     """How it ended, and all it printed until then."""
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
+        outcome = harness.run_for(
             [sys.executable, "-m", "pytest", *_arguments(files)],
+            limit,
             cwd=_ROOT,
             env=_environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
-        try:
-            outcome = f"exit status {process.wait(limit)}"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            outcome = f"stopped after {limit:.0f} seconds"
         output.seek(0)
         return outcome, output.read()
 
@@ -101,7 +95,7 @@ def _arguments(files: tuple[str, ...]) -> list[str]:
     # Warnings of a newer jax say nothing about the device.
     options = ["-v", "--tb=short", "-m", "not slow", "-W", "default"]
     options += ["-o", "addopts=", "--import-mode=importlib"]
-    if importlib.util.find_spec("xdist") is not None and len(files) > 1:
+    if harness.is_installed("xdist") and len(files) > 1:
         options += ["-n", str(_PROCESSES), "--maxschedchunk", "1"]  # in this order
     return [*options, "-p", "no:cacheprovider", *(f"tests/{x}.py" for x in files)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import tests as gpu_tests
-from benchmarks.gpu.session import Session, finding, run_checks
+from benchmarks.gpu.programs import Session, finding, run_checks
 
 
 def _lines(folder):

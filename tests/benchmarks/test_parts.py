@@ -4,17 +4,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import accountant, growth, largest_batch, parts, precision, timing
-from benchmarks.parts import SUBJECTS
-
-
-def _measured(seconds):
-    return timing.Measured([seconds] * 3, 10, 1.0)
+from benchmarks import accountant, growth, largest_batch, parts, precision
+from benchmarks.harness import Measured
+from benchmarks.models import SUBJECTS
 
 
 def test_parts_are_differences_and_add_up_to_the_step():
     seconds = {"plain": 1.0, "norms": 0.5, "sum": 1.2, "noise": 1.3, "step": 1.5}
-    figures = parts.summarize({k: _measured(x) for k, x in seconds.items()})
+    measured = Measured({k: [x] * 3 for k, x in seconds.items()}, {}, {})
+    figures = parts.summarize(measured)
     expected = {"norms": 500.0, "sum": 700.0, "noise": 100.0, "step": 200.0}
     assert figures["part_milliseconds"] == pytest.approx(expected)
     assert sum(figures["part_milliseconds"].values()) == pytest.approx(1500.0)
@@ -31,18 +29,10 @@ def test_exponents_are_those_of_powers():
 
 def test_savings_are_those_over_the_same_step_in_float32():
     seconds = {"float32": [2.0, 20.0, 8.0], "float8": [1.0, 5.0, 4.0]}
-    figures = precision.compare(seconds, {"float32": 40.0, "float8": 10.0})
+    memory = {"float32": 40.0, "float8": 10.0}
+    figures = precision.compare(Measured(seconds, memory, {}))
     assert figures["speed_up"] == {"float32": 1.0, "float8": 2.0}
     assert figures["memory_saved"] == {"float32": 0.0, "float8": 0.75}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", precision.STEPS)
-def test_steps_run_in_every_precision(step):
-    with jax.numpy_dtype_promotion("standard"):  # as users have it
-        figures = precision.measure(precision.SUBJECTS["tiny"], step, 16, 1)
-    assert figures["refused"] == {}
-    assert set(figures["milliseconds"]) == set(precision.POLICIES)
 
 
 @pytest.mark.parametrize("per_example", [1e6, 3e6, 90e6])
@@ -62,7 +52,7 @@ def test_no_batch_fits_beside_parameters_that_fill_the_memory():
 def test_the_program_of_norms_computes_no_sum():
     engine = parts.ENGINES["book_keeping, bounded"]
     with jax.numpy_dtype_promotion("standard"):  # as users have it
-        task = SUBJECTS["tiny"](jnp.float32, 16)  # in two microbatches
+        task = SUBJECTS["tiny"].make(jnp.float32, 16)  # in two microbatches
         functions, args = parts.programs(task, jnp.float32, engine)
         norms, total = (
             jax.jit(functions[name]).lower(*args).compile().as_text().count(" dot(")

@@ -5,23 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import models, opacus_steps, side_by_side, steps
-from benchmarks.side_by_side import SUBJECTS
+from benchmarks import models, side_by_side, steps
+from benchmarks.harness import Measured
+from benchmarks.models import SUBJECTS
 
 _HEADS, _VOCABULARY = 2, 11
 _SHAPE = {"length": 6, "width": 8, "depth": 2, "vocabulary": _VOCABULARY}
 
 
 def test_ratios_are_taken_within_rounds():
-    figures = side_by_side.compare(
-        {
-            "plain": [1.0, 10.0, 4.0],
-            "without privacy, 8": [0.5, 5.0, 2.0],
-            "jax_privacy, at once": [2.0, 20.0, 8.0],
-            "jax_privacy, 8": [1.5, 15.0, 6.0],
-            "dpmp, 4": [3.0, 30.0, 12.0],
-        }
-    )
+    seconds = {
+        "plain": [1.0, 10.0, 4.0],
+        "without privacy, 8": [0.5, 5.0, 2.0],
+        "jax_privacy, at once": [2.0, 20.0, 8.0],
+        "jax_privacy, 8": [1.5, 15.0, 6.0],
+        "dpmp, 4": [3.0, 30.0, 12.0],
+    }
+    figures = side_by_side.compare(Measured(seconds, {}, {}))
     over = {what: ratios["dpmp, 4"] for what, ratios in figures["time_over"].items()}
     assert over == {
         "plain": 3.0,
@@ -38,7 +38,7 @@ def test_ratios_are_taken_within_rounds():
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr(opacus_steps, "missing", lambda: ["torch_of_nowhere"])
+    monkeypatch.setattr(side_by_side, "missing", lambda: ["torch_of_nowhere"])
     absent = side_by_side.absent(SUBJECTS["tiny"])
     assert "torch_of_nowhere" in absent["torch, Opacus"]
     names = side_by_side.contenders(SUBJECTS["tiny"], "float32", 16)
@@ -55,7 +55,7 @@ def test_what_a_library_refuses_is_recorded_and_the_others_run(monkeypatch):
 
     made = {"plain": runs, "jax_privacy, at once": refuses}
     monkeypatch.setattr(side_by_side, "contenders", lambda *_: made)
-    figures = side_by_side.measure(SUBJECTS["tiny"], "float32", 16, 1)
+    (figures,) = side_by_side.benchmark(["tiny"], ["float32"], 16, 1, "")
     assert figures["refused"] == {"jax_privacy, at once": "RuntimeError: no such layer"}
     assert [*figures["milliseconds"]] == ["plain"]
 
@@ -65,14 +65,16 @@ def task():
     return models.transformer(jnp.float32, 3, heads=_HEADS, **_SHAPE)
 
 
-@pytest.mark.skipif(bool(opacus_steps.missing()), reason="needs torch and Opacus")
+@pytest.mark.skipif(bool(side_by_side.missing()), reason="needs torch and Opacus")
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.filterwarnings("default")  # those of torch
 def test_the_step_of_opacus_clips_the_same_gradients(task, mode):
     import torch
 
+    from benchmarks import in_pytorch
+
     params, tokens = jax.tree.map(np.asarray, (task.params, task.batch["tokens"]))
-    model, optimizer, loss_fn = opacus_steps.trainer(
+    model, optimizer, loss_fn = in_pytorch.trainer(
         params, tokens, _HEADS, mode, noise_multiplier=0.0, optimizer="SGD"
     )
     inputs = torch.from_numpy(tokens.astype(np.int64))
@@ -115,6 +117,6 @@ def test_a_contender_of_every_library_runs(monkeypatch):
     wanted = set(side_by_side.contenders(SUBJECTS["tiny"], "bfloat16", 16))
     assert {"plain", "jax_privacy, at once", "dpmp book_keeping bounded, 8"} <= wanted
     with jax.numpy_dtype_promotion("standard"):  # as users have it
-        figures = side_by_side.measure(SUBJECTS["tiny"], "bfloat16", 16, 1)
+        (figures,) = side_by_side.benchmark(["tiny"], ["bfloat16"], 16, 1, "")
     assert figures["refused"] == {}
     assert set(figures["milliseconds"]) == wanted

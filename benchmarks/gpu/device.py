@@ -1,0 +1,118 @@
+"""What a device can do: the self-check, matrix products by dtype, and noise."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import dpmp
+from benchmarks.gpu import programs
+from benchmarks.gpu.programs import Program, Session
+from dpmp import devices, noise_addition
+from dpmp.tools.devices import _products
+from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck._modes import dpmp_subjects
+from dpmp.tools.selfcheck._results import Sizes
+
+
+def run_selfcheck(session: Session) -> None:
+    """A line for each measurement, with the claims that do not hold."""
+    subjects, sizes = dpmp_subjects(), Sizes()
+    if session.is_tiny:
+        sizes = Sizes(2000, 8, 256, 2**20, 2**17)
+        subjects = subjects._replace(sums=subjects.sums[:1], releases=())
+    if session.compile_only:
+        return  # its programs are made one by one, from what those before gave
+    for results in _command.parts(subjects, sizes):
+        claims = [x for x in results if x.is_claimed]
+        session.record(
+            "claims of the self-check",
+            claims=len(claims),
+            broken=[
+                f"{x.measurement}; {x.subject}; {x.value}; {x.worst_case}"
+                for x in _command.broken_claims(results)
+            ],
+            measured={f"{x.measurement}; {x.subject}": x.value for x in claims},
+        )
+
+
+def run_products(session: Session) -> None:
+    """Rates for several sizes, then what `dpmp.devices` says of the device."""
+    sizes = (64,) if session.is_tiny else (8192, 4096, 2048, 16384)
+    if session.compile_only:
+        made = {
+            f"product of {kind.name}, {size}": Program(
+                kind, (jax.ShapeDtypeStruct((size, size), kind.dtype),) * 2
+            )
+            for size in sizes
+            for kind in _products.KINDS
+        }
+        programs.compile_all(session, made)
+        return
+    for size in sizes:
+        _measure_rates(session, size)
+    report = devices.measure_dtypes(size=sizes[0])
+    rows = {row.name: dataclasses.asdict(row) for row in report.rows}
+    session.record("measured dtypes", size=sizes[0], rows=rows)
+
+
+def _measure_rates(session: Session, size: int) -> None:
+    """The fastest of five times, of products that wait in line for the device."""
+    calls, errors = _products.compile_all(_products.KINDS, ((size, size), (size, size)))
+    timed = functools.partial(programs.seconds_of, queued=10)
+    seconds = {name: min(timed(call) for _ in range(5)) for name, call in calls.items()}
+    session.record(
+        "rate",
+        size=size,
+        teraflops_per_second={
+            name: round(2 * size**3 / x / 1e12, 1) for name, x in seconds.items()
+        },
+        time_of_bfloat16={
+            name: round(x / seconds["bfloat16"], 3) for name, x in seconds.items()
+        },
+        errors=errors,
+    )
+
+
+def run_noise(session: Session) -> None:
+    """Noise for a billion entries, beside `jax.random.normal`.
+
+    A sum of 2^30 integers takes 4 GiB, and as much again with noise, in float32.
+    """
+    size = 2**12 if session.is_tiny else 2**30
+
+    def make_args() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(size, jnp.int32), jnp.int32(0)
+
+    def discrete(resolution: int, steps: jax.Array, step: jax.Array) -> jax.Array:
+        key = jax.random.key(0)
+        privatizer: Any = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
+        total = dpmp.GridArray(steps, 1 / resolution)
+        return privatizer.update(total, noise_addition.NoiseState(key, step))[0]
+
+    def normal(impl: str, steps: jax.Array, step: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(0, impl=impl), step)
+        return steps.astype(jnp.float32) + jax.random.normal(key, steps.shape)
+
+    functions = {
+        "discrete": functools.partial(discrete, 2**15),
+        "discrete, fine": functools.partial(discrete, 2**20),
+        "jax.random.normal": functools.partial(normal, "threefry2x32"),
+        "jax.random.normal, rbg": functools.partial(normal, "rbg"),
+    }
+
+    def more(milliseconds: dict[str, float]) -> dict[str, Any]:
+        rates = {k: round(size / x / 1e6, 3) for k, x in milliseconds.items()}
+        return {"entries": size, "gigaentries_per_second": rates}
+
+    args = jax.eval_shape(make_args)
+    programs.compare(
+        session,
+        {name: Program(f, args) for name, f in functions.items()},
+        make_args,
+        reference="jax.random.normal",
+        rounds=7,
+        more=more,
+    )

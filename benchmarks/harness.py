@@ -1,0 +1,312 @@
+"""What all benchmarks share: the command line, result lines, timing and memory.
+
+A benchmark is a generator function of its flags that yields figures. `main` appends
+each of them as a line, with the device and the versions, to results/NAME.jsonl.
+"""
+
+import argparse
+import ctypes
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import pathlib
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from dpmp.tools import _timing
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+in_turn = _timing.in_turn
+
+# -------------------------------------------------------------------- command lines
+
+
+class Some(NamedTuple):
+    """A flag that takes several of these names.
+
+    Attributes:
+      names: to choose from.
+      default: what is chosen without the flag; everything if it is None.
+    """
+
+    names: Iterable[str]
+    default: Sequence[str] | None = None
+
+
+class Several(NamedTuple):
+    """A flag that takes several values of a type, and is empty by default."""
+
+    type: type
+
+
+def main(
+    benchmark: Callable[..., Iterable[dict[str, Any]]],
+    *,
+    tiny: Mapping[str, Any],
+    times_compilation: bool = False,
+    **flags: Any,
+) -> None:
+    """Runs a benchmark from the command line, and appends a line for all it yields.
+
+    Args:
+      benchmark: takes the flags as keywords. The help is the docstring of its file.
+      tiny: flags for `--tiny`, which tries the benchmark out, and records nothing
+        unless there is `--out FOLDER`.
+      times_compilation: whether programs must not come from jax's cache on the disk.
+      flags: the default of each flag, which says what it takes: `Some` names,
+        `Several` values or a tuple of them, a value, its type (the default is None), or
+        False for a switch.
+    """
+    names = benchmark.__globals__
+    parser = argparse.ArgumentParser(
+        description=names["__doc__"],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, value in flags.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **_options(value))
+    parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER")
+    parser.add_argument("--tiny", action="store_true", help="try it out")
+    given = vars(parser.parse_args())
+    is_tiny, out = given.pop("tiny"), given.pop("out")
+    if is_tiny:
+        given |= tiny
+    if times_compilation:
+        jax.config.update("jax_enable_compilation_cache", False)
+    folder = out or (None if is_tiny else RESULTS)
+    for figures in benchmark(**given):
+        append(folder, pathlib.Path(inspect.getfile(benchmark)).stem, **figures)
+
+
+def _options(value: Any) -> dict[str, Any]:
+    if isinstance(value, Some):
+        names = [*value.names]
+        return {"nargs": "+", "choices": names, "default": value.default or names}
+    if isinstance(value, Several):
+        return {"nargs": "+", "type": value.type, "default": ()}
+    if isinstance(value, bool):
+        return {"action": "store_true"}
+    if isinstance(value, type):
+        return {"type": value}
+    if isinstance(value, tuple):
+        return {"nargs": "+", "type": type(value[0]), "default": value}
+    return {"type": type(value), "default": value}
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def run_for(command: Sequence[str], seconds: float, **options: Any) -> str:
+    """Runs a process, and ends it in time with all that it started; says how it ended.
+
+    Args:
+      command: the program with its arguments.
+      seconds: that it may take.
+      options: of `subprocess.Popen`.
+    """
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        return f"exit status {process.wait(seconds)}"
+    except subprocess.TimeoutExpired:
+        return f"stopped after {seconds:.0f} seconds"
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        except ProcessLookupError:
+            pass  # nothing is left of it
+
+
+# --------------------------------------------------------------------- result lines
+
+_PACKAGES = ("dpmp", "jax", "jaxlib", "jax-privacy", "flax", "optax", "torch", "opacus")
+
+
+def append(folder: pathlib.Path | None, benchmark: str, **figures: Any) -> None:
+    """Prints figures, and appends them as a line to `<folder>/<benchmark>.jsonl`."""
+    if folder is not None:
+        environment = {
+            "date": datetime.date.today().isoformat(),
+            "device": device(),
+            "python": platform.python_version(),
+            "versions": {name: v for name in _PACKAGES if (v := _version(name))},
+        }
+        write_line(folder, benchmark, {**figures, **environment})
+    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+    sys.stdout.flush()
+
+
+def write_line(folder: pathlib.Path, benchmark: str, figures: dict[str, Any]) -> None:
+    """Appends one line as it is, and returns when the line is on the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{benchmark}.jsonl").open("a") as file:
+        file.write(json.dumps(figures) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def device() -> str:
+    """The device that lines name."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    return f"{_cpu_name()}, {os.cpu_count()} cores"
+
+
+def _cpu_name() -> str:
+    """The model of the processor, and what it lacks of others with the same name.
+
+    Processors of one name differ by a factor of three in bfloat16.
+    """
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = {
+        key: next((x.split(":")[1].strip() for x in lines if x.startswith(key)), "")
+        for key in ("model name", "flags")
+    }
+    name = found["model name"] or platform.machine()
+    if "avx2" in found["flags"] and "avx512" not in found["flags"]:
+        return f"{name} with AVX2"
+    if "Intel" in name and "amx_bf16" not in found["flags"]:
+        return f"{name} without AMX"
+    return name
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ----------------------------------------------------------------- time and memory
+
+
+class Measured(NamedTuple):
+    """What contenders take, by name.
+
+    Attributes:
+      seconds: in each round, in which all contenders run in turn.
+      temp_bytes: that the compiled program allocates besides arguments and results.
+      compile_seconds: from tracing to the program.
+    """
+
+    seconds: Mapping[str, list[float]]
+    temp_bytes: Mapping[str, float]
+    compile_seconds: Mapping[str, float]
+
+    def milliseconds(self, digits: int = 1) -> dict[str, float]:
+        """The medians of the rounds."""
+        return rounded(medians(self.seconds), digits, unit=1e-3)
+
+    def megabytes(self) -> dict[str, float]:
+        """Of temporary memory."""
+        return rounded(self.temp_bytes, 1, unit=1e6)
+
+    def time_over(self, reference: str) -> dict[str, float]:
+        """Ratios of time, the medians of those within a round."""
+        return time_over(self.seconds, reference)
+
+    def memory_over(self, reference: str) -> dict[str, float]:
+        """Ratios of temporary memory; a program without any counts as one byte."""
+        return rounded(self.temp_bytes, 3, unit=max(self.temp_bytes[reference], 1))
+
+    def compile_over(self, reference: str) -> dict[str, float]:
+        """Ratios of the seconds that compilation took."""
+        return rounded(self.compile_seconds, 1, unit=self.compile_seconds[reference])
+
+    def fastest(self, *kinds: str) -> str | None:
+        """The fastest of those whose names begin with a kind and a comma, if any."""
+        return fastest(self.seconds, *kinds)
+
+
+def measure(
+    functions: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], rounds: int
+) -> Measured:
+    """Compiles functions of the same arguments, then runs them in turn.
+
+    The second compilation counts, as the first one fills caches of jax. A round goes
+    before those that count.
+    """
+    programs, compile_seconds = {}, {}
+    for name, f in [*functions.items()] * 2:
+        start = time.perf_counter()
+        programs[name] = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
+        compile_seconds[name] = time.perf_counter() - start
+    calls = {name: functools.partial(f, *args) for name, f in programs.items()}
+    temp_bytes = {
+        name: program.memory_analysis().temp_size_in_bytes
+        for name, program in programs.items()
+    }
+    return Measured(in_turn(calls, rounds), temp_bytes, compile_seconds)
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each."""
+    return {name: statistics.median(x) for name, x in seconds.items()}
+
+
+def rounded(
+    figures: Mapping[str, float | None], digits: int, unit: float = 1
+) -> dict[str, float]:
+    """Figures in a unit, without those that are missing."""
+    return {k: round(x / unit, digits) for k, x in figures.items() if x is not None}
+
+
+def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
+    """The median of the ratios within a round."""
+    return round(_timing.median_ratio(seconds, reference), 3)
+
+
+def time_over(
+    seconds: Mapping[str, Sequence[float]], reference: str
+) -> dict[str, float]:
+    """The ratio of each to one of them."""
+    return {name: ratio(x, seconds[reference]) for name, x in seconds.items()}
+
+
+def fastest(seconds: Mapping[str, Sequence[float]], *kinds: str) -> str | None:
+    """The fastest of those whose names begin with a kind and a comma, if any."""
+    some = {k: x for k, x in medians(seconds).items() if k.split(",")[0] in kinds}
+    return min(some, key=some.__getitem__) if some else None
+
+
+_PROCESS = pathlib.Path("/proc/self")
+
+
+def growth_in_bytes(call: Callable[[], Any]) -> int | None:
+    """By how much the process grows at most while `call` runs; None if not on Linux.
+
+    The compiler's account leaves out what a program of PyTorch takes, and what jax
+    keeps beside a program. This asks Linux, which counts the pages in memory.
+    """
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # returns pages that are free
+        (_PROCESS / "clear_refs").write_text("5")  # the peak begins at what is in use
+        before = _status("VmRSS")
+    except OSError:
+        return None
+    call()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = (_PROCESS / "status").read_text().splitlines()
+    (line,) = (x for x in lines if x.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
