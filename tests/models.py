@@ -25,8 +25,8 @@ class Model(NamedTuple):
     make_batch: Callable[[int, int], Any]
 
 
-_NUM_CLASSES = 3
-_VOCABULARY, _LENGTH, _WIDTH, _HEADS = 11, 5, 8, 2
+NUM_CLASSES = 3
+VOCABULARY, LENGTH, WIDTH, HEADS = 11, 5, 8, 2
 
 
 def per_example_grads(model: Model, params: Any, batch: Any) -> Any:
@@ -52,35 +52,41 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(log_probs, labels[..., None], axis=-1))
 
 
-def _init_mlp(dtype: Any) -> Any:
-    rng = np.random.default_rng(0)
-    return {
-        "hidden": {"w": normal(rng, (6, 8), dtype), "b": jnp.zeros(8, dtype)},
-        "out": {"w": normal(rng, (8, _NUM_CLASSES), dtype), "b": jnp.zeros(3, dtype)},
-    }
+def init_fn(seed: int, shapes: Any) -> Callable[[Any], Any]:
+    """An `init`: normal arrays for tuples in dictionaries, and arrays as given."""
+
+    def make(rng: np.random.Generator, shape: Any, dtype: Any) -> Any:
+        if isinstance(shape, dict):
+            return {name: make(rng, x, dtype) for name, x in shape.items()}
+        if isinstance(shape, tuple):
+            return normal(rng, shape, dtype)
+        return jnp.asarray(shape, dtype)
+
+    return lambda dtype: make(np.random.default_rng(seed), shapes, dtype)
+
+
+def labelled(name: str, *shape: int) -> Callable[[int, int], Any]:
+    """A `make_batch` of normal inputs of a shape, with labels."""
+
+    def make_batch(seed: int, size: int) -> Any:
+        rng = np.random.default_rng(seed)
+        return {
+            name: jnp.asarray(rng.normal(size=(size, *shape)), jnp.float32),
+            "label": jnp.asarray(rng.integers(NUM_CLASSES, size=size), jnp.int32),
+        }
+
+    return make_batch
+
+
+def token_batch(seed: int, size: int) -> Any:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(VOCABULARY, size=(size, LENGTH + 1)), jnp.int32)
 
 
 def _mlp_loss(params: Any, batch: Any) -> jax.Array:
     x = batch["x"].astype(params["hidden"]["w"].dtype)
     x = jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"])
     return cross_entropy(x @ params["out"]["w"] + params["out"]["b"], batch["label"])
-
-
-def _mlp_batch(seed: int, size: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        "x": jnp.asarray(rng.normal(size=(size, 6)), jnp.float32),
-        "label": jnp.asarray(rng.integers(_NUM_CLASSES, size=size), jnp.int32),
-    }
-
-
-def _init_conv(dtype: Any) -> Any:
-    rng = np.random.default_rng(1)
-    return {
-        "kernel": normal(rng, (3, 3, 2, 4), dtype),
-        "bias": jnp.zeros(4, dtype),
-        "out": normal(rng, (4, _NUM_CLASSES), dtype),
-    }
 
 
 def _conv_loss(params: Any, batch: Any) -> jax.Array:
@@ -95,27 +101,6 @@ def _conv_loss(params: Any, batch: Any) -> jax.Array:
     return cross_entropy(x @ params["out"], batch["label"])
 
 
-def _conv_batch(seed: int, size: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        "image": jnp.asarray(rng.normal(size=(size, 6, 6, 2)), jnp.float32),
-        "label": jnp.asarray(rng.integers(_NUM_CLASSES, size=size), jnp.int32),
-    }
-
-
-def _init_transformer(dtype: Any) -> Any:
-    rng = np.random.default_rng(2)
-    return {
-        "embedding": normal(rng, (_VOCABULARY, _WIDTH), dtype),
-        "position": normal(rng, (_LENGTH, _WIDTH), dtype),
-        "scale": jnp.ones((2, _WIDTH), dtype),
-        "qkv": normal(rng, (_WIDTH, 3 * _WIDTH), dtype),
-        "proj": normal(rng, (_WIDTH, _WIDTH), dtype),
-        "up": normal(rng, (_WIDTH, 2 * _WIDTH), dtype),
-        "down": normal(rng, (2 * _WIDTH, _WIDTH), dtype),
-    }
-
-
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
@@ -124,7 +109,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
     batch, length, width = x.shape
-    q, k, v = jnp.split((x @ qkv).reshape(batch, length, _HEADS, -1), 3, axis=-1)
+    q, k, v = jnp.split((x @ qkv).reshape(batch, length, HEADS, -1), 3, axis=-1)
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32)
     causal = jnp.tril(jnp.ones((length, length), bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e9)).astype(x.dtype)
@@ -141,14 +126,39 @@ def _transformer_loss(params: Any, batch: Any) -> jax.Array:
     return cross_entropy(x @ params["embedding"].T, targets)
 
 
-def _transformer_batch(seed: int, size: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.integers(_VOCABULARY, size=(size, _LENGTH + 1)), jnp.int32)
-
-
-MLP = Model("mlp", _init_mlp, _mlp_loss, _mlp_batch)
-CONV = Model("conv", _init_conv, _conv_loss, _conv_batch)
+MLP = Model(
+    "mlp",
+    init_fn(
+        0,
+        {
+            "hidden": {"w": (6, 8), "b": np.zeros(8)},
+            "out": {"w": (8, NUM_CLASSES), "b": np.zeros(NUM_CLASSES)},
+        },
+    ),
+    _mlp_loss,
+    labelled("x", 6),
+)
+CONV = Model(
+    "conv",
+    init_fn(1, {"kernel": (3, 3, 2, 4), "bias": np.zeros(4), "out": (4, NUM_CLASSES)}),
+    _conv_loss,
+    labelled("image", 6, 6, 2),
+)
 TRANSFORMER = Model(
-    "transformer", _init_transformer, _transformer_loss, _transformer_batch
+    "transformer",
+    init_fn(
+        2,
+        {
+            "embedding": (VOCABULARY, WIDTH),
+            "position": (LENGTH, WIDTH),
+            "scale": np.ones((2, WIDTH)),
+            "qkv": (WIDTH, 3 * WIDTH),
+            "proj": (WIDTH, WIDTH),
+            "up": (WIDTH, 2 * WIDTH),
+            "down": (2 * WIDTH, WIDTH),
+        },
+    ),
+    _transformer_loss,
+    token_batch,
 )
 ZOO = (MLP, CONV, TRANSFORMER)

@@ -6,54 +6,40 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
-from models import Model, cross_entropy, normal, rms_norm
+from models import (
+    HEADS,
+    LENGTH,
+    NUM_CLASSES,
+    VOCABULARY,
+    WIDTH,
+    Model,
+    cross_entropy,
+    init_fn,
+    labelled,
+    normal,
+    rms_norm,
+)
 
-_CLASSES, _VOCABULARY, _LENGTH, _WIDTH, _HEADS, _DEPTH = 3, 11, 5, 8, 2, 3
-
-
-def _vectors(seed: int, size: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        "x": jnp.asarray(rng.normal(size=(size, 6)), jnp.float32),
-        "label": jnp.asarray(rng.integers(_CLASSES, size=size), jnp.int32),
-    }
-
-
-def _sequences(seed: int, size: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        "x": jnp.asarray(rng.normal(size=(size, _LENGTH, 6)), jnp.float32),
-        "label": jnp.asarray(rng.integers(_CLASSES, size=size), jnp.int32),
-    }
-
-
-def _images(seed: int, size: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        "image": jnp.asarray(rng.normal(size=(size, 8, 8, 4)), jnp.float32),
-        "label": jnp.asarray(rng.integers(_CLASSES, size=size), jnp.int32),
-    }
-
-
-def _tokens(seed: int, size: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.integers(_VOCABULARY, size=(size, _LENGTH + 1)), jnp.int32)
+_DEPTH = 3
+_vectors, _sequences = labelled("x", 6), labelled("x", LENGTH, 6)
+_images = labelled("image", 8, 8, 4)
 
 
 # Convolutions: strided, dilated, grouped, depthwise; normalisation over groups.
 
 
-def _init_group_norm_cnn(dtype: Any) -> Any:
-    rng = np.random.default_rng(0)
-    return {
-        "stem": normal(rng, (3, 3, 4, 8), dtype),
-        "depthwise": normal(rng, (3, 3, 1, 16), dtype),
-        "grouped": normal(rng, (3, 2, 8, 4), dtype),
-        "transposed": normal(rng, (2, 2, 4, 6), dtype),
-        "scale": jnp.ones(8, dtype),
-        "bias": jnp.zeros(8, dtype),
-        "out": normal(rng, (6, _CLASSES), dtype),
-    }
+_init_group_norm_cnn = init_fn(
+    0,
+    {
+        "stem": (3, 3, 4, 8),
+        "depthwise": (3, 3, 1, 16),
+        "grouped": (3, 2, 8, 4),
+        "transposed": (2, 2, 4, 6),
+        "scale": np.ones(8),
+        "bias": np.zeros(8),
+        "out": (6, NUM_CLASSES),
+    },
+)
 
 
 def _conv(x: jax.Array, kernel: jax.Array, **kwargs: Any) -> jax.Array:
@@ -91,18 +77,18 @@ def _init_decoder(dtype: Any) -> Any:
         return normal(rng, (_DEPTH, *shape), dtype) * jnp.asarray(2, dtype)
 
     return {
-        "embedding": normal(rng, (_VOCABULARY, _WIDTH), dtype),
-        "position": normal(rng, (_LENGTH, _WIDTH), dtype),
+        "embedding": normal(rng, (VOCABULARY, WIDTH), dtype),
+        "position": normal(rng, (LENGTH, WIDTH), dtype),
         "layers": {
-            "scale": jnp.ones((_DEPTH, 2, _WIDTH), dtype),
-            "qkv": layers(_WIDTH, 3 * _WIDTH),
-            "proj": layers(_WIDTH, _WIDTH),
-            "up": layers(_WIDTH, 2 * _WIDTH),
-            "up_bias": jnp.zeros((_DEPTH, 2 * _WIDTH), dtype),
-            "down": layers(2 * _WIDTH, _WIDTH),
+            "scale": jnp.ones((_DEPTH, 2, WIDTH), dtype),
+            "qkv": layers(WIDTH, 3 * WIDTH),
+            "proj": layers(WIDTH, WIDTH),
+            "up": layers(WIDTH, 2 * WIDTH),
+            "up_bias": jnp.zeros((_DEPTH, 2 * WIDTH), dtype),
+            "down": layers(2 * WIDTH, WIDTH),
         },
-        "shared": normal(rng, (_WIDTH, _WIDTH), dtype),
-        "head": normal(rng, (_WIDTH, _VOCABULARY), dtype),
+        "shared": normal(rng, (WIDTH, WIDTH), dtype),
+        "head": normal(rng, (WIDTH, VOCABULARY), dtype),
     }
 
 
@@ -131,23 +117,24 @@ def _make_decoder(name: str, *, tied: bool, scan: bool, remat: bool) -> Model:
         head = params["embedding"].T if tied else params["head"]
         return cross_entropy(x @ head, targets)
 
-    return Model(name, _init_decoder, loss, _tokens)
+    return Model(name, _init_decoder, loss, models.token_batch)
 
 
 # Recurrent networks: parameters that every iteration sees.
 
 
-def _init_recurrent(dtype: Any) -> Any:
-    rng = np.random.default_rng(2)
-    return {
+_init_recurrent = init_fn(
+    2,
+    {
         "cell": {
-            "input": normal(rng, (6, 4 * _WIDTH), dtype),
-            "hidden": normal(rng, (_WIDTH, 4 * _WIDTH), dtype),
-            "bias": jnp.zeros(4 * _WIDTH, dtype),
+            "input": (6, 4 * WIDTH),
+            "hidden": (WIDTH, 4 * WIDTH),
+            "bias": np.zeros(4 * WIDTH),
         },
-        "start": normal(rng, (1, _WIDTH), dtype),
-        "out": normal(rng, (_WIDTH, _CLASSES), dtype),
-    }
+        "start": (1, WIDTH),
+        "out": (WIDTH, NUM_CLASSES),
+    },
+)
 
 
 def _lstm_cell(cell: Any, state: Any, x: jax.Array) -> Any:
@@ -170,7 +157,7 @@ def _gru_cell(cell: Any, state: Any, x: jax.Array) -> Any:
 def _make_recurrent(name: str, cell_fn: Any, *, reverse: bool) -> Model:
     def loss(params: Any, batch: Any) -> jax.Array:
         xs = jnp.moveaxis(batch["x"].astype(params["out"].dtype), 1, 0)
-        start = jnp.broadcast_to(params["start"], (xs.shape[1], _WIDTH))
+        start = jnp.broadcast_to(params["start"], (xs.shape[1], WIDTH))
 
         def body(state, x):
             return cell_fn(params["cell"], state, x), None
@@ -182,16 +169,14 @@ def _make_recurrent(name: str, cell_fn: Any, *, reverse: bool) -> Model:
     return Model(name, _init_recurrent, loss, _sequences)
 
 
-def _init_nested(dtype: Any) -> Any:
-    rng = np.random.default_rng(3)
-    return {
-        "layers": {
-            "w": normal(rng, (2, 3, 6, 6), dtype),
-            "b": jnp.zeros((2, 6), dtype),
-        },
-        "shared": normal(rng, (6, 6), dtype),
-        "out": normal(rng, (6, _CLASSES), dtype),
-    }
+_init_nested = init_fn(
+    3,
+    {
+        "layers": {"w": (2, 3, 6, 6), "b": np.zeros((2, 6))},
+        "shared": (6, 6),
+        "out": (6, NUM_CLASSES),
+    },
+)
 
 
 def _nested_loss(params: Any, batch: Any) -> jax.Array:
@@ -213,25 +198,26 @@ def _nested_loss(params: Any, batch: Any) -> jax.Array:
 # Contractions of several axes.
 
 
-def _init_vit(dtype: Any) -> Any:
-    rng = np.random.default_rng(4)
-    return {
-        "patch": normal(rng, (4, 4, 4, _WIDTH), dtype),
-        "class": jnp.zeros((1, 1, _WIDTH), dtype),
-        "position": normal(rng, (1, 5, _WIDTH), dtype),
-        "query": normal(rng, (_WIDTH, _HEADS, 4), dtype),
-        "key": normal(rng, (_WIDTH, _HEADS, 4), dtype),
-        "value": normal(rng, (_WIDTH, _HEADS, 4), dtype),
-        "merge": normal(rng, (_HEADS, 4, _WIDTH), dtype),
-        "out": normal(rng, (_WIDTH, _CLASSES), dtype),
-    }
+_init_vit = init_fn(
+    4,
+    {
+        "patch": (4, 4, 4, WIDTH),
+        "class": np.zeros((1, 1, WIDTH)),
+        "position": (1, 5, WIDTH),
+        "query": (WIDTH, HEADS, 4),
+        "key": (WIDTH, HEADS, 4),
+        "value": (WIDTH, HEADS, 4),
+        "merge": (HEADS, 4, WIDTH),
+        "out": (WIDTH, NUM_CLASSES),
+    },
+)
 
 
 def _vit_loss(params: Any, batch: Any) -> jax.Array:
     x = batch["image"].astype(params["patch"].dtype)
     x = _conv(x, params["patch"], window_strides=(4, 4), padding="VALID")
-    x = x.reshape(x.shape[0], 4, _WIDTH)
-    start = jnp.broadcast_to(params["class"], (x.shape[0], 1, _WIDTH))
+    x = x.reshape(x.shape[0], 4, WIDTH)
+    start = jnp.broadcast_to(params["class"], (x.shape[0], 1, WIDTH))
     x = jnp.concatenate([start, x], axis=1) + params["position"]
     names = ("query", "key", "value")
     q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[name]) for name in names)
@@ -242,15 +228,16 @@ def _vit_loss(params: Any, batch: Any) -> jax.Array:
     return cross_entropy(x[:, 0] @ params["out"], batch["label"])
 
 
-def _init_experts(dtype: Any) -> Any:
-    rng = np.random.default_rng(5)
-    return {
-        "router": normal(rng, (6, 4), dtype),
-        "up": normal(rng, (4, 6, 8), dtype),
-        "bias": jnp.zeros((4, 8), dtype),
-        "down": normal(rng, (4, 8, 6), dtype),
-        "out": normal(rng, (6, _CLASSES), dtype),
-    }
+_init_experts = init_fn(
+    5,
+    {
+        "router": (6, 4),
+        "up": (4, 6, 8),
+        "bias": np.zeros((4, 8)),
+        "down": (4, 8, 6),
+        "out": (6, NUM_CLASSES),
+    },
+)
 
 
 def _experts_loss(params: Any, batch: Any) -> jax.Array:
@@ -266,14 +253,15 @@ def _experts_loss(params: Any, batch: Any) -> jax.Array:
 # Parameters that are computed from others.
 
 
-def _init_weight_norm(dtype: Any) -> Any:
-    rng = np.random.default_rng(6)
-    return {
-        "direction": normal(rng, (6, 8), dtype),
-        "size": jnp.ones(8, dtype),
-        "shift": jnp.zeros(8, dtype),
-        "out": normal(rng, (8, _CLASSES), dtype),
-    }
+_init_weight_norm = init_fn(
+    6,
+    {
+        "direction": (6, 8),
+        "size": np.ones(8),
+        "shift": np.zeros(8),
+        "out": (8, NUM_CLASSES),
+    },
+)
 
 
 def _weight_norm_loss(params: Any, batch: Any) -> jax.Array:
@@ -286,20 +274,13 @@ def _weight_norm_loss(params: Any, batch: Any) -> jax.Array:
     return cross_entropy(x @ params["out"], batch["label"])
 
 
-def _init_lora(dtype: Any) -> Any:
-    rng = np.random.default_rng(7)
-    return {
-        "a": normal(rng, (6, 2), dtype),
-        "b": normal(rng, (2, 8), dtype),
-        "c": normal(rng, (8, 2), dtype),
-        "d": normal(rng, (2, _CLASSES), dtype),
-    }
+_init_lora = init_fn(7, {"a": (6, 2), "b": (2, 8), "c": (8, 2), "d": (2, NUM_CLASSES)})
 
 
 def _lora_loss(params: Any, batch: Any) -> jax.Array:
     rng = np.random.default_rng(8)
     dtype = params["a"].dtype
-    frozen = normal(rng, (6, 8), dtype), normal(rng, (8, _CLASSES), dtype)
+    frozen = normal(rng, (6, 8), dtype), normal(rng, (8, NUM_CLASSES), dtype)
     x = batch["x"].astype(dtype)
     x = jnp.tanh(x @ frozen[0] + x @ params["a"] @ params["b"])  # two products of data
     merged = frozen[1] + params["c"] @ params["d"]  # one of parameters
@@ -309,14 +290,9 @@ def _lora_loss(params: Any, batch: Any) -> jax.Array:
 # Parameters that are used more than once, or not by data at all.
 
 
-def _init_shared(dtype: Any) -> Any:
-    rng = np.random.default_rng(9)
-    return {
-        "w": normal(rng, (6, 6), dtype),
-        "halves": normal(rng, (6, 12), dtype),
-        "unused": jnp.ones(3, dtype),
-        "out": normal(rng, (6, _CLASSES), dtype),
-    }
+_init_shared = init_fn(
+    9, {"w": (6, 6), "halves": (6, 12), "unused": np.ones(3), "out": (6, NUM_CLASSES)}
+)
 
 
 def _shared_loss(params: Any, batch: Any) -> jax.Array:

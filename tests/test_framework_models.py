@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 
 import dpmp
 
@@ -29,6 +30,7 @@ def make(name):
 slow = pytest.mark.slow
 
 every_model = pytest.mark.parametrize("name", framework_models.MODELS)
+each_method = pytest.mark.parametrize("method", reference.FLOAT_SUMS)
 
 
 @functools.cache
@@ -40,39 +42,30 @@ def grads_one_by_one(name):
         grad(task.params, jax.tree.map(lambda x, i=i: x[i : i + 1], task.batch))
         for i in range(len(jax.tree.leaves(task.batch)[0]))
     ]
-    return [
-        np.stack([np.asarray(x, np.float64) for x in leaves])
-        for leaves in zip(*map(jax.tree.leaves, grads), strict=True)
-    ]
+    return jax.tree.map(lambda *leaves: np.stack(leaves).astype(np.float64), *grads)
 
 
 @slow
 @every_model
-@pytest.mark.parametrize(
-    ("method", "arithmetic"),
-    [("per_example", "float32"), ("book_keeping", "unproved_float32")],
-)
-def test_norms_and_sums_are_those_of_gradients_one_by_one(name, method, arithmetic):
-    task, grads = make(name), grads_one_by_one(name)
-    norms = np.sqrt(sum((x**2).sum(tuple(range(1, x.ndim))) for x in grads))
+@each_method
+def test_norms_and_sums_are_those_of_gradients_one_by_one(name, method):
+    task, stack = make(name), grads_one_by_one(name)
+    norms = reference.per_example_norms(stack)
     clip_norm = float(np.median(norms))
     clipped_grad = dpmp.clipped_grad(
         task.loss_fn,
         l2_clip_norm=clip_norm,
         method=method,
-        arithmetic=arithmetic,
+        arithmetic=reference.FLOAT_SUMS[method],
         return_grad_norms=True,
     )
-    sums, sensitive = jax.jit(lambda *args: clipped_grad(*args))(
-        task.params, task.batch
-    )
+    total, sensitive = jax.jit(clipped_grad.__call__)(task.params, task.batch)
     np.testing.assert_allclose(sensitive.grad_norms, norms, rtol=1e-5)
     # A share of the clip norm is reserved for rounding.
-    coefs = np.minimum(1, clip_norm / (1 + 2.0**-7) / norms)
-    size = np.sqrt(sum(np.sum(np.einsum("b,b...->...", coefs, x) ** 2) for x in grads))
-    for got, grad in zip(jax.tree.leaves(sums), grads, strict=True):
-        expected = np.einsum("b,b...->...", coefs, grad)
-        np.testing.assert_allclose(got, expected, rtol=2e-3, atol=1e-5 * size)
+    expected = reference.clipped_sum(stack, clip_norm / (1 + 2.0**-7))
+    size = reference.norm(expected)
+    for got, wanted in zip(*map(jax.tree.leaves, (total, expected)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=1e-5 * size)
 
 
 def _warning_of_float32_in(name):
@@ -84,7 +77,7 @@ def _warning_of_float32_in(name):
 
 @slow
 @every_model
-@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+@each_method
 def test_a_step_in_mixed_bfloat16_runs(name, method):
     task = make(name)
     mechanism = dpmp.DPSGD(
@@ -95,7 +88,7 @@ def test_a_step_in_mixed_bfloat16_runs(name, method):
         noise_multiplier=1e-3,
         truncated_batch_size=4,
         method=method,
-        arithmetic="float32" if method == "per_example" else "unproved_float32",
+        arithmetic=reference.FLOAT_SUMS[method],
     )
     trainer = dpmp.DPTrainer(
         mechanism=mechanism,

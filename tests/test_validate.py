@@ -13,52 +13,38 @@ NOT_NUMBERS = [None, "1", True, math.nan, 1j, [1.0], np.ones(1), jnp.ones(1)]
 def test_a_message_says_what_is_required_what_was_given_and_what_to_do():
     with pytest.raises(ValueError, match=r"^x must be y; got x=1, z='a'\. Use y\.$"):
         _validate.fail("x must be y", x=1, z="a", fix="Use y.")
-
-
-def test_another_error_can_be_asked_for():
     with pytest.raises(KeyError, match="x must be y"):
         _validate.require(False, "x must be y", x=1, fix="", error=KeyError)
     _validate.require(True, "x must be y", x=1, fix="", error=KeyError)
 
 
-@pytest.mark.parametrize("value", [0, -1.5, math.inf, np.float32(2), np.int64(3)])
-def test_python_and_numpy_numbers_are_real(value):
-    assert _validate.is_real(value)
-
-
-@pytest.mark.parametrize("value", [*NOT_NUMBERS, jnp.ones(())])
-def test_nothing_else_is_real(value):
-    assert not _validate.is_real(value)
-    assert not _validate.is_integer(value)
-
-
-@pytest.mark.parametrize("value", [0, -3, 2**200, np.int8(1), np.uint64(2)])
-def test_integers_are_integers(value):
-    assert _validate.is_integer(value)
-
-
-@pytest.mark.parametrize("value", [1.0, np.float64(1), math.inf])
-def test_floats_are_no_integers(value):
-    assert not _validate.is_integer(value)
-
-
-@pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
-def test_python_and_numpy_bools_are_bools(value):
-    checked = _validate.boolean(x=value, fix="")
-    assert isinstance(checked, bool)
-    assert checked == value
-
-
-@pytest.mark.parametrize("value", ["yes", "", 0, 1.0, None, jnp.ones((), bool)])
-def test_nothing_else_is_a_bool(value):
-    with pytest.raises(ValueError, match="x must be True or False; got x="):
-        _validate.boolean(x=value, fix="Use True.")
+@pytest.mark.parametrize(
+    ("values", "is_real", "is_integer"),
+    [
+        ([0, -3, 2**200, np.int8(1), np.int64(3), np.uint64(2)], True, True),
+        ([1.0, -1.5, np.float32(2), np.float64(1), math.inf], True, False),
+        ([*NOT_NUMBERS, jnp.ones(())], False, False),
+    ],
+)
+def test_python_and_numpy_numbers_alone_are_real(values, is_real, is_integer):
+    assert {_validate.is_real(x) for x in values} == {is_real}
+    assert {_validate.is_integer(x) for x in values} == {is_integer}
 
 
 def test_traced_numbers_are_not_real():
     seen = []
     jax.jit(lambda x: seen.append(_validate.is_real(x)))(1.0)
     assert seen == [False]
+
+
+def test_python_and_numpy_bools_alone_are_bools():
+    for value in (True, False, np.True_, np.False_):
+        checked = _validate.boolean(x=value, fix="")
+        assert isinstance(checked, bool)
+        assert checked == value
+    for value in ("yes", "", 0, 1.0, None, jnp.ones((), bool)):
+        with pytest.raises(ValueError, match="x must be True or False; got x="):
+            _validate.boolean(x=value, fix="Use True.")
 
 
 @pytest.mark.parametrize(

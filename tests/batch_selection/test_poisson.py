@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from refusals import refusals
 from scipy import stats
 
 from dpmp.batch_selection import PoissonSampling, pad_indices
@@ -85,31 +86,15 @@ def test_keys_are_independent():
         assert stats.binomtest(int(overlap), first.size, 0.09).pvalue > SMALLEST_P_VALUE
 
 
-def test_a_batch_is_a_function_of_key_and_step():
-    sampling = PoissonSampling(0.5, 10)
-    np.testing.assert_array_equal(
-        sampling.indices(7, num_examples=100, key=5),
-        sampling.indices(7, num_examples=100, key=5),
-    )
-    others = [
-        sampling.indices(step, num_examples=100, key=key)
-        for step, key in ((7, 5), (6, 5), (7, 6), (7, 5 + 2**64))
-    ]
-    assert len({tuple(indices) for indices in others}) == 4
+def test_a_batch_is_a_function_of_key_and_step_alone():
+    def batch(step=7, key=5, iterations=10):
+        sampling = PoissonSampling(0.5, iterations)
+        return tuple(sampling.indices(step, num_examples=100, key=key))
 
-
-def test_a_batch_does_not_depend_on_the_number_of_steps_planned():
-    short, long = PoissonSampling(0.5, 10), PoissonSampling(0.5, 10**6)
-    np.testing.assert_array_equal(
-        short.indices(7, num_examples=100, key=5),
-        long.indices(7, num_examples=100, key=5),
-    )
-
-
-def test_the_last_of_a_great_many_batches_needs_none_before_it():
-    sampling = PoissonSampling(0.5, 10**18)
-    indices = sampling.indices(10**18 - 1, num_examples=1000, key=KEY)
-    assert 400 < len(indices) < 600
+    assert batch() == batch() == batch(iterations=10**6)
+    assert len({batch(), batch(step=6), batch(key=6), batch(key=5 + 2**64)}) == 4
+    # The last of a great many batches needs none before it.
+    assert 30 < len(batch(step=10**18 - 1, iterations=10**18)) < 70
 
 
 def expected_batch(sampling_prob, size, key, step):
@@ -198,21 +183,16 @@ def test_indices_are_ascending_int64():
     indices = PoissonSampling(0.5, 1).indices(0, num_examples=1000, key=KEY)
     assert indices.dtype == np.int64
     assert np.all(np.diff(indices) > 0)
-    assert indices[0] >= 0
-    assert indices[-1] < 1000
+    assert 0 <= indices[0] < indices[-1] < 1000
 
 
-def test_probability_one_includes_everyone():
-    assert np.all(membership(PoissonSampling(1.0, 20), 1000))
-
-
-@pytest.mark.parametrize("sampling_prob", [2.0**-64, 1e-30, 5e-324])
-def test_a_tiny_probability_gives_empty_batches(sampling_prob):
-    sampling = PoissonSampling(sampling_prob, 3)
-    for step in range(3):
-        indices = sampling.indices(step, num_examples=10_000, key=KEY)
-        assert indices.shape == (0,)
-        assert indices.dtype == np.int64
+@pytest.mark.parametrize(
+    ("sampling_prob", "expected"), [(1.0, 1), (2.0**-64, 0), (1e-30, 0), (5e-324, 0)]
+)
+def test_certain_and_tiny_probabilities_give_full_and_empty_batches(
+    sampling_prob, expected
+):
+    assert np.all(membership(PoissonSampling(sampling_prob, 3), 10_000) == expected)
 
 
 def test_empty_batches_come_as_often_as_they_should():
@@ -245,22 +225,15 @@ def test_truncation_keeps_a_uniformly_random_part():
     assert np.all(np.abs(deviations) < 6 * np.sqrt(expected))
 
 
-def test_the_iterator_gives_the_same_batches():
+def test_the_iterator_gives_the_same_batches_and_draws_its_key_from_a_generator():
     sampling = PoissonSampling(0.3, 5, 10)
-    batches = list(sampling.batch_iterator(50, KEY))
-    assert len(batches) == 5
-    for step, batch in enumerate(batches):
-        np.testing.assert_array_equal(
-            batch, sampling.indices(step, num_examples=50, key=KEY)
-        )
-
-
-def test_the_iterator_draws_its_key_from_a_generator():
-    sampling = PoissonSampling(0.5, 3)
 
     def batches(rng):
-        return np.concatenate(list(sampling.batch_iterator(100, rng))).tolist()
+        return [x.tolist() for x in sampling.batch_iterator(50, rng)]
 
+    assert batches(KEY) == [
+        sampling.indices(step, num_examples=50, key=KEY).tolist() for step in range(5)
+    ]
     first, again = (batches(np.random.default_rng(0)) for _ in range(2))
     assert first == again
     rng = np.random.default_rng(0)
@@ -292,26 +265,25 @@ def test_the_refusal_of_a_batch_does_not_tell_its_size():
     assert "5" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        *(({"sampling_prob": x}, "sampling_prob must be in") for x in (0.0, 1.1, None)),
-        *(
-            ({name: x}, f"{name} must be an integer of at least 1")
-            for name in ("iterations", "truncated_batch_size", "num_examples")
-            for x in (0, 1.5, True)
-        ),
-        ({"num_examples": 2**63}, r"num_examples must be less than 2\^63"),
-        *(({"step": x}, "step must be from 0 to iterations - 1") for x in (-1, 3, 1.0)),
-    ],
-    ids=str,
+@refusals(
+    ("sampling_prob", (0.0, 1.1, None), "sampling_prob must be in"),
+    ("iterations", (0, 1.5, True), "iterations must be an integer of at least 1"),
+    (
+        "truncated_batch_size",
+        (0, 1.5, True),
+        "truncated_batch_size must be an integer of at least 1",
+    ),
+    ("num_examples", (0, 1.5, True), "num_examples must be an integer of at least 1"),
+    ("num_examples", (2**63,), r"num_examples must be less than 2\^63"),
+    ("step", (-1, 3, 1.0), "step must be from 0 to iterations - 1"),
 )
 def test_arguments_out_of_range_are_refused(wrong, message):
-    arguments = {"sampling_prob": 0.5, "iterations": 3, "truncated_batch_size": None}
-    arguments |= {"step": 0, "num_examples": 5, "key": 0, **wrong}
-    fields = ("sampling_prob", "iterations", "truncated_batch_size")
+    fields = {"sampling_prob": 0.5, "iterations": 3, "truncated_batch_size": None}
+    of_batch = {"step": 0, "num_examples": 5, "key": 0}
+    for arguments in (fields, of_batch):
+        arguments.update({k: v for k, v in wrong.items() if k in arguments})
     with pytest.raises(ValueError, match=message):
-        PoissonSampling(*map(arguments.pop, fields)).indices(**arguments)
+        PoissonSampling(**fields).indices(**of_batch)
 
 
 @pytest.mark.parametrize("key", [-1, 2**128, 0.5, None, "secret"])

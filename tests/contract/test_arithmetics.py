@@ -1,6 +1,7 @@
 """Every arithmetic of `dpmp.numerics` keeps the promises of `Arithmetic`."""
 
 import functools
+import itertools
 import math
 import warnings
 from fractions import Fraction
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from refusals import refusals
 
 from dpmp import (
     AdaptiveClipNorm,
@@ -140,25 +142,34 @@ def _neighbours(examples, i):
     yield _RELATIONS.REPLACE_ONE, (examples, nobody), (replaced, nobody)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def _assert_neighbours_are_within_sensitivity(name, size, dtype, **options):
+    fn = _clipped(name, **options)
+    for make_batch, i in itertools.product(_BATCHES, {0, size // 2, size - 1}):
+        for relation, *batches in _neighbours(make_batch(size).astype(dtype), i):
+            if fn.keeps_places and relation is _RELATIONS.ADD_OR_REMOVE_ONE:
+                continue
+            a, b = (_sum(name, *batch, **options) for batch in batches)
+            bound = Fraction(fn.sensitivity(relation))
+            assert reference.exact_squared_distance(a, b) <= bound**2
+
+
 @pytest.mark.parametrize("name", PROVED)
 @pytest.mark.parametrize(
-    ("size", "microbatch_size"), [(1, None), (2, 1), (96, None), (256, 16), (128, 1)]
+    ("size", "microbatch_size", "dtype"),
+    [
+        (1, None, jnp.float32),
+        (2, 1, jnp.bfloat16),
+        (96, None, jnp.float32),
+        (256, 16, jnp.bfloat16),
+        (128, 1, jnp.float32),
+    ],
 )
 def test_neighbouring_sums_differ_by_at_most_the_sensitivity(
-    size, microbatch_size, name, dtype
+    size, microbatch_size, dtype, name
 ):
-    fn = _clipped(name)
-    total = functools.partial(_sum, name, microbatch_size=microbatch_size)
-    for make_batch in _BATCHES:
-        examples = make_batch(size).astype(dtype)
-        for i in {0, size // 2, size - 1}:
-            for relation, *batches in _neighbours(examples, i):
-                if fn.keeps_places and relation is _RELATIONS.ADD_OR_REMOVE_ONE:
-                    continue
-                a, b = (total(*batch) for batch in batches)
-                bound = Fraction(fn.sensitivity(relation))
-                assert reference.exact_squared_distance(a, b) <= bound**2
+    _assert_neighbours_are_within_sensitivity(
+        name, size, dtype, microbatch_size=microbatch_size
+    )
 
 
 _CLIPPINGS = {
@@ -175,20 +186,11 @@ _CLIPPINGS = {
 @pytest.mark.parametrize("name", PROVED)
 def test_every_clipping_keeps_neighbouring_sums_within_the_sensitivity(name, clipping):
     options = _CLIPPINGS[clipping] | {"microbatch_size": 8}
-    fn = _clipped(name, **options)
-    assert fn.l2_norm_bound <= 1.12
-    for make_batch in _BATCHES:
-        examples = make_batch(24).astype(np.float32)
-        for i in (0, 12, 23):
-            for relation, *batches in _neighbours(examples, i):
-                if fn.keeps_places and relation is _RELATIONS.ADD_OR_REMOVE_ONE:
-                    continue
-                a, b = (_sum(name, *batch, **options) for batch in batches)
-                bound = Fraction(fn.sensitivity(relation))
-                assert reference.exact_squared_distance(a, b) <= bound**2
+    assert _clipped(name, **options).l2_norm_bound <= 1.12
+    _assert_neighbours_are_within_sensitivity(name, 24, np.float32, **options)
 
 
-@pytest.mark.parametrize("size", [2, 65, 257])
+@pytest.mark.parametrize("size", [2, 257])
 @pytest.mark.parametrize("name", [x for x in PROVED if x != "bounded"])
 def test_a_batch_one_example_shorter_is_within_the_sensitivity(size, name):
     examples = np.full((size, 1), 2, np.float32)
@@ -259,16 +261,15 @@ def test_padding_contributes_nothing_whatever_it_holds(name, microbatch_size):
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_that_is_not_finite_contributes_nothing(name, bad, microbatch_size):
-    if name.endswith("64") and bad == 1e30:
-        bad = np.nan  # the square of the norm must overflow
+def test_an_example_that_is_not_finite_contributes_nothing(name, microbatch_size):
     examples = _random(6)
-    is_bad = np.arange(6) == 3
-    without = _sum(name, examples, is_bad, microbatch_size=microbatch_size)
-    examples[3, 1] = bad
-    _assert_same(_sum(name, examples, microbatch_size=microbatch_size), without)
+    total = functools.partial(_sum, name, microbatch_size=microbatch_size)
+    without = total(examples, np.arange(6) == 3)
+    # The square of 1e30 overflows in float32 alone.
+    for bad in (np.nan, np.inf, -np.inf, *([] if name.endswith("64") else [1e30])):
+        examples[3, 1] = bad
+        _assert_same(total(examples), without)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -373,11 +374,14 @@ def test_a_dtype_names_an_arithmetic(dtype, method, name):
     assert parse(None, dtype=dtype, method=method) == ARITHMETICS[name]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "int32"])
-def test_narrow_sums_are_refused(dtype):
+@refusals(
+    ("dtype", (jnp.bfloat16, jnp.float16, "int32"), "dtype must be float32 or float64"),
+    ("arithmetic", ("float128",), r"arithmetic must be one of.*'exact'"),
+)
+def test_narrow_and_unknown_sums_are_refused(wrong, message):
     for transformation in (clipped_fun, clipped_grad):
-        with pytest.raises(ValueError, match="dtype must be float32 or float64"):
-            transformation(_loss, l2_clip_norm=1.0, dtype=dtype)
+        with pytest.raises(ValueError, match=message):
+            transformation(_loss, l2_clip_norm=1.0, **wrong)
 
 
 def test_a_dtype_names_no_proved_sums_of_book_keeping():
@@ -393,11 +397,6 @@ def test_dtypes_that_are_not_those_of_the_sum_are_refused(name):
             continue
         with pytest.raises(ValueError, match="dtype must be that of float sums"):
             _parse(name, dtype=dtype)
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match=r"arithmetic must be one of.*'exact'"):
-        parse("float128")
 
 
 # Grids.
@@ -426,23 +425,19 @@ def test_the_resolution_is_the_size_of_the_largest_contribution(name, resolution
 
 
 @pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.parametrize("resolution", [0, -1, 2.5, LARGEST_RESOLUTION + 1, True])
-def test_resolutions_out_of_range_are_refused(name, resolution):
-    with pytest.raises(ValueError, match="resolution must be an integer from 1"):
-        _clipped(name, resolution=resolution)
-
-
-@pytest.mark.parametrize("name", GRIDS)
-def test_resolutions_too_coarse_to_round_with_are_refused(name):
-    with pytest.raises(ValueError, match="fine enough to round 5000 entries"):
-        _clipped(name, resolution=40)(jnp.zeros(5000), jnp.ones((1, 5000)))
-
-
-@pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.parametrize("options", [{"l2_clip_norm": math.inf}, {"nan_safe": False}])
-def test_contributions_without_a_bound_have_no_grid(name, options):
-    with pytest.raises(ValueError, match=r"finite clip norm, and nan_safe=True"):
-        _clipped(name, **options)
+@refusals(
+    (
+        "resolution",
+        (0, -1, 2.5, LARGEST_RESOLUTION + 1, True),
+        "resolution must be an integer from 1",
+    ),
+    ("resolution", (40,), "fine enough to round 5000 entries"),
+    ("l2_clip_norm", (math.inf,), "finite clip norm, and nan_safe=True"),
+    ("nan_safe", (False,), "finite clip norm, and nan_safe=True"),
+)
+def test_contributions_without_a_grid_or_a_fine_one_are_refused(name, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        _clipped(name, **wrong)(jnp.zeros(5000), jnp.ones((1, 5000)))
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_mechanism
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from programs import equations
+from programs import UNOPTIMIZED, equations
 from scipy import stats
 
 from dpmp._random import positions
@@ -29,6 +29,8 @@ COLUMNS, CAPACITY = 2**13, 2**115
 BASE_VARIANCE = 65540
 WIDTHS = [(1,), (1, 1), (12, 5), (128, 1), (40, 24, 1), (128**2, 128, 1)]
 NUM_DRAWS = 2**20
+# Of one, two and three draws: for statistics, and for exact comparisons.
+FEW_WIDTHS, OTHER_WIDTHS = WIDTHS[::2], [WIDTHS[i] for i in (0, 3, 5)]
 # With fixed keys nothing flakes; this is for the day on which a key changes.
 SMALLEST_P_VALUE = 1e-6
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230782")
@@ -87,6 +89,8 @@ def true_total():
 def test_weights_are_the_rounded_probabilities():
     weights = _alias_table.weights()
     assert len(weights) == COLUMNS
+    farthest = math.ceil(12.8 * BASE_VARIANCE**0.5)
+    assert weights[4096 + farthest] == weights[4096 - farthest] > 0
     assert sum(weights) == 2**128
     assert weights[0] == 0
     assert weights[1:] == weights[:0:-1]
@@ -188,16 +192,6 @@ def integer_of(value):
     return ends[others.index(value)]
 
 
-def test_the_tails_are_drawn():
-    weights = _alias_table.weights()
-    values = [x for x, weight in enumerate(weights, -4096) if weight]
-    assert min(values) < -12.8 * BASE_VARIANCE**0.5
-    assert max(values) > 12.8 * BASE_VARIANCE**0.5
-    tails = [x for x in values if abs(x) > 6 * BASE_VARIANCE**0.5]
-    drawn = look_up_integers([integer_of(x) for x in tails])
-    np.testing.assert_array_equal(drawn, tails)
-
-
 @pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_largest_value_is_drawn(multipliers, sign, monkeypatch):
@@ -216,7 +210,8 @@ def test_the_largest_value_is_drawn(multipliers, sign, monkeypatch):
 def draw(multipliers, step=0, leaf=0):
     noise = DiscreteGaussian(multipliers)
     sample = functools.partial(noise.sample, shape=(NUM_DRAWS,), leaf=leaf)
-    return np.asarray(jax.jit(sample)(KEY, step=jnp.int32(step)))
+    drawn = jax.jit(sample, compiler_options=UNOPTIMIZED)(KEY, step=jnp.int32(step))
+    return np.asarray(drawn)
 
 
 def is_discrete_gaussian(samples, variance):
@@ -242,7 +237,7 @@ def is_multinomial(observed, probabilities):
     return stats.chi2.sf(statistic, observed.size - 1) > SMALLEST_P_VALUE
 
 
-@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
+@pytest.mark.parametrize("multipliers", FEW_WIDTHS, ids=str)
 def test_the_noise_has_its_variance_and_no_other(multipliers):
     samples, noise = draw(multipliers), DiscreteGaussian(multipliers)
     assert is_discrete_gaussian(samples, noise.variance)
@@ -250,22 +245,22 @@ def test_the_noise_has_its_variance_and_no_other(multipliers):
         assert not is_discrete_gaussian(samples, factor**2 * noise.variance)
 
 
-@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
-@pytest.mark.parametrize("modulus", [2, 128, 360])
-def test_all_residues_are_as_likely(multipliers, modulus):
+@pytest.mark.parametrize("multipliers", FEW_WIDTHS, ids=str)
+def test_all_residues_are_as_likely(multipliers):
     # By Poisson summation, they then differ by 2 exp(-pi^2) of themselves or less.
-    assert modulus**2 <= 2 * DiscreteGaussian(multipliers).variance
-    counts = np.bincount(draw(multipliers) % modulus, minlength=modulus)
-    assert is_multinomial(counts, np.full(modulus, 1 / modulus))
+    for modulus in (2, 128, 360):
+        assert modulus**2 <= 2 * DiscreteGaussian(multipliers).variance
+        counts = np.bincount(draw(multipliers) % modulus, minlength=modulus)
+        assert is_multinomial(counts, np.full(modulus, 1 / modulus))
 
 
 def test_entries_steps_and_leaves_are_uncorrelated():
-    first = draw((128, 1))
+    first = draw((12, 5))
     pairs = [
         (first[1:], first[:-1]),
         (first[::2], first[1::2]),
-        (first, draw((128, 1), step=1)),
-        (first, draw((128, 1), leaf=1)),
+        (first, draw((12, 5), step=1)),
+        (first, draw((12, 5), leaf=1)),
     ]
     for x, y in pairs:
         assert abs(np.corrcoef(x, y)[0, 1]) * math.sqrt(x.size) < 5
@@ -466,23 +461,22 @@ def test_the_effective_stddev_can_be_accounted_for(multipliers, sensitivity, eps
     assert delta > delta_of_gaussian(math.sqrt(noise.variance + 40)) * (1 + rounding)
 
 
-@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
+@pytest.mark.parametrize("multipliers", OTHER_WIDTHS, ids=str)
 def test_samples_are_those_of_the_definition(multipliers):
     ends, others = table_as_integers()
-    step, leaf = 2**31 - 1, 2**30 - 1
-    samples = DiscreteGaussian(multipliers).sample(
-        KEY, (3, 4), step=jnp.int32(step), leaf=leaf
-    )
-    expected = []
-    for place in range(12):
-        values = []
-        for i in range(1, len(multipliers) + 1):
-            counter = [jnp.uint32(word) for word in (4 * leaf + i, place, step, 0)]
-            integer = join(threefry4x32(list(KEY), counter))
+    step, leaf, places = 2**31 - 1, 2**30 - 1, jnp.arange(12, dtype=jnp.uint32)
+    sample = functools.partial(DiscreteGaussian(multipliers).sample, leaf=leaf)
+    samples = jax.jit(lambda step: sample(KEY, (3, 4), step=step))(jnp.int32(step))
+    expected = np.zeros(12, int)
+    for i, multiplier in enumerate(multipliers, 1):
+        counter = [jnp.uint32(4 * leaf + i), places, jnp.uint32(step), jnp.uint32(0)]
+        blocks = np.stack(jax.jit(threefry4x32)(list(KEY), counter), axis=1)
+        for place, integer in enumerate(map(join, blocks)):
             column = integer // CAPACITY
             is_own = integer < ends[column]
-            values.append(column - 4096 if is_own else others[column])
-        expected.append(sum(m * x for m, x in zip(multipliers, values, strict=True)))
+            expected[place] += multiplier * (
+                column - 4096 if is_own else others[column]
+            )
     np.testing.assert_array_equal(samples.ravel(), expected)
 
 
@@ -512,25 +506,23 @@ def test_no_block_is_used_twice(monkeypatch):
     assert np.all(distinct[:, 0] > 0)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 3)])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,)])
 def test_any_shape(shape):
-    samples = DiscreteGaussian((128, 1)).sample(KEY, shape, step=STEP, leaf=0)
-    assert samples.shape == shape
-    assert samples.dtype == jnp.int32
+    sample = functools.partial(DiscreteGaussian((128, 1)).sample, KEY, shape, leaf=0)
+    assert jax.eval_shape(sample, step=STEP) == jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def test_the_noise_is_a_function_of_key_step_leaf_and_place():
     noise = DiscreteGaussian((128, 1))
-    sample = functools.partial(noise.sample, KEY, (40, 25))
-    first = sample(step=STEP, leaf=0)
-    np.testing.assert_array_equal(first, sample(step=STEP, leaf=0))
-    np.testing.assert_array_equal(first, sample(step=jnp.uint32(0), leaf=0))
-    others = [
-        sample(step=jnp.int32(1), leaf=0),
-        sample(step=STEP, leaf=1),
-        noise.sample(KEY[::-1], (40, 25), step=STEP, leaf=0),
-    ]
-    for other in others:
+    sample_fn = jax.jit(noise.sample, static_argnames=("shape", "leaf"))
+
+    def sample(key=KEY, step=STEP, leaf=0):
+        return sample_fn(key, (40, 25), step=step, leaf=leaf)
+
+    first = sample()
+    np.testing.assert_array_equal(first, sample())
+    np.testing.assert_array_equal(first, sample(step=jnp.uint32(0)))
+    for other in (sample(step=jnp.int32(1)), sample(leaf=1), sample(key=KEY[::-1])):
         assert np.mean(first == other) < 0.01
 
 
@@ -543,38 +535,33 @@ def test_the_bits_do_not_depend_on_the_program(is_divided, in_parts):
             return noise.sample(key, (16, 24), step=step, leaf=2)
 
     expected = noise.sample(KEY, (16, 24), step=jnp.int32(3), leaf=2)
-    np.testing.assert_array_equal(sample(KEY, jnp.int32(3)), expected)
-    np.testing.assert_array_equal(jax.jit(sample)(KEY, jnp.int32(3)), expected)
-
     steps = jnp.arange(5, dtype=jnp.int32)
-    over_steps = jax.jit(jax.vmap(sample, (None, 0)))(KEY, steps)
-    np.testing.assert_array_equal(over_steps[3], expected)
     keys = jnp.stack([KEY[::-1], KEY])
-    over_keys = jax.vmap(sample, (0, None))(keys, jnp.int32(3))
-    np.testing.assert_array_equal(over_keys[1], expected)
+    over_steps = jax.vmap(sample, (None, 0))
+    over_both = jax.jit(jax.vmap(over_steps, (0, None)))(keys, steps)
+    np.testing.assert_array_equal(over_both[1, 3], expected)
 
     @jax.jit
     def tree(key, step):
-        leaves = [noise.sample(key, (9,), step=step, leaf=i) for i in (0, 1, 3)]
+        leaves = [noise.sample(key, (9,), step=step, leaf=i) for i in (0, 3)]
         return *leaves, sample(key, step)
 
     np.testing.assert_array_equal(tree(KEY, jnp.int32(3))[-1], expected)
     with jax.enable_x64():
-        wide = sample(KEY, jnp.int32(3))
+        wide = jax.jit(sample)(KEY, jnp.int32(3))
         assert wide.dtype == jnp.int32
         np.testing.assert_array_equal(wide, expected)
 
 
-def test_parts_have_the_bits_of_a_draw_at_once(in_parts):
-    for shape in [(16, 24), (384,), (2, 3, 64), (12, 32)]:
-        sample = functools.partial(
-            DiscreteGaussian((128**2, 128, 1)).sample, shape=shape, leaf=2, step=STEP
-        )
-        expected = sample(KEY)
-        with in_parts():
-            assert 3 <= _discrete_gaussian._divided(shape).parts <= 4
-            np.testing.assert_array_equal(sample(KEY), expected)
-            np.testing.assert_array_equal(jax.jit(sample)(KEY), expected)
+@pytest.mark.parametrize("shape", [(384,), (2, 3, 64), (12, 32)], ids=str)
+def test_parts_have_the_bits_of_a_draw_at_once(shape, in_parts):
+    def sample():
+        return DiscreteGaussian((128, 1)).sample(KEY, shape, step=STEP, leaf=2)
+
+    expected = jax.jit(sample)()
+    with in_parts():
+        assert 3 <= _discrete_gaussian._divided(shape).parts <= 4
+        np.testing.assert_array_equal(jax.jit(lambda: sample())(), expected)
 
 
 LARGE = [(2**30,), (256128, 2048), (50257, 1024), (24, 2048, 16384), (80, 8192, 28672)]
@@ -602,7 +589,7 @@ def test_arrays_that_are_small_or_cannot_be_divided_are_one_part(shape):
     )
 
 
-@pytest.mark.parametrize("shape", [(4096,), (64, 64), (16, 16, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(4096,), (16, 16, 16)], ids=str)
 def test_no_words_are_stored_for_small_arrays(shape):
     sample = functools.partial(DiscreteGaussian((128, 1)).sample, shape=shape, leaf=0)
     compiled = jax.jit(sample).lower(KEY, step=STEP).compile()
@@ -610,7 +597,7 @@ def test_no_words_are_stored_for_small_arrays(shape):
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * in_bytes
 
 
-@pytest.mark.parametrize(("axis", "devices"), [(0, 3), (0, 5), (0, 6), (1, 3), (2, 5)])
+@pytest.mark.parametrize(("axis", "devices"), [(0, 6), (1, 3), (2, 5)])
 def test_any_number_of_devices_shares_a_part(axis, devices, in_parts):
     shape = (60, 60, 60)
     mesh = jax.make_mesh((devices,), ("a",), devices=jax.devices()[:devices])
@@ -626,8 +613,11 @@ def test_any_number_of_devices_shares_a_part(axis, devices, in_parts):
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * of_all / devices
 
 
-@pytest.mark.parametrize("is_divided", [False, True], ids=["at once", "in parts"])
-@pytest.mark.parametrize("spec", [("a", "b"), (("a", "b"),), (None, "b")], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "is_divided"),
+    [(("a", "b"), False), ((("a", "b"),), True), ((None, "b"), True)],
+    ids=str,
+)
 def test_each_device_draws_its_own_part(spec, is_divided, in_parts):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -682,17 +672,8 @@ def test_the_program_has_no_floats_and_one_loop_over_the_draws(multipliers):
 @pytest.mark.parametrize(
     "multipliers",
     [
-        (),
-        (2,),
-        (0, 1),
-        (-2, 1),
-        (129, 1),
-        (92, 91),
-        (6, 4),
-        (3, 1, 2),
-        (129 * 3, 129 * 2, 1),
-        (92, 91, 1),
-        (8, 4, 2, 1),
+        *((), (2,), (0, 1), (-2, 1), (129, 1), (92, 91), (6, 4), (3, 1, 2)),
+        *((129 * 3, 129 * 2, 1), (92, 91, 1), (8, 4, 2, 1)),
     ],
     ids=str,
 )
@@ -712,13 +693,12 @@ def test_noise_that_is_too_wide_is_refused():
     assert DiscreteGaussian.at_most(stddev + 1, 3).variance == widest.variance
 
 
-@pytest.mark.parametrize("step", [jnp.zeros(1, jnp.int32), jnp.int8(0), 0.0], ids=str)
+@pytest.mark.parametrize(
+    "step", [np.zeros(1, np.int32), np.int8(0), 0.0, np.int64(0)], ids=str
+)
 def test_a_step_that_is_no_integer_of_32_bits_is_refused(step):
-    noise = DiscreteGaussian((128, 1))
-    with pytest.raises(ValueError, match="step must be an int32 or uint32 scalar"):
-        noise.sample(KEY, (3,), step=step, leaf=0)
     with (
         jax.enable_x64(),
         pytest.raises(ValueError, match="step must be an int32 or uint32 scalar"),
     ):
-        noise.sample(KEY, (3,), step=jnp.int64(0), leaf=0)
+        DiscreteGaussian((128, 1)).sample(KEY, (3,), step=step, leaf=0)

@@ -7,9 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from benchmarks.collectives import collectives
-from dpmp.noise_addition import (
-    gaussian_privatizer,
-)
+from dpmp.noise_addition import gaussian_privatizer
 from dpmp.numerics._grid import GridArray
 
 P = jax.P
@@ -20,8 +18,11 @@ UNIT = 2.0**-15
 SHAPES = [(256, 128)] * 4 + [(512, 256), (64,), (16, 8)]
 
 
-def make_mesh(axis_type=AxisType.Auto):
-    return jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+def make_mesh(size=8):
+    devices = jax.devices()[:size]
+    return jax.make_mesh(
+        (size,), ("data",), axis_types=(AxisType.Auto,), devices=devices
+    )
 
 
 def make_sum(make_steps):
@@ -82,32 +83,21 @@ def test_parts_have_the_noise_of_the_whole_and_no_two_the_same():
         )
 
 
-def test_noise_inside_of_shard_map_is_refused():
-    privatizer = gaussian_privatizer(stddev=0.5, prng_key=KEY)
-    state = privatizer.init(None)
-    mapped = jax.shard_map(
-        lambda x: privatizer.update(x, state)[0],
-        mesh=make_mesh(),
-        in_specs=P("data"),
-        out_specs=P("data"),
-    )
-    with pytest.raises(ValueError, match=r"outside of shard_map.*under jax\.jit"):
-        mapped(jnp.zeros(8))
-
-
-def test_noise_inside_of_shard_map_on_one_device_is_added():
-    mesh = jax.make_mesh(
-        (1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]
-    )
+def add_noise_on(mesh, **options):
     state = PRIVATIZER.init(None)
-    mapped = jax.shard_map(
+    return jax.shard_map(
         lambda x: PRIVATIZER.update(x, state)[0],
         mesh=mesh,
         in_specs=P("data"),
         out_specs=P("data"),
-        check_vma=False,
+        **options,
     )
+
+
+def test_noise_inside_of_shard_map_is_for_one_device():
     x = jnp.zeros(8)
-    np.testing.assert_array_equal(
-        jax.jit(mapped)(x), jax.jit(PRIVATIZER.update)(x, state)[0]
-    )
+    with pytest.raises(ValueError, match=r"outside of shard_map.*under jax\.jit"):
+        add_noise_on(make_mesh())(x)
+    alone = jax.jit(add_noise_on(make_mesh(1), check_vma=False))(x)
+    expected, _ = jax.jit(PRIVATIZER.update)(x, PRIVATIZER.init(None))
+    np.testing.assert_array_equal(alone, expected)

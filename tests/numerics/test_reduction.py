@@ -9,7 +9,7 @@ import pytest
 from dpmp.numerics import _float_sums, _reduction, _stored
 
 _U = Fraction(_float_sums.UNIT_ROUNDOFF)
-_BATCH_SIZES = [*range(1, 20), 27, 33, 64, 65, 100, 256, 257, 1024]
+_BATCH_SIZES = [*range(1, 10), 16, 19, 33, 64, 65, 100, 257, 1024]
 
 
 def _sum_examples(rows, add=jnp.add):
@@ -56,7 +56,7 @@ def test_additions_of_examples_are_counted(batch_size):
     assert depth <= _reduction.depth(batch_size)
     assert below <= _reduction.summed_norms(batch_size)
     # All loops are full, and the counts exact.
-    if batch_size in (1, 8, 16, 64, 256, 1024):
+    if batch_size in (1, 8, 16, 64, 1024):
         assert depth == _reduction.depth(batch_size)
         assert below == pytest.approx(_reduction.summed_norms(batch_size))
 
@@ -97,7 +97,7 @@ def test_every_entry_is_added_once(sizes):
     np.testing.assert_array_equal(total(), expected)
 
 
-@pytest.mark.parametrize("size", [1, 3, 33, 513, 5000, 70_001, 2**17])
+@pytest.mark.parametrize("size", [1, 33, 513, 70_001, 2**17])
 def test_sums_of_entries_err_by_their_depth_at_most(size):
     x = np.random.default_rng(size).uniform(0.5, 1, (20, size)).astype(np.float32)
     depth = 0

@@ -41,27 +41,18 @@ def _loaded(stored):
     return _stored.to_float(stored.bits, stored.dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_what_is_loaded_is_what_was_stored_in_float32(dtype):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
+def test_what_is_loaded_is_what_was_stored_in_float32_or_wider(dtype):
     values = _special_values(dtype)
-    loaded = jax.jit(_stored_and_loaded)(jnp.asarray(values))
-    _assert_same_floats(loaded, values.astype(np.float32))
-
-
-def test_float64_is_loaded_as_it_was_stored():
-    with jax.enable_x64(True):
-        values = _special_values(np.float64)
+    with jax.enable_x64(dtype == jnp.float64):
         loaded = jax.jit(_stored_and_loaded)(jnp.asarray(values))
-        _assert_same_floats(loaded, values)
+    _assert_same_floats(loaded, values.astype(np.promote_types(dtype, np.float32)))
 
 
-@pytest.mark.parametrize("start", [1, jnp.int32(1)])
-def test_a_range_of_columns_is_taken(start):
+def test_a_range_of_columns_is_taken_and_zeros_beyond_the_last():
     x = np.arange(12).reshape(3, 4)
-    np.testing.assert_array_equal(_stored.columns_of(x, start, 2), x[:, 1:3])
-
-
-def test_columns_beyond_the_last_are_zeros():
+    for start in (1, jnp.int32(1)):
+        np.testing.assert_array_equal(_stored.columns_of(x, start, 2), x[:, 1:3])
     x = jnp.ones((2, 3))
     np.testing.assert_array_equal(_stored.columns_of(x, 2, 2), [[1.0, 0.0]] * 2)
     np.testing.assert_array_equal(_stored.columns_of(x, 3, 2), np.zeros((2, 2)))
@@ -87,23 +78,15 @@ def test_a_clipping_group_may_have_no_entries(arithmetic):
     assert set(shapes) == {(0,)}
 
 
-def test_sixteen_bit_floats_are_held_as_integers():
+def test_sixteen_bit_floats_are_held_as_integers_and_the_rest_as_it_is():
     x = jnp.ones((2, 3), jnp.bfloat16)
-    stored, _ = _stored.compute_and_store(lambda: (x, None), x)
-    assert stored.bits.dtype == jnp.uint16
-
-
-def test_the_second_part_is_returned_as_it_is():
-    x = jnp.ones((2, 3), jnp.bfloat16)
-    _, rest = _stored.compute_and_store(lambda: (x, {"aux": x, "none": None}), x)
+    stored, rest = _stored.compute_and_store(
+        lambda: ({"x": x, "empty": jnp.ones((2, 0, 3))}, {"aux": x, "none": None}), x
+    )
+    assert stored["x"].bits.dtype == jnp.uint16
+    assert _loaded(stored["empty"]).shape == (2, 0)
     _assert_same_floats(rest["aux"], x)
     assert rest["none"] is None
-
-
-def test_arrays_without_entries_are_stored():
-    x = jnp.ones((2, 0, 3), jnp.bfloat16)
-    stored, _ = _stored.compute_and_store(lambda: (x, None), jnp.ones(1))
-    assert _loaded(stored).shape == (2, 0)
 
 
 @pytest.mark.parametrize(

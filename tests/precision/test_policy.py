@@ -3,39 +3,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import equations
+from refusals import refusals
 
 from dpmp import Policy
 
 
 @pytest.mark.parametrize(
-    ("name", "compute_dtype", "matmul_precision", "float8_scale"),
+    ("name", "expected"),
     [
-        ("tf32", jnp.float32, "tensorfloat32", None),
-        ("mixed_float16", jnp.float16, None, None),
-        ("float8", jnp.bfloat16, None, "per_example"),
+        ("tf32", Policy("float32", "float32", "tensorfloat32")),
+        ("mixed_float16", Policy(jnp.float32, np.dtype(np.float16))),
+        ("float8", Policy(jnp.float32, jnp.bfloat16, float8_scale="per_example")),
     ],
 )
-def test_presets_keep_float32_parameters(
-    name, compute_dtype, matmul_precision, float8_scale
-):
-    assert Policy.from_name(name) == Policy(
-        jnp.float32, compute_dtype, matmul_precision, float8_scale=float8_scale
-    )
+def test_presets_keep_float32_parameters(name, expected):
+    assert Policy.from_name(name) == expected
+    assert hash(Policy.from_name(name)) == hash(expected)
 
 
-def test_floats_are_cast():
+def test_floats_are_cast_and_round_to_nearest():
     policy = Policy.from_name("mixed_bfloat16")
     tree = {"f16": jnp.ones(2, jnp.float16), "f32": np.ones(2, np.float32), "py": 1.5}
-    assert {x.dtype for x in jax.tree.leaves(policy.cast_to_compute(tree))} == {
-        jnp.dtype(jnp.bfloat16)
-    }
-    assert {x.dtype for x in jax.tree.leaves(policy.cast_to_param(tree))} == {
-        jnp.dtype(jnp.float32)
-    }
-
-
-def test_casts_round_to_nearest():
-    policy = Policy.from_name("mixed_bfloat16")
+    for cast, dtype in (
+        (policy.cast_to_compute, jnp.bfloat16),
+        (jax.jit(policy.cast_to_compute), jnp.bfloat16),
+        (policy.cast_to_param, jnp.float32),
+    ):
+        assert {x.dtype for x in jax.tree.leaves(cast(tree))} == {jnp.dtype(dtype)}
     # bfloat16 numbers from 1 to 2 are 2^-7 apart.
     cast = policy.cast_to_compute(jnp.float32([1 + 2.0**-9, 1 + 3 * 2.0**-9]))
     np.testing.assert_array_equal(cast.astype(jnp.float32), [1.0, 1 + 2.0**-7])
@@ -64,20 +58,6 @@ def test_what_is_not_float_is_left_alone():
         np.testing.assert_array_equal(out["labels"], tree["labels"])
 
 
-def test_casts_can_be_compiled():
-    policy = Policy.from_name("mixed_bfloat16")
-    out = jax.jit(policy.cast_to_compute)({"w": jnp.ones(3), "n": jnp.arange(2)})
-    assert out["w"].dtype == jnp.bfloat16
-    assert out["n"].dtype == jnp.int32
-
-
-def test_a_policy_can_be_given_by_dtypes():
-    policy = Policy(param_dtype="float32", compute_dtype="float16")
-    assert policy == Policy(jnp.float32, np.dtype(np.float16))
-    assert hash(policy) == hash(Policy(jnp.float32, jnp.float16))
-    assert policy.cast_to_compute(1.0).dtype == jnp.float16
-
-
 def test_float64_parameters_need_64_bit_mode():
     with pytest.raises(ValueError, match="float64 parameters need 64-bit mode"):
         Policy(jnp.float64, jnp.float32)
@@ -86,25 +66,23 @@ def test_float64_parameters_need_64_bit_mode():
         assert policy.cast_to_param(jnp.ones(2, jnp.float32)).dtype == jnp.float64
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
-def test_half_precision_parameters_are_refused(dtype):
-    with pytest.raises(ValueError, match="param_dtype must be float32 or wider"):
-        Policy(dtype, dtype)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=str)
-def test_stochastic_rounding_is_for_bfloat16_parameters(dtype):
-    with pytest.raises(ValueError, match="bfloat16 with stochastic_rounding"):
-        Policy(dtype, jnp.bfloat16, stochastic_rounding=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("param_dtype", jnp.complex64), ("compute_dtype", jnp.int32)]
+@refusals(
+    ("param_dtype", (jnp.bfloat16, jnp.float16), "must be float32 or wider"),
+    ("param_dtype", (jnp.complex64,), "param_dtype must be a float dtype"),
+    ("compute_dtype", (jnp.int32,), "compute_dtype must be a float dtype"),
+    ("stochastic_rounding", (True,), "bfloat16 with stochastic_rounding"),
+    ("float32_paths", ("embed",), "tuple of regular expressions"),
+    ("matmul_precision", ("tf32",), "matmul_precision must be one of"),
 )
-def test_dtypes_that_are_not_real_floats_are_refused(name, dtype):
-    dtypes = {"param_dtype": jnp.float32, "compute_dtype": jnp.float32, name: dtype}
-    with pytest.raises(ValueError, match=f"{name} must be a float dtype"):
-        Policy(**dtypes)
+def test_fields_out_of_range_are_refused(wrong, message):
+    fields = {"param_dtype": jnp.float32, "compute_dtype": jnp.float32, **wrong}
+    with pytest.raises(ValueError, match=message):
+        Policy(**fields)
+
+
+def test_stochastic_rounding_is_for_bfloat16_parameters():
+    with pytest.raises(ValueError, match="bfloat16 with stochastic_rounding"):
+        Policy(jnp.float16, jnp.bfloat16, stochastic_rounding=True)
 
 
 def test_unknown_names_are_refused():
@@ -134,21 +112,13 @@ def test_parameters_at_some_paths_stay_in_float32(paths, in_float32):
     }
 
 
-def test_paths_say_nothing_of_inputs():
-    policy = Policy.from_name("mixed_bfloat16", float32_paths=("x",))
+def test_paths_say_nothing_of_inputs_and_must_be_somewhere():
+    policy = Policy.from_name("mixed_bfloat16", float32_paths=("x", "heads?"))
     batch = policy.cast_inputs({"x": jnp.ones(2), "ids": jnp.arange(2)})
     assert (batch["x"].dtype, batch["ids"].dtype) == (jnp.bfloat16, jnp.int32)
-
-
-def test_a_path_that_is_nowhere_is_refused():
     policy = Policy.from_name("mixed_bfloat16", float32_paths=("embed", "heads?"))
     with pytest.raises(ValueError, match=r"unused=\['heads\?'\]"):
         policy.cast_to_compute(_PARAMS)
-
-
-def test_one_path_has_to_be_in_a_tuple():
-    with pytest.raises(ValueError, match="tuple of regular expressions"):
-        Policy(jnp.float32, jnp.float32, float32_paths="embed")
 
 
 def _precisions(fun, *args):
@@ -170,8 +140,3 @@ def test_products_of_a_loss_and_of_its_gradient_have_the_precision_asked_for():
     # Nothing is left behind.
     assert _precisions(jax.grad(loss), w) == _precisions(loss, w)
     assert Policy.from_name("mixed_bfloat16").in_product_precision(loss) is loss
-
-
-def test_a_precision_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="matmul_precision must be one of"):
-        Policy(jnp.float32, jnp.float32, "tf32")

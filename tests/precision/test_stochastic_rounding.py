@@ -100,20 +100,18 @@ def _trainer(policy, optimizer):
     )
 
 
+def _fit(trainer, data):
+    with jax.numpy_dtype_promotion("standard"):  # Adam needs it
+        return trainer.fit(trainer.init(jnp.zeros(5)), data, progress=False)
+
+
 def test_a_run_keeps_bfloat16_parameters_and_float32_statistics():
     trainer = _trainer(POLICY, optax.adamw(1e-2))
-    state = trainer.init(jnp.zeros(5))
     data = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
-    with jax.numpy_dtype_promotion("standard"):  # Adam needs it
-        first = trainer.fit(state, data, progress=False)
+    first, again = _fit(trainer, data), _fit(trainer, data)
     assert first.params.dtype == jnp.bfloat16
-    assert {x.dtype for x in jax.tree.leaves(first.opt_state)} == {
-        jnp.dtype(jnp.float32),
-        jnp.dtype(jnp.int32),
-    }
-    again = trainer.init(jnp.zeros(5))
-    with jax.numpy_dtype_promotion("standard"):
-        again = trainer.fit(again, data, progress=False)
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(first.opt_state)}
+    assert dtypes == {"float32", "int32"}
     np.testing.assert_array_equal(
         first.params.astype(jnp.float32), again.params.astype(jnp.float32)
     )
@@ -157,9 +155,7 @@ def test_an_update_without_a_key_is_refused():
 )
 def test_optimizers_keep_the_low_precision_state_that_they_were_told_to(optimizer):
     trainer = _trainer(Policy.from_name("mixed_bfloat16"), optimizer)
-    data = np.ones((64, 5), np.float32)
-    with jax.numpy_dtype_promotion("standard"):  # Adam needs it
-        state = trainer.fit(trainer.init(jnp.zeros(5)), data, progress=False)
+    state = _fit(trainer, np.ones((64, 5), np.float32))
     dtypes = {x.dtype for x in jax.tree.leaves(state.opt_state) if x.shape}
     assert jnp.dtype(jnp.bfloat16) in dtypes
     assert state.params.dtype == jnp.float32
