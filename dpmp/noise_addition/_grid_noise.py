@@ -25,7 +25,7 @@ def add_noise(
 ) -> list[jax.Array]:
     """Adds noise of at least `stddev` to every entry; returns the sums in float32."""
     noisy: dict[int, jax.Array] = {}
-    shapes = [leaf.steps.shape for leaf in leaves]
+    shapes = [leaf.counts.shape for leaf in leaves]
     draws = _packing.draws(shapes, [leaf.unit for leaf in leaves])
     for number, draw in enumerate(draws):
         unit = leaves[min(draw.ranges)].unit
@@ -52,6 +52,6 @@ def _add_draw(
     for i, noise in draw.divided(sample, step).items():
         # Else each device would send its part of a joint vector to all others.
         whole = _meshes.on_every_device(noise) if draw.is_of_small else noise
-        steps = leaves[i].steps + whole.reshape(leaves[i].steps.shape)
-        noisy[i] = GridArray(steps, leaves[i].unit).to_float()
+        counts = leaves[i].counts + whole.reshape(leaves[i].counts.shape)
+        noisy[i] = GridArray(counts, leaves[i].unit).to_float()
     return noisy

@@ -98,8 +98,8 @@ class _Squares:
 
     def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
         (coef,) = operands
-        steps = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
-        return jnp.square(steps.astype(self.dtype))  # right if a negative one wraps
+        counts = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
+        return jnp.square(counts.astype(self.dtype))  # right if a negative one wraps
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.minimum(a + b, jnp.asarray(self.limit, self.dtype))

@@ -49,7 +49,7 @@ def _joint_sum(is_padding, metrics=None, **kwargs):
         l2_clip_norm=_ADAPTIVE,
         rescale_to_unit_norm=True,
         normalize_by=4.0,
-        counts_overflows=True,
+        released_metrics=ReleasedMetrics(fraction_overflowed=True),
         released_metrics=metrics,
         **kwargs,
     )
@@ -74,7 +74,7 @@ def test_one_example_moves_all_that_is_released_by_the_joint_norm_bound(
     assert math.isclose(fun.l2_norm_bound, math.hypot(1, *shares) / 4, rel_tol=1e-14)
     assert fun.l2_norm_bound >= math.hypot(1, *shares) / 4
     _, of_nobody = _joint_sum(np.ones(5, bool), **options)
-    assert int(of_nobody.within.steps) == 0
+    assert int(of_nobody.within.counts) == 0
 
 
 def test_a_clipped_gradient_and_its_count_come_close_to_the_bound():

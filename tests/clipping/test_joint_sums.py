@@ -68,8 +68,8 @@ def test_without_noise_metrics_are_means_over_the_expected_batch(
 
 
 def _steps(joint):
-    leaves = jax.tree.leaves(joint, is_leaf=lambda x: hasattr(x, "steps"))
-    return [(np.asarray(x.steps, np.float64), x.unit) for x in leaves]
+    leaves = jax.tree.leaves(joint, is_leaf=lambda x: hasattr(x, "counts"))
+    return [(np.asarray(x.counts, np.float64), x.unit) for x in leaves]
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -155,7 +155,7 @@ def test_per_layer_clip_norms_count_an_example_that_any_of_them_clips():
     )
     batch = jnp.array([[0.5, 0.5], [2.0, 0.5], [0.5, 2.0], [2.0, 9.0]])
     joint = fun({"a": jnp.ones(()), "b": jnp.ones(())}, batch)
-    assert int(joint.metrics["clipped"].steps) == 2 * 1023
+    assert int(joint.metrics["clipped"].counts) == 2 * 1023
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_an_overflow_moves_the_count_and_no_gradient(method, arithmetic, which):
     fun = clipped_grad(
         lambda w, x: jnp.sum(w["a"] * x[..., 0] + w["b"] * x[..., 1]),
         l2_clip_norm={"a": 1.0, "b": 5.0},
-        counts_overflows=True,
+        released_metrics=ReleasedMetrics(fraction_overflowed=True),
         method=method,
         arithmetic=arithmetic,
     )
@@ -182,8 +182,8 @@ def test_an_overflow_moves_the_count_and_no_gradient(method, arithmetic, which):
     params = {"a": jnp.ones(()), "b": jnp.ones(())}
     joint = fun(params, batch, is_padding_example=np.arange(4) != which)
     parts = [
-        float(np.float64(x.steps) * x.unit) if hasattr(x, "steps") else float(x)
-        for x in jax.tree.leaves(joint, is_leaf=lambda x: hasattr(x, "steps"))
+        float(np.float64(x.counts) * x.unit) if hasattr(x, "counts") else float(x)
+        for x in jax.tree.leaves(joint, is_leaf=lambda x: hasattr(x, "counts"))
     ]
     gradient, count = np.hypot(*parts[:2]), parts[2]
     bound = fun.l2_norm_bound

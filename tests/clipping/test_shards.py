@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from benchmarks.collectives import Collective, collectives
 from dpmp import DPSGD, DPTrainer, ReleasedMetrics, clipped_grad, loss_scaling
+from dpmp.clipping import Shards
 from dpmp.numerics import _float_sums
 from dpmp.numerics._arithmetic import parse
 
@@ -75,15 +76,14 @@ def test_exact_sums_of_equal_gradients_are_the_same_on_any_number_of_devices(
     fn = make_sum_fn(
         arithmetic="exact",
         microbatch_size=microbatch_size,
-        spmd_axis_name="data",
-        sum_specs=specs,
+        spmd_axis_name=Shards(("data",), specs),
     )
     with jax.set_mesh(mesh):
         total = jax.jit(fn.__call__)(params, batch)
     jax.tree.map(np.testing.assert_array_equal, total, sum_on_one_device())
     for name, x in total.items():
         wanted = NamedSharding(mesh, specs[name])
-        assert x.steps.sharding.is_equivalent_to(wanted, x.steps.ndim)
+        assert x.counts.sharding.is_equivalent_to(wanted, x.counts.ndim)
 
 
 def test_a_batch_may_be_divided_over_several_axes_beside_others():
@@ -91,9 +91,7 @@ def test_a_batch_may_be_divided_over_several_axes_beside_others():
     specs = {"w": P("model", "fsdp"), "b": P(("data", "fsdp")), "scalar": P()}
     params, batch = make_args()
     params = {name: place(x, mesh, specs[name]) for name, x in params.items()}
-    fn = make_sum_fn(
-        arithmetic="exact", spmd_axis_name=("data", "fsdp"), sum_specs=specs
-    )
+    fn = make_sum_fn(arithmetic="exact", spmd_axis_name=Shards(("data", "fsdp"), specs))
     with jax.set_mesh(mesh):
         batch = place(batch, mesh, P(("data", "fsdp")))
         total = jax.jit(fn.__call__)(params, batch)
@@ -122,7 +120,7 @@ def test_float_sums_over_devices_err_no_more_than_is_counted(
         specs = {"w": P(), "b": P(), "scalar": P()}
     mesh = make_mesh((num_devices,))
     params, batch = make_args(24)
-    fn = make_sum_fn(arithmetic=arithmetic, spmd_axis_name="data", sum_specs=specs)
+    fn = make_sum_fn(arithmetic=arithmetic, spmd_axis_name=Shards(("data",), specs))
     fn = jax.jit(fn.__call__)
 
     def total(is_empty):
@@ -157,7 +155,10 @@ def test_more_shards_round_more():
         ({"spmd_axis_name": "other"}, r"must name axes of the mesh.*\['data'\]"),
         ({"microbatch_size": 4}, "microbatch_size must be a multiple of the 8 devices"),
         ({"size": 12}, "batch size must be a multiple of the 8 devices"),
-        ({"sum_specs": P("data")}, "a partition spec for each of the 3 arrays"),
+        (
+            {"spmd_axis_name": Shards(("data",), P("data"))},
+            "a partition spec for each of the 3 arrays",
+        ),
     ],
 )
 def test_batches_that_cannot_be_divided_are_refused(options, message):

@@ -11,7 +11,7 @@ from scipy import stats
 
 from dpmp import DPSGD, accounting
 from dpmp.batch_selection import PoissonSampling, _binomial
-from dpmp.mechanism import _step_costs
+from dpmp.mechanism import _privacy_cost
 from dpmp.noise_addition import NoiseState
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 
@@ -316,7 +316,7 @@ def test_the_noise_is_calibrated_for_what_it_is_added_to(fields):
     grad_fn = mechanism.clipped_grad(linear_loss)
     with_example = grad_fn(params, batch)
     without_example = grad_fn(params, batch, is_padding_example=without)
-    difference = with_example.steps - without_example.steps
+    difference = with_example.counts - without_example.counts
     contribution = with_example.unit * float(jnp.linalg.norm(difference))
 
     privatizer = mechanism.privatizer(KEY)
@@ -362,7 +362,7 @@ def test_a_clip_norm_of_zero_is_refused_unless_gradients_are_divided_by_their_no
         make_mechanism(noise_multiplier=1.0, l2_clip_norm=0.0)
     directions = make_mechanism(l2_clip_norm=0.0, rescale_to_unit_norm=True)
     total = directions.clipped_grad(linear_loss)(jnp.zeros(3), jnp.ones((2, 3)))
-    assert np.all(np.asarray(total.steps))
+    assert np.all(np.asarray(total.counts))
 
 
 def test_gradients_of_more_entries_than_were_planned_for_are_refused():
@@ -407,10 +407,10 @@ def test_what_the_batches_fall_short_of_is_charged_to_delta(monkeypatch):
         (share / (1 + math.exp(before * 0.99)), False),
     ):
         monkeypatch.setattr(_binomial, "LARGEST_TOTAL_VARIATION", distance)
-        _step_costs._guarantee_of.cache_clear()
+        _privacy_cost._guarantee_of.cache_clear()
         epsilon = mechanism.guarantee(delta=1e-5).epsilon
         assert epsilon == (before if is_covered else math.inf)
-    _step_costs._guarantee_of.cache_clear()
+    _privacy_cost._guarantee_of.cache_clear()
 
 
 def test_the_clipped_gradient_is_divided_by_the_expected_batch_size():

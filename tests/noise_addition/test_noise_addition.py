@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from dpmp.numerics._sums import as_sum, num_entries
 from scipy import stats
 
 from dpmp.noise_addition import (
@@ -25,7 +26,6 @@ from dpmp.noise_addition import (
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import _packing
 from dpmp.numerics._grid import GridArray
-from dpmp.numerics._sums import as_sum, num_entries
 from dpmp.tools.selfcheck import _modes
 
 KEY = jax.random.key(20240607)
@@ -500,7 +500,7 @@ def snap(leaf, stddev, cost):
     """The unit, and the steps of a float sum as Python integers."""
     unit, _ = _privatizers._snapping(stddev, cost)
     snapped = as_sum(leaf).snapped(unit)
-    return snapped.unit, [int(step) for step in snapped.steps]
+    return snapped.unit, [int(count) for count in snapped.counts]
 
 
 def numbers_to_snap(rng, stddev, cost, dtype):
