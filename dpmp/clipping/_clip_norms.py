@@ -30,7 +30,6 @@ import numpy as np
 from dpmp import _meshes, _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
-from dpmp.clipping._adaptive import AdaptiveClipNorm
 from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.numerics._arithmetic import Arithmetic
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
@@ -70,9 +69,9 @@ class ClipNorms:
     def from_tree(
         cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
     ) -> "ClipNorms":
-        """Makes clip norms from what users pass; raises ValueError if it is bad.
+        """Makes clip norms from a tree of numbers, or from an `AutomaticClipping`.
 
-        `tree` is a tree of numbers, an `AutomaticClipping` or an `AdaptiveClipNorm`.
+        Raises ValueError if they are out of range.
         """
         rescale_to_unit_norm = _validate.boolean(
             rescale_to_unit_norm=rescale_to_unit_norm,
@@ -81,15 +80,6 @@ class ClipNorms:
         stability = None
         if isinstance(tree, AutomaticClipping):
             stability, tree = tree.stability, 1.0
-        elif isinstance(tree, AdaptiveClipNorm):
-            _validate.require(
-                rescale_to_unit_norm,
-                "an AdaptiveClipNorm needs a sensitivity that does not depend on it",
-                rescale_to_unit_norm=rescale_to_unit_norm,
-                fix="Set rescale_to_unit_norm=True, and multiply by the clip norm "
-                "after the noise is added.",
-            )
-            tree = tree.initial
         norms, prefix = jax.tree.flatten(jax.tree.map(as_real, tree))
         traced = None
         if any(isinstance(x, jax.core.Tracer) for x in norms):

@@ -218,7 +218,12 @@ def clipped_grad(
             loss_scale=loss_scale,
             fix="Leave one of them out, or make the transform a part of the loss.",
         )
-    joint = JointCoordinates.of(released_metrics, l2_clip_norm, nan_safe)
+    joint = JointCoordinates.of(
+        released_metrics,
+        l2_clip_norm,
+        rescale_to_unit_norm=rescale_to_unit_norm,
+        nan_safe=nan_safe,
+    )
     signature = Signature.parse(
         argnums=argnums,
         batch_argnums=batch_argnums,
@@ -226,6 +231,8 @@ def clipped_grad(
         keep_batch_dim=keep_batch_dim,
         has_aux=has_aux,
     )
+    if joint.adaptive:
+        l2_clip_norm = joint.adaptive.initial
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
     engine, largest_microbatch = make_engine(
         fun,

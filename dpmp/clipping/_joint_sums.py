@@ -248,7 +248,12 @@ class JointCoordinates:
 
     @classmethod
     def of(
-        cls, metrics: Any, l2_clip_norm: Any, nan_safe: bool = True
+        cls,
+        metrics: Any,
+        l2_clip_norm: Any,
+        *,
+        rescale_to_unit_norm: bool = True,
+        nan_safe: bool = True,
     ) -> "JointCoordinates":
         """Takes the arguments of `clipped_grad`; ValueError if they do not fit."""
         _validate.require(
@@ -263,6 +268,13 @@ class JointCoordinates:
             "released_metrics and AdaptiveClipNorm must have nan_safe=True",
             nan_safe=nan_safe,
             fix="Leave nan_safe out.",
+        )
+        _validate.require(
+            rescale_to_unit_norm or not adapts,
+            "an AdaptiveClipNorm needs a sensitivity that does not depend on it",
+            rescale_to_unit_norm=rescale_to_unit_norm,
+            fix="Set rescale_to_unit_norm=True, and multiply by the clip norm after "
+            "the noise is added.",
         )
         is_automatic = isinstance(l2_clip_norm, AutomaticClipping)
         _validate.require(

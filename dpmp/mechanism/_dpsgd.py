@@ -15,31 +15,16 @@ from dpmp import _validate, accounting, batch_selection, clipping, noise_additio
 from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
+from dpmp.clipping import JointSum, Released, ReleasedMetrics
 from dpmp.clipping._adaptive import with_clip_norm
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._joint_sums import (
-    JointCoordinates,
-    JointSum,
-    Released,
-    ReleasedMetrics,
-    contribution,
-)
+from dpmp.clipping._joint_sums import JointCoordinates, contribution
 from dpmp.clipping._sensitivity import sensitivity
 from dpmp.engines._methods import check_method
 from dpmp.mechanism import _privacy_cost, _statement
-from dpmp.mechanism._privacy_cost import (
-    ComputedProbability,
-    PrivacyCost,
-    larger_datasets,
-)
+from dpmp.mechanism._privacy_cost import ComputedProbability, PrivacyCost
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
-from dpmp.numerics import _arithmetic
-from dpmp.numerics._grid import (
-    DEFAULT_RESOLUTION,
-    LARGEST_LOSS,
-    LARGEST_RESOLUTION,
-    num_entries,
-)
+from dpmp.numerics import _arithmetic, _grid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,7 +308,7 @@ class DPSGD:
         def update(updates, state, params=None):
             is_joint = isinstance(updates, JointSum)
             grads = updates.sum_of_clipped_grads if is_joint else updates
-            entries = num_entries(grads)
+            entries = _grid.num_entries(grads)
             _validate.require(
                 entries <= self.num_parameters,
                 "the gradient must have at most num_parameters entries",
@@ -407,8 +392,11 @@ class DPSGD:
 
     @functools.cached_property
     def _clip_norms(self) -> ClipNorms:
+        adaptive = self._joint.adaptive
         return ClipNorms.from_tree(
-            self.l2_clip_norm, self._is_in_clip_norms, self.expected_batch_size
+            adaptive.initial if adaptive else self.l2_clip_norm,
+            self._is_in_clip_norms,
+            self.expected_batch_size,
         )
 
     @property
@@ -436,16 +424,17 @@ class DPSGD:
     @functools.cached_property
     def _largest_batch(self) -> int:
         """The size to which larger batches are truncated."""
-        sizes = larger_datasets(self.num_examples, self.neighboring_relation)
+        relations = dp_accounting.NeighboringRelation
+        is_protected = self.neighboring_relation is relations.ADD_OR_REMOVE_ONE
         given = self.truncated_batch_size
         if given is None:
             return accounting.choose_truncated_batch_size(
-                max(sizes),
+                self.num_examples + is_protected,
                 cast("float", self.sampling_prob),
                 multiple_of=self.microbatch_size or 1,
             )
         # A given size is not lowered where it would give away the size of the data.
-        return min(given, self.num_examples) if len(sizes) == 1 else given
+        return given if is_protected else min(given, self.num_examples)
 
     def _cost_with(self, noise_multiplier: float) -> PrivacyCost:
         return PrivacyCost(
@@ -455,9 +444,7 @@ class DPSGD:
             noise_multiplier=noise_multiplier,
             is_clipped=self._is_clipped,
             # The entries of the gradient, up to 3 of metrics, and 1 of the clip norm.
-            num_coordinates=self.num_parameters
-            + 3
-            + (self._joint.adaptive is not None),
+            num_coordinates=self.num_parameters + 3 + bool(self._joint.adaptive),
             neighboring_relation=self.neighboring_relation,
         )
 
@@ -469,47 +456,41 @@ _CHECKS = {
     "iterations": (_validate.positive_integer, "Or use DPSGD.from_epochs(epochs=3)."),
     "num_parameters": (_validate.positive_integer, "Count the parameters to train."),
     "rescale_to_unit_norm": (_validate.boolean, "Leave it out for False."),
-}
-_OPTIONAL_CHECKS = {
     "noise_multiplier": (_validate.nonnegative, "Leave it out and call calibrate."),
     "truncated_batch_size": (_validate.positive_integer, "Use 32, or None."),
     "microbatch_size": (_validate.positive_integer, "Use 32, or None."),
 }
+_MAY_BE_NONE = ("noise_multiplier", "truncated_batch_size", "microbatch_size")
 
 
 def _checked_fields(mechanism: DPSGD) -> dict[str, Any]:
     """Returns Python numbers and bools by name; ValueError for one out of range."""
     checked: dict[str, Any] = {
         name: check(**{name: getattr(mechanism, name)}, fix=fix)
-        for name, (check, fix) in (_CHECKS | _OPTIONAL_CHECKS).items()
-        if name in _CHECKS or getattr(mechanism, name) is not None
+        for name, (check, fix) in _CHECKS.items()
+        if name not in _MAY_BE_NONE or getattr(mechanism, name) is not None
     }
     if mechanism.delta is not None:
         checked["delta"] = accounting.check_delta(mechanism.delta)
     # `ClipNorms` checks the values of the clip norms.
     checked["l2_clip_norm"] = jax.tree.map(as_real, mechanism.l2_clip_norm)
-    sizes = checked["expected_batch_size"], checked["num_examples"]
-    checked["sampling_prob"] = _sampling_prob(mechanism.sampling_prob, *sizes)
-    accounting.check_relation(mechanism.neighboring_relation)
-    return checked
-
-
-def _sampling_prob(
-    given: float | None, expected_batch_size: float, num_examples: int
-) -> float:
-    """The sampling probability that was given, or else the one of the sizes."""
-    if given is not None and not isinstance(given, ComputedProbability):
-        return _validate.probability(
+    given = mechanism.sampling_prob
+    if given is None or isinstance(given, ComputedProbability):
+        sizes = {x: checked[x] for x in ("expected_batch_size", "num_examples")}
+        batch_size, num_examples = sizes.values()
+        _validate.require(
+            batch_size <= num_examples,
+            "expected_batch_size must be at most num_examples",
+            **sizes,
+            fix="Use a smaller batch.",
+        )
+        checked["sampling_prob"] = ComputedProbability(batch_size / num_examples)
+    else:
+        checked["sampling_prob"] = _validate.probability(
             sampling_prob=given, fix="Use 0.01, for example, or leave it out."
         )
-    _validate.require(
-        expected_batch_size <= num_examples,
-        "expected_batch_size must be at most num_examples",
-        expected_batch_size=expected_batch_size,
-        num_examples=num_examples,
-        fix="Use a smaller batch.",
-    )
-    return ComputedProbability(expected_batch_size / num_examples)
+    accounting.check_relation(mechanism.neighboring_relation)
+    return checked
 
 
 def choose_resolution(
@@ -528,7 +509,9 @@ def choose_resolution(
     wanted = arithmetic.wanted_resolution(num_parameters)
     if wanted is None:
         return None
-    wanted = min(max(math.ceil(wanted), DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
+    wanted = min(
+        max(math.ceil(wanted), _grid.DEFAULT_RESOLUTION), _grid.LARGEST_RESOLUTION
+    )
     for num_draws in (2, 3):
         noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
         # The margin keeps the rounding of the unit to float32 from needing wider noise.
@@ -537,9 +520,10 @@ def choose_resolution(
         loss = arithmetic.share_lost(num_parameters, resolution)
         if loss <= 0.01:
             break
-    if loss > LARGEST_LOSS:
+    if loss > _grid.LARGEST_LOSS:
         _validate.fail(
-            f"rounding to a grid must cost at most {LARGEST_LOSS:.0%} of the clip norm",
+            f"rounding to a grid must cost at most {_grid.LARGEST_LOSS:.0%} of the "
+            "clip norm",
             cost=f"{loss:.2g}",
             noise_multiplier=noise_multiplier,
             num_parameters=num_parameters,
@@ -547,7 +531,7 @@ def choose_resolution(
             "num_parameters if there are fewer, or use arithmetic='"
             f"{_arithmetic.name_without_privacy(arithmetic.method)}'.",
         )
-    resolution = min(resolution, LARGEST_RESOLUTION)
+    resolution = min(resolution, _grid.LARGEST_RESOLUTION)
     narrowest = DiscreteGaussian((1,)).effective_stddev
     # 1 % less than the narrowest noise is enough: `resolution` was rounded down, and
     # `DiscreteGaussian.at_least` widens the noise again.

@@ -75,16 +75,10 @@ class PrivacyCost:
     @property
     def larger_datasets(self) -> tuple[int, ...]:
         """The sizes that the larger of two neighbouring datasets may have."""
-        return larger_datasets(self.num_examples, self.neighboring_relation)
-
-
-def larger_datasets(
-    num_examples: int, relation: dp_accounting.NeighboringRelation
-) -> tuple[int, ...]:
-    """The sizes that the larger of two neighbouring datasets may have."""
-    if relation is dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE:
-        return num_examples, num_examples + 1
-    return (num_examples,)
+        sizes = self.num_examples, self.num_examples + 1
+        relations = dp_accounting.NeighboringRelation
+        is_added = self.neighboring_relation is relations.ADD_OR_REMOVE_ONE
+        return sizes if is_added else sizes[:1]
 
 
 def calibrate(cost: PrivacyCost, steps: int, *, epsilon: float, delta: float) -> float:
@@ -149,19 +143,15 @@ def _guarantee_of(
     relation = _common_relation([cost for cost, _ in steps])
     # If a person is added, every larger dataset has one example more.
     neighbours = zip(*(cost.larger_datasets for cost, _ in steps), strict=True)
-    guarantees = [
-        accounting.get_epsilon(
-            dp_accounting.ComposedDpEvent(
-                [
-                    cost.event(n, size)
-                    for (cost, n), size in zip(steps, sizes, strict=True)
-                ]
-            ),
-            delta=delta * (1 - _SHARE),
-            neighboring_relation=relation,
+    guarantees = []
+    for sizes in list(neighbours) or [()]:
+        pairs = zip(steps, sizes, strict=True)
+        event = dp_accounting.ComposedDpEvent([c.event(n, x) for (c, n), x in pairs])
+        guarantees.append(
+            accounting.get_epsilon(
+                event, delta=delta * (1 - _SHARE), neighboring_relation=relation
+            )
         )
-        for sizes in list(neighbours) or [()]
-    ]
     worst = max(guarantees, key=lambda guarantee: guarantee.epsilon)
     is_covered = worst.epsilon <= _largest_epsilon(dict(steps), delta)
     epsilon = worst.epsilon if is_covered else math.inf

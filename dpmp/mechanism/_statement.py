@@ -62,9 +62,9 @@ def claim(
         f"{_NEIGHBOURS[mechanism.neighboring_relation]}. {_describe_number(mechanism)}",
         f"- Sampling: each example is in each batch with probability "
         f"{digits_above(mechanism.sampling_prob, 4)}, independently of all others. A "
-        f"batch of more than {largest} examples keeps {largest} of "
-        f"them, drawn at random, and epsilon accounts for that. The claim does not "
-        f"hold for batches that are taken in any other way.",
+        f"batch of more than {largest} examples keeps {largest} of them, drawn at "
+        f"random, and epsilon accounts for that. The claim does not hold for batches "
+        f"that are taken in any other way.",
         f"- Steps: {mechanism.iterations}. Steps that are made again after their "
         f"release, and other runs on the same data, cost more.",
         f"- Clipping: {_describe_clipping(mechanism.l2_clip_norm)} The sum of the "
@@ -111,19 +111,13 @@ def _describe_number(mechanism: Any) -> str:
 def _describe_released(mechanism: Any) -> list[str]:
     """Describes everything that a step releases besides the gradient."""
     metrics, adaptive = mechanism.released_metrics, mechanism.l2_clip_norm
-    batch_size, noise_multiplier = (
-        mechanism.expected_batch_size,
-        mechanism.noise_multiplier,
-    )
+    batch_size, noise = mechanism.expected_batch_size, mechanism.noise_multiplier
     counting = mechanism.counting_overflows().released_metrics
     lines = []
     if is_adaptive := isinstance(adaptive, AdaptiveClipNorm):
         # The noise on everything is wider for the noisy fraction.
-        noise_multiplier = mechanism.stddev * batch_size / (1 + counting.widening)
-    stddevs = {
-        name: counting.stddev(name, noise_multiplier, batch_size)
-        for name in counting.names
-    }
+        noise = mechanism.stddev * batch_size / (1 + counting.widening)
+    stddevs = {x: counting.stddev(x, noise, batch_size) for x in counting.names}
     if metrics is not None:
         means = ", ".join(
             f"{name} (standard deviation {stddevs[name]:.2g})" for name in metrics.names
