@@ -13,7 +13,7 @@ import optax
 
 import dpmp
 from benchmarks import accuracy_tasks, naive
-from dpmp.loss_scaling import DynamicScale
+from dpmp.loss_scaling import DynamicScale, ScaledLoss
 
 
 class Row(NamedTuple):
@@ -231,13 +231,13 @@ def _norms_on_grid(run: Run) -> Callable[..., list[float]]:
 
     @jax.jit
     def clipped_sum(params, example, scale):
-        grad_fn = mechanism.clipped_grad(loss_fn, loss_scale=scale)
+        grad_fn = mechanism.clipped_grad(ScaledLoss(loss_fn, scale))
         example = jax.tree.map(lambda x: x[None], run.policy.cast_inputs(example))
         return grad_fn(run.policy.cast_to_compute(params), example)
 
     def norm(total):
         leaves = jax.tree.leaves(total, is_leaf=lambda x: isinstance(x, dpmp.GridArray))
-        squares = (int(np.sum(np.asarray(x.steps, np.int64) ** 2)) for x in leaves)
+        squares = (int(np.sum(np.asarray(x.counts, np.int64) ** 2)) for x in leaves)
         units = (x.unit for x in leaves)
         return math.sqrt(
             math.fsum(s * u * u for s, u in zip(squares, units, strict=True))

@@ -27,11 +27,12 @@ import dpmp
 from benchmarks import models, results, timing
 from dpmp import noise_addition
 from dpmp.clipping import clipped_fun
+from dpmp.numerics import ExactSums
 from dpmp.tools.selfcheck._modes import float_noise
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 # Three draws of noise, and norms checked in 64 bits.
-FINE = {"arithmetic": "exact", "resolution": 2**20}
+FINE = ExactSums(2**20)
 
 
 def clip_and_sum(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
@@ -81,7 +82,7 @@ def step(dtype: Any) -> tuple[dict[str, Callable[..., Any]], Any]:
     functions = {
         "float32": make_step(floats, arithmetic="float32"),
         "exact": make_step(exact, arithmetic="exact"),
-        "fine": make_step(exact, **FINE),
+        "fine": make_step(exact, arithmetic=FINE),
     }
     args = (params, optimizer.init(params), exact.init(params), task.batch)
     return functions, args
@@ -116,7 +117,7 @@ def _by_arithmetic(clip: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return {
         "float32": clip(arithmetic="float32"),
         "exact": clip(arithmetic="exact"),
-        "fine": clip(**FINE),
+        "fine": clip(arithmetic=FINE),
     }
 
 

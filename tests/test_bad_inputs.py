@@ -25,6 +25,8 @@ from dpmp import (
 )
 from dpmp.__main__ import main
 from dpmp.engines.book_keeping import measure_extents, summarize
+from dpmp.loss_scaling import ScaledLoss
+from dpmp.numerics import ExactSums
 from dpmp.tools.memory import (
     accumulation_overhead,
     compiled_memory,
@@ -419,7 +421,7 @@ CASES = {
     "adaptive-not-rescaled: an AdaptiveClipNorm needs": lambda: clip(
         l2_clip_norm=adaptive()
     ),
-    "adaptive-unsafe: counts_overflows, released_metrics and": lambda: clip(
+    "adaptive-unsafe: released_metrics and AdaptiveClipNorm must": lambda: clip(
         l2_clip_norm=adaptive(), rescale_to_unit_norm=True, nan_safe=False
     ),
     "adaptive-traced-vector: a traced l2_clip_norm must": lambda: jax.jit(
@@ -481,25 +483,27 @@ CASES = {
     "clip-dtype-dict: dtype must be float32 or float64": lambda: clip(
         dtype={"x": 1}, arithmetic="float32"
     ),
-    "clip-resolution: resolution must be": lambda: clip(
-        arithmetic="exact", resolution=0
-    ),
+    "clip-resolution: resolution must be": lambda: clip(arithmetic=ExactSums(0)),
     'clip-exact-infinite: "exact" and "bounded" sums need': lambda: clip(
         l2_clip_norm=np.inf, arithmetic="exact"
     ),
     "clip-float64: float64 sums need": lambda: clip(arithmetic="float64"),
-    "clip-scale: loss_scale must be": lambda: clip(loss_scale=3.0),
-    "clip-scale-dynamic: a dynamic loss_scale must": lambda: clip(
-        loss_scale=loss_scaling.DynamicScale()
+    "scaled-loss: loss_scale must be": lambda: ScaledLoss(linear, 3.0),
+    "scaled-loss-dynamic: a dynamic loss_scale must": lambda: ScaledLoss(
+        linear, loss_scaling.DynamicScale()
     ),
-    "clip-scale-transform: pre_clipping_transform must be given": lambda: clip(
-        loss_scale=2.0, pre_clipping_transform=lambda x: x
+    "clip-scale-transform: pre_clipping_transform must be given": (
+        lambda: dpmp.clipped_grad(
+            ScaledLoss(linear, 2.0),
+            l2_clip_norm=1.0,
+            pre_clipping_transform=lambda x: x,
+        )
     ),
     "clip-transform-book-keeping: pre_clipping_transform needs an engine": lambda: clip(
         method="book_keeping", pre_clipping_transform=lambda x: x
     ),
-    "clip-unsafe-count: counts_overflows, released_metrics and": lambda: clip(
-        nan_safe=False, counts_overflows=True
+    "clip-unsafe-count: released_metrics and AdaptiveClipNorm must": lambda: clip(
+        nan_safe=False, released_metrics=dpmp.ReleasedMetrics(fraction_overflowed=True)
     ),
     "clip-padding-dtype: is_padding_example must be": lambda: dpmp.clipped_grad(
         linear, l2_clip_norm=1.0

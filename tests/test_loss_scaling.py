@@ -14,9 +14,17 @@ import dpmp
 from dpmp import loss_scaling
 from dpmp.clipping import _joint_sums, clipped_grad
 from dpmp.engines import _scaled_loss
-from dpmp.mechanism import _released
 
 _METHODS = ["per_example", "book_keeping"]
+
+
+_COUNTING = dpmp.ReleasedMetrics(fraction_overflowed=True)
+
+
+def _scaled_grad(loss_fn, *, loss_scale=None, **kwargs):
+    if loss_scale is not None:
+        loss_fn = loss_scaling.ScaledLoss(loss_fn, loss_scale)
+    return clipped_grad(loss_fn, **kwargs)
 
 
 def _loss(params, batch):
@@ -33,7 +41,7 @@ def _make_batch(weight=1.0):
 
 
 def _sum(loss_scale, dtype=jnp.float32, weight=1.0, **kwargs):
-    fun = clipped_grad(
+    fun = _scaled_grad(
         _loss,
         **{
             "l2_clip_norm": 0.5 * weight,
@@ -108,7 +116,7 @@ def test_an_example_that_overflows_contributes_zero(method, microbatch_size):
     params, batch = jax.tree.map(
         lambda x: x.astype(jnp.float16), (_PARAMS, _make_batch(weight))
     )
-    fun = clipped_grad(_loss, l2_clip_norm=4.0, loss_scale=scale, **kwargs)
+    fun = _scaled_grad(_loss, l2_clip_norm=4.0, loss_scale=scale, **kwargs)
     expected = jax.jit(fun.__call__)(params, batch, is_padding_example=~is_kept)
     _assert_same(total, expected)
 
@@ -116,7 +124,7 @@ def test_an_example_that_overflows_contributes_zero(method, microbatch_size):
 @pytest.mark.parametrize("method", _METHODS)
 def test_contributions_have_at_most_the_clip_norm(method):
     for i in range(6):
-        fun = clipped_grad(
+        fun = _scaled_grad(
             _loss,
             l2_clip_norm=0.01,
             loss_scale=loss_scaling.by_loss(),
@@ -134,7 +142,7 @@ def test_aux_and_values_are_those_of_the_loss():
         value = _loss(params, batch)
         return value, {"twice": 2 * value}
 
-    fun = clipped_grad(
+    fun = _scaled_grad(
         loss, has_aux=True, l2_clip_norm=1.0, return_values=True, loss_scale=2.0**9
     )
     _, sensitive = fun(_PARAMS, _make_batch())
@@ -146,7 +154,7 @@ def test_aux_and_values_are_those_of_the_loss():
 
 def test_a_scale_may_be_an_array_of_a_compiled_step():
     def step(scale):
-        return clipped_grad(_loss, l2_clip_norm=0.5, loss_scale=scale)(
+        return _scaled_grad(_loss, l2_clip_norm=0.5, loss_scale=scale)(
             _PARAMS, _make_batch()
         )
 
@@ -168,7 +176,7 @@ def test_scales_by_loss_are_powers_of_two(loss):
 def test_losses_that_are_not_finite_are_selected_away(loss, method):
     batch = _make_batch()
     batch["weight"] = batch["weight"].at[2].set(loss)
-    fun = clipped_grad(
+    fun = _scaled_grad(
         _loss, l2_clip_norm=0.5, loss_scale=loss_scaling.by_loss(), method=method
     )
     expected = fun(_PARAMS, _make_batch(), is_padding_example=np.arange(6) == 2)
@@ -191,7 +199,7 @@ def _make_wild_sum(method, arithmetic, kind):
     """The sum as a function of scale, batch and padding: one program."""
 
     def total(scale, batch, is_padding):
-        fun = clipped_grad(
+        fun = _scaled_grad(
             _bilinear_loss,
             l2_clip_norm=0.01,
             loss_scale={"array": scale, "function": lambda _: scale}[kind],
@@ -206,7 +214,7 @@ def _make_wild_sum(method, arithmetic, kind):
 
 def _real_values(total):
     if isinstance(total, dpmp.GridArray):
-        return np.asarray(total.steps, np.float64) * total.unit
+        return np.asarray(total.counts, np.float64) * total.unit
     return reference.float64_values(total)
 
 
@@ -243,7 +251,7 @@ def test_an_example_without_a_scale_contributes_zero(method, scale):
     def loss_scale(loss):
         return jnp.where(loss > 1.0, jnp.asarray(scale, loss.dtype), 1.0)
 
-    fun = clipped_grad(
+    fun = _scaled_grad(
         lambda w, x: jnp.sum(w * x) ** 2,
         l2_clip_norm=1.0,
         loss_scale=loss_scale,
@@ -270,7 +278,7 @@ def test_scales_are_rounded_down_to_powers_of_two_in_range():
 
 @pytest.mark.parametrize("returned", [np.ones(3, np.float32), np.bool(1)])
 def test_a_function_that_returns_no_number_is_refused(returned):
-    fun = clipped_grad(_loss, l2_clip_norm=1.0, loss_scale=lambda _: returned)
+    fun = _scaled_grad(_loss, l2_clip_norm=1.0, loss_scale=lambda _: returned)
     with pytest.raises(ValueError, match="must be one number"):
         fun(_PARAMS, _make_batch())
 
@@ -278,17 +286,17 @@ def test_a_function_that_returns_no_number_is_refused(returned):
 @pytest.mark.parametrize("scale", [0.0, -1.0, 3.0, 2.0**41, math.inf, math.nan, "2"])
 def test_what_is_no_power_of_two_is_refused(scale):
     with pytest.raises(ValueError, match="power of two"):
-        clipped_grad(_loss, l2_clip_norm=1.0, loss_scale=scale)
+        _scaled_grad(_loss, l2_clip_norm=1.0, loss_scale=scale)
 
 
 def test_one_array_for_all_examples_is_refused():
     with pytest.raises(ValueError, match="by_loss"):
-        clipped_grad(_loss, l2_clip_norm=1.0, loss_scale=jnp.ones(6))
+        _scaled_grad(_loss, l2_clip_norm=1.0, loss_scale=jnp.ones(6))
 
 
 def test_transformations_of_scaled_gradients_are_refused():
     with pytest.raises(ValueError, match="pre_clipping_transform"):
-        clipped_grad(
+        _scaled_grad(
             _loss,
             l2_clip_norm=1.0,
             loss_scale=2.0,
@@ -353,14 +361,14 @@ def test_gradients_that_are_not_finite_are_counted(method, microbatch_size):
         _loss,
         l2_clip_norm=0.5,
         normalize_by=4.0,
-        counts_overflows=True,
+        released_metrics=_COUNTING,
         method=method,
         microbatch_size=microbatch_size,
     )
     batch, is_padding = _spoiled_batch(0, 3, 5), np.arange(6) == 3
     counted = fun(_PARAMS, batch, is_padding_example=is_padding)
     count = counted.num_overflows
-    assert int(count.steps) == 2 * 32767
+    assert int(count.counts) == 2 * 32767
     assert 0.124999 < count.unit * 32767 <= 0.125 == fun.l2_norm_bound
     alone = clipped_grad(
         _loss,
@@ -374,24 +382,28 @@ def test_gradients_that_are_not_finite_are_counted(method, microbatch_size):
 
 def test_an_example_counts_or_contributes_but_never_both():
     fun = clipped_grad(
-        _loss, l2_clip_norm=0.01, arithmetic="exact", counts_overflows=True
+        _loss, l2_clip_norm=0.01, arithmetic="exact", released_metrics=_COUNTING
     )
     for batch in (_make_batch(), _spoiled_batch(2)):
         counted = fun(_PARAMS, batch, is_padding_example=np.arange(6) != 2)
         steps = jax.tree.map(
-            lambda x: np.int64(x.steps), counted, is_leaf=lambda x: hasattr(x, "steps")
+            lambda x: np.int64(x.counts),
+            counted,
+            is_leaf=lambda x: hasattr(x, "counts"),
         )
         assert sum(np.sum(x**2) for x in jax.tree.leaves(steps)) <= 32767**2
 
 
 def test_counts_do_not_wrap_around():
     count = _joint_sums.count_overflows(jnp.full(2**17, jnp.inf), 1.0)
-    assert int(count.steps) == (2**16 - 1) * 32767
+    assert int(count.counts) == (2**16 - 1) * 32767
 
 
 def test_overflows_that_are_let_through_cannot_be_counted():
     with pytest.raises(ValueError, match="safe"):
-        clipped_grad(_loss, l2_clip_norm=1.0, nan_safe=False, counts_overflows=True)
+        clipped_grad(
+            _loss, l2_clip_norm=1.0, nan_safe=False, released_metrics=_COUNTING
+        )
 
 
 def _scales(dynamic, counts, stddev=0.0):
@@ -419,7 +431,7 @@ def test_dynamic_scales_are_checked(kwargs):
     with pytest.raises(ValueError, match=r"power of two|at least 1"):
         loss_scaling.DynamicScale(**kwargs)
     with pytest.raises(ValueError, match="DPTrainer"):
-        clipped_grad(_loss, l2_clip_norm=1.0, loss_scale=loss_scaling.DynamicScale())
+        _scaled_grad(_loss, l2_clip_norm=1.0, loss_scale=loss_scaling.DynamicScale())
 
 
 @pytest.mark.parametrize("arithmetic", ["exact", "float32"])
@@ -494,7 +506,7 @@ def _released_with(is_there):
         lambda w, x: jnp.sum(w * x),
         l2_clip_norm=1.0,
         arithmetic="exact",
-        counts_overflows=True,
+        released_metrics=_COUNTING,
     )
     batch = jnp.array([[1.0, 0.0], [jnp.inf, 0.0]])
     counted = fun(
@@ -507,7 +519,7 @@ def _released_with(is_there):
             stddev=1.0, prng_key=jax.random.key(seed)
         )
         noisy, _ = privatizer.update(counted, privatizer.init(counted))
-        count = _released.in_examples(noisy.num_overflows, 1.0)
+        count = noisy.num_overflows / _joint_sums.contribution(1.0)
         return dynamic.update(dynamic.init(), count, stddev=1.0).scale, count
 
     seeds = np.arange(_TRIALS) + _TRIALS * is_there

@@ -18,7 +18,7 @@ from dpmp._numbers import as_number, as_real
 from dpmp.clipping import _joint_sums
 from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.engines.book_keeping import measure_extents
-from dpmp.mechanism import _released
+from dpmp.numerics import ExactSums
 from dpmp.tools.memory import accumulation_overhead, estimate_memory
 from dpmp.tools.microbatches import measure_microbatch_sizes
 
@@ -158,7 +158,7 @@ INTEGERS = {
     ),
     "clipped_grad.microbatch_size": (lambda x: clipped(microbatch_size=x), 2),
     "clipped_grad.resolution": (
-        lambda x: clipped(arithmetic="exact", resolution=x),
+        lambda x: clipped(arithmetic=ExactSums(x)),
         100,
     ),
     "clipped_grad.argnums": (
@@ -286,7 +286,10 @@ REALS = {
     ),
     "clipped_grad.l2_clip_norm": (lambda x: clipped(l2_clip_norm=x), 0.5),
     "clipped_grad.normalize_by": (lambda x: clipped(normalize_by=x), 3.0),
-    "clipped_grad.loss_scale": (lambda x: clipped(loss_scale=x), 64.0),
+    "ScaledLoss": (
+        lambda x: fields_of(loss_scaling.ScaledLoss(linear_loss, x)),
+        64.0,
+    ),
     "clip_pytree": (
         lambda x: np.asarray(dpmp.clip_pytree(jnp.array([3.0, 4.0]), x)[0]),
         1.0,
@@ -315,10 +318,6 @@ REALS = {
     "by_loss.largest": (
         lambda x: float(loss_scaling.by_loss(largest=x)(jnp.float32(1e-9))),
         64.0,
-    ),
-    "in_examples": (
-        lambda x: np.asarray(_released.in_examples(jnp.float32(3), x)),
-        3.0,
     ),
     "count_overflows": (
         lambda x: _joint_sums.count_overflows(jnp.ones(2), x).unit,
@@ -378,7 +377,6 @@ UNCHECKED = {
     "BoundedSensitivityCallable-real",
     "GridArray.unit-real",
     "DynamicScale.update.stddev-real",
-    "in_examples-real",
     "count_overflows-real",
     "ReleasedMetrics.stddev-real",
     "ReleasedMetrics.joint_norm_bound-real",

@@ -22,6 +22,7 @@ from benchmarks import gpt2
 from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program
 from benchmarks.gpu.session import Session, finding, run_checks
+from dpmp.numerics import BoundedSums
 
 _RESOLUTION = 2**22
 
@@ -62,15 +63,14 @@ def _bounded_program(
         loss,
         l2_clip_norm=1.0,
         method="book_keeping",
-        arithmetic="bounded",
-        resolution=_RESOLUTION,
+        arithmetic=BoundedSums(_RESOLUTION),
         microbatch_size=microbatch_size,
     )
 
     def steps(params: Any, batch: Any, empty: jax.Array) -> Any:
         total = fn(params, batch, is_padding_example=empty)
         leaves = jax.tree.leaves(total, is_leaf=lambda x: isinstance(x, dpmp.GridArray))
-        return jnp.concatenate([leaf.steps.ravel() for leaf in leaves])
+        return jnp.concatenate([leaf.counts.ravel() for leaf in leaves])
 
     empty = jax.ShapeDtypeStruct((len(jax.tree.leaves(batch)[0]),), bool)
     return Program(steps, (params, batch, empty), options)

@@ -30,6 +30,7 @@ from benchmarks import gpt2
 from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program
 from benchmarks.gpu.session import Session
+from dpmp.numerics import ExactSums
 
 
 class Subject(NamedTuple):
@@ -128,8 +129,7 @@ def grad_fns(
         ),
         "per example, exact": lambda size: clip(
             method="per_example",
-            arithmetic="exact",
-            resolution=resolution,
+            arithmetic=ExactSums(resolution) if resolution else "exact",
             microbatch_size=size,
         ),
     }
