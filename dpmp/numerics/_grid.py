@@ -89,7 +89,7 @@ def to_float(leaf: Sum) -> jax.Array:
 
 def num_entries(sum_of_clipped_grads: PyTree) -> int:
     """Counts the entries of a sum."""
-    return sum(map(jnp.size, jax.tree.leaves(sum_of_clipped_grads)))
+    return sum(math.prod(np.shape(x)) for x in jax.tree.leaves(sum_of_clipped_grads))
 
 
 def check_before_noise(leaf: Sum, number: int) -> None:

@@ -14,18 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from dpmp.numerics._sums import as_sum, num_entries
 from scipy import stats
 
 from dpmp.noise_addition import (
     NoiseState,
-    _grid_noise,
     _privatizers,
     gaussian_privatizer,
 )
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import _packing
-from dpmp.numerics._grid import GridArray
+from dpmp.numerics._grid import GridArray, num_entries, round_to_grid
 from dpmp.tools.selfcheck import _modes
 
 KEY = jax.random.key(20240607)
@@ -55,7 +53,7 @@ def make_privatizer(make, *, stddev=1.0, prng_key=KEY, **kwargs):
 def without_fence():
     """Nothing is compiled as a whole, which would be done anew in every call."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_grid_noise, _packing):
+        for module in (_privatizers, _packing):
             patch.setattr(module, "behind_a_branch", lambda compute, _: compute())
         yield patch
 
@@ -331,7 +329,7 @@ def test_neither_compilation_nor_sharding_changes_a_bit(mixed_total):
 def chosen(leaf, **kwargs):
     """The unit of the grid, and the noise that the privatizer chooses for one leaf."""
     units, noises = [getattr(leaf, "unit", None)], []
-    snapping = _privatizers._snapping
+    snapping = _privatizers._grid_of_floats
 
     def recording_snapping(*args):
         unit, widened = snapping(*args)
@@ -344,8 +342,8 @@ def chosen(leaf, **kwargs):
 
     recorder = types.SimpleNamespace(at_least=recording_at_least)
     with without_fence() as patch:
-        patch.setattr(_privatizers, "_snapping", recording_snapping)
-        patch.setattr(_grid_noise, "DiscreteGaussian", recorder)
+        patch.setattr(_privatizers, "_grid_of_floats", recording_snapping)
+        patch.setattr(_privatizers, "DiscreteGaussian", recorder)
         # Traced alone, a sum may have any size.
         privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
         jax.eval_shape(privatizer.update, leaf, privatizer.init(None))
@@ -430,7 +428,7 @@ def widths_asked_for(total, **kwargs):
 
     recorder = types.SimpleNamespace(at_least=at_least)
     with without_fence() as patch:
-        patch.setattr(_grid_noise, "DiscreteGaussian", recorder)
+        patch.setattr(_privatizers, "DiscreteGaussian", recorder)
         privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
         jax.eval_shape(privatizer.update, total, privatizer.init(None))
     return widths
@@ -497,9 +495,9 @@ def test_sums_with_noise_wrap_around():
 
 
 def snap(leaf, stddev, cost):
-    """The unit, and the steps of a float sum as Python integers."""
-    unit, _ = _privatizers._snapping(stddev, cost)
-    snapped = as_sum(leaf).snapped(unit)
+    """The unit, and the counts of a float sum as Python integers."""
+    unit, _ = _privatizers._grid_of_floats(stddev, cost)
+    snapped = round_to_grid(leaf, unit)
     return snapped.unit, [int(count) for count in snapped.counts]
 
 
