@@ -31,7 +31,11 @@ _WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio
 
 @dataclasses.dataclass(frozen=True)
 class ExactSums(GridSums):
-    """The arithmetic of exact sums; a `GradientSums`."""
+    """The "exact" arithmetic of `clipped_grad`, with a resolution to choose.
+
+    Attributes:
+      resolution: how many units of the grid the largest contribution has, up to 2^22.
+    """
 
     resolution: int = DEFAULT_RESOLUTION
 
