@@ -40,11 +40,11 @@ def _wide_mode(request):
         yield
 
 
-def _parse(name, resolution=None):
+def _parse(name, resolution=None, **options):
     sums = ARITHMETICS[name]
     if resolution is not None:
-        sums = sums.with_resolution(resolution)
-    return parse(sums if resolution else name, method=sums.method)
+        return parse(sums.with_resolution(resolution), method=sums.method)
+    return parse(name, method=sums.method, **options)
 
 
 def _loss(w, x):
