@@ -31,10 +31,12 @@ class Arithmetic(Protocol):
     @property
     def name(self) -> str:
         """The name, as users spell it."""
+        ...
 
     @property
     def method(self) -> str:
         """The name of the gradient engine that it is for."""
+        ...
 
     @property
     def resolution(self) -> int | None:
@@ -42,14 +44,17 @@ class Arithmetic(Protocol):
 
         A grid needs a finite clip norm.
         """
+        ...
 
     @property
     def bytes_per_entry(self) -> int:
         """The memory of the sum, in bytes for each entry."""
+        ...
 
     @property
     def is_proved(self) -> bool:
         """Whether the sensitivity is proved for the computed bits."""
+        ...
 
     @property
     def clips_by_bounds(self) -> bool:
@@ -57,16 +62,20 @@ class Arithmetic(Protocol):
 
         Such bounds need small microbatches, and hold if examples keep their places.
         """
+        ...
 
     @property
     def assumption(self) -> str:
         """A sentence for the statement: what the proof assumes of the device."""
+        ...
 
     def check_mode(self) -> None:
         """Raises ValueError if jax would silently narrow the sum."""
+        ...
 
     def check_not_mapped(self) -> None:
         """Raises ValueError under `jax.shard_map`, unless `psum` may add its sums."""
+        ...
 
     def check_batch(
         self, batch_size: int, microbatch_size: int, num_shards: int = 1
@@ -75,14 +84,17 @@ class Arithmetic(Protocol):
 
         Both sizes are those of all shards together (`clipping/_shards.py`).
         """
+        ...
 
     def with_resolution(self, resolution: int | None) -> "Arithmetic":
         """Returns this arithmetic on a grid of another resolution, if it has a grid."""
+        ...
 
     def for_clip_norms(
         self, bounds: Sequence[float], l2_norm_bound: float
     ) -> "Arithmetic":
         """Returns this arithmetic for given largest norms, of each group and all."""
+        ...
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
@@ -92,27 +104,35 @@ class Arithmetic(Protocol):
         The targets are a norm and a largest coefficient for each group. On a grid, the
         results are in units.
         """
+        ...
 
     def add(self, a: PyTree, b: PyTree, /) -> PyTree:
         """Adds two sums."""
+        ...
 
     def add_over(self, total: PyTree, axes: tuple[str, ...], /) -> PyTree:
         """Adds the sums of the devices along mesh axes, inside of `shard_map`."""
+        ...
 
     def add_and_cut(self, total: PyTree, axes: tuple[str, ...], axis: int, /) -> PyTree:
         """The same, where each device receives its own part along an array's axis."""
+        ...
 
     def finish(self, total: PyTree) -> PyTree:
         """Turns a tree of sums into the form that users receive."""
+        ...
 
     def wanted_resolution(self, num_parameters: int) -> float | None:
         """Returns the resolution that a sum needs, or None without a grid."""
+        ...
 
     def share_lost(self, num_parameters: int, resolution: int) -> float:
         """Returns the share of the clip norm that rounding to a grid takes."""
+        ...
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
         """Describes for the statement, in full sentences, how sums are formed."""
+        ...
 
 
 class GradientSums(Arithmetic, Protocol):
@@ -125,6 +145,7 @@ class GradientSums(Arithmetic, Protocol):
 
         The arrays of the group are (B, n), and the coefficients (B,).
         """
+        ...
 
     def contribution(
         self, row: jax.Array, coef: jax.Array, zero: jax.Array
@@ -133,9 +154,11 @@ class GradientSums(Arithmetic, Protocol):
 
         The compiler does not know that `zero`, an int32, is zero.
         """
+        ...
 
     def add_block(self, terms: list[jax.Array], /) -> PyTree:
         """Adds up a few contributions."""
+        ...
 
 
 class PartialSums(Arithmetic, Protocol):
@@ -143,6 +166,7 @@ class PartialSums(Arithmetic, Protocol):
 
     def lift(self, total: jax.Array, /) -> PyTree:
         """Turns the float sum of a microbatch into a sum of this arithmetic."""
+        ...
 
 
 ARITHMETICS = {x.name: x for x in (ExactSums(), BoundedSums(), *FLOAT_SUMS)}
