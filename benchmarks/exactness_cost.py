@@ -24,13 +24,14 @@ import dpmp
 from benchmarks import harness, models
 from dpmp import noise_addition
 from dpmp.clipping import clipped_fun
+from dpmp.numerics import ExactSums
 from dpmp.tools.selfcheck._modes import float_noise
 
 # The fine grid takes three draws of noise, and norms that are checked in 64 bits.
 ARITHMETICS: dict[str, dict[str, Any]] = {
     "float32": {"arithmetic": "float32"},
     "exact": {"arithmetic": "exact"},
-    "fine": {"arithmetic": "exact", "resolution": 2**20},
+    "fine": {"arithmetic": ExactSums(2**20)},
 }
 Functions = dict[str, Callable[..., Any]]
 

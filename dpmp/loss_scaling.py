@@ -31,9 +31,16 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._numbers import as_real
+from dpmp._numbers import as_number, as_real
 
-__all__ = ["DynamicScale", "LossScale", "ScaleState", "by_loss", "check"]
+__all__ = [
+    "DynamicScale",
+    "LossScale",
+    "ScaleState",
+    "ScaledLoss",
+    "by_loss",
+    "check",
+]
 
 LossScale: TypeAlias = float | jax.Array | Callable[[jax.Array], jax.Array]
 
@@ -152,19 +159,41 @@ class DynamicScale:
         )
 
 
-def check(loss_scale: LossScale, pre_clipping_transform: Any = None) -> None:
-    """Raises ValueError for an invalid scale, or for a scale with a transform."""
-    _validate.require(
-        pre_clipping_transform is None,
-        "pre_clipping_transform must be given gradients without a loss_scale",
-        loss_scale=loss_scale,
-        fix="Leave one of them out, or make the transform a part of the loss.",
-    )
+@dataclass(frozen=True)
+class ScaledLoss:
+    """A loss with a scale by which `clipped_grad` multiplies it.
+
+    >>> loss_fn = ScaledLoss(lambda w, x: jnp.sum(w * x), 1024.0)
+    >>> print(clipped_grad(loss_fn, l2_clip_norm=1.0)(2.0, jnp.array([0.5, 0.25])))
+    0.75
+
+    Attributes:
+      fun: the loss. A call of this object calls it, without the scale.
+      loss_scale: a power of two, or a function from the loss of an example to a power
+        of two, such as `by_loss()`. A scale that is traced or comes from a function is
+        rounded down to a power of two from 2^-40 to 2^40. An example whose scale is
+        negative or not finite contributes zero.
+    """
+
+    fun: Callable[..., Any]
+    loss_scale: LossScale
+
+    def __post_init__(self):
+        object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
+        check(self.loss_scale)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the unscaled loss."""
+        return self.fun(*args, **kwargs)
+
+
+def check(loss_scale: LossScale) -> None:
+    """Raises ValueError for an invalid scale."""
     _validate.require(
         not isinstance(loss_scale, DynamicScale),
         "a dynamic loss_scale must be updated with noisy counts of overflows",
         loss_scale=loss_scale,
-        fix="Pass it to DPTrainer, or its state's scale and counts_overflows=True.",
+        fix="Pass it to DPTrainer, or its state's scale to ScaledLoss.",
     )
     if isinstance(loss_scale, jax.Array):
         _validate.require(

@@ -23,7 +23,7 @@ def float64_values(x: Any) -> np.ndarray:
 def exact_values(x: Any) -> np.ndarray:
     """The flat entries of an array or grid array, as fractions."""
     if isinstance(x, GridArray):
-        return exact_values(x.steps) * Fraction(x.unit)
+        return exact_values(x.counts) * Fraction(x.unit)
     flat = [Fraction(v) for v in float64_values(x).ravel().tolist()]
     return np.array([*flat, None], object)[:-1]
 

@@ -19,7 +19,9 @@ import dpmp
 from dpmp import GridArray, accounting, batch_selection, lora, loss_scaling, planning
 from dpmp.__main__ import main
 from dpmp.engines.book_keeping import measure_extents, summarize
+from dpmp.loss_scaling import ScaledLoss
 from dpmp.noise_addition import gaussian_privatizer
+from dpmp.numerics import ExactSums
 from dpmp.planning.memory import (
     accumulation_overhead,
     compiled_memory,
@@ -339,9 +341,12 @@ TABLE = {
         ("l2_clip_norm", {}, {"v": 1.0}),
         ("an AdaptiveClipNorm needs", "l2_clip_norm", ADAPTIVE),
         (
-            "counts_overflows, released_metrics and",
+            "released_metrics and AdaptiveClipNorm must",
             RESCALED | {"nan_safe": False, "l2_clip_norm": ADAPTIVE},
-            {"nan_safe": False, "counts_overflows": True},
+            {
+                "nan_safe": False,
+                "released_metrics": dpmp.ReleasedMetrics(fraction_overflowed=True),
+            },
         ),
         ("rescale_to_unit_norm", "yes"),
         ("released_metrics", "loss"),
@@ -353,18 +358,12 @@ TABLE = {
         ("arithmetic", "double"),
         ("dtype must be float32", "dtype", "bfloat16", "exact"),
         ("dtype must be float32", {"dtype": {"x": 1}, "arithmetic": "float32"}),
-        ("resolution must be", {"arithmetic": "exact", "resolution": 0}),
+        ("resolution must be", {"arithmetic": ExactSums(0)}),
         (
             '"exact" and "bounded" sums need',
             {"l2_clip_norm": np.inf, "arithmetic": "exact"},
         ),
         ("float64 sums need", "arithmetic", "float64"),
-        ("loss_scale", 3.0),
-        ("a dynamic loss_scale must", "loss_scale", loss_scaling.DynamicScale()),
-        (
-            "pre_clipping_transform must be given",
-            {"loss_scale": 2.0, "pre_clipping_transform": abs},
-        ),
         (
             "pre_clipping_transform needs an engine",
             BOOK_KEEPING | {"pre_clipping_transform": abs},
@@ -427,6 +426,10 @@ TABLE = {
             "policy must be",
             *[{"fun": linear, "policy": x} for x in ("half", jnp.bfloat16)],
         ),
+    ],
+    ScaledLoss: [
+        ("loss_scale", 3.0),
+        ("a dynamic loss_scale must", "loss_scale", loss_scaling.DynamicScale()),
     ],
     report: [("policy", "half"), ("loss_scale", 3.0)],
     loss_scaling.by_loss: [
@@ -540,6 +543,11 @@ CALLED = {
         lambda: policy(float32_paths=("norm",)).cast_to_compute(PARAMS)
     ],
     "fun must be": [lambda: dpmp.precision_report(None, FLOATS)],
+    "pre_clipping_transform must be given": [
+        lambda: dpmp.clipped_grad(
+            ScaledLoss(linear, 2.0), l2_clip_norm=1.0, pre_clipping_transform=abs
+        )
+    ],
     "make_event must be": [
         lambda: accounting.calibrate_noise_multiplier(3, epsilon=1.0, delta=1e-5)
     ],

@@ -15,12 +15,20 @@ import dpmp
 from dpmp import loss_scaling
 from dpmp.clipping import _joint_sums, clipped_grad
 from dpmp.engines import _scaled_loss
-from dpmp.mechanism import _released
 
 _METHODS = ["per_example", "book_keeping"]
 each_method = pytest.mark.parametrize("method", _METHODS)
 each_kind = pytest.mark.parametrize("kind", ["static", "by_loss"])
 _SCALES = {"static": 2.0**14, "by_loss": loss_scaling.by_loss()}
+
+
+_COUNTING = dpmp.ReleasedMetrics(fraction_overflowed=True)
+
+
+def _scaled_grad(loss_fn, *, loss_scale=None, **kwargs):
+    if loss_scale is not None:
+        loss_fn = loss_scaling.ScaledLoss(loss_fn, loss_scale)
+    return clipped_grad(loss_fn, **kwargs)
 
 
 def _loss(params, batch):
@@ -41,7 +49,7 @@ def _sum_fn(**options):
     """A compiled sum: of float sums, unless told otherwise."""
     method = options.get("method", "per_example")
     options = {"arithmetic": reference.FLOAT_SUMS[method], **options}
-    fun = clipped_grad(_loss, return_values=True, return_grad_norms=True, **options)
+    fun = _scaled_grad(_loss, return_values=True, return_grad_norms=True, **options)
     return jax.jit(fun.__call__)
 
 
@@ -113,7 +121,7 @@ def test_aux_and_values_are_those_of_the_loss():
         value = _loss(params, batch)
         return value, {"twice": 2 * value}
 
-    fun = clipped_grad(
+    fun = _scaled_grad(
         loss, has_aux=True, l2_clip_norm=1.0, return_values=True, loss_scale=2.0**9
     )
     _, sensitive = fun(_PARAMS, _make_batch())
@@ -125,7 +133,7 @@ def test_aux_and_values_are_those_of_the_loss():
 
 def test_a_scale_may_be_an_array_of_a_compiled_step():
     def step(scale):
-        return clipped_grad(_loss, l2_clip_norm=0.5, loss_scale=scale)(
+        return _scaled_grad(_loss, l2_clip_norm=0.5, loss_scale=scale)(
             _PARAMS, _make_batch()
         )
 
@@ -169,7 +177,7 @@ def _make_wild_sum(method, arithmetic, kind):
     """The sum as a function of scale, batch and padding: one program."""
 
     def total(scale, batch, is_padding):
-        fun = clipped_grad(
+        fun = _scaled_grad(
             _bilinear_loss,
             l2_clip_norm=0.01,
             loss_scale={"array": scale, "function": lambda _: scale}[kind],
@@ -184,7 +192,7 @@ def _make_wild_sum(method, arithmetic, kind):
 
 def _real_values(total):
     if isinstance(total, dpmp.GridArray):
-        return np.asarray(total.steps, np.float64) * total.unit
+        return np.asarray(total.counts, np.float64) * total.unit
     return reference.float64_values(total)
 
 
@@ -220,7 +228,7 @@ def test_no_scale_makes_an_example_count_for_more(method, arithmetic, kind):
 def test_an_example_without_a_scale_contributes_zero(method):
     @jax.jit
     def total(scale, is_padding):
-        fun = clipped_grad(
+        fun = _scaled_grad(
             lambda w, x: jnp.sum(w * x) ** 2,
             l2_clip_norm=1.0,
             loss_scale=lambda loss: jnp.where(loss > 1.0, scale, 1.0),
@@ -249,7 +257,7 @@ def test_scales_are_rounded_down_to_powers_of_two_in_range():
 
 @pytest.mark.parametrize("returned", [np.ones(3, np.float32), np.bool(1)])
 def test_a_function_that_returns_no_number_is_refused(returned):
-    fun = clipped_grad(_loss, l2_clip_norm=1.0, loss_scale=lambda _: returned)
+    fun = _scaled_grad(_loss, l2_clip_norm=1.0, loss_scale=lambda _: returned)
     with pytest.raises(ValueError, match="must be one number"):
         fun(_PARAMS, _make_batch())
 
@@ -262,7 +270,7 @@ def test_a_function_that_returns_no_number_is_refused(returned):
 )
 def test_what_is_no_scale_of_a_function_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        clipped_grad(_loss, l2_clip_norm=1.0, **{"loss_scale": 2.0, **wrong})
+        _scaled_grad(_loss, l2_clip_norm=1.0, **{"loss_scale": 2.0, **wrong})
 
 
 def _make_mechanism(**fields):
@@ -327,32 +335,34 @@ def test_gradients_that_are_not_finite_are_counted(method, microbatch_size):
     fun = functools.partial(
         clipped_grad, _loss, l2_clip_norm=0.5, normalize_by=4.0, **options
     )
-    counting = fun(counts_overflows=True)
+    counting = fun(released_metrics=_COUNTING)
     args = _PARAMS, _spoiled_batch(0, 3, 5)
     is_padding = np.arange(6) == 3
     counted = counting(*args, is_padding_example=is_padding)
     count = counted.num_overflows
-    assert int(count.steps) == 2 * 32767
+    assert int(count.counts) == 2 * 32767
     assert 0.124999 < count.unit * 32767 <= 0.125 == counting.l2_norm_bound
     alone = fun()(*args, is_padding_example=is_padding)
     _assert_same(counted.sum_of_clipped_grads, alone)
 
 
 def test_an_example_counts_or_contributes_but_never_both():
-    fun = clipped_grad(
-        _loss, l2_clip_norm=0.01, arithmetic="exact", counts_overflows=True
+    fun = _scaled_grad(
+        _loss, l2_clip_norm=0.01, arithmetic="exact", released_metrics=_COUNTING
     )
     for batch in (_make_batch(), _spoiled_batch(2)):
         counted = fun(_PARAMS, batch, is_padding_example=np.arange(6) != 2)
         steps = jax.tree.map(
-            lambda x: np.int64(x.steps), counted, is_leaf=lambda x: hasattr(x, "steps")
+            lambda x: np.int64(x.counts),
+            counted,
+            is_leaf=lambda x: hasattr(x, "counts"),
         )
         assert sum(np.sum(x**2) for x in jax.tree.leaves(steps)) <= 32767**2
 
 
 def test_counts_do_not_wrap_around():
     count = _joint_sums.count_overflows(jnp.full(2**17, jnp.inf), 1.0)
-    assert int(count.steps) == (2**16 - 1) * 32767
+    assert int(count.counts) == (2**16 - 1) * 32767
 
 
 def _scales(dynamic, counts, stddev=0.0):
@@ -383,7 +393,9 @@ def test_dynamic_scales_are_checked(wrong, message):
 
 def test_overflows_that_are_let_through_cannot_be_counted():
     with pytest.raises(ValueError, match="safe"):
-        clipped_grad(_loss, l2_clip_norm=1.0, nan_safe=False, counts_overflows=True)
+        _scaled_grad(
+            _loss, l2_clip_norm=1.0, nan_safe=False, released_metrics=_COUNTING
+        )
 
 
 @pytest.mark.parametrize("arithmetic", ["exact", "float32"])
@@ -442,11 +454,11 @@ _TRIALS = 2000
 def _released_with(is_there):
     """The scales after one step, and what is released with them, over many runs."""
     dynamic = loss_scaling.DynamicScale(tolerated=0.0)
-    fun = clipped_grad(
+    fun = _scaled_grad(
         lambda w, x: jnp.sum(w * x),
         l2_clip_norm=1.0,
         arithmetic="exact",
-        counts_overflows=True,
+        released_metrics=_COUNTING,
     )
     batch = jnp.array([[1.0, 0.0], [jnp.inf, 0.0]])
     counted = fun(
@@ -458,7 +470,7 @@ def _released_with(is_there):
             stddev=1.0, prng_key=jax.random.key(seed)
         )
         noisy, _ = privatizer.update(counted, privatizer.init(counted))
-        count = _released.in_examples(noisy.num_overflows, 1.0)
+        count = noisy.num_overflows / _joint_sums.contribution(1.0)
         return dynamic.update(dynamic.init(), count, stddev=1.0).scale, count
 
     seeds = np.arange(_TRIALS) + _TRIALS * is_there

@@ -182,7 +182,7 @@ def test_exact_sums_are_the_same_on_any_mesh(
     total, sensitive = fn(params, batch)
     assert_same(total, sum_on_one_device("per_example", "exact"))
     if axis_type == AxisType.Explicit:
-        assert jax.typeof(total["w"].steps) == jax.typeof(params["w"]).update(
+        assert jax.typeof(total["w"].counts) == jax.typeof(params["w"]).update(
             dtype=jnp.dtype("int32")
         )
         spec = jax.typeof(sensitive.values).sharding.spec
@@ -250,7 +250,7 @@ def test_one_example_changes_a_sharded_bounded_sum_by_at_most_the_clip_norm(axis
     for i in range(0, 16, 5):
         change = jax.tree.map(np.subtract, whole, total(i))
         unit = whole["w"].unit
-        assert 0.4 < reference.norm([x.steps for x in change.values()]) * unit <= 0.5
+        assert 0.4 < reference.norm([x.counts for x in change.values()]) * unit <= 0.5
 
 
 @jit_or_eager

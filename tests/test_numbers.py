@@ -21,7 +21,7 @@ from dpmp.clipping import _joint_sums
 from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.engines.book_keeping import measure_extents
 from dpmp.loss_scaling import DynamicScale
-from dpmp.mechanism import _released
+from dpmp.numerics import ExactSums
 from dpmp.planning.memory import accumulation_overhead, estimate_memory
 from dpmp.planning.microbatches import measure_microbatch_sizes
 
@@ -170,7 +170,7 @@ INTEGERS = {
         100,
     ),
     **vary(clipped, {"microbatch_size": 2, "batch_argnums": 1}),
-    **vary(clipped, {"resolution": 100}, arithmetic="exact"),
+    "ExactSums": (lambda x: clipped(arithmetic=ExactSums(x)), 100),
     "clipped_grad.argnums": (clipped_of, 1),
     "clipped_fun.prng_argnum": (clipped_with_key, 1),
     **vary(DynamicScale, {"growth_interval": 100}),
@@ -230,11 +230,15 @@ REALS = {
     ),
     "round_up": (accounting.round_up, 3.5),
     "PrivacyGuarantee": (lambda x: accounting.PrivacyGuarantee(x, x, "", ""), 0.5),
-    **vary(clipped, {"l2_clip_norm": 0.5, "normalize_by": 3.0, "loss_scale": 64.0}),
+    **vary(clipped, {"l2_clip_norm": 0.5, "normalize_by": 3.0}),
     "clip_pytree": (lambda x: dpmp.clip_pytree(jnp.array([3.0, 4.0]), x), 1.0),
     "BoundedSensitivityCallable": (
         lambda x: dpmp.BoundedSensitivityCallable(linear_loss, x, False),
         3.0,
+    ),
+    "ScaledLoss": (
+        lambda x: loss_scaling.ScaledLoss(linear_loss, x),
+        64.0,
     ),
     "GridArray": (lambda x: dpmp.GridArray(jnp.ones(2, jnp.int32), x).unit, 0.5),
     **vary(noise, {"stddev": 3.0, "l2_sensitivity": 3.0}),
@@ -243,7 +247,6 @@ REALS = {
         lambda x: loss_scaling.by_loss(largest=x)(jnp.float32(1e-9)),
         64.0,
     ),
-    "in_examples": (lambda x: _released.in_examples(jnp.float32(3), x), 3.0),
     "count_overflows": (
         lambda x: _joint_sums.count_overflows(jnp.ones(2), x).unit,
         3.0,
@@ -276,7 +279,6 @@ UNCHECKED = {
     "BoundedSensitivityCallable-real",
     "GridArray-real",
     "updated_scale.stddev-real",
-    "in_examples-real",
     "count_overflows-real",
     "ReleasedMetrics.stddev-real",
     "ReleasedMetrics.joint_norm_bound-real",

@@ -13,6 +13,7 @@ import pytest
 
 import dpmp
 from dpmp._warnings import warn
+from dpmp.numerics import ExactSums
 
 
 def raised_at(function):
@@ -78,8 +79,7 @@ LARGE = dpmp.clipped_grad(
     loss,
     l2_clip_norm=1.0,
     batch_argnums=(1, 2),
-    arithmetic="exact",
-    resolution=2**21,
+    arithmetic=ExactSums(2**21),
 )
 
 

@@ -21,6 +21,7 @@ import dpmp
 from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program, Session, finding
 from benchmarks.models import GPT2, TINY_GPT2
+from dpmp.numerics import BoundedSums
 
 _RESOLUTION = 2**22
 
@@ -61,15 +62,14 @@ def _bounded_program(
         loss,
         l2_clip_norm=1.0,
         method="book_keeping",
-        arithmetic="bounded",
-        resolution=_RESOLUTION,
+        arithmetic=BoundedSums(_RESOLUTION),
         microbatch_size=microbatch_size,
     )
 
     def steps(params: Any, batch: Any, empty: jax.Array) -> Any:
         total = fn(params, batch, is_padding_example=empty)
         leaves = jax.tree.leaves(total, is_leaf=lambda x: isinstance(x, dpmp.GridArray))
-        return jnp.concatenate([leaf.steps.ravel() for leaf in leaves])
+        return jnp.concatenate([leaf.counts.ravel() for leaf in leaves])
 
     empty = jax.ShapeDtypeStruct((len(jax.tree.leaves(batch)[0]),), bool)
     return Program(steps, (params, batch, empty), options)

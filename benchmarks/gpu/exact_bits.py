@@ -21,6 +21,8 @@ from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program, Session, finding
 from dpmp import noise_addition
 from dpmp.clipping import clipped_fun
+from dpmp.numerics import ExactSums
+from dpmp.numerics._grid import DEFAULT_RESOLUTION
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _RESOLUTIONS = (2**15 - 1, 2**22)
@@ -48,19 +50,18 @@ def _programs() -> dict[str, Program]:
 
 
 def _exact_program(
-    batch: Any, microbatch_size: int | None = None, resolution: int | None = None
+    batch: Any, microbatch_size: int | None = None, resolution: int = DEFAULT_RESOLUTION
 ) -> Program:
     fn = clipped_fun(
         lambda x: x,
         keep_batch_dim=False,
         l2_clip_norm=1.0,
-        arithmetic="exact",
-        resolution=resolution,
+        arithmetic=ExactSums(resolution),
         microbatch_size=microbatch_size,
     )
     empty = jax.ShapeDtypeStruct(batch.shape[:1], bool)
     return Program(
-        lambda batch, empty: fn(batch, is_padding_example=empty).steps, (batch, empty)
+        lambda batch, empty: fn(batch, is_padding_example=empty).counts, (batch, empty)
     )
 
 

@@ -34,6 +34,7 @@ from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program, Session
 from benchmarks.models import GPT2, TINY_GPT2
 from dpmp import lora
+from dpmp.numerics import ExactSums
 from dpmp.programs import _float8
 from dpmp.tools.devices import _products
 from examples import llm
@@ -96,7 +97,9 @@ _TINY_SETTING = Setting(TINY_GPT2, 4, (None, 2), (2,), (2,), length=8)
 def _grad_fns(setting: Setting, loss_fn: Any) -> dict[str, Callable[..., Any]]:
     """By kind and microbatch size: the most promising of each kind, then the next."""
     clip = functools.partial(dpmp.clipped_grad, loss_fn, l2_clip_norm=1.0)
-    exact = functools.partial(clip, **_EXACT, resolution=setting.resolution)
+    resolution = setting.resolution
+    arithmetic = ExactSums(resolution) if resolution else "exact"
+    exact = functools.partial(clip, **_EXACT | {"arithmetic": arithmetic})
     kinds: list[tuple[str, Any, tuple[int | None, ...], int]] = [
         ("plain", lambda **_: jax.grad(loss_fn), (None,), 0),
         (

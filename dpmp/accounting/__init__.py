@@ -21,13 +21,13 @@ from dpmp.accounting._checks import (
     check_relation,
     required_delta,
 )
+from dpmp.accounting._epsilon import PrivacyGuarantee, get_epsilon
 from dpmp.accounting._events import (
     choose_truncated_batch_size,
     dpsgd_event,
     truncated_dpsgd_event,
     truncation_probability,
 )
-from dpmp.accounting._guarantees import PrivacyGuarantee, get_epsilon
 from dpmp.accounting._rounding import round_up
 
 __all__ = [

@@ -19,8 +19,9 @@ from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.clipping._clip_pytree import clip_pytree
 from dpmp.clipping._clipped_fun import clipped_fun
 from dpmp.clipping._clipped_grad import AuxiliaryOutput, clipped_grad
-from dpmp.clipping._joint_sums import JointSum, ReleasedMetrics
+from dpmp.clipping._joint_sums import JointSum, Released, ReleasedMetrics
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
+from dpmp.clipping._shards import Shards
 
 __all__ = [
     "AdaptiveClipNorm",
@@ -28,7 +29,9 @@ __all__ = [
     "AuxiliaryOutput",
     "BoundedSensitivityCallable",
     "JointSum",
+    "Released",
     "ReleasedMetrics",
+    "Shards",
     "clip_pytree",
     "clipped_fun",
     "clipped_grad",

@@ -69,9 +69,9 @@ class ClipNorms:
     def from_tree(
         cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
     ) -> "ClipNorms":
-        """Makes clip norms from a tree of numbers; raises ValueError if it is bad.
+        """Makes clip norms from a tree of numbers, or from an `AutomaticClipping`.
 
-        The tree may also be an `AutomaticClipping`.
+        Raises ValueError if they are out of range.
         """
         rescale_to_unit_norm = _validate.boolean(
             rescale_to_unit_norm=rescale_to_unit_norm,

@@ -6,9 +6,10 @@ from typing import Any
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._clipped_sum import ClippedSum, make_callable
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
+from dpmp.clipping._shards import Shards
 from dpmp.engines._per_example import mappable, stack_engine
 from dpmp.engines._signature import Signature, check_float_leaves
-from dpmp.numerics._arithmetic import parse
+from dpmp.numerics._arithmetic import Arithmetic, parse
 
 
 def clipped_fun(
@@ -25,9 +26,8 @@ def clipped_fun(
     nan_safe: bool = True,
     dtype: Any = None,
     prng_argnum: int | None = None,
-    spmd_axis_name: str | Sequence[str] | None = None,
-    arithmetic: str | None = None,
-    resolution: int | None = None,
+    spmd_axis_name: str | Sequence[str] | Shards | None = None,
+    arithmetic: str | Arithmetic | None = None,
 ) -> BoundedSensitivityCallable:
     """Makes a function that sums the clipped per-example outputs of `fun`.
 
@@ -59,7 +59,6 @@ def clipped_fun(
       prng_argnum: see `clipped_grad`.
       spmd_axis_name: see `clipped_grad`.
       arithmetic: see `clipped_grad`.
-      resolution: see `clipped_grad`.
 
     Returns:
       A callable with the arguments of `fun` and `is_padding_example`. It returns the
@@ -69,7 +68,7 @@ def clipped_fun(
     Raises:
       ValueError: see `clipped_grad`.
     """
-    sums = parse(arithmetic, dtype=dtype, resolution=resolution)
+    sums = parse(arithmetic, dtype=dtype)
     signature = Signature.parse(
         batch_argnums=batch_argnums,
         prng_argnum=prng_argnum,
@@ -102,7 +101,7 @@ def clipped_fun(
         arithmetic=clip_norms.fit(sums, nan_safe),
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
-        axis_name=spmd_axis_name,
+        shards=Shards.parse(spmd_axis_name),
     )
     return make_callable(
         clipped_sum,

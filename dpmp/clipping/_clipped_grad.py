@@ -12,19 +12,17 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dpmp import _validate, loss_scaling
-from dpmp._numbers import as_number
+from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.clipping._adaptive import AdaptiveClipNorm
-from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._clipped_sum import ClippedSum, Outputs, make_callable
 from dpmp.clipping._joint_sums import JointCoordinates, ReleasedMetrics
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
+from dpmp.clipping._shards import Shards
 from dpmp.engines._methods import check_method, make_engine
 from dpmp.engines._signature import Signature, check_float_leaves
-from dpmp.loss_scaling import LossScale
-from dpmp.numerics._arithmetic import parse
+from dpmp.loss_scaling import ScaledLoss
+from dpmp.numerics._arithmetic import Arithmetic, parse
 
 AuxiliaryOutput = collections.namedtuple(
     "AuxiliaryOutput", ["values", "grad_norms", "aux"]
@@ -44,19 +42,15 @@ def clipped_grad(
     keep_batch_dim: bool = True,
     return_values: bool = False,
     return_grad_norms: bool = False,
-    loss_scale: LossScale | None = None,
-    counts_overflows: bool = False,
     released_metrics: ReleasedMetrics | None = None,
     pre_clipping_transform: Callable[[PyTree], PyTree] | None = None,
     microbatch_size: int | None = None,
     nan_safe: bool = True,
     dtype: Any = None,
     prng_argnum: int | None = None,
-    spmd_axis_name: str | Sequence[str] | None = None,
-    sum_specs: PyTree = (),
+    spmd_axis_name: str | Sequence[str] | Shards | None = None,
     method: str = "per_example",
-    arithmetic: str | None = None,
-    resolution: int | None = None,
+    arithmetic: str | Arithmetic | None = None,
 ) -> BoundedSensitivityCallable:
     """Makes a function that sums the clipped per-example gradients of `fun`.
 
@@ -133,7 +127,10 @@ def clipped_grad(
         for which it falls short, by less than half.
 
     Args:
-      fun: returns a scalar loss, or (loss, aux) if `has_aux`.
+      fun: returns a scalar loss, or (loss, aux) if `has_aux`. A
+        `dpmp.loss_scaling.ScaledLoss` is multiplied by its scale before it is
+        differentiated; all outputs are those of the unscaled loss. `fun` must be a pure
+        function: a call with arrays compiles it once, as `jax.jit` does.
       argnums: the positions of the arguments to differentiate. These arguments have no
         example axis.
       has_aux: whether `fun` returns a pair.
@@ -157,15 +154,6 @@ def clipped_grad(
       return_values: whether to return the per-example losses, (B,).
       return_grad_norms: whether to return the norms before clipping, (B,), in float32
         or wider.
-      loss_scale: multiplies the loss before it is differentiated, for float16. It is a
-        power of two, or a function from the loss of an example to a power of two, such
-        as `dpmp.loss_scaling.by_loss()`. The outputs are those of the unscaled loss. A
-        scale that is traced or comes from a function is rounded down to a power of two
-        from 2^-40 to 2^40. An example whose scale is negative or not finite contributes
-        zero.
-      counts_overflows: whether to return a `JointSum`, which adds one coordinate to the
-        sum: the number of examples whose gradient norm is not finite. It is meant to be
-        released with noise. Sum and count together have the sensitivity of the sum.
       released_metrics: adds coordinates for noisy metrics to the sum, which becomes a
         `JointSum`. `ReleasedMetrics` says what they cost.
       pre_clipping_transform: a function of the gradient of one example. Its output is
@@ -186,12 +174,9 @@ def clipped_grad(
         of these devices; a device processes its part of each microbatch. The mesh is
         that of `jax.set_mesh`. None leaves the division to jax, which sends the
         gradients of single examples to all devices. For arrays on a mesh with explicit
-        axes, None means the axes of the first axis of the batch.
-      sum_specs: with `spmd_axis_name`, the partition specs of the sum, in a tree like
-        that of the parameters. If a spec has some of the same axes, a device receives
-        only its own part of that array: give the specs of parameters that are sharded
-        over the same devices as the batch (FSDP). Empty for sums that are whole on
-        every device.
+        axes, None means the axes of the first axis of the batch. For parameters that
+        are sharded over the same devices as the batch (FSDP), pass a
+        `dpmp.clipping.Shards`, with which a device receives its own part of the sum.
       method: the gradient engine. "per_example" (vmap) forms the gradient of every
         example. "book_keeping" stores activations and cotangents in place of the
         gradients. It takes less time, and also less memory except for parameters that
@@ -200,9 +185,9 @@ def clipped_grad(
       arithmetic: how the sum is computed: "exact" (its leaves are `GridArray`, integers
         times a unit), "float32" (None) or "float64". With book-keeping: "bounded"
         (None; its leaves are `GridArray`) or "unproved_float32". The guides say which
-        one to use.
-      resolution: how many units of the grid the largest contribution has, for "exact"
-        (None is 32767) and "bounded" sums (None is 2^22). It is at most 2^22.
+        one to use. On a grid, the largest contribution has 32767 units with "exact",
+        and 2^22 with "bounded" sums. For another resolution, up to 2^22, pass
+        `dpmp.numerics.ExactSums(resolution)` or `BoundedSums(resolution)`.
 
     Returns:
       A callable with the arguments of `fun` and the keyword `is_padding_example`, a
@@ -223,14 +208,22 @@ def clipped_grad(
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
     check_method(method, pre_clipping_transform)
-    sums = parse(arithmetic, method=method, dtype=dtype, resolution=resolution)
-    loss_scale = as_number(loss_scale)
-    if loss_scale is not None:
-        loss_scaling.check(loss_scale, pre_clipping_transform)
-    adaptive = l2_clip_norm if isinstance(l2_clip_norm, AdaptiveClipNorm) else None
-    joint = JointCoordinates(released_metrics, adaptive, counts_overflows)
-    _check_safe(nan_safe, bool(joint))
-    _check_clipping(l2_clip_norm, rescale_to_unit_norm, released_metrics)
+    sums = parse(arithmetic, method=method, dtype=dtype)
+    loss_scale = None
+    if isinstance(fun, ScaledLoss):
+        fun, loss_scale = fun.fun, fun.loss_scale
+        _validate.require(
+            pre_clipping_transform is None,
+            "pre_clipping_transform must be given gradients without a loss_scale",
+            loss_scale=loss_scale,
+            fix="Leave one of them out, or make the transform a part of the loss.",
+        )
+    joint = JointCoordinates.of(
+        released_metrics,
+        l2_clip_norm,
+        rescale_to_unit_norm=rescale_to_unit_norm,
+        nan_safe=nan_safe,
+    )
     signature = Signature.parse(
         argnums=argnums,
         batch_argnums=batch_argnums,
@@ -238,8 +231,9 @@ def clipped_grad(
         keep_batch_dim=keep_batch_dim,
         has_aux=has_aux,
     )
-    given = adaptive.initial if adaptive else l2_clip_norm
-    clip_norms = ClipNorms.from_tree(given, rescale_to_unit_norm, normalize_by)
+    if joint.adaptive:
+        l2_clip_norm = joint.adaptive.initial
+    clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
     engine, largest_microbatch = make_engine(
         fun,
         signature,
@@ -256,8 +250,7 @@ def clipped_grad(
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
         largest_microbatch=largest_microbatch,
-        axis_name=spmd_axis_name,
-        sum_specs=sum_specs,
+        shards=Shards.parse(spmd_axis_name),
     )
     l2_norm_bound = clipped_sum.l2_norm_bound
     asked_for = (return_values, return_grad_norms, has_aux)
@@ -272,35 +265,6 @@ def clipped_grad(
         has_aux=any(asked_for),
         has_params=pre_clipping_transform is None,
         l2_norm_bound=joint.norm_bound(l2_norm_bound),
-    )
-
-
-def _check_safe(nan_safe: bool, is_released: bool) -> None:
-    _validate.require(
-        nan_safe or not is_released,
-        "counts_overflows, released_metrics and AdaptiveClipNorm must have "
-        "nan_safe=True",
-        nan_safe=nan_safe,
-        fix="Leave nan_safe out.",
-    )
-
-
-def _check_clipping(
-    l2_clip_norm: Any, rescale_to_unit_norm: bool, metrics: ReleasedMetrics | None
-) -> None:
-    _validate.require(
-        rescale_to_unit_norm or not isinstance(l2_clip_norm, AdaptiveClipNorm),
-        "an AdaptiveClipNorm needs a sensitivity that does not depend on it",
-        rescale_to_unit_norm=rescale_to_unit_norm,
-        fix="Set rescale_to_unit_norm=True, which divides the clipped gradients by the "
-        "clip norm. After the noise is added, they may be multiplied by it.",
-    )
-    is_automatic = isinstance(l2_clip_norm, AutomaticClipping)
-    _validate.require(
-        not (is_automatic and metrics is not None and metrics.fraction_clipped),
-        "fraction_clipped needs a clip norm: automatic clipping scales all gradients",
-        l2_clip_norm=l2_clip_norm,
-        fix="Leave fraction_clipped out.",
     )
 
 

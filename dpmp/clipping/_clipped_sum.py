@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from dpmp import _meshes, _validate
@@ -14,11 +15,11 @@ from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
-from dpmp.clipping._shards import Shards, shards_over
+from dpmp.clipping._shards import Shards
 from dpmp.engines._interface import GradEngine
 from dpmp.engines._signature import Signature
 from dpmp.numerics._arithmetic import Arithmetic
-from dpmp.numerics._sums import is_sum
+from dpmp.numerics._grid import is_grid
 
 
 class Outputs(NamedTuple):
@@ -53,9 +54,7 @@ class ClippedSum:
       nan_safe: whether a gradient that is not finite contributes zero.
       largest_microbatch: a function from the arguments of the engine to a size; None
         for no limit.
-      axis_name: the axes of the mesh over which to divide the examples, or None.
-      sum_specs: a tree with the partition specs of the sum; empty for a sum that every
-        device receives as a whole.
+      shards: the devices over which to divide the examples.
     """
 
     engine: GradEngine
@@ -64,9 +63,8 @@ class ClippedSum:
     arithmetic: Arithmetic
     microbatch_size: int | None
     nan_safe: bool
+    shards: Shards
     largest_microbatch: Callable[..., int] | None = None
-    axis_name: str | Sequence[str] | None = None
-    sum_specs: PyTree = ()
 
     def __post_init__(self):
         if self.microbatch_size is not None:
@@ -108,23 +106,23 @@ class ClippedSum:
         if batch_size == 0:
             total, outputs = _empty(one_microbatch, examples)
             return self.arithmetic.finish(total), outputs
-        shards = shards_over(self.axis_name)
-        given = shards.divide(self.microbatch_size, batch_size)
+        num_shards = self.shards.size
+        given = self.shards.divide(self.microbatch_size, batch_size)
 
         def sum_part(part):
             examples, is_padding = part
-            part_size = batch_size // shards.size
+            part_size = batch_size // num_shards
             size = given or self._choose_size(
                 part_size, with_examples(examples), kwargs
             )
-            self._check_batch(batch_size, size, shards)
+            if math.isfinite(self.clip_norms.l2_norm_bound):
+                self.arithmetic.check_batch(batch_size, size * num_shards, num_shards)
             if size == part_size:
                 return one_microbatch(examples, is_padding)
             return self._scan(one_microbatch, examples, is_padding, size)
 
         batch = (examples, is_padding_example)
-        specs = jax.tree.leaves(self.sum_specs, is_leaf=lambda x: x is None)
-        total, outputs = shards.sum(sum_part, batch, self.arithmetic, specs)
+        total, outputs = self.shards.sum(sum_part, batch, self.arithmetic)
         return self.arithmetic.finish(total), outputs
 
     def divided_like(self, args: Sequence[Any]) -> "ClippedSum":
@@ -132,7 +130,9 @@ class ClippedSum:
         batch = [args[i] for i in self.signature.batch_argnums if i < len(args)]
         first = next((x for x in jax.tree.leaves(batch) if _meshes.is_explicit(x)), 0)
         axes = _meshes.axes_of_rows(first)
-        return self if self.axis_name or not axes else replace(self, axis_name=axes)
+        if self.shards.axes or not axes:
+            return self
+        return replace(self, shards=replace(self.shards, axes=axes))
 
     def _check_divides(self, batch_size: int) -> None:
         _validate.require(
@@ -142,10 +142,6 @@ class ClippedSum:
             batch_size=batch_size,
             fix="Pad the batch, and mark the padding in is_padding_example.",
         )
-
-    def _check_batch(self, batch_size: int, size: int, shards: Shards) -> None:
-        if math.isfinite(self.clip_norms.l2_norm_bound):
-            self.arithmetic.check_batch(batch_size, size * shards.size, shards.size)
 
     def _choose_size(
         self, batch_size: int, args: Sequence[Any], kwargs: dict[str, Any]
@@ -203,7 +199,7 @@ class ClippedSum:
             def compute():
                 part, outputs = one_microbatch(*microbatch)
                 add = self.arithmetic.add
-                return jax.tree.map(add, total, part, is_leaf=is_sum), outputs
+                return jax.tree.map(add, total, part, is_leaf=is_grid), outputs
 
             if is_padding is None:
                 return compute()
@@ -293,17 +289,66 @@ def make_callable(
         given = functools.partial(fun, clipped_sum.divided_like(args))
         return _meshes.on_automatic_axes(given, out_specs)(*args, **kwargs)
 
+    arrays = (*signature.of_params, *signature.of_examples)
     return BoundedSensitivityCallable(
-        on_any_mesh,
+        _compiled(on_any_mesh, arrays),
         l2_norm_bound,
         has_aux,
         keeps_places=clipped_sum.arithmetic.clips_by_bounds,
     )
 
 
+def _compiled(fun: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., Any]:
+    """Makes `fun` one program outside of traced functions, where jax would run many.
+
+    The arguments in `argnums` and all arrays are arguments of the program. Anything
+    else is a constant of it.
+    """
+
+    @functools.partial(jax.jit, static_argnums=(2, 3))
+    def program(named, arrays, treedef, constants):
+        is_padding, *named = named
+        arrays, named = iter(arrays), iter(named)
+        args, kwargs = treedef.unflatten(
+            next(arrays) if kind is None else x for kind, x in constants
+        )
+        args = [next(named) if i in argnums else x for i, x in enumerate(args)]
+        return fun(*args, is_padding_example=is_padding, **kwargs)
+
+    def call(*args, is_padding_example, **kwargs):
+        named = [is_padding_example, *(x for i, x in enumerate(args) if i in argnums)]
+        others = [None if i in argnums else x for i, x in enumerate(args)], kwargs
+        leaves, treedef = jax.tree.flatten(others)
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        constants = tuple(
+            (None, None) if isinstance(x, jax.Array) else (type(x), x) for x in leaves
+        )
+        if _fits_program((named, arrays), constants):
+            return program(named, arrays, treedef, constants)
+        return fun(*args, is_padding_example=is_padding_example, **kwargs)
+
+    return call
+
+
+def _fits_program(arguments: PyTree, constants: Any) -> bool:
+    """Whether a function is called with arrays, and with constants that jit can take.
+
+    Where an argument is no array, the function itself raises the better error.
+    """
+    leaves = jax.tree.leaves(arguments)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return False
+    try:
+        hash(constants)
+        jax.tree.map(jax.typeof, leaves)
+    except TypeError:
+        return False
+    return True
+
+
 def _specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
     """Partition specs for a sum: those of the parameters, and replicated otherwise."""
-    leaves = jax.tree.leaves(total, is_leaf=is_sum)
+    leaves = jax.tree.leaves(total, is_leaf=is_grid)
     specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]
     return [
         spec

@@ -32,6 +32,7 @@ from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.clipping._adaptive import AdaptiveClipNorm
+from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.clipping._clipped_sum import Outputs
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridArray, unit_of
 
@@ -58,6 +59,23 @@ class JointSum(NamedTuple):
     num_overflows: Any
     metrics: dict[str, Any]
     within: Any = None
+
+
+class Released(NamedTuple):
+    """The noisy values that one step releases.
+
+    Attributes:
+      noisy_grads: the averaged clipped gradient, with noise.
+      num_overflows: the noisy number of examples whose gradient norm is not finite;
+        None if these are not counted.
+      metrics: the noisy means over examples, by name.
+      clip_norm: the clip norm of the next step, a float32; None unless it adapts.
+    """
+
+    noisy_grads: PyTree
+    num_overflows: Any
+    metrics: dict[str, jax.Array]
+    clip_norm: jax.Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +182,22 @@ class ReleasedMetrics:
         largest = self.largest_of_one(l2_norm_bound)
         return {name: _sum_of_shares(shares[name], largest) for name in self.paid}
 
+    def means(
+        self, noisy: JointSum, l2_norm_bound: float, expected_batch_size: float
+    ) -> dict[str, jax.Array]:
+        """The noisy means over examples of all metrics.
+
+        The sums are divided by the expected batch size: the true size is sensitive.
+        """
+        largest = self.largest_of_one(l2_norm_bound)
+        units = {
+            "loss": (self.largest_loss or 1.0) / largest,
+            "clipped": 1 / largest,
+            "overflowed": 1 / contribution(l2_norm_bound),
+        }
+        sums = {**noisy.metrics, "overflowed": noisy.num_overflows}
+        return {x: sums[x] * (units[x] / expected_batch_size) for x in self.names}
+
     def largest_of_one(self, l2_norm_bound: float) -> float:
         """The largest coordinate of each metric; k bounds the norm of all of them."""
         k = self.norm_share * contribution(as_real(l2_norm_bound))
@@ -178,9 +212,9 @@ def _sum_of_shares(shares: jax.Array, largest: float) -> GridArray:
             f"{_LARGEST_BATCH} examples. Leave released_metrics out, and use a fixed "
             f"clip norm."
         )
-    steps = jnp.round(shares * _RESOLUTION).astype(jnp.int32)
+    counts = jnp.round(shares * _RESOLUTION).astype(jnp.int32)
     # Without this dtype, a sum of int32 would be int64 in 64-bit mode.
-    total = jnp.sum(steps, dtype=jnp.int32)
+    total = jnp.sum(counts, dtype=jnp.int32)
     return GridArray(total, unit_of(largest, _RESOLUTION))
 
 
@@ -207,23 +241,50 @@ class JointCoordinates:
     Attributes:
       metrics: the released metrics, or None.
       adaptive: the adaptive clip norm, or None.
-      counts_overflows: whether to count overflows, besides what the metrics say.
     """
 
     metrics: ReleasedMetrics | None
     adaptive: AdaptiveClipNorm | None
-    counts_overflows: bool
 
-    def __post_init__(self):
+    @classmethod
+    def of(
+        cls,
+        metrics: Any,
+        l2_clip_norm: Any,
+        *,
+        rescale_to_unit_norm: bool = True,
+        nan_safe: bool = True,
+    ) -> "JointCoordinates":
+        """Takes the arguments of `clipped_grad`; ValueError if they do not fit."""
         _validate.require(
-            isinstance(self.metrics, ReleasedMetrics | None),
+            isinstance(metrics, ReleasedMetrics | None),
             "released_metrics must be a dpmp.ReleasedMetrics, or None",
-            type=type(self.metrics).__name__,
+            type=type(metrics).__name__,
             fix="Use dpmp.ReleasedMetrics(fraction_clipped=True), for example.",
         )
-
-    def __bool__(self):
-        return bool(self.metrics or self.adaptive or self.counts_overflows)
+        adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
+        _validate.require(
+            nan_safe or not (metrics or adapts),
+            "released_metrics and AdaptiveClipNorm must have nan_safe=True",
+            nan_safe=nan_safe,
+            fix="Leave nan_safe out.",
+        )
+        _validate.require(
+            rescale_to_unit_norm or not adapts,
+            "an AdaptiveClipNorm needs a sensitivity that does not depend on it",
+            rescale_to_unit_norm=rescale_to_unit_norm,
+            fix="Set rescale_to_unit_norm=True, and multiply by the clip norm after "
+            "the noise is added.",
+        )
+        is_automatic = isinstance(l2_clip_norm, AutomaticClipping)
+        _validate.require(
+            not (is_automatic and metrics and metrics.fraction_clipped),
+            "fraction_clipped needs a clip norm: automatic clipping scales all "
+            "gradients",
+            l2_clip_norm=l2_clip_norm,
+            fix="Leave fraction_clipped out.",
+        )
+        return cls(metrics, l2_clip_norm if adapts else None)
 
     def norm_bound(self, l2_norm_bound: float) -> float:
         """The largest norm of a contribution to the sum and all of these together.
@@ -244,14 +305,40 @@ class JointCoordinates:
 
         `outputs` are those of the examples.
         """
-        if not self:
+        metrics, adaptive = self.metrics, self.adaptive
+        if not (metrics or adaptive):
             return total
-        metrics, sums, count, within = self.metrics, {}, None, None
-        if metrics is not None:
+        sums, count, within = {}, None, None
+        if metrics:
             sums = metrics.sums(outputs.values, outputs.is_clipped, l2_norm_bound)
-        if self.counts_overflows or (metrics and metrics.fraction_overflowed):
-            count = count_overflows(outputs.grad_norms, l2_norm_bound)
-        if self.adaptive is not None:
-            signs = self.adaptive.signs(outputs.grad_norms, outputs.is_example)
-            within = _sum_of_shares(signs, self.adaptive.largest_of_one(l2_norm_bound))
+            if metrics.fraction_overflowed:
+                count = count_overflows(outputs.grad_norms, l2_norm_bound)
+        if adaptive:
+            signs = adaptive.signs(outputs.grad_norms, outputs.is_example)
+            within = _sum_of_shares(signs, adaptive.largest_of_one(l2_norm_bound))
         return JointSum(total, count, sums, within)
+
+    def split(
+        self,
+        noisy: PyTree,
+        l2_norm_bound: float,
+        expected_batch_size: float,
+        clip_norm: Any = None,
+    ) -> Released:
+        """Splits a noisy output of `clipped_grad`, which may be a `JointSum`.
+
+        `clip_norm` is that of the step, if it adapts.
+        """
+        if not isinstance(noisy, JointSum):
+            return Released(noisy, None, {})
+        count, means = noisy.num_overflows, {}
+        if count is not None:
+            count /= contribution(l2_norm_bound)
+        if self.metrics:
+            means = self.metrics.means(noisy, l2_norm_bound, expected_batch_size)
+        if self.adaptive:
+            fraction = self.adaptive.fraction(
+                noisy.within, l2_norm_bound, expected_batch_size
+            )
+            clip_norm = self.adaptive.update(clip_norm, fraction)
+        return Released(noisy.sum_of_clipped_grads, count, means, clip_norm)

@@ -66,20 +66,30 @@ class BoundedSensitivityCallable:
           ValueError: if `neighboring_relation` is not a relation of dp_accounting, or
             if it is ADD_OR_REMOVE_ONE and `keeps_places` is True.
         """
-        relations = dp_accounting.NeighboringRelation
-        _validate.require(
-            isinstance(neighboring_relation, relations),
-            "neighboring_relation must be a dp_accounting.NeighboringRelation",
-            neighboring_relation=neighboring_relation,
-            fix="Use ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL.",
+        return sensitivity(
+            self.l2_norm_bound, neighboring_relation, keeps_places=self.keeps_places
         )
-        _validate.require(
-            not self.keeps_places
-            or neighboring_relation is not relations.ADD_OR_REMOVE_ONE,
-            '"bounded" sums must have neighbours of equal size',
-            neighboring_relation=neighboring_relation.name,
-            fix="Use REPLACE_SPECIAL (one example blanked out), whose epsilon is the "
-            'same, or method="per_example" with "exact" sums.',
-        )
-        replaces_one = neighboring_relation is relations.REPLACE_ONE
-        return self.l2_norm_bound * (2 if replaces_one else 1)
+
+
+def sensitivity(
+    l2_norm_bound: float,
+    neighboring_relation: dp_accounting.NeighboringRelation,
+    *,
+    keeps_places: bool,
+) -> float:
+    """See `BoundedSensitivityCallable.sensitivity`."""
+    relations = dp_accounting.NeighboringRelation
+    _validate.require(
+        isinstance(neighboring_relation, relations),
+        "neighboring_relation must be a dp_accounting.NeighboringRelation",
+        neighboring_relation=neighboring_relation,
+        fix="Use ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL.",
+    )
+    _validate.require(
+        not (keeps_places and neighboring_relation is relations.ADD_OR_REMOVE_ONE),
+        '"bounded" sums must have neighbours of equal size',
+        neighboring_relation=neighboring_relation.name,
+        fix='Use REPLACE_SPECIAL (zero-out), whose epsilon is the same, or "exact" '
+        'sums with method="per_example".',
+    )
+    return l2_norm_bound * (2 if neighboring_relation is relations.REPLACE_ONE else 1)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.numerics._arithmetic import Arithmetic
-from dpmp.numerics._sums import is_sum
+from dpmp.numerics._grid import is_grid
 
 
 class _Cut(NamedTuple):
@@ -39,20 +39,49 @@ def _spec(cut: _Cut | None) -> jax.P:
 class Shards:
     """The axes of a mesh over which the examples of a batch are divided.
 
+    Pass it to `clipped_grad` as `spmd_axis_name`, if parameters are sharded over the
+    same devices as the batch.
+
     Attributes:
       axes: their names. There may be none.
-      size: the number of parts into which they divide a batch.
+      sum_specs: the partition specs of the sum, in a tree like that of the parameters.
+        If a spec has some of the same axes, a device receives only its own part of that
+        array. The tree is empty for sums that are whole on every device.
     """
 
-    axes: tuple[str, ...]
-    size: int
+    axes: tuple[str, ...] = ()
+    sum_specs: PyTree = ()
+
+    @classmethod
+    def parse(cls, given: "str | Sequence[str] | Shards | None") -> "Shards":
+        """Makes shards of what users pass as `spmd_axis_name`."""
+        if isinstance(given, Shards):
+            return given
+        return cls((given,) if isinstance(given, str) else tuple(given or ()))
+
+    @property
+    def size(self) -> int:
+        """The number of parts into which the axes divide a batch.
+
+        Raises ValueError for a name that is not an axis of the mesh of the context, or
+        an axis over which the caller has divided the work already.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+        _validate.require(
+            set(self.axes) <= set(free),
+            "spmd_axis_name must name axes of the mesh, outside of shard_map",
+            spmd_axis_name=self.axes,
+            axes_of_the_mesh=free,
+            fix="Set the mesh: `with jax.set_mesh(mesh):` around the call.",
+        )
+        return math.prod(mesh.shape[name] for name in self.axes)
 
     def sum(
         self,
         sum_part: Callable[[PyTree], tuple[PyTree, PyTree]],
         examples: PyTree,
         arithmetic: Arithmetic,
-        specs: Sequence[jax.P],
     ) -> tuple[PyTree, PyTree]:
         """Sums the parts of a batch, each on its own devices, and adds up the sums.
 
@@ -61,8 +90,6 @@ class Shards:
             for each of these examples.
           examples: arrays with a leading axis of examples.
           arithmetic: adds up the sums.
-          specs: the partition specs of the arrays of the sum, or none. A device then
-            receives only its own part of an array, and the whole array otherwise.
 
         Returns:
           The sum over all examples, and the arrays with one row for each of them.
@@ -73,12 +100,13 @@ class Shards:
         if self.size == 1:
             return sum_part(examples)
         by_example = jax.P(self.axes)
+        specs = jax.tree.leaves(self.sum_specs, is_leaf=lambda x: x is None)
         cuts = [self._cut(spec) for spec in specs]
         treedef = []
 
         def on_one_device(examples: PyTree) -> tuple[list[PyTree], PyTree]:
             total, outputs = sum_part(examples)
-            leaves, structure = jax.tree.flatten(total, is_leaf=is_sum)
+            leaves, structure = jax.tree.flatten(total, is_leaf=is_grid)
             treedef[:] = [structure]
             _validate.require(
                 len(cuts) in (0, len(leaves)),
@@ -126,45 +154,15 @@ class Shards:
           ValueError: if the devices cannot have equal shares of a batch, or of a
             microbatch.
         """
-        fix = (
-            f"Use a microbatch_size that is a multiple of {self.size}, to which DPSGD "
-            "pads batches; or divide the batch over fewer devices."
-        )
-        _validate.require(
-            batch_size % self.size == 0,
-            f"the batch size must be a multiple of the {self.size} devices over which "
-            f"the batch is divided",
-            batch_size=batch_size,
-            fix=fix,
-        )
-        if microbatch_size is None:
-            return None
-        _validate.require(
-            microbatch_size % self.size == 0,
-            f"microbatch_size must be a multiple of the {self.size} devices over which "
-            f"the batch is divided",
-            microbatch_size=microbatch_size,
-            fix=fix,
-        )
-        return microbatch_size // self.size
-
-
-def shards_over(axis_name: str | Sequence[str] | None) -> Shards:
-    """Looks up axes in the mesh of the context.
-
-    Raises ValueError for a name that is not an axis of the mesh, or an axis over which
-    the caller has divided the work already.
-    """
-    if axis_name is None:
-        return Shards((), 1)
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    mesh = jax.sharding.get_abstract_mesh()
-    free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
-    _validate.require(
-        set(axes) <= set(free),
-        "spmd_axis_name must name axes of the mesh, outside of shard_map",
-        spmd_axis_name=axis_name,
-        axes_of_the_mesh=free,
-        fix="Set the mesh: `with jax.set_mesh(mesh):` around the call.",
-    )
-    return Shards(axes, math.prod(mesh.shape[name] for name in axes))
+        size = self.size
+        sizes = {"the batch size": batch_size, "microbatch_size": microbatch_size or 0}
+        for name, number in sizes.items():
+            _validate.require(
+                number % size == 0,
+                f"{name} must be a multiple of the {size} devices over which the batch "
+                f"is divided",
+                size=number,
+                fix=f"Use a microbatch_size that is a multiple of {size}, to which "
+                "DPSGD pads batches; or divide the batch over fewer devices.",
+            )
+        return microbatch_size and microbatch_size // size

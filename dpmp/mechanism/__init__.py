@@ -4,8 +4,8 @@ The training steps and the privacy accounting read the same object, so that they
 disagree. See `DPSGD` for an example.
 """
 
+from dpmp.clipping import Released
 from dpmp.mechanism._dpsgd import DPSGD
-from dpmp.mechanism._released import Released
-from dpmp.mechanism._step_costs import StepCost, guarantee_of, guarantee_of_stages
+from dpmp.mechanism._privacy_cost import PrivacyCost, guarantee_of, guarantee_of_stages
 
-__all__ = ["DPSGD", "Released", "StepCost", "guarantee_of", "guarantee_of_stages"]
+__all__ = ["DPSGD", "PrivacyCost", "Released", "guarantee_of", "guarantee_of_stages"]

@@ -8,19 +8,23 @@ from typing import Any, cast
 
 import dp_accounting
 import jax
+import jax.numpy as jnp
 import optax
 
 from dpmp import _validate, accounting, batch_selection, clipping, noise_addition
+from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
-from dpmp.clipping._joint_sums import ReleasedMetrics, contribution
+from dpmp._warnings import warn
+from dpmp.clipping import JointSum, Released, ReleasedMetrics
+from dpmp.clipping._adaptive import with_clip_norm
+from dpmp.clipping._clip_norms import ClipNorms
+from dpmp.clipping._joint_sums import JointCoordinates, contribution
+from dpmp.clipping._sensitivity import sensitivity
 from dpmp.engines._methods import check_method
-from dpmp.mechanism import _checks, _statement
-from dpmp.mechanism._batches import Batches
-from dpmp.mechanism._clipping import Clipping
-from dpmp.mechanism._costs import Costs, StepCost
-from dpmp.mechanism._released import Released, of_at_most
-from dpmp.mechanism._resolution import choose_resolution
-from dpmp.numerics import _arithmetic
+from dpmp.mechanism import _privacy_cost, _statement
+from dpmp.mechanism._privacy_cost import ComputedProbability, PrivacyCost
+from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
+from dpmp.numerics import _arithmetic, _grid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,11 +105,14 @@ class DPSGD:
     def __post_init__(self):
         # The name of the arithmetic that runs tells a reader more than None.
         arithmetic = self.arithmetic or _arithmetic.default_name(self.method)
-        checked = {"arithmetic": arithmetic, **_checks.checked_fields(self)}
-        for name, value in checked.items():
+        for name, value in (_checked_fields(self) | {"arithmetic": arithmetic}).items():
             object.__setattr__(self, name, value)
-        # This call checks the other fields: clip norms, arithmetic and method.
-        self._any_clipped_grad.sensitivity(self.neighboring_relation)
+        self._clip_norms.fit(self._sums_on_grid)
+        sensitivity(
+            self._l2_norm_bound,
+            self.neighboring_relation,
+            keeps_places=self._sums.clips_by_bounds,
+        )
 
     @classmethod
     def from_epochs(cls, *, epochs: float, **fields: Any) -> "DPSGD":
@@ -131,8 +138,15 @@ class DPSGD:
         Raises:
           ValueError: if the target is out of range or cannot be reached.
         """
-        noise_multiplier = self._costs.calibrate(epsilon=epsilon, delta=delta)
-        _checks.warn_of_large_delta(delta, self.num_examples)
+        noise_multiplier = _privacy_cost.calibrate(
+            self._cost_with(0.0), self.iterations, epsilon=epsilon, delta=delta
+        )
+        if delta >= 1 / self.num_examples:
+            warn(
+                "delta should be well below 1 / num_examples, because publishing one "
+                "random example satisfies delta = 1 / num_examples; got "
+                f"delta={delta}. Use a tenth of 1 / num_examples, or less."
+            )
         return dataclasses.replace(self, noise_multiplier=noise_multiplier, delta=delta)
 
     def without_privacy(self) -> "DPSGD":
@@ -151,21 +165,36 @@ class DPSGD:
             noise_multiplier=0.0,
         )
 
+    def counting_overflows(self) -> "DPSGD":
+        """The same mechanism, which also releases the fraction of overflows, for free.
+
+        An overflow is an example whose gradient norm is not finite.
+        """
+        metrics = self.released_metrics
+        counting = ReleasedMetrics(fraction_overflowed=True)
+        if metrics is not None:
+            counting = dataclasses.replace(metrics, fraction_overflowed=True)
+        return dataclasses.replace(self, released_metrics=counting)
+
     @property
     def is_private(self) -> bool:
         """Whether gradients are clipped and receive noise; `guarantee` has epsilon."""
-        return bool(self.noise_multiplier) and self._clipping.is_finite
+        return bool(self.noise_multiplier) and self._is_clipped
 
     @property
     def sampling(self) -> batch_selection.PoissonSampling:
         """The sampler that the accounting assumes."""
-        prob, size = self._batches.sampling_prob, self._batches.largest
-        return batch_selection.PoissonSampling(prob, self.iterations, size)
+        return batch_selection.PoissonSampling(
+            cast("float", self.sampling_prob), self.iterations, self._largest_batch
+        )
 
     @property
     def padded_batch_size(self) -> int:
-        """The size to which all batches are padded."""
-        return self._batches.padded
+        """The size to which all batches are padded, so that microbatches divide it."""
+        multiple = self.microbatch_size or 1
+        if self.microbatch_size is None and self._sums.clips_by_bounds:
+            multiple = min(32, 2 ** (self._largest_batch.bit_length() - 1))
+        return math.ceil(self._largest_batch / multiple) * multiple
 
     @property
     def stddev(self) -> float:
@@ -173,18 +202,18 @@ class DPSGD:
 
         It is in clip norms if the clip norm adapts.
         """
-        bound = self._any_clipped_grad.l2_norm_bound
-        return self._calibrated * bound if self._calibrated else 0.0
+        return self._calibrated * self._l2_norm_bound if self._calibrated else 0.0
 
     @property
     def overflow_stddev(self) -> float:
         """The standard deviation of the noise on the number of overflows."""
-        return self.stddev / contribution(self._clipping.l2_norm_bound)
+        return self.stddev / contribution(self._clip_norms.l2_norm_bound)
 
     @property
     def initial_clip_norm(self) -> jax.Array | None:
         """The clip norm of the first step if it adapts, or else None."""
-        return self._clipping.initial
+        adaptive = self._joint.adaptive
+        return None if adaptive is None else jnp.float32(adaptive.initial)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -208,9 +237,9 @@ class DPSGD:
         return self.step_cost.event(self.iterations)
 
     @property
-    def step_cost(self) -> StepCost:
-        """All facts that the privacy cost of one step depends on."""
-        return self._costs.of_step(self._calibrated)
+    def step_cost(self) -> PrivacyCost:
+        """Everything that the privacy cost of one step depends on."""
+        return self._cost_with(self._calibrated)
 
     def clipped_grad(
         self,
@@ -235,15 +264,23 @@ class DPSGD:
           returns a `JointSum`: add noise to it with `.privatizer`, and then take it
           apart with `.split`.
         """
-        _checks.check_nan_safe(kwargs.get("nan_safe", True))
+        _validate.require(
+            kwargs.get("nan_safe", True),
+            "a mechanism must have nan_safe=True, so that its guarantee holds",
+            nan_safe=False,
+            fix="Leave nan_safe out. To look for NaN on public data, use "
+            "dpmp.clipped_grad.",
+        )
         return clipping.clipped_grad(
             fun,
             argnums,
-            **self._clipping.arguments(clip_norm),
+            l2_clip_norm=with_clip_norm(self.l2_clip_norm, clip_norm),
+            rescale_to_unit_norm=self._is_in_clip_norms,
+            normalize_by=self.expected_batch_size,
+            released_metrics=self.released_metrics,
             microbatch_size=self.microbatch_size,
             method=self.method,
-            arithmetic=self.arithmetic,
-            resolution=self.resolution,
+            arithmetic=self._sums_on_grid,
             **kwargs,
         )
 
@@ -262,17 +299,41 @@ class DPSGD:
           ValueError: before calibration, or (by `update`) for a gradient with more than
             `num_parameters` entries.
         """
-        bound = self._any_clipped_grad.l2_norm_bound
         privatizer = noise_addition.gaussian_privatizer(
             stddev=self.stddev,
             prng_key=prng_key,
-            l2_sensitivity=(self.is_private and bound) or None,
+            l2_sensitivity=(self.is_private and self._l2_norm_bound) or None,
         )
-        return of_at_most(self.num_parameters, privatizer)
+
+        def update(updates, state, params=None):
+            is_joint = isinstance(updates, JointSum)
+            grads = updates.sum_of_clipped_grads if is_joint else updates
+            entries = _grid.num_entries(grads)
+            _validate.require(
+                entries <= self.num_parameters,
+                "the gradient must have at most num_parameters entries",
+                num_parameters=self.num_parameters,
+                entries=entries,
+                fix=f"Use DPSGD(num_parameters={entries}).",
+            )
+            return privatizer.update(updates, state, params)
+
+        return optax.GradientTransformation(privatizer.init, update)
 
     def split(self, noisy: PyTree, *, clip_norm: Any = None) -> Released:
         """Splits the output of `.privatizer`, given the `clip_norm` if it adapts."""
-        return self._clipping.split(noisy, clip_norm)
+        with_clip_norm(self.l2_clip_norm, clip_norm)  # checks that there is one
+        released = self._joint.split(
+            noisy, self._clip_norms.l2_norm_bound, self.expected_batch_size, clip_norm
+        )
+        if self._is_in_clip_norms == self.rescale_to_unit_norm:
+            return released
+
+        def times_clip_norm(x: jax.Array) -> jax.Array:
+            return x * jnp.asarray(clip_norm).astype(x.dtype)
+
+        grads = jax.tree.map(times_clip_norm, released.noisy_grads)
+        return released._replace(noisy_grads=grads)
 
     def guarantee(
         self, step: int | None = None, *, delta: float | None = None
@@ -290,9 +351,16 @@ class DPSGD:
         Raises:
           ValueError: before calibration, without a delta, or for one out of range.
         """
-        return self._costs.guarantee(
-            self._calibrated, step, delta=self.delta if delta is None else delta
+        cost = self.step_cost
+        steps = self.iterations if step is None else as_number(step)
+        _validate.require(
+            _validate.is_integer(steps) and 0 <= steps <= self.iterations,
+            f"step must be from 0 to iterations = {self.iterations}",
+            step=step,
+            fix="Use one of these, or plan more iterations before the run starts.",
         )
+        delta = accounting.required_delta(self.delta if delta is None else delta)
+        return _privacy_cost.guarantee_of({cost: steps}, delta=delta)
 
     def statement(self) -> str:
         """States the privacy claim in plain words, with its assumptions and limits."""
@@ -301,48 +369,177 @@ class DPSGD:
         guarantee = self.guarantee()
         if math.isinf(guarantee.epsilon):
             return _statement.no_epsilon(guarantee.delta)
-        return _statement.claim(guarantee, self, self._batches, self._sums)
+        return _statement.claim(guarantee, self, self._sums)
 
     @property
     def _calibrated(self) -> float:
-        return _checks.calibrated(self.noise_multiplier)
+        if self.noise_multiplier is None:
+            _validate.fail(
+                "the mechanism must have a noise multiplier",
+                noise_multiplier=None,
+                fix="Use mechanism.calibrate(epsilon=, delta=).",
+            )
+        return self.noise_multiplier
+
+    @functools.cached_property
+    def _joint(self) -> JointCoordinates:
+        return JointCoordinates.of(self.released_metrics, self.l2_clip_norm)
 
     @property
-    def _any_clipped_grad(self) -> clipping.BoundedSensitivityCallable:
-        """Has the bounds of every clipped gradient of this mechanism."""
-        return self.clipped_grad(lambda *_: 0.0, clip_norm=self.initial_clip_norm)
+    def _is_in_clip_norms(self) -> bool:
+        """Whether the sum and its noise are in units of the clip norm."""
+        return self.rescale_to_unit_norm or self._joint.adaptive is not None
 
-    @property
-    def _clipping(self) -> Clipping:
-        return Clipping(
-            l2_clip_norm=self.l2_clip_norm,
-            rescale_to_unit_norm=self.rescale_to_unit_norm,
-            expected_batch_size=self.expected_batch_size,
-            released_metrics=self.released_metrics,
+    @functools.cached_property
+    def _clip_norms(self) -> ClipNorms:
+        adaptive = self._joint.adaptive
+        return ClipNorms.from_tree(
+            adaptive.initial if adaptive else self.l2_clip_norm,
+            self._is_in_clip_norms,
+            self.expected_batch_size,
         )
+
+    @property
+    def _is_clipped(self) -> bool:
+        return math.isfinite(self._clip_norms.l2_norm_bound)
+
+    @property
+    def _l2_norm_bound(self) -> float:
+        """The largest norm of a contribution to everything that receives noise."""
+        return self._joint.norm_bound(self._clip_norms.l2_norm_bound)
 
     @functools.cached_property
     def _sums(self) -> _arithmetic.Arithmetic:
         check_method(self.method)
         return _arithmetic.parse(self.arithmetic, method=self.method)
 
+    @property
+    def _sums_on_grid(self) -> _arithmetic.Arithmetic:
+        """The arithmetic with the resolution of this mechanism, if it has a grid."""
+        resolution = self.resolution
+        if resolution is None:
+            return self._sums
+        return self._sums.with_resolution(resolution)
+
     @functools.cached_property
-    def _batches(self) -> Batches:
-        return Batches(
+    def _largest_batch(self) -> int:
+        """The size to which larger batches are truncated."""
+        relations = dp_accounting.NeighboringRelation
+        is_protected = self.neighboring_relation is relations.ADD_OR_REMOVE_ONE
+        given = self.truncated_batch_size
+        if given is None:
+            return accounting.choose_truncated_batch_size(
+                self.num_examples + is_protected,
+                cast("float", self.sampling_prob),
+                multiple_of=self.microbatch_size or 1,
+            )
+        # A given size is not lowered where it would give away the size of the data.
+        return given if is_protected else min(given, self.num_examples)
+
+    def _cost_with(self, noise_multiplier: float) -> PrivacyCost:
+        return PrivacyCost(
+            sampling_prob=float(cast("float", self.sampling_prob)),
             num_examples=self.num_examples,
-            sampling_prob=cast("float", self.sampling_prob),
-            truncated_batch_size=self.truncated_batch_size,
-            microbatch_size=self.microbatch_size,
-            chooses_microbatches=self._sums.clips_by_bounds,
+            truncated_batch_size=self._largest_batch,
+            noise_multiplier=noise_multiplier,
+            is_clipped=self._is_clipped,
+            # The entries of the gradient, up to 3 of metrics, and 1 of the clip norm.
+            num_coordinates=self.num_parameters + 3 + bool(self._joint.adaptive),
             neighboring_relation=self.neighboring_relation,
         )
 
-    @property
-    def _costs(self) -> Costs:
-        return Costs(
-            batches=self._batches,
-            iterations=self.iterations,
-            is_clipped=self._clipping.is_finite,
-            # The entries of the gradient, up to 3 of metrics, and 1 of the clip norm.
-            num_coordinates=self.num_parameters + 3 + bool(self._clipping.adaptive),
+
+# By field: its check, and what to do if it fails.
+_CHECKS = {
+    "num_examples": (_validate.positive_integer, "Count the examples to train on."),
+    "expected_batch_size": (_validate.positive, "Use 256, for example."),
+    "iterations": (_validate.positive_integer, "Or use DPSGD.from_epochs(epochs=3)."),
+    "num_parameters": (_validate.positive_integer, "Count the parameters to train."),
+    "rescale_to_unit_norm": (_validate.boolean, "Leave it out for False."),
+    "noise_multiplier": (_validate.nonnegative, "Leave it out and call calibrate."),
+    "truncated_batch_size": (_validate.positive_integer, "Use 32, or None."),
+    "microbatch_size": (_validate.positive_integer, "Use 32, or None."),
+}
+_MAY_BE_NONE = ("noise_multiplier", "truncated_batch_size", "microbatch_size")
+
+
+def _checked_fields(mechanism: DPSGD) -> dict[str, Any]:
+    """Returns Python numbers and bools by name; ValueError for one out of range."""
+    checked: dict[str, Any] = {
+        name: check(**{name: getattr(mechanism, name)}, fix=fix)
+        for name, (check, fix) in _CHECKS.items()
+        if name not in _MAY_BE_NONE or getattr(mechanism, name) is not None
+    }
+    if mechanism.delta is not None:
+        checked["delta"] = accounting.check_delta(mechanism.delta)
+    # `ClipNorms` checks the values of the clip norms.
+    checked["l2_clip_norm"] = jax.tree.map(as_real, mechanism.l2_clip_norm)
+    given = mechanism.sampling_prob
+    if given is None or isinstance(given, ComputedProbability):
+        sizes = {x: checked[x] for x in ("expected_batch_size", "num_examples")}
+        batch_size, num_examples = sizes.values()
+        _validate.require(
+            batch_size <= num_examples,
+            "expected_batch_size must be at most num_examples",
+            **sizes,
+            fix="Use a smaller batch.",
         )
+        checked["sampling_prob"] = ComputedProbability(batch_size / num_examples)
+    else:
+        checked["sampling_prob"] = _validate.probability(
+            sampling_prob=given, fix="Use 0.01, for example, or leave it out."
+        )
+    accounting.check_relation(mechanism.neighboring_relation)
+    return checked
+
+
+def choose_resolution(
+    noise_multiplier: float, num_parameters: int, arithmetic: _arithmetic.Arithmetic
+) -> int | None:
+    """How many units the largest contribution has; None for a sum without a grid.
+
+    Rounding to a coarse grid takes a share of the clip norm. But the sampler of the
+    noise limits how fine the grid may be. The sum of three draws of noise allows a
+    finer grid than that of two, and is used if the share is above 1 % with two.
+
+    Raises:
+      ValueError: if rounding costs too much of the clip norm, or if the noise is too
+        narrow for the sampler.
+    """
+    wanted = arithmetic.wanted_resolution(num_parameters)
+    if wanted is None:
+        return None
+    wanted = min(
+        max(math.ceil(wanted), _grid.DEFAULT_RESOLUTION), _grid.LARGEST_RESOLUTION
+    )
+    for num_draws in (2, 3):
+        noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
+        # The margin keeps the rounding of the unit to float32 from needing wider noise.
+        widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
+        resolution = max(1, int(widest))
+        loss = arithmetic.share_lost(num_parameters, resolution)
+        if loss <= 0.01:
+            break
+    if loss > _grid.LARGEST_LOSS:
+        _validate.fail(
+            f"rounding to a grid must cost at most {_grid.LARGEST_LOSS:.0%} of the "
+            "clip norm",
+            cost=f"{loss:.2g}",
+            noise_multiplier=noise_multiplier,
+            num_parameters=num_parameters,
+            fix="Use less noise (which a larger epsilon or delta allows), pass "
+            "num_parameters if there are fewer, or use arithmetic='"
+            f"{_arithmetic.name_without_privacy(arithmetic.method)}'.",
+        )
+    resolution = min(resolution, _grid.LARGEST_RESOLUTION)
+    narrowest = DiscreteGaussian((1,)).effective_stddev
+    # 1 % less than the narrowest noise is enough: `resolution` was rounded down, and
+    # `DiscreteGaussian.at_least` widens the noise again.
+    _validate.require(
+        1.01 * noise_multiplier * resolution >= narrowest,
+        f"exact noise must have at least {narrowest:.0f} units of the grid",
+        noise_multiplier=noise_multiplier,
+        resolution=resolution,
+        fix="Use more noise, no noise at all (0), or arithmetic='float32'.",
+    )
+    return resolution

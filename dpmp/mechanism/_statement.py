@@ -11,8 +11,7 @@ from dpmp import accounting
 from dpmp._typing import PyTree
 from dpmp.accounting._rounding import digits_above, digits_below, round_up
 from dpmp.clipping import AdaptiveClipNorm, AutomaticClipping
-from dpmp.clipping._joint_sums import ReleasedMetrics
-from dpmp.mechanism._batches import Batches, ComputedProbability
+from dpmp.mechanism._privacy_cost import ComputedProbability
 from dpmp.numerics._arithmetic import Arithmetic
 
 _Relation = dp_accounting.NeighboringRelation
@@ -47,12 +46,12 @@ def no_epsilon(delta: float) -> str:
 def claim(
     guarantee: accounting.PrivacyGuarantee,
     mechanism: Any,
-    batches: Batches,
     arithmetic: Arithmetic,
 ) -> str:
     """The statement of a `DPSGD` with a finite epsilon."""
     noise_multiplier = mechanism.noise_multiplier
     batch_size = mechanism.expected_batch_size
+    largest = mechanism.sampling.truncated_batch_size
     epsilon, delta = round_up(guarantee.epsilon), digits_above(guarantee.delta, 3)
     return _wrap(
         f"The trained parameters are ({epsilon}, {delta})-differentially private, and "
@@ -60,12 +59,12 @@ def claim(
         f"for two neighbouring datasets, the probability of any outcome on one is at "
         f"most exp({epsilon}) times its probability on the other, plus {delta}.",
         f"- Protected unit: one example. Two datasets are neighbours if "
-        f"{_NEIGHBOURS[batches.neighboring_relation]}. {_describe_number(batches)}",
+        f"{_NEIGHBOURS[mechanism.neighboring_relation]}. {_describe_number(mechanism)}",
         f"- Sampling: each example is in each batch with probability "
-        f"{digits_above(batches.sampling_prob, 4)}, independently of all others. A "
-        f"batch of more than {batches.largest} examples keeps {batches.largest} of "
-        f"them, drawn at random, and epsilon accounts for that. The claim does not "
-        f"hold for batches that are taken in any other way.",
+        f"{digits_above(mechanism.sampling_prob, 4)}, independently of all others. A "
+        f"batch of more than {largest} examples keeps {largest} of them, drawn at "
+        f"random, and epsilon accounts for that. The claim does not hold for batches "
+        f"that are taken in any other way.",
         f"- Steps: {mechanism.iterations}. Steps that are made again after their "
         f"release, and other runs on the same data, cost more.",
         f"- Clipping: {_describe_clipping(mechanism.l2_clip_norm)} The sum of the "
@@ -73,8 +72,7 @@ def claim(
         f"- Noise: the noise is Gaussian, with a noise multiplier of "
         f"{digits_below(noise_multiplier, 5)}. This is its standard deviation, divided "
         f"by the largest norm that one example contributes.",
-        *_describe_metrics(mechanism),
-        *_describe_adaptive(mechanism),
+        *_describe_released(mechanism),
         f"- Accountant: {guarantee.accountant}.",
         f"- Arithmetic: {_describe_arithmetic(mechanism, arithmetic)}",
         f"- Assumed: the random bits are ideal, and nobody knows their keys. The "
@@ -88,21 +86,21 @@ def claim(
     )
 
 
-def _describe_number(batches: Batches) -> str:
+def _describe_number(mechanism: Any) -> str:
     """Says who knows the number of examples."""
-    if batches.neighboring_relation is not _Relation.ADD_OR_REMOVE_ONE:
-        return f"The number of examples, {batches.num_examples}, is public."
+    if mechanism.neighboring_relation is not _Relation.ADD_OR_REMOVE_ONE:
+        return f"The number of examples, {mechanism.num_examples}, is public."
     text = (
         "The number of examples is protected too. The sampling probability, the batch "
         "sizes, the steps and the noise are public, and the claim assumes that they "
         "were chosen without knowledge of that number."
     )
-    if isinstance(batches.sampling_prob, ComputedProbability):
+    if isinstance(mechanism.sampling_prob, ComputedProbability):
         text += (
             " But the sampling probability was computed as the expected batch size "
             "over that number, and gives it away. Pass sampling_prob to avoid this."
         )
-    if batches.truncated_batch_size is None:
+    if mechanism.truncated_batch_size is None:
         text += (
             " The largest batch size was computed from that number, and says roughly "
             "how large it is. Pass truncated_batch_size to avoid this."
@@ -110,22 +108,19 @@ def _describe_number(batches: Batches) -> str:
     return text
 
 
-def _describe_metrics(mechanism: Any) -> list[str]:
-    metrics, batch_size = mechanism.released_metrics, mechanism.expected_batch_size
-    always = ReleasedMetrics(fraction_overflowed=True)
-    noise_multiplier = mechanism.noise_multiplier
-    if isinstance(mechanism.l2_clip_norm, AdaptiveClipNorm):
-        # The noise on everything is wider for the noisy fraction.
-        of_gradient = mechanism.stddev * batch_size
-        noise_multiplier = of_gradient / (1 + (metrics or always).widening)
-    spread = {
-        name: (metrics or always).stddev(name, noise_multiplier, batch_size)
-        for name in (*(metrics.names if metrics else ()), *always.names)
-    }
+def _describe_released(mechanism: Any) -> list[str]:
+    """Describes everything that a step releases besides the gradient."""
+    metrics, adaptive = mechanism.released_metrics, mechanism.l2_clip_norm
+    batch_size, noise = mechanism.expected_batch_size, mechanism.noise_multiplier
+    counting = mechanism.counting_overflows().released_metrics
     lines = []
+    if is_adaptive := isinstance(adaptive, AdaptiveClipNorm):
+        # The noise on everything is wider for the noisy fraction.
+        noise = mechanism.stddev * batch_size / (1 + counting.widening)
+    stddevs = {x: counting.stddev(x, noise, batch_size) for x in counting.names}
     if metrics is not None:
         means = ", ".join(
-            f"{name} (standard deviation {spread[name]:.2g})" for name in metrics.names
+            f"{name} (standard deviation {stddevs[name]:.2g})" for name in metrics.names
         )
         lines.append(
             f"- Released at every step, with noise: the means of {means}. The claim "
@@ -136,22 +131,17 @@ def _describe_metrics(mechanism: Any) -> list[str]:
         lines.append(
             f"- DPTrainer also releases, at every step, the fraction of examples whose "
             f"gradient is not finite, with noise of standard deviation "
-            f"{spread['overflowed']:.2g}. The claim covers it, and it costs nothing."
+            f"{stddevs['overflowed']:.2g}. The claim covers it, and it costs nothing."
+        )
+    if is_adaptive:
+        lines.append(
+            f"- Released at every step, with noise: the fraction of examples whose "
+            f"gradient norm is at most the clip norm (standard deviation "
+            f"{adaptive.stddev(mechanism.stddev):.2g}), and the next clip norm, which "
+            f"is computed from it. The claim covers both. They make the noise on the "
+            f"gradient {adaptive.widening:.2%} wider."
         )
     return lines
-
-
-def _describe_adaptive(mechanism: Any) -> list[str]:
-    adaptive = mechanism.l2_clip_norm
-    if not isinstance(adaptive, AdaptiveClipNorm):
-        return []
-    return [
-        f"- Released at every step, with noise: the fraction of examples whose "
-        f"gradient norm is at most the clip norm (standard deviation "
-        f"{adaptive.stddev(mechanism.stddev):.2g}), and the next clip norm, which is "
-        f"computed from it. The claim covers both. They make the noise on the gradient "
-        f"{adaptive.widening:.2%} wider."
-    ]
 
 
 def _describe_arithmetic(mechanism: Any, arithmetic: Arithmetic) -> str:

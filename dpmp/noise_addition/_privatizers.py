@@ -1,7 +1,8 @@
 """The privatizer: Gaussian noise in integers."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
@@ -10,9 +11,19 @@ import jax.numpy as jnp
 import optax
 
 from dpmp import _meshes, _random, _validate
+from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
-from dpmp.noise_addition import _grid_noise
-from dpmp.numerics._sums import Sum, as_sum, is_sum, num_entries
+from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
+from dpmp.numerics import _packing
+from dpmp.numerics._grid import (
+    GridArray,
+    Sum,
+    check_before_noise,
+    is_grid,
+    num_entries,
+    round_to_grid,
+    to_float,
+)
 
 # The noise multiplier that is assumed for a float sum without a given sensitivity.
 _LARGEST_NOISE_MULTIPLIER = 32.0
@@ -21,7 +32,7 @@ _LARGEST_NOISE_MULTIPLIER = 32.0
 # noise. But the standard deviation of the noise must have between 2^14 and 2^21 units
 # of the grid, because the sampler has no much wider noise, and sums must fit into 32
 # bits.
-_LOG_SNAP_SHARE = 12
+_LOG_ROUNDING_SHARE = 12
 _LOG_UNITS = (14, 20)
 
 
@@ -111,32 +122,24 @@ def gaussian_privatizer(
         l2_sensitivity = _validate.positive(
             l2_sensitivity=l2_sensitivity, fix="Use clipped_grad(...).sensitivity()."
         )
-    stddev = _check_stddev(stddev)
-
-    def add_noise(sums: list[Sum], noise_state: NoiseState) -> list[jax.Array]:
-        noise_multiplier = _LARGEST_NOISE_MULTIPLIER
-        if l2_sensitivity is not None:
-            noise_multiplier = stddev / l2_sensitivity
-        unit, widened = 1.0, Fraction(stddev)
-        # Rounding some leaves moves the sum as a whole, so that all noise gets wider.
-        if not all(x.is_on_grid for x in sums):
-            snap_cost = noise_multiplier * math.sqrt(num_entries(sums))
-            unit, widened = _snapping(stddev, snap_cost)
-        on_grids = [x.snapped(unit) for x in sums]
-        key_words = _random.key_words(noise_state.prng_key)
-        return _grid_noise.add_noise(on_grids, widened, key_words, noise_state.step)
-
-    return _privatizer(add_noise, stddev, prng_key)
-
-
-def _privatizer(
-    add_noise: Callable[[list[Sum], NoiseState], list[jax.Array]],
-    stddev: float,
-    prng_key: jax.Array | None,
-) -> optax.GradientTransformation:
-    """The optax transformation that applies `add_noise` to the leaves of a sum."""
+    stddev = _validate.nonnegative(
+        stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
+    )
+    noise_multiplier = _LARGEST_NOISE_MULTIPLIER
+    if l2_sensitivity is not None:
+        noise_multiplier = stddev / l2_sensitivity
     if prng_key is not None:
         _random.check_key(prng_key)
+
+    def add_noise(sums: list[Sum], noise_state: NoiseState) -> list[jax.Array]:
+        unit, widened = 1.0, Fraction(stddev)
+        # Rounding some leaves moves the sum as a whole, so that all noise gets wider.
+        if not all(map(is_grid, sums)):
+            rounding_cost = noise_multiplier * math.sqrt(num_entries(sums))
+            unit, widened = _grid_of_floats(stddev, rounding_cost)
+        on_grids = [round_to_grid(x, unit) for x in sums]
+        key_words = _random.key_words(noise_state.prng_key)
+        return _add_noise(on_grids, widened, key_words, noise_state.step)
 
     def init(params: PyTree) -> NoiseState:
         del params
@@ -154,11 +157,10 @@ def _privatizer(
             fix="Return the sum from shard_map, and add the noise to it under jax.jit. "
             "There each device draws the noise of its own shard.",
         )
-        leaves, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_sum)
-        sums = [as_sum(leaf) for leaf in leaves]
+        sums, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_grid)
         for i, x in enumerate(sums):
-            x.check_before_noise(i)
-        noisy = add_noise(sums, noise_state) if stddev else [x.to_float() for x in sums]
+            check_before_noise(x, i)
+        noisy = add_noise(sums, noise_state) if stddev else list(map(to_float, sums))
         new_state = NoiseState(noise_state.prng_key, noise_state.step + 1)
         return jax.tree.unflatten(treedef, noisy), new_state
 
@@ -168,17 +170,61 @@ def _privatizer(
     return optax.GradientTransformation(init, cast("optax.TransformUpdateFn", update))
 
 
+def _add_noise(
+    leaves: Sequence[GridArray],
+    stddev: Fraction,
+    key_words: jax.Array,
+    step: jax.Array,
+) -> list[jax.Array]:
+    """Adds noise of at least `stddev` to every entry; returns the sums in float32.
+
+    The program of one draw has about a thousand instructions. So one draw makes the
+    noise of several leaves at once (`_packing.draws`).
+    """
+    noisy: dict[int, jax.Array] = {}
+    shapes = [leaf.counts.shape for leaf in leaves]
+    draws = _packing.draws(shapes, [leaf.unit for leaf in leaves])
+    for number, draw in enumerate(draws):
+        unit = leaves[min(draw.ranges)].unit
+        noise = DiscreteGaussian.at_least(stddev / Fraction(unit or 1))
+        sample = functools.partial(
+            noise.sample, key_words, draw.shape, step=step, leaf=number
+        )
+        # This branch keeps the compiler from repeating the draw in every reader of the
+        # sums, and frees the memory of the noise. The branch in `Draw.divided` keeps it
+        # from repeating the draw in every leaf.
+        add = functools.partial(_add_draw, draw, leaves, sample, step)
+        noisy |= behind_a_branch(add, step)
+    return [noisy[i] for i in range(len(leaves))]
+
+
+def _add_draw(
+    draw: _packing.Draw,
+    leaves: Sequence[GridArray],
+    sample: Callable[[], jax.Array],
+    step: jax.Array,
+) -> dict[int, jax.Array]:
+    """Adds one draw to its leaves; returns the noisy leaves by number."""
+    noisy = {}
+    for i, noise in draw.divided(sample, step).items():
+        # Else each device would send its part of a joint vector to all others.
+        whole = _meshes.on_every_device(noise) if draw.is_of_small else noise
+        counts = leaves[i].counts + whole.reshape(leaves[i].counts.shape)
+        noisy[i] = GridArray(counts, leaves[i].unit).to_float()
+    return noisy
+
+
 def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:
     """Partition specs: a noisy sum is sharded as the sum, the state is replicated."""
-    sums = jax.tree.leaves(specs[0], is_leaf=is_sum)
+    sums = jax.tree.leaves(specs[0], is_leaf=is_grid)
     of_noisy = [jax.tree.leaves(x)[0] for x in sums]
     return [*of_noisy, *(jax.P() for _ in jax.tree.leaves(output[1]))]
 
 
-def _snapping(stddev: float, snap_cost: float) -> tuple[float, Fraction]:
+def _grid_of_floats(stddev: float, rounding_cost: float) -> tuple[float, Fraction]:
     """The unit of the grid for float sums, and the widened standard deviation.
 
-    Rounding adds `snap_cost` units of the grid to the standard deviation.
+    Rounding adds `rounding_cost` units of the grid to the standard deviation.
     """
     _validate.require(
         1e-24 <= stddev <= 1e30,
@@ -187,14 +233,8 @@ def _snapping(stddev: float, snap_cost: float) -> tuple[float, Fraction]:
         fix="Rescale the loss: float32 cannot handle other sizes.",
     )
     lowest, highest = _LOG_UNITS
-    finest = math.ceil(math.log2(max(snap_cost, 1.0))) + _LOG_SNAP_SHARE
+    finest = math.ceil(math.log2(max(rounding_cost, 1.0))) + _LOG_ROUNDING_SHARE
     log_units = min(max(finest, lowest), highest)
     unit = 2.0 ** (math.frexp(stddev)[1] - 1 - log_units)
-    width = Fraction(stddev) / Fraction(unit) + Fraction(snap_cost * (1 + 2.0**-20))
+    width = Fraction(stddev) / Fraction(unit) + Fraction(rounding_cost * (1 + 2.0**-20))
     return unit, width * Fraction(unit)
-
-
-def _check_stddev(stddev: float) -> float:
-    return _validate.nonnegative(
-        stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
-    )

@@ -6,15 +6,13 @@ The object alone knows how a sum is formed, and why its sensitivity holds. No ot
 module compares names of arithmetics, or asks for the type of the object.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
 
 from dpmp import _validate
-from dpmp._numbers import as_number
 from dpmp._typing import PyTree
 from dpmp.numerics._bounded import BoundedSums
 from dpmp.numerics._exact import ExactSums
@@ -86,6 +84,10 @@ class Arithmetic(Protocol):
 
         Both sizes are those of all shards together (`clipping/_shards.py`).
         """
+        ...
+
+    def with_resolution(self, resolution: int | None) -> "Arithmetic":
+        """Returns this arithmetic on a grid of another resolution, if it has a grid."""
         ...
 
     def for_clip_norms(
@@ -171,11 +173,10 @@ ARITHMETICS = {x.name: x for x in (ExactSums(), BoundedSums(), *FLOAT_SUMS)}
 
 
 def parse(
-    name: str | None,
+    arithmetic: str | Arithmetic | None,
     *,
     method: str = "per_example",
     dtype: Any = None,
-    resolution: int | None = None,
 ) -> Arithmetic:
     """Makes the arithmetic of `clipped_grad`; see there for the arguments.
 
@@ -183,59 +184,44 @@ def parse(
       ValueError: for an unknown name, for a dtype narrower than float32, for arguments
         that do not go together, and for float64 without 64-bit mode.
     """
-    dtype = None if dtype is None else _parse_dtype(dtype)
-    if name is None and method == "book_keeping" and dtype is None:
-        name = "bounded"
-    elif name is None:
-        name = _name_for_dtype(dtype)
-    resolution = as_number(resolution)
+    dtype_name = None if dtype is None else _name_of(dtype)
+    if arithmetic is None:
+        default = "bounded" if method == "book_keeping" else "float32"
+        arithmetic = dtype_name or default
+    if isinstance(arithmetic, str):
+        arithmetic = ARITHMETICS.get(arithmetic, arithmetic)
     _validate.require(
-        name in ARITHMETICS,
+        isinstance(arithmetic, ExactSums | BoundedSums | FloatSums),
         f"arithmetic must be one of {list(ARITHMETICS)}",
-        arithmetic=name,
+        arithmetic=arithmetic,
         fix="Use one of these names.",
     )
-    arithmetic = ARITHMETICS[name]
+    sums = cast("Arithmetic", arithmetic)
     _validate.require(
-        method == arithmetic.method,
-        f'"{name}" sums must be used with method="{arithmetic.method}"',
+        method == sums.method,
+        f'"{sums.name}" sums must be used with method="{sums.method}"',
         method=method,
         fix="Gradients are never formed in book-keeping. Use "
         '"bounded" sums there, which have a proof for that. Or use sums without a '
         f'proof: "{UNPROVED}". All others are for method="per_example".',
     )
-    if isinstance(arithmetic, FloatSums):
-        fits = resolution is None and (dtype is None or dtype == arithmetic.dtype)
-    else:
-        fits = dtype is None
-        if resolution is not None:
-            arithmetic = dataclasses.replace(arithmetic, resolution=resolution)
     _validate.require(
-        fits,
-        "dtype must be that of float sums, and resolution goes with sums on a grid",
-        arithmetic=name,
+        dtype is None
+        or (isinstance(sums, FloatSums) and dtype_name == sums.dtype.name),
+        "dtype must be that of float sums",
+        arithmetic=sums.name,
         dtype=dtype,
-        resolution=resolution,
-        fix="Leave out the argument that does not fit. (Rounding a wide sum to float32 "
-        "before the noise is added would undo it.)",
+        fix="Leave dtype out. (Rounding a wide sum before the noise would undo it.)",
     )
-    arithmetic.check_mode()
-    return arithmetic
+    sums.check_mode()
+    return sums
 
 
-def _parse_dtype(dtype: Any) -> np.dtype:
+def _name_of(dtype: Any) -> str:
     try:
-        return np.dtype(dtype)
+        name = np.dtype(dtype).name
     except (TypeError, ValueError):
-        _validate.fail(
-            "dtype must be float32 or float64",
-            dtype=dtype,
-            fix="Leave dtype out, or name an arithmetic instead: arithmetic='exact'.",
-        )
-
-
-def _name_for_dtype(dtype: np.dtype | None) -> str:
-    name = "float32" if dtype is None else dtype.name
+        name = dtype
     _validate.require(
         name in ("float32", "float64"),
         "dtype must be float32 or float64",

@@ -213,7 +213,11 @@ def _gamma(num_roundings: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class BoundedSums(GridSums):
-    """The arithmetic of bounded sums; a `PartialSums`."""
+    """The "bounded" arithmetic of `clipped_grad`, with a resolution to choose.
+
+    Attributes:
+      resolution: how many units of the grid the largest contribution has, up to 2^22.
+    """
 
     resolution: int = LARGEST_RESOLUTION
 

@@ -31,7 +31,11 @@ _WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio
 
 @dataclasses.dataclass(frozen=True)
 class ExactSums(GridSums):
-    """The arithmetic of exact sums; a `GradientSums`."""
+    """The "exact" arithmetic of `clipped_grad`, with a resolution to choose.
+
+    Attributes:
+      resolution: how many units of the grid the largest contribution has, up to 2^22.
+    """
 
     resolution: int = DEFAULT_RESOLUTION
 
@@ -98,8 +102,8 @@ class _Squares:
 
     def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
         (coef,) = operands
-        steps = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
-        return jnp.square(steps.astype(self.dtype))  # right if a negative one wraps
+        counts = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
+        return jnp.square(counts.astype(self.dtype))  # right if a negative one wraps
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.minimum(a + b, jnp.asarray(self.limit, self.dtype))

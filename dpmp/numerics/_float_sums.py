@@ -85,6 +85,10 @@ class FloatSums:
             fix='Use larger microbatches, arithmetic="exact", or "float64".',
         )
 
+    def with_resolution(self, resolution: int | None) -> "FloatSums":
+        del resolution
+        return self
+
     def for_clip_norms(
         self, bounds: Sequence[float], l2_norm_bound: float
     ) -> "FloatSums":

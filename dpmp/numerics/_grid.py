@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,11 @@ LARGEST_LOSS = 0.05
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["steps"], meta_fields=["unit"]
+    jax.tree_util.register_dataclass, data_fields=["counts"], meta_fields=["unit"]
 )
 @dataclasses.dataclass(frozen=True)
 class GridArray:
-    """An array of multiples of one number: `steps * unit`.
+    """An array of multiples of one number: `counts * unit`.
 
     It is the type of each leaf that `clipped_grad` returns with "exact" or "bounded"
     arithmetic. Such arrays may be added (`jax.lax.psum`). All other operations must
@@ -41,41 +41,19 @@ class GridArray:
     `dpmp.noise_addition` enforces this.
 
     Attributes:
-      steps: the multiples, int32, modulo 2^32.
+      counts: the multiples, int32, modulo 2^32.
       unit: the unit of the grid, a float32 number.
     """
 
-    steps: jax.Array
+    counts: jax.Array
     unit: float
 
     def __post_init__(self):
         object.__setattr__(self, "unit", as_real(self.unit))
 
-    @property
-    def is_on_grid(self) -> bool:
-        """See `Sum`."""
-        return True
-
     def to_float(self) -> jax.Array:
         """Returns the nearest float32 numbers."""
-        return self.steps.astype(jnp.float32) * np.float32(self.unit)
-
-    def snapped(self, unit: float) -> "GridArray":
-        """See `Sum`. The array is on a grid already, and is returned as it is."""
-        del unit
-        return self
-
-    def check_before_noise(self, leaf: int) -> None:
-        """See `Sum`."""
-        # Integer noise does not hide the fractional part of a number.
-        _validate.require(
-            self.steps.dtype == jnp.dtype("int32"),
-            "the steps of an exact sum must stay int32 until noise is added",
-            leaf=leaf,
-            dtype=self.steps.dtype.name,
-            fix="Add parts with psum (not pmean), divide with normalize_by, and do "
-            "everything else after the noise.",
-        )
+        return self.counts.astype(jnp.float32) * np.float32(self.unit)
 
     def _refuse(self, *_: Any) -> NoReturn:
         _validate.fail(
@@ -90,6 +68,63 @@ class GridArray:
     # An optimizer that is given the sum itself comes to one of these.
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = _refuse
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+
+
+# A leaf of a sum of clipped gradients is a GridArray, or an array of floats.
+Sum: TypeAlias = GridArray | jax.Array
+
+
+def is_grid(x: Any) -> bool:
+    """Whether `x` is a `GridArray`: the `is_leaf` of trees of sums."""
+    return isinstance(x, GridArray)
+
+
+def to_float(leaf: Sum) -> jax.Array:
+    """Returns a sum as one array of floats, float32 or wider."""
+    if isinstance(leaf, GridArray):
+        return leaf.to_float()
+    x = jnp.asarray(leaf)
+    return x.astype(at_least_float32(x.dtype))
+
+
+def num_entries(sum_of_clipped_grads: PyTree) -> int:
+    """Counts the entries of a sum."""
+    return sum(math.prod(np.shape(x)) for x in jax.tree.leaves(sum_of_clipped_grads))
+
+
+def check_before_noise(leaf: Sum, number: int) -> None:
+    """Raises ValueError, with the leaf's number, unless the leaf is a valid sum."""
+    if isinstance(leaf, GridArray):
+        # Integer noise does not hide the fractional part of a number.
+        _validate.require(
+            leaf.counts.dtype == jnp.dtype("int32"),
+            "the counts of an exact sum must stay int32 until noise is added",
+            leaf=number,
+            dtype=leaf.counts.dtype.name,
+            fix="Add parts with psum (not pmean), divide with normalize_by, and do "
+            "everything else after the noise.",
+        )
+        return
+    dtype = jnp.result_type(leaf)
+    _validate.require(
+        jnp.issubdtype(dtype, jnp.floating),
+        "every leaf of sum_of_clipped_grads must be a real float array",
+        leaf=number,
+        dtype=dtype.name,
+        fix="Add noise to the output of clipped_grad, before any other operation.",
+    )
+
+
+def round_to_grid(leaf: Sum, unit: float) -> GridArray:
+    """Rounds a float sum to multiples of a power of two; a `GridArray` stays as it is.
+
+    Scaling by a power of two is exact. Rounding moves an entry by at most half a unit.
+    """
+    if isinstance(leaf, GridArray):
+        return leaf
+    scaled, limit = to_float(leaf) * (1 / unit), 2**31 - 2**27
+    counts = jnp.clip(jnp.round(scaled), -limit, limit).astype(jnp.int32)
+    return GridArray(jnp.clip(counts, -limit, limit), unit)  # also what was NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +149,10 @@ class GridSums(abc.ABC):
     @abc.abstractmethod
     def room_left(self, radius: int, size: int) -> float:
         """The largest norm, in units, of `size` entries before they are rounded."""
+
+    def with_resolution(self, resolution: int | None) -> Self:
+        """See `Arithmetic`."""
+        return dataclasses.replace(self, resolution=resolution)
 
     def for_clip_norms(self, bounds: Sequence[float], l2_norm_bound: float) -> Self:
         """Makes a grid whose integer radii never exceed the norms in real numbers.
@@ -196,7 +235,7 @@ class GridSums(abc.ABC):
         return jax.lax.psum_scatter(total, axes, scatter_dimension=axis, tiled=True)
 
     def finish(self, total: PyTree) -> PyTree:
-        return jax.tree.map(lambda steps: GridArray(steps, self.unit), total)
+        return jax.tree.map(lambda counts: GridArray(counts, self.unit), total)
 
 
 def unit_of(l2_norm_bound: float, resolution: int) -> float:
@@ -205,25 +244,3 @@ def unit_of(l2_norm_bound: float, resolution: int) -> float:
     if float(unit) * resolution > l2_norm_bound:
         unit = np.nextafter(unit, np.float32(0))
     return float(unit)
-
-
-def snap(x: jax.Array, unit: float) -> GridArray:
-    """Rounds a float sum to multiples of a power of two.
-
-    Scaling by a power of two is exact. Rounding moves an entry by at most half a unit.
-    """
-    scaled, limit = x.astype(at_least_float32(x.dtype)) * (1 / unit), 2**31 - 2**27
-    steps = jnp.clip(jnp.round(scaled), -limit, limit).astype(jnp.int32)
-    return GridArray(jnp.clip(steps, -limit, limit), unit)  # also what was NaN
-
-
-def check_float(x: jax.Array, leaf: int) -> None:
-    """Raises ValueError unless `x` is an array of floats."""
-    dtype = jnp.result_type(x)
-    _validate.require(
-        jnp.issubdtype(dtype, jnp.floating),
-        "every leaf of sum_of_clipped_grads must be a real float array",
-        leaf=leaf,
-        dtype=dtype.name,
-        fix="Add noise to the output of clipped_grad, before any other operation.",
-    )

@@ -38,7 +38,7 @@ class Policy:
       float32_paths: regular expressions. A parameter stays in float32, or a wider
         `param_dtype`, if one of them is found in its path, and the loss receives it in
         that dtype. The path is `jax.tree_util.keystr(path, simple=True,
-        separator=".")`. An expression that is found in no path is refused with a
+        separator="/")`. An expression that is found in no path is refused with a
         ValueError when parameters are cast.
       float8_scale: if given, the operands of products in the loss are rounded to
         float8_e4m3fn, and cotangents to float8_e5m2. Two kinds of products are not
@@ -146,7 +146,7 @@ class Policy:
         unused = set(self.float32_paths)
 
         def cast(path: Any, x: Any) -> jax.Array:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
             found = {p for p in self.float32_paths if re.search(p, name)}
             unused.difference_update(found)
             return _cast(x, at_least_float32(self.param_dtype) if found else dtype)
@@ -156,7 +156,7 @@ class Policy:
             not unused,
             "every expression in float32_paths must be found in a parameter's path",
             unused=sorted(unused),
-            fix="Paths are keystr(path, simple=True, separator='.') of jax.tree_util.",
+            fix="Paths are keystr(path, simple=True, separator='/') of jax.tree_util.",
         )
         return cast_params
 

@@ -17,7 +17,7 @@ import dp_accounting
 import numpy as np
 
 from dpmp import _validate, accounting
-from dpmp.mechanism import StepCost, guarantee_of, guarantee_of_stages
+from dpmp.mechanism import PrivacyCost, guarantee_of, guarantee_of_stages
 
 _PROTECTED = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE.name
 
@@ -39,7 +39,7 @@ class Segment:
     start: int
     stop: int
     planned: int
-    cost: StepCost
+    cost: PrivacyCost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Spent:
         """The steps that are in one of the sets, or in both."""
         return Spent.of((*self.segments, *other.segments))
 
-    def count(self, cost: StepCost) -> int:
+    def count(self, cost: PrivacyCost) -> int:
         """The number of steps of one cost."""
         return sum(x.stop - x.start for x in self.segments if x.cost == cost)
 
@@ -73,7 +73,7 @@ class Spent:
         """The guarantee of all steps together; see `guarantee_of_stages`."""
         return guarantee_of_stages(self.stages(), delta=delta)
 
-    def stages(self, *, is_over: bool = False) -> dict[StepCost, int]:
+    def stages(self, *, is_over: bool = False) -> dict[PrivacyCost, int]:
         """The number of steps to account for, by their cost.
 
         If there are several costs, each of them counts with all steps that were
@@ -81,7 +81,7 @@ class Spent:
         and is still in use counts with the steps that were made, unless the whole run
         `is_over`.
         """
-        planned: dict[StepCost, int] = {}
+        planned: dict[PrivacyCost, int] = {}
         for x in self.segments:
             planned[x.cost] = max(planned.get(x.cost, 0), x.planned)
         stages = {cost: max(self.count(cost), n) for cost, n in planned.items()}
@@ -143,7 +143,7 @@ def segment_from_json(fields: dict[str, Any]) -> Segment:
     """Undoes `segment_as_json`; raises KeyError or TypeError for other fields."""
     cost = fields["cost"]
     relation = dp_accounting.NeighboringRelation[cost["neighboring_relation"]]
-    cost = StepCost(**{**cost, "neighboring_relation": relation})
+    cost = PrivacyCost(**{**cost, "neighboring_relation": relation})
     return Segment(**{**fields, "cost": cost})
 
 

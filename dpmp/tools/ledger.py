@@ -16,7 +16,7 @@ import rich.console
 from dpmp import _validate
 from dpmp.accounting import PrivacyGuarantee, round_up
 from dpmp.accounting._rounding import digits_above, digits_below
-from dpmp.mechanism import StepCost, guarantee_of_stages
+from dpmp.mechanism import PrivacyCost, guarantee_of_stages
 from dpmp.runs import Ledger, Spent
 
 _EXAMPLE = "python -m dpmp ledger runs/first runs/second --delta 1e-6"
@@ -70,7 +70,7 @@ def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[st
     delta = _common_delta(by_time) if delta is None else delta
     together = total.guarantee(delta=delta)
     if len(by_time) > 1 and len(total.stages()) > 1:
-        stages = collections.Counter[StepCost]()
+        stages = collections.Counter[PrivacyCost]()
         for ledger in by_time:  # in the order in which their costs were chosen
             stages.update(ledger.spent.stages(is_over=True))
         together = guarantee_of_stages(stages, delta=delta)

@@ -18,10 +18,10 @@ import optax
 from dpmp import _meshes, _validate
 from dpmp._placement import places, put_together, strongly_typed
 from dpmp._typing import PyTree
-from dpmp.clipping import AuxiliaryOutput
+from dpmp.clipping import AuxiliaryOutput, Shards
 from dpmp.clipping._clipped_sum import specs_of_examples
 from dpmp.engines.book_keeping._relative_cost import relative_cost
-from dpmp.loss_scaling import DynamicScale, LossScale
+from dpmp.loss_scaling import DynamicScale, LossScale, ScaledLoss
 from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
@@ -142,9 +142,9 @@ class Step:
                 loss_fn, *args, *keys, check=check
             )
 
-        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0]) or None
+        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
         mesh = _meshes.mesh_of((batch, state))
-        placement = axes, jax.tree.map(_meshes.spec_of, state.params)
+        shards = Shards(axes, jax.tree.map(_meshes.spec_of, state.params))
 
         def step(state, keys, batch, is_padding, constants):
             """Makes one step under tracing; see docs/architecture.md."""
@@ -154,7 +154,7 @@ class Step:
 
             keys = dict(zip(_KEYS, keys, strict=True))
             total, sensitive = self._sum_sensitive(
-                loss, state, keys["model"], batch, is_padding, placement
+                loss, state, keys["model"], batch, is_padding, shards
             )
             # All values above this line are sensitive. The next state has noisy values
             # only.
@@ -206,24 +206,18 @@ class Step:
         model_words: jax.Array,
         batch: PyTree,
         is_padding: jax.Array,
-        placement: tuple[tuple[str, ...] | None, PyTree],
+        shards: Shards,
     ) -> tuple[PyTree, AuxiliaryOutput]:
-        """Returns the sum of clipped gradients, and the outputs of each example.
-
-        `placement` has the axes of the mesh that divide the batch, and the partition
-        specs of the parameters.
-        """
+        """Returns the sum of clipped gradients, and the outputs of each example."""
         dynamic = self.dynamic_scale
-        grad_fn = self.mechanism.clipped_grad(
-            loss_fn,
+        scale: Any = state.scale_state.scale if dynamic else self.loss_scale
+        grad_fn = self.mechanism.counting_overflows().clipped_grad(
+            loss_fn if scale is None else ScaledLoss(loss_fn, scale),
             clip_norm=state.clip_norm,
             return_values=True,
             return_grad_norms=True,
-            loss_scale=state.scale_state.scale if dynamic else self.loss_scale,
-            counts_overflows=True,
             prng_argnum=2 if self.uses_prng_key else None,
-            spmd_axis_name=placement[0],
-            sum_specs=placement[1],
+            spmd_axis_name=shards,
         )
         # A cast inside the loss would return the gradients in float32.
         args = self._loss_args(state, batch)

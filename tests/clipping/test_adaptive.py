@@ -20,6 +20,7 @@ _MODES = [
     ("book_keeping", "unproved_float32"),
 ]
 _ADAPTIVE = AdaptiveClipNorm(initial=2.0, norm_share=0.5)
+_COUNTING = ReleasedMetrics(fraction_overflowed=True)
 _ALL = ReleasedMetrics(largest_loss=4.0, fraction_clipped=True, norm_share=0.5)
 _BATCH = jnp.array([[0.5, 0.0], [3.0, 0.0], [jnp.inf, 1.0], [2.0, 0.0], [-7.0, 0.0]])
 _SIGNS = [1, -1, -1, 1, -1]
@@ -49,8 +50,7 @@ def _joint_sum(is_padding, metrics=None, **kwargs):
         l2_clip_norm=_ADAPTIVE,
         rescale_to_unit_norm=True,
         normalize_by=4.0,
-        counts_overflows=True,
-        released_metrics=metrics,
+        released_metrics=metrics or _COUNTING,
         **kwargs,
     )
     return fun, jax.jit(fun.__call__)(
@@ -74,7 +74,7 @@ def test_one_example_moves_all_that_is_released_by_the_joint_norm_bound(
     assert math.isclose(fun.l2_norm_bound, math.hypot(1, *shares) / 4, rel_tol=1e-14)
     assert fun.l2_norm_bound >= math.hypot(1, *shares) / 4
     _, of_nobody = _joint_sum(np.ones(5, bool), **options)
-    assert int(of_nobody.within.steps) == 0
+    assert int(of_nobody.within.counts) == 0
 
 
 def test_a_clipped_gradient_and_its_count_come_close_to_the_bound():

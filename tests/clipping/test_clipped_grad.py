@@ -1,5 +1,6 @@
 import collections
 import functools
+import itertools
 import math
 
 import dp_accounting
@@ -167,32 +168,15 @@ def test_per_layer_clip_norms_bound_each_part_and_the_whole(rescale, normalize_b
         (1.0, False, [0.6, 0.8]),
     ],
 )
-def test_limits_of_the_clip_norm(clip_norm, rescale, expected):
-    clipped, norm = clip_pytree(jnp.asarray([3.0, 4.0]), clip_norm, rescale)
+def test_limits_of_clip_norms_and_inputs(clip_norm, rescale, expected):
+    clip = jax.jit(lambda tree: clip_pytree(tree, clip_norm, rescale))
+    clipped, norm = clip([3.0, 4.0])
     np.testing.assert_allclose(clipped, expected, rtol=_LARGEST_LOSS)
     assert norm == 5.0
-
-
-@pytest.mark.parametrize(
-    ("clip_norm", "rescale"),
-    [(1.0, False), (math.inf, False), (0.0, True), (1.0, True)],
-)
-def test_zero_is_clipped_to_zero(clip_norm, rescale):
-    clipped, norm = clip_pytree({"a": jnp.zeros(3), "b": 0.0}, clip_norm, rescale)
-    assert not reference.exact_squared_norm(clipped)
-    assert norm == 0
-
-
-@pytest.mark.parametrize(
-    ("clip_norm", "rescale"),
-    [(1.0, False), (math.inf, False), (0.0, True), (1.0, True)],
-)
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 3e38])
-def test_what_is_not_finite_is_clipped_to_zero(clip_norm, rescale, bad):
-    tree = {"a": jnp.asarray([1.0, bad]), "b": jnp.ones(2)}
-    clipped, norm = clip_pytree(tree, clip_norm, rescale)
-    assert not reference.exact_squared_norm(clipped)
-    assert not np.isfinite(norm)
+    for bad in (0.0, math.inf, -math.inf, math.nan, 3e38):
+        clipped, norm = clip([min(bad, 1.0), bad])
+        assert not reference.exact_squared_norm(clipped)
+        assert norm == 0 if bad == 0 else not np.isfinite(norm)
 
 
 def test_what_is_not_finite_goes_through_unless_nan_safe():
@@ -233,18 +217,8 @@ def test_the_sensitivity_is_the_clip_norm_and_twice_it_for_replace_one():
     assert fun.sensitivity(_RELATIONS.REPLACE_ONE) == 3.0
     rescaled = clipped_fun(lambda x: x, l2_clip_norm=3.0, rescale_to_unit_norm=True)
     assert rescaled.sensitivity() == 1.0
-
-
-def test_the_sensitivity_without_nan_safety_is_infinite():
-    assert (
-        clipped_fun(lambda x: x, l2_clip_norm=1.0, nan_safe=False).sensitivity()
-        == math.inf
-    )
-
-
-def test_unknown_relations_are_refused():
-    with pytest.raises(ValueError, match="neighboring_relation must be"):
-        clipped_fun(lambda x: x, l2_clip_norm=1.0).sensitivity("replace")
+    unsafe = clipped_fun(lambda x: x, l2_clip_norm=1.0, nan_safe=False)
+    assert unsafe.sensitivity() == math.inf
 
 
 # Against the oracle.
@@ -362,27 +336,22 @@ def _cheap_sum(x, l2_clip_norm=1.0, is_padding_example=None, **kwargs):
     return _jit(fun)(_PARAMS, x, is_padding_example=is_padding_example)
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("return_values", [False, True])
-@pytest.mark.parametrize("return_grad_norms", [False, True])
-def test_only_the_outputs_asked_for_are_returned(
-    has_aux, return_values, return_grad_norms
-):
+@pytest.mark.parametrize("asked_for", list(itertools.product([False, True], repeat=3)))
+def test_only_the_outputs_asked_for_are_returned(asked_for):
+    return_values, return_grad_norms, has_aux = asked_for
+
     def loss(params, x):
         value = _loss(params, x)
         return (value, {"x": x}) if has_aux else value
 
-    fun = clipped_grad(
+    output = clipped_grad(
         loss,
         has_aux=has_aux,
         l2_clip_norm=1.0,
         return_values=return_values,
         return_grad_norms=return_grad_norms,
-    )
-    output = fun(_PARAMS, _X)
-    asked_for = (return_values, return_grad_norms, has_aux)
-    assert fun.has_aux == any(asked_for)
-    if not fun.has_aux:
+    )(_PARAMS, _X)
+    if not any(asked_for):
         assert set(output) == {"w", "b"}
         return
     _, sensitive = output
@@ -427,31 +396,21 @@ def test_a_clip_norm_has_no_default():
             transformation(jnp.sum)
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("return_norms", [False, True])
-def test_clipped_fun_returns_what_is_asked_for(has_aux, return_norms):
-    fun = clipped_fun(
-        lambda x: (x, x[0]) if has_aux else x,
-        has_aux,
-        l2_clip_norm=1.0,
-        keep_batch_dim=False,
-        return_norms=return_norms,
-    )
-    output = fun(jnp.asarray(_X))
+def test_clipped_fun_returns_what_is_asked_for():
+    options = {"l2_clip_norm": 1.0, "keep_batch_dim": False}
     norms = np.sqrt(np.sum(_X**2, axis=1))
-    if not (has_aux or return_norms):
-        assert output.shape == (3,)
-        return
-    total, rest = output
-    aux, actual_norms = rest if has_aux and return_norms else (rest, rest)
-    assert total.shape == (3,)
-    if has_aux:
-        np.testing.assert_array_equal(aux, _X[:, 0])
-    if return_norms:
-        np.testing.assert_allclose(actual_norms, norms, rtol=1e-6)
+    assert clipped_fun(lambda x: x, **options)(_X).shape == (3,)
+    _, aux = clipped_fun(lambda x: (x, x[0]), True, **options)(_X)
+    np.testing.assert_array_equal(aux, _X[:, 0])
+    _, found = clipped_fun(lambda x: x, return_norms=True, **options)(_X)
+    np.testing.assert_allclose(found, norms, rtol=1e-6)
+    fun = clipped_fun(lambda x: (x, x[0]), True, return_norms=True, **options)
+    _, (aux, found) = fun(_X)
+    np.testing.assert_array_equal(aux, _X[:, 0])
+    np.testing.assert_allclose(found, norms, rtol=1e-6)
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("microbatch_size", [1, 3, 6])
 def test_the_microbatch_size_does_not_change_the_sum(microbatch_size):
     expected = reference.clipped_sum({"w": _X, "b": np.ones(_SIZE)}, _target(1.0))
     total = _cheap_sum(_X, microbatch_size=microbatch_size)
@@ -459,26 +418,20 @@ def test_the_microbatch_size_does_not_change_the_sum(microbatch_size):
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-def test_padding_does_not_change_the_sum_whatever_it_holds(microbatch_size):
-    is_padding = np.array([False, True, False, False, True, True])
-    fun = functools.partial(
-        _cheap_sum, microbatch_size=microbatch_size, is_padding_example=is_padding
-    )
-    expected = fun(_X)
-    for value in (0.0, 1e38, np.inf, np.nan):
-        padded = np.where(is_padding[:, None], np.float32(value), _X)
-        assert reference.exact_squared_distance(fun(padded), expected) == 0
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
-def test_an_example_that_is_not_finite_contributes_zero(bad, microbatch_size):
-    x = _X.copy()
-    x[3, 1] = bad
-    is_bad = np.arange(_SIZE) == 3
-    total = _cheap_sum(x, microbatch_size=microbatch_size)
-    without = _cheap_sum(_X, microbatch_size=microbatch_size, is_padding_example=is_bad)
-    assert reference.exact_squared_distance(total, without) == 0
+def test_padding_and_what_is_not_finite_contribute_zero(microbatch_size):
+    fun = _jit(clipped_grad(_loss, l2_clip_norm=1.0, microbatch_size=microbatch_size))
+    some = np.array([False, True, False, False, True, True])
+    one, none = np.arange(_SIZE) == 3, np.zeros(_SIZE, bool)
+    for is_padding, is_bad, values in (
+        (some, some[:, None], (0.0, 1e38, np.inf, np.nan)),
+        (none, one[:, None] & (np.arange(3) == 1), (1e30, np.inf, -np.inf, np.nan)),
+    ):
+        without = is_padding | np.any(is_bad, 1)
+        expected = fun(_PARAMS, _X, is_padding_example=without)
+        for value in values:
+            x = np.where(is_bad, np.float32(value), _X)
+            total = fun(_PARAMS, x, is_padding_example=is_padding)
+            assert reference.exact_squared_distance(total, expected) == 0
 
 
 def test_what_is_not_finite_reaches_the_sum_unless_nan_safe():
@@ -574,19 +527,16 @@ def test_each_example_has_a_key_of_its_own_whatever_the_microbatch(make_key):
 
 
 @pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.uint32, jnp.bfloat16])
-def test_batches_of_any_dtype_are_taken(dtype):
+def test_batches_of_any_dtype_and_arrays_without_entries_are_taken(dtype):
     x = jnp.asarray([[0, 1], [1, 1]], dtype)
     fun = clipped_fun(
-        lambda x: x.astype(jnp.float32), l2_clip_norm=1.0, keep_batch_dim=False
+        lambda batch: batch["x"].astype(jnp.float32),
+        l2_clip_norm=1.0,
+        keep_batch_dim=False,
     )
     expected = np.sqrt(0.5) * _target(1.0) + np.array([0.0, _target(1.0)])
-    np.testing.assert_allclose(fun(x), expected, rtol=_LARGEST_LOSS + 1e-7)
-
-
-def test_batches_may_hold_arrays_without_entries():
-    fun = clipped_fun(lambda batch: batch["x"], l2_clip_norm=1.0, keep_batch_dim=False)
-    total = fun({"extras": jnp.zeros((_SIZE, 0)), "x": jnp.asarray(_X)})
-    assert total.shape == (3,)
+    total = fun({"extras": jnp.zeros((2, 0)), "x": x})
+    np.testing.assert_allclose(total, expected, rtol=_LARGEST_LOSS + 1e-7)
 
 
 # Dtypes, memory and traces.
@@ -653,120 +603,76 @@ def test_values_are_not_traced_again():
     assert set(traces.values()) == {1}
 
 
-# What is refused.
+# What is refused, beyond tests/test_bad_inputs.py.
 
 
-@pytest.mark.parametrize("argnums", [-1, (), (0, -2), (True,)])
-def test_positions_that_are_no_positions_are_refused(argnums):
-    with pytest.raises(ValueError, match="positions, counted from 0"):
-        clipped_fun(lambda x: x, l2_clip_norm=1.0, batch_argnums=argnums)
-    with pytest.raises(ValueError, match="positions, counted from 0"):
-        clipped_grad(_loss, argnums, l2_clip_norm=1.0)
+def _clip_outputs(*args, fun=lambda x: x, **options):
+    calls = {k: options.pop(k) for k in ("is_padding_example",) if k in options}
+    return clipped_fun(fun, l2_clip_norm=1.0, **options)(*args, **calls)
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"argnums": 1}, {"prng_argnum": 1}, {"argnums": (0, 0)}]
-)
-def test_positions_that_overlap_are_refused(kwargs):
-    with pytest.raises(ValueError, match="must not overlap"):
-        clipped_grad(_loss, l2_clip_norm=1.0, **kwargs)
-
-
-def test_unknown_methods_are_refused():
-    with pytest.raises(ValueError, match=r"method must be one of.*book_keeping"):
-        clipped_grad(_loss, l2_clip_norm=1.0, method="ghost")
-
-
-def test_transforms_without_an_engine_that_forms_gradients_are_refused():
-    with pytest.raises(ValueError, match="pre_clipping_transform needs"):
-        clipped_grad(
-            _loss,
-            l2_clip_norm=1.0,
-            method="book_keeping",
-            pre_clipping_transform=lambda g: g,
-        )
-
-
-@pytest.mark.parametrize("microbatch_size", [0, -1, 2.0, True])
-def test_microbatch_sizes_that_are_not_positive_integers_are_refused(microbatch_size):
-    with pytest.raises(ValueError, match="microbatch_size must be an integer of at"):
-        clipped_fun(lambda x: x, l2_clip_norm=1.0, microbatch_size=microbatch_size)
-
-
-def test_missing_arguments_are_refused():
-    with pytest.raises(ValueError, match="at least 2 positional arguments"):
-        clipped_grad(_loss, l2_clip_norm=1.0)(_PARAMS)
-    with pytest.raises(ValueError, match="at least 2 positional arguments"):
-        clipped_fun(lambda x, y: x, l2_clip_norm=1.0, batch_argnums=(0, 1))(jnp.ones(3))
-
-
-def test_microbatch_sizes_that_do_not_divide_the_batch_are_refused():
-    with pytest.raises(ValueError, match="microbatch_size must divide the batch size"):
-        clipped_fun(lambda x: x, l2_clip_norm=1.0, microbatch_size=4)(jnp.ones(6))
+def _clip(loss=_loss, params=_PARAMS, **options):
+    options = {"l2_clip_norm": 1.0, **options}
+    return clipped_grad(loss, **options)(params, _X)
 
 
 @pytest.mark.parametrize(
-    "batch", [{"a": np.ones(2), "b": np.ones(3)}, np.float32(1.0), ()]
+    ("message", "call"),
+    [
+        ("positions, counted from 0", lambda: _clip_outputs(_X, batch_argnums=())),
+        ("positions, counted from 0", lambda: _clip(argnums=(0, -2))),
+        ("positions, counted from 0", lambda: _clip(argnums=(True,))),
+        ("must not overlap", lambda: _clip(prng_argnum=1)),
+        ("must not overlap", lambda: _clip(argnums=(0, 0))),
+        ("an integer of at", lambda: _clip_outputs(_X, microbatch_size=0)),
+        ("an integer of at", lambda: _clip_outputs(_X, microbatch_size=2.0)),
+        ("an integer of at", lambda: _clip_outputs(_X, microbatch_size=True)),
+        ("at least 2 posit", lambda: _clip_outputs(_X, batch_argnums=(0, 1))),
+        ("must divide the batch", lambda: _clip_outputs(_X, microbatch_size=4)),
+        ("one leading axis", lambda: _clip_outputs({"a": np.ones(2), "b": _X})),
+        ("one leading axis", lambda: _clip_outputs(np.float32(1.0))),
+        ("one leading axis", lambda: _clip_outputs(())),
+        ("pytree must hold at least", lambda: clip_pytree({}, 1.0)),
+        ("output of fun must hold", lambda: _clip_outputs(_X, fun=lambda x: None)),
+        ("must return a pair", lambda: _clip(has_aux=True)),
+        ("must return a scalar", lambda: _clip(lambda w, x: x[0] * w["w"])),
+        ("must return a scalar", lambda: _clip(lambda w, x: jnp.argmax(w["w"]))),
+        ("prefix of the clipped tree", lambda: _clip(l2_clip_norm=(1.0, 1.0))),
+        (
+            "prefix of the clipped tree",
+            lambda: _clip(l2_clip_norm=(1.0, 1.0), method="book_keeping"),
+        ),
+        ("rescale_to_unit_norm=True", lambda: jax.jit(clip_pytree)(jnp.ones(2), 1.0)),
+        (
+            "must be one float scalar",
+            lambda: jax.jit(functools.partial(clip_pytree, rescale_to_unit_norm=True))(
+                (jnp.ones(2), jnp.ones(2)), (1.0, 1.0)
+            ),
+        ),
+    ],
 )
-def test_batches_without_one_leading_axis_are_refused(batch):
-    with pytest.raises(ValueError, match="one leading axis of the same size"):
-        clipped_fun(lambda x: x, l2_clip_norm=1.0)(batch)
-
-
-def test_padding_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="one leading axis of the same size"):
-        clipped_fun(lambda x: x, l2_clip_norm=1.0)(
-            jnp.ones(3), is_padding_example=np.zeros(2, bool)
-        )
-
-
-def test_padding_that_is_not_bool_is_refused():
-    with pytest.raises(ValueError, match="is_padding_example must be a bool array"):
-        clipped_fun(lambda x: x, l2_clip_norm=1.0)(
-            jnp.ones(3), is_padding_example=np.zeros(3)
-        )
-
-
-def test_trees_without_arrays_are_refused():
-    with pytest.raises(ValueError, match="pytree must hold at least one array"):
-        clip_pytree({}, 1.0)
-    with pytest.raises(ValueError, match="output of fun must hold at least one"):
-        clipped_fun(lambda x: None, l2_clip_norm=1.0)(jnp.ones(3))
+def test_what_does_not_fit_is_refused(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64])
 def test_leaves_that_are_not_float_are_refused_by_name(dtype):
     bad = jnp.ones(3, dtype)
-    with pytest.raises(ValueError, match=r"pytree must be a real float .*\['a'\]"):
-        clip_pytree({"a": bad}, 1.0)
-    with pytest.raises(ValueError, match="argument 0 must be a real float array"):
-        clipped_grad(_loss, l2_clip_norm=1.0)({"w": bad}, _X)
-    with pytest.raises(ValueError, match="output of fun must be a real float array"):
-        clipped_fun(lambda x: x, l2_clip_norm=1.0)(bad)
-    with pytest.raises(ValueError, match="pre_clipping_transform must be a real"):
-        _cheap_sum(_X, pre_clipping_transform=lambda g: bad)
-
-
-@pytest.mark.parametrize(
-    "loss", [lambda w, x: x[0] * w["w"], lambda w, x: jnp.argmax(w["w"])]
-)
-def test_losses_that_are_no_float_scalars_are_refused(loss):
-    with pytest.raises(ValueError, match="must return a scalar float loss"):
-        clipped_grad(loss, l2_clip_norm=1.0)(_PARAMS, _X)
-
-
-def test_functions_without_the_promised_aux_are_refused():
-    with pytest.raises(ValueError, match="must return a pair"):
-        clipped_grad(_loss, has_aux=True, l2_clip_norm=1.0)(_PARAMS, _X)
-
-
-def test_clip_norms_that_do_not_fit_the_gradient_are_refused():
-    for method in ("per_example", "book_keeping"):
-        fun = clipped_grad(_loss, l2_clip_norm=(1.0, 1.0), method=method)
-        with pytest.raises(ValueError, match="or a prefix of the clipped tree"):
-            fun(_PARAMS, _X)
-    with pytest.raises(ValueError, match="or a prefix of the clipped tree"):
-        clip_pytree(jnp.ones(2), {"a": 1.0})
+    for message, call in (
+        (
+            r"pytree must be a real float .*\['a'\]",
+            lambda: clip_pytree({"a": bad}, 1.0),
+        ),
+        ("argument 0 must be a real float array", lambda: _clip(params={"w": bad})),
+        ("output of fun must be a real float array", lambda: _clip_outputs(bad)),
+        (
+            "pre_clipping_transform must be a real",
+            lambda: _clip(pre_clipping_transform=lambda g: bad),
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -805,15 +711,6 @@ def test_traced_clip_norms_clip_as_numbers_do(method, arithmetic):
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(zero))
 
 
-def test_traced_clip_norms_need_a_sensitivity_that_is_known():
-    with pytest.raises(ValueError, match="rescale_to_unit_norm=True"):
-        jax.jit(clip_pytree)(jnp.ones(2), 1.0)
-    with pytest.raises(ValueError, match="must be one float scalar"):
-        jax.jit(functools.partial(clip_pytree, rescale_to_unit_norm=True))(
-            (jnp.ones(2), jnp.ones(2)), (1.0, 1.0)
-        )
-
-
 def test_a_part_of_the_batch_that_is_not_named_is_warned_of():
     def loss(w, x, y):
         return jnp.mean((jnp.sum(w * x) - y) ** 2)
@@ -824,3 +721,32 @@ def test_a_part_of_the_batch_that_is_not_named_is_warned_of():
         clipped_grad(loss, l2_clip_norm=1.0)(w, x, y)
     clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))(w, x, y)
     clipped_grad(loss, l2_clip_norm=1.0)(w, x, y=y)
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+def test_a_call_outside_of_jit_is_one_program(method):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append("backend_compile" in event)
+    )
+    fun = clipped_grad(_loss, l2_clip_norm=1.0, method=method, return_values=True)
+    args = jax.tree.map(jnp.asarray, (_PARAMS, _X))
+    masks = np.zeros(_SIZE, bool), np.arange(_SIZE) == 1
+    compiled.clear()
+    found = [fun(*args, is_padding_example=is_padding) for is_padding in masks]
+    assert sum(compiled) <= 1  # none, if another test has compiled it
+    within = [_jit(fun)(*args, is_padding_example=is_padding) for is_padding in masks]
+    jax.tree.map(np.testing.assert_array_equal, found, within)
+
+
+def test_arguments_that_are_no_arrays_stay_what_they_are():
+    def loss(w, x, scale, rows, *, power):
+        return jnp.sum(w * x[:, rows]) * (scale if scale > 1 else 0.0) ** power
+
+    fun = clipped_grad(loss, l2_clip_norm=100.0)
+    for scale, power in ((2.0, 1), (3.0, 1), (0.5, 1), (2.0, 2)):
+        total = fun(1.0, _X, scale, np.array([True, False, True]), power=power)
+        factor = (scale if scale > 1 else 0.0) ** power
+        np.testing.assert_allclose(total, factor * _X[:, [0, 2]].sum(), rtol=1e-5)
+    with pytest.raises(ValueError, match="must be a real float"):
+        fun("w", _X, 2.0, 0, power=1)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from benchmarks.collectives import Collective, collectives
 from dpmp import DPSGD, DPTrainer, ReleasedMetrics, clipped_grad, loss_scaling
+from dpmp.clipping import Shards
 from dpmp.numerics import _float_sums
 from dpmp.numerics._arithmetic import parse
 
@@ -75,15 +76,14 @@ def test_exact_sums_of_equal_gradients_are_the_same_on_any_number_of_devices(
     fn = make_sum_fn(
         arithmetic="exact",
         microbatch_size=microbatch_size,
-        spmd_axis_name="data",
-        sum_specs=specs,
+        spmd_axis_name=Shards(("data",), specs),
     )
     with jax.set_mesh(mesh):
         total = jax.jit(fn.__call__)(params, batch)
     jax.tree.map(np.testing.assert_array_equal, total, sum_on_one_device())
     for name, x in total.items():
         wanted = NamedSharding(mesh, specs[name])
-        assert x.steps.sharding.is_equivalent_to(wanted, x.steps.ndim)
+        assert x.counts.sharding.is_equivalent_to(wanted, x.counts.ndim)
 
 
 def test_a_batch_may_be_divided_over_several_axes_beside_others():
@@ -91,9 +91,7 @@ def test_a_batch_may_be_divided_over_several_axes_beside_others():
     specs = {"w": P("model", "fsdp"), "b": P(("data", "fsdp")), "scalar": P()}
     params, batch = make_args()
     params = {name: place(x, mesh, specs[name]) for name, x in params.items()}
-    fn = make_sum_fn(
-        arithmetic="exact", spmd_axis_name=("data", "fsdp"), sum_specs=specs
-    )
+    fn = make_sum_fn(arithmetic="exact", spmd_axis_name=Shards(("data", "fsdp"), specs))
     with jax.set_mesh(mesh):
         batch = place(batch, mesh, P(("data", "fsdp")))
         total = jax.jit(fn.__call__)(params, batch)
@@ -112,33 +110,27 @@ def test_on_explicit_axes_a_batch_is_divided_as_it_is_sharded():
     assert jax.typeof(sensitive.values).sharding.spec == P("data")
 
 
-@pytest.mark.parametrize("num_devices", [3, 8])
-@pytest.mark.parametrize("arithmetic", ["float32"])
-@pytest.mark.parametrize("specs", [(), SPECS["sharded"]], ids=["whole", "sharded"])
-def test_float_sums_over_devices_err_no_more_than_is_counted(
-    arithmetic, specs, num_devices
-):
-    if specs and num_devices == 3:
-        specs = {"w": P(), "b": P(), "scalar": P()}
+@pytest.mark.parametrize(
+    ("num_devices", "specs"),
+    [(3, SPECS["whole"]), (8, ()), (8, SPECS["sharded"])],
+    ids=["3", "whole", "sharded"],
+)
+def test_float_sums_over_devices_err_no_more_than_is_counted(num_devices, specs):
     mesh = make_mesh((num_devices,))
     params, batch = make_args(24)
-    fn = make_sum_fn(arithmetic=arithmetic, spmd_axis_name="data", sum_specs=specs)
+    fn = make_sum_fn(arithmetic="float32", spmd_axis_name=Shards(("data",), specs))
     fn = jax.jit(fn.__call__)
 
     def total(is_empty):
         with jax.set_mesh(mesh):
             sums = fn(params, batch, is_padding_example=is_empty)
-        words = jax.tree.map(
-            lambda x: sum(np.asarray(y, np.float64) for y in jax.tree.leaves(x)),
-            sums,
-            is_leaf=lambda x: not isinstance(x, dict),
-        )
-        return np.concatenate([x.ravel() for x in words.values()])
+        leaves = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(sums)]
+        return np.concatenate(leaves)
 
     error = total(np.zeros(24, bool)) - sum(
         total(np.arange(24) != i) for i in range(24)
     )
-    counted = _float_sums.rounding_slack(parse(arithmetic), 24, 24, num_devices) / 2
+    counted = _float_sums.rounding_slack(parse("float32"), 24, 24, num_devices) / 2
     # Contributions are at most the clip norm; float64 has roundings of its own.
     assert np.linalg.norm(error) <= 0.5 * counted + 1e-14
     assert np.linalg.norm(total(np.zeros(24, bool))) > 0.1
@@ -157,7 +149,10 @@ def test_more_shards_round_more():
         ({"spmd_axis_name": "other"}, r"must name axes of the mesh.*\['data'\]"),
         ({"microbatch_size": 4}, "microbatch_size must be a multiple of the 8 devices"),
         ({"size": 12}, "batch size must be a multiple of the 8 devices"),
-        ({"sum_specs": P("data")}, "a partition spec for each of the 3 arrays"),
+        (
+            {"spmd_axis_name": Shards(("data",), P("data"))},
+            "a partition spec for each of the 3 arrays",
+        ),
     ],
 )
 def test_batches_that_cannot_be_divided_are_refused(options, message):
@@ -195,24 +190,34 @@ def carries_gradients(x: Collective, params):
     return x.num_entries > largest or (is_sum and x.num_entries > 1)
 
 
-def lowered_step(method, params, mesh):
+def make_trainer(loss_fn, *, expected_batch_size, optimizer=None, **fields):
+    """A trainer on 64 records; options that are no fields are those of the trainer."""
+    names = ("policy", "uses_prng_key", "loss_scale")
+    options = {name: fields.pop(name) for name in names if name in fields}
+    fields = {"truncated_batch_size": 32, "iterations": 3} | fields
     mechanism = DPSGD(
         num_examples=64,
-        expected_batch_size=20,
-        truncated_batch_size=32,
-        microbatch_size=16,
-        iterations=3,
+        expected_batch_size=expected_batch_size,
         l2_clip_norm=0.5,
         noise_multiplier=1.0,
+        **fields,
+    )
+    return DPTrainer(
+        mechanism=mechanism,
+        loss_fn=loss_fn,
+        optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
+        prng_key=jax.random.key(0),
+        **{"policy": "float32", **options},
+    )
+
+
+def lowered_step(method, params, mesh):
+    trainer = make_trainer(
+        MODEL.loss,
+        expected_batch_size=20,
+        microbatch_size=16,
         method=method,
         num_parameters=656,
-    )
-    trainer = DPTrainer(
-        mechanism=mechanism,
-        loss_fn=MODEL.loss,
-        optimizer=optax.sgd(0.1, momentum=0.9),
-        policy="float32",
-        prng_key=jax.random.key(0),
     )
     state = trainer.init(params)
     batch = place(MODEL.make_batch(0, 32), mesh, P("data"))
@@ -285,23 +290,12 @@ def trained(model, num_devices, *, is_sharded, axis_type=AxisType.Auto):
     """The parameters and the optimizer's state after three steps."""
     loss_fn, params, records = model()
     mesh = make_mesh((num_devices,), axis_type=axis_type)
-    mechanism = DPSGD(
-        num_examples=64,
-        expected_batch_size=16,
-        truncated_batch_size=32,
-        microbatch_size=2 * num_devices,
-        iterations=3,
-        l2_clip_norm=0.5,
-        noise_multiplier=1.0,
-        method="per_example",
-    )
     # Products with powers of two have no rounding that a compiler could leave out.
-    trainer = DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss_fn,
+    trainer = make_trainer(
+        loss_fn,
+        expected_batch_size=16,
+        microbatch_size=2 * num_devices,
         optimizer=optax.sgd(0.125, momentum=0.5),
-        policy="float32",
-        prng_key=jax.random.key(0),
     )
     params = sharded(params, mesh) if is_sharded else place(params, mesh, P())
     state = trainer.fit(
@@ -337,19 +331,11 @@ def test_a_run_of_a_transformer_on_other_devices_differs_by_rounding_only():
 
 def test_a_trainer_takes_states_with_other_shardings():
     mesh = make_mesh()
-    trainer = DPTrainer(
-        mechanism=DPSGD(
-            num_examples=64,
-            expected_batch_size=8,
-            truncated_batch_size=16,
-            iterations=1,
-            l2_clip_norm=0.5,
-            noise_multiplier=1.0,
-            method="per_example",
-        ),
-        loss_fn=lambda w, x: jnp.mean((x @ w) ** 2),
-        optimizer=optax.sgd(0.1, momentum=0.9),
-        policy="float32",
+    trainer = make_trainer(
+        lambda w, x: jnp.mean((x @ w) ** 2),
+        expected_batch_size=8,
+        truncated_batch_size=16,
+        iterations=1,
     )
     for spec in (P(), P("data"), P(None, "data")):
         w = place(np.zeros((8, 16), np.float32), mesh, spec)
@@ -373,24 +359,18 @@ def test_scales_keys_metrics_and_frozen_arrays_reach_all_devices(method, axis_ty
         keep = jax.random.bernoulli(key, 0.5, (8,)).astype(x.dtype)
         return jnp.mean((x @ frozen.astype(x.dtype) * keep @ w) ** 2)
 
-    trainer = DPTrainer(
-        mechanism=DPSGD(
-            num_examples=64,
-            expected_batch_size=8,
-            truncated_batch_size=16,
-            microbatch_size=8,
-            iterations=2,
-            l2_clip_norm=0.5,
-            noise_multiplier=1.0,
-            method=method,
-            released_metrics=ReleasedMetrics(largest_loss=4.0, fraction_clipped=True),
-        ),
-        loss_fn=loss,
+    trainer = make_trainer(
+        loss,
+        expected_batch_size=8,
+        truncated_batch_size=16,
+        microbatch_size=8,
+        iterations=2,
+        method=method,
+        released_metrics=ReleasedMetrics(largest_loss=4.0, fraction_clipped=True),
         optimizer=optax.sgd(0.1),
         policy="mixed_float16",
         uses_prng_key=True,
         loss_scale=loss_scaling.DynamicScale(),
-        prng_key=jax.random.key(0),
     )
     w = np.ones((8, 8), np.float32)
     placed = trainer.init(place(w, mesh, P("data")))

@@ -42,8 +42,11 @@ def _wide_mode(request):
         yield
 
 
-def _parse(name, **options):
-    return parse(name, method=ARITHMETICS[name].method, **options)
+def _parse(name, resolution=None, **options):
+    sums = ARITHMETICS[name]
+    if resolution is not None:
+        return parse(sums.with_resolution(resolution), method=sums.method)
+    return parse(name, method=sums.method, **options)
 
 
 def _loss(w, x):
@@ -52,13 +55,14 @@ def _loss(w, x):
 
 
 @functools.cache
-def _clipped(name, l2_clip_norm=1.0, **options):
+def _clipped(name, l2_clip_norm=1.0, resolution=None, **options):
+    sums = ARITHMETICS[name]
     return clipped_grad(
         _loss,
         l2_clip_norm=l2_clip_norm,
         keep_batch_dim=False,
-        method=ARITHMETICS[name].method,
-        arithmetic=name,
+        method=sums.method,
+        arithmetic=name if resolution is None else sums.with_resolution(resolution),
         **options,
     )
 
@@ -409,8 +413,7 @@ def test_float_sums_have_no_grid_and_need_no_clipping(name):
     assert sums.wanted_resolution(10**9) is None
     assert sums.share_lost(10**9, 1) == 0
     assert _clipped(name, math.inf).sensitivity() == math.inf
-    with pytest.raises(ValueError, match="resolution goes with sums on a grid"):
-        _parse(name, resolution=100)
+    assert sums.with_resolution(100) is sums
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -420,7 +423,7 @@ def test_the_resolution_is_the_size_of_the_largest_contribution(name, resolution
     total = _sum(name, 100 * _random(1), l2_clip_norm=3.0, resolution=resolution)
     units = resolution or default
     assert 3 * (1 - 2.0**-22) <= total.unit * float(units) <= 3
-    norm = math.sqrt(sum(int(x) ** 2 for x in np.asarray(total.steps)))
+    norm = math.sqrt(sum(int(x) ** 2 for x in np.asarray(total.counts)))
     assert 0.97 * units <= norm <= units
 
 

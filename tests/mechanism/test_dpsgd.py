@@ -11,7 +11,7 @@ from scipy import stats
 
 from dpmp import DPSGD, accounting
 from dpmp.batch_selection import PoissonSampling, _binomial
-from dpmp.mechanism import _step_costs
+from dpmp.mechanism import _privacy_cost
 from dpmp.noise_addition import NoiseState
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 
@@ -99,25 +99,14 @@ def test_epochs_are_turned_into_steps():
 # What is charged.
 
 
-def test_epsilon_grows_with_the_steps_from_zero():
+def test_epsilon_grows_with_the_steps_from_zero_and_falls_with_delta_and_noise():
     mechanism = make_mechanism(noise_multiplier=1.0, delta=1e-5)
     epsilons = [mechanism.guarantee(step).epsilon for step in (0, 1, 2, 10, 50, 100)]
     assert epsilons[0] == 0
     assert np.all(np.diff(epsilons) > 0)
     assert epsilons[-1] == mechanism.guarantee().epsilon
-
-
-def test_epsilon_falls_with_delta_and_noise():
-    mechanism = make_mechanism(noise_multiplier=1.0)
-    assert (
-        mechanism.guarantee(delta=1e-4).epsilon
-        < mechanism.guarantee(delta=1e-8).epsilon
-    )
-    more_noise = make_mechanism(noise_multiplier=2.0)
-    assert (
-        more_noise.guarantee(delta=1e-5).epsilon
-        < mechanism.guarantee(delta=1e-5).epsilon
-    )
+    assert mechanism.guarantee(delta=1e-4).epsilon < epsilons[-1]
+    assert epsilon_of(mechanism, 2.0) < epsilons[-1]
 
 
 def test_replacing_an_example_costs_more_than_blanking_or_adding_one():
@@ -135,17 +124,10 @@ def test_replacing_an_example_costs_more_than_blanking_or_adding_one():
     assert make_mechanism().neighboring_relation is RELATIONS.REPLACE_SPECIAL
 
 
-def test_the_event_of_truncated_batches_is_the_truncated_one():
-    mechanism = make_mechanism(noise_multiplier=1.5, truncated_batch_size=60)
-    assert mechanism.dp_event == accounting.truncated_dpsgd_event(
-        1.5, 100, sampling_prob=0.05, num_examples=1000, truncated_batch_size=60
-    )
-    assert mechanism.sampling.truncated_batch_size == 60
-
-
-def test_batches_are_truncated_by_default_and_that_is_accounted_for():
-    mechanism = make_mechanism(noise_multiplier=1.5)
-    size = accounting.choose_truncated_batch_size(1000, 0.05)
+@pytest.mark.parametrize("given", [60, None])
+def test_batches_are_truncated_and_that_is_accounted_for(given):
+    mechanism = make_mechanism(noise_multiplier=1.5, truncated_batch_size=given)
+    size = given or accounting.choose_truncated_batch_size(1000, 0.05)
     assert mechanism.sampling == PoissonSampling(0.05, 100, size)
     assert mechanism.dp_event == accounting.truncated_dpsgd_event(
         1.5, 100, sampling_prob=0.05, num_examples=1000, truncated_batch_size=size
@@ -167,16 +149,6 @@ def test_the_event_is_plain_where_no_batch_can_be_truncated(fields):
     )
 
 
-def test_what_is_sampled_is_what_is_accounted_for():
-    mechanism = make_mechanism(noise_multiplier=1.5, truncated_batch_size=60)
-    step = mechanism.dp_event.event
-    sampling = mechanism.sampling
-    assert mechanism.dp_event.count == sampling.iterations == mechanism.iterations
-    assert step.sampling_probability == sampling.sampling_prob == 0.05
-    assert step.truncated_batch_size == sampling.truncated_batch_size
-    assert step.dataset_size == mechanism.num_examples
-
-
 def test_batches_are_padded_to_a_multiple_of_the_microbatch():
     for microbatch_size in (None, 1, 7, 16, 64):
         for truncated_batch_size in (None, 60, 64, 5000):
@@ -189,6 +161,12 @@ def test_batches_are_padded_to_a_multiple_of_the_microbatch():
             assert size % (microbatch_size or 1) == 0
             assert largest <= size < largest + (microbatch_size or 1)
             assert largest <= 1000 or truncated_batch_size is None
+
+
+def test_microbatches_that_are_chosen_divide_batches():
+    for size, padded in ((10, 16), (100, 128), (33, 64), (1, 1)):
+        mechanism = make_mechanism(method="book_keeping", truncated_batch_size=size)
+        assert mechanism.padded_batch_size == padded
 
 
 def test_a_given_sampling_probability_does_not_depend_on_the_sizes():
@@ -280,21 +258,14 @@ def test_the_stddev_is_that_of_the_average(l2_clip_norm, rescale_to_unit_norm):
         l2_clip_norm=l2_clip_norm,
         rescale_to_unit_norm=rescale_to_unit_norm,
         noise_multiplier=1.5,
+        # The accountant knows that replacing an example moves the sum twice as far.
+        neighboring_relation=RELATIONS.REPLACE_ONE,
     )
     norm = 5.0 if isinstance(l2_clip_norm, dict) else l2_clip_norm
     norm = 1.0 if rescale_to_unit_norm else norm
     grad_fn = mechanism.clipped_grad(linear_loss)
     assert mechanism.stddev == pytest.approx(1.5 * norm / 50, rel=1e-12)
     assert mechanism.stddev == pytest.approx(1.5 * grad_fn.sensitivity(), rel=1e-12)
-
-
-def test_the_stddev_does_not_depend_on_the_relation():
-    # The accountant knows that replacing an example moves the sum twice as far.
-    first, second = (
-        make_mechanism(noise_multiplier=1.5, neighboring_relation=relation).stddev
-        for relation in (RELATIONS.ADD_OR_REMOVE_ONE, RELATIONS.REPLACE_ONE)
-    )
-    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -316,7 +287,7 @@ def test_the_noise_is_calibrated_for_what_it_is_added_to(fields):
     grad_fn = mechanism.clipped_grad(linear_loss)
     with_example = grad_fn(params, batch)
     without_example = grad_fn(params, batch, is_padding_example=without)
-    difference = with_example.steps - without_example.steps
+    difference = with_example.counts - without_example.counts
     contribution = with_example.unit * float(jnp.linalg.norm(difference))
 
     privatizer = mechanism.privatizer(KEY)
@@ -362,7 +333,7 @@ def test_a_clip_norm_of_zero_is_refused_unless_gradients_are_divided_by_their_no
         make_mechanism(noise_multiplier=1.0, l2_clip_norm=0.0)
     directions = make_mechanism(l2_clip_norm=0.0, rescale_to_unit_norm=True)
     total = directions.clipped_grad(linear_loss)(jnp.zeros(3), jnp.ones((2, 3)))
-    assert np.all(np.asarray(total.steps))
+    assert np.all(np.asarray(total.counts))
 
 
 def test_gradients_of_more_entries_than_were_planned_for_are_refused():
@@ -407,16 +378,10 @@ def test_what_the_batches_fall_short_of_is_charged_to_delta(monkeypatch):
         (share / (1 + math.exp(before * 0.99)), False),
     ):
         monkeypatch.setattr(_binomial, "LARGEST_TOTAL_VARIATION", distance)
-        _step_costs._guarantee_of.cache_clear()
+        _privacy_cost._guarantee_of.cache_clear()
         epsilon = mechanism.guarantee(delta=1e-5).epsilon
         assert epsilon == (before if is_covered else math.inf)
-    _step_costs._guarantee_of.cache_clear()
-
-
-def test_the_clipped_gradient_is_divided_by_the_expected_batch_size():
-    mechanism = make_mechanism(l2_clip_norm=1.0)
-    grad = mechanism.clipped_grad(linear_loss)(jnp.zeros(2), jnp.full((4, 2), 0.25))
-    np.testing.assert_allclose(grad.to_float(), 4 * 0.25 / 50, atol=4 * grad.unit)
+    _privacy_cost._guarantee_of.cache_clear()
 
 
 def test_clipping_options_reach_clipped_grad():
@@ -475,26 +440,19 @@ def test_without_privacy_bounded_sums_become_floats():
     [
         make_mechanism(noise_multiplier=1.0).without_privacy(),
         make_mechanism(noise_multiplier=0.0),
-        make_mechanism(noise_multiplier=0),
-        make_mechanism(
-            l2_clip_norm=math.inf, noise_multiplier=0.0, arithmetic="float32"
+        *(
+            make_mechanism(
+                l2_clip_norm=math.inf, noise_multiplier=noise, arithmetic="float32"
+            )
+            for noise in (0, 1.0)
         ),
     ],
 )
-def test_nothing_private_is_claimed_without_noise(mechanism):
+def test_nothing_private_is_claimed_without_noise_and_clipping(mechanism):
     assert not mechanism.is_private
     assert mechanism.guarantee(delta=1e-5).epsilon == math.inf
     assert mechanism.statement().startswith("No privacy:")
     assert "differentially private" not in mechanism.statement()
-
-
-def test_noise_without_clipping_is_no_privacy():
-    mechanism = make_mechanism(
-        l2_clip_norm=math.inf, noise_multiplier=1.0, arithmetic="float32"
-    )
-    assert not mechanism.is_private
-    assert mechanism.guarantee(delta=1e-5).epsilon == math.inf
-    assert mechanism.statement().startswith("No privacy:")
 
 
 def test_noise_and_clipping_are_private():
@@ -504,39 +462,7 @@ def test_noise_and_clipping_are_private():
     ).is_private
 
 
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_examples": 10.5}, "num_examples must be an integer of at least 1"),
-        (
-            {"expected_batch_size": 0},
-            "expected_batch_size must be a finite number abov",
-        ),
-        ({"expected_batch_size": 1001}, "expected_batch_size must be at most num_exam"),
-        ({"sampling_prob": 1.1}, "sampling_prob must be in"),
-        ({"iterations": 0}, "iterations must be an integer of at least 1"),
-        ({"noise_multiplier": math.inf}, "noise_multiplier must be a finite number"),
-        ({"delta": 1.0}, "delta must be in"),
-        ({"truncated_batch_size": "60"}, "truncated_batch_size must be an integer of"),
-        ({"microbatch_size": -1}, "microbatch_size must be an integer of at least 1"),
-        ({"l2_clip_norm": -1.0}, "every l2_clip_norm must be a number above 0"),
-        ({"l2_clip_norm": {}}, "l2_clip_norm must hold at least one number"),
-        ({"arithmetic": "bfloat16"}, "arithmetic must be one of"),
-        ({"arithmetic": "float64"}, "float64 sums need 64-bit mode"),
-        ({"method": "magic"}, "method must be"),
-    ],
-)
-def test_fields_out_of_range_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        make_mechanism(**fields)
-
-
-def test_a_relation_that_is_none_is_refused_at_construction():
-    with pytest.raises(TypeError, match="neighboring_relation must be"):
-        make_mechanism(neighboring_relation="add")
+# What is refused, beyond tests/test_bad_inputs.py.
 
 
 def test_there_is_no_default_clip_norm():
@@ -544,22 +470,17 @@ def test_there_is_no_default_clip_norm():
         DPSGD(num_examples=10, expected_batch_size=5, iterations=1)
 
 
-@pytest.mark.parametrize("epochs", [0, math.nan])
-def test_a_number_of_epochs_out_of_range_is_refused(epochs):
-    with pytest.raises(ValueError, match="epochs must be a finite number above 0"):
-        DPSGD.from_epochs(epochs=epochs, num_examples=10, expected_batch_size=5)
-
-
-@pytest.mark.parametrize("epsilon", [0.0, math.nan, math.inf])
-def test_a_target_epsilon_out_of_range_is_refused(epsilon):
-    with pytest.raises(ValueError, match="epsilon must be a finite number above 0"):
-        make_mechanism().calibrate(epsilon=epsilon, delta=1e-5)
-
-
-@pytest.mark.parametrize("delta", [0.0, 1.0, math.nan, None])
-def test_a_target_delta_out_of_range_is_refused(delta):
-    with pytest.raises(ValueError, match=r"delta must be in \(0, 1\)"):
-        make_mechanism().calibrate(epsilon=1.0, delta=delta)
+@pytest.mark.parametrize(
+    "target",
+    [
+        *({"epsilon": x, "delta": 1e-5} for x in (0.0, math.nan, math.inf)),
+        *({"epsilon": 1.0, "delta": x} for x in (0.0, 1.0, math.nan, None)),
+    ],
+    ids=str,
+)
+def test_a_target_out_of_range_is_refused(target):
+    with pytest.raises(ValueError, match=r"must be (a finite number above 0|in \(0)"):
+        make_mechanism().calibrate(**target)
 
 
 def test_a_target_that_cannot_be_met_is_refused():
@@ -586,22 +507,17 @@ def test_a_mechanism_before_calibration_adds_no_noise_silently(use):
     assert not make_mechanism().is_private
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.00005, math.nan, "1e-5"])
-def test_a_delta_out_of_range_has_no_guarantee(delta):
-    with pytest.raises(ValueError, match=rf"delta must be in .* got delta={delta!r}"):
-        make_mechanism(noise_multiplier=1.0).guarantee(delta=delta)
-
-
-def test_epsilon_without_delta_is_refused():
-    with pytest.raises(ValueError, match="epsilon must be computed for a given"):
-        make_mechanism(noise_multiplier=1.0).guarantee()
-
-
-@pytest.mark.parametrize("step", [-1, 101, 1.5])
-def test_steps_beyond_the_plan_have_no_guarantee(step):
-    mechanism = make_mechanism(noise_multiplier=1.0, delta=1e-5)
-    with pytest.raises(ValueError, match="step must be from 0 to iterations = 100"):
-        mechanism.guarantee(step)
+@pytest.mark.parametrize(
+    ("step", "delta", "message"),
+    [
+        *((None, x, "delta must be in") for x in (0.0, 1.00005, math.nan, "1e-5")),
+        (None, None, "epsilon must be computed for a given"),
+        *((x, 1e-5, "step must be from 0 to iterations = 100") for x in (-1, 101, 1.5)),
+    ],
+)
+def test_guarantees_that_do_not_exist_are_refused(step, delta, message):
+    with pytest.raises(ValueError, match=message):
+        make_mechanism(noise_multiplier=1.0).guarantee(step, delta=delta)
 
 
 def test_a_seed_that_is_no_key_is_refused():
@@ -614,11 +530,3 @@ def test_the_default_arithmetic_is_one_that_is_proved():
     kept = make_mechanism(method="book_keeping")
     assert kept.arithmetic == "bounded"
     assert kept == make_mechanism(method="book_keeping", arithmetic="bounded")
-
-
-def test_batches_can_be_divided_by_microbatches_that_are_chosen():
-    for size, padded in ((10, 16), (100, 128), (33, 64), (1, 1)):
-        mechanism = make_mechanism(method="book_keeping", truncated_batch_size=size)
-        assert mechanism.padded_batch_size == padded
-        exact = dataclasses.replace(mechanism, method="per_example", arithmetic="exact")
-        assert exact.padded_batch_size == size

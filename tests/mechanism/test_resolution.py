@@ -1,6 +1,6 @@
 import pytest
 
-from dpmp.mechanism._resolution import choose_resolution
+from dpmp.mechanism._dpsgd import choose_resolution
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics._exact import ExactSums
 
@@ -24,9 +24,8 @@ def test_the_noise_is_as_wide_as_accounted_for(noise_multiplier, num_parameters)
     [
         (5000.0, 10**7, "must cost at most 5% of the clip norm.*num_par"),
         (500.0, 10**9, "must cost at most 5%"),
-        (4000.0, 10**7, "Use less noise.*larger epsilon.*Pass num_parameters"),
-        (1e6, 1, r"larger epsilon or delta.\) Or use"),  # not: Pass num_parameters
-        (1e-3, 10**13, "num_parameters=10+. Pass num_parameters"),
+        (1e6, 1, "Use less noise.*larger epsilon or delta.*pass num_parameters"),
+        (1e-3, 10**13, "num_parameters=10+. Use"),
         (5e-5, 10**7, "exact noise must have at least 256 units"),
     ],
 )

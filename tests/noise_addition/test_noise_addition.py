@@ -19,13 +19,11 @@ from scipy import stats
 
 from dpmp.noise_addition import (
     NoiseState,
-    _grid_noise,
     _privatizers,
     gaussian_privatizer,
 )
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
-from dpmp.numerics._grid import GridArray
-from dpmp.numerics._sums import as_sum, num_entries
+from dpmp.numerics._grid import GridArray, num_entries, round_to_grid
 from dpmp.tools.selfcheck import _modes
 
 KEY = jax.random.key(20240607)
@@ -252,7 +250,7 @@ def test_neither_compilation_nor_sharding_changes_a_bit(mixed_total):
 def choices(total, **kwargs):
     """The unit for float sums, and the widths asked of the sampler, in units."""
     units, widths = [None], []
-    snapping = _privatizers._snapping
+    snapping = _privatizers._grid_of_floats
 
     def recording_snapping(*args):
         unit, widened = snapping(*args)
@@ -267,8 +265,8 @@ def choices(total, **kwargs):
 
     recorder = types.SimpleNamespace(at_least=recording_at_least)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_privatizers, "_snapping", recording_snapping)
-        patch.setattr(_grid_noise, "DiscreteGaussian", recorder)
+        patch.setattr(_privatizers, "_grid_of_floats", recording_snapping)
+        patch.setattr(_privatizers, "DiscreteGaussian", recorder)
         # Traced alone, a sum may have any size.
         privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
         jax.eval_shape(privatizer.update, total, privatizer.init(None))
@@ -411,9 +409,9 @@ def test_sums_with_noise_wrap_around():
 
 def snap(leaf, stddev, cost):
     """The unit, and the steps of a float sum as Python integers."""
-    unit, _ = _privatizers._snapping(stddev, cost)
-    snapped = as_sum(leaf).snapped(unit)
-    return snapped.unit, [int(step) for step in snapped.steps]
+    unit, _ = _privatizers._grid_of_floats(stddev, cost)
+    snapped = round_to_grid(leaf, unit)
+    return snapped.unit, [int(count) for count in snapped.counts]
 
 
 def numbers_to_snap(rng, stddev, cost, dtype):

@@ -81,7 +81,7 @@ def largest_change(dtype, microbatch_size, batch):
 
     def total(*empty):
         result = sum_fn(zeros(dtype), batch, np.isin(np.arange(size), empty))
-        steps = np.asarray(result.steps).ravel().astype(object)
+        steps = np.asarray(result.counts).ravel().astype(object)
         return np.array([Fraction(int(x), LARGEST_RESOLUTION) for x in steps])
 
     whole = total()
@@ -156,7 +156,7 @@ def test_sums_are_the_same_for_any_number_of_other_microbatches():
         for s in (slice(4), slice(4, 8))
     ]
     whole = sum_fn(zeros(jnp.bfloat16), batch, empty)
-    np.testing.assert_array_equal(whole.steps, halves[0].steps + halves[1].steps)
+    np.testing.assert_array_equal(whole.counts, halves[0].counts + halves[1].counts)
 
 
 def test_examples_of_large_extent_are_scaled_down():

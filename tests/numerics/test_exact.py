@@ -14,7 +14,7 @@ import pytest
 from programs import equations
 
 from dpmp.clipping import _clip_norms, clipped_fun, clipped_grad
-from dpmp.numerics import _exact
+from dpmp.numerics import ExactSums, _exact
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, GridArray
 from dpmp.numerics._stored import StoredArray
 
@@ -22,9 +22,9 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 @functools.cache
-def _exact_sum_fn(**kwargs):
-    kwargs = {"l2_clip_norm": 1.0, **kwargs}
-    return clipped_fun(lambda x: x, keep_batch_dim=False, arithmetic="exact", **kwargs)
+def _exact_sum_fn(resolution=DEFAULT_RESOLUTION, **kwargs):
+    kwargs = {"l2_clip_norm": 1.0, "arithmetic": ExactSums(resolution), **kwargs}
+    return clipped_fun(lambda x: x, keep_batch_dim=False, **kwargs)
 
 
 @functools.cache
@@ -68,8 +68,8 @@ def test_a_contribution_has_at_most_the_resolution(seed, log_scale, program):
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(0, 10.0**log_scale, (1, size)), jnp.float32)
     total = _exact_sum(x.astype(dtype), resolution=resolution)
-    assert total.steps.dtype == jnp.int32
-    assert _squared_norm(total.steps) <= resolution**2
+    assert total.counts.dtype == jnp.int32
+    assert _squared_norm(total.counts) <= resolution**2
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,16 @@ def test_a_contribution_is_close_to_what_was_clipped(make, resolution, dtype):
     shrinkage = 1 - math.sqrt(1 - (1200 / 4 + 6 * resolution) / resolution**2)
     error = np.abs(np.asarray(total.to_float(), float) - clipped)
     assert np.all(error <= total.unit * 1.01 + (shrinkage + 1e-5) * np.abs(clipped))
-    assert math.sqrt(_squared_norm(total.steps)) >= resolution * (1 - 2 * shrinkage) - 2
+    assert (
+        math.sqrt(_squared_norm(total.counts)) >= resolution * (1 - 2 * shrinkage) - 2
+    )
 
 
 def test_gradients_of_equal_entries_are_not_lost():
     # Rounded all in one direction, they would fail the check, or vanish.
     for num_equal in range(40, 60):
         x = jnp.where(jnp.arange(5000) % 97 < num_equal, 1.0, 0.0)[None]
-        norm = math.sqrt(_squared_norm(_exact_sum(x, resolution=500).steps))
+        norm = math.sqrt(_squared_norm(_exact_sum(x, resolution=500).counts))
         assert 0.98 * math.sqrt(500**2 - 5000 / 4 - 3000) <= norm <= 500
 
 
@@ -139,7 +141,7 @@ def test_what_exceeds_the_radius_contributes_zero(
 ):
     multiply_coefficients(factor)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 700)), jnp.float32)
-    assert not np.any(_exact_sum(x, resolution=resolution).steps)
+    assert not np.any(_exact_sum(x, resolution=resolution).counts)
 
 
 @pytest.mark.parametrize("radius", [3, 2**15 - 1, 2**15, LARGEST_RESOLUTION])
@@ -172,7 +174,7 @@ def test_a_contribution_of_many_leaves_is_checked_as_one(multiply_coefficients):
 
     def squared_norm():
         total = _exact_sum(tree)
-        return _squared_norm({name: x.steps for name, x in total.items()})
+        return _squared_norm({name: x.counts for name, x in total.items()})
 
     assert 0.99 * DEFAULT_RESOLUTION**2 <= squared_norm() <= DEFAULT_RESOLUTION**2
     # Each of the leaves is within the radius still.
@@ -205,7 +207,7 @@ def test_per_layer_clip_norms_bound_each_part():
     fn = _exact_sum_fn.__wrapped__(l2_clip_norm={"a": 3.0, "b": 4.0})
     total = jax.jit(fn.__call__)(tree)
     for name, share in ("a", 0.6), ("b", 0.8):
-        norm = math.sqrt(_squared_norm(total[name].steps))
+        norm = math.sqrt(_squared_norm(total[name].counts))
         assert norm <= share * DEFAULT_RESOLUTION
         assert norm >= share * DEFAULT_RESOLUTION * 0.999
 
@@ -222,7 +224,7 @@ def test_divisors_are_in_the_unit(l2_clip_norm, rescale, normalize_by, bound):
         normalize_by=normalize_by,
     )
     assert bound * (1 - 2.0**-22) <= total.unit * DEFAULT_RESOLUTION <= bound
-    assert math.sqrt(_squared_norm(total.steps)) >= 0.999 * DEFAULT_RESOLUTION
+    assert math.sqrt(_squared_norm(total.counts)) >= 0.999 * DEFAULT_RESOLUTION
 
 
 # The sum has the same bits, however it is computed.
@@ -327,10 +329,10 @@ def test_gradients_are_within_a_unit_of_the_wide_sum(model):
 @pytest.mark.filterwarnings("ignore:sums of 600")
 def test_wrapping_around_leaves_the_sensitivity_as_it_is():
     x = jnp.ones((600, 1))
-    with_one = _exact_sum(x, resolution=LARGEST_RESOLUTION).steps
+    with_one = _exact_sum(x, resolution=LARGEST_RESOLUTION).counts
     without = _exact_sum(
         x, is_padding_example=jnp.arange(600) == 7, resolution=LARGEST_RESOLUTION
-    ).steps
+    ).counts
     assert np.all(with_one < 0)  # a sum of positive numbers
     change = int((with_one - without)[0])  # in 32 bits, as noise is added
     assert 0.999 * LARGEST_RESOLUTION <= change <= LARGEST_RESOLUTION
@@ -359,5 +361,5 @@ def test_memory_is_that_of_float32_sums(dtype, resolution):
         compiled = jax.jit(fn.__call__).lower(x).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    exact = temporary_bytes(arithmetic="exact", resolution=resolution)
+    exact = temporary_bytes(arithmetic=ExactSums(resolution))
     assert exact <= 1.1 * temporary_bytes(arithmetic="float32")

@@ -98,15 +98,15 @@ _PARAMS = {"embed": jnp.ones(2), "layers": [{"w": jnp.ones(3)}, {"w": jnp.ones(3
     [
         ((), set()),
         (("embed",), {"embed"}),
-        (("^embed$", r"layers\.1\."), {"embed", "layers.1.w"}),
-        (("w",), {"layers.0.w", "layers.1.w"}),
+        (("^embed$", r"layers/1/"), {"embed", "layers/1/w"}),
+        (("w",), {"layers/0/w", "layers/1/w"}),
     ],
 )
 def test_parameters_at_some_paths_stay_in_float32(paths, in_float32):
     policy = Policy.from_name("mixed_bfloat16", float32_paths=paths)
     leaves = jax.tree_util.tree_leaves_with_path(policy.cast_to_compute(_PARAMS))
     assert in_float32 == {
-        jax.tree_util.keystr(path, simple=True, separator=".")
+        jax.tree_util.keystr(path, simple=True, separator="/")
         for path, x in leaves
         if x.dtype == jnp.float32
     }

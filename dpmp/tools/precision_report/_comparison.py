@@ -112,7 +112,7 @@ def cast(args: Sequence[PyTree], policy: Policy) -> tuple[PyTree, ...]:
 
 def path_of(path: Any) -> str:
     """A path as the expressions in `Policy.float32_paths` see it."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _loss_and_grads(

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 from dpmp import _random, clipping, noise_addition
-from dpmp.numerics._arithmetic import parse
+from dpmp.numerics import BoundedSums, ExactSums
+from dpmp.numerics._arithmetic import Arithmetic, parse
 from dpmp.numerics._grid import LARGEST_RESOLUTION
 from dpmp.tools.selfcheck._subjects import (
     NOISE_MULTIPLIER,
@@ -33,9 +34,9 @@ def dpmp_subjects(*, include_unsafe: bool = False) -> Subjects:
     """The modes of dpmp that keep a promise, and float noise, which keeps none."""
     modes = [
         _Mode("dpmp exact", "exact", _ALL),
-        _Mode("dpmp exact, 2^22 units", "exact", _SMALL, LARGEST_RESOLUTION),
+        _Mode("dpmp exact, 2^22 units", ExactSums(LARGEST_RESOLUTION), _SMALL),
         _Mode("dpmp float32", "float32", _LARGE),
-        _Mode("dpmp bounded", "bounded", _ALL, 2**18, "book_keeping"),
+        _Mode("dpmp bounded", BoundedSums(2**18), _ALL, "book_keeping"),
     ]
     remarks = ("dpmp: no gradients of 1e-23, because a clip norm of 1e-22 is refused.",)
     if jax.config.read("jax_enable_x64"):
@@ -51,9 +52,8 @@ def dpmp_subjects(*, include_unsafe: bool = False) -> Subjects:
 
 class _Mode(NamedTuple):
     name: str
-    arithmetic: str
+    arithmetic: str | Arithmetic
     batches: tuple[BatchShape, ...] = ()
-    resolution: int | None = None
     method: str = "per_example"
 
     def sums(self) -> Sums:
@@ -61,10 +61,7 @@ class _Mode(NamedTuple):
             l2_clip_norm: float, microbatch_size: int | None
         ) -> tuple[SumFn, Fraction]:
             fn = self.clip(l2_clip_norm, microbatch_size)
-            arithmetic = parse(
-                self.arithmetic, resolution=self.resolution, method=self.method
-            )
-            units = arithmetic.resolution
+            units = parse(self.arithmetic, method=self.method).resolution
             return sum_fn(fn), Fraction(fn.sensitivity() if units is None else units)
 
         return Sums(
@@ -92,7 +89,6 @@ class _Mode(NamedTuple):
             "l2_clip_norm": l2_clip_norm,
             "microbatch_size": microbatch_size,
             "arithmetic": self.arithmetic,
-            "resolution": self.resolution,
         }
         if self.method == "per_example":
             return clipping.clipped_fun(lambda x: x, keep_batch_dim=False, **options)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.numerics._grid import GridArray
-from dpmp.numerics._sums import is_sum
+from dpmp.numerics._grid import is_grid
 
 NOISE_MULTIPLIER = 1.0
 
@@ -101,15 +100,15 @@ def sum_fn(fn: Callable[..., Any]) -> SumFn:
 
     def summed(batch: list[np.ndarray], is_padding: np.ndarray) -> Rows:
         total = compiled(batch, is_padding)
-        return [_rows(x) for x in jax.tree.leaves(total, is_leaf=is_sum)]
+        return [_rows(x) for x in jax.tree.leaves(total, is_leaf=is_grid)]
 
     return summed
 
 
 def _rows(x: Any) -> np.ndarray:
     """(k, n); integers count units of their grid."""
-    parts = [x.steps] if isinstance(x, GridArray) else list(x) if is_sum(x) else [x]
-    return np.stack([np.asarray(part).astype(np.float64).ravel() for part in parts])
+    x = x.counts if is_grid(x) else x
+    return np.asarray(x).astype(np.float64).reshape(1, -1)
 
 
 def draw_fn(

@@ -11,6 +11,7 @@ import pytest
 from reference import FLOAT_SUMS
 
 import dpmp
+from dpmp.loss_scaling import ScaledLoss
 
 _rng = np.random.default_rng(0)
 
@@ -141,11 +142,10 @@ def test_factors_that_are_rounded_leave_an_example_near_its_clip_norm(seed):
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])
 def test_a_tiny_loss_scale_does_not_hide_a_norm(method):
     total = _clip(
-        lambda w, x: jnp.sum(w * x),
+        ScaledLoss(lambda w, x: jnp.sum(w * x), 2.0**-40),
         jnp.ones(3),
         jnp.full((1, 3), 2.0**-25, jnp.float32),
         clip_norm=1e-10,
-        loss_scale=2.0**-40,
         method=method,
     )
     assert np.linalg.norm(total) <= 1e-10

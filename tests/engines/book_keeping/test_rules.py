@@ -617,7 +617,7 @@ def _terms(loss, params, example):
     program = analyse(lambda *args: (loss(*args), None), *shapes)
     rules = [site.rule for site in program.plan.sites]
     return {
-        jax.tree_util.keystr(path, simple=True, separator="."): [
+        jax.tree_util.keystr(path, simple=True, separator="/"): [
             (term.form, *(rules[i] for i in term.sites))
             for term in program.terms
             if i in term.params

@@ -19,15 +19,21 @@ import dp_accounting
 
 from dpmp import _validate, accounting
 from dpmp.batch_selection import _binomial
-from dpmp.mechanism._batches import larger_datasets
 from dpmp.noise_addition import _discrete_gaussian
 
-SHARE = 1e-4  # of delta, for the samplers
+_SHARE = 1e-4  # of delta, for the samplers
+
+
+class ComputedProbability(float):
+    """A sampling probability that was computed from the sizes of batch and dataset.
+
+    `dataclasses.replace` passes it on, and then it is computed from the new sizes.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepCost:
-    """All facts that the privacy cost of one step depends on.
+class PrivacyCost:
+    """Everything that the privacy cost of one step depends on.
 
     Attributes:
       sampling_prob: the probability that an example is in a batch.
@@ -69,11 +75,52 @@ class StepCost:
     @property
     def larger_datasets(self) -> tuple[int, ...]:
         """The sizes that the larger of two neighbouring datasets may have."""
-        return larger_datasets(self.num_examples, self.neighboring_relation)
+        sizes = self.num_examples, self.num_examples + 1
+        relations = dp_accounting.NeighboringRelation
+        is_added = self.neighboring_relation is relations.ADD_OR_REMOVE_ONE
+        return sizes if is_added else sizes[:1]
+
+
+def calibrate(cost: PrivacyCost, steps: int, *, epsilon: float, delta: float) -> float:
+    """The least noise multiplier for which all steps satisfy (epsilon, delta).
+
+    `cost` is that of one step, with any noise multiplier.
+    """
+    epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
+    delta = accounting.check_delta(delta)
+    largest = _largest_epsilon({cost: steps}, delta)
+    _validate.require(
+        largest > 0,
+        "delta must cover how far the sampler of the noise is from ideal noise",
+        delta=delta,
+        fix="Use a larger delta, fewer iterations, or a num_parameters closer to the "
+        "number of trained parameters.",
+    )
+    _validate.require(
+        epsilon <= largest,
+        f"epsilon must be at most {largest:.4g}: above that, the sampler of the noise "
+        f"limits epsilon, and not the width of the noise",
+        epsilon=epsilon,
+        fix="Use a smaller epsilon, or without_privacy(), which claims none.",
+    )
+
+    def event(noise_multiplier: float, size: int) -> dp_accounting.DpEvent:
+        noisy = dataclasses.replace(cost, noise_multiplier=noise_multiplier)
+        return noisy.event(steps, size)
+
+    return max(
+        accounting.calibrate_noise_multiplier(
+            functools.partial(event, size=size),
+            epsilon=epsilon,
+            delta=delta * (1 - _SHARE),
+            neighboring_relation=cost.neighboring_relation,
+        )
+        for size in cost.larger_datasets
+    )
 
 
 def guarantee_of(
-    steps: Mapping[StepCost, int], *, delta: float
+    steps: Mapping[PrivacyCost, int], *, delta: float
 ) -> accounting.PrivacyGuarantee:
     """Computes epsilon of all steps together, given how many there are of each cost.
 
@@ -91,32 +138,28 @@ def guarantee_of(
 # Reports and statements ask for the same epsilons again and again.
 @functools.lru_cache(maxsize=1024)
 def _guarantee_of(
-    steps: tuple[tuple[StepCost, int], ...], delta: float
+    steps: tuple[tuple[PrivacyCost, int], ...], delta: float
 ) -> accounting.PrivacyGuarantee:
     relation = _common_relation([cost for cost, _ in steps])
     # If a person is added, every larger dataset has one example more.
     neighbours = zip(*(cost.larger_datasets for cost, _ in steps), strict=True)
-    guarantees = [
-        accounting.get_epsilon(
-            dp_accounting.ComposedDpEvent(
-                [
-                    cost.event(n, size)
-                    for (cost, n), size in zip(steps, sizes, strict=True)
-                ]
-            ),
-            delta=delta * (1 - SHARE),
-            neighboring_relation=relation,
+    guarantees = []
+    for sizes in list(neighbours) or [()]:
+        pairs = zip(steps, sizes, strict=True)
+        event = dp_accounting.ComposedDpEvent([c.event(n, x) for (c, n), x in pairs])
+        guarantees.append(
+            accounting.get_epsilon(
+                event, delta=delta * (1 - _SHARE), neighboring_relation=relation
+            )
         )
-        for sizes in list(neighbours) or [()]
-    ]
     worst = max(guarantees, key=lambda guarantee: guarantee.epsilon)
-    is_covered = worst.epsilon <= largest_epsilon(dict(steps), delta)
+    is_covered = worst.epsilon <= _largest_epsilon(dict(steps), delta)
     epsilon = worst.epsilon if is_covered else math.inf
     return dataclasses.replace(worst, epsilon=epsilon, delta=delta)
 
 
 def guarantee_of_stages(
-    stages: Mapping[StepCost, int], *, delta: float
+    stages: Mapping[PrivacyCost, int], *, delta: float
 ) -> accounting.PrivacyGuarantee:
     """Computes epsilon of stages whose costs were chosen one after the other.
 
@@ -150,17 +193,17 @@ def guarantee_of_stages(
     )
 
 
-def largest_epsilon(steps: Mapping[StepCost, int], delta: float) -> float:
+def _largest_epsilon(steps: Mapping[PrivacyCost, int], delta: float) -> float:
     """The largest epsilon for which the share covers the samplers' deviation."""
     batches = max(1, sum(steps.values()))
     entries = max(1, sum(n * cost.num_coordinates for cost, n in steps.items()))
     deviation = entries * _discrete_gaussian.LARGEST_TOTAL_VARIATION
     deviation += batches * _binomial.LARGEST_TOTAL_VARIATION
-    share = SHARE * delta / deviation
+    share = _SHARE * delta / deviation
     return math.log(share - 1) if share > 1 else -math.inf
 
 
-def _common_relation(costs: list[StepCost]) -> dp_accounting.NeighboringRelation:
+def _common_relation(costs: list[PrivacyCost]) -> dp_accounting.NeighboringRelation:
     """The neighbouring relation of all costs; the default one if there are none."""
     relations = {cost.neighboring_relation for cost in costs}
     _validate.require(
