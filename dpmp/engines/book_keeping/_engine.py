@@ -19,22 +19,15 @@ import jax.numpy as jnp
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.engines._signature import Signature, without_example_axis
-from dpmp.engines.book_keeping import (
-    _gradients,
-    _norms,
-    _products,
-    _terms,
-    _totals,
-    _views,
-)
+from dpmp.engines.book_keeping import _linalg, _norm_methods, _norms, _uses, _views
 from dpmp.engines.book_keeping._norms import Term
 from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
-from dpmp.engines.book_keeping._sites import Recorded, Site
+from dpmp.engines.book_keeping._uses import Recorded, Site
 from dpmp.numerics._arithmetic import Arithmetic, PartialSums
 from dpmp.numerics._bounded import Roundings, clip_by, largest_microbatch
 from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _interpreter, _ragged
+from dpmp.programs import _interpreter, _transformations
 
 # Unproved sums do not count roundings. These are the squared errors of norms and sums,
 # relative to the squared extent. The first is a few times the largest error that was
@@ -83,8 +76,8 @@ def analyse(
     tapped whole (see `_rules`).
     """
     closed, treedef = _interpreter.trace(fun, params, example)
-    if _ragged.has_ragged_products(closed.jaxpr):
-        fun = _ragged.without_ragged_products(fun)
+    if _transformations.has_ragged_products(closed.jaxpr):
+        fun = _transformations.without_ragged_products(fun)
         closed, treedef = _interpreter.trace(fun, params, example)
     avals, num_params = closed.in_avals, len(jax.tree.leaves(params))
     shapes = [aval.shape for aval in avals[:num_params]]
@@ -95,16 +88,16 @@ def analyse(
     aux = range(1, len(closed.out_avals))
     plan_with = functools.partial(make_plan, closed, inputs, unread=aux)
     plan = plan_with()
-    if is_bounded and (tangled := _terms.tangled_params(plan.sites, shapes)):
+    if is_bounded and (tangled := _norm_methods.tangled_params(plan.sites, shapes)):
         plan_with = functools.partial(plan_with, tapped=tangled)
         plan = plan_with()
-        assert not _terms.tangled_params(plan.sites, shapes)
+        assert not _norm_methods.tangled_params(plan.sites, shapes)
     found = plan.sites
-    terms = _terms.make_terms(found, shapes)
-    if early := _terms.formed_early(terms, found):
+    terms = _norm_methods.make_terms(found, shapes)
+    if early := _norm_methods.formed_early(terms, found):
         plan = plan_with(formed=early)
     assert list(map(_in_any_form, plan.sites)) == list(map(_in_any_form, found))
-    sites = _terms.dense_if_kept(terms, found)
+    sites = _norm_methods.dense_if_kept(terms, found)
     aux_treedef = treedef.children()[1]
     return Program(found, plan, sites, shapes, terms, aux_treedef, is_bounded)
 
@@ -130,14 +123,18 @@ class Engine:
         """Returns the gradients of the examples of a batch."""
         program = self.analyse(args, kwargs)
         params = jax.tree.map(jnp.asarray, self.signature.params(args))
-        compute = _products.adapted(
+        compute = _linalg.adapted(
             jax.vmap(functools.partial(_one_example, program), in_axes=(None, 0))
         )
         inputs = jax.tree.leaves(params), jax.tree.leaves(self._examples(args))
 
         def compute_and_keep() -> tuple[Any, PyTree, list[Recorded]]:
             values, aux, recorded = compute(*inputs)
-            return values, aux, _terms.keep(program.terms, program.plan.sites, recorded)
+            return (
+                values,
+                aux,
+                _norm_methods.keep(program.terms, program.plan.sites, recorded),
+            )
 
         values, aux, recorded = behind_a_branch(compute_and_keep, (args, kwargs))
         return BookKeptGrads(values, aux, program, params, recorded)
@@ -235,17 +232,17 @@ class BookKeptGrads:
             )
             # There may be no part, so each list gets a zero, in the widest dtype.
             zero = jnp.zeros((*self.values.shape, 1), dtype)
-            squares = _totals.joined([zero, *(x.squared_norm for _, x in parts)])
-            extents = _totals.joined([zero, *(x.extent for _, x in parts)])
+            squares = _linalg.joined([zero, *(x.squared_norm for _, x in parts)])
+            extents = _linalg.joined([zero, *(x.extent for _, x in parts)])
             of_cancelling = (x.extent for term, x in parts if term.cancels)
-            cancelling = _totals.joined([zero, *of_cancelling])
-            depth = _totals.depth(max(squares.shape[-1], extents.shape[-1]))
+            cancelling = _linalg.joined([zero, *of_cancelling])
+            depth = _linalg.depth(max(squares.shape[-1], extents.shape[-1]))
             results.append(
                 Group(
                     # Inner products that cancel may add up to less than zero.
-                    jnp.maximum(_totals.add_up(squares), 0),
-                    _totals.add_up(extents),
-                    _totals.add_up(cancelling),
+                    jnp.maximum(_linalg.add_up(squares), 0),
+                    _linalg.add_up(extents),
+                    _linalg.add_up(cancelling),
                     roundings.after(depth),
                     sum(term.num_products for term, _ in parts),
                     sum(math.prod(self.program.shapes[i]) for i in group),
@@ -285,7 +282,7 @@ class BookKeptGrads:
         coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
         sums: dict[int, jax.Array] = {}
         for group, coef in zip(self._groups(prefix), coefs, strict=True):
-            sums |= _gradients.weighted_sum(
+            sums |= _uses.weighted_sum(
                 self.program.sites, group, self._roots, self.recorded, coef, keep
             )
         leaves, treedef = jax.tree.flatten(self.params)

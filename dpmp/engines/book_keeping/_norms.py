@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 
 from dpmp._typing import PyTree
-from dpmp.engines.book_keeping import _gradients, _products, _totals, _views
-from dpmp.engines.book_keeping._sites import Outer, Recorded, Site, Sizes
+from dpmp.engines.book_keeping import _linalg, _uses, _views
+from dpmp.engines.book_keeping._uses import Outer, Recorded, Site, Sizes
 from dpmp.numerics._bounded import FLOOR, Roundings
 from dpmp.numerics._stored import at_least_float32
 
@@ -88,10 +88,10 @@ class Term:
 def entry_term(number: int, site: Site, param: int) -> Term:
     """Makes the term of a site whose gradient is recorded itself."""
     size = math.prod(site.cotangent.shape)
-    roundings = _totals.num_roundings(size) + 1
+    roundings = _linalg.num_roundings(size) + 1
 
     def measure(_: Any, recorded: Sequence[Recorded]) -> list[Measured]:
-        squares = _totals.of_rows(_square(recorded[0].cotangent))
+        squares = _linalg.row_sums(_square(recorded[0].cotangent))
         return [Measured(squares, squares)]
 
     return Term(
@@ -114,13 +114,13 @@ def product_term(number: int, site: Site, param: int) -> Term:
     size = groups * left * right
 
     def measure(_: Any, recorded: Sequence[Recorded]) -> list[Measured]:
-        squares = _square(_gradients.product(site, recorded[0]))
+        squares = _square(_uses.product(site, recorded[0]))
         extents = _extents(site, recorded[0])
-        return [Measured(_totals.of_rows(squares), jnp.square(extents))]
+        return [Measured(_linalg.row_sums(squares), jnp.square(extents))]
 
     roundings = Roundings(
         product=positions + 1,
-        total=_totals.num_roundings(size) + 1,
+        total=_linalg.num_roundings(size) + 1,
         extent=_roundings_of_extent(outer.sizes),
         positions=positions,
     )
@@ -141,12 +141,12 @@ def gram_term(sites: Mapping[int, Site], swapped: Sequence[bool], param: int) ->
         squares, extents = [], 0.0
         for a, b in itertools.combinations_with_replacement(sides, 2):
             grams = [_gram(x, y) for x, y in zip(a, b, strict=True)]
-            squares.append((1 if a is b else 2) * _totals.of_rows(_times(*grams)))
+            squares.append((1 if a is b else 2) * _linalg.row_sums(_times(*grams)))
             if a is b:
                 squares_of_vectors = (jnp.diagonal(x, axis1=1, axis2=2) for x in grams)
                 sizes = map(_root, squares_of_vectors, a)
                 extents += jnp.sum(_times(*sizes), axis=1)
-        return [Measured(_totals.joined(squares), jnp.square(extents))]
+        return [Measured(_linalg.joined(squares), jnp.square(extents))]
 
     outers = [_outer(site) for site in sites.values()]
     groups, _, left, right = outers[0].sizes
@@ -156,7 +156,7 @@ def gram_term(sites: Mapping[int, Site], swapped: Sequence[bool], param: int) ->
     of_rows = sum(x.sizes.positions for x in outers if x.has_rows)
     multiplied = right if all(x.has_rows for x in outers) else left + right
     roundings = Roundings(
-        inner=multiplied + _totals.num_roundings(groups * longest**2) + len(sites) ** 2,
+        inner=multiplied + _linalg.num_roundings(groups * longest**2) + len(sites) ** 2,
         extent=_roundings_of_extent(Sizes(groups, positions, multiplied, 0)),
         positions=positions,
     )
@@ -179,17 +179,17 @@ def parameter_term(
     views, params = [site.view for site in sites.values()], list(shapes)
 
     def measure(roots: Mapping[int, Any], recorded: Sequence[Recorded]) -> Any:
-        grads = list(map(_gradients.gradient, sites.values(), recorded))
-        of_params = _gradients.pull_back(views, params, roots, grads)
+        grads = list(map(_uses.gradient, sites.values(), recorded))
+        of_params = _uses.pull_back(views, params, roots, grads)
         extent = jnp.zeros((), at_least_float32(*(grad.dtype for grad in grads)))
         for site, numbers, grad in zip(sites.values(), recorded, grads, strict=True):
             if site.outer is None:
-                parts = _totals.of_rows(_square(grad))
+                parts = _linalg.row_sums(_square(grad))
             else:
                 parts = jnp.square(_extents(site, numbers))
-            extent += jnp.sqrt(_totals.add_up(parts)).astype(extent.dtype)
+            extent += jnp.sqrt(_linalg.add_up(parts)).astype(extent.dtype)
         return [
-            Measured(_totals.of_rows(_square(x)), jnp.square(extent)[None])
+            Measured(_linalg.row_sums(_square(x)), jnp.square(extent)[None])
             for x in of_params
         ]
 
@@ -200,7 +200,7 @@ def parameter_term(
         temporary += num_entries
         if site.outer is None:
             positions += 1
-            roundings = max(roundings, _totals.num_roundings(num_entries))
+            roundings = max(roundings, _linalg.num_roundings(num_entries))
             cost += num_entries
         else:
             positions += site.outer.sizes.positions
@@ -215,7 +215,7 @@ def parameter_term(
         Roundings(
             # An entry of one site may be added to an entry of any other site.
             product=positions + len(sites),
-            total=_totals.num_roundings(size) + 1,
+            total=_linalg.num_roundings(size) + 1,
             extent=2 * (roundings + len(sites)),
             positions=max(positions, 1),
         ),
@@ -265,7 +265,7 @@ class _Side(NamedTuple):
 def _sides(
     site: Site, recorded: Recorded, is_swapped: bool = False
 ) -> tuple[_Side, _Side]:
-    left, right = _gradients.factors(site, recorded)
+    left, right = _uses.factors(site, recorded)
     first, second = _Side(left, _outer(site).has_rows), _Side([right], False)
     return (second, first) if is_swapped else (first, second)
 
@@ -282,7 +282,7 @@ def _gram(a: _Side, b: _Side) -> jax.Array:
         rows = jnp.take_along_axis(vectors, rows[:, None, :], axis=2)
         return _views.widen(jnp.swapaxes(rows, 1, 2))
     grams = (
-        _products.contract(x, y, ((2,), (2,)), ((0,), (0,)))
+        _linalg.contract(x, y, ((2,), (2,)), ((0,), (0,)))
         for x, y in zip(a.parts, b.parts, strict=True)
     )
     return functools.reduce(jnp.add, grams)

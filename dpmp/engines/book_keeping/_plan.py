@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _gradients, _rules, _sites, _views
-from dpmp.engines.book_keeping._sites import Site
+from dpmp.engines.book_keeping import _rules, _uses, _views
+from dpmp.engines.book_keeping._uses import Site
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._stored import at_least_float32
 from dpmp.programs import _bodies, _interpreter
@@ -194,11 +194,11 @@ def _outer_step(eqn: Any, site: Site, record: int) -> _Step:
 
 
 def _formed_step(eqn: Any, site: Site, record: int) -> _Step:
-    dense = _sites.dense(site)
+    dense = _uses.dense(site)
 
     def form(value: jax.Array, cotangent: jax.Array) -> jax.Array:
-        recorded = _sites.Recorded(value, cotangent)
-        return _gradients.gradient(site, recorded).astype(dense.cotangent.dtype)
+        recorded = _uses.Recorded(value, cotangent)
+        return _uses.gradient(site, recorded).astype(dense.cotangent.dtype)
 
     def handler(values, dummies):
         (value,) = _interpreter.bind(eqn, values)
@@ -300,7 +300,7 @@ def _loop_step(
         zip(inner.sites, are_mapped, strict=True)
     ):
         view = _views.lift(site.view, inside, mapped, size)
-        sites.append(_sites.in_loop(site, view, size, is_mapped=is_mapped))
+        sites.append(_uses.in_loop(site, view, size, is_mapped=is_mapped))
         stacked |= {number} if is_mapped or site.outer is not None else set()
 
     def handler(values, dummies):

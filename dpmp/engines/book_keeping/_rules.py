@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp.engines.book_keeping import _views
-from dpmp.engines.book_keeping._sites import Factors, Outer, Site, Sizes
+from dpmp.engines.book_keeping._uses import Factors, Outer, Site, Sizes
 from dpmp.engines.book_keeping._views import View
-from dpmp.programs import _float8_product, _interpreter
+from dpmp.programs import _float8, _interpreter, _primitives
 
 
 def outer_site(eqn: Any, views: Sequence[View | None]) -> tuple[Site, int] | None:
@@ -58,7 +58,7 @@ def _dot(eqn: Any, operand: int) -> Outer:
     data = 1 - operand
     shapes = [atom.aval.shape for atom in eqn.invars]
     contracted, batch = eqn.params.get(
-        "dimension_numbers", _float8_product.dimension_numbers(len(shapes[0]))
+        "dimension_numbers", _float8.dimension_numbers(len(shapes[0]))
     )
     free = [
         tuple(i for i in range(len(shapes[j])) if i not in (*contracted[j], *batch[j]))
@@ -209,10 +209,10 @@ def _in_groups(x: jax.Array, groups: int) -> jax.Array:
 # By the name of an equation: the name for people, and a function that returns the outer
 # form of the gradient with respect to an operand, or None.
 _OUTER_RULES: dict[str, tuple[str, Callable[[Any, int], Outer | None]]] = {
-    "dot_general": ("dot", _dot),
-    _interpreter.CUSTOM_VJP + _float8_product.NAME: ("dot", _dot),
-    "gather": ("gather", _gather),
-    "conv_general_dilated": ("convolution", _convolution),
+    _primitives.DOT_GENERAL: ("dot", _dot),
+    _interpreter.CUSTOM_VJP + _float8.PRODUCT_NAME: ("dot", _dot),
+    _primitives.GATHER: ("gather", _gather),
+    _primitives.CONVOLUTION: ("convolution", _convolution),
 }
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
+from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.engines._signature import Signature, check_loss
-from dpmp.engines.book_keeping import _terms
-from dpmp.engines.book_keeping._engine import Engine, Program
-from dpmp.engines.book_keeping._norms import Term
+from dpmp.engines.book_keeping import _norm_methods
+from dpmp.engines.book_keeping._engine import Engine, Program, analyse
+from dpmp.engines.book_keeping._norms import COST_OF_AN_ENTRY, Term
 from dpmp.numerics._arithmetic import parse
 
 # Gradients of fewer entries may be formed without a warning.
@@ -253,7 +254,7 @@ def _complaint(program: Program, paths: Sequence[str]) -> str | None:
 def _kind_of_fallback(term: Term, program: Program) -> str | None:
     """The key of the advice for a term that is a fallback, or None."""
     sites = program.found
-    tangled = _terms.tangled_params(sites, program.shapes)
+    tangled = _norm_methods.tangled_params(sites, program.shapes)
     if term.form == "parameters" and not set(tangled).isdisjoint(term.params):
         return "parameters"
     is_large = _num_entries(term, program) >= _LARGE
@@ -268,3 +269,37 @@ def _num_entries(term: Term, program: Program) -> int:
 
 def _total(terms: Sequence[Term]) -> float:
     return sum(term.cost for term in terms)
+
+
+def relative_cost(fun: Callable[..., Any], params: PyTree, example: PyTree) -> float:
+    """Estimates the cost of book-keeping over that of forming per-example gradients.
+
+    The loss of one example is traced, and nothing is compiled or computed: the estimate
+    depends on shapes alone. It counts multiplications, and the entries that are written
+    to memory and read again (`_norms.COST_OF_AN_ENTRY`). Both methods make three
+    products for each product of the loss: its output, and two cotangents. Beside these,
+    book-keeping computes norms, and the other method writes and reads one per-example
+    gradient for each parameter.
+
+    On CPUs the ratio was within a quarter of measured times, for exact sums of float32
+    gradients of small networks with 1 to 128 positions. It errs against book-keeping:
+    gradients in bfloat16, and gradients that a loop adds up, cost several times as
+    much. So a small ratio is worth telling. A large ratio is not evidence for the other
+    method.
+
+    Args:
+      fun: the loss of one example.
+      params: the parameters, or their shapes.
+      example: the example as `fun` takes it, or its shapes.
+    """
+    program = analyse(lambda *args: (fun(*args), ()), params, example, is_bounded=True)
+    products = 3 * _num_products(program)
+    norms = sum(term.cost for term in program.terms)
+    entries = sum(map(math.prod, program.shapes))
+    return (products + norms) / (products + COST_OF_AN_ENTRY * entries)
+
+
+def _num_products(program: Program) -> int:
+    """The number of multiplications of one example's data with parameters."""
+    outer = [site.outer for site in program.found if site.outer is not None]
+    return sum(math.prod(x.sizes) for x in outer if not x.has_rows)

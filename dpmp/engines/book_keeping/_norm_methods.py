@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from dpmp.engines.book_keeping import _gradients, _norms
+from dpmp.engines.book_keeping import _norms, _uses
 from dpmp.engines.book_keeping._norms import Term
-from dpmp.engines.book_keeping._sites import Recorded, Site, dense
+from dpmp.engines.book_keeping._uses import Recorded, Site, dense
 
 
 def make_terms(sites: Sequence[Site], shapes: Sequence[tuple[int, ...]]) -> list[Term]:
@@ -189,7 +189,7 @@ def keep(
     for i in _sites_to_keep(terms):
         if sites[i].outer is None:
             continue
-        form = functools.partial(_gradients.gradient, sites[i])
+        form = functools.partial(_uses.gradient, sites[i])
         chunk = num_examples = len(recorded[i].cotangent)
         if _has_patches(sites[i]):
             chunk = max(8, num_examples // 4)
