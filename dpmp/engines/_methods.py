@@ -88,7 +88,7 @@ def check_method(method: str, pre_clipping_transform: Any = None) -> None:
     )
     _validate.require(
         pre_clipping_transform is None or method != "book_keeping",
-        "pre_clipping_transform needs an engine that forms gradients",
+        "pre_clipping_transform needs an engine that materializes gradients",
         method=method,
         fix='Use method="per_example", or build the transform into the loss.',
     )

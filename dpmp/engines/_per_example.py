@@ -166,7 +166,7 @@ class _Group(NamedTuple):
 
 
 def store_one(tree: PyTree) -> StackedGrads:
-    """Wraps the gradient of one example as a batch of one."""
+    """Wraps a per-example gradient as a batch of one."""
     batch = functools.partial(jax.tree.map, lambda x: jnp.asarray(x)[None], tree)
     stack, _ = compute_and_store(lambda: (batch(), None), tree)
     return StackedGrads(None, None, stack)

@@ -90,8 +90,7 @@ _KINDS = {
     # The result is rounded after every addition.
     "running sum": ("scatter-add", "scatter_add"),
     # The absolute error of one side is the relative error of the other.
-    "exponential": ("exp", "exp2", "expm1", "log", "log1p", "pow", "cumlogsumexp")
-    + ("lgamma", "digamma"),
+    "exponential": "exp exp2 expm1 log log1p pow cumlogsumexp lgamma digamma".split(),
     # Applied to a variance or a norm. `div` counts if it divides by a sum.
     "normalisation": ("rsqrt", "sqrt"),
 }

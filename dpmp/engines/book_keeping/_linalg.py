@@ -93,8 +93,8 @@ def contract(
     if a.dtype == jnp.bfloat16 and batch[0]:
         # XLA's CPU compiler has code for such products only if the contracted axes come
         # last ("Unsupported element type for DotThunk").
-        kept = [i for i in range(a.ndim) if i not in (*batch[0], *contracting[0])]
-        order = (*batch[0], *kept, *contracting[0])
+        stored = [i for i in range(a.ndim) if i not in (*batch[0], *contracting[0])]
+        order = (*batch[0], *stored, *contracting[0])
         a, b = apart(a.transpose(order)), apart(b)
         contracting = (tuple(map(order.index, contracting[0])), contracting[1])
         batch = (tuple(map(order.index, batch[0])), batch[1])

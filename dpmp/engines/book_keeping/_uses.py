@@ -1,4 +1,4 @@
-"""Sites: the places in a program where data meets a view of its parameters.
+"""Uses of parameters: the places in a program where data meets a view of them.
 
 The gradient of that view, for one example, has one of two forms. The form is known
 before the gradient is computed:
@@ -6,10 +6,10 @@ before the gradient is computed:
     outer   G[k] = sum over positions t of  left[k, t] (x) right[k, t]
     dense   G itself
 
-In the outer form, `left` comes from a value that enters the site, which is recorded,
-and `right` from the cotangent of its output (Goodfellow, 2015). The norm of G, and the
-sum of many G, can be computed without an array of the size of G. The weighted sum over
-a batch is one contraction over examples and positions, with a float32 result:
+In the outer form, `left` comes from the activation that enters the use, and `right`
+from the cotangent of its output (Goodfellow, 2015). Both are cached. The norm of G, and
+the sum of many G, can be computed without an array of the size of G. The weighted sum
+over a batch is one contraction over examples and positions, with a float32 result:
 
     sum over i of  c_i G_i  =  sum over i, t of  left_it (x) (c_i right_it)
 
@@ -48,9 +48,9 @@ class Outer:
     """A gradient that is a sum of outer products, in K independent groups.
 
     Attributes:
-      record: the shape and dtype of the recorded value.
+      activation: the shape and dtype of the cached activation.
       sizes: K, T, n and m.
-      factors: a function of the recorded value and the cotangent of one example. It
+      factors: a function of the activation and the cotangent of one example. It
         returns left and right. Left has one part or several, (K, T, n_1), (K, T, n_2),
         ..., which make up n. Right has the shape (K, T, m).
       to_view: maps (K, n, m) to the shape of the view, without arithmetic.
@@ -60,7 +60,7 @@ class Outer:
         vector of length n that is 1 at this row and 0 elsewhere.
     """
 
-    record: jax.ShapeDtypeStruct
+    activation: jax.ShapeDtypeStruct
     sizes: Sizes
     factors: Callable[[jax.Array, jax.Array], Factors]
     to_view: Callable[[jax.Array], jax.Array]
@@ -69,14 +69,14 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class Site:
+class Use:
     """One place where data meets a view.
 
     Attributes:
       rule: the name of the rule that gives the gradient, for people.
       view: the view whose gradient is taken.
       cotangent: the shape and dtype of the cotangent of the output, which comes out of
-        the backward pass. For dense sites, the gradient comes out.
+        the backward pass. For dense uses, the gradient comes out.
       outer: the outer form of the gradient, or None if it is dense.
     """
 
@@ -86,33 +86,33 @@ class Site:
     outer: Outer | None = None
 
 
-class Recorded(NamedTuple):
-    """The recorded value of a site (None if it is dense), and its cotangent."""
+class Cached(NamedTuple):
+    """The activation of a use (None if it is dense), and its cotangent."""
 
-    value: Any
+    activation: Any
     cotangent: jax.Array
 
 
-def dense(site: Site) -> Site:
-    """Returns the same site in dense form, for a gradient that is formed."""
-    aval = site.view.aval
-    dtype = at_least_float32(aval.dtype, site.cotangent.dtype)
+def dense(use: Use) -> Use:
+    """Returns the same use in dense form, for a gradient that is materialized."""
+    aval = use.view.aval
+    dtype = at_least_float32(aval.dtype, use.cotangent.dtype)
     cotangent = jax.ShapeDtypeStruct(aval.shape, dtype)
-    return dataclasses.replace(site, cotangent=cotangent, outer=None)
+    return dataclasses.replace(use, cotangent=cotangent, outer=None)
 
 
-def in_loop(site: Site, view: View, size: int, *, is_mapped: bool) -> Site:
-    """Turns a site in the body of a loop into a site for all iterations.
+def in_loop(use: Use, view: View, size: int, *, is_mapped: bool) -> Use:
+    """Turns a use in the body of a loop into a use for all iterations.
 
     If each iteration has a view of its own (`is_mapped`), `view` has an axis for them.
     If they share one view, its gradient is the sum over the iterations.
     """
-    cotangent, outer = site.cotangent, site.outer
+    cotangent, outer = use.cotangent, use.outer
     if outer is not None or is_mapped:
         cotangent = _stacked(cotangent, size)
     if outer is not None:
         outer = _of_groups(outer, size) if is_mapped else _of_positions(outer, size)
-    return dataclasses.replace(site, view=view, cotangent=cotangent, outer=outer)
+    return dataclasses.replace(use, view=view, cotangent=cotangent, outer=outer)
 
 
 def _stacked(x: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
@@ -130,7 +130,7 @@ def _of_groups(outer: Outer, size: int) -> Outer:
         groups, left, right = (tuple(i + 1 for i in part) for part in axes)
         axes = ((0, *groups), left, right)
     return Outer(
-        _stacked(outer.record, size),
+        _stacked(outer.activation, size),
         outer.sizes._replace(groups=size * outer.sizes.groups),
         _for_iterations(outer, lambda x: jax.lax.collapse(x, 0, 2)),
         to_view,
@@ -143,7 +143,7 @@ def _of_positions(outer: Outer, size: int) -> Outer:
     """Adds positions for each iteration."""
     return dataclasses.replace(
         outer,
-        record=_stacked(outer.record, size),
+        activation=_stacked(outer.activation, size),
         sizes=outer.sizes._replace(positions=size * outer.sizes.positions),
         factors=_for_iterations(
             outer, lambda x: jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3)
@@ -160,11 +160,11 @@ def _for_iterations(
     return factors
 
 
-def factors(site: Site, recorded: Recorded) -> Factors:
+def factors(use: Use, cached: Cached) -> Factors:
     """Returns left and right of one example; vectors have floats of 16 bits or more."""
-    assert site.outer is not None
-    left, right = site.outer.factors(*recorded)
-    if not site.outer.has_rows:
+    assert use.outer is not None
+    left, right = use.outer.factors(*cached)
+    if not use.outer.has_rows:
         left = list(map(_as_floats, left))
     return left, _as_floats(right)
 
@@ -175,26 +175,26 @@ def _as_floats(x: jax.Array) -> jax.Array:
     return x if is_wide else x.astype(jnp.float32)
 
 
-def product(site: Site, recorded: Recorded) -> jax.Array:
-    """Forms the gradient of a site of the outer form: (K, n, m)."""
-    assert site.outer is not None
-    left, right = factors(site, recorded)
-    if not site.outer.has_rows:
+def product(use: Use, cached: Cached) -> jax.Array:
+    """Materializes the gradient of a use of the outer form: (K, n, m)."""
+    assert use.outer is not None
+    left, right = factors(use, cached)
+    if not use.outer.has_rows:
         products = [
             _linalg.contract(part, right, ((1,), (1,)), ((0,), (0,))) for part in left
         ]
         return _linalg.apart(jnp.concatenate(products, axis=1))
-    groups, _, num_rows, width = site.outer.sizes
+    groups, _, num_rows, width = use.outer.sizes
     right = _views.widen(right)
     add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
     return add(jnp.zeros((groups, num_rows, width), right.dtype), left[0], right)
 
 
-def gradient(site: Site, recorded: Recorded) -> jax.Array:
-    """Returns the gradient of a site's view, for one example, in float32 or wider."""
-    if site.outer is None:
-        return _views.widen(recorded.cotangent)
-    return site.outer.to_view(product(site, recorded))
+def gradient(use: Use, cached: Cached) -> jax.Array:
+    """Returns the gradient of a use's view, for one example, in float32 or wider."""
+    if use.outer is None:
+        return _views.widen(cached.cotangent)
+    return use.outer.to_view(product(use, cached))
 
 
 def pull_back(
@@ -215,39 +215,39 @@ def pull_back(
 
 
 def weighted_sum(
-    sites: Sequence[Site],
+    uses: Sequence[Use],
     params: Sequence[int],
     roots: Mapping[int, Any],
-    recorded: Sequence[Recorded],
+    cached: Sequence[Cached],
     coefs: jax.Array,
     keep: jax.Array,
 ) -> dict[int, jax.Array]:
     """Sums coefficient times gradient over the examples, for some parameters.
 
-    An example that is not to be kept contributes zero, by selection, whatever is
-    recorded for it. A parameter without a site has zeros.
+    An example whose `keep` is False contributes zero, by selection, whatever is cached
+    for it. A parameter without a use has zeros.
     """
     used = [
-        (site, numbers)
-        for site, numbers in zip(sites, recorded, strict=True)
-        if not site.view.leaves.isdisjoint(params)
+        (use, arrays)
+        for use, arrays in zip(uses, cached, strict=True)
+        if not use.view.leaves.isdisjoint(params)
     ]
-    totals = [_sum_of_site(site, numbers, coefs, keep) for site, numbers in used]
-    sums = pull_back([site.view for site, _ in used], params, roots, totals)
+    totals = [_sum_of_use(use, arrays, coefs, keep) for use, arrays in used]
+    sums = pull_back([use.view for use, _ in used], params, roots, totals)
     return dict(zip(params, sums, strict=True))
 
 
-def _sum_of_site(
-    site: Site, recorded: Recorded, coefs: jax.Array, keep: jax.Array
+def _sum_of_use(
+    use: Use, cached: Cached, coefs: jax.Array, keep: jax.Array
 ) -> jax.Array:
-    """Sums the gradients of a site over the examples, in the shape of its view."""
-    if site.outer is None:
-        terms = _select(keep, _scale(recorded.cotangent, coefs))
-        return _linalg.add_up(terms, axis=0)
-    left, right = jax.vmap(functools.partial(factors, site))(recorded)
-    if site.outer.has_rows:
+    """Sums the gradients of a use over the examples, in the shape of its view."""
+    if use.outer is None:
+        contributions = _select(keep, _scale(cached.cotangent, coefs))
+        return _linalg.add_up(contributions, axis=0)
+    left, right = jax.vmap(functools.partial(factors, use))(cached)
+    if use.outer.has_rows:
         weighted = _select(keep, _scale(right, coefs))
-        return site.outer.to_view(_scatter(left[0], weighted, site.outer.sizes.left))
+        return use.outer.to_view(_scatter(left[0], weighted, use.outer.sizes.left))
 
     # The smaller factor is weighted, since the weighted one has to be written again.
     if len(left) == 1 and left[0].size <= right.size:
@@ -256,7 +256,7 @@ def _sum_of_site(
         totals = [_weighted_product(right, part, coefs, keep) for part in left]
         total = _linalg.apart(jnp.concatenate(totals, axis=2))
         total = jnp.swapaxes(total, 1, 2)
-    return site.outer.to_view(total)
+    return use.outer.to_view(total)
 
 
 @jax.jit  # a program has one copy for all arrays of one shape

@@ -99,7 +99,7 @@ def _is_product_with_zero(eqn: Any) -> bool:
     )
 
 
-def lift(
+def outside(
     view: View,
     outer: Sequence[View | None],
     mapped: Collection[int] = (),
