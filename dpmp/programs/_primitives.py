@@ -72,6 +72,9 @@ FOLLOWING += ("eq", "ge", "gt", "is_finite", "le", "lt", "ne", "sign")
 FOLLOWING += ("abs", "add_any", "ceil", "clamp", "cos", "erf", "floor", "logistic")
 FOLLOWING += ("max", "min", "neg", "reduce_max", "reduce_min", "round", "sin", "tanh")
 
+_EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log1p", "pow")
+_EXPONENTIALS += ("cumlogsumexp", "lgamma", "digamma")
+
 # Operations by what they do to 16-bit values. An operation that is not listed only adds
 # a rounding error of its own size.
 _KINDS = {
@@ -90,7 +93,7 @@ _KINDS = {
     # The result is rounded after every addition.
     "running sum": ("scatter-add", "scatter_add"),
     # The absolute error of one side is the relative error of the other.
-    "exponential": "exp exp2 expm1 log log1p pow cumlogsumexp lgamma digamma".split(),
+    "exponential": _EXPONENTIALS,
     # Applied to a variance or a norm. `div` counts if it divides by a sum.
     "normalisation": ("rsqrt", "sqrt"),
 }

@@ -100,21 +100,13 @@ def _from_axes(
 
 def _gather(eqn: Any, operand: int) -> Outer | None:
     """The rule of an embedding, which takes rows by their numbers."""
-    numbers, params = eqn.params["dimension_numbers"], eqn.params
-    shape, rows = eqn.invars[0].aval.shape, numbers.start_index_map
-    one_row = tuple(1 if i in rows else n for i, n in enumerate(shape))
-    takes_rows = (
-        operand == 0
-        and len(rows) == 1
-        and numbers.collapsed_slice_dims == rows
-        and not numbers.operand_batching_dims
-        and params["slice_sizes"] == one_row
-    )
-    if not takes_rows:
+    axis = _views.row_axis(eqn)
+    if operand != 0 or axis is None:
         return None
-    others = tuple(i for i in range(len(shape)) if i not in rows)
-    mode = jax.lax.GatherScatterMode.from_any(params["mode"])
-    num_rows, width = shape[rows[0]], _num(shape, others)
+    shape, numbers = eqn.invars[0].aval.shape, eqn.params["dimension_numbers"]
+    others = tuple(i for i in range(len(shape)) if i != axis)
+    mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
+    num_rows, width = shape[axis], _num(shape, others)
 
     def factors(ids: jax.Array, cotangent: jax.Array) -> Factors:
         ids = ids.reshape(1, -1)
@@ -128,7 +120,7 @@ def _gather(eqn: Any, operand: int) -> Outer | None:
             right = jnp.where(is_row[..., None], right, jnp.zeros_like(right))
         return [jnp.clip(ids, 0, num_rows - 1).astype(jnp.int32)], right
 
-    axes = ((), rows, others)
+    axes = ((), (axis,), others)
     ids = _shape(eqn.invars[1])
     sizes = Sizes(1, math.prod(ids.shape), num_rows, width)
     return Outer(ids, sizes, factors, _from_axes(axes, shape), axes, has_rows=True)

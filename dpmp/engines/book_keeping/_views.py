@@ -169,6 +169,20 @@ def repeats_rows(eqn: Any, operands: Sequence[View]) -> bool:
     return ids is None or len(np.unique(ids)) < ids.size
 
 
+def row_axis(eqn: Any) -> int | None:
+    """The axis along which a gather takes rows, or None if it takes anything else."""
+    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+    rows = numbers.start_index_map
+    takes_rows = (
+        len(rows) == 1
+        and numbers.collapsed_slice_dims == rows
+        and not numbers.operand_batching_dims
+        and eqn.params["slice_sizes"]
+        == tuple(1 if i in rows else n for i, n in enumerate(shape))
+    )
+    return rows[0] if takes_rows else None
+
+
 def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]:
     """Computes the values of views, in float32 or wider, from those of the roots."""
     known: dict[int, Any] = {}
@@ -287,31 +301,23 @@ def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) ->
 
 def _gather(x: np.ndarray, eqn: Any, operands: Sequence[View], *_: Any) -> Any:
     """Takes rows at indices that the program fixes and that are evenly spaced."""
-    numbers, indices = eqn.params["dimension_numbers"], operands[1]
-    rows = numbers.start_index_map
-    one_row = tuple(1 if i in rows else n for i, n in enumerate(x.shape))
-    ids = _known_integers(indices)
-    if (
-        ids is None
-        or len(rows) != 1
-        or numbers.collapsed_slice_dims != rows
-        or numbers.operand_batching_dims
-        or eqn.params["slice_sizes"] != one_row
-    ):
+    axis, ids = row_axis(eqn), _known_integers(operands[1])
+    if axis is None or ids is None:
         return None
     ids = ids[..., 0]
     flat = ids.ravel()
     steps = np.unique(np.diff(flat))
     step = int(steps[0]) if len(steps) else 1
-    in_range = flat.size and flat.min() >= 0 and flat.max() < x.shape[rows[0]]
+    in_range = flat.size and flat.min() >= 0 and flat.max() < x.shape[axis]
     if len(steps) > 1 or step == 0 or not in_range:
         return None
-    by_row = np.moveaxis(x, rows[0], 0)
+    by_row = np.moveaxis(x, axis, 0)
     stop = int(flat[-1]) + (1 if step > 0 else -1)
     taken = by_row[int(flat[0]) : stop if stop >= 0 else None : step]
     taken = taken.reshape(*ids.shape, *by_row.shape[1:])
     others = range(ids.ndim, taken.ndim)
-    taken = np.moveaxis(taken, others, numbers.offset_dims)
+    offset_dims = eqn.params["dimension_numbers"].offset_dims
+    taken = np.moveaxis(taken, others, offset_dims)
     return taken if np.may_share_memory(taken, x) else None
 
 
