@@ -137,9 +137,9 @@ def summarize(
     ... }
     >>> batch = {"x": jax.ShapeDtypeStruct((1000, 32, 256), jnp.bfloat16)}
     >>> print(summarize(loss, params, batch))
-             shape      entries  rules  norm by     flops  share
+             shape      entries  rules  norm by    flops  share
     ['b']    (64,)           64  add    entries       64   0.0%
-    ['out']  (64, 2)        128  dot    stored      12,288   3.4%
+    ['out']  (64, 2)        128  dot    stored    12,288   3.4%
     ['w']    (256, 64)   16,384  dot    gram     344,064  96.5%
     total                16,576                  356,416
 
