@@ -49,8 +49,8 @@ from benchmarks import models, peers, results, timing, without_privacy
 from benchmarks.subjects import DTYPES, TASKS
 from dpmp import book_keeping
 from dpmp._fence import behind_a_branch
-from dpmp.engines.book_keeping import _engine, _norms, _terms
-from dpmp.engines.book_keeping._sites import Recorded
+from dpmp.engines.book_keeping import _choice, _engine, _norms
+from dpmp.engines.book_keeping._uses import Cached
 from dpmp.numerics._arithmetic import parse
 
 Functions = dict[str, Callable[..., Any]]
@@ -208,20 +208,20 @@ def measure_layer(
     w = jnp.zeros((width, width), dtype)
     x = jax.ShapeDtypeStruct((length, width), dtype)
     program = _engine.analyse(lambda w, x: (jnp.sum((x @ w).astype(float)), ()), w, x)
-    (site,), (chosen,) = program.plan.sites, program.terms
-    terms = {
-        "gram": _norms.gram_term({0: site}, [False], 0),
-        "kept": _terms.kept_term(0, site, 0),
+    (use,), (chosen,) = program.plan.uses, program.norm_methods
+    methods = {
+        "gram": _norms.by_gram({0: use}, [False], 0),
+        "kept": _choice.by_stored_gradient(0, use, 0),
     }
     keys = jax.random.split(jax.random.key(0))
     shape = (batch_size, length, width)
-    recorded = [jax.random.normal(key, shape).astype(dtype) for key in keys]
+    cached = [jax.random.normal(key, shape).astype(dtype) for key in keys]
     measured = timing.measure(
         {
-            name: functools.partial(_clipped_sum, program, term)
-            for name, term in terms.items()
+            name: functools.partial(_clipped_sum, program, method)
+            for name, method in methods.items()
         },
-        (w, *recorded),
+        (w, *cached),
         rounds,
     )
     return {
@@ -234,16 +234,17 @@ def measure_layer(
 
 
 def _clipped_sum(
-    program: _engine.Program, term: _norms.Term, w: jax.Array, *recorded: jax.Array
+    program: _engine.Program, method: _norms.NormMethod, w: Any, *arrays: jax.Array
 ) -> Any:
-    """Of what was recorded of a layer, with its norms computed by some term."""
-    sites = _terms.dense_if_kept([term], program.plan.sites)
-    program = dataclasses.replace(program, terms=[term], sites=sites)
-    kept = behind_a_branch(
-        lambda: _terms.keep([term], program.plan.sites, [Recorded(*recorded)]), recorded
+    """Sums the gradients of a layer from its cached arrays, by some norm method."""
+    uses = _choice.dense_if_stored([method], program.plan.uses)
+    program = dataclasses.replace(program, norm_methods=[method], uses=uses)
+    cached = [Cached(*arrays)]
+    stored = behind_a_branch(
+        lambda: _choice.store_gradients([method], program.plan.uses, cached), arrays
     )
-    x, _ = recorded
-    grads = _engine.BookKeptGrads(jnp.zeros(len(x)), (), program, w, kept)
+    x, _ = arrays
+    grads = _engine.BookKeptGrads(jnp.zeros(len(x)), (), program, w, stored)
     one_group = jax.tree.structure(0)
     (norm,) = grads.squared_norms(one_group)
     assert norm.bound is not None

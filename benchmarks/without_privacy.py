@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from dpmp import book_keeping
 from dpmp.engines._signature import Signature, check_loss
-from dpmp.engines.book_keeping import _products
+from dpmp.engines.book_keeping import _linalg
 from dpmp.numerics._arithmetic import parse
 
 GradFn = Callable[[Any, Any], Any]
@@ -24,7 +24,7 @@ def grad_fns(loss_fn: Callable[..., jax.Array]) -> dict[str, GradFn]:
     Args:
       loss_fn: (params, batch) -> the mean loss of the batch.
     """
-    fast = _products.adapted(jax.grad(loss_fn))
+    fast = _linalg.adapted(jax.grad(loss_fn))
     return {
         "without privacy": fast,
         "without privacy, 8": in_microbatches(fast, 8),
