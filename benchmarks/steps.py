@@ -18,7 +18,7 @@ import dpmp
 from benchmarks import harness, models
 from dpmp import book_keeping
 from dpmp.engines._signature import Signature, check_loss
-from dpmp.engines.book_keeping import _products
+from dpmp.engines.book_keeping import _linalg
 from dpmp.numerics._arithmetic import parse
 
 GradFn = Callable[[Any, Any], Any]
@@ -189,7 +189,7 @@ def without_privacy(loss_fn: Callable[..., jax.Array]) -> dict[str, GradFn]:
     compiler for CPUs is slow at products with a bfloat16 result, and small microbatches
     fit caches. Which one is the fastest depends on model and device.
     """
-    fast = _products.adapted(jax.grad(loss_fn))
+    fast = _linalg.adapted(jax.grad(loss_fn))
     return {
         "without privacy": fast,
         "without privacy, 8": _in_microbatches(fast, 8),

@@ -14,7 +14,7 @@ from refusals import refusals
 import dpmp
 from dpmp import loss_scaling
 from dpmp.clipping import _joint_sums, clipped_grad
-from dpmp.engines import _scaled_loss
+from dpmp.engines import _methods
 
 _METHODS = ["per_example", "book_keeping"]
 each_method = pytest.mark.parametrize("method", _METHODS)
@@ -249,7 +249,7 @@ def test_an_example_without_a_scale_contributes_zero(method):
 def test_scales_are_rounded_down_to_powers_of_two_in_range():
     given = jnp.array([3.0, 2.0**41, 1e30, 1e-30, 1e-42, 0.0, 5.5, 2.0**-40], "float32")
     _, (_, _, scales) = jax.vmap(
-        lambda scale: _scaled_loss.scaled(lambda x: (x, None), scale)(jnp.float32(1))
+        lambda scale: _methods.scaled(lambda x: (x, None), scale)(jnp.float32(1))
     )(given)
     expected = np.exp2([1.0, 40, 40, -40, -40, -40, 2, -40])
     np.testing.assert_array_equal(scales, expected)

@@ -23,8 +23,7 @@ _FILES = (
     "numerics/test_stored",
     "clipping/test_clip_norms",
     "test_fence",
-    "engines/book_keeping/test_totals",
-    "engines/book_keeping/test_products",
+    "engines/book_keeping/test_linalg",
     "test_random",
     "engines/book_keeping/test_neighbours",
     "noise_addition/test_noise_addition",
@@ -32,7 +31,7 @@ _FILES = (
     "programs/test_float8",
     "engines/book_keeping/test_engine",
 )
-_TINY_FILES = ("engines/book_keeping/test_products",)
+_TINY_FILES = ("engines/book_keeping/test_linalg",)
 _PROCESSES = 8
 
 _OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")

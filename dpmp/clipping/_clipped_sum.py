@@ -16,7 +16,7 @@ from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.clipping._shards import Shards
-from dpmp.engines._interface import GradEngine
+from dpmp.engines._methods import GradEngine
 from dpmp.engines._signature import Signature
 from dpmp.numerics._arithmetic import Arithmetic
 from dpmp.numerics._grid import is_grid

@@ -1,6 +1,6 @@
 """Gradient engines: per-example squared norms, and weighted sums of gradients.
 
-`_interface.py` defines the interface of an engine. The engine in `_per_example.py`
-forms the gradient of every example. The engine in `book_keeping` computes the same
-norms and sums without forming these gradients. No engine knows of privacy.
+`_methods.py` defines the interface of an engine, and makes one by its name. The engine
+in `_per_example.py` materializes per-example gradients. The engine in `book_keeping`
+computes the same norms and sums without them. No engine knows of privacy.
 """

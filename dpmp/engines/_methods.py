@@ -1,18 +1,81 @@
-"""Makes a gradient engine from the name of a method."""
+"""The interface of gradient engines, and how to make one.
 
+An engine is made from the name of a method. It differentiates the loss, or the loss
+times a scale, and then removes the scale from norms and sums.
+"""
+
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
-from dpmp import _validate
+from dpmp import _meshes, _validate, loss_scaling
 from dpmp._typing import PyTree
-from dpmp.engines import _per_example, _scaled_loss, book_keeping
-from dpmp.engines._interface import GradEngine
+from dpmp.engines import _per_example, book_keeping
 from dpmp.engines._signature import Signature, check_loss
-from dpmp.loss_scaling import LossScale
+from dpmp.numerics._arithmetic import Arithmetic
+from dpmp.numerics._squared_norms import SquaredNorm
+from dpmp.numerics._stored import at_least_float32
 
 METHODS = ("per_example", "book_keeping")
+
+# The product of this coefficient and a power of two stays finite.
+_LARGEST_COEFFICIENT = 2.0**100
+
+
+class PerExampleGrads(Protocol):
+    """The gradients of one batch or microbatch, as clipping sees them.
+
+    Clipping reads squared norms and a weighted sum; it never reads a gradient. Each
+    engine is free in how it represents the gradients, for example as a stack, or as
+    activations and cotangents.
+
+    The argument `prefix` of the methods is the tree structure of the clip norms. Each
+    of its leaves stands for one clipping group: the parameters that share one clip
+    norm.
+    """
+
+    @property
+    def values(self) -> jax.Array | None:
+        """Per-example losses, (B,)."""
+        ...
+
+    @property
+    def aux(self) -> PyTree:
+        """Per-example auxiliary outputs, with leaves of shape (B, ...)."""
+        ...
+
+    def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
+        """Computes one `SquaredNorm` for each leaf of `prefix`."""
+        ...
+
+    def weighted_sum(
+        self,
+        clip_coefs: list[jax.Array],
+        keep: jax.Array,
+        prefix: Any,
+        arithmetic: Arithmetic,
+    ) -> PyTree:
+        """Sums coefficient times gradient over the examples.
+
+        Args:
+          clip_coefs: the (B,) coefficients for each leaf of `prefix`.
+          keep: (B,) bool. An example whose entry is False contributes exactly zero, by
+            selection, even if its gradient is infinite or NaN.
+          prefix: the tree structure of the clip norms.
+          arithmetic: the arithmetic of the sum.
+
+        Returns:
+          The sum, before `arithmetic.finish`.
+        """
+        ...
+
+
+GradEngine: TypeAlias = Callable[..., PerExampleGrads]
 
 
 def check_method(method: str, pre_clipping_transform: Any = None) -> None:
@@ -25,7 +88,7 @@ def check_method(method: str, pre_clipping_transform: Any = None) -> None:
     )
     _validate.require(
         pre_clipping_transform is None or method != "book_keeping",
-        "pre_clipping_transform needs an engine that forms gradients",
+        "pre_clipping_transform needs an engine that materializes gradients",
         method=method,
         fix='Use method="per_example", or build the transform into the loss.',
     )
@@ -37,7 +100,7 @@ def make_engine(
     *,
     method: str,
     is_bounded: bool,
-    loss_scale: LossScale | None = None,
+    loss_scale: loss_scaling.LossScale | None = None,
     transform: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[GradEngine, Callable[..., int] | None]:
     """Makes the gradient engine of a loss as users write it.
@@ -51,7 +114,7 @@ def make_engine(
     """
     loss_fn = signature.of_one_example(fun, check_loss)
     if loss_scale is not None:
-        loss_fn = _scaled_loss.scaled(loss_fn, loss_scale)
+        loss_fn = scaled(loss_fn, loss_scale)
     largest_microbatch = None
     if method == "book_keeping":
         engine = book_keeping.Engine(loss_fn, signature, is_bounded)
@@ -67,5 +130,121 @@ def make_engine(
 
         engine = _per_example.stack_engine(for_one_example, signature)
     if loss_scale is not None:
-        engine = _scaled_loss.unscaled(engine)
+        engine = unscaled(engine)
     return engine, largest_microbatch
+
+
+def scaled(
+    loss_fn: Callable[..., tuple[jax.Array, PyTree]], loss_scale: loss_scaling.LossScale
+) -> Callable[..., tuple[jax.Array, tuple[PyTree, jax.Array, jax.Array]]]:
+    """Multiplies the loss of one example by a power of two, or a function of the loss.
+
+    The result returns the scaled loss, in float32 or wider, and (aux, loss, scale).
+    """
+
+    @functools.wraps(loss_fn)
+    def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        value, aux = loss_fn(*args, **kwargs)
+        value = jnp.asarray(value)
+        wide = value.astype(at_least_float32(value.dtype))
+        constant = jax.lax.stop_gradient(value)
+        if isinstance(loss_scale, float | int):  # validated by `loss_scaling.check`
+            factor = scale = jnp.asarray(loss_scale, wide.dtype)
+        else:
+            freed = _meshes.freed(loss_scale)
+            scale = loss_scale(constant) if callable(loss_scale) else freed
+            scale = _to_power_of_two(scale)
+            factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)
+        return wide * factor, (aux, value, scale)
+
+    return scaled_loss_fn
+
+
+def _to_power_of_two(scale: Any) -> jax.Array:
+    """Rounds a scale down to a power of two, in float32, limited to 2^-40 ... 2^40.
+
+    The result is NaN if the scale is negative, infinite or NaN.
+
+    The function works on the bits of the float with integer operations. A float
+    comparison may treat a subnormal number as zero in one place and not in another.
+    """
+    scale = jnp.asarray(scale)
+    _validate.require(
+        scale.shape == () and jnp.issubdtype(scale.dtype, jnp.number),
+        "the loss_scale of an example must be one number",
+        shape=scale.shape,
+        dtype=scale.dtype.name,
+        fix="Return a scalar from the function, as dpmp.loss_scaling.by_loss() does.",
+    )
+    bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
+    exponent = bits >> 23  # negative for negative numbers: the sign bit is on top
+    is_scale = (exponent >= 0) & (exponent < 255)
+    largest = int(math.log2(loss_scaling.LARGEST))
+    exponent = jnp.clip(exponent, 127 - largest, 127 + largest)
+    power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.where(is_scale, power, jnp.nan)
+
+
+def unscaled(engine: GradEngine) -> GradEngine:
+    """Turns an engine of the scaled loss into an engine of the loss itself."""
+
+    def run(*args: Any, **kwargs: Any) -> UnscaledGrads:
+        grads = engine(*args, **kwargs)
+        aux, values, scales = grads.aux
+        return UnscaledGrads(values, aux, scales, grads)
+
+    return run
+
+
+@dataclass(frozen=True)
+class UnscaledGrads:
+    """`PerExampleGrads` of a loss, computed from those of the scaled loss.
+
+    Attributes:
+      values: the losses, (B,).
+      aux: the auxiliary outputs of the loss.
+      scales: the scales, (B,). An example with scale NaN contributes zero.
+      scaled: the gradients of the scaled loss.
+    """
+
+    values: jax.Array
+    aux: PyTree
+    scales: jax.Array
+    scaled: PerExampleGrads
+
+    def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
+        """See `PerExampleGrads`."""
+        return list(map(self._unscale, self.scaled.squared_norms(prefix)))
+
+    def _unscale(self, norm: SquaredNorm) -> SquaredNorm:
+        # A norm that is divided by NaN is NaN, so the example is selected away.
+        def divide(x: jax.Array) -> jax.Array:
+            scales = self.scales.astype(x.dtype)
+            return x / scales / scales
+
+        # The underflow must be added before a small scale enlarges it.
+        bound = norm.value if norm.bound is None else norm.bound
+        bound = divide(bound + norm.underflow)
+        return norm._replace(value=divide(norm.value), bound=bound)
+
+    def weighted_sum(
+        self,
+        clip_coefs: list[jax.Array],
+        keep: jax.Array,
+        prefix: Any,
+        arithmetic: Arithmetic,
+    ) -> PyTree:
+        """See `PerExampleGrads`."""
+        coefs = [_limit(c / self.scales.astype(c.dtype)) for c in clip_coefs]
+        return self.scaled.weighted_sum(coefs, keep, prefix, arithmetic)
+
+
+def _limit(coefs: jax.Array) -> jax.Array:
+    """Lowers coefficients to a range in which products with them are safe.
+
+    A lower coefficient clips more, so it is always allowed. A large coefficient may
+    become infinite, and infinity times zero would be NaN. A coefficient below the
+    normal numbers may be rounded up by half of itself, so it becomes zero.
+    """
+    coefs = jnp.minimum(coefs, _LARGEST_COEFFICIENT)
+    return jnp.where(coefs < 2.0**-126, jnp.zeros_like(coefs), coefs)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
-from dpmp.engines._interface import GradEngine
 from dpmp.engines._signature import Signature
 from dpmp.numerics import _packing, _reduction
 from dpmp.numerics._arithmetic import Arithmetic, GradientSums
@@ -22,7 +21,10 @@ from dpmp.numerics._stored import (
     rows_of_block,
     to_float,
 )
-from dpmp.programs._ragged import has_ragged_products, without_ragged_products
+from dpmp.programs._transformations import (
+    has_ragged_products,
+    without_ragged_products,
+)
 
 # Arrays of at most this many entries are joined.
 _FEW = 512
@@ -164,7 +166,7 @@ class _Group(NamedTuple):
 
 
 def store_one(tree: PyTree) -> StackedGrads:
-    """Wraps the gradient of one example as a batch of one."""
+    """Wraps a per-example gradient as a batch of one."""
     batch = functools.partial(jax.tree.map, lambda x: jnp.asarray(x)[None], tree)
     stack, _ = compute_and_store(lambda: (batch(), None), tree)
     return StackedGrads(None, None, stack)
@@ -195,7 +197,7 @@ def mappable(fun: Callable[..., PyTree], signature: Signature) -> Callable[..., 
 def stack_engine(
     fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
     signature: Signature,
-) -> GradEngine:
+) -> Callable[..., StackedGrads]:
     """Makes an engine that maps `fun`, which is mappable, over a batch of examples.
 
     `fun` takes the arguments of one example and returns (tree to clip, (value, aux)).

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from dpmp.lora._products import product
 from dpmp.lora._views import CannotFollowError, View
+from dpmp.programs import _primitives
 from dpmp.programs._interpreter import bind
 
 Rule: TypeAlias = Callable[[Any, list[Any], View], list[Any]]
@@ -111,7 +112,7 @@ def _scale(eqn: Any, values: list[Any], view: View) -> list[Any]:
     if isinstance(other, View) or jnp.size(other) != 1:
         raise CannotFollowError("multiplies it entry by entry")
     (array,) = bind(eqn, bare(values))
-    if eqn.primitive.name == "mul":
+    if eqn.primitive.name == _primitives.MUL:
         return [view.scaled(array, other)]
     if not is_left:
         raise CannotFollowError("divides by it")
@@ -125,19 +126,16 @@ def _product(eqn: Any, values: list[Any], view: View) -> list[Any]:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        ("convert_element_type", "copy", "copy_p", "name", "reduce_precision"), _same
-    ),
-    **dict.fromkeys(("sharding_constraint", "reshard"), _same),
-    "optimization_barrier": _barrier,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "broadcast_in_dim": _broadcast,
-    "slice": _slice,
-    "split": _split,
-    "dynamic_slice": _dynamic_slice,
-    "mul": _scale,
-    "div": _scale,
-    "dot_general": _product,
+    **dict.fromkeys(_primitives.SAME_ENTRIES, _same),
+    _primitives.OPTIMIZATION_BARRIER: _barrier,
+    _primitives.TRANSPOSE: _transpose,
+    _primitives.RESHAPE: _reshape,
+    _primitives.SQUEEZE: _squeeze,
+    _primitives.BROADCAST: _broadcast,
+    _primitives.SLICE: _slice,
+    _primitives.SPLIT: _split,
+    _primitives.DYNAMIC_SLICE: _dynamic_slice,
+    _primitives.MUL: _scale,
+    _primitives.DIV: _scale,
+    _primitives.DOT_GENERAL: _product,
 }

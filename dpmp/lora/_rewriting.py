@@ -12,10 +12,8 @@ from dpmp._typing import PyTree
 from dpmp.lora._operations import RULES
 from dpmp.lora._paths import by_path
 from dpmp.lora._views import CannotFollowError, Label, Target, View
-from dpmp.programs import _bodies, _interpreter
+from dpmp.programs import _bodies, _interpreter, _primitives
 from dpmp.programs._source_lines import source_line
-
-_CONVOLUTION = "conv_general_dilated"
 
 
 def with_views(
@@ -78,7 +76,7 @@ def _evaluate(eqn: Any, values: list[Any], view: View) -> list[Any]:
     for of_bodies in (_scan, _rematerialised, _branches, _call):
         if (results := of_bodies(eqn, values)) is not None:
             return results
-    if eqn.primitive.name == _CONVOLUTION:
+    if eqn.primitive.name == _primitives.CONVOLUTION:
         raise CannotFollowError("convolves with it")
     if eqn.primitive.name not in RULES:
         raise CannotFollowError("does something else with it than to multiply")
@@ -113,7 +111,7 @@ def _rematerialised(eqn: Any, values: list[Any]) -> list[Any] | None:
 
 
 def _branches(eqn: Any, values: list[Any]) -> list[Any] | None:
-    if eqn.primitive.name != "cond":
+    if eqn.primitive.name != _primitives.COND:
         return None
     branches = [
         functools.partial(lambda body, *xs: run(body, xs), _interpreter.inline(x))
@@ -124,7 +122,7 @@ def _branches(eqn: Any, values: list[Any]) -> list[Any] | None:
 
 
 def _call(eqn: Any, values: list[Any]) -> list[Any] | None:
-    if eqn.primitive.name not in _interpreter.CALLS:
+    if eqn.primitive.name not in _primitives.CALLS:
         return None
     return run(_interpreter.callee(eqn), values)
 
@@ -154,7 +152,7 @@ def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
 
 
 def _way_out(operation: str | None, view: View) -> str:
-    if operation == _CONVOLUTION:
+    if operation == _primitives.CONVOLUTION:
         return (
             " The kernel of a convolution has no adapter: keep it frozen, or train all "
             "of it beside the adapters (docs/lora.md)."

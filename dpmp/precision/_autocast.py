@@ -23,19 +23,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
-from dpmp.programs import _bodies, _interpreter
-
-# The names of jax's primitives. Those that follow their operands move entries, compare
-# them, or add an error the size of one rounding.
-_PRODUCTS = ("dot_general", "conv_general_dilated")
-_FOLLOWING = (
-    "broadcast_in_dim concatenate copy copy_p dynamic_slice dynamic_update_slice "
-    "expand_dims gather optimization_barrier pad reshape rev select_n slice split "
-    "squeeze stop_gradient transpose unstack "
-    "eq ge gt is_finite le lt ne sign reduce_max reduce_min "
-    "abs add add_any ceil clamp cos erf floor logistic max min mul neg round sin "
-    "sub tanh"
-)
+from dpmp.programs import _bodies, _interpreter, _primitives
 
 
 def autocast(
@@ -95,10 +83,10 @@ def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         name, atoms = eqn.primitive.name, (*eqn.invars, *eqn.outvars)
-        if name in _PRODUCTS and all(map(_is_float32, atoms)):
+        if name in _primitives.PRODUCTS and all(map(_is_float32, atoms)):
             values = _cast(values, eqn.invars, dtype)
             return _interpreter.bind(eqn, values, preferred_element_type=dtype)
-        if name in _FOLLOWING.split() and _is_followed(eqn, values, dtype):
+        if name in _primitives.FOLLOWING and _is_followed(eqn, values, dtype):
             return _interpreter.bind(eqn, _cast(values, eqn.invars, dtype))
         values = _cast(values, eqn.invars, jnp.float32)
         return _bodies.bind_bodies(eqn, values, run_body)

@@ -3,8 +3,8 @@
 No other files know how jax represents programs. Modules import only from rows below
 their own:
 
-    _float8   _ragged
-    _float8_product   _check_program   _transformations   _losses
+    _float8   _transformations   _losses
     _bodies
     _interpreter   _source_lines
+    _primitives
 """

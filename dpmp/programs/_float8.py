@@ -3,19 +3,23 @@
 The operands of a product are rounded to float8_e4m3fn. The cotangent of its result is
 rounded to float8_e5m2, which has less precision and more range. Each array is scaled by
 a power of two, so that its largest entry is just below the largest number of the
-format. The scale is computed from the array itself. So in the loss of one example, it
-depends on that example alone (and on parameters, which are no secret). Outside of
-privacy, scales often come from a history of largest entries. Such a history would let
-one example influence all others.
+format. A rounded array keeps its dtype. A product of rounded arrays can be taken in
+their dtype, which emulates float8, or in 8 bits. The result is the same.
+
+The scale is computed from the array itself. So in the loss of one example, it depends
+on that example alone (and on parameters, which are no secret). Outside of privacy,
+scales often come from a history of largest entries. Such a history would let one
+example influence all others.
 
 References:
   Micikevicius et al.: FP8 formats for deep learning, 2022, sections 3 and 4.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +27,15 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
-from dpmp.programs import _bodies, _float8_product, _interpreter
-from dpmp.programs._float8_product import COTANGENTS, OPERANDS, PER_EXAMPLE
+from dpmp.programs import _bodies, _interpreter, _primitives
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+PER_EXAMPLE = "per_example"
+
+# The name of a product in 8 bits in programs, by which book-keeping finds it.
+PRODUCT_NAME = "dpmp.float8_product"
+
+# Cotangents have less precision and more range.
+OPERANDS, COTANGENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def is_native() -> bool:
@@ -69,7 +78,7 @@ def with_float8_products(
     largest_size = jnp.dtype(widest).itemsize
 
     def is_rounded(eqn: Any) -> bool:
-        return eqn.primitive.name in _PRODUCTS and all(
+        return eqn.primitive.name in _primitives.PRODUCTS and all(
             jnp.issubdtype(v.aval.dtype, jnp.floating)
             and v.aval.dtype.itemsize <= largest_size
             for v in eqn.invars
@@ -77,9 +86,9 @@ def with_float8_products(
 
     def product(eqn: Any, operands: list[jax.Array]) -> jax.Array:
         is_asked_for = is_native() if native is None else native
-        if not is_asked_for or eqn.primitive.name != "dot_general":
+        if not is_asked_for or eqn.primitive.name != _primitives.DOT_GENERAL:
             return _interpreter.bind(eqn, operands)[0]
-        return _float8_product.dot_general(
+        return dot_general(
             *operands,
             dimension_numbers=eqn.params["dimension_numbers"],
             result=eqn.outvars[0].aval,
@@ -119,7 +128,7 @@ def check_scale(scale: str | float | None) -> str | float | None:
 def _with_rounded_value(x: jax.Array, scale: str | float) -> jax.Array:
     """Rounds a value; gradients pass as if it had not been rounded."""
     constant = jax.lax.stop_gradient(x)
-    return _float8_product.round_to(constant, OPERANDS, scale) + (x - constant)
+    return round_to(constant, OPERANDS, scale) + (x - constant)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -131,8 +140,176 @@ def _with_rounded_cotangent(scale: str | float, x: jax.Array) -> jax.Array:
 def _round_cotangent(
     scale: str | float, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array]:
-    scale = _float8_product.of_cotangents(scale)
-    return (_float8_product.round_to(cotangent, COTANGENTS, scale),)
+    scale = of_cotangents(scale)
+    return (round_to(cotangent, COTANGENTS, scale),)
 
 
 _with_rounded_cotangent.defvjp(lambda _, x: (x, None), _round_cotangent)
+
+
+def round_to(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
+    """Rounds an array to the nearest numbers of a format, times a power of two.
+
+    The result has the dtype of `x`. A finite number out of range becomes the largest
+    number of the format. Infinity and NaN stay.
+
+    Args:
+      x: float array.
+      dtype: the format, `OPERANDS` or `COTANGENTS`.
+      scale: the factor for `x` before it is rounded. `PER_EXAMPLE` stands for the
+        largest power of two that leaves all entries in range.
+    """
+    wide = x.astype(jnp.float32)
+    exponent = _exponent(wide, dtype, scale)
+    numbers = _to_grid(wide * _power_of_two(exponent), jnp.finfo(dtype))
+    numbers = numbers * _power_of_two(-exponent)
+    return jnp.where(jnp.isfinite(x), numbers.astype(x.dtype), x)
+
+
+def of_cotangents(scale: str | float) -> str | float:
+    """The scale of cotangents: a number does not apply, as a loss scale moves them."""
+    return scale if scale == PER_EXAMPLE else 1.0
+
+
+def _to_grid(x: jax.Array, format: Any) -> jax.Array:
+    """Rounds without a cast to float8 and back, which XLA leaves out on GPUs."""
+    largest, smallest = float(format.max), float(format.smallest_subnormal)
+    x = jnp.clip(x, -largest, largest)
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=format.nmant)
+    subnormal = jnp.round(x * (1 / smallest)) * smallest
+    return jnp.where(jnp.abs(x) < float(format.smallest_normal), subnormal, normal)
+
+
+def _exponent(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
+    """Returns the exponent of the power of two to multiply by.
+
+    For an array that is rounded already, `PER_EXAMPLE` gives the power it was rounded
+    with, or a larger one, so the array stays exact.
+    """
+    if not isinstance(scale, str):
+        return jnp.int32(round(math.log2(scale)))
+    largest = jnp.max(jnp.abs(x), initial=0.0)
+    # The fractions are compared, since division is not exact on all devices.
+    limit, of_limit = math.frexp(float(jnp.finfo(dtype).max))
+    fraction, of_largest = jnp.frexp(largest)
+    exponent = of_limit - of_largest - (fraction > limit).astype(jnp.int32)
+    # Within these limits, neither the power nor its inverse is subnormal.
+    exponent = jnp.clip(exponent, -100, 100).astype(jnp.int32)
+    return jnp.where((largest > 0) & jnp.isfinite(largest), exponent, 0)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """Computes a power of two exactly on any device, from the bits of a float32."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def dot_general(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    dimension_numbers: Any,
+    result: Any,
+    scale: str | float,
+) -> jax.Array:
+    """Computes `jax.lax.dot_general` from 8-bit products that are summed in float32.
+
+    The operands are rounded, with `scale`. The caller must round the cotangent of the
+    result too, since the products of the gradient are also taken in 8 bits. XLA widens
+    the operands on devices that cannot multiply 8-bit numbers. Infinity counts as NaN,
+    since float8_e4m3fn has no infinity. `result` has the shape and dtype of the result.
+    """
+    contracted, batch = dimension_numbers
+    config = _Config(scale, jnp.dtype(result.dtype), x.dtype, y.dtype)
+    left, right = map(_ordered, (x, y), batch, contracted)
+    return _product(config, left, right).reshape(result.shape)
+
+
+def dimension_numbers(ndim: int) -> Any:
+    """The dimension numbers of the product that programs call `PRODUCT_NAME`.
+
+    The last axes are contracted. The first of three axes is a batch axis.
+    """
+    batch = tuple(range(ndim - 2))
+    return ((ndim - 1,), (ndim - 1,)), (batch, batch)
+
+
+def _ordered(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> Any:
+    """Joins axes, so that there are: batch (if there is any), free, contracted."""
+    free = [i for i in range(x.ndim) if i not in (*batch, *contracted)]
+    parts = [axes for axes in (batch, free, contracted) if axes is not batch or axes]
+    shape = [math.prod(x.shape[i] for i in axes) for axes in parts]
+    return x.transpose(*batch, *free, *contracted).reshape(shape)
+
+
+class _Config(NamedTuple):
+    """The settings of a product."""
+
+    scale: str | float
+    dtype: Any
+    left_dtype: Any
+    right_dtype: Any
+
+
+class _Float8(NamedTuple):
+    """Numbers of 8 bits, and the exponent of the power that they were multiplied by."""
+
+    numbers: jax.Array
+    exponent: jax.Array
+
+
+def _to_float8(x: jax.Array, dtype: Any, scale: str | float) -> _Float8:
+    """Converts to 8 bits; this is exact for rounded arrays."""
+    wide = x.astype(jnp.float32)
+    exponent = _exponent(wide, dtype, scale)
+    largest = float(jnp.finfo(dtype).max)
+    # A rounded array in float16 may have been rounded up once more.
+    scaled = jnp.clip(wide * _power_of_two(exponent), -largest, largest)
+    # Devices convert infinity and NaN in different ways.
+    numbers = jnp.where(jnp.isfinite(wide), scaled, jnp.nan).astype(dtype)
+    return _Float8(numbers, exponent)
+
+
+def _contract(x: _Float8, y: _Float8, dtype: Any) -> jax.Array:
+    total = jax.lax.dot_general(
+        x.numbers,
+        y.numbers,
+        dimension_numbers(x.numbers.ndim),
+        # By default, GPUs keep fewer bits than float32 in sums of such products.
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    # The smaller power comes first, so that no intermediate result is out of range.
+    exponents = -x.exponent, -y.exponent
+    total *= _power_of_two(jnp.minimum(*exponents))
+    total *= _power_of_two(jnp.maximum(*exponents))
+    return total.astype(dtype)
+
+
+def _forward(
+    config: _Config, x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, tuple[_Float8, _Float8]]:
+    left, right = (_to_float8(a, OPERANDS, config.scale) for a in (x, y))
+    return _contract(left, right, config.dtype), (left, right)
+
+
+def _backward(
+    config: _Config, operands: tuple[_Float8, _Float8], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    ct = _to_float8(cotangent, COTANGENTS, of_cotangents(config.scale))
+    turned_ct, left, right = (
+        x._replace(numbers=jnp.swapaxes(x.numbers, -1, -2)) for x in (ct, *operands)
+    )
+    return (
+        _contract(ct, right, config.left_dtype),
+        _contract(turned_ct, left, config.right_dtype),
+    )
+
+
+def _undifferentiated(config: _Config, x: jax.Array, y: jax.Array) -> jax.Array:
+    return _forward(config, x, y)[0]
+
+
+# A program shows a `jax.custom_vjp` under the name of its function.
+_undifferentiated.__name__ = PRODUCT_NAME
+_product = jax.custom_vjp(_undifferentiated, nondiff_argnums=(0,))
+_product.defvjp(_forward, _backward)

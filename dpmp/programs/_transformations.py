@@ -5,10 +5,13 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 
+from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.programs._bodies import bind_bodies
+from dpmp.programs import _primitives
+from dpmp.programs._bodies import bind_bodies, sub_programs
 from dpmp.programs._interpreter import bind, run, trace
 
 
@@ -61,7 +64,7 @@ def rewrite(
         def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
             if (results := replace(eqn, values)) is not None:
                 return results
-            if eqn.primitive.name != "transpose":
+            if eqn.primitive.name != _primitives.TRANSPOSE:
                 return bind_bodies(eqn, values, run_body)
             # `jax.vmap` transposes each output anew, though a loop stacks them once.
             # The values in `transposed` stay alive until the end of `run`, so no id is
@@ -79,3 +82,63 @@ def rewrite(
         return jax.tree.unflatten(jax.tree.structure(out_shape), leaves)
 
     return rewritten
+
+
+def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns `fun` with ordinary products in place of `jax.lax.ragged_dot`.
+
+    jax cannot map a product with ragged groups over examples: it has no rule for
+    `jax.vmap`. The ordinary product multiplies each row by the matrices of all groups,
+    and keeps the result of the row's own group. So it takes as many times longer as
+    there are groups.
+    """
+    return rewrite(fun, _with_ordinary_product)
+
+
+def has_ragged_products(jaxpr: Any) -> bool:
+    """Whether a program, or one inside of it, has such a product."""
+    return any(map(_is_ragged, jaxpr.eqns))
+
+
+def _is_ragged(eqn: Any) -> bool:
+    inside = (part.jaxpr for part in sub_programs(eqn))
+    return eqn.primitive.name == _primitives.RAGGED_DOT or any(
+        map(has_ragged_products, inside)
+    )
+
+
+def _with_ordinary_product(eqn: Any, values: list[Any]) -> list[Any] | None:
+    if eqn.primitive.name == _primitives.RAGGED_DOT:
+        return [_ordinary_product(eqn, *values)]
+    return None if _is_ragged(eqn) else bind(eqn, values)
+
+
+def _ordinary_product(eqn: Any, left: Any, right: Any, group_sizes: Any) -> jax.Array:
+    """Evaluates the equation of a ragged product; rows of no group become zero."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracting, batch) = numbers.dot_dimension_numbers
+    (row_axis,) = numbers.lhs_ragged_dimensions
+    _validate.require(
+        row_axis not in (*contracting[0], *batch[0]),
+        "groups of a ragged product must be groups of rows",
+        lhs_ragged_dimensions=tuple(numbers.lhs_ragged_dimensions),
+        fix="Use jax.lax.ragged_dot, or one-hot groups and jnp.einsum.",
+    )
+    (group_axis,) = numbers.rhs_group_dimensions
+    free_left = [i for i in range(left.ndim) if i not in (*contracting[0], *batch[0])]
+    free_right = [i for i in range(right.ndim) if i not in (*contracting[1], *batch[1])]
+    everything = jax.lax.dot_general(
+        left,
+        right,
+        numbers.dot_dimension_numbers,
+        precision=eqn.params["precision"],
+        preferred_element_type=eqn.params["preferred_element_type"],
+    )
+    rows = len(batch[0]) + free_left.index(row_axis)
+    groups = len(batch[0]) + len(free_left) + free_right.index(group_axis)
+    ends = jnp.cumsum(group_sizes)
+    row = jnp.arange(left.shape[row_axis])[:, None]
+    is_own = (ends - group_sizes <= row) & (row < ends)  # (rows, groups)
+    shape = [1] * everything.ndim
+    shape[rows], shape[groups] = is_own.shape
+    return jnp.sum(everything, axis=groups, where=is_own.reshape(shape))

@@ -20,12 +20,12 @@ from dpmp._placement import places, put_together, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards
 from dpmp.clipping._clipped_sum import specs_of_examples
-from dpmp.engines.book_keeping._relative_cost import relative_cost
+from dpmp.engines.book_keeping._summary import relative_cost
 from dpmp.loss_scaling import DynamicScale, LossScale, ScaledLoss
 from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
-from dpmp.programs import _check_program, _losses, _transformations
+from dpmp.programs import _losses, _transformations
 from dpmp.sources import as_device_dtypes
 from dpmp.training._programs import Program, Programs
 from dpmp.training._state import TrainingState
@@ -133,7 +133,7 @@ class Step:
         )
         with _losses.explained(args[1], self.policy.compute_dtype):
             check = functools.partial(
-                _check_program.check_program,
+                _losses.check_program,
                 num_params=len(jax.tree.leaves(args[0])),
                 takes_key=bool(keys),
                 compute_dtype=self.policy.compute_dtype,

@@ -14,8 +14,13 @@ from programs import equations
 import dpmp
 from dpmp import DPSGD, DPTrainer, Policy, book_keeping
 from dpmp.programs import _float8
-from dpmp.programs._float8 import is_native, with_float8_products
-from dpmp.programs._float8_product import PER_EXAMPLE, _to_float8, round_to
+from dpmp.programs._float8 import (
+    PER_EXAMPLE,
+    _to_float8,
+    is_native,
+    round_to,
+    with_float8_products,
+)
 
 FORMATS = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 
@@ -88,10 +93,11 @@ _PRODUCTS = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scale", [PER_EXAMPLE, 4.0])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("float32", 4.0), ("bfloat16", PER_EXAMPLE)]
+)
 @pytest.mark.parametrize("spec", _PRODUCTS.split())
-def test_native_products_are_the_same_numbers(spec, scale, dtype):
+def test_native_products_are_the_same_numbers(spec, dtype, scale):
     """And those of the gradient; up to the order of sums."""
     rng = np.random.default_rng(2)
     sizes = dict(zip("abckmnz", (2, 3, 2, 5, 4, 6, 0), strict=True))
@@ -278,7 +284,7 @@ def test_book_keeping_agrees_and_has_the_same_rules(name, native):
     model = _ZOO[name]
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)
     fun = with_float8_products(model.loss, PER_EXAMPLE, native=native)
-    kept, formed, wide = (
+    ours, theirs, wide = (
         jax.jit(
             dpmp.clipped_grad(
                 f,
@@ -293,10 +299,10 @@ def test_book_keeping_agrees_and_has_the_same_rules(name, native):
             (model.loss, "per_example"),
         ]
     )
-    size = reference.norm(formed)
-    difference = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), kept, formed)
+    size = reference.norm(theirs)
+    difference = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), ours, theirs)
     assert reference.norm(difference) <= 1e-4 * size
-    rounding = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), wide, formed)
+    rounding = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), wide, theirs)
     assert 1e-3 * size < reference.norm(rounding) < 0.5 * size
     rules, expected = (
         [(row.path, row.rules) for row in book_keeping.summarize(f, params, batch).rows]
@@ -320,7 +326,7 @@ def test_products_of_parameters_are_rounded_for_each_example(native):
         for name, shape in {"a": (4, 3), "b": (3, 2)}.items()
     }
     x = jnp.asarray(rng.normal(size=(6, 4)) * 2.0 ** np.arange(6)[:, None], "float32")
-    kept, formed = (
+    ours, theirs = (
         dpmp.clipped_grad(
             fun,
             l2_clip_norm=1.0,
@@ -329,8 +335,8 @@ def test_products_of_parameters_are_rounded_for_each_example(native):
         )(params, x)
         for method in ("book_keeping", "per_example")
     )
-    for ours, expected in zip(*map(jax.tree.leaves, (kept, formed)), strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+    for actual, expected in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

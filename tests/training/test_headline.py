@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import NeighboringRelation
 
 import dpmp
-from dpmp.engines.book_keeping._relative_cost import relative_cost
+from dpmp.engines.book_keeping._summary import relative_cost
 from dpmp.sources._source import loader_of
 from dpmp.training._headline import headline
 

@@ -1,4 +1,4 @@
-"""Clipped sums of per-example gradients that are never formed.
+"""Clipped sums of per-example gradients that are never materialized.
 
 Book-keeping is chosen by `clipped_grad(..., method="book_keeping")` or
 `DPSGD(..., method="book_keeping")`. To see what it does with each parameter of a loss,
@@ -16,22 +16,23 @@ down by more than their norm asks for.
 
 Words that all files use:
 
-    view       a value that is computed from parameters and constants only
-    site       a place in the loss where data meets a view of parameters
-    position   one outer product in the gradient of a site, such as that of one token
-    extent     the sum over positions of norm(left) norm(right): at least the norm
-    term       a part of the squared norm of a parameter's gradient
-    kept       a gradient is kept if it is formed once, for its norm and for the sum
+    view         a value that is computed from parameters and constants only
+    use          a place in the loss where data meets a view of parameters
+    position     one outer product in the gradient of a use, such as that of one token
+    magnitudes   the sum over positions of norm(left) norm(right): at least the norm
+    norm method  one way to compute a part of the squared norm of a gradient
+    cached       the activations and cotangents that gradients are computed from
+    stored       a gradient is stored if it is materialized once, for norm and sum
 
 Modules import only from rows below their own:
 
-    _summary   _extents   _relative_cost
+    _summary   _extents
     _engine
-    _terms
+    _choice
     _norms   _plan
-    _gradients   _rules
-    _sites
-    _views   _products   _totals
+    _rules
+    _uses
+    _views   _linalg
 """
 
 from dpmp.engines.book_keeping._engine import Engine

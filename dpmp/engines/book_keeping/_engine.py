@@ -1,10 +1,10 @@
 """The book-keeping engine: per-example norms and clipped sums without the gradients.
 
-One forward pass records the input of every site, and one backward pass records the
-cotangent of its output (Bu et al., 2022). The engine forms a per-example gradient in
-two cases only: the gradient is smaller than the values to record, or no other exact way
-is known. In the first case, the backward pass forms most of them, and nothing else is
-recorded for them.
+One forward pass caches the activation that enters every use of a parameter, and one
+backward pass caches the cotangent of its output (Bu et al., 2022). A per-example
+gradient is materialized in two cases only: it is smaller than these arrays, or no other
+exact way is known. In the first case, the backward pass materializes most of them, and
+nothing else is cached for them.
 """
 
 import functools
@@ -19,26 +19,19 @@ import jax.numpy as jnp
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.engines._signature import Signature, without_example_axis
-from dpmp.engines.book_keeping import (
-    _gradients,
-    _norms,
-    _products,
-    _terms,
-    _totals,
-    _views,
-)
-from dpmp.engines.book_keeping._norms import Term
+from dpmp.engines.book_keeping import _choice, _linalg, _norms, _uses, _views
+from dpmp.engines.book_keeping._norms import NormMethod
 from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
-from dpmp.engines.book_keeping._sites import Recorded, Site
+from dpmp.engines.book_keeping._uses import Cached, Use
 from dpmp.numerics._arithmetic import Arithmetic, PartialSums
 from dpmp.numerics._bounded import Roundings, clip_by, largest_microbatch
 from dpmp.numerics._squared_norms import SquaredNorm
 from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _interpreter, _ragged
+from dpmp.programs import _interpreter, _transformations
 
 # Unproved sums do not count roundings. These are the squared errors of norms and sums,
-# relative to the squared extent. The first is a few times the largest error that was
-# measured. The second is what one rounding of all factors to bfloat16 can cause.
+# relative to the squared sum of magnitudes. The first is a few times the largest error
+# that was measured. The second covers one rounding of all factors to bfloat16.
 _ERROR, _BFLOAT16_ERROR = 2.0**-22, 2.0**-16
 
 
@@ -47,24 +40,24 @@ class Program:
     """The analysis of a loss, made before the loss is evaluated.
 
     Attributes:
-      found: all sites, in the forms that their rules give. Estimates of costs are made
-        from these.
-      plan: the plan for a function of the parameters and one example. Its sites say
-        what is recorded: some are dense, because the backward pass forms their
+      found: all uses, in the forms that their rules give. Flops are estimated from
+        these.
+      plan: the plan for a function of the parameters and one example. Its uses say
+        what is cached: some are dense, because the backward pass materializes their
         gradients.
-      sites: what norms and sums are made of: dense for every gradient that is kept.
+      uses: the uses for norms and sums: dense for every gradient that is stored.
       shapes: the shapes of the parameters.
-      terms: the terms of the squared norms of all parameters. They number the sites,
-        as all three lists do.
+      norm_methods: the norm methods of all parameters. They number the uses, as all
+        three lists do.
       aux_treedef: the tree structure of the auxiliary outputs.
       is_bounded: whether to clip by proved upper bounds.
     """
 
-    found: list[Site]
+    found: list[Use]
     plan: Plan
-    sites: list[Site]
+    uses: list[Use]
     shapes: list[tuple[int, ...]]
-    terms: list[Term]
+    norm_methods: list[NormMethod]
     aux_treedef: Any
     is_bounded: bool
 
@@ -76,15 +69,15 @@ def analyse(
     *,
     is_bounded: bool = False,
 ) -> Program:
-    """Finds the sites of `fun(params, example)`, and how to compute norms from them.
+    """Finds the uses of `fun(params, example)`, and how to compute norms from them.
 
     Arrays and their shapes will do. With `is_bounded`, the errors of all norms must be
-    known. So parameters on which the loss does arithmetic before they meet data are
-    tapped whole (see `_rules`).
+    known. So parameters that are used through arithmetic get an identity tap (see
+    `_rules`).
     """
     closed, treedef = _interpreter.trace(fun, params, example)
-    if _ragged.has_ragged_products(closed.jaxpr):
-        fun = _ragged.without_ragged_products(fun)
+    if _transformations.has_ragged_products(closed.jaxpr):
+        fun = _transformations.without_ragged_products(fun)
         closed, treedef = _interpreter.trace(fun, params, example)
     avals, num_params = closed.in_avals, len(jax.tree.leaves(params))
     shapes = [aval.shape for aval in avals[:num_params]]
@@ -95,23 +88,23 @@ def analyse(
     aux = range(1, len(closed.out_avals))
     plan_with = functools.partial(make_plan, closed, inputs, unread=aux)
     plan = plan_with()
-    if is_bounded and (tangled := _terms.tangled_params(plan.sites, shapes)):
-        plan_with = functools.partial(plan_with, tapped=tangled)
+    if is_bounded and (some := _choice.used_through_arithmetic(plan.uses, shapes)):
+        plan_with = functools.partial(plan_with, tapped=some)
         plan = plan_with()
-        assert not _terms.tangled_params(plan.sites, shapes)
-    found = plan.sites
-    terms = _terms.make_terms(found, shapes)
-    if early := _terms.formed_early(terms, found):
-        plan = plan_with(formed=early)
-    assert list(map(_in_any_form, plan.sites)) == list(map(_in_any_form, found))
-    sites = _terms.dense_if_kept(terms, found)
+        assert not _choice.used_through_arithmetic(plan.uses, shapes)
+    found = plan.uses
+    methods = _choice.choose(found, shapes)
+    if early := _choice.materialized_early(methods, found):
+        plan = plan_with(materialized=early)
+    assert list(map(_in_any_form, plan.uses)) == list(map(_in_any_form, found))
+    uses = _choice.dense_if_stored(methods, found)
     aux_treedef = treedef.children()[1]
-    return Program(found, plan, sites, shapes, terms, aux_treedef, is_bounded)
+    return Program(found, plan, uses, shapes, methods, aux_treedef, is_bounded)
 
 
-def _in_any_form(site: Site) -> tuple[str, tuple[int, ...]]:
-    """What forming a gradient does not change."""
-    return site.rule, site.view.aval.shape
+def _in_any_form(use: Use) -> tuple[str, tuple[int, ...]]:
+    """The parts that stay the same when a gradient is materialized."""
+    return use.rule, use.view.aval.shape
 
 
 @dataclass(frozen=True)
@@ -130,22 +123,28 @@ class Engine:
         """Returns the gradients of the examples of a batch."""
         program = self.analyse(args, kwargs)
         params = jax.tree.map(jnp.asarray, self.signature.params(args))
-        compute = _products.adapted(
+        compute = _linalg.adapted(
             jax.vmap(functools.partial(_one_example, program), in_axes=(None, 0))
         )
         inputs = jax.tree.leaves(params), jax.tree.leaves(self._examples(args))
 
-        def compute_and_keep() -> tuple[Any, PyTree, list[Recorded]]:
-            values, aux, recorded = compute(*inputs)
-            return values, aux, _terms.keep(program.terms, program.plan.sites, recorded)
+        def compute_and_cache() -> tuple[Any, PyTree, list[Cached]]:
+            values, aux, cached = compute(*inputs)
+            return (
+                values,
+                aux,
+                _choice.store_gradients(
+                    program.norm_methods, program.plan.uses, cached
+                ),
+            )
 
-        values, aux, recorded = behind_a_branch(compute_and_keep, (args, kwargs))
-        return BookKeptGrads(values, aux, program, params, recorded)
+        values, aux, cached = behind_a_branch(compute_and_cache, (args, kwargs))
+        return BookKeptGrads(values, aux, program, params, cached)
 
     def largest_microbatch(self, *args: Any, **kwargs: Any) -> int:
         """Returns the largest microbatch size of "bounded" sums, from shapes alone."""
-        terms = self.analyse(args, kwargs).terms
-        return largest_microbatch(max(term.roundings.positions for term in terms))
+        methods = self.analyse(args, kwargs).norm_methods
+        return largest_microbatch(max(x.roundings.positions for x in methods))
 
     def analyse(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         """Analyses the loss of one example, from the shapes of a batch.
@@ -168,32 +167,32 @@ class Engine:
 
 def _one_example(
     program: Program, params: list[Any], example: list[Any]
-) -> tuple[Any, PyTree, list[Recorded]]:
-    """Returns the loss, the auxiliary outputs, and what is recorded at each site."""
+) -> tuple[Any, PyTree, list[Cached]]:
+    """Returns the loss, the auxiliary outputs, and the cached arrays of each use."""
 
     def tapped(dummies: list[jax.Array]) -> Any:
-        outputs, records = execute(program.plan, [*params, *example], dummies)
-        return outputs[0], (outputs[1:], records)
+        outputs, activations = execute(program.plan, [*params, *example], dummies)
+        return outputs[0], (outputs[1:], activations)
 
-    # Zeros, which only receive the cotangents of the sites.
-    shapes = [site.cotangent for site in program.plan.sites]
+    # Zeros, which only receive the cotangents of the uses.
+    shapes = [use.cotangent for use in program.plan.uses]
     dummies = [jnp.zeros(x.shape, x.dtype) for x in shapes]
-    value, vjp, (aux, records) = jax.vjp(tapped, dummies, has_aux=True)
+    value, vjp, (aux, activations) = jax.vjp(tapped, dummies, has_aux=True)
     (cotangents,) = vjp(jnp.ones_like(value))
     aux = jax.tree.unflatten(program.aux_treedef, aux)
-    return value, aux, list(map(Recorded, records, cotangents))
+    return value, aux, list(map(Cached, activations, cotangents))
 
 
 class Group(NamedTuple):
-    """The measured gradients of a clipping group.
+    """The squared norms of a clipping group, (B,), and what their errors depend on.
 
-    Norms and extents are squared, (B,). `cancelling` is the part of `extent` from
-    gradients that are not in memory. The norm or the sum of these gradients may be the
-    small rest of much larger numbers that cancel.
+    `magnitudes` has squared sums of magnitudes (`_norms`). `cancelling` is the part
+    from gradients that are not in memory. The norm or the sum of these gradients may be
+    the small rest of much larger numbers that cancel.
     """
 
     squared_norm: jax.Array
-    extent: jax.Array
+    magnitudes: jax.Array
     cancelling: jax.Array
     roundings: Roundings
     num_products: int
@@ -204,50 +203,50 @@ class Group(NamedTuple):
 class BookKeptGrads:
     """`PerExampleGrads` without the gradients themselves.
 
-    What is recorded of the batch takes their place, for each site of the program.
+    The cached activations and cotangents of each use take their place.
     """
 
     values: jax.Array
     aux: PyTree
     program: Program
     params: PyTree
-    recorded: list[Recorded]
+    cached: list[Cached]
 
     def squared_norms(self, prefix: Any) -> list[SquaredNorm]:
-        """See `PerExampleGrads`; the bounds to clip by leave room for rounding."""
+        """See `PerExampleGrads`; the bounds to clip by include a rounding reserve."""
         return [self._squared_norm(x) for x in self.measure(self._groups(prefix))]
 
     def measure(self, groups: Sequence[Sequence[int]]) -> list["Group"]:
-        """Measures the norms and extents of groups of parameters."""
-        terms = self.program.terms
-        measured = [_norms.measure(x, self._roots, self.recorded) for x in terms]
+        """Computes the norms and sums of magnitudes of groups of parameters."""
+        methods = self.program.norm_methods
+        measured = [_norms.measure(x, self._roots, self.cached) for x in methods]
         dtype = at_least_float32(*(x.dtype for x in jax.tree.leaves(measured)))
         results = []
         for group in groups:
             parts = [
-                (term, x)
-                for term, of_params in zip(terms, measured, strict=True)
-                for root, x in zip(term.params, of_params, strict=True)
+                (method, x)
+                for method, of_params in zip(methods, measured, strict=True)
+                for root, x in zip(method.params, of_params, strict=True)
                 if root in group
             ]
             roundings = functools.reduce(
-                Roundings.at_least, (term.roundings for term, _ in parts), Roundings()
+                Roundings.at_least, (x.roundings for x, _ in parts), Roundings()
             )
             # There may be no part, so each list gets a zero, in the widest dtype.
             zero = jnp.zeros((*self.values.shape, 1), dtype)
-            squares = _totals.joined([zero, *(x.squared_norm for _, x in parts)])
-            extents = _totals.joined([zero, *(x.extent for _, x in parts)])
-            of_cancelling = (x.extent for term, x in parts if term.cancels)
-            cancelling = _totals.joined([zero, *of_cancelling])
-            depth = _totals.depth(max(squares.shape[-1], extents.shape[-1]))
+            squares = _linalg.joined([zero, *(x.norm for _, x in parts)])
+            magnitudes = _linalg.joined([zero, *(x.magnitudes for _, x in parts)])
+            of_cancelling = (x.magnitudes for method, x in parts if method.cancels)
+            cancelling = _linalg.joined([zero, *of_cancelling])
+            depth = _linalg.depth(max(squares.shape[-1], magnitudes.shape[-1]))
             results.append(
                 Group(
                     # Inner products that cancel may add up to less than zero.
-                    jnp.maximum(_totals.add_up(squares), 0),
-                    _totals.add_up(extents),
-                    _totals.add_up(cancelling),
+                    jnp.maximum(_linalg.add_up(squares), 0),
+                    _linalg.add_up(magnitudes),
+                    _linalg.add_up(cancelling),
                     roundings.after(depth),
-                    sum(term.num_products for term, _ in parts),
+                    sum(method.num_products for method, _ in parts),
                     sum(math.prod(self.program.shapes[i]) for i in group),
                 )
             )
@@ -255,13 +254,13 @@ class BookKeptGrads:
 
     def _squared_norm(self, group: "Group") -> SquaredNorm:
         # A factor times a coefficient is rounded to bfloat16 if the factors are.
-        outer = (site for site in self.program.sites if site.outer is not None)
-        is_narrow = any(site.cotangent.dtype == jnp.bfloat16 for site in outer)
+        outer = (use for use in self.program.uses if use.outer is not None)
+        is_narrow = any(use.cotangent.dtype == jnp.bfloat16 for use in outer)
         folding_error = 2.0**-8 if is_narrow else 2.0**-22
         if self.program.is_bounded:
             bound = clip_by(
                 group.squared_norm,
-                group.extent,
+                group.magnitudes,
                 group.roundings,
                 num_terms=group.num_products,
                 folding_error=folding_error,
@@ -281,12 +280,12 @@ class BookKeptGrads:
     ) -> PyTree:
         """See `PerExampleGrads`."""
         sums_of = cast("PartialSums", arithmetic)  # enforced by `parse`
-        # All sites must read the same bits, whatever else reads the coefficients.
+        # All uses must read the same bits, whatever else reads the coefficients.
         coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
         sums: dict[int, jax.Array] = {}
         for group, coef in zip(self._groups(prefix), coefs, strict=True):
-            sums |= _gradients.weighted_sum(
-                self.program.sites, group, self._roots, self.recorded, coef, keep
+            sums |= _uses.weighted_sum(
+                self.program.uses, group, self._roots, self.cached, coef, keep
             )
         leaves, treedef = jax.tree.flatten(self.params)
         return treedef.unflatten(sums_of.lift(sums[i]) for i in range(len(leaves)))

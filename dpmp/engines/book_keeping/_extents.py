@@ -1,4 +1,4 @@
-"""Measures how much "bounded" sums cut because of the extents of gradients."""
+"""Measures how much "bounded" sums cut because the summands of gradients cancel."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from dpmp.numerics import _bounded
 
 
 class Extents(NamedTuple):
-    """The extents of per-example gradients, divided by their norms.
+    """The sums of magnitudes of per-example gradients, divided by their norms.
 
     Attributes:
-      ratios: extent over norm, (B,). It is 1 for a gradient whose summands do not
-        cancel at all.
+      ratios: the sum of magnitudes over the norm, (B,). It is 1 for a gradient whose
+        summands do not cancel at all.
       largest: the ratio above which a gradient is scaled down more than its norm asks
         for. It depends on the microbatch size, and on nothing private.
       share_cut: the share of the examples whose ratio is above `largest`.
@@ -39,11 +39,11 @@ def measure_extents(
 ) -> Extents:
     """Measures what `arithmetic="bounded"` would cut, on public data.
 
-    The gradient of an example is a sum of outer products, one for each position. Its
-    extent is the sum of their norms. The extent is at least the norm of the gradient,
-    and much larger if the products cancel. The upper bounds on rounding errors grow
-    with the extent. So an example whose extent is many times its norm is scaled down
-    further than its norm asks for.
+    A per-example gradient is a sum of outer products, one for each position. Its extent
+    is the sum of their magnitudes (norms): at least the norm of the gradient, and much
+    larger if the products cancel. The upper bounds on rounding errors grow with it. So
+    an example whose extent is many times its norm is scaled down further than its norm
+    asks for.
 
     >>> def loss(w, x):
     ...     return jnp.mean((x @ w) ** 2)
@@ -90,7 +90,7 @@ def measure_extents(
         grads = engine(*args)
         (group,) = grads.measure([range(len(jax.tree.leaves(grads.params)))])
         roundings.append(group.roundings)
-        return jnp.sqrt(group.extent / group.squared_norm)
+        return jnp.sqrt(group.magnitudes / group.squared_norm)
 
     def part(start: int) -> list[Any]:
         some = jax.tree.map(lambda x: x[start : start + microbatch_size], examples)

@@ -1,21 +1,22 @@
-"""Norms of per-example gradients, from the numbers recorded at their sites.
+"""Norms of per-example gradients, from the cached activations and cotangents.
 
-The gradient of a parameter is the sum over its sites. Its squared norm is found in one
-of three ways:
+The gradient of a parameter is the sum over its uses. Its squared norm is computed in
+one of three ways:
 
-1. If the sites read different entries of the parameter, their squared norms add up.
+1. If the uses read different entries of the parameter, their squared norms add up.
 2. If they read the same entries, inner products of positions give it (ghost norms:
-   Goodfellow, 2015; Li et al., 2021). This way is taken where it costs less than
-   forming G:
+   Goodfellow, 2015; Li et al., 2021). This is done where it takes less time than
+   materializing G:
 
     <G_a, G_b> = sum over positions t, s of <left_at, left_bs> <right_at, right_bs>
 
-3. Otherwise the gradient is formed, one example at a time if need be. If a parameter
-   has several sites, or if the loss computes with it before it meets data, the
-   gradients of the sites are then sent back to the parameter.
+3. Otherwise the gradient is materialized, for a few examples at a time. If a parameter
+   has several uses, or if the loss computes with it before it meets data, the gradients
+   of the uses are then sent back to the parameter.
 
-Each squared norm comes with a squared extent. The extent is the sum of |left| |right|
-over positions, and rounding errors are relative to it (`numerics/_bounded.py`).
+Each squared norm comes with the square of A, the sum of |left| |right| over positions.
+This sum of magnitudes is at least the norm, and rounding errors are relative to it
+(`numerics/_bounded.py`).
 """
 
 import functools
@@ -29,219 +30,222 @@ import jax
 import jax.numpy as jnp
 
 from dpmp._typing import PyTree
-from dpmp.engines.book_keeping import _gradients, _products, _totals, _views
-from dpmp.engines.book_keeping._sites import Outer, Recorded, Site, Sizes
+from dpmp.engines.book_keeping import _linalg, _uses, _views
+from dpmp.engines.book_keeping._uses import Cached, Outer, Sizes, Use
 from dpmp.numerics._bounded import FLOOR, Roundings
 from dpmp.numerics._stored import at_least_float32
 
-# Examples are measured in chunks whose temporary arrays have about this many entries.
+# Norms are computed in chunks whose temporary arrays have about this many entries.
 _CHUNK_ENTRIES = 2**23
 
-# The cost of writing an entry and reading it again, in multiplications.
-COST_OF_AN_ENTRY = 16
+# Writing an entry and reading it again takes as long as this many multiplications.
+FLOPS_PER_ENTRY = 16
 
 
-class Measured(NamedTuple):
-    """The measured gradient of one parameter, or of some of its entries, in parts.
+class Squares(NamedTuple):
+    """The squared norm of a parameter's gradient, or of some of its entries, in parts.
 
     Both attributes are summands: (P,) for one example, (B, P) for a batch, each with a
-    P of its own. `extent` is squared (`numerics/_bounded.py`). It may be too large by
-    the allowance for underflow.
+    P of its own. `magnitudes` has the square of the sum of magnitudes A. It may be too
+    large by the allowance for underflow.
     """
 
-    squared_norm: jax.Array
-    extent: jax.Array
+    norm: jax.Array
+    magnitudes: jax.Array
 
 
 @dataclass(frozen=True)
-class Term:
-    """A part of the squared norms that is computed at once.
+class NormMethod:
+    """One way to compute squared norms, or parts of them.
 
     Attributes:
       form: how the squared norm is computed; `_summary.Row` explains the words.
-      sites: the numbers of the sites.
-      params: the parameters whose squared norms the term is a part of.
-      measure: a function of the values of all roots, and of what one example recorded
-        at the sites. It returns a `Measured` for each of `params`.
+      uses: the numbers of the uses.
+      params: the parameters whose squared norms it computes a part of.
+      measure: a function of the values of all roots, and of what is cached for one
+        example at the uses. It returns `Squares` for each of `params`.
       roundings: the counts of roundings in these numbers, and in the sum of gradients
         over a batch.
       num_products: the number of products that the squared norm is a sum of.
-      cost: multiplications for one example.
+      flops: multiplications for one example.
       size: float32 entries of temporary memory for one example.
     """
 
     form: str
-    sites: list[int]
+    uses: list[int]
     params: list[int]
-    measure: Callable[[Mapping[int, Any], Sequence[Recorded]], list[Measured]]
+    measure: Callable[[Mapping[int, Any], Sequence[Cached]], list[Squares]]
     roundings: Roundings
     num_products: int
-    cost: float
+    flops: float
     size: float
 
     @property
     def cancels(self) -> bool:
         """Whether the gradient is not in memory when it is summed over examples."""
-        return self.form not in ("entries", "kept")
+        return self.form not in ("entries", "stored")
 
 
-def entry_term(number: int, site: Site, param: int) -> Term:
-    """Makes the term of a site whose gradient is recorded itself."""
-    size = math.prod(site.cotangent.shape)
-    roundings = _totals.num_roundings(size) + 1
+def by_entries(number: int, use: Use, param: int) -> NormMethod:
+    """The norm method of a use whose gradient is stored, or a cotangent itself."""
+    size = math.prod(use.cotangent.shape)
+    roundings = _linalg.num_roundings(size) + 1
 
-    def measure(_: Any, recorded: Sequence[Recorded]) -> list[Measured]:
-        squares = _totals.of_rows(_square(recorded[0].cotangent))
-        return [Measured(squares, squares)]
+    def measure(_: Any, cached: Sequence[Cached]) -> list[Squares]:
+        squares = _linalg.row_sums(_square(cached[0].cotangent))
+        return [Squares(squares, squares)]
 
-    return Term(
+    return NormMethod(
         "entries",
         [number],
         [param],
         measure,
         Roundings(total=roundings, extent=roundings),
         size,
-        # A gradient without a rule is formed by the backward pass.
-        size * (1 + COST_OF_AN_ENTRY if site.rule == "whole" else 1),
+        # A gradient without a rule is materialized by the backward pass.
+        size * (1 + FLOPS_PER_ENTRY if use.rule == "identity" else 1),
         0,
     )
 
 
-def product_term(number: int, site: Site, param: int) -> Term:
-    """Makes the term of a site of the outer form, whose gradient is formed."""
-    outer = _outer(site)
+def by_product(number: int, use: Use, param: int) -> NormMethod:
+    """The norm method of a use of the outer form, whose gradient is materialized."""
+    outer = _outer(use)
     groups, positions, left, right = outer.sizes
     size = groups * left * right
 
-    def measure(_: Any, recorded: Sequence[Recorded]) -> list[Measured]:
-        squares = _square(_gradients.product(site, recorded[0]))
-        extents = _extents(site, recorded[0])
-        return [Measured(_totals.of_rows(squares), jnp.square(extents))]
+    def measure(_: Any, cached: Sequence[Cached]) -> list[Squares]:
+        squares = _square(_uses.product(use, cached[0]))
+        magnitudes = _magnitudes(use, cached[0])
+        return [Squares(_linalg.row_sums(squares), jnp.square(magnitudes))]
 
     roundings = Roundings(
         product=positions + 1,
-        total=_totals.num_roundings(size) + 1,
-        extent=_roundings_of_extent(outer.sizes),
+        total=_linalg.num_roundings(size) + 1,
+        extent=_roundings_of_magnitudes(outer.sizes),
         positions=positions,
     )
-    products = size * positions * _cost_of_products(site)
+    products = size * positions * _slowdown(use)
     products = groups * positions * right if outer.has_rows else products
-    cost = size * COST_OF_AN_ENTRY + products
-    return Term("product", [number], [param], measure, roundings, size, cost, size)
+    flops = size * FLOPS_PER_ENTRY + products
+    return NormMethod(
+        "product", [number], [param], measure, roundings, size, flops, size
+    )
 
 
-def gram_term(sites: Mapping[int, Site], swapped: Sequence[bool], param: int) -> Term:
-    """Makes the term of sites that have the entries of one parameter in common.
+def by_gram(uses: Mapping[int, Use], swapped: Sequence[bool], param: int) -> NormMethod:
+    """The norm method of uses that have the entries of one parameter in common.
 
-    `swapped` tells of each site whether its left side is the right side of the first.
+    `swapped` tells of each use whether its left side is the right side of the first.
     """
 
-    def measure(_: Any, recorded: Sequence[Recorded]) -> list[Measured]:
-        sides = list(map(_sides, sites.values(), recorded, swapped))
-        squares, extents = [], 0.0
+    def measure(_: Any, cached: Sequence[Cached]) -> list[Squares]:
+        sides = list(map(_sides, uses.values(), cached, swapped))
+        squares, magnitudes = [], 0.0
         for a, b in itertools.combinations_with_replacement(sides, 2):
             grams = [_gram(x, y) for x, y in zip(a, b, strict=True)]
-            squares.append((1 if a is b else 2) * _totals.of_rows(_times(*grams)))
+            squares.append((1 if a is b else 2) * _linalg.row_sums(_times(*grams)))
             if a is b:
                 squares_of_vectors = (jnp.diagonal(x, axis1=1, axis2=2) for x in grams)
                 sizes = map(_root, squares_of_vectors, a)
-                extents += jnp.sum(_times(*sizes), axis=1)
-        return [Measured(_totals.joined(squares), jnp.square(extents))]
+                magnitudes += jnp.sum(_times(*sizes), axis=1)
+        return [Squares(_linalg.joined(squares), jnp.square(magnitudes))]
 
-    outers = [_outer(site) for site in sites.values()]
+    outers = [_outer(use) for use in uses.values()]
     groups, _, left, right = outers[0].sizes
     positions = sum(x.sizes.positions for x in outers)
     longest = max(x.sizes.positions for x in outers)
-    # Row numbers are compared, which costs no multiplication and rounds nothing.
+    # Row numbers are compared, which takes no multiplication and rounds nothing.
     of_rows = sum(x.sizes.positions for x in outers if x.has_rows)
     multiplied = right if all(x.has_rows for x in outers) else left + right
     roundings = Roundings(
-        inner=multiplied + _totals.num_roundings(groups * longest**2) + len(sites) ** 2,
-        extent=_roundings_of_extent(Sizes(groups, positions, multiplied, 0)),
+        inner=multiplied + _linalg.num_roundings(groups * longest**2) + len(uses) ** 2,
+        extent=_roundings_of_magnitudes(Sizes(groups, positions, multiplied, 0)),
         positions=positions,
     )
     squares = groups * positions**2
-    cost = squares * (right + COST_OF_AN_ENTRY)
-    cost += groups * (positions - of_rows) ** 2 * left
-    return Term(
-        "gram", list(sites), [param], measure, roundings, squares, cost, 2 * squares
+    flops = squares * (right + FLOPS_PER_ENTRY)
+    flops += groups * (positions - of_rows) ** 2 * left
+    return NormMethod(
+        "gram", list(uses), [param], measure, roundings, squares, flops, 2 * squares
     )
 
 
-def parameter_term(
-    sites: Mapping[int, Site], shapes: Mapping[int, tuple[int, ...]]
-) -> Term:
-    """Makes the term of any sites: it forms their gradients and sends them back.
+def by_parameters(
+    uses: Mapping[int, Use], shapes: Mapping[int, tuple[int, ...]]
+) -> NormMethod:
+    """The norm method of any uses: it sends their gradients back to the parameters.
 
-    `shapes` are those of the parameters, by their numbers. The extents hold only if all
-    sites belong to one parameter, and each of their views consists of entries of it.
+    `shapes` are those of the parameters, by their numbers. The sums of magnitudes hold
+    only if all uses belong to one parameter, and each of their views consists of
+    entries of it.
     """
-    views, params = [site.view for site in sites.values()], list(shapes)
+    views, params = [use.view for use in uses.values()], list(shapes)
 
-    def measure(roots: Mapping[int, Any], recorded: Sequence[Recorded]) -> Any:
-        grads = list(map(_gradients.gradient, sites.values(), recorded))
-        of_params = _gradients.pull_back(views, params, roots, grads)
-        extent = jnp.zeros((), at_least_float32(*(grad.dtype for grad in grads)))
-        for site, numbers, grad in zip(sites.values(), recorded, grads, strict=True):
-            if site.outer is None:
-                parts = _totals.of_rows(_square(grad))
+    def measure(roots: Mapping[int, Any], cached: Sequence[Cached]) -> Any:
+        grads = list(map(_uses.gradient, uses.values(), cached))
+        of_params = _uses.pull_back(views, params, roots, grads)
+        total = jnp.zeros((), at_least_float32(*(grad.dtype for grad in grads)))
+        for use, values, grad in zip(uses.values(), cached, grads, strict=True):
+            if use.outer is None:
+                parts = _linalg.row_sums(_square(grad))
             else:
-                parts = jnp.square(_extents(site, numbers))
-            extent += jnp.sqrt(_totals.add_up(parts)).astype(extent.dtype)
+                parts = jnp.square(_magnitudes(use, values))
+            total += jnp.sqrt(_linalg.add_up(parts)).astype(total.dtype)
         return [
-            Measured(_totals.of_rows(_square(x)), jnp.square(extent)[None])
+            Squares(_linalg.row_sums(_square(x)), jnp.square(total)[None])
             for x in of_params
         ]
 
     size = sum(map(math.prod, shapes.values()))
-    positions, roundings, cost, temporary = 0, 0, float(size), size
-    for site in sites.values():
-        num_entries = math.prod(site.view.aval.shape)
+    positions, roundings, flops, temporary = 0, 0, float(size), size
+    for use in uses.values():
+        num_entries = math.prod(use.view.aval.shape)
         temporary += num_entries
-        if site.outer is None:
+        if use.outer is None:
             positions += 1
-            roundings = max(roundings, _totals.num_roundings(num_entries))
-            cost += num_entries
+            roundings = max(roundings, _linalg.num_roundings(num_entries))
+            flops += num_entries
         else:
-            positions += site.outer.sizes.positions
-            roundings = max(roundings, _roundings_of_extent(site.outer.sizes))
-            per_entry = site.outer.sizes.positions * _cost_of_products(site)
-            cost += num_entries * (per_entry + COST_OF_AN_ENTRY)
-    return Term(
+            positions += use.outer.sizes.positions
+            roundings = max(roundings, _roundings_of_magnitudes(use.outer.sizes))
+            per_entry = use.outer.sizes.positions * _slowdown(use)
+            flops += num_entries * (per_entry + FLOPS_PER_ENTRY)
+    return NormMethod(
         "parameters",
-        list(sites),
+        list(uses),
         params,
         measure,
         Roundings(
-            # An entry of one site may be added to an entry of any other site.
-            product=positions + len(sites),
-            total=_totals.num_roundings(size) + 1,
-            extent=2 * (roundings + len(sites)),
+            # An entry of one use may be added to an entry of any other use.
+            product=positions + len(uses),
+            total=_linalg.num_roundings(size) + 1,
+            extent=2 * (roundings + len(uses)),
             positions=max(positions, 1),
         ),
         size,
-        cost,
+        flops,
         temporary,
     )
 
 
-def _outer(site: Site) -> Outer:
-    assert site.outer is not None
-    return site.outer
+def _outer(use: Use) -> Outer:
+    assert use.outer is not None
+    return use.outer
 
 
-def _cost_of_products(site: Site) -> float:
-    """The cost factor of forming a gradient: bfloat16 factors are transposed for it."""
-    return 2 if site.cotangent.dtype == jnp.bfloat16 else 1
+def _slowdown(use: Use) -> float:
+    """How much longer products take: bfloat16 factors are transposed for them."""
+    return 2 if use.cotangent.dtype == jnp.bfloat16 else 1
 
 
 def measure(
-    term: Term, roots: Mapping[int, Any], recorded: Sequence[Recorded]
-) -> list[Measured]:
-    """Evaluates a term for all examples: a `Measured`, (B, P), for each parameter."""
-    of_sites = [recorded[i] for i in term.sites]
-    chunk = max(1, int(_CHUNK_ENTRIES / max(term.size, 1)))
-    return in_chunks(functools.partial(term.measure, roots), of_sites, chunk)
+    method: NormMethod, roots: Mapping[int, Any], cached: Sequence[Cached]
+) -> list[Squares]:
+    """Applies a norm method to all examples: `Squares`, (B, P), for each parameter."""
+    of_uses = [cached[i] for i in method.uses]
+    chunk = max(1, int(_CHUNK_ENTRIES / max(method.size, 1)))
+    return in_chunks(functools.partial(method.measure, roots), of_uses, chunk)
 
 
 def in_chunks(fn: Callable[[Any], Any], examples: PyTree, chunk: int) -> PyTree:
@@ -262,11 +266,9 @@ class _Side(NamedTuple):
     has_rows: bool
 
 
-def _sides(
-    site: Site, recorded: Recorded, is_swapped: bool = False
-) -> tuple[_Side, _Side]:
-    left, right = _gradients.factors(site, recorded)
-    first, second = _Side(left, _outer(site).has_rows), _Side([right], False)
+def _sides(use: Use, cached: Cached, is_swapped: bool = False) -> tuple[_Side, _Side]:
+    left, right = _uses.factors(use, cached)
+    first, second = _Side(left, _outer(use).has_rows), _Side([right], False)
     return (second, first) if is_swapped else (first, second)
 
 
@@ -282,7 +284,7 @@ def _gram(a: _Side, b: _Side) -> jax.Array:
         rows = jnp.take_along_axis(vectors, rows[:, None, :], axis=2)
         return _views.widen(jnp.swapaxes(rows, 1, 2))
     grams = (
-        _products.contract(x, y, ((2,), (2,)), ((0,), (0,)))
+        _linalg.contract(x, y, ((2,), (2,)), ((0,), (0,)))
         for x, y in zip(a.parts, b.parts, strict=True)
     )
     return functools.reduce(jnp.add, grams)
@@ -301,11 +303,11 @@ def _root_of(squares: jax.Array, floor: float) -> jax.Array:
     return jnp.sqrt(jnp.maximum(squares, 0) + floor)
 
 
-def _extents(site: Site, recorded: Recorded) -> jax.Array:
-    """The extent, the sum of |left| |right| over positions: (K,)."""
+def _magnitudes(use: Use, cached: Cached) -> jax.Array:
+    """The sum of magnitudes, |left| |right| over positions: (K,)."""
     sizes = (
         _root(sum(jnp.sum(_square(x), axis=-1) for x in side.parts), side)
-        for side in _sides(site, recorded)
+        for side in _sides(use, cached)
     )
     return jnp.sum(_times(*sizes), axis=1)
 
@@ -316,5 +318,5 @@ def _times(a: jax.Array, b: jax.Array) -> jax.Array:
     return a.astype(dtype) * b.astype(dtype)
 
 
-def _roundings_of_extent(sizes: Sizes) -> int:
+def _roundings_of_magnitudes(sizes: Sizes) -> int:
     return sizes.left + sizes.right + 2 * sizes.positions + sizes.groups

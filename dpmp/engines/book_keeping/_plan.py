@@ -1,4 +1,4 @@
-"""Finds the sites in the program of one example's loss, and evaluates that program.
+"""Finds the uses in the program of one example's loss, and evaluates that program.
 
 `make_plan` goes through the equations once. For each equation that has a view of
 parameters among its operands, it decides how to evaluate it. `execute` evaluates these
@@ -9,7 +9,7 @@ flow:
     scan                   stays a scan, with a plan of its own for the body
     jax.checkpoint         stays a checkpoint, with a plan of its own
     any other body         stays as it is; the views among its operands
-                           are tapped whole
+                           get an identity tap
 """
 
 import dataclasses
@@ -21,21 +21,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _gradients, _rules, _sites, _views
-from dpmp.engines.book_keeping._sites import Site
+from dpmp.engines.book_keeping import _rules, _uses, _views
+from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics._stored import at_least_float32
 from dpmp.programs import _bodies, _interpreter
 
-# A function of the values of an equation's operands, and a dummy for each site. It
-# returns the values of the outputs, and for each site the recorded value or None.
+# A function of the values of an equation's operands, and a dummy for each use. It
+# returns the values of the outputs, and for each use the cached value or None.
 Handler = Callable[[list[Any], list[jax.Array]], tuple[list[Any], list[Any]]]
 
 
 class _Step(NamedTuple):
-    """The decision for one equation: its sites, and how to evaluate it."""
+    """The decision for one equation: its uses, and how to evaluate it."""
 
-    sites: list[Site]
+    uses: list[Use]
     handler: Handler
 
 
@@ -53,10 +53,10 @@ class Plan:
     last: _Step
 
     @property
-    def sites(self) -> list[Site]:
-        """The sites in the order of the program."""
+    def uses(self) -> list[Use]:
+        """The uses in the order of the program."""
         steps = self.first, *self.steps.values(), self.last
-        return [site for step in steps for site in step.sites]
+        return [use for step in steps for use in step.uses]
 
 
 def make_plan(
@@ -65,18 +65,18 @@ def make_plan(
     *,
     tapped: Collection[int] = (),
     unread: Collection[int] = (),
-    formed: Collection[int] = (),
+    materialized: Collection[int] = (),
 ) -> Plan:
-    """Finds the sites of a closed jaxpr without calls under `jax.jit`.
+    """Finds the uses of a closed jaxpr without calls under `jax.jit`.
 
     Args:
       closed: the closed jaxpr.
       args: for each argument the view that it is, or None for data.
-      tapped: the arguments to tap whole, before anything else reads them.
+      tapped: the arguments that get an identity tap, before anything reads them.
       unread: the outputs whose cotangents nobody reads.
-      formed: the sites, by their numbers, whose gradients the backward pass shall form.
-        Those in a loop that shares a view among its iterations are not formed: their
-        gradient would be read and written in every iteration.
+      materialized: the numbers of the uses whose gradients the backward pass shall
+        materialize. It does not do so in a loop that shares a view among its
+        iterations: the gradient would be read and written in every iteration.
     """
     steps: dict[int, _Step] = {}
 
@@ -85,36 +85,38 @@ def make_plan(
         known = [view for view in views if view is not None]
         if len(known) == len(views):
             as_of_data = [*views[:1], None]
-            if _views.repeats_rows(eqn, known) and _rules.outer_site(eqn, as_of_data):
+            if _views.repeats_rows(eqn, known) and _rules.outer_use(eqn, as_of_data):
                 views = as_of_data
             elif not _has_to_be_tapped(eqn, known):
                 return _views.apply(eqn, known)
-        number = sum(len(x.sites) for x in (first, *steps.values())) if formed else 0
-        outputs, step = _meet(eqn, views, _from(formed, number))
+        number = (
+            sum(len(x.uses) for x in (first, *steps.values())) if materialized else 0
+        )
+        outputs, step = _meet(eqn, views, _from(materialized, number))
         if step is not None:
             steps[id(eqn)] = step
         return outputs
 
-    first = _whole_step([x if i in tapped else None for i, x in enumerate(args)])
+    first = _identity_step([x if i in tapped else None for i, x in enumerate(args)])
     inputs = [_DATA if x is None or i in tapped else x for i, x in enumerate(args)]
     outputs = [_as_view(x) for x in _interpreter.run(closed, inputs, evaluate)]
-    last = _whole_step([None if i in unread else x for i, x in enumerate(outputs)])
+    last = _identity_step([None if i in unread else x for i, x in enumerate(outputs)])
     return Plan(closed, first, steps, last)
 
 
 def execute(
     plan: Plan, args: Sequence[Any], dummies: Sequence[jax.Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the outputs of a program, and for each site the recorded value or None.
+    """Returns the outputs of a program, and for each use the cached value or None.
 
     The dummies are float arrays with the shapes and dtypes of the cotangents of the
-    sites. Their cotangents come out as those of the sites.
+    uses. Their cotangents come out as those of the uses.
     """
-    remaining, records = iter(dummies), []
+    remaining, activations = iter(dummies), []
 
     def take(step: _Step, values: list[Any]) -> list[Any]:
-        outputs, recorded = step.handler(values, [next(remaining) for _ in step.sites])
-        records.extend(recorded)
+        outputs, cached = step.handler(values, [next(remaining) for _ in step.uses])
+        activations.extend(cached)
         return outputs
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
@@ -123,7 +125,7 @@ def execute(
 
     args = take(plan.first, list(args))
     outputs = take(plan.last, _interpreter.run(plan.closed, args, evaluate))
-    return outputs, records
+    return outputs, activations
 
 
 _DATA = object()  # stands for any value that depends on an example
@@ -136,12 +138,12 @@ def _as_view(x: Any) -> View | None:
 
 
 def _from(numbers: Collection[int], start: int) -> set[int]:
-    """The numbers of sites, counted from another one."""
+    """The numbers of uses, counted from another one."""
     return {i - start for i in numbers if i >= start}
 
 
 def _meet(
-    eqn: Any, views: list[View | None], formed: Collection[int]
+    eqn: Any, views: list[View | None], materialized: Collection[int]
 ) -> tuple[list[Any], _Step | None]:
     """Returns the outputs of an equation on data and views, and the decision for it."""
     outputs: list[Any] = [_DATA] * len(eqn.outvars)
@@ -149,17 +151,19 @@ def _meet(
     if not has_gradient or not _tappable(views):
         return outputs, None
     bind = functools.partial(_interpreter.bind, eqn)
-    whole = functools.partial(_whole_step, views, bind)
+    with_identity_taps = functools.partial(_identity_step, views, bind)
     if any(_is_complex(v) for v in (*eqn.invars, *eqn.outvars)):
-        return outputs, whole()
+        return outputs, with_identity_taps()
     if (loop := _bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
-        return _loop_step(loop, views, formed)
+        return _loop_step(loop, views, materialized)
     if (remat := _bodies.as_rematerialised(eqn)) is not None:
-        return outputs, _call_step(*remat, views, formed)
-    if (found := _rules.outer_site(eqn, views)) is not None:
-        make = _formed_step if 0 in formed else _outer_step
+        return outputs, _call_step(*remat, views, materialized)
+    if (found := _rules.outer_use(eqn, views)) is not None:
+        make = _materialized_step if 0 in materialized else _outer_step
         return outputs, make(eqn, *found)
-    return outputs, whole() if _bodies.has_body(eqn) else _dense_step(eqn, views)
+    if _bodies.has_body(eqn):
+        return outputs, with_identity_taps()
+    return outputs, _dense_step(eqn, views)
 
 
 def _tappable(views: Sequence[View | None]) -> dict[int, View]:
@@ -185,52 +189,54 @@ def _is_complex(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.complexfloating)
 
 
-def _outer_step(eqn: Any, site: Site, record: int) -> _Step:
+def _outer_step(eqn: Any, use: Use, operand: int) -> _Step:
     def handler(values, dummies):
         (value,) = _interpreter.bind(eqn, values)
-        return [_rules.tap(value, *dummies)], [values[record]]
+        return [_rules.tap(value, *dummies)], [values[operand]]
 
-    return _Step([site], handler)
+    return _Step([use], handler)
 
 
-def _formed_step(eqn: Any, site: Site, record: int) -> _Step:
-    dense = _sites.dense(site)
+def _materialized_step(eqn: Any, use: Use, operand: int) -> _Step:
+    dense = _uses.dense(use)
 
-    def form(value: jax.Array, cotangent: jax.Array) -> jax.Array:
-        recorded = _sites.Recorded(value, cotangent)
-        return _gradients.gradient(site, recorded).astype(dense.cotangent.dtype)
+    def materialize(value: jax.Array, cotangent: jax.Array) -> jax.Array:
+        cached = _uses.Cached(value, cotangent)
+        return _uses.gradient(use, cached).astype(dense.cotangent.dtype)
 
     def handler(values, dummies):
         (value,) = _interpreter.bind(eqn, values)
-        return [_rules.tap_formed(form, value, values[record], *dummies)], [None]
+        return [
+            _rules.tap_materialized(materialize, value, values[operand], *dummies)
+        ], [None]
 
     return _Step([dense], handler)
 
 
 def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
-    to_views, sites = {}, []
+    to_views, uses = {}, []
     for i, view in _tappable(views).items():
         # The gradient of what is broadcast is a sum, taken in float32.
         to_views[i] = functools.partial(_views.sum_over_repeated, view)
         view = _views.before_broadcasts(view)
         dtype = at_least_float32(view.aval.dtype)
         cotangent = jax.ShapeDtypeStruct(view.aval.shape, dtype)
-        sites.append(Site(eqn.primitive.name, view, cotangent))
+        uses.append(Use(eqn.primitive.name, view, cotangent))
 
     def handler(values, dummies):
         outputs = _rules.tap_dense(eqn, to_views, values, dummies)
-        return outputs, [None] * len(sites)
+        return outputs, [None] * len(uses)
 
-    return _Step(sites, handler)
+    return _Step(uses, handler)
 
 
-def _whole_step(
+def _identity_step(
     views: Sequence[View | None], fn: Callable[[list[Any]], list[Any]] = list
 ) -> _Step:
     """Taps each view that has a gradient, then goes on with `fn`."""
     which = _tappable(views)
-    sites = [
-        Site("whole", x, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
+    uses = [
+        Use("identity", x, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
         for x in which.values()
     ]
 
@@ -238,28 +244,28 @@ def _whole_step(
         values = list(values)
         for i, dummy in zip(which, dummies, strict=True):
             values[i] = _rules.tap(jnp.asarray(values[i]), dummy)
-        return fn(values), [None] * len(sites)
+        return fn(values), [None] * len(uses)
 
-    return _Step(sites, handler)
+    return _Step(uses, handler)
 
 
 def _call_step(
     body: Any,
     wrap: Callable[..., Any],
     views: Sequence[View | None],
-    formed: Collection[int],
+    materialized: Collection[int],
 ) -> _Step:
     """Plans a body that is evaluated once, under a wrapper that has to stay."""
-    inner = make_plan(body, _inner_roots(views, body), formed=formed)
-    sites = [
-        dataclasses.replace(site, view=_views.lift(site.view, views))
-        for site in inner.sites
+    inner = make_plan(body, _inner_roots(views, body), materialized=materialized)
+    uses = [
+        dataclasses.replace(use, view=_views.outside(use.view, views))
+        for use in inner.uses
     ]
 
     def handler(values, dummies):
         return wrap(functools.partial(execute, inner))(values, dummies)
 
-    return _Step(sites, handler)
+    return _Step(uses, handler)
 
 
 def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
@@ -270,12 +276,12 @@ def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
 
 
 def _loop_step(
-    loop: _bodies.Loop, views: list[View | None], formed: Collection[int]
+    loop: _bodies.Loop, views: list[View | None], materialized: Collection[int]
 ) -> tuple[list[Any], _Step | None]:
-    """Plans a scan of the same length and direction, with dummies in and records out.
+    """Plans a scan of the same length and direction, from dummies to activations.
 
-    A carried value that the body returns unchanged is a constant of the body. Views
-    among the others are tapped whole, since the loop replaces them by data.
+    A carried value that the body returns unchanged is a constant of the body. Other
+    carried views get an identity tap, since the loop replaces them by data.
     """
     body, size = loop.body.jaxpr, loop.options["length"]
     carry = range(loop.num_consts, loop.num_consts + loop.num_carry)
@@ -287,46 +293,44 @@ def _loop_step(
     plan_body = functools.partial(
         make_plan, loop.body, _inner_roots(inside, loop.body), unread=unread
     )
-    whole = _whole_step([views[i] for i in changing])
+    carried = _identity_step([views[i] for i in changing])
     inner = plan_body()
-    # Which sites are mapped does not depend on what is formed. The numbers beyond those
-    # of the body belong to what follows the loop.
-    are_mapped = [not site.view.roots.isdisjoint(mapped) for site in inner.sites]
-    formed = _from(formed, len(whole.sites))
-    if early := [i for i in formed if i < len(are_mapped) and are_mapped[i]]:
-        inner = plan_body(formed=early)
-    sites, stacked = [], set[int]()
-    for number, (site, is_mapped) in enumerate(
-        zip(inner.sites, are_mapped, strict=True)
-    ):
-        view = _views.lift(site.view, inside, mapped, size)
-        sites.append(_sites.in_loop(site, view, size, is_mapped=is_mapped))
-        stacked |= {number} if is_mapped or site.outer is not None else set()
+    # Materialized gradients do not change which uses are mapped. The numbers beyond
+    # those of the body belong to the equations after the loop.
+    are_mapped = [not use.view.roots.isdisjoint(mapped) for use in inner.uses]
+    materialized = _from(materialized, len(carried.uses))
+    if early := [i for i in materialized if i < len(are_mapped) and are_mapped[i]]:
+        inner = plan_body(materialized=early)
+    uses, stacked = [], set[int]()
+    for number, (use, is_mapped) in enumerate(zip(inner.uses, are_mapped, strict=True)):
+        view = _views.outside(use.view, inside, mapped, size)
+        uses.append(_uses.in_loop(use, view, size, is_mapped=is_mapped))
+        stacked |= {number} if is_mapped or use.outer is not None else set()
 
     def handler(values, dummies):
-        first, dummies = dummies[: len(whole.sites)], dummies[len(whole.sites) :]
-        init, nothing = whole.handler([values[i] for i in changing], first)
+        first, dummies = dummies[: len(carried.uses)], dummies[len(carried.uses) :]
+        init, nothing = carried.handler([values[i] for i in changing], first)
 
         def iteration(state, slices):
             inputs = state | slices[0]
-            outputs, records = execute(
+            outputs, activations = execute(
                 inner,
                 [inputs.get(i, x) for i, x in enumerate(values)],
                 [slices[1].get(i, x) for i, x in enumerate(dummies)],
             )
             state = {i: outputs[i - carry.start] for i in changing}
-            return state, (outputs[loop.num_carry :], records)
+            return state, (outputs[loop.num_carry :], activations)
 
-        final, (ys, records) = jax.lax.scan(
+        final, (ys, activations) = jax.lax.scan(
             iteration,
             dict(zip(changing, init, strict=True)),
             ({i: values[i] for i in mapped}, {i: dummies[i] for i in stacked}),
             **loop.options,
         )
         outputs = [*(final.get(i, values[i]) for i in carry), *ys]
-        return outputs, [*nothing, *records]
+        return outputs, [*nothing, *activations]
 
     outputs = [_DATA if inside[i] is None else views[i] for i in carry]
     outputs += [_DATA] * (len(body.outvars) - len(outputs))
-    sites = [*whole.sites, *sites]
-    return outputs, _Step(sites, handler) if sites else None
+    uses = [*carried.uses, *uses]
+    return outputs, _Step(uses, handler) if uses else None

@@ -1,16 +1,17 @@
-"""The rules: which sites an equation on data and views makes.
+"""The rules: which uses of parameters an equation on data and views makes.
 
-An equation that multiplies data by a view has a gradient of the outer form (`_sites`),
+An equation that multiplies data by a view has a gradient of the outer form (`_uses`),
 and a rule of its own here. Every other equation gets a tap, which is exact. A tap
 returns its argument unchanged, and gives out the cotangent that comes back to it. There
 are two taps:
 
 - `tap_dense` takes the gradient of one equation without a body, in float32.
-- `tap` takes the gradient of the view itself, in the dtype of the view, through all
-  equations that follow. A view with this tap is "tapped whole".
+- `tap` takes the cotangent of an array, in its dtype, through all equations that
+  follow. Applied to a view, it is an identity tap: it takes the gradient of the view.
 
 An equation with a rule has a tap, too. It is `tap`, applied to the output, so that its
-cotangent comes out. Or it is `tap_formed`, where the gradient is to be formed at once.
+cotangent comes out. Where the gradient is to be materialized at once, it is
+`tap_materialized`.
 """
 
 import functools
@@ -25,15 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp.engines.book_keeping import _views
-from dpmp.engines.book_keeping._sites import Factors, Outer, Site, Sizes
+from dpmp.engines.book_keeping._uses import Factors, Outer, Sizes, Use
 from dpmp.engines.book_keeping._views import View
-from dpmp.programs import _float8_product, _interpreter
+from dpmp.programs import _float8, _interpreter, _primitives
 
 
-def outer_site(eqn: Any, views: Sequence[View | None]) -> tuple[Site, int] | None:
-    """Finds the site of an equation with a rule, if one operand of its two is a view.
+def outer_use(eqn: Any, views: Sequence[View | None]) -> tuple[Use, int] | None:
+    """Finds the use by an equation with a rule, if one of its two operands is a view.
 
-    Returns the site, and the position of the operand to record.
+    Returns the use, and the position of the operand to cache.
     """
     name, rule = _OUTER_RULES.get(_interpreter.name(eqn), ("", None))
     known = [(i, x) for i, x in enumerate(views) if x is not None and x.leaves]
@@ -42,7 +43,7 @@ def outer_site(eqn: Any, views: Sequence[View | None]) -> tuple[Site, int] | Non
     ((operand, view),) = known
     (output,) = map(_shape, eqn.outvars)
     outer = rule(eqn, operand)
-    return None if outer is None else (Site(name, view, output, outer), 1 - operand)
+    return None if outer is None else (Use(name, view, output, outer), 1 - operand)
 
 
 def _shape(atom: Any) -> jax.ShapeDtypeStruct:
@@ -58,7 +59,7 @@ def _dot(eqn: Any, operand: int) -> Outer:
     data = 1 - operand
     shapes = [atom.aval.shape for atom in eqn.invars]
     contracted, batch = eqn.params.get(
-        "dimension_numbers", _float8_product.dimension_numbers(len(shapes[0]))
+        "dimension_numbers", _float8.dimension_numbers(len(shapes[0]))
     )
     free = [
         tuple(i for i in range(len(shapes[j])) if i not in (*contracted[j], *batch[j]))
@@ -99,21 +100,13 @@ def _from_axes(
 
 def _gather(eqn: Any, operand: int) -> Outer | None:
     """The rule of an embedding, which takes rows by their numbers."""
-    numbers, params = eqn.params["dimension_numbers"], eqn.params
-    shape, rows = eqn.invars[0].aval.shape, numbers.start_index_map
-    one_row = tuple(1 if i in rows else n for i, n in enumerate(shape))
-    takes_rows = (
-        operand == 0
-        and len(rows) == 1
-        and numbers.collapsed_slice_dims == rows
-        and not numbers.operand_batching_dims
-        and params["slice_sizes"] == one_row
-    )
-    if not takes_rows:
+    axis = _views.row_axis(eqn)
+    if operand != 0 or axis is None:
         return None
-    others = tuple(i for i in range(len(shape)) if i not in rows)
-    mode = jax.lax.GatherScatterMode.from_any(params["mode"])
-    num_rows, width = shape[rows[0]], _num(shape, others)
+    shape, numbers = eqn.invars[0].aval.shape, eqn.params["dimension_numbers"]
+    others = tuple(i for i in range(len(shape)) if i != axis)
+    mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
+    num_rows, width = shape[axis], _num(shape, others)
 
     def factors(ids: jax.Array, cotangent: jax.Array) -> Factors:
         ids = ids.reshape(1, -1)
@@ -127,7 +120,7 @@ def _gather(eqn: Any, operand: int) -> Outer | None:
             right = jnp.where(is_row[..., None], right, jnp.zeros_like(right))
         return [jnp.clip(ids, 0, num_rows - 1).astype(jnp.int32)], right
 
-    axes = ((), rows, others)
+    axes = ((), (axis,), others)
     ids = _shape(eqn.invars[1])
     sizes = Sizes(1, math.prod(ids.shape), num_rows, width)
     return Outer(ids, sizes, factors, _from_axes(axes, shape), axes, has_rows=True)
@@ -209,10 +202,10 @@ def _in_groups(x: jax.Array, groups: int) -> jax.Array:
 # By the name of an equation: the name for people, and a function that returns the outer
 # form of the gradient with respect to an operand, or None.
 _OUTER_RULES: dict[str, tuple[str, Callable[[Any, int], Outer | None]]] = {
-    "dot_general": ("dot", _dot),
-    _interpreter.CUSTOM_VJP + _float8_product.NAME: ("dot", _dot),
-    "gather": ("gather", _gather),
-    "conv_general_dilated": ("convolution", _convolution),
+    _primitives.DOT_GENERAL: ("dot", _dot),
+    _interpreter.CUSTOM_VJP + _float8.PRODUCT_NAME: ("dot", _dot),
+    _primitives.GATHER: ("gather", _gather),
+    _primitives.CONVOLUTION: ("convolution", _convolution),
 }
 
 
@@ -227,20 +220,23 @@ tap.defvjp(lambda value, _: (value, None), lambda _, ct: (ct, ct))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tap_formed(
-    form: Callable[[jax.Array, jax.Array], jax.Array],
+def tap_materialized(
+    materialize: Callable[[jax.Array, jax.Array], jax.Array],
     value: jax.Array,
-    recorded: jax.Array,
+    cached: jax.Array,
     dummy: jax.Array,
 ) -> jax.Array:
-    """Returns `value`; `form(recorded, its cotangent)` comes out as that of `dummy`."""
-    del form, recorded, dummy
+    """Returns `value`; the cotangent of `dummy` is a gradient.
+
+    This is `materialize(cached, ct)`, where ct is the cotangent of the result.
+    """
+    del materialize, cached, dummy
     return value
 
 
-tap_formed.defvjp(
-    lambda _, value, recorded, __: (value, recorded),
-    lambda form, recorded, ct: (ct, None, form(recorded, ct)),
+tap_materialized.defvjp(
+    lambda _, value, cached, __: (value, cached),
+    lambda materialize, cached, ct: (ct, None, materialize(cached, ct)),
 )
 
 
@@ -253,7 +249,7 @@ def tap_dense(
     """Evaluates an equation; gradients of its views become the cotangents of dummies.
 
     For the position of each operand that is a view, `to_views` has a function that maps
-    the float32 gradient of this operand to the gradient of the site.
+    the float32 gradient of this operand to the gradient of the use.
     """
 
     @jax.custom_vjp

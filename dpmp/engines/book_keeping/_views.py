@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _bodies, _interpreter
+from dpmp.programs import _bodies, _interpreter, _primitives
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +70,9 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     """Makes the views that an equation computes from views."""
     leaves = frozenset[int]().union(*(view.leaves for view in operands))
     roots = frozenset[int]().union(*(view.roots for view in operands))
-    if eqn.primitive.name == "stop_gradient" or _is_product_with_zero(eqn):
+    if eqn.primitive.name == _primitives.STOP_GRADIENT or _is_product_with_zero(eqn):
         leaves = frozenset()
-    is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(operands) == 1
+    is_broadcast = eqn.primitive.name == _primitives.BROADCAST and len(operands) == 1
     # Constants, and the choices of comparisons, are those of the program itself.
     depends = any(view.leaves for view in operands)
     has_floats = any(is_float(output.aval.dtype) for output in eqn.outvars)
@@ -94,12 +94,12 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
 
 def _is_product_with_zero(eqn: Any) -> bool:
     """Whether an equation is `0.0 * x`, as a penalty that is switched off leaves it."""
-    return eqn.primitive.name == "mul" and any(
+    return eqn.primitive.name == _primitives.MUL and any(
         _interpreter.is_literal(atom) and atom.val == 0 for atom in eqn.invars
     )
 
 
-def lift(
+def outside(
     view: View,
     outer: Sequence[View | None],
     mapped: Collection[int] = (),
@@ -162,10 +162,25 @@ def sum_over_repeated(view: View, grad: jax.Array) -> jax.Array:
 
 def repeats_rows(eqn: Any, operands: Sequence[View]) -> bool:
     """Whether an equation takes rows of a view at indices that may occur repeatedly."""
-    if eqn.primitive.name != "gather" or operands[1].leaves or not operands[0].leaves:
+    is_gather = eqn.primitive.name == _primitives.GATHER
+    if not is_gather or operands[1].leaves or not operands[0].leaves:
         return False
     ids = _known_integers(operands[1])
     return ids is None or len(np.unique(ids)) < ids.size
+
+
+def row_axis(eqn: Any) -> int | None:
+    """The axis along which a gather takes rows, or None if it takes anything else."""
+    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+    rows = numbers.start_index_map
+    takes_rows = (
+        len(rows) == 1
+        and numbers.collapsed_slice_dims == rows
+        and not numbers.operand_batching_dims
+        and eqn.params["slice_sizes"]
+        == tuple(1 if i in rows else n for i, n in enumerate(shape))
+    )
+    return rows[0] if takes_rows else None
 
 
 def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]:
@@ -193,16 +208,16 @@ def goes_back_exactly(eqn: Any) -> bool:
     them, which may be below float32.
     """
     name, dtypes = eqn.primitive.name, [v.aval.dtype for v in eqn.invars]
-    if name.startswith("scatter"):
+    if name.startswith(_primitives.SCATTER):
         return all(x.itemsize >= 4 for x in dtypes if is_float(x))
-    if name == "while":  # it sends no gradients back
+    if name == _primitives.WHILE:  # it sends no gradients back
         return True
-    return not _bodies.has_body(eqn) and name != "reduce_precision"
+    return not _bodies.has_body(eqn) and name != _primitives.REDUCE_PRECISION
 
 
 def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     """Evaluates an equation without casts to less than float32."""
-    if _bodies.has_body(eqn) or eqn.primitive.name == "bitcast_convert_type":
+    if _bodies.has_body(eqn) or eqn.primitive.name == _primitives.BITCAST:
         return _bind_as_written(eqn, values)
     return bind_widened(eqn, values)
 
@@ -221,7 +236,7 @@ def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
         for name in ("new_dtype", "preferred_element_type", "out_dtype")
         if eqn.params.get(name) is not None and is_float(eqn.params[name])
     }
-    if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+    if eqn.primitive.name in _primitives.PRODUCTS:
         changed["precision"] = jax.lax.Precision.HIGHEST
     return _interpreter.bind(eqn, [widen(x) for x in values], **changed)
 
@@ -254,7 +269,7 @@ def _rearrangement(
 
 def _shift(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
     """Adding a constant does not change the gradient."""
-    is_negated = eqn.primitive.name == "sub" and not operands[0].leaves
+    is_negated = eqn.primitive.name == _primitives.SUB and not operands[0].leaves
     same_shape = x.shape == eqn.outvars[0].aval.shape
     return x if same_shape and not is_negated else None
 
@@ -286,31 +301,23 @@ def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) ->
 
 def _gather(x: np.ndarray, eqn: Any, operands: Sequence[View], *_: Any) -> Any:
     """Takes rows at indices that the program fixes and that are evenly spaced."""
-    numbers, indices = eqn.params["dimension_numbers"], operands[1]
-    rows = numbers.start_index_map
-    one_row = tuple(1 if i in rows else n for i, n in enumerate(x.shape))
-    ids = _known_integers(indices)
-    if (
-        ids is None
-        or len(rows) != 1
-        or numbers.collapsed_slice_dims != rows
-        or numbers.operand_batching_dims
-        or eqn.params["slice_sizes"] != one_row
-    ):
+    axis, ids = row_axis(eqn), _known_integers(operands[1])
+    if axis is None or ids is None:
         return None
     ids = ids[..., 0]
     flat = ids.ravel()
     steps = np.unique(np.diff(flat))
     step = int(steps[0]) if len(steps) else 1
-    in_range = flat.size and flat.min() >= 0 and flat.max() < x.shape[rows[0]]
+    in_range = flat.size and flat.min() >= 0 and flat.max() < x.shape[axis]
     if len(steps) > 1 or step == 0 or not in_range:
         return None
-    by_row = np.moveaxis(x, rows[0], 0)
+    by_row = np.moveaxis(x, axis, 0)
     stop = int(flat[-1]) + (1 if step > 0 else -1)
     taken = by_row[int(flat[0]) : stop if stop >= 0 else None : step]
     taken = taken.reshape(*ids.shape, *by_row.shape[1:])
     others = range(ids.ndim, taken.ndim)
-    taken = np.moveaxis(taken, others, numbers.offset_dims)
+    offset_dims = eqn.params["dimension_numbers"].offset_dims
+    taken = np.moveaxis(taken, others, offset_dims)
     return taken if np.may_share_memory(taken, x) else None
 
 
@@ -327,22 +334,26 @@ def _split(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
     return np.split(x, np.cumsum(sizes)[:-1], axis)[output]
 
 
+def _unstack(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
+    return np.moveaxis(x, eqn.params["axis"], 0)[output, ...]
+
+
 # Each function maps the NumPy view of an operand to that of the result.
 _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
-    "add": _shift,
-    "sub": _shift,
-    "convert_element_type": lambda x, eqn, *_: (
+    _primitives.ADD: _shift,
+    _primitives.SUB: _shift,
+    _primitives.CAST: lambda x, eqn, *_: (
         x if is_float(eqn.params["new_dtype"]) else None
     ),
-    "copy": lambda x, *_: x,
-    "transpose": lambda x, eqn, *_: x.transpose(eqn.params["permutation"]),
-    "reshape": _reshape,
-    "squeeze": lambda x, eqn, *_: x.squeeze(tuple(eqn.params["dimensions"])),
-    "broadcast_in_dim": _reshape,
-    "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    "gather": _gather,
-    "rev": lambda x, eqn, *_: np.flip(x, eqn.params["dimensions"]),
-    "split": _split,
-    "unstack": lambda x, eqn, _, i: np.moveaxis(x, eqn.params["axis"], 0)[i, ...],
+    _primitives.COPY: lambda x, *_: x,
+    _primitives.TRANSPOSE: lambda x, eqn, *_: x.transpose(eqn.params["permutation"]),
+    _primitives.RESHAPE: _reshape,
+    _primitives.SQUEEZE: lambda x, eqn, *_: x.squeeze(tuple(eqn.params["dimensions"])),
+    _primitives.BROADCAST: _reshape,
+    _primitives.SLICE: _slice,
+    _primitives.DYNAMIC_SLICE: _dynamic_slice,
+    _primitives.GATHER: _gather,
+    _primitives.REV: lambda x, eqn, *_: np.flip(x, eqn.params["dimensions"]),
+    _primitives.SPLIT: _split,
+    _primitives.UNSTACK: _unstack,
 }

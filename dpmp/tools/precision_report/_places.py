@@ -10,38 +10,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from dpmp.programs import _bodies, _interpreter, _source_lines
+from dpmp.programs import _bodies, _interpreter, _primitives, _source_lines
 from dpmp.tools.precision_report._findings import ARGUMENT, UNKNOWN, Finding
-
-# Operations of jax by what they do to 16-bit values. An operation that is not listed
-# only adds a rounding error of its own size.
-_GROUPS = {
-    # Entries stay what they are.
-    "moves": (
-        "broadcast_in_dim concatenate copy copy_p dynamic_slice expand_dims gather "
-        "optimization_barrier pad reshape rev select_n slice split squeeze "
-        "stop_gradient transpose unstack"
-    ),
-    "casts": "convert_element_type",
-    # A sum remains a sum if something is added to it, or if it is scaled.
-    "adds": "add add_any sub",
-    "scales": "mul div neg max",
-    # XLA adds in float32 within these, and only rounds the result.
-    "products": "dot_general ragged_dot ragged_dot_general conv_general_dilated",
-    # The derivative of a maximum divides by the number of entries that equal it.
-    "ties": "eq",
-    # The groups from here on have the names of their findings.
-    # The compiler chooses the order and the dtype. XLA on CPUs makes 4096 of 4096 ones
-    # along one axis of a bfloat16 array, and 1024 along two (jax 0.10 to 0.12).
-    "sum": "reduce_sum reduce_window_sum cumsum",
-    # The result is rounded after every addition.
-    "running sum": "scatter-add scatter_add",
-    # The absolute error of one side is the relative error of the other.
-    "exponential": "exp exp2 expm1 log log1p pow cumlogsumexp lgamma digamma",
-    # Applied to a variance or a norm. `div` counts if it divides by a sum.
-    "normalisation": "rsqrt sqrt",
-}
-_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.split()}
 
 # The largest share of a sum that rounding may take without being reported.
 _NOTICEABLE = 1 / 8
@@ -97,7 +67,7 @@ class _Walk:
             return [Facts() if is_literal(x) else known.get(x, Facts()) for x in atoms]
 
         for eqn in _live_equations(jaxpr):
-            is_listed = eqn.primitive.name in _GROUP_OF
+            is_listed = eqn.primitive.name in _primitives.KIND_OF
             programs = [] if is_listed else _bodies.sub_programs(eqn)
             if not programs:
                 known |= dict.fromkeys(eqn.outvars, self._step(eqn, read(eqn.invars)))
@@ -131,7 +101,7 @@ class _Walk:
 
     def _step(self, eqn: Any, operands: list[Facts]) -> Facts:
         """Returns the facts about the results of an operation."""
-        group = _GROUP_OF.get(eqn.primitive.name)
+        group = _primitives.KIND_OF.get(eqn.primitive.name)
         if group == "moves":
             return _merged(operands)
         if group == "casts":
@@ -170,7 +140,7 @@ class _Walk:
         return facts
 
     def _scales(self, eqn: Any, operands: list[Facts]) -> Facts:
-        if eqn.primitive.name == "div" and operands[1].is_sum:
+        if eqn.primitive.name == _primitives.DIV and operands[1].is_sum:
             self._add_result("normalisation", eqn)
             operands = operands[:1]
         is_sum = sum(x.is_sum for x in operands) == 1 and _is_factor(eqn, operands)
@@ -246,16 +216,16 @@ def _num_terms(eqn: Any) -> int | None:
     For scatters it is the largest number of terms that an entry may have.
     """
     name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
-    if name.startswith("scatter"):
+    if name.startswith(_primitives.SCATTER):
         batched = params["dimension_numbers"].scatter_indices_batching_dims
         updates = eqn.invars[1].aval.shape[:-1]
         sizes = [n for i, n in enumerate(updates) if i not in batched]
         return 1 if params["unique_indices"] else math.prod(sizes)
-    if name == "cumsum":
+    if name == _primitives.CUMSUM:
         return shape[params["axis"]]
-    if name == "reduce_window_sum":
+    if name == _primitives.WINDOW_SUM:
         return math.prod(params["window_dimensions"])
-    if name == "reduce_sum":
+    if name == _primitives.REDUCE_SUM:
         return math.prod(shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
     return None
 

@@ -54,7 +54,7 @@ _OF_PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", _OF_PARAMETERS)
-def test_sums_follow_the_gradients_of_single_examples(name):
+def test_sums_follow_the_per_example_gradients(name):
     x = np.where(np.arange(2100)[:, None] < 2051, _rng.uniform(40, 60, (2100, 4)), 0)
     dtype = jnp.float16 if name.endswith("float16") else jnp.bfloat16
     x = jnp.asarray(x, jnp.float32 if name.startswith(("red", "custom_l")) else dtype)
@@ -63,27 +63,27 @@ def test_sums_follow_the_gradients_of_single_examples(name):
         return _OF_PARAMETERS[name](w, x).astype(jnp.float32)
 
     w = jnp.float32([1, 2, 3, 4])
-    kept, formed = (
+    ours, theirs = (
         _clip(loss, w, x, clip_norm=100.0, method=method)
         for method in ("book_keeping", "per_example")
     )
     # Not to one unit of bfloat16 of the sum, which is several clip norms; in float16
     # it would overflow.
-    np.testing.assert_allclose(kept, formed, rtol=1e-3)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3)
 
 
-def _two_sites(w, x, y):
+def _two_uses(w, x, y):
     return jnp.sum(w * x) - jnp.sum(w * y)
 
 
-@pytest.mark.parametrize("size", [1e5, 1e7, 1e9])
-def test_terms_that_cancel_do_not_move_what_others_contribute(size):
+@pytest.mark.parametrize("size", [1e5, 1e9])
+def test_uses_that_cancel_do_not_move_what_others_contribute(size):
     x = np.asarray(0.1 * _rng.normal(size=(64, 50)), "f")
     x[7] = 0
     y = np.zeros_like(x)
-    without = _clip(_two_sites, jnp.ones(50), x, y)
+    without = _clip(_two_uses, jnp.ones(50), x, y)
     x[7] = y[7] = size * _rng.normal(size=50)
-    assert np.linalg.norm(_clip(_two_sites, jnp.ones(50), x, y) - without) < 0.01
+    assert np.linalg.norm(_clip(_two_uses, jnp.ones(50), x, y) - without) < 0.01
 
 
 def _convolution(w, cotangent):
@@ -96,7 +96,7 @@ def _convolution(w, cotangent):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_positions_that_cancel_do_not_move_what_others_contribute(dtype):
-    """In a table and in a convolution, whose gradients are formed or scattered."""
+    """In a table and in a convolution, with materialized and scattered gradients."""
     w = jnp.ones((40, 64), dtype)
     ids = np.full((3, 30), 3)
     cotangents = (0.05 * _rng.normal(size=(3, 30, 64))).astype(np.float32)
@@ -118,7 +118,7 @@ def test_positions_that_cancel_do_not_move_what_others_contribute(dtype):
     assert np.linalg.norm(moved) < (0.1 if dtype == "float32" else 1.01)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_factors_that_are_rounded_leave_an_example_near_its_clip_norm(seed):
     rng = np.random.default_rng(seed)
     x = np.repeat(rng.normal(size=(1, 1, 64)), 4, axis=1)
@@ -149,30 +149,3 @@ def test_a_tiny_loss_scale_does_not_hide_a_norm(method):
         method=method,
     )
     assert np.linalg.norm(total) <= 1e-10
-
-
-def test_rows_that_are_not_there_have_no_gradient():
-    ids = jnp.asarray([[7, 0, 0]])
-
-    def loss(w, ids):
-        rows = w.at[ids].get(mode="promise_in_bounds")
-        return jnp.sum(jnp.where(ids[:, None] < 5, rows, 0.0) + rows)
-
-    kept, formed = (
-        _clip(loss, jnp.ones((5, 1)), ids, method=method)
-        for method in ("book_keeping", "per_example")
-    )
-    np.testing.assert_allclose(kept, formed, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_random_numbers_of_16_bits_may_be_constants(dtype):
-    def loss(w, x):
-        noise = jax.random.normal(jax.random.key(0), w.shape, dtype)
-        return jnp.sum(w * noise * x).astype(jnp.float32)
-
-    w, x = jnp.ones(3, dtype), jnp.ones((2, 3), dtype)
-    kept, formed = (
-        _clip(loss, w, x, method=method) for method in ("book_keeping", "per_example")
-    )
-    np.testing.assert_allclose(kept, formed, rtol=0.03)

@@ -11,7 +11,7 @@ import more_models
 import pytest
 
 import dpmp
-from dpmp.engines.book_keeping import Summary, _engine, summarize
+from dpmp.engines.book_keeping import _engine, summarize
 
 ZOO = {model.name: model for model in (*models.ZOO, *more_models.PARAMETER_USES)}
 
@@ -64,54 +64,55 @@ def test_a_row_says_what_is_known_of_a_parameter():
     assert (w.rules, w.forms) == (("dot",), ("gram",))
     assert (b.rules, b.forms) == (("add",), ("entries",))
     # Inner products of ten positions with each other, on either side.
-    assert 100 * 500 <= w.cost <= 2 * 100 * 500
-    assert w.share == w.cost / (w.cost + b.cost)
+    assert 100 * 500 <= w.flops <= 2 * 100 * 500
+    assert w.share == w.flops / (w.flops + b.flops)
 
 
-def test_the_form_follows_the_shape():
-    params = _params(w=(8, 8), b=(8,))
-    long = _rows(summarize(_linear, params, _batch(2, 1000, 8)))
-    short = _rows(summarize(_linear, params, _batch(2, 1, 8)))
-    assert long["['w']"].forms == ("kept",)
-    assert short["['w']"].forms == ("gram",)
+# Parameters without influence on the loss.
+_UNUSED = {"decoder-tied": "head", "decoder-scan-remat-tied": "head"}
+_UNUSED |= {"shared": "unused", "control_flow": "unused"}
 
 
-def test_every_parameter_has_one_row(model):
+def test_every_parameter_has_one_row_and_one_line(model):
     params = model.init(jnp.float32)
-    rows = _of_model(model.name).rows
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    assert [row.path for row in rows] == [jax.tree_util.keystr(k) for k, _ in leaves]
-    assert [row.shape for row in rows] == [x.shape for _, x in leaves]
-    assert [row.num_entries for row in rows] == [x.size for _, x in leaves]
-
-
-def test_only_parameters_without_influence_have_no_rule(model):
-    names = {"decoder-tied": "head", "decoder-scan-remat-tied": "head"}
-    names |= {"shared": "unused", "control_flow": "unused"}
-    for row in _of_model(model.name).rows:
-        is_used = row.path != f"['{names.get(model.name)}']"
-        assert [bool(x) for x in (row.rules, row.forms, row.cost)] == [is_used] * 3
-
-
-def test_shares_add_up(model):
     summary = _of_model(model.name)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    header, *lines, total = str(summary).splitlines()
+    for row, (path, leaf), line in zip(summary.rows, leaves, lines, strict=True):
+        assert row.path == jax.tree_util.keystr(path)
+        assert (row.shape, row.num_entries) == (leaf.shape, leaf.size)
+        assert row.share == pytest.approx(row.flops / summary.flops)
+        is_used = row.path != f"['{_UNUSED.get(model.name)}']"
+        assert [bool(x) for x in (row.rules, row.forms, row.flops)] == [is_used] * 3
+        cells = re.split(r"  +", line)
+        assert cells[:2] == [row.path, str(row.shape)]
+        assert int(cells[2].replace(",", "")) == row.num_entries
+        assert cells[-1] == f"{row.share:.1%}"
     assert sum(row.share for row in summary.rows) == pytest.approx(1)
-    for row in summary.rows:
-        assert row.share == pytest.approx(row.cost / summary.cost)
+    name, num_entries, flops = total.split()
+    assert (name, num_entries) == ("total", f"{summary.num_entries:,}")
+    assert flops == f"{summary.flops:,.0f}"
+    # The columns of numbers end where their names do.
+    for name, text in (("entries", num_entries), ("flops", flops)):
+        assert header.index(name) + len(name) == total.index(text) + len(text)
+    assert all(line == line.rstrip() for line in (header, *lines, total))
 
 
 @pytest.mark.parametrize("arithmetic", ["unproved_float32", "bounded"])
-def test_summaries_say_what_the_engine_does(model, arithmetic, monkeypatch):
+def test_summaries_say_what_the_engine_does_from_shapes_alone(
+    model, arithmetic, monkeypatch
+):
     params, batch = model.init(jnp.float32), model.make_batch(0, 4)
-    rows = _quietly(model.loss, params, batch, arithmetic=arithmetic).rows
+    shapes = _shapes(params), _shapes(batch)
+    rows = _quietly(model.loss, *shapes, arithmetic=arithmetic).rows
     program = _program_of_engine(
         monkeypatch, model.loss, params, batch, arithmetic=arithmetic
     )
     for root, row in enumerate(rows):
-        terms = [x for x in program.terms if root in x.params]
-        sites = [x for x in program.plan.sites if root in x.view.leaves]
-        assert row.forms == tuple(term.form for term in terms)
-        assert row.rules == tuple(site.rule for site in sites)
+        methods = [x for x in program.norm_methods if root in x.params]
+        uses = [x for x in program.plan.uses if root in x.view.leaves]
+        assert row.forms == tuple(method.form for method in methods)
+        assert row.rules == tuple(use.rule for use in uses)
 
 
 class _AnalysedError(Exception):
@@ -141,28 +142,16 @@ def test_arguments_without_an_example_axis_are_constants_as_in_the_engine(monkey
     args = _params(a=(6, 2), b=(2, 5)), _batch(4, 3, 6), _batch(6, 5)
     options = {"arithmetic": "unproved_float32"}
     program = _program_of_engine(monkeypatch, loss, *args, **options)
-    assert [site.rule for site in program.plan.sites] == ["dot"]
+    assert [use.rule for use in program.plan.uses] == ["dot"]
     rows = _quietly(loss, *args, **options).rows
     assert all(row.rules == ("dot",) for row in rows)
 
 
-def test_shapes_are_enough(model):
-    params, batch = model.init(jnp.float32), model.make_batch(0, 4)
-    summary = _quietly(model.loss, _shapes(params), _shapes(batch))
-    assert summary == _of_model(model.name)
-
-
-def test_nothing_is_computed():
+def test_nothing_is_computed_and_the_batch_size_does_not_matter():
     params = _params(w=(2**15, 2**15), b=(2**15,))
     summary = summarize(_linear, params, _batch(2**20, 128, 2**15))  # 16 terabytes
     assert summary.num_entries == 2**30 + 2**15
-
-
-def test_the_batch_size_does_not_matter():
-    params = _params(w=(8, 8), b=(8,))
-    assert summarize(_linear, params, _batch(1, 8)) == summarize(
-        _linear, params, _batch(512, 8)
-    )
+    assert summary == summarize(_linear, params, _batch(1, 128, 2**15))
 
 
 def test_arguments_mean_what_they_mean_to_clipped_grad():
@@ -197,41 +186,17 @@ def test_keys_and_numbers_are_arguments_too():
     assert (row.path, row.shape, row.rules) == ("", (), ("mul",))
 
 
-def test_the_table_has_a_line_for_each_row_and_their_sums(model):
-    summary = _of_model(model.name)
-    header, *lines, total = str(summary).splitlines()
-    assert len(lines) == len(summary.rows)
-    for line, row in zip(lines, summary.rows, strict=True):
-        cells = re.split(r"  +", line)
-        assert cells[0] == row.path
-        assert cells[1] == str(row.shape)
-        assert int(cells[2].replace(",", "")) == row.num_entries
-        assert cells[-1] == f"{row.share:.1%}"
-    name, num_entries, cost = total.split()
-    assert name == "total"
-    assert num_entries == f"{sum(row.num_entries for row in summary.rows):,}"
-    assert cost == f"{sum(row.cost for row in summary.rows):,.0f}"
-    # The columns of numbers end where their names do.
-    for name, text in (("entries", num_entries), ("cost", cost)):
-        assert header.index(name) + len(name) == total.index(text) + len(text)
-    assert all(line == line.rstrip() for line in (header, *lines, total))
-
-
-def test_several_sites_are_counted():
+def test_several_uses_are_counted_and_a_parameter_that_is_the_argument_has_a_name():
     def loss(params, batch):
         x = batch
-        for w in params["w"]:
+        for w in params:
             x = jnp.tanh(x @ w)
         return jnp.mean(x)
 
-    line = str(summarize(loss, _params(w=(3, 6, 6)), _batch(2, 6))).splitlines()[1]
+    line = str(summarize(loss, _batch(3, 6, 6), _batch(2, 6))).splitlines()[1]
+    assert line.startswith("(itself)")
     assert "3 dot" in line
     assert "3 gram" in line
-
-
-def test_a_parameter_that_is_the_argument_has_a_name():
-    table = str(summarize(lambda w, x: jnp.mean(x @ w), _batch(4, 3), _batch(9, 4)))
-    assert table.splitlines()[1].startswith("(itself)")
 
 
 def test_warns_of_gradients_that_are_sent_back_to_parameters():
@@ -249,14 +214,14 @@ def test_warns_of_gradients_that_are_sent_back_to_parameters():
     assert _rows(summary)["['w']"].forms == ("parameters",)
 
 
-def test_bounded_sums_form_what_is_computed_from_parameters():
+def test_bounded_sums_materialize_gradients_of_parameters_used_through_arithmetic():
     def loss(params, batch):
         return _linear({"w": jnp.tanh(params["w"]), "b": params["b"]}, batch)
 
     args = _params(w=(256, 256), b=(256,)), _batch(2, 256)
     with pytest.warns(UserWarning, match=r"\['w'\] .* branches.* computed from"):
         rows = _rows(summarize(loss, *args, arithmetic="bounded"))
-    assert rows["['w']"].rules == ("whole",)
+    assert rows["['w']"].rules == ("identity",)
     rows = _rows(_quietly(loss, *args, arithmetic="unproved_float32"))
     assert rows["['w']"].rules == ("dot",)
 
@@ -268,84 +233,94 @@ def _branching(params, batch):
     return jnp.mean(x)
 
 
-def test_warns_of_large_parameters_that_are_tapped_whole():
+def test_warns_of_large_parameters_with_identity_taps():
     with pytest.warns(UserWarning, match=r"\(itself\) .* 100% .* branches"):
         (row,) = summarize(_branching, _batch(256, 256), _batch(2, 256)).rows
-    assert (row.rules, row.forms) == (("whole",), ("entries",))
+    assert (row.rules, row.forms) == (("identity",), ("entries",))
 
 
-def test_does_not_warn_of_small_parameters_that_are_tapped_whole():
-    (row,) = summarize(_branching, _batch(8, 8), _batch(2, 8)).rows  # warnings raise
-    assert row.rules == ("whole",)
+def _repeated(w, batch):
+    for _ in range(3):
+        batch = jnp.tanh(batch @ w)
+    return jnp.mean(batch)
 
 
-def test_does_not_warn_of_what_takes_less_than_half():
-    def loss(params, batch):
-        return _branching(params["w"], batch[:, 0]) + jnp.mean(batch @ params["large"])
-
-    params = _params(w=(256, 256), large=(256, 4096))
-    summary = summarize(loss, params, _batch(2, 256, 256))  # warnings raise
-    row = _rows(summary)["['w']"]
-    assert row.rules == ("whole",)
-    assert 0 < row.share < 0.5
+def _branching_beside_a_product(params, batch):
+    return _branching(params["w"], batch[:, 0]) + jnp.mean(batch @ params["large"])
 
 
-def test_a_gradient_that_is_formed_for_lack_of_a_rule_costs_more_than_its_norm():
+@pytest.mark.parametrize(
+    ("loss", "params", "batch", "rules", "forms"),
+    [
+        (_branching, _batch(8, 8), (2, 8), ("identity",), ("entries",)),
+        (_repeated, _batch(4, 4), (2, 500, 4), ("dot",) * 3, ("parameters",)),
+        (
+            _branching_beside_a_product,
+            _params(w=(256, 256), large=(256, 4096)),
+            (2, 256, 256),
+            ("identity",),
+            ("entries",),
+        ),
+    ],
+    ids=["small", "used often", "less than half"],
+)
+def test_does_not_warn_of_others(loss, params, batch, rules, forms):
+    row = summarize(loss, params, _batch(*batch)).rows[-1]  # warnings raise
+    assert (row.rules, row.forms) == (rules, forms)
+    assert (0 < row.share < 0.5) == isinstance(params, dict)
+
+
+def test_a_gradient_without_a_rule_takes_more_flops_than_its_norm():
     def loss(params, batch):
         return _branching(params["w"], batch) + jnp.mean(batch + params["v"])
 
     params = _params(w=(8, 8), v=(8, 8))
     rows = _rows(summarize(loss, params, jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)))
-    assert rows["['w']"].cost > 2 * rows["['v']"].cost
-
-
-def test_does_not_warn_of_parameters_that_are_used_often():
-    def loss(w, batch):
-        x = batch
-        for _ in range(3):
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x)
-
-    (row,) = summarize(loss, _batch(4, 4), _batch(2, 500, 4)).rows  # warnings raise
-    assert (row.rules, row.forms) == (("dot",) * 3, ("parameters",))
+    assert rows["['w']"].flops > 2 * rows["['v']"].flops
 
 
 def _never(*args, **kwargs):
     raise AssertionError("traced")
 
 
+_TOKENS = jax.ShapeDtypeStruct((4, 5), jnp.int32)
+_ONE_SIZE = "one leading axis of the same size"
+_NOT_PER_EXAMPLE = r'must be used with method="per_example"|must be one of'
+
+
 @pytest.mark.parametrize(
-    ("kwargs", "match"),
+    ("loss", "batch", "kwargs", "match"),
     [
-        ({"argnums": -1}, "argnums must be"),
-        ({"argnums": ()}, "argnums must be"),
-        ({"batch_argnums": 1.0}, "batch_argnums must be"),
-        ({"argnums": 1}, "must not overlap"),
-        ({"argnums": (0, 0)}, "must not overlap"),
-        ({"argnums": 2}, "at least 3 positional arguments"),
-        ({"batch_argnums": (1, 4)}, "at least 5 positional arguments"),
-        ({"argnums": 1, "batch_argnums": 0}, "argument 1 must be a real float"),
+        (_never, _TOKENS, {"argnums": -1}, "argnums must be"),
+        (_never, _TOKENS, {"argnums": ()}, "argnums must be"),
+        (_never, _TOKENS, {"batch_argnums": 1.0}, "batch_argnums must be"),
+        (_never, _TOKENS, {"argnums": 1}, "must not overlap"),
+        (_never, _TOKENS, {"argnums": (0, 0)}, "must not overlap"),
+        (_never, _TOKENS, {"argnums": 2}, "at least 3 positional arguments"),
+        (_never, _TOKENS, {"batch_argnums": (1, 4)}, "at least 5 positional"),
+        (
+            _never,
+            _TOKENS,
+            {"argnums": 1, "batch_argnums": 0},
+            "argument 1 must be a real float",
+        ),
+        (_never, {"x": _batch(3, 4), "y": _batch(2)}, {}, _ONE_SIZE),
+        (_never, 1.0, {}, _ONE_SIZE),
+        (_never, _batch(9, 4), {"arithmetic": "exact"}, _NOT_PER_EXAMPLE),
+        (_never, _batch(9, 4), {"arithmetic": "float32"}, _NOT_PER_EXAMPLE),
+        (_never, _batch(9, 4), {"arithmetic": "float128"}, _NOT_PER_EXAMPLE),
+        (lambda w, x: x @ w, _batch(9, 4), {}, "scalar float loss"),
+        (
+            lambda w, x: jnp.sum(x @ w),
+            _batch(9, 4),
+            {"has_aux": True},
+            r"a pair \(value, aux\)",
+        ),
     ],
 )
-def test_refuses_argument_numbers_that_do_not_fit(kwargs, match):
-    tokens = jax.ShapeDtypeStruct((4, 5), jnp.int32)
+def test_refuses_arguments_and_losses_that_do_not_fit(loss, batch, kwargs, match):
     with pytest.raises(ValueError, match=match):
-        summarize(_never, _batch(4, 4), tokens, **kwargs)
-
-
-def test_refuses_batches_without_one_size():
-    with pytest.raises(ValueError, match="one leading axis of the same size"):
-        summarize(_never, _batch(4), {"x": _batch(3, 4), "y": _batch(2)})
-    with pytest.raises(ValueError, match="one leading axis of the same size"):
-        summarize(_never, _batch(4), 1.0)
-
-
-@pytest.mark.parametrize("name", ["exact", "float32", "float128"])
-def test_refuses_arithmetics_that_do_not_go_with_book_keeping(name):
-    with pytest.raises(
-        ValueError, match=r'must be used with method="per_example"|must be one of'
-    ):
-        summarize(_never, _batch(4), _batch(9, 4), arithmetic=name)
+        summarize(loss, _batch(4, 4), batch, **kwargs)
 
 
 def test_what_meets_only_the_key_has_the_rule_of_the_engine(monkeypatch):
@@ -358,17 +333,4 @@ def test_what_meets_only_the_key_has_the_rule_of_the_engine(monkeypatch):
     args = params, batch, jax.random.key(0)
     program = _program_of_engine(monkeypatch, loss, *args, **options)
     (row,) = summarize(loss, *args, **options).rows  # warnings raise
-    assert row.rules == tuple(site.rule for site in program.plan.sites) == ("dot",)
-
-
-def test_refuses_losses_that_are_not_one_number():
-    with pytest.raises(ValueError, match="scalar float loss"):
-        summarize(lambda w, x: x @ w, _batch(4, 3), _batch(9, 4))
-    with pytest.raises(ValueError, match=r"a pair \(value, aux\)"):
-        summarize(lambda w, x: jnp.sum(x @ w), _batch(4), _batch(9, 4), has_aux=True)
-
-
-def test_a_summary_cannot_be_changed():
-    summary = Summary(())
-    with pytest.raises(AttributeError):
-        summary.rows = ()  # pyright: ignore[reportAttributeAccessIssue]
+    assert row.rules == tuple(use.rule for use in program.plan.uses) == ("dot",)

@@ -1,4 +1,4 @@
-"""Products of arrays, in the forms that processors and compilers handle well.
+"""Products of arrays in fast forms, and sums of squares with few roundings.
 
 For a product with a bfloat16 result, XLA's CPU compiler widens both operands. It uses
 the matrix units of the processor only if the result is float32. Accelerators sum in
@@ -8,9 +8,14 @@ once. On a processor with matrix units this is several times faster.
 Book-keeping treats an example as a batch of one. If the axis of that batch is a batch
 axis of a product, the same compiler writes transpositions as concatenations of slices,
 which take seconds to compile. So products are taken without such axes.
+
+Sums of squares have few roundings on any path: the compiler adds up rows of about
+sqrt(n) entries, in an order of its choice. A tree of elementwise additions then adds up
+the sums of all rows. The compiler keeps the order of these additions.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _interpreter, _transformations
+from dpmp.programs import _interpreter, _primitives, _transformations
 
 
 def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +36,7 @@ def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive.name != _primitives.DOT_GENERAL:
         return None
     operands, numbers = _without_batches_of_one(
         values, *eqn.params["dimension_numbers"]
@@ -88,8 +93,8 @@ def contract(
     if a.dtype == jnp.bfloat16 and batch[0]:
         # XLA's CPU compiler has code for such products only if the contracted axes come
         # last ("Unsupported element type for DotThunk").
-        kept = [i for i in range(a.ndim) if i not in (*batch[0], *contracting[0])]
-        order = (*batch[0], *kept, *contracting[0])
+        stored = [i for i in range(a.ndim) if i not in (*batch[0], *contracting[0])]
+        order = (*batch[0], *stored, *contracting[0])
         a, b = apart(a.transpose(order)), apart(b)
         contracting = (tuple(map(order.index, contracting[0])), contracting[1])
         batch = (tuple(map(order.index, batch[0])), batch[1])
@@ -105,3 +110,39 @@ def contract(
 def apart(x: jax.Array) -> jax.Array:
     """Stops XLA from merging the transposition of an array into a product."""
     return jax.lax.optimization_barrier(x)
+
+
+@jax.jit  # a program has one copy for all arrays of one shape
+def row_sums(x: jax.Array) -> jax.Array:
+    """Sums the rows, which are parts of the sum of all entries: (P,)."""
+    columns = _num_columns(x.size)
+    return jnp.sum(jnp.pad(x.ravel(), (0, -x.size % columns)).reshape(-1, columns), 1)
+
+
+def joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """Joins the parts along the last axis, in the widest dtype."""
+    dtype = at_least_float32(*(x.dtype for x in parts))
+    return jnp.concatenate([x.astype(dtype) for x in parts], axis=-1)
+
+
+def add_up(parts: jax.Array, axis: int = -1) -> jax.Array:
+    """Sums over an axis."""
+    while (size := parts.shape[axis]) > 1:
+        first, second, rest = jnp.split(parts, [size // 2, size // 2 * 2], axis)
+        parts = jnp.concatenate([first + second, rest], axis)
+    return parts.sum(axis) if size == 0 else parts.squeeze(axis)
+
+
+def num_roundings(size: int) -> int:
+    """The number of roundings on any path from one of `size` entries to their sum."""
+    columns = _num_columns(size)
+    return columns + depth(math.ceil(size / columns))
+
+
+def depth(num_parts: int) -> int:
+    """The depth of the tree that adds up the parts."""
+    return math.ceil(math.log2(max(num_parts, 1)))
+
+
+def _num_columns(size: int) -> int:
+    return 2 ** math.ceil(math.log2(max(size, 1)) / 2)

@@ -1,0 +1,303 @@
+"""Uses of parameters: the places in a program where data meets a view of them.
+
+The gradient of that view, for one example, has one of two forms. The form is known
+before the gradient is computed:
+
+    outer   G[k] = sum over positions t of  left[k, t] (x) right[k, t]
+    dense   G itself
+
+In the outer form, `left` comes from the activation that enters the use, and `right`
+from the cotangent of its output (Goodfellow, 2015). Both are cached. The norm of G, and
+the sum of many G, can be computed without an array of the size of G. The weighted sum
+over a batch is one contraction over examples and positions, with a float32 result:
+
+    sum over i of  c_i G_i  =  sum over i, t of  left_it (x) (c_i right_it)
+
+If both factors are bfloat16, the product of c_i and a factor is rounded to bfloat16
+again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpmp.engines.book_keeping import _linalg, _views
+from dpmp.engines.book_keeping._views import View
+from dpmp.numerics._stored import at_least_float32
+
+# The parts of left, and then right.
+Factors = tuple[list[jax.Array], jax.Array]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a sum of outer products: K groups, T positions, n and m."""
+
+    groups: int
+    positions: int
+    left: int
+    right: int
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A gradient that is a sum of outer products, in K independent groups.
+
+    Attributes:
+      activation: the shape and dtype of the cached activation.
+      sizes: K, T, n and m.
+      factors: a function of the activation and the cotangent of one example. It
+        returns left and right. Left has one part or several, (K, T, n_1), (K, T, n_2),
+        ..., which make up n. Right has the shape (K, T, m).
+      to_view: maps (K, n, m) to the shape of the view, without arithmetic.
+      axes: the axes of the view that make up K, n and m, in this order. None if K, n
+        and m are not made up of whole axes.
+      has_rows: whether `left` holds row numbers, (K, T). A row number stands for a
+        vector of length n that is 1 at this row and 0 elsewhere.
+    """
+
+    activation: jax.ShapeDtypeStruct
+    sizes: Sizes
+    factors: Callable[[jax.Array, jax.Array], Factors]
+    to_view: Callable[[jax.Array], jax.Array]
+    axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
+    has_rows: bool = False
+
+
+@dataclass(frozen=True)
+class Use:
+    """One place where data meets a view.
+
+    Attributes:
+      rule: the name of the rule that gives the gradient, for people.
+      view: the view whose gradient is taken.
+      cotangent: the shape and dtype of the cotangent of the output, which comes out of
+        the backward pass. For dense uses, the gradient comes out.
+      outer: the outer form of the gradient, or None if it is dense.
+    """
+
+    rule: str
+    view: View
+    cotangent: jax.ShapeDtypeStruct
+    outer: Outer | None = None
+
+
+class Cached(NamedTuple):
+    """The activation of a use (None if it is dense), and its cotangent."""
+
+    activation: Any
+    cotangent: jax.Array
+
+
+def dense(use: Use) -> Use:
+    """Returns the same use in dense form, for a gradient that is materialized."""
+    aval = use.view.aval
+    dtype = at_least_float32(aval.dtype, use.cotangent.dtype)
+    cotangent = jax.ShapeDtypeStruct(aval.shape, dtype)
+    return dataclasses.replace(use, cotangent=cotangent, outer=None)
+
+
+def in_loop(use: Use, view: View, size: int, *, is_mapped: bool) -> Use:
+    """Turns a use in the body of a loop into a use for all iterations.
+
+    If each iteration has a view of its own (`is_mapped`), `view` has an axis for them.
+    If they share one view, its gradient is the sum over the iterations.
+    """
+    cotangent, outer = use.cotangent, use.outer
+    if outer is not None or is_mapped:
+        cotangent = _stacked(cotangent, size)
+    if outer is not None:
+        outer = _of_groups(outer, size) if is_mapped else _of_positions(outer, size)
+    return dataclasses.replace(use, view=view, cotangent=cotangent, outer=outer)
+
+
+def _stacked(x: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size, *x.shape), x.dtype)
+
+
+def _of_groups(outer: Outer, size: int) -> Outer:
+    """Adds one group for each iteration."""
+
+    def to_view(grad: jax.Array) -> jax.Array:
+        return jax.vmap(outer.to_view)(grad.reshape(size, -1, *grad.shape[1:]))
+
+    axes = outer.axes
+    if axes is not None:
+        groups, left, right = (tuple(i + 1 for i in part) for part in axes)
+        axes = ((0, *groups), left, right)
+    return Outer(
+        _stacked(outer.activation, size),
+        outer.sizes._replace(groups=size * outer.sizes.groups),
+        _for_iterations(outer, lambda x: jax.lax.collapse(x, 0, 2)),
+        to_view,
+        axes,
+        outer.has_rows,
+    )
+
+
+def _of_positions(outer: Outer, size: int) -> Outer:
+    """Adds positions for each iteration."""
+    return dataclasses.replace(
+        outer,
+        activation=_stacked(outer.activation, size),
+        sizes=outer.sizes._replace(positions=size * outer.sizes.positions),
+        factors=_for_iterations(
+            outer, lambda x: jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3)
+        ),
+    )
+
+
+def _for_iterations(
+    outer: Outer, join: Callable[[jax.Array], jax.Array]
+) -> Callable[[jax.Array, jax.Array], Factors]:
+    def factors(*args: jax.Array) -> Factors:
+        return jax.tree.map(join, jax.vmap(outer.factors)(*args))
+
+    return factors
+
+
+def factors(use: Use, cached: Cached) -> Factors:
+    """Returns left and right of one example; vectors have floats of 16 bits or more."""
+    assert use.outer is not None
+    left, right = use.outer.factors(*cached)
+    if not use.outer.has_rows:
+        left = list(map(_as_floats, left))
+    return left, _as_floats(right)
+
+
+def _as_floats(x: jax.Array) -> jax.Array:
+    """Widens integers, which wrap around, and 8-bit floats, which lose bits on GPUs."""
+    is_wide = _views.is_float(x.dtype) and x.dtype.itemsize >= 2
+    return x if is_wide else x.astype(jnp.float32)
+
+
+def product(use: Use, cached: Cached) -> jax.Array:
+    """Materializes the gradient of a use of the outer form: (K, n, m)."""
+    assert use.outer is not None
+    left, right = factors(use, cached)
+    if not use.outer.has_rows:
+        products = [
+            _linalg.contract(part, right, ((1,), (1,)), ((0,), (0,))) for part in left
+        ]
+        return _linalg.apart(jnp.concatenate(products, axis=1))
+    groups, _, num_rows, width = use.outer.sizes
+    right = _views.widen(right)
+    add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
+    return add(jnp.zeros((groups, num_rows, width), right.dtype), left[0], right)
+
+
+def gradient(use: Use, cached: Cached) -> jax.Array:
+    """Returns the gradient of a use's view, for one example, in float32 or wider."""
+    if use.outer is None:
+        return _views.widen(cached.cotangent)
+    return use.outer.to_view(product(use, cached))
+
+
+def pull_back(
+    views: Sequence[View],
+    params: Sequence[int],
+    roots: Mapping[int, Any],
+    grads: list[jax.Array],
+) -> list[jax.Array]:
+    """Turns gradients of views into those of parameters, in float32 or wider."""
+
+    def evaluate(*values: jax.Array) -> list[jax.Array]:
+        return _views.evaluate(
+            views, {**roots, **dict(zip(params, values, strict=True))}
+        )
+
+    outputs, vjp = jax.vjp(evaluate, *(_views.widen(roots[i]) for i in params))
+    return list(vjp([g.astype(x.dtype) for g, x in zip(grads, outputs, strict=True)]))
+
+
+def weighted_sum(
+    uses: Sequence[Use],
+    params: Sequence[int],
+    roots: Mapping[int, Any],
+    cached: Sequence[Cached],
+    coefs: jax.Array,
+    keep: jax.Array,
+) -> dict[int, jax.Array]:
+    """Sums coefficient times gradient over the examples, for some parameters.
+
+    An example whose `keep` is False contributes zero, by selection, whatever is cached
+    for it. A parameter without a use has zeros.
+    """
+    used = [
+        (use, arrays)
+        for use, arrays in zip(uses, cached, strict=True)
+        if not use.view.leaves.isdisjoint(params)
+    ]
+    totals = [_sum_of_use(use, arrays, coefs, keep) for use, arrays in used]
+    sums = pull_back([use.view for use, _ in used], params, roots, totals)
+    return dict(zip(params, sums, strict=True))
+
+
+def _sum_of_use(
+    use: Use, cached: Cached, coefs: jax.Array, keep: jax.Array
+) -> jax.Array:
+    """Sums the gradients of a use over the examples, in the shape of its view."""
+    if use.outer is None:
+        contributions = _select(keep, _scale(cached.cotangent, coefs))
+        return _linalg.add_up(contributions, axis=0)
+    left, right = jax.vmap(functools.partial(factors, use))(cached)
+    if use.outer.has_rows:
+        weighted = _select(keep, _scale(right, coefs))
+        return use.outer.to_view(_scatter(left[0], weighted, use.outer.sizes.left))
+
+    # The smaller factor is weighted, since the weighted one has to be written again.
+    if len(left) == 1 and left[0].size <= right.size:
+        total = _linalg.apart(_weighted_product(left[0], right, coefs, keep))
+    else:
+        totals = [_weighted_product(right, part, coefs, keep) for part in left]
+        total = _linalg.apart(jnp.concatenate(totals, axis=2))
+        total = jnp.swapaxes(total, 1, 2)
+    return use.outer.to_view(total)
+
+
+@jax.jit  # a program has one copy for all arrays of one shape
+def _weighted_product(
+    first: jax.Array, second: jax.Array, coefs: jax.Array, keep: jax.Array
+) -> jax.Array:
+    """Contracts (B, K, T, n) with (B, K, T, m) to (K, n, m); the first is weighted."""
+    dtype = first.dtype
+    if not first.dtype == second.dtype == jnp.bfloat16:
+        # Float16 cannot hold every coefficient.
+        dtype = at_least_float32(first.dtype, second.dtype)
+    left = _select(keep, _scale(first, coefs)).astype(dtype)
+    right = _select(keep, second)
+    if left.dtype != right.dtype:
+        dtype = at_least_float32(left.dtype, right.dtype)
+        left, right = left.astype(dtype), right.astype(dtype)
+    if left.shape[1] == 1:
+        # Two axes after a reshape would be slower: XLA would fold a transposition into
+        # the product, and its CPU compiler would widen both bfloat16 operands for it.
+        return _linalg.contract(left[:, 0], right[:, 0], ((0, 1), (0, 1)))[None]
+    return _linalg.contract(left, right, ((0, 2), (0, 2)), ((1,), (1,)))
+
+
+@jax.jit
+def _scale(x: jax.Array, coefs: jax.Array) -> jax.Array:
+    x = x.astype(at_least_float32(x.dtype))
+    return coefs.astype(x.dtype).reshape(-1, *[1] * (x.ndim - 1)) * x
+
+
+@jax.jit
+def _select(keep: jax.Array, x: jax.Array) -> jax.Array:
+    """Selects zero where `keep` is False; a product with zero could be NaN."""
+    return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+
+
+def _scatter(rows: jax.Array, values: jax.Array, num_rows: int) -> jax.Array:
+    """Adds values (B, K, T, m) to the rows (B, K, T) of zeros (K, num_rows, m)."""
+
+    def add(rows: jax.Array, values: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((num_rows, values.shape[-1]), values.dtype)
+        values = values.reshape(-1, values.shape[-1])
+        return zeros.at[rows.ravel()].add(values, mode="promise_in_bounds")
+
+    return jax.vmap(add, in_axes=(1, 1))(rows, values)

@@ -1,0 +1,430 @@
+"""Norms and sums are those of per-example gradients, whatever a loss is made of.
+
+The losses are parts of real models, programs that are no models, and losses whose
+gradients the backward pass materializes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+import dpmp
+from dpmp.engines.book_keeping._engine import analyse
+from dpmp.engines.book_keeping._summary import relative_cost
+from dpmp.numerics._grid import LARGEST_RESOLUTION
+
+BATCH, LENGTH, WIDTH, GROUPS, VOCABULARY = 4, 6, 8, 3, 9
+POSITIONS = jnp.arange(LENGTH)
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=jnp.float32, scale=1.0):
+    return jnp.asarray(scale * RNG.normal(size=shape), dtype)
+
+
+TOKENS = jnp.asarray(RNG.integers(VOCABULARY, size=(BATCH, LENGTH)), jnp.int32)
+IMAGES = normal(BATCH, WIDTH, 2, 2)
+ROWS = normal(BATCH, LENGTH, WIDTH)
+W, X = normal(WIDTH), normal(BATCH, WIDTH)
+
+
+# Parts of models. Each function returns a loss of a batch, its parameters and a batch.
+
+
+def embedded(ids):
+    """Adds rows of a table, at indices that the program knows, to those of tokens."""
+    params = {"tokens": normal(VOCABULARY, WIDTH), "table": normal(2 * LENGTH, WIDTH)}
+
+    def loss(params, tokens):
+        added = jnp.take(params["table"], ids(), axis=0, mode="clip")
+        return jnp.mean(jnp.tanh(params["tokens"][tokens] + added) ** 2)
+
+    return loss, params, TOKENS
+
+
+def scaled_by_group_norm():
+    """As in Equinox: broadcast to the shape of an example, then once more by vmap."""
+
+    def one(params, x):
+        def as_image(w):
+            return jnp.broadcast_to(w[:, None, None], x.shape)
+
+        return as_image(params["scale"]) * x + as_image(params["bias"])
+
+    def loss(params, images):
+        return jnp.mean(jnp.sin(jax.vmap(one, in_axes=(None, 0))(params, images)))
+
+    return loss, {"scale": normal(WIDTH), "bias": normal(WIDTH)}, IMAGES
+
+
+def with_penalty_off():
+    def loss(params, x):
+        penalty = sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
+        return jnp.mean(jnp.tanh(x @ params["w"])) + 0.0 * penalty
+
+    return loss, {"w": normal(WIDTH, 3)}, ROWS
+
+
+def experts(*, in_scan=False):
+    """A mixture of experts that multiplies the rows of each expert by its matrix."""
+    router = normal(WIDTH, GROUPS)
+
+    def layer(params, x):
+        expert = jnp.argmax(x @ router, axis=-1)
+        order = jnp.argsort(expert)
+        sizes = jnp.bincount(expert, length=GROUPS).astype(jnp.int32)
+        hidden = jax.nn.relu(jax.lax.ragged_dot(x[order], params["up"], sizes))
+        return hidden[jnp.argsort(order)]
+
+    def loss(params, x):
+        x = x.reshape(-1, WIDTH)
+        if in_scan:
+            x, _ = jax.lax.scan(lambda x, _: (layer(params, x), None), x, length=2)
+        else:
+            x = layer(params, x)
+        return jnp.mean((x @ params["out"]) ** 2)
+
+    return loss, {"up": normal(GROUPS, WIDTH, WIDTH), "out": normal(WIDTH, 2)}, ROWS
+
+
+def columns_of_bfloat16():
+    """XLA's CPU compiler had no code for the products of transposed cotangents."""
+    batch = {"ids": TOKENS[:, :3] % 5, "g": normal(BATCH, 6, 3, dtype=jnp.bfloat16)}
+
+    def loss(w, b):
+        return jnp.sum((w[:, b["ids"][0]] * b["g"][0]).astype(jnp.float32))
+
+    return loss, normal(6, 5, dtype=jnp.bfloat16), batch
+
+
+def rows_that_are_not_there():
+    def loss(w, ids):
+        rows = w.at[ids].get(mode="promise_in_bounds")
+        return jnp.sum(jnp.where(ids[..., None] < 5, rows, 0.0) + rows)
+
+    return loss, jnp.ones((5, 1)), jnp.asarray([[7, 0, 0]])
+
+
+def constant_of_16_bits(dtype):
+    def loss(w, x):
+        noise = jax.random.normal(jax.random.key(0), w.shape, dtype)
+        return jnp.sum(w * noise * x).astype(jnp.float32)
+
+    return loss, jnp.ones(3, dtype), jnp.ones((2, 3), dtype)
+
+
+# Some of the rules, too.
+PARTS = {
+    "positions": (
+        lambda: embedded(lambda: jnp.arange(LENGTH)[None]),
+        {"['table']": ("add",), "['tokens']": ("gather",)},
+    ),
+    "every other position, backwards": (
+        lambda: embedded(lambda: 2 * jnp.arange(LENGTH)[::-1]),
+        {"['table']": ("add",)},
+    ),
+    "one type for all": (
+        lambda: embedded(lambda: jnp.zeros(LENGTH, jnp.int32)),
+        {"['table']": ("gather",)},
+    ),
+    "irregular": (lambda: embedded(lambda: jnp.array([3, 1, 4, 0, 5, 9])), {}),
+    "repeated": (
+        lambda: embedded(lambda: jnp.array([3, 1, 4, 1, 5, 9])),
+        {"['table']": ("gather",)},
+    ),
+    "from outside": (lambda: embedded(lambda: POSITIONS), {"['table']": ("add",)}),
+    "rounded on the way": (
+        lambda: embedded(
+            lambda: (
+                (256 + jnp.arange(LENGTH)).astype(jnp.bfloat16).astype(jnp.int32) - 256
+            )
+        ),
+        {"['table']": ("gather",)},
+    ),
+    "group norm": (scaled_by_group_norm, {"['scale']": ("mul",), "['bias']": ("add",)}),
+    "penalty off": (with_penalty_off, {"['w']": ("dot",)}),
+    "experts": (experts, {"['up']": ("dot",), "['out']": ("dot",)}),
+    "experts in a scan": (lambda: experts(in_scan=True), {}),
+    "columns-bfloat16": (columns_of_bfloat16, {}),
+    "rows that are not there": (rows_that_are_not_there, {}),
+    "constant-bfloat16": (lambda: constant_of_16_bits(jnp.bfloat16), {}),
+    "constant-float16": (lambda: constant_of_16_bits(jnp.float16), {}),
+}
+
+
+# Programs besides models.
+
+
+def _scan_over_nothing(p, x):
+    state, _ = jax.lax.scan(lambda c, w: (c @ w, None), x, p["none"])
+    return jnp.sum(state * p["w"])
+
+
+PROGRAMS = {
+    "complex-convert": (
+        lambda w, x: jnp.sum(jnp.real(w.astype(jnp.complex64) * jnp.exp(1j * x[0]))),
+        W,
+    ),
+    "complex-product": (lambda w, x: jnp.abs(jnp.exp(1j * x[0]) @ (w + 0j)), W),
+    "fourier": (
+        lambda w, x: jnp.sum(jnp.fft.irfft(jnp.fft.rfft(w) * jnp.fft.rfft(x[0])) ** 2),
+        W,
+    ),
+    "mask": (lambda w, x: jnp.sum(jnp.where(w > 0, x[0] * w, 0.0)), W),
+    "index": (lambda w, x: x[0][jnp.argmax(w)] * jnp.sum(w * w) * x[0, 0], W),
+    "no-entries": (
+        lambda p, x: jnp.sum(p["w"] * x[0]) + jnp.sum(p["none"]) * x[0, 0],
+        {"w": W, "none": jnp.zeros((0, 3))},
+    ),
+    "no-iterations": (_scan_over_nothing, {"w": W, "none": jnp.zeros((0, 8, 8))}),
+    "parameters-alone": (lambda w, x: jnp.sum(w**2), W),
+    "unused": (lambda p, x: jnp.sum(x[0]) * p["w"][0], {"w": W, "unused": W}),
+}
+
+
+# Losses of one example whose gradients the backward pass materializes.
+
+LAYERS, MANY, WIDE, RANK = 3, 64, 16, 2
+
+
+def _layer(x, factors):
+    """A layer with a change of low rank: its gradients are smaller than its inputs."""
+    return jnp.tanh(x + (x @ factors["a"]) @ factors["b"])
+
+
+def _over_layers(body):
+    def loss(params, x):
+        x = x.astype(params["a"].dtype)
+        x, _ = jax.lax.scan(lambda x, factors: (body(x, factors), None), x, params)
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+    return loss
+
+
+_CHECKPOINTED = _over_layers(jax.checkpoint(_layer))
+
+
+def _factors_of(params):
+    return {name: params[name] for name in ("a", "b")}
+
+
+def _one_layer(params, x):
+    return jnp.sum(_layer(x, jax.tree.map(lambda w: w[0], params)) ** 2)
+
+
+def _after_a_tap(params, x):
+    """Its first use is another one: an identity tap, before the view is used."""
+    x = jax.lax.cond(
+        x[0, 0] > 0, lambda x, b: x + b, lambda x, b: x - b, x, params["c"]
+    )
+    return _CHECKPOINTED(_factors_of(params), x)
+
+
+def _carried(params, x):
+    """The loop changes a view that it carries, which gets an identity tap."""
+
+    def body(state, factors):
+        x, bias = state
+        return (_layer(x, factors) + bias, bias / 2), None
+
+    (x, _), _ = jax.lax.scan(body, (x, params["c"]), _factors_of(params))
+    return jnp.sum(x**2)
+
+
+def _through_arithmetic(params, x):
+    """With bounded sums, the second parameter gets an identity tap, before others."""
+    return _CHECKPOINTED(_factors_of(params), x @ params["w"] ** 2)
+
+
+def _nested(params, x):
+    """A loop over groups of layers, and another loop after it."""
+
+    def group(x, factors):
+        x, _ = jax.lax.scan(lambda x, f: (_layer(x, f), None), x, factors)
+        return x
+
+    grouped = _factors_of(params)
+    x, _ = jax.lax.scan(lambda x, f: (jax.checkpoint(group)(x, f), None), x, grouped)
+    return _over_layers(_layer)({"a": params["a2"], "b": params["b2"]}, x)
+
+
+def _rows_and_columns(params, x):
+    """The numbers of rows are cached, which have no cotangent."""
+    rows = jnp.int32(x[:, 0] > 0)
+    return jnp.sum(jnp.tanh(params["rows"][rows] * x[:, :2]) ** 2)
+
+
+def _shared(params, x):
+    """All iterations have one view, so that each would add to a gradient in memory."""
+    x, _ = jax.lax.scan(lambda x, _: (_layer(x, params), None), x, None, length=LAYERS)
+    return jnp.sum(x**2)
+
+
+def _factors(*axes, dtype=jnp.float32):
+    shapes = {"a": (*axes, WIDE, RANK), "b": (*axes, RANK, WIDE)}
+    return {k: normal(*x, dtype=dtype, scale=0.25) for k, x in shapes.items()}
+
+
+_STACKED, _C = _factors(LAYERS), {"c": normal(WIDE, scale=0.25)}
+MATERIALIZED = {
+    "one layer": (_one_layer, _STACKED),
+    "loop": (_over_layers(_layer), _STACKED),
+    "checkpoints": (_CHECKPOINTED, _STACKED),
+    "checkpoint of a loop": (jax.checkpoint(_over_layers(_layer)), _STACKED),
+    "checkpoints-bfloat16": (_CHECKPOINTED, _factors(LAYERS, dtype=jnp.bfloat16)),
+    "after a tap": (_after_a_tap, _STACKED | _C),
+    "carried": (_carried, _STACKED | _C),
+    "through arithmetic": (
+        _through_arithmetic,
+        {**_STACKED, "w": normal(WIDE, WIDE, scale=0.25)},
+    ),
+    "nested": (
+        _nested,
+        {**_factors(2, LAYERS), **{f"{k}2": x for k, x in _STACKED.items()}},
+    ),
+    "rows": (_rows_and_columns, {"rows": normal(2, 2, scale=0.25)}),
+    "shared": (_shared, _factors()),
+}
+_POSITIONS = normal(5, MANY, WIDE, scale=0.25)
+
+
+def _case(name):
+    if name in PARTS:
+        return PARTS[name][0]()
+    if name in PROGRAMS:
+        return *PROGRAMS[name], X
+    loss, params = MATERIALIZED[name]
+    return lambda params, x: loss(params, x[0]), params, _POSITIONS
+
+
+_SLOW = pytest.mark.slow
+_LONG_TO_COMPILE = {"loop", "checkpoint of a loop", "experts in a scan"}
+_CASES = [
+    *(
+        pytest.param(x, "bounded", marks=[_SLOW] if x in _LONG_TO_COMPILE else [])
+        for x in (*PARTS, *MATERIALIZED)
+    ),
+    *(
+        (name, "unproved_float32")
+        for name in ("positions", "penalty off", "through arithmetic", "carried")
+    ),
+    *((name, "float32") for name in PARTS if name.startswith("experts")),
+    *(pytest.param(x, "unproved_float32", marks=_SLOW) for x in PROGRAMS),
+]
+
+
+@pytest.mark.parametrize(("name", "arithmetic"), _CASES)
+def test_norms_and_sums_are_those_of_per_example_gradients(name, arithmetic):
+    loss, params, batch = _case(name)
+    size = len(jax.tree.leaves(batch)[0])
+    with jax.numpy_dtype_promotion("standard"):
+        grad = jax.jit(jax.grad(loss))
+        grads = [
+            grad(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))
+            for i in range(size)
+        ]
+        norms = [reference.norm(g) for g in grads]
+        clipped_grad = dpmp.clipped_grad(
+            loss,
+            l2_clip_norm=100 * max(norms),
+            method="per_example" if arithmetic == "float32" else "book_keeping",
+            arithmetic=arithmetic,
+            return_grad_norms=True,
+        )
+        sums, sensitive = jax.jit(clipped_grad.__call__)(params, batch)
+    rtol = 0.03 if name.endswith("16") else 1e-5
+    np.testing.assert_allclose(sensitive.grad_norms, norms, rtol=rtol)
+    unit = 100 * max(norms) / 2**22 if arithmetic == "bounded" else 0
+    expected = jax.tree.map(lambda *x: np.sum(np.float64(x), axis=0), *grads)
+    leaves = jax.tree.leaves(sums, is_leaf=lambda x: isinstance(x, dpmp.GridArray))
+    for got, total in zip(leaves, jax.tree.leaves(expected), strict=True):
+        got = got.to_float() if isinstance(got, dpmp.GridArray) else got
+        atol = unit * size + rtol * np.max(np.abs(total), initial=0)
+        np.testing.assert_allclose(np.float64(got), total, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, rules) in PARTS.items() if rules])
+def test_parts_have_rules_of_their_own(name):
+    (make, rules) = PARTS[name]
+    rows = dpmp.book_keeping.summarize(*make()).rows
+    found = {row.path: row.rules for row in rows}
+    assert {path: found[path] for path in rules} == rules
+
+
+def _analyse(loss, params, is_bounded):
+    return analyse(
+        lambda *args: (loss(*args), None), params, _POSITIONS[0], is_bounded=is_bounded
+    )
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+@pytest.mark.parametrize("name", [x for x in MATERIALIZED if "arithmetic" not in x])
+def test_nothing_is_cached_but_gradients(name, is_bounded):
+    loss, params = MATERIALIZED[name]
+    program = _analyse(loss, params, is_bounded)
+    are_dense = [use.outer is None for use in program.plan.uses]
+    assert are_dense == [name != "shared"] * len(are_dense)
+    forms = [method.form for method in program.norm_methods]
+    assert forms.count("stored") == sum(name != "c" for name in params)
+    assert all(use.outer is None for use in program.uses)
+
+
+def test_parameters_may_be_tapped_before_all_others():
+    program = _analyse(*MATERIALIZED["through arithmetic"], is_bounded=True)
+    assert [use.rule for use in program.plan.uses] == ["identity", "dot", "dot"]
+    assert [use.outer is None for use in program.plan.uses] == [True] * 3
+
+
+def test_relative_costs_count_the_products_of_materialized_gradients():
+    def mlp(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
+    few, many = (
+        relative_cost(mlp, shapes, jax.ShapeDtypeStruct((n, 64), jnp.float32))
+        for n in (128, 1024)
+    )
+    assert 1.2 < many < few < 1.5
+
+
+def test_integers_that_meet_parameters_do_not_wrap_around():
+    with jax.enable_x64():
+        batch = {
+            "x": jnp.full((1, 3, 4), 2**32, jnp.int64),
+            "g": jnp.full((1, 3, 4), 4.0, jnp.float32),
+        }
+
+        def loss(w, b):
+            numbers = (((1,), (0,)), ((), ()))
+            product = jax.lax.dot_general(
+                b["x"][0], w, numbers, preferred_element_type=jnp.float32
+            )
+            return jnp.sum(product * b["g"][0])
+
+        fn = dpmp.clipped_grad(
+            loss, l2_clip_norm=1.0, method="book_keeping", arithmetic="bounded"
+        )
+        total = jax.jit(fn.__call__)(jnp.zeros((4, 4), jnp.float32), batch)
+    norm = np.linalg.norm(np.asarray(total.steps, np.float64)) / LARGEST_RESOLUTION
+    assert 0.9 < norm <= 1
+
+
+def test_examples_whose_positions_cancel_have_norms():
+    """The computed square of such a norm may be less than zero."""
+    x = np.ones((200, 16, 3), np.float32)
+    signs = np.resize([1.0, -1.0], 16)[:, None]
+    g = signs * (1 + 1e-7 * RNG.normal(size=(200, 16, 3)))
+    fn = dpmp.clipped_grad(
+        lambda w, b: jnp.sum(b["g"] * (b["x"] @ w)),
+        l2_clip_norm=1.0,
+        method="book_keeping",
+        arithmetic="unproved_float32",
+        return_grad_norms=True,
+    )
+    batch = {"x": jnp.asarray(x), "g": jnp.asarray(g, jnp.float32)}
+    _, sensitive = jax.jit(fn.__call__)(jnp.zeros((3, 3)), batch)
+    assert np.all(np.asarray(sensitive.grad_norms) >= 0)
