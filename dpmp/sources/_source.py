@@ -77,10 +77,8 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
     _validate.require(
         sizes == {num_examples},
         f"the dataset must hold the {num_examples} examples, one in each row of each "
-        "array",
+        "array. Build the mechanism with num_examples=len(data).",
         sizes=sorted(sizes),
-        fix="Build the mechanism with num_examples=len(data): sampling and accounting "
-        "depend on it.",
     )
 
     def ask(indices: Any) -> PyTree:
@@ -216,12 +214,11 @@ def as_arrays(tree: PyTree) -> PyTree:
             array = np.asarray(x)
         _validate.require(
             array.dtype.kind not in "OUSMm" and not array.dtype.names,
-            "examples must be numbers",
+            "examples must be numbers. Turn text into token numbers, pad lists of "
+            "different lengths to one length, and remove examples that are None.",
             column=jax.tree_util.keystr(path) or "(the dataset itself)",
             # The dtype itself would show the length of the longest text.
             content=array.dtype.type.__name__,
-            fix="Turn text into token numbers, pad lists of different lengths to one "
-            "length, and remove examples that are None.",
         )
         return array
 
