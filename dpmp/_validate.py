@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import jax
@@ -20,18 +20,29 @@ class RefusedError(ValueError):
 
 
 def fail(
-    required: str, *, fix: str, error: type[Exception] = RefusedError, **given: Any
+    required: str,
+    *,
+    fix: str | None = None,
+    error: type[Exception] = RefusedError,
+    **given: Any,
 ) -> NoReturn:
-    """Raises `error` with the requirement, the given values and the fix."""
+    """Raises `error` with the requirement, the given values and the fix.
+
+    `required` may hold both sentences: "rank must be positive. Use 4 to 64." The given
+    values are shown between them.
+    """
+    if fix is None:
+        required, _, fix = required.partition(". ")
     values = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    raise error(f"{required}; got {values}. {fix}")
+    got = f"; got {values}" if given else ""
+    raise error(f"{required}{got}. {fix}")
 
 
 def require(
     condition: bool,
     required: str,
     *,
-    fix: str,
+    fix: str | None = None,
     error: type[Exception] = RefusedError,
     **given: Any,
 ) -> None:
@@ -58,41 +69,83 @@ def is_scale(value: Any) -> bool:
     return in_range and math.frexp(value)[0] == 0.5
 
 
-def positive_integer(*, fix: str, **value: Any) -> int:
+def positive_integer(*, fix: str = "Use 100, for example.", **value: Any) -> int:
     """Checks that the one keyword is an integer of at least 1; returns an `int`."""
     return _checked_integer(1, fix, value)
 
 
-def nonnegative_integer(*, fix: str, **value: Any) -> int:
+def nonnegative_integer(*, fix: str = "Use 0, for example.", **value: Any) -> int:
     """Checks that the one keyword is an integer of at least 0; returns an `int`."""
     return _checked_integer(0, fix, value)
 
 
-def positive(*, fix: str, **value: Any) -> float:
+def positive(*, fix: str = "Use 1.0, for example.", **value: Any) -> float:
     """Checks that the one keyword is finite and above 0; returns a `float`."""
     return _checked_real(
         lambda x: 0 < x < math.inf, "a finite number above 0", fix, value
     )
 
 
-def nonnegative(*, fix: str, **value: Any) -> float:
+def nonnegative(*, fix: str = "Use 0.0, for example.", **value: Any) -> float:
     """Checks that the one keyword is finite and at least 0; returns a `float`."""
     return _checked_real(
         lambda x: 0 <= x < math.inf, "a finite number of at least 0", fix, value
     )
 
 
-def probability(*, fix: str, **value: Any) -> float:
+def probability(*, fix: str = "Use 0.01, for example.", **value: Any) -> float:
     """Checks that the one keyword is in (0, 1]; returns a `float`."""
     return _checked_real(lambda x: 0 < x <= 1, "in (0, 1]", fix, value)
 
 
-def boolean(*, fix: str, **value: Any) -> bool:
+def boolean(*, fix: str = "Use one of them.", **value: Any) -> bool:
     """Checks that the one keyword is a Python or NumPy bool; returns a `bool`."""
     ((name, given),) = value.items()
     is_bool = isinstance(given, bool | np.bool)
     require(is_bool, f"{name} must be True or False", fix=fix, **value)
     return bool(given)
+
+
+def function(**value: Any) -> Callable[..., Any]:
+    """Checks that the one keyword can be called; returns it."""
+    ((name, given),) = value.items()
+    require(
+        callable(given),
+        f"{name} must be a function. Pass the function itself.",
+        type=type(given).__name__,
+    )
+    return given
+
+
+def one_of(names: Collection[Any], **value: Any) -> Any:
+    """Checks that the one keyword is one of some names; returns it."""
+    ((name, given),) = value.items()
+    is_name = given is None or isinstance(given, str)
+    require(
+        is_name and given in names,
+        f"{name} must be one of {list(names)}. Use one of these.",
+        **value,
+    )
+    return given
+
+
+def fields(instance: Any, **checks: Callable[..., Any]) -> None:
+    """Puts checked values in the place of fields of a frozen dataclass.
+
+    `checks` has a function for each field, such as `positive`.
+    """
+    for name, check in checks.items():
+        object.__setattr__(instance, name, check(**{name: getattr(instance, name)}))
+
+
+def optional(check: Callable[..., Any]) -> Callable[..., Any]:
+    """The check for a value that may be None."""
+
+    def check_unless_none(**value: Any) -> Any:
+        (given,) = value.values()
+        return None if given is None else check(**value)
+
+    return check_unless_none
 
 
 def _checked_integer(least: int, fix: str, value: dict[str, Any]) -> int:

@@ -65,15 +65,12 @@ class PoissonSampling:
     truncated_batch_size: int | None = None
 
     def __post_init__(self):
-        checks = [
-            ("sampling_prob", _validate.probability, "Use 0.01, for example."),
-            ("iterations", _validate.positive_integer, "Use 1000, for example."),
-            ("truncated_batch_size", _validate.positive_integer, "Use 32, or None."),
-        ]
-        for name, check, fix in checks:
-            given = getattr(self, name)
-            if given is not None or name != "truncated_batch_size":
-                object.__setattr__(self, name, check(**{name: given}, fix=fix))
+        _validate.fields(
+            self,
+            sampling_prob=_validate.probability,
+            iterations=_validate.positive_integer,
+            truncated_batch_size=_validate.optional(_validate.positive_integer),
+        )
 
     def indices(self, step: int, *, num_examples: int, key: int) -> np.ndarray:
         """Draws the indices of one batch, which are sensitive.
@@ -93,25 +90,21 @@ class PoissonSampling:
         step, key = as_number(step), as_number(key)
         _validate.require(
             _validate.is_integer(step) and 0 <= step < self.iterations,
-            f"step must be from 0 to iterations - 1 = {self.iterations - 1}",
+            f"step must be from 0 to iterations - 1 = {self.iterations - 1}. Plan more "
+            "`iterations` before the run starts: privacy is accounted for them.",
             step=step,
-            fix="Privacy is accounted for `iterations` batches. Plan more of them "
-            "before the run starts.",
         )
-        num_examples = _validate.positive_integer(
-            num_examples=num_examples, fix="Load the data first."
-        )
+        num_examples = _validate.positive_integer(num_examples=num_examples)
         _validate.require(
             num_examples < 2**63,
-            "num_examples must be less than 2^63",
+            "num_examples must be less than 2^63. Pass the size of the dataset.",
             num_examples=num_examples,
-            fix="Pass the number of examples in the dataset.",
         )
         _validate.require(
             _validate.is_integer(key) and 0 <= key < 2**128,
-            "key must be an integer from 0 to 2^128 - 1",
+            "key must be an integer from 0 to 2^128 - 1. Use secrets.randbits(128), "
+            "and keep it secret.",
             key_type=type(key).__name__,
-            fix="Use secrets.randbits(128), and keep it secret.",
         )
         draw_words = _random_words(key, step)
         count = draw_binomial(num_examples, Fraction(self.sampling_prob), draw_words)
@@ -158,17 +151,17 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
     indices = np.asarray(indices)
     _validate.require(
         indices.ndim == 1 and np.issubdtype(indices.dtype, np.signedinteger),
-        "indices must be a vector of signed integers",
+        "indices must be a vector of signed integers. Pass the result of "
+        "PoissonSampling.indices.",
         dtype=indices.dtype.name,
         ndim=indices.ndim,
-        fix="Pass the result of PoissonSampling.indices.",
     )
     batch_size = as_number(batch_size)
     _validate.require(
         len(indices) <= batch_size,
-        "batch_size must be at least the size of the largest possible batch",
+        "batch_size must be at least the size of the largest possible batch. Sample "
+        "with truncated_batch_size=batch_size, and account for it.",
         batch_size=batch_size,
-        fix="Sample with truncated_batch_size=batch_size, and account for it.",
     )
     padding = np.full(batch_size - len(indices), -1, indices.dtype)
     return np.concatenate([indices, padding])

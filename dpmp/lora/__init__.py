@@ -22,7 +22,7 @@ from dpmp.lora._apply import apply, merge
 from dpmp.lora._checks import check_trained
 from dpmp.lora._files import load, save
 from dpmp.lora._init import init
-from dpmp.lora._partition import combine, partition
+from dpmp.lora._names import combine, partition
 
 __all__ = [
     "Adapters",

@@ -2,20 +2,16 @@
 
 import dataclasses
 import functools
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.lora._checksums import checksums
-from dpmp.lora._paths import by_path
-from dpmp.lora._views import RANK, Label
+from dpmp.lora._fingerprint import fingerprint
+from dpmp.lora._names import by_path
 
 
 class Axes(NamedTuple):
@@ -85,26 +81,13 @@ class Adapters:
         return dataclasses.replace(self, base=fingerprint(params))
 
 
-def fingerprint(params: PyTree) -> str | None:
-    """A hash of the names, types and values of arrays; None for traced arrays."""
-    arrays = by_path(params)
-    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
-        return None
-    # Arrays may be known while another function is traced.
-    with jax.ensure_compile_time_eval():
-        sums = np.asarray(checksums([jnp.asarray(x) for x in arrays.values()]))
-    types = [f"{path} {x.dtype} {x.shape}" for path, x in arrays.items()]
-    content = "\n".join(types).encode() + sums.tobytes()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
 def check_adapters(adapters: Any) -> None:
     """Raises ValueError unless the argument is an `Adapters`."""
     _validate.require(
         isinstance(adapters, Adapters),
-        "adapters must come from lora.init or lora.load",
+        "adapters must come from lora.init or lora.load. Pass them, and the parameters "
+        "of the model apart from them.",
         type=type(adapters).__name__,
-        fix="Pass the adapters, and the parameters of the model apart from them.",
     )
 
 
@@ -112,36 +95,41 @@ def check_base(adapters: Adapters, base: str | None) -> None:
     """Raises ValueError if the adapters belong to another base."""
     _validate.require(
         None in (adapters.base, base) or adapters.base == base,
-        "adapters must be used with the frozen arrays that they were made for",
+        "adapters must be used with the frozen arrays that they were made for. Load "
+        "the same base model, into which they were not merged before. If only its "
+        "dtype is another one, pass adapters.for_base(params).",
         made_for=adapters.base,
         given=base,
-        fix="Load the same base model. If these adapters were merged into it before, "
-        "load it anew. If only its dtype is another one, pass "
-        "adapters.for_base(params).",
     )
 
 
 def check_shapes(adapters: Adapters, params: PyTree) -> None:
     """Raises ValueError unless every factor fits its target."""
     arrays = by_path(params)
+    check_targets([path for path, _ in adapters.axes], arrays)
     for path, axes in adapters.axes:
-        _validate.require(
-            path in arrays,
-            "every target of adapters must be an array of the model",
-            target=path,
-            fix="Load the model that the adapters were made for.",
-        )
         wanted = factor_shapes(arrays[path].shape, axes, adapters.rank)
         given = tuple(map(jnp.shape, adapters.factors[path]))
         _validate.require(
             given == wanted,
-            "the factors of adapters must have the shapes of their target",
+            "the factors of adapters must have the shapes of their target. Load the "
+            "model, and the adapters, that belong together.",
             target=path,
             shape=arrays[path].shape,
             factors=given,
             wanted=wanted,
-            fix="Load the model, and the adapters, that belong together.",
         )
+
+
+def check_targets(paths: Sequence[str], arrays: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the model has an array for each target."""
+    missing = [path for path in paths if path not in arrays]
+    _validate.require(
+        not missing,
+        "every target of adapters must be an array of the model. Load the model that "
+        "the adapters were made for.",
+        missing=missing,
+    )
 
 
 def factor_shapes(
@@ -152,10 +140,10 @@ def factor_shapes(
     return (*stack, *inputs, rank), (*stack, rank, *outputs)
 
 
-def factor_labels(axes: Axes) -> tuple[tuple[Label, ...], ...]:
-    """The labels of the axes of both factors."""
-    stack, inputs, outputs = ([Label((i,)) for i in part] for part in axes)
-    return (*stack, *inputs, RANK), (*stack, RANK, *outputs)
+def factor_axes(axes: Axes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axis of the array for each axis of both factors; the rank is its `ndim`."""
+    rank = sum(map(len, axes))
+    return (*axes.stack, *axes.input, rank), (*axes.stack, rank, *axes.output)
 
 
 def last_two(ndim: int) -> Axes:

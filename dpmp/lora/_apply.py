@@ -11,16 +11,14 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.lora._adapters import (
     Adapters,
-    Axes,
-    Factors,
     check_adapters,
     check_base,
     check_shapes,
-    factor_labels,
-    fingerprint,
+    factor_axes,
 )
-from dpmp.lora._paths import path_of
-from dpmp.lora._rewriting import check_used, run, with_views
+from dpmp.lora._fingerprint import fingerprint
+from dpmp.lora._names import path_of
+from dpmp.lora._rewriting import run_with_targets
 from dpmp.lora._views import Target
 from dpmp.programs import _interpreter
 
@@ -58,12 +56,7 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
       ValueError: if `fun` is no function. When the result is called: if adapters belong
         to other parameters, or if the function does not multiply with a target.
     """
-    _validate.require(
-        callable(fun),
-        "fun must be a function of the parameters",
-        type=type(fun).__name__,
-        fix="Pass the function itself: lora.apply(loss_fn, params).",
-    )
+    _validate.function(fun=fun)
     base = fingerprint(params)
 
     @functools.wraps(fun)
@@ -74,14 +67,9 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
         closed, treedef = _interpreter.trace(
             lambda *xs: fun(*xs, **kwargs), params, *args
         )
-        targets = {path: Target(path, adapters.scale) for path, _ in adapters.axes}
-        factors = {
-            path: (tuple(adapters.factors[path]), factor_labels(axes))
-            for path, axes in adapters.axes
-        }
+        targets = [Target(path, adapters.scale) for path, _ in adapters.axes]
         leaves = jax.tree.leaves((params, *args))
-        outputs = run(closed, with_views(leaves, params, targets, factors))
-        check_used(targets.values())
+        outputs = run_with_targets(closed, leaves, params, targets, adapters)
         return jax.tree.unflatten(treedef, outputs)
 
     return adapted
@@ -107,24 +95,11 @@ def merge(params: PyTree, adapters: Adapters) -> PyTree:
         path = path_of(keys)
         if path not in axes:
             return x
-        change = adapters.scale * _change(adapters.factors[path], axes[path])
-        return (x.astype(jnp.float32) + change).astype(x.dtype)
+        a, b = (factor.astype(jnp.float32) for factor in adapters.factors[path])
+        names_a, names_b = factor_axes(axes[path])
+        change = jnp.einsum(
+            a, names_a, b, names_b, tuple(range(x.ndim)), precision="highest"
+        )
+        return (x.astype(jnp.float32) + adapters.scale * change).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(merged, params)
-
-
-def _change(factors: Factors, axes: Axes) -> jax.Array:
-    """The product of two factors, with its axes in the order of the target."""
-    rank = sum(map(len, axes))
-    names_a, names_b = (
-        (*axes.stack, *axes.input, rank),
-        (*axes.stack, rank, *axes.output),
-    )
-    return jnp.einsum(
-        factors.a.astype(jnp.float32),
-        names_a,
-        factors.b.astype(jnp.float32),
-        names_b,
-        tuple(range(rank)),
-        precision="highest",
-    )

@@ -5,7 +5,8 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.lora._adapters import Adapters, check_adapters, check_base, fingerprint
+from dpmp.lora._adapters import Adapters, check_adapters, check_base
+from dpmp.lora._fingerprint import fingerprint
 
 
 def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> None:
@@ -28,10 +29,10 @@ def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> No
     check_adapters(initial)
     _validate.require(
         jax.tree.structure(trained) == jax.tree.structure(initial),
-        "trained and initial adapters must be of the same targets, rank and base",
+        "trained and initial adapters must be of the same targets, rank and base. Pass "
+        "the adapters that training started from.",
         trained=[path for path, _ in trained.axes],
         initial=[path for path, _ in initial.axes],
-        fix="Pass the adapters that training started from.",
     )
     check_base(trained, fingerprint(params))
     still = [
@@ -41,11 +42,10 @@ def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> No
     ]
     _validate.require(
         not still,
-        "training must move every factor of the adapters",
+        "training must move every factor of the adapters. If these are the adapters "
+        "after training, look at the learning rate, and at whether the loss depends on "
+        "these targets. (Without noise, the factors A move from the second step on.)",
         not_moved=still,
-        fix="Pass the adapters after training, for example state.params. If they are, "
-        "look at the learning rate, and at whether the loss depends on these targets. "
-        "(Without noise, the factors A move from the second step on.)",
     )
     check_finite(trained)
 
@@ -55,20 +55,8 @@ def check_finite(adapters: Adapters) -> None:
     bad = [name for name, x in _named(adapters) if not np.all(np.isfinite(x))]
     _validate.require(
         not bad,
-        "every entry of an adapter must be finite",
+        "every entry of an adapter must be finite. Train with a lower learning rate.",
         not_finite=bad,
-        fix="Train with a lower learning rate.",
-    )
-
-
-def check_nonzero(adapters: Adapters) -> None:
-    """Raises ValueError if a change is zero, as it is before training."""
-    zero = [path for path, (_, b) in adapters.factors.items() if not np.any(b)]
-    _validate.require(
-        not zero,
-        "every adapter must change its target",
-        zero=zero,
-        fix="Save the adapters after training, for example state.params.",
     )
 
 

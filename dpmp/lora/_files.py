@@ -18,10 +18,11 @@ from dpmp.lora._adapters import (
     check_adapters,
     check_base,
     check_shapes,
-    fingerprint,
+    check_targets,
     last_two,
 )
-from dpmp.lora._paths import by_path
+from dpmp.lora._fingerprint import fingerprint
+from dpmp.lora._names import by_path
 
 _CONFIG, _ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -62,20 +63,35 @@ def save(
       ModuleNotFoundError: if the package safetensors is not installed.
     """
     _check_before(adapters, params, initial)
-    arrays_of_model = by_path(params)
+    shapes = {path: x.shape for path, x in by_path(params).items()}
+    axes = dict(adapters.axes)
     modules = {
-        path: _peft.modules_of(path, arrays_of_model[path].shape, axes, names)
-        for path, axes in adapters.axes
+        path: _peft.modules_of(path, shapes[path], axes[path], names) for path in axes
     }
+    parts = _peft.parts_of(modules)
+    layout = _peft.Layout(modules, axes, shapes, adapters.rank, parts)
+    arrays = _peft.to_arrays(layout, adapters.factors)
+    ours = {
+        "base": adapters.base,
+        "targets": {
+            path: {"axes": axes[path], "modules": modules[path]} for path in axes
+        },
+        "alpha": adapters.alpha,
+        "arrays": fingerprint(arrays),
+    }
+    metadata = {"format": "pt", "dpmp": json.dumps(ours)}
     folder = pathlib.Path(directory)
-    _write(folder, adapters, modules, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / _ARRAYS, _safetensors().numpy.save(arrays, metadata))
+    content = _peft.make_config(adapters, parts, config)
+    _write(folder / _CONFIG, json.dumps(content, indent=2).encode())
     saved = load(folder, params)
     same = jax.tree.map(np.array_equal, adapters.factors, saved.factors)
     _validate.require(
         saved.scale == adapters.scale and all(jax.tree.leaves(same)),
-        "saved adapters must be the same when they are loaded",
+        "saved adapters must be the same when they are loaded. Save them in float32, "
+        "as lora.init makes them.",
         directory=str(folder),
-        fix="Save the adapters in float32, as lora.init makes them.",
     )
 
 
@@ -84,40 +100,21 @@ def _check_before(adapters: Adapters, params: PyTree, initial: Adapters | None) 
     if initial is not None:
         _checks.check_trained(adapters, initial=initial, params=params)
     _checks.check_finite(adapters)
-    _checks.check_nonzero(adapters)
+    zero = [path for path, (_, b) in adapters.factors.items() if not np.any(b)]
+    _validate.require(
+        not zero,
+        "every adapter must change its target. Save the adapters after training.",
+        zero=zero,
+    )
     check_base(adapters, fingerprint(params))
     check_shapes(adapters, params)
 
 
-def _write(
-    folder: pathlib.Path,
-    adapters: Adapters,
-    modules: _peft.Modules,
-    more: Mapping[str, Any] | None,
-) -> None:
-    """Writes both files, each of them complete or not at all."""
-    arrays = _peft.to_arrays(adapters.factors, modules, adapters.rank)
-    targets = {
-        path: {"axes": axes, "modules": modules[path]} for path, axes in adapters.axes
-    }
-    ours = json.dumps(
-        {
-            "base": adapters.base,
-            "targets": targets,
-            "alpha": adapters.alpha,
-            "arrays": fingerprint(arrays),
-        }
-    )
-    config = _peft.make_config(adapters, modules, more)
-    content = _safetensors().numpy.save(arrays, {"format": "pt", "dpmp": ours})
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in (
-        (_ARRAYS, content),
-        (_CONFIG, json.dumps(config, indent=2).encode()),
-    ):
-        unfinished = folder / f"{name}.unfinished"
-        unfinished.write_bytes(data)
-        unfinished.replace(folder / name)
+def _write(file: pathlib.Path, data: bytes) -> None:
+    """Writes a file completely or not at all."""
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished.write_bytes(data)
+    unfinished.replace(file)
 
 
 def load(
@@ -148,20 +145,9 @@ def load(
     axes, modules = _from_ours(ours) if ours else _found(arrays, shapes, names)
     parts = _peft.parts_of(modules) if ours else {}
     rank, alpha = _peft.check_config(config, parts, str(folder / _CONFIG))
-    _check_all_known(arrays, modules)
-    missing = sorted({*axes} - {*shapes})
-    _validate.require(
-        not missing,
-        "every target of adapters must be an array of the model",
-        missing=missing,
-        fix="Load the model that the adapters were made for.",
-    )
-    factors = {
-        path: _peft.from_arrays(
-            arrays, modules[path], parts, shapes[path], axes[path], rank
-        )
-        for path in axes
-    }
+    check_targets([*axes], shapes)
+    layout = _peft.Layout(modules, axes, shapes, rank, parts)
+    factors = _peft.from_arrays(layout, arrays)
     if ours:
         _check_unchanged(ours, arrays, alpha)
     adapters = Adapters(
@@ -180,10 +166,10 @@ def _read(file: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
         return read(file)
     except (OSError, ValueError, KeyError, _safetensors().SafetensorError) as error:
         _validate.fail(
-            "a directory of adapters must have two readable files",
+            "a directory of adapters must have two readable files. Load one that "
+            "lora.save or PEFT has written.",
             file=str(file),
             reason=str(error) or type(error).__name__,
-            fix="Load a directory that lora.save or PEFT has written.",
         )
 
 
@@ -215,9 +201,8 @@ def _found(
     """Finds the targets of a file that another library has written."""
     if names is None:
         _validate.fail(
-            "the module names of the model must be known for files of other libraries",
-            names=None,
-            fix="Pass `names`, a function of the path of an array and a layer.",
+            "the module names of the model must be known for files of other libraries. "
+            "Pass `names`, a function of the path of an array and a layer."
         )
     modules = {}
     for path, shape in shapes.items():
@@ -232,22 +217,6 @@ def _found(
     return {path: last_two(len(shapes[path])) for path in modules}, modules
 
 
-def _check_all_known(arrays: Mapping[str, Any], modules: _peft.Modules) -> None:
-    """Raises ValueError if the file has an array that belongs to no target."""
-    known = {
-        name
-        for of_path in modules.values()
-        for module in of_path
-        for name in _peft.array_names(module.name)
-    }
-    _validate.require(
-        bool(modules) and known >= {*arrays},
-        "every array of the file must belong to a target of the model",
-        unknown=sorted({*arrays} - known)[:5],
-        fix="Load the model that the adapters were made for, or pass other `names`.",
-    )
-
-
 def _check_unchanged(
     ours: Mapping[str, Any], arrays: Mapping[str, np.ndarray], alpha: float
 ) -> None:
@@ -258,9 +227,9 @@ def _check_unchanged(
     }
     _validate.require(
         not any(changed.values()),
-        "adapters must be loaded as lora.save has written them",
+        "adapters must be loaded as lora.save has written them. Load the original "
+        "directory, or save the adapters again.",
         changed=[name for name, is_changed in changed.items() if is_changed],
-        fix="Load the original directory, or save the adapters again.",
     )
 
 
@@ -270,9 +239,8 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ModuleNotFoundError:
         _validate.fail(
-            "files of adapters need the package safetensors",
-            safetensors="not installed",
-            fix="pip install 'dpmp[lora]'.",
+            "files of adapters need the package safetensors. Run pip install "
+            "'dpmp[lora]'.",
             error=ModuleNotFoundError,
         )
     return safetensors

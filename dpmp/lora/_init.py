@@ -10,16 +10,10 @@ import jax.numpy as jnp
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.lora._adapters import (
-    Adapters,
-    Axes,
-    Factors,
-    factor_shapes,
-    fingerprint,
-    last_two,
-)
-from dpmp.lora._paths import by_path, select
-from dpmp.lora._rewriting import check_used, run, with_views
+from dpmp.lora._adapters import Adapters, Axes, Factors, factor_shapes, last_two
+from dpmp.lora._fingerprint import fingerprint
+from dpmp.lora._names import by_path, select
+from dpmp.lora._rewriting import run_with_targets
 from dpmp.lora._views import Target
 from dpmp.programs import _interpreter
 
@@ -69,9 +63,7 @@ def init(
       https://arxiv.org/abs/2106.09685.
     """
     rank = _validate.positive_integer(rank=rank, fix="Use 4 to 64.")
-    alpha = _validate.positive(
-        alpha=rank if alpha is None else alpha, fix="Leave it out, or use 2 * rank."
-    )
+    alpha = _validate.positive(alpha=rank if alpha is None else alpha)
     arrays = by_path(params)
     paths = select(params, targets, targets=targets)
     for path in paths:
@@ -97,11 +89,11 @@ def _check_target(path: str, array: Any) -> None:
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     _validate.require(
         array.ndim >= 2 and array.size > 0 and is_float,
-        "every target of LoRA must be a matrix of floats, or a stack of them",
+        "every target of LoRA must be a matrix of floats, or a stack of them. Make "
+        '`targets` more narrow, for example "query/kernel" for "query".',
         target=path,
         shape=array.shape,
         dtype=array.dtype.name,
-        fix='Make `targets` more narrow, for example "query/kernel" for "query".',
     )
 
 
@@ -109,23 +101,22 @@ def _read_axes(
     fun: Callable[..., Any], params: PyTree, args: Sequence[Any], paths: Sequence[str]
 ) -> dict[str, Axes]:
     """Reads from a program what the axes of each target are for."""
-    targets = {path: Target(path) for path in paths}
+    targets = [Target(path) for path in paths]
     closed, _ = _interpreter.trace(fun, params, *args)
 
     def watched(*leaves: Any) -> list[Any]:
-        return run(closed, with_views(leaves, params, targets, {}))
+        return run_with_targets(closed, leaves, params, targets)
 
     jax.eval_shape(watched, *closed.in_avals)
-    check_used(targets.values())
     arrays = by_path(params)
-    return {path: _axes(targets[path], arrays[path].ndim) for path in paths}
+    return {x.path: _axes(x, arrays[x.path].ndim) for x in targets}
 
 
 def _axes(target: Target, ndim: int) -> Axes:
-    def with_role(role: str) -> tuple[int, ...]:
-        return tuple(i for i in range(ndim) if target.roles.get(i, "stack") == role)
-
-    return Axes(with_role("stack"), with_role("input"), with_role("output"))
+    roles = [target.roles.get(axis, "stack") for axis in range(ndim)]
+    return Axes(
+        *(tuple(i for i, x in enumerate(roles) if x == role) for role in Axes._fields)
+    )
 
 
 def _first_factors(

@@ -16,8 +16,9 @@ References:
   https://huggingface.co/docs/peft/main/en/developer_guides/checkpoint
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -71,10 +72,10 @@ def modules_of(
         found = [names(path, layer) for layer in range(number)]
     _validate.require(
         None not in found,
-        "every layer of a target must have a module name",
+        "every layer of a target must have a module name. Leave `names` out, or adapt "
+        "arrays that are modules of the other library.",
         target=path,
         names=found,
-        fix="Leave `names` out, or adapt arrays that are modules of the other library.",
     )
     return [as_module(x) for x in found if x is not None]
 
@@ -94,22 +95,21 @@ def parts_of(modules: Modules) -> dict[str, list[int]]:
     parts: dict[str, list[int]] = {}
     num_parts: dict[str, int] = {}
     for module in (x for of_path in modules.values() for x in of_path):
-        parts.setdefault(module.name, []).append(module.part)
+        others = parts.setdefault(module.name, [])
         number = num_parts.setdefault(module.name, module.num_parts)
         _validate.require(
-            0 <= module.part < module.num_parts == number,
-            "the parts of a module must be numbered from 0, below one number of parts",
-            module=tuple(module),
-            fix="Let `names` return (name, part, number of parts).",
+            module.part not in others,
+            "every layer of a target must have a module, or a part of one, of its own. "
+            "Let `names` return (name, part, number of parts).",
+            shared=module.name,
         )
-    shared = sorted(name for name, x in parts.items() if len({*x}) < len(x))
-    _validate.require(
-        not shared,
-        "every layer of a target must have a module, or a part of one, of its own",
-        shared=shared[:5],
-        fix="Let `names` return (name, part, number of parts) for a module that holds "
-        "several arrays.",
-    )
+        _validate.require(
+            0 <= module.part < module.num_parts == number,
+            "the parts of a module must be numbered from 0, below one number of parts. "
+            "Let `names` return (name, part, number of parts).",
+            module=tuple(module),
+        )
+        others.append(module.part)
     return {name: sorted(x) for name, x in parts.items()}
 
 
@@ -124,105 +124,113 @@ def array_names(module: str) -> tuple[str, str]:
     return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
 
 
-def to_arrays(
-    factors: Mapping[str, Factors], modules: Modules, rank: int
-) -> dict[str, np.ndarray]:
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the factors of all targets are in the matrices of all modules.
+
+    Attributes:
+      modules: the modules of each target.
+      axes: what the axes of each target are for.
+      shapes: the shape of each array of the model.
+      rank: the rank of the changes.
+      parts: the parts of each module that are targets. All targets in a module without
+        an entry have the same factor A, as in files of other libraries.
+    """
+
+    modules: Modules
+    axes: Mapping[str, Axes]
+    shapes: Mapping[str, Sequence[int]]
+    rank: int
+    parts: Parts
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The names and shapes of all matrices."""
+        shapes = {}
+        for path, module in (
+            (p, x) for p, of_path in self.modules.items() for x in of_path
+        ):
+            num_inputs, num_outputs = self._sizes(path)
+            rank = self.rank * len(self.parts.get(module.name, [0]))
+            name_a, name_b = array_names(module.name)
+            shapes[name_a] = rank, num_inputs
+            shapes[name_b] = module.num_parts * num_outputs, rank
+        return shapes
+
+    def blocks(
+        self, arrays: Mapping[str, np.ndarray], path: str
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The parts of both matrices of each module that belong to a target."""
+        _, num_outputs = self._sizes(path)
+        for module in self.modules[path]:
+            a, b = (arrays[name] for name in array_names(module.name))
+            block = self.parts.get(module.name, [module.part]).index(module.part)
+            ranks = slice(block * self.rank, (block + 1) * self.rank)
+            outputs = slice(module.part * num_outputs, (module.part + 1) * num_outputs)
+            yield a[ranks], b[outputs, ranks]
+
+    def _sizes(self, path: str) -> tuple[int, int]:
+        """The number of inputs, and that of outputs, of a target."""
+        shape, (_, inputs, outputs) = self.shapes[path], self.axes[path]
+        return math.prod(shape[i] for i in inputs), math.prod(shape[i] for i in outputs)
+
+
+def to_arrays(layout: Layout, factors: Mapping[str, Factors]) -> dict[str, np.ndarray]:
     """The matrices of all modules."""
-    parts, arrays = parts_of(modules), {}
-    for path, of_path in modules.items():
+    arrays = {name: np.zeros(x, np.float32) for name, x in layout.matrices().items()}
+    for path in layout.modules:
         a, b = (np.asarray(x, np.float32) for x in factors[path])
-        stack = len(of_path)
-        a, b = a.reshape(stack, -1, rank), b.reshape(stack, rank, -1)
-        for module, matrix_a, matrix_b in zip(of_path, a, b, strict=True):
-            shapes = _shapes(matrix_a.shape[0], matrix_b.shape[1], module, parts, rank)
-            whole_a, whole_b = (
-                arrays.setdefault(name, np.zeros(shape, np.float32))
-                for name, shape in zip(array_names(module.name), shapes, strict=True)
-            )
-            block, outputs = _places(module, parts, rank, matrix_b.shape[1])
-            whole_a[block], whole_b[outputs, block] = matrix_a.T, matrix_b.T
+        for i, (block_a, block_b) in enumerate(layout.blocks(arrays, path)):
+            stack = len(layout.modules[path])
+            block_a[...] = a.reshape(stack, -1, layout.rank)[i].T
+            block_b[...] = b.reshape(stack, layout.rank, -1)[i].T
     return arrays
 
 
-def _shapes(
-    num_inputs: int, num_outputs: int, module: Module, parts: Parts, rank: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of both matrices of a module."""
-    whole_rank = rank * len(parts.get(module.name, [0]))
-    return (whole_rank, num_inputs), (module.num_parts * num_outputs, whole_rank)
-
-
-def _places(
-    module: Module, parts: Parts, rank: int, num_outputs: int
-) -> tuple[slice, slice]:
-    """Where a target is among the ranks, and among the outputs, of its module."""
-    block = parts.get(module.name, [module.part]).index(module.part)
-    return (
-        slice(block * rank, (block + 1) * rank),
-        slice(module.part * num_outputs, (module.part + 1) * num_outputs),
-    )
-
-
-def from_arrays(
-    arrays: Mapping[str, np.ndarray],
-    modules: Sequence[Module],
-    parts: Parts,
-    shape: Sequence[int],
-    axes: Axes,
-    rank: int,
-) -> Factors:
-    """The factors of a target of some shape, from the matrices of its modules.
-
-    Without an entry of a module in `parts`, all its targets have the same factor A, as
-    in files of other libraries.
+def from_arrays(layout: Layout, arrays: Mapping[str, np.ndarray]) -> dict[str, Factors]:
+    """The factors of all targets.
 
     Raises:
-      ValueError: if a matrix is missing, or has another shape.
+      ValueError: if a matrix is missing, has another shape or belongs to no target.
     """
-    wanted = factor_shapes(shape, axes, rank)
-    num_inputs = math.prod(shape[i] for i in axes.input)
-    num_outputs = math.prod(shape[i] for i in axes.output)
-    pairs = []
-    for module in modules:
-        shapes = _shapes(num_inputs, num_outputs, module, parts, rank)
-        whole_a, whole_b = (
-            _matrix(arrays, name, shape)
-            for name, shape in zip(array_names(module.name), shapes, strict=True)
-        )
-        block, outputs = _places(module, parts, rank, num_outputs)
-        pairs.append((whole_a[block], whole_b[outputs, block]))
-    return Factors(
-        *(
-            jnp.asarray(np.stack([x.T for x in matrices]).reshape(to), jnp.float32)
-            for matrices, to in zip(zip(*pairs, strict=True), wanted, strict=True)
-        )
-    )
-
-
-def _matrix(
-    arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, int]
-) -> np.ndarray:
+    wanted = layout.matrices()
     _validate.require(
-        name in arrays and arrays[name].shape == shape,
-        "a file of adapters must have two matrices of matching shapes for each module",
-        matrix=name,
-        shape=arrays[name].shape if name in arrays else None,
-        wanted=shape,
-        fix="Load the adapters that were made for this model.",
+        bool(wanted) and {*wanted} >= {*arrays},
+        "every array of the file must belong to a target of the model. Load the model "
+        "that the adapters were made for, or pass other `names`.",
+        unknown=sorted({*arrays} - {*wanted})[:5],
     )
-    return arrays[name]
+    for name, shape in wanted.items():
+        given = arrays[name].shape if name in arrays else None
+        _validate.require(
+            given == shape,
+            "a file of adapters must have two matrices of matching shapes for each "
+            "module. Load the adapters that were made for this model.",
+            matrix=name,
+            shape=given,
+            wanted=shape,
+        )
+    factors = {}
+    for path, axes in layout.axes.items():
+        shapes = factor_shapes(layout.shapes[path], axes, layout.rank)
+        pairs = zip(*layout.blocks(arrays, path), strict=True)
+        factors[path] = Factors(
+            *(
+                jnp.asarray(np.stack([x.T for x in blocks]).reshape(shape), jnp.float32)
+                for blocks, shape in zip(pairs, shapes, strict=True)
+            )
+        )
+    return factors
 
 
 def make_config(
-    adapters: Adapters, modules: Modules, more: Mapping[str, Any] | None
+    adapters: Adapters, parts: Parts, more: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The content of `adapter_config.json`."""
-    parts, alpha = parts_of(modules), adapters.alpha
     return {
         **_LORA_ONLY,
-        **_patterns(parts, adapters.rank, alpha),
+        **_patterns(parts, adapters.rank, adapters.alpha),
         "r": adapters.rank,
-        "lora_alpha": _as_json(alpha),
+        "lora_alpha": _as_json(adapters.alpha),
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -252,22 +260,21 @@ def check_config(config: Any, parts: Parts, file: str) -> tuple[int, float]:
       parts: the parts of modules that are targets; none for files of other libraries.
       file: the name of the file, for error messages.
     """
-    fix = "Load a directory that lora.save or PEFT has written."
     _validate.require(
         isinstance(config, dict) and {"r", "lora_alpha"} <= {*config},
-        "the configuration of adapters must have entries for r and lora_alpha",
+        "the configuration of adapters must have entries for r and lora_alpha. Load a "
+        "directory that lora.save or PEFT has written.",
         file=file,
-        fix=fix,
     )
-    rank = _validate.positive_integer(r=config["r"], fix=fix)
-    alpha = _validate.positive(lora_alpha=config["lora_alpha"], fix=fix)
+    rank = _validate.positive_integer(r=config["r"], fix=f"Repair {file}.")
+    alpha = _validate.positive(lora_alpha=config["lora_alpha"], fix=f"Repair {file}.")
     for name, value in {**_LORA_ONLY, **_patterns(parts, rank, alpha)}.items():
         given = config.get(name, value)
         _validate.require(
             given == value or (not given and not value),
-            f"only adapters with {name}={value!r} can be loaded",
+            f"only adapters with {name}={value!r} can be loaded. Merge these ones with "
+            "PEFT.",
             file=file,
             **{name: given},
-            fix="Train adapters of that kind, or merge these ones with PEFT.",
         )
     return rank, alpha

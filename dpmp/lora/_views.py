@@ -5,39 +5,21 @@ slice of each layer, a reshape merges the heads of an attention, a transposition
 the array around. A `View` follows the array W and its factors A and B through these
 operations, so that the product with `x` can be computed as x W + scale (x A) B.
 
-Every axis of a view has a label, and an axis of a factor has the label of the axis of
-W to which it belongs. The labels say what an operation on an axis of W does to the
-factors: an axis of the inputs is one of A, an axis of the outputs is one of B, and an
-axis over which arrays are stacked, as those of the layers of a model, is one of both.
+In a view, both factors have the axes of the array, with size one for those that they do
+not depend on, and the rank as their last axis. The change is the sum over the rank of
+A * B. So what moves or cuts an axis of the array does the same to each factor that has
+this axis.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-
-class Label(NamedTuple):
-    """Names an axis of a view.
-
-    Attributes:
-      axes: the axes of the original array that the axis is made of, or a part of.
-      part: tells different parts of the same axes from each other.
-    """
-
-    axes: tuple[int, ...]
-    part: int = 0
-
-
-RANK = Label((-1,))
-"""The axis that both factors have, and the array has not."""
-
-_parts = itertools.count(1)
+import numpy as np
 
 
 class CannotFollowError(Exception):
@@ -60,17 +42,11 @@ class Target:
     roles: dict[int, str] = dataclasses.field(default_factory=dict)
     is_used: bool = False
 
-    def note(self, labels: Sequence[Label], role: str) -> None:
-        """Notes the role of the axes that labels stand for; the first one counts."""
-        for label in labels:
-            for axis in label.axes:
-                self.roles.setdefault(axis, role)
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["array", "factors"],
-    meta_fields=["labels", "labels_of_factors", "target"],
+    meta_fields=["origins", "target"],
 )
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -78,17 +54,24 @@ class View:
 
     Attributes:
       array: the view of the array.
-      labels: the label of each of its axes.
       factors: the views of A and B. It is empty where a program is only watched.
-      labels_of_factors: the labels of the axes of each factor.
+      origins: for each axis, the axes of the target that it is made of.
       target: the array that this is a view of.
     """
 
     array: Any
-    labels: tuple[Label, ...]
     factors: tuple[Any, ...]
-    labels_of_factors: tuple[tuple[Label, ...], ...]
+    origins: tuple[tuple[int, ...], ...]
     target: Target
+
+    def note(self, axes: Iterable[int], role: str) -> None:
+        """Notes the role of some axes in the target; the first role of an axis counts.
+
+        It is "stack", "input" or "output".
+        """
+        for axis in axes:
+            for origin in self.origins[axis]:
+                self.target.roles.setdefault(origin, role)
 
     def with_array(self, array: Any) -> "View":
         """The same view of another array of the same shape."""
@@ -96,48 +79,41 @@ class View:
 
     def scaled(self, array: Any, by: Any) -> "View":
         """The view after a multiplication with one number, which gives `array`."""
-        factors = list(self.factors)
-        if factors:
-            factors[0] = factors[0] * jnp.reshape(by, ()).astype(factors[0].dtype)
-        return dataclasses.replace(self, array=array, factors=tuple(factors))
+        a_scaled = [x * jnp.reshape(by, ()).astype(x.dtype) for x in self.factors[:1]]
+        factors = (*a_scaled, *self.factors[1:])
+        return dataclasses.replace(self, array=array, factors=factors)
+
+    def cut(self, array: Any, cuts: dict[int, Callable[..., Any]]) -> "View":
+        """The view after cuts of axes, which give `array`.
+
+        `cuts` has a function for each axis. It takes an array and the keyword `axis`.
+        """
+
+        def cut_factor(factor: Any) -> Any:
+            for axis, cut in cuts.items():
+                if factor.shape[axis] == self.array.shape[axis]:
+                    factor = cut(factor, axis=axis)
+            return factor
+
+        factors = tuple(map(cut_factor, self.factors))
+        return dataclasses.replace(self, array=array, factors=factors)
 
     def transposed(self, permutation: Sequence[int]) -> "View":
-        """The view with its axes in another order. The factors stay as they are."""
-        return dataclasses.replace(
-            self,
-            array=jnp.transpose(self.array, permutation),
-            labels=tuple(self.labels[i] for i in permutation),
+        """The view with its axes in another order."""
+        return View(
+            jnp.transpose(self.array, permutation),
+            tuple(jnp.transpose(x, (*permutation, -1)) for x in self.factors),
+            tuple(self.origins[i] for i in permutation),
+            self.target,
         )
 
-    def on_axes(
-        self, array: Any, changes: dict[int, Callable[[Any, int], Any]]
-    ) -> "View":
-        """The view after changes of single axes that keep their number.
-
-        Args:
-          array: the result of all changes of the array.
-          changes: for each changed axis, a function of a factor and its axis.
-        """
-        factors = list(self.factors)
-        for axis, change in changes.items():
-            for i, labels in enumerate(self.labels_of_factors):
-                if self.labels[axis] in labels:
-                    factors[i] = change(factors[i], labels.index(self.labels[axis]))
-        return dataclasses.replace(self, array=array, factors=tuple(factors))
-
-    def without(self, axes: Sequence[int]) -> "View":
+    def squeezed(self, axes: Sequence[int]) -> "View":
         """The view without some axes of size one."""
-        dropped = {self.labels[axis] for axis in axes}
-        factors, labels_of_factors = list(self.factors), list(self.labels_of_factors)
-        for i, labels in enumerate(self.labels_of_factors):
-            gone = [j for j, label in enumerate(labels) if label in dropped]
-            factors[i] = jnp.squeeze(factors[i], gone)
-            labels_of_factors[i] = tuple(x for x in labels if x not in dropped)
+        self.note(axes, "stack")
         return View(
             jnp.squeeze(self.array, axes),
-            tuple(x for x in self.labels if x not in dropped),
-            tuple(factors),
-            tuple(labels_of_factors),
+            tuple(jnp.squeeze(x, axes) for x in self.factors),
+            tuple(x for i, x in enumerate(self.origins) if i not in axes),
             self.target,
         )
 
@@ -147,94 +123,140 @@ class View:
         Raises:
           CannotFollowError: if that merges axes of different factors.
         """
-        view = self.without([i for i, n in enumerate(self.array.shape) if n == 1])
-        before, labels = view, []
-        for old, new in _groups(before.array.shape, shape):
-            group = tuple(before.labels[i] for i in old)
-            if len(group) == len(new) == 1:
-                labels.append(group[0])
-                continue
-            axes = tuple(sorted({axis for label in group for axis in label.axes}))
-            made = tuple(Label(axes, next(_parts)) for _ in new)
-            view = view._regrouped(group, made, [shape[i] for i in new])
-            labels += made
-        array = jnp.reshape(self.array, shape)
-        return dataclasses.replace(view, array=array, labels=tuple(labels))
-
-    def leading(self) -> "View":
-        """The view with the first axis first in its factors too, as a loop needs it.
-
-        Raises:
-          CannotFollowError: if not both factors have this axis.
-        """
-        first = self.labels[0]
-        self.target.note([first], "stack")
-        if self.factors and not all(first in x for x in self.labels_of_factors):
-            raise CannotFollowError("loops over an axis that is summed over")
-        ordered = [
-            _ordered(factor, labels, (first, *(x for x in labels if x != first)))
-            for factor, labels in zip(self.factors, self.labels_of_factors, strict=True)
+        groups = _groups(self.array.shape, shape)
+        origins = [
+            tuple(sorted({i for axis in old for i in self._origins_of(axis)}))
+            for old, new in groups
+            for _ in new
         ]
-        return dataclasses.replace(
-            self,
-            factors=tuple(factor for factor, _ in ordered),
-            labels_of_factors=tuple(labels for _, labels in ordered),
-        )
+
+        def reshape(factor: Any) -> Any:
+            sizes = []
+            for old, new in groups:
+                whole, own = (
+                    math.prod(x.shape[axis] for axis in old)
+                    for x in (self.array, factor)
+                )
+                if own not in (1, whole):
+                    raise CannotFollowError(
+                        "merges an axis of inputs with one of outputs"
+                    )
+                sizes += [shape[axis] if own == whole else 1 for axis in new]
+            return jnp.reshape(factor, (*sizes, factor.shape[-1]))
+
+        factors = tuple(map(reshape, self.factors))
+        array = jnp.reshape(self.array, shape)
+        return View(array, factors, tuple(origins), self.target)
+
+    def _origins_of(self, axis: int) -> tuple[int, ...]:
+        """The origins of an axis; none of one of size one, which a reshape may drop."""
+        return self.origins[axis] if self.array.shape[axis] > 1 else ()
+
+    def check_leading(self) -> None:
+        """Raises CannotFollowError unless a loop can go over the first axis."""
+        self.note([0], "stack")
+        if any(x.shape[0] != self.array.shape[0] for x in self.factors):
+            raise CannotFollowError("loops over an axis that is summed over")
 
     def without_leading(self) -> "View":
-        """Drops the first label everywhere; a loop has taken its axis away."""
-        return dataclasses.replace(
-            self,
-            labels=self.labels[1:],
-            labels_of_factors=tuple(x[1:] for x in self.labels_of_factors),
+        """Drops the origin of the first axis; a loop has taken this axis away."""
+        return dataclasses.replace(self, origins=self.origins[1:])
+
+    def product(self, eqn: Any, x: Any, y: Any, is_left: bool) -> Any:
+        """Adds scale (x A) B to y = x W, the result of a `dot_general`.
+
+        Args:
+          eqn: the equation.
+          x: its other operand.
+          y: its result.
+          is_left: whether the view is its first operand.
+
+        Raises:
+          CannotFollowError: if the axes that are summed over are not those of one
+            factor.
+        """
+        summed, stacked = dimensions(eqn, is_left)
+        rank = self.array.ndim  # names an axis, as the numbers of the array's axes do
+        free = [i for i in range(rank) if i not in {*summed, *stacked}]
+        self.note(summed, "input")
+        self.note(stacked, "stack")
+        self.note(free, "output")
+        self.target.is_used = True
+        if not self.factors:
+            return y
+        first, second = self._in_order(summed, stacked, free)
+        names = dict(
+            zip(sum(dimensions(eqn, not is_left), ()), summed + stacked, strict=True)
+        )
+        x_names = [names.get(i, rank + 1 + i) for i in range(x.ndim)]
+        x_free = [name for name in x_names if name > rank]
+        y_names = [*stacked, *(free + x_free if is_left else x_free + free)]
+        first, second = first.astype(x.dtype), second.astype(x.dtype)
+        between = [*stacked, *x_free, rank]
+        first_names, second_names = [*summed, *stacked, rank], [*stacked, *free, rank]
+        product = jnp.einsum(
+            x, x_names, _only(first, first_names), sorted(first_names), between
+        )
+        if self.target.scale != 1:
+            product *= jnp.asarray(self.target.scale, product.dtype)
+        return y + jnp.einsum(
+            product,
+            between,
+            _only(second, second_names),
+            sorted(second_names),
+            y_names,
+            preferred_element_type=y.dtype,
         )
 
-    def _regrouped(
-        self, group: tuple[Label, ...], made: tuple[Label, ...], sizes: Sequence[int]
-    ) -> "View":
-        """Gives the axes of a group other sizes and labels, in the factors."""
-        factors, labels_of_factors = list(self.factors), list(self.labels_of_factors)
-        for i, labels in enumerate(self.labels_of_factors):
-            here = [label for label in group if label in labels]
-            if not here:
-                continue
-            if len(here) < len(group):
-                raise CannotFollowError("merges an axis of inputs with one of outputs")
-            at = labels.index(group[0])
-            rest = [label for label in labels if label not in group]
-            factor, _ = _ordered(factors[i], labels, (*rest[:at], *group, *rest[at:]))
-            shape = factor.shape
-            shape = (*shape[:at], *sizes, *shape[at + len(group) :])
-            factors[i] = jnp.reshape(factor, shape)
-            labels_of_factors[i] = (*rest[:at], *made, *rest[at:])
-        return dataclasses.replace(
-            self, factors=tuple(factors), labels_of_factors=tuple(labels_of_factors)
-        )
+    def _in_order(
+        self, summed: Sequence[int], stacked: Sequence[int], free: Sequence[int]
+    ) -> tuple[Any, Any]:
+        """The factor that x is multiplied with, then the other one."""
+        shape = self.array.shape
+        for first, second in (self.factors, self.factors[::-1]):
+            is_stacked = all(
+                x.shape[i] == shape[i] for x in (first, second) for i in stacked
+            )
+            is_first = all(first.shape[i] == 1 for i in free)
+            if is_stacked and is_first and all(second.shape[i] == 1 for i in summed):
+                return first, second
+        raise CannotFollowError("sums over other axes than those of its inputs")
 
 
-def _ordered(
-    factor: Any, labels: tuple[Label, ...], wanted: tuple[Label, ...]
-) -> tuple[Any, tuple[Label, ...]]:
-    """A factor with its axes in the wanted order, and their labels."""
-    if labels == wanted:
-        return factor, labels
-    return jnp.transpose(factor, [labels.index(x) for x in wanted]), wanted
+def aligned(factor: Any, axes: Sequence[int], ndim: int) -> Any:
+    """A factor in the form that it has in a view of `ndim` axes.
+
+    `axes` has the axis of the array for each axis of the factor, and `ndim` for the
+    rank.
+    """
+    ordered = jnp.transpose(factor, np.argsort(axes).tolist())
+    return jnp.expand_dims(ordered, [i for i in range(ndim) if i not in axes])
 
 
-def _groups(
-    old: Sequence[int], new: Sequence[int]
-) -> list[tuple[list[int], list[int]]]:
+def dimensions(eqn: Any, is_left: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of one operand that are summed over, and those of its batch."""
+    summed, stacked = eqn.params["dimension_numbers"]
+    side = 0 if is_left else 1
+    return tuple(summed[side]), tuple(stacked[side])
+
+
+def _only(factor: Any, axes: Sequence[int]) -> Any:
+    """A factor without the other axes, which have size one."""
+    return jnp.squeeze(factor, [i for i in range(factor.ndim) if i not in axes])
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
     """The smallest groups of consecutive axes that a reshape maps to each other.
 
     >>> _groups((6, 4, 5), (2, 3, 20))
-    [([0], [0, 1]), ([1, 2], [2])]
+    [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
     """
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         ends = [min(i + 1, len(old)), min(j + 1, len(new))]
         while (sizes := _sizes(old[i : ends[0]], new[j : ends[1]]))[0] != sizes[1]:
             ends[sizes[0] > sizes[1]] += 1
-        groups.append((list(range(i, ends[0])), list(range(j, ends[1]))))
+        groups.append((range(i, ends[0]), range(j, ends[1])))
         i, j = ends
     return groups
 

@@ -57,14 +57,8 @@ def autocast(
     Raises:
       ValueError: if `fun` is no function, or if there is no such policy.
     """
-    _validate.require(
-        callable(fun),
-        "fun must be a function",
-        type=type(fun).__name__,
-        fix="Pass the function itself: autocast(loss_fn).",
-    )
-    policy = Policy.parse(policy)
-    dtype = policy.compute_dtype
+    _validate.function(fun=fun)
+    dtype = Policy.parse(policy).compute_dtype
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:

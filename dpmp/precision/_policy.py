@@ -71,27 +71,21 @@ class Policy:
                     dtype = jnp.dtype(given)
             _validate.require(
                 dtype is not None and jnp.issubdtype(dtype, jnp.floating),
-                f"{name} must be a float dtype",
+                f"{name} must be a float dtype. Use float32 for parameters, and "
+                "float32 or bfloat16 to compute.",
                 dtype=given if dtype is None else dtype.name,
-                fix="Use float32 for parameters, and float32 or bfloat16 to compute.",
             )
             object.__setattr__(self, name, dtype)
         is_bfloat16 = self.param_dtype == jnp.bfloat16
         _validate.require(
             is_bfloat16 if self.stochastic_rounding else self.param_dtype.itemsize >= 4,
             "param_dtype must be float32 or wider, or bfloat16 with "
-            "stochastic_rounding",
+            "stochastic_rounding. Narrow compute_dtype instead, or use both options.",
             param_dtype=self.param_dtype.name,
             stochastic_rounding=self.stochastic_rounding,
-            fix="Narrow compute_dtype instead, or use both options.",
         )
-        names = ["bfloat16", "tensorfloat32", "float32", "highest"]
-        _validate.require(
-            self.matmul_precision in (None, *names),
-            f"matmul_precision must be one of {names}, or None",
-            matmul_precision=self.matmul_precision,
-            fix='Use "tensorfloat32" for TF32, where the device has it.',
-        )
+        names = [None, "bfloat16", "tensorfloat32", "float32", "highest"]
+        _validate.one_of(names, matmul_precision=self.matmul_precision)
         object.__setattr__(self, "float32_paths", _checked_paths(self.float32_paths))
         scale = _float8.check_scale(self.float8_scale)
         object.__setattr__(self, "float8_scale", scale)
@@ -113,12 +107,7 @@ class Policy:
         Any other name is refused with a ValueError. `float32_paths` are those of
         `Policy`.
         """
-        _validate.require(
-            name in PRESETS,
-            f"policy must be one of {sorted(PRESETS)}",
-            policy=name,
-            fix="Use one of these names, or Policy(param_dtype=, compute_dtype=).",
-        )
+        _validate.one_of(PRESETS, policy=name)
         return cls(jnp.float32, float32_paths=float32_paths, **PRESETS[name])
 
     @classmethod
@@ -128,9 +117,8 @@ class Policy:
             return cls.from_name(policy)
         _validate.require(
             isinstance(policy, Policy),
-            "policy must be a Policy or the name of one",
+            "policy must be a Policy or the name of one. Use a dpmp.Policy.",
             type=type(policy).__name__,
-            fix='Use "mixed_bfloat16", or a dpmp.Policy.',
         )
         return policy
 
@@ -154,9 +142,9 @@ class Policy:
         cast_params = jax.tree_util.tree_map_with_path(cast, params)
         _validate.require(
             not unused,
-            "every expression in float32_paths must be found in a parameter's path",
+            "every expression in float32_paths must be found in a parameter's path. "
+            "Paths are keystr(path, simple=True, separator='/') of jax.tree_util.",
             unused=sorted(unused),
-            fix="Paths are keystr(path, simple=True, separator='/') of jax.tree_util.",
         )
         return cast_params
 
@@ -188,11 +176,7 @@ class Policy:
         if not self.stochastic_rounding:
             return optax.apply_updates(params, updates)
         if prng_key is None:
-            _validate.fail(
-                "stochastic rounding needs a key",
-                prng_key=None,
-                fix="Pass a new key at every step.",
-            )
+            _validate.fail("stochastic rounding needs a key. Pass a new one each step.")
         sums = optax.apply_updates(self.cast_to_update(params), updates)
         return _stochastic_rounding.round_like(sums, params, prng_key)
 
@@ -225,9 +209,9 @@ def _checked_paths(paths: Any) -> tuple[str, ...]:
     """Returns `paths` as a tuple; ValueError unless they are regular expressions."""
     _validate.require(
         isinstance(paths, Iterable) and not isinstance(paths, str),
-        "float32_paths must be a tuple of regular expressions",
+        "float32_paths must be a tuple of regular expressions. Write "
+        '("embed",) for a single one.',
         float32_paths=paths,
-        fix='Write ("embed",) for a single one.',
     )
     paths = tuple(paths)
     for path in paths:

@@ -72,10 +72,10 @@ def _check_records(load: Load, num_records: int) -> None:
         for path in [*expected, *columns]:
             _validate.require(
                 columns.get(path) == expected.get(path),
-                "every record must have the tree, shapes and dtypes of the first one",
+                "every record must have the tree, shapes and dtypes of the first one. "
+                "Pad or convert it, or leave it out of the dataset.",
                 record=record,
                 column=path or "(the dataset itself)",
                 in_the_first=expected.get(path, "nothing"),
                 in_this=columns.get(path, "nothing"),
-                fix="Pad or convert it, or leave it out of the dataset.",
             )

@@ -23,40 +23,36 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
     """Raises ValueError unless batches can be divided in this way."""
     _validate.require(
         sharding is not None or jax.process_count() == 1,
-        "batch_sharding must be given if there are several processes",
+        "batch_sharding must be given if there are several processes. Use "
+        'jax.NamedSharding(mesh, jax.P("data")) with a mesh of all devices.',
         num_processes=jax.process_count(),
-        fix='Use jax.NamedSharding(mesh, jax.P("data")) with a mesh of all devices.',
     )
     if sharding is None:
         return
     _validate.require(
         isinstance(sharding, jax.sharding.Sharding),
-        "batch_sharding must be a jax.sharding.Sharding",
+        "batch_sharding must be a jax.sharding.Sharding. Use "
+        'jax.NamedSharding(mesh, jax.P("data")).',
         type=type(sharding).__name__,
-        fix='Use jax.NamedSharding(mesh, jax.P("data")).',
     )
     spec = tuple(getattr(sharding, "spec", ()))
     _validate.require(
         not any(spec[1:]),
         "batch_sharding must divide a batch along its first axis, that of the "
-        "examples, and along no other",
+        'examples, and along no other. Use jax.NamedSharding(mesh, jax.P("data")).',
         batch_sharding=jax.P(*spec),
-        fix='Use jax.NamedSharding(mesh, jax.P("data")), with an axis of the mesh in '
-        "the first place and none after it.",
     )
     num_shards = _num_shards(sharding)
-    sizes: dict[str, Any] = {
-        "padded_batch_size": mechanism.padded_batch_size,
-        "microbatch_size": mechanism.microbatch_size,
-    }
-    for name, size in sizes.items():
+    for name in ("padded_batch_size", "microbatch_size"):
+        size = getattr(mechanism, name)
+        given: dict[str, Any] = {name: size}
         _validate.require(
             size is None or size % num_shards == 0,
             f"{name} must be a multiple of the {num_shards} parts into which "
-            f"batch_sharding divides a batch",
-            fix=f"Build the mechanism with a microbatch_size that is a multiple of "
-            f"{num_shards}; batches are padded to a multiple of it.",
-            **{name: sizes[name]},
+            "batch_sharding divides a batch. Build the mechanism with a "
+            f"microbatch_size that is a multiple of {num_shards}; batches are padded "
+            "to a multiple of it.",
+            **given,
         )
 
 
@@ -82,10 +78,9 @@ def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
     _validate.require(
         are_equal,
         "all processes must have the same mechanism, the same data in one order, and "
-        "the same state and options of fit",
+        "the same state and options of fit. Read the same files everywhere. If they "
+        "are the same, one process cannot load its data; its error says more.",
         num_processes=jax.process_count(),
-        fix="Read the same files everywhere. If they are the same, one process cannot "
-        "load its data; its error says more.",
     )
 
 

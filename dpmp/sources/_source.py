@@ -77,10 +77,8 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
     _validate.require(
         sizes == {num_examples},
         f"the dataset must hold the {num_examples} examples, one in each row of each "
-        "array",
+        "array. Build the mechanism with num_examples=len(data).",
         sizes=sorted(sizes),
-        fix="Build the mechanism with num_examples=len(data): sampling and accounting "
-        "depend on it.",
     )
 
     def ask(indices: Any) -> PyTree:
@@ -220,9 +218,9 @@ def as_arrays(tree: PyTree) -> PyTree:
         _check_numbers(path, array)
         _validate.require(
             not isinstance(x, np.ma.MaskedArray),
-            "examples must be arrays without masks",
+            "examples must be arrays without masks. Fill masked numbers with "
+            "x.filled(0), and pass the mask beside them.",
             column=jax.tree_util.keystr(path) or "(the dataset itself)",
-            fix="Fill masked numbers with x.filled(0), and pass the mask beside them.",
         )
         return array
 

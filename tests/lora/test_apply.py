@@ -213,89 +213,9 @@ def test_a_run_of_adapters_is_saved_and_resumed(decoder_run, tmp_path):
 def test_the_scale_is_alpha_over_the_rank():
     params = {"w": jnp.ones((2, 3))}
     adapters = lora.init(KEY, params, 4, "w", alpha=2.0)
-    one = lora.Factors(jnp.ones((2, 4)), jnp.ones((4, 3)))
-    adapters = jax.tree.map(lambda _, x: x, adapters.factors, {"w": one})
-    adapters = lora.Adapters(
-        factors=adapters, axes=(("w", lora.Axes((), (0,), (1,))),), rank=4,
-        alpha=2.0, base=None,
-    )  # fmt: skip
-    x = jnp.ones(2)
-    given = lora.apply(lambda p, x: x @ p["w"], params)(adapters, x)
+    adapters = jax.tree.map(jnp.ones_like, adapters)
+    given = lora.apply(lambda p, x: x @ p["w"], params)(adapters, jnp.ones(2))
     np.testing.assert_allclose(given, 2.0 + 0.5 * 2.0 * 4.0)
-
-
-REFUSED = {
-    "is looked up": lambda p, x: jnp.sum(p["w"][jnp.array([0, 1])] @ x.T),
-    "is added": lambda p, x: jnp.sum(x @ (p["w"] + 1.0)),
-    "is carried": lambda p, x: jnp.sum(
-        jax.lax.fori_loop(0, 2, lambda _, w: w * 2.0, p["w"]) @ x.T
-    ),
-    "is returned": lambda p, x: (p["w"], jnp.sum(x)),
-    "is multiplied with itself": lambda p, x: jnp.sum(p["w"] @ p["w"].T),
-    "is summed over in part": lambda p, x: jnp.sum(
-        jnp.einsum("tk,hko->tho", x[:, :6], p["w"].reshape(2, 6, 12))
-    ),
-}
-
-
-@pytest.mark.parametrize("fun", REFUSED.values(), ids=REFUSED)
-def test_other_uses_of_a_target_are_refused(fun):
-    params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
-    adapters = lora.init(KEY, params, 2, "w")
-    with pytest.raises(ValueError, match="every target of LoRA must be multiplied"):
-        lora.apply(fun, params)(adapters, x)
-
-
-def test_an_unused_target_is_refused():
-    params, x = {"w": normal(0, 12, 12), "v": normal(0, 12, 12)}, normal(1, 5, 12)
-
-    def fun(params, x):
-        return jnp.sum(x @ params["w"])
-
-    with pytest.raises(ValueError, match=r"never learns; got unused=\['v'\]"):
-        lora.init(KEY, params, 2, ".", fun=fun, example_args=(x,))
-    with pytest.raises(ValueError, match=r"never learns; got unused=\['v'\]"):
-        lora.apply(fun, params)(lora.init(KEY, params, 2, "."), x)
-
-
-def test_axes_that_do_not_fit_the_program_are_refused():
-    subject = SUBJECTS["decoder"]()
-    adapters = lora.init(KEY, subject.params, 2, "query")  # (layers, width) stacked
-    with pytest.raises(ValueError, match=r"target='layers/query'.*pass `fun`"):
-        lora.apply(subject.loss_fn, subject.params)(adapters, subject.batch)
-
-
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        ("qeury", "at least one array must be selected; got targets='qeury'"),
-        ("(", "valid regular expression"),
-        (["w", "v"], r"unknown=\['v'\]"),
-        ("b", "target='b', shape=.3,."),
-        ("ids", "dtype='int32'"),
-    ],
-)
-def test_wrong_targets_are_refused(targets, message):
-    params = {
-        "w": jnp.ones((2, 3)),
-        "b": jnp.ones(3),
-        "ids": jnp.ones((2, 2), jnp.int32),
-    }
-    with pytest.raises(ValueError, match=message):
-        lora.init(KEY, params, 2, targets)
-
-
-@pytest.mark.parametrize("kwargs", [{"rank": 0}, {"rank": 2, "alpha": -1.0}])
-def test_wrong_sizes_are_refused(kwargs):
-    with pytest.raises(ValueError, match="must be"):
-        lora.init(KEY, {"w": jnp.ones((2, 3))}, targets="w", **kwargs)
-
-
-def test_parameters_in_the_place_of_adapters_are_refused():
-    params = {"w": jnp.ones((2, 3))}
-    adapted = lora.apply(lambda p, x: x @ p["w"], params)
-    with pytest.raises(ValueError, match=r"must come from lora\.init"):
-        adapted(params, jnp.ones(2))
 
 
 def convolved(params, x):
@@ -306,9 +226,43 @@ def convolved(params, x):
     )
 
 
+# With whether `apply` alone refuses it.
+REFUSED = {
+    "is looked up": (lambda p, x: jnp.sum(p["w"][jnp.array([0, 1])] @ x.T), False),
+    "is added": (lambda p, x: jnp.sum(x @ (p["w"] + 1.0)), False),
+    "is carried": (
+        lambda p, x: jnp.sum(
+            jax.lax.fori_loop(0, 2, lambda _, w: w * 2.0, p["w"]) @ x.T
+        ),
+        False,
+    ),
+    "is returned": (lambda p, x: (p["w"], jnp.sum(x)), False),
+    "is multiplied with itself": (lambda p, x: jnp.sum(p["w"] @ p["w"].T), False),
+    "is summed over in part": (
+        lambda p, x: jnp.sum(
+            jnp.einsum("tk,hko->tho", x[:, :6], p["w"].reshape(2, 6, 12))
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fun", "by_apply_alone"), REFUSED.values(), ids=REFUSED)
+def test_other_uses_of_a_target_are_refused(fun, by_apply_alone):
+    params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
+    message = "every target of LoRA must be multiplied.*Leave this array out"
+    with pytest.raises(ValueError, match=message):
+        lora.apply(fun, params)(lora.init(KEY, params, 2, "w"), x)
+    if not by_apply_alone:
+        with pytest.raises(ValueError, match=message) as caught:
+            lora.init(KEY, params, 2, "w", fun=fun, example_args=(x,))
+        # Advice to pass the function is not for those who did.
+        assert "example_args" not in str(caught.value)
+
+
 def test_a_refusal_names_the_line_of_the_model():
     params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
-    refused = REFUSED["is added"]
+    refused, _ = REFUSED["is added"]
     line = refused.__code__.co_firstlineno
     for fun in (refused, jax.jit(refused), jax.checkpoint(refused)):
         with pytest.raises(ValueError, match=rf"line='{re.escape(__file__)}:{line}'"):
@@ -318,23 +272,66 @@ def test_a_refusal_names_the_line_of_the_model():
 def test_the_kernel_of_a_convolution_is_refused_with_advice_that_helps():
     params, x = {"w": normal(0, 3, 12, 4)}, normal(1, 5, 12)
     adapters = lora.init(KEY, params, 2, "w")
-    calls = [
+    for call in (
         lambda: lora.init(KEY, params, 2, "w", fun=convolved, example_args=(x,)),
         lambda: lora.apply(convolved, params)(adapters, x),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="'convolves with it'") as caught:
+    ):
+        message = "'convolves with it'.*has no adapter: keep it frozen"
+        with pytest.raises(ValueError, match=message) as caught:
             call()
-        assert "has no adapter: keep it frozen" in str(caught.value)
         assert "example_args" not in str(caught.value)
 
 
-def test_advice_to_pass_the_function_is_not_given_to_those_who_did():
-    params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
-    fun = REFUSED["is looked up"]
-    with pytest.raises(ValueError, match="Leave this array out") as caught:
-        lora.init(KEY, params, 2, "w", fun=fun, example_args=(x,))
-    assert "example_args" not in str(caught.value)
+def test_an_unused_target_is_refused_by_apply():
+    params, x = {"w": normal(0, 12, 12), "v": normal(0, 12, 12)}, normal(1, 5, 12)
+    adapted = lora.apply(lambda p, x: jnp.sum(x @ p["w"]), params)
+    with pytest.raises(ValueError, match=r"never learns; got unused=\['v'\]"):
+        adapted(lora.init(KEY, params, 2, "."), x)
+
+
+def test_axes_that_do_not_fit_the_program_are_refused():
+    subject = SUBJECTS["decoder"]()
+    adapters = lora.init(KEY, subject.params, 2, "query")  # (layers, width) stacked
+    with pytest.raises(ValueError, match=r"target='layers/query'.*pass `fun`"):
+        lora.apply(subject.loss_fn, subject.params)(adapters, subject.batch)
+
+
+def test_an_axis_of_size_one_has_a_role_too():
+    params, x = {"w": normal(0, 12, 1), "v": normal(1, 1, 12)}, normal(2, 5, 12)
+
+    def fun(params, x):
+        return jnp.sum(x @ params["w"]) + jnp.sum(x @ params["v"].T)
+
+    adapters = lora.init(KEY, params, 2, ".", fun=fun, example_args=(x,))
+    assert dict(adapters.axes) == {
+        "w": lora.Axes((), (0,), (1,)),
+        "v": lora.Axes((), (1,), (0,)),
+    }
+    adapters = trained(adapters)
+    given = lora.apply(fun, params)(adapters, x)
+    np.testing.assert_allclose(given, fun(lora.merge(params, adapters), x), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "message"),
+    [
+        ("qeury", {}, "at least one array must be selected; got targets='qeury'"),
+        ("(", {}, "valid regular expression"),
+        (["w", "v"], {}, r"unknown=\['v'\]"),
+        ("b", {}, "target='b', shape=.3,."),
+        ("ids", {}, "dtype='int32'"),
+        ("w", {"rank": 0}, "rank must be"),
+        ("w", {"alpha": -1.0}, "alpha must be"),
+    ],
+)
+def test_wrong_targets_and_sizes_are_refused(targets, options, message):
+    params = {
+        "w": jnp.ones((2, 3)),
+        "b": jnp.ones(3),
+        "ids": jnp.ones((2, 2), jnp.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        lora.init(KEY, params, targets=targets, **{"rank": 2, **options})
 
 
 def test_a_kernel_is_trained_whole_beside_adapters():

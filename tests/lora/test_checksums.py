@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.lora._checksums import checksum, checksums
+from dpmp.lora._fingerprint import checksum
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "int8", "bool", "uint32"]
 
@@ -24,10 +24,10 @@ def test_a_checksum_sees_an_exchange_of_two_entries():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("factor", [-1, 2, 0.25])
-def test_a_checksum_sees_a_multiplied_array(dtype, factor):
+def test_a_checksum_sees_a_multiplied_array(dtype):
     x = jnp.arange(1, 65).astype(dtype)
-    assert int(checksum(x * jnp.asarray(factor, dtype))) != int(checksum(x))
+    sums = {int(checksum(x * jnp.asarray(n, dtype))) for n in (1, -1, 2, 0.25)}
+    assert len(sums) == 4
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "int4", "uint2", "float8_e4m3fn"])
@@ -41,10 +41,3 @@ def test_a_checksum_does_not_depend_on_the_sharding():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("a")))
     assert int(checksum(placed)) == int(checksum(x))
-
-
-def test_every_array_of_a_tree_has_a_checksum():
-    tree = {"a": jnp.arange(3), "b": (jnp.ones(2), jnp.bool_(True))}
-    expected = [int(checksum(x)) for x in jax.tree.leaves(tree)]
-    assert checksums(tree).tolist() == expected
-    assert checksums(tree).dtype == jnp.uint32

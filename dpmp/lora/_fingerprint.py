@@ -1,13 +1,29 @@
-"""Checksums of arrays, which tell whether adapters belong to a base model."""
+"""Fingerprints of arrays, which tell whether adapters belong to a base model."""
 
 import functools
+import hashlib
 import math
-from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp._typing import PyTree
+from dpmp.lora._names import by_path
+
+
+def fingerprint(params: PyTree) -> str | None:
+    """A hash of the names, types and values of arrays; None for traced arrays."""
+    arrays = by_path(params)
+    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+        return None
+    # Arrays may be known while another function is traced.
+    with jax.ensure_compile_time_eval():
+        sums = np.asarray([checksum(jnp.asarray(x)) for x in arrays.values()])
+    types = [f"{path} {x.dtype} {x.shape}" for path, x in arrays.items()]
+    content = "\n".join(types).encode() + sums.astype(np.uint32).tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 @functools.partial(jax.jit, inline=False)
@@ -31,15 +47,10 @@ def _words(x: jax.Array) -> jax.Array:
     """The bits of an array of any type, as uint32."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
-    if x.dtype == jnp.bool_ or _info(x.dtype).bits < 8:
+    if x.dtype.itemsize == 1:
         x = x.astype(jnp.float32)  # has every value of these small types
     bits = min(8 * x.dtype.itemsize, 32)
     return jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
-
-
-def _info(dtype: Any) -> Any:
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    return jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
 
 
 def _mixed(words: jax.Array) -> jax.Array:
@@ -52,8 +63,3 @@ def _mixed(words: jax.Array) -> jax.Array:
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
-
-
-def checksums(tree: PyTree) -> jax.Array:
-    """The checksums of all arrays of a tree, (number of arrays,) uint32."""
-    return jnp.stack([checksum(x) for x in jax.tree.leaves(tree)])

@@ -1,0 +1,148 @@
+"""Names of the arrays of a model, and the parts of a model that names select."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """The name of an array: its keys, joined by slashes.
+
+    The array of a variable of Flax NNX has the name of the variable.
+    """
+    if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
+        keys = keys[:-1]
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """The arrays of a tree by their names; raises ValueError for None."""
+    _validate.require(
+        tree is not None,
+        "params must be a tree of arrays. Pass the parameters of the model.",
+        params=None,
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_of(keys): leaf for keys, leaf in leaves}
+
+
+def select(tree: PyTree, selection: str | Sequence[str], **named: Any) -> list[str]:
+    """The names of the selected arrays, in the order of the tree.
+
+    Args:
+      tree: a tree of arrays.
+      selection: a regular expression of which `re.search` finds a part of the name, or
+        a list of whole names.
+      **named: the argument of the user, for error messages.
+
+    Raises:
+      ValueError: if nothing is selected, or if the tree has no array of a given name.
+    """
+    paths = list(by_path(tree))
+    if isinstance(selection, str):
+        selected = [path for path in paths if _pattern(selection).search(path)]
+    else:
+        unknown = sorted({*selection} - {*paths})
+        _validate.require(
+            not unknown,
+            "every selected name must be that of an array",
+            unknown=unknown,
+            fix=f"The arrays are {_shown(paths)}.",
+        )
+        selected = [path for path in paths if path in {*selection}]
+    _validate.require(
+        bool(selected),
+        "at least one array must be selected",
+        **named,
+        fix=f"The arrays are {_shown(paths)}.",
+    )
+    return selected
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        _validate.fail(
+            "a selection must be a valid regular expression",
+            selection=text,
+            fix=f"It is not: {error}.",
+        )
+
+
+def _shown(paths: Sequence[str], most: int = 20) -> str:
+    more = [f"and {len(paths) - most} more"] if len(paths) > most else []
+    return ", ".join([*paths[:most], *more])
+
+
+def partition(params: PyTree, trainable: str | Sequence[str]) -> tuple[PyTree, PyTree]:
+    """Splits a tree of arrays in two, with None in the places of the other arrays.
+
+    >>> params = {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}
+    >>> trained, frozen = partition(params, trainable="bias")
+    >>> jax.tree.map(jnp.shape, (trained, frozen))
+    ({'bias': (2,), 'kernel': None}, {'bias': None, 'kernel': (3, 2)})
+    >>> def loss_fn(trained, x):
+    ...     params = combine(trained, frozen)
+    ...     return jnp.sum(x @ params["kernel"] + params["bias"])
+
+    The state of an optimizer has entries only for the arrays that are trained.
+
+    Args:
+      params: the parameters of a model.
+      trainable: the arrays to train: a regular expression, of which `re.search` finds a
+        part of the name, or a list of names. The name of an array is its path with
+        slashes.
+
+    Returns:
+      The trainable arrays, and the frozen ones.
+
+    Raises:
+      ValueError: if no array is selected, or if there is no array of a given name.
+    """
+    selected = {*select(params, trainable, trainable=trainable)}
+
+    def part(is_trainable: bool) -> PyTree:
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, x: x if (path_of(keys) in selected) == is_trainable else None,
+            params,
+        )
+
+    return part(True), part(False)
+
+
+def combine(trainable: PyTree, frozen: PyTree) -> PyTree:
+    """Puts the two results of `partition` together again.
+
+    Raises:
+      ValueError: if an array is in both of them, or if one of them is missing.
+    """
+    for name, part, other in (
+        ("trainable", trainable, frozen),
+        ("frozen", frozen, trainable),
+    ):
+        _validate.require(
+            # The parts of a tree that is one array are this array and None.
+            part is not None or jax.tree_util.all_leaves([other]),
+            "both parts of the parameters must be given. Pass both results of "
+            "lora.partition.",
+            missing=name,
+        )
+
+    def either(keys: tuple[object, ...], x: object, y: object) -> object:
+        _validate.require(
+            x is None or y is None,
+            "every array must be in one of the two parts of the parameters. Pass "
+            "both results of lora.partition.",
+            in_both=path_of(keys),
+        )
+        return y if x is None else x
+
+    return jax.tree_util.tree_map_with_path(
+        either, trainable, frozen, is_leaf=lambda x: x is None
+    )
