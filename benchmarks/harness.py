@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dpmp.tools import _timing
+from dpmp import _timing
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 

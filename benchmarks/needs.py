@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.markdown import Line, read, table
-from dpmp.numerics._arithmetic import parse
+from dpmp.numerics._arithmetic import parse_arithmetic
 from dpmp.numerics._grid import LARGEST_RESOLUTION
 
 BATCH_SIZE, LENGTH = 4096, 1024
@@ -91,7 +91,7 @@ def needs(model: Model) -> Needs:
 
 def rounding_share(num_parameters: int) -> float:
     """What rounding to the finest grid takes of the clip norm."""
-    return parse("bounded", method="book_keeping").share_lost(
+    return parse_arithmetic("bounded", method="book_keeping").share_lost(
         num_parameters, LARGEST_RESOLUTION
     )
 

@@ -20,7 +20,7 @@ from jax_privacy import clipping as their_clipping
 from jax_privacy import noise_addition as their_noise
 
 from benchmarks import harness
-from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._results import Sizes
 from dpmp.tools.selfcheck._subjects import (
@@ -180,9 +180,9 @@ def _opacus_optimizer(params: list[Any], l2_clip_norm: float, **kwargs: Any) -> 
 def benchmark(sizes: str) -> Iterator[dict[str, Any]]:
     """A line for each measurement; tables of them are printed."""
     chosen = Sizes() if sizes == "full" else Sizes(2000, 8, 256, 2**20, 2**17)
-    measured = _command.run(all_subjects(), chosen, rich.console.Console())
+    measured = command.run(all_subjects(), chosen, rich.console.Console())
     for name in dict.fromkeys(x.measurement for x in measured):
-        rows = [_command.as_json(x) for x in measured if x.measurement == name]
+        rows = [command.as_json(x) for x in measured if x.measurement == name]
         yield {"measurement": name, "results": rows}
 
 

@@ -19,7 +19,7 @@ from benchmarks import harness, models
 from dpmp import book_keeping
 from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _linalg
-from dpmp.numerics._arithmetic import parse
+from dpmp.numerics._arithmetic import parse_arithmetic
 
 GradFn = Callable[[Any, Any], Any]
 
@@ -226,6 +226,8 @@ def _unclipped(loss_fn: Callable[..., jax.Array]) -> GradFn:
         size = len(jax.tree.leaves(batch)[0])
         coefs, keep = jnp.full(size, 1 / size), jnp.full(size, True)
         one_group = jax.tree.structure(0)
-        return engine(params, batch).weighted_sum([coefs], keep, one_group, parse(None))
+        return engine(params, batch).weighted_sum(
+            [coefs], keep, one_group, parse_arithmetic(None)
+        )
 
     return grad_fn

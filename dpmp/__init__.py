@@ -14,17 +14,16 @@ from dpmp.clipping import (
     AutomaticClipping,
     AuxiliaryOutput,
     BoundedSensitivityCallable,
+    ReleasedMetrics,
     clip_pytree,
     clipped_fun,
     clipped_grad,
 )
-from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.engines import book_keeping
 from dpmp.mechanism import DPSGD
-from dpmp.numerics._grid import GridArray
+from dpmp.numerics import GridArray
 from dpmp.planning import memory, microbatches
-from dpmp.precision import Policy
-from dpmp.precision._autocast import autocast
+from dpmp.precision import Policy, autocast
 from dpmp.sources import Source, check_source
 from dpmp.tools import devices
 from dpmp.tools.precision_report import PrecisionReport, precision_report

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from dpmp import _validate
-from dpmp.planning import _memory_command, _noise_commands
+from dpmp.planning import memory_command, noise_commands
 from dpmp.tools import devices, ledger, plot
-from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck import command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,10 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         title="commands", metavar="command", dest="command_name"
     )
-    _command.add_selfcheck_command(commands)
+    command.add_selfcheck_command(commands)
     devices.add_devices_command(commands)
-    _memory_command.add_memory_command(commands)
-    _noise_commands.add_planning_commands(commands)
+    memory_command.add_memory_command(commands)
+    noise_commands.add_planning_commands(commands)
     ledger.add_ledger_command(commands)
     plot.add_plot_command(commands)
     args = parser.parse_args(argv)

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from dpmp.numerics import _float_sums
-from dpmp.numerics._arithmetic import parse
+from dpmp.numerics._arithmetic import parse_arithmetic
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -50,7 +50,7 @@ def test_the_largest_batches_of_float_sums_are_as_the_guide_says():
     table = re.search(r"\| `arithmetic=` .*?\n\n", text, re.S).group()
     for row in table.splitlines()[2:-1]:
         name, share, *quoted = re.findall(r"[\w.%]+", row)
-        arithmetic = parse(name)
+        arithmetic = parse_arithmetic(name)
         assert share == f"{100 * arithmetic.slack:.2g}%"
         for microbatch_size, size in zip((None, 64, 16, 1), quoted, strict=True):
             assert int(size) == largest_batch(arithmetic, microbatch_size)

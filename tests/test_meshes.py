@@ -21,7 +21,7 @@ from dpmp import (
     noise_addition,
 )
 from dpmp.numerics import _float_sums
-from dpmp.numerics._arithmetic import parse
+from dpmp.numerics._arithmetic import parse_arithmetic
 
 P = jax.P
 
@@ -210,7 +210,7 @@ def test_float_sums_of_sharded_batches_err_no_more_than_is_counted(
     # On explicit axes, each device adds up its own examples.
     num_shards = 8 if axis_type == AxisType.Explicit else 1
     slack = _float_sums.rounding_slack(
-        parse("float32"), 16, microbatch_size or 16, num_shards
+        parse_arithmetic("float32"), 16, microbatch_size or 16, num_shards
     )
     # Contributions are at most the clip norm; float64 has roundings of its own.
     assert np.linalg.norm(error) <= 0.5 * slack / 2 + 1e-14

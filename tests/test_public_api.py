@@ -59,7 +59,7 @@ def test_all_names_exist_and_are_documented():
     ids=lambda module: module.__name__,
 )
 def test_public_modules_say_what_they_have(module):
-    assert module.__all__ == sorted(module.__all__)
+    assert len(module.__all__) == len({*module.__all__})
     for public in module.__all__:
         assert hasattr(module, public)
     assert module.__doc__.count("\n\n") >= 1  # a paragraph besides the first line
@@ -94,6 +94,21 @@ def test_imports_go_down(name):
         goes_down = FLOORS[other] < FLOORS[room]
         is_on_the_ground = FLOORS[other] == FLOORS[room] == 1
         assert room == other or goes_down or is_on_the_ground, f"{name}: {imported}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_packages_are_used_by_their_faces(name):
+    room = name.split(".")[1]
+    for node in ast.walk(ast.parse(_path(name).read_text())):
+        path = (getattr(node, "module", None) or "").split(".")
+        if not isinstance(node, ast.ImportFrom) or path[0] != "dpmp" or len(path) < 2:
+            continue
+        package = importlib.import_module(f"dpmp.{path[1]}")
+        if path[1] != room and hasattr(package, "__path__"):
+            names = {alias.name for alias in node.names}
+            assert not any(x.startswith("_") for x in (*path, *names)), path
+            face = importlib.import_module(node.module)
+            assert names <= {*getattr(face, "__all__", names)}, (path, names)
 
 
 def test_only_the_mechanism_joins_clipping_and_noise():
@@ -131,12 +146,12 @@ def test_jax_internals_stay_where_they_belong(name):
     assert "flax" not in source
     parts = set(re.findall(r"jax\.extend(?:\.\w+)?|jax import .*extend", source))
     assert parts == {
-        "dpmp.programs._interpreter": {
+        "dpmp.programs.interpreter": {
             "jax.extend.core",
             "jax.extend.source_info_util",
         },
-        "dpmp.programs._bodies": {"jax.extend.core"},
-        "dpmp.programs._transformations": {"jax.extend.core"},
+        "dpmp.programs.bodies": {"jax.extend.core"},
+        "dpmp.programs.transformations": {"jax.extend.core"},
     }.get(name, set())
 
 

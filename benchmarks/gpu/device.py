@@ -12,7 +12,7 @@ from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program, Session
 from dpmp import devices, noise_addition
 from dpmp.tools.devices import _products
-from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._results import Sizes
 
@@ -25,14 +25,14 @@ def run_selfcheck(session: Session) -> None:
         subjects = subjects._replace(sums=subjects.sums[:1], releases=())
     if session.compile_only:
         return  # its programs are made one by one, from what those before gave
-    for results in _command.parts(subjects, sizes):
+    for results in command.parts(subjects, sizes):
         claims = [x for x in results if x.is_claimed]
         session.record(
             "claims of the self-check",
             claims=len(claims),
             broken=[
                 f"{x.measurement}; {x.subject}; {x.value}; {x.worst_case}"
-                for x in _command.broken_claims(results)
+                for x in command.broken_claims(results)
             ],
             measured={f"{x.measurement}; {x.subject}": x.value for x in claims},
         )

@@ -35,7 +35,7 @@ from benchmarks.gpu.programs import Program, Session
 from benchmarks.models import GPT2, TINY_GPT2
 from dpmp import lora
 from dpmp.numerics import ExactSums
-from dpmp.programs import _float8
+from dpmp.programs import float8
 from dpmp.tools.devices import _products
 from examples import llm
 from examples.llm import pretrained
@@ -342,7 +342,7 @@ def run_float8(session: Session) -> None:
     """Products, then steps."""
     shape, size = (TINY_GPT2, (4, 8)) if session.is_tiny else (_WIDE, (32, 256))
     if session.compile_only:
-        _float8.is_native = lambda: True  # as it is on an H100
+        float8.is_native = lambda: True  # as it is on an H100
     else:
         for width in (32,) if session.is_tiny else (4096, 8192, 16384):
             _compare_products(session, width)

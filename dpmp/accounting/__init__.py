@@ -28,7 +28,7 @@ from dpmp.accounting._events import (
     truncated_dpsgd_event,
     truncation_probability,
 )
-from dpmp.accounting._rounding import round_up
+from dpmp.accounting._rounding import digits_above, digits_below, round_up
 
 __all__ = [
     "DEFAULT_RELATION",
@@ -37,6 +37,8 @@ __all__ = [
     "check_delta",
     "check_relation",
     "choose_truncated_batch_size",
+    "digits_above",
+    "digits_below",
     "dpsgd_event",
     "get_epsilon",
     "required_delta",

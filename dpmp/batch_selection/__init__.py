@@ -6,6 +6,11 @@ is in a batch with the same probability, independently of all other examples. Th
 indices of a batch and its size are sensitive.
 """
 
+from dpmp.batch_selection._binomial import SAMPLING_TOTAL_VARIATION
 from dpmp.batch_selection._poisson import PoissonSampling, pad_indices
 
-__all__ = ["PoissonSampling", "pad_indices"]
+__all__ = [
+    "SAMPLING_TOTAL_VARIATION",
+    "PoissonSampling",
+    "pad_indices",
+]

@@ -35,7 +35,7 @@ from fractions import Fraction
 import numpy as np
 
 # A bound on the total variation distance of one draw, by the text above.
-LARGEST_TOTAL_VARIATION = 2.0**-180
+SAMPLING_TOTAL_VARIATION = 2.0**-180
 
 _MODE_WEIGHT = 2**256
 _WORDS_PER_DRAW = 6

@@ -14,13 +14,21 @@ for sums whose arithmetic has a name that begins with "unproved".
 tree. Their results are sensitive until noise is added (`dpmp.noise_addition`).
 """
 
-from dpmp.clipping._adaptive import AdaptiveClipNorm
+from dpmp.clipping._adaptive import AdaptiveClipNorm, with_clip_norm
 from dpmp.clipping._automatic import AutomaticClipping
+from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._clip_pytree import clip_pytree
 from dpmp.clipping._clipped_fun import clipped_fun
 from dpmp.clipping._clipped_grad import AuxiliaryOutput, clipped_grad
-from dpmp.clipping._joint_sums import JointSum, Released, ReleasedMetrics
-from dpmp.clipping._sensitivity import BoundedSensitivityCallable
+from dpmp.clipping._clipped_sum import specs_of_examples
+from dpmp.clipping._joint_sums import (
+    JointCoordinates,
+    JointSum,
+    Released,
+    ReleasedMetrics,
+    contribution,
+)
+from dpmp.clipping._sensitivity import BoundedSensitivityCallable, sensitivity
 from dpmp.clipping._shards import Shards
 
 __all__ = [
@@ -28,6 +36,8 @@ __all__ = [
     "AutomaticClipping",
     "AuxiliaryOutput",
     "BoundedSensitivityCallable",
+    "ClipNorms",
+    "JointCoordinates",
     "JointSum",
     "Released",
     "ReleasedMetrics",
@@ -35,4 +45,8 @@ __all__ = [
     "clip_pytree",
     "clipped_fun",
     "clipped_grad",
+    "contribution",
+    "sensitivity",
+    "specs_of_examples",
+    "with_clip_norm",
 ]

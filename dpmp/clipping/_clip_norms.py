@@ -31,10 +31,7 @@ from dpmp import _meshes, _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
 from dpmp.clipping._automatic import AutomaticClipping
-from dpmp.numerics._arithmetic import Arithmetic
-from dpmp.numerics._float_sums import UNIT_ROUNDOFF
-from dpmp.numerics._squared_norms import SquaredNorm
-from dpmp.numerics._stored import at_least_float32
+from dpmp.numerics import UNIT_ROUNDOFF, Arithmetic, SquaredNorm, at_least_float32
 
 # Three for the roundings in the formula of the module, one for the rounding of a
 # float64 term to a float32 sum, and four to spare.

@@ -9,8 +9,8 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms, _clipped_sum
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.engines import _per_example, _signature
-from dpmp.numerics._arithmetic import parse
+from dpmp.engines import check_float_leaves, store_one
+from dpmp.numerics import parse_arithmetic
 
 
 def clip_pytree(
@@ -61,7 +61,7 @@ def clip_pytree(
         a prefix of `pytree`, or if a leaf is not a float array.
     """
     clip_norms = ClipNorms.from_tree(clip_norm, rescale_to_unit_norm, 1.0)
-    _signature.check_float_leaves(pytree, "pytree")
+    check_float_leaves(pytree, "pytree")
     clip_norms.check_prefix_of(pytree)
     return_zero = jnp.asarray(return_zero)
     _validate.require(
@@ -71,7 +71,7 @@ def clip_pytree(
         dtype=return_zero.dtype.name,
         fix="For a batch, use clipped_fun and is_padding_example.",
     )
-    grads = _per_example.store_one(pytree)
+    grads = store_one(pytree)
     norms = grads.squared_norms(clip_norms.prefix)
     norm = _clip_norms.global_norm(norms)
     coefs = _clip_norms.coefficients(clip_norms.targets, norms, clip_norms.stability)
@@ -79,6 +79,6 @@ def clip_pytree(
         coefs,
         _clipped_sum.keep_mask(norm, coefs, return_zero[None], nan_safe),
         clip_norms.prefix,
-        parse(None, dtype=norm.dtype),
+        parse_arithmetic(None, dtype=norm.dtype),
     )
     return clipped, norm[0]

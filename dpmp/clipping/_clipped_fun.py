@@ -7,9 +7,8 @@ from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._clipped_sum import ClippedSum, make_callable
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.clipping._shards import Shards
-from dpmp.engines._per_example import mappable, stack_engine
-from dpmp.engines._signature import Signature, check_float_leaves
-from dpmp.numerics._arithmetic import Arithmetic, parse
+from dpmp.engines import Signature, check_float_leaves, mappable, stack_engine
+from dpmp.numerics import Arithmetic, parse_arithmetic
 
 
 def clipped_fun(
@@ -68,7 +67,7 @@ def clipped_fun(
     Raises:
       ValueError: see `clipped_grad`.
     """
-    sums = parse(arithmetic, dtype=dtype)
+    sums = parse_arithmetic(arithmetic, dtype=dtype)
     signature = Signature.parse(
         batch_argnums=batch_argnums,
         prng_argnum=prng_argnum,

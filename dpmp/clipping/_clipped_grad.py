@@ -19,10 +19,9 @@ from dpmp.clipping._clipped_sum import ClippedSum, Outputs, make_callable
 from dpmp.clipping._joint_sums import JointCoordinates, ReleasedMetrics
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.clipping._shards import Shards
-from dpmp.engines._methods import check_method, make_engine
-from dpmp.engines._signature import Signature, check_float_leaves
+from dpmp.engines import Signature, check_float_leaves, check_method, make_engine
 from dpmp.loss_scaling import ScaledLoss
-from dpmp.numerics._arithmetic import Arithmetic, parse
+from dpmp.numerics import Arithmetic, parse_arithmetic
 
 AuxiliaryOutput = collections.namedtuple(
     "AuxiliaryOutput", ["values", "grad_norms", "aux"]
@@ -208,7 +207,7 @@ def clipped_grad(
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
     check_method(method, pre_clipping_transform)
-    sums = parse(arithmetic, method=method, dtype=dtype)
+    sums = parse_arithmetic(arithmetic, method=method, dtype=dtype)
     loss_scale = None
     if isinstance(fun, ScaledLoss):
         fun, loss_scale = fun.fun, fun.loss_scale

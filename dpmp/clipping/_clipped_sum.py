@@ -16,10 +16,8 @@ from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.clipping._shards import Shards
-from dpmp.engines._methods import GradEngine
-from dpmp.engines._signature import Signature
-from dpmp.numerics._arithmetic import Arithmetic
-from dpmp.numerics._grid import is_grid
+from dpmp.engines import GradEngine, Signature
+from dpmp.numerics import Arithmetic, is_grid
 
 
 class Outputs(NamedTuple):

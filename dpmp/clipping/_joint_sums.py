@@ -34,7 +34,7 @@ from dpmp._typing import PyTree
 from dpmp.clipping._adaptive import AdaptiveClipNorm
 from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.clipping._clipped_sum import Outputs
-from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridArray, unit_of
+from dpmp.numerics import DEFAULT_RESOLUTION, GridArray, unit_of
 
 # The grid of a metric: fine enough for a mean, and coarse enough for large batches.
 _RESOLUTION = 2**10 - 1

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.numerics._arithmetic import Arithmetic
-from dpmp.numerics._grid import is_grid
+from dpmp.numerics import Arithmetic, is_grid
 
 
 class _Cut(NamedTuple):

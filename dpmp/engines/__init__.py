@@ -4,3 +4,20 @@
 in `_per_example.py` materializes per-example gradients. The engine in `book_keeping`
 computes the same norms and sums without them. No engine knows of privacy.
 """
+
+from dpmp.engines._methods import GradEngine, check_method, make_engine, scaled
+from dpmp.engines._per_example import mappable, stack_engine, store_one
+from dpmp.engines._signature import Signature, check_float_leaves, check_num_args
+
+__all__ = [
+    "GradEngine",
+    "Signature",
+    "check_float_leaves",
+    "check_method",
+    "check_num_args",
+    "make_engine",
+    "mappable",
+    "scaled",
+    "stack_engine",
+    "store_one",
+]

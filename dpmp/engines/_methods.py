@@ -17,9 +17,7 @@ from dpmp import _meshes, _validate, loss_scaling
 from dpmp._typing import PyTree
 from dpmp.engines import _per_example, book_keeping
 from dpmp.engines._signature import Signature, check_loss
-from dpmp.numerics._arithmetic import Arithmetic
-from dpmp.numerics._squared_norms import SquaredNorm
-from dpmp.numerics._stored import at_least_float32
+from dpmp.numerics import Arithmetic, SquaredNorm, at_least_float32
 
 METHODS = ("per_example", "book_keeping")
 

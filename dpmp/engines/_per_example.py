@@ -11,17 +11,20 @@ import jax.numpy as jnp
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.engines._signature import Signature
-from dpmp.numerics import _packing, _reduction
-from dpmp.numerics._arithmetic import Arithmetic, GradientSums
-from dpmp.numerics._squared_norms import SquaredNorm, squared_norm
-from dpmp.numerics._stored import (
+from dpmp.numerics import (
+    Arithmetic,
+    GradientSums,
+    SquaredNorm,
     StoredArray,
     compute_and_store,
+    floats_of,
     indices_of_block,
+    packing,
+    reduction,
     rows_of_block,
-    to_float,
+    squared_norm,
 )
-from dpmp.programs._transformations import (
+from dpmp.programs.transformations import (
     has_ragged_products,
     without_ragged_products,
 )
@@ -66,7 +69,7 @@ class StackedGrads:
             lambda: [-x.astype(jnp.int32) for x in counted], counted
         )
         (batch_size,) = keep.shape
-        size = _reduction.block_size(batch_size)
+        size = reduction.block_size(batch_size)
 
         def add_blocks(i: Any) -> list[PyTree]:
             sums, indices = [], indices_of_block(i, batch_size // size, size)
@@ -80,9 +83,7 @@ class StackedGrads:
                 ]
             return sums
 
-        totals = _reduction.sum_examples(
-            add_blocks, batch_size // size, add=sums_of.add
-        )
+        totals = reduction.sum_examples(add_blocks, batch_size // size, add=sums_of.add)
         sums = iter(totals)
         return prefix.unflatten(
             group.unpack([next(sums) for _ in group.arrays]) for group in groups
@@ -108,7 +109,7 @@ def _add_block(
     @jax.jit  # one copy for all rows
     def term(row: jax.Array, coef: jax.Array, mask: jax.Array) -> jax.Array:
         zero = ~mask  # zero for every example that is selected
-        return _select(arithmetic.contribution(to_float(row, dtype), coef, zero), mask)
+        return _select(arithmetic.contribution(floats_of(row, dtype), coef, zero), mask)
 
     rows = rows_of_block(bits, indices)
     return arithmetic.add_block(list(map(term, rows, coefs, masks)))
@@ -140,10 +141,10 @@ class _Group(NamedTuple):
     @classmethod
     def of(cls, tree: PyTree) -> "_Group":
         leaves, treedef = jax.tree.flatten(tree)
-        numbers = _packing.groups_of(
+        numbers = packing.groups_of(
             [x.bits.shape[1] for x in leaves], [x.dtype for x in leaves], few=_FEW
         )
-        joined = _packing.join([x.bits for x in leaves], numbers)
+        joined = packing.join([x.bits for x in leaves], numbers)
         arrays = [
             StoredArray(bits, leaves[some[0]].dtype, bits.shape[1:])
             for bits, some in zip(joined, numbers, strict=True)
@@ -155,7 +156,7 @@ class _Group(NamedTuple):
         sizes = [x.bits.shape[1] for x in self.leaves]
         words = [jax.tree.leaves(total) for total in sums]  # two for a double word
         split = [
-            _packing.split(word, self.numbers, sizes)
+            packing.split(word, self.numbers, sizes)
             for word in zip(*words, strict=True)
         ]
         number = jax.tree.structure(sums[0])

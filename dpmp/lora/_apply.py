@@ -20,7 +20,7 @@ from dpmp.lora._fingerprint import fingerprint
 from dpmp.lora._names import path_of
 from dpmp.lora._rewriting import run_with_targets
 from dpmp.lora._views import Target
-from dpmp.programs import _interpreter
+from dpmp.programs import interpreter
 
 
 def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
         check_adapters(adapters)
         check_base(adapters, base)
         check_shapes(adapters, params)
-        closed, treedef = _interpreter.trace(
+        closed, treedef = interpreter.trace(
             lambda *xs: fun(*xs, **kwargs), params, *args
         )
         targets = [Target(path, adapters.scale) for path, _ in adapters.axes]

@@ -15,7 +15,7 @@ from dpmp.lora._fingerprint import fingerprint
 from dpmp.lora._names import by_path, select
 from dpmp.lora._rewriting import run_with_targets
 from dpmp.lora._views import Target
-from dpmp.programs import _interpreter
+from dpmp.programs import interpreter
 
 
 def init(
@@ -102,7 +102,7 @@ def _read_axes(
 ) -> dict[str, Axes]:
     """Reads from a program what the axes of each target are for."""
     targets = [Target(path) for path in paths]
-    closed, _ = _interpreter.trace(fun, params, *args)
+    closed, _ = interpreter.trace(fun, params, *args)
 
     def watched(*leaves: Any) -> list[Any]:
         return run_with_targets(closed, leaves, params, targets)

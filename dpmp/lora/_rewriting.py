@@ -18,9 +18,9 @@ from dpmp._typing import PyTree
 from dpmp.lora._adapters import Adapters, factor_axes
 from dpmp.lora._names import by_path
 from dpmp.lora._views import CannotFollowError, Target, View, aligned
-from dpmp.programs import _bodies, _interpreter, _primitives
-from dpmp.programs._interpreter import bind
-from dpmp.programs._source_lines import source_line
+from dpmp.programs import bodies, interpreter, primitives
+from dpmp.programs.interpreter import bind
+from dpmp.programs.source_lines import source_line
 
 Rule: TypeAlias = Callable[[Any, list[Any], View], list[Any]]
 
@@ -76,7 +76,7 @@ def _run(closed: Any, values: Sequence[Any]) -> list[Any]:
         except CannotFollowError as reason:
             _refuse(eqn, views[0], str(reason))
 
-    outputs = _interpreter.run(closed, values, evaluate)
+    outputs = interpreter.run(closed, values, evaluate)
     for x in outputs:
         if isinstance(x, View):
             _refuse(None, x, "returns it")
@@ -85,18 +85,18 @@ def _run(closed: Any, values: Sequence[Any]) -> list[Any]:
 
 def _evaluate(eqn: Any, values: list[Any], view: View) -> list[Any]:
     name = eqn.primitive.name
-    if name in _primitives.CALLS:
-        return _run(_interpreter.callee(eqn), values)
-    if name == _primitives.COND:
-        branches = map(_interpreter.inline, eqn.params["branches"])
+    if name in primitives.CALLS:
+        return _run(interpreter.callee(eqn), values)
+    if name == primitives.COND:
+        branches = map(interpreter.inline, eqn.params["branches"])
         index, *operands = values
         return jax.lax.switch(index, [_runs(x) for x in branches], *operands)
-    if (loop := _bodies.as_loop(eqn)) is not None:
+    if (loop := bodies.as_loop(eqn)) is not None:
         return _scan(eqn, values, loop)
-    if (found := _bodies.as_rematerialised(eqn)) is not None:
+    if (found := bodies.as_rematerialised(eqn)) is not None:
         body, wrap = found
         return wrap(_runs(body))(*values)
-    if name == _primitives.CONVOLUTION:
+    if name == primitives.CONVOLUTION:
         raise CannotFollowError("convolves with it")
     if name not in RULES:
         raise CannotFollowError("does something else with it than to multiply")
@@ -107,7 +107,7 @@ def _runs(closed: Any) -> Callable[..., list[Any]]:
     return lambda *values: _run(closed, values)
 
 
-def _scan(eqn: Any, values: list[Any], loop: _bodies.Loop) -> list[Any]:
+def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
     # Numbers that are written in the program have the dtypes that it gives them.
     values = [
         x if isinstance(x, View | jax.Array) else jnp.asarray(x, atom.aval.dtype)
@@ -213,7 +213,7 @@ def _scale(eqn: Any, values: list[Any], view: View) -> list[Any]:
     if isinstance(other, View) or jnp.size(other) != 1:
         raise CannotFollowError("multiplies it entry by entry")
     (array,) = bind(eqn, _bare(values))
-    if eqn.primitive.name == _primitives.MUL:
+    if eqn.primitive.name == primitives.MUL:
         return [view.scaled(array, other)]
     if not is_left:
         raise CannotFollowError("divides by it")
@@ -229,18 +229,18 @@ def _product(eqn: Any, values: list[Any], view: View) -> list[Any]:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_primitives.SAME_ENTRIES, _same),
-    _primitives.OPTIMIZATION_BARRIER: _same,
-    _primitives.TRANSPOSE: _transpose,
-    _primitives.RESHAPE: _reshape,
-    _primitives.SQUEEZE: _squeeze,
-    _primitives.BROADCAST: _broadcast,
-    _primitives.SLICE: _slice,
-    _primitives.SPLIT: _split,
-    _primitives.DYNAMIC_SLICE: _dynamic_slice,
-    _primitives.MUL: _scale,
-    _primitives.DIV: _scale,
-    _primitives.DOT_GENERAL: _product,
+    **dict.fromkeys(primitives.SAME_ENTRIES, _same),
+    primitives.OPTIMIZATION_BARRIER: _same,
+    primitives.TRANSPOSE: _transpose,
+    primitives.RESHAPE: _reshape,
+    primitives.SQUEEZE: _squeeze,
+    primitives.BROADCAST: _broadcast,
+    primitives.SLICE: _slice,
+    primitives.SPLIT: _split,
+    primitives.DYNAMIC_SLICE: _dynamic_slice,
+    primitives.MUL: _scale,
+    primitives.DIV: _scale,
+    primitives.DOT_GENERAL: _product,
 }
 
 
@@ -249,7 +249,7 @@ def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
     if eqn is not None:
         operation = eqn.primitive.name
         line = ":".join(map(str, source_line(eqn, None)))
-    if operation == _primitives.CONVOLUTION:
+    if operation == primitives.CONVOLUTION:
         advice = (
             " The kernel of a convolution has no adapter: keep it frozen, or train all "
             "of it beside the adapters (docs/lora.md)."

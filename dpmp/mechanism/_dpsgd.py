@@ -15,16 +15,30 @@ from dpmp import _validate, accounting, batch_selection, clipping, noise_additio
 from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
-from dpmp.clipping import JointSum, Released, ReleasedMetrics
-from dpmp.clipping._adaptive import with_clip_norm
-from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._joint_sums import JointCoordinates, contribution
-from dpmp.clipping._sensitivity import sensitivity
-from dpmp.engines._methods import check_method
+from dpmp.clipping import (
+    ClipNorms,
+    JointCoordinates,
+    JointSum,
+    Released,
+    ReleasedMetrics,
+    contribution,
+    sensitivity,
+    with_clip_norm,
+)
+from dpmp.engines import check_method
 from dpmp.mechanism import _privacy_cost, _statement
 from dpmp.mechanism._privacy_cost import ComputedProbability, PrivacyCost
-from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
-from dpmp.numerics import _arithmetic, _grid
+from dpmp.noise_addition import DiscreteGaussian
+from dpmp.numerics import (
+    DEFAULT_RESOLUTION,
+    LARGEST_LOSS,
+    LARGEST_RESOLUTION,
+    Arithmetic,
+    arithmetic_without_privacy,
+    default_arithmetic,
+    num_entries,
+    parse_arithmetic,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +118,7 @@ class DPSGD:
 
     def __post_init__(self):
         # The name of the arithmetic that runs tells a reader more than None.
-        arithmetic = self.arithmetic or _arithmetic.default_name(self.method)
+        arithmetic = self.arithmetic or default_arithmetic(self.method)
         for name, value in (_checked_fields(self) | {"arithmetic": arithmetic}).items():
             object.__setattr__(self, name, value)
         self._clip_norms.fit(self._sums_on_grid)
@@ -159,7 +173,7 @@ class DPSGD:
             self,
             l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
             rescale_to_unit_norm=False,
-            arithmetic=_arithmetic.name_without_privacy(self.method)
+            arithmetic=arithmetic_without_privacy(self.method)
             if self._sums.resolution is not None
             else self.arithmetic,
             noise_multiplier=0.0,
@@ -308,7 +322,7 @@ class DPSGD:
         def update(updates, state, params=None):
             is_joint = isinstance(updates, JointSum)
             grads = updates.sum_of_clipped_grads if is_joint else updates
-            entries = _grid.num_entries(grads)
+            entries = num_entries(grads)
             _validate.require(
                 entries <= self.num_parameters,
                 "the gradient must have at most num_parameters entries",
@@ -409,12 +423,12 @@ class DPSGD:
         return self._joint.norm_bound(self._clip_norms.l2_norm_bound)
 
     @functools.cached_property
-    def _sums(self) -> _arithmetic.Arithmetic:
+    def _sums(self) -> Arithmetic:
         check_method(self.method)
-        return _arithmetic.parse(self.arithmetic, method=self.method)
+        return parse_arithmetic(self.arithmetic, method=self.method)
 
     @property
-    def _sums_on_grid(self) -> _arithmetic.Arithmetic:
+    def _sums_on_grid(self) -> Arithmetic:
         """The arithmetic with the resolution of this mechanism, if it has a grid."""
         resolution = self.resolution
         if resolution is None:
@@ -494,7 +508,7 @@ def _checked_fields(mechanism: DPSGD) -> dict[str, Any]:
 
 
 def choose_resolution(
-    noise_multiplier: float, num_parameters: int, arithmetic: _arithmetic.Arithmetic
+    noise_multiplier: float, num_parameters: int, arithmetic: Arithmetic
 ) -> int | None:
     """How many units the largest contribution has; None for a sum without a grid.
 
@@ -509,9 +523,7 @@ def choose_resolution(
     wanted = arithmetic.wanted_resolution(num_parameters)
     if wanted is None:
         return None
-    wanted = min(
-        max(math.ceil(wanted), _grid.DEFAULT_RESOLUTION), _grid.LARGEST_RESOLUTION
-    )
+    wanted = min(max(math.ceil(wanted), DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
     for num_draws in (2, 3):
         noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
         # The margin keeps the rounding of the unit to float32 from needing wider noise.
@@ -520,18 +532,17 @@ def choose_resolution(
         loss = arithmetic.share_lost(num_parameters, resolution)
         if loss <= 0.01:
             break
-    if loss > _grid.LARGEST_LOSS:
+    if loss > LARGEST_LOSS:
         _validate.fail(
-            f"rounding to a grid must cost at most {_grid.LARGEST_LOSS:.0%} of the "
-            "clip norm",
+            f"rounding to a grid must cost at most {LARGEST_LOSS:.0%} of the clip norm",
             cost=f"{loss:.2g}",
             noise_multiplier=noise_multiplier,
             num_parameters=num_parameters,
             fix="Use less noise (which a larger epsilon or delta allows), pass "
             "num_parameters if there are fewer, or use arithmetic='"
-            f"{_arithmetic.name_without_privacy(arithmetic.method)}'.",
+            f"{arithmetic_without_privacy(arithmetic.method)}'.",
         )
-    resolution = min(resolution, _grid.LARGEST_RESOLUTION)
+    resolution = min(resolution, LARGEST_RESOLUTION)
     narrowest = DiscreteGaussian((1,)).effective_stddev
     # 1 % less than the narrowest noise is enough: `resolution` was rounded down, and
     # `DiscreteGaussian.at_least` widens the noise again.

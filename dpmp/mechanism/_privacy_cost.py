@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import dp_accounting
 
 from dpmp import _validate, accounting
-from dpmp.batch_selection import _binomial
-from dpmp.noise_addition import _discrete_gaussian
+from dpmp.batch_selection import SAMPLING_TOTAL_VARIATION
+from dpmp.noise_addition import NOISE_TOTAL_VARIATION
 
 _SHARE = 1e-4  # of delta, for the samplers
 
@@ -197,8 +197,8 @@ def _largest_epsilon(steps: Mapping[PrivacyCost, int], delta: float) -> float:
     """The largest epsilon for which the share covers the samplers' deviation."""
     batches = max(1, sum(steps.values()))
     entries = max(1, sum(n * cost.num_coordinates for cost, n in steps.items()))
-    deviation = entries * _discrete_gaussian.LARGEST_TOTAL_VARIATION
-    deviation += batches * _binomial.LARGEST_TOTAL_VARIATION
+    deviation = entries * NOISE_TOTAL_VARIATION
+    deviation += batches * SAMPLING_TOTAL_VARIATION
     share = _SHARE * delta / deviation
     return math.log(share - 1) if share > 1 else -math.inf
 

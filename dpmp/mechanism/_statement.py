@@ -9,10 +9,10 @@ import jax
 
 from dpmp import accounting
 from dpmp._typing import PyTree
-from dpmp.accounting._rounding import digits_above, digits_below, round_up
+from dpmp.accounting import digits_above, digits_below, round_up
 from dpmp.clipping import AdaptiveClipNorm, AutomaticClipping
 from dpmp.mechanism._privacy_cost import ComputedProbability
-from dpmp.numerics._arithmetic import Arithmetic
+from dpmp.numerics import Arithmetic
 
 _Relation = dp_accounting.NeighboringRelation
 

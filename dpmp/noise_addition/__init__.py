@@ -9,6 +9,15 @@ transformations that follow cost no more privacy. The state holds the key of the
 which is secret.
 """
 
+from dpmp.noise_addition._discrete_gaussian import (
+    NOISE_TOTAL_VARIATION,
+    DiscreteGaussian,
+)
 from dpmp.noise_addition._privatizers import NoiseState, gaussian_privatizer
 
-__all__ = ["NoiseState", "gaussian_privatizer"]
+__all__ = [
+    "NOISE_TOTAL_VARIATION",
+    "DiscreteGaussian",
+    "NoiseState",
+    "gaussian_privatizer",
+]

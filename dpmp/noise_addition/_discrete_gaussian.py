@@ -70,7 +70,7 @@ _LARGEST_SQUARES = 1 + _LARGEST_MULTIPLIER**2
 _LATTICE_VARIANCE = 4  # the smallest t^2 in the text above
 
 # A bound on the total variation distance of one entry, by the text above.
-LARGEST_TOTAL_VARIATION = 2.0**-109
+NOISE_TOTAL_VARIATION = 2.0**-109
 
 # A draw on a GPU stores up to eight words for each entry. So a large array is drawn in
 # parts of about this many entries, or of up to 16 times fewer.
@@ -91,7 +91,7 @@ class DiscreteGaussian:
     Guarantees:
       - Adding this noise to integers is as private as the Gaussian mechanism with
         `effective_stddev`, up to a total variation distance of
-        `LARGEST_TOTAL_VARIATION` for each entry of each release. If these distances add
+        `NOISE_TOTAL_VARIATION` for each entry of each release. If these distances add
         up to t, the delta of epsilon grows by (1 + exp(epsilon)) t.
       - This is proved for uniform random bits. The bits of Threefry are assumed to look
         uniform to everyone who does not know the key.

@@ -14,13 +14,13 @@ from dpmp import _meshes, _random, _validate
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
-from dpmp.numerics import _packing
-from dpmp.numerics._grid import (
+from dpmp.numerics import (
     GridArray,
     Sum,
     check_before_noise,
     is_grid,
     num_entries,
+    packing,
     round_to_grid,
     to_float,
 )
@@ -179,11 +179,11 @@ def _add_noise(
     """Adds noise of at least `stddev` to every entry; returns the sums in float32.
 
     The program of one draw has about a thousand instructions. So one draw makes the
-    noise of several leaves at once (`_packing.draws`).
+    noise of several leaves at once (`packing.draws`).
     """
     noisy: dict[int, jax.Array] = {}
     shapes = [leaf.counts.shape for leaf in leaves]
-    draws = _packing.draws(shapes, [leaf.unit for leaf in leaves])
+    draws = packing.draws(shapes, [leaf.unit for leaf in leaves])
     for number, draw in enumerate(draws):
         unit = leaves[min(draw.ranges)].unit
         noise = DiscreteGaussian.at_least(stddev / Fraction(unit or 1))
@@ -199,7 +199,7 @@ def _add_noise(
 
 
 def _add_draw(
-    draw: _packing.Draw,
+    draw: packing.Draw,
     leaves: Sequence[GridArray],
     sample: Callable[[], jax.Array],
     step: jax.Array,

@@ -5,12 +5,86 @@ No module here knows of privacy. Modules import only from rows below their own:
     _arithmetic
     _bounded   _exact
     _float_sums   _squared_norms
-    _grid   _reduction
-    _stored   _packing
+    _grid   reduction
+    _stored   packing
 """
 
-from dpmp.numerics._bounded import BoundedSums
+from dpmp.numerics import packing, reduction
+from dpmp.numerics._arithmetic import (
+    Arithmetic,
+    GradientSums,
+    PartialSums,
+    arithmetic_without_privacy,
+    default_arithmetic,
+    parse_arithmetic,
+)
+from dpmp.numerics._bounded import (
+    FLOOR,
+    BoundedSums,
+    Roundings,
+    clip_by,
+    largest_extent,
+    largest_microbatch,
+)
 from dpmp.numerics._exact import ExactSums
-from dpmp.numerics._grid import GridArray
+from dpmp.numerics._float_sums import UNIT_ROUNDOFF
+from dpmp.numerics._grid import (
+    DEFAULT_RESOLUTION,
+    LARGEST_LOSS,
+    LARGEST_RESOLUTION,
+    GridArray,
+    Sum,
+    check_before_noise,
+    is_grid,
+    num_entries,
+    round_to_grid,
+    to_float,
+    unit_of,
+)
+from dpmp.numerics._squared_norms import SquaredNorm, squared_norm
+from dpmp.numerics._stored import (
+    StoredArray,
+    at_least_float32,
+    compute_and_store,
+    floats_of,
+    indices_of_block,
+    rows_of_block,
+)
 
-__all__ = ["BoundedSums", "ExactSums", "GridArray"]
+__all__ = [
+    "DEFAULT_RESOLUTION",
+    "FLOOR",
+    "LARGEST_LOSS",
+    "LARGEST_RESOLUTION",
+    "UNIT_ROUNDOFF",
+    "Arithmetic",
+    "BoundedSums",
+    "ExactSums",
+    "GradientSums",
+    "GridArray",
+    "PartialSums",
+    "Roundings",
+    "SquaredNorm",
+    "StoredArray",
+    "Sum",
+    "arithmetic_without_privacy",
+    "at_least_float32",
+    "check_before_noise",
+    "clip_by",
+    "compute_and_store",
+    "default_arithmetic",
+    "floats_of",
+    "indices_of_block",
+    "is_grid",
+    "largest_extent",
+    "largest_microbatch",
+    "num_entries",
+    "packing",
+    "parse_arithmetic",
+    "reduction",
+    "round_to_grid",
+    "rows_of_block",
+    "squared_norm",
+    "to_float",
+    "unit_of",
+]

@@ -1,6 +1,6 @@
 """The arithmetic of a sum of clipped gradients, as one object.
 
-    arithmetic = parse("exact", method="per_example")
+    arithmetic = parse_arithmetic("exact", method="per_example")
 
 The object alone knows how a sum is formed, and why its sensitivity holds. No other
 module compares names of arithmetics, or asks for the type of the object.
@@ -172,7 +172,7 @@ class PartialSums(Arithmetic, Protocol):
 ARITHMETICS = {x.name: x for x in (ExactSums(), BoundedSums(), *FLOAT_SUMS)}
 
 
-def parse(
+def parse_arithmetic(
     arithmetic: str | Arithmetic | None,
     *,
     method: str = "per_example",
@@ -232,11 +232,11 @@ def _name_of(dtype: Any) -> str:
     return name
 
 
-def default_name(method: str) -> str:
+def default_arithmetic(method: str) -> str:
     """The name of the default arithmetic of `DPSGD`."""
     return "bounded" if method == "book_keeping" else "exact"
 
 
-def name_without_privacy(method: str) -> str:
+def arithmetic_without_privacy(method: str) -> str:
     """The name of the arithmetic for training without clipping."""
     return UNPROVED if method == "book_keeping" else "float32"

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.numerics import _reduction
+from dpmp.numerics import reduction
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridSums
 from dpmp.numerics._stored import StoredArray
 
@@ -61,7 +61,7 @@ class ExactSums(GridSums):
         return _round(row[None], coef[None], zero)[0]
 
     def add_block(self, terms: list[jax.Array]) -> jax.Array:
-        return _reduction.pairwise(terms, self.add)
+        return reduction.pairwise(terms, self.add)
 
     def wanted_resolution(self, num_parameters: int) -> float:
         return math.sqrt(100 * num_parameters)
@@ -88,7 +88,7 @@ def _is_within(stack: list[StoredArray], coef: jax.Array, radius: int) -> jax.Ar
     fits_32_bits = radius < 2**15
     with jax.enable_x64(not fits_32_bits or jax.config.read("jax_enable_x64")):
         squares = _SQUARES_IN_32_BITS if fits_32_bits else _SQUARES_IN_64_BITS
-        total, _ = _reduction.sum_entries(stack, squares, squares.add, coef)
+        total, _ = reduction.sum_entries(stack, squares, squares.add, coef)
         return total <= jnp.asarray(radius**2, squares.dtype)
 
 

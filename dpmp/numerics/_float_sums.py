@@ -1,7 +1,7 @@
 """Float sums in a fixed order, with an upper bound on their rounding error.
 
 The order of the additions determines how much rounding can change a sum.
-`numerics/_reduction.py` fixes that order.
+`numerics/reduction.py` fixes that order.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 
 from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
-from dpmp.numerics import _reduction
+from dpmp.numerics import reduction
 from dpmp.numerics._stored import StoredArray
 
 UNIT_ROUNDOFF = 2.0**-24
@@ -121,7 +121,7 @@ class FloatSums:
         return a + b
 
     def add_block(self, terms: list[jax.Array]) -> jax.Array:
-        return _reduction.pairwise([self.lift(x) for x in terms], self.add)
+        return reduction.pairwise([self.lift(x) for x in terms], self.add)
 
     def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """See `Arithmetic`; each device adds up one part, and then gathers all."""
@@ -184,11 +184,11 @@ def rounding_slack(
     size = max(microbatch_size // num_shards, 1)
     num_microbatches = math.ceil(batch_size / (size * num_shards))
     running_sums = size * (num_microbatches * (num_microbatches + 1) / 2 - 1)
-    error = num_microbatches * _reduction.summed_norms(size) + max(running_sums, 0)
+    error = num_microbatches * reduction.summed_norms(size) + max(running_sums, 0)
     # The depths of two trees, each rounded up, exceed the logarithm by less than two.
     depth_of_shards = int(math.log2(num_shards)) + 2 if num_shards > 1 else 0
     error = num_shards * error + depth_of_shards * batch_size
-    longest_path = _reduction.depth(size) + num_microbatches + depth_of_shards
+    longest_path = reduction.depth(size) + num_microbatches + depth_of_shards
     u = sums.unit_roundoff
     return 2 * u * error * (1 + u) ** longest_path
 

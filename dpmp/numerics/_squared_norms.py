@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpmp.numerics import _reduction
+from dpmp.numerics import reduction
 from dpmp.numerics._stored import StoredArray
 
 _SMALLEST_NORMAL = 2.0**-126
@@ -36,7 +36,7 @@ class SquaredNorm(NamedTuple):
 
 def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
     """Computes per-example squared norms over at least one array."""
-    value, depth = _reduction.sum_entries(stack, _square, jnp.add)
+    value, depth = reduction.sum_entries(stack, _square, jnp.add)
     # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
     rounded_square = any(x.dtype.itemsize > 2 for x in stack)
     return SquaredNorm(

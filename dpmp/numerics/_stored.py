@@ -37,7 +37,7 @@ class StoredArray:
     shape: tuple[int, ...]
 
 
-def to_float(bits: jax.Array, dtype: Any) -> jax.Array:
+def floats_of(bits: jax.Array, dtype: Any) -> jax.Array:
     """Converts stored bits to floats of 32 bits or more."""
     if dtype == jnp.bfloat16:  # the upper half of a float32
         return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)

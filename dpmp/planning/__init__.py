@@ -18,6 +18,15 @@ ones. `compare_batch_sizes` finds the noise that each of these needs, and
 1000 100 1.84
 """
 
+from dpmp.planning import memory, memory_command, microbatches, noise_commands
 from dpmp.planning._plans import Plan, compare_batch_sizes, plan_to_start_from
 
-__all__ = ["Plan", "compare_batch_sizes", "plan_to_start_from"]
+__all__ = [
+    "Plan",
+    "compare_batch_sizes",
+    "memory",
+    "memory_command",
+    "microbatches",
+    "noise_commands",
+    "plan_to_start_from",
+]

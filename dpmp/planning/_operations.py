@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp import _validate
+from dpmp import _timing, _validate
 from dpmp._typing import PyTree
 from dpmp.clipping import clipped_grad
-from dpmp.tools import _timing
 
 
 @dataclass(frozen=True)

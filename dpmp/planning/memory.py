@@ -18,20 +18,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpmp import _validate
+from dpmp import _plain_text, _validate
 from dpmp._typing import PyTree
-from dpmp.engines._methods import check_method
-from dpmp.engines._signature import Signature
+from dpmp.engines import Signature, check_method
 from dpmp.mechanism import DPSGD
-from dpmp.numerics import _packing
-from dpmp.numerics._arithmetic import default_name, parse
+from dpmp.numerics import default_arithmetic, packing, parse_arithmetic
 from dpmp.planning._operations import (
     AccumulationOverhead,
     accumulation_overhead,
     measure_accumulation_share,
 )
 from dpmp.precision import Policy
-from dpmp.tools import _plain_text
 from dpmp.training import DPTrainer
 
 __all__ = [
@@ -164,7 +161,9 @@ def estimate_memory(
     """
     policy = Policy.parse(policy)
     check_method(method)
-    entry = parse(arithmetic or default_name(method), method=method).bytes_per_entry
+    entry = parse_arithmetic(
+        arithmetic or default_arithmetic(method), method=method
+    ).bytes_per_entry
     size = _batch_size(params, batch, microbatch_size)
     num_stacked = (microbatch_size or size) if method == "per_example" else 0
 
@@ -183,7 +182,7 @@ def estimate_memory(
     # Random bits are drawn for some of the parameters at a time.
     leaves = jax.tree.leaves(params) if policy.stochastic_rounding else []
     rounded = [x.shape for x in leaves if x.dtype == jnp.bfloat16]
-    draws = _packing.draws(rounded, [None] * len(rounded))
+    draws = packing.draws(rounded, [None] * len(rounded))
     bits = 16 * max((math.prod(draw.shape) for draw in draws), default=0)
     parts = [
         ("master parameters", _num_bytes(params), _ALWAYS, policy.param_dtype.name),

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpmp import _validate
+from dpmp import _plain_text, _timing, _validate
 from dpmp._typing import PyTree
-from dpmp.tools import _plain_text, _timing
 
 __all__ = ["MicrobatchTimes", "measure_microbatch_sizes"]
 

@@ -13,4 +13,8 @@ mechanism.
 from dpmp.precision._autocast import autocast
 from dpmp.precision._policy import PRESETS, Policy
 
-__all__ = ["PRESETS", "Policy", "autocast"]
+__all__ = [
+    "PRESETS",
+    "Policy",
+    "autocast",
+]

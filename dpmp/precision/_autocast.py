@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
-from dpmp.programs import _bodies, _interpreter, _primitives
+from dpmp.programs import bodies, interpreter, primitives
 
 
 def autocast(
@@ -62,7 +62,7 @@ def autocast(
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
-        closed, treedef = _interpreter.trace(lambda *xs: fun(*xs, **kwargs), *args)
+        closed, treedef = interpreter.trace(lambda *xs: fun(*xs, **kwargs), *args)
         results = _run(closed, jax.tree.leaves(args), dtype)
         return jax.tree.unflatten(treedef, results)
 
@@ -77,15 +77,15 @@ def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         name, atoms = eqn.primitive.name, (*eqn.invars, *eqn.outvars)
-        if name in _primitives.PRODUCTS and all(map(_is_float32, atoms)):
+        if name in primitives.PRODUCTS and all(map(_is_float32, atoms)):
             values = _cast(values, eqn.invars, dtype)
-            return _interpreter.bind(eqn, values, preferred_element_type=dtype)
-        if name in _primitives.FOLLOWING and _is_followed(eqn, values, dtype):
-            return _interpreter.bind(eqn, _cast(values, eqn.invars, dtype))
+            return interpreter.bind(eqn, values, preferred_element_type=dtype)
+        if name in primitives.FOLLOWING and _is_followed(eqn, values, dtype):
+            return interpreter.bind(eqn, _cast(values, eqn.invars, dtype))
         values = _cast(values, eqn.invars, jnp.float32)
-        return _bodies.bind_bodies(eqn, values, run_body)
+        return bodies.bind_bodies(eqn, values, run_body)
 
-    results = _interpreter.run(closed, values, evaluate)
+    results = interpreter.run(closed, values, evaluate)
     return _cast(results, closed.jaxpr.outvars, jnp.float32)
 
 
@@ -94,7 +94,7 @@ def _is_followed(eqn: Any, values: Sequence[Any], dtype: Any) -> bool:
     dtypes = {
         jnp.result_type(x)
         for x, atom in zip(values, eqn.invars, strict=True)
-        if _is_float32(atom) and not _interpreter.is_literal(atom)
+        if _is_float32(atom) and not interpreter.is_literal(atom)
     }
     return dtypes == {jnp.dtype(dtype)}
 

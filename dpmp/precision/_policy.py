@@ -12,9 +12,9 @@ import optax
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.numerics._stored import at_least_float32
+from dpmp.numerics import at_least_float32
 from dpmp.precision import _stochastic_rounding
-from dpmp.programs import _float8
+from dpmp.programs import float8
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Policy:
         names = [None, "bfloat16", "tensorfloat32", "float32", "highest"]
         _validate.one_of(names, matmul_precision=self.matmul_precision)
         object.__setattr__(self, "float32_paths", _checked_paths(self.float32_paths))
-        scale = _float8.check_scale(self.float8_scale)
+        scale = float8.check_scale(self.float8_scale)
         object.__setattr__(self, "float8_scale", scale)
         _validate.check_x64(self.param_dtype, "float64 parameters")
 
@@ -183,7 +183,7 @@ class Policy:
     def in_product_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Applies `matmul_precision` and `float8_scale` to `fun` and its gradient."""
         if self.float8_scale is not None:
-            fun = _float8.with_float8_products(
+            fun = float8.with_float8_products(
                 fun, self.float8_scale, widest=self.compute_dtype
             )
         if self.matmul_precision is None:
@@ -201,7 +201,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tf32": {"compute_dtype": jnp.float32, "matmul_precision": "tensorfloat32"},
     "mixed_bfloat16": {"compute_dtype": jnp.bfloat16},
     "mixed_float16": {"compute_dtype": jnp.float16},
-    "float8": {"compute_dtype": jnp.bfloat16, "float8_scale": _float8.PER_EXAMPLE},
+    "float8": {"compute_dtype": jnp.bfloat16, "float8_scale": float8.PER_EXAMPLE},
 }
 
 

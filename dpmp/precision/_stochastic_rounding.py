@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dpmp import _random
 from dpmp._fence import behind_a_branch
 from dpmp._typing import PyTree
-from dpmp.numerics import _packing
+from dpmp.numerics import packing
 
 _DROPPED_BITS = 16
 
@@ -26,7 +26,7 @@ def round_like(tree: PyTree, like: PyTree, prng_key: jax.Array) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     dtypes = [jnp.result_type(x) for x in jax.tree.leaves(like)]
     numbers = [i for i, dtype in enumerate(dtypes) if dtype == jnp.bfloat16]
-    draws = _packing.draws([leaves[i].shape for i in numbers], [None] * len(numbers))
+    draws = packing.draws([leaves[i].shape for i in numbers], [None] * len(numbers))
     keys = _random.split(prng_key, max(len(draws), 1))
     for draw, key in zip(draws, keys, strict=False):
         some = {i: leaves[numbers[i]] for i in draw.ranges}
@@ -40,7 +40,7 @@ def round_like(tree: PyTree, like: PyTree, prng_key: jax.Array) -> PyTree:
 
 
 def _round_draw(
-    draw: _packing.Draw, leaves: dict[int, jax.Array], key: jax.Array
+    draw: packing.Draw, leaves: dict[int, jax.Array], key: jax.Array
 ) -> dict[int, jax.Array]:
     """Rounds the leaves of a draw; returns them by number."""
 

@@ -3,8 +3,28 @@
 No other files know how jax represents programs. Modules import only from rows below
 their own:
 
-    _float8   _transformations   _losses
-    _bodies
-    _interpreter   _source_lines
-    _primitives
+    float8   transformations   losses
+    bodies
+    interpreter   source_lines
+    primitives
 """
+
+from dpmp.programs import (
+    bodies,
+    float8,
+    interpreter,
+    losses,
+    primitives,
+    source_lines,
+    transformations,
+)
+
+__all__ = [
+    "bodies",
+    "float8",
+    "interpreter",
+    "losses",
+    "primitives",
+    "source_lines",
+    "transformations",
+]

@@ -14,8 +14,7 @@ from typing import Any
 import rich.console
 
 from dpmp import _validate
-from dpmp.accounting import PrivacyGuarantee, round_up
-from dpmp.accounting._rounding import digits_above, digits_below
+from dpmp.accounting import PrivacyGuarantee, digits_above, digits_below, round_up
 from dpmp.mechanism import PrivacyCost, guarantee_of_stages
 from dpmp.runs import Ledger, Spent
 

@@ -18,7 +18,7 @@ from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
-from dpmp.programs import _float8
+from dpmp.programs import float8
 from dpmp.training._state import TrainingState
 
 
@@ -41,7 +41,7 @@ def check_types(mechanism: Any, optimizer: Any, uses_prng_key: Any) -> None:
 
 def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
     """Warns of a policy that is slow on this device or that trains little."""
-    if policy.float8_scale is not None and not _float8.is_native():
+    if policy.float8_scale is not None and not float8.is_native():
         warn(
             "float8 products are emulated on this device: they are rounded as on a "
             "device with float8, but slower."

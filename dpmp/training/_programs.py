@@ -8,7 +8,7 @@ import jax
 from dpmp import _meshes, _validate
 from dpmp._placement import placement
 from dpmp._typing import PyTree
-from dpmp.programs import _losses
+from dpmp.programs import losses
 
 
 class Program(NamedTuple):
@@ -55,7 +55,7 @@ class Programs:
             return self._known[key]
         step, constants = make(state, batch)
         traced = step.trace(*args, constants)
-        calls_host = _losses.calls_host(traced.jaxpr.jaxpr)
+        calls_host = losses.calls_host(traced.jaxpr.jaxpr)
         return Program(key, traced.lower().compile(), constants, calls_host)
 
     def run(self, program: Program, args: tuple[Any, ...]) -> Any:

@@ -16,7 +16,7 @@ import rich.progress
 import rich.table
 
 from dpmp import accounting
-from dpmp.accounting._rounding import digits_above
+from dpmp.accounting import digits_above
 from dpmp.mechanism import DPSGD
 
 _NUM_REPORTS = 10

@@ -18,14 +18,13 @@ import optax
 from dpmp import _meshes, _validate
 from dpmp._placement import places, put_together, strongly_typed
 from dpmp._typing import PyTree
-from dpmp.clipping import AuxiliaryOutput, Shards
-from dpmp.clipping._clipped_sum import specs_of_examples
-from dpmp.engines.book_keeping._summary import relative_cost
+from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
+from dpmp.engines.book_keeping import relative_cost
 from dpmp.loss_scaling import DynamicScale, LossScale, ScaledLoss
 from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
-from dpmp.programs import _losses, _transformations
+from dpmp.programs import losses, transformations
 from dpmp.sources import as_device_dtypes
 from dpmp.training._programs import Program, Programs
 from dpmp.training._state import TrainingState
@@ -129,16 +128,16 @@ class Step:
         keys = (jax.eval_shape(_model_key, np.zeros(4, np.uint32)),)
         keys = keys if self.uses_prng_key else ()
         loss_fn = self.policy.in_product_precision(
-            _losses.with_checked_result(self.loss_fn)
+            losses.with_checked_result(self.loss_fn)
         )
-        with _losses.explained(args[1], self.policy.compute_dtype):
+        with losses.explained(args[1], self.policy.compute_dtype):
             check = functools.partial(
-                _losses.check_program,
+                losses.check_program,
                 num_params=len(jax.tree.leaves(args[0])),
                 takes_key=bool(keys),
                 compute_dtype=self.policy.compute_dtype,
             )
-            loss_fn, constants = _transformations.hoist_constants(
+            loss_fn, constants = transformations.hoist_constants(
                 loss_fn, *args, *keys, check=check
             )
 

@@ -14,7 +14,7 @@ from dpmp._typing import PyTree
 from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
-from dpmp.programs import _losses
+from dpmp.programs import losses
 from dpmp.sources import Source, check_same_data, check_sharding, loader_of
 from dpmp.training import _checks
 from dpmp.training._account import Account, LastStep, past_of
@@ -100,7 +100,7 @@ class DPTrainer:
     ):
         policy = Policy.parse(policy)
         _checks.check_types(mechanism, optimizer, uses_prng_key)
-        _losses.check_loss(loss_fn, uses_prng_key=uses_prng_key)
+        losses.check_loss(loss_fn, uses_prng_key=uses_prng_key)
         loss_scale = as_number(loss_scale)
         _checks.warn_of_policy(policy, loss_scale)
         if not isinstance(loss_scale, DynamicScale | None):

@@ -60,7 +60,7 @@ def test_the_table_is_as_near_to_the_exact_probabilities_as_proved(num_trials, p
     )
     assert set(padded) <= set(counts)
     assert distance / 2 <= 6 * Fraction(num_trials + 1) ** 2 / 2**256
-    assert distance / 2 <= _binomial.LARGEST_TOTAL_VARIATION
+    assert distance / 2 <= _binomial.SAMPLING_TOTAL_VARIATION
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_proof_covers_the_widest_table():
     width = 2 + math.isqrt(math.ceil(num_trials * log_weight / 2))
     assert width < 2**35
     assert 6 * width**2 < 2 ** (256 - 183)
-    assert _binomial.LARGEST_TOTAL_VARIATION >= 2.0**-183 + 2.0**-348
+    assert _binomial.SAMPLING_TOTAL_VARIATION >= 2.0**-183 + 2.0**-348
 
 
 @pytest.mark.parametrize(("num_trials", "prob"), [(5, 0.25), (1000, 0.03), (9, 1.0)])

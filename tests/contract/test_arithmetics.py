@@ -21,7 +21,7 @@ from dpmp import (
     clipped_fun,
     clipped_grad,
 )
-from dpmp.numerics._arithmetic import ARITHMETICS, parse
+from dpmp.numerics._arithmetic import ARITHMETICS, parse_arithmetic
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
 
@@ -45,8 +45,8 @@ def _wide_mode(request):
 def _parse(name, resolution=None, **options):
     sums = ARITHMETICS[name]
     if resolution is not None:
-        return parse(sums.with_resolution(resolution), method=sums.method)
-    return parse(name, method=sums.method, **options)
+        return parse_arithmetic(sums.with_resolution(resolution), method=sums.method)
+    return parse_arithmetic(name, method=sums.method, **options)
 
 
 def _loss(w, x):
@@ -359,7 +359,7 @@ def test_sums_on_a_grid_warn_of_batches_that_may_wrap_around(name):
 def test_each_arithmetic_is_for_one_engine(name):
     mine = ARITHMETICS[name].method
     (other,) = {"per_example", "book_keeping"} - {mine}
-    assert parse(name, method=mine) == ARITHMETICS[name]
+    assert parse_arithmetic(name, method=mine) == ARITHMETICS[name]
     match = rf'"{name}" sums must be used with method="{mine}".*"bounded" sums there'
     with pytest.raises(ValueError, match=match):
         clipped_grad(_loss, l2_clip_norm=1.0, method=other, arithmetic=name)
@@ -375,7 +375,7 @@ def test_each_arithmetic_is_for_one_engine(name):
     ],
 )
 def test_a_dtype_names_an_arithmetic(dtype, method, name):
-    assert parse(None, dtype=dtype, method=method) == ARITHMETICS[name]
+    assert parse_arithmetic(None, dtype=dtype, method=method) == ARITHMETICS[name]
 
 
 @refusals(
@@ -390,7 +390,7 @@ def test_narrow_and_unknown_sums_are_refused(wrong, message):
 
 def test_a_dtype_names_no_proved_sums_of_book_keeping():
     with pytest.raises(ValueError, match=r'"float32" sums must.*"unproved_float32"'):
-        parse(None, dtype=np.float32, method="book_keeping")
+        parse_arithmetic(None, dtype=np.float32, method="book_keeping")
 
 
 @pytest.mark.parametrize("name", NAMES)

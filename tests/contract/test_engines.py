@@ -16,7 +16,7 @@ from models import Model
 
 from dpmp.engines._methods import METHODS, make_engine
 from dpmp.engines._signature import Signature
-from dpmp.numerics._arithmetic import parse
+from dpmp.numerics._arithmetic import parse_arithmetic
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 
 _SIZE = 6
@@ -60,8 +60,8 @@ class Variant(NamedTuple):
 
     def arithmetic(self, width: str = "float32") -> Any:
         if width == "float64":  # no user has it for book-keeping
-            return parse("float64")
-        return parse(reference.FLOAT_SUMS[self.method], method=self.method)
+            return parse_arithmetic("float64")
+        return parse_arithmetic(reference.FLOAT_SUMS[self.method], method=self.method)
 
 
 _VARIANTS = {

@@ -121,7 +121,7 @@ def test_the_charged_total_variation_covers_table_and_lattice(sixty_digits):
     assert 0.9 < error * 2 ** Decimal("112.9") < 1
     lattice = Fraction(error / (1 - error))
     assert lattice < Fraction(1, 2**112)
-    charged = Fraction(_discrete_gaussian.LARGEST_TOTAL_VARIATION)
+    charged = Fraction(_discrete_gaussian.NOISE_TOTAL_VARIATION)
     assert 1 < charged / (3 * (table + lattice)) < 5
 
 

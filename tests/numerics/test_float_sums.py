@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 import reference
 
-from dpmp.numerics import _float_sums, _reduction, _squared_norms, _stored
-from dpmp.numerics._arithmetic import parse
+from dpmp.numerics import _float_sums, _squared_norms, _stored, reduction
+from dpmp.numerics._arithmetic import parse_arithmetic
 
 _U = Fraction(_float_sums.UNIT_ROUNDOFF)
 
@@ -17,21 +17,21 @@ _U = Fraction(_float_sums.UNIT_ROUNDOFF)
 def test_rounding_slack_covers_twice_the_errors_of_all_additions(
     batch_size, microbatch_size
 ):
-    arithmetic = parse("float32")
+    arithmetic = parse_arithmetic("float32")
     slack = _float_sums.rounding_slack(arithmetic, batch_size, microbatch_size)
     num_microbatches = batch_size // microbatch_size
-    below = num_microbatches * _reduction.summed_norms(microbatch_size)
+    below = num_microbatches * reduction.summed_norms(microbatch_size)
     below += sum(microbatch_size * (i + 1) for i in range(1, num_microbatches))
     assert slack >= 2 * arithmetic.unit_roundoff * below
 
 
 def test_rounding_slack_of_one_example_is_zero():
-    assert _float_sums.rounding_slack(parse("float32"), 1, 1) == 0
+    assert _float_sums.rounding_slack(parse_arithmetic("float32"), 1, 1) == 0
 
 
 def test_wider_accumulators_have_a_negligible_slack():
     with jax.enable_x64():
-        arithmetic = parse("float64")
+        arithmetic = parse_arithmetic("float64")
     assert _float_sums.rounding_slack(arithmetic, 2**16, 2**16) < 1e-7
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.numerics import _packing
+from dpmp.numerics import packing
 
 _SHAPES = [(3,), (), (200, 100), (0, 4), (16_384,), (200, 100), (16_385,), (5, 5)]
 
@@ -16,11 +16,11 @@ def test_small_arrays_are_joined_and_come_apart_in_their_order():
     arrays = [jnp.asarray(rng.normal(size=(2, n))) for n in (3, 700, 1, 0, 900, 5)]
     sizes = [x.shape[1] for x in arrays]
     kinds = ["a", "a", "b", "a", "a", "b"]
-    groups = _packing.groups_of(sizes, kinds, few=512)
+    groups = packing.groups_of(sizes, kinds, few=512)
     assert sorted(itertools.chain(*groups)) == list(range(6))
     assert [0, 3] in groups
     assert [2, 5] in groups
-    parts = _packing.split(_packing.join(arrays, groups), groups, sizes)
+    parts = packing.split(packing.join(arrays, groups), groups, sizes)
     for part, array in zip(parts, arrays, strict=True):
         np.testing.assert_array_equal(part, array)
 
@@ -31,9 +31,9 @@ def test_hundreds_of_arrays_are_joined_and_come_apart():
 
     @jax.jit
     def join_and_split(arrays):
-        groups = _packing.groups_of(sizes, [0] * 600, few=512)
-        joined = _packing.join(arrays, groups)
-        return joined, _packing.split(joined, groups, sizes)
+        groups = packing.groups_of(sizes, [0] * 600, few=512)
+        joined = packing.join(arrays, groups)
+        return joined, packing.split(joined, groups, sizes)
 
     (joined,), parts = join_and_split(arrays)
     np.testing.assert_array_equal(joined, np.concatenate(arrays, axis=1))
@@ -44,7 +44,7 @@ def test_hundreds_of_arrays_are_joined_and_come_apart():
 @pytest.mark.parametrize("kinds", [[0] * 8, [0, 1] * 4])
 def test_every_entry_is_drawn_once(kinds):
     places = set()
-    for number, draw in enumerate(_packing.draws(_SHAPES, kinds)):
+    for number, draw in enumerate(packing.draws(_SHAPES, kinds)):
         assert len({kinds[i] for i in draw.ranges}) == 1
         rows = math.prod(draw.shape[1:])
         for i, (start, stop) in draw.ranges.items():
@@ -55,13 +55,13 @@ def test_every_entry_is_drawn_once(kinds):
             assert not places & taken
             assert stop <= draw.shape[0] or whole
             places |= taken
-    drawn = [i for draw in _packing.draws(_SHAPES, kinds) for i in draw.ranges]
+    drawn = [i for draw in packing.draws(_SHAPES, kinds) for i in draw.ranges]
     assert sorted(drawn) == list(range(8))
 
 
 def test_what_is_drawn_at_once_is_limited():
     sizes = [
         math.prod(draw.shape)
-        for draw in _packing.draws([(1024, 1024)] * 9 + [(3000, 3000)], [0] * 10)
+        for draw in packing.draws([(1024, 1024)] * 9 + [(3000, 3000)], [0] * 10)
     ]
     assert sorted(sizes) == [2**20, 2**22, 2**22, 9_000_000]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.numerics import _float_sums, _reduction, _stored
+from dpmp.numerics import _float_sums, _stored, reduction
 
 _U = Fraction(_float_sums.UNIT_ROUNDOFF)
 _BATCH_SIZES = [*range(1, 10), 16, 19, 33, 64, 65, 100, 257, 1024]
@@ -14,14 +14,14 @@ _BATCH_SIZES = [*range(1, 10), 16, 19, 33, 64, 65, 100, 257, 1024]
 
 def _sum_examples(rows, add=jnp.add):
     """The sum of (B, n) as examples are added up, and what it was made of."""
-    size = _reduction.block_size(len(rows))
+    size = reduction.block_size(len(rows))
 
     def add_block(i):
         indices = _stored.indices_of_block(i, len(rows) // size, size)
         block = _stored.rows_of_block(rows, indices)
-        return [_reduction.pairwise(list(block), add)]
+        return [reduction.pairwise(list(block), add)]
 
-    return _reduction.sum_examples(add_block, len(rows) // size, add=add)[0]
+    return reduction.sum_examples(add_block, len(rows) // size, add=add)[0]
 
 
 @pytest.mark.parametrize("batch_size", _BATCH_SIZES)
@@ -53,12 +53,12 @@ def _rounded_additions(batch_size):
 def test_additions_of_examples_are_counted(batch_size):
     terms, depth, below = map(int, _rounded_additions(batch_size))
     assert terms == batch_size
-    assert depth <= _reduction.depth(batch_size)
-    assert below <= _reduction.summed_norms(batch_size)
+    assert depth <= reduction.depth(batch_size)
+    assert below <= reduction.summed_norms(batch_size)
     # All loops are full, and the counts exact.
     if batch_size in (1, 8, 16, 64, 1024):
-        assert depth == _reduction.depth(batch_size)
-        assert below == pytest.approx(_reduction.summed_norms(batch_size))
+        assert depth == reduction.depth(batch_size)
+        assert below == pytest.approx(reduction.summed_norms(batch_size))
 
 
 def test_a_program_does_not_grow_with_the_batch():
@@ -89,9 +89,7 @@ def test_every_entry_is_added_once(sizes):
 
     @jax.jit
     def total():
-        return _reduction.sum_entries(stack, _weighted, jnp.add, jnp.asarray(weights))[
-            0
-        ]
+        return reduction.sum_entries(stack, _weighted, jnp.add, jnp.asarray(weights))[0]
 
     expected = sum(x @ weights[: x.shape[1]] for x in arrays)
     np.testing.assert_array_equal(total(), expected)
@@ -106,7 +104,7 @@ def test_sums_of_entries_err_by_their_depth_at_most(size):
     def squares(x):
         nonlocal depth
         stack = [_stored.StoredArray(x, x.dtype, x.shape[1:])]
-        total, depth = _reduction.sum_entries(stack, _square, jnp.add)
+        total, depth = reduction.sum_entries(stack, _square, jnp.add)
         return total
 
     exact = np.array([math.fsum(row) for row in x.astype(np.float64) ** 2])
@@ -119,7 +117,7 @@ def test_a_program_has_arrays_of_one_shape_once():
     def num_lines(count):
         def squares(xs):
             stack = [_stored.StoredArray(x, x.dtype, x.shape[1:]) for x in xs]
-            return _reduction.sum_entries(stack, _square, jnp.add)[0]
+            return reduction.sum_entries(stack, _square, jnp.add)[0]
 
         xs = [jax.ShapeDtypeStruct((4, 5000), jnp.float32)] * count
         return jax.jit(squares).lower(xs).as_text().count("\n")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dpmp import DPSGD, DPTrainer, Policy, clipped_grad
+from dpmp import DPSGD, DPTrainer, Policy, _timing, clipped_grad
 from dpmp.__main__ import main
 from dpmp.planning.memory import (
     accumulation_overhead,
@@ -17,7 +17,6 @@ from dpmp.planning.memory import (
     measure_accumulation_share,
 )
 from dpmp.planning.microbatches import MicrobatchTimes, measure_microbatch_sizes
-from dpmp.tools import _timing
 from tests import models
 
 _ADAM = optax.adam(1e-3)

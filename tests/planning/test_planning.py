@@ -7,8 +7,8 @@ from dpmp import DPSGD
 from dpmp.__main__ import main
 from dpmp.planning import (
     Plan,
-    _noise_commands,
     compare_batch_sizes,
+    noise_commands,
     plan_to_start_from,
 )
 
@@ -112,6 +112,6 @@ def test_a_defect_of_a_command_keeps_its_traceback(monkeypatch):
     def defective(**_):
         raise ValueError("operands could not be broadcast together")
 
-    monkeypatch.setattr(_noise_commands, "compare_batch_sizes", defective)
+    monkeypatch.setattr(noise_commands, "compare_batch_sizes", defective)
     with pytest.raises(ValueError, match="broadcast"):
         main(["plan", *TARGET, "--num-examples", "99", "--processed", "640"])

@@ -13,8 +13,8 @@ from programs import equations
 
 import dpmp
 from dpmp import DPSGD, DPTrainer, Policy, book_keeping
-from dpmp.programs import _float8
-from dpmp.programs._float8 import (
+from dpmp.programs import float8
+from dpmp.programs.float8 import (
     PER_EXAMPLE,
     _to_float8,
     is_native,
@@ -342,7 +342,7 @@ def test_products_of_parameters_are_rounded_for_each_example(native):
 @pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 def test_the_preset_trains_and_says_if_it_is_emulated(monkeypatch, recwarn, native):
-    monkeypatch.setattr(_float8, "is_native", lambda: native)
+    monkeypatch.setattr(float8, "is_native", lambda: native)
     mechanism = DPSGD(
         num_examples=64,
         expected_batch_size=16,

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.programs import _bodies, _interpreter, _transformations
-from dpmp.programs._transformations import hoist_constants
+from dpmp.programs import bodies, interpreter, transformations
+from dpmp.programs.transformations import hoist_constants
 
 FROZEN = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
 ARGS = (jnp.array([1.0, -2.0, 0.5]), {"x": jnp.array([[0.3, 0.1, -0.2]])})
@@ -140,11 +140,11 @@ def names_of(closed):
 
 
 def evaluated(closed, *args):
-    return _interpreter.run(closed, args, _interpreter.bind)
+    return interpreter.run(closed, args, interpreter.bind)
 
 
 def only_equation(fun, *args):
-    closed, _ = _interpreter.trace(fun, *args)
+    closed, _ = interpreter.trace(fun, *args)
     (eqn,) = closed.jaxpr.eqns
     return eqn
 
@@ -154,7 +154,7 @@ def test_a_traced_function_has_flat_arguments_and_the_tree_of_its_output():
         return {"sum": tree["a"] + x, "rest": (tree["b"], None)}
 
     args = {"a": X, "b": jnp.arange(2)}, 2 * X
-    closed, treedef = _interpreter.trace(fun, *args)
+    closed, treedef = interpreter.trace(fun, *args)
     leaves = evaluated(closed, *jax.tree.leaves(args))
     assert_trees_equal(jax.tree.unflatten(treedef, leaves), fun(*args))
 
@@ -165,36 +165,36 @@ def test_calls_under_jit_are_written_out_and_nothing_else_changes():
         return jnp.sin(x) * FROZEN[0]
 
     twice = jax.jit(lambda x: inner(x) + jax.jit(inner)(2 * x))
-    closed, _ = _interpreter.trace(twice, X)
+    closed, _ = interpreter.trace(twice, X)
     assert names_of(closed).count("sin") == 2
     assert not {"jit", "pjit", "closed_call"} & set(names_of(closed))
     np.testing.assert_allclose(
         *evaluated(closed, X), inner(X) + inner(2 * X), rtol=1e-6
     )
-    assert str(_interpreter.inline(closed)) == str(closed)
+    assert str(interpreter.inline(closed)) == str(closed)
 
 
 @pytest.mark.parametrize("index", [0, 2, -1, np.int32(-2), (1, -1)])
 def test_indices_that_are_known_are_written_in_the_program(index):
-    closed, _ = _interpreter.trace(lambda w: w[index], jnp.ones((4, 3)))
+    closed, _ = interpreter.trace(lambda w: w[index], jnp.ones((4, 3)))
     for eqn in closed.jaxpr.eqns:
-        assert all(map(_interpreter.is_literal, eqn.invars[1:]))
+        assert all(map(interpreter.is_literal, eqn.invars[1:]))
     np.testing.assert_array_equal(*evaluated(closed, jnp.ones((4, 3))), 1)
 
 
 def test_a_program_runs_in_any_interpretation_of_its_values():
-    closed, _ = _interpreter.trace(lambda x: jnp.sin(x) * jnp.sin(jnp.cos(x)), X)
+    closed, _ = interpreter.trace(lambda x: jnp.sin(x) * jnp.sin(jnp.cos(x)), X)
 
     def number_of_sines(eqn, values):
         own = eqn.primitive.name == "sin"
         return [own + sum(values)]
 
-    assert _interpreter.run(closed, [0], number_of_sines) == [2]
+    assert interpreter.run(closed, [0], number_of_sines) == [2]
 
 
 def test_outputs_may_be_arguments_constants_and_numbers():
-    closed, _ = _interpreter.trace(lambda x: (x, FROZEN, 1.0), X)
-    x, frozen, one = _interpreter.run(closed, ["x"], _interpreter.bind)
+    closed, _ = interpreter.trace(lambda x: (x, FROZEN, 1.0), X)
+    x, frozen, one = interpreter.run(closed, ["x"], interpreter.bind)
     assert (x, one) == ("x", 1.0)
     np.testing.assert_array_equal(frozen, FROZEN)
 
@@ -202,10 +202,10 @@ def test_outputs_may_be_arguments_constants_and_numbers():
 def test_equations_are_bound_with_parameters_changed_and_several_outputs():
     half = X.astype(jnp.bfloat16)
     eqn = only_equation(jnp.dot, half, half)
-    (product,) = _interpreter.bind(eqn, [half, half])
-    (wide,) = _interpreter.bind(eqn, [half, half], preferred_element_type=jnp.float32)
+    (product,) = interpreter.bind(eqn, [half, half])
+    (wide,) = interpreter.bind(eqn, [half, half], preferred_element_type=jnp.float32)
     assert (product.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
-    closed, _ = _interpreter.trace(lambda x: jnp.split(x, 3), X)
+    closed, _ = interpreter.trace(lambda x: jnp.split(x, 3), X)
     np.testing.assert_array_equal(np.concatenate(evaluated(closed, X)), X)
 
 
@@ -246,12 +246,12 @@ WITHOUT_BODY = {
 
 @pytest.mark.parametrize("name", WITH_BODY | WITHOUT_BODY)
 def test_programs_inside_of_an_equation_are_seen(name):
-    closed, _ = _interpreter.trace((WITH_BODY | WITHOUT_BODY)[name], X)
+    closed, _ = interpreter.trace((WITH_BODY | WITHOUT_BODY)[name], X)
     eqns = closed.jaxpr.eqns
-    assert any(map(_bodies.has_body, eqns)) == (name in WITH_BODY)
+    assert any(map(bodies.has_body, eqns)) == (name in WITH_BODY)
     for eqn in eqns:
-        assert (_bodies.as_loop(eqn) is not None) == (name == "scan")
-        is_rematerialised = _bodies.as_rematerialised(eqn) is not None
+        assert (bodies.as_loop(eqn) is not None) == (name == "scan")
+        is_rematerialised = bodies.as_rematerialised(eqn) is not None
         assert is_rematerialised == (name == "checkpoint")
 
 
@@ -275,7 +275,7 @@ def test_a_loop_is_told_by_its_parts_and_made_again_from_them(options):
     def fun(*args):
         return looping(*args, **options)
 
-    loop = _bodies.as_loop(only_equation(fun, *LOOP_ARGS))
+    loop = bodies.as_loop(only_equation(fun, *LOOP_ARGS))
     assert (loop.num_consts, loop.num_carry) == (1, 1)
     assert loop.options["length"] == 4
     assert loop.options["reverse"] == options.get("reverse", False)
@@ -291,7 +291,7 @@ def test_a_loop_is_told_by_its_parts_and_made_again_from_them(options):
 
     for a, b in zip(*map(jax.tree.leaves, (remade(), fun(*LOOP_ARGS))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
-    assert _bodies.as_loop(only_equation(remade, X)).options == loop.options
+    assert bodies.as_loop(only_equation(remade, X)).options == loop.options
 
 
 @pytest.mark.parametrize(
@@ -305,14 +305,14 @@ def test_a_checkpoint_is_told_by_its_body_and_wrapped_again(policy, prevent_cse)
     args = LOOP_ARGS[:2]
     checkpoint = jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
     eqn = only_equation(checkpoint, *args)
-    body, wrap = _bodies.as_rematerialised(eqn)
+    body, wrap = bodies.as_rematerialised(eqn)
     assert "dot_general" in names_of(body)  # written out
 
     def again(*xs):
         return wrap(lambda *xs: evaluated(body, *xs))(*xs)
 
     operands = [jnp.ones(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    (new,) = _interpreter.trace(again, *operands)[0].jaxpr.eqns
+    (new,) = interpreter.trace(again, *operands)[0].jaxpr.eqns
     assert new.primitive.name == eqn.primitive.name
     for name in ("policy", "prevent_cse"):
         assert new.params[name] == eqn.params[name]
@@ -395,11 +395,11 @@ doubled_derivative.defjvps(lambda dx, out, x: 2 * jnp.sin(x) * dx)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equations_are_replaced_wherever_they_are_and_only_if_asked(name):
     expected = PROGRAMS[name](doubled_sine)(X)
-    rewritten = _transformations.rewrite(PROGRAMS[name](sine), double_sines)
+    rewritten = transformations.rewrite(PROGRAMS[name](sine), double_sines)
     assert_trees_equal(rewritten(X), expected)
     assert_trees_equal(jax.jit(rewritten)(X), expected)
     program = PROGRAMS[name](sine)
-    same = _transformations.rewrite(program, lambda eqn, values: None)
+    same = transformations.rewrite(program, lambda eqn, values: None)
     assert_trees_equal(same(X), program(X))
 
 
@@ -413,7 +413,7 @@ def test_a_derivative_is_rewritten(name):
     def has_sine(x):
         return -jnp.cos(x)
 
-    rewritten = _transformations.rewrite(derivative(has_sine), double_sines)
+    rewritten = transformations.rewrite(derivative(has_sine), double_sines)
     assert_trees_equal(rewritten(X), derivative(doubled_derivative)(X))
 
 
@@ -426,7 +426,7 @@ def test_a_body_is_left_alone_if_what_replaces_it_has_arrays_of_its_own():
     def fun(x):
         return jax.lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x), jnp.sin(x)
 
-    in_loop, outside = _transformations.rewrite(fun, replace)(X)
+    in_loop, outside = transformations.rewrite(fun, replace)(X)
     np.testing.assert_allclose(in_loop, jnp.sin(jnp.sin(X)), rtol=1e-6)
     np.testing.assert_allclose(outside, X * large, rtol=1e-6)
 
@@ -449,7 +449,7 @@ def stacks_twice(op, *, reverse):
 def test_a_loop_stacks_once_what_it_gives_twice(transform, reverse):
     xs = jnp.stack([X, X + 1])
     args = xs if transform is jax.vmap else X
-    rewritten = _transformations.rewrite(
+    rewritten = transformations.rewrite(
         stacks_twice(sine, reverse=reverse), double_sines
     )
     expected = transform(stacks_twice(doubled_sine, reverse=reverse))(args)
@@ -468,7 +468,7 @@ def test_a_loop_stacks_once_what_it_gives_twice(transform, reverse):
 def test_of_a_batch_too_what_a_loop_gives_twice_is_there_once():
     xs = jnp.stack([X, X + 1])
     batched = jax.vmap(stacks_twice(sine, reverse=True))
-    rewritten = _transformations.rewrite(batched, lambda eqn, values: None)
+    rewritten = transformations.rewrite(batched, lambda eqn, values: None)
     assert_trees_equal(rewritten(xs), batched(xs))
     before, after = (
         {id(v) for v in jax.make_jaxpr(fun)(xs).jaxpr.outvars}

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dpmp import Policy
-from dpmp.tools import _timing
+from dpmp import Policy, _timing
 from dpmp.tools.devices import DeviceReport, Row, _products, measure_dtypes
 from dpmp.tools.devices._products import Kind
 

@@ -12,7 +12,7 @@ import pytest
 from subjects import SIZES, sum_in_float64, sums
 
 from dpmp import __main__
-from dpmp.tools.selfcheck import _command
+from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._noise import measure_keys
 from dpmp.tools.selfcheck._subjects import Subjects
 from dpmp.tools.selfcheck._sums import measure_contributions
@@ -27,8 +27,8 @@ def selfcheck(monkeypatch, capsys):
     """Runs the command with other subjects; gives exit status and output."""
 
     def run(subjects, *args):
-        monkeypatch.setattr(_command, "Sizes", lambda: SIZES)
-        monkeypatch.setattr(_command, "dpmp_subjects", lambda **_: subjects)
+        monkeypatch.setattr(command, "Sizes", lambda: SIZES)
+        monkeypatch.setattr(command, "dpmp_subjects", lambda **_: subjects)
         status = __main__.main(["selfcheck", *args])
         return status, capsys.readouterr().out
 

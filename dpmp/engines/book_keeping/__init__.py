@@ -37,6 +37,13 @@ Modules import only from rows below their own:
 
 from dpmp.engines.book_keeping._engine import Engine
 from dpmp.engines.book_keeping._extents import Extents, measure_extents
-from dpmp.engines.book_keeping._summary import Summary, summarize
+from dpmp.engines.book_keeping._summary import Summary, relative_cost, summarize
 
-__all__ = ["Engine", "Extents", "Summary", "measure_extents", "summarize"]
+__all__ = [
+    "Engine",
+    "Extents",
+    "Summary",
+    "measure_extents",
+    "relative_cost",
+    "summarize",
+]

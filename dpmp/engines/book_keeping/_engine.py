@@ -23,11 +23,16 @@ from dpmp.engines.book_keeping import _choice, _linalg, _norms, _uses, _views
 from dpmp.engines.book_keeping._norms import NormMethod
 from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
 from dpmp.engines.book_keeping._uses import Cached, Use
-from dpmp.numerics._arithmetic import Arithmetic, PartialSums
-from dpmp.numerics._bounded import Roundings, clip_by, largest_microbatch
-from dpmp.numerics._squared_norms import SquaredNorm
-from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _interpreter, _transformations
+from dpmp.numerics import (
+    Arithmetic,
+    PartialSums,
+    Roundings,
+    SquaredNorm,
+    at_least_float32,
+    clip_by,
+    largest_microbatch,
+)
+from dpmp.programs import interpreter, transformations
 
 # Unproved sums do not count roundings. These are the squared errors of norms and sums,
 # relative to the squared sum of magnitudes. The first is a few times the largest error
@@ -75,10 +80,10 @@ def analyse(
     known. So parameters that are used through arithmetic get an identity tap (see
     `_rules`).
     """
-    closed, treedef = _interpreter.trace(fun, params, example)
-    if _transformations.has_ragged_products(closed.jaxpr):
-        fun = _transformations.without_ragged_products(fun)
-        closed, treedef = _interpreter.trace(fun, params, example)
+    closed, treedef = interpreter.trace(fun, params, example)
+    if transformations.has_ragged_products(closed.jaxpr):
+        fun = transformations.without_ragged_products(fun)
+        closed, treedef = interpreter.trace(fun, params, example)
     avals, num_params = closed.in_avals, len(jax.tree.leaves(params))
     shapes = [aval.shape for aval in avals[:num_params]]
     inputs = [

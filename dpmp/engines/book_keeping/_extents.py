@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping._engine import Engine
-from dpmp.numerics import _bounded
+from dpmp.numerics import largest_extent
 
 
 class Extents(NamedTuple):
@@ -98,5 +98,5 @@ def measure_extents(
 
     starts = range(0, batch_size, microbatch_size)
     ratios = jnp.concatenate([ratios_of(*part(start)) for start in starts])
-    largest = _bounded.largest_extent(microbatch_size, roundings[0])
+    largest = largest_extent(microbatch_size, roundings[0])
     return Extents(ratios, largest, float(jnp.mean(ratios > largest)))

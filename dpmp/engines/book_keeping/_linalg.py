@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _interpreter, _primitives, _transformations
+from dpmp.numerics import at_least_float32
+from dpmp.programs import interpreter, primitives, transformations
 
 
 def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,11 +32,11 @@ def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
     On CPUs only, bfloat16 products are computed in float32 and rounded. Batch axes of
     size one are left out on all devices.
     """
-    return _transformations.rewrite(fun, _replace)
+    return transformations.rewrite(fun, _replace)
 
 
 def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
-    if eqn.primitive.name != _primitives.DOT_GENERAL:
+    if eqn.primitive.name != primitives.DOT_GENERAL:
         return None
     operands, numbers = _without_batches_of_one(
         values, *eqn.params["dimension_numbers"]
@@ -49,7 +49,7 @@ def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
     if is_narrow:
         product = _narrow(*operands, numbers, tuple(sorted(eqn.params.items())))
     else:
-        (product,) = _interpreter.bind(eqn, operands, dimension_numbers=numbers)
+        (product,) = interpreter.bind(eqn, operands, dimension_numbers=numbers)
     return [product.reshape(eqn.outvars[0].aval.shape)]
 
 

@@ -32,8 +32,7 @@ import jax.numpy as jnp
 from dpmp._typing import PyTree
 from dpmp.engines.book_keeping import _linalg, _uses, _views
 from dpmp.engines.book_keeping._uses import Cached, Outer, Sizes, Use
-from dpmp.numerics._bounded import FLOOR, Roundings
-from dpmp.numerics._stored import at_least_float32
+from dpmp.numerics import FLOOR, Roundings, at_least_float32
 
 # Norms are computed in chunks whose temporary arrays have about this many entries.
 _CHUNK_ENTRIES = 2**23

@@ -5,7 +5,7 @@ parameters among its operands, it decides how to evaluate it. `execute` evaluate
 equations as decided, and all others as they are. These two functions handle all control
 flow:
 
-    jax.jit, constants     written out (`_interpreter.inline`)
+    jax.jit, constants     written out (`interpreter.inline`)
     scan                   stays a scan, with a plan of its own for the body
     jax.checkpoint         stays a checkpoint, with a plan of its own
     any other body         stays as it is; the views among its operands
@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from dpmp.engines.book_keeping import _rules, _uses, _views
 from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
-from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _bodies, _interpreter
+from dpmp.numerics import at_least_float32
+from dpmp.programs import bodies, interpreter
 
 # A function of the values of an equation's operands, and a dummy for each use. It
 # returns the values of the outputs, and for each use the cached value or None.
@@ -99,7 +99,7 @@ def make_plan(
 
     first = _identity_step([x if i in tapped else None for i, x in enumerate(args)])
     inputs = [_DATA if x is None or i in tapped else x for i, x in enumerate(args)]
-    outputs = [_as_view(x) for x in _interpreter.run(closed, inputs, evaluate)]
+    outputs = [_as_view(x) for x in interpreter.run(closed, inputs, evaluate)]
     last = _identity_step([None if i in unread else x for i, x in enumerate(outputs)])
     return Plan(closed, first, steps, last)
 
@@ -121,10 +121,10 @@ def execute(
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         step = plan.steps.get(id(eqn))
-        return _interpreter.bind(eqn, values) if step is None else take(step, values)
+        return interpreter.bind(eqn, values) if step is None else take(step, values)
 
     args = take(plan.first, list(args))
-    outputs = take(plan.last, _interpreter.run(plan.closed, args, evaluate))
+    outputs = take(plan.last, interpreter.run(plan.closed, args, evaluate))
     return outputs, activations
 
 
@@ -150,18 +150,18 @@ def _meet(
     has_gradient = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
     if not has_gradient or not _tappable(views):
         return outputs, None
-    bind = functools.partial(_interpreter.bind, eqn)
+    bind = functools.partial(interpreter.bind, eqn)
     with_identity_taps = functools.partial(_identity_step, views, bind)
     if any(_is_complex(v) for v in (*eqn.invars, *eqn.outvars)):
         return outputs, with_identity_taps()
-    if (loop := _bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
+    if (loop := bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
         return _loop_step(loop, views, materialized)
-    if (remat := _bodies.as_rematerialised(eqn)) is not None:
+    if (remat := bodies.as_rematerialised(eqn)) is not None:
         return outputs, _call_step(*remat, views, materialized)
     if (found := _rules.outer_use(eqn, views)) is not None:
         make = _materialized_step if 0 in materialized else _outer_step
         return outputs, make(eqn, *found)
-    if _bodies.has_body(eqn):
+    if bodies.has_body(eqn):
         return outputs, with_identity_taps()
     return outputs, _dense_step(eqn, views)
 
@@ -191,7 +191,7 @@ def _is_complex(atom: Any) -> bool:
 
 def _outer_step(eqn: Any, use: Use, operand: int) -> _Step:
     def handler(values, dummies):
-        (value,) = _interpreter.bind(eqn, values)
+        (value,) = interpreter.bind(eqn, values)
         return [_rules.tap(value, *dummies)], [values[operand]]
 
     return _Step([use], handler)
@@ -205,7 +205,7 @@ def _materialized_step(eqn: Any, use: Use, operand: int) -> _Step:
         return _uses.gradient(use, cached).astype(dense.cotangent.dtype)
 
     def handler(values, dummies):
-        (value,) = _interpreter.bind(eqn, values)
+        (value,) = interpreter.bind(eqn, values)
         return [
             _rules.tap_materialized(materialize, value, values[operand], *dummies)
         ], [None]
@@ -276,7 +276,7 @@ def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
 
 
 def _loop_step(
-    loop: _bodies.Loop, views: list[View | None], materialized: Collection[int]
+    loop: bodies.Loop, views: list[View | None], materialized: Collection[int]
 ) -> tuple[list[Any], _Step | None]:
     """Plans a scan of the same length and direction, from dummies to activations.
 

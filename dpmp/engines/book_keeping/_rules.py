@@ -28,7 +28,7 @@ import numpy as np
 from dpmp.engines.book_keeping import _views
 from dpmp.engines.book_keeping._uses import Factors, Outer, Sizes, Use
 from dpmp.engines.book_keeping._views import View
-from dpmp.programs import _float8, _interpreter, _primitives
+from dpmp.programs import float8, interpreter, primitives
 
 
 def outer_use(eqn: Any, views: Sequence[View | None]) -> tuple[Use, int] | None:
@@ -36,7 +36,7 @@ def outer_use(eqn: Any, views: Sequence[View | None]) -> tuple[Use, int] | None:
 
     Returns the use, and the position of the operand to cache.
     """
-    name, rule = _OUTER_RULES.get(_interpreter.name(eqn), ("", None))
+    name, rule = _OUTER_RULES.get(interpreter.name(eqn), ("", None))
     known = [(i, x) for i, x in enumerate(views) if x is not None and x.leaves]
     if rule is None or len(known) != 1:
         return None
@@ -59,7 +59,7 @@ def _dot(eqn: Any, operand: int) -> Outer:
     data = 1 - operand
     shapes = [atom.aval.shape for atom in eqn.invars]
     contracted, batch = eqn.params.get(
-        "dimension_numbers", _float8.dimension_numbers(len(shapes[0]))
+        "dimension_numbers", float8.dimension_numbers(len(shapes[0]))
     )
     free = [
         tuple(i for i in range(len(shapes[j])) if i not in (*contracted[j], *batch[j]))
@@ -202,10 +202,10 @@ def _in_groups(x: jax.Array, groups: int) -> jax.Array:
 # By the name of an equation: the name for people, and a function that returns the outer
 # form of the gradient with respect to an operand, or None.
 _OUTER_RULES: dict[str, tuple[str, Callable[[Any, int], Outer | None]]] = {
-    _primitives.DOT_GENERAL: ("dot", _dot),
-    _interpreter.CUSTOM_VJP + _float8.PRODUCT_NAME: ("dot", _dot),
-    _primitives.GATHER: ("gather", _gather),
-    _primitives.CONVOLUTION: ("convolution", _convolution),
+    primitives.DOT_GENERAL: ("dot", _dot),
+    interpreter.CUSTOM_VJP + float8.PRODUCT_NAME: ("dot", _dot),
+    primitives.GATHER: ("gather", _gather),
+    primitives.CONVOLUTION: ("convolution", _convolution),
 }
 
 
@@ -255,13 +255,13 @@ def tap_dense(
     @jax.custom_vjp
     def met(values: list[Any], dummies: list[jax.Array]) -> list[Any]:
         del dummies
-        return _interpreter.bind(eqn, values)
+        return interpreter.bind(eqn, values)
 
     def forward(values: list[Any], dummies: list[jax.Array]) -> Any:
         return met(values, dummies), values
 
     def backward(values: list[Any], cotangents: list[Any]) -> Any:
-        _, vjp_values = jax.vjp(lambda *xs: _interpreter.bind(eqn, xs), *values)
+        _, vjp_values = jax.vjp(lambda *xs: interpreter.bind(eqn, xs), *values)
         # Differentiate with respect to all operands: some rules of jax allow nothing
         # else.
         outputs, vjp_wide = jax.vjp(

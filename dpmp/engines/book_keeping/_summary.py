@@ -14,7 +14,7 @@ from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _choice
 from dpmp.engines.book_keeping._engine import Engine, Program, analyse
 from dpmp.engines.book_keeping._norms import FLOPS_PER_ENTRY, NormMethod
-from dpmp.numerics._arithmetic import parse
+from dpmp.numerics import parse_arithmetic
 
 # Gradients of fewer entries may be materialized without a warning.
 _LARGE = 2**14
@@ -169,7 +169,7 @@ def summarize(
       UserWarning: if more than half of the flops are due to parameters whose gradients
         must be materialized for lack of a better rule.
     """
-    sums = parse(arithmetic, method="book_keeping")
+    sums = parse_arithmetic(arithmetic, method="book_keeping")
     signature = Signature.parse(
         argnums=argnums,
         batch_argnums=batch_argnums,

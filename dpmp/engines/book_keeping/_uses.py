@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from dpmp.engines.book_keeping import _linalg, _views
 from dpmp.engines.book_keeping._views import View
-from dpmp.numerics._stored import at_least_float32
+from dpmp.numerics import at_least_float32
 
 # The parts of left, and then right.
 Factors = tuple[list[jax.Array], jax.Array]

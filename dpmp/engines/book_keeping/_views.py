@@ -15,8 +15,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.numerics._stored import at_least_float32
-from dpmp.programs import _bodies, _interpreter, _primitives
+from dpmp.numerics import at_least_float32
+from dpmp.programs import bodies, interpreter, primitives
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +70,9 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     """Makes the views that an equation computes from views."""
     leaves = frozenset[int]().union(*(view.leaves for view in operands))
     roots = frozenset[int]().union(*(view.roots for view in operands))
-    if eqn.primitive.name == _primitives.STOP_GRADIENT or _is_product_with_zero(eqn):
+    if eqn.primitive.name == primitives.STOP_GRADIENT or _is_product_with_zero(eqn):
         leaves = frozenset()
-    is_broadcast = eqn.primitive.name == _primitives.BROADCAST and len(operands) == 1
+    is_broadcast = eqn.primitive.name == primitives.BROADCAST and len(operands) == 1
     # Constants, and the choices of comparisons, are those of the program itself.
     depends = any(view.leaves for view in operands)
     has_floats = any(is_float(output.aval.dtype) for output in eqn.outvars)
@@ -94,8 +94,8 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
 
 def _is_product_with_zero(eqn: Any) -> bool:
     """Whether an equation is `0.0 * x`, as a penalty that is switched off leaves it."""
-    return eqn.primitive.name == _primitives.MUL and any(
-        _interpreter.is_literal(atom) and atom.val == 0 for atom in eqn.invars
+    return eqn.primitive.name == primitives.MUL and any(
+        interpreter.is_literal(atom) and atom.val == 0 for atom in eqn.invars
     )
 
 
@@ -162,7 +162,7 @@ def sum_over_repeated(view: View, grad: jax.Array) -> jax.Array:
 
 def repeats_rows(eqn: Any, operands: Sequence[View]) -> bool:
     """Whether an equation takes rows of a view at indices that may occur repeatedly."""
-    is_gather = eqn.primitive.name == _primitives.GATHER
+    is_gather = eqn.primitive.name == primitives.GATHER
     if not is_gather or operands[1].leaves or not operands[0].leaves:
         return False
     ids = _known_integers(operands[1])
@@ -208,16 +208,16 @@ def goes_back_exactly(eqn: Any) -> bool:
     them, which may be below float32.
     """
     name, dtypes = eqn.primitive.name, [v.aval.dtype for v in eqn.invars]
-    if name.startswith(_primitives.SCATTER):
+    if name.startswith(primitives.SCATTER):
         return all(x.itemsize >= 4 for x in dtypes if is_float(x))
-    if name == _primitives.WHILE:  # it sends no gradients back
+    if name == primitives.WHILE:  # it sends no gradients back
         return True
-    return not _bodies.has_body(eqn) and name != _primitives.REDUCE_PRECISION
+    return not bodies.has_body(eqn) and name != primitives.REDUCE_PRECISION
 
 
 def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     """Evaluates an equation without casts to less than float32."""
-    if _bodies.has_body(eqn) or eqn.primitive.name == _primitives.BITCAST:
+    if bodies.has_body(eqn) or eqn.primitive.name == primitives.BITCAST:
         return _bind_as_written(eqn, values)
     return bind_widened(eqn, values)
 
@@ -226,7 +226,7 @@ def _bind_as_written(eqn: Any, values: Sequence[jax.Array]) -> list[Any]:
     """Evaluates an equation on operands with the dtypes that the program gives them."""
     avals = [atom.aval for atom in eqn.invars]
     values = [x.astype(aval.dtype) for x, aval in zip(values, avals, strict=True)]
-    return _interpreter.bind(eqn, values)
+    return interpreter.bind(eqn, values)
 
 
 def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -236,9 +236,9 @@ def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
         for name in ("new_dtype", "preferred_element_type", "out_dtype")
         if eqn.params.get(name) is not None and is_float(eqn.params[name])
     }
-    if eqn.primitive.name in _primitives.PRODUCTS:
+    if eqn.primitive.name in primitives.PRODUCTS:
         changed["precision"] = jax.lax.Precision.HIGHEST
-    return _interpreter.bind(eqn, [widen(x) for x in values], **changed)
+    return interpreter.bind(eqn, [widen(x) for x in values], **changed)
 
 
 def widen(x: Any) -> jax.Array:
@@ -269,7 +269,7 @@ def _rearrangement(
 
 def _shift(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
     """Adding a constant does not change the gradient."""
-    is_negated = eqn.primitive.name == _primitives.SUB and not operands[0].leaves
+    is_negated = eqn.primitive.name == primitives.SUB and not operands[0].leaves
     same_shape = x.shape == eqn.outvars[0].aval.shape
     return x if same_shape and not is_negated else None
 
@@ -292,7 +292,7 @@ def _slice(x: np.ndarray, eqn: Any, *_: Any) -> Any:
 def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
     """Slices at indices that are written in the program, and at no others."""
     atoms, sizes = eqn.invars[1:], eqn.params["slice_sizes"]
-    if not all(map(_interpreter.is_literal, atoms)):
+    if not all(map(interpreter.is_literal, atoms)):
         return None
     largest = np.subtract(x.shape, sizes)
     starts = np.clip([int(atom.val) for atom in atoms], 0, largest).astype(int)
@@ -340,20 +340,20 @@ def _unstack(x: np.ndarray, eqn: Any, _: Any, output: int) -> Any:
 
 # Each function maps the NumPy view of an operand to that of the result.
 _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
-    _primitives.ADD: _shift,
-    _primitives.SUB: _shift,
-    _primitives.CAST: lambda x, eqn, *_: (
+    primitives.ADD: _shift,
+    primitives.SUB: _shift,
+    primitives.CAST: lambda x, eqn, *_: (
         x if is_float(eqn.params["new_dtype"]) else None
     ),
-    _primitives.COPY: lambda x, *_: x,
-    _primitives.TRANSPOSE: lambda x, eqn, *_: x.transpose(eqn.params["permutation"]),
-    _primitives.RESHAPE: _reshape,
-    _primitives.SQUEEZE: lambda x, eqn, *_: x.squeeze(tuple(eqn.params["dimensions"])),
-    _primitives.BROADCAST: _reshape,
-    _primitives.SLICE: _slice,
-    _primitives.DYNAMIC_SLICE: _dynamic_slice,
-    _primitives.GATHER: _gather,
-    _primitives.REV: lambda x, eqn, *_: np.flip(x, eqn.params["dimensions"]),
-    _primitives.SPLIT: _split,
-    _primitives.UNSTACK: _unstack,
+    primitives.COPY: lambda x, *_: x,
+    primitives.TRANSPOSE: lambda x, eqn, *_: x.transpose(eqn.params["permutation"]),
+    primitives.RESHAPE: _reshape,
+    primitives.SQUEEZE: lambda x, eqn, *_: x.squeeze(tuple(eqn.params["dimensions"])),
+    primitives.BROADCAST: _reshape,
+    primitives.SLICE: _slice,
+    primitives.DYNAMIC_SLICE: _dynamic_slice,
+    primitives.GATHER: _gather,
+    primitives.REV: lambda x, eqn, *_: np.flip(x, eqn.params["dimensions"]),
+    primitives.SPLIT: _split,
+    primitives.UNSTACK: _unstack,
 }

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dpmp import _validate
-from dpmp.tools import _timing
+from dpmp import _timing, _validate
 from dpmp.tools.devices import _products
 from dpmp.tools.devices._report import DeviceReport, Row
 

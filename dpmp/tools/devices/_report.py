@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dpmp.tools import _plain_text
+from dpmp import _plain_text
 
 # An emulated product computes in float32. Other work on the machine seldom makes it
 # appear faster than float32 by a fifth.

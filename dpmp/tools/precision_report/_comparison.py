@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp._typing import PyTree
-from dpmp.engines import _methods
+from dpmp.engines import scaled
 from dpmp.precision import Policy
 
 Exponents = tuple[tuple[int, int], ...]
@@ -123,7 +123,7 @@ def _loss_and_grads(
 
     @jax.jit
     def value_and_grads(*args: PyTree) -> tuple[jax.Array, PyTree]:
-        loss_fn = _methods.scaled(lambda *args: (fun(*args), None), scale)
+        loss_fn = scaled(lambda *args: (fun(*args), None), scale)
         (_, (_, loss, _)), grads = jax.value_and_grad(loss_fn, has_aux=True)(*args)
         return loss, grads
 

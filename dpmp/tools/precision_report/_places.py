@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from dpmp.programs import _bodies, _interpreter, _primitives, _source_lines
+from dpmp.programs import bodies, interpreter, primitives, source_lines
 from dpmp.tools.precision_report._findings import ARGUMENT, UNKNOWN, Finding
 
 # The largest share of a sum that rounding may take without being reported.
@@ -63,12 +63,12 @@ class _Walk:
         known = dict(zip(jaxpr.invars, facts, strict=True))
 
         def read(atoms: Sequence[Any]) -> list[Facts]:
-            is_literal = _interpreter.is_literal
+            is_literal = interpreter.is_literal
             return [Facts() if is_literal(x) else known.get(x, Facts()) for x in atoms]
 
         for eqn in _live_equations(jaxpr):
-            is_listed = eqn.primitive.name in _primitives.KIND_OF
-            programs = [] if is_listed else _bodies.sub_programs(eqn)
+            is_listed = eqn.primitive.name in primitives.KIND_OF
+            programs = [] if is_listed else bodies.sub_programs(eqn)
             if not programs:
                 known |= dict.fromkeys(eqn.outvars, self._step(eqn, read(eqn.invars)))
             for program in programs:
@@ -78,7 +78,7 @@ class _Walk:
         return read(jaxpr.outvars)
 
     def _enter(
-        self, eqn: Any, program: _bodies.SubProgram, facts: list[Facts]
+        self, eqn: Any, program: bodies.SubProgram, facts: list[Facts]
     ) -> list[Facts]:
         """Walks a program of a call, a loop or a branch."""
         first, count = program.num_consts, program.num_carry
@@ -86,7 +86,7 @@ class _Walk:
             facts = _outside_of_loops(facts)
             carry = [Facts(carries={i: (0, UNKNOWN)}) for i in range(count)]
             facts[first : first + count] = carry
-        outer, self.caller = self.caller, _source_lines.user_line(eqn) or self.caller
+        outer, self.caller = self.caller, source_lines.user_line(eqn) or self.caller
         outputs = self.run(program.jaxpr, facts)
         self.caller = outer
         if not count or not program.has_results:
@@ -101,7 +101,7 @@ class _Walk:
 
     def _step(self, eqn: Any, operands: list[Facts]) -> Facts:
         """Returns the facts about the results of an operation."""
-        group = _primitives.KIND_OF.get(eqn.primitive.name)
+        group = primitives.KIND_OF.get(eqn.primitive.name)
         if group == "moves":
             return _merged(operands)
         if group == "casts":
@@ -133,14 +133,14 @@ class _Walk:
             source = self._source(eqn) if lost.source == ARGUMENT else lost.source
             self.places.append(dataclasses.replace(lost, source=source))
             return facts._replace(lost=lost)
-        is_literal = _interpreter.is_literal(eqn.invars[0])
+        is_literal = interpreter.is_literal(eqn.invars[0])
         if _is_wide(old) and is_narrow(new) and not is_literal:
             cast = Finding("widened", "astype", str(new), self._source(eqn))
             return facts._replace(lost=cast)
         return facts
 
     def _scales(self, eqn: Any, operands: list[Facts]) -> Facts:
-        if eqn.primitive.name == _primitives.DIV and operands[1].is_sum:
+        if eqn.primitive.name == primitives.DIV and operands[1].is_sum:
             self._add_result("normalisation", eqn)
             operands = operands[:1]
         is_sum = sum(x.is_sum for x in operands) == 1 and _is_factor(eqn, operands)
@@ -158,7 +158,7 @@ class _Walk:
         )
 
     def _source(self, eqn: Any) -> str:
-        return "{}:{}".format(*_source_lines.source_line(eqn, self.caller))
+        return "{}:{}".format(*source_lines.source_line(eqn, self.caller))
 
     def _add_result(self, kind: str, eqn: Any, length: int | None = None) -> None:
         name, source = eqn.primitive.name, self._source(eqn)
@@ -201,12 +201,12 @@ def _is_factor(eqn: Any, operands: Sequence[Facts]) -> bool:
 
 def _live_equations(jaxpr: Any) -> list[Any]:
     """The equations that results depend on: differentiation leaves others behind."""
-    needed = {v for v in jaxpr.outvars if not _interpreter.is_literal(v)}
+    needed = {v for v in jaxpr.outvars if not interpreter.is_literal(v)}
     live = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             live.append(eqn)
-            needed.update(v for v in eqn.invars if not _interpreter.is_literal(v))
+            needed.update(v for v in eqn.invars if not interpreter.is_literal(v))
     return live[::-1]
 
 
@@ -216,16 +216,16 @@ def _num_terms(eqn: Any) -> int | None:
     For scatters it is the largest number of terms that an entry may have.
     """
     name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
-    if name.startswith(_primitives.SCATTER):
+    if name.startswith(primitives.SCATTER):
         batched = params["dimension_numbers"].scatter_indices_batching_dims
         updates = eqn.invars[1].aval.shape[:-1]
         sizes = [n for i, n in enumerate(updates) if i not in batched]
         return 1 if params["unique_indices"] else math.prod(sizes)
-    if name == _primitives.CUMSUM:
+    if name == primitives.CUMSUM:
         return shape[params["axis"]]
-    if name == _primitives.WINDOW_SUM:
+    if name == primitives.WINDOW_SUM:
         return math.prod(params["window_dimensions"])
-    if name == _primitives.REDUCE_SUM:
+    if name == primitives.REDUCE_SUM:
         return math.prod(shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
     return None
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from dpmp import _validate, loss_scaling
 from dpmp._typing import PyTree
-from dpmp.engines import _signature
+from dpmp.engines import check_float_leaves, check_num_args
 from dpmp.precision import Policy
-from dpmp.programs import _source_lines
+from dpmp.programs import source_lines
 from dpmp.tools.precision_report import _plot, _text
 from dpmp.tools.precision_report._comparison import Comparison, cast, compare, path_of
 from dpmp.tools.precision_report._findings import ARGUMENT, Finding, select
@@ -125,7 +125,7 @@ def precision_report(
     _validate.require(
         callable(fun), "fun must be a function", fun=fun, fix="Pass the loss first."
     )
-    _signature.check_num_args(args, (0,))
+    check_num_args(args, (0,))
     loss_scaling.check(loss_scale)
     name = policy if isinstance(policy, str) else policy.compute_dtype.name
     policy = Policy.parse(policy)
@@ -173,14 +173,14 @@ def _is_traceable(fun: Callable[..., Any], args: Sequence[PyTree]) -> bool:
 
 
 def _clash(error: Exception, policy: Policy) -> Finding:
-    file, line = _source_lines.error_line(error)
+    file, line = source_lines.error_line(error)
     dtype = policy.compute_dtype.name
     return Finding("clash", str(error) or type(error).__name__, dtype, f"{file}:{line}")
 
 
 def _check(fun: Callable[..., Any], shapes: Sequence[PyTree]) -> None:
     """Raises ValueError for a function that has no gradient."""
-    _signature.check_float_leaves(shapes[0], "argument 0")
+    check_float_leaves(shapes[0], "argument 0")
     output = jax.eval_shape(fun, *shapes)
     is_scalar = isinstance(output, jax.ShapeDtypeStruct) and output.shape == ()
     _validate.require(

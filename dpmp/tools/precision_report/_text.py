@@ -6,7 +6,7 @@ import pathlib
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from dpmp.tools import _plain_text
+from dpmp import _plain_text
 from dpmp.tools.precision_report._comparison import Comparison, GradientComparison
 from dpmp.tools.precision_report._findings import ADVICE, Finding
 

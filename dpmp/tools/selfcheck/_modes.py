@@ -10,9 +10,13 @@ import numpy as np
 import optax
 
 from dpmp import _random, clipping, noise_addition
-from dpmp.numerics import BoundedSums, ExactSums
-from dpmp.numerics._arithmetic import Arithmetic, parse
-from dpmp.numerics._grid import LARGEST_RESOLUTION
+from dpmp.numerics import (
+    LARGEST_RESOLUTION,
+    Arithmetic,
+    BoundedSums,
+    ExactSums,
+    parse_arithmetic,
+)
 from dpmp.tools.selfcheck._subjects import (
     NOISE_MULTIPLIER,
     BatchShape,
@@ -61,7 +65,7 @@ class _Mode(NamedTuple):
             l2_clip_norm: float, microbatch_size: int | None
         ) -> tuple[SumFn, Fraction]:
             fn = self.clip(l2_clip_norm, microbatch_size)
-            units = parse(self.arithmetic, method=self.method).resolution
+            units = parse_arithmetic(self.arithmetic, method=self.method).resolution
             return sum_fn(fn), Fraction(fn.sensitivity() if units is None else units)
 
         return Sums(

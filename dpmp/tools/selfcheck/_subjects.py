@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.numerics._grid import is_grid
+from dpmp.numerics import is_grid
 
 NOISE_MULTIPLIER = 1.0
 

@@ -10,7 +10,7 @@ from programs import equations
 
 from dpmp.engines.book_keeping import _linalg
 from dpmp.engines.book_keeping._linalg import adapted
-from dpmp.programs import _interpreter
+from dpmp.programs import interpreter
 
 # Batch axes of one are "u" and "v".
 _CONTRACTIONS = [
@@ -75,9 +75,7 @@ def _depth_of(jaxpr):
     """The most additions on any path from an input to the output."""
     depths = {}
     for eqn in jaxpr.eqns:
-        inputs = [
-            depths.get(x, 0) for x in eqn.invars if not _interpreter.is_literal(x)
-        ]
+        inputs = [depths.get(x, 0) for x in eqn.invars if not interpreter.is_literal(x)]
         longest = max(inputs, default=0) + (eqn.primitive.name == "add")
         depths |= dict.fromkeys(eqn.outvars, longest)
     return depths.get(jaxpr.outvars[0], 0)

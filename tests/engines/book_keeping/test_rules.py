@@ -19,7 +19,7 @@ import reference
 
 from dpmp.clipping import clipped_grad
 from dpmp.engines.book_keeping._engine import analyse
-from dpmp.programs._transformations import hoist_constants
+from dpmp.programs.transformations import hoist_constants
 
 _SIZE = 3
 _IS_PADDING = np.array([False, True, False])

@@ -8,8 +8,8 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from dpmp.programs import _primitives
-from dpmp.programs._interpreter import bind, callee, inline, is_literal
+from dpmp.programs import primitives
+from dpmp.programs.interpreter import bind, callee, inline, is_literal
 
 
 class Loop(NamedTuple):
@@ -59,7 +59,7 @@ def has_body(eqn: Any) -> bool:
 
 def as_loop(eqn: Any) -> Loop | None:
     """Returns the parts of a scan, or None for another equation."""
-    if eqn.primitive.name != _primitives.SCAN:
+    if eqn.primitive.name != primitives.SCAN:
         return None
     params = eqn.params
     num_consts, num_carry = _counts_of_scan(params)
@@ -69,7 +69,7 @@ def as_loop(eqn: Any) -> Loop | None:
 
 def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:
     """Returns the closed body of a `jax.checkpoint`, and the wrapper to apply again."""
-    if eqn.primitive.name not in _primitives.REMATERIALISED:
+    if eqn.primitive.name not in primitives.REMATERIALISED:
         return None
     body = jax.extend.core.ClosedJaxpr(eqn.params["jaxpr"], ())
     options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
@@ -79,10 +79,10 @@ def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:
 def sub_programs(eqn: Any) -> list[SubProgram]:
     """Lists the programs that an equation runs, without tracing them again."""
     params, operands = eqn.params, list(eqn.invars)
-    if eqn.primitive.name == _primitives.SCAN:
+    if eqn.primitive.name == primitives.SCAN:
         jaxpr, counts = params["jaxpr"].jaxpr, _counts_of_scan(params)
         return [SubProgram(jaxpr, operands, *counts, params["length"])]
-    if eqn.primitive.name == _primitives.WHILE:
+    if eqn.primitive.name == primitives.WHILE:
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         carry = operands[num_cond + num_body :]
@@ -91,7 +91,7 @@ def sub_programs(eqn: Any) -> list[SubProgram]:
             SubProgram(cond, inputs, num_cond, len(carry), None, has_results=False),
             SubProgram(body, operands[num_cond:], num_body, len(carry), None),
         ]
-    given = operands[1:] if eqn.primitive.name == _primitives.COND else operands
+    given = operands[1:] if eqn.primitive.name == primitives.COND else operands
     return [
         SubProgram(
             jaxpr,
@@ -130,11 +130,11 @@ def bind_bodies(
     `run_body(closed, values)` returns the outputs of a closed jaxpr. All values have
     their dtypes in the program.
     """
-    if eqn.primitive.name in _primitives.CALLS:
+    if eqn.primitive.name in primitives.CALLS:
         return run_body(callee(eqn), values)
-    if eqn.primitive.name not in _primitives.BODIES:
+    if eqn.primitive.name not in primitives.BODIES:
         return bind(eqn, values)
-    if eqn.primitive.name == _primitives.SCAN and _stacks_anything_twice(eqn):
+    if eqn.primitive.name == primitives.SCAN and _stacks_anything_twice(eqn):
         return _stack_once(eqn, values, run_body)
 
     def rewritten(body: Any) -> Any:
@@ -145,7 +145,7 @@ def bind_bodies(
             return body
         return new if is_closed else new.jaxpr
 
-    bodies = {name: eqn.params[name] for name in _primitives.BODIES[eqn.primitive.name]}
+    bodies = {name: eqn.params[name] for name in primitives.BODIES[eqn.primitive.name]}
     return bind(eqn, values, **jax.tree.map(rewritten, bodies))
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import dp_accounting
 
-from dpmp.accounting import DEFAULT_RELATION, round_up
-from dpmp.accounting._rounding import digits_above
+from dpmp import _plain_text
+from dpmp.accounting import DEFAULT_RELATION, digits_above, round_up
 from dpmp.mechanism import DPSGD
 from dpmp.planning._plans import compare_batch_sizes, plan_to_start_from
-from dpmp.tools import _plain_text
 
 _Result = tuple[str, dict[str, Any]]  # text, and what --json prints in its place
 

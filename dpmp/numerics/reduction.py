@@ -22,7 +22,7 @@ import numpy as np
 
 from dpmp._fence import fence
 from dpmp._typing import PyTree
-from dpmp.numerics._stored import StoredArray, columns_of, to_float
+from dpmp.numerics._stored import StoredArray, columns_of, floats_of
 
 # An elementwise addition.
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -95,7 +95,7 @@ def _sum_until_few(
 
     @jax.jit  # one copy for all slices of one width
     def terms(bits: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
-        return term(to_float(bits, dtype), start, *operands)
+        return term(floats_of(bits, dtype), start, *operands)
 
     def take_terms(start: Any, size: int) -> jax.Array:
         return terms(columns_of(bits, start, size), jnp.int32(start), *operands)

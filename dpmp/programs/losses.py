@@ -26,7 +26,7 @@ import numpy as np
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
-from dpmp.programs import _bodies, _interpreter, _primitives
+from dpmp.programs import bodies, interpreter, primitives
 
 _RECIPES = "Recipes for Flax, Equinox, Haiku and Keras are in docs/recipes.md."
 
@@ -169,7 +169,7 @@ def check_program(
         "eqx.combine(params, static). docs/recipes.md has each of them.",
     )
     names = {eqn.primitive.name for eqn in _all(jaxpr)}
-    if not takes_key and not names.isdisjoint(_primitives.RANDOM):
+    if not takes_key and not names.isdisjoint(primitives.RANDOM):
         warn(
             "loss_fn draws random numbers from a key that never changes, so that they "
             "are the same for every example at every step. For dropout, pass "
@@ -201,9 +201,7 @@ def calls_host(jaxpr: Any) -> bool:
     """Whether a jaxpr calls functions on the host, such as `jax.debug.print`."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name == _primitives.CHECK or any(
-            part in name for part in _primitives.ON_HOST
-        ):
+        if name == primitives.CHECK or any(part in name for part in primitives.ON_HOST):
             return True
         inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
         if any(calls_host(x) for x in inner if hasattr(x, "eqns")):
@@ -214,14 +212,14 @@ def calls_host(jaxpr: Any) -> bool:
 def _read(jaxpr: Any) -> set[Any]:
     """The variables that an equation reads, or that the program returns."""
     atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + [*jaxpr.outvars]
-    return {x for x in atoms if not _interpreter.is_literal(x)}
+    return {x for x in atoms if not interpreter.is_literal(x)}
 
 
 def _all(jaxpr: Any) -> Iterator[Any]:
     """The equations of a program, and those of all programs in it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for sub in _bodies.sub_programs(eqn):
+        for sub in bodies.sub_programs(eqn):
             yield from _all(sub.jaxpr)
 
 
@@ -237,7 +235,7 @@ def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
     # The shapes of the states that a variable was computed from.
     sources = {x: {x.aval.shape} for x in jaxpr.constvars if _may_be_state(x.aval)}
     for eqn in jaxpr.eqns:
-        inputs = [x for x in eqn.invars if not _interpreter.is_literal(x)]
+        inputs = [x for x in eqn.invars if not interpreter.is_literal(x)]
         if shapes := set().union(*(sources.get(x, ()) for x in inputs)):
             sources.update(dict.fromkeys(eqn.outvars, shapes))
         if depends.isdisjoint(inputs):
@@ -257,7 +255,7 @@ def _all_products_are_wider(jaxpr: Any) -> bool:
     products = [
         [x.aval.dtype for x in eqn.invars[:2]]
         for eqn in _all(jaxpr)
-        if eqn.primitive.name in (*_primitives.PRODUCTS, *_primitives.RAGGED_DOTS)
+        if eqn.primitive.name in (*primitives.PRODUCTS, *primitives.RAGGED_DOTS)
     ]
     of_floats = [
         dtypes

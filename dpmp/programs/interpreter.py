@@ -10,9 +10,9 @@ import jax.extend.core
 import jax.extend.source_info_util
 
 from dpmp._typing import PyTree
-from dpmp.programs import _primitives
+from dpmp.programs import primitives
 
-CUSTOM_VJP = f"{_primitives.CUSTOM_VJP} "
+CUSTOM_VJP = f"{primitives.CUSTOM_VJP} "
 
 
 def trace(fun: Callable[..., PyTree], *example_args: Any) -> tuple[Any, Any]:
@@ -33,7 +33,7 @@ def inline(closed: Any) -> Any:
 
 def _inlined(closed: Any, *args: Any) -> list[Any]:
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
-        if eqn.primitive.name in _primitives.CALLS:
+        if eqn.primitive.name in primitives.CALLS:
             return _inlined(callee(eqn), *values)
         # The equation is recorded anew, as made by the same line of the user.
         with jax.extend.source_info_util.user_context(eqn.source_info.traceback):
@@ -55,7 +55,7 @@ def callee(eqn: Any) -> Any:
 
 def _is_known_number(eqn: Any, values: list[Any]) -> bool:
     return (
-        eqn.primitive.name in _primitives.OF_INDICES
+        eqn.primitive.name in primitives.OF_INDICES
         and not any(isinstance(x, jax.core.Tracer) for x in values)
         and all(v.aval.shape == () for v in eqn.outvars)
     )
@@ -96,7 +96,7 @@ def is_literal(atom: Any) -> bool:
 
 def name(eqn: Any) -> str:
     """The name of the primitive, or `CUSTOM_VJP` and the name of the function."""
-    if eqn.primitive.name != _primitives.CUSTOM_VJP:
+    if eqn.primitive.name != primitives.CUSTOM_VJP:
         return eqn.primitive.name
     body = eqn.params["call_jaxpr"]
     return CUSTOM_VJP + getattr(body, "jaxpr", body).debug_info.func_name

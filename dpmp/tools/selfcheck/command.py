@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import rich.console
 
-from dpmp.tools import _plain_text
+from dpmp import _plain_text
 from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
 from dpmp.tools.selfcheck._results import Result, Sizes

@@ -10,9 +10,9 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.programs import _primitives
-from dpmp.programs._bodies import bind_bodies, sub_programs
-from dpmp.programs._interpreter import bind, run, trace
+from dpmp.programs import primitives
+from dpmp.programs.bodies import bind_bodies, sub_programs
+from dpmp.programs.interpreter import bind, run, trace
 
 
 def hoist_constants(
@@ -64,7 +64,7 @@ def rewrite(
         def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
             if (results := replace(eqn, values)) is not None:
                 return results
-            if eqn.primitive.name != _primitives.TRANSPOSE:
+            if eqn.primitive.name != primitives.TRANSPOSE:
                 return bind_bodies(eqn, values, run_body)
             # `jax.vmap` transposes each output anew, though a loop stacks them once.
             # The values in `transposed` stay alive until the end of `run`, so no id is
@@ -102,13 +102,13 @@ def has_ragged_products(jaxpr: Any) -> bool:
 
 def _is_ragged(eqn: Any) -> bool:
     inside = (part.jaxpr for part in sub_programs(eqn))
-    return eqn.primitive.name == _primitives.RAGGED_DOT or any(
+    return eqn.primitive.name == primitives.RAGGED_DOT or any(
         map(has_ragged_products, inside)
     )
 
 
 def _with_ordinary_product(eqn: Any, values: list[Any]) -> list[Any] | None:
-    if eqn.primitive.name == _primitives.RAGGED_DOT:
+    if eqn.primitive.name == primitives.RAGGED_DOT:
         return [_ordinary_product(eqn, *values)]
     return None if _is_ragged(eqn) else bind(eqn, values)
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._numbers import as_real
 from dpmp._typing import PyTree
-from dpmp.programs import _bodies, _interpreter, _primitives
+from dpmp.programs import bodies, interpreter, primitives
 
 PER_EXAMPLE = "per_example"
 
@@ -78,7 +78,7 @@ def with_float8_products(
     largest_size = jnp.dtype(widest).itemsize
 
     def is_rounded(eqn: Any) -> bool:
-        return eqn.primitive.name in _primitives.PRODUCTS and all(
+        return eqn.primitive.name in primitives.PRODUCTS and all(
             jnp.issubdtype(v.aval.dtype, jnp.floating)
             and v.aval.dtype.itemsize <= largest_size
             for v in eqn.invars
@@ -86,8 +86,8 @@ def with_float8_products(
 
     def product(eqn: Any, operands: list[jax.Array]) -> jax.Array:
         is_asked_for = is_native() if native is None else native
-        if not is_asked_for or eqn.primitive.name != _primitives.DOT_GENERAL:
-            return _interpreter.bind(eqn, operands)[0]
+        if not is_asked_for or eqn.primitive.name != primitives.DOT_GENERAL:
+            return interpreter.bind(eqn, operands)[0]
         return dot_general(
             *operands,
             dimension_numbers=eqn.params["dimension_numbers"],
@@ -96,17 +96,17 @@ def with_float8_products(
         )
 
     def run(closed: Any, values: Sequence[Any]) -> list[Any]:
-        return _interpreter.run(closed, values, evaluate)
+        return interpreter.run(closed, values, evaluate)
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         if not is_rounded(eqn):
-            return _bodies.bind_bodies(eqn, values, run)
+            return bodies.bind_bodies(eqn, values, run)
         result = product(eqn, [_with_rounded_value(x, scale) for x in values])
         return [_with_rounded_cotangent(scale, result)]
 
     @functools.wraps(fun)
     def float8_fun(*args: Any, **kwargs: Any) -> PyTree:
-        closed, treedef = _interpreter.trace(lambda *xs: fun(*xs, **kwargs), *args)
+        closed, treedef = interpreter.trace(lambda *xs: fun(*xs, **kwargs), *args)
         return jax.tree.unflatten(treedef, run(closed, jax.tree.leaves(args)))
 
     return float8_fun
