@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._numbers import as_number, as_real
+from dpmp._validate import as_number, as_real
 
 __all__ = [
     "DynamicScale",

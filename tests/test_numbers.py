@@ -15,7 +15,7 @@ import pytest
 
 import dpmp
 from dpmp import accounting, batch_selection, loss_scaling, noise_addition
-from dpmp._numbers import as_number, as_real
+from dpmp._validate import as_number, as_real
 from dpmp.batch_selection import PoissonSampling
 from dpmp.clipping import _joint_sums
 from dpmp.clipping._joint_sums import ReleasedMetrics

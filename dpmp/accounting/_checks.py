@@ -5,7 +5,7 @@ from typing import Any
 import dp_accounting
 
 from dpmp import _validate
-from dpmp._numbers import as_real
+from dpmp._validate import as_real
 
 # By default, one example of the first dataset is blanked out in the second.
 DEFAULT_RELATION = dp_accounting.NeighboringRelation.REPLACE_SPECIAL

@@ -17,7 +17,7 @@ from dp_accounting import pld, rdp
 from scipy import special, stats
 
 from dpmp import _validate
-from dpmp._numbers import as_number, as_real
+from dpmp._validate import as_number, as_real
 from dpmp.accounting._checks import (
     DEFAULT_RELATION,
     check,

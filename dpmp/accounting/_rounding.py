@@ -4,7 +4,7 @@ import decimal
 import math
 import sys
 
-from dpmp._numbers import as_real
+from dpmp._validate import as_real
 
 # This precision holds every digit of any float before the point, and three after it.
 _EVERY_DIGIT = decimal.Context(sys.float_info.max_10_exp + 4, decimal.ROUND_CEILING)

@@ -17,7 +17,7 @@ from fractions import Fraction
 import numpy as np
 
 from dpmp import _validate
-from dpmp._numbers import as_number
+from dpmp._validate import as_number
 from dpmp.batch_selection._binomial import draw_binomial
 from dpmp.batch_selection._subsets import draw_subset
 

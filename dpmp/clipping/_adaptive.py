@@ -33,8 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _meshes, _validate
-from dpmp._numbers import as_real
 from dpmp._typing import PyTree
+from dpmp._validate import as_real
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _meshes, _validate
-from dpmp._numbers import as_real
 from dpmp._typing import PyTree
+from dpmp._validate import as_real
 from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.numerics import UNIT_ROUNDOFF, Arithmetic, SquaredNorm, at_least_float32
 

@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._numbers import as_real
 from dpmp._typing import PyTree
+from dpmp._validate import as_real
 from dpmp.clipping._adaptive import AdaptiveClipNorm
 from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.clipping._clipped_sum import Outputs

@@ -8,7 +8,7 @@ import dp_accounting
 import jax
 
 from dpmp import _validate
-from dpmp._numbers import as_real
+from dpmp._validate import as_real
 from dpmp.accounting import DEFAULT_RELATION
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._numbers import as_number
 from dpmp._typing import PyTree
+from dpmp._validate import as_number
 from dpmp._warnings import warn
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from dpmp import _validate, accounting, batch_selection, clipping, noise_addition
-from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
+from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
 from dpmp.clipping import (
     ClipNorms,

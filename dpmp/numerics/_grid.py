@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
-from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
+from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
 from dpmp.numerics._stored import at_least_float32
 

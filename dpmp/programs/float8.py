@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._numbers import as_real
 from dpmp._typing import PyTree
+from dpmp._validate import as_real
 from dpmp.programs import bodies, interpreter, primitives
 
 PER_EXAMPLE = "per_example"

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from dpmp import _validate
-from dpmp._numbers import as_number, as_real
 from dpmp._typing import PyTree
+from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy

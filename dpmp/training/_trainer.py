@@ -8,9 +8,9 @@ import jax
 import optax
 
 from dpmp import accounting, loss_scaling, runs
-from dpmp._numbers import as_number
 from dpmp._placement import put_together
 from dpmp._typing import PyTree
+from dpmp._validate import as_number
 from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
