@@ -427,7 +427,7 @@ TABLE = {
             *[{"fun": linear, "policy": x} for x in ("half", jnp.bfloat16)],
         ),
     ],
-    ScaledLoss: [
+    partial(ScaledLoss, linear): [
         ("loss_scale", 3.0),
         ("a dynamic loss_scale must", "loss_scale", loss_scaling.DynamicScale()),
     ],
@@ -506,7 +506,7 @@ CALLED = {
     ],
     "the dataset must": [lambda: good_trainer().load_batch(state(), None)],
     "a batch must be drawn": [
-        lambda: train_step(at_step(1), good_trainer().load_batch(state(), DATA))
+        lambda: train_step(at_step(1), good_trainer().load_batch(state(), DATA), None)
     ],
     "step must be below": [lambda: train_step(at_step(2))],
     "epochs must be": [lambda: dpmp.DPSGD.from_epochs(epochs=0, **FIELDS_OF_EPOCHS)],

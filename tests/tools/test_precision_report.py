@@ -409,7 +409,7 @@ def test_bfloat16_is_compared():
     cosines = [x.cosine for x in comparison.parameters]
     assert cosines == sorted(cosines)
     paths = {x.path for x in comparison.parameters}
-    assert paths == {"hidden.w", "hidden.b", "out.w", "out.b"}
+    assert paths == {"hidden/w", "hidden/b", "out/w", "out/b"}
     exponents = np.floor(np.log2(np.abs(b[b != 0])))
     counts = dict(zip(*np.unique(exponents, return_counts=True), strict=True))
     assert dict(comparison.float32_exponents) == counts

@@ -409,7 +409,7 @@ def test_integers_that_meet_parameters_do_not_wrap_around():
             loss, l2_clip_norm=1.0, method="book_keeping", arithmetic="bounded"
         )
         total = jax.jit(fn.__call__)(jnp.zeros((4, 4), jnp.float32), batch)
-    norm = np.linalg.norm(np.asarray(total.steps, np.float64)) / LARGEST_RESOLUTION
+    norm = np.linalg.norm(np.asarray(total.counts, np.float64)) / LARGEST_RESOLUTION
     assert 0.9 < norm <= 1
 
 

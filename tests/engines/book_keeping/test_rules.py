@@ -644,7 +644,7 @@ _CONVOLUTION = ("stored", "convolution")
 _THREE_USES = ("parameters", "dot", "dot", "dot")
 
 _CHOSEN = {
-    "mlp": {"hidden.w": [_GRAM], "hidden.b": [_ENTRIES], "out.b": [_ENTRIES]},
+    "mlp": {"hidden/w": [_GRAM], "hidden/b": [_ENTRIES], "out/b": [_ENTRIES]},
     "conv": {"kernel": [_CONVOLUTION], "bias": [_ENTRIES], "out": [_GRAM]},
     # Tied: one norm method, without a gradient in memory. Slices: one for each.
     "transformer": {
@@ -662,31 +662,31 @@ _CHOSEN = {
     },
     "decoder": {
         "embedding": [("gram", "gather")],
-        "layers.qkv": [_GRAM] * 3,
-        "layers.scale": [("entries", "mul")] * 6,
-        "layers.up_bias": [_ENTRIES] * 3,
+        "layers/qkv": [_GRAM] * 3,
+        "layers/scale": [("entries", "mul")] * 6,
+        "layers/up_bias": [_ENTRIES] * 3,
         "shared": [_THREE_USES],
         "head": [_GRAM],
     },
     "decoder-tied": {"embedding": [("gram", "gather", "dot")], "head": []},
-    "decoder-remat": {"layers.qkv": [_GRAM] * 3, "shared": [_THREE_USES]},
+    "decoder-remat": {"layers/qkv": [_GRAM] * 3, "shared": [_THREE_USES]},
     # Loops: a stack of layers has one norm method; shared parameters have positions.
     "decoder-scan": {
-        "layers.qkv": [_GRAM],
-        "layers.scale": [("entries", "mul")] * 2,
-        "layers.up_bias": [_ENTRIES],
+        "layers/qkv": [_GRAM],
+        "layers/scale": [("entries", "mul")] * 2,
+        "layers/up_bias": [_ENTRIES],
         "shared": [("product", "dot")],
     },
     "decoder-scan-remat-tied": {
         "embedding": [("gram", "gather", "dot")],
-        "layers.down": [_GRAM],
+        "layers/down": [_GRAM],
         "shared": [("product", "dot")],
     },
-    "lstm": {"cell.input": [_GRAM], "cell.hidden": [_GRAM], "start": [_IDENTITY]},
-    "gru-reversed": {"cell.hidden": [_GRAM], "cell.bias": [_ENTRIES]},
+    "lstm": {"cell/input": [_GRAM], "cell/hidden": [_GRAM], "start": [_IDENTITY]},
+    "gru-reversed": {"cell/hidden": [_GRAM], "cell/bias": [_ENTRIES]},
     "nested_loops": {
-        "layers.w": [_GRAM],
-        "layers.b": [_ENTRIES],
+        "layers/w": [_GRAM],
+        "layers/b": [_ENTRIES],
         "shared": [("parameters", "dot", "dot")],
     },
     "vit": {
