@@ -21,12 +21,12 @@ def fence(tree: PyTree) -> PyTree:
     return jax.lax.optimization_barrier(tree)
 
 
-def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
+def materialize(compute: Callable[[], PyTree], depends_on: PyTree) -> PyTree:
     """Calls `compute` inside a branch that is always taken, whatever the data.
 
     Args:
       compute: returns a tree of arrays.
-      witness: a tree with at least one array that is not a constant of the program.
+      depends_on: a tree with at least one array that is not a constant of the program.
         The condition of the branch is computed from these arrays, and the compiler
         cannot tell that it is always true (a 32-bit integer never has 64 bits set).
 
@@ -34,7 +34,7 @@ def behind_a_branch(compute: Callable[[], PyTree], witness: PyTree) -> PyTree:
       The output of `compute`, stored in memory.
     """
     integer = jnp.zeros((), jnp.uint32)
-    leaves = [x for x in jax.tree.leaves(witness) if isinstance(x, jax.Array)]
+    leaves = [x for x in jax.tree.leaves(depends_on) if isinstance(x, jax.Array)]
     if not any(isinstance(x, jax.core.Tracer) for x in (integer, *leaves)):
         return compute()  # nothing is fused where operations run one by one
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):

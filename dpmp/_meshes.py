@@ -78,7 +78,7 @@ def on_automatic_axes(
     return wrapper
 
 
-def freed(x: Any) -> Any:
+def resharded(x: Any) -> Any:
     """An array that a function closes over, with the type that it needs there.
 
     Functions on automatic axes and in `shard_map` see other types of axes than their

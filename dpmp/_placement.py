@@ -29,18 +29,18 @@ def strongly_typed(tree: PyTree) -> PyTree:
     return jax.tree.map(make_strong, tree)
 
 
-def put_together(tree: PyTree, others: PyTree = ()) -> PyTree:
+def colocated(tree: PyTree, others: PyTree = ()) -> PyTree:
     """Copies the arrays of a tree without a place to the devices of those with one.
 
     An array has a place if it is committed: jax leaves it on its devices, and may move
     the others. The places of `others` count, too. Without any, the tree is unchanged.
     """
-    placed = [x.sharding for x in jax.tree.leaves((tree, others)) if _is_placed(x)]
+    placed = [x.sharding for x in jax.tree.leaves((tree, others)) if _is_committed(x)]
     if not placed:
         return tree
     meshes = [x.mesh for x in placed if isinstance(x, jax.NamedSharding)]
     home = jax.NamedSharding(meshes[0], jax.P()) if meshes else placed[0]
-    return jax.tree.map(lambda x: x if _is_placed(x) else _put(x, home), tree)
+    return jax.tree.map(lambda x: x if _is_committed(x) else _put(x, home), tree)
 
 
 def _put(x: Any, home: jax.sharding.Sharding) -> jax.Array:
@@ -61,7 +61,7 @@ def places(tree: PyTree) -> PyTree:
     """
 
     def place(x: Any) -> Any:
-        has_sharding = _is_placed(x) or isinstance(x, jax.ShapeDtypeStruct)
+        has_sharding = _is_committed(x) or isinstance(x, jax.ShapeDtypeStruct)
         return x.sharding if has_sharding else None
 
     return jax.tree.map(place, tree)
@@ -69,9 +69,11 @@ def places(tree: PyTree) -> PyTree:
 
 def placement(tree: PyTree) -> tuple[Any, ...]:
     """The shardings of all arrays, or None, in a tuple that a dict can look up."""
-    return tuple(x.sharding if _is_placed(x) else None for x in jax.tree.leaves(tree))
+    return tuple(
+        x.sharding if _is_committed(x) else None for x in jax.tree.leaves(tree)
+    )
 
 
-def _is_placed(x: Any) -> bool:
+def _is_committed(x: Any) -> bool:
     is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     return is_array and x.committed

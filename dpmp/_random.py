@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpmp import _validate
-from dpmp._fence import behind_a_branch
+from dpmp._fence import materialize
 
 
 def fresh_key() -> jax.Array:
@@ -82,7 +82,7 @@ def _in_memory(derive: Callable[[], jax.Array], prng_key: jax.Array) -> jax.Arra
     Otherwise the compiler could fuse the derivation into every operation that reads
     the keys, and each link of a chain of keys would multiply the work.
     """
-    words = behind_a_branch(
+    words = materialize(
         lambda: jax.random.key_data(derive()), jax.random.key_data(prng_key)
     )
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(prng_key))

@@ -51,7 +51,7 @@ def test_the_largest_batches_of_float_sums_are_as_the_guide_says():
     for row in table.splitlines()[2:-1]:
         name, share, *quoted = re.findall(r"[\w.%]+", row)
         arithmetic = parse_arithmetic(name)
-        assert share == f"{100 * arithmetic.slack:.2g}%"
+        assert share == f"{100 * arithmetic.rounding_reserve:.2g}%"
         for microbatch_size, size in zip((None, 64, 16, 1), quoted, strict=True):
             assert int(size) == largest_batch(arithmetic, microbatch_size)
 
@@ -61,6 +61,6 @@ def largest_batch(arithmetic, microbatch_size):
     return max(
         size
         for size in sizes
-        if _float_sums.rounding_slack(arithmetic, size, microbatch_size or size)
-        <= arithmetic.slack
+        if _float_sums.reserve_needed(arithmetic, size, microbatch_size or size)
+        <= arithmetic.rounding_reserve
     )

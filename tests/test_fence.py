@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from programs import equations
 
-from dpmp._fence import behind_a_branch
+from dpmp._fence import materialize
 
 
 def _fun(x):
@@ -12,7 +12,7 @@ def _fun(x):
         y = jnp.sin(x)
         return {"y": y, "again": (y, x, y), "none": None}
 
-    return behind_a_branch(compute, x)
+    return materialize(compute, x)
 
 
 @pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit, jax.vmap])

@@ -209,7 +209,7 @@ def test_float_sums_of_sharded_batches_err_no_more_than_is_counted(
     )
     # On explicit axes, each device adds up its own examples.
     num_shards = 8 if axis_type == AxisType.Explicit else 1
-    slack = _float_sums.rounding_slack(
+    slack = _float_sums.reserve_needed(
         parse_arithmetic("float32"), 16, microbatch_size or 16, num_shards
     )
     # Contributions are at most the clip norm; float64 has roundings of its own.

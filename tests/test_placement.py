@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dpmp
-from dpmp._placement import put_together, strongly_typed
+from dpmp._placement import colocated, strongly_typed
 
 KEY = jax.random.key(0)
 METRICS = dpmp.ReleasedMetrics(
@@ -175,13 +175,13 @@ def test_arrays_that_have_no_place_follow_those_that_do():
     mesh = mesh_of(2)
     placed = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("x")))
     free, key = jnp.ones(3), jax.random.key(0)
-    moved = put_together({"placed": placed, "free": free, "key": key})
+    moved = colocated({"placed": placed, "free": free, "key": key})
     assert moved["placed"] is placed
     for name in ("free", "key"):
         assert moved[name].sharding == NamedSharding(mesh, PartitionSpec())
-    (moved,) = put_together([free], placed)
+    (moved,) = colocated([free], placed)
     assert moved.sharding == NamedSharding(mesh, PartitionSpec())
-    assert put_together([free])[0] is free
+    assert colocated([free])[0] is free
 
 
 def test_weak_types_become_strong():

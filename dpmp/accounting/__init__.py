@@ -10,7 +10,7 @@ Describe a run as an event, and compute its epsilon for a given delta:
 
 `calibrate_noise_multiplier` answers the opposite question. The package dp_accounting
 does all analysis and defines the events. By default, here and everywhere in dpmp, two
-datasets are neighbours if one example of the first is blanked out in the second
+datasets are neighbours if one example of the first is replaced by padding in the second
 (REPLACE_SPECIAL). The argument `neighboring_relation` chooses another definition.
 """
 

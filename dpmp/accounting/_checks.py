@@ -7,7 +7,7 @@ import dp_accounting
 from dpmp import _validate
 from dpmp._validate import as_real
 
-# By default, one example of the first dataset is blanked out in the second.
+# By default, one example of the first dataset is replaced by padding in the second.
 DEFAULT_RELATION = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
 
 # By argument: its check, and what to do if it fails.

@@ -175,7 +175,9 @@ class AdaptiveClipNorm:
           grad_norms: the norms of the gradients, (B,).
           is_example: (B,) bool, False for padding.
         """
-        clip_norm = jnp.asarray(_meshes.freed(self.initial)).astype(grad_norms.dtype)
+        clip_norm = jnp.asarray(_meshes.resharded(self.initial)).astype(
+            grad_norms.dtype
+        )
         # A norm of NaN is not within the clip norm.
         signs = jnp.where(grad_norms <= clip_norm, 1.0, -1.0)
         return jnp.where(is_example, signs, 0.0).astype(jnp.float32)

@@ -153,7 +153,7 @@ class ClipNorms:
         if self.traced is None:
             return self._targets_of_numbers
         ((bound, cap),) = self._targets_of_numbers
-        clip_norm = _meshes.freed(self.traced)
+        clip_norm = _meshes.resharded(self.traced)
         is_valid = (clip_norm >= 1e-15) & (clip_norm <= 1e15)
         return [(bound, jnp.where(is_valid, cap / clip_norm, jnp.nan))]
 

@@ -76,9 +76,9 @@ def clipped_grad(
       The L2 sensitivity of the computed sum is at most `.sensitivity(relation)`: the
       sums of two neighbouring batches differ by no more than that. It is
       `l2_clip_norm / normalize_by` under add/remove and zero-out (one example is
-      blanked out), and twice as much under replace-one. With `rescale_to_unit_norm` or
-      `AutomaticClipping`, 1 stands in for `l2_clip_norm`. With a tree of clip norms,
-      the norm of all of them does.
+      replaced by padding), and twice as much under replace-one. With
+      `rescale_to_unit_norm` or `AutomaticClipping`, 1 stands in for `l2_clip_norm`.
+      With a tree of clip norms, the norm of all of them does.
 
       Conditions:
 
@@ -237,7 +237,7 @@ def clipped_grad(
         fun,
         signature,
         method=method,
-        is_bounded=sums.clips_by_bounds,
+        is_bounded=sums.needs_norm_bounds,
         loss_scale=loss_scale,
         transform=_checked(pre_clipping_transform, clip_norms),
     )

@@ -92,12 +92,12 @@ class ClippedSum:
 
         def with_examples(examples):
             return [
-                examples[i] if i in examples else jax.tree.map(_meshes.freed, arg)
+                examples[i] if i in examples else jax.tree.map(_meshes.resharded, arg)
                 for i, arg in enumerate(args)
             ]
 
         def one_microbatch(examples, is_padding):
-            others = jax.tree.map(_meshes.freed, kwargs)
+            others = jax.tree.map(_meshes.resharded, kwargs)
             return self._one_microbatch(with_examples(examples), others, is_padding)
 
         self._check_divides(batch_size)
@@ -292,7 +292,7 @@ def make_callable(
         _compiled(on_any_mesh, arrays),
         l2_norm_bound,
         has_aux,
-        keeps_places=clipped_sum.arithmetic.clips_by_bounds,
+        assumes_fixed_slots=clipped_sum.arithmetic.needs_norm_bounds,
     )
 
 

@@ -25,14 +25,14 @@ class BoundedSensitivityCallable:
       fun: the function.
       l2_norm_bound: the largest L2 norm of what one example adds to the sum.
       has_aux: whether the output is a pair.
-      keeps_places: whether the bound holds only if all other examples keep their places
-        in the batch.
+      assumes_fixed_slots: whether the bound holds only if all other examples keep their
+        places in the batch.
     """
 
     fun: Callable[..., Any]
     l2_norm_bound: float
     has_aux: bool
-    keeps_places: bool = False
+    assumes_fixed_slots: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "l2_norm_bound", as_real(self.l2_norm_bound))
@@ -64,10 +64,12 @@ class BoundedSensitivityCallable:
 
         Raises:
           ValueError: if `neighboring_relation` is not a relation of dp_accounting, or
-            if it is ADD_OR_REMOVE_ONE and `keeps_places` is True.
+            if it is ADD_OR_REMOVE_ONE and `assumes_fixed_slots` is True.
         """
         return sensitivity(
-            self.l2_norm_bound, neighboring_relation, keeps_places=self.keeps_places
+            self.l2_norm_bound,
+            neighboring_relation,
+            assumes_fixed_slots=self.assumes_fixed_slots,
         )
 
 
@@ -75,7 +77,7 @@ def sensitivity(
     l2_norm_bound: float,
     neighboring_relation: dp_accounting.NeighboringRelation,
     *,
-    keeps_places: bool,
+    assumes_fixed_slots: bool,
 ) -> float:
     """See `BoundedSensitivityCallable.sensitivity`."""
     relations = dp_accounting.NeighboringRelation
@@ -86,7 +88,9 @@ def sensitivity(
         fix="Use ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL.",
     )
     _validate.require(
-        not (keeps_places and neighboring_relation is relations.ADD_OR_REMOVE_ONE),
+        not (
+            assumes_fixed_slots and neighboring_relation is relations.ADD_OR_REMOVE_ONE
+        ),
         '"bounded" sums must have neighbours of equal size',
         neighboring_relation=neighboring_relation.name,
         fix='Use REPLACE_SPECIAL (zero-out), whose epsilon is the same, or "exact" '

@@ -149,7 +149,7 @@ def scaled(
         if isinstance(loss_scale, float | int):  # validated by `loss_scaling.check`
             factor = scale = jnp.asarray(loss_scale, wide.dtype)
         else:
-            freed = _meshes.freed(loss_scale)
+            freed = _meshes.resharded(loss_scale)
             scale = loss_scale(constant) if callable(loss_scale) else freed
             scale = _to_power_of_two(scale)
             factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)

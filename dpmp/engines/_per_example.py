@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from dpmp._fence import behind_a_branch
+from dpmp._fence import materialize
 from dpmp._typing import PyTree
 from dpmp.engines._signature import Signature
 from dpmp.numerics import (
@@ -59,15 +59,13 @@ class StackedGrads:
         sums_of = cast("GradientSums", arithmetic)  # enforced by `parse`
         groups = self._groups(prefix)
         # The check of the norm and the sum must read the same bits.
-        coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
+        coefs, keep = materialize(lambda: (clip_coefs, keep), (clip_coefs, keep))
         counted = [
-            sums_of.admit(group.arrays, coef, keep, i)
+            sums_of.passes_norm_check(group.arrays, coef, keep, i)
             for i, (group, coef) in enumerate(zip(groups, coefs, strict=True))
         ]
         # All bits are set for an example that is selected, none for the others.
-        masks = behind_a_branch(
-            lambda: [-x.astype(jnp.int32) for x in counted], counted
-        )
+        masks = materialize(lambda: [-x.astype(jnp.int32) for x in counted], counted)
         (batch_size,) = keep.shape
         size = reduction.block_size(batch_size)
 

@@ -87,10 +87,10 @@ class DPSGD:
       released_metrics: noisy means to release at every step besides the gradient.
         `DPTrainer` releases the fraction of overflows in any case, as it is free.
       neighboring_relation: which two datasets are neighbours. By default, one example
-        is blanked out (zero-out): both datasets have the same size, and `num_examples`
-        is public. Under ADD_OR_REMOVE_ONE, neighbours have one example more or less,
-        and epsilon is the larger one of both cases. `num_examples` is protected too,
-        provided that no other field was derived from it.
+        is replaced by padding (zero-out): both datasets have the same size, and
+        `num_examples` is public. Under ADD_OR_REMOVE_ONE, neighbours have one example
+        more or less, and epsilon is the larger one of both cases. `num_examples` is
+        protected too, provided that no other field was derived from it.
       sampling_prob: the probability that an example is in a batch. None computes it as
         `expected_batch_size / num_examples`, from which anyone who knows the expected
         batch size learns `num_examples`. Where that number is protected, give this
@@ -125,7 +125,7 @@ class DPSGD:
         sensitivity(
             self._l2_norm_bound,
             self.neighboring_relation,
-            keeps_places=self._sums.clips_by_bounds,
+            assumes_fixed_slots=self._sums.needs_norm_bounds,
         )
 
     @classmethod
@@ -206,7 +206,7 @@ class DPSGD:
     def padded_batch_size(self) -> int:
         """The size to which all batches are padded, so that microbatches divide it."""
         multiple = self.microbatch_size or 1
-        if self.microbatch_size is None and self._sums.clips_by_bounds:
+        if self.microbatch_size is None and self._sums.needs_norm_bounds:
             multiple = min(32, 2 ** (self._largest_batch.bit_length() - 1))
         return math.ceil(self._largest_batch / multiple) * multiple
 

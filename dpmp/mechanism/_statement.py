@@ -19,7 +19,9 @@ _Relation = dp_accounting.NeighboringRelation
 _NEIGHBOURS = {
     _Relation.ADD_OR_REMOVE_ONE: "one has one example more than the other",
     _Relation.REPLACE_ONE: "they differ in the content of one example",
-    _Relation.REPLACE_SPECIAL: "one example of the first is blanked out in the second",
+    _Relation.REPLACE_SPECIAL: (
+        "one example of the first is replaced by padding in the second"
+    ),
 }
 
 

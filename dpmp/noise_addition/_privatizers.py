@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from dpmp import _meshes, _random, _validate
-from dpmp._fence import behind_a_branch
+from dpmp._fence import materialize
 from dpmp._typing import PyTree
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import (
@@ -194,7 +194,7 @@ def _add_noise(
         # sums, and frees the memory of the noise. The branch in `Draw.divided` keeps it
         # from repeating the draw in every leaf.
         add = functools.partial(_add_draw, draw, leaves, sample, step)
-        noisy |= behind_a_branch(add, step)
+        noisy |= materialize(add, step)
     return [noisy[i] for i in range(len(leaves))]
 
 

@@ -2,7 +2,7 @@
 
     arithmetic = parse_arithmetic("exact", method="per_example")
 
-The object alone knows how a sum is formed, and why its sensitivity holds. No other
+The object alone knows how a sum is computed, and why its sensitivity holds. No other
 module compares names of arithmetics, or asks for the type of the object.
 """
 
@@ -57,7 +57,7 @@ class Arithmetic(Protocol):
         ...
 
     @property
-    def clips_by_bounds(self) -> bool:
+    def needs_norm_bounds(self) -> bool:
         """Whether an engine must compute upper bounds that include rounding errors.
 
         Such bounds need small microbatches, and hold if examples keep their places.
@@ -131,14 +131,14 @@ class Arithmetic(Protocol):
         ...
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
-        """Describes for the statement, in full sentences, how sums are formed."""
+        """Describes for the statement, in full sentences, how sums are computed."""
         ...
 
 
 class GradientSums(Arithmetic, Protocol):
     """An arithmetic of "per_example", the engine that forms gradients."""
 
-    def admit(
+    def passes_norm_check(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
         """Returns which examples of `keep` contribute to a clipping group, (B,) bool.
@@ -164,7 +164,7 @@ class GradientSums(Arithmetic, Protocol):
 class PartialSums(Arithmetic, Protocol):
     """An arithmetic of "book_keeping", which forms sums of microbatches in floats."""
 
-    def lift(self, total: jax.Array, /) -> PyTree:
+    def from_float(self, total: jax.Array, /) -> PyTree:
         """Turns the float sum of a microbatch into a sum of this arithmetic."""
         ...
 
@@ -201,7 +201,7 @@ def parse_arithmetic(
         method == sums.method,
         f'"{sums.name}" sums must be used with method="{sums.method}"',
         method=method,
-        fix="Gradients are never formed in book-keeping. Use "
+        fix="Book-keeping never materializes per-example gradients. Use "
         '"bounded" sums there, which have a proof for that. Or use sums without a '
         f'proof: "{UNPROVED}". All others are for method="per_example".',
     )

@@ -1,4 +1,4 @@
-"""Clipped sums of gradients that are never formed, with a proved sensitivity.
+"""Clipped sums of gradients that are never materialized, with a proved sensitivity.
 
 Book-keeping stores factors of gradients, not gradients. So it cannot round and check
 each contribution (the clipped gradient of one example), as `_exact.py` does. Instead,
@@ -20,7 +20,7 @@ path from a summand to the sum has more than h operations.
 
 These cases are covered too:
 
-- A gradient that is kept (formed once and stored for the sum) is in memory itself. It
+- A gradient that is stored (materialized once for the sum) is in memory itself. It
   is one position, with A_i = |G_i|.
 - Several sites of a parameter may add to the same entries. Their positions are counted
   together.
@@ -60,7 +60,7 @@ These cases are covered too:
    of which lacks an example: its slot is empty, and nothing else moves. Their errors
    have m and m - 1 such summands, so the two sums differ by at most
 
-       target (1 + gamma(h) (2 m - 1) kappa)  =  target (1 + SLACK).
+       target (1 + gamma(h) (2 m - 1) kappa)  =  target (1 + ROUNDING_RESERVE).
 
    The last equation defines kappa. An example with A > kappa N is scaled down more than
    its norm asks for.
@@ -70,7 +70,7 @@ These cases are covered too:
    units in norm. The resulting integers are added without any rounding. Microbatches
    without the example are the same in both batches, bit for bit. With
 
-       target = (l2_clip_norm - sqrt(D) units) / (1 + SLACK)
+       target = (l2_clip_norm - sqrt(D) units) / (1 + ROUNDING_RESERVE)
 
    the sum changes by at most `l2_clip_norm`.
 
@@ -79,7 +79,7 @@ product is added to V and to A^2. `FLOOR` for each entry is added to |l_t|^2 and
 |r_t|^2, which makes gamma(inner) A^2 larger than the loss in inner products. If the
 denominator of c exceeds 2^60, the coefficient is zero, so that no coefficient
 underflows. The sum can lose m T 2^-126 in an entry, which is below a thousandth of a
-unit of the grid. `BoundedSums.room_left` leaves room for it.
+unit of the grid. `BoundedSums.max_norm_before_rounding` leaves room for it.
 
 Conditions. The factors in memory for an example depend on that example alone, in its
 place. A sum of the same numbers is the same whenever it is computed. (On GPUs, this
@@ -109,7 +109,7 @@ from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 from dpmp.numerics._grid import LARGEST_RESOLUTION, GridSums
 
 # The share of the clip norm that is reserved for the rounding of sums.
-SLACK = 2.0**-6
+ROUNDING_RESERVE = 2.0**-6
 
 # Added to the squared norms of factors, once for each entry.
 FLOOR = 2.0**-100
@@ -126,7 +126,7 @@ class Roundings(NamedTuple):
 
     Attributes:
       inner: roundings of a squared norm from inner products, relative to A^2.
-      product: roundings of a gradient that is formed, relative to A.
+      product: roundings of a gradient that is materialized, relative to A.
       total: roundings of a sum of squares, relative to that sum.
       extent: roundings of A^2, relative to A^2.
       positions: the number of positions of one example, over all sites.
@@ -190,7 +190,7 @@ def clip_by(
 def largest_extent(microbatch_size: int, roundings: Roundings) -> float:
     """Returns kappa: the largest A, in units of the target norm."""
     chain = _gamma(microbatch_size * roundings.positions + _SPARE_ROUNDINGS)
-    return SLACK / (chain * (2 * microbatch_size - 1))
+    return ROUNDING_RESERVE / (chain * (2 * microbatch_size - 1))
 
 
 def largest_microbatch(positions: int) -> int:
@@ -223,36 +223,36 @@ class BoundedSums(GridSums):
 
     name = "bounded"
     method = "book_keeping"
-    slack = SLACK
-    clips_by_bounds = True
+    rounding_reserve = ROUNDING_RESERVE
+    needs_norm_bounds = True
     assumption = (
         "The other examples keep their places, and the device adds in the same order "
         "every time."
     )
 
-    def room_left(self, radius: int, size: int) -> float:
+    def max_norm_before_rounding(self, radius: int, size: int) -> float:
         return radius - (1 + 2.0**-10) * math.sqrt(size)
 
-    def lift(self, total: jax.Array) -> jax.Array:
+    def from_float(self, total: jax.Array) -> jax.Array:
         return _to_integers(total)
 
     def wanted_resolution(self, num_parameters: int) -> float:
         return 400 * math.sqrt(num_parameters)
 
     def share_lost(self, num_parameters: int, resolution: int) -> float:
-        """See `Arithmetic`; this is the share that `room_left` takes."""
+        """See `Arithmetic`; this is the share that `max_norm_before_rounding` takes."""
         return math.sqrt(num_parameters) / resolution
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
-        examples = "as many examples as that allows, chosen from shapes alone"
+        size = "The microbatch size follows from the shapes."
         if microbatch_size is not None:
-            examples = f"{microbatch_size} examples"
+            size = f"A microbatch has {microbatch_size} examples."
         return (
-            f"gradients are never formed; they are clipped by bounds on their norms "
-            f"that include rounding, in microbatches whose sums may err by {SLACK:.2%} "
-            f"of the clip norm, which is lowered by that (of {examples}). The sums are "
-            f"rounded to a grid on which the largest contribution has {resolution} "
-            f"units, and added up in integers."
+            f"per-example gradients are never materialized; they are clipped by bounds "
+            f"on their norms that include rounding. The clip norm is reduced by "
+            f"{ROUNDING_RESERVE:.2%} to cover the rounding of each microbatch's sum. "
+            f"{size} The sums are rounded to a grid on which the largest contribution "
+            f"has {resolution} units, and added up in integers."
         )
 
 

@@ -41,15 +41,15 @@ class ExactSums(GridSums):
 
     name = "exact"
     method = "per_example"
-    clips_by_bounds = False
+    needs_norm_bounds = False
     assumption = "The product of two given floats is the same every time."
 
-    def room_left(self, radius: int, size: int) -> float:
+    def max_norm_before_rounding(self, radius: int, size: int) -> float:
         # On average, rounding adds at most 1/4 to the square of an entry. The sum over
         # all entries deviates from that average by about the radius.
         return math.sqrt(max(radius**2 - size / 4 - 6 * radius, 0))
 
-    def admit(
+    def passes_norm_check(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
         return keep & _is_within(stack, coef, self.radii[group])
@@ -67,7 +67,7 @@ class ExactSums(GridSums):
         return math.sqrt(100 * num_parameters)
 
     def share_lost(self, num_parameters: int, resolution: int) -> float:
-        """See `Arithmetic`; this is the share that `room_left` takes."""
+        """See `Arithmetic`; this is the share that `max_norm_before_rounding` takes."""
         return num_parameters / (8 * resolution**2) + 3 / resolution
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:

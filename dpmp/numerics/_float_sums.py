@@ -33,22 +33,22 @@ class FloatSums:
       name: the name, as users spell it.
       dtype: the dtype of the sum.
       unit_roundoff: an upper bound on the relative error of one `add`.
-      slack: the share of the clip norm that is reserved for rounding. It is the same
-        for all batches: if it depended on the batch size, one more example would
-        rescale all others.
-      is_proved: whether the slack covers all roundings. It does for gradients that are
-        formed. For gradients that are never formed, no count covers the roundings
+      rounding_reserve: the share of the clip norm that is reserved for rounding. It is
+        the same for all batches: if it depended on the batch size, one more example
+        would rescale all others.
+      is_proved: whether the rounding reserve covers all roundings. It does for
+        gradients that are materialized. For others, no count covers the roundings
         within a microbatch.
     """
 
     name: str
     dtype: Any
     unit_roundoff: float
-    slack: float
+    rounding_reserve: float
     is_proved: bool = True
 
     resolution = None
-    clips_by_bounds = False
+    needs_norm_bounds = False
     assumption = "Floating-point arithmetic rounds to nearest."
 
     @property
@@ -74,11 +74,12 @@ class FloatSums:
     def check_batch(
         self, batch_size: int, microbatch_size: int, num_shards: int = 1
     ) -> None:
-        slack = rounding_slack(self, batch_size, microbatch_size, num_shards)
+        needed = reserve_needed(self, batch_size, microbatch_size, num_shards)
+        reserve = self.rounding_reserve
         _validate.require(
-            slack <= self.slack,
-            f"rounding may cost a sum at most {self.slack:.2g} of the clip norm",
-            cost=f"{slack:.2g}",
+            needed <= reserve,
+            f"rounding may cost a sum at most {reserve:.2g} of the clip norm",
+            cost=f"{needed:.2g}",
             batch_size=batch_size,
             microbatch_size=microbatch_size,
             arithmetic=self.name,
@@ -98,11 +99,11 @@ class FloatSums:
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """See `Arithmetic`; leaves the slack."""
+        """See `Arithmetic`; leaves the rounding reserve."""
         del num_entries
-        return [(bound / (1 + self.slack), cap) for bound, cap in targets]
+        return [(bound / (1 + self.rounding_reserve), cap) for bound, cap in targets]
 
-    def admit(
+    def passes_norm_check(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
         del stack, coef, group
@@ -114,14 +115,14 @@ class FloatSums:
         del zero
         return coef.astype(row.dtype) * row
 
-    def lift(self, x: jax.Array) -> jax.Array:
+    def from_float(self, x: jax.Array) -> jax.Array:
         return x.astype(self.dtype)
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return a + b
 
     def add_block(self, terms: list[jax.Array]) -> jax.Array:
-        return reduction.pairwise([self.lift(x) for x in terms], self.add)
+        return reduction.pairwise([self.from_float(x) for x in terms], self.add)
 
     def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """See `Arithmetic`; each device adds up one part, and then gathers all."""
@@ -156,18 +157,19 @@ class FloatSums:
         claim = "so that the sensitivity holds for the computed floats."
         if not self.is_proved:
             claim = (
-                "as far as microbatches are added up. Within a microbatch, gradients "
-                "are never formed, and the sensitivity of sums holds up to ordinary "
-                "rounding, which is NOT PROVED; arithmetic='bounded' is."
+                "as far as microbatches are added up. Within a microbatch, per-example "
+                "gradients are never materialized, and the sensitivity of sums holds "
+                "up to ordinary rounding, which is NOT PROVED; arithmetic='bounded' is."
             )
         return (
             f"norms in float32 or wider; sums in {self.name}. The clip norm is lowered "
-            f"by what rounding can add ({self.slack:.2g} of it for the sum), {claim} "
-            f"Sums are put on a grid, and the noise is wider by what that costs."
+            f"by what rounding can add ({self.rounding_reserve:.2g} of it for the "
+            f"sum), {claim} Sums are put on a grid, and the noise is wider by what "
+            "that costs."
         )
 
 
-def rounding_slack(
+def reserve_needed(
     sums: FloatSums, batch_size: int, microbatch_size: int, num_shards: int = 1
 ) -> float:
     """The largest distance that rounding can add between sums of neighbouring batches.

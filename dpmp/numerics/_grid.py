@@ -144,10 +144,10 @@ class GridSums(abc.ABC):
 
     bytes_per_entry = 4
     is_proved = True
-    slack = 0.0  # the share of the target norm that is reserved for rounding of floats
+    rounding_reserve = 0.0  # the share of the clip norm for the rounding of floats
 
     @abc.abstractmethod
-    def room_left(self, radius: int, size: int) -> float:
+    def max_norm_before_rounding(self, radius: int, size: int) -> float:
         """The largest norm, in units, of `size` entries before they are rounded."""
 
     def with_resolution(self, resolution: int | None) -> Self:
@@ -190,7 +190,7 @@ class GridSums(abc.ABC):
         for (bound, cap), radius, size in zip(
             targets, self.radii, num_entries, strict=True
         ):
-            left = self.room_left(radius, size)
+            left = self.max_norm_before_rounding(radius, size)
             _validate.require(
                 left >= (1 - LARGEST_LOSS) * radius > 0 or bound == 0,
                 f"the resolution must be fine enough to round {size} entries at a cost "
@@ -200,7 +200,7 @@ class GridSums(abc.ABC):
                 'arithmetic="float32".',
             )
             cap = cap / self.unit if self.unit else 0.0
-            scaled.append((max(left, 0.0) / (1 + self.slack), cap))
+            scaled.append((max(left, 0.0) / (1 + self.rounding_reserve), cap))
         return scaled
 
     def check_batch(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp._fence import behind_a_branch
+from dpmp._fence import materialize
 from dpmp._typing import PyTree
 
 
@@ -97,12 +97,12 @@ def rows_of_block(x: jax.Array, indices: list[jax.Array]) -> list[jax.Array]:
 
 
 def compute_and_store(
-    compute: Callable[[], tuple[PyTree, PyTree]], witness: PyTree
+    compute: Callable[[], tuple[PyTree, PyTree]], depends_on: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Stores the first result of `compute`, and leaves the second as it is.
 
     The first is a tree of float arrays, (B, ...); its leaves become `StoredArray`s. At
-    least one array of the witness is not a constant of the program.
+    least one array of `depends_on` is not a constant of the program.
     """
     compute = jax.jit(compute)  # so that it is traced once
     shapes, _ = jax.eval_shape(compute)
@@ -111,7 +111,7 @@ def compute_and_store(
         grads, rest = compute()
         return jax.tree.map(_to_bits, grads), rest
 
-    bits, rest = behind_a_branch(compute_bits, witness)
+    bits, rest = materialize(compute_bits, depends_on)
     stored = jax.tree.map(
         lambda x, s: StoredArray(x, s.dtype, s.shape[1:]), bits, shapes
     )

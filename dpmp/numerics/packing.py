@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp._fence import behind_a_branch
+from dpmp._fence import materialize
 
 # Arrays of this many entries or fewer share a vector of random numbers.
 _SMALL = 2**14
@@ -37,12 +37,12 @@ class Draw(NamedTuple):
     is_of_small: bool = False
 
     def divided(
-        self, sample: Callable[[], jax.Array], witness: jax.Array
+        self, sample: Callable[[], jax.Array], depends_on: jax.Array
     ) -> dict[int, jax.Array]:
         """Calls `sample` once; returns the random numbers of each array, by number."""
         if len(self.ranges) == 1:
             return dict.fromkeys(self.ranges, sample())
-        numbers = behind_a_branch(sample, witness)
+        numbers = materialize(sample, depends_on)
         return {i: jax.lax.slice_in_dim(numbers, *r) for i, r in self.ranges.items()}
 
 
@@ -99,7 +99,7 @@ def _join(arrays: list[jax.Array]) -> jax.Array:
         parts = [
             arrays[i : i + _FEW_ARRAYS] for i in range(0, len(arrays), _FEW_ARRAYS)
         ]
-        arrays = behind_a_branch(lambda: list(map(_join, parts)), arrays[0])
+        arrays = materialize(lambda: list(map(_join, parts)), arrays[0])
     return jnp.concatenate(arrays, axis=-1)
 
 
@@ -121,7 +121,7 @@ def _split(x: jax.Array, sizes: list[int]) -> list[jax.Array]:
     in each of them the computation of `x`: minutes for a thousand scalars.
     """
     starts = [0, *itertools.accumulate(sizes[:-1])]
-    x, *starts = behind_a_branch(lambda: (x, *map(np.uint32, starts)), x)
+    x, *starts = materialize(lambda: (x, *map(np.uint32, starts)), x)
     return [
         jax.lax.dynamic_slice_in_dim(x, start, size, axis=-1)
         for start, size in zip(starts, sizes, strict=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _random
-from dpmp._fence import behind_a_branch
+from dpmp._fence import materialize
 from dpmp._typing import PyTree
 from dpmp.numerics import packing
 
@@ -31,7 +31,7 @@ def round_like(tree: PyTree, like: PyTree, prng_key: jax.Array) -> PyTree:
     for draw, key in zip(draws, keys, strict=False):
         some = {i: leaves[numbers[i]] for i in draw.ranges}
         # Without a branch, every reader of a parameter would draw the bits anew.
-        rounded = behind_a_branch(
+        rounded = materialize(
             functools.partial(_round_draw, draw, some, key), jax.random.key_data(key)
         )
         for i, x in rounded.items():

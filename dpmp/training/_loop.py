@@ -16,8 +16,8 @@ from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account
 from dpmp.training._batches import Batch, draw_batch
 from dpmp.training._checks import as_public
+from dpmp.training._first_line import first_line
 from dpmp.training._frames import clear_frames
-from dpmp.training._headline import headline
 from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
 from dpmp.training._options import Options
 from dpmp.training._progress import Progress
@@ -68,7 +68,7 @@ class Loop:
             start,
             stop,
             enabled=options.progress and jax.process_index() == 0,
-            headline=self._headline,
+            first_line=self._first_line,
             ending=f", saved in {directory.path}" if directory else "",
         )
         self._file = None
@@ -194,9 +194,9 @@ class Loop:
             f" Its state is {where}."
         )
 
-    def _headline(self) -> str:
+    def _first_line(self) -> str:
         with self._signals.interruptible():  # it may load two examples
-            return headline(self._step, self._state, self._load)
+            return first_line(self._step, self._state, self._load)
 
     def _check_process(self) -> None:
         _validate.require(

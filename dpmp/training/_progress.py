@@ -37,16 +37,16 @@ class Progress:
         stop: int,
         *,
         enabled: bool = True,
-        headline: Callable[[], str] = str,
+        first_line: Callable[[], str] = str,
         ending: str = "",
         console: rich.console.Console | None = None,
     ):
         """Prepares a report on the steps from `start` to `stop`.
 
-        `epsilon` computes what is spent after a number of steps. The text of `headline`
-        comes first, and `ending` is the end of the last line.
+        `epsilon` computes what is spent after a number of steps. The text of
+        `first_line` comes first, and `ending` is the end of the last line.
         """
-        self._mechanism, self._headline, self._ending = mechanism, headline, ending
+        self._mechanism, self._first_line, self._ending = mechanism, first_line, ending
         self._spent = SpentPrivacy(mechanism, stop, epsilon)
         self._begin, self._stop, self._enabled = start, stop, enabled
         self._values: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         self._entered_at = time.monotonic()
         if self._enabled:
-            self._print(self._headline())
+            self._print(self._first_line())
         self._bar.start()
         return self
 

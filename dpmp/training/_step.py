@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
-from dpmp._placement import places, put_together, strongly_typed
+from dpmp._placement import colocated, places, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
 from dpmp.engines.book_keeping import relative_cost
@@ -85,7 +85,7 @@ class Step:
         self._check_size(batch, is_padding)
         with _without_debugging():
             batch = as_device_dtypes(batch)
-            state = put_together(state._replace(spent=None), batch)
+            state = colocated(state._replace(spent=None), batch)
             no_keys = _committed_with(state, batch, [np.zeros(4, np.uint32)] * 3)
             args = state, no_keys, batch, jnp.asarray(is_padding)
             return Prepared(self._programs.find(args, self.make_program), args)
@@ -149,7 +149,7 @@ class Step:
             """Makes one step under tracing; see docs/architecture.md."""
 
             def loss(*args):
-                return loss_fn(jax.tree.map(_meshes.freed, constants), *args)
+                return loss_fn(jax.tree.map(_meshes.resharded, constants), *args)
 
             keys = dict(zip(_KEYS, keys, strict=True))
             total, sensitive = self._sum_sensitive(
@@ -284,7 +284,7 @@ def _committed_with(
     state: TrainingState, batch: PyTree, keys: list[np.ndarray]
 ) -> list[jax.Array]:
     """The words of keys, on the devices of a state and a batch."""
-    return put_together([jnp.asarray(x) for x in keys], (state, batch))
+    return colocated([jnp.asarray(x) for x in keys], (state, batch))
 
 
 def _model_key(words: Any) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from dpmp import accounting, loss_scaling, runs
-from dpmp._placement import put_together
+from dpmp._placement import colocated
 from dpmp._typing import PyTree
 from dpmp._validate import as_number
 from dpmp.loss_scaling import DynamicScale, LossScale
@@ -144,7 +144,7 @@ class DPTrainer:
         Raises:
           ValueError: if a leaf of `params` is not a float array.
         """
-        state = put_together(self._step.first_state(_checks.as_params(params)))
+        state = colocated(self._step.first_state(_checks.as_params(params)))
         return state._replace(spent=runs.Spent().to_array())
 
     def init_or_restore(

@@ -131,7 +131,7 @@ def test_float_sums_over_devices_err_no_more_than_is_counted(num_devices, specs)
         total(np.arange(24) != i) for i in range(24)
     )
     counted = (
-        _float_sums.rounding_slack(parse_arithmetic("float32"), 24, 24, num_devices) / 2
+        _float_sums.reserve_needed(parse_arithmetic("float32"), 24, 24, num_devices) / 2
     )
     # Contributions are at most the clip norm; float64 has roundings of its own.
     assert np.linalg.norm(error) <= 0.5 * counted + 1e-14
@@ -139,7 +139,7 @@ def test_float_sums_over_devices_err_no_more_than_is_counted(num_devices, specs)
 
 
 def test_more_shards_round_more():
-    slack = functools.partial(_float_sums.rounding_slack, parse_arithmetic("float32"))
+    slack = functools.partial(_float_sums.reserve_needed, parse_arithmetic("float32"))
     assert slack(64, 64, 1) == slack(64, 64)
     assert slack(64, 64, 8) > 0
     assert slack(2**20, 2**20, 64) > slack(2**20, 2**20, 1) / 64

@@ -150,7 +150,7 @@ def _assert_neighbours_are_within_sensitivity(name, size, dtype, **options):
     fn = _clipped(name, **options)
     for make_batch, i in itertools.product(_BATCHES, {0, size // 2, size - 1}):
         for relation, *batches in _neighbours(make_batch(size).astype(dtype), i):
-            if fn.keeps_places and relation is _RELATIONS.ADD_OR_REMOVE_ONE:
+            if fn.assumes_fixed_slots and relation is _RELATIONS.ADD_OR_REMOVE_ONE:
                 continue
             a, b = (_sum(name, *batch, **options) for batch in batches)
             bound = Fraction(fn.sensitivity(relation))
@@ -223,7 +223,9 @@ def test_the_sum_is_that_of_the_oracle_up_to_the_room_for_rounding(name):
     total = reference.exact_values(_sum(name, examples)).astype(float)
     expected = reference.clipped_sum(examples, 1.0)
     # Rounding to the default grid of "exact" takes the largest room: 3 / 2^15.
-    room = 12 * (0.02 if name in ("bounded", "exact") else ARITHMETICS[name].slack)
+    room = 12 * (
+        0.02 if name in ("bounded", "exact") else ARITHMETICS[name].rounding_reserve
+    )
     assert np.linalg.norm(total - expected) <= room + 1e-4
 
 
@@ -450,7 +452,7 @@ def test_the_wanted_resolution_leaves_most_of_the_clip_norm(name, size):
     resolution = math.ceil(max(sums.wanted_resolution(size), DEFAULT_RESOLUTION))
     assert sums.share_lost(size, resolution) <= 0.01
     # It is the share that clipping leaves, to first order.
-    left = sums.room_left(resolution, size) / resolution
+    left = sums.max_norm_before_rounding(resolution, size) / resolution
     assert 1 - left == pytest.approx(sums.share_lost(size, resolution), rel=0.01)
 
 
@@ -466,5 +468,5 @@ def test_the_statement_says_what_is_not_proved(name):
         assert (f"{sums.resolution} units" in text) == (name in GRIDS)
         assert text.endswith(".")
     assert sums.is_proved == (not name.startswith("unproved"))
-    assert sums.clips_by_bounds == (name == "bounded")
+    assert sums.needs_norm_bounds == (name == "bounded")
     assert sums.assumption.endswith(".")

@@ -37,13 +37,16 @@ def statement_of(mechanism):
         (
             {"method": "book_keeping"},
             [
-                "sums may err by 1.56% of the clip norm",
-                "as many examples as that allows, chosen from shapes alone",
+                "The clip norm is reduced by 1.56% to cover the rounding",
+                "The microbatch size follows from the shapes.",
                 f"has {make_mechanism(method='book_keeping').resolution} units",
                 "other examples keep their places",
             ],
         ),
-        ({"method": "book_keeping", "microbatch_size": 4}, ["(of 4 examples)"]),
+        (
+            {"method": "book_keeping", "microbatch_size": 4},
+            ["A microbatch has 4 examples."],
+        ),
         (
             {"method": "book_keeping", "arithmetic": "unproved_float32"},
             ["up to ordinary rounding, which is NOT PROVED"],
@@ -72,7 +75,7 @@ def test_it_contains_the_figures():
     statement = statement_of(mechanism)
     for claim in (
         ", 3e-06)-differentially private,",
-        "one example of the first is blanked out in the second",
+        "one example of the first is replaced by padding in the second",
         "number of examples, 1234, is public",
         "in each batch with probability 0.04052, independently of all others.",
         f"A batch of more than {mechanism.padded_batch_size} examples keeps",
@@ -124,7 +127,7 @@ def test_it_quotes_no_less_epsilon_and_delta_than_are_spent(noise_multiplier, de
     [
         (RELATIONS.REPLACE_ONE, "they differ in the content of one example"),
         (RELATIONS.ADD_OR_REMOVE_ONE, "one has one example more than the other"),
-        (RELATIONS.REPLACE_SPECIAL, "is blanked out in the second"),
+        (RELATIONS.REPLACE_SPECIAL, "is replaced by padding in the second"),
     ],
 )
 def test_it_names_the_neighbouring_relation(relation, text):

@@ -10,7 +10,7 @@ import pytest
 
 from dpmp import clipped_grad
 from dpmp.numerics._bounded import (
-    SLACK,
+    ROUNDING_RESERVE,
     Roundings,
     clip_by,
     largest_extent,
@@ -171,8 +171,8 @@ def test_the_slack_is_what_roundings_of_all_positions_can_add():
     for size, positions in [(1, 1024), (2, 512), (8, 128)]:
         kappa = largest_extent(size, Roundings(positions=positions))
         gamma = size * positions * 2.0**-24
-        assert gamma * (2 * size - 1) * kappa <= SLACK
-        assert gamma * (2 * size - 1) * kappa > 0.95 * SLACK
+        assert gamma * (2 * size - 1) * kappa <= ROUNDING_RESERVE
+        assert gamma * (2 * size - 1) * kappa > 0.95 * ROUNDING_RESERVE
 
 
 def test_microbatches_too_large_to_be_bounded_are_refused():

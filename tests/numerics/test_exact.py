@@ -86,7 +86,7 @@ def test_a_contribution_is_close_to_what_was_clipped(make, resolution, dtype):
     x = make((1, 1200)).astype(dtype)
     total = _exact_sum(x, resolution=resolution)
     clipped = np.asarray(x[0], float) / np.linalg.norm(np.asarray(x[0], float))
-    # What is kept free for rounding: see ExactSums.room_left.
+    # What is kept free for rounding: see ExactSums.max_norm_before_rounding.
     shrinkage = 1 - math.sqrt(1 - (1200 / 4 + 6 * resolution) / resolution**2)
     error = np.abs(np.asarray(total.to_float(), float) - clipped)
     assert np.all(error <= total.unit * 1.01 + (shrinkage + 1e-5) * np.abs(clipped))

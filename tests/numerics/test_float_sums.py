@@ -18,7 +18,7 @@ def test_rounding_slack_covers_twice_the_errors_of_all_additions(
     batch_size, microbatch_size
 ):
     arithmetic = parse_arithmetic("float32")
-    slack = _float_sums.rounding_slack(arithmetic, batch_size, microbatch_size)
+    slack = _float_sums.reserve_needed(arithmetic, batch_size, microbatch_size)
     num_microbatches = batch_size // microbatch_size
     below = num_microbatches * reduction.summed_norms(microbatch_size)
     below += sum(microbatch_size * (i + 1) for i in range(1, num_microbatches))
@@ -26,13 +26,13 @@ def test_rounding_slack_covers_twice_the_errors_of_all_additions(
 
 
 def test_rounding_slack_of_one_example_is_zero():
-    assert _float_sums.rounding_slack(parse_arithmetic("float32"), 1, 1) == 0
+    assert _float_sums.reserve_needed(parse_arithmetic("float32"), 1, 1) == 0
 
 
 def test_wider_accumulators_have_a_negligible_slack():
     with jax.enable_x64():
         arithmetic = parse_arithmetic("float64")
-    assert _float_sums.rounding_slack(arithmetic, 2**16, 2**16) < 1e-7
+    assert _float_sums.reserve_needed(arithmetic, 2**16, 2**16) < 1e-7
 
 
 def _stacked(*leaves):

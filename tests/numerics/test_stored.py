@@ -38,7 +38,7 @@ def _stored_and_loaded(x):
 
 
 def _loaded(stored):
-    return _stored.to_float(stored.bits, stored.dtype)
+    return _stored.floats_of(stored.bits, stored.dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
@@ -90,7 +90,7 @@ def test_sixteen_bit_floats_are_held_as_integers_and_the_rest_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "witness",
+    "depends_on",
     [
         jnp.zeros(3, jnp.int8),
         jnp.full(3, -1, jnp.int32),
@@ -103,13 +103,15 @@ def test_sixteen_bit_floats_are_held_as_integers_and_the_rest_as_it_is():
     ],
     ids=["int8", "int32", "nan", "bool", "scalar", "complex", "empty", "key"],
 )
-def test_the_branch_is_taken_whatever_the_witness_holds(witness):
+def test_the_branch_is_taken_whatever_it_depends_on(depends_on):
     @jax.jit
-    def stored_and_loaded(witness):
-        stored, _ = _stored.compute_and_store(lambda: (jnp.ones((2, 3)), None), witness)
+    def stored_and_loaded(depends_on):
+        stored, _ = _stored.compute_and_store(
+            lambda: (jnp.ones((2, 3)), None), depends_on
+        )
         return _loaded(stored)
 
-    np.testing.assert_array_equal(stored_and_loaded(witness), np.ones((2, 3)))
+    np.testing.assert_array_equal(stored_and_loaded(depends_on), np.ones((2, 3)))
 
 
 # The residue of a product that is not stored. With p = round(a b), the difference
@@ -136,7 +138,7 @@ def test_norm_and_sum_see_the_same_bits_of_a_cancelling_difference():
 
 
 def test_norm_and_sum_would_see_other_bits_without_the_branch(monkeypatch):
-    monkeypatch.setattr(_stored, "behind_a_branch", lambda compute, witness: compute())
+    monkeypatch.setattr(_stored, "materialize", lambda compute, depends_on: compute())
     # The test above must be one that can fail; it needs a CPU with fused multiply-add.
     assert _norm_of_clipped_residue(1e-9) > 1e-9
 

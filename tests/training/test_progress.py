@@ -145,7 +145,7 @@ def test_numbers_are_shown_until_there_are_new_ones(make_run):
 )
 def test_the_last_line_has_epsilon_and_delta(make_run, start, line):
     run = make_run(
-        start=start, headline=lambda: "what runs", ending=", saved in /there"
+        start=start, first_line=lambda: "what runs", ending=", saved in /there"
     )
     run.lines()
     run.progress.end()

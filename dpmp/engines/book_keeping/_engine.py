@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from dpmp._fence import behind_a_branch
+from dpmp._fence import materialize
 from dpmp._typing import PyTree
 from dpmp.engines._signature import Signature, without_example_axis
 from dpmp.engines.book_keeping import _choice, _linalg, _norms, _uses, _views
@@ -143,7 +143,7 @@ class Engine:
                 ),
             )
 
-        values, aux, cached = behind_a_branch(compute_and_cache, (args, kwargs))
+        values, aux, cached = materialize(compute_and_cache, (args, kwargs))
         return BookKeptGrads(values, aux, program, params, cached)
 
     def largest_microbatch(self, *args: Any, **kwargs: Any) -> int:
@@ -286,14 +286,16 @@ class BookKeptGrads:
         """See `PerExampleGrads`."""
         sums_of = cast("PartialSums", arithmetic)  # enforced by `parse`
         # All uses must read the same bits, whatever else reads the coefficients.
-        coefs, keep = behind_a_branch(lambda: (clip_coefs, keep), (clip_coefs, keep))
+        coefs, keep = materialize(lambda: (clip_coefs, keep), (clip_coefs, keep))
         sums: dict[int, jax.Array] = {}
         for group, coef in zip(self._groups(prefix), coefs, strict=True):
             sums |= _uses.weighted_sum(
                 self.program.uses, group, self._roots, self.cached, coef, keep
             )
         leaves, treedef = jax.tree.flatten(self.params)
-        return treedef.unflatten(sums_of.lift(sums[i]) for i in range(len(leaves)))
+        return treedef.unflatten(
+            sums_of.from_float(sums[i]) for i in range(len(leaves))
+        )
 
     @property
     def _roots(self) -> dict[int, Any]:

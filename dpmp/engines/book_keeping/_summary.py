@@ -180,7 +180,7 @@ def summarize(
     signature.check(args)
     batch_size = signature.batch_size(args)
     loss_fn = signature.of_one_example(fun, check_loss)
-    engine = Engine(loss_fn, signature, sums.clips_by_bounds)
+    engine = Engine(loss_fn, signature, sums.needs_norm_bounds)
 
     def read(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Summary, str | None]:
         examples = signature.examples(args, batch_size)

@@ -74,7 +74,7 @@ class _Mode(NamedTuple):
             make,
             self.batches,
             smallest_clip_norm=1e-15,
-            keeps_places=self.clip(1.0).keeps_places,
+            assumes_fixed_slots=self.clip(1.0).assumes_fixed_slots,
             # Book-keeping reserves shares for rounding, more of them in bfloat16.
             smallest_norm=0.95 if self.method == "book_keeping" else 0.98,
         )

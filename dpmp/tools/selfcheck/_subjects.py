@@ -46,8 +46,8 @@ class Sums:
     `make` maps a clip norm and a microbatch size to the sum function, and to a number:
     the largest norm of a contribution, and the largest change of the sum, in units of
     the output. The subject accepts no clip norm below `smallest_clip_norm`. If it
-    `keeps_places`, it promises nothing of batches whose examples change places. A
-    gradient that is clipped keeps at least `smallest_norm` of the clip norm.
+    `assumes_fixed_slots`, it promises nothing of batches whose examples change places.
+    A gradient that is clipped keeps at least `smallest_norm` of the clip norm.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Sums:
     make: Callable[[float, int | None], tuple[SumFn, Fraction]]
     batches: tuple[BatchShape, ...]
     smallest_clip_norm: float = 0.0
-    keeps_places: bool = False
+    assumes_fixed_slots: bool = False
     smallest_norm: float = 0.98
 
 

@@ -102,7 +102,9 @@ def measure_sensitivity(sums: Sums, sizes: Sizes) -> list[Result]:
         sum_fn, bound = sums.make(1.0, shape.microbatch_size)
         for name, batch in _batches(shape.size, shape.dtype).items():
             total = sum_fn([batch], np.zeros(shape.size, bool))
-            for how, neighbour, is_padding in _neighbours(batch, sums.keeps_places):
+            for how, neighbour, is_padding in _neighbours(
+                batch, sums.assumes_fixed_slots
+            ):
                 other = sum_fn([neighbour], is_padding)
                 change = [
                     np.concatenate([x, -y]) for x, y in zip(total, other, strict=True)
@@ -132,7 +134,7 @@ def _batches(size: int, dtype: Any) -> dict[str, np.ndarray]:
 
 
 def _neighbours(
-    batch: np.ndarray, keeps_places: bool
+    batch: np.ndarray, assumes_fixed_slots: bool
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Batches without one example, and their padding.
 
@@ -142,7 +144,7 @@ def _neighbours(
     slots = np.arange(size)
     for name, i in (("first", 0), ("middle", size // 2), ("last", size - 1)):
         yield f"{name} blanked", batch, slots == i
-        if keeps_places:
+        if assumes_fixed_slots:
             continue
         moved = np.concatenate([np.delete(batch, i, axis=0), batch[i : i + 1]])
         yield f"{name} removed", moved, slots == size - 1

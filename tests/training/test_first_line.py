@@ -10,7 +10,7 @@ from dp_accounting import NeighboringRelation
 import dpmp
 from dpmp.engines.book_keeping._summary import relative_cost
 from dpmp.sources._source import loader_of
-from dpmp.training._headline import headline
+from dpmp.training._first_line import first_line
 
 
 def loss_fn(params, batch):
@@ -30,7 +30,7 @@ def test_book_keeping_saves_where_gradients_are_larger_than_what_makes_them():
     assert many > 0.9
 
 
-def first_line(*, loss_fn=loss_fn, positions=1, width=1024, **fields):
+def first_line_of(*, loss_fn=loss_fn, positions=1, width=1024, **fields):
     mechanism = dpmp.DPSGD(
         **{
             "num_examples": 8,
@@ -49,7 +49,7 @@ def first_line(*, loss_fn=loss_fn, positions=1, width=1024, **fields):
     )
     params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes(positions, width)[0])
     data = np.ones((8, positions, width), np.float32)
-    return headline(trainer._step, trainer.init(params), loader_of(data, 8))
+    return first_line(trainer._step, trainer.init(params), loader_of(data, 8))
 
 
 ADVICE = 'DPSGD(method="book_keeping")'
@@ -69,10 +69,10 @@ ADVICE = 'DPSGD(method="book_keeping")'
     ids=["cheaper", "book_keeping", "not cheaper", "small", "not allowed"],
 )
 def test_it_names_another_method_that_costs_half_or_less(fields, is_advised):
-    line = first_line(**fields)
+    line = first_line_of(**fields)
     assert line.startswith("method=")
     assert (ADVICE in line) == is_advised
 
 
 def test_a_loss_or_a_dataset_at_fault_is_explained_by_the_step():
-    assert ADVICE not in first_line(loss_fn=lambda params, batch: batch["z"])
+    assert ADVICE not in first_line_of(loss_fn=lambda params, batch: batch["z"])

@@ -21,7 +21,7 @@ _MUCH_CHEAPER = 0.5
 _WORTH_TELLING = 2**20
 
 
-def headline(step: Step, state: TrainingState, load: Load) -> str:
+def first_line(step: Step, state: TrainingState, load: Load) -> str:
     """Returns the line; it names the other method only where that is much cheaper."""
     mechanism, policy = step.mechanism, step.policy
     line = (
