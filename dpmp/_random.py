@@ -1,4 +1,9 @@
-"""Random keys of 128 bits, and the derivation of one key from another."""
+"""Random keys of 128 bits, and the bits that Threefry-4x32 makes from them.
+
+References:
+  [Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, section
+  3](https://doi.org/10.1145/2063384.2063405)
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,6 +17,19 @@ from jax.experimental import multihost_utils
 
 from dpmp import _validate
 from dpmp._fence import materialize
+
+_NUM_ROUNDS = 20
+_ROTATIONS = (
+    (10, 26),
+    (11, 21),
+    (13, 27),
+    (23, 5),
+    (6, 20),
+    (17, 11),
+    (25, 10),
+    (18, 20),
+)
+_KEY_PARITY = np.uint32(0x1BD11BDA)
 
 
 def fresh_key() -> jax.Array:
@@ -128,3 +146,29 @@ def positions(
         stride *= size
     numbered = jnp.broadcast_shapes(*(x.shape for x in indices))
     return jnp.broadcast_to(words[0], numbered), jnp.broadcast_to(words[1], numbered)
+
+
+def threefry4x32(key: Sequence[Any], counter: Sequence[Any]) -> list[Any]:
+    """Encrypts a counter, elementwise and in constant time.
+
+    Key, counter and result are four uint32 arrays each, of jax or of NumPy; key and
+    counter broadcast.
+    """
+    schedule = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ _KEY_PARITY]
+    x = [word + k for word, k in zip(counter, schedule[:4], strict=True)]
+    for i in range(_NUM_ROUNDS):
+        left, right = _ROTATIONS[i % len(_ROTATIONS)]
+        first, second = (1, 3) if i % 2 == 0 else (3, 1)
+        x[0] = x[0] + x[first]
+        x[first] = _rotate(x[first], left) ^ x[0]
+        x[2] = x[2] + x[second]
+        x[second] = _rotate(x[second], right) ^ x[2]
+        if i % 4 == 3:
+            injection = i // 4 + 1
+            x = [word + schedule[(injection + j) % 5] for j, word in enumerate(x)]
+            x[3] = x[3] + np.uint32(injection)
+    return x
+
+
+def _rotate(x: jax.Array, distance: int) -> jax.Array:
+    return x << np.uint32(distance) | x >> np.uint32(32 - distance)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dpmp
-from dpmp._placement import colocated, strongly_typed
+from dpmp._meshes import colocated, strongly_typed
 
 KEY = jax.random.key(0)
 METRICS = dpmp.ReleasedMetrics(

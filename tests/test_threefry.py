@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dpmp import _random
-from dpmp._threefry import threefry4x32
+from dpmp._random import threefry4x32
 
 PI = 0x243F6A8885A308D313198A2E03707344A4093822299F31D0082EFA98EC4E6C89
 

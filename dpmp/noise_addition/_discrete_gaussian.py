@@ -55,8 +55,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._fence import fence
-from dpmp._random import positions
-from dpmp._threefry import threefry4x32
+from dpmp._random import positions, threefry4x32
 from dpmp.noise_addition._alias_table import (
     BASE_VARIANCE,
     AliasTable,

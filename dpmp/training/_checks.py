@@ -3,7 +3,8 @@
 Messages name paths, types, shapes and dtypes. They never show a value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
@@ -19,7 +20,8 @@ from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import float8
-from dpmp.training._state import TrainingState
+from dpmp.sources import check_sharding
+from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 
 
 def check_types(mechanism: Any, optimizer: Any, uses_prng_key: Any) -> None:
@@ -184,3 +186,49 @@ def as_params(params: PyTree) -> PyTree:
 def _value(leaf: Any) -> Any:
     is_array = isinstance(leaf, jax.Array | np.ndarray)
     return leaf if is_array else getattr(leaf, "value", leaf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `DPTrainer.fit`, which documents them."""
+
+    mechanism: DPSGD
+    batch_sharding: Any
+    callback: Callback | None
+    sensitive_callback: Callable[[SensitiveOutputs], None] | None
+    progress: bool
+    checkpoint_dir: Any
+    every: int
+    keep: int
+    epsilon_budget: float | None
+    prefetch: int
+
+    def __post_init__(self):
+        for name in ("callback", "sensitive_callback"):
+            function = getattr(self, name)
+            _validate.require(
+                function is None or callable(function),
+                f"{name} must be a function of one argument",
+                fix="Leave it out, or pass a function.",
+                type=type(function).__name__,
+            )
+        _validate.boolean(progress=self.progress, fix="Use True or False.")
+        _validate.nonnegative_integer(
+            prefetch=self.prefetch, fix="Use 2, or 0 for no thread."
+        )
+        _validate.positive_integer(every=self.every, fix="Use 100, for example.")
+        _validate.positive_integer(keep=self.keep, fix="Use 3, for example.")
+        check_sharding(self.batch_sharding, self.mechanism)
+        if self.epsilon_budget is None:
+            return
+        _validate.positive(
+            epsilon_budget=self.epsilon_budget, fix="Use 8, for example."
+        )
+        _validate.require(
+            self.checkpoint_dir is not None and self.mechanism.delta is not None,
+            "a budget needs a directory, whose ledger has all steps, and a delta",
+            checkpoint_dir=self.checkpoint_dir,
+            delta=self.mechanism.delta,
+            fix="Pass checkpoint_dir too, and use mechanism.calibrate(epsilon=, "
+            "delta=), or DPSGD(delta=).",
+        )

@@ -14,17 +14,15 @@ from dpmp._warnings import warn
 from dpmp.accounting import round_up
 from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account
-from dpmp.training._batches import Batch, draw_batch
-from dpmp.training._checks import as_public
+from dpmp.training._checks import Options, as_public
 from dpmp.training._first_line import first_line
 from dpmp.training._frames import clear_frames
 from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
-from dpmp.training._options import Options
 from dpmp.training._progress import Progress
 from dpmp.training._signals import Signals
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
-from dpmp.training._tickets import Ticket, draw_tickets
+from dpmp.training._tickets import Batch, Ticket, draw_batch, draw_tickets
 
 
 class Loop:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dpmp import _meshes, _validate
-from dpmp._placement import placement
+from dpmp._meshes import placement
 from dpmp._typing import PyTree
 from dpmp.programs import losses
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
-from dpmp._placement import colocated, places, strongly_typed
+from dpmp._meshes import colocated, places, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
 from dpmp.engines.book_keeping import relative_cost

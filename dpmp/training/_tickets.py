@@ -1,10 +1,11 @@
-"""Secret random bits: every step takes a ticket, and uses it once.
+"""Secret random bits: every step takes a ticket, and uses it once; so does its batch.
 
 Keys are drawn when they are needed. Nothing stores them: no state, checkpoint, ledger
 or program. So a run that goes on, a copied trainer or a forked process has no key that
 was used before.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -13,7 +14,10 @@ import jax
 import numpy as np
 
 from dpmp import _processes, _random, _validate
-from dpmp._threefry import threefry4x32
+from dpmp._random import threefry4x32
+from dpmp._typing import PyTree
+from dpmp.mechanism import DPSGD
+from dpmp.sources import Load, load_shards
 
 # What the keys of a step are for, (4,) uint32 each.
 _USES = ("batch", "noise", "model", "update")
@@ -114,3 +118,32 @@ def _derived(root: np.ndarray, step: int, times_made: int) -> np.ndarray:
         [use, *(np.full_like(use, x) for x in counter)],
     )
     return np.stack([np.asarray(x) for x in words], axis=1).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Batch:
+    """A batch that was drawn for one step, whose random bits it holds; sensitive.
+
+    Attributes:
+      examples: arrays with a leading axis of `mechanism.padded_batch_size`.
+      is_padding_example: (padded_batch_size,) bool.
+      ticket: the keys of the step.
+      mechanism: the mechanism that has drawn it.
+    """
+
+    examples: PyTree
+    is_padding_example: Any
+    ticket: Ticket
+    mechanism: DPSGD
+
+
+def draw_batch(mechanism: DPSGD, load: Load, sharding: Any, ticket: Ticket) -> Batch:
+    """Draws and loads the batch of a ticket."""
+    (words,) = ticket.take("batch")
+    indices = mechanism.sampling.indices(
+        ticket.step,
+        num_examples=mechanism.num_examples,
+        key=int.from_bytes(words.astype("<u4").tobytes(), "little"),
+    )
+    batch = load_shards(load, indices, mechanism, sharding)
+    return Batch(*batch, ticket, mechanism)

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from dpmp import accounting, loss_scaling, runs
-from dpmp._placement import colocated
+from dpmp._meshes import colocated
 from dpmp._typing import PyTree
 from dpmp._validate import as_number
 from dpmp.loss_scaling import DynamicScale, LossScale
@@ -18,10 +18,9 @@ from dpmp.programs import losses
 from dpmp.sources import Source, check_same_data, check_sharding, loader_of
 from dpmp.training import _checks
 from dpmp.training._account import Account, LastStep, past_of
-from dpmp.training._batches import Batch, draw_batch
+from dpmp.training._checks import Options
 from dpmp.training._frames import cleared_frames
 from dpmp.training._loop import Loop
-from dpmp.training._options import Options
 from dpmp.training._signals import Signals
 from dpmp.training._state import (
     Callback,
@@ -30,7 +29,7 @@ from dpmp.training._state import (
     newest,
 )
 from dpmp.training._step import Step
-from dpmp.training._tickets import draw_tickets, root_of
+from dpmp.training._tickets import Batch, draw_batch, draw_tickets, root_of
 
 
 class DPTrainer:

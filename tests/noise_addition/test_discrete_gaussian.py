@@ -17,8 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import UNOPTIMIZED, equations
 from scipy import stats
 
-from dpmp._random import positions
-from dpmp._threefry import threefry4x32
+from dpmp._random import positions, threefry4x32
 from dpmp.noise_addition import _alias_table, _discrete_gaussian
 from dpmp.noise_addition._alias_table import look_up
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian

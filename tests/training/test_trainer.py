@@ -15,8 +15,7 @@ from dpmp import (
     SensitiveOutputs,
     TrainingState,
 )
-from dpmp.training._batches import draw_batch
-from dpmp.training._tickets import draw_tickets
+from dpmp.training._tickets import draw_batch, draw_tickets
 
 NUM_EXAMPLES = 12
 EPS = 2.0**-23
