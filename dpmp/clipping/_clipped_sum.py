@@ -258,6 +258,7 @@ def make_callable(
     has_aux: bool,
     has_params: bool,
     l2_norm_bound: float,
+    is_made_anew: bool = False,
 ) -> BoundedSensitivityCallable:
     """Makes the function that users call, for arrays on meshes of any kind.
 
@@ -267,6 +268,8 @@ def make_callable(
       has_aux: whether that is a pair of the sum and some of the outputs.
       has_params: whether the sum has the structure and shardings of the parameters.
       l2_norm_bound: the largest norm of what one example adds.
+      is_made_anew: whether a loop makes it anew in each step, with another scale or
+        clip norm, so that a program of its own would be compiled in each step.
     """
     signature = clipped_sum.signature
 
@@ -289,7 +292,7 @@ def make_callable(
 
     arrays = (*signature.of_params, *signature.of_examples)
     return BoundedSensitivityCallable(
-        _compiled(on_any_mesh, arrays),
+        on_any_mesh if is_made_anew else _compiled(on_any_mesh, arrays),
         l2_norm_bound,
         has_aux,
         assumes_fixed_slots=clipped_sum.arithmetic.needs_norm_bounds,
@@ -334,6 +337,9 @@ def _fits_program(arguments: PyTree, constants: Any) -> bool:
     Where an argument is no array, the function itself raises the better error.
     """
     leaves = jax.tree.leaves(arguments)
+    # The loss may close over values that an outer transformation traces.
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        return False
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return False
     try:

@@ -45,7 +45,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The numbers of steps after which there is a checkpoint, ascending."""
         names = (x.name for x in self._folder.glob("*"))
-        return sorted(int(x) for x in names if x.isdecimal())
+        return sorted(int(x) for x in names if x.isdecimal() and x == str(int(x)))
 
     def check_place(self) -> None:
         """Raises ValueError where a checkpoint could not be renamed to its place."""
@@ -111,7 +111,7 @@ class Checkpoints:
         # A run never goes on from a step before the newest whole checkpoint. So these
         # are damaged.
         for damaged in [x for x in self.steps if x >= step]:
-            shutil.rmtree(self._folder / str(damaged))
+            _remove(self._folder / str(damaged))
         self._pending.rename(self._folder / str(step))
         sync(self._folder)
         sync(self._folder.parent)
@@ -157,7 +157,9 @@ class Checkpoints:
             facts = json.loads((path / _FACTS).read_text())
             record = ledger.released(facts["nonce"])
             copy = (path / _ledger.NAME).read_bytes()
-        except (KeyError, TypeError, ValueError, *_NO_FILE):
+        except (KeyError, RecursionError, TypeError, ValueError, *_NO_FILE):
+            return None
+        if record is not None and digest_of_tree(path) != record.digest:
             return None
         _validate.require(
             record is not None and ledger.copy().startswith(copy),
@@ -169,8 +171,7 @@ class Checkpoints:
             "directory, and add up the epsilon of both. If it is the checkpoint that "
             "is damaged, remove its folder.",
         )
-        is_whole = record is not None and digest_of_tree(path) == record.digest
-        return facts if is_whole else None
+        return facts
 
     def _read(self, step: int, like: PyTree, saved: dict[str, str]) -> PyTree:
         """Reads arrays, of which `saved` has names and types."""
@@ -192,6 +193,12 @@ class Checkpoints:
             found = orbax.restore(target / _ARRAYS, args=args.StandardRestore(shapes))
         leaves = [_as_was(x, found.get(name, x)) for name, x in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Removes a folder, or whatever is in its place."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    shutil.rmtree(path) if is_folder else path.unlink()
 
 
 @contextlib.contextmanager

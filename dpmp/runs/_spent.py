@@ -122,7 +122,7 @@ class Spent:
                 if row["cost"]["num_examples"] is None:
                     row["cost"]["num_examples"] = num_examples
             return cls(tuple(segment_from_json(row) for row in rows))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, RecursionError, TypeError, ValueError):
             pass
         _validate.fail(
             "state.spent must be what trainer.init, fit or train_step returned",

@@ -40,12 +40,14 @@ class Account:
         mechanism: DPSGD,
         state: TrainingState,
         directory: runs.RunDirectory | None,
+        failed: runs.Spent,
     ) -> "Account":
         """The account of a run that goes on from a state, in a directory or not.
 
-        The ledger of the directory gets the steps that the state has made elsewhere.
+        The ledger of the directory gets the steps that the state has made elsewhere,
+        and those that have failed.
         """
-        past = before = past_of(mechanism, state)
+        past = before = past_of(mechanism, state) | failed
         if directory is not None:
             before = directory.spent | past  # in the order of the ledger
             _check_people(before, mechanism)
@@ -122,7 +124,7 @@ class LastStep:
 
     def __init__(self):
         self._ends: set[tuple[int, str, int]] = set()  # the process, the id, the step
-        self._failed = runs.Spent()
+        self._failed: dict[str, runs.Segment] = {}  # by their ids
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LastStep, ()  # a copy has made no step
@@ -136,13 +138,27 @@ class LastStep:
             id_ = end[0][1]
         except (IndexError, KeyError):
             id_ = _processes.random_id()
-        past |= self._failed
+        past |= self.failed
         return Account(mechanism, past, past, step, id_)
+
+    @property
+    def failed(self) -> runs.Spent:
+        """Steps that have failed, which no state has paid for yet."""
+        return runs.Spent(tuple(self._failed.copy().values()))
+
+    def fail(self, segment: runs.Segment) -> None:
+        """Lets the next state pay for a step that has failed."""
+        self._failed[segment.id] = segment
+
+    def have_paid(self, spent: runs.Spent) -> None:
+        """Forgets the failed steps that a state or a ledger has."""
+        for segment in spent.segments:
+            self._failed.pop(segment.id, None)
 
     def remember(self, account: Account) -> None:
         """Lets the next step continue an account, which has made its step."""
         self._ends = {(os.getpid(), account.id, account.start + 1)}
-        self._failed = runs.Spent()
+        self.have_paid(account.before)
 
     @contextlib.contextmanager
     def charging(self, mechanism: DPSGD, state: TrainingState) -> Iterator[None]:
@@ -152,7 +168,7 @@ class LastStep:
         try:
             yield
         except BaseException:
-            self._failed |= runs.Spent((account.segment(step, step + 1),))
+            self.fail(account.segment(step, step + 1))
             raise
 
 

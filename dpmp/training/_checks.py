@@ -17,6 +17,7 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
+from dpmp.loss_scaling import ScaledLoss
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import float8
@@ -24,8 +25,16 @@ from dpmp.sources import check_sharding
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 
 
-def check_types(mechanism: Any, optimizer: Any, uses_prng_key: Any) -> None:
+def check_types(
+    mechanism: Any, loss_fn: Any, optimizer: Any, uses_prng_key: Any
+) -> None:
     """Raises ValueError for arguments of another type."""
+    _validate.require(
+        not isinstance(loss_fn, ScaledLoss),
+        "loss_fn must be without a scale",
+        type="ScaledLoss",
+        fix="Pass the loss itself, and the scale as loss_scale=.",
+    )
     _validate.require(
         isinstance(mechanism, DPSGD),
         "mechanism must be a DPSGD",

@@ -90,6 +90,11 @@ class Loop:
         """The state after the last complete step."""
         return self._state._replace(spent=self._account.spent(self._begun))
 
+    @property
+    def started(self) -> int:
+        """The number of steps that were started."""
+        return self._begun
+
     def run(self) -> None:
         """Makes all steps, each with a ticket."""
         options = self._options

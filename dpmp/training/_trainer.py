@@ -98,7 +98,7 @@ class DPTrainer:
         prng_key: jax.Array | None = None,
     ):
         policy = Policy.parse(policy)
-        _checks.check_types(mechanism, optimizer, uses_prng_key)
+        _checks.check_types(mechanism, loss_fn, optimizer, uses_prng_key)
         losses.check_loss(loss_fn, uses_prng_key=uses_prng_key)
         loss_scale = as_number(loss_scale)
         _checks.warn_of_policy(policy, loss_scale)
@@ -348,7 +348,10 @@ class DPTrainer:
             Signals(sigterm=directory is not None) as signals,
         ):
             state, lines = newest(state, directory)
-            account = Account.of(mechanism, state, directory)
+            failed = self._last_step.failed
+            account = Account.of(mechanism, state, directory, failed)
+            if directory is not None:
+                self._last_step.have_paid(failed)
             if directory is not None and epsilon_budget is not None:
                 directory.check_delta()
             stop = account.stop_within(stop, epsilon_budget)
@@ -373,10 +376,15 @@ class DPTrainer:
                     self.last_state, failure = loop.stopped(error)
                 except BaseException:  # of a signal handler of the program's own
                     failure = KeyboardInterrupt()
+                if self.last_state is not None:
+                    self._last_step.have_paid(failed)
+                elif directory is None and loop.started > account.start:
+                    self._last_step.fail(account.segment(account.start, loop.started))
                 if failure is None:
                     raise
             if failure is not None:  # it does not carry the error that it hides
                 raise failure
         loop.end()
         self.last_state = None
+        self._last_step.have_paid(failed)
         return loop.state

@@ -24,6 +24,7 @@ from small_runs import (
     num_paid,
 )
 
+from dpmp.loss_scaling import ScaledLoss
 from dpmp.sources import check_source
 from dpmp.training._frames import cleared_frames
 from dpmp.training._signals import Signals
@@ -225,6 +226,96 @@ def test_an_explicit_mesh_may_come_second():
         sharding = jax.NamedSharding(mesh, jax.P("data"))
         state = fit(trainer, batch_sharding=sharding, stop_at=2)
     assert int(state.step) == 2
+
+
+def test_failed_steps_of_ones_own_loop_are_in_the_next_run(tmp_path):
+    trainer = new_trainer()
+    state = trainer.init(PARAMS)
+
+    def fail():
+        raise FailureError
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="could not be loaded"):
+            trainer.load_batch(state, Source(1, fail))
+    assert num_of_state(fit(trainer, tmp_path, state=state)) == 9
+    assert num_paid(tmp_path) == 9
+    assert num_of_state(fit(trainer)) == 7  # they are paid for once
+
+
+def test_a_step_whose_program_fails_is_in_the_next_run():
+    def loss(params, batch):
+        return jnp.mean(
+            jax.pure_callback(fail, batch["y"], batch["y"], vmap_method="sequential")
+        ) + jnp.sum(params["w"])
+
+    fails = [True]
+
+    def fail(y):
+        if fails:
+            raise FailureError
+        return y
+
+    trainer = new_trainer(loss_fn=loss)
+    with pytest.raises(Exception, match="FailureError"):
+        fit(trainer)
+    fails.clear()
+    assert num_of_state(fit(trainer)) == 8
+
+
+def test_a_failure_in_another_thread_is_not_forgotten():
+    trainer = new_trainer()
+    state = trainer.init(PARAMS)
+    steps, segment = trainer._last_step, None
+    account = steps.account(trainer.mechanism, state)
+    with pytest.raises(FailureError), steps.charging(trainer.mechanism, state):
+        raise FailureError  # in between
+    steps.remember(account)
+    (segment,) = steps.failed.segments
+    assert (segment.start, segment.stop) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_checkpoint_may_be_replaced_by_something_else(tmp_path, kind):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path / "run", stop_at=6)
+    newest = tmp_path / "run" / "checkpoints" / "6"
+    newest.rename(tmp_path / "moved")
+    if kind == "file":
+        newest.write_text("moved")
+    else:
+        (tmp_path / "moved" / "facts.json").write_text("damaged")
+        newest.symlink_to(tmp_path / "moved")
+    (newest.parent / "007").mkdir()
+    with pytest.warns(UserWarning, match="damaged|at a new cost"):
+        assert int(fit(trainer, tmp_path / "run").step) == 7
+    assert int(fit(trainer, tmp_path / "run").step) == 7
+
+
+def test_a_damaged_copy_of_the_ledger_is_damage(tmp_path):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path, stop_at=6)
+    copy = tmp_path / "checkpoints" / "6" / "ledger.jsonl"
+    copy.write_bytes(copy.read_bytes()[:-9] + b"\0" * 9)
+    with pytest.warns(UserWarning, match="damaged|at a new cost"):
+        assert int(fit(trainer, tmp_path).step) == 7
+
+
+@pytest.mark.parametrize("way", ["fit", "train_step"])
+def test_texts_of_any_kind_are_refused_without_being_shown(way):
+    trainer = fresh_trainer()
+    texts = np.array(["patient 01"] * SIZE, np.dtypes.StringDType())
+    data, state = DATA | {"y": texts}, trainer.init(PARAMS)
+    options = {} if way == "fit" else {"is_padding_example": np.zeros(SIZE, bool)}
+    with pytest.raises(ValueError, match="must be numbers") as caught:
+        getattr(trainer, way)(state, data, **options)
+    assert "patient" not in str(caught.value)
+
+
+def test_a_scaled_loss_is_not_a_loss_of_a_trainer():
+    scaled = ScaledLoss(lambda params, batch: jnp.sum(params["w"]), 2.0)
+    with pytest.raises(ValueError, match="loss_fn must be without a scale"):
+        new_trainer(loss_fn=scaled)
 
 
 @pytest.mark.parametrize("kind", ["mask", "object", "longdouble", "masked"])
