@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._validate import as_number, as_real
+from dpmp._validate import as_real
 
 __all__ = [
     "DynamicScale",
@@ -179,7 +179,7 @@ class ScaledLoss:
     loss_scale: LossScale
 
     def __post_init__(self):
-        object.__setattr__(self, "loss_scale", as_number(self.loss_scale))
+        object.__setattr__(self, "loss_scale", as_real(self.loss_scale))
         check(self.loss_scale)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -119,8 +119,8 @@ def multiply_coefficients(monkeypatch):
             return [factor * coef for coef in right(*args)]
 
         monkeypatch.setattr(_clip_norms, "coefficients", wrong)
+        _compiled_sum_fn.cache_clear()
 
-    _compiled_sum_fn.cache_clear()
     yield multiply
     _compiled_sum_fn.cache_clear()
 
