@@ -32,6 +32,9 @@ copybutton_prompt_text = ">>> "
 
 # Types of other packages, and those that are not public, have no page here.
 nitpick_ignore_regex = [
-    ("py:.*", r"(jax|jaxlib|optax|numpy|np|dp_accounting|collections|pathlib|os)\b.*"),
+    (
+        "py:.*",
+        r"(jax|jaxlib|optax|numpy|np|dp_accounting|collections|fractions|pathlib|os)\b.*",
+    ),
     ("py:.*", r"dpmp\..*\b_.*"),
 ]
