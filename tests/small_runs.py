@@ -54,15 +54,29 @@ def new_trainer(*, loss_fn=loss_fn, optimizer=None, prng_key=None, **fields):
     )
 
 
-@functools.cache
+def without_failures(trainer):
+    """The trainer, whose next run does not pay for what failed in another test."""
+    trainer._last_step._failed.clear()
+    return trainer
+
+
 def fresh_trainer():
     """Draws fresh bits for every step; made once."""
+    return without_failures(_fresh_trainer())
+
+
+@functools.cache
+def _fresh_trainer():
     return new_trainer()
 
 
-@functools.cache
 def keyed_trainer():
     """Its runs are reproducible; made once."""
+    return without_failures(_keyed_trainer())
+
+
+@functools.cache
+def _keyed_trainer():
     return new_trainer(prng_key=KEY)
 
 

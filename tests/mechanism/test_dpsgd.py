@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from dpmp import DPSGD, accounting
-from dpmp.batch_selection import PoissonSampling, _binomial
+from dpmp.batch_selection import PoissonSampling
 from dpmp.mechanism import _privacy_cost
 from dpmp.noise_addition import NoiseState
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
@@ -377,7 +377,7 @@ def test_what_the_batches_fall_short_of_is_charged_to_delta(monkeypatch):
         (share / (1 + math.exp(before * 1.01)), True),
         (share / (1 + math.exp(before * 0.99)), False),
     ):
-        monkeypatch.setattr(_binomial, "LARGEST_TOTAL_VARIATION", distance)
+        monkeypatch.setattr(_privacy_cost, "SAMPLING_TOTAL_VARIATION", distance)
         _privacy_cost._guarantee_of.cache_clear()
         epsilon = mechanism.guarantee(delta=1e-5).epsilon
         assert epsilon == (before if is_covered else math.inf)
