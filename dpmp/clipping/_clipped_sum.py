@@ -14,6 +14,7 @@ from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
+from dpmp.clipping._eager_calls import compiled
 from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.clipping._shards import Shards
 from dpmp.engines import GradEngine, Signature
@@ -292,62 +293,11 @@ def make_callable(
 
     arrays = (*signature.of_params, *signature.of_examples)
     return BoundedSensitivityCallable(
-        on_any_mesh if is_made_anew else _compiled(on_any_mesh, arrays),
+        on_any_mesh if is_made_anew else compiled(on_any_mesh, arrays),
         l2_norm_bound,
         has_aux,
         assumes_fixed_slots=clipped_sum.arithmetic.needs_norm_bounds,
     )
-
-
-def _compiled(fun: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., Any]:
-    """Makes `fun` one program outside of traced functions, where jax would run many.
-
-    The arguments in `argnums` and all arrays are arguments of the program. Anything
-    else is a constant of it.
-    """
-
-    @functools.partial(jax.jit, static_argnums=(2, 3))
-    def program(named, arrays, treedef, constants):
-        is_padding, *named = named
-        arrays, named = iter(arrays), iter(named)
-        args, kwargs = treedef.unflatten(
-            next(arrays) if kind is None else x for kind, x in constants
-        )
-        args = [next(named) if i in argnums else x for i, x in enumerate(args)]
-        return fun(*args, is_padding_example=is_padding, **kwargs)
-
-    def call(*args, is_padding_example, **kwargs):
-        named = [is_padding_example, *(x for i, x in enumerate(args) if i in argnums)]
-        others = [None if i in argnums else x for i, x in enumerate(args)], kwargs
-        leaves, treedef = jax.tree.flatten(others)
-        arrays = [x for x in leaves if isinstance(x, jax.Array)]
-        constants = tuple(
-            (None, None) if isinstance(x, jax.Array) else (type(x), x) for x in leaves
-        )
-        if _fits_program((named, arrays), constants):
-            return program(named, arrays, treedef, constants)
-        return fun(*args, is_padding_example=is_padding_example, **kwargs)
-
-    return call
-
-
-def _fits_program(arguments: PyTree, constants: Any) -> bool:
-    """Whether a function is called with arrays, and with constants that jit can take.
-
-    Where an argument is no array, the function itself raises the better error.
-    """
-    leaves = jax.tree.leaves(arguments)
-    # The loss may close over values that an outer transformation traces.
-    if isinstance(jnp.zeros(()), jax.core.Tracer):
-        return False
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return False
-    try:
-        hash(constants)
-        jax.tree.map(jax.typeof, leaves)
-    except TypeError:
-        return False
-    return True
 
 
 def _specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:

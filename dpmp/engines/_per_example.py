@@ -117,8 +117,8 @@ def _select(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Replaces numbers whose mask is zero by zero, even if they are infinite or NaN.
 
     It masks the bits of the finished product with an integer that the compiler does not
-    know. So the compiler cannot contract the product into a following addition (FMA),
-    which would break the error-free transformations of double words.
+    know. So the compiler cannot contract the product into a following addition (FMA):
+    each contribution is rounded before it is added, whatever the compiler fuses.
     """
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, integer) & mask.astype(integer)
@@ -149,18 +149,12 @@ class _Group(NamedTuple):
         ]
         return cls(arrays, leaves, numbers, treedef)
 
-    def unpack(self, sums: list[PyTree]) -> PyTree:
+    def unpack(self, sums: list[jax.Array]) -> PyTree:
         """Splits the sums of joined arrays into the sums of the leaves."""
         sizes = [x.bits.shape[1] for x in self.leaves]
-        words = [jax.tree.leaves(total) for total in sums]  # two for a double word
-        split = [
-            packing.split(word, self.numbers, sizes)
-            for word in zip(*words, strict=True)
-        ]
-        number = jax.tree.structure(sums[0])
+        split = packing.split(sums, self.numbers, sizes)
         return self.treedef.unflatten(
-            number.unflatten([x.reshape(leaf.shape) for x in of_leaf])
-            for leaf, *of_leaf in zip(self.leaves, *split, strict=True)
+            x.reshape(leaf.shape) for leaf, x in zip(self.leaves, split, strict=True)
         )
 
 

@@ -9,15 +9,13 @@ transformations that follow cost no more privacy. The state holds the key of the
 which is secret.
 """
 
-from dpmp.noise_addition._discrete_gaussian import (
-    NOISE_TOTAL_VARIATION,
-    DiscreteGaussian,
-)
+from dpmp.noise_addition._discrete_gaussian import NOISE_TOTAL_VARIATION
 from dpmp.noise_addition._privatizers import NoiseState, gaussian_privatizer
+from dpmp.noise_addition._resolution import choose_resolution
 
 __all__ = [
     "NOISE_TOTAL_VARIATION",
-    "DiscreteGaussian",
     "NoiseState",
+    "choose_resolution",
     "gaussian_privatizer",
 ]

@@ -22,7 +22,7 @@ These cases are covered too:
 
 - A gradient that is stored (materialized once for the sum) is in memory itself. It
   is one position, with A_i = |G_i|.
-- Several sites of a parameter may add to the same entries. Their positions are counted
+- Several uses of a parameter may add to the same entries. Their positions are counted
   together.
 - For K independent groups, or for several parameters, A_i^2 is the sum of the squares
   of their extents, and |G_i|^2 is the sum of their squared norms. By Minkowski's
@@ -50,7 +50,7 @@ These cases are covered too:
 
 3. The sum of a microbatch. It is one contraction over m examples and all positions, in
    any order. Each entry is off by at most gamma(h) times the sum of the magnitudes of
-   its summands, where h = m T + (sites and the last product). So the error has a norm
+   its summands, where h = m T + (uses and the last product). So the error has a norm
    of at most gamma(h) times the sum over examples of c_i (1 + eta) A_i. The coefficient
    is chosen as
 
@@ -129,7 +129,7 @@ class Roundings(NamedTuple):
       product: roundings of a gradient that is materialized, relative to A.
       total: roundings of a sum of squares, relative to that sum.
       extent: roundings of A^2, relative to A^2.
-      positions: the number of positions of one example, over all sites.
+      positions: the number of positions of one example, over all uses.
     """
 
     inner: int = 0

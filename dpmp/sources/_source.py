@@ -236,7 +236,7 @@ def _check_numbers(path: Any, array: Any) -> None:
     dtype = array.dtype
     _validate.require(
         _is_of_jax(dtype),
-        "examples must be numbers of at most 64 bits",
+        "examples must be numbers of a dtype that jax has",
         column=jax.tree_util.keystr(path) or "(the dataset itself)",
         # The dtype itself would show the length of the longest text.
         content=dtype.type.__name__,

@@ -221,20 +221,18 @@ class Options:
                 fix="Leave it out, or pass a function.",
                 type=type(function).__name__,
             )
-        _validate.boolean(progress=self.progress, fix="Use True or False.")
-        _validate.nonnegative_integer(
-            prefetch=self.prefetch, fix="Use 2, or 0 for no thread."
+        _validate.fields(
+            self,
+            progress=_validate.boolean,
+            prefetch=_validate.nonnegative_integer,
+            every=_validate.positive_integer,
+            keep=_validate.positive_integer,
+            epsilon_budget=_validate.optional(_validate.positive),
         )
-        _validate.positive_integer(every=self.every, fix="Use 100, for example.")
-        _validate.positive_integer(keep=self.keep, fix="Use 3, for example.")
         check_sharding(self.batch_sharding, self.mechanism)
-        if self.epsilon_budget is None:
-            return
-        _validate.positive(
-            epsilon_budget=self.epsilon_budget, fix="Use 8, for example."
-        )
+        has_both = None not in (self.checkpoint_dir, self.mechanism.delta)
         _validate.require(
-            self.checkpoint_dir is not None and self.mechanism.delta is not None,
+            self.epsilon_budget is None or has_both,
             "a budget needs a directory, whose ledger has all steps, and a delta",
             checkpoint_dir=self.checkpoint_dir,
             delta=self.mechanism.delta,

@@ -227,8 +227,7 @@ class Loop:
                 callback(SensitiveOutputs(*outputs, jnp.asarray(is_padding)))
 
     def _end_of_block(self) -> int:
-        every = int(self._options.every)
-        return -(-self._begun // every) * every
+        return -(-self._begun // self._options.every) * self._options.every
 
     def _pay(self, stop: int) -> None:
         """Puts steps into the ledger before anything that depends on them is seen."""

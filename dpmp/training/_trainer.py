@@ -348,10 +348,7 @@ class DPTrainer:
             Signals(sigterm=directory is not None) as signals,
         ):
             state, lines = newest(state, directory)
-            failed = self._last_step.failed
-            account = Account.of(mechanism, state, directory, failed)
-            if directory is not None:
-                self._last_step.have_paid(failed)
+            account = Account.of(mechanism, state, directory, self._last_step.failed)
             if directory is not None and epsilon_budget is not None:
                 directory.check_delta()
             stop = account.stop_within(stop, epsilon_budget)
@@ -376,15 +373,15 @@ class DPTrainer:
                     self.last_state, failure = loop.stopped(error)
                 except BaseException:  # of a signal handler of the program's own
                     failure = KeyboardInterrupt()
-                if self.last_state is not None:
-                    self._last_step.have_paid(failed)
-                elif directory is None and loop.started > account.start:
-                    self._last_step.fail(account.segment(account.start, loop.started))
                 if failure is None:
                     raise
+            finally:
+                if self.last_state is not None or directory is not None:
+                    self._last_step.have_paid(account.before)
+                elif loop.started > account.start:  # the state is lost
+                    self._last_step.fail(account.segment(account.start, loop.started))
             if failure is not None:  # it does not carry the error that it hides
                 raise failure
         loop.end()
         self.last_state = None
-        self._last_step.have_paid(failed)
         return loop.state

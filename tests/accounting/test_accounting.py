@@ -145,6 +145,12 @@ ARGUMENTS = {
 }
 
 
+def _error_of(message):
+    """TypeError for values of another type, and ValueError for those out of range."""
+    types = "event must be made", "neighboring_relation must", "make_event must"
+    return TypeError if message.startswith(types) else ValueError
+
+
 @refusals(
     ("noise_multiplier", (-1.0, math.inf), "must be a finite number"),
     ("iterations", (-1, 1.5), "must be an integer of at least 0"),
@@ -329,7 +335,7 @@ SAMPLED_LAPLACE = dp_accounting.PoissonSampledDpEvent(0.1, LAPLACE)
     ("neighboring_relation", ("ADD_OR_REMOVE_ONE",), "neighboring_relation must be a"),
 )
 def test_events_deltas_and_relations_that_are_none_are_refused(wrong, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(_error_of(message), match=message):
         accounting.get_epsilon(**{"event": run(1.0, 10, 0.1), "delta": 1e-5, **wrong})
 
 
@@ -525,5 +531,5 @@ def never(noise_multiplier):
 def test_targets_out_of_range_or_reach_are_refused(wrong, message):
     """The range before any analysis: `never` is not called."""
     target = {"make_event": never, "epsilon": 0.1, "delta": 1e-5, **wrong}
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(_error_of(message), match=message):
         accounting.calibrate_noise_multiplier(**target)

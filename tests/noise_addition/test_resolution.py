@@ -1,6 +1,6 @@
 import pytest
 
-from dpmp.mechanism._dpsgd import choose_resolution
+from dpmp.noise_addition import choose_resolution
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics._exact import ExactSums
 
