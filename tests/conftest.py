@@ -1,5 +1,9 @@
 """Every test runs under strict dtype promotion, on eight CPU devices.
 
+The compiler takes most of the time of the tests, so that the fast ones ask it for
+little optimization. The slow tests, and by `-m "slow or bits"` those of the arithmetic,
+run programs that are compiled as those of users are.
+
 `DPMP_TEST_PLATFORM=cuda,cpu` runs the tests on the first GPU instead. Tests that need
 several devices fail there.
 """
@@ -14,6 +18,24 @@ import signal
 import hypothesis
 import jax
 import pytest
+
+QUICK_TO_COMPILE = ["--xla_backend_optimization_level=0"]
+if jax.__version_info__ < (0, 12):  # later versions of XLA do not know this flag
+    QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
+ARITHMETIC = {"clipping", "contract", "noise_addition", "numerics"}
+
+
+def pytest_configure(config):
+    """Chooses the flags of the compiler, which it reads at its first use."""
+    if config.option.markexpr == "not slow":
+        os.environ["XLA_FLAGS"] = " ".join([os.environ["XLA_FLAGS"], *QUICK_TO_COMPILE])
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent.name in ARITHMETIC:
+            item.add_marker("bits")
+
 
 # What was compiled once, in this run or an earlier one, is not compiled anew.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
