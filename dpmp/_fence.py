@@ -1,8 +1,8 @@
 """Makes the compiler compute a result once and store it.
 
-A compiler may fuse a computation into each operation that reads its result, and then
-repeats it for each of them. An `optimization_barrier` does not prevent this, because
-XLA's CPU compiler removes it before it decides what to fuse. The results of a branch
+A compiler may fuse a computation into each operation that reads its result. It then
+repeats the computation for each reader. An `optimization_barrier` does not help: XLA's
+CPU compiler removes it before it decides what to fuse. The results of a branch
 (`jax.lax.cond`) are always stored in memory, and nothing is fused across its end.
 """
 
@@ -22,7 +22,7 @@ def fence(tree: PyTree) -> PyTree:
 
 
 def materialize(compute: Callable[[], PyTree], depends_on: PyTree) -> PyTree:
-    """Calls `compute` inside a branch that is always taken, whatever the data.
+    """Computes once and stores the result: XLA does not fuse across `lax.cond`.
 
     Args:
       compute: returns a tree of arrays.

@@ -85,11 +85,11 @@ def on_automatic_axes(
 
 
 def resharded(x: Any) -> Any:
-    """An array that a function closes over, with the type that it needs there.
+    """Reshards an array that a function closes over to the mesh of that function.
 
     Functions on automatic axes and in `shard_map` see other types of axes than their
     caller. jax changes the types of their arguments, but not of arrays that they close
-    over. Anything else than an array is returned as it is.
+    over. A value that is not an array is returned unchanged.
     """
     here = jax.sharding.get_abstract_mesh()
     if not isinstance(x, jax.Array) or here.explicit_axes:
@@ -106,10 +106,10 @@ def is_explicit(x: Any) -> bool:
 
 
 def spec_of(x: Any) -> jax.P:
-    """The partition spec of an array, as far as it is known.
+    """The partition spec of an array, or `P()` if it is not known.
 
-    It is known of an array outside of traced functions, of a shape with a sharding, and
-    of an array on explicit axes.
+    It is known for arrays outside of traced functions, for shapes with a sharding, and
+    for arrays on explicit axes.
     """
     is_traced = isinstance(x, jax.core.Tracer)
     sharding = jax.typeof(x).sharding if is_traced else getattr(x, "sharding", None)
@@ -123,14 +123,14 @@ def axes_of_rows(x: Any) -> tuple[str, ...]:
 
 
 def mesh_of(tree: Any) -> Any:
-    """The abstract mesh on which the arrays of a tree are, or None without one."""
+    """The abstract mesh of the arrays of a tree, or None."""
     shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
     meshes = [x.mesh for x in shardings if isinstance(x, jax.NamedSharding)]
     return meshes[0].abstract_mesh if meshes else None
 
 
 def within(mesh: Any) -> contextlib.AbstractContextManager[Any]:
-    """Sets the mesh of a traced function, unless it has one or there is none."""
+    """Sets the mesh of a traced function, unless a mesh is set or `mesh` is None."""
     if mesh is None or not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
@@ -172,10 +172,10 @@ def _reshard(x: jax.Array, sharding: Any) -> jax.Array:
 
 
 def strongly_typed(tree: PyTree) -> PyTree:
-    """Makes the dtypes of all arrays strong, so that they give way to no other dtype.
+    """Makes the dtypes of all arrays strong (the opposite of jax's weak types).
 
     A Python number is weakly typed, and so is an array that was computed from Python
-    numbers alone. The array that a step returns in its place need not be.
+    numbers alone. The array that a step returns in its place may be strongly typed.
     """
 
     def make_strong(x: Any) -> jax.Array:
@@ -187,10 +187,10 @@ def strongly_typed(tree: PyTree) -> PyTree:
 
 
 def colocated(tree: PyTree, others: PyTree = ()) -> PyTree:
-    """Copies the arrays of a tree without a place to the devices of those with one.
+    """Copies the uncommitted arrays of a tree to the devices of the committed ones.
 
-    An array has a place if it is committed: jax leaves it on its devices, and may move
-    the others. The places of `others` count, too. Without any, the tree is unchanged.
+    jax leaves a committed array on its devices, and may move an uncommitted one. The
+    arrays of `others` count, too. If no array is committed, the tree is unchanged.
     """
     placed = [x.sharding for x in jax.tree.leaves((tree, others)) if _is_committed(x)]
     if not placed:
@@ -201,7 +201,7 @@ def colocated(tree: PyTree, others: PyTree = ()) -> PyTree:
 
 
 def _put(x: Any, home: jax.sharding.Sharding) -> jax.Array:
-    """Copies an array that all processes of a job have to all of their devices."""
+    """Copies an array, which every process of a job holds, to the devices of all."""
     if home.is_fully_addressable:
         return jax.device_put(x, home)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -214,7 +214,7 @@ def _put(x: Any, home: jax.sharding.Sharding) -> jax.Array:
 def places(tree: PyTree) -> PyTree:
     """The sharding of each committed array and None for others (`out_shardings`).
 
-    A shape has the sharding that it was given, or None.
+    For a `jax.ShapeDtypeStruct`, it is the struct's own sharding, or None.
     """
 
     def place(x: Any) -> Any:
@@ -225,7 +225,7 @@ def places(tree: PyTree) -> PyTree:
 
 
 def placement(tree: PyTree) -> tuple[Any, ...]:
-    """The shardings of all arrays, or None, in a tuple that a dict can look up."""
+    """The sharding of each committed array and None for others, as a hashable tuple."""
     return tuple(
         x.sharding if _is_committed(x) else None for x in jax.tree.leaves(tree)
     )

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, which is imported only where one is drawn."""
+"""Matplotlib figures. Matplotlib is imported only when a figure is drawn."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from dpmp import _validate
 
 
 def new_figure(**options: Any) -> Any:
-    """Makes an empty figure of matplotlib; `options` are those of its class.
+    """Makes an empty matplotlib figure; `options` are the arguments of its class.
 
     Raises:
       ModuleNotFoundError: if matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""What one of several processes does for all of them.
+"""Coordinates the processes of a job: actions of the first one, and shared values.
 
 The processes of a job share the directory of a run. The first one writes the ledger.
 """
@@ -21,7 +21,7 @@ def on_first(action: Callable[[], T]) -> T | None:
     """Runs an action on the first process, while the others wait.
 
     Raises:
-      Exception: on the first process, what the action raises.
+      Exception: on the first process, the error of the action.
       RuntimeError: on the other processes, if the action has failed.
     """
     if jax.process_count() == 1:
@@ -46,14 +46,14 @@ def on_first(action: Callable[[], T]) -> T | None:
 
 
 def broadcast(value: np.ndarray | np.generic) -> np.ndarray:
-    """The value of the first process, on all of them."""
+    """Broadcasts the value of the first process to all processes."""
     if jax.process_count() == 1:
         return np.asarray(value)
     return np.asarray(multihost_utils.broadcast_one_to_all(value))
 
 
 def are_equal(*facts: bytes) -> bool:
-    """Whether all processes have the same facts, compared by a hash."""
+    """Whether all processes pass the same bytes, compared by a hash."""
     if jax.process_count() == 1:
         return True
     digest = hashlib.blake2b(b"".join(hashlib.blake2b(x).digest() for x in facts))

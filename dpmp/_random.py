@@ -125,8 +125,8 @@ def positions(
     Args:
       shape: the shape of the array.
       indices: for each axis, the index of every entry to number, uint32; broadcast.
-      one: the number 1, uint32. A loop passes one that the compiler does not know, so
-        that it computes the positions in each pass, and does not store them before it.
+      one: the number 1, uint32. A loop passes a 1 that the compiler cannot fold: then
+        positions are computed in each pass, and not stored before the loop.
 
     Raises:
       ValueError: if either part does not fit into 32 bits.

@@ -1,7 +1,7 @@
 """Times functions in turn, and compares them.
 
 A machine that slows down for a while slows all functions of a round. So times are
-compared within a round, and the median of the ratios over rounds counts.
+compared within a round, and the result is the median ratio over all rounds.
 """
 
 import functools
@@ -26,7 +26,7 @@ def in_turn(
             start = time.perf_counter()
             jax.block_until_ready(function())
             seconds[name].append(time.perf_counter() - start)
-    # The first round touches memory anew.
+    # The first round is slower, because it touches its memory for the first time.
     return {name: times[1:] for name, times in seconds.items()}
 
 

@@ -1,4 +1,4 @@
-"""Checks what users pass: numbers become Python numbers, and messages say what to do.
+"""Checks the arguments of public functions, and converts scalars to Python numbers.
 
 NumPy and jax compute with scalars in the dtype of these scalars: a product of two int32
 overflows, and 1e-15 becomes zero beside a float16. So the functions and dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 
 
 class RefusedError(ValueError):
-    """Raised for an argument that dpmp refuses, whose message says what to do.
+    """Raised for an argument that dpmp refuses. The message says what to do.
 
     The command line shows it as an error of the user. Any other exception is a defect,
     and is shown with its traceback.
@@ -89,7 +89,7 @@ def _from_array(value: Any) -> Any:
 
 
 def _to_float(value: Any) -> float:
-    """The value as a `float`; NaN, which every check refuses, if it is out of range."""
+    """Converts to `float`; out of range, the result is NaN, which checks refuse."""
     try:
         number = float(value)
     except OverflowError:
@@ -176,7 +176,7 @@ def one_of(names: Collection[Any], **value: Any) -> Any:
 
 
 def fields(instance: Any, **checks: Callable[..., Any]) -> None:
-    """Puts checked values in the place of fields of a frozen dataclass.
+    """Replaces fields of a frozen dataclass by their checked values.
 
     `checks` has a function for each field, such as `positive`.
     """
@@ -185,7 +185,7 @@ def fields(instance: Any, **checks: Callable[..., Any]) -> None:
 
 
 def optional(check: Callable[..., Any]) -> Callable[..., Any]:
-    """The check for a value that may be None."""
+    """Extends a check so that it accepts None."""
 
     def check_unless_none(**value: Any) -> Any:
         (given,) = value.values()

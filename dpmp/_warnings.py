@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-# Python has a frame of its own for context managers and cached properties.
+# Context managers and cached properties add frames of Python's own modules.
 _SKIPPED = {"dpmp", "jax", "contextlib", "functools"}
 
 

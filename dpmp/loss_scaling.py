@@ -161,7 +161,7 @@ class DynamicScale:
 
 @dataclass(frozen=True)
 class ScaledLoss:
-    """A loss with a scale by which `clipped_grad` multiplies it.
+    """A loss, and a scale by which `clipped_grad` multiplies the loss.
 
     >>> loss_fn = ScaledLoss(lambda w, x: jnp.sum(w * x), 1024.0)
     >>> print(clipped_grad(loss_fn, l2_clip_norm=1.0)(2.0, jnp.array([0.5, 0.25])))

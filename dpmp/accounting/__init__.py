@@ -1,4 +1,4 @@
-"""Computes what a run of DP-SGD costs in privacy, and how much noise a target needs.
+"""Computes the privacy cost of a run of DP-SGD, and the noise that a target needs.
 
 The privacy cost is a pair (epsilon, delta): for two neighbouring datasets, the
 probability of any outcome differs by at most a factor of exp(epsilon), plus delta.

@@ -10,7 +10,7 @@ from dpmp._validate import as_real
 # By default, one example of the first dataset is replaced by padding in the second.
 DEFAULT_RELATION = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
 
-# By argument: its check, and what to do if it fails.
+# The check of each argument, and the fix that its error message names.
 _CHECKS = {
     "noise_multiplier": (_validate.nonnegative, "Use calibrate_noise_multiplier."),
     "sampling_prob": (_validate.probability, "Use expected_batch_size / num_examples."),
@@ -23,7 +23,7 @@ _CHECKS = {
 
 
 def check(**values: Any) -> list[Any]:
-    """Returns the values as Python numbers; raises ValueError for one out of range."""
+    """Returns the values as Python numbers; raises ValueError for invalid values."""
     return [
         _CHECKS[name][0](**{name: x}, fix=_CHECKS[name][1])
         for name, x in values.items()

@@ -28,15 +28,15 @@ from dpmp.accounting._checks import (
 _Relation = dp_accounting.NeighboringRelation
 _Bound: TypeAlias = tuple[float, str]  # epsilon, and the accountant in words
 
-# The most points in the grid of one step and in that of all steps. They limit an
-# analysis to a few seconds and 0.5 GB.
+# The largest number of grid points for one step, and for all steps. These limits keep
+# an analysis within a few seconds and 0.5 GB.
 _STEP_POINTS, _TOTAL_POINTS = 1e5, 6e5
 # An interval of a step's standard deviation / 80 moves epsilon by 1e-5 of itself. An
 # interval above 100 is needed only for epsilons above 1e4, where Renyi DP is as good.
 _POINTS_PER_STDDEV, _LARGEST_INTERVAL = 80, 100.0
 # A relative margin for the last roundings of a result.
 _MARGIN = 1e-6
-# Below 3.5 there are integers only: for other orders, the series need not converge.
+# Below 3.5, only integers are used: for other orders, the series may not converge.
 _RDP_ORDERS = (2, 3, *np.arange(3.5, 11, 0.1), *range(11, 64), 96, 128, 256, 512, 1024)
 
 
@@ -67,7 +67,7 @@ def get_epsilon(
     delta: float,
     neighboring_relation: _Relation = DEFAULT_RELATION,
 ) -> PrivacyGuarantee:
-    """An upper bound on the epsilon of an event, tight where a tight one is known.
+    """An upper bound on the epsilon of an event; tight if a tight bound is known.
 
     >>> guarantee = get_epsilon(dpsgd_event(1.0, 1000, sampling_prob=0.01), delta=1e-6)
     >>> print(f"{guarantee.epsilon:.3f} by {guarantee.accountant}")

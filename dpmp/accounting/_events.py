@@ -1,7 +1,7 @@
 """Describes runs of DP-SGD as events for an accountant.
 
-The events are those of dp_accounting. RDP accountants take no truncated ones. All
-functions raise ValueError for an argument out of range.
+The events are those of dp_accounting. RDP accountants do not support truncated events.
+All functions raise ValueError for an argument out of range.
 """
 
 import bisect
@@ -50,7 +50,7 @@ def truncated_dpsgd_event(
 ) -> dp_accounting.DpEvent:
     """The event of a run of DP-SGD in which too large batches are truncated.
 
-    A batch of more than `truncated_batch_size` examples keeps that many of them, drawn
+    A batch of more than `truncated_batch_size` examples is reduced to that many, drawn
     at random.
 
     >>> event = truncated_dpsgd_event(
@@ -65,7 +65,7 @@ def truncated_dpsgd_event(
       sampling_prob: the probability that an example is drawn, before truncation.
       num_examples: the size of the larger of two neighbouring datasets. Under
         ADD_OR_REMOVE_ONE, a dataset has larger and smaller neighbours. Its epsilon is
-        then the larger one of two events: for its own size, and for one example more.
+        the larger one of two: for its own size, and for one example more.
       truncated_batch_size: the size of the largest batch.
 
     References:
@@ -106,7 +106,7 @@ def choose_truncated_batch_size(
 ) -> int:
     """The smallest batch size that is exceeded with a probability of at most 1e-20.
 
-    Truncation at this size changes epsilon by less than anyone prints. It also lets
+    Truncation at this size changes epsilon by a negligible amount. It also lets
     `get_epsilon` avoid the slower and coarser analysis of truncated batches. The size
     is a multiple of `multiple_of`, at most `num_examples` rounded up to a multiple.
 

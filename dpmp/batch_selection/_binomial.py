@@ -14,8 +14,8 @@ on one side, so that w <= K there. The errors of the weights before it add up to
 than K^2. The ratios decrease outwards, and K of them have a product of at most
 K / 2^256. So the ratios beyond are at most (K / 2^256)^(1/K), which is less than
 1 - 1 / 2K for K < 2^64, and the probabilities there add up to at most 2 K^2 in units of
-w. In total, less than 6 K^2 of the sum of all w, which is at least 2^256, is missing in
-W. Since no W exceeds its w, this bounds the total variation distance by 6 K^2 / 2^256.
+w. The sum of all w is at least 2^256, and the sum of all W is less by under 6 K^2.
+Since no W exceeds its w, this bounds the total variation distance by 6 K^2 / 2^256.
 
 By Hoeffding's inequality, the probability of being j + 1 above or below the mode is at
 most exp(-2 j^2 / n). The last weight that is not zero stands for a probability of at
@@ -44,7 +44,7 @@ _WORDS_PER_DRAW = 6
 def draw_binomial(
     num_trials: int, prob: Fraction, draw_words: Callable[[int], np.ndarray]
 ) -> int:
-    """Draws how many of less than 2^63 trials succeed; takes 384 random bits.
+    """Draws the number of successes in less than 2^63 trials from 384 random bits.
 
     `draw_words(k)` returns the next k uniform uint64 words.
     """

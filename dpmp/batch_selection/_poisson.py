@@ -1,9 +1,9 @@
 """The batches of a run: which examples take part in a step, and how many.
 
-The size of a batch is drawn first, from the binomial distribution, and then that many
-examples, uniformly. If each example is included independently, all batches of one size
-are equally likely. So this gives every batch the probability that it should have, in
-time of the batch's size and not of the dataset's.
+The size of a batch is drawn from the binomial distribution. Then that many examples are
+drawn uniformly. If each example is included independently, all batches of one size are
+equally likely. So every batch has the right probability, and the time to draw it is
+proportional to its size and not to the size of the dataset.
 
 Truncation needs no draw of its own: a uniform subset of a uniform subset is a uniform
 subset. So a batch that would be too large is drawn at the largest size to begin with.
@@ -168,7 +168,7 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
 
 
 def _random_words(key: int, step: int) -> Callable[[int], np.ndarray]:
-    """A function that returns the next words of a stream that only this step uses."""
+    """Returns a function that draws words from the random stream of one step."""
     counter = np.array([0, 0, 0, step], np.uint64)
     key_words = np.array([key % _WORD, key // _WORD], np.uint64)
     return np.random.Philox(counter=counter, key=key_words).random_raw

@@ -1,4 +1,4 @@
-"""Draws a uniformly distributed subset of a given size, in time of this size.
+"""Draws a uniformly distributed subset of a given size, in time linear in this size.
 
 Words are drawn until enough different numbers have come up. Every word that is used is
 uniformly distributed over the n numbers: words above the largest multiple of n are
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-# From this part of all numbers on, marking them is faster than sorting.
+# For subsets of at least this fraction of all numbers, marking is faster than sorting.
 _DENSE = 1 / 32
 
 

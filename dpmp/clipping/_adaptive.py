@@ -10,13 +10,13 @@ their norm is at most 1 for every C. The count is multiplied by the norm share s
 
 This bound does not depend on C. So every step is one Gaussian mechanism with the same
 sensitivity, whatever the steps before have released, and the steps compose like those
-with a fixed clip norm. (Composition allows that a step is chosen by what earlier steps
-released. C is such a choice: it is computed from noisy counts alone.)
+with a fixed clip norm. (Composition allows a step to depend on the releases of earlier
+steps. C depends on nothing else: it is computed from noisy counts alone.)
 
 At the same epsilon, the noise on the gradient is wider by a factor of sqrt(1 + s^2).
 Let z be the noise multiplier. Then the noise on the gradient has the multiplier
-z_g = z sqrt(1 + s^2), and the number of examples within the clip norm comes out with a
-standard deviation of z_b = z sqrt(1 + s^2) / (2 s). So
+z_g = z sqrt(1 + s^2), and the noise on the number of examples within the clip norm has
+a standard deviation of z_b = z sqrt(1 + s^2) / (2 s). So
 
     1 / z_g^2 + 1 / (2 z_b)^2 = 1 / z^2,
 
@@ -79,8 +79,8 @@ class AdaptiveClipNorm:
 
     Guarantees:
       The clip norm is computed from noisy values alone, and epsilon accounts for them.
-      The noise on the gradient is wider for that, by `widening`. With the privacy
-      budget unchanged, epsilon is that of a fixed clip norm.
+      For this, the noise on the gradient is wider by `widening`. The privacy budget is
+      unchanged: epsilon is that of a fixed clip norm.
 
       With every arithmetic and both engines, the sensitivity is as certain as with a
       fixed clip norm. The fraction is that of the computed norms. "bounded" sums are
@@ -140,7 +140,7 @@ class AdaptiveClipNorm:
         )
 
     def at(self, clip_norm: Any) -> "AdaptiveClipNorm":
-        """The same, with another clip norm to begin with; it may be a traced scalar."""
+        """A copy with another initial clip norm, which may be a traced scalar."""
         return replace(self, initial=clip_norm)
 
     def update(self, clip_norm: jax.Array, noisy_fraction: jax.Array) -> jax.Array:
@@ -158,11 +158,11 @@ class AdaptiveClipNorm:
 
     @property
     def widening(self) -> float:
-        """By how much the noise on the gradient is wider; 0.005 means by 0.5 %."""
+        """The relative increase of the noise on the gradient; 0.005 means 0.5 %."""
         return math.hypot(1, self.norm_share) - 1
 
     def largest_of_one(self, l2_norm_bound: float) -> float:
-        """What one example adds to the count, up to its sign.
+        """The absolute value of the number that one example adds to the count.
 
         `l2_norm_bound` is the largest norm of a clipped gradient.
         """
@@ -198,7 +198,7 @@ class AdaptiveClipNorm:
         """The standard deviation of the noise on the fraction.
 
         Args:
-          stddev: that of the noise on the averaged gradient, in clip norms.
+          stddev: the same for the noise on the averaged gradient, in clip norms.
         """
         return as_real(stddev) / (2 * self.norm_share)
 
@@ -214,10 +214,10 @@ _FIXES = {
 
 
 def with_clip_norm(l2_clip_norm: PyTree, clip_norm: Any) -> PyTree:
-    """The same clip norms, with that of one step where they adapt.
+    """Sets the clip norm of one step in an `AdaptiveClipNorm`; keeps any other.
 
     Raises:
-      ValueError: if a clip norm is given that is not to change, or if it is missing.
+      ValueError: if `clip_norm` is given for a fixed clip norm, or missing otherwise.
     """
     adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
     _validate.require(

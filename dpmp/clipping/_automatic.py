@@ -14,8 +14,8 @@ class AutomaticClipping:
         g / (norm(g) + stability),
 
     so that there is no clip norm to tune. With a clip norm C, the contribution would be
-    g * min(1, C / norm(g)), which is C times this for a large gradient. The argument
-    `rescale_to_unit_norm` makes no difference.
+    g * min(1, C / norm(g)), which for a large gradient is C times as large. The
+    argument `rescale_to_unit_norm` makes no difference.
 
     >>> grad_fn = clipped_grad(
     ...     lambda w, x: jnp.sum(w * x), l2_clip_norm=AutomaticClipping(stability=1.0)

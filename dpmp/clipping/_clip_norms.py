@@ -7,14 +7,14 @@ It is then at least (1 - u)^r times the true squared norm, so that the contribut
     y = round(coef * g),    coef = round(bound / round(sqrt(squared norm)))
 
 has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)). So |y| <= l2_clip_norm if
-`bound` is the clip norm divided by that factor. `_SPARE_ROUNDINGS` adds room for the
-second-order terms, and for hardware whose square root or division is off by a few units
-in the last place.
+`bound` is the clip norm divided by that factor. `_SPARE_ROUNDINGS` also covers the
+second-order terms, and hardware whose square root or division is off by a few units in
+the last place.
 
 Automatic clipping divides by norm + stability. Rounding is monotone and the stability
 is not negative, so that the computed denominator is at least the computed norm. So the
-coefficient is at most the one above, up to the rounding of the division, and the same
-proof holds.
+coefficient is at most the coefficient above, up to the rounding of the division, and
+the same proof holds.
 """
 
 import functools
@@ -174,9 +174,9 @@ def coefficients(
     norms: list[SquaredNorm],
     stability: float | None = None,
 ) -> list[jax.Array]:
-    """For each group, (B,): the smaller of target / norm and largest coefficient.
+    """For each group, (B,): the smaller of target / norm and the largest coefficient.
 
-    With a `stability`, it is target / (norm + stability), without a largest one.
+    With a `stability`, it is target / (norm + stability), without an upper limit.
     """
     coefs = []
     for (bound, cap), norm in zip(targets, norms, strict=True):
@@ -201,8 +201,8 @@ def are_clipped(targets: list[tuple[float, Any]], coefs: list[jax.Array]) -> jax
     return functools.reduce(jnp.logical_or, below)
 
 
-# Compiled even where all other operations run one by one, so that the bits are the
-# same: XLA compiles a division by a square root in a way of its own.
+# Compiled even outside of `jax.jit`, so that the bits are the same: compiled code
+# rounds a division by a square root differently from the two operations in turn.
 @jax.jit
 def _coefficient(bound: Any, cap: Any, squared_norm: jax.Array) -> jax.Array:
     return jnp.minimum(cap, bound / jnp.sqrt(squared_norm))
@@ -238,8 +238,8 @@ def global_norm(norms: list[SquaredNorm]) -> jax.Array:
 def _check_lets_through(norms: list[float], rescale_to_unit_norm: bool) -> None:
     """Raises ValueError for clip norms with which a whole group would always be zero.
 
-    A run would go on with noise alone, and no other error would tell. The exception is
-    a rescaled clip norm of 0: in this limit, gradients are divided by their norms.
+    Such a run would train on noise alone, without any error. The exception is a
+    rescaled clip norm of 0: in this limit, gradients are divided by their norms.
     """
     if rescale_to_unit_norm and not any(norms):
         return

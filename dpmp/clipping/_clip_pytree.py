@@ -42,9 +42,9 @@ def clip_pytree(
 
     Args:
       pytree: float arrays of any shapes.
-      clip_norm: a number, or a tree of numbers that is a prefix of `pytree`. Each
-        number clips its own part of `pytree`. Or an `AutomaticClipping`, with which
-        the norm of the output is at most 1.
+      clip_norm: a number, a tree of numbers that is a prefix of `pytree`, or an
+        `AutomaticClipping`. Each number clips its own part of `pytree`. With automatic
+        clipping, the norm of the output is at most 1.
       rescale_to_unit_norm: whether to divide the output by `clip_norm`, or by the norm
         of all clip norms if there are several.
       nan_safe: whether to return zero if the input or its norm is not finite. Without

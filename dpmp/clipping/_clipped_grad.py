@@ -26,7 +26,7 @@ from dpmp.numerics import Arithmetic, parse_arithmetic
 AuxiliaryOutput = collections.namedtuple(
     "AuxiliaryOutput", ["values", "grad_norms", "aux"]
 )
-"""The sensitive per-example outputs of `clipped_grad`; None for each not asked for."""
+"""The sensitive per-example outputs of `clipped_grad`; None if not requested."""
 
 
 def clipped_grad(
@@ -112,10 +112,10 @@ def clipped_grad(
         integer arithmetic. A contribution above the bound is replaced by zero. The sum
         is the same, bit for bit, for any microbatch size, order of examples, padding
         and sharding, as long as the gradients are the same.
-      - "float32" and "float64": the clip norm is lowered by what rounding can add. That
-        is about 1e-6 of it for the norm, and for the sum 1/128 of it with "float32" and
-        2e-6 with "float64". These shares do not depend on the batch,
-        and a batch that is too large for them is refused.
+      - "float32" and "float64": the clip norm is lowered to cover rounding. Rounding of
+        the norm takes about 1e-6 of it. Rounding of the sum takes 1/128 of it with
+        "float32" and 2e-6 with "float64". These shares do not depend on the batch, and
+        a batch that is too large for them is refused.
       - "bounded" (for `method="book_keeping"`): the sensitivity is proved for the
         computed bits (`dpmp.numerics._bounded`), as long as all other examples keep
         their places. So it does not hold under ADD_OR_REMOVE_ONE.
@@ -138,11 +138,11 @@ def clipped_grad(
         clips its own part. Each must be above 0; with `rescale_to_unit_norm`, 0 leaves
         the direction of each gradient. With this option, a single clip norm may be a
         traced float scalar, so that it can change during training without a new
-        compilation. It must be public, for instance chosen by means of noisy releases
-        alone. If it is not from 1e-15 to 1e15, all contributions are zero. Or an
-        `AutomaticClipping`, which divides by the norm. Or an `AdaptiveClipNorm` (with
-        `rescale_to_unit_norm`), whose `at(clip_norm)` has the clip norm of a step; the
-        function then returns a `JointSum`.
+        compilation. It must be public, for instance computed from noisy releases alone.
+        If it is not from 1e-15 to 1e15, all contributions are zero.
+        `AutomaticClipping` divides each gradient by its norm. For `AdaptiveClipNorm`
+        (with `rescale_to_unit_norm`), `at(clip_norm)` sets the clip norm of a step, and
+        the function returns a `JointSum`.
       rescale_to_unit_norm: whether to divide the clipped gradients by the clip norm (by
         the norm of all clip norms), so that it does not affect the learning rate.
       normalize_by: divides the sum; usually the expected batch size.
@@ -172,15 +172,15 @@ def clipped_grad(
         exchanged. The batch size and `microbatch_size` must be multiples of the number
         of these devices; a device processes its part of each microbatch. The mesh is
         that of `jax.set_mesh`. None leaves the division to jax, which sends the
-        gradients of single examples to all devices. For arrays on a mesh with explicit
+        per-example gradients to all devices. For arrays on a mesh with explicit
         axes, None means the axes of the first axis of the batch. For parameters that
         are sharded over the same devices as the batch (FSDP), pass a
         `dpmp.clipping.Shards`, with which a device receives its own part of the sum.
-      method: the gradient engine. "per_example" (vmap) forms the gradient of every
-        example. "book_keeping" stores activations and cotangents in place of the
-        gradients. It takes less time, and also less memory except for parameters that
-        are wide or multiplied by few positions. `book_keeping.summarize` shows what it
-        does with each parameter of a loss.
+      method: the gradient engine. "per_example" (vmap) materializes the per-example
+        gradients. "book_keeping" caches activations and cotangents instead. It takes
+        less time, and also less memory except for parameters that are wide or
+        multiplied by few positions. `book_keeping.summarize` shows the rule for each
+        parameter of a loss.
       arithmetic: how the sum is computed: "exact" (its leaves are `GridArray`, integers
         times a unit), "float32" (None) or "float64". With book-keeping: "bounded"
         (None; its leaves are `GridArray`) or "unproved_float32". The guides say which

@@ -185,7 +185,7 @@ class ClippedSum:
         is_padding: jax.Array | None,
         size: int,
     ) -> tuple[PyTree, Any]:
-        """Sums one microbatch after another, and skips those of padding only."""
+        """Sums one microbatch after another, and skips microbatches of padding only."""
         microbatches = jax.tree.map(
             lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:]),
             (examples, is_padding),
@@ -215,7 +215,7 @@ class ClippedSum:
 def _empty(
     one_microbatch: Callable[..., Any], examples: PyTree
 ) -> tuple[PyTree, Outputs]:
-    """Returns zeros in the shapes that a batch without examples has."""
+    """Returns zeros in the shapes of an empty batch."""
     one_example = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), examples
     )
@@ -265,12 +265,12 @@ def make_callable(
 
     Args:
       clipped_sum: computes the sum, and the outputs of each example.
-      select: returns what users receive of these two.
-      has_aux: whether that is a pair of the sum and some of the outputs.
+      select: computes the output for users from the sum and the outputs.
+      has_aux: whether that output is a pair of the sum and some of the outputs.
       has_params: whether the sum has the structure and shardings of the parameters.
-      l2_norm_bound: the largest norm of what one example adds.
-      is_made_anew: whether a loop makes it anew in each step, with another scale or
-        clip norm, so that a program of its own would be compiled in each step.
+      l2_norm_bound: the largest norm of the contribution of an example.
+      is_made_anew: whether a loop makes a new function in each step, with another scale
+        or clip norm. Then it is not compiled here, which would happen in each step.
     """
     signature = clipped_sum.signature
 

@@ -1,4 +1,4 @@
-"""Makes a call outside of `jax.jit` one program, where jax would compile dozens."""
+"""Compiles a call outside of `jax.jit` as one program; jax would compile dozens."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from dpmp._typing import PyTree
 
 
 def compiled(fun: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., Any]:
-    """Makes `fun` one program outside of traced functions, where jax would run many.
+    """Compiles each call of `fun` outside of traced functions as one program.
 
-    The arguments in `argnums` and all arrays are arguments of the program. Anything
-    else is a constant of it.
+    The arguments in `argnums` and all arrays are arguments of the program. All other
+    values are constants of the program.
     """
 
     @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -46,7 +46,7 @@ def compiled(fun: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., A
 def _fits_program(arguments: PyTree, constants: Any) -> bool:
     """Whether a function is called with arrays, and with constants that jit can take.
 
-    Where an argument is no array, the function itself raises the better error.
+    If an argument is not an array, the function itself raises a better error.
     """
     leaves = jax.tree.leaves(arguments)
     # The loss may close over values that an outer transformation traces.

@@ -1,4 +1,4 @@
-"""Noisy metrics: what a run may show of its losses and its clipping.
+"""Noisy metrics of the losses and the clipping of a run.
 
 Each metric is one more coordinate of the sum of clipped gradients, and receives noise
 together with it. Let C be the largest norm of a clipped gradient, and let the metrics
@@ -50,9 +50,9 @@ class JointSum(NamedTuple):
       num_overflows: the number of examples whose gradient norm is not finite, times the
         largest norm of a clipped gradient. None if these examples are not counted.
       metrics: the sum over examples of each metric, by name.
-      within: the number of examples within an adaptive clip norm, less the number of
-        the others, times the share of the norm that the count has. None if the clip
-        norm does not adapt.
+      within: the signed unclipped count. An example within the adaptive clip norm adds
+        `AdaptiveClipNorm.largest_of_one`, and any other example subtracts it. None if
+        the clip norm does not adapt.
     """
 
     sum_of_clipped_grads: PyTree
@@ -83,7 +83,7 @@ class ReleasedMetrics:
     """Chooses metrics to release with noise at every step.
 
     A metric receives noise together with the gradient. The cost of "loss" and "clipped"
-    is wider noise on the gradient: `widening` tells by how much.
+    is wider noise on the gradient: `widening` is the relative increase.
 
     >>> metrics = ReleasedMetrics(largest_loss=8.0, fraction_clipped=True)
     >>> print(f"{metrics.widening:.2%} {metrics.stddev('loss', 1.0, 512):.3f}")
@@ -131,13 +131,13 @@ class ReleasedMetrics:
 
     @property
     def paid(self) -> tuple[str, ...]:
-        """The names of the metrics that widen the noise on the gradient."""
+        """The names of the metrics that make the noise on the gradient wider."""
         loss = () if self.largest_loss is None else ("loss",)
         return loss + (("clipped",) if self.fraction_clipped else ())
 
     @property
     def widening(self) -> float:
-        """By how much the noise on the gradient is wider; 0.005 means by 0.5 %."""
+        """The relative increase of the noise on the gradient; 0.005 means 0.5 %."""
         return math.hypot(1, self.norm_share) - 1 if self.paid else 0.0
 
     def joint_norm_bound(self, l2_norm_bound: float) -> float:
@@ -199,13 +199,13 @@ class ReleasedMetrics:
         return {x: sums[x] * (units[x] / expected_batch_size) for x in self.names}
 
     def largest_of_one(self, l2_norm_bound: float) -> float:
-        """The largest coordinate of each metric; k bounds the norm of all of them."""
+        """The largest value of each metric of one example; k bounds their norm."""
         k = self.norm_share * contribution(as_real(l2_norm_bound))
         return k / math.sqrt(max(len(self.paid), 1)) * (1 - 2.0**-50)
 
 
 def _sum_of_shares(shares: jax.Array, largest: float) -> GridArray:
-    """Sums shares from -1 to 1, (B,), of the largest coordinate of one example."""
+    """Sums (B,) shares from -1 to 1, in units of `largest`."""
     if shares.shape[0] > _LARGEST_BATCH:  # the size of a batch is sensitive
         raise _validate.RefusedError(
             f"batches with released metrics or an adaptive clip norm must have at most "
@@ -219,16 +219,16 @@ def _sum_of_shares(shares: jax.Array, largest: float) -> GridArray:
 
 
 def contribution(l2_norm_bound: float) -> float:
-    """What one overflow adds to the count: the largest contribution, or 1 if infinite.
+    """The value of one overflow in the count: `l2_norm_bound`, or 1 if it is infinite.
 
-    It is infinite only without clipping, and then there is no noise either.
+    The bound is infinite only without clipping, and then there is no noise either.
     """
     l2_norm_bound = as_real(l2_norm_bound)
     return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
 
 def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
-    """Counts the norms, (B,), that are not finite, up to 65,535, in `contribution`s."""
+    """Counts at most 65,535 overflows, in units of `contribution(l2_norm_bound)`."""
     unit = unit_of(contribution(l2_norm_bound), DEFAULT_RESOLUTION)
     count = jnp.sum(~jnp.isfinite(grad_norms), dtype=jnp.int32)
     return GridArray(jnp.minimum(count, 2**16 - 1) * DEFAULT_RESOLUTION, unit)
@@ -255,7 +255,7 @@ class JointCoordinates:
         rescale_to_unit_norm: bool = True,
         nan_safe: bool = True,
     ) -> "JointCoordinates":
-        """Takes the arguments of `clipped_grad`; ValueError if they do not fit."""
+        """Checks and selects arguments of `clipped_grad`; raises ValueError."""
         _validate.require(
             isinstance(metrics, ReleasedMetrics | None),
             "released_metrics must be a dpmp.ReleasedMetrics, or None",
@@ -287,7 +287,7 @@ class JointCoordinates:
         return cls(metrics, l2_clip_norm if adapts else None)
 
     def norm_bound(self, l2_norm_bound: float) -> float:
-        """The largest norm of a contribution to the sum and all of these together.
+        """The largest norm of a contribution to the sum and all coordinates together.
 
         `l2_norm_bound` is the largest norm of a contribution to the sum alone.
         """
@@ -301,9 +301,9 @@ class JointCoordinates:
         return bound
 
     def join(self, total: PyTree, outputs: Outputs, l2_norm_bound: float) -> PyTree:
-        """Joins the sum of clipped gradients of a batch with these, if there are any.
+        """Returns a `JointSum` of `total` and the coordinates, or `total` without any.
 
-        `outputs` are those of the examples.
+        `outputs` are the per-example outputs of the same batch.
         """
         metrics, adaptive = self.metrics, self.adaptive
         if not (metrics or adaptive):
@@ -327,7 +327,7 @@ class JointCoordinates:
     ) -> Released:
         """Splits a noisy output of `clipped_grad`, which may be a `JointSum`.
 
-        `clip_norm` is that of the step, if it adapts.
+        `clip_norm` is the clip norm of the step, if it adapts.
         """
         if not isinstance(noisy, JointSum):
             return Released(noisy, None, {})

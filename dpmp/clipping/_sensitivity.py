@@ -23,7 +23,7 @@ class BoundedSensitivityCallable:
 
     Attributes:
       fun: the function.
-      l2_norm_bound: the largest L2 norm of what one example adds to the sum.
+      l2_norm_bound: the largest L2 norm of the contribution of an example to the sum.
       has_aux: whether the output is a pair.
       assumes_fixed_slots: whether the bound holds only if all other examples keep their
         places in the batch.
@@ -50,8 +50,8 @@ class BoundedSensitivityCallable:
         """The L2 sensitivity of the computed output.
 
         Guarantees:
-          The bound holds for the computed numbers, because the clip norm was lowered by
-          what rounding can add. It also holds for two batches of different sizes. It
+          The bound holds for the computed numbers, because the clip norm was lowered to
+          cover their rounding. It also holds for two batches of different sizes. It
           may be exceeded by sums whose arithmetic has a name that begins with
           "unproved". It is twice as large for replace-one as for add/remove and
           zero-out (REPLACE_SPECIAL).

@@ -42,7 +42,7 @@ class Shards:
     same devices as the batch.
 
     Attributes:
-      axes: their names. There may be none.
+      axes: the names of these axes; empty for no division.
       sum_specs: the partition specs of the sum, in a tree like that of the parameters.
         If a spec has some of the same axes, a device receives only its own part of that
         array. The tree is empty for sums that are whole on every device.
@@ -53,7 +53,7 @@ class Shards:
 
     @classmethod
     def parse(cls, given: "str | Sequence[str] | Shards | None") -> "Shards":
-        """Makes shards of what users pass as `spmd_axis_name`."""
+        """Makes shards from the argument `spmd_axis_name` of `clipped_grad`."""
         if isinstance(given, Shards):
             return given
         return cls((given,) if isinstance(given, str) else tuple(given or ()))
@@ -94,7 +94,7 @@ class Shards:
           The sum over all examples, and the arrays with one row for each of them.
 
         Raises:
-          ValueError: if there are some specs, but not one for each array.
+          ValueError: if there are specs, but not one for each array of the sum.
         """
         if self.size == 1:
             return sum_part(examples)

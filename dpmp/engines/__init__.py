@@ -2,7 +2,7 @@
 
 `_methods.py` defines the interface of an engine, and makes one by its name. The engine
 in `_per_example.py` materializes per-example gradients. The engine in `book_keeping`
-computes the same norms and sums without them. No engine knows of privacy.
+caches activations and cotangents instead. No engine knows of privacy.
 """
 
 from dpmp.engines._methods import GradEngine, check_method, make_engine, scaled

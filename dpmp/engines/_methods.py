@@ -137,7 +137,7 @@ def scaled(
 ) -> Callable[..., tuple[jax.Array, tuple[PyTree, jax.Array, jax.Array]]]:
     """Multiplies the loss of one example by a power of two, or a function of the loss.
 
-    The result returns the scaled loss, in float32 or wider, and (aux, loss, scale).
+    The new function returns the scaled loss, float32 or wider, and (aux, loss, scale).
     """
 
     @functools.wraps(loss_fn)
@@ -215,7 +215,7 @@ class UnscaledGrads:
         return list(map(self._unscale, self.scaled.squared_norms(prefix)))
 
     def _unscale(self, norm: SquaredNorm) -> SquaredNorm:
-        # A norm that is divided by NaN is NaN, so the example is selected away.
+        # A norm that is divided by NaN is NaN, so the example contributes zero.
         def divide(x: jax.Array) -> jax.Array:
             scales = self.scales.astype(x.dtype)
             return x / scales / scales

@@ -58,13 +58,13 @@ class StackedGrads:
         """See `PerExampleGrads`."""
         sums_of = cast("GradientSums", arithmetic)  # enforced by `parse`
         groups = self._groups(prefix)
-        # The check of the norm and the sum must read the same bits.
+        # The norm check and the sum must read the same bits.
         coefs, keep = materialize(lambda: (clip_coefs, keep), (clip_coefs, keep))
         counted = [
             sums_of.passes_norm_check(group.arrays, coef, keep, i)
             for i, (group, coef) in enumerate(zip(groups, coefs, strict=True))
         ]
-        # All bits are set for an example that is selected, none for the others.
+        # A mask has all bits set for an example that contributes, and none otherwise.
         masks = materialize(lambda: [-x.astype(jnp.int32) for x in counted], counted)
         (batch_size,) = keep.shape
         size = reduction.block_size(batch_size)
@@ -106,7 +106,7 @@ def _add_block(
 
     @jax.jit  # one copy for all rows
     def term(row: jax.Array, coef: jax.Array, mask: jax.Array) -> jax.Array:
-        zero = ~mask  # zero for every example that is selected
+        zero = ~mask  # zero for every example that contributes
         return _select(arithmetic.contribution(floats_of(row, dtype), coef, zero), mask)
 
     rows = rows_of_block(bits, indices)
@@ -128,7 +128,7 @@ def _select(x: jax.Array, mask: jax.Array) -> jax.Array:
 class _Group(NamedTuple):
     """The arrays of a clipping group, (B, n), with the small ones joined.
 
-    For each array there are the numbers of the leaves that make it up.
+    `numbers` lists, for each array, the indices of the leaves that it consists of.
     """
 
     arrays: list[StoredArray]
@@ -168,8 +168,8 @@ def store_one(tree: PyTree) -> StackedGrads:
 def mappable(fun: Callable[..., PyTree], signature: Signature) -> Callable[..., PyTree]:
     """Returns `fun`, of one example, without products that `jax.vmap` cannot map.
 
-    A function that is differentiated must be made mappable before that. Arguments that
-    are neither parameters nor examples need not be arrays.
+    Make a function mappable before differentiating it. Arguments that are neither
+    parameters nor examples need not be arrays.
     """
     arrays = (*signature.of_params, *signature.of_examples)
 
@@ -191,7 +191,7 @@ def stack_engine(
     fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
     signature: Signature,
 ) -> Callable[..., StackedGrads]:
-    """Makes an engine that maps `fun`, which is mappable, over a batch of examples.
+    """Makes an engine that maps a mappable `fun` over a batch of examples.
 
     `fun` takes the arguments of one example and returns (tree to clip, (value, aux)).
     """

@@ -43,7 +43,7 @@ class Signature:
         keep_batch_dim: bool = True,
         has_aux: bool = False,
     ) -> "Signature":
-        """Checks the positions as users write them; `argnums=None` means no parameters.
+        """Checks the positions that users pass; `argnums=None` means no parameters.
 
         Raises ValueError for a value that is not a position, or has two roles.
         """
@@ -80,7 +80,7 @@ class Signature:
         return (*self.batch_argnums, *key)
 
     def params(self, args: Sequence[Any]) -> PyTree:
-        """Returns the parameters, in the tree structure that their gradient has."""
+        """Returns the parameters, in the tree structure of their gradient."""
         params = tuple(args[i] for i in self.of_params)
         return params[0] if isinstance(self.argnums, int) else params
 
@@ -172,7 +172,7 @@ class Signature:
 
 
 def _leading_sizes(tree: PyTree) -> set[int]:
-    """The sizes of the leading axes of all arrays; 0 for anything else."""
+    """The sizes of the leading axes of all arrays; 0 for a leaf without axes."""
     return {(*getattr(x, "shape", ()), 0)[0] for x in jax.tree.leaves(tree)}
 
 
@@ -214,7 +214,7 @@ def check_float_leaves(tree: PyTree, name: str) -> None:
         fix="Correct argnums, or what the function returns.",
     )
     for path, leaf in leaves:
-        # Of anything else, jax's own error would show the content.
+        # For other types, jax's own error would show the content of the leaf.
         is_array = isinstance(leaf, float) or hasattr(leaf, "dtype")
         type_name = jnp.result_type(leaf).name if is_array else type(leaf).__name__
         _validate.require(

@@ -1,4 +1,4 @@
-"""LoRA: fine-tunes a frozen model by small factors of the changes of its arrays.
+"""LoRA: fine-tunes a frozen model by training low-rank changes of its arrays.
 
 `apply` turns a function of parameters into a function of adapters, by rewriting its
 program. The model needs no change, and may come from any library.

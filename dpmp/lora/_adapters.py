@@ -1,4 +1,4 @@
-"""Adapters: the factors of the changes of frozen arrays."""
+"""Adapters: the factors of low-rank changes of frozen arrays."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from dpmp.lora._names import by_path
 
 
 class Axes(NamedTuple):
-    """What the axes of a frozen array are for.
+    """The roles of the axes of a frozen array.
 
     Attributes:
       stack: the axes over which matrices are stacked, such as those of layers.
@@ -32,8 +32,8 @@ class Factors(NamedTuple):
     """The factors of the change of one array.
 
     Attributes:
-      a: the factor that inputs are multiplied with, (stack..., input..., rank).
-      b: the factor that gives outputs, (stack..., rank, output...).
+      a: the factor that maps inputs to the rank axis, (stack..., input..., rank).
+      b: the factor that maps the rank axis to outputs, (stack..., rank, output...).
     """
 
     a: jax.Array
@@ -53,11 +53,11 @@ class Adapters:
 
     Attributes:
       factors: the factors of each target, by its name.
-      axes: the names of the targets, each with what its axes are for.
+      axes: the names of the targets, each with the roles of its axes.
       rank: the rank of the changes.
-      alpha: the size of the changes, times their rank.
+      alpha: the numerator of the scale `alpha / rank`.
       base: a fingerprint of the frozen arrays that the adapters belong to. It is None
-        if they were unknown, because lora.init ran under a transformation of jax.
+        if lora.init ran under a transformation of jax, where the arrays are unknown.
     """
 
     factors: dict[str, Factors]
@@ -68,14 +68,14 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """The number that the product of the factors is multiplied with."""
+        """The scale `alpha / rank` of the product of the factors."""
         return self.alpha / self.rank
 
     def for_base(self, params: PyTree) -> "Adapters":
         """The same adapters for other frozen arrays, of the same names and shapes.
 
-        Use it for the base model in another dtype. On an otherwise different model,
-        adapters do something that nobody has trained.
+        Use it for the base model in another dtype. Do not use it for a model that
+        differs in any other way: the adapters were not trained for that model.
         """
         check_shapes(self, params)
         return dataclasses.replace(self, base=fingerprint(params))

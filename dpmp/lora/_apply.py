@@ -28,7 +28,7 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
 
     Every product x W with a target W becomes x W + scale (x A) B, in the program of the
     function: within loops over layers, under `jax.checkpoint`, and whatever library the
-    model was written in. The sum W + scale A B, and its gradient, are never computed.
+    model was written in. W + scale A B and its gradient are never materialized.
 
     >>> def loss(params, x):
     ...     return jnp.sum((x @ params["kernel"]) ** 2)
@@ -43,18 +43,18 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
     Otherwise the arrays become constants of the program.
 
     Args:
-      fun: a function whose first argument are the parameters.
+      fun: a function whose first argument is the tree of parameters.
       params: the parameters. They are not cast, so that a base model in bfloat16 stays
         in bfloat16. Factors are cast to the dtype of the inputs in each product.
 
     Returns:
       A function with adapters, made by `init` for these parameters, as its first
-      argument. The others are those of `fun`. It can be differentiated, mapped and
-      compiled, and works with both engines of `clipped_grad`.
+      argument. Its other arguments are those of `fun`. It can be differentiated, mapped
+      and compiled, and works with both engines of `clipped_grad`.
 
     Raises:
-      ValueError: if `fun` is no function. When the result is called: if adapters belong
-        to other parameters, or if the function does not multiply with a target.
+      ValueError: if `fun` is not a function. When the result is called: if the adapters
+        belong to other parameters, or if `fun` does not multiply with a target.
     """
     _validate.function(fun=fun)
     base = fingerprint(params)
@@ -76,15 +76,15 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
 
 
 def merge(params: PyTree, adapters: Adapters) -> PyTree:
-    """Adds the changes to the arrays: a model that needs no adapters any more.
+    """Adds the changes to the arrays, and returns a model that needs no adapters.
 
     The changes are computed in float32, and the sums are rounded to the dtypes of the
-    parameters. In bfloat16, that rounding is often as large as the change: merge into
-    the base model in float32 where you have it, with `adapters.for_base(params)`.
+    parameters. In bfloat16, that rounding is often as large as the change. If you have
+    the base model in float32, merge into it with `adapters.for_base(params)`.
 
     Raises:
-      ValueError: if the adapters belong to other parameters. That is also so if they
-        are merged into these a second time.
+      ValueError: if the adapters belong to other parameters. Parameters into which the
+        adapters were merged before are other parameters.
     """
     check_adapters(adapters)
     check_base(adapters, fingerprint(params))

@@ -12,8 +12,8 @@ from dpmp.lora._fingerprint import fingerprint
 def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> None:
     """Raises ValueError unless training has changed every factor, and nothing else.
 
-    Adapters after private training are released values, so that these checks reveal
-    nothing more.
+    Adapters after private training are released values, so these checks reveal nothing
+    more.
 
     Args:
       trained: the adapters after training, for example `state.params`.
@@ -21,9 +21,9 @@ def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> No
       params: the frozen parameters, as they are after training.
 
     Raises:
-      ValueError: if a factor did not move or is not finite, if the adapters are of
-        other targets, or if the frozen parameters are others than before training. The
-        message names the array.
+      ValueError: if a factor did not move or is not finite, if the adapters have other
+        targets, or if training has changed the frozen parameters. The message names the
+        array.
     """
     check_adapters(trained)
     check_adapters(initial)

@@ -36,7 +36,7 @@ def save(
     names: _peft.ModuleName | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves trained adapters in PEFT's layout, and checks that they load as they are.
+    """Saves trained adapters in PEFT's layout, and checks that they load unchanged.
 
     >>> save("adapter", state.params, params, initial=adapters)  # doctest: +SKIP
 
@@ -44,21 +44,21 @@ def save(
       directory: where to save. It is made if it does not exist.
       adapters: the adapters after training.
       params: the frozen parameters, after training.
-      initial: the adapters before training, to see that every factor has moved. None
-        leaves that check out, for adapters that were loaded.
-      names: the module name of a layer of a target, `names(path, layer)`, so that
-        other libraries find their modules. For a model of Hugging Face, this is
-        for example "model.layers.3.self_attn.q_proj" for "layers/query/kernel" and 3.
-        If a module holds several arrays side by side along its outputs, it is
+      initial: the adapters before training, to check that every factor has moved. None
+        skips this check, for adapters that were loaded.
+      names: a function `names(path, layer)` that returns the module name for a layer of
+        a target, by which other libraries find their modules. For a model of Hugging
+        Face, ("layers/query/kernel", 3) may give "model.layers.3.self_attn.q_proj". If
+        a module holds several arrays side by side along its outputs, it returns
         (name, part, number of parts), for example ("h.3.attn.c_attn", 0, 3) for the
-        queries of GPT-2. By default, it is the path and, for a stack, the number of the
-        layer.
+        queries of GPT-2. By default, the name is the path and, for a stack, the number
+        of the layer.
       config: more entries of the file `adapter_config.json`, such as "task_type" and
         "base_model_name_or_path".
 
     Raises:
       ValueError: if a factor did not move or is not finite, if the frozen parameters
-        were changed, or if the files do not give the same adapters again. The message
+        were changed, or if the files do not load as the same adapters. The message
         names the array.
       ModuleNotFoundError: if the package safetensors is not installed.
     """
@@ -128,14 +128,14 @@ def load(
     Args:
       directory: a directory that was written by `save` or by PEFT.
       params: the frozen parameters.
-      names: the module name of a layer of an array; see `save`. Only needed for files
-        of other libraries, in which the last two axes of a target are its inputs and
-        outputs.
+      names: a function that returns module names; see `save`. It is needed only for
+        files of other libraries, in which the last two axes of a target are its inputs
+        and outputs.
 
     Raises:
-      ValueError: if a file is missing, damaged or edited, if the adapters were trained
-        on other parameters, if they do not fit them, or if they are of a kind other
-        than LoRA.
+      ValueError: if a file is missing or damaged, if the adapters do not fit the
+        parameters, or if they are not LoRA. For files of `save`, also if a file was
+        edited, or if the adapters were trained on other parameters.
       ModuleNotFoundError: if the package safetensors is not installed.
     """
     folder, base = pathlib.Path(directory), fingerprint(params)
@@ -176,7 +176,7 @@ def _read(file: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
 def _read_arrays(
     file: pathlib.Path,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
-    """The arrays of a file, and what `save` has written beside them."""
+    """The arrays of a file, and the metadata of `save`, or None."""
     with _safetensors().safe_open(file, framework="numpy") as opened:
         names = opened.keys()
         arrays = {name: opened.get_tensor(name) for name in names}
@@ -220,7 +220,7 @@ def _found(
 def _check_unchanged(
     ours: Mapping[str, Any], arrays: Mapping[str, np.ndarray], alpha: float
 ) -> None:
-    """Raises ValueError if a file is not as `save` has written it."""
+    """Raises ValueError if a file was changed after `save` has written it."""
     changed = {
         "arrays": ours["arrays"] != fingerprint(arrays),
         "alpha": ours["alpha"] != alpha,

@@ -40,23 +40,23 @@ def init(
         the square root of the number of inputs.
       params: the parameters of the model, a tree of arrays.
       rank: the rank of the changes.
-      targets: the arrays to adapt: a regular expression, of which `re.search` finds a
-        part of the name, or a list of names. The name of an array is its path with
+      targets: the arrays to adapt: a regular expression that matches a part of the name
+        (`re.search`), or a list of names. The name of an array is its path with
         slashes, for example "layers/0/attention/query/kernel".
-      alpha: the size of the changes, times their rank; by default the rank.
-      fun: the function that the adapters are for. With it, the use of the axes of each
-        target is read from the program `fun(params, *example_args)`, of which nothing
-        is computed. Without it, the last two axes of a target are inputs and outputs,
-        and it is a stack of matrices over the others. `apply` refuses adapters that do
-        not fit the program.
+      alpha: the numerator of the scale `alpha / rank`; by default the rank.
+      fun: the function that the adapters are for. With it, the roles of the axes of
+        each target are read from the program `fun(params, *example_args)`, which is
+        traced but not run. Without it, the last two axes of a target are inputs and
+        outputs, and the other axes stack matrices. `apply` refuses adapters that do not
+        fit the program.
       example_args: arguments of `fun` after the parameters, arrays or their shapes.
 
     Returns:
       The adapters, in float32.
 
     Raises:
-      ValueError: if no array is selected, if a target is no matrix or stack of them, or
-        if `fun` does something else with it than to multiply.
+      ValueError: if no array is selected, if a target is not a matrix or a stack of
+        matrices, or if `fun` uses a target in anything but products.
 
     References:
       Hu et al., 2021: LoRA: low-rank adaptation of large language models, section 4.1,
@@ -100,7 +100,7 @@ def _check_target(path: str, array: Any) -> None:
 def _read_axes(
     fun: Callable[..., Any], params: PyTree, args: Sequence[Any], paths: Sequence[str]
 ) -> dict[str, Axes]:
-    """Reads from a program what the axes of each target are for."""
+    """Reads the roles of the axes of each target from a program."""
     targets = [Target(path) for path in paths]
     closed, _ = interpreter.trace(fun, params, *args)
 

@@ -1,4 +1,4 @@
-"""Names of the arrays of a model, and the parts of a model that names select."""
+"""Names of the arrays of a model, and functions that select arrays by name."""
 
 import re
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def select(tree: PyTree, selection: str | Sequence[str], **named: Any) -> list[s
 
     Args:
       tree: a tree of arrays.
-      selection: a regular expression of which `re.search` finds a part of the name, or
+      selection: a regular expression that matches a part of the name (`re.search`), or
         a list of whole names.
       **named: the argument of the user, for error messages.
 
@@ -81,7 +81,7 @@ def _shown(paths: Sequence[str], most: int = 20) -> str:
 
 
 def partition(params: PyTree, trainable: str | Sequence[str]) -> tuple[PyTree, PyTree]:
-    """Splits a tree of arrays in two, with None in the places of the other arrays.
+    """Splits a tree of arrays in two trees; None stands for arrays of the other tree.
 
     >>> params = {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}
     >>> trained, frozen = partition(params, trainable="bias")
@@ -95,8 +95,8 @@ def partition(params: PyTree, trainable: str | Sequence[str]) -> tuple[PyTree, P
 
     Args:
       params: the parameters of a model.
-      trainable: the arrays to train: a regular expression, of which `re.search` finds a
-        part of the name, or a list of names. The name of an array is its path with
+      trainable: the arrays to train: a regular expression that matches a part of the
+        name (`re.search`), or a list of names. The name of an array is its path with
         slashes.
 
     Returns:
@@ -117,7 +117,7 @@ def partition(params: PyTree, trainable: str | Sequence[str]) -> tuple[PyTree, P
 
 
 def combine(trainable: PyTree, frozen: PyTree) -> PyTree:
-    """Puts the two results of `partition` together again.
+    """Merges the two results of `partition` into one tree.
 
     Raises:
       ValueError: if an array is in both of them, or if one of them is missing.

@@ -1,4 +1,4 @@
-"""The layout in which the library PEFT keeps adapters.
+"""The file layout for adapters of the library PEFT.
 
 A directory has two files. `adapter_config.json` has the rank and the names of the
 modules that are adapted. `adapter_model.safetensors` has two matrices for each module,
@@ -43,8 +43,8 @@ class Module(NamedTuple):
     num_parts: int = 1
 
 
-Modules: TypeAlias = Mapping[str, Sequence[Module]]  # of each target
-Parts: TypeAlias = Mapping[str, Sequence[int]]  # those that are targets, by module
+Modules: TypeAlias = Mapping[str, Sequence[Module]]  # the modules of each target
+Parts: TypeAlias = Mapping[str, Sequence[int]]  # the adapted parts of each module
 
 # Other values of these entries stand for changes of another form.
 _LORA_ONLY = {
@@ -62,7 +62,7 @@ def modules_of(
     """The modules of a target, one for each matrix of its stack.
 
     Raises:
-      ValueError: if `names` has none for one of them.
+      ValueError: if `names` returns None for a matrix.
     """
     number = num_matrices(shape, axes)
     if names is None:
@@ -81,7 +81,7 @@ def modules_of(
 
 
 def as_module(name: str | Sequence[Any]) -> Module:
-    """A module from what `names` returns for it."""
+    """Makes a module from an output of `names`."""
     return Module(name) if isinstance(name, str) else Module(*name)
 
 
@@ -89,8 +89,8 @@ def parts_of(modules: Modules) -> dict[str, list[int]]:
     """The parts of each module that are targets, in order.
 
     Raises:
-      ValueError: if two targets are the same part of a module, or if a module has not
-        the part that it should have.
+      ValueError: if two targets are the same part of a module, if a part is out of
+        range, or if the number of parts of a module is ambiguous.
     """
     parts: dict[str, list[int]] = {}
     num_parts: dict[str, int] = {}
@@ -126,11 +126,11 @@ def array_names(module: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the factors of all targets are in the matrices of all modules.
+    """The positions of the factors of all targets in the matrices of all modules.
 
     Attributes:
       modules: the modules of each target.
-      axes: what the axes of each target are for.
+      axes: the roles of the axes of each target.
       shapes: the shape of each array of the model.
       rank: the rank of the changes.
       parts: the parts of each module that are targets. All targets in a module without
@@ -169,7 +169,7 @@ class Layout:
             yield a[ranks], b[outputs, ranks]
 
     def _sizes(self, path: str) -> tuple[int, int]:
-        """The number of inputs, and that of outputs, of a target."""
+        """The numbers of inputs and of outputs of a target."""
         shape, (_, inputs, outputs) = self.shapes[path], self.axes[path]
         return math.prod(shape[i] for i in inputs), math.prod(shape[i] for i in outputs)
 
@@ -240,7 +240,7 @@ def make_config(
 
 
 def _patterns(parts: Parts, rank: int, alpha: float) -> dict[str, dict[str, float]]:
-    """Ranks and alphas of modules with several targets, so that the scale is kept."""
+    """Ranks and alphas of modules with several targets, which preserve the scale."""
     several = {name: len(x) for name, x in parts.items() if len(x) > 1}
     return {
         "rank_pattern": {name: k * rank for name, k in several.items()},
@@ -257,7 +257,7 @@ def check_config(config: Any, parts: Parts, file: str) -> tuple[int, float]:
 
     Args:
       config: the content of `adapter_config.json`.
-      parts: the parts of modules that are targets; none for files of other libraries.
+      parts: the parts of modules that are targets; empty for files of other libraries.
       file: the name of the file, for error messages.
     """
     _validate.require(

@@ -1,9 +1,9 @@
-"""Runs a program in which some arrays are frozen, with their factors beside them.
+"""Runs a program with adapters for some of its arrays.
 
-`RULES` has what each operation on a frozen array does to its factors. A rule takes an
-equation, its operands, of which one is a `View`, and the view itself. It returns the
-outputs of the equation. Operations without a rule, and without programs of their own,
-are refused.
+`RULES` has a rule for each operation that may be applied to a frozen array. The rule
+applies the operation to the factors too. Its arguments are an equation, the operands,
+of which one is a `View`, and this view. It returns the outputs of the equation. An
+operation with neither a rule nor a program of its own is refused.
 """
 
 import functools
@@ -34,12 +34,12 @@ def run_with_targets(
 ) -> list[Any]:
     """Returns the outputs of a program with the changes of adapters.
 
-    `leaves` has the operands of the program, those of the parameters first. Without
-    adapters, the use of the targets is only watched.
+    `leaves` has the operands of the program, beginning with the parameters. Without
+    adapters, only the roles of the axes of the targets are recorded.
 
     Raises:
-      ValueError: if the program does something else with a target than to multiply with
-        it, or does not use it. The message names the array.
+      ValueError: if the program uses a target in anything but products, or not at all.
+        The message names the array.
     """
     by_name = {target.path: target for target in targets}
     values = list(leaves)
@@ -108,7 +108,7 @@ def _runs(closed: Any) -> Callable[..., list[Any]]:
 
 
 def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
-    # Numbers that are written in the program have the dtypes that it gives them.
+    # Literals get the dtypes that the program declares for them.
     values = [
         x if isinstance(x, View | jax.Array) else jnp.asarray(x, atom.aval.dtype)
         for x, atom in zip(values, eqn.invars, strict=True)

@@ -1,14 +1,14 @@
 """A frozen array, and the two low-rank factors of the change that is added to it.
 
-A program looks at an array in many ways before it multiplies with it: a loop takes a
-slice of each layer, a reshape merges the heads of an attention, a transposition turns
-the array around. A `View` follows the array W and its factors A and B through these
-operations, so that the product with `x` can be computed as x W + scale (x A) B.
+A program often transforms an array before it multiplies with it: a loop takes a slice
+for each layer, a reshape merges the heads of an attention, or the array is transposed.
+A `View` follows the array W and its factors A and B through these operations, so that
+the product with `x` can be computed as x W + scale (x A) B.
 
-In a view, both factors have the axes of the array, with size one for those that they do
-not depend on, and the rank as their last axis. The change is the sum over the rank of
-A * B. So what moves or cuts an axis of the array does the same to each factor that has
-this axis.
+In a view, both factors have the axes of the array, and the rank as their last axis. An
+axis that a factor does not depend on has size one. The change is the sum over the rank
+of A * B. So an operation that moves or cuts an axis of the array is applied to each
+factor with this axis too.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ class CannotFollowError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Target:
-    """An array that a program multiplies with, and a record of how it does that.
+    """An array that a program multiplies with, and the roles of its axes.
 
     Attributes:
       path: the name of the array.
-      scale: the number that the product of the factors is multiplied with.
+      scale: the scale of the product of the factors.
       roles: "stack", "input" or "output" for each axis whose role is known.
       is_used: whether the program multiplies with the array.
     """
@@ -54,7 +54,7 @@ class View:
 
     Attributes:
       array: the view of the array.
-      factors: the views of A and B. It is empty where a program is only watched.
+      factors: the views of A and B. It is empty if only the roles are recorded.
       origins: for each axis, the axes of the target that it is made of.
       target: the array that this is a view of.
     """
@@ -65,9 +65,9 @@ class View:
     target: Target
 
     def note(self, axes: Iterable[int], role: str) -> None:
-        """Notes the role of some axes in the target; the first role of an axis counts.
+        """Records the role of axes in the target; the first role of an axis counts.
 
-        It is "stack", "input" or "output".
+        The role is "stack", "input" or "output".
         """
         for axis in axes:
             for origin in self.origins[axis]:
@@ -78,13 +78,13 @@ class View:
         return dataclasses.replace(self, array=array)
 
     def scaled(self, array: Any, by: Any) -> "View":
-        """The view after a multiplication with one number, which gives `array`."""
+        """The view after a multiplication with one number; `array` is the result."""
         a_scaled = [x * jnp.reshape(by, ()).astype(x.dtype) for x in self.factors[:1]]
         factors = (*a_scaled, *self.factors[1:])
         return dataclasses.replace(self, array=array, factors=factors)
 
     def cut(self, array: Any, cuts: dict[int, Callable[..., Any]]) -> "View":
-        """The view after cuts of axes, which give `array`.
+        """The view after cuts of axes; `array` is the result.
 
         `cuts` has a function for each axis. It takes an array and the keyword `axis`.
         """
@@ -149,7 +149,7 @@ class View:
         return View(array, factors, tuple(origins), self.target)
 
     def _origins_of(self, axis: int) -> tuple[int, ...]:
-        """The origins of an axis; none of one of size one, which a reshape may drop."""
+        """The origins of an axis; none for size one, which a reshape may drop."""
         return self.origins[axis] if self.array.shape[axis] > 1 else ()
 
     def check_leading(self) -> None:
@@ -159,7 +159,7 @@ class View:
             raise CannotFollowError("loops over an axis that is summed over")
 
     def without_leading(self) -> "View":
-        """Drops the origin of the first axis; a loop has taken this axis away."""
+        """Drops the origin of the first axis, which a loop has removed."""
         return dataclasses.replace(self, origins=self.origins[1:])
 
     def product(self, eqn: Any, x: Any, y: Any, is_left: bool) -> Any:
@@ -167,16 +167,15 @@ class View:
 
         Args:
           eqn: the equation.
-          x: its other operand.
-          y: its result.
-          is_left: whether the view is its first operand.
+          x: the operand that is not the view.
+          y: the result of the equation.
+          is_left: whether the view is the first operand.
 
         Raises:
-          CannotFollowError: if the axes that are summed over are not those of one
-            factor.
+          CannotFollowError: if the contracted axes are not those of one factor.
         """
         summed, stacked = dimensions(eqn, is_left)
-        rank = self.array.ndim  # names an axis, as the numbers of the array's axes do
+        rank = self.array.ndim  # the name of the rank axis; others have their numbers
         free = [i for i in range(rank) if i not in {*summed, *stacked}]
         self.note(summed, "input")
         self.note(stacked, "stack")
@@ -224,7 +223,7 @@ class View:
 
 
 def aligned(factor: Any, axes: Sequence[int], ndim: int) -> Any:
-    """A factor in the form that it has in a view of `ndim` axes.
+    """Gives a factor the axes that it has in a view of `ndim` axes.
 
     `axes` has the axis of the array for each axis of the factor, and `ndim` for the
     rank.
@@ -234,14 +233,14 @@ def aligned(factor: Any, axes: Sequence[int], ndim: int) -> Any:
 
 
 def dimensions(eqn: Any, is_left: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of one operand that are summed over, and those of its batch."""
+    """The contracted axes and the batch axes of one operand."""
     summed, stacked = eqn.params["dimension_numbers"]
     side = 0 if is_left else 1
     return tuple(summed[side]), tuple(stacked[side])
 
 
 def _only(factor: Any, axes: Sequence[int]) -> Any:
-    """A factor without the other axes, which have size one."""
+    """A factor without the axes that are not in `axes`; these have size one."""
     return jnp.squeeze(factor, [i for i in range(factor.ndim) if i not in axes])
 
 

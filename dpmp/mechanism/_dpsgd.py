@@ -63,35 +63,35 @@ class DPSGD:
         clipped gradients is divided by this number. If `sampling_prob` is given too,
         any number close to the average will do.
       iterations: the number of steps to account for.
-      l2_clip_norm: the clip norm, or a tree of clip norms; see `clipped_grad`. Or an
-        `AdaptiveClipNorm`, which follows the gradients, or an `AutomaticClipping`.
+      l2_clip_norm: the clip norm, or a tree of clip norms; see `clipped_grad`. It may
+        be an `AdaptiveClipNorm`, which follows the gradients, or `AutomaticClipping`.
       noise_multiplier: the standard deviation of the noise over the largest norm of a
         contribution. It is None before `calibrate`, and 0 for no privacy.
       delta: the delta for which epsilon is computed, set by `calibrate`.
       truncated_batch_size: the size of the largest batch. None chooses it by
         `accounting.choose_truncated_batch_size`.
-      microbatch_size: see `clipped_grad`. Batches are padded to a multiple of it. Where
-        "bounded" sums choose it, they are padded to a power of two of at most 32.
+      microbatch_size: see `clipped_grad`. Batches are padded to a multiple of it, or of
+        a power of two of at most 32 if "bounded" sums choose it.
       rescale_to_unit_norm: see `clipped_grad`.
       arithmetic: how the sum is computed: "exact" (None), "float32" or "float64". With
         book-keeping: "bounded" (None), or "unproved_float32", without a proof. See
-        `clipped_grad`. The noise always is in integers.
-      num_parameters: a public upper bound on the number of entries of the gradient. The
-        resolution of the grid depends on it, and the share of delta that is charged for
-        the sampler of the noise. A larger gradient is refused.
+        `clipped_grad`. The noise always consists of integers.
+      num_parameters: a public upper bound on the number of entries of the gradient. It
+        determines the resolution of the grid, and how much the reserved share of delta
+        must cover for the noise sampler. A larger gradient is refused.
       method: the gradient engine; see `clipped_grad`.
       released_metrics: noisy means to release at every step besides the gradient.
         `DPTrainer` releases the fraction of overflows in any case, as it is free.
       neighboring_relation: which two datasets are neighbours. By default, one example
         is replaced by padding (zero-out): both datasets have the same size, and
-        `num_examples` is public. Under ADD_OR_REMOVE_ONE, neighbours have one example
-        more or less, and epsilon is the larger one of both cases. `num_examples` is
+        `num_examples` is public. Under ADD_OR_REMOVE_ONE, a neighbour has one example
+        more or less, and epsilon is the larger of the two cases. `num_examples` is
         protected too, provided that no other field was derived from it.
       sampling_prob: the probability that an example is in a batch. None computes it as
         `expected_batch_size / num_examples`, from which anyone who knows the expected
-        batch size learns `num_examples`. Where that number is protected, give this
-        field and `truncated_batch_size`, and choose them without that number. The noise
-        that `calibrate` finds depends on it as far as truncation costs privacy.
+        batch size learns `num_examples`. If `num_examples` is protected, give this
+        field and `truncated_batch_size`, and choose them without it. The noise that
+        `calibrate` finds depends on `num_examples` as far as truncation costs privacy.
     """
 
     num_examples: int
@@ -142,8 +142,8 @@ class DPSGD:
 
         Args:
           epsilon: the target after all iterations, which is not exceeded.
-          delta: the target delta; choose it well below 1 / num_examples. A larger one
-            is warned of.
+          delta: the target delta; choose it well below 1 / num_examples. From that
+            number on, there is a warning.
 
         Raises:
           ValueError: if the target is out of range or cannot be reached.
@@ -188,7 +188,7 @@ class DPSGD:
 
     @property
     def is_private(self) -> bool:
-        """Whether gradients are clipped and receive noise; `guarantee` has epsilon."""
+        """Whether gradients are clipped and receive noise."""
         return bool(self.noise_multiplier) and self._is_clipped
 
     @property
@@ -221,7 +221,7 @@ class DPSGD:
 
     @property
     def initial_clip_norm(self) -> jax.Array | None:
-        """The clip norm of the first step if it adapts, or else None."""
+        """The clip norm of the first step if it adapts, and None otherwise."""
         adaptive = self._joint.adaptive
         return None if adaptive is None else jnp.float32(adaptive.initial)
 
@@ -232,7 +232,7 @@ class DPSGD:
 
     @property
     def resolution(self) -> int | None:
-        """How many units of the grid the largest contribution has; None for floats."""
+        """The number of grid units in the largest contribution; None for floats."""
         return noise_addition.choose_resolution(
             self.noise_multiplier or 1.0, self.num_parameters, self._sums
         )
@@ -241,8 +241,8 @@ class DPSGD:
     def dp_event(self) -> dp_accounting.DpEvent:
         """All iterations as an event of dp_accounting.
 
-        Under ADD_OR_REMOVE_ONE, it describes the neighbour with one example more;
-        `guarantee` also considers the one with one example less, which may cost more.
+        Under ADD_OR_REMOVE_ONE, the event is for the neighbour with one example more.
+        `guarantee` also considers one example less, which may cost more.
         """
         return self.step_cost.event(self.iterations)
 
@@ -271,8 +271,8 @@ class DPSGD:
         Returns:
           A callable that returns the sum of clipped gradients over
           `expected_batch_size`. With `released_metrics` or an `AdaptiveClipNorm`, it
-          returns a `JointSum`: add noise to it with `.privatizer`, and then take it
-          apart with `.split`.
+          returns a `JointSum`: add noise to it with `.privatizer`, and then split it
+          with `.split`.
         """
         _validate.require(
             kwargs.get("nan_safe", True),
@@ -352,14 +352,14 @@ class DPSGD:
 
         Args:
           step: the number of steps that were released; None for all iterations.
-          delta: the delta; None for the one that was given to `calibrate`.
+          delta: the delta; None for the delta that was given to `calibrate`.
 
         Returns:
           Epsilon, delta and the accountant. Epsilon is infinite without clipping or
           noise, or if delta does not cover the sampler's deviation from ideal noise.
 
         Raises:
-          ValueError: before calibration, without a delta, or for one out of range.
+          ValueError: before calibration, without a delta, or for numbers out of range.
         """
         cost = self.step_cost
         steps = self.iterations if step is None else as_number(step)
@@ -397,7 +397,7 @@ class DPSGD:
 
     @property
     def _is_in_clip_norms(self) -> bool:
-        """Whether the sum and its noise are in units of the clip norm."""
+        """Whether the sum and its noise are multiples of the clip norm."""
         return self.rescale_to_unit_norm or self._joint.adaptive is not None
 
     @functools.cached_property
@@ -459,7 +459,7 @@ class DPSGD:
         )
 
 
-# By field: its check, and what to do if it fails.
+# The check of each field, and the fix that its error message names.
 _CHECKS = {
     "num_examples": (_validate.positive_integer, "Count the examples to train on."),
     "expected_batch_size": (_validate.positive, "Use 256, for example."),
@@ -474,7 +474,7 @@ _MAY_BE_NONE = ("noise_multiplier", "truncated_batch_size", "microbatch_size")
 
 
 def _checked_fields(mechanism: DPSGD) -> dict[str, Any]:
-    """Returns Python numbers and bools by name; ValueError for one out of range."""
+    """Returns Python numbers and bools by name; ValueError if one is out of range."""
     checked: dict[str, Any] = {
         name: check(**{name: getattr(mechanism, name)}, fix=fix)
         for name, (check, fix) in _CHECKS.items()

@@ -1,4 +1,4 @@
-"""Computes what steps cost in privacy, of one run or of several on the same data.
+"""Computes the privacy cost of steps, of one run or of several runs on the same data.
 
 A small share of delta is charged for the samplers. Each entry of the noise deviates
 slightly from an ideal discrete Gaussian (`noise_addition/_discrete_gaussian.py`), and
@@ -33,7 +33,7 @@ class ComputedProbability(float):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyCost:
-    """Everything that the privacy cost of one step depends on.
+    """The quantities that determine the privacy cost of one step.
 
     Attributes:
       sampling_prob: the probability that an example is in a batch.
@@ -84,7 +84,7 @@ class PrivacyCost:
 def calibrate(cost: PrivacyCost, steps: int, *, epsilon: float, delta: float) -> float:
     """The least noise multiplier for which all steps satisfy (epsilon, delta).
 
-    `cost` is that of one step, with any noise multiplier.
+    `cost` is the cost of one step; its noise multiplier is ignored.
     """
     epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
     delta = accounting.check_delta(delta)
@@ -122,10 +122,10 @@ def calibrate(cost: PrivacyCost, steps: int, *, epsilon: float, delta: float) ->
 def guarantee_of(
     steps: Mapping[PrivacyCost, int], *, delta: float
 ) -> accounting.PrivacyGuarantee:
-    """Computes epsilon of all steps together, given how many there are of each cost.
+    """Computes epsilon of all steps together, given the number of steps of each cost.
 
-    Every step may use all people: those of different costs may have different datasets,
-    as long as one person is one example in each.
+    A person may be in the datasets of all steps. Steps of different costs may have
+    different datasets, as long as one person is one example in each.
 
     Raises:
       ValueError: if `delta` is out of range, or if the steps have different
@@ -163,11 +163,11 @@ def guarantee_of_stages(
 ) -> accounting.PrivacyGuarantee:
     """Computes epsilon of stages whose costs were chosen one after the other.
 
-    Steps of one cost compose numerically. The theorem behind that needs costs that are
-    fixed in advance, and someone may choose the next cost after looking at the results
-    of the last one. Then the epsilons are added up instead. The first stage gets half
-    of delta, the second one a quarter, and so on; the last one gets what is left.
-    docs/proofs.md has the proof.
+    Steps of one cost compose numerically. The theorem behind this composition needs
+    costs that are fixed in advance. But someone may choose the next cost after looking
+    at the results of the last stage, so the epsilons of stages are added up. The first
+    stage gets half of delta, the second stage a quarter, and so on; the last stage gets
+    the rest. docs/proofs.md has the proof.
 
     Args:
       stages: for each cost, in the order of their first steps, the largest number of

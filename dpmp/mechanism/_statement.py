@@ -117,7 +117,7 @@ def _describe_released(mechanism: Any) -> list[str]:
     counting = mechanism.counting_overflows().released_metrics
     lines = []
     if is_adaptive := isinstance(adaptive, AdaptiveClipNorm):
-        # The noise on everything is wider for the noisy fraction.
+        # The release of the noisy fraction makes all noise wider.
         noise = mechanism.stddev * batch_size / (1 + counting.widening)
     stddevs = {x: counting.stddev(x, noise, batch_size) for x in counting.names}
     if metrics is not None:

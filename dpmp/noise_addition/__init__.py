@@ -4,8 +4,8 @@
 >>> noise_state = privatizer.init({"w": jnp.zeros(3)})
 >>> noisy, noise_state = privatizer.update({"w": jnp.ones(3)}, noise_state)
 
-The input of `update` is sensitive, and its first output is released, so that the optax
-transformations that follow cost no more privacy. The state holds the key of the noise,
+The input of `update` is sensitive. Its first output is released, so any optax
+transformations after it cost no more privacy. The state holds the key of the noise,
 which is secret.
 """
 

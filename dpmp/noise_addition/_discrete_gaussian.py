@@ -3,7 +3,7 @@
 Other samplers reject candidates and leak information through their running time, or
 round floats and leak it through the lowest bits. This sampler looks up draws from a
 base distribution, D_{Z,s0} with s0^2 = 4 (1 + 128^2), in an alias table of integers. It
-adds up two or three of these draws to a x1 + b x2 or k (a x1 + b x2) + x3.
+returns one draw, or combines more draws to a x1 + b x2 or k (a x1 + b x2) + x3.
 
 D_{Z,s} gives the integer n a probability proportional to exp(-n^2 / 2 s^2). By Poisson
 summation, a sum over shifted integers hardly depends on the shift c:
@@ -32,8 +32,8 @@ exp(-(n - x)^2 / 8) is proportional to exp(-(n - S)^2 / 2 s^2), and w(x) is
 same bounds: adding noise from D_{Z,s} is post-processing of the Gaussian mechanism.
 
 Such a factor amounts to a total variation distance of at most e / (1 - e) < 2^-112. The
-alias table is within 2^-118 of D_{Z,s0}. Noise of three draws costs both of these three
-times: for three draws, two convolutions, and the rounding of the Gaussian mechanism.
+alias table is within 2^-118 of D_{Z,s0}. Noise of three draws costs each of these three
+times: 2^-118 for each draw, and 2^-112 for each of two convolutions and the rounding.
 
 References:
   [Canonne, Kamath, Steinke: The discrete Gaussian for differential
@@ -74,10 +74,10 @@ NOISE_TOTAL_VARIATION = 2.0**-109
 # A draw on a GPU stores up to eight words for each entry. So a large array is drawn in
 # parts of about this many entries, or of up to 16 times fewer.
 _PART = 2**24
-_MOST_PARTS = 16  # for each one that is wanted
-# Numbers of devices along an axis are thought to divide this one.
+_MOST_PARTS = 16  # for each part that is wanted
+# The number of devices along an axis is assumed to divide this number.
 _NUMBERS_OF_DEVICES = 256 * 3 * 5
-_SHORTEST_RUN = 32  # entries next to each other, which are 128 bytes
+_SHORTEST_RUN = 32  # adjacent entries, which are 128 bytes
 
 # Stream 4 i + d of the random bits is for base draw d (1, 2 or 3) of leaf i.
 _STREAMS_PER_LEAF = 4
@@ -101,7 +101,7 @@ class DiscreteGaussian:
     Attributes:
       multipliers: the factors of the base draws: (1,), (a, b) or (k a, k b, 1). Here a
         and b have no common factor, a^2 + b^2 is at most 1 + 128^2, and k is at most
-        128. Others are refused.
+        128. Other multipliers are refused.
     """
 
     multipliers: tuple[int, ...]
@@ -144,7 +144,7 @@ class DiscreteGaussian:
 
     @classmethod
     def at_most(cls, stddev: float, num_draws: int) -> "DiscreteGaussian":
-        """The widest noise of two or three draws up to `stddev`, or the narrowest."""
+        """The widest noise of at most 2 or 3 draws up to `stddev`, or the narrowest."""
         allowed = int(_num_squares(stddev))
         if num_draws == 2 or allowed <= _LARGEST_SQUARES:
             return cls(_below(allowed))
@@ -195,9 +195,9 @@ class DiscreteGaussian:
         def part_of_noise(part: Any) -> jax.Array:
             def add_draw(noise: jax.Array, draw: Any) -> tuple[jax.Array, None]:
                 stream, multiplier = draw
-                # Else the compiler would store before the loop what the draws have in
-                # common: places, also mixed with the key. These are as large as the
-                # noise.
+                # Without the fence, the compiler would compute the positions once for
+                # all draws, before the loop, and store them (and their mixture with the
+                # key). These arrays are as large as the noise.
                 own_key, one, _ = fence((key, np.uint32(1), stream))
                 draw = _base_draw(
                     alias_table(),
@@ -210,7 +210,7 @@ class DiscreteGaussian:
                 )
                 return noise + multiplier * draw, None
 
-            # A loop, because a draw takes the compiler a large part of a second.
+            # A loop, because compiling one draw takes a large part of a second.
             zeros = jnp.zeros(division.shape_of_part, jnp.int32)
             return jax.lax.scan(add_draw, zeros, draws)[0]
 
@@ -241,7 +241,7 @@ class _Division(NamedTuple):
 
     @property
     def shape_of_part(self) -> tuple[int, ...]:
-        """With the blocks and the run in place of the divided axis."""
+        """The shape with the blocks and the run in place of the divided axis."""
         if self.parts == 1:  # XLA would store words for more axes, even of size 1.
             return self.shape
         axis, blocks = self.axis, self.shape[self.axis] // (self.parts * self.run)
@@ -263,9 +263,9 @@ class _Division(NamedTuple):
 def _divided(shape: tuple[int, ...]) -> _Division:
     """Chooses the division whose parts are nearest to `_PART` entries.
 
-    It changes none of the noise. Devices that can share an axis evenly must also share
-    its blocks evenly: otherwise the compiler would have each of them draw the noise of
-    all. So some arrays have fewer parts than this, or one.
+    The choice does not change the noise. Devices that can share an axis evenly must
+    also share its blocks evenly: otherwise the compiler would make each device draw the
+    noise of all devices. So some arrays have fewer parts than wanted, or only one.
     """
     wanted = -(-math.prod(shape) // _PART)
     nearest, found = math.inf, _Division(shape)
@@ -310,7 +310,7 @@ def _squares(multipliers: tuple[int, ...]) -> int:
 
 
 def _num_squares(stddev: float | Fraction) -> Fraction:
-    """The sum of squared multipliers that makes `stddev` the effective one."""
+    """The sum of squared multipliers that makes `stddev` the effective stddev."""
     return (Fraction(stddev) ** 2 + _LATTICE_VARIANCE) / BASE_VARIANCE
 
 
@@ -320,12 +320,12 @@ def _outer_multiplier(squares: int) -> int:
 
 
 def _above(squares: int) -> tuple[int, ...]:
-    """The multipliers of one or two draws with the least sum from `squares` on."""
+    """The multipliers (1,) or (a, b) with the least sum of squares >= `squares`."""
     return _sums()[bisect.bisect_left(_sums(), (squares,))][1]
 
 
 def _below(squares: int) -> tuple[int, ...]:
-    """Those with the greatest sum of squares up to `squares`, or else (1,)."""
+    """The multipliers with the greatest sum of squares <= `squares`, or (1,)."""
     return _sums()[max(bisect.bisect_left(_sums(), (squares + 1,)), 1) - 1][1]
 
 

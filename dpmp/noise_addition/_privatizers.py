@@ -30,8 +30,8 @@ _LARGEST_NOISE_MULTIPLIER = 32.0
 
 # Float sums are rounded to a grid that is so fine that rounding costs 1/4096 of the
 # noise. But the standard deviation of the noise must have between 2^14 and 2^21 units
-# of the grid, because the sampler has no much wider noise, and sums must fit into 32
-# bits.
+# of the grid, because the sampler cannot make much wider noise, and sums must fit into
+# 32 bits.
 _LOG_ROUNDING_SHARE = 12
 _LOG_UNITS = (14, 20)
 
@@ -73,8 +73,8 @@ def gaussian_privatizer(
       - The noise of an entry is a function of the root key, the step and the place of
         the entry in the tree. A step that is run again repeats its release bit for bit,
         and no two steps share noise. Under `jax.jit`, the noise does not depend on the
-        sharding of the sum, and every device draws that of its own shard. (Arrays of at
-        most 16384 entries share a draw, which all devices make.) Noise is refused
+        sharding of the sum, and every device draws the noise of its own shard. (Arrays
+        of at most 16384 entries share a draw, which all devices make.) Noise is refused
         inside `jax.shard_map` and `jax.pmap`, where no device knows which part of the
         sum it has.
       - Without `prng_key`, each `init` draws a key of 128 bits from the operating
@@ -97,8 +97,8 @@ def gaussian_privatizer(
       prng_key: a jax key, or None to draw 128 bits from the operating system. Use a key
         for one privatizer of one run, and apply the privatizer to the whole sum. Two
         runs with the same key have the same noise, so that the difference of their
-        outputs has none, whatever else differs. So it is with `jax.vmap` over sums, and
-        with two privatizers of one key in one optimizer.
+        outputs has no noise, whatever else differs. The same happens under `jax.vmap`
+        over sums, and with two privatizers of one key in one optimizer.
       l2_sensitivity: the sensitivity of the sum. Rounding a float sum to a grid costs
         more noise if `stddev` is a larger multiple of the sensitivity. Without this
         argument, `stddev` is assumed to be at most 32 times the sensitivity. Exact sums
@@ -133,7 +133,7 @@ def gaussian_privatizer(
 
     def add_noise(sums: list[Sum], noise_state: NoiseState) -> list[jax.Array]:
         unit, widened = 1.0, Fraction(stddev)
-        # Rounding some leaves moves the sum as a whole, so that all noise gets wider.
+        # Rounding some leaves moves the whole sum, so all noise must be wider.
         if not all(map(is_grid, sums)):
             rounding_cost = noise_multiplier * math.sqrt(num_entries(sums))
             unit, widened = _grid_of_floats(stddev, rounding_cost)
@@ -207,7 +207,7 @@ def _add_draw(
     """Adds one draw to its leaves; returns the noisy leaves by number."""
     noisy = {}
     for i, noise in draw.divided(sample, step).items():
-        # Else each device would send its part of a joint vector to all others.
+        # Otherwise each device would send its part of a joint vector to all others.
         whole = _meshes.on_every_device(noise) if draw.is_of_small else noise
         counts = leaves[i].counts + whole.reshape(leaves[i].counts.shape)
         noisy[i] = GridArray(counts, leaves[i].unit).to_float()

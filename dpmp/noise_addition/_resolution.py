@@ -1,4 +1,4 @@
-"""How fine the grid of a sum may be, for the noise that it receives."""
+"""Chooses the resolution of the grid of a sum, for the noise that the sum receives."""
 
 import math
 
@@ -16,11 +16,11 @@ from dpmp.numerics import (
 def choose_resolution(
     noise_multiplier: float, num_parameters: int, arithmetic: Arithmetic
 ) -> int | None:
-    """How many units the largest contribution has; None for a sum without a grid.
+    """The number of units in the largest contribution; None for a sum without a grid.
 
     Rounding to a coarse grid takes a share of the clip norm. But the sampler of the
-    noise limits how fine the grid may be. The sum of three draws of noise allows a
-    finer grid than that of two, and is used if the share is above 1 % with two.
+    noise limits how fine the grid may be. Noise of three draws allows a finer grid than
+    noise of two draws. It is used if two draws would cost a share above 1 %.
 
     Raises:
       ValueError: if rounding costs too much of the clip norm, or if the noise is too

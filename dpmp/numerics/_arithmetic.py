@@ -60,13 +60,13 @@ class Arithmetic(Protocol):
     def needs_norm_bounds(self) -> bool:
         """Whether an engine must compute upper bounds that include rounding errors.
 
-        Such bounds need small microbatches, and hold if examples keep their places.
+        Such bounds need small microbatches, and assume that examples have fixed slots.
         """
         ...
 
     @property
     def assumption(self) -> str:
-        """A sentence for the statement: what the proof assumes of the device."""
+        """A sentence for the statement, on the assumptions about the device."""
         ...
 
     def check_mode(self) -> None:
@@ -93,13 +93,13 @@ class Arithmetic(Protocol):
     def for_clip_norms(
         self, bounds: Sequence[float], l2_norm_bound: float
     ) -> "Arithmetic":
-        """Returns this arithmetic for given largest norms, of each group and all."""
+        """Returns this arithmetic for the largest norms of each group, and of all."""
         ...
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """Lowers the norms to clip to, so that there is room for rounding.
+        """Lowers the norms to clip to, by a reserve for rounding.
 
         The targets are a norm and a largest coefficient for each group. On a grid, the
         results are in units.
@@ -115,7 +115,7 @@ class Arithmetic(Protocol):
         ...
 
     def add_and_cut(self, total: PyTree, axes: tuple[str, ...], axis: int, /) -> PyTree:
-        """The same, where each device receives its own part along an array's axis."""
+        """Like `add_over`, but a device receives only its own part along `axis`."""
         ...
 
     def finish(self, total: PyTree) -> PyTree:
@@ -136,7 +136,7 @@ class Arithmetic(Protocol):
 
 
 class GradientSums(Arithmetic, Protocol):
-    """An arithmetic of "per_example", the engine that forms gradients."""
+    """An arithmetic of "per_example", the engine that materializes gradients."""
 
     def passes_norm_check(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
@@ -162,7 +162,7 @@ class GradientSums(Arithmetic, Protocol):
 
 
 class PartialSums(Arithmetic, Protocol):
-    """An arithmetic of "book_keeping", which forms sums of microbatches in floats."""
+    """An arithmetic of "book_keeping", which sums each microbatch in floats."""
 
     def from_float(self, total: jax.Array, /) -> PyTree:
         """Turns the float sum of a microbatch into a sum of this arithmetic."""
@@ -182,7 +182,7 @@ def parse_arithmetic(
 
     Raises:
       ValueError: for an unknown name, for a dtype narrower than float32, for arguments
-        that do not go together, and for float64 without 64-bit mode.
+        that contradict each other, and for float64 without 64-bit mode.
     """
     dtype_name = None if dtype is None else _name_of(dtype)
     if arithmetic is None:

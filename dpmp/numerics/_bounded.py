@@ -1,11 +1,11 @@
-"""Clipped sums of gradients that are never materialized, with a proved sensitivity.
+"""Clipped sums in book-keeping, with a proved sensitivity.
 
-Book-keeping stores factors of gradients, not gradients. So it cannot round and check
+Book-keeping caches factors of gradients, not gradients. So it cannot round and check
 each contribution (the clipped gradient of one example), as `_exact.py` does. Instead,
 it computes an upper bound on each norm that includes all rounding errors, and clips by
 this bound.
 
-Notation. For one parameter, the gradient of example i and its extent A_i are
+Notation. For one parameter, the gradient of example i and its sum of magnitudes A_i are
 
     G_i = sum over positions t of  l_it (x) r_it,     A_i = sum over t of |l_it| |r_it|.
 
@@ -25,15 +25,15 @@ These cases are covered too:
 - Several uses of a parameter may add to the same entries. Their positions are counted
   together.
 - For K independent groups, or for several parameters, A_i^2 is the sum of the squares
-  of their extents, and |G_i|^2 is the sum of their squared norms. By Minkowski's
+  of their A_i, and |G_i|^2 is the sum of their squared norms. By Minkowski's
   inequality, all that follows holds for them together.
 
 1. Norms. There are two ways to compute |G_i|^2. The first takes inner products of
    positions: |G_i|^2 is a sum over t, s of (l_t . l_s)(r_t . r_s). Before rounding, the
    magnitudes of the products in one of these summands add up to at most
    |l_t||l_s||r_t||r_s|, and over all t, s to at most A_i^2. So the sum is off by at
-   most gamma(inner) A_i^2. The second way forms the gradient, which is off by at most
-   gamma(product) A_i in norm. The sum of its squares is off by at most a factor
+   most gamma(inner) A_i^2. The second way materializes the gradient, which is off by at
+   most gamma(product) A_i in norm. The sum of its squares is off by at most a factor
    1 + gamma(total). A_i^2 itself is a sum of nonnegative summands, and is off by at
    most a factor 1 + gamma(extent). Let V be the computed |G_i|^2, and E the computed
    A_i^2. Then
@@ -63,7 +63,7 @@ These cases are covered too:
        target (1 + gamma(h) (2 m - 1) kappa)  =  target (1 + ROUNDING_RESERVE).
 
    The last equation defines kappa. An example with A > kappa N is scaled down more than
-   its norm asks for.
+   its norm requires.
 
 4. The sum of a batch. The sum of each microbatch is rounded to a grid. This moves two
    sums further apart by at most one unit in each of D entries, so by at most sqrt(D)
@@ -79,7 +79,7 @@ product is added to V and to A^2. `FLOOR` for each entry is added to |l_t|^2 and
 |r_t|^2, which makes gamma(inner) A^2 larger than the loss in inner products. If the
 denominator of c exceeds 2^60, the coefficient is zero, so that no coefficient
 underflows. The sum can lose m T 2^-126 in an entry, which is below a thousandth of a
-unit of the grid. `BoundedSums.max_norm_before_rounding` leaves room for it.
+unit of the grid. `BoundedSums.max_norm_before_rounding` covers this loss.
 
 Conditions. The factors in memory for an example depend on that example alone, in its
 place. A sum of the same numbers is the same whenever it is computed. (On GPUs, this
@@ -139,7 +139,7 @@ class Roundings(NamedTuple):
     positions: int = 1
 
     def after(self, additions: int) -> "Roundings":
-        """Counts the additions that sum the parts of all parameters."""
+        """Adds the roundings of `additions`, which sum the parts of all parameters."""
         return self._replace(
             inner=self.inner + additions,
             total=self.total + additions,
@@ -163,7 +163,7 @@ def clip_by(
 
     The arguments are V, E, their counts of roundings, the number of products that they
     are sums of, and eta. Raises ValueError for a microbatch so large that almost every
-    gradient would be cut.
+    gradient would be scaled down more than its norm requires.
     """
     size = squared_norm.shape[0]
     kappa = largest_extent(size, roundings)
@@ -188,15 +188,15 @@ def clip_by(
 
 
 def largest_extent(microbatch_size: int, roundings: Roundings) -> float:
-    """Returns kappa: the largest A, in units of the target norm."""
+    """Returns kappa: if A > kappa N, a gradient is scaled down more than N requires."""
     chain = _gamma(microbatch_size * roundings.positions + _SPARE_ROUNDINGS)
     return ROUNDING_RESERVE / (chain * (2 * microbatch_size - 1))
 
 
 def largest_microbatch(positions: int) -> int:
-    """Returns the largest power of two at which hardly any example is cut.
+    """Returns the largest power of two for which kappa is at least 8, or 1.
 
-    The gradients of trained transformers have an extent of 5 to 7 norms.
+    In the gradients of trained transformers, A is 5 to 7 times the norm.
     """
     size = 1
     while largest_extent(2 * size, Roundings(positions=positions)) >= 8:

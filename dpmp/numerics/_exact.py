@@ -103,7 +103,7 @@ class _Squares:
     def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
         (coef,) = operands
         counts = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
-        return jnp.square(counts.astype(self.dtype))  # right if a negative one wraps
+        return jnp.square(counts.astype(self.dtype))  # correct for negative counts too
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.minimum(a + b, jnp.asarray(self.limit, self.dtype))
@@ -118,9 +118,9 @@ def _round(rows: jax.Array, coef: jax.Array, start: Any) -> jax.Array:
 
     The rounding is done in fixed point. Its threshold cycles with the position of the
     entry. So a gradient with many equal entries keeps its norm, which it would lose if
-    all of them were rounded the same way. The only operation before it that rounds is
-    one float product. The compiler cannot contract this product into an addition, so
-    the check of the norm and the sum see the same integers.
+    all of them were rounded the same way. The only rounding before that is one float
+    product. The compiler cannot contract this product into an addition, so the norm
+    check and the sum see the same integers.
     """
     scaled = (coef * 2.0**_FRACTION_BITS)[:, None].astype(rows.dtype) * rows
     position = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1)

@@ -21,7 +21,7 @@ from dpmp.numerics._stored import StoredArray
 
 UNIT_ROUNDOFF = 2.0**-24
 
-# Float sums in book-keeping. The name makes users say that these have no proof.
+# Float sums in book-keeping. Whoever chooses them by name sees that they have no proof.
 UNPROVED = "unproved_float32"
 
 
@@ -99,7 +99,7 @@ class FloatSums:
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """See `Arithmetic`; leaves the rounding reserve."""
+        """See `Arithmetic`; lowers the norms by the rounding reserve."""
         del num_entries
         return [(bound / (1 + self.rounding_reserve), cap) for bound, cap in targets]
 
@@ -125,7 +125,7 @@ class FloatSums:
         return reduction.pairwise([self.from_float(x) for x in terms], self.add)
 
     def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """See `Arithmetic`; each device adds up one part, and then gathers all."""
+        """See `Arithmetic`; each device adds up one part, and gathers all parts."""
         flat = jnp.pad(total.ravel(), (0, -total.size % jax.lax.axis_size(axes)))
         part = self.add_and_cut(flat, axes, 0)
         gathered = jax.lax.all_gather(part, axes, tiled=True)
@@ -134,7 +134,7 @@ class FloatSums:
     def add_and_cut(
         self, total: jax.Array, axes: tuple[str, ...], axis: int
     ) -> jax.Array:
-        """See `Arithmetic`; the order is a tree of additions that is written out."""
+        """See `Arithmetic`; a tree of additions, written out, fixes the order."""
         parts = jax.lax.all_to_all(total[None], axes, axis + 1, 0, tiled=True)
         while len(parts) > 1:
             half = len(parts) // 2

@@ -1,4 +1,4 @@
-"""Grids of integers: multiples of one unit, in which clip norms are whole numbers."""
+"""Grids: integer multiples of one unit, in which clip norms are integers too."""
 
 import abc
 import dataclasses
@@ -18,7 +18,7 @@ from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
 from dpmp.numerics._stored import at_least_float32
 
-# Squares of integers up to this one fit into 32 bits, with room to see an overflow.
+# Squares of integers up to this one fit into 32 bits, and so does the sum of two.
 DEFAULT_RESOLUTION = 2**15 - 1
 
 # Integers up to this one are exact in float32, and fit into int32 with eight more bits.
@@ -52,7 +52,7 @@ class GridArray:
         object.__setattr__(self, "unit", as_real(self.unit))
 
     def to_float(self) -> jax.Array:
-        """Returns the nearest float32 numbers."""
+        """Returns the numbers in float32, with at most two roundings."""
         return self.counts.astype(jnp.float32) * np.float32(self.unit)
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -65,7 +65,7 @@ class GridArray:
             error=TypeError,
         )
 
-    # An optimizer that is given the sum itself comes to one of these.
+    # An optimizer that receives the sum without noise calls one of these.
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = _refuse
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
 
@@ -75,7 +75,7 @@ Sum: TypeAlias = GridArray | jax.Array
 
 
 def is_grid(x: Any) -> bool:
-    """Whether `x` is a `GridArray`: the `is_leaf` of trees of sums."""
+    """Whether `x` is a `GridArray`; the `is_leaf` argument for trees of sums."""
     return isinstance(x, GridArray)
 
 
@@ -116,7 +116,7 @@ def check_before_noise(leaf: Sum, number: int) -> None:
 
 
 def round_to_grid(leaf: Sum, unit: float) -> GridArray:
-    """Rounds a float sum to multiples of a power of two; a `GridArray` stays as it is.
+    """Rounds a float sum to multiples of a power of two; a `GridArray` is unchanged.
 
     Scaling by a power of two is exact. Rounding moves an entry by at most half a unit.
     """
@@ -124,7 +124,7 @@ def round_to_grid(leaf: Sum, unit: float) -> GridArray:
         return leaf
     scaled, limit = to_float(leaf) * (1 / unit), 2**31 - 2**27
     counts = jnp.clip(jnp.round(scaled), -limit, limit).astype(jnp.int32)
-    return GridArray(jnp.clip(counts, -limit, limit), unit)  # also what was NaN
+    return GridArray(jnp.clip(counts, -limit, limit), unit)  # clips integers from NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +133,8 @@ class GridSums(abc.ABC):
 
     Attributes:
       resolution: the size of the largest contribution, in units of the grid.
-      radii: the largest norm of each clipping group, in units. There are none until the
-        clip norms are known.
+      radii: the largest norm of each clipping group, in units; empty until the clip
+        norms are known.
       unit: the unit of the grid, or 0 until the clip norms are known.
     """
 

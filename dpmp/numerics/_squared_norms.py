@@ -30,7 +30,7 @@ class SquaredNorm(NamedTuple):
 
     @property
     def underflow(self) -> float:
-        """The most that `value` can have lost by flushing tiny squares to zero."""
+        """An upper bound on the sum of squares that were flushed to zero."""
         return max(self.num_entries, 1) * _SMALLEST_NORMAL
 
 

@@ -1,9 +1,9 @@
 """Groups of arrays that are processed together, which keeps programs small.
 
 A model may have hundreds of arrays. Small arrays are joined to larger ones before they
-are added up. Random numbers are drawn for several arrays at once. For these, small
-arrays share one vector. Larger arrays of one shape share a stack, which a compiler can
-shard as it shards the arrays.
+are added up. Random numbers are drawn for several arrays at once: small arrays share
+one vector, and larger arrays of one shape share a stack, which a compiler can shard as
+it shards the arrays.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class Draw(NamedTuple):
     """Random numbers that are drawn at once."""
 
     shape: tuple[int, ...]
-    # By the number of each array, its start and stop along the first axis.
+    # For the number of each array, its start and stop along the first axis.
     ranges: dict[int, tuple[int, int]]
     # Whether it is a vector for small arrays, which are sharded in ways of their own.
     is_of_small: bool = False
@@ -95,7 +95,7 @@ def join(arrays: Sequence[jax.Array], groups: list[list[int]]) -> list[jax.Array
 def _join(arrays: list[jax.Array]) -> jax.Array:
     if len(arrays) == 1:
         return arrays[0]
-    if len(arrays) > _FEW_ARRAYS:  # else XLA takes quadratic time to compile
+    if len(arrays) > _FEW_ARRAYS:  # XLA's time to compile is quadratic
         parts = [
             arrays[i : i + _FEW_ARRAYS] for i in range(0, len(arrays), _FEW_ARRAYS)
         ]

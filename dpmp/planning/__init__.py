@@ -1,8 +1,8 @@
 """Answers "what do I run?" before any data is touched: noise, memory, microbatches.
 
-A run of a given cost can make many steps with small batches, or few steps with large
-ones. `compare_batch_sizes` finds the noise that each of these needs, and
-`plan_to_start_from` chooses one. `python -m dpmp plan` prints both as a table.
+With a given number of processed examples, a run can make many steps with small batches
+or few steps with large batches. `compare_batch_sizes` finds the noise for each choice,
+and `plan_to_start_from` chooses one. `python -m dpmp plan` prints both as a table.
 `dpmp.memory` counts the memory of a step, and `dpmp.microbatches` times it.
 
 >>> plans = compare_batch_sizes(

@@ -75,7 +75,7 @@ def compiled_memory(
       loss_fn: `loss_fn(params, batch)`, as in `clipped_grad`. Arrays that it closes
         over count as arguments of the step.
       params: as in `estimate_memory`, and so are all arguments below.
-      batch: arrays or shapes. If `DPSGD` pads such a batch, the padded one is compiled.
+      batch: arrays or shapes. The step is compiled for the padded size of `DPSGD`.
       policy: the dtypes.
       optimizer: any optax transformation.
       method: the gradient engine.
@@ -100,7 +100,7 @@ def compiled_memory(
         microbatch_size=microbatch_size,
         arithmetic=arithmetic,
     )
-    with warnings.catch_warnings(action="ignore"):  # those of float16 and of float8
+    with warnings.catch_warnings(action="ignore"):  # about float16 and float8
         trainer = DPTrainer(
             mechanism=mechanism, loss_fn=loss_fn, optimizer=optimizer, policy=policy
         )
@@ -132,7 +132,7 @@ def largest_microbatch(
     num_bytes: float,
     **options: Any,
 ) -> tuple[int, CompiledMemory] | None:
-    """Finds the largest microbatch with which a training step fits into some memory.
+    """Finds the largest microbatch with which a training step fits into `num_bytes`.
 
     Steps are compiled for microbatches of the whole batch, of half of it, and so on.
 

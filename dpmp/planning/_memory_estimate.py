@@ -37,7 +37,7 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The account of a step; `str` gives a table.
+    """The memory of a step, part by part; `str` gives a table.
 
     Attributes:
       lines: the parts that take any memory.
@@ -93,8 +93,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Counts the memory of a step of `DPTrainer`, without its activations.
 
-    Some parts are in memory throughout the step. The others take turns: first a copy of
-    the parameters to compute with and per-example gradients, then noise, then random
+    Some parts are in memory throughout the step. The other parts take turns: first the
+    compute copy of the parameters and per-example gradients, then noise, then random
     bits for rounding. The step takes the permanent parts and the largest turn.
 
     With master parameters and Adam in float32, the lines "master parameters" (4),
@@ -122,12 +122,12 @@ def estimate_memory(
       arithmetic: as in `DPSGD`; None for the default of the engine.
 
     Returns:
-      The account.
+      The estimate.
 
     Raises:
-      ValueError: for a policy, method or arithmetic that is unknown or does not go with
-        the others, arrays of a batch that have different numbers of examples, and a
-        `microbatch_size` that does not divide this number.
+      ValueError: if a policy, method or arithmetic is unknown or contradicts the
+        others, if the arrays of a batch have different numbers of examples, or if
+        `microbatch_size` does not divide this number.
     """
     policy = Policy.parse(policy)
     check_method(method)

@@ -103,7 +103,7 @@ def measure_accumulation_share(
     Args:
       loss_fn: as in `clipped_grad`; it must return the mean loss of a larger batch.
       params: arrays, or shapes (`jax.ShapeDtypeStruct`), which stand for zeros.
-      batch: the same. Only shapes matter, so do not pass private data.
+      batch: arrays or shapes too. Only shapes matter, so do not pass private data.
       rounds: the number of times that each function is timed, in turn.
       **options: of `clipped_grad`, such as `method`, `arithmetic`, `microbatch_size`.
 

@@ -1,4 +1,4 @@
-"""Compares runs that meet one privacy target and cost the same."""
+"""Compares runs that meet one privacy target and process equally many examples."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def signal_over_noise(self) -> float:
-        """The sum of all steps over the noise in it, for gradients of one clip norm."""
+        """Signal over noise in the sum of all steps, for gradients of one clip norm."""
         return math.sqrt(self.iterations) / self.noise_in_mean
 
 
@@ -53,7 +53,7 @@ def compare_batch_sizes(
       epsilon: the target after the run.
       delta: the target delta.
       num_processed: the number of examples in all batches together, on average. The
-        cost of a run is proportional to it.
+        running time is proportional to it.
       sizes: the batch sizes to compare. None takes powers of two, from 16 to half of
         the dataset, with which there are at least 20 steps.
       **fields: other attributes of `DPSGD`, such as `neighboring_relation`.
@@ -94,8 +94,8 @@ def compare_batch_sizes(
 def plan_to_start_from(plans: Sequence[Plan]) -> Plan:
     """Chooses the smallest batch that gives nearly the best signal over noise.
 
-    Larger batches drown less in noise, and smaller ones make more steps. So this is the
-    plan with the most steps, of those within 25 % of the best `signal_over_noise`.
+    Larger batches have less relative noise, and smaller batches make more steps. So
+    this is the plan with the most steps within 25 % of the best `signal_over_noise`.
     """
     best = max(plan.signal_over_noise for plan in plans)
     good = [x for x in plans if x.signal_over_noise >= _NEARLY_BEST * best]

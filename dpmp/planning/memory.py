@@ -2,7 +2,7 @@
 
 `estimate_memory` counts the memory that follows from shapes alone, part by part.
 `compiled_memory` compiles a step without running it, and reads the compiler's figures.
-`largest_microbatch` finds the one that fits into some memory.
+`largest_microbatch` finds the largest microbatch that fits into a given memory.
 `accumulation_overhead` counts the operations that clipping adds to training, and
 `measure_accumulation_share` times them. `python -m dpmp memory` shows memory and
 operations for a transformer.

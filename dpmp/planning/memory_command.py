@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> Iterator[str]:
-    """The account of each method, or the microbatch that fits; then operations."""
+    """The estimate of each method, or the microbatch that fits; then operations."""
     batch = jax.ShapeDtypeStruct((args.batch_size, args.length), jnp.int32)
     params, loss_fn = transformer(
         layers=args.layers,
@@ -103,7 +103,7 @@ def _report(args: argparse.Namespace) -> Iterator[str]:
             "method": method,
         }
         if method == "book_keeping" and (args.microbatch_size or args.fit_in):
-            # As large as "bounded" sums, which refuse some microbatches.
+            # Takes the memory of "bounded" sums, which refuse some microbatch sizes.
             options["arithmetic"] = "unproved_float32"
         if args.fit_in is not None:
             found = memory.largest_microbatch(

@@ -21,7 +21,7 @@ class MicrobatchTimes:
     Attributes:
       seconds: the median time of a call, by microbatch size.
       temporary_bytes: the memory that the compiled program allocates besides arguments
-        and results; None where the compiler does not tell.
+        and results; None if the compiler does not report it.
     """
 
     seconds: dict[int, float]
@@ -75,8 +75,8 @@ def measure_microbatch_sizes(
       rounds: the number of times that each function is timed, in turn.
 
     Raises:
-      ValueError: for sizes that are not positive integers, or none; and as the
-        functions do.
+      ValueError: if there are no sizes, if one is not a positive integer, or if a
+        function refuses one.
     """
     _validate.require(
         len(sizes) > 0,

@@ -20,7 +20,7 @@ from dpmp.accounting import DEFAULT_RELATION, digits_above, round_up
 from dpmp.mechanism import DPSGD
 from dpmp.planning._plans import compare_batch_sizes, plan_to_start_from
 
-_Result = tuple[str, dict[str, Any]]  # text, and what --json prints in its place
+_Result = tuple[str, dict[str, Any]]  # the text, and the content for --json
 
 _RELATIONS = {
     "REPLACE_SPECIAL": "one example is replaced by padding (zero-out)",

@@ -5,9 +5,9 @@
 bfloat16
 
 `autocast` is for a model that was written in float32. It computes the products of the
-model in 16 bits, and leaves the rest as it is. The dtypes of norms, sums and noise are
-not part of a policy: the privacy guarantee depends on them, so they belong to the
-mechanism.
+model in 16 bits, and keeps sums and exponentials in float32. The dtypes of norms, sums
+and noise are not part of a policy: the privacy guarantee depends on them, so they
+belong to the mechanism.
 """
 
 from dpmp.precision._autocast import autocast

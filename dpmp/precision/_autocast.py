@@ -5,7 +5,7 @@ operations:
 
     products        operands and results in the compute dtype, summed in float32
     following       in the dtype of the operands; float32 if they differ
-    all others      in float32: sums, exponentials, what jax may add in future
+    all others      in float32: sums, exponentials, operations that are not listed
 
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.
@@ -48,14 +48,14 @@ def autocast(
       fun: a function that computes in float32. Values that it casts to other dtypes
         itself stay in these dtypes.
       policy: a policy, or the name of one. Only its `compute_dtype` counts. A
-        `DPTrainer` with an autocast loss must have policy="float32": with another one,
-        it would round all parameters and inputs before this function sees them.
+        `DPTrainer` with an autocast loss must have policy="float32": another policy
+        would round all parameters and inputs before this function receives them.
 
     Returns:
       A function with the same arguments and results, of the same dtypes.
 
     Raises:
-      ValueError: if `fun` is no function, or if there is no such policy.
+      ValueError: if `fun` is not a function, or if there is no such policy.
     """
     _validate.function(fun=fun)
     dtype = Policy.parse(policy).compute_dtype

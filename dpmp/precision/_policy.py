@@ -42,7 +42,7 @@ class Policy:
         ValueError when parameters are cast.
       float8_scale: if given, the operands of products in the loss are rounded to
         float8_e4m3fn, and cotangents to float8_e5m2. Two kinds of products are not
-        rounded: those with an operand wider than `compute_dtype`, and those in
+        rounded: products with an operand wider than `compute_dtype`, and products in
         functions with derivatives of their own. The scale is "per_example", or a power
         of two that multiplies all operands. "per_example" computes a scale for each
         operand of each example (a parameter has one scale for all examples). Dot
@@ -51,8 +51,8 @@ class Policy:
         and the norms and sums of book-keeping, are emulated everywhere.
       stochastic_rounding: whether parameters are stored in bfloat16, without float32
         masters. Updates are added in float32, and the sum is rounded up or down at
-        random, so that small updates count on average. This saves 4 bytes of an entry:
-        2 of the master, and 2 of the copy that the loss would receive.
+        random, so that small updates count on average. This saves 4 bytes per entry: 2
+        of the master parameter, and 2 of its copy in the compute dtype.
     """
 
     param_dtype: Any
@@ -112,7 +112,7 @@ class Policy:
 
     @classmethod
     def parse(cls, policy: "Policy | str") -> "Policy":
-        """Returns a policy as it is, and the preset of a name."""
+        """Returns a policy unchanged, or the preset of a name."""
         if isinstance(policy, str):
             return cls.from_name(policy)
         _validate.require(
@@ -149,7 +149,7 @@ class Policy:
         return cast_params
 
     def cast_inputs(self, batch: PyTree) -> PyTree:
-        """Casts float inputs to `compute_dtype`, and leaves all others."""
+        """Casts float inputs to `compute_dtype`; other inputs are unchanged."""
         return jax.tree.map(lambda x: _cast(x, self.compute_dtype), batch)
 
     def cast_to_update(self, tree: PyTree) -> PyTree:
@@ -168,7 +168,7 @@ class Policy:
           that key for nothing else.
 
         Args:
-          params: parameters in the dtypes of `cast_to_param`, which are kept.
+          params: parameters in the dtypes of `cast_to_param`; the result has them too.
           updates: the updates of an optimizer that received `cast_to_update(params)`.
           prng_key: a key for this update alone. `stochastic_rounding` without a key
             raises ValueError.

@@ -1,8 +1,8 @@
 """Rounds float32 to bfloat16, up or down at random, without changing the mean.
 
 Rounding to nearest loses every update below half a unit in the last place, which is
-2^-9 of the parameter: training stands still. With random rounding, an update of a tenth
-of a unit moves the parameter by a unit in one step out of ten.
+2^-9 of the parameter, so training stops. With random rounding, an update of a tenth of
+a unit moves the parameter by a unit in one step out of ten.
 
 References:
   Gupta et al.: Deep learning with limited numerical precision, 2015, section 3.
@@ -30,7 +30,7 @@ def round_like(tree: PyTree, like: PyTree, prng_key: jax.Array) -> PyTree:
     keys = _random.split(prng_key, max(len(draws), 1))
     for draw, key in zip(draws, keys, strict=False):
         some = {i: leaves[numbers[i]] for i in draw.ranges}
-        # Without a branch, every reader of a parameter would draw the bits anew.
+        # Otherwise every reader of a parameter would draw the bits again.
         rounded = materialize(
             functools.partial(_round_draw, draw, some, key), jax.random.key_data(key)
         )

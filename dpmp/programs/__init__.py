@@ -1,6 +1,6 @@
 """Programs that jax has traced: how to read, run and rewrite them.
 
-No other files know how jax represents programs. Modules import only from rows below
+No other files use the extension modules of jax. Modules import only from rows below
 their own:
 
     float8   transformations   losses

@@ -112,7 +112,7 @@ def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def _parts_of(params: dict[str, Any]) -> list[Any]:
-    """The values of parameters, and those in tuples."""
+    """The values of parameters, with the entries of tuples and lists."""
     return [
         part
         for value in params.values()
@@ -141,7 +141,7 @@ def bind_bodies(
         is_closed = isinstance(body, jax.extend.core.ClosedJaxpr)
         closed = body if is_closed else jax.extend.core.ClosedJaxpr(body, ())
         new = jax.make_jaxpr(lambda *xs: run_body(closed, xs))(*closed.in_avals)
-        if new.consts:  # the equation has no place for constants
+        if new.consts:  # the equation cannot hold constants
             return body
         return new if is_closed else new.jaxpr
 
@@ -170,7 +170,7 @@ def _stack_once(
     consts = values[: loop.num_consts]
     carry = values[loop.num_consts : loop.num_consts + loop.num_carry]
     stacked = loop.body.jaxpr.outvars[loop.num_carry :]
-    # The same output may be there more than once.
+    # An output may occur more than once.
     names = [id(atom) if is_literal(atom) else atom for atom in stacked]
     kept = sorted(map(names.index, set(names)))
 

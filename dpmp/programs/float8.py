@@ -1,4 +1,4 @@
-"""Losses whose products have operands that are rounded to 8 bits.
+"""Products with float8 operands, in losses and their gradients.
 
 The operands of a product are rounded to float8_e4m3fn. The cotangent of its result is
 rounded to float8_e5m2, which has less precision and more range. Each array is scaled by
@@ -7,9 +7,9 @@ format. A rounded array keeps its dtype. A product of rounded arrays can be take
 their dtype, which emulates float8, or in 8 bits. The result is the same.
 
 The scale is computed from the array itself. So in the loss of one example, it depends
-on that example alone (and on parameters, which are no secret). Outside of privacy,
-scales often come from a history of largest entries. Such a history would let one
-example influence all others.
+on that example alone (and on parameters, which are public). In other libraries, scales
+often come from a history of largest entries. Such a history would let one example
+influence all others.
 
 References:
   Micikevicius et al.: FP8 formats for deep learning, 2022, sections 3 and 4.
@@ -41,8 +41,8 @@ OPERANDS, COTANGENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 def is_native() -> bool:
     """Whether the default device multiplies 8-bit numbers.
 
-    NVIDIA GPUs do, from compute capability 8.9 on. Other devices are unknown in this
-    respect, or have other 8-bit formats.
+    NVIDIA GPUs do, from compute capability 8.9 on. False stands for all other devices:
+    they have other 8-bit formats, or it is not known whether they do.
     """
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     device = chosen or jax.devices()[0]
@@ -167,12 +167,12 @@ def round_to(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
 
 
 def of_cotangents(scale: str | float) -> str | float:
-    """The scale of cotangents: a number does not apply, as a loss scale moves them."""
+    """The scale of cotangents, 1 unless `PER_EXAMPLE`: a loss scale moves them."""
     return scale if scale == PER_EXAMPLE else 1.0
 
 
 def _to_grid(x: jax.Array, format: Any) -> jax.Array:
-    """Rounds without a cast to float8 and back, which XLA leaves out on GPUs."""
+    """Rounds without a cast to float8 and back, which XLA removes on GPUs."""
     largest, smallest = float(format.max), float(format.smallest_subnormal)
     x = jnp.clip(x, -largest, largest)
     normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=format.nmant)
@@ -215,7 +215,7 @@ def dot_general(
 
     The operands are rounded, with `scale`. The caller must round the cotangent of the
     result too, since the products of the gradient are also taken in 8 bits. XLA widens
-    the operands on devices that cannot multiply 8-bit numbers. Infinity counts as NaN,
+    the operands on devices that cannot multiply 8-bit numbers. Infinity becomes NaN,
     since float8_e4m3fn has no infinity. `result` has the shape and dtype of the result.
     """
     contracted, batch = dimension_numbers
@@ -234,7 +234,7 @@ def dimension_numbers(ndim: int) -> Any:
 
 
 def _ordered(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> Any:
-    """Joins axes, so that there are: batch (if there is any), free, contracted."""
+    """Joins axes to a batch axis (if any), a free axis and a contracted axis."""
     free = [i for i in range(x.ndim) if i not in (*batch, *contracted)]
     parts = [axes for axes in (batch, free, contracted) if axes is not batch or axes]
     shape = [math.prod(x.shape[i] for i in axes) for axes in parts]

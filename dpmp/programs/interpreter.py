@@ -35,7 +35,7 @@ def _inlined(closed: Any, *args: Any) -> list[Any]:
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         if eqn.primitive.name in primitives.CALLS:
             return _inlined(callee(eqn), *values)
-        # The equation is recorded anew, as made by the same line of the user.
+        # The new equation gets the source line of the old one.
         with jax.extend.source_info_util.user_context(eqn.source_info.traceback):
             return evaluate_here(eqn, values)
 
@@ -67,7 +67,7 @@ def run(
     """Runs the equations of a closed jaxpr on values of any kind; returns the outputs.
 
     `evaluate(eqn, values)` returns the values of an equation's outputs. Constants and
-    literals are passed as they are.
+    literals are passed unchanged.
     """
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -90,7 +90,7 @@ def bind(eqn: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a number written in the program."""
+    """Whether an operand is a literal, a number in the text of the program."""
     return isinstance(atom, jax.extend.core.Literal)
 
 

@@ -2,8 +2,8 @@
 
 Some mistakes cause no error. They are found in the program of the loss:
 
-- A loss may call a model that keeps its own parameters, and not read those that it is
-  given. Its gradient is zero, and the run learns from noise.
+- A loss may call a model that has its own parameters, and ignore the parameters that it
+  receives. Its gradient is zero, and the run learns from noise.
 - It may draw random numbers (dropout) from a key that it closes over. They are the same
   at every step.
 - It may compute the next state of a model (the running averages of BatchNorm) and drop
@@ -43,7 +43,7 @@ def check_loss(loss_fn: Any, *, uses_prng_key: bool) -> None:
     )
     try:
         signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # some callables have none
+    except (TypeError, ValueError):  # some callables have no signature
         return
     try:
         signature.bind(*arguments)
@@ -59,7 +59,7 @@ def check_loss(loss_fn: Any, *, uses_prng_key: bool) -> None:
 
 
 def with_checked_result(loss_fn: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """The loss, with an error for a result that is not a scalar loss."""
+    """Makes a loss raise ValueError unless its result is a scalar."""
 
     def checked(*args: Any) -> jax.Array:
         loss = loss_fn(*args)
@@ -81,7 +81,7 @@ def with_checked_result(loss_fn: Callable[..., Any]) -> Callable[..., jax.Array]
 
 @contextlib.contextmanager
 def explained(batch: PyTree, compute_dtype: Any) -> Iterator[None]:
-    """Adds to an error in the loss what the loss was given, and a likely way out."""
+    """Adds notes to an error in the loss: its arguments' types, and a likely fix."""
     try:
         yield
     except Exception as error:
@@ -121,8 +121,8 @@ _NO_KEY = (
     "given to the model: "
 )
 
-# By the names of exceptions, and by a part of their messages, so that no other library
-# has to be imported.
+# Exceptions are known by their names and a part of their messages, so that no other
+# library has to be imported.
 _HINTS = (
     (
         "TraceContextError",
@@ -149,7 +149,7 @@ def check_program(
 ) -> None:
     """Checks the jaxpr of a loss, whose first arguments are its parameters.
 
-    The loss is given parameters and float inputs in `compute_dtype`.
+    The loss receives parameters and float inputs in `compute_dtype`.
 
     Raises:
       ValueError: if nothing reads the parameters.
@@ -210,7 +210,7 @@ def calls_host(jaxpr: Any) -> bool:
 
 
 def _read(jaxpr: Any) -> set[Any]:
-    """The variables that an equation reads, or that the program returns."""
+    """The variables that equations read or that the program returns."""
     atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + [*jaxpr.outvars]
     return {x for x in atoms if not interpreter.is_literal(x)}
 
@@ -224,12 +224,12 @@ def _all(jaxpr: Any) -> Iterator[Any]:
 
 
 def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
-    """The shapes of arrays that the program makes anew, but neither uses nor returns.
+    """The shapes of arrays that the program computes, but neither uses nor returns.
 
     Such an array depends on an argument of the program, and on an array of its shape
-    that the program closes over: the old state. What is computed for an example has a
-    leading axis of one, so that it rarely has the shape of a state. (It may: Haiku's
-    averages have such an axis, and so has the first state of a recurrent network.)
+    that the program closes over: the old state. A value for an example has a leading
+    axis of one, so that it rarely has the shape of a state. (It may: Haiku's averages
+    have such an axis, and so has the first state of a recurrent network.)
     """
     read, depends, dropped = _read(jaxpr), set(jaxpr.invars), []
     # The shapes of the states that a variable was computed from.

@@ -1,8 +1,8 @@
-"""The names of jax's primitives, in one table, with what each user knows of them.
+"""The names of jax's primitives, and the classes of primitives that other files use.
 
 jax renames its primitives from time to time. No other file spells such a name: rules
-for single operations are listed by these constants, and whatever holds for many
-operations is a tuple of their names.
+for single operations are listed by these constants, and a class of operations is a
+tuple of their names.
 """
 
 # Products. XLA sums in float32 within these, and only rounds the result.
@@ -12,7 +12,7 @@ RAGGED_DOT = "ragged_dot_general"
 RAGGED_DOTS = (RAGGED_DOT, "ragged_dot")
 PRODUCTS = (DOT_GENERAL, CONVOLUTION)
 
-# Operations that have rules of their own somewhere.
+# Operations that have rules of their own in other files.
 ADD, SUB, MUL, DIV = "add", "sub", "mul", "div"
 BITCAST = "bitcast_convert_type"
 BROADCAST = "broadcast_in_dim"
@@ -60,7 +60,7 @@ OF_INDICES = (ADD, SUB, MUL, "lt", "ge", "select_n", CAST)
 SAME_ENTRIES = (CAST, COPY, "copy_p", "name", REDUCE_PRECISION)
 SAME_ENTRIES += ("sharding_constraint", "reshard")
 
-# Entries stay what they are.
+# Operations that move entries without changing them.
 MOVES = (BROADCAST, "concatenate", COPY, "copy_p", DYNAMIC_SLICE, "expand_dims", GATHER)
 MOVES += (OPTIMIZATION_BARRIER, "pad", RESHAPE, REV, "select_n", SLICE, SPLIT, SQUEEZE)
 MOVES += (STOP_GRADIENT, TRANSPOSE, UNSTACK)
@@ -75,7 +75,7 @@ FOLLOWING += ("max", "min", "neg", "reduce_max", "reduce_min", "round", "sin", "
 _EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log1p", "pow")
 _EXPONENTIALS += ("cumlogsumexp", "lgamma", "digamma")
 
-# Operations by what they do to 16-bit values. An operation that is not listed only adds
+# Operations by their effect on 16-bit values. An operation that is not listed only adds
 # a rounding error of its own size.
 _KINDS = {
     "moves": MOVES,
@@ -87,8 +87,8 @@ _KINDS = {
     # The derivative of a maximum divides by the number of entries that equal it.
     "ties": ("eq",),
     # The kinds from here on have the names of findings of the precision report.
-    # The compiler chooses the order and the dtype. XLA on CPUs makes 4096 of 4096 ones
-    # along one axis of a bfloat16 array, and 1024 along two (jax 0.10 to 0.12).
+    # The compiler chooses the order and the dtype. XLA on CPUs sums 4096 ones in
+    # bfloat16 to 4096 along one axis, and to 1024 along two (jax 0.10 to 0.12).
     "sum": (REDUCE_SUM, WINDOW_SUM, CUMSUM),
     # The result is rounded after every addition.
     "running sum": ("scatter-add", "scatter_add"),

@@ -11,8 +11,8 @@ import jax
 def source_line(eqn: Any, caller: tuple[str, int] | None) -> tuple[str, int]:
     """Returns the file and line that produced an equation.
 
-    This is the user's line, or that of the `caller` of the equation's program, which an
-    equation does not know itself, or a line in an installed package other than jax.
+    This is the user's line. If there is none, it is `caller`, the line that called the
+    equation's program, or a line in an installed package other than jax.
     """
     known = user_line(eqn) or caller or _line(eqn, _OUR_FILES + _JAX_FILES)
     return ("unknown", 0) if known is None else known
@@ -24,7 +24,7 @@ def user_line(eqn: Any) -> tuple[str, int] | None:
 
 
 def error_line(error: BaseException) -> tuple[str, int]:
-    """The innermost line of the user's code, or else of a library, in a traceback."""
+    """The innermost line of the user's code in a traceback, or of a library."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(x.filename, x.lineno or 0) for x in reversed(frames)]
     for skipped in (_OUR_FILES + _INSTALLED_FILES, _OUR_FILES + _JAX_FILES):
@@ -34,7 +34,7 @@ def error_line(error: BaseException) -> tuple[str, int]:
 
 
 def _line(eqn: Any, skipped: tuple[str, ...]) -> tuple[str, int] | None:
-    """Ignores the callers of this package, which only had a function traced."""
+    """Finds the innermost line; lines that called dpmp only had a function traced."""
     stack = eqn.source_info.traceback
     frames = [] if stack is None else list(stack.frames)
     ours = [i for i, x in enumerate(frames) if x.file_name.startswith(_OUR_FILES)]

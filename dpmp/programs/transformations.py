@@ -41,7 +41,7 @@ def hoist_constants(
         leaves = jax.extend.core.jaxpr_as_fun(same)(*jax.tree.leaves(args))
         return jax.tree.unflatten(out_treedef, leaves)
 
-    # A NumPy array may be changed in place, and jax would notice it at any time.
+    # A NumPy array may be changed in place later, and jax would read the new values.
     return hoisted, [
         np.array(x) if isinstance(x, np.ndarray) else x for x in closed.consts
     ]
@@ -66,7 +66,7 @@ def rewrite(
                 return results
             if eqn.primitive.name != primitives.TRANSPOSE:
                 return bind_bodies(eqn, values, run_body)
-            # `jax.vmap` transposes each output anew, though a loop stacks them once.
+            # `jax.vmap` transposes each output again, though a loop stacks them once.
             # The values in `transposed` stay alive until the end of `run`, so no id is
             # used twice.
             key = id(values[0]), tuple(eqn.params["permutation"])
@@ -89,14 +89,14 @@ def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]
 
     jax cannot map a product with ragged groups over examples: it has no rule for
     `jax.vmap`. The ordinary product multiplies each row by the matrices of all groups,
-    and keeps the result of the row's own group. So it takes as many times longer as
-    there are groups.
+    and keeps the result of the row's own group. With k groups, it takes k times as
+    long.
     """
     return rewrite(fun, _with_ordinary_product)
 
 
 def has_ragged_products(jaxpr: Any) -> bool:
-    """Whether a program, or one inside of it, has such a product."""
+    """Whether a program, or a program inside of it, has a ragged product."""
     return any(map(_is_ragged, jaxpr.eqns))
 
 

@@ -1,9 +1,9 @@
 """Checkpoints of a run: written to a pending folder by orbax, and renamed at release.
 
 A checkpoint holds released values alone: the arrays of a state, the noisy metrics of
-the steps before it, what the steps cost, and a copy of the privacy ledger. It may be
-published, apart from the times in the ledger, and from the number of examples where
-that is protected.
+the steps before it, the privacy cost of these steps, and a copy of the privacy ledger.
+It may be published, apart from the times in the ledger, and from the number of examples
+if that is protected.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Checkpoints:
         return sorted(int(x) for x in names if x.isdecimal() and x == str(int(x)))
 
     def check_place(self) -> None:
-        """Raises ValueError where a checkpoint could not be renamed to its place."""
+        """Raises ValueError unless a pending checkpoint can be renamed at release."""
         folders = [x for x in (self._folder, self._folder.parent) if x.exists()]
         _validate.require(
             len({x.stat().st_dev for x in folders}) == 1,
@@ -99,7 +99,7 @@ class Checkpoints:
         return digest_of_tree(self._pending) == record.digest
 
     def discard_pending(self) -> None:
-        """Removes what was not released."""
+        """Removes the pending checkpoint, which was not released."""
         if self._pending.is_symlink() or self._pending.is_file():
             self._pending.unlink()
         shutil.rmtree(self._pending, ignore_errors=True)
@@ -108,8 +108,8 @@ class Checkpoints:
         """Releases the pending checkpoint by a rename."""
         step = json.loads((self._pending / _FACTS).read_text())["step"]
         make_directory(self._folder)
-        # A run never goes on from a step before the newest whole checkpoint. So these
-        # are damaged.
+        # A run never goes on from a step before the newest whole checkpoint. So
+        # checkpoints of later steps are damaged.
         for damaged in [x for x in self.steps if x >= step]:
             _remove(self._folder / str(damaged))
         self._pending.rename(self._folder / str(step))
@@ -117,7 +117,7 @@ class Checkpoints:
         sync(self._folder.parent)
 
     def remove_all_but(self, keep: int) -> None:
-        """Keeps the newest checkpoints alone."""
+        """Removes all checkpoints but the newest."""
         for step in self.steps[:-keep]:
             shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
@@ -128,7 +128,7 @@ class Checkpoints:
 
         Args:
           like: a state with the structure, shapes, dtypes and shardings to restore.
-          ledger: must have the records that each checkpoint rests on.
+          ledger: the ledger, which must have the records of each checkpoint.
         """
         for step in reversed(self.steps):
             facts = self._facts_of_whole(step, ledger)
@@ -174,7 +174,7 @@ class Checkpoints:
         return facts
 
     def _read(self, step: int, like: PyTree, saved: dict[str, str]) -> PyTree:
-        """Reads arrays, of which `saved` has names and types."""
+        """Reads the arrays of a checkpoint; `saved` has their names and types."""
         wanted = _by_name(like)
         for name in [*wanted, *saved]:
             type_ = _describe(wanted[name]) if name in wanted else None
@@ -206,7 +206,7 @@ def _checkpointer() -> Iterator[tuple[Any, Any]]:
     # orbax takes half a second to import, and is needed here alone.
     import orbax.checkpoint as ocp
 
-    # For a full disk, its threads log a hundred lines beside the exception.
+    # If the disk is full, its threads log a hundred lines besides the exception.
     log = logging.getLogger("absl")
     log.addFilter(_is_not_of_orbax)
     try:
@@ -222,7 +222,7 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _for_orbax(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The path, or a link to it where orbax would take its name for a pattern."""
+    """The path, or a link to it if orbax would read the path as a pattern."""
     if glob.escape(str(path)) == str(path):
         yield path
         return
@@ -258,7 +258,7 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_was(like: Any, restored: Any) -> jax.Array:
-    """Makes what was read a key, and an array that jax may move, if the other was."""
+    """Makes a restored array a key or an uncommitted array, if `like` is one."""
     if _is_key(like):
         impl = jax.random.key_impl(like)
         restored = jax.random.wrap_key_data(_as_was(_words(like), restored), impl=impl)

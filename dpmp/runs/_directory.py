@@ -7,7 +7,7 @@ A step costs nothing as long as nobody has seen it. So steps are released in blo
 3. `pending` is renamed. Metrics, callbacks and noisy numbers come after that.
 
 A process that is killed before 2 has released nothing, and its steps are free. After 2
-they are paid for, and `RunDirectory.recover` makes up for 3. docs/proofs.md says why.
+they are paid for, and `RunDirectory.recover` does the rest. docs/proofs.md says why.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ class RunDirectory:
         return self._ledger.spent
 
     def recover(self) -> None:
-        """Finishes a release that was interrupted, or removes what was not released.
+        """Finishes a release that was interrupted, or removes a pending checkpoint.
 
-        Sets aside room for one more line of the ledger.
+        Reserves disk space for one more line of the ledger.
         """
         try:
             with open_file(
@@ -72,7 +72,7 @@ class RunDirectory:
     ) -> tuple[PyTree, dict[str, Any]] | None:
         """The newest checkpoint and its facts; see `Checkpoints.restore`.
 
-        The run goes on after `made` steps, if there is no checkpoint of more.
+        If no checkpoint has more than `made` steps, the run goes on after these.
         """
         try:
             found = self._checkpoints.restore(like, self._ledger)
@@ -86,6 +86,10 @@ class RunDirectory:
                 f"after step {step}. The steps between are made again, at a new cost."
             )
         return found
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint after this many steps, or after more."""
+        return max(self._checkpoints.steps, default=0) >= step
 
     def enter(self, spent: Spent) -> None:
         """Records the steps of a state that were made without the directory."""
@@ -111,7 +115,7 @@ class RunDirectory:
         """Records steps before anything that depends on them is seen."""
         record = Record(event="charged", segment=segment, delta=self._delta)
         if jax.process_count() > 1:
-            # The others may be anywhere, and the lock belongs to the first.
+            # Processes may be at different steps, and only the first has the lock.
             _ledger.leave_slip(self.path, record)
             return
         try:
@@ -160,7 +164,7 @@ class RunDirectory:
 def opened(
     directory: str | os.PathLike[str] | None, *, delta: float | None = None
 ) -> Iterator[RunDirectory | None]:
-    """Opens and locks the directory of a run, by the first of several processes.
+    """Opens the directory of a run; the first of several processes locks it.
 
     Records of the ledger say that the run was planned for `delta`.
     """
@@ -185,7 +189,7 @@ def opened(
 
 
 def checked_path(directory: Any) -> pathlib.Path:
-    """The absolute path of a directory that is there, or that can be made."""
+    """The absolute path of a directory that exists or can be made."""
     is_path = isinstance(directory, str | os.PathLike)
     text = os.fsdecode(directory) if is_path else ""
     _validate.require(

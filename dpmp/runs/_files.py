@@ -1,4 +1,4 @@
-"""Files that survive a power failure, and that nobody has planted."""
+"""Files that survive a power failure. Links and pipes in their place are refused."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ def write_at(descriptor: int, content: bytes, place: int) -> None:
 
 def refused(required: str, error: OSError) -> NoReturn:
     """Raises an OSError that says what was required and why it failed."""
-    if error.strerror is None:  # it says so already
+    if error.strerror is None:  # it has such a message already
         raise error
     _validate.fail(
         required,
@@ -62,7 +62,7 @@ def sync(path: pathlib.Path) -> None:
 
 
 def sync_tree(directory: pathlib.Path) -> None:
-    """Waits until the disk has all files and folders in a directory, and itself."""
+    """Waits until the disk has a directory with all its files and folders."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
             sync(pathlib.Path(folder, name))

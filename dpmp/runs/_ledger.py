@@ -1,8 +1,8 @@
 """The privacy ledger: an append-only file of the steps that were paid for.
 
-A line is a JSON object. It ends with a checksum of itself and of the checksum before,
-so that a line that was changed, left out or moved is noticed. This is against
-accidents: anyone who may write the file can also compute new checksums.
+A line is a JSON object. It ends with a checksum of itself and of the checksum before.
+So a reader notices lines that were changed, removed or moved. This protects against
+accidents only: anyone who may write the file can also compute new checksums.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class Ledger:
 
     def __init__(self, directory: pathlib.Path):
         self._file = directory / NAME
-        # Before the file: a run that starts now moves them there.
+        # They are read before the file: a run that starts now moves them into it.
         self._slips = _slips(directory)
         content = self._file.read_bytes() if self._file.is_file() else b""
         self._records, self._checksum, self._end = _parse(content, str(self._file))
@@ -70,7 +70,7 @@ class Ledger:
 
     @property
     def records(self) -> list[Record]:
-        """The records of the file, and those that other processes have left."""
+        """The records of the file, and those in separate files of other processes."""
         return [*self._records, *self._slips.values()]
 
     @property
@@ -98,9 +98,9 @@ class Ledger:
         return content[: self._end]
 
     def collect(self) -> None:
-        """Moves the records that other processes have left into the file.
+        """Moves the records in separate files of other processes into the file.
 
-        An incomplete record, which may say something about free steps, is removed.
+        An incomplete record is removed, since it may reveal something about free steps.
         """
         if self.incomplete_bytes:
             os.truncate(self._file, self._end)
@@ -111,7 +111,8 @@ class Ledger:
             path.unlink()
 
     def append(self, record: Record) -> None:
-        """Appends a record; if it cannot, the file has the records before."""
+        """Appends a record; if this fails, the file has the records from before."""
+        before = self._records, self._checksum, self._end
         text, end = _encode(record), self._end
         checksum = _checksum(text, self._checksum)
         line = text + b', "checksum": "' + checksum + b'"}'
@@ -124,13 +125,14 @@ class Ledger:
                     _write(descriptor, line, end)
                     if end == 0:
                         sync(self._file.parent)
-                    # Only after the disk has the line.
+                    # The newline marks a whole line, so it comes after `fsync`.
                     write_at(descriptor, b"\n", end + len(line))
+                    self._records = [*self._records, record]
                     self._checksum, self._end = checksum, end + len(line)
                     self._size, self.incomplete_bytes = self._end + 1, 0
-                    self._records.append(record)
-                except BaseException:
+                except BaseException:  # of a signal too, at any of these lines
                     os.ftruncate(descriptor, end)
+                    self._records, self._checksum, self._end = before
                     self._size, self.incomplete_bytes = end, 0
                     raise
         except OSError as error:
@@ -158,9 +160,9 @@ def _slips(directory: pathlib.Path) -> dict[pathlib.Path, Record]:
 
 
 def leave_slip(directory: pathlib.Path, record: Record) -> None:
-    """Charges steps by a file of its own, which the next `Ledger` counts.
+    """Charges steps in a separate file, which the next `Ledger` counts.
 
-    A process that does not hold the lock pays in this way.
+    Processes that do not hold the lock use it.
     """
     name = f"charged-{os.urandom(16).hex()}"
     with open_file(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
@@ -192,7 +194,7 @@ def _decode(text: bytes, place: str) -> Record:
         written_by = fields.pop("format")
         segment = segment_from_json(fields.pop("segment"))
         record = Record(segment=segment, **fields)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         _damaged(place)
     _validate.require(
         written_by == _FORMAT,
@@ -204,7 +206,7 @@ def _decode(text: bytes, place: str) -> Record:
 
 
 def _parse(content: bytes, file: str) -> tuple[list[Record], bytes, int]:
-    """The whole records of a ledger, the checksum of the last one, and where it ends.
+    """The whole records of a ledger, and the checksum and the end of the last one.
 
     The last record may be incomplete, because the machine stopped while it was written.
     No newline follows it then.

@@ -49,8 +49,8 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
             os.fsync(descriptor)
             yield
         finally:
-            # Closing would not do, as long as a forked process has the file open too.
-            # And that process must not release the lock.
+            # Closing the file keeps the lock while a forked process has it open too.
+            # And a forked process must not release the lock.
             if process == os.getpid():
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 

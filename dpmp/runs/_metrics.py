@@ -21,10 +21,10 @@ class MetricsFile:
     """Appends lines to the file, which is made if there is none."""
 
     def __init__(self, directory: pathlib.Path, lines: Sequence[Line], step: int):
-        """Opens the file to go on after `step` steps, the last of which have `lines`.
+        """Opens the file to go on after `step` steps; `lines` has the newest metrics.
 
-        Lines of later steps are removed, because these steps are made again. So is an
-        incomplete line at the end.
+        Lines of later steps are removed, because these steps are made again. An
+        incomplete line at the end is removed too.
         """
         self._path = directory / _NAME
         content = self._path.read_bytes() if self._path.is_file() else b""
@@ -57,7 +57,7 @@ def read(directory: pathlib.Path) -> list[Line]:
 
 
 def _lines(content: bytes) -> Iterator[tuple[Line, int]]:
-    """Yields each whole line, and the place where it ends."""
+    """Yields each whole line with the position of its end."""
     end = 0
     for text in content.splitlines(keepends=True):
         end += len(text)

@@ -1,9 +1,9 @@
-"""What steps cost: sets of steps, so that nothing is counted twice or lost.
+"""The privacy cost of steps, kept as sets of steps: none is counted twice or lost.
 
 Every call of `fit`, and every chain of `train_step`, makes its steps under a random
-public id. Two sets that both have a step under one id have the same step in common, and
-their union counts it once. A state that is continued in two ways gets two ids, and both
-ways count.
+public id. If two sets have a step of the same number under the same id, it is the same
+step, and their union counts it once. A state that is continued in two ways gets two
+ids, and both ways count.
 """
 
 import collections
@@ -30,8 +30,8 @@ class Segment:
       id: 32 hexadecimal digits, random and public.
       start: the first step, counted from 0.
       stop: the step after the last one.
-      planned: how many steps of this cost the whole run was to have, as it was planned
-        when these steps began.
+      planned: the number of steps of this cost in the whole run, as it was planned when
+        these steps began.
       cost: the cost of one step.
     """
 
@@ -76,10 +76,10 @@ class Spent:
     def stages(self, *, is_over: bool = False) -> dict[PrivacyCost, int]:
         """The number of steps to account for, by their cost.
 
-        If there are several costs, each of them counts with all steps that were
-        planned, because someone may have chosen when to end it. A cost that began last
-        and is still in use counts with the steps that were made, unless the whole run
-        `is_over`.
+        If there are several costs, each of them counts with all its planned steps,
+        because someone may have looked at results to choose when to end it. The cost
+        that began last, if it is still in use, counts with the steps that were made,
+        unless the whole run `is_over`.
         """
         planned: dict[PrivacyCost, int] = {}
         for x in self.segments:
@@ -92,14 +92,14 @@ class Spent:
         return stages
 
     def guarantee_if_planned(self, *, delta: float) -> accounting.PrivacyGuarantee:
-        """The same if all costs were fixed before the first step."""
+        """The guarantee if all costs were fixed before the first step."""
         costs = dict.fromkeys(x.cost for x in self.segments)
         return guarantee_of({x: self.count(x) for x in costs}, delta=delta)
 
     def to_array(self) -> np.ndarray:
         """The set as a text, (bytes,) uint8, which is public.
 
-        It leaves out the number of examples where that is protected.
+        It leaves out the number of examples if that number is protected.
         """
         rows = [segment_as_json(x) for x in self.segments]
         for row in rows:

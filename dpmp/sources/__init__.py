@@ -1,4 +1,4 @@
-"""Data of users: what a dataset must be, and how its rows reach the devices.
+"""Loads the datasets of users, and puts their rows on the devices.
 
 Everything that is loaded is sensitive: errors show neither the records of a batch nor
 their number.

@@ -47,7 +47,7 @@ def check_source(source: PyTree | Source) -> None:
         return Loader(lambda i: loader.ask(i + int(indices[0])), 1).rows(np.arange(1))
 
     first = np.arange(min(2, loader.num_examples))
-    _check_records(alone, len(first))  # these decide how all records are loaded
+    _check_records(alone, len(first))  # the first two decide how to load all records
     loader.rows(first)
     _check_records(loader.way[0], loader.num_examples)
 

@@ -20,7 +20,7 @@ from dpmp.sources._source import Load, load_batch
 
 
 def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
-    """Raises ValueError unless batches can be divided in this way."""
+    """Raises ValueError unless `sharding` can divide the batches of `mechanism`."""
     _validate.require(
         sharding is not None or jax.process_count() == 1,
         "batch_sharding must be given if there are several processes. Use "
@@ -59,8 +59,8 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
 def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
     """Raises ValueError on all processes unless they have the same data and plan.
 
-    They compare a hash of 16 random examples. Two processes with other data would let
-    one example enter a sum twice.
+    They compare a hash of 16 random examples. If two processes had different data, one
+    example could enter a sum twice.
     """
     if jax.process_count() == 1:
         return
@@ -87,9 +87,9 @@ def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
 def load_shards(
     load: Load, indices: np.ndarray, mechanism: DPSGD, sharding: Any
 ) -> tuple[PyTree, Any]:
-    """Loads a padded batch; returns it with `is_padding_example`, as placed arrays.
+    """Loads a padded batch, as committed arrays; returns it with `is_padding_example`.
 
-    Without a sharding, the arrays are those of NumPy.
+    Without a sharding, they are NumPy arrays.
     """
     batch_size = mechanism.padded_batch_size
     if sharding is None:
@@ -116,7 +116,7 @@ def load_shards(
 def _in_turn(
     padded: np.ndarray, num_shards: int, microbatch_size: int | None
 ) -> np.ndarray:
-    """Deals out the examples: a microbatch to each shard in turn."""
+    """Deals out the examples: one part of a microbatch to each shard in turn."""
     if microbatch_size is None:
         return padded
     parts = padded.reshape(-1, num_shards, microbatch_size // num_shards)
@@ -125,7 +125,7 @@ def _in_turn(
 
 def _num_shards(sharding: Any) -> int:
     """The number of parts into which a sharding divides the first axis."""
-    # The shape of one shard tells, for a length that any number of devices divides.
+    # A dummy axis with one entry for each device: the size of a shard tells the number.
     length = len(sharding.device_set)
     return length // sharding.shard_shape((length,))[0]
 

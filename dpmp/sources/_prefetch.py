@@ -25,8 +25,8 @@ def prefetched(
     batch when it is asked for, without a thread. The tickets are taken in the calling
     thread.
 
-    The thread has ended when the context ends. After an exception, the context waits
-    five seconds for the batch that is being drawn, and then leaves the thread alone.
+    The thread has ended when the context ends. After an exception, the context waits at
+    most five seconds for the batch that is being drawn, and then abandons the thread.
 
     >>> with prefetched(lambda ticket: ticket**2, range(4), depth=2) as batches:
     ...     print(list(batches))

@@ -28,8 +28,8 @@ class Source(Protocol):
 
     All batches must have the same tree of arrays, with the same dtypes and, except for
     the number of examples, the same shapes: pad sequences to one length. Another shape
-    would need another compiled program, and the time to compile it would reveal what is
-    in a batch.
+    would need another compiled program, and the time to compile it would reveal
+    something about the batch.
 
     A source whose `__getitem__` takes a single integer and returns one example works
     too (grain, PyTorch). So does one that returns lists in place of arrays (Hugging
@@ -92,9 +92,9 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
 class Loader:
     """Asks a source for all examples of a batch at once, or for one after the other.
 
-    Examples 0 and 1 decide, for the whole run, which says nothing about any batch. A
-    source of single examples may accept an array of indices by accident, and mix the
-    examples up. So a source that accepts both must give the same bytes for both.
+    Examples 0 and 1 decide this for the whole run, so the choice reveals nothing about
+    a batch. A source of single examples may accept an array of indices by accident, and
+    mix the examples up. So a source that accepts both must give equal bytes for both.
     """
 
     def __init__(self, ask: Load, num_examples: int, is_arrays: bool = False):
@@ -116,14 +116,14 @@ class Loader:
         load, first = self.way
         size = len(indices)
         wanted = jax.tree.map(lambda x: np.empty((size, *x.shape[1:]), x.dtype), first)
-        rows = load(indices) if size else wanted  # many refuse an empty list
+        rows = load(indices) if size else wanted  # many sources refuse an empty list
         if describe_example(rows) != describe_example(wanted):
             raise _validate.RefusedError(_NOT_ALIKE)
         return rows
 
     @functools.cached_property
     def way(self) -> tuple[Load, PyTree]:
-        """How all batches are loaded, and examples 0 and 1."""
+        """The function that loads all batches, and examples 0 and 1."""
         first = np.arange(min(2, self.num_examples))
 
         def content(rows: PyTree) -> PyTree:
@@ -140,11 +140,11 @@ class Loader:
         return self.together, rows
 
     def together(self, indices: np.ndarray) -> PyTree:
-        """The rows as the source has them, asked for at once."""
+        """The rows as the source has them, from one call with all indices."""
         return as_arrays(self.ask(indices))
 
     def one_by_one(self, indices: np.ndarray) -> PyTree:
-        """The rows as the source has them, asked for with integers."""
+        """The rows as the source has them, from one call for each index."""
         rows = [as_arrays(self.ask(int(i))) for i in indices]
         if any(describe_example(row) != describe_example(rows[0]) for row in rows):
             raise _validate.RefusedError(_NOT_ALIKE)
@@ -157,26 +157,37 @@ def _hide_errors(load: Callable[[], PyTree]) -> PyTree:
         # NumPy would warn of an overflow, which shows that the value is in the batch.
         with np.errstate(all="ignore"):
             return load()
-    except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-        # The source may raise it, or add to it, and say something about a record.
+    except BaseException as error:
+        caught = error
+    # Here the error is no longer being handled, so that no other one carries it along.
+    try:
+        hidden = _without_message(caught)
+    except BaseException as late:  # Ctrl-C, which tells where it came
+        hidden = SystemExit(1) if isinstance(late, SystemExit) else KeyboardInterrupt()
+    del caught
+    raise hidden
+
+
+def _without_message(error: BaseException) -> BaseException:
+    """An error that names the type and the place of another one."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        # The source may raise it, or add notes to it, and reveal a record thereby.
         is_signal = hasattr(error, "is_signal")
         hidden = SystemExit(error.args[0] if is_signal and error.args else 1)
         for kind in (KeyboardInterrupt, GeneratorExit):
             hidden = kind() if isinstance(error, kind) else hidden
         if is_signal:
             hidden.is_signal = True  # pyright: ignore[reportAttributeAccessIssue]
-    except _validate.RefusedError:
-        hidden = _validate.RefusedError(_NOT_ALIKE)
-    except BaseException as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        hidden = RuntimeError(
-            "a record of the batch could not be loaded: the source raised "
-            f"{type(error).__name__} in {line.filename}, line {line.lineno} "
-            f"({line.line}). Its message is not shown, because it may name the record. "
-            f"{_FIND_IT}"
-        )
-    # Raised here, the error carries neither the first one nor the variables around it.
-    raise hidden
+        return hidden
+    if isinstance(error, _validate.RefusedError):
+        return _validate.RefusedError(_NOT_ALIKE)
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return RuntimeError(
+        "a record of the batch could not be loaded: the source raised "
+        f"{type(error).__name__} in {line.filename}, line {line.lineno} "
+        f"({line.line}). Its message is not shown, because it may name the record. "
+        f"{_FIND_IT}"
+    )
 
 
 def describe_example(example: PyTree) -> Any:

@@ -1,4 +1,4 @@
-"""The command `ledger` of `python -m dpmp`: what was paid for in directories."""
+"""The command `ledger` of `python -m dpmp`: adds up the epsilon of directories."""
 
 import argparse
 import collections

@@ -63,7 +63,7 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 class _Curve(NamedTuple):
-    """Numbers at some steps; `kind` is "noisy" or "public", or else the name."""
+    """Numbers at some steps; `kind` is "noisy", "public" or the name of the numbers."""
 
     kind: str
     steps: np.ndarray
@@ -97,7 +97,7 @@ def draw(directory: pathlib.Path) -> Any:
 
 
 def _panels(lines: Sequence[dict[str, Any]]) -> dict[str, list[_Curve]]:
-    """The curves by the names of their panels; noisy and public ones may share one."""
+    """The curves by the names of their panels, which noisy and public curves share."""
     names = dict.fromkeys(name for line in lines for name in line)
     for name in ("step", "seconds"):
         names.pop(name, None)
@@ -118,7 +118,7 @@ def _order(name: str) -> tuple[bool, bool, str]:
 
 
 def _grid(num_panels: int, last: int) -> tuple[Any, list[Any]]:
-    """A figure, and its axes in two columns, where the lowest ones name the steps."""
+    """A figure, and its axes in two columns; the lowest axes label the steps."""
     columns = min(num_panels, 2)
     rows = -(-num_panels // columns)
     size = 4.8 * columns, 2.3 * rows + 0.3
@@ -141,7 +141,7 @@ def _grid(num_panels: int, last: int) -> tuple[Any, list[Any]]:
 
 
 def _draw_curve(axes: Any, curve: _Curve, width: int) -> None:
-    """Draws a curve; one of many points is pale, and has a mean of `width` points."""
+    """Draws a curve; many points are pale, with a running mean over `width` points."""
     color = _KINDS.get(curve.kind, _GREEN)
     style: dict[str, Any] = {"color": color, "linewidth": 1.5, "label": curve.kind}
     if curve.kind == _SCALE:

@@ -1,4 +1,4 @@
-"""What a run costs: everything before it, and step by step."""
+"""The privacy cost of a run, with all steps before it."""
 
 import bisect
 import contextlib
@@ -15,6 +15,8 @@ from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.training._state import TrainingState
 
+_SEE_THE_LEDGER = "`python -m dpmp ledger DIR` shows all steps that were paid for."
+
 
 @dataclasses.dataclass(frozen=True)
 class Account:
@@ -22,8 +24,8 @@ class Account:
 
     Attributes:
       mechanism: makes the steps.
-      of_state: what the state has been through before.
-      before: this, and everything that was paid for in the directory.
+      of_state: the steps that led to the state.
+      before: these steps, and all steps that were paid for in the directory.
       start: the first step.
       id: a random public id.
     """
@@ -44,8 +46,8 @@ class Account:
     ) -> "Account":
         """The account of a run that goes on from a state, in a directory or not.
 
-        The ledger of the directory gets the steps that the state has made elsewhere,
-        and those that have failed.
+        The steps that led to the state, and the failed steps, are added to the ledger
+        of the directory.
         """
         past = before = past_of(mechanism, state) | failed
         if directory is not None:
@@ -55,7 +57,7 @@ class Account:
         return cls(mechanism, past, before, int(state.step), _processes.random_id())
 
     def stop_within(self, stop: int, epsilon_budget: float | None) -> int:
-        """The step at which to stop: `stop`, or an earlier one within a budget."""
+        """The step at which to stop: `stop`, or an earlier step within a budget."""
         if self.start > stop:
             warn(
                 f"the directory has a state after {self.start} steps, but the run was "
@@ -66,22 +68,20 @@ class Account:
             return self.start
         if epsilon_budget is None or self.epsilon(stop) <= epsilon_budget:
             return stop
-        # A computation may take a second, and epsilon rises with the steps.
+        # By bisection: epsilon rises with the steps, and may take a second to compute.
         more = range(self.start + 1, stop)
-        allowed = bisect.bisect_right(more, epsilon_budget, key=self.epsilon)
+        last = self.start + bisect.bisect_right(more, epsilon_budget, key=self.epsilon)
         _validate.require(
-            allowed > 0,
-            "the budget must allow one more step",
+            last > 0,
+            "the budget must allow a first step",
             epsilon_budget=epsilon_budget,
-            step=self.start,
-            fix="The ledger of the directory has all steps that were paid for: "
-            "python -m dpmp ledger DIR.",
+            fix=_SEE_THE_LEDGER,
         )
         warn(
-            f"the budget of epsilon {epsilon_budget} allows {self.start + allowed} "
-            f"steps of {stop}; the run will stop there."
+            f"the budget of epsilon {epsilon_budget} ends the run after step {last} of "
+            f"{stop}. {_SEE_THE_LEDGER}"
         )
-        return self.start + allowed
+        return last
 
     def segment(self, start: int, stop: int) -> runs.Segment:
         """Steps of this run."""
@@ -100,7 +100,7 @@ class Account:
         return self._with_steps(self.of_state, stop).to_array()
 
     def epsilon(self, stop: int) -> float:
-        """The epsilon of everything, after `stop` steps.
+        """The epsilon of this run and everything before it, after `stop` steps.
 
         The mechanism must have a delta.
         """
@@ -117,9 +117,9 @@ class Account:
 class LastStep:
     """The account of the last `train_step` of a trainer, which the next one continues.
 
-    Only the state that this step has returned goes on with its id, once, and in its
-    process. So a state that is continued twice, in two threads or by a copy of the
-    trainer, has two ids, and both ways count.
+    The id is continued only by the state that this step has returned, once, and in the
+    same process. So a state that is continued twice, in two threads or by a copy of the
+    trainer, gets two ids, and both ways count.
     """
 
     def __init__(self):
@@ -130,7 +130,7 @@ class LastStep:
         return LastStep, ()  # a copy has made no step
 
     def account(self, mechanism: DPSGD, state: TrainingState) -> Account:
-        """The account of the next step, with the id of the last one or a fresh one."""
+        """The account of the next step, with the id of the last step or a new id."""
         past, step = past_of(mechanism, state), int(state.step)
         end = [(os.getpid(), x.id, step) for x in past.segments[-1:] if x.stop == step]
         try:
@@ -143,7 +143,7 @@ class LastStep:
 
     @property
     def failed(self) -> runs.Spent:
-        """Steps that have failed, which no state has paid for yet."""
+        """Failed steps that no state has paid for yet."""
         return runs.Spent(tuple(self._failed.copy().values()))
 
     def fail(self, segment: runs.Segment) -> None:
@@ -151,7 +151,7 @@ class LastStep:
         self._failed[segment.id] = segment
 
     def have_paid(self, spent: runs.Spent) -> None:
-        """Forgets the failed steps that a state or a ledger has."""
+        """Forgets the failed steps that a state or a ledger has paid for."""
         for segment in spent.segments:
             self._failed.pop(segment.id, None)
 
@@ -162,7 +162,7 @@ class LastStep:
 
     @contextlib.contextmanager
     def charging(self, mechanism: DPSGD, state: TrainingState) -> Iterator[None]:
-        """Lets the next step pay for one that fails, whose error has been seen."""
+        """Lets the next step pay for a step that fails: its error has been seen."""
         past, step = past_of(mechanism, state), int(state.step)
         account = Account(mechanism, past, past, step, secrets.token_hex(16))
         try:
@@ -173,7 +173,7 @@ class LastStep:
 
 
 def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
-    """The steps that a state has been through."""
+    """The steps that led to a state."""
     past = runs.Spent.from_array(state.spent, num_examples=mechanism.num_examples)
     _check_people(past, mechanism)
     return past

@@ -1,4 +1,4 @@
-"""What a trainer expects of what it is given, and what it says otherwise.
+"""Checks the arguments of a trainer, and says what to do about invalid ones.
 
 Messages name paths, types, shapes and dtypes. They never show a value.
 """
@@ -28,7 +28,7 @@ from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 def check_types(
     mechanism: Any, loss_fn: Any, optimizer: Any, uses_prng_key: Any
 ) -> None:
-    """Raises ValueError for arguments of another type."""
+    """Raises ValueError for arguments of a wrong type."""
     _validate.require(
         not isinstance(loss_fn, ScaledLoss),
         "loss_fn must be without a scale",
@@ -131,7 +131,7 @@ def as_public(returned: Any) -> dict[str, float]:
 
 
 def check_state(state: Any, batch: PyTree = None) -> None:
-    """Raises ValueError for anything but a state that is whole, outside of tracing."""
+    """Raises ValueError for an invalid or donated state, and in traced functions."""
     _validate.require(
         isinstance(state, TrainingState),
         "state must be a TrainingState",

@@ -13,7 +13,7 @@ from dpmp.sources import Load
 from dpmp.training._state import TrainingState
 from dpmp.training._step import Step
 
-# The estimate of costs is good to a factor of two, not better.
+# The estimate of the running time is accurate to a factor of two only.
 _MUCH_CHEAPER = 0.5
 
 # Below this many entries of gradients in a batch, clipping takes a millisecond or two
@@ -22,7 +22,7 @@ _WORTH_TELLING = 2**20
 
 
 def first_line(step: Step, state: TrainingState, load: Load) -> str:
-    """Returns the line; it names the other method only where that is much cheaper."""
+    """Returns the line; it names the other method only if that is much cheaper."""
     mechanism, policy = step.mechanism, step.policy
     line = (
         f'method="{mechanism.method}", arithmetic="{mechanism.arithmetic}", '
@@ -32,7 +32,7 @@ def first_line(step: Step, state: TrainingState, load: Load) -> str:
     is_small = num_entries * mechanism.padded_batch_size < _WORTH_TELLING
     if mechanism.method != "per_example" or is_small:
         return line
-    # If the loss or the dataset is at fault, the first step says so, and says more.
+    # If the loss or the dataset fails, the first step raises a better error.
     with contextlib.suppress(Exception):
         other = dataclasses.replace(mechanism, method="book_keeping", arithmetic=None)
         rows = load(np.zeros(0, np.int64))

@@ -28,9 +28,9 @@ from dpmp.training._tickets import Batch, Ticket, draw_batch, draw_tickets
 class Loop:
     """Makes the steps of a run.
 
-    Without a directory, every step is released as it is made. With one, steps are
-    released in blocks, by a checkpoint. A step that was not released costs nothing,
-    unless something that depends on it is seen: so `stopped` pays for such steps.
+    Without a directory, every step is released as it is made. With a directory, steps
+    are released in blocks, by a checkpoint. A step that was not released costs nothing,
+    unless something that depends on it is seen: `stopped` pays for such steps.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Loop:
     ):
         """Prepares to go on from a state.
 
-        `root` is that of `draw_tickets`, and `lines` are the metrics of the checkpoint.
+        `root` is passed to `draw_tickets`, and `lines` are the metrics of a checkpoint.
         """
         mechanism, start = account.mechanism, account.start
         self._stop, self._load, self._root = stop, load, root
         self._step, self._state = step, state._replace(spent=None)
         self._account, self._options, self._signals = account, options, signals
         self._directory, self._process = directory, os.getpid()
-        self._begun = start  # steps that were begun
+        self._begun = start  # steps that were started
         self._saved = start  # steps that were released by a checkpoint
         self._paid = start  # steps that are in the ledger
         self._is_saving = False
@@ -118,7 +118,14 @@ class Loop:
                     self._release()
                 else:
                     self._show({}, {})
+            if self._directory is not None and self._begun == self._account.start:
+                self._save_unless_saved(self._directory)
             self._signals.act()
+
+    def _save_unless_saved(self, directory: runs.RunDirectory) -> None:
+        """Saves a state that has all its steps, and that was made elsewhere."""
+        if not directory.has(self._begun):
+            self._save([])
 
     def end(self) -> None:
         """Shows the last line, when all files are written."""
@@ -127,14 +134,14 @@ class Loop:
     def stopped(
         self, error: BaseException
     ) -> tuple[TrainingState | None, BaseException | None]:
-        """Pays for what an error may tell, and keeps the state, if possible.
+        """Pays for steps that an error may reveal, and saves the state, if possible.
 
         Adds notes to the error.
 
         Returns:
-          The state after the last complete step. If the ledger could not be written,
-          the error to raise instead: nobody may see a state, or an error, that was not
-          paid for.
+          The state after the last complete step, or None if it is lost. If the ledger
+          could not be written, the error to raise instead: nobody may see a state, or
+          an error, that was not paid for.
         """
         clear_frames(error)
         if self._process != os.getpid():  # a child must leave the run to its parent
@@ -143,7 +150,7 @@ class Loop:
         step = _step_of(self._state)
         is_signal = self._signals.have_raised(error)
         if is_signal and step is not None:
-            self._begun = step  # a signal says nothing about the step that it stopped
+            self._begun = step  # a signal reveals nothing about the step it stopped
         try:
             if not is_signal:
                 self._pay(self._begun)
@@ -156,7 +163,7 @@ class Loop:
         except Exception as failure:
             kind = OSError if isinstance(failure, OSError) else RuntimeError
             return None, kind(f"{failure} The run has stopped.")
-        except BaseException:  # of a signal handler of the program's own
+        except BaseException:  # from a signal handler of the program itself
             return None, KeyboardInterrupt()
         if step is None:
             from_there = "the last checkpoint" if self._directory else "a saved state"
@@ -166,7 +173,7 @@ class Loop:
                 f"{from_there}.",
             )
             return None, None
-        if step > 0:  # else nothing was made that could be lost
+        if step > 0:  # there are steps that could be lost
             _add_note(error, self._describe_stop(step))
         if isinstance(error, SystemExit):  # Python would show nothing
             notes = (x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", []))
@@ -212,7 +219,7 @@ class Loop:
 
     def _make_step(self, batches: Iterator[Batch]) -> None:
         self._check_process()
-        self._begun += 1  # a batch that does not load says something about this step
+        self._begun += 1  # a batch that does not load reveals something about this step
         with self._signals.interruptible():
             batch = next(batches)
             is_padding = batch.is_padding_example
@@ -225,6 +232,7 @@ class Loop:
         if callback is not None:
             with self._signals.interruptible():
                 callback(SensitiveOutputs(*outputs, jnp.asarray(is_padding)))
+            self._check_process()  # it may have forked
 
     def _end_of_block(self) -> int:
         return -(-self._begun // self._options.every) * self._options.every
@@ -255,15 +263,15 @@ class Loop:
         self._is_saving = False
 
     def _release(self) -> None:
-        """Releases the steps since the last release, and shows what they release."""
+        """Releases the steps since the last release, and shows their values."""
         lines, public = self._metrics.take(), {}
         if self._directory is not None:
             self._save(lines)
         if self._options.callback is not None:
             with self._signals.interruptible():
-                state = jax.tree.map(lambda x: x, self.state)  # it may change its dicts
+                state = jax.tree.map(lambda x: x, self.state)  # callbacks may change it
                 public = as_public(self._options.callback(state))
-            self._check_process()  # it may have forked
+            self._check_process()  # the callback may have forked
         if self._file is not None:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
             self._file.append([*lines[:-1], lines[-1] | numbers])

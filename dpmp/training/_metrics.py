@@ -32,7 +32,7 @@ class Metrics:
         report_steps: Collection[int],
         epsilon: Callable[[int], float | None],
     ):
-        """Prepares to record steps after `start`, which took so many `seconds`.
+        """Prepares to record steps after `start`; the steps before took `seconds`.
 
         `report_steps` are recorded in any case, with their epsilon if it is known.
         """
@@ -92,29 +92,28 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def finite(x: Any) -> float | None:
-    """A number, or None for one that JSON does not have."""
+    """A number, or None for infinity and NaN, which JSON does not have."""
     return float(x) if math.isfinite(x) else None
 
 
 class OverflowWarning:
-    """Warns once that examples train nothing, where the noisy fraction is clear.
+    """Warns once if the noisy fraction clearly shows that examples train nothing.
 
     An example whose gradient is not finite contributes zero to a step. If all examples
-    are like that, then a run learns from noise alone, and no error tells.
+    are like that, then a run learns from noise alone, without an error.
     """
 
     def __init__(self, stddev: float, *, start: int, is_dynamic: bool):
-        """`stddev` is that of the noise on the fraction.
+        """`stddev` is the standard deviation of the noise on the fraction.
 
-        A dynamic loss scale halves itself in its first steps, so that the warning
-        waits.
+        A dynamic loss scale may halve itself in its first steps, so the warning waits.
         """
         self._least = _CLEARLY * stddev
         self._first_look = start + (50 if is_dynamic else 3)
         self._has_looked = self._has_warned = False
 
     def look(self, step: int, metrics: Mapping[str, Any], *, is_reported: bool) -> None:
-        """Looks at the released metrics of a step; to read each would make it wait."""
+        """Looks at the metrics of a step if it is due; reading them makes it wait."""
         is_due = step >= self._first_look and (is_reported or not self._has_looked)
         if self._has_warned or not is_due:
             return

@@ -59,7 +59,7 @@ class Programs:
         return Program(key, traced.lower().compile(), constants, calls_host)
 
     def run(self, program: Program, args: tuple[Any, ...]) -> Any:
-        """Runs a program, and remembers it: after one that fails, others may run."""
+        """Runs a program, and remembers it if it does not fail."""
         results = program.compiled(*args, program.constants)
         self._known[program.key] = program
         return results

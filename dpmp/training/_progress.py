@@ -1,7 +1,7 @@
 """Shows the progress of a run: a bar on a terminal, about ten plain lines elsewhere.
 
-The report is made of step counts, epsilons and released metrics. Nothing else that
-depends on the data reaches it.
+The report is made of step counts, epsilons, released metrics, numbers of callbacks, and
+times. Nothing else that depends on the data reaches it.
 """
 
 import datetime
@@ -20,9 +20,9 @@ from dpmp.accounting import digits_above
 from dpmp.mechanism import DPSGD
 
 _NUM_REPORTS = 10
-_SECONDS_BETWEEN = 0.5  # looks at the device, which wait for it, on a terminal
+_SECONDS_BETWEEN = 0.5  # between updates of the bar, which wait for the device
 
-# To compute epsilon takes from milliseconds to seconds.
+# Computing epsilon takes milliseconds to seconds. It may take this share of the time.
 _SHARE_OF_TIME = 0.01
 
 
@@ -43,8 +43,8 @@ class Progress:
     ):
         """Prepares a report on the steps from `start` to `stop`.
 
-        `epsilon` computes what is spent after a number of steps. The text of
-        `first_line` comes first, and `ending` is the end of the last line.
+        `epsilon` computes the epsilon that is spent after a number of steps. The text
+        of `first_line` comes first, and `ending` is the end of the last line.
         """
         self._mechanism, self._first_line, self._ending = mechanism, first_line, ending
         self._spent = SpentPrivacy(mechanism, stop, epsilon)
@@ -93,8 +93,8 @@ class Progress:
     ) -> None:
         """Reports `step` steps, and released values, if a report is due.
 
-        `done` is an array that the device has when the step is done. Values are shown
-        until there are new ones.
+        `done` is an array that is ready when the step is done. Values are shown until
+        there are new values.
         """
         # The speed leaves out the first step, which includes compilation.
         self._first = self._first or (step, time.monotonic())
@@ -143,7 +143,7 @@ class Progress:
 
 
 class SpentPrivacy:
-    """Texts on the privacy that is spent, at a small part of the run's time.
+    """Describes the spent privacy, within a small part of the running time.
 
     Epsilon after all steps is computed at once, so that a mistake shows before the
     first step. Epsilon after fewer steps is left out while computing it would take more
@@ -151,7 +151,7 @@ class SpentPrivacy:
     """
 
     def __init__(self, mechanism: DPSGD, last: int, epsilon: Callable[[int], float]):
-        """`epsilon` computes it after a number of steps, up to `last`."""
+        """`epsilon` is a function of a number of steps, up to `last`."""
         start = time.monotonic()
         self._delta, self._last, self._epsilon = mechanism.delta, last, epsilon
         self._known: dict[int, float] = {}
@@ -164,7 +164,7 @@ class SpentPrivacy:
         self._seconds = self._largest = self._start - start
 
     def describe(self, step: int) -> str:
-        """The epsilon that is spent after a number of steps, and that of the run."""
+        """A text: the epsilon spent after some steps, and the epsilon of the run."""
         if self._text:
             return self._text
         epsilon, final = (

@@ -11,10 +11,10 @@ from typing import Any
 class Signals:
     """A context in which Ctrl-C, and SIGTERM if wanted, stop a run in order.
 
-    A signal waits until the run comes to a block that is `interruptible`; a second one
+    A signal waits until the run comes to a block that is `interruptible`. A second one
     acts at once. SIGTERM, which schedulers of clusters send some seconds before they
-    kill a process, raises SystemExit. Where the program has handlers of its own, they
-    stay. The exceptions have an attribute `is_signal`.
+    kill a process, raises SystemExit. Signal handlers of the program itself are not
+    replaced. The exceptions have an attribute `is_signal`.
     """
 
     def __init__(self, *, sigterm: bool):
@@ -29,14 +29,14 @@ class Signals:
         self._is_interruptible = self._is_over = False
         self._waiting: list[int] = []
         self._restore = contextlib.ExitStack()
-        self._handled = sys.exception()  # the program may try again after an error
+        self._handled = sys.exception()  # the program may be handling an older error
 
     def __enter__(self) -> "Signals":
         try:
             for number, handler in self._usual.items():
                 self._restore.callback(signal.signal, number, handler)
                 signal.signal(number, self._handle)
-        except BaseException:  # of a signal handler of the program's own
+        except BaseException:  # from a signal handler of the program itself
             self._restore.close()
             raise
         return self
@@ -48,7 +48,7 @@ class Signals:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Lets a signal act within the block, also one that came before it."""
+        """Lets a signal act within the block, also a signal that came before it."""
         self.act()
         self._is_interruptible = True
         try:

@@ -14,7 +14,7 @@ class TrainingState(NamedTuple):
     """Everything that the next step depends on, besides the data and fresh random bits.
 
     All of it is released, and nothing is secret: you may print a state, save it with
-    any library, publish it, and continue it in two ways. Each way costs its own.
+    any library, publish it, and continue it in two ways. Both ways cost privacy.
 
     Attributes:
       step: int32, the number of steps made so far.
@@ -25,10 +25,10 @@ class TrainingState(NamedTuple):
         always among them: the fraction of examples whose gradient is not finite.
       clip_norm: the clip norm of the next step, a float32 scalar; None unless the
         mechanism has an `AdaptiveClipNorm`.
-      spent: what the past steps cost, as an array of uint8, a text in JSON. It has
-        random public ids, ranges of steps, noise multipliers, sampling probabilities
-        and batch sizes, and the number of examples where that is public. Save it with
-        the rest: `DPTrainer.guarantee` reads it.
+      spent: the privacy cost of the past steps, as an array of uint8, a text in JSON.
+        It has random public ids, ranges of steps, noise multipliers, sampling
+        probabilities and batch sizes, and the number of examples if that is public.
+        Save it with the rest: `DPTrainer.guarantee` reads it.
     """
 
     step: jax.Array
@@ -61,11 +61,13 @@ class SensitiveOutputs(NamedTuple):
 def newest(
     state: TrainingState, directory: runs.RunDirectory | None
 ) -> tuple[TrainingState, list[dict[str, Any]]]:
-    """The state, or that of the newest checkpoint if it has more steps; its metrics."""
+    """The state, or the newest checkpoint if it has more steps, with its metrics."""
     step = int(state.step)
     found = directory and directory.newest(state._replace(spent=None), step)
-    if not found or int(found[0].step) <= step:
+    if not found or int(found[0].step) < step:
         return state, []
     saved, facts = found
+    if int(saved.step) == step:
+        return state, facts["lines"]
     spent = np.frombuffer(facts["spent"].encode(), np.uint8)
     return saved._replace(spent=spent), facts["lines"]

@@ -30,7 +30,7 @@ from dpmp.training._programs import Program, Programs
 from dpmp.training._state import TrainingState
 from dpmp.training._tickets import Ticket
 
-# The secret words of the keys that a step takes from its ticket.
+# The names of the secret keys that a step takes from its ticket.
 _KEYS = ("noise", "model", "update")
 
 
@@ -38,8 +38,8 @@ _KEYS = ("noise", "model", "update")
 class Step:
     """Makes and runs the program of a step; `DPTrainer` documents the attributes.
 
-    The program is traced once, so that later changes of Python values that the loss or
-    the optimizer reads, such as a global learning rate, change nothing of a run.
+    The program is traced once. So later changes of Python values that the loss or the
+    optimizer reads, such as a global learning rate, do not affect a run.
     """
 
     mechanism: DPSGD
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def dynamic_scale(self) -> DynamicScale | None:
-        """The loss scale if it is a `DynamicScale`, or else None."""
+        """The loss scale if it is a `DynamicScale`, and None otherwise."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
 
     def first_state(self, params: PyTree) -> TrainingState:
@@ -70,7 +70,7 @@ class Step:
             return TrainingState(
                 step=jnp.zeros((), jnp.int32),
                 params=params,
-                # A transformation may keep the parameters themselves. They are copied,
+                # `opt_state` may hold the parameters themselves. They are copied,
                 # because no array of the state may be donated twice.
                 opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
                 scale_state=dynamic and dynamic.init(),
@@ -188,7 +188,7 @@ class Step:
         return program.lower(state, keys, batch, is_padding, constants)
 
     def cost_of_book_keeping(self, state: TrainingState, example: PyTree) -> float:
-        """Estimates it from shapes, over the cost of method="per_example"."""
+        """Estimates, from shapes, book-keeping's time over that of "per_example"."""
         keys = (jax.random.key(0),) if self.uses_prng_key else ()
         args = jax.eval_shape(self._loss_args, *_meshes.shapes((state, example)))
         return relative_cost(lambda *args: self.loss_fn(*args, *keys), *args)
@@ -270,10 +270,10 @@ class Prepared:
 
 @contextlib.contextmanager
 def _without_debugging() -> Iterator[None]:
-    """Turns off what jax has for debugging.
+    """Turns off jax's flags for debugging.
 
-    Its flags look at all arrays, also those of the batch and the results. They would
-    show in an exception that an example, or its gradient, is not finite. And without
+    These flags look at all arrays, also those of the batch and the results. Their
+    exceptions would show that an example, or its gradient, is not finite. And without
     jit, each operation would be visible.
     """
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
@@ -288,5 +288,5 @@ def _committed_with(
 
 
 def _model_key(words: Any) -> jax.Array:
-    """The key of a loss, with jax's default generator, which every loss compiles."""
+    """The key of a loss, for jax's default generator."""
     return jax.random.wrap_key_data(words[:2], impl="threefry2x32")

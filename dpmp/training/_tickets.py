@@ -1,4 +1,4 @@
-"""Secret random bits: every step takes a ticket, and uses it once; so does its batch.
+"""Secret random bits: a ticket has the keys of one step, and each key is used once.
 
 Keys are drawn when they are needed. Nothing stores them: no state, checkpoint, ledger
 or program. So a run that goes on, a copied trainer or a forked process has no key that
@@ -19,7 +19,7 @@ from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.sources import Load, load_shards
 
-# What the keys of a step are for, (4,) uint32 each.
+# The uses of the keys of a step; each key is (4,) uint32.
 _USES = ("batch", "noise", "model", "update")
 _WORDS = 4 * len(_USES)
 
@@ -40,8 +40,8 @@ class Ticket:
     def __init__(self, step: int, words: np.ndarray | None = None):
         """The ticket of a step, counted from 0.
 
-        The keys are (16,) uint32 secret words. By default, the operating system draws
-        each key when it is taken, so that a snapshot of the machine has none.
+        `words` has the secret keys, (16,) uint32. By default, the operating system
+        draws each key when it is taken, so that a snapshot of the machine has no key.
         """
         keys = [None] * len(_USES) if words is None else words.reshape(len(_USES), 4)
         self.step, self._process = step, os.getpid()
@@ -70,9 +70,9 @@ def draw_tickets(
     root: np.ndarray | None,
     times_made: Callable[[int], int] = lambda step: 0,
 ) -> Iterator[Ticket]:
-    """Draws one ticket for each step, when it is asked for.
+    """Yields a ticket for each step.
 
-    If there are several processes, all of them must ask for the same tickets.
+    If there are several processes, all of them must draw the same tickets.
 
     Args:
       steps: the numbers of the steps.
@@ -122,7 +122,7 @@ def _derived(root: np.ndarray, step: int, times_made: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Batch:
-    """A batch that was drawn for one step, whose random bits it holds; sensitive.
+    """A sensitive batch that was drawn for one step, with the ticket of this step.
 
     Attributes:
       examples: arrays with a leading axis of `mechanism.padded_batch_size`.

@@ -1,4 +1,4 @@
-"""DPTrainer: what users call. `_step` has the program, and `_loop` the run."""
+"""The class `DPTrainer`. `_step` has the program of a step, and `_loop` the run."""
 
 import os
 from collections.abc import Callable
@@ -58,9 +58,9 @@ class DPTrainer:
     Args:
       mechanism: describes sampling, clipping and noise, and accounts for them.
       loss_fn: `loss_fn(params, batch)`, or `loss_fn(params, batch, key)` if
-        `uses_prng_key`. It returns the scalar loss of one example, which it is given as
-        a batch of one. Parameters and float inputs have the compute dtype. Arrays that
-        it closes over (a frozen model) are passed to the compiled step as arguments.
+        `uses_prng_key`. It receives one example as a batch of one, and returns its
+        scalar loss. Parameters and float inputs have the compute dtype. Arrays that the
+        loss closes over (a frozen model) become arguments of the compiled step.
       optimizer: any optax transformation. It sees noisy gradients alone.
       policy: the dtypes of parameters and of computation, or the name of a preset, such
         as "mixed_bfloat16".
@@ -71,19 +71,18 @@ class DPTrainer:
         draws its random bits from the operating system. With a key, they are a function
         of the key, the step, and how often the ledger of the directory has that step.
         Use a key for one run only: the noise of two runs with the same key cancels in
-        their difference, whatever their data and hyper-parameters. So it does if a
-        state is continued in two ways. No privacy claim survives that. A trainer with a
+        their difference, whatever their data and hyper-parameters. The same happens if
+        a state is continued in two ways. Then no privacy claim holds. A trainer with a
         key cannot be copied or pickled.
 
     Attributes:
       last_state: None, or the state after the last complete step of a `fit` that was
-        stopped by an exception or a signal. Hand it to `fit` to go on. The next `fit`
-        forgets it. The arguments are attributes too, which cannot be changed, apart
-        from the key.
+        stopped by an exception or a signal. Pass it to `fit` to go on. The next `fit`
+        forgets it. All arguments except the key are read-only attributes too.
 
     Raises:
-      ValueError: for an argument of another type, or a `prng_key` that is no jax key or
-        is not the same on all processes.
+      ValueError: for an argument of a wrong type, or a `prng_key` that is not a jax key
+        or not the same on all processes.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class DPTrainer:
         )
         self._last_step = LastStep()
 
-    # They cannot be changed: the step is compiled with the mechanism that accounts.
+    # Read-only, because the step is compiled with the mechanism that accounts for it.
     mechanism = property(lambda self: self._step.mechanism)
     loss_fn = property(lambda self: self._step.loss_fn)
     optimizer = property(lambda self: self._step.optimizer)
@@ -151,9 +150,9 @@ class DPTrainer:
     ) -> TrainingState:
         """Makes the first state, or reads the newest checkpoint if there is one.
 
-        `fit` does this itself. Use it to look at a run without going on. It finishes or
-        removes an interrupted release, as `fit` does. The parameters say which arrays a
-        checkpoint must have, and where to put them.
+        `fit` does this itself. Use this function to look at a run without going on. It
+        finishes or removes an interrupted release, as `fit` does. The parameters say
+        which arrays a checkpoint must have, and where to put them.
 
         Raises:
           ValueError: if all checkpoints are damaged, or if they have other arrays.
@@ -168,19 +167,19 @@ class DPTrainer:
     def guarantee(
         self, state: TrainingState, *, delta: float | None = None
     ) -> accounting.PrivacyGuarantee:
-        """Computes epsilon of everything that a state has been through.
+        """Computes epsilon of all steps that led to a state.
 
-        That includes steps of other mechanisms, and steps before the state was saved
-        and loaded. Under ADD_OR_REMOVE_ONE a state does not have the number of
-        examples, and all steps count as if it was that of the mechanism. `python -m
-        dpmp ledger DIR` also counts what this state does not depend on.
+        They include steps of other mechanisms, and steps before the state was saved and
+        loaded. Under ADD_OR_REMOVE_ONE a state does not have the number of examples,
+        and all steps count with the number of the mechanism. `python -m dpmp ledger
+        DIR` also counts steps that this state does not depend on.
 
         Args:
           state: any state of this run.
-          delta: the delta; None for the one of the mechanism.
+          delta: the delta; None for the delta of the mechanism.
 
         Raises:
-          ValueError: without a delta, or for one out of range.
+          ValueError: without a delta, or for a delta out of range.
         """
         _checks.check_state(state)
         delta = self.mechanism.delta if delta is None else delta
@@ -196,9 +195,9 @@ class DPTrainer:
 
         Args:
           state: the state before the step.
-          batch: what `load_batch` returned for this state. Or arrays with a leading
-            axis of `mechanism.padded_batch_size`, which must be drawn as `fit` draws
-            them, and used once.
+          batch: the result of `load_batch` for this state, or arrays with a leading
+            axis of `mechanism.padded_batch_size`. The arrays must be drawn as `fit`
+            draws them, and used once.
           is_padding_example: (padded_batch_size,) bool, if `batch` is made of arrays.
 
         Raises:
@@ -239,9 +238,9 @@ class DPTrainer:
           batch_sharding: where to put the batch; see `fit`.
 
         Returns:
-          The batch, for one call of `train_step`. It is sensitive. Its arrays
-          `examples` and `is_padding_example` are those of NumPy, or committed arrays
-          with `batch_sharding`.
+          The batch, for one call of `train_step`. It is sensitive. Its attributes
+          `examples` and `is_padding_example` have NumPy arrays, or committed jax arrays
+          if `batch_sharding` is given.
         """
         _checks.check_state(state)
         check_sharding(batch_sharding, self.mechanism)
@@ -286,9 +285,9 @@ class DPTrainer:
             `mechanism.iterations`.
           batch_sharding: where to put each batch, for training on several devices: a
             `jax.sharding.Sharding` of the leading axis. Each device clips and sums its
-            own examples, and each process loads only those of its own devices. Padded
-            batch size and microbatch size must be multiples of the number of parts.
-            None leaves it to jax.
+            own examples, and each process loads only the examples of its own devices.
+            Padded batch size and microbatch size must be multiples of the number of
+            parts. None leaves the choice to jax.
           callback: a function that is called with every state that is released: after
             every step, or with every checkpoint if there is a directory. The state is
             donated to the next step: copy the arrays that you want to keep. To have
@@ -298,10 +297,10 @@ class DPTrainer:
             every step. The privacy guarantee does not cover these values.
           progress: whether to show method, epsilon, noisy metrics, speed and time left
             (on the first of several processes).
-          checkpoint_dir: a directory for checkpoints, privacy ledger and metrics. Steps
-            are released when their checkpoint is on the disk, and cost nothing before.
-            If the directory has a checkpoint with more steps than `state`, the run goes
-            on from there (see the guide "Long runs").
+          checkpoint_dir: a directory for checkpoints, privacy ledger and metrics (see
+            the guide "Long runs"). Steps are released when their checkpoint is on the
+            disk. Before, they cost nothing unless an error or a callback may show them.
+            If it has a checkpoint of more steps than `state`, the run goes on from it.
           every: the number of steps between two checkpoints.
           keep: the number of newest checkpoints to keep.
           epsilon_budget: the largest epsilon that all runs in `checkpoint_dir` may
@@ -318,7 +317,7 @@ class DPTrainer:
             `batch_sharding` that cannot divide batches (or none, with several
             processes), processes with different data, or damaged files.
           RuntimeError: if another run uses the directory, or if the source raises an
-            exception. It does not say for which record; `dpmp.check_source` does.
+            exception. The error does not name the record; `dpmp.check_source` does.
           OSError: if a file of the run cannot be written.
           Exception: whatever a callback raises, and KeyboardInterrupt. The state after
             the last complete step is then in `last_state`, as it is if the source
@@ -371,7 +370,7 @@ class DPTrainer:
             except BaseException as error:
                 try:
                     self.last_state, failure = loop.stopped(error)
-                except BaseException:  # of a signal handler of the program's own
+                except BaseException:  # from a signal handler of the program itself
                     failure = KeyboardInterrupt()
                 if failure is None:
                     raise
@@ -380,7 +379,7 @@ class DPTrainer:
                     self._last_step.have_paid(account.before)
                 elif loop.started > account.start:  # the state is lost
                     self._last_step.fail(account.segment(account.start, loop.started))
-            if failure is not None:  # it does not carry the error that it hides
+            if failure is not None:  # raised here, it does not show the first error
                 raise failure
         loop.end()
         self.last_state = None

@@ -559,11 +559,11 @@ def test_an_array_of_the_loss_cannot_be_changed_during_a_run():
 def test_a_budget_stops_the_run_before_it_is_exceeded(tmp_path):
     trainer = fresh_trainer()
     budget = (MECHANISM.guarantee(4).epsilon + MECHANISM.guarantee(5).epsilon) / 2
-    with pytest.warns(UserWarning, match="allows 4 steps of 7"):
+    with pytest.warns(UserWarning, match="after step 4 of 7"):
         state = fit(trainer, tmp_path, epsilon_budget=budget)
     assert int(state.step) == num_paid(tmp_path) == 4
-    with pytest.raises(ValueError, match="must allow one more step"):
-        fit(trainer, tmp_path, epsilon_budget=budget)
+    with pytest.raises(ValueError, match="must allow a first step"):
+        fit(trainer, tmp_path / "other", epsilon_budget=1e-3)
     with pytest.raises(ValueError, match="a budget must be for the delta of all runs"):
         fit(new_trainer(delta=1e-2), tmp_path, epsilon_budget=100.0)
     assert int(fit(trainer, tmp_path, epsilon_budget=100.0).step) == 7
@@ -573,7 +573,7 @@ def test_a_budget_counts_steps_that_were_lost(tmp_path, monkeypatch):
     trainer = fresh_trainer()
     _, directory = killed_before_and_after_the_record(monkeypatch, tmp_path)
     shutil.rmtree(directory / "pending")
-    with pytest.warns(UserWarning, match="allows 4 steps|paid for steps up to 6"):
+    with pytest.warns(UserWarning, match="after step 4|paid for steps up to 6"):
         state = fit(trainer, directory, epsilon_budget=PLANNED)
     assert int(state.step) == 4
     assert num_paid(directory) == 7

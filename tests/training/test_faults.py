@@ -1,5 +1,6 @@
 """Faults that attackers have found, and which no longer work."""
 
+import functools
 import os
 import signal
 import traceback
@@ -11,6 +12,8 @@ import optax
 import pytest
 from small_runs import (
     DATA,
+    DELTA,
+    MECHANISM,
     PARAMS,
     SIZE,
     FailureError,
@@ -25,8 +28,10 @@ from small_runs import (
 )
 
 from dpmp.loss_scaling import ScaledLoss
-from dpmp.runs import read_metrics
+from dpmp.runs import Spent, read_metrics
+from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
+from dpmp.training._account import Account
 from dpmp.training._frames import cleared_frames
 from dpmp.training._signals import Signals
 
@@ -343,3 +348,91 @@ def test_what_a_step_cannot_use_is_refused(kind):
         return
     with pytest.raises(ValueError, match=match):
         trainer.train_step(state, batch, mask)
+
+
+def test_a_state_that_has_all_its_steps_is_saved(tmp_path):
+    trainer = fresh_trainer()
+    state = fit(trainer)
+    fit(trainer, tmp_path, state=state)
+    assert checkpoints(tmp_path) == [7]
+    assert num_paid(tmp_path) == 7
+    again = fit(trainer, tmp_path)
+    assert again.step == 7
+    assert num_paid(tmp_path) == 7
+
+
+def test_a_child_of_a_sensitive_callback_leaves_the_run_to_its_parent(tmp_path):
+    """The callback returns in another process, as after a fork."""
+    own = os.getpid()
+
+    def callback(outputs):
+        del outputs
+        patch.setattr(os, "getpid", lambda: own + 1)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RuntimeError, match="in the process that began it"),
+    ):
+        fit(fresh_trainer(), tmp_path, sensitive_callback=callback, every=1)
+    assert num_paid(tmp_path) == 1  # before the callback, by the parent
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("in_fit", [True, False])
+def test_ctrl_c_beside_an_error_of_a_source_does_not_show_it(monkeypatch, in_fit):
+    def fail():
+        raise ValueError("record of patient 4711 is broken")
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(traceback, "extract_tb", interrupted)
+    trainer, source = fresh_trainer(), Source(1, fail)
+    load = functools.partial(trainer.load_batch, trainer.init(PARAMS), source)
+    if in_fit:
+        load = functools.partial(fit, trainer, data=source, prefetch=0)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        load()
+    assert "4711" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_signal_after_a_durable_record_leaves_whole_records(tmp_path):
+    ledger = Ledger(tmp_path)
+    segment = Account.of(MECHANISM, fresh_trainer().init(PARAMS), None, Spent()).segment
+    record = Record(event="charged", segment=segment(0, 1), delta=DELTA)
+    ledger.append(record)
+    file = tmp_path / "ledger.jsonl"
+    before = file.read_bytes()
+
+    class Interrupted:
+        def __iter__(self):
+            raise KeyboardInterrupt
+
+    records, ledger._records = ledger._records, Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        ledger.append(record)
+    ledger._records = records
+    assert file.read_bytes() == before.rstrip()  # a newline may be missing
+    ledger.append(record)
+    assert len(Ledger(tmp_path).records) == 2
+
+
+def test_a_run_that_has_spent_its_budget_can_be_started_again(tmp_path):
+    options = {"epsilon_budget": 0.8 * MECHANISM.guarantee().epsilon}
+    trainer = fresh_trainer()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="ends the run after step"):
+            state = fit(trainer, tmp_path, **options)
+    assert 0 < state.step < 7
+    assert num_paid(tmp_path) == state.step
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_metrics_of_a_checkpoint_reach_the_file(tmp_path, is_restored):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()  # killed after the last checkpoint
+    state = trainer.init(PARAMS)
+    state = trainer.init_or_restore(PARAMS, tmp_path) if is_restored else state
+    fit(trainer, tmp_path, state=state)
+    assert [x["step"] for x in read_metrics(tmp_path)] == [7]

@@ -1,8 +1,8 @@
-"""Clipped sums of per-example gradients that are never materialized.
+"""Clipped sums of per-example gradients, most of which are never materialized.
 
 Book-keeping is chosen by `clipped_grad(..., method="book_keeping")` or
-`DPSGD(..., method="book_keeping")`. To see what it does with each parameter of a loss,
-print a summary; it needs shapes only:
+`DPSGD(..., method="book_keeping")`. To see which rule each parameter uses, print a
+summary. It needs shapes only:
 
 >>> def loss(w, batch):
 ...     return jnp.mean((batch @ w) ** 2)
@@ -11,8 +11,8 @@ print a summary; it needs shapes only:
 >>> print(summary.rows[0].rules, summary.rows[0].forms)
 ('dot',) ('gram',)
 
-`measure_extents` tells, on public data, how many gradients "bounded" sums would scale
-down by more than their norm asks for.
+`measure_extents` measures, on public data, the share of gradients that "bounded" sums
+would scale down more than their norm requires.
 
 Words that all files use:
 

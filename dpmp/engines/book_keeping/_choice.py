@@ -1,9 +1,9 @@
 """Chooses the cheapest exact way to compute the norm of each parameter's gradient.
 
 A per-example gradient is stored if it takes no more memory than the activations and
-cotangents that it is computed from, and saves time. It is then materialized once, takes
-their place, and is read for the norm and for the sum. The sum of stored gradients over
-the examples costs next to nothing. The gradients of low-rank factors (LoRA) are an
+cotangents that it is computed from, and saves time. It is then materialized once, held
+in memory instead of these arrays, and read for the norm and for the sum. The sum of
+stored gradients costs next to nothing. The gradients of low-rank factors (LoRA) are an
 example: the backward pass materializes them where they arise, and nothing else is
 cached for them. The gradients of convolutions, and of loops whose iterations share a
 parameter, are materialized after the backward pass, for some examples at a time.
@@ -154,7 +154,7 @@ def _num_bytes(*arrays: jax.ShapeDtypeStruct) -> int:
 
 
 def dense_if_stored(methods: Sequence[NormMethod], uses: Sequence[Use]) -> list[Use]:
-    """Returns the uses of a plan; those with a stored gradient become dense."""
+    """Returns the uses of a plan, in dense form if their gradients are stored."""
     stored = _uses_to_store(methods)
     return [dense(use) if i in stored else use for i, use in enumerate(uses)]
 
@@ -172,16 +172,16 @@ def materialized_early(methods: Sequence[NormMethod], uses: Sequence[Use]) -> li
 
 
 def _has_patches(use: Use) -> bool:
-    """Whether it is a convolution, whose patches are larger than its input."""
+    """Whether a use is a convolution, whose patches are larger than its input."""
     return use.outer is not None and use.outer.axes is None
 
 
 def store_gradients(
     methods: Sequence[NormMethod], uses: Sequence[Use], cached: Sequence[Cached]
 ) -> list[Cached]:
-    """Replaces what is cached for a batch by gradients, for the uses that store them.
+    """Replaces the cached arrays of a batch by gradients, for uses that store them.
 
-    The backward pass has materialized those of dense uses.
+    The backward pass has materialized the gradients of dense uses already.
     """
     cached = list(cached)
     for i in _uses_to_store(methods):

@@ -1,10 +1,10 @@
-"""The book-keeping engine: per-example norms and clipped sums without the gradients.
+"""The book-keeping engine: norms and clipped sums from activations and cotangents.
 
 One forward pass caches the activation that enters every use of a parameter, and one
 backward pass caches the cotangent of its output (Bu et al., 2022). A per-example
-gradient is materialized in two cases only: it is smaller than these arrays, or no other
-exact way is known. In the first case, the backward pass materializes most of them, and
-nothing else is cached for them.
+gradient is materialized in three cases only: it is smaller than these arrays, it is the
+fastest way to the norm, or no other exact way is known. In the first case, the backward
+pass materializes most of these gradients, and nothing else is cached for them.
 """
 
 import functools
@@ -34,9 +34,9 @@ from dpmp.numerics import (
 )
 from dpmp.programs import interpreter, transformations
 
-# Unproved sums do not count roundings. These are the squared errors of norms and sums,
-# relative to the squared sum of magnitudes. The first is a few times the largest error
-# that was measured. The second covers one rounding of all factors to bfloat16.
+# Unproved sums do not count roundings. They assume these squared errors of norms and
+# sums, relative to the squared sum of magnitudes. The first is a few times the largest
+# error that was measured. The second covers rounding all factors to bfloat16 once.
 _ERROR, _BFLOAT16_ERROR = 2.0**-22, 2.0**-16
 
 
@@ -45,15 +45,15 @@ class Program:
     """The analysis of a loss, made before the loss is evaluated.
 
     Attributes:
-      found: all uses, in the forms that their rules give. Flops are estimated from
-        these.
-      plan: the plan for a function of the parameters and one example. Its uses say
-        what is cached: some are dense, because the backward pass materializes their
-        gradients.
+      found: all uses, in the forms that their rules give. They determine the estimates
+        of flops.
+      plan: the plan for a function of the parameters and one example. Its uses
+        determine the cached arrays: some uses are dense, because the backward pass
+        materializes their gradients.
       uses: the uses for norms and sums: dense for every gradient that is stored.
       shapes: the shapes of the parameters.
-      norm_methods: the norm methods of all parameters. They number the uses, as all
-        three lists do.
+      norm_methods: the norm methods of all parameters. A use has the same number here
+        and in the lists of uses.
       aux_treedef: the tree structure of the auxiliary outputs.
       is_bounded: whether to clip by proved upper bounds.
     """
@@ -76,9 +76,9 @@ def analyse(
 ) -> Program:
     """Finds the uses of `fun(params, example)`, and how to compute norms from them.
 
-    Arrays and their shapes will do. With `is_bounded`, the errors of all norms must be
-    known. So parameters that are used through arithmetic get an identity tap (see
-    `_rules`).
+    `params` and `example` may hold arrays or shapes. With `is_bounded`, the errors of
+    all norms must be known. So parameters that are used through arithmetic get an
+    identity tap (see `_rules`).
     """
     closed, treedef = interpreter.trace(fun, params, example)
     if transformations.has_ragged_products(closed.jaxpr):
@@ -189,11 +189,11 @@ def _one_example(
 
 
 class Group(NamedTuple):
-    """The squared norms of a clipping group, (B,), and what their errors depend on.
+    """The squared norms of a clipping group, (B,), and numbers that bound their errors.
 
     `magnitudes` has squared sums of magnitudes (`_norms`). `cancelling` is the part
     from gradients that are not in memory. The norm or the sum of these gradients may be
-    the small rest of much larger numbers that cancel.
+    small although it is computed from much larger numbers, which cancel.
     """
 
     squared_norm: jax.Array
@@ -206,10 +206,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class BookKeptGrads:
-    """`PerExampleGrads` without the gradients themselves.
-
-    The cached activations and cotangents of each use take their place.
-    """
+    """`PerExampleGrads` as the cached activations and cotangents of each use."""
 
     values: jax.Array
     aux: PyTree

@@ -1,4 +1,4 @@
-"""Measures how much "bounded" sums cut because the summands of gradients cancel."""
+"""Measures how often cancellation makes "bounded" sums clip more than necessary."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ class Extents(NamedTuple):
     Attributes:
       ratios: the sum of magnitudes over the norm, (B,). It is 1 for a gradient whose
         summands do not cancel at all.
-      largest: the ratio above which a gradient is scaled down more than its norm asks
-        for. It depends on the microbatch size, and on nothing private.
+      largest: the ratio above which a gradient is scaled down more than its norm
+        requires. It depends on the microbatch size, and on nothing private.
       share_cut: the share of the examples whose ratio is above `largest`.
     """
 
@@ -37,13 +37,13 @@ def measure_extents(
     keep_batch_dim: bool = True,
     prng_argnum: int | None = None,
 ) -> Extents:
-    """Measures what `arithmetic="bounded"` would cut, on public data.
+    """Measures, on public data, how often "bounded" sums clip more than necessary.
 
-    A per-example gradient is a sum of outer products, one for each position. Its extent
-    is the sum of their magnitudes (norms): at least the norm of the gradient, and much
-    larger if the products cancel. The upper bounds on rounding errors grow with it. So
-    an example whose extent is many times its norm is scaled down further than its norm
-    asks for.
+    A per-example gradient is a sum of outer products, one for each position. The sum of
+    the magnitudes (norms) of these products, the extent, is at least the norm of the
+    gradient, and much larger if the products cancel. The upper bounds on rounding
+    errors grow with the extent. So a gradient with an extent of many norms is scaled
+    down more than its norm requires.
 
     >>> def loss(w, x):
     ...     return jnp.mean((x @ w) ** 2)
@@ -67,7 +67,7 @@ def measure_extents(
 
     Raises:
       ValueError: for a microbatch size that is not a positive integer, and for
-        arguments that `clipped_grad` would not take.
+        arguments that `clipped_grad` would refuse.
     """
     microbatch_size = _validate.positive_integer(
         microbatch_size=microbatch_size, fix="Use 8, for example."

@@ -27,7 +27,7 @@ from dpmp.programs import interpreter, primitives, transformations
 
 
 def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fun` with its products in these forms.
+    """Returns `fun` with its products in the forms above.
 
     On CPUs only, bfloat16 products are computed in float32 and rounded. Batch axes of
     size one are left out on all devices.
@@ -55,7 +55,7 @@ def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # one copy for products of a kind
 def _narrow(a: jax.Array, b: jax.Array, numbers: Any, params: Any) -> jax.Array:
-    """A bfloat16 product, taken in float32 on CPUs; `params` are jax's, in pairs."""
+    """A bfloat16 product, taken in float32 on CPUs; `params` are sorted pairs."""
 
     def wide(a: jax.Array, b: jax.Array) -> jax.Array:
         return apart(contract(a, b, *numbers)).astype(jnp.bfloat16)
@@ -114,7 +114,7 @@ def apart(x: jax.Array) -> jax.Array:
 
 @jax.jit  # a program has one copy for all arrays of one shape
 def row_sums(x: jax.Array) -> jax.Array:
-    """Sums the rows, which are parts of the sum of all entries: (P,)."""
+    """Sums groups of about sqrt(n) entries of an array; returns the P sums, (P,)."""
     columns = _num_columns(x.size)
     return jnp.sum(jnp.pad(x.ravel(), (0, -x.size % columns)).reshape(-1, columns), 1)
 
@@ -126,7 +126,7 @@ def joined(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def add_up(parts: jax.Array, axis: int = -1) -> jax.Array:
-    """Sums over an axis."""
+    """Sums over an axis, by a tree of elementwise additions."""
     while (size := parts.shape[axis]) > 1:
         first, second, rest = jnp.split(parts, [size // 2, size // 2 * 2], axis)
         parts = jnp.concatenate([first + second, rest], axis)

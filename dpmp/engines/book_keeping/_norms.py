@@ -4,15 +4,15 @@ The gradient of a parameter is the sum over its uses. Its squared norm is comput
 one of three ways:
 
 1. If the uses read different entries of the parameter, their squared norms add up.
-2. If they read the same entries, inner products of positions give it (ghost norms:
-   Goodfellow, 2015; Li et al., 2021). This is done where it takes less time than
-   materializing G:
+2. If they read the same entries, inner products of positions give the squared norm
+   (ghost norms: Goodfellow, 2015; Li et al., 2021). This is done if it takes less time
+   than materializing the gradient G:
 
     <G_a, G_b> = sum over positions t, s of <left_at, left_bs> <right_at, right_bs>
 
 3. Otherwise the gradient is materialized, for a few examples at a time. If a parameter
-   has several uses, or if the loss computes with it before it meets data, the gradients
-   of the uses are then sent back to the parameter.
+   has several uses, or is used through arithmetic (the loss computes with it before it
+   meets data), the gradients of the uses are then sent back to the parameter.
 
 Each squared norm comes with the square of A, the sum of |left| |right| over positions.
 This sum of magnitudes is at least the norm, and rounding errors are relative to it
@@ -44,9 +44,9 @@ FLOPS_PER_ENTRY = 16
 class Squares(NamedTuple):
     """The squared norm of a parameter's gradient, or of some of its entries, in parts.
 
-    Both attributes are summands: (P,) for one example, (B, P) for a batch, each with a
-    P of its own. `magnitudes` has the square of the sum of magnitudes A. It may be too
-    large by the allowance for underflow.
+    Both attributes are arrays of summands: (P,) for one example and (B, P) for a batch.
+    P may differ between the two. The entries of `magnitudes` add up to the square of A,
+    the sum of magnitudes. They may be too large by the allowance for underflow.
     """
 
     norm: jax.Array
@@ -60,9 +60,9 @@ class NormMethod:
     Attributes:
       form: how the squared norm is computed; `_summary.Row` explains the words.
       uses: the numbers of the uses.
-      params: the parameters whose squared norms it computes a part of.
-      measure: a function of the values of all roots, and of what is cached for one
-        example at the uses. It returns `Squares` for each of `params`.
+      params: the parameters to whose squared norms it adds a part.
+      measure: a function of the values of all roots, and of the arrays that the uses
+        cache for one example. It returns `Squares` for each of `params`.
       roundings: the counts of roundings in these numbers, and in the sum of gradients
         over a batch.
       num_products: the number of products that the squared norm is a sum of.
@@ -86,7 +86,7 @@ class NormMethod:
 
 
 def by_entries(number: int, use: Use, param: int) -> NormMethod:
-    """The norm method of a use whose gradient is stored, or a cotangent itself."""
+    """The norm method of a use whose gradient is stored, or is a cotangent itself."""
     size = math.prod(use.cotangent.shape)
     roundings = _linalg.num_roundings(size) + 1
 
@@ -135,7 +135,7 @@ def by_product(number: int, use: Use, param: int) -> NormMethod:
 def by_gram(uses: Mapping[int, Use], swapped: Sequence[bool], param: int) -> NormMethod:
     """The norm method of uses that have the entries of one parameter in common.
 
-    `swapped` tells of each use whether its left side is the right side of the first.
+    `swapped` tells, for each use, whether its left side is the right side of the first.
     """
 
     def measure(_: Any, cached: Sequence[Cached]) -> list[Squares]:
@@ -175,9 +175,9 @@ def by_parameters(
 ) -> NormMethod:
     """The norm method of any uses: it sends their gradients back to the parameters.
 
-    `shapes` are those of the parameters, by their numbers. The sums of magnitudes hold
-    only if all uses belong to one parameter, and each of their views consists of
-    entries of it.
+    `shapes` has the shapes of the parameters, by their numbers. The sums of magnitudes
+    hold only if all uses belong to one parameter, and each of their views consists of
+    entries of this parameter.
     """
     views, params = [use.view for use in uses.values()], list(shapes)
 

@@ -43,8 +43,8 @@ class _Step(NamedTuple):
 class Plan:
     """A program, and decisions for the equations where data meets parameters.
 
-    The decisions are for the arguments, for equations by their identity, and for the
-    outputs, which may be views themselves.
+    `first` is the decision for the arguments, and `last` for the outputs, which may be
+    views themselves. `steps` has the decisions for equations, by their `id`.
     """
 
     closed: Any
@@ -75,8 +75,8 @@ def make_plan(
       tapped: the arguments that get an identity tap, before anything reads them.
       unread: the outputs whose cotangents nobody reads.
       materialized: the numbers of the uses whose gradients the backward pass shall
-        materialize. It does not do so in a loop that shares a view among its
-        iterations: the gradient would be read and written in every iteration.
+        materialize. It does not do so in a loop whose iterations share a view: the
+        gradient would be read and written in every iteration.
     """
     steps: dict[int, _Step] = {}
 
@@ -110,7 +110,7 @@ def execute(
     """Returns the outputs of a program, and for each use the cached value or None.
 
     The dummies are float arrays with the shapes and dtypes of the cotangents of the
-    uses. Their cotangents come out as those of the uses.
+    uses. Differentiation gives each dummy the cotangent of its use.
     """
     remaining, activations = iter(dummies), []
 
@@ -138,7 +138,7 @@ def _as_view(x: Any) -> View | None:
 
 
 def _from(numbers: Collection[int], start: int) -> set[int]:
-    """The numbers of uses, counted from another one."""
+    """The numbers of uses, counted from `start`; numbers below it are left out."""
     return {i - start for i in numbers if i >= start}
 
 
@@ -216,7 +216,7 @@ def _materialized_step(eqn: Any, use: Use, operand: int) -> _Step:
 def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
     to_views, uses = {}, []
     for i, view in _tappable(views).items():
-        # The gradient of what is broadcast is a sum, taken in float32.
+        # The gradient of a broadcast array is a sum, taken in float32.
         to_views[i] = functools.partial(_views.sum_over_repeated, view)
         view = _views.before_broadcasts(view)
         dtype = at_least_float32(view.aval.dtype)
@@ -255,7 +255,7 @@ def _call_step(
     views: Sequence[View | None],
     materialized: Collection[int],
 ) -> _Step:
-    """Plans a body that is evaluated once, under a wrapper that has to stay."""
+    """Plans a body that is evaluated once, inside the wrapper `wrap`."""
     inner = make_plan(body, _inner_roots(views, body), materialized=materialized)
     uses = [
         dataclasses.replace(use, view=_views.outside(use.view, views))
@@ -278,7 +278,7 @@ def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
 def _loop_step(
     loop: bodies.Loop, views: list[View | None], materialized: Collection[int]
 ) -> tuple[list[Any], _Step | None]:
-    """Plans a scan of the same length and direction, from dummies to activations.
+    """Plans a scan, as another scan that takes dummies and returns activations.
 
     A carried value that the body returns unchanged is a constant of the body. Other
     carried views get an identity tap, since the loop replaces them by data.

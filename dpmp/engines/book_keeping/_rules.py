@@ -1,16 +1,16 @@
-"""The rules: which uses of parameters an equation on data and views makes.
+"""The rules: how an equation on data and views uses parameters.
 
 An equation that multiplies data by a view has a gradient of the outer form (`_uses`),
 and a rule of its own here. Every other equation gets a tap, which is exact. A tap
-returns its argument unchanged, and gives out the cotangent that comes back to it. There
+returns its argument unchanged, and makes the cotangent of its argument available. There
 are two taps:
 
 - `tap_dense` takes the gradient of one equation without a body, in float32.
 - `tap` takes the cotangent of an array, in its dtype, through all equations that
   follow. Applied to a view, it is an identity tap: it takes the gradient of the view.
 
-An equation with a rule has a tap, too. It is `tap`, applied to the output, so that its
-cotangent comes out. Where the gradient is to be materialized at once, it is
+An equation with a rule has a tap, too. It is `tap`, applied to the output, which gives
+the cotangent of the output. If the backward pass is to materialize the gradient, it is
 `tap_materialized`.
 """
 
@@ -51,7 +51,7 @@ def _shape(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 def _dot(eqn: Any, operand: int) -> Outer:
-    """The rule of a dot product; a float8 product is one of rounded operands.
+    """The rule of a dot product, which may be a float8 product of rounded operands.
 
     In the outer form, n stands for the contracted axes, m for the free axes of the
     view, T for the free axes of the data, and K for the batch axes.
@@ -67,7 +67,7 @@ def _dot(eqn: Any, operand: int) -> Outer:
     ]
     k, t, n = (_num(shapes[data], x[data]) for x in (batch, free, contracted))
     m = _num(shapes[operand], free[operand])
-    # Axes of the output: batch, free ones of the left operand, free ones of the right.
+    # Axes of the output: batch, free axes of the left operand, free axes of the right.
     start = len(batch[0])
     middle = start + len(free[0])
     free_out = range(start, middle), range(middle, middle + len(free[1]))
@@ -160,7 +160,7 @@ def _convolution(eqn: Any, operand: int) -> Outer | None:
 
 
 class _Geometry(NamedTuple):
-    """What a convolution sees: its groups, its window, and parameters of jax."""
+    """The geometry of a convolution: its groups, its window, and parameters of jax."""
 
     groups: int
     window: tuple[int, ...]
@@ -199,8 +199,8 @@ def _in_groups(x: jax.Array, groups: int) -> jax.Array:
     return jax.lax.collapse(x.transpose(1, 0, 3, 2), 1, 3)
 
 
-# By the name of an equation: the name for people, and a function that returns the outer
-# form of the gradient with respect to an operand, or None.
+# For the name of an equation: the name of its rule in tables, and a function that
+# returns the outer form of the gradient with respect to an operand, or None.
 _OUTER_RULES: dict[str, tuple[str, Callable[[Any, int], Outer | None]]] = {
     primitives.DOT_GENERAL: ("dot", _dot),
     interpreter.CUSTOM_VJP + float8.PRODUCT_NAME: ("dot", _dot),
@@ -211,7 +211,7 @@ _OUTER_RULES: dict[str, tuple[str, Callable[[Any, int], Outer | None]]] = {
 
 @jax.custom_vjp
 def tap(value: jax.Array, dummy: jax.Array) -> jax.Array:
-    """Returns `value`; its cotangent comes out as that of `dummy`."""
+    """Returns `value`; the cotangent of `dummy` is that of `value`."""
     del dummy
     return value
 
@@ -228,7 +228,7 @@ def tap_materialized(
 ) -> jax.Array:
     """Returns `value`; the cotangent of `dummy` is a gradient.
 
-    This is `materialize(cached, ct)`, where ct is the cotangent of the result.
+    The gradient is `materialize(cached, ct)`, where ct is the cotangent of the result.
     """
     del materialize, cached, dummy
     return value

@@ -121,7 +121,7 @@ def summarize(
     arithmetic: str | None = None,
     **kwargs: Any,
 ) -> Summary:
-    """Tells how `clipped_grad(fun, method="book_keeping")` treats each parameter.
+    """Shows how `clipped_grad(fun, method="book_keeping")` treats each parameter.
 
     Nothing is computed. The loss is traced for one example, and the cheapest way to
     find the norm of each parameter's gradient is chosen. The columns of the table are
@@ -271,20 +271,20 @@ def _total(methods: Sequence[NormMethod]) -> float:
 
 
 def relative_cost(fun: Callable[..., Any], params: PyTree, example: PyTree) -> float:
-    """Estimates the time of book-keeping over that of materializing the gradients.
+    """Estimates the running time of book-keeping, divided by that of the vmap engine.
 
     The loss of one example is traced, and nothing is compiled or computed: the estimate
     depends on shapes alone. It counts multiplications, and the entries that are written
     to memory and read again (`_norms.FLOPS_PER_ENTRY`). Both methods make three
-    products for each product of the loss: its output, and two cotangents. Beside these,
-    book-keeping computes norms, and the other method writes and reads one per-example
+    products for each product of the loss: its output, and two cotangents. In addition,
+    book-keeping computes norms, and the vmap engine writes and reads one per-example
     gradient for each parameter.
 
     On CPUs the ratio was within a quarter of measured times, for exact sums of float32
     gradients of small networks with 1 to 128 positions. It errs against book-keeping:
-    gradients in bfloat16, and gradients that a loop adds up, take several times as
-    long. So a small ratio is worth telling. A large ratio is not evidence for the other
-    method.
+    the vmap engine takes several times as long for gradients in bfloat16, and for
+    gradients that a loop adds up. So a small ratio is evidence for book-keeping, but a
+    large ratio is no evidence against it.
 
     Args:
       fun: the loss of one example.

@@ -73,10 +73,10 @@ class Use:
     """One place where data meets a view.
 
     Attributes:
-      rule: the name of the rule that gives the gradient, for people.
+      rule: the name of the rule that gives the gradient, as tables show it.
       view: the view whose gradient is taken.
-      cotangent: the shape and dtype of the cotangent of the output, which comes out of
-        the backward pass. For dense uses, the gradient comes out.
+      cotangent: the shape and dtype of the cotangent of the output, which the backward
+        pass returns. For dense uses, it returns the gradient instead.
       outer: the outer form of the gradient, or None if it is dense.
     """
 
@@ -249,7 +249,7 @@ def _sum_of_use(
         weighted = _select(keep, _scale(right, coefs))
         return use.outer.to_view(_scatter(left[0], weighted, use.outer.sizes.left))
 
-    # The smaller factor is weighted, since the weighted one has to be written again.
+    # The smaller factor is weighted, since the weighted factor is written to memory.
     if len(left) == 1 and left[0].size <= right.size:
         total = _linalg.apart(_weighted_product(left[0], right, coefs, keep))
     else:
@@ -274,8 +274,8 @@ def _weighted_product(
         dtype = at_least_float32(left.dtype, right.dtype)
         left, right = left.astype(dtype), right.astype(dtype)
     if left.shape[1] == 1:
-        # Two axes after a reshape would be slower: XLA would fold a transposition into
-        # the product, and its CPU compiler would widen both bfloat16 operands for it.
+        # Two axes joined by a reshape would be slower: XLA would fold a transposition
+        # into the product, and its CPU compiler would widen both bfloat16 operands.
         return _linalg.contract(left[:, 0], right[:, 0], ((0, 1), (0, 1)))[None]
     return _linalg.contract(left, right, ((0, 2), (0, 2)), ((1,), (1,)))
 

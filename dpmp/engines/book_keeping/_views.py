@@ -73,7 +73,7 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     if eqn.primitive.name == primitives.STOP_GRADIENT or _is_product_with_zero(eqn):
         leaves = frozenset()
     is_broadcast = eqn.primitive.name == primitives.BROADCAST and len(operands) == 1
-    # Constants, and the choices of comparisons, are those of the program itself.
+    # Constants and comparisons must have the same results as in the program.
     depends = any(view.leaves for view in operands)
     has_floats = any(is_float(output.aval.dtype) for output in eqn.outvars)
     bind = _bind_in_float32 if depends and has_floats else _bind_as_written
@@ -93,7 +93,7 @@ def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
 
 
 def _is_product_with_zero(eqn: Any) -> bool:
-    """Whether an equation is `0.0 * x`, as a penalty that is switched off leaves it."""
+    """Whether an equation is `0.0 * x`, the trace of a penalty that is switched off."""
     return eqn.primitive.name == primitives.MUL and any(
         interpreter.is_literal(atom) and atom.val == 0 for atom in eqn.invars
     )
@@ -107,9 +107,9 @@ def outside(
 ) -> View:
     """Turns a view in the body of a loop or call into a view of its operands.
 
-    The roots of the view are operands, which are the views `outer` outside. The loop
-    slices those that are `mapped`, once for each of its iterations. A view that depends
-    on a slice covers all iterations, with a leading axis.
+    The roots of the view are operands, and `outer` has the views that these operands
+    are outside of the body. The loop slices the operands in `mapped`, once for each
+    iteration. A view that depends on a slice has a leading axis for all iterations.
     """
     used = sorted(view.roots)
     parents = tuple(x for x in (outer[i] for i in used) if x is not None)
@@ -170,7 +170,7 @@ def repeats_rows(eqn: Any, operands: Sequence[View]) -> bool:
 
 
 def row_axis(eqn: Any) -> int | None:
-    """The axis along which a gather takes rows, or None if it takes anything else."""
+    """The axis along which a gather takes rows, or None if it does not take rows."""
     numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
     rows = numbers.start_index_map
     takes_rows = (
@@ -242,7 +242,7 @@ def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def widen(x: Any) -> jax.Array:
-    """Casts floats to float32, unless they are as wide."""
+    """Casts floats to float32, unless they are at least as wide."""
     x = jnp.asarray(x)
     return x.astype(at_least_float32(x.dtype)) if is_float(x.dtype) else x
 
@@ -322,7 +322,7 @@ def _gather(x: np.ndarray, eqn: Any, operands: Sequence[View], *_: Any) -> Any:
 
 
 def _known_integers(view: View) -> np.ndarray | None:
-    """The values of a view that the program itself determines, or else None."""
+    """The values of a view that the program itself determines, or None."""
     if view.roots or view.is_traced:
         return None
     with jax.ensure_compile_time_eval():

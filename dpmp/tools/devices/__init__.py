@@ -1,4 +1,4 @@
-"""Which dtypes a device multiplies, how fast and how exactly.
+"""Measures which dtypes a device multiplies, how fast and how exactly.
 
 `print(measure_dtypes())`, or `python -m dpmp devices`, measures this device in some
 seconds and says which policy to train with.

@@ -19,10 +19,10 @@ def measure_dtypes(*, size: int | None = None) -> DeviceReport:
 
     The device is the one that jax uses by default; `jax.default_device` chooses
     another. Times are those of compiled products of square matrices, which run in turn.
-    Errors are those of smaller products, next to float64. A kind of product is
+    Errors are those of smaller products, compared with float64. A kind of product is
 
     - "unavailable" if it does not compile or run;
-    - "imprecise" if its sums are in something narrower than float32;
+    - "imprecise" if it sums in a dtype that is narrower than float32;
     - "float32" if its results are as exact as those of float32, whatever dtype and
       precision were requested;
     - "native" if it takes at most 0.8 of the time of float32;
@@ -41,7 +41,7 @@ def measure_dtypes(*, size: int | None = None) -> DeviceReport:
       The report. `print` shows it as a table, with advice.
 
     Raises:
-      ValueError: if the size is no positive integer, or products of float32 do not run.
+      ValueError: if the size is not a positive integer, or float32 products fail.
     """
     device = next(iter(jnp.zeros(()).devices()))
     if size is None:

@@ -16,7 +16,7 @@ _SIDE, _FEW, _MANY = 128, 16, 4096
 
 
 class Kind(NamedTuple):
-    """A product of two operands of one dtype, with a result of another or the same.
+    """A product of two operands of one dtype, with a result of this or another dtype.
 
     The precision is a value of `jax.default_matmul_precision`.
     """
@@ -65,8 +65,8 @@ def compile_all(
 ) -> tuple[dict[str, Callable[[], jax.Array]], dict[str, str]]:
     """Compiles products of random operands.
 
-    Returns, by the names of the kinds, the programs of the products that run and the
-    exceptions of the others.
+    Returns, by the names of the kinds, the programs of the products that run, and the
+    exceptions of the products that do not.
     """
     # A few numbers are repeated, since the time does not depend on them.
     numbers = np.random.default_rng(0).standard_normal(4099, np.float32)

@@ -17,7 +17,7 @@ _FLOAT32_ERROR = 2.0**-18
 # first, as it needs no loss scale.
 _PRESETS = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "tf32": "tf32"}
 
-# What a kind of product with one of these verdicts means for training.
+# Advice for training, for a kind of product with one of the verdicts.
 _HINTS = {
     ("float32 by default", "native, emulated"): "By default, jax rounds float32 "
     'operands here. dpmp.Policy.from_name("float32") asks for full precision.',
@@ -39,8 +39,8 @@ class Row:
     """The measurements of one kind of product. They are None if it does not run.
 
     Attributes:
-      name: the dtype of the operands, and after "->" the dtype of the result if that is
-        another one. "float32" asks for full precision. "float32 by default" and "tf32"
+      name: the dtype of the operands, and after "->" the dtype of the result if it is
+        different. "float32" asks for full precision. "float32 by default" and "tf32"
         have float32 operands, but may compute with less.
       error: the exception that the product raised, if any.
       operations_per_second: the rate of multiplications and additions.
@@ -94,7 +94,7 @@ class DeviceReport:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What the measurements mean for training."""
+        """Advice for training that follows from the measurements."""
         use = f'Use dpmp.Policy.from_name("{self.policy}").'
         return (use, *_advice(self.rows))
 

@@ -1,4 +1,4 @@
-"""Where a loss needs more than 16 bits, and how that changes its gradient.
+"""Finds where a loss needs more than 16 bits, and how 16 bits change its gradient.
 
 `print(precision_report(loss_fn, params, example))` lists the lines of a loss for which
 16 bits are too few, with advice for each, and compares loss and gradient with float32.

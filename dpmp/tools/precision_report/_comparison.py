@@ -21,13 +21,13 @@ class GradientComparison:
     """A gradient under the policy, next to the gradient in float32.
 
     The last three numbers are about the float32 gradient, when it is scaled and rounded
-    to the dtype of the policy's gradient. They are shares of its entries without zeros.
+    to the dtype of the policy's gradient. They are shares of its nonzero entries.
 
     Attributes:
       path: the path of the parameter; "" for all parameters.
       num_entries: the number of entries.
       cosine: the cosine of the angle between the two; 1.0 if both are zero.
-      norm_ratio: the norm of the policy's gradient over the norm of the other.
+      norm_ratio: the norm of the policy's gradient over that of the float32 gradient.
       not_finite: the share of the policy's entries that are infinite or NaN.
       zero: the share that becomes zero.
       subnormal: the share that becomes subnormal and so loses bits.
@@ -45,7 +45,7 @@ class GradientComparison:
 
     @property
     def lost(self) -> float:
-        """The share of the numbers that become zero or lose bits."""
+        """The share of nonzero entries that become zero or lose bits."""
         return self.zero + self.subnormal
 
 
@@ -111,7 +111,7 @@ def cast(args: Sequence[PyTree], policy: Policy) -> tuple[PyTree, ...]:
 
 
 def path_of(path: Any) -> str:
-    """A path as the expressions in `Policy.float32_paths` see it."""
+    """The name of a path for the expressions in `Policy.float32_paths`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-# The source of an operation whose line nobody knows.
+# The source of an operation whose line is unknown.
 UNKNOWN = "unknown:0"
 # The source of an argument that the policy rounds, until a line widens it.
 ARGUMENT = ""
@@ -66,15 +66,15 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """What to change."""
+        """Advice on what to change."""
         return ADVICE[self.kind]
 
     @property
     def bound(self) -> float | None:
         """The largest share of a sum of positive terms that rounding takes, if known.
 
-        It takes that much if it changes the result of every addition by half of the
-        dtype's epsilon. Typical is the root of a third of that many roundings.
+        Rounding takes that much if it changes the result of every addition by half of
+        the dtype's epsilon. For n terms, an error of sqrt(n / 3) roundings is typical.
         """
         if self.length is None or self.kind not in _SUMS:
             return None
@@ -82,7 +82,7 @@ class Finding:
 
 
 def select(loss: Sequence[Finding], gradient: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Chooses from all places in a loss, and in the program of loss and gradient."""
+    """Selects findings in the loss, and in the program of loss and gradient."""
     # Casts without a line are those of `dpmp.autocast`, which are intended.
     found = [x for x in loss if x.kind != "widened" or x.source != UNKNOWN]
     known = set(map(_topic, found))
@@ -95,7 +95,7 @@ def select(loss: Sequence[Finding], gradient: Sequence[Finding]) -> tuple[Findin
 
 
 def _topic(x: Finding) -> tuple[str, str]:
-    """The line and the kind, or one word for functions that derivatives repeat."""
+    """The kind and the line; functions that derivatives repeat are one kind."""
     return "function" if x.kind in _EVALUATED else x.kind, x.source
 
 

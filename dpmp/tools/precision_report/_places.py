@@ -18,16 +18,16 @@ _NOTICEABLE = 1 / 8
 
 
 class Facts(NamedTuple):
-    """What is known about a value.
+    """The facts that the walk knows about a value.
 
     Attributes:
-      lost: the place where a 16-bit value, or the one that this value is a wider copy
-        of, lost the bits of a wider value.
+      lost: the place where a wider value was rounded to this 16-bit value, or to the
+        16-bit value that this value is a wider copy of.
       is_tie: whether the value tells which floats are equal.
       is_sum: whether it is a sum, possibly with a factor, a root or an addend.
       terms: the number of 16-bit values that were added up to it.
-      carries: the values carried by a loop that are among its terms: their positions,
-        and for each the number of additions since and the line of the last of these.
+      carries: the values carried by a loop that are among its terms, by position: the
+        number of additions to the carried value, and the line of the last addition.
     """
 
     lost: Finding | None = None
@@ -187,7 +187,7 @@ def _merged(operands: Sequence[Facts]) -> Facts:
         lost=next((x.lost for x in operands if x.lost), None),
         is_sum=any(x.is_sum for x in operands),
         terms=max((x.terms for x in operands), default=1),
-        carries=dict(carries),  # with the most additions
+        carries=dict(carries),  # for each position, the most additions
     )
 
 

@@ -35,7 +35,7 @@ class PrecisionReport:
     Attributes:
       name: the name of the function.
       policy: the name of the policy, or its compute dtype.
-      findings: lines of the program, with most to gain first.
+      findings: lines of the program, the most important first.
       comparison: the comparison with float32; None without data.
     """
 
@@ -119,8 +119,8 @@ def precision_report(
       loss under the policy, because two dtypes clash, the report has this one finding.
 
     Raises:
-      ValueError: if `fun` is no function or cannot be differentiated, if there is no
-        such policy, or if the loss scale is no power of two.
+      ValueError: if `fun` is not a function or cannot be differentiated, if there is no
+        such policy, or if the loss scale is not a power of two.
     """
     _validate.require(
         callable(fun), "fun must be a function", fun=fun, fix="Pass the loss first."
@@ -130,7 +130,7 @@ def precision_report(
     name = policy if isinstance(policy, str) else policy.compute_dtype.name
     policy = Policy.parse(policy)
     shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
-    # Rounding to float8 writes the program anew, and the lines of its source are lost.
+    # Rounding to float8 rewrites the program, which loses the lines of its source.
     plain = dataclasses.replace(policy, float8_scale=None).in_product_precision(fun)
     fun_name = getattr(fun, "__name__", type(fun).__name__)
     try:
@@ -138,7 +138,7 @@ def precision_report(
     except (TypeError, ValueError) as error:
         if isinstance(error, _validate.RefusedError) or not _is_traceable(fun, args):
             raise
-        # The loss is right without the policy, so that the report has to tell.
+        # The loss is valid without the policy, so the report must show the error.
         return PrecisionReport(fun_name, name, (_clash(error, policy),))
     comparison = None
     leaves = jax.tree.leaves(args)

@@ -10,7 +10,7 @@ from dpmp import _plain_text
 from dpmp.tools.precision_report._comparison import Comparison, GradientComparison
 from dpmp.tools.precision_report._findings import ADVICE, Finding
 
-# A model that uses bfloat16 only where it may has gradients with a larger cosine.
+# If bfloat16 is used only in operations that tolerate it, the cosine is larger.
 _CLOSE = 0.99
 _NOTICEABLE_LOSS = 0.01
 _NUM_WORST = 3
@@ -69,7 +69,7 @@ def _share(x: float) -> str:
 
 
 def _about_the_scale(total: GradientComparison) -> Iterator[str]:
-    """Whether the loss should have another scale."""
+    """Advice on the loss scale, if the gradient overflows or underflows."""
     if total.not_finite:
         yield (
             "Overflow: the gradient is not finite. Use a smaller loss scale, or "
@@ -85,7 +85,7 @@ def _about_the_scale(total: GradientComparison) -> Iterator[str]:
 def _about_findings(
     findings: Sequence[Finding], comparison: Comparison | None
 ) -> Iterator[str]:
-    """What to do about lines, most important first."""
+    """Advice on the findings, the most important first."""
     kinds = {x.kind for x in findings}
     for kind, advice in ADVICE.items():
         if kind in kinds:
@@ -105,7 +105,7 @@ def _about_findings(
 
 
 def _lines(x: Finding) -> str:
-    """A line of the source, and a line on what happens there."""
+    """The source line of a finding, and a line that describes it."""
     file, _, line = x.source.rpartition(":")
     place = "/".join(pathlib.PurePath(file).parts[-2:])
     code = textwrap.shorten(linecache.getline(file, int(line)), 60)

@@ -1,4 +1,4 @@
-"""Checks on this machine the promises that dpmp makes of its arithmetic.
+"""Checks, on this machine, the promises that dpmp makes about its arithmetic.
 
 Run `python -m dpmp selfcheck`.
 """

@@ -75,7 +75,7 @@ class _Mode(NamedTuple):
             self.batches,
             smallest_clip_norm=1e-15,
             assumes_fixed_slots=self.clip(1.0).assumes_fixed_slots,
-            # Book-keeping reserves shares for rounding, more of them in bfloat16.
+            # Book-keeping reserves more of the clip norm for rounding.
             smallest_norm=0.95 if self.method == "book_keeping" else 0.98,
         )
 
@@ -126,7 +126,7 @@ def unsafe_releases() -> Releases:
 def float_noise(
     *, stddev: float, prng_key: jax.Array | None = None
 ) -> optax.GradientTransformation:
-    """A privatizer as other libraries have it, which breaks its promise.
+    """A privatizer with float noise, as in other libraries; it breaks its promise.
 
     The guarantee of the Gaussian mechanism is about real numbers. A float32 sum of 0
     and one of 1 leave different lowest bits in the output, which tell the two apart

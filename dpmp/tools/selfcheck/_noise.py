@@ -13,7 +13,7 @@ from scipy import stats
 from dpmp.tools.selfcheck._results import Result, Sizes, compare
 from dpmp.tools.selfcheck._subjects import NOISE_MULTIPLIER, Keys, Releases
 
-# Noise that is right fails a measurement by chance once in a million runs, or less.
+# Correct noise fails a measurement by chance once in a million runs, or less.
 _STANDARD_ERRORS = 5.0
 _CHANCE = 1e-6
 
@@ -104,10 +104,10 @@ def _missing_share(
 def _advantage(
     releases: Releases, bins: list[np.ndarray], was_seen: list[list[np.ndarray]]
 ) -> Result:
-    """How much better than a coin an attacker guesses the sum from one noisy value.
+    """The advantage over a coin of an attacker who guesses a sum from a noisy value.
 
     The attacker uses the size of the value, and whether the very same value is known.
-    One half of the values teaches the attacker what these mean.
+    From one half of the values, the attacker learns which sum these features suggest.
     """
     cells = [4 * bins[i] + 2 * was_seen[0][i] + was_seen[1][i] for i in (0, 1)]
     half = len(cells[0]) // 2
@@ -159,7 +159,7 @@ def _distribution(releases: Releases, noise: np.ndarray) -> list[Result]:
 
 
 def measure_keys(keys: Keys) -> list[Result]:
-    """How many bits of a key differ between draws, and make a difference to noise."""
+    """Counts the bits of a key that differ between draws and change the noise."""
     state = np.random.get_state()
     try:
         drawn, seeded = [keys.draw() for _ in range(_NUM_KEYS)], []

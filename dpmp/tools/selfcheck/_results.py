@@ -1,4 +1,4 @@
-"""The results of a self-check, and the sizes of what it measures."""
+"""The results of a self-check, and the sizes of its measurements."""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """The sizes of the measurements.
 
     Attributes:
       num_entries: the number of entries of a gradient with one leaf.

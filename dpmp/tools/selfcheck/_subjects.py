@@ -46,7 +46,7 @@ class Sums:
     `make` maps a clip norm and a microbatch size to the sum function, and to a number:
     the largest norm of a contribution, and the largest change of the sum, in units of
     the output. The subject accepts no clip norm below `smallest_clip_norm`. If it
-    `assumes_fixed_slots`, it promises nothing of batches whose examples change places.
+    `assumes_fixed_slots`, it promises nothing about batches whose examples move.
     A gradient that is clipped keeps at least `smallest_norm` of the clip norm.
     """
 
@@ -86,7 +86,7 @@ class Keys:
 
 
 class Subjects(NamedTuple):
-    """All subjects, and remarks on what is not measured."""
+    """All subjects, and remarks on missing measurements."""
 
     sums: tuple[Sums, ...] = ()
     releases: tuple[Releases, ...] = ()

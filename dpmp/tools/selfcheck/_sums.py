@@ -63,7 +63,7 @@ def _examples(sizes: Sizes) -> Iterator[tuple[str, float, list[np.ndarray]]]:
     for name, decades in (("equal leaves", 0), ("leaves of many sizes", 3)):
         leaves = list(_mixed_leaves(min(99, sizes.num_leaves), decades))
         yield f"{len(leaves)} {name}, mixed", 0.003, leaves
-    # A sum of squares in bfloat16 remains where the first of them brings it.
+    # A running sum of these squares in bfloat16 stays at the first of them.
     leaves = [np.full(1, 1 / 16 if i else 1) for i in range(sizes.num_leaves)]
     leaves = [x.astype(jnp.bfloat16) for x in leaves]
     yield f"{len(leaves)} leaves, bfloat16", 0.003, leaves
@@ -115,10 +115,10 @@ def measure_sensitivity(sums: Sums, sizes: Sizes) -> list[Result]:
 
 
 def _batches(size: int, dtype: Any) -> dict[str, np.ndarray]:
-    """Examples, (B, 4), some of a norm of 1 and more."""
+    """Examples, (B, 4); some of them have a norm of 1 or more."""
     equal = np.full((size, 4), 0.5)
-    # A running sum rounds each of the small ones up to a whole unit in the last place
-    # of a power of two. Without the first example it stays below that power, where
+    # A running sum rounds each small example up to a whole unit in the last place of a
+    # power of two. Without the first example, the sum stays below that power, where
     # units are half as large, and gains half as much.
     stagnating = np.array(equal)
     stagnating[size // 2 :] *= 0.7 * float(jnp.finfo(dtype).eps) * (size // 2)
@@ -138,7 +138,7 @@ def _neighbours(
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Batches without one example, and their padding.
 
-    The other examples stay in their slots, or those after it move up.
+    The other examples stay in their slots, or later examples move up.
     """
     size = len(batch)
     slots = np.arange(size)

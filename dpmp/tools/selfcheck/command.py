@@ -1,7 +1,7 @@
-"""The command `selfcheck`: checks the promises that dpmp makes of its arithmetic.
+"""The command `selfcheck`: checks the promises that dpmp makes about its arithmetic.
 
-A compiler, a device or a library may behave as nobody expects. So the promises are
-measured, on synthetic data.
+A compiler, a device or a library may behave unexpectedly. So the promises are measured,
+on synthetic data.
 """
 
 import argparse
