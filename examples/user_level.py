@@ -103,7 +103,7 @@ def logits_of(params, x):
 def loss_fn(params, row):
     """The mean loss over the records of one row; (1, MOST_RECORDS, ...) of a person."""
     is_record = row["is_record"]
-    # The padding is blanked out before it is used: 0 * NaN would be NaN.
+    # The padding is replaced by zeros before it is used: 0 * NaN would be NaN.
     x = jnp.where(is_record[..., None], row["x"], 0)
     losses = optax.sigmoid_binary_cross_entropy(logits_of(params, x), row["y"])
     num_records = jnp.maximum(jnp.sum(is_record), 1).astype(losses.dtype)

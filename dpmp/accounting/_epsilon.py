@@ -75,11 +75,11 @@ def get_epsilon(
 
     Guarantees:
       The returned epsilon is an upper bound in spite of rounding errors. With privacy
-      loss distributions (PLD), rounding can amount to about 1e-15 per step, and this is
-      subtracted from delta first. If delta is too small for that, Renyi DP (RDP) is
-      used. Large privacy losses are computed on a coarse grid, which limits time and
-      memory and can only raise epsilon. Without noise epsilon is infinite. Without
-      steps it is 0.
+      loss distributions (PLD), rounding can amount to about 1e-15 per step, or to 1e-14
+      for small noise multipliers, and this is subtracted from delta first. If delta is
+      too small for that, Renyi DP (RDP) is used. Large privacy losses are computed on a
+      coarse grid, which limits time and memory and can only raise epsilon. Without
+      noise epsilon is infinite. Without steps it is 0.
 
     Args:
       event: Gaussian steps, which may be sampled, truncated and composed.

@@ -64,9 +64,9 @@ def claim(
         f"{_NEIGHBOURS[mechanism.neighboring_relation]}. {_describe_number(mechanism)}",
         f"- Sampling: each example is in each batch with probability "
         f"{digits_above(mechanism.sampling_prob, 4)}, independently of all others. A "
-        f"batch of more than {largest} examples keeps {largest} of them, drawn at "
-        f"random, and epsilon accounts for that. The claim does not hold for batches "
-        f"that are taken in any other way.",
+        f"batch of more than {largest} examples is truncated to {largest} of them, "
+        f"drawn at random, and epsilon accounts for that. The claim does not hold for "
+        f"batches that are taken in any other way.",
         f"- Steps: {mechanism.iterations}. Steps that are made again after their "
         f"release, and other runs on the same data, cost more.",
         f"- Clipping: {_describe_clipping(mechanism.l2_clip_norm)} The sum of the "

@@ -201,7 +201,7 @@ def parse_arithmetic(
         method == sums.method,
         f'"{sums.name}" sums must be used with method="{sums.method}"',
         method=method,
-        fix="Book-keeping never materializes per-example gradients. Use "
+        fix="Book-keeping does not materialize most per-example gradients. Use "
         '"bounded" sums there, which have a proof for that. Or use sums without a '
         f'proof: "{UNPROVED}". All others are for method="per_example".',
     )

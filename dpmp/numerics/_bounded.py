@@ -248,8 +248,8 @@ class BoundedSums(GridSums):
         if microbatch_size is not None:
             size = f"A microbatch has {microbatch_size} examples."
         return (
-            f"per-example gradients are never materialized; they are clipped by bounds "
-            f"on their norms that include rounding. The clip norm is reduced by "
+            f"most per-example gradients are never materialized; they are clipped by "
+            f"bounds on their norms that include rounding. The clip norm is reduced by "
             f"{ROUNDING_RESERVE:.2%} to cover the rounding of each microbatch's sum. "
             f"{size} The sums are rounded to a grid on which the largest contribution "
             f"has {resolution} units, and added up in integers."

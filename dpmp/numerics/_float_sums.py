@@ -157,9 +157,10 @@ class FloatSums:
         claim = "so that the sensitivity holds for the computed floats."
         if not self.is_proved:
             claim = (
-                "as far as microbatches are added up. Within a microbatch, per-example "
-                "gradients are never materialized, and the sensitivity of sums holds "
-                "up to ordinary rounding, which is NOT PROVED; arithmetic='bounded' is."
+                "as far as microbatches are added up. Within a microbatch, most "
+                "per-example gradients are never materialized, and the sensitivity of "
+                "sums holds up to ordinary rounding, which is NOT PROVED; "
+                "arithmetic='bounded' is."
             )
         return (
             f"norms in float32 or wider; sums in {self.name}. The clip norm is lowered "

@@ -37,8 +37,8 @@ class GridArray:
 
     It is the type of each leaf that `clipped_grad` returns with "exact" or "bounded"
     arithmetic. Such arrays may be added (`jax.lax.psum`). All other operations must
-    wait until noise is added: noise comes before any division and any rounding, and
-    `dpmp.noise_addition` enforces this.
+    wait until noise is added: noise comes before any division and any rounding. The
+    operators of Python are refused, and `dpmp.noise_addition` takes int32 counts alone.
 
     Attributes:
       counts: the multiples, int32, modulo 2^32.

@@ -74,8 +74,8 @@ class MemoryEstimate:
             share = f"{line.num_bytes / self.num_parameters:.2f}"
             rows.append([line.name, megabytes, share, line.moment, line.formula])
         not_counted = (
-            "Activations and the values that book-keeping records are not counted: "
-            "only the compiler knows their size (dpmp.memory.compiled_memory)."
+            "Activations, and what book-keeping caches of them, are not counted: only "
+            "the compiler knows their size (dpmp.memory.compiled_memory)."
         )
         table = _plain_text.table(rows, "<>><<")
         return f"{table}\n{_plain_text.paragraph(not_counted)}"

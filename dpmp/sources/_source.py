@@ -35,13 +35,14 @@ class Source(Protocol):
     too (grain, PyTorch). So does one that returns lists in place of arrays (Hugging
     Face). Examples 0 and 1 decide which kind it is.
 
+    The index of an example decides its place in the dataset: return the same example
+    for the same index in every step.
+
     Guarantees:
-      - If a record cannot be loaded, the step is not made, and no smaller batch takes
-        its place. The error shows its type and the line that raised it, but neither the
-        record nor the message of the source. The error itself reveals that a defective
-        record is in the batch: call `dpmp.check_source` before the run to avoid it.
-      - The index of an example decides its place in the dataset. Return the same
-        example for the same index in every step.
+      If a record cannot be loaded, the step is not made, and no smaller batch takes its
+      place. The error shows its type and the line that raised it, but neither the
+      record nor the message of the source. The error itself reveals that a defective
+      record is in the batch: call `dpmp.check_source` before the run to avoid it.
     """
 
     def __getitem__(self, indices: np.ndarray, /) -> PyTree:

@@ -51,9 +51,10 @@ class DPTrainer:
     3 float32 8.000
 
     Guarantees:
-      `guarantee(state)` covers everything in a `TrainingState`. No value without noise
-      is returned, logged or used to decide anything, except through
-      `sensitive_callback`. The random bits of a step are used once, and stored nowhere.
+      `guarantee(state)` covers everything in a `TrainingState`. In a private run, no
+      value without noise is returned, logged or used to decide anything, except through
+      `sensitive_callback`. The random bits of a step are used once, and stored nowhere,
+      unless there is a `prng_key`.
 
     Args:
       mechanism: describes sampling, clipping and noise, and accounts for them.

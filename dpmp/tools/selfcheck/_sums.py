@@ -143,7 +143,7 @@ def _neighbours(
     size = len(batch)
     slots = np.arange(size)
     for name, i in (("first", 0), ("middle", size // 2), ("last", size - 1)):
-        yield f"{name} blanked", batch, slots == i
+        yield f"{name} replaced by padding", batch, slots == i
         if assumes_fixed_slots:
             continue
         moved = np.concatenate([np.delete(batch, i, axis=0), batch[i : i + 1]])
