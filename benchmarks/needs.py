@@ -91,7 +91,7 @@ def needs(model: Model) -> Needs:
 
 def rounding_share(num_parameters: int) -> float:
     """What rounding to the finest grid takes of the clip norm."""
-    return parse_arithmetic("bounded", method="book_keeping").share_lost(
+    return parse_arithmetic("bounded", method="book_keeping").rounding_share(
         num_parameters, LARGEST_RESOLUTION
     )
 

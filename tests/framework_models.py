@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+KEY = jax.random.key(0)
 VOCABULARY, LENGTH, WIDTH, HEADS = 32, 12, 16, 2
 
 
@@ -28,9 +29,8 @@ class Task(NamedTuple):
     batch: Any
 
 
-def tokens(batch_size: int = 4) -> np.ndarray:
-    rng = np.random.default_rng(0)
-    return rng.integers(VOCABULARY, size=(batch_size, LENGTH + 1))
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(VOCABULARY, size=(4, LENGTH + 1))
 
 
 def next_token_loss(logits: jax.Array, batch: jax.Array) -> jax.Array:
@@ -38,6 +38,18 @@ def next_token_loss(logits: jax.Array, batch: jax.Array) -> jax.Array:
         logits.astype(jnp.float32), batch[:, 1:]
     )
     return jnp.mean(losses)
+
+
+def filled(shapes: Any) -> Any:
+    """Parameters of these shapes."""
+    rng = np.random.default_rng(0)
+
+    def draw(x):
+        is_matrix = len(x.shape) > 1
+        scale, mean = (np.sqrt(1 / x.shape[-2]), 0) if is_matrix else (0.1, 1)
+        return jax.device_put(rng.normal(mean, scale, x.shape).astype(np.float32))
+
+    return jax.tree.map(draw, shapes)
 
 
 class _GPT2Block(nn.Module):
@@ -59,19 +71,18 @@ class _GPT2(nn.Module):
         embed = nn.Embed(VOCABULARY, WIDTH, name="wte")
         positions = nn.Embed(2 * LENGTH, WIDTH, name="wpe")
         x = embed(tokens) + positions(jnp.arange(tokens.shape[1])[None])
-        for _ in range(2):
-            x = _GPT2Block()(x)
+        x = _GPT2Block()(x)
         return embed.attend(nn.LayerNorm()(x))
 
 
 def linen_gpt2() -> Task:
     model, batch = _GPT2(), tokens()
-    params = model.init(jax.random.key(0), batch[:1, :-1])["params"]
+    shapes = jax.eval_shape(model.init, KEY, batch[:1, :-1])["params"]
 
     def loss_fn(params, batch):
         return next_token_loss(model.apply({"params": params}, batch[:, :-1]), batch)
 
-    return Task(params, loss_fn, batch)
+    return Task(filled(shapes), loss_fn, batch)
 
 
 class _RMSNorm(nnx.Module):
@@ -122,25 +133,25 @@ class _GemmaBlock(nnx.Module):
 class _Gemma(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([_GemmaBlock(rngs) for _ in range(2)])
+        self.block = _GemmaBlock(rngs)
         self.norm = _RMSNorm()
 
     def __call__(self, tokens):
         x = self.embed(tokens)
         x = x * jnp.sqrt(WIDTH).astype(x.dtype)
-        for block in self.blocks:
-            x = block(x)
+        x = self.block(x)
         logits = self.embed.attend(self.norm(x)).astype(jnp.float32)
         return 30 * jnp.tanh(logits / 30)
 
 
 def nnx_gemma() -> Task:
-    graphdef, params = nnx.split(_Gemma(nnx.Rngs(0)), nnx.Param)
+    model = nnx.eval_shape(lambda: _Gemma(nnx.Rngs(0)))
+    graphdef, shapes = nnx.split(model, nnx.Param)
 
     def loss_fn(params, batch):
         return next_token_loss(nnx.merge(graphdef, params)(batch[:, :-1]), batch)
 
-    return Task(params, loss_fn, tokens())
+    return Task(filled(shapes), loss_fn, tokens())
 
 
 class _UNet(eqx.Module):
@@ -169,7 +180,9 @@ class _UNet(eqx.Module):
 
 
 def equinox_unet() -> Task:
-    params, static = eqx.partition(_UNet(jax.random.key(0)), eqx.is_inexact_array)
+    shapes, static = eqx.partition(
+        eqx.filter_eval_shape(_UNet, KEY), lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
     rng = np.random.default_rng(0)
     batch = rng.normal(size=(4, 2, 3, 8, 8)).astype(np.float32)
 
@@ -177,7 +190,7 @@ def equinox_unet() -> Task:
         made = jax.vmap(eqx.combine(params, static))(batch[:, 0])
         return jnp.mean(jnp.square(made.astype(jnp.float32) - batch[:, 1]))
 
-    return Task(params, loss_fn, batch)
+    return Task(filled(shapes), loss_fn, batch)
 
 
 def haiku_transformer() -> Task:
@@ -186,13 +199,11 @@ def haiku_transformer() -> Task:
         x = hk.Embed(VOCABULARY, WIDTH)(tokens)
         x = x + hk.get_parameter("positions", (LENGTH, WIDTH), x.dtype, jnp.zeros)
         mask = jnp.tri(LENGTH)[None, None]
-        for _ in range(2):
-            y = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
-            x = x + hk.MultiHeadAttention(HEADS, WIDTH // HEADS, w_init=init)(
-                y, y, y, mask=mask
-            )
-            y = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
-            x = x + hk.Linear(WIDTH)(jax.nn.gelu(hk.Linear(4 * WIDTH)(y)))
+        attention = hk.MultiHeadAttention(HEADS, WIDTH // HEADS, w_init=init)
+        y = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+        x = x + attention(y, y, y, mask=mask)
+        y = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+        x = x + hk.Linear(WIDTH)(jax.nn.gelu(hk.Linear(4 * WIDTH)(y)))
         return hk.Linear(VOCABULARY)(x)
 
     model, batch = hk.without_apply_rng(hk.transform(forward)), tokens()
@@ -200,7 +211,7 @@ def haiku_transformer() -> Task:
     def loss_fn(params, batch):
         return next_token_loss(model.apply(params, batch[:, :-1]), batch)
 
-    return Task(model.init(jax.random.key(0), batch[:1, :-1]), loss_fn, batch)
+    return Task(filled(jax.eval_shape(model.init, KEY, batch[:1, :-1])), loss_fn, batch)
 
 
 def keras_lstm() -> Task:
@@ -212,7 +223,7 @@ def keras_lstm() -> Task:
         ]
     )
     model.build((None, LENGTH))
-    params = [jnp.asarray(x.value) for x in model.trainable_variables]
+    params = filled([x.value for x in model.trainable_variables])
     fixed = [x.value for x in model.non_trainable_variables]
 
     def loss_fn(params, batch):
@@ -226,3 +237,9 @@ MODELS = {
     fun.__name__: fun
     for fun in (linen_gpt2, nnx_gemma, equinox_unet, haiku_transformer, keras_lstm)
 }
+
+
+@functools.cache
+def make(name: str) -> Task:
+    with jax.numpy_dtype_promotion("standard"):
+        return MODELS[name]()

@@ -31,20 +31,26 @@ VOCABULARY, LENGTH, WIDTH, HEADS = 11, 5, 8, 2
 
 def per_example_grads(model: Model, params: Any, batch: Any) -> Any:
     """The gradients as jax computes them: a tree of arrays (B, ...)."""
-    return _per_example_grad_fn(model)(params, batch)
+    return per_example_losses_and_grads(model, params, batch)[1]
+
+
+def per_example_losses_and_grads(model: Model, params: Any, batch: Any) -> Any:
+    """The losses, (B,), and the gradients, from one program of jax."""
+    return _per_example_fn(model)(params, batch)
 
 
 @functools.cache
-def _per_example_grad_fn(model: Model) -> Callable[[Any, Any], Any]:
+def _per_example_fn(model: Model) -> Callable[[Any, Any], Any]:
     def loss(params, example):
         return model.loss(params, jax.tree.map(lambda x: x[None], example))
 
-    return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))
+    return jax.jit(jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0)))
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     scale = 1 / np.sqrt(np.prod(shape[:-1]))
-    return jnp.asarray(rng.normal(0, scale, shape), jnp.float32).astype(dtype)
+    # Converted by NumPy: every conversion by jax is one more program to compile.
+    return jnp.asarray(np.float32(rng.normal(0, scale, shape)).astype(dtype))
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -74,7 +74,10 @@ def _init_decoder(dtype: Any) -> Any:
     rng = np.random.default_rng(1)
 
     def layers(*shape: int) -> jax.Array:
-        return normal(rng, (_DEPTH, *shape), dtype) * jnp.asarray(2, dtype)
+        # Twice as large as those of one layer; exact in any dtype.
+        return jnp.asarray(
+            np.asarray(normal(rng, (_DEPTH, *shape), dtype)) * np.asarray(2, dtype)
+        )
 
     return {
         "embedding": normal(rng, (VOCABULARY, WIDTH), dtype),

@@ -18,7 +18,7 @@ import pytest
 import dpmp
 from dpmp import GridArray, accounting, batch_selection, lora, loss_scaling, planning
 from dpmp.__main__ import main
-from dpmp.engines.book_keeping import measure_extents, summarize
+from dpmp.engines.book_keeping import measure_condition_numbers, summarize
 from dpmp.loss_scaling import ScaledLoss
 from dpmp.noise_addition import gaussian_privatizer
 from dpmp.numerics import ExactSums
@@ -481,7 +481,7 @@ TABLE = {
         ("rounds", 0),
     ],
     dpmp.devices.measure_dtypes: [("size", 0)],
-    partial(measure_extents, linear, FLOATS, BATCH): [("microbatch_size", 0)],
+    partial(measure_condition_numbers, linear, FLOATS, BATCH): [("microbatch_size", 0)],
     partial(summarize, linear, FLOATS, BATCH): [
         ("argnums, batch_argnums and prng_argnum must", "argnums", 1),
         ('"exact" sums must', "arithmetic", "exact"),

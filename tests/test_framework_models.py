@@ -20,12 +20,6 @@ def _standard_promotion():
         yield
 
 
-@functools.cache
-def make(name):
-    with jax.numpy_dtype_promotion("standard"):
-        return framework_models.MODELS[name]()
-
-
 # Compilation of these models takes most of a minute on two cores.
 slow = pytest.mark.slow
 
@@ -36,7 +30,7 @@ each_method = pytest.mark.parametrize("method", reference.FLOAT_SUMS)
 @functools.cache
 def grads_one_by_one(name):
     """The gradients of all examples, stacked, in float64."""
-    task = make(name)
+    task = framework_models.make(name)
     grad = jax.jit(jax.grad(task.loss_fn))
     grads = [
         grad(task.params, jax.tree.map(lambda x, i=i: x[i : i + 1], task.batch))
@@ -49,7 +43,7 @@ def grads_one_by_one(name):
 @every_model
 @each_method
 def test_norms_and_sums_are_those_of_gradients_one_by_one(name, method):
-    task, stack = make(name), grads_one_by_one(name)
+    task, stack = framework_models.make(name), grads_one_by_one(name)
     norms = reference.per_example_norms(stack)
     clip_norm = float(np.median(norms))
     clipped_grad = dpmp.clipped_grad(
@@ -79,7 +73,7 @@ def _warning_of_float32_in(name):
 @every_model
 @each_method
 def test_a_step_in_mixed_bfloat16_runs(name, method):
-    task = make(name)
+    task = framework_models.make(name)
     mechanism = dpmp.DPSGD(
         num_examples=4,
         expected_batch_size=4,
@@ -109,7 +103,7 @@ def test_a_step_in_mixed_bfloat16_runs(name, method):
 
 @every_model
 def test_no_fallback_costs_more_than_a_hundredth(name):
-    task = make(name)
+    task = framework_models.make(name)
     summary = dpmp.book_keeping.summarize(task.loss_fn, task.params, task.batch)
     for row in summary.rows:
         if "whole" in row.rules:

@@ -19,7 +19,7 @@ from dpmp._validate import as_number, as_real
 from dpmp.batch_selection import PoissonSampling
 from dpmp.clipping import _joint_sums
 from dpmp.clipping._joint_sums import ReleasedMetrics
-from dpmp.engines.book_keeping import measure_extents
+from dpmp.engines.book_keeping import measure_condition_numbers
 from dpmp.loss_scaling import DynamicScale
 from dpmp.numerics import ExactSums
 from dpmp.planning.memory import accumulation_overhead, estimate_memory
@@ -236,10 +236,7 @@ REALS = {
         lambda x: dpmp.BoundedSensitivityCallable(linear_loss, x, False),
         3.0,
     ),
-    "ScaledLoss": (
-        lambda x: loss_scaling.ScaledLoss(linear_loss, x),
-        64.0,
-    ),
+    "ScaledLoss": (lambda x: loss_scaling.ScaledLoss(linear_loss, x), 64.0),
     "GridArray": (lambda x: dpmp.GridArray(jnp.ones(2, jnp.int32), x).unit, 0.5),
     **vary(noise, {"stddev": 3.0, "l2_sensitivity": 3.0}),
     "by_loss.target": (lambda x: loss_scaling.by_loss(x)(jnp.float32(0.1)), 100.0),
@@ -349,8 +346,10 @@ def test_integers_beyond_a_dtype_do_not_overflow():
     )
 
 
-@pytest.mark.parametrize("arithmetic", ["float32", "exact"])
-@pytest.mark.parametrize("kind", [np.float16, np.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "arithmetic"),
+    [(np.float16, "float32"), (jnp.float16, "exact"), (jnp.bfloat16, "float32")],
+)
 def test_noise_is_as_wide_as_that_of_a_python_number(kind, arithmetic):
     # In float16 this standard deviation is zero.
     fields = {"l2_clip_norm": 1e-9, "arithmetic": arithmetic}
@@ -394,11 +393,13 @@ def test_sizes_to_measure_may_be_of_any_library():
         for size in (2, np.int8(2))
     ]
     assert step[0] == step[1]
-    extents = [
-        measure_extents(linear_loss, jnp.ones(2), jnp.ones((4, 2)), microbatch_size=x)
+    found = [
+        measure_condition_numbers(
+            linear_loss, jnp.ones(2), jnp.ones((4, 2)), microbatch_size=x
+        )
         for x in (2, np.int8(2))
     ]
-    np.testing.assert_array_equal(extents[0].ratios, extents[1].ratios)
+    np.testing.assert_array_equal(found[0].ratios, found[1].ratios)
 
 
 @pytest.mark.parametrize(

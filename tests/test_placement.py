@@ -41,10 +41,14 @@ WIDE = {
     "float64": {"arithmetic": "float64"},
     "float64-params": {"policy": ("float64", "float32"), "released_metrics": METRICS},
 }
+WIDE_TOO = ("metrics", "dynamic-scale", "hyperparams", "weak")
+SLOW = {"plain", "metrics", "dynamic-scale", "weak"}
 CASES = [
-    *((name, False) for name in OPTIONS),
-    *((name, True) for name in ("metrics", "dynamic-scale", "hyperparams", "weak")),
-    *((name, True) for name in WIDE),
+    *(
+        pytest.param(x, False, marks=[pytest.mark.slow] if x in SLOW else [])
+        for x in OPTIONS
+    ),
+    *((name, True) for name in (*WIDE_TOO, *WIDE)),
 ]
 
 
@@ -82,20 +86,22 @@ def types_of(tree):
 def test_a_step_returns_the_types_that_init_gives(name, x64):
     with jax.enable_x64(x64), jax.numpy_dtype_promotion("standard"):
         trainer = make_trainer(**{**OPTIONS, **WIDE}[name])
-        state = trainer.init(jnp.ones(4, jnp.float32))
+        state = trainer.init(np.ones(4, np.float32))
         size = trainer.mechanism.padded_batch_size
-        batch = jnp.zeros((size, 4), jnp.float32)
+        batch = np.zeros((size, 4), np.float32)
         after = trainer.lower(state, batch).out_info[0]
         before = types_of(state._replace(spent=None))
         assert types_of(after) == before
         assert not any(is_weak for _, _, is_weak in before.values())
 
 
-@pytest.mark.parametrize("arithmetic", ["exact", "float64"])
+@pytest.mark.parametrize(
+    "arithmetic", ["float64", pytest.param("exact", marks=pytest.mark.slow)]
+)
 def test_metrics_are_released_in_64_bit_mode(arithmetic):
     with jax.enable_x64(True):
         trainer = make_trainer(released_metrics=METRICS, arithmetic=arithmetic)
-        state = trainer.init(jnp.ones(4, jnp.float32))
+        state = trainer.init(np.ones(4, np.float32))
         data = np.ones((64, 4), np.float32)
         state = trainer.fit(state, data, progress=False, stop_at=1)
         for value in state.metrics.values():
@@ -152,7 +158,7 @@ def test_a_run_is_compiled_once_wherever_it_is(place):
 def test_a_run_on_sharded_batches_is_compiled_once():
     trainer = make_trainer(truncated_batch_size=8)
     sharding = NamedSharding(mesh_of(2), PartitionSpec("x"))
-    state = trainer.init(jnp.ones(4))
+    state = trainer.init(np.ones(4, np.float32))
     counts = []
     for _ in range(3):
         batch = jax.device_put(np.ones((8, 4), np.float32), sharding)
@@ -163,7 +169,7 @@ def test_a_run_on_sharded_batches_is_compiled_once():
 
 def test_a_run_can_be_moved_to_other_devices():
     trainer = make_trainer()
-    state = trainer.init(jnp.ones(4))
+    state = trainer.init(np.ones(4, np.float32))
     for step, device in enumerate(jax.devices()[1:3], 1):
         state = jax.device_put(state, device)
         data = np.ones((64, 4), np.float32)

@@ -22,6 +22,16 @@ PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "architecture.md"
 _FOUND = list(pkgutil.walk_packages([str(ROOT)], "dpmp."))
 MODULES = sorted(m.name for m in _FOUND)
 PACKAGES = [m.name for m in _FOUND if m.ispkg]
+PATHS = {name: pathlib.Path(importlib.import_module(name).__file__) for name in MODULES}
+SOURCES = {name: path.read_text() for name, path in PATHS.items()}
+NODES = {name: [*ast.walk(ast.parse(text))] for name, text in SOURCES.items()}
+# These search for noise, or time programs, which takes a second each.
+LONG_DOCTESTS = {
+    "dpmp.accounting._calibration",
+    "dpmp.mechanism._dpsgd",
+    "dpmp.planning",
+    "dpmp.tools.devices._measure",
+}
 
 
 def _read_floors():
@@ -38,7 +48,14 @@ def _read_floors():
 FLOORS = _read_floors()
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONG_DOCTESTS else ())
+        for name, text in SOURCES.items()
+        if ">>> " in text
+    ],
+)
 def test_doctests_are_true(name):
     names = {"jax": jax, "jnp": jnp, "np": np, "optax": optax}
     module = importlib.import_module(name)
@@ -48,21 +65,14 @@ def test_doctests_are_true(name):
     assert failures == 0
 
 
-def test_all_names_exist_and_are_documented():
+def test_public_modules_and_names_are_documented():
     for name in dpmp.__all__:
-        assert getattr(dpmp, name).__doc__, name
-
-
-@pytest.mark.parametrize(
-    "module",
-    [x for x in map(dpmp.__dict__.get, dpmp.__all__) if inspect.ismodule(x)],
-    ids=lambda module: module.__name__,
-)
-def test_public_modules_say_what_they_have(module):
-    assert len(module.__all__) == len({*module.__all__})
-    for public in module.__all__:
-        assert hasattr(module, public)
-    assert module.__doc__.count("\n\n") >= 1  # a paragraph besides the first line
+        public = getattr(dpmp, name)
+        assert public.__doc__, name
+        if inspect.ismodule(public):
+            assert len(public.__all__) == len({*public.__all__})
+            assert all(hasattr(public, x) for x in public.__all__), name
+            assert "\n\n" in public.__doc__, name  # a paragraph after the first line
 
 
 def test_one_neighbouring_relation_is_the_default_everywhere():
@@ -86,29 +96,26 @@ def test_the_picture_has_every_room():
     assert rooms == set(FLOORS)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_down(name):
-    room = name.split(".")[1]
-    for imported in _imports_of(name):
-        other = imported.split(".")[1]
+def test_imports_go_down():
+    for name, imported in ((x, y) for x in MODULES for y in _imports_of(x)):
+        room, other = name.split(".")[1], imported.split(".")[1]
         goes_down = FLOORS[other] < FLOORS[room]
         is_on_the_ground = FLOORS[other] == FLOORS[room] == 1
         assert room == other or goes_down or is_on_the_ground, f"{name}: {imported}"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_packages_are_used_by_their_faces(name):
-    room = name.split(".")[1]
-    for node in ast.walk(ast.parse(_path(name).read_text())):
+def test_packages_are_used_by_their_faces():
+    for name, node in ((x, y) for x in MODULES for y in NODES[x]):
+        room = name.split(".")[1]
         path = (getattr(node, "module", None) or "").split(".")
         if not isinstance(node, ast.ImportFrom) or path[0] != "dpmp" or len(path) < 2:
             continue
         package = importlib.import_module(f"dpmp.{path[1]}")
         if path[1] != room and hasattr(package, "__path__"):
             names = {alias.name for alias in node.names}
-            assert not any(x.startswith("_") for x in (*path, *names)), path
+            assert not any(x.startswith("_") for x in (*path, *names)), name
             face = importlib.import_module(node.module)
-            assert names <= {*getattr(face, "__all__", names)}, (path, names)
+            assert names <= {*getattr(face, "__all__", names)}, (name, names)
 
 
 def test_only_the_mechanism_joins_clipping_and_noise():
@@ -126,10 +133,14 @@ def test_no_module_imports_itself_by_way_of_others():
     assert not imports
 
 
-@pytest.mark.parametrize(
-    "name", [x for x in PACKAGES if "own:\n" in importlib.import_module(x).__doc__]
-)
-def test_modules_of_a_package_import_from_rows_below_their_own(name):
+def test_modules_of_a_package_import_from_rows_below_their_own():
+    found = [x for x in PACKAGES if "own:\n" in importlib.import_module(x).__doc__]
+    assert found
+    for name in found:
+        check_rows(name)
+
+
+def check_rows(name):
     text = importlib.import_module(name).__doc__.split("own:\n")[1]
     rows = [line.split() for line in text.splitlines() if line.startswith("    ")]
     rank = {f"{name}.{x}": i for i, row in enumerate(rows) for x in row}
@@ -139,28 +150,24 @@ def test_modules_of_a_package_import_from_rows_below_their_own(name):
             assert rank.get(imported, len(rows)) > rank[module], module
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_jax_internals_stay_where_they_belong(name):
-    source = _path(name).read_text()
-    assert "jax._src" not in source
-    assert "flax" not in source
-    parts = set(re.findall(r"jax\.extend(?:\.\w+)?|jax import .*extend", source))
-    assert parts == {
-        "dpmp.programs.interpreter": {
-            "jax.extend.core",
-            "jax.extend.source_info_util",
-        },
-        "dpmp.programs.bodies": {"jax.extend.core"},
-        "dpmp.programs.transformations": {"jax.extend.core"},
-    }.get(name, set())
-
-
-def _path(name):
-    return pathlib.Path(importlib.import_module(name).__file__)
+def test_jax_internals_stay_where_they_belong():
+    found = {}
+    for name, source in SOURCES.items():
+        assert "jax._src" not in source, name
+        assert "flax" not in source, name
+        found[name] = {
+            *re.findall(r"jax\.extend(?:\.\w+)?|jax import .*extend", source)
+        }
+    core, source_info = "jax.extend.core", "jax.extend.source_info_util"
+    assert {name: parts for name, parts in found.items() if parts} == {
+        "dpmp.programs.interpreter": {core, source_info},
+        "dpmp.programs.bodies": {core},
+        "dpmp.programs.transformations": {core},
+    }
 
 
 def _imports_of(name):
-    for node in ast.walk(ast.parse(_path(name).read_text())):
+    for node in NODES[name]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dpmp"):
             within = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (x if x in MODULES else node.module for x in within)

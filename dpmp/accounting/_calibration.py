@@ -71,7 +71,7 @@ def calibrate_noise_multiplier(
         return math.log(min(max(ratio, 0.1), 10.0))  # infinities would stop the search
 
     # The search of dp_accounting has no relative tolerance and fails on infinities.
-    _close_in_on_zero(excess, _guess_log_noise(make_run, epsilon, delta))
+    _bracket_root(excess, _guess_log_noise(make_run, epsilon, delta))
     _validate.require(
         bool(confirmed),
         "the target must be within reach of a noise multiplier of 1e9",
@@ -97,7 +97,7 @@ def _guess_log_noise(
     return _LOG_NOISE_RANGE[1] if guess is None else guess
 
 
-def _close_in_on_zero(excess: Callable[[float], float], start: float) -> None:
+def _bracket_root(excess: Callable[[float], float], start: float) -> None:
     """Evaluates a falling function close to its zero, on both sides."""
     low = high = start
     stride = 0.1

@@ -51,7 +51,7 @@ class AdaptiveClipNorm:
     >>> adaptive = AdaptiveClipNorm(initial=1.0, quantile=0.5, learning_rate=0.2)
     >>> print(f"{adaptive.update(jnp.float32(1.0), jnp.float32(0.9)):.4f}")
     0.9231
-    >>> print(f"{adaptive.widening:.2%}")
+    >>> print(f"{adaptive.noise_increase:.2%}")
     0.50%
 
     A training loop of your own passes the clip norm of each step on to the next one:
@@ -79,8 +79,8 @@ class AdaptiveClipNorm:
 
     Guarantees:
       The clip norm is computed from noisy values alone, and epsilon accounts for them.
-      For this, the noise on the gradient is wider by `widening`. The privacy budget is
-      unchanged: epsilon is that of a fixed clip norm.
+      For this, the noise on the gradient is wider by `noise_increase`. The privacy
+      budget is unchanged: epsilon is that of a fixed clip norm.
 
       With every arithmetic and both engines, the sensitivity is as certain as with a
       fixed clip norm. The fraction is that of the computed norms. "bounded" sums are
@@ -157,11 +157,11 @@ class AdaptiveClipNorm:
         return jnp.clip(new, np.float32(self.lowest), np.float32(self.highest))
 
     @property
-    def widening(self) -> float:
+    def noise_increase(self) -> float:
         """The relative increase of the noise on the gradient; 0.005 means 0.5 %."""
         return math.hypot(1, self.norm_share) - 1
 
-    def largest_of_one(self, l2_norm_bound: float) -> float:
+    def max_coordinate(self, l2_norm_bound: float) -> float:
         """The absolute value of the number that one example adds to the count.
 
         `l2_norm_bound` is the largest norm of a clipped gradient.
@@ -191,7 +191,7 @@ class AdaptiveClipNorm:
         This matters little: an equal number of examples on both sides counts as half of
         them in a batch of any size.
         """
-        one = self.largest_of_one(l2_norm_bound)
+        one = self.max_coordinate(l2_norm_bound)
         return 0.5 + noisy_count * (0.5 / one / expected_batch_size)
 
     def stddev(self, stddev: float) -> float:

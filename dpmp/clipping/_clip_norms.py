@@ -95,7 +95,7 @@ class ClipNorms:
                 l2_clip_norm=norm,
                 fix="Pass numbers: a clip norm is public and known before tracing.",
             )
-        _check_lets_through(norms, rescale_to_unit_norm)
+        _check_not_all_zero(norms, rescale_to_unit_norm)
         normalize_by = _validate.positive(
             normalize_by=normalize_by, fix="Use 1.0, or the expected batch size."
         )
@@ -235,7 +235,7 @@ def global_norm(norms: list[SquaredNorm]) -> jax.Array:
     return jnp.sqrt(sum(norm.value.astype(dtype) for norm in norms))
 
 
-def _check_lets_through(norms: list[float], rescale_to_unit_norm: bool) -> None:
+def _check_not_all_zero(norms: list[float], rescale_to_unit_norm: bool) -> None:
     """Raises ValueError for clip norms with which a whole group would always be zero.
 
     Such a run would train on noise alone, without any error. The exception is a

@@ -264,7 +264,7 @@ def clipped_grad(
         has_aux=any(asked_for),
         has_params=pre_clipping_transform is None,
         l2_norm_bound=joint.norm_bound(l2_norm_bound),
-        is_made_anew=loss_scale is not None or clip_norms.traced is not None,
+        is_rebuilt_each_step=loss_scale is not None or clip_norms.traced is not None,
     )
 
 

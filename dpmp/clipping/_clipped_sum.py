@@ -259,7 +259,7 @@ def make_callable(
     has_aux: bool,
     has_params: bool,
     l2_norm_bound: float,
-    is_made_anew: bool = False,
+    is_rebuilt_each_step: bool = False,
 ) -> BoundedSensitivityCallable:
     """Makes the function that users call, for arrays on meshes of any kind.
 
@@ -269,8 +269,9 @@ def make_callable(
       has_aux: whether that output is a pair of the sum and some of the outputs.
       has_params: whether the sum has the structure and shardings of the parameters.
       l2_norm_bound: the largest norm of the contribution of an example.
-      is_made_anew: whether a loop makes a new function in each step, with another scale
-        or clip norm. Then it is not compiled here, which would happen in each step.
+      is_rebuilt_each_step: whether a loop makes a new function in each step, with
+        another scale or clip norm. It is not compiled here then, which would happen in
+        each step.
     """
     signature = clipped_sum.signature
 
@@ -293,7 +294,7 @@ def make_callable(
 
     arrays = (*signature.of_params, *signature.of_examples)
     return BoundedSensitivityCallable(
-        on_any_mesh if is_made_anew else compiled(on_any_mesh, arrays),
+        on_any_mesh if is_rebuilt_each_step else compiled(on_any_mesh, arrays),
         l2_norm_bound,
         has_aux,
         assumes_fixed_slots=clipped_sum.arithmetic.needs_norm_bounds,

@@ -51,7 +51,7 @@ class JointSum(NamedTuple):
         largest norm of a clipped gradient. None if these examples are not counted.
       metrics: the sum over examples of each metric, by name.
       within: the signed unclipped count. An example within the adaptive clip norm adds
-        `AdaptiveClipNorm.largest_of_one`, and any other example subtracts it. None if
+        `AdaptiveClipNorm.max_coordinate`, and any other example subtracts it. None if
         the clip norm does not adapt.
     """
 
@@ -83,10 +83,10 @@ class ReleasedMetrics:
     """Chooses metrics to release with noise at every step.
 
     A metric receives noise together with the gradient. The cost of "loss" and "clipped"
-    is wider noise on the gradient: `widening` is the relative increase.
+    is wider noise on the gradient: `noise_increase` is the relative increase.
 
     >>> metrics = ReleasedMetrics(largest_loss=8.0, fraction_clipped=True)
-    >>> print(f"{metrics.widening:.2%} {metrics.stddev('loss', 1.0, 512):.3f}")
+    >>> print(f"{metrics.noise_increase:.2%} {metrics.stddev('loss', 1.0, 512):.3f}")
     0.50% 0.222
 
     Attributes:
@@ -136,7 +136,7 @@ class ReleasedMetrics:
         return loss + (("clipped",) if self.fraction_clipped else ())
 
     @property
-    def widening(self) -> float:
+    def noise_increase(self) -> float:
         """The relative increase of the noise on the gradient; 0.005 means 0.5 %."""
         return math.hypot(1, self.norm_share) - 1 if self.paid else 0.0
 
@@ -155,7 +155,7 @@ class ReleasedMetrics:
         noise_multiplier = as_real(noise_multiplier)
         expected_batch_size = as_real(expected_batch_size)
         if name == "overflowed":
-            return noise_multiplier * (1 + self.widening) / expected_batch_size
+            return noise_multiplier * (1 + self.noise_increase) / expected_batch_size
         unit = self.largest_loss if name == "loss" and self.largest_loss else 1.0
         noise = noise_multiplier * math.hypot(1, self.norm_share) / self.norm_share
         return noise * math.sqrt(len(self.paid)) * unit / expected_batch_size
@@ -179,7 +179,7 @@ class ReleasedMetrics:
             "loss": jnp.where(jnp.isnan(loss), 0, loss),
             "clipped": is_clipped.astype(jnp.float32),
         }
-        largest = self.largest_of_one(l2_norm_bound)
+        largest = self.max_coordinate(l2_norm_bound)
         return {name: _sum_of_shares(shares[name], largest) for name in self.paid}
 
     def means(
@@ -189,7 +189,7 @@ class ReleasedMetrics:
 
         The sums are divided by the expected batch size: the true size is sensitive.
         """
-        largest = self.largest_of_one(l2_norm_bound)
+        largest = self.max_coordinate(l2_norm_bound)
         units = {
             "loss": (self.largest_loss or 1.0) / largest,
             "clipped": 1 / largest,
@@ -198,7 +198,7 @@ class ReleasedMetrics:
         sums = {**noisy.metrics, "overflowed": noisy.num_overflows}
         return {x: sums[x] * (units[x] / expected_batch_size) for x in self.names}
 
-    def largest_of_one(self, l2_norm_bound: float) -> float:
+    def max_coordinate(self, l2_norm_bound: float) -> float:
         """The largest value of each metric of one example; k bounds their norm."""
         k = self.norm_share * contribution(as_real(l2_norm_bound))
         return k / math.sqrt(max(len(self.paid), 1)) * (1 - 2.0**-50)
@@ -315,7 +315,7 @@ class JointCoordinates:
                 count = count_overflows(outputs.grad_norms, l2_norm_bound)
         if adaptive:
             signs = adaptive.signs(outputs.grad_norms, outputs.is_example)
-            within = _sum_of_shares(signs, adaptive.largest_of_one(l2_norm_bound))
+            within = _sum_of_shares(signs, adaptive.max_coordinate(l2_norm_bound))
         return JointSum(total, count, sums, within)
 
     def split(

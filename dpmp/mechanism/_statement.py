@@ -118,7 +118,7 @@ def _describe_released(mechanism: Any) -> list[str]:
     lines = []
     if is_adaptive := isinstance(adaptive, AdaptiveClipNorm):
         # The release of the noisy fraction makes all noise wider.
-        noise = mechanism.stddev * batch_size / (1 + counting.widening)
+        noise = mechanism.stddev * batch_size / (1 + counting.noise_increase)
     stddevs = {x: counting.stddev(x, noise, batch_size) for x in counting.names}
     if metrics is not None:
         means = ", ".join(
@@ -126,8 +126,8 @@ def _describe_released(mechanism: Any) -> list[str]:
         )
         lines.append(
             f"- Released at every step, with noise: the means of {means}. The claim "
-            f"covers them. They make the noise on the gradient {metrics.widening:.2%} "
-            f"wider."
+            f"covers them. They make the noise on the gradient "
+            f"{metrics.noise_increase:.2%} wider."
         )
     if metrics is None or not metrics.fraction_overflowed:
         lines.append(
@@ -141,7 +141,7 @@ def _describe_released(mechanism: Any) -> list[str]:
             f"gradient norm is at most the clip norm (standard deviation "
             f"{adaptive.stddev(mechanism.stddev):.2g}), and the next clip norm, which "
             f"is computed from it. The claim covers both. They make the noise on the "
-            f"gradient {adaptive.widening:.2%} wider."
+            f"gradient {adaptive.noise_increase:.2%} wider."
         )
     return lines
 

@@ -6,8 +6,8 @@ from dpmp import _validate
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import (
     DEFAULT_RESOLUTION,
-    LARGEST_LOSS,
     LARGEST_RESOLUTION,
+    LARGEST_ROUNDING_SHARE,
     Arithmetic,
     arithmetic_without_privacy,
 )
@@ -35,12 +35,13 @@ def choose_resolution(
         # The margin keeps the rounding of the unit to float32 from needing wider noise.
         widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
         resolution = max(1, int(widest))
-        loss = arithmetic.share_lost(num_parameters, resolution)
+        loss = arithmetic.rounding_share(num_parameters, resolution)
         if loss <= 0.01:
             break
-    if loss > LARGEST_LOSS:
+    if loss > LARGEST_ROUNDING_SHARE:
         _validate.fail(
-            f"rounding to a grid must cost at most {LARGEST_LOSS:.0%} of the clip norm",
+            f"rounding to a grid must cost at most {LARGEST_ROUNDING_SHARE:.0%} of the "
+            "clip norm",
             cost=f"{loss:.2g}",
             noise_multiplier=noise_multiplier,
             num_parameters=num_parameters,

@@ -126,7 +126,7 @@ class Arithmetic(Protocol):
         """Returns the resolution that a sum needs, or None without a grid."""
         ...
 
-    def share_lost(self, num_parameters: int, resolution: int) -> float:
+    def rounding_share(self, num_parameters: int, resolution: int) -> float:
         """Returns the share of the clip norm that rounding to a grid takes."""
         ...
 

@@ -35,10 +35,10 @@ These cases are covered too:
    most gamma(inner) A_i^2. The second way materializes the gradient, which is off by at
    most gamma(product) A_i in norm. The sum of its squares is off by at most a factor
    1 + gamma(total). A_i^2 itself is a sum of nonnegative summands, and is off by at
-   most a factor 1 + gamma(extent). Let V be the computed |G_i|^2, and E the computed
+   most a factor 1 + gamma(magnitude). Let V be the computed |G_i|^2, and E the computed
    A_i^2. Then
 
-       A_i <= A = sqrt(E (1 + gamma(extent)))
+       A_i <= A = sqrt(E (1 + gamma(magnitude)))
        |G_i| <= N = sqrt(V (1 + gamma(total)) + gamma(inner) A^2) + gamma(product) A.
 
 2. The coefficient c. It is multiplied into one of the two factors, and the entries of
@@ -128,14 +128,14 @@ class Roundings(NamedTuple):
       inner: roundings of a squared norm from inner products, relative to A^2.
       product: roundings of a gradient that is materialized, relative to A.
       total: roundings of a sum of squares, relative to that sum.
-      extent: roundings of A^2, relative to A^2.
+      magnitude: roundings of A^2, relative to A^2.
       positions: the number of positions of one example, over all uses.
     """
 
     inner: int = 0
     product: int = 0
     total: int = 0
-    extent: int = 0
+    magnitude: int = 0
     positions: int = 1
 
     def after(self, additions: int) -> "Roundings":
@@ -143,7 +143,7 @@ class Roundings(NamedTuple):
         return self._replace(
             inner=self.inner + additions,
             total=self.total + additions,
-            extent=self.extent + additions,
+            magnitude=self.magnitude + additions,
         )
 
     def at_least(self, other: "Roundings") -> "Roundings":
@@ -151,9 +151,9 @@ class Roundings(NamedTuple):
         return Roundings(*map(max, self, other))
 
 
-def clip_by(
+def norm_bound_for_clipping(
     squared_norm: jax.Array,
-    extent: jax.Array,
+    magnitude: jax.Array,
     roundings: Roundings,
     *,
     num_terms: int,
@@ -166,7 +166,7 @@ def clip_by(
     gradient would be scaled down more than its norm requires.
     """
     size = squared_norm.shape[0]
-    kappa = largest_extent(size, roundings)
+    kappa = largest_condition_number(size, roundings)
     _validate.require(
         kappa >= 1,
         f'"bounded" sums of {roundings.positions} positions for each example need '
@@ -177,7 +177,7 @@ def clip_by(
         'use sums without a proof: arithmetic="unproved_float32".',
     )
     lost = num_terms * _SMALLEST_NORMAL
-    a_squared = extent * (1 + _gamma(roundings.extent + _SPARE_ROUNDINGS)) + lost
+    a_squared = magnitude * (1 + _gamma(roundings.magnitude + _SPARE_ROUNDINGS)) + lost
     a = jnp.sqrt(a_squared)
     v = jnp.maximum(squared_norm, 0) * (1 + _gamma(roundings.total))
     norm = jnp.sqrt(v + _gamma(roundings.inner) * a_squared + lost)
@@ -187,7 +187,7 @@ def clip_by(
     return jnp.where(bound <= _LARGEST_BOUND, bound, jnp.inf)
 
 
-def largest_extent(microbatch_size: int, roundings: Roundings) -> float:
+def largest_condition_number(microbatch_size: int, roundings: Roundings) -> float:
     """Returns kappa: if A > kappa N, a gradient is scaled down more than N requires."""
     chain = _gamma(microbatch_size * roundings.positions + _SPARE_ROUNDINGS)
     return ROUNDING_RESERVE / (chain * (2 * microbatch_size - 1))
@@ -199,7 +199,7 @@ def largest_microbatch(positions: int) -> int:
     In the gradients of trained transformers, A is 5 to 7 times the norm.
     """
     size = 1
-    while largest_extent(2 * size, Roundings(positions=positions)) >= 8:
+    while largest_condition_number(2 * size, Roundings(positions=positions)) >= 8:
         size *= 2
     return size
 
@@ -230,8 +230,8 @@ class BoundedSums(GridSums):
         "every time."
     )
 
-    def max_norm_before_rounding(self, radius: int, size: int) -> float:
-        return radius - (1 + 2.0**-10) * math.sqrt(size)
+    def max_norm_before_rounding(self, max_norm: int, size: int) -> float:
+        return max_norm - (1 + 2.0**-10) * math.sqrt(size)
 
     def from_float(self, total: jax.Array) -> jax.Array:
         return _to_integers(total)
@@ -239,7 +239,7 @@ class BoundedSums(GridSums):
     def wanted_resolution(self, num_parameters: int) -> float:
         return 400 * math.sqrt(num_parameters)
 
-    def share_lost(self, num_parameters: int, resolution: int) -> float:
+    def rounding_share(self, num_parameters: int, resolution: int) -> float:
         """See `Arithmetic`; this is the share that `max_norm_before_rounding` takes."""
         return math.sqrt(num_parameters) / resolution
 

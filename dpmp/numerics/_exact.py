@@ -4,9 +4,9 @@ One unit of the grid is the largest contribution divided by `resolution`. Each
 contribution is rounded to integers q, and checked for each clipping group. The part of
 a group counts only if
 
-    sum of q^2 <= radius^2
+    sum of q^2 <= max_norm^2
 
-holds in integer arithmetic, with the radius of the group. Otherwise zero is selected.
+holds in integer arithmetic, with the max_norm of the group. Otherwise zero is selected.
 So the sensitivity does not depend on the earlier float operations, their order, or the
 compiler. Integers are added modulo 2^32, which does not round and does not depend on
 the order. The sensitivity is therefore `resolution` units for a batch of any size, and
@@ -44,15 +44,15 @@ class ExactSums(GridSums):
     needs_norm_bounds = False
     assumption = "The product of two given floats is the same every time."
 
-    def max_norm_before_rounding(self, radius: int, size: int) -> float:
+    def max_norm_before_rounding(self, max_norm: int, size: int) -> float:
         # On average, rounding adds at most 1/4 to the square of an entry. The sum over
-        # all entries deviates from that average by about the radius.
-        return math.sqrt(max(radius**2 - size / 4 - 6 * radius, 0))
+        # all entries deviates from that average by about the max_norm.
+        return math.sqrt(max(max_norm**2 - size / 4 - 6 * max_norm, 0))
 
     def passes_norm_check(
         self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
     ) -> jax.Array:
-        return keep & _is_within(stack, coef, self.radii[group])
+        return keep & _has_norm_at_most(stack, coef, self.max_norms[group])
 
     def contribution(
         self, row: jax.Array, coef: jax.Array, zero: jax.Array
@@ -66,7 +66,7 @@ class ExactSums(GridSums):
     def wanted_resolution(self, num_parameters: int) -> float:
         return math.sqrt(100 * num_parameters)
 
-    def share_lost(self, num_parameters: int, resolution: int) -> float:
+    def rounding_share(self, num_parameters: int, resolution: int) -> float:
         """See `Arithmetic`; this is the share that `max_norm_before_rounding` takes."""
         return num_parameters / (8 * resolution**2) + 3 / resolution
 
@@ -79,17 +79,19 @@ class ExactSums(GridSums):
         )
 
 
-def _is_within(stack: list[StoredArray], coef: jax.Array, radius: int) -> jax.Array:
-    """Whether the sum of squares is at most the squared radius, exactly: (B,) bool.
+def _has_norm_at_most(
+    stack: list[StoredArray], coef: jax.Array, max_norm: int
+) -> jax.Array:
+    """Whether the sum of squares is at most the squared max_norm, exactly: (B,) bool.
 
-    Squares and sums are cut off at a power of two above the squared radius, so that
+    Squares and sums are cut off at a power of two above the squared max_norm, so that
     they never exceed their dtype.
     """
-    fits_32_bits = radius < 2**15
+    fits_32_bits = max_norm < 2**15
     with jax.enable_x64(not fits_32_bits or jax.config.read("jax_enable_x64")):
         squares = _SQUARES_IN_32_BITS if fits_32_bits else _SQUARES_IN_64_BITS
         total, _ = reduction.sum_entries(stack, squares, squares.add, coef)
-        return total <= jnp.asarray(radius**2, squares.dtype)
+        return total <= jnp.asarray(max_norm**2, squares.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

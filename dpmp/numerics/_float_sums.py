@@ -148,7 +148,7 @@ class FloatSums:
     def wanted_resolution(self, num_parameters: int) -> None:
         del num_parameters
 
-    def share_lost(self, num_parameters: int, resolution: int) -> float:
+    def rounding_share(self, num_parameters: int, resolution: int) -> float:
         del num_parameters, resolution
         return 0.0
 

@@ -25,7 +25,7 @@ DEFAULT_RESOLUTION = 2**15 - 1
 LARGEST_RESOLUTION = 2**22
 
 # The largest share of a clip norm that rounding may take.
-LARGEST_LOSS = 0.05
+LARGEST_ROUNDING_SHARE = 0.05
 
 
 @functools.partial(
@@ -133,13 +133,13 @@ class GridSums(abc.ABC):
 
     Attributes:
       resolution: the size of the largest contribution, in units of the grid.
-      radii: the largest norm of each clipping group, in units; empty until the clip
+      max_norms: the largest norm of each clipping group, in units; empty until the clip
         norms are known.
       unit: the unit of the grid, or 0 until the clip norms are known.
     """
 
     resolution: int
-    radii: tuple[int, ...] = ()
+    max_norms: tuple[int, ...] = ()
     unit: float = 0.0
 
     bytes_per_entry = 4
@@ -147,7 +147,7 @@ class GridSums(abc.ABC):
     rounding_reserve = 0.0  # the share of the clip norm for the rounding of floats
 
     @abc.abstractmethod
-    def max_norm_before_rounding(self, radius: int, size: int) -> float:
+    def max_norm_before_rounding(self, max_norm: int, size: int) -> float:
         """The largest norm, in units, of `size` entries before they are rounded."""
 
     def with_resolution(self, resolution: int | None) -> Self:
@@ -155,7 +155,7 @@ class GridSums(abc.ABC):
         return dataclasses.replace(self, resolution=resolution)
 
     def for_clip_norms(self, bounds: Sequence[float], l2_norm_bound: float) -> Self:
-        """Makes a grid whose integer radii never exceed the norms in real numbers.
+        """Makes a grid whose integer max_norms never exceed the norms in real numbers.
 
         Raises:
           ValueError: for a resolution that is out of range, and for an infinite
@@ -178,23 +178,25 @@ class GridSums(abc.ABC):
         squares = [Fraction(bound) ** 2 for bound in bounds]
         total = max(sum(squares), Fraction(l2_norm_bound) ** 2)
         scale = Fraction(resolution**2) / (total or 1)
-        radii = tuple(math.isqrt(int(square * scale)) for square in squares)
+        max_norms = tuple(math.isqrt(int(square * scale)) for square in squares)
         unit = unit_of(l2_norm_bound, resolution)
-        return dataclasses.replace(self, resolution=resolution, radii=radii, unit=unit)
+        return dataclasses.replace(
+            self, resolution=resolution, max_norms=max_norms, unit=unit
+        )
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
         """See `Arithmetic`; raises ValueError if rounding takes too much."""
         scaled = []
-        for (bound, cap), radius, size in zip(
-            targets, self.radii, num_entries, strict=True
+        for (bound, cap), max_norm, size in zip(
+            targets, self.max_norms, num_entries, strict=True
         ):
-            left = self.max_norm_before_rounding(radius, size)
+            left = self.max_norm_before_rounding(max_norm, size)
             _validate.require(
-                left >= (1 - LARGEST_LOSS) * radius > 0 or bound == 0,
+                left >= (1 - LARGEST_ROUNDING_SHARE) * max_norm > 0 or bound == 0,
                 f"the resolution must be fine enough to round {size} entries at a cost "
-                f"of at most {LARGEST_LOSS:.0%} of the clip norm",
+                f"of at most {LARGEST_ROUNDING_SHARE:.0%} of the clip norm",
                 resolution=self.resolution,
                 fix=f"Use a higher resolution, up to {LARGEST_RESOLUTION}, or "
                 'arithmetic="float32".',

@@ -47,7 +47,7 @@ class Checkpoints:
         names = (x.name for x in self._folder.glob("*"))
         return sorted(int(x) for x in names if x.isdecimal() and x == str(int(x)))
 
-    def check_place(self) -> None:
+    def check_file_system(self) -> None:
         """Raises ValueError unless a pending checkpoint can be renamed at release."""
         folders = [x for x in (self._folder, self._folder.parent) if x.exists()]
         _validate.require(

@@ -57,7 +57,7 @@ class RunDirectory:
                 write_at(descriptor, bytes(_RESERVED), 0)
                 os.fsync(descriptor)
             self._ledger.collect()
-            self._checkpoints.check_place()
+            self._checkpoints.check_file_system()
             if self._checkpoints.pending_is_of(self._ledger.last_release()):
                 # A process that was killed may not have waited for the disk.
                 sync(self.path / _ledger.NAME)
@@ -116,7 +116,7 @@ class RunDirectory:
         record = Record(event="charged", segment=segment, delta=self._delta)
         if jax.process_count() > 1:
             # Processes may be at different steps, and only the first has the lock.
-            _ledger.leave_slip(self.path, record)
+            _ledger.write_charge_file(self.path, record)
             return
         try:
             self._ledger.append(record)

@@ -20,7 +20,7 @@ from dpmp.runs._files import open_file, refused, sync, write_at
 from dpmp.runs._spent import Segment, Spent, segment_as_json, segment_from_json
 
 NAME = "ledger.jsonl"
-_SLIPS = "charged-*.json"
+_CHARGE_FILES = "charged-*.json"
 _FORMAT = 2
 _LINE = re.compile(rb'\n?(\{[^\n]*?), "checksum": "([0-9a-f]{32})"\}')
 
@@ -61,7 +61,7 @@ class Ledger:
     def __init__(self, directory: pathlib.Path):
         self._file = directory / NAME
         # They are read before the file: a run that starts now moves them into it.
-        self._slips = _slips(directory)
+        self._charge_files = _charge_files(directory)
         content = self._file.read_bytes() if self._file.is_file() else b""
         self._records, self._checksum, self._end = _parse(content, str(self._file))
         self._size = len(content)
@@ -71,12 +71,12 @@ class Ledger:
     @property
     def records(self) -> list[Record]:
         """The records of the file, and those in separate files of other processes."""
-        return [*self._records, *self._slips.values()]
+        return [*self._records, *self._charge_files.values()]
 
     @property
     def exists(self) -> bool:
         """Whether anything was ever written."""
-        return self._size > 0 or bool(self._slips)
+        return self._size > 0 or bool(self._charge_files)
 
     @property
     def spent(self) -> Spent:
@@ -105,9 +105,9 @@ class Ledger:
         if self.incomplete_bytes:
             os.truncate(self._file, self._end)
             self._size, self.incomplete_bytes = self._end, 0
-        for path in [*self._slips]:
-            self.append(self._slips[path])
-            del self._slips[path]
+        for path in [*self._charge_files]:
+            self.append(self._charge_files[path])
+            del self._charge_files[path]
             path.unlink()
 
     def append(self, record: Record) -> None:
@@ -151,15 +151,15 @@ class Ledger:
         )
 
 
-def _slips(directory: pathlib.Path) -> dict[pathlib.Path, Record]:
+def _charge_files(directory: pathlib.Path) -> dict[pathlib.Path, Record]:
     found = {}
-    for path in sorted(directory.glob(_SLIPS)):
+    for path in sorted(directory.glob(_CHARGE_FILES)):
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             found[path] = _decode(path.read_bytes(), str(path))
     return found
 
 
-def leave_slip(directory: pathlib.Path, record: Record) -> None:
+def write_charge_file(directory: pathlib.Path, record: Record) -> None:
     """Charges steps in a separate file, which the next `Ledger` counts.
 
     Processes that do not hold the lock use it.

@@ -56,7 +56,7 @@ class Loop:
         self._step, self._state = step, state._replace(spent=None)
         self._account, self._options, self._signals = account, options, signals
         self._directory, self._process = directory, os.getpid()
-        self._begun = start  # steps that were started
+        self._started = start  # steps that were started
         self._saved = start  # steps that were released by a checkpoint
         self._paid = start  # steps that are in the ledger
         self._is_saving = False
@@ -88,17 +88,17 @@ class Loop:
     @property
     def state(self) -> TrainingState:
         """The state after the last complete step."""
-        return self._state._replace(spent=self._account.spent(self._begun))
+        return self._state._replace(spent=self._account.spent(self._started))
 
     @property
     def started(self) -> int:
         """The number of steps that were started."""
-        return self._begun
+        return self._started
 
     def run(self) -> None:
         """Makes all steps, each with a ticket."""
         options = self._options
-        steps = range(self._begun, self._stop)
+        steps = range(self._started, self._stop)
         tickets = draw_tickets(steps, self._root, self._account.before.times_made)
 
         def draw(ticket: Ticket) -> Batch:
@@ -109,22 +109,22 @@ class Loop:
             self._progress,
             prefetched(draw, tickets, depth=options.prefetch) as batches,
         ):
-            while self._begun < self._stop:
+            while self._started < self._stop:
                 self._make_step(batches)
-                is_last = self._begun in (self._stop, self._end_of_block())
+                is_last = self._started in (self._stop, self._end_of_block())
                 if self._directory is not None:
-                    self._metrics.collect(self._begun, self._state, is_last=is_last)
+                    self._metrics.collect(self._started, self._state, is_last=is_last)
                 if self._directory is None or is_last:
                     self._release()
                 else:
                     self._show({}, {})
-            if self._directory is not None and self._begun == self._account.start:
+            if self._directory is not None and self._started == self._account.start:
                 self._save_unless_saved(self._directory)
             self._signals.act()
 
     def _save_unless_saved(self, directory: runs.RunDirectory) -> None:
         """Saves a state that has all its steps, and that was made elsewhere."""
-        if not directory.has(self._begun):
+        if not directory.has(self._started):
             self._save([])
 
     def end(self) -> None:
@@ -150,16 +150,16 @@ class Loop:
         step = _step_of(self._state)
         is_signal = self._signals.have_raised(error)
         if is_signal and step is not None:
-            self._begun = step  # a signal reveals nothing about the step it stopped
+            self._started = step  # a signal reveals nothing about the step it stopped
         try:
             if not is_signal:
-                self._pay(self._begun)
+                self._pay(self._started)
             if step is not None and step > self._saved and not self._is_saving:
                 self._save_stopped(error)
         except BaseException as cause:  # the first error must not be lost
             _add_note(error, f"dpmp: {str(cause) or type(cause).__name__}")
         try:
-            self._pay(self._begun)  # if the state could not be saved
+            self._pay(self._started)  # if the state could not be saved
         except Exception as failure:
             kind = OSError if isinstance(failure, OSError) else RuntimeError
             return None, kind(f"{failure} The run has stopped.")
@@ -194,7 +194,7 @@ class Loop:
     def _describe_stop(self, step: int) -> str:
         mechanism, spent = self._account.mechanism, ""
         if mechanism.is_private and mechanism.delta is not None:
-            epsilon = round_up(self._account.epsilon(self._begun))
+            epsilon = round_up(self._account.epsilon(self._started))
             spent = f" with epsilon {epsilon} spent"
         where = "in trainer.last_state; fit goes on from there"
         if self._directory is not None and self._saved == step:
@@ -219,7 +219,9 @@ class Loop:
 
     def _make_step(self, batches: Iterator[Batch]) -> None:
         self._check_process()
-        self._begun += 1  # a batch that does not load reveals something about this step
+        self._started += (
+            1  # a batch that does not load reveals something about this step
+        )
         with self._signals.interruptible():
             batch = next(batches)
             is_padding = batch.is_padding_example
@@ -235,7 +237,7 @@ class Loop:
             self._check_process()  # it may have forked
 
     def _end_of_block(self) -> int:
-        return -(-self._begun // self._options.every) * self._options.every
+        return -(-self._started // self._options.every) * self._options.every
 
     def _pay(self, stop: int) -> None:
         """Puts steps into the ledger before anything that depends on them is seen."""
@@ -276,13 +278,13 @@ class Loop:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
             self._file.append([*lines[:-1], lines[-1] | numbers])
         metrics = self._state.metrics
-        is_reported = bool(lines) or self._begun in self._progress.report_steps
-        self._overflows.look(self._begun, metrics, is_reported=is_reported)
+        is_reported = bool(lines) or self._started in self._progress.report_steps
+        self._overflows.look(self._started, metrics, is_reported=is_reported)
         self._show(metrics, public)
 
     def _show(self, metrics: Mapping[str, Any], public: Mapping[str, float]) -> None:
         with self._signals.interruptible():  # it waits for the device
-            self._progress.update(self._begun, self._state.step, metrics, public)
+            self._progress.update(self._started, self._state.step, metrics, public)
 
 
 def _add_note(error: BaseException, text: str) -> None:

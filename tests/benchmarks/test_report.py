@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import figures, needs, report
 from benchmarks.markdown import read
-from dpmp.numerics._grid import LARGEST_LOSS
+from dpmp.numerics._grid import LARGEST_ROUNDING_SHARE
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -82,5 +82,5 @@ def test_formulas_of_large_runs_are_those_of_compiled_programs():
 
 def test_the_largest_model_with_proved_sums_is_as_the_guide_says():
     assert "end at about 44 billion parameters" in _prose("docs/past_one_machine.md")
-    assert needs.rounding_share(43 * 10**9) < LARGEST_LOSS
-    assert needs.rounding_share(45 * 10**9) > LARGEST_LOSS
+    assert needs.rounding_share(43 * 10**9) < LARGEST_ROUNDING_SHARE
+    assert needs.rounding_share(45 * 10**9) > LARGEST_ROUNDING_SHARE

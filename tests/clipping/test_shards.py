@@ -1,6 +1,7 @@
 """Batches that are divided over devices: only sums are exchanged."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from dpmp.numerics import _float_sums
 from dpmp.numerics._arithmetic import parse_arithmetic
 
 P = jax.P
-MODEL = models.TRANSFORMER
 SHAPES = {"w": (8, 16), "b": (16,), "scalar": ()}
 
 
@@ -63,9 +63,15 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("microbatch_size", [None, 16])
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(
+    ("size", "microbatch_size", "specs"),
+    [
+        (2, 16, SPECS["sharded"]),
+        (8, 16, SPECS["whole"]),
+        (8, None, SPECS["sharded"]),
+        pytest.param(2, None, SPECS["whole"], marks=pytest.mark.slow),
+    ],
+)
 def test_exact_sums_of_equal_gradients_are_the_same_on_any_number_of_devices(
     size, microbatch_size, specs
 ):
@@ -112,8 +118,11 @@ def test_on_explicit_axes_a_batch_is_divided_as_it_is_sharded():
 
 @pytest.mark.parametrize(
     ("num_devices", "specs"),
-    [(3, SPECS["whole"]), (8, ()), (8, SPECS["sharded"])],
-    ids=["3", "whole", "sharded"],
+    [
+        (3, SPECS["whole"]),
+        (8, SPECS["sharded"]),
+        pytest.param(8, (), marks=pytest.mark.slow),
+    ],
 )
 def test_float_sums_over_devices_err_no_more_than_is_counted(num_devices, specs):
     mesh = make_mesh((num_devices,))
@@ -213,16 +222,16 @@ def make_trainer(loss_fn, *, expected_batch_size, optimizer=None, **fields):
     )
 
 
-def lowered_step(method, params, mesh):
+def lowered_step(model, method, params, mesh):
     trainer = make_trainer(
-        MODEL.loss,
+        model.loss,
         expected_batch_size=20,
         microbatch_size=16,
         method=method,
         num_parameters=656,
     )
     state = trainer.init(params)
-    batch = place(MODEL.make_batch(0, 32), mesh, P("data"))
+    batch = place(model.make_batch(0, 32), mesh, P("data"))
     return state, trainer.lower(state, batch)
 
 
@@ -238,22 +247,40 @@ def sharded(params, mesh):
     return jax.tree.map(put, params)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
-def test_devices_exchange_sums_and_parameters_only(method, is_sharded):
+@pytest.mark.parametrize(
+    ("model", "method", "is_sharded"),
+    [
+        (models.MLP, "per_example", False),
+        (models.MLP, "book_keeping", True),
+        *(
+            pytest.param(models.TRANSFORMER, *case, marks=pytest.mark.slow)
+            for case in itertools.product(
+                ("per_example", "book_keeping"), (False, True)
+            )
+        ),
+    ],
+)
+def test_devices_exchange_sums_and_parameters_only(model, method, is_sharded):
     mesh = make_mesh()
-    params = MODEL.init(jnp.float32)
+    params = model.init(jnp.float32)
     params = sharded(params, mesh) if is_sharded else place(params, mesh, P())
-    state, lowered = lowered_step(method, params, mesh)
-    for like in jax.tree.leaves(state.opt_state):
-        assert like.sharding.is_fully_replicated != is_sharded
+    state, lowered = lowered_step(model, method, params, mesh)
+    leaves, are_sharded = jax.tree.leaves(params), []
+    for like, x in zip(jax.tree.leaves(state.opt_state), leaves, strict=True):
+        assert like.sharding == x.sharding
+        are_sharded.append(not x.sharding.is_fully_replicated)
+    assert any(are_sharded) == is_sharded
     found = collectives(lowered.compile().as_text())
-    shapes = {x.shape for x in params.values()}
-    shards = {x.addressable_shards[0].data.shape for x in params.values()}
-    kind = "reduce-scatter" if is_sharded else "all-reduce"
-    sums = {Collective(kind, "s32", shape) for shape in shards}
+    sums = {
+        Collective(
+            "reduce-scatter" if divided else "all-reduce",
+            "s32",
+            x.addressable_shards[0].data.shape,
+        )
+        for x, divided in zip(leaves, are_sharded, strict=True)
+    }
     count = {Collective("all-reduce", "s32", ())}  # of overflows
-    gathered = {Collective("all-gather", "f32", shape) for shape in shapes}
+    gathered = {Collective("all-gather", "f32", x.shape) for x in leaves}
     assert sums <= set(found)
     assert set(found) <= sums | count | (gathered if is_sharded else set())
     assert not any(carries_gradients(x, params) for x in found)
@@ -261,9 +288,9 @@ def test_devices_exchange_sums_and_parameters_only(method, is_sharded):
 
 def test_a_step_that_the_compiler_divides_is_found_to_send_gradients():
     mesh = make_mesh()
-    params = place(MODEL.init(jnp.float32), mesh, P())
-    batch = place(MODEL.make_batch(0, 32), mesh, P("data"))
-    fn = clipped_grad(MODEL.loss, l2_clip_norm=0.5, arithmetic="exact")
+    params = place(models.MLP.init(jnp.float32), mesh, P())
+    batch = place(models.MLP.make_batch(0, 32), mesh, P("data"))
+    fn = clipped_grad(models.MLP.loss, l2_clip_norm=0.5, arithmetic="exact")
     program = jax.jit(fn.__call__).lower(params, batch).compile().as_text()
     assert any(carries_gradients(x, params) for x in collectives(program))
 
@@ -285,7 +312,8 @@ def quadratic():
 
 def transformer():
     """A loss, its parameters and 64 records."""
-    return MODEL.loss, MODEL.init(jnp.float32), np.asarray(MODEL.make_batch(0, 64))
+    model = models.TRANSFORMER
+    return model.loss, model.init(jnp.float32), np.asarray(model.make_batch(0, 64))
 
 
 def trained(model, num_devices, *, is_sharded, axis_type=AxisType.Auto):
@@ -324,6 +352,7 @@ def test_a_run_with_sharded_parameters_ends_in_the_same_bits():
     )
 
 
+@pytest.mark.slow
 def test_a_run_of_a_transformer_on_other_devices_differs_by_rounding_only():
     """A compiler may round its products in another way in another program."""
     compare = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
@@ -339,7 +368,7 @@ def test_a_trainer_takes_states_with_other_shardings():
         truncated_batch_size=16,
         iterations=1,
     )
-    for spec in (P(), P("data"), P(None, "data")):
+    for spec in (P(), P(None, "data")):
         w = place(np.zeros((8, 16), np.float32), mesh, spec)
         state = trainer.fit(
             trainer.init(w),
@@ -351,11 +380,16 @@ def test_a_trainer_takes_states_with_other_shardings():
             assert x.sharding.is_equivalent_to(w.sharding, 2)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+@pytest.mark.parametrize(
+    ("method", "axis_type"),
+    [
+        ("book_keeping", AxisType.Explicit),
+        pytest.param("per_example", AxisType.Auto, marks=pytest.mark.slow),
+    ],
+)
 def test_scales_keys_metrics_and_frozen_arrays_reach_all_devices(method, axis_type):
     mesh = make_mesh(axis_type=axis_type)
-    frozen = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+    frozen = np.float32(np.random.default_rng(0).normal(size=(8, 8)))
 
     def loss(w, x, key):
         keep = jax.random.bernoulli(key, 0.5, (8,)).astype(x.dtype)

@@ -80,7 +80,9 @@ def _compiled(name, **options):
 def _sum(name, examples, is_padding=None, **options):
     if is_padding is None:
         is_padding = np.zeros(len(examples), bool)
-    return _compiled(name, **options)(jnp.asarray(examples), jnp.asarray(is_padding))
+    if examples.dtype == np.float64:
+        examples = examples if jax.config.jax_enable_x64 else np.float32(examples)
+    return _compiled(name, **options)(examples, is_padding)
 
 
 def _assert_same(actual, expected):
@@ -160,13 +162,7 @@ def _assert_neighbours_are_within_sensitivity(name, size, dtype, **options):
 @pytest.mark.parametrize("name", PROVED)
 @pytest.mark.parametrize(
     ("size", "microbatch_size", "dtype"),
-    [
-        (1, None, jnp.float32),
-        (2, 1, jnp.bfloat16),
-        (96, None, jnp.float32),
-        (256, 16, jnp.bfloat16),
-        (128, 1, jnp.float32),
-    ],
+    [(2, None, np.float32), (96, 16, jnp.bfloat16), (128, 1, np.float32)],
 )
 def test_neighbouring_sums_differ_by_at_most_the_sensitivity(
     size, microbatch_size, dtype, name
@@ -186,18 +182,22 @@ _CLIPPINGS = {
 }
 
 
-@pytest.mark.parametrize("clipping", _CLIPPINGS)
-@pytest.mark.parametrize("name", PROVED)
+@pytest.mark.parametrize(
+    ("name", "clipping"),
+    [
+        *zip(PROVED, itertools.cycle(_CLIPPINGS)),
+        *zip(PROVED[::-1], _CLIPPINGS, strict=False),
+    ],
+)
 def test_every_clipping_keeps_neighbouring_sums_within_the_sensitivity(name, clipping):
     options = _CLIPPINGS[clipping] | {"microbatch_size": 8}
     assert _clipped(name, **options).l2_norm_bound <= 1.12
     _assert_neighbours_are_within_sensitivity(name, 24, np.float32, **options)
 
 
-@pytest.mark.parametrize("size", [2, 257])
 @pytest.mark.parametrize("name", [x for x in PROVED if x != "bounded"])
-def test_a_batch_one_example_shorter_is_within_the_sensitivity(size, name):
-    examples = np.full((size, 1), 2, np.float32)
+def test_a_batch_one_example_shorter_is_within_the_sensitivity(name):
+    examples = np.full((257, 1), 2, np.float32)
     examples[-1] = -2
     a, b = (_sum(name, x) for x in (examples, examples[:-1]))
     bound = _clipped(name).sensitivity(_RELATIONS.ADD_OR_REMOVE_ONE)
@@ -219,11 +219,11 @@ def test_a_naive_float32_sum_exceeds_the_sensitivity():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_sum_is_that_of_the_oracle_up_to_the_room_for_rounding(name):
-    examples = _random(12)
+    examples = _random(6)
     total = reference.exact_values(_sum(name, examples)).astype(float)
     expected = reference.clipped_sum(examples, 1.0)
     # Rounding to the default grid of "exact" takes the largest room: 3 / 2^15.
-    room = 12 * (
+    room = 6 * (
         0.02 if name in ("bounded", "exact") else ARITHMETICS[name].rounding_reserve
     )
     assert np.linalg.norm(total - expected) <= room + 1e-4
@@ -282,15 +282,15 @@ def test_an_example_that_is_not_finite_contributes_nothing(name, microbatch_size
 def test_batches_of_padding_and_empty_batches_give_zero(name):
     for microbatch_size in (None, 2):
         total = functools.partial(_sum, name, microbatch_size=microbatch_size)
-        of_padding = total(np.full((4, 3), np.nan, np.float32), np.ones(4, bool))
-        of_nobody = total(np.zeros((0, 3), np.float32))
+        of_padding = total(np.full((6, 40), np.nan, np.float32), np.ones(6, bool))
+        of_nobody = total(np.zeros((0, 40), np.float32))
         _assert_same(of_nobody, of_padding)
         assert not any(np.any(word) for word in jax.tree.leaves(of_nobody))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_sum_has_the_type_and_memory_that_the_arithmetic_says(name):
-    total = _sum(name, _random(4))
+    total = _sum(name, _random(6))
     assert isinstance(total, GridArray if name in GRIDS else jax.Array)
     words = jax.tree.leaves(total)
     assert sum(x.dtype.itemsize for x in words) == ARITHMETICS[name].bytes_per_entry
@@ -314,7 +314,8 @@ def test_equal_arithmetics_are_one_key_of_a_cache(name):
 def test_float64_alone_needs_64_bit_mode(name):
     fn = _clipped.__wrapped__(name)
     with jax.enable_x64(False):
-        for use in (lambda: _parse(name), lambda: fn(jnp.zeros(3), jnp.ones((2, 3)))):
+        args = np.zeros(3, np.float32), np.ones((2, 3), np.float32)
+        for use in (lambda: _parse(name), lambda: jax.eval_shape(fn.__call__, *args)):
             if name.endswith("float64"):
                 with pytest.raises(ValueError, match="float64 sums need 64-bit mode"):
                     use()
@@ -413,13 +414,13 @@ def test_float_sums_have_no_grid_and_need_no_clipping(name):
     sums = _parse(name)
     assert sums.resolution is None
     assert sums.wanted_resolution(10**9) is None
-    assert sums.share_lost(10**9, 1) == 0
+    assert sums.rounding_share(10**9, 1) == 0
     assert _clipped(name, math.inf).sensitivity() == math.inf
     assert sums.with_resolution(100) is sums
 
 
 @pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.parametrize("resolution", [None, 5000, np.int32(2**20)])
+@pytest.mark.parametrize("resolution", [None, np.int32(5000)])
 def test_the_resolution_is_the_size_of_the_largest_contribution(name, resolution):
     default = LARGEST_RESOLUTION if name == "bounded" else DEFAULT_RESOLUTION
     total = _sum(name, 100 * _random(1), l2_clip_norm=3.0, resolution=resolution)
@@ -441,8 +442,9 @@ def test_the_resolution_is_the_size_of_the_largest_contribution(name, resolution
     ("nan_safe", (False,), "finite clip norm, and nan_safe=True"),
 )
 def test_contributions_without_a_grid_or_a_fine_one_are_refused(name, wrong, message):
+    args = np.zeros(5000, np.float32), np.ones((1, 5000), np.float32)
     with pytest.raises(ValueError, match=message):
-        _clipped(name, **wrong)(jnp.zeros(5000), jnp.ones((1, 5000)))
+        _clipped(name, **wrong)(*args)
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -450,10 +452,10 @@ def test_contributions_without_a_grid_or_a_fine_one_are_refused(name, wrong, mes
 def test_the_wanted_resolution_leaves_most_of_the_clip_norm(name, size):
     sums = _parse(name)
     resolution = math.ceil(max(sums.wanted_resolution(size), DEFAULT_RESOLUTION))
-    assert sums.share_lost(size, resolution) <= 0.01
+    assert sums.rounding_share(size, resolution) <= 0.01
     # It is the share that clipping leaves, to first order.
     left = sums.max_norm_before_rounding(resolution, size) / resolution
-    assert 1 - left == pytest.approx(sums.share_lost(size, resolution), rel=0.01)
+    assert 1 - left == pytest.approx(sums.rounding_share(size, resolution), rel=0.01)
 
 
 # Statements.

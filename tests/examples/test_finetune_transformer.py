@@ -15,7 +15,8 @@ from dpmp import Policy
 def test_products_are_in_the_dtype_of_the_policy():
     policy = Policy.from_name("mixed_bfloat16", float32_paths=example.IN_FLOAT32)
     with jax.numpy_dtype_promotion("standard"):  # flax needs it
-        graphdef, params = nnx.split(example.Transformer(nnx.Rngs(0)), nnx.Param)
+        model = nnx.eval_shape(lambda: example.Transformer(nnx.Rngs(0)))
+        graphdef, params = nnx.split(model, nnx.Param)
         params = jax.eval_shape(policy.cast_to_compute, params)
         tokens = jax.ShapeDtypeStruct((1, example.CONTEXT + 1), jnp.int32)
 

@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import user_level as example
@@ -11,6 +10,7 @@ import user_level as example
 import dpmp
 
 CLIP_NORM = 0.5
+GRAD_FN = jax.jit(dpmp.clipped_grad(example.loss_fn, l2_clip_norm=CLIP_NORM))
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def people():
 def sum_of(rows):
     """The sum of clipped gradients, at parameters that are wrong for everybody."""
     size = example.NUM_FEATURES
-    params = {"weights": jnp.linspace(-3, 3, size), "bias": jnp.ones(())}
-    grad_fn = jax.jit(dpmp.clipped_grad(example.loss_fn, l2_clip_norm=CLIP_NORM))
-    tree = jax.tree.map(np.asarray, grad_fn(params, rows))
+    weights = np.linspace(-3, 3, size, dtype=np.float32)
+    params = {"weights": weights, "bias": np.float32(1)}
+    tree = jax.tree.map(np.asarray, GRAD_FN(params, rows))
     return np.append(tree["weights"], tree["bias"])
 
 

@@ -1,5 +1,6 @@
 """Functions whose matrices are used in the ways in which models use them."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,8 @@ KEY = jax.random.key(0)
 
 
 def normal(number: int, *shape: int) -> jax.Array:
-    x = jax.random.normal(jax.random.fold_in(KEY, number), shape)
-    return x / np.sqrt(shape[-2])
+    x = np.random.default_rng(number).normal(size=shape) / np.sqrt(shape[-2])
+    return jax.device_put(x.astype(np.float32))
 
 
 class Subject(NamedTuple):
@@ -130,12 +131,15 @@ def branches() -> Subject:
 
 
 SUBJECTS = {
-    f.__name__: f for f in (decoder, unrolled, turned, fused, experts, branches)
+    f.__name__: functools.cache(f)
+    for f in (decoder, unrolled, turned, fused, experts, branches)
 }
 
 
-def new_adapters(subject: Subject) -> lora.Adapters:
-    """Adapters of rank 2 that change nothing yet."""
+@functools.cache
+def new_adapters(name: str) -> lora.Adapters:
+    """Adapters of rank 2 for a subject, which change nothing yet."""
+    subject = SUBJECTS[name]()
     return lora.init(
         KEY,
         subject.params,
@@ -149,9 +153,15 @@ def new_adapters(subject: Subject) -> lora.Adapters:
 
 def trained(adapters: lora.Adapters) -> lora.Adapters:
     """The adapters with something added to every factor."""
-    return jax.tree.map(lambda x: x + 0.1 * normal(x.size, *x.shape), adapters)
+    return jax.tree.map(
+        lambda x: jax.device_put(
+            np.asarray(x) + np.float32(0.1) * np.asarray(normal(x.size, *x.shape))
+        ),
+        adapters,
+    )
 
 
-def adapters_of(subject: Subject) -> lora.Adapters:
-    """Adapters of rank 2 that change something."""
-    return trained(new_adapters(subject))
+@functools.cache
+def adapters_of(name: str) -> lora.Adapters:
+    """Adapters of rank 2 for a subject, which change something."""
+    return trained(new_adapters(name))

@@ -22,12 +22,12 @@ from dpmp.noise_addition import _alias_table, _discrete_gaussian
 from dpmp.noise_addition._alias_table import look_up
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 
-KEY = jnp.array([0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834], jnp.uint32)
-STEP = jnp.int32(0)
+KEY = np.array([0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834], np.uint32)
+STEP = np.int32(0)
 COLUMNS, CAPACITY = 2**13, 2**115
 BASE_VARIANCE = 65540
 WIDTHS = [(1,), (1, 1), (12, 5), (128, 1), (40, 24, 1), (128**2, 128, 1)]
-NUM_DRAWS = 2**20
+NUM_DRAWS = 2**18
 # Of one, two and three draws: for statistics, and for exact comparisons.
 FEW_WIDTHS, OTHER_WIDTHS = WIDTHS[::2], [WIDTHS[i] for i in (0, 3, 5)]
 # With fixed keys nothing flakes; this is for the day on which a key changes.
@@ -176,8 +176,8 @@ def test_every_column_turns_from_one_value_to_the_other_at_its_end():
 def test_comparison_of_words_is_that_of_integers():
     words = list(itertools.product((0, 1, 2**31, 2**32 - 1), repeat=4))
     integers = [join(w) for w in words]
-    columns = jnp.asarray(np.array(words, np.uint32).T)
-    is_less = _alias_table._is_less(columns[:, :, None], columns[:, None, :])
+    columns = np.array(words, np.uint32).T
+    is_less = jax.jit(_alias_table._is_less)(columns[:, :, None], columns[:, None, :])
     expected = [[m < n for n in integers] for m in integers]
     np.testing.assert_array_equal(is_less, expected)
 
@@ -191,17 +191,16 @@ def integer_of(value):
     return ends[others.index(value)]
 
 
-@pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_the_largest_value_is_drawn(multipliers, sign, monkeypatch):
+@pytest.mark.parametrize("multipliers", [(1,), (12, 5), WIDTHS[-1]], ids=str)
+def test_the_largest_value_is_drawn(multipliers, monkeypatch):
     noise = DiscreteGaussian(multipliers)
     base = max(x for x, w in enumerate(_alias_table.weights(), -4096) if w)
     largest = base * sum(multipliers)
-    integer = integer_of(sign * base)
-    block = [word[0] for word in split([integer])]
-    monkeypatch.setattr(_discrete_gaussian, "threefry4x32", lambda *_: block)
+    blocks = split([integer_of(-base), integer_of(base)])
+    monkeypatch.setattr(_discrete_gaussian, "threefry4x32", lambda *_: blocks)
     with jax.disable_jit():
-        assert noise.sample(KEY, (), step=STEP, leaf=0) == sign * largest
+        drawn = noise.sample(KEY, (2,), step=STEP, leaf=0)
+    assert drawn.tolist() == [-largest, largest]
     assert largest < 2**26
 
 
@@ -240,7 +239,7 @@ def is_multinomial(observed, probabilities):
 def test_the_noise_has_its_variance_and_no_other(multipliers):
     samples, noise = draw(multipliers), DiscreteGaussian(multipliers)
     assert is_discrete_gaussian(samples, noise.variance)
-    for factor in (0.98, 1.02):
+    for factor in (0.96, 1.04):
         assert not is_discrete_gaussian(samples, factor**2 * noise.variance)
 
 
@@ -438,7 +437,7 @@ def delta_of_discrete_gaussian(variance, sensitivity, epsilon):
 @pytest.mark.parametrize(
     ("multipliers", "sensitivity"), [((1, 1), 362), ((1, 1), 724), ((128, 1), 32767)]
 )
-@pytest.mark.parametrize("epsilon", [0.01, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("epsilon", [0.01, 1.0, 4.0])
 def test_the_effective_stddev_can_be_accounted_for(multipliers, sensitivity, epsilon):
     noise = DiscreteGaussian(multipliers)
     delta = delta_of_discrete_gaussian(noise.variance, sensitivity, epsilon)
@@ -533,26 +532,26 @@ def test_the_bits_do_not_depend_on_the_program(is_divided, in_parts):
         with in_parts() if is_divided else contextlib.nullcontext():
             return noise.sample(key, (16, 24), step=step, leaf=2)
 
-    expected = noise.sample(KEY, (16, 24), step=jnp.int32(3), leaf=2)
-    steps = jnp.arange(5, dtype=jnp.int32)
-    keys = jnp.stack([KEY[::-1], KEY])
+    expected = noise.sample(KEY, (16, 24), step=np.int32(3), leaf=2)
+    steps = np.arange(5, dtype=np.int32)
     over_steps = jax.vmap(sample, (None, 0))
-    over_both = jax.jit(jax.vmap(over_steps, (0, None)))(keys, steps)
+    over_both = jax.jit(jax.vmap(over_steps, (0, None)))(
+        np.stack([KEY[::-1], KEY]), steps
+    )
     np.testing.assert_array_equal(over_both[1, 3], expected)
-
-    @jax.jit
-    def tree(key, step):
-        leaves = [noise.sample(key, (9,), step=step, leaf=i) for i in (0, 3)]
-        return *leaves, sample(key, step)
-
-    np.testing.assert_array_equal(tree(KEY, jnp.int32(3))[-1], expected)
     with jax.enable_x64():
-        wide = jax.jit(sample)(KEY, jnp.int32(3))
+
+        @jax.jit
+        def tree(key, step):
+            leaves = [noise.sample(key, (9,), step=step, leaf=i) for i in (0, 3)]
+            return *leaves, sample(key, step)
+
+        wide = tree(KEY, np.int32(3))[-1]
         assert wide.dtype == jnp.int32
         np.testing.assert_array_equal(wide, expected)
 
 
-@pytest.mark.parametrize("shape", [(384,), (2, 3, 64), (12, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(384,), (2, 3, 64)], ids=str)
 def test_parts_have_the_bits_of_a_draw_at_once(shape, in_parts):
     def sample():
         return DiscreteGaussian((128, 1)).sample(KEY, shape, step=STEP, leaf=2)
@@ -588,6 +587,7 @@ def test_arrays_that_are_small_or_cannot_be_divided_are_one_part(shape):
     )
 
 
+@pytest.mark.slow  # of programs as users have them
 @pytest.mark.parametrize("shape", [(4096,), (16, 16, 16)], ids=str)
 def test_no_words_are_stored_for_small_arrays(shape):
     sample = functools.partial(DiscreteGaussian((128, 1)).sample, shape=shape, leaf=0)
@@ -596,7 +596,7 @@ def test_no_words_are_stored_for_small_arrays(shape):
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * in_bytes
 
 
-@pytest.mark.parametrize(("axis", "devices"), [(0, 6), (1, 3), (2, 5)])
+@pytest.mark.parametrize(("axis", "devices"), [(0, 6), (2, 5)])
 def test_any_number_of_devices_shares_a_part(axis, devices, in_parts):
     shape = (60, 60, 60)
     mesh = jax.make_mesh((devices,), ("a",), devices=jax.devices()[:devices])
@@ -639,12 +639,13 @@ def test_under_shard_map_all_devices_draw_the_same():
     mesh = jax.make_mesh((8,), ("data",))
     sample = functools.partial(DiscreteGaussian((128, 1)).sample, shape=(24,), leaf=2)
     expected = sample(KEY, step=STEP)
-    drawn = jax.shard_map(
+    mapped = jax.shard_map(
         lambda key, step: sample(key, step=step)[None],
         mesh=mesh,
         in_specs=PartitionSpec(),
         out_specs=PartitionSpec("data"),
-    )(KEY, STEP)
+    )
+    drawn = jax.jit(mapped)(KEY, STEP)
     np.testing.assert_array_equal(drawn, np.broadcast_to(expected, (8, 24)))
 
 

@@ -17,11 +17,7 @@ from programs import UNOPTIMIZED
 from refusals import refusals
 from scipy import stats
 
-from dpmp.noise_addition import (
-    NoiseState,
-    _privatizers,
-    gaussian_privatizer,
-)
+from dpmp.noise_addition import NoiseState, _privatizers, gaussian_privatizer
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics._grid import GridArray, num_entries, round_to_grid
 from dpmp.tools.selfcheck import _modes
@@ -59,12 +55,12 @@ def release(total, *, key=KEY, step=0, **kwargs):
 
 def on_grid(value, unit, shape=(NUM_DRAWS,)):
     """An exact sum, all entries of which are the multiple of a unit next to a value."""
-    return GridArray(jnp.full(shape, round(value / unit), jnp.int32), unit)
+    return GridArray(np.full(shape, round(value / unit), np.int32), unit)
 
 
-def draw(unit=None, *, dtype=jnp.float32, **kwargs):
+def draw(unit=None, *, dtype=np.float32, **kwargs):
     """The noise alone, for statistics: what is released for a sum of zeros."""
-    total = jnp.zeros(NUM_DRAWS, dtype) if unit is None else on_grid(0.0, unit)
+    total = np.zeros(NUM_DRAWS, dtype) if unit is None else on_grid(0.0, unit)
     return np.asarray(release(total, is_optimized=False, **kwargs), np.float64)
 
 
@@ -99,15 +95,10 @@ def are_uncorrelated(x, y):
 
 @pytest.mark.parametrize(
     ("dtype", "stddev"),
-    [
-        *((jnp.float32, x) for x in (1e-6, 1.0, 1e6)),
-        *((jnp.bfloat16, x) for x in (0.3, 250.0)),
-        (jnp.float64, 2.0),
-    ],
-    ids=str,
+    [(np.float32, 1e-6), (np.float32, 1.0), (jnp.bfloat16, 250.0), (np.float64, 2.0)],
 )
 def test_the_noise_of_float_sums_has_the_given_scale(dtype, stddev):
-    with jax.enable_x64(dtype == jnp.float64):
+    with jax.enable_x64(dtype == np.float64):
         noise = draw(stddev=stddev, dtype=dtype)
     assert has_no_stddev_but(noise, stddev)
 
@@ -169,7 +160,7 @@ def test_steps_and_keys_are_independent():
 
 
 def test_the_noise_is_that_of_the_sampler():
-    words = jnp.array([1, 2, 3, 4], jnp.uint32)
+    words = np.array([1, 2, 3, 4], np.uint32)
     total = [on_grid(0.0, 1.0, (5,)), on_grid(0.0, 0.5, (2, 3))]
     noisy = release(total, stddev=1e3, key=key_of(words), step=7)
     for leaf, (noise, unit) in enumerate(zip(noisy, (1.0, 0.5), strict=True)):
@@ -181,15 +172,17 @@ def test_the_noise_is_that_of_the_sampler():
 
 def test_keys_of_two_words_are_taken():
     assert jax.random.key_data(KEY).shape == (2,)
-    wide = jnp.zeros(4, jnp.uint32).at[:2].set(jax.random.key_data(KEY))
-    zeros = jnp.zeros(FEW)
+    wide = np.append(np.asarray(jax.random.key_data(KEY)), np.zeros(2, np.uint32))
+    zeros = np.zeros(FEW, np.float32)
     np.testing.assert_array_equal(release(zeros, key=key_of(wide)), release(zeros))
 
 
 def test_sums_shift_noise_that_does_not_depend_on_them():
     sums = np.resize(np.float32([0.0, 1.0, -3.0, 128.0]) * 2**15, FEW)
-    alone, _ = release((jnp.zeros(FEW), jnp.zeros(FEW)), stddev=1e6)
-    noisy, _ = release((jnp.asarray(sums), jnp.ones(FEW)), stddev=1e6)
+    alone, _ = release(
+        (np.zeros(FEW, np.float32), np.zeros(FEW, np.float32)), stddev=1e6
+    )
+    noisy, _ = release((jnp.asarray(sums), np.ones(FEW, np.float32)), stddev=1e6)
     # Float32 numbers below 2^24 are at most 1 apart; the unit of the grid is 2.
     np.testing.assert_allclose(noisy - alone, sums, rtol=0, atol=1.0)
     # Exact sums do so exactly.
@@ -200,11 +193,13 @@ def test_sums_shift_noise_that_does_not_depend_on_them():
 
 
 def test_the_step_is_counted_and_a_step_that_is_run_again_repeats_its_release():
-    state = make_privatizer().init(jnp.zeros(FEW))
+    state = make_privatizer().init(np.zeros(FEW, np.float32))
     assert state.step == 0
     for step in range(3):
-        noisy, state = compiled_update()(jnp.zeros(FEW), state)
-        np.testing.assert_array_equal(noisy, release(jnp.zeros(FEW), step=step))
+        noisy, state = compiled_update()(np.zeros(FEW, np.float32), state)
+        np.testing.assert_array_equal(
+            noisy, release(np.zeros(FEW, np.float32), step=step)
+        )
         assert state.step == step + 1
         assert state.step.dtype == jnp.int32
     assert jnp.all(jax.random.key_data(state.prng_key) == jax.random.key_data(KEY))
@@ -221,22 +216,22 @@ def test_without_a_key_every_init_draws_128_bits():
 @pytest.fixture(scope="module")
 def mixed_total():
     rng = np.random.default_rng(0)
-    hi = jnp.asarray(rng.normal(size=(24,)), jnp.float32)
-    steps = jnp.asarray(rng.integers(-(2**20), 2**20, (16, 24)), jnp.int32)
+    steps = rng.integers(-(2**20), 2**20, (16, 24)).astype(np.int32)
     return {
-        "grid": GridArray(steps, 1 / 2**15),
-        "half": jnp.asarray(rng.normal(size=(8, 16)), jnp.bfloat16),
-        "float": hi,
+        "grid": GridArray(jnp.asarray(steps), 1 / 2**15),
+        "half": jnp.asarray(rng.normal(size=(8, 16)).astype(jnp.bfloat16)),
+        "float": jnp.asarray(rng.normal(size=(24,)).astype(np.float32)),
     }
 
 
 def test_neither_compilation_nor_sharding_changes_a_bit(mixed_total):
     privatizer = gaussian_privatizer(stddev=0.7, prng_key=KEY)
-    update = jax.jit(privatizer.update)
     state = privatizer.init(mixed_total)
-    expected, _ = privatizer.update(mixed_total, state)
+    update = jax.jit(privatizer.update)
+    unoptimized = jax.jit(privatizer.update, compiler_options=UNOPTIMIZED)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.device_put(mixed_total, jax.NamedSharding(mesh, jax.P("data")))
+    expected, _ = unoptimized(mixed_total, state)
     for total in (mixed_total, sharded):
         noisy, new_state = update(total, state)
         jax.tree.map(np.testing.assert_array_equal, noisy, expected)
@@ -368,14 +363,13 @@ def test_what_rounding_costs_some_leaves_widens_the_noise_of_all():
 # What comes out is on the grid.
 
 
-@pytest.mark.parametrize(
-    ("stddev", "noise_multiplier"), [(1e-6, 32.0), (1.0, 1.0), (1e6, 32.0)]
-)
+@pytest.mark.parametrize(("stddev", "noise_multiplier"), [(1e-6, 32.0), (1.0, 1.0)])
 def test_releases_of_float_sums_are_multiples_of_the_unit(stddev, noise_multiplier):
     kwargs = {"stddev": stddev, "l2_sensitivity": stddev / noise_multiplier}
     unit, _ = chosen(abstract(FEW), **kwargs)
     for value in (0.0, stddev / noise_multiplier, -0.3 * stddev, 900.0 * stddev):
-        noisy = release(jnp.full(FEW, value), is_optimized=False, **kwargs)
+        total = np.full(FEW, value, np.float32)
+        noisy = release(total, is_optimized=False, **kwargs)
         ratios = [Fraction(y) / unit for y in np.asarray(noisy).tolist()]
         assert all(ratio.denominator == 1 for ratio in ratios)
         # And of no other: what is beyond 2^24 units is rounded to float32.
@@ -447,6 +441,7 @@ def check_snap(numbers, steps, unit):
 )
 @hypothesis.example(seed=0, stddev=1e-20, cost=1.0)
 @hypothesis.example(seed=0, stddev=1e20, cost=1e6)
+@hypothesis.settings(max_examples=10)
 def test_float_sums_are_rounded_to_the_grid(dtype, seed, stddev, cost):
     with jax.enable_x64(dtype == np.float64):
         numbers = numbers_to_snap(np.random.default_rng(seed), stddev, cost, dtype)
@@ -480,8 +475,8 @@ def test_sums_that_are_cut_off_are_no_further_apart(kind, stddev):
 
 
 def test_an_entry_that_is_no_number_changes_no_other():
-    total = jnp.linspace(-1.0, 1.0, FEW)
-    broken = total.at[2].set(math.nan)
+    total = np.linspace(-1.0, 1.0, FEW, dtype=np.float32)
+    broken = np.where(np.arange(FEW) == 2, np.float32(np.nan), total)
     noisy, expected = (release(x) for x in (broken, total))
     assert np.all(np.isfinite(noisy))
     is_broken = np.isnan(broken)
@@ -521,7 +516,7 @@ def releases_of_0_and_1(kind):
     """What comes out for two sums, with exact noise, or in float32 as others add it."""
     releases = []
     for value in (0, 1):
-        total = jnp.full(NUM_DRAWS, float(value))
+        total = np.full(NUM_DRAWS, value, np.float32)
         if kind == "float noise":
             privatizer = _modes.float_noise(stddev=1.0, prng_key=KEY)
             noisy, _ = privatizer.update(total, NoiseState(KEY, jnp.int32(value)))
@@ -617,10 +612,10 @@ def test_an_empty_tree_is_released_as_it_is(total):
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2)], ids=str)
-def test_arrays_without_entries_or_extent_have_no_noise(shape):
-    empty = GridArray(jnp.zeros(shape, jnp.int32), 1.0)
-    flat = GridArray(jnp.zeros(3, jnp.int32), 0.0)
-    noisy = release([jnp.zeros(shape), empty, flat])
+def test_arrays_without_entries_have_no_noise(shape):
+    empty = GridArray(np.zeros(shape, np.int32), 1.0)
+    flat = GridArray(np.zeros(3, np.int32), 0.0)
+    noisy = release([np.zeros(shape, np.float32), empty, flat])
     assert [x.shape for x in noisy] == [shape, shape, (3,)]
     assert {x.dtype for x in noisy} == {jnp.dtype(jnp.float32)}
     np.testing.assert_array_equal(noisy[2], np.zeros(3))
@@ -659,9 +654,9 @@ def test_num_entries_counts_those_of_all_kinds_of_sums(mixed_total):
 
 def test_exact_noise_makes_a_float64_sum_float32():
     with jax.enable_x64():
-        noisy = release(jnp.full(1000, 1e-3), stddev=1e-3)
+        noisy = release(np.full(FEW, 1e-3), stddev=1e-3)
         assert noisy.dtype == jnp.float32
-        narrow = release(jnp.full(1000, 1e-3, jnp.float32), stddev=1e-3)
+        narrow = release(np.full(FEW, 1e-3, np.float32), stddev=1e-3)
         np.testing.assert_array_equal(noisy, narrow)
 
 
@@ -716,7 +711,8 @@ def test_noise_of_a_size_that_float32_cannot_handle_is_refused(stddev):
 @pytest.mark.parametrize("stddev", [1e-24, 1e30])
 def test_the_smallest_and_the_largest_noise_hide_a_sum(stddev):
     for value in (0.0, stddev):
-        noisy = release(jnp.full(4000, value), stddev=stddev, is_optimized=False)
+        total = np.full(4000, value, np.float32)
+        noisy = release(total, stddev=stddev, is_optimized=False)
         positive = np.mean(np.asarray(noisy) > 0)
         assert abs(positive - stats.norm.cdf(value / stddev)) < 0.05
 

@@ -30,7 +30,7 @@ def make_sum(make_steps):
 
 
 def zeros(shape):
-    return jnp.zeros(shape, jnp.int32)
+    return np.zeros(shape, np.int32)
 
 
 PRIVATIZER = gaussian_privatizer(stddev=0.5, prng_key=KEY)
@@ -95,7 +95,7 @@ def add_noise_on(mesh, **options):
 
 
 def test_noise_inside_of_shard_map_is_for_one_device():
-    x = jnp.zeros(8)
+    x = np.zeros(8, np.float32)
     with pytest.raises(ValueError, match=r"outside of shard_map.*under jax\.jit"):
         add_noise_on(make_mesh())(x)
     alone = jax.jit(add_noise_on(make_mesh(1), check_vma=False))(x)

@@ -34,6 +34,8 @@ def _compiled_sum_fn(**kwargs):
 
 def _exact_sum(batch, *, is_padding_example=None, **kwargs):
     """The sum of the clipped rows of a batch, compiled."""
+    if is_padding_example is None:
+        is_padding_example = np.zeros(len(jax.tree.leaves(batch)[0]), bool)
     return _compiled_sum_fn(**kwargs)(batch, is_padding_example=is_padding_example)
 
 
@@ -58,7 +60,6 @@ def _squared_norm(tree):
             (1, jnp.float32, LARGEST_RESOLUTION),
             (17, jnp.float16, 1000),
             (600, jnp.bfloat16, DEFAULT_RESOLUTION),
-            (5000, jnp.float32, 2**17 + 1),
             (5000, jnp.bfloat16, LARGEST_RESOLUTION),
         ]
     ),
@@ -66,45 +67,39 @@ def _squared_norm(tree):
 def test_a_contribution_has_at_most_the_resolution(seed, log_scale, program):
     size, dtype, resolution = program
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.normal(0, 10.0**log_scale, (1, size)), jnp.float32)
-    total = _exact_sum(x.astype(dtype), resolution=resolution)
+    x = np.float32(rng.normal(0, 10.0**log_scale, (1, size)))
+    with np.errstate(over="ignore"):
+        total = _exact_sum(x.astype(dtype), resolution=resolution)
     assert total.counts.dtype == jnp.int32
     assert _squared_norm(total.counts) <= resolution**2
 
 
 @pytest.mark.parametrize(
     ("resolution", "dtype"),
-    [
-        (1000, jnp.bfloat16),
-        (DEFAULT_RESOLUTION, jnp.float16),
-        (2**17 + 1, jnp.float32),
-        (LARGEST_RESOLUTION, jnp.bfloat16),
-    ],
+    [(1000, jnp.bfloat16), (2**17 + 1, np.float32), (LARGEST_RESOLUTION, jnp.float16)],
 )
-@pytest.mark.parametrize("make", [jnp.ones, lambda shape: 3.0 * jnp.eye(*shape)])
-def test_a_contribution_is_close_to_what_was_clipped(make, resolution, dtype):
-    x = make((1, 1200)).astype(dtype)
-    total = _exact_sum(x, resolution=resolution)
-    clipped = np.asarray(x[0], float) / np.linalg.norm(np.asarray(x[0], float))
+def test_a_contribution_is_close_to_what_was_clipped(resolution, dtype):
     # What is kept free for rounding: see ExactSums.max_norm_before_rounding.
     shrinkage = 1 - math.sqrt(1 - (1200 / 4 + 6 * resolution) / resolution**2)
-    error = np.abs(np.asarray(total.to_float(), float) - clipped)
-    assert np.all(error <= total.unit * 1.01 + (shrinkage + 1e-5) * np.abs(clipped))
-    assert (
-        math.sqrt(_squared_norm(total.counts)) >= resolution * (1 - 2 * shrinkage) - 2
-    )
+    for x in (np.ones((1, 1200), dtype), 3 * np.eye(1, 1200, dtype=np.float32)):
+        total = _exact_sum(x.astype(dtype), resolution=resolution)
+        clipped = np.asarray(x[0], float) / np.linalg.norm(np.asarray(x[0], float))
+        error = np.abs(np.asarray(total.counts, float) * total.unit - clipped)
+        assert np.all(error <= total.unit * 1.01 + (shrinkage + 1e-5) * np.abs(clipped))
+        norm = math.sqrt(_squared_norm(total.counts))
+        assert norm >= resolution * (1 - 2 * shrinkage) - 2
 
 
 def test_gradients_of_equal_entries_are_not_lost():
     # Rounded all in one direction, they would fail the check, or vanish.
     for num_equal in range(40, 60):
-        x = jnp.where(jnp.arange(5000) % 97 < num_equal, 1.0, 0.0)[None]
+        x = np.float32(np.arange(5000) % 97 < num_equal)[None]
         norm = math.sqrt(_squared_norm(_exact_sum(x, resolution=500).counts))
         assert 0.98 * math.sqrt(500**2 - 5000 / 4 - 3000) <= norm <= 500
 
 
 def test_small_gradients_are_not_scaled():
-    x = jnp.asarray([[0.25, -0.5, 0.0, 2.0**-15]])
+    x = np.float32([[0.25, -0.5, 0.0, 2.0**-15]])
     total = _exact_sum(x)
     np.testing.assert_allclose(total.to_float(), x[0], atol=1.01 * total.unit)
 
@@ -130,9 +125,7 @@ def multiply_coefficients(monkeypatch):
     [
         (1.01, DEFAULT_RESOLUTION),
         (2.0, LARGEST_RESOLUTION),
-        (1e4, DEFAULT_RESOLUTION),
-        (1e30, LARGEST_RESOLUTION),
-        (math.inf, DEFAULT_RESOLUTION),
+        (1e30, DEFAULT_RESOLUTION),
         (math.nan, LARGEST_RESOLUTION),
     ],
 )
@@ -140,32 +133,43 @@ def test_what_exceeds_the_radius_contributes_zero(
     multiply_coefficients, factor, resolution
 ):
     multiply_coefficients(factor)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 700)), jnp.float32)
+    x = np.float32(np.random.default_rng(0).normal(size=(1, 700)))
     assert not np.any(_exact_sum(x, resolution=resolution).counts)
 
 
-@pytest.mark.parametrize("radius", [3, 2**15 - 1, 2**15, LARGEST_RESOLUTION])
 @pytest.mark.parametrize("size", [2, 40, 70_000])
-def test_the_check_is_exact(radius, size):
-    @jax.jit
-    def is_within(steps):
-        stack = StoredArray(steps, jnp.dtype(jnp.float32), (size,))
-        return _exact._is_within([stack], jnp.ones(len(steps)), radius)
+def test_the_check_is_exact(size):
+    max_norms = (3, 2**15 - 1, 2**15, LARGEST_RESOLUTION)
+    given = [_rows_near(max_norm, size) for max_norm in max_norms]
 
-    # All of the radius but what some ones make up for.
-    num_ones = min(size - 1, 2 * radius - 1)
-    largest = math.isqrt(radius**2 - num_ones)
-    assert largest**2 + num_ones <= radius**2 < (largest + 1) ** 2 + num_ones
+    @jax.jit
+    def are_within(given):
+        stacks = [StoredArray(x, jnp.dtype(jnp.float32), (size,)) for x in given]
+        pairs = zip(stacks, max_norms, strict=True)
+        return [
+            _exact._has_norm_at_most([x], jnp.ones(6), max_norm)
+            for x, max_norm in pairs
+        ]
+
+    for rows, max_norm, found in zip(given, max_norms, are_within(given), strict=True):
+        squares = [sum(int(q) ** 2 for q in row[row != 0]) for row in rows]
+        expected = [square <= max_norm**2 for square in squares]
+        assert expected[:5] == [True, False, True, False, False]
+        assert found.tolist() == expected
+
+
+def _rows_near(max_norm, size):
+    # All of the max_norm but what some ones make up for.
+    num_ones = min(size - 1, 2 * max_norm - 1)
+    largest = math.isqrt(max_norm**2 - num_ones)
+    assert largest**2 + num_ones <= max_norm**2 < (largest + 1) ** 2 + num_ones
     row = np.zeros(size, np.float32)
     row[0], row[1 : num_ones + 1] = largest, -1
     too_many = np.array(row)
     too_many[0] += 1
     vast = np.full(size, 3e9, np.float32)
     wrapping = np.full(size, 2**16, np.float32)  # whose squares are 0 modulo 2^32
-    rows = np.stack([row, too_many, -row, -too_many, vast, wrapping])
-    expected = [sum(int(q) ** 2 for q in row[row != 0]) <= radius**2 for row in rows]
-    assert expected[:5] == [True, False, True, False, False]
-    assert is_within(rows).tolist() == expected
+    return np.stack([row, too_many, -row, -too_many, vast, wrapping])
 
 
 @pytest.mark.slow
@@ -177,7 +181,7 @@ def test_a_contribution_of_many_leaves_is_checked_as_one(multiply_coefficients):
         return _squared_norm({name: x.counts for name, x in total.items()})
 
     assert 0.99 * DEFAULT_RESOLUTION**2 <= squared_norm() <= DEFAULT_RESOLUTION**2
-    # Each of the leaves is within the radius still.
+    # Each of the leaves is within the max_norm still.
     multiply_coefficients(2.0)
     assert squared_norm() == 0
 
@@ -192,9 +196,9 @@ def test_a_contribution_of_many_leaves_is_checked_as_one(multiply_coefficients):
 def test_the_radii_of_all_groups_have_at_most_the_resolution(norms, resolution):
     total = math.hypot(*norms)
     grid = _exact.ExactSums(resolution).for_clip_norms(norms, total)
-    assert sum(r**2 for r in grid.radii) <= resolution**2
-    for radius, norm in zip(grid.radii, norms, strict=True):
-        assert abs(radius - resolution * norm / total) <= 1 + 1e-9 * resolution
+    assert sum(r**2 for r in grid.max_norms) <= resolution**2
+    for max_norm, norm in zip(grid.max_norms, norms, strict=True):
+        assert abs(max_norm - resolution * norm / total) <= 1 + 1e-9 * resolution
     assert Fraction(grid.unit) * resolution <= Fraction(total) * (
         1 + Fraction(1, 2**52)
     )
@@ -203,7 +207,7 @@ def test_the_radii_of_all_groups_have_at_most_the_resolution(norms, resolution):
 
 def test_per_layer_clip_norms_bound_each_part():
     rng = np.random.default_rng(1)
-    tree = {k: jnp.asarray(rng.normal(size=(1, 50)), jnp.float32) for k in "ab"}
+    tree = {k: np.float32(rng.normal(size=(1, 50))) for k in "ab"}
     fn = _exact_sum_fn.__wrapped__(l2_clip_norm={"a": 3.0, "b": 4.0})
     total = jax.jit(fn.__call__)(tree)
     for name, share in ("a", 0.6), ("b", 0.8):
@@ -214,11 +218,11 @@ def test_per_layer_clip_norms_bound_each_part():
 
 @pytest.mark.parametrize(
     ("l2_clip_norm", "rescale", "normalize_by", "bound"),
-    [(2.0, False, 8.0, 0.25), (2.0, True, 8.0, 0.125), (0.0, True, 1.0, 1.0)],
+    [(2.0, False, 8.0, 0.25), (0.0, True, 8.0, 0.125)],
 )
 def test_divisors_are_in_the_unit(l2_clip_norm, rescale, normalize_by, bound):
     total = _exact_sum(
-        jnp.ones((1, 40)),
+        np.ones((1, 40), np.float32),
         l2_clip_norm=l2_clip_norm,
         rescale_to_unit_norm=rescale,
         normalize_by=normalize_by,
@@ -235,8 +239,8 @@ def _batch(dtype):
     rng = np.random.default_rng(3)
     scale = np.logspace(-2, 1, 16)[:, None]
     return {
-        "a": jnp.asarray(scale * rng.normal(size=(16, 700)), jnp.float32).astype(dtype),
-        "b": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32).astype(dtype),
+        "a": (scale * rng.normal(size=(16, 700))).astype(np.float32).astype(dtype),
+        "b": rng.normal(size=(16, 3)).astype(np.float32).astype(dtype),
     }
 
 
@@ -245,48 +249,37 @@ def _assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.fixture(params=[jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-def batch(request):
-    return _batch(request.param)
-
-
 @pytest.mark.parametrize(
-    ("dtype", "microbatch_size", "resolution"),
-    [
-        (jnp.bfloat16, 1, LARGEST_RESOLUTION),
-        (jnp.float16, 2, DEFAULT_RESOLUTION),
-        (jnp.float32, 8, LARGEST_RESOLUTION),
-    ],
+    ("dtype", "microbatch_size"), [(jnp.bfloat16, 1), (np.float32, 8)]
 )
-def test_the_microbatch_size_does_not_change_a_bit(dtype, microbatch_size, resolution):
+def test_the_microbatch_size_does_not_change_a_bit(dtype, microbatch_size):
     batch = _batch(dtype)
-    _assert_same(
-        _exact_sum(batch, microbatch_size=microbatch_size, resolution=resolution),
-        _exact_sum(batch, resolution=resolution),
-    )
+    _assert_same(_exact_sum(batch, microbatch_size=microbatch_size), _exact_sum(batch))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "microbatch_size"), [(jnp.float16, None), (jnp.float32, 4)]
+    ("dtype", "microbatch_size"), [(jnp.bfloat16, None), (np.float32, 4)]
 )
 def test_padding_does_not_change_a_bit(dtype, microbatch_size):
     batch = _batch(dtype)
-    padded = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), batch)
-    is_padding = jnp.arange(32) % 2 == 1
+    padded = jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch)
+    is_padding = np.arange(32) % 2 == 1
     options = {"microbatch_size": microbatch_size}
     actual = _exact_sum(padded, is_padding_example=is_padding, **options)
     _assert_same(actual, _exact_sum(batch))
 
 
-def test_examples_one_by_one_add_up_to_the_same_bits(batch):
+def test_examples_one_by_one_add_up_to_the_same_bits():
+    batch = _batch(jnp.bfloat16)
     parts = [
         _exact_sum(jax.tree.map(lambda x, i=i: x[i : i + 1], batch)) for i in range(16)
     ]
-    total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
+    total = jax.tree.map(lambda *xs: np.sum(xs, axis=0, dtype=np.int32), *parts)
     _assert_same(total, _exact_sum(batch))
 
 
-def test_neither_compilation_nor_mapping_over_batches_changes_a_bit(batch):
+def test_neither_compilation_nor_mapping_over_batches_changes_a_bit():
+    batch = _batch(np.float32)
     expected = _exact_sum(batch)
     _assert_same(_exact_sum_fn()(batch), expected)
     batches = jax.tree.map(lambda x: x.reshape(2, 8, -1), batch)
@@ -298,7 +291,7 @@ def test_neither_compilation_nor_mapping_over_batches_changes_a_bit(batch):
 def test_sharding_over_devices_does_not_change_a_bit(spec):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, jax.P(*spec))
-    wide = _batch(jnp.float32)["a"][:, :256]
+    wide = _batch(np.float32)["a"][:, :256]
     _assert_same(_exact_sum(jax.device_put(wide, sharding)), _exact_sum(wide))
 
 
@@ -328,10 +321,10 @@ def test_gradients_are_within_a_unit_of_the_wide_sum(model):
 
 @pytest.mark.filterwarnings("ignore:sums of 600")
 def test_wrapping_around_leaves_the_sensitivity_as_it_is():
-    x = jnp.ones((600, 1))
+    x = np.ones((600, 1), np.float32)
     with_one = _exact_sum(x, resolution=LARGEST_RESOLUTION).counts
     without = _exact_sum(
-        x, is_padding_example=jnp.arange(600) == 7, resolution=LARGEST_RESOLUTION
+        x, is_padding_example=np.arange(600) == 7, resolution=LARGEST_RESOLUTION
     ).counts
     assert np.all(with_one < 0)  # a sum of positive numbers
     change = int((with_one - without)[0])  # in 32 bits, as noise is added
@@ -341,8 +334,8 @@ def test_wrapping_around_leaves_the_sensitivity_as_it_is():
 # Dtypes and memory.
 
 
-def test_ordinary_resolutions_need_no_64_bit_numbers(batch):
-    jaxpr = jax.make_jaxpr(_exact_sum_fn().__call__)(batch).jaxpr
+def test_ordinary_resolutions_need_no_64_bit_numbers():
+    jaxpr = jax.make_jaxpr(_exact_sum_fn().__call__)(_batch(jnp.bfloat16)).jaxpr
     names = {v.aval.dtype.name for eqn in equations(jaxpr) for v in eqn.outvars}
     assert "int32" in names
     assert not [name for name in names if "64" in name]

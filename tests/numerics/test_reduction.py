@@ -9,7 +9,7 @@ import pytest
 from dpmp.numerics import _float_sums, _stored, reduction
 
 _U = Fraction(_float_sums.UNIT_ROUNDOFF)
-_BATCH_SIZES = [*range(1, 10), 16, 19, 33, 64, 65, 100, 257, 1024]
+_BATCH_SIZES = [1, 2, 3, 7, 8, 9, 16, 33, 64, 100, 1024]
 
 
 def _sum_examples(rows, add=jnp.add):
@@ -29,7 +29,7 @@ def test_every_example_is_added_once(batch_size):
     # Modulo 2^32, other multiplicities give another sum, but for a chance of 2^-96.
     rng = np.random.default_rng(batch_size)
     rows = rng.integers(2**32, size=(batch_size, 3), dtype=np.uint32)
-    total = jax.jit(_sum_examples)(jnp.asarray(rows))
+    total = jax.jit(_sum_examples)(rows)
     np.testing.assert_array_equal(total, rows.sum(0, dtype=np.uint32))
 
 
@@ -45,8 +45,8 @@ def _rounded_additions(batch_size):
         below = a[..., 2] + b[..., 2] + rounds * terms
         return jnp.stack([terms, depth, below], axis=-1)
 
-    ones = jnp.tile(jnp.array([1, 0, 0]), (batch_size, 1))
-    return _sum_examples(ones, add)
+    ones = np.tile(np.int32([1, 0, 0]), (batch_size, 1))
+    return jax.jit(lambda x: _sum_examples(x, add))(ones)
 
 
 @pytest.mark.parametrize("batch_size", _BATCH_SIZES)

@@ -9,7 +9,9 @@ import pytest
 
 from dpmp import DPSGD, DPTrainer, Policy, _timing, clipped_grad
 from dpmp.__main__ import main
+from dpmp.planning import _compiled_memory
 from dpmp.planning.memory import (
+    CompiledMemory,
     accumulation_overhead,
     compiled_memory,
     estimate_memory,
@@ -21,7 +23,7 @@ from tests import models
 
 _ADAM = optax.adam(1e-3)
 _WITHOUT_MASTERS = Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)
-_PLAIN = {"policy": "float32", "optimizer": optax.sgd(1)}
+_PLAIN = {"policy": "float32", "optimizer": optax.sgd(1), "arithmetic": "float32"}
 
 
 def _shape(*shape):
@@ -182,17 +184,21 @@ def test_a_compiler_that_reports_nothing_is_an_error(monkeypatch):
         compiled_memory(_linear_loss, _shape(8), _shape(4, 8), **_PLAIN)
 
 
-def test_the_largest_microbatch_fits_and_the_next_one_does_not():
-    args, sizes = (_linear_loss, _shape(64, 64), _shape(16, 64)), [16, 8, 4, 2, 1]
-    totals = {
-        size: compiled_memory(*args, microbatch_size=size, **_PLAIN).total
-        for size in sizes
-    }
-    for num_bytes in (totals[16], totals[4], totals[4] - 1, totals[1], totals[1] - 1):
-        fitting = [size for size in sizes if totals[size] <= num_bytes]
-        found = largest_microbatch(*args, num_bytes=num_bytes, **_PLAIN)
-        assert (found and found[0]) == (fitting[0] if fitting else None)
-    assert len(set(totals.values())) > 2
+@pytest.mark.parametrize(
+    ("num_bytes", "size"),
+    [(900, 12), (400, 12), (399, 6), (300, 6), (299, 3), (200, 3), (199, None)],
+)
+def test_the_largest_microbatch_fits_and_the_next_one_does_not(
+    num_bytes, size, monkeypatch
+):
+    def compiled(*args, microbatch_size, **options):
+        assert (args, options) == ((_linear_loss, *shapes), _PLAIN)
+        return CompiledMemory(50, 0, 0, {12: 350, 6: 250, 3: 150}[microbatch_size])
+
+    shapes = _shape(64, 64), _shape(12, 64)
+    monkeypatch.setattr(_compiled_memory, "compiled_memory", compiled)
+    found = largest_microbatch(_linear_loss, *shapes, num_bytes=num_bytes, **_PLAIN)
+    assert (found and found[0]) == size
 
 
 def test_accumulation_counts_what_is_trained():
@@ -237,7 +243,7 @@ def _estimated(**changed):
 
 def _compiled(loss_fn=_linear_loss, **changed):
     params, batch = _shape(8), changed.pop("batch", _shape(4, 8))
-    return lambda: compiled_memory(loss_fn, params, batch, **_PLAIN, **changed)
+    return lambda: compiled_memory(loss_fn, params, batch, **{**_PLAIN, **changed})
 
 
 def _measured(**options):
@@ -277,17 +283,19 @@ def test_wrong_arguments_are_refused(call, message):
         call()
 
 
-_SMALL = "--layers 1 --width 8 --heads 2 --length 4 --batch-size 8 --optimizer sgd"
+_SMALL = "--layers 1 --width 8 --heads 2 --length 4 --optimizer sgd"
+
+_ONE = f"{_SMALL} --batch-size 1 --method per_example"
 
 
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
         ("--parameters 7000000000 --optimizer sgd", ["28000.00", "Clipped sums"]),
-        (f"--fit-in 0.001 --method per_example {_SMALL}", ["microbatches of "]),
-        (f"--fit-in 1e-9 --method per_example {_SMALL}", ["No microbatch fits"]),
+        (f"--fit-in 0.001 {_ONE}", ["per_example: A step with microbatches of 1 "]),
+        (f"--fit-in 1e-9 {_ONE}", ["No microbatch fits"]),
         pytest.param(
-            f"--compile --microbatch-size 2 {_SMALL}",
+            f"--compile --batch-size 8 --microbatch-size 2 {_SMALL}",
             ["per_example:", "book_keeping:", "Compiled for this device", "Clipped"],
             marks=pytest.mark.slow,
         ),

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 
@@ -12,10 +13,11 @@ from dpmp.planning import (
     plan_to_start_from,
 )
 
-RUN = ["--num-examples", "5000", "--batch-size", "50", "--steps", "20"]
+RUN = ["--num-examples", "100", "--batch-size", "50", "--steps", "2"]
 TARGET = ["--epsilon", "2", "--delta", "1e-5"]
+NOISE = ["--noise-multiplier", "4.5", "--delta", "1e-5"]
 MECHANISM = DPSGD(
-    num_examples=5000, expected_batch_size=50, iterations=20, l2_clip_norm=1.0
+    num_examples=100, expected_batch_size=50, iterations=2, l2_clip_norm=1.0
 )
 
 
@@ -24,25 +26,28 @@ def run(capsys, *args):
     return capsys.readouterr().out
 
 
+def epsilon(capsys, *options):
+    return json.loads(run(capsys, "epsilon", *RUN, *options, "--json"))["epsilon"]
+
+
 def test_epsilon_is_the_mechanisms_rounded_up(capsys):
-    noise = ["--noise-multiplier", "1.5", "--delta", "1e-5"]
-    text = run(capsys, "epsilon", *RUN, *noise)
-    (exact,) = {json.loads(run(capsys, "epsilon", *RUN, *noise, "--json"))["epsilon"]}
-    assert 0 <= float(text.split()[1]) - exact < 1e-3
+    text = run(capsys, "epsilon", *RUN, *NOISE)
+    exact = dataclasses.replace(MECHANISM, noise_multiplier=4.5, delta=1e-5)
+    assert epsilon(capsys, *NOISE) == exact.guarantee().epsilon
+    assert 0 <= float(text.split()[1]) - exact.guarantee().epsilon < 1e-3
 
 
 def test_an_epsilon_that_json_cannot_hold_is_null(capsys):
     noise = ["--noise-multiplier", "0", "--delta", "1e-5"]
     assert "inf" in run(capsys, "epsilon", *RUN, *noise)
-    assert json.loads(run(capsys, "epsilon", *RUN, *noise, "--json"))["epsilon"] is None
+    assert epsilon(capsys, *noise) is None
 
 
 def test_the_printed_noise_multiplier_is_enough(capsys):
     words = run(capsys, "calibrate", *RUN, *TARGET).split()
     printed = float(words[2].strip(","))
     noise = ["--noise-multiplier", str(printed), "--delta", "1e-5"]
-    result = json.loads(run(capsys, "epsilon", *RUN, *noise, "--json"))
-    assert 1.99 < result["epsilon"] <= 2
+    assert 1.99 < epsilon(capsys, *noise) <= 2
 
 
 def test_the_statement_is_the_mechanisms(capsys):
@@ -51,23 +56,19 @@ def test_the_statement_is_the_mechanisms(capsys):
 
 
 def test_neighbours_can_be_chosen(capsys):
-    noise = ["--noise-multiplier", "1.5", "--delta", "1e-5", "--json"]
-    zero_out, replaced = (
-        json.loads(run(capsys, "epsilon", *RUN, *noise, "--neighbors", relation))
-        for relation in ("REPLACE_SPECIAL", "REPLACE_ONE")
-    )
-    assert replaced["epsilon"] > zero_out["epsilon"]
+    replaced = epsilon(capsys, *NOISE, "--neighbors", "REPLACE_ONE")
+    assert replaced > epsilon(capsys, *NOISE)
 
 
 def test_plans_meet_the_target_at_equal_cost():
     target = {"epsilon": 2.0, "delta": 1e-5}
     plans = compare_batch_sizes(
-        num_examples=5000, num_processed=20_000, sizes=[400, 50], **target
+        num_examples=100, num_processed=200, sizes=[100, 50], **target
     )
-    assert [(x.batch_size, x.iterations) for x in plans] == [(50, 400), (400, 50)]
+    assert [(x.batch_size, x.iterations) for x in plans] == [(50, 4), (100, 2)]
     for plan in plans:
         mechanism = DPSGD(
-            num_examples=5000,
+            num_examples=100,
             expected_batch_size=plan.batch_size,
             iterations=plan.iterations,
             l2_clip_norm=1.0,
@@ -97,7 +98,7 @@ def test_the_statement_names_options_that_exist_and_that_help(capsys):
     names = re.findall(r"Pass (\S+) to avoid this", text)
     assert names == ["sampling_prob", "truncated_batch_size"]
     flags = [f"--{name.replace('_', '-')}" for name in names]
-    given = [*args, flags[0], "0.01", flags[1], "100"]
+    given = [*args, flags[0], "0.45", flags[1], "60"]
     assert "to avoid this" not in " ".join(run(capsys, *given).split())
 
 

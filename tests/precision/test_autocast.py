@@ -16,8 +16,8 @@ from dpmp.precision import Policy
 from dpmp.precision._autocast import autocast
 
 _ZOO = {x.name: x for x in (*models.ZOO, *more_models.PARAMETER_USES)}
-_X = jnp.linspace(-1.0, 2.0, 24).reshape(4, 6)
-_W = jnp.linspace(-0.5, 0.7, 36).reshape(6, 6)
+_X = np.linspace(-1.0, 2.0, 24, dtype=np.float32).reshape(4, 6)
+_W = np.linspace(-0.5, 0.7, 36, dtype=np.float32).reshape(6, 6)
 
 
 def _dtypes(fun, *args):
@@ -42,8 +42,12 @@ def test_products_are_in_the_compute_dtype_and_what_sums_is_not():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_product_is_that_of_rounded_operands(dtype):
     policy = Policy(jnp.float32, dtype)
-    expected = (_X.astype(dtype) @ _W.astype(dtype)).astype(jnp.float32)
-    np.testing.assert_array_equal(autocast(jnp.matmul, policy)(_X, _W), expected)
+
+    def product(x, w):
+        return (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+
+    cast = jax.jit(autocast(jnp.matmul, policy))
+    np.testing.assert_array_equal(cast(_X, _W), jax.jit(product)(_X, _W))
 
 
 def test_operands_that_differ_meet_in_float32():
@@ -71,7 +75,8 @@ def test_casts_of_the_model_stay_as_they_are():
     def fun(x):
         return (x.astype(jnp.float16) * 3).astype(jnp.float32), x.astype(jnp.int8)
 
-    jax.tree.map(np.testing.assert_array_equal, autocast(fun)(_X), fun(_X))
+    both = jax.jit(lambda x: (autocast(fun)(x), fun(x)))(_X)
+    jax.tree.map(np.testing.assert_array_equal, *both)
 
 
 def test_results_have_the_shapes_and_dtypes_that_they_had():
@@ -118,7 +123,7 @@ _PROGRAMS = [_loop, _rematerialised, _branch, _while, _compiled]
 def test_products_inside_of_programs_are_found(fun):
     cast = autocast(fun)
     assert _dtypes(cast, _W, _X)["dot_general"] == {"bfloat16"}
-    expected, actual = fun(_W, _X), jax.jit(cast)(_W, _X)
+    expected, actual = jax.jit(lambda *args: (fun(*args), cast(*args)))(_W, _X)
     reference.assert_trees_close(actual, expected, rtol=0.02)
     assert jax.tree.map(jnp.result_type, actual) == jax.tree.map(
         jnp.result_type, expected
@@ -130,9 +135,9 @@ def test_gradients_are_those_of_a_mixed_precision_model(fun):
     def loss(fun):
         return lambda w: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fun(w, _X)))
 
-    expected = jax.grad(loss(fun))(_W)
-    for cast in (loss(autocast(fun)), autocast(loss(fun))):
-        actual = jax.grad(cast)(_W)
+    losses = loss(fun), loss(autocast(fun)), autocast(loss(fun))
+    expected, *found = jax.jit(lambda w: [jax.grad(f)(w) for f in losses])(_W)
+    for actual in found:
         assert actual.dtype == jnp.float32
         reference.assert_trees_close(actual, expected, rtol=0.05)
 
@@ -143,9 +148,9 @@ def test_functions_with_derivatives_of_their_own_run_as_they_are():
         return 2 * x
 
     doubled.defvjp(lambda x: (2 * x, None), lambda _, ct: (7 * ct,))
-    grad = jax.grad(autocast(lambda x: jnp.sum(doubled(x @ _W) + jax.nn.relu(x))))(_X)
-    positive = (_X > 0).astype(jnp.float32)
-    expected = 7 * jnp.ones_like(_X) @ _W.T + positive
+    loss = autocast(lambda x: jnp.sum(doubled(x @ _W) + jax.nn.relu(x)))
+    expected = 7 * np.ones_like(_X) @ _W.T + (_X > 0)
+    grad = jax.jit(jax.grad(loss))(_X)
     np.testing.assert_allclose(grad, expected, rtol=0.02, atol=0.05)
 
 

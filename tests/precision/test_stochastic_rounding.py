@@ -10,9 +10,11 @@ from dpmp.precision import _stochastic_rounding
 POLICY = Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)
 
 
+@jax.jit
 def _to_bfloat16(x, prng_key):
     like = jnp.zeros(x.shape, jnp.bfloat16)
-    return _stochastic_rounding.round_like(x, like, prng_key)
+    rounded = _stochastic_rounding.round_like(x, like, prng_key)
+    return rounded.astype(jnp.float32)
 
 
 def _neighbours(x):
@@ -24,7 +26,7 @@ def _neighbours(x):
 def test_gives_one_of_the_two_neighbours():
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=2000) * 10.0 ** rng.integers(-38, 38, 2000))
-    rounded = np.asarray(_to_bfloat16(jnp.asarray(x), jax.random.key(0)), np.float32)
+    rounded = np.asarray(_to_bfloat16(x, jax.random.key(0)))
     low, high = _neighbours(x)
     assert np.all((rounded == low) | (rounded == high))
     assert np.any(rounded == low)
@@ -37,38 +39,37 @@ def test_the_mean_is_what_was_rounded(share, size):
     low, high = _neighbours(np.float32(size))
     x = np.float32(low + share * (high - low))
     n = 40_000
-    rounded = _to_bfloat16(jnp.full(n, x), jax.random.key(1))
-    went_up = np.mean(np.asarray(rounded, np.float32) == high)
+    rounded = _to_bfloat16(np.full(n, x), jax.random.key(1))
+    went_up = np.mean(np.asarray(rounded) == high)
     exact = (np.float64(x) - low) / (np.float64(high) - low)
     assert abs(went_up - exact) <= 6 * np.sqrt(exact * (1 - exact) / n)
 
 
 def test_numbers_that_bfloat16_has_stay_and_what_is_not_finite_too():
-    exact = jnp.float32([0.0, -0.0, 1.5, -(2.0**-133), 2.0**127, jnp.inf, -jnp.inf])
+    exact = [0.0, -0.0, 1.5, -(2.0**-133), 2.0**127, np.inf, -np.inf]
+    # The last is closer to 2^128.
+    x = np.float32([*exact, np.nan, 3.4e38])
     for seed in range(20):
-        rounded = _to_bfloat16(exact, jax.random.key(seed)).astype(jnp.float32)
-        np.testing.assert_array_equal(rounded, exact)
-    edge = jnp.float32([jnp.nan, 3.4e38])  # the second is closer to 2^128
-    rounded = _to_bfloat16(edge, jax.random.key(0)).astype(jnp.float32)
-    np.testing.assert_array_equal(rounded, [jnp.nan, jnp.inf])
+        rounded = _to_bfloat16(x, jax.random.key(seed))
+        np.testing.assert_array_equal(rounded[:-1], x[:-1])
+    assert _to_bfloat16(x, jax.random.key(0))[-1] == np.inf
 
 
 def test_small_updates_count_on_average_and_are_lost_without():
-    params = POLICY.cast_to_param(jnp.ones(4096))
-    update = jnp.full(4096, 2.0**-12)  # a 32nd of a unit in the last place
-    key = jax.random.key(2)
+    params = np.ones(4096, jnp.bfloat16)
+    update = np.full(4096, 2.0**-12, np.float32)  # a 32nd of a unit in the last place
 
     def step(params, i):
-        key_of_step = jax.random.fold_in(key, i)
+        key_of_step = jax.random.fold_in(jax.random.key(2), i)
         return POLICY.apply_updates(params, update, key_of_step), None
 
-    moved, _ = jax.lax.scan(step, params, jnp.arange(64))
+    moved, _ = jax.jit(lambda x: jax.lax.scan(step, x, jnp.arange(64)))(params)
     assert moved.dtype == jnp.bfloat16
-    mean = jnp.mean(moved.astype(jnp.float32))
+    mean = np.mean(np.float32(moved))
     # Of 64 steps: deviation below sqrt(64 * 4096) / 4096 units of 2^-7 / 4, six times.
     assert abs(mean - (1 + 64 * 2.0**-12)) < 6 * 8 / 64 * 2.0**-7 / 4
-    nearest = (params.astype(jnp.float32) + update).astype(jnp.bfloat16)
-    assert jnp.all(nearest == params)
+    nearest = (np.float32(params) + update).astype(jnp.bfloat16)
+    assert np.all(nearest == params)
 
 
 def test_only_bfloat16_parameters_are_rounded():
@@ -145,15 +146,8 @@ def test_an_update_without_a_key_is_refused():
         POLICY.apply_updates(params, jnp.ones(3))
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.adam(1e-2, mu_dtype=jnp.bfloat16),
-        optax.sgd(1e-2, momentum=0.9, accumulator_dtype=jnp.bfloat16),
-    ],
-    ids=["adam", "sgd"],
-)
-def test_optimizers_keep_the_low_precision_state_that_they_were_told_to(optimizer):
+def test_optimizers_keep_the_low_precision_state_that_they_were_told_to():
+    optimizer = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
     trainer = _trainer(Policy.from_name("mixed_bfloat16"), optimizer)
     state = _fit(trainer, np.ones((64, 5), np.float32))
     dtypes = {x.dtype for x in jax.tree.leaves(state.opt_state) if x.shape}

@@ -1,3 +1,4 @@
+import functools
 from typing import NamedTuple
 
 import jax
@@ -25,40 +26,41 @@ from dpmp.programs.float8 import (
 FORMATS = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def rounded_to(x, dtype, scale):
+    return round_to(x, dtype, scale)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_rounds_to_the_nearest_number_of_the_format(name, dtype):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=500), dtype)
-    rounded = round_to(x, FORMATS[name], 1.0)
+    x = np.random.default_rng(0).normal(size=500).astype(np.float32).astype(dtype)
+    rounded = rounded_to(x, FORMATS[name], 1.0)
     expected = np.asarray(x, np.float32).astype(getattr(ml_dtypes, name))
     np.testing.assert_array_equal(
         np.asarray(rounded, np.float32), expected.astype(np.float32)
     )
 
 
-@pytest.mark.parametrize("size", [1e-30, 3e-5, 1.0, 7e4, 1e30])
-def test_a_scale_of_its_own_makes_an_array_of_any_size_fit(size):
-    x = jnp.float32(size) * jnp.linspace(-1, 1, 99)
-    rounded = round_to(x, jnp.float8_e4m3fn, PER_EXAMPLE)
-    # Three bits after the point, half a unit; the smallest is 2^-15 of the largest.
-    np.testing.assert_allclose(rounded, x, rtol=2.0**-4, atol=2.0**-15 * size)
-    assert jnp.max(jnp.abs(rounded - x)) > 0
+def test_a_scale_of_its_own_makes_an_array_of_any_size_fit():
+    for size in (1e-30, 3e-5, 1.0, 7e4, 1e30):
+        x = np.float32(size) * np.linspace(-1, 1, 99, dtype=np.float32)
+        rounded = rounded_to(x, jnp.float8_e4m3fn, PER_EXAMPLE)
+        # Three bits after the point, half a unit; the smallest is 2^-15 of the largest.
+        np.testing.assert_allclose(rounded, x, rtol=2.0**-4, atol=2.0**-15 * size)
+        assert np.max(np.abs(rounded - x)) > 0
 
 
 def test_a_static_scale_stops_at_the_largest_number():
-    rounded = round_to(jnp.float32([1e6, -300.0, 1e-3]), jnp.float8_e4m3fn, 2.0)
+    rounded = rounded_to(np.float32([1e6, -300.0, 1e-3]), jnp.float8_e4m3fn, 2.0)
     np.testing.assert_array_equal(rounded, [224.0, -224.0, 2.0**-10])
 
 
 @pytest.mark.parametrize("scale", [PER_EXAMPLE, 1.0])
 def test_what_is_not_finite_stays_so_and_zeros_and_nothing_stay_too(scale):
-    x = jnp.float32([jnp.inf, -jnp.inf, jnp.nan, 1.0])
-    rounded = round_to(x, jnp.float8_e4m3fn, scale)
-    np.testing.assert_array_equal(rounded, x)
-    np.testing.assert_array_equal(
-        round_to(jnp.zeros(3), jnp.float8_e4m3fn, scale), [0, 0, 0]
-    )
-    assert round_to(jnp.zeros((0, 3)), jnp.float8_e4m3fn, scale).shape == (0, 3)
+    for x in ([np.inf, -np.inf, np.nan, 1.0], [0.0] * 4, np.zeros((0, 3))):
+        rounded = rounded_to(np.float32(x), jnp.float8_e4m3fn, scale)
+        np.testing.assert_array_equal(rounded, np.float32(x))
 
 
 def _by_hand(w, x, cotangent):
@@ -71,18 +73,19 @@ def _by_hand(w, x, cotangent):
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 def test_operands_and_cotangents_of_products_are_rounded(native):
     rng = np.random.default_rng(1)
-    w, x, cotangent = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((4, 3), (5, 4), (5, 3))
-    )
+    shapes = (4, 3), (5, 4), (5, 3)
+    args = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     fun = with_float8_products(lambda w, x: x @ w, PER_EXAMPLE, native=native)
-    y, vjp = jax.vjp(fun, w, x)
-    expected, of_w, of_x = _by_hand(w, x, cotangent)
-    for computed, by_hand in zip(
-        (y, *vjp(cotangent)), (expected, of_w, of_x), strict=True
-    ):
-        np.testing.assert_allclose(computed, by_hand, rtol=1e-6, atol=1e-6)
-    assert jnp.max(jnp.abs(y - x @ w)) > 0.01
+
+    @jax.jit
+    def both(w, x, cotangent):
+        y, vjp = jax.vjp(fun, w, x)
+        return (y, *vjp(cotangent)), _by_hand(w, x, cotangent)
+
+    computed, by_hand = both(*args)
+    for a, b in zip(computed, by_hand, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    assert np.max(np.abs(computed[0] - args[1] @ args[0])) > 0.01
 
 
 # With any axes; z is of size zero.
@@ -122,9 +125,15 @@ def test_native_products_are_the_same_numbers(spec, dtype, scale):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=unit)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("scale", [PER_EXAMPLE, 4.0, 2.0**32])
+@pytest.mark.parametrize(
+    ("scale", "dtype", "name"),
+    [
+        (PER_EXAMPLE, "float32", "float8_e4m3fn"),
+        (PER_EXAMPLE, "bfloat16", "float8_e5m2"),
+        (4.0, "float16", "float8_e4m3fn"),
+        (2.0**32, "float32", "float8_e5m2"),
+    ],
+)
 def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale, dtype, name):
     rng = np.random.default_rng(4)
     largest = float(jnp.finfo(FORMATS[name]).max)
@@ -134,11 +143,14 @@ def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale, dtype, n
     x[:100] = np.clip(x[:100] / sizes[:100] / 8, -0.8, 0.8) * 2.0**-3
     x[:100, 0] = largest * 2.0 ** rng.integers(-30, -20, size=100)
     x[::3] *= 1 + 2.0**-6
-    x = jnp.asarray(x, dtype)
-    rounded = jax.vmap(lambda x: round_to(x, FORMATS[name], scale))(x)
-    numbers, exponents = jax.vmap(lambda x: _to_float8(x, FORMATS[name], scale))(
-        rounded
-    )
+
+    @jax.jit
+    @jax.vmap
+    def both(x):
+        rounded = round_to(x, FORMATS[name], scale)
+        return rounded, *_to_float8(rounded, FORMATS[name], scale)
+
+    rounded, numbers, exponents = both(np.float32(x).astype(jnp.dtype(dtype)))
     assert numbers.dtype == FORMATS[name]
     back = np.ldexp(np.float64(numbers), -np.asarray(exponents)[:, None])
     if dtype == "float16":  # which has the smallest of them only rounded
@@ -146,22 +158,26 @@ def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale, dtype, n
     np.testing.assert_array_equal(back, np.float64(rounded))
 
 
-@pytest.mark.parametrize("sizes", [(2.0**80, 2.0**80), (2.0**-60, 2.0**-60)])
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
-def test_scales_far_from_one_leave_products_in_range(sizes, native):
-    fun = with_float8_products(jnp.dot, PER_EXAMPLE, native=native)
-    x, y = (jnp.float32([size, 0.0]) for size in sizes)
-    assert fun(x, y[::-1]) == 0
-    expected = 2.0**-120 if sizes[0] < 1 else jnp.inf
-    assert fun(x, y) == expected
+def test_scales_far_from_one_leave_products_in_range(native):
+    fun = jax.jit(with_float8_products(jnp.dot, PER_EXAMPLE, native=native))
+    for size, expected in ((2.0**80, np.inf), (2.0**-60, 2.0**-120)):
+        x = np.float32([size, 0.0])
+        assert fun(x, x[::-1]) == 0
+        assert fun(x, x) == expected
 
 
 def test_native_products_of_what_is_not_finite_are_not_numbers():
     fun = with_float8_products(jnp.dot, PER_EXAMPLE, native=True)
-    for bad in (jnp.inf, -jnp.inf, jnp.nan):
-        assert jnp.isnan(fun(jnp.float32([bad, 1.0]), jnp.ones(2)))
-        _, vjp = jax.vjp(fun, jnp.ones(2), jnp.ones(2))
-        assert jnp.isnan(vjp(jnp.float32(bad))[0]).all()
+    ones = np.ones(2, np.float32)
+
+    @jax.jit
+    def both(bad):
+        _, vjp = jax.vjp(fun, ones, ones)
+        return fun(jnp.stack([bad, 1.0]), ones), vjp(bad)[0]
+
+    for bad in (np.inf, -np.inf, np.nan):
+        assert all(np.isnan(x).all() for x in both(np.float32(bad)))
 
 
 def test_native_products_are_of_8_bits_forward_and_back_in_loops_too():
@@ -170,7 +186,8 @@ def test_native_products_are_of_8_bits_forward_and_back_in_loops_too():
         return jnp.sum(jax.lax.scan(step, x, w)[0])
 
     fun = with_float8_products(loss, PER_EXAMPLE, native=True)
-    jaxpr = jax.make_jaxpr(jax.grad(fun, (0, 1)))(jnp.ones((3, 2, 2)), jnp.ones((4, 2)))
+    args = np.ones((3, 2, 2), np.float32), np.ones((4, 2), np.float32)
+    jaxpr = jax.make_jaxpr(jax.grad(fun, (0, 1)))(*args)
     products = [
         [v.aval.dtype.name for v in e.invars]
         for e in equations(jaxpr.jaxpr)
@@ -210,9 +227,14 @@ def test_recent_gpus_have_float8(monkeypatch, device, expected):
 def test_static_scales_leave_cotangents_to_the_loss_scale():
     tiny = 2.0**-17  # half of the smallest number of float8_e5m2
     product = with_float8_products(lambda w, x: x * 1.0 @ w, 1.0)
-    _, vjp = jax.vjp(product, jnp.ones((2, 2)), jnp.ones((2, 2)))
-    assert not jnp.any(vjp(jnp.full((2, 2), tiny))[0])
-    assert jnp.all(vjp(jnp.full((2, 2), 4 * tiny))[0] == 8 * tiny)
+    ones = np.ones((2, 2), np.float32)
+
+    @jax.jit
+    def gradient(cotangent):
+        return jax.vjp(product, ones, ones)[1](cotangent)[0]
+
+    assert not np.any(gradient(np.float32(tiny) * ones))
+    assert np.all(gradient(np.float32(4 * tiny) * ones) == 8 * tiny)
 
 
 def test_loops_branches_and_remat_are_gone_into():
@@ -221,7 +243,7 @@ def test_loops_branches_and_remat_are_gone_into():
         x, _ = jax.lax.scan(step, x, w)
         return jax.lax.cond(jnp.sum(x) > 0, lambda: x @ w[0], lambda: x @ w[1]).sum()
 
-    w, x = jnp.ones((3, 2, 2)), jnp.ones((4, 2))
+    w, x = np.ones((3, 2, 2), np.float32), np.ones((4, 2), np.float32)
     rounded = with_float8_products(loss, PER_EXAMPLE)
     eqns = list(equations(jax.make_jaxpr(rounded)(w, x).jaxpr))
     products = [e for e in eqns if e.primitive.name == "dot_general"]
@@ -243,7 +265,7 @@ def test_scales_of_one_example_do_not_depend_on_the_others(name, native):
 
     def enlarge(x):  # a scale that is shared makes the first example zero
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return x.at[1:].multiply(2.0**20) if is_float else x
+        return jnp.asarray(x).at[1:].multiply(2.0**20) if is_float else x
 
     larger = jax.tree.map(enlarge, batch)
     fun = with_float8_products(model.loss, PER_EXAMPLE, native=native)

@@ -13,7 +13,7 @@ from ledgers import charged, file_of, num_steps, steps
 from small_runs import killed_copies
 
 from dpmp.runs import Spent, checked_path, opened
-from dpmp.runs._ledger import Ledger, leave_slip
+from dpmp.runs._ledger import Ledger, write_charge_file
 
 LIKE = {"x": jnp.zeros(3)}
 
@@ -292,7 +292,7 @@ def test_what_is_no_file_is_an_error_that_says_what_to_do(tmp_path, name, make):
 def test_a_run_that_starts_while_the_ledger_is_read_hides_no_slip(
     directory, monkeypatch
 ):
-    leave_slip(directory, charged(10, 15, run="b"))
+    write_charge_file(directory, charged(10, 15, run="b"))
     read = pathlib.Path.read_bytes
 
     def read_late(path):

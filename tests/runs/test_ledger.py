@@ -24,7 +24,7 @@ from ledgers import (
 )
 
 from dpmp.runs import Spent, _ledger
-from dpmp.runs._ledger import Ledger, Record, leave_slip
+from dpmp.runs._ledger import Ledger, Record, write_charge_file
 from dpmp.runs._lock import locked
 
 
@@ -256,7 +256,7 @@ class TestSlips:
     def test_slips_are_counted_and_moved_into_the_file(self, tmp_path):
         Ledger(tmp_path).append(charged(0, 10))
         for run in "bbc":  # two processes pay for the same steps
-            leave_slip(tmp_path, charged(10, 20, run=run))
+            write_charge_file(tmp_path, charged(10, 20, run=run))
         expected = Spent(
             (steps(0, 10), *(steps(10, 20, run=x) for x in "bc")),
         )
@@ -271,7 +271,7 @@ class TestSlips:
 
     def test_a_slip_that_is_moved_twice_counts_once(self, tmp_path):
         """A kill between the record and the removal of the slip."""
-        leave_slip(tmp_path, charged(10, 20))
+        write_charge_file(tmp_path, charged(10, 20))
         (slip,) = tmp_path.iterdir()
         content = slip.read_bytes()
         Ledger(tmp_path).collect()
@@ -287,11 +287,11 @@ class TestSlips:
 
         monkeypatch.setattr(os, "fsync", fsync)
         with pytest.raises(OSError, match="I/O error"):
-            leave_slip(tmp_path, charged(10, 20))
+            write_charge_file(tmp_path, charged(10, 20))
         assert num_steps(tmp_path) == 0
 
     def test_a_damaged_slip_is_refused_by_name(self, tmp_path):
-        leave_slip(tmp_path, charged(10, 20))
+        write_charge_file(tmp_path, charged(10, 20))
         (slip,) = tmp_path.iterdir()
         assert stat.S_IMODE(slip.stat().st_mode) == 0o600
         slip.write_bytes(slip.read_bytes()[:-9])

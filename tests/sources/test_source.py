@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dpmp
 from dpmp.sources._check_source import check_source
-from dpmp.sources._source import Source, as_device_dtypes, load_batch, loader_of
+from dpmp.sources._source import as_device_dtypes, load_batch, loader_of
 
 ARRAYS = {
     "x": np.arange(1, 25, dtype=np.float32).reshape(12, 2),
@@ -108,10 +107,6 @@ def test_datasets_as_people_have_them_give_their_examples_and_zeros(name):
             expected = x[np.array(indices, int)]
             np.testing.assert_array_equal(batch[column][: len(indices)], expected)
             assert not batch[column][len(indices) :].any()
-
-
-def test_users_find_it_where_messages_say_it_is():
-    assert dpmp.Source is Source
 
 
 def test_tables_become_columns():

@@ -28,12 +28,12 @@ def report(*rows):
 
 @pytest.fixture(scope="module")
 def measured():
-    return measure_dtypes(size=64)
+    return measure_dtypes(size=16)
 
 
 def test_every_kind_of_product_is_timed(measured):
     assert [row.name for row in measured.rows] == list(KINDS)
-    assert (measured.size, measured.platform) == (64, "cpu")
+    assert (measured.size, measured.platform) == (16, "cpu")
     assert all(row.operations_per_second for row in measured.rows)
     assert measured.rows[0].time_ratio == 1
 
@@ -89,7 +89,6 @@ class _Overflowing(Kind):
 @pytest.mark.parametrize(
     ("kind", "is_wide"),
     [
-        (_Narrow("bfloat16", "bfloat16", "float32"), False),
         (_Narrow("bfloat16", "bfloat16", "bfloat16"), False),
         (_Narrow("float16", "float16", "float32"), False),
         (_Overflowing("x", "float32", "float32"), False),
@@ -97,7 +96,8 @@ class _Overflowing(Kind):
     ],
     ids=lambda x: f"{type(x).__name__} {x.name}" if isinstance(x, Kind) else "",
 )
-def test_narrow_sums_are_found(kind, is_wide):
+def test_narrow_sums_are_found(kind, is_wide, monkeypatch):
+    monkeypatch.setattr(_products, "_SIDE", 16)  # is enough to find them
     assert _products.adds_in_float32(kind) == is_wide
 
 

@@ -8,7 +8,7 @@ from ledgers import MECHANISM, charged, file_of
 
 from dpmp.__main__ import main
 from dpmp.mechanism import guarantee_of, guarantee_of_stages
-from dpmp.runs._ledger import Ledger, leave_slip
+from dpmp.runs._ledger import Ledger, write_charge_file
 
 WIDER = dataclasses.replace(MECHANISM, noise_multiplier=30.0)
 
@@ -135,7 +135,7 @@ def test_directories_compose_and_copies_count_once(tmp_path, capsys):
 
 
 def test_charges_that_other_processes_left_count(tmp_path, capsys):
-    leave_slip(tmp_path, charged(0, 30))
+    write_charge_file(tmp_path, charged(0, 30))
     names = {*tmp_path.iterdir()}
     assert report(capsys, tmp_path)["epsilon"] == MECHANISM.guarantee(30).epsilon
     assert {*tmp_path.iterdir()} == names

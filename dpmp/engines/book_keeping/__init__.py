@@ -11,8 +11,8 @@ summary. It needs shapes only:
 >>> print(summary.rows[0].rules, summary.rows[0].forms)
 ('dot',) ('gram',)
 
-`measure_extents` measures, on public data, the share of gradients that "bounded" sums
-would scale down more than their norm requires.
+`measure_condition_numbers` measures, on public data, the share of gradients that
+"bounded" sums would scale down more than their norm requires.
 
 Words that all files use:
 
@@ -26,7 +26,7 @@ Words that all files use:
 
 Modules import only from rows below their own:
 
-    _summary   _extents
+    _summary   _condition_numbers
     _engine
     _choice
     _norms   _plan
@@ -35,15 +35,18 @@ Modules import only from rows below their own:
     _views   _linalg
 """
 
+from dpmp.engines.book_keeping._condition_numbers import (
+    ConditionNumbers,
+    measure_condition_numbers,
+)
 from dpmp.engines.book_keeping._engine import Engine
-from dpmp.engines.book_keeping._extents import Extents, measure_extents
 from dpmp.engines.book_keeping._summary import Summary, relative_cost, summarize
 
 __all__ = [
+    "ConditionNumbers",
     "Engine",
-    "Extents",
     "Summary",
-    "measure_extents",
+    "measure_condition_numbers",
     "relative_cost",
     "summarize",
 ]

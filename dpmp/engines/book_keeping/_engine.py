@@ -29,8 +29,8 @@ from dpmp.numerics import (
     Roundings,
     SquaredNorm,
     at_least_float32,
-    clip_by,
     largest_microbatch,
+    norm_bound_for_clipping,
 )
 from dpmp.programs import interpreter, transformations
 
@@ -260,7 +260,7 @@ class BookKeptGrads:
         is_narrow = any(use.cotangent.dtype == jnp.bfloat16 for use in outer)
         folding_error = 2.0**-8 if is_narrow else 2.0**-22
         if self.program.is_bounded:
-            bound = clip_by(
+            bound = norm_bound_for_clipping(
                 group.squared_norm,
                 group.magnitudes,
                 group.roundings,

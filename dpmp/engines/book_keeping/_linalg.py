@@ -89,7 +89,7 @@ def _without_batches_of_one(
 def contract(
     a: jax.Array, b: jax.Array, contracting: Any, batch: Any = ((), ())
 ) -> jax.Array:
-    """Takes a dot product in float32 or wider, without widening the operands."""
+    """Takes a dot product in float32 or wider, without noise_increase the operands."""
     if a.dtype == jnp.bfloat16 and batch[0]:
         # XLA's CPU compiler has code for such products only if the contracted axes come
         # last ("Unsupported element type for DotThunk").

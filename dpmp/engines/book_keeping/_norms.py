@@ -99,7 +99,7 @@ def by_entries(number: int, use: Use, param: int) -> NormMethod:
         [number],
         [param],
         measure,
-        Roundings(total=roundings, extent=roundings),
+        Roundings(total=roundings, magnitude=roundings),
         size,
         # A gradient without a rule is materialized by the backward pass.
         size * (1 + FLOPS_PER_ENTRY if use.rule == "identity" else 1),
@@ -121,7 +121,7 @@ def by_product(number: int, use: Use, param: int) -> NormMethod:
     roundings = Roundings(
         product=positions + 1,
         total=_linalg.num_roundings(size) + 1,
-        extent=_roundings_of_magnitudes(outer.sizes),
+        magnitude=_roundings_of_magnitudes(outer.sizes),
         positions=positions,
     )
     products = size * positions * _slowdown(use)
@@ -159,7 +159,7 @@ def by_gram(uses: Mapping[int, Use], swapped: Sequence[bool], param: int) -> Nor
     multiplied = right if all(x.has_rows for x in outers) else left + right
     roundings = Roundings(
         inner=multiplied + _linalg.num_roundings(groups * longest**2) + len(uses) ** 2,
-        extent=_roundings_of_magnitudes(Sizes(groups, positions, multiplied, 0)),
+        magnitude=_roundings_of_magnitudes(Sizes(groups, positions, multiplied, 0)),
         positions=positions,
     )
     squares = groups * positions**2
@@ -219,7 +219,7 @@ def by_parameters(
             # An entry of one use may be added to an entry of any other use.
             product=positions + len(uses),
             total=_linalg.num_roundings(size) + 1,
-            extent=2 * (roundings + len(uses)),
+            magnitude=2 * (roundings + len(uses)),
             positions=max(positions, 1),
         ),
         size,

@@ -147,7 +147,7 @@ def _convolution(eqn: Any, operand: int) -> Outer | None:
 
     def factors(x: jax.Array, cotangent: jax.Array) -> Factors:
         right = _in_groups(cotangent.transpose(numbers.out_spec), groups)
-        return _seen_from_each_place(x.transpose(numbers.lhs_spec), geometry), right
+        return _patches(x.transpose(numbers.lhs_spec), geometry), right
 
     def to_view(grad: jax.Array) -> jax.Array:
         # Axes: groups, places in the window, input channels, output channels.
@@ -171,7 +171,7 @@ class _Geometry(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=1)  # one copy for all layers of one shape
-def _seen_from_each_place(x: jax.Array, geometry: _Geometry) -> list[jax.Array]:
+def _patches(x: jax.Array, geometry: _Geometry) -> list[jax.Array]:
     """The input at each place in the window: (groups, positions, channels) each."""
     groups, window, edges, dilation, steps, strides = geometry
     padding = [

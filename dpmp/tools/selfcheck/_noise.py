@@ -41,7 +41,7 @@ def measure_noise(releases: Releases, sizes: Sizes) -> list[Result]:
     bins = [np.digitize(x, _EDGES) for x in wide]
     was_seen = [[_is_among(x, ordered) for x in wide] for ordered in known]
     return [
-        _betraying_share(releases, bins, was_seen),
+        _distinguishing_share(releases, bins, was_seen),
         _advantage(releases, bins, was_seen),
         *_distribution(releases, test[0]),
     ]
@@ -56,7 +56,7 @@ def _is_among(x: np.ndarray, ordered: np.ndarray) -> np.ndarray:
     return ordered[np.minimum(place, len(ordered) - 1)] == x
 
 
-def _betraying_share(
+def _distinguishing_share(
     releases: Releases, bins: list[np.ndarray], was_seen: list[list[np.ndarray]]
 ) -> Result:
     """The share of noisy values that only one of the two sums can give.

@@ -81,7 +81,7 @@ class Draw:
 
     def values(self, shape, largest=2, dtype=jnp.float32):
         values = self._rng.integers(-largest, largest + 1, size=tuple(shape))
-        return jnp.asarray(values, dtype)
+        return values.astype(dtype)
 
     def examples(self, shape, largest=2, dtype=jnp.float32):
         return self.values((_SIZE, *shape), largest, dtype)
@@ -235,7 +235,7 @@ def _broadcast(draw):
 
 
 def _power_of_two(x):
-    return jnp.asarray(np.exp2(np.asarray(x, np.float32)), x.dtype)
+    return np.exp2(np.asarray(x, np.float32)).astype(x.dtype)
 
 
 def _random_view(draw, shape):
@@ -331,7 +331,7 @@ def _scans(draw):
     }
     example = {
         "x": draw.examples((*lengths, width), 1),
-        "ids": jnp.abs(draw.examples((*lengths,), 3, jnp.int32)),
+        "ids": np.abs(draw.examples((*lengths,), 3, np.int32)),
         "start": draw.examples((width,), 1),
     }
 
@@ -489,7 +489,7 @@ def test_other_equations_have_the_gradients_that_jax_finds(name):
     draw = _Fixed()
     # Halves, so that there are no ties of data with parameters.
     example = (
-        draw.examples((3, 3)) + 0.5,
+        draw.examples((3, 3)) + np.float32(0.5),
         jnp.asarray([[0, 1, 2], [1, 2, 0], [2, 1, 0]]),
     )
     fun = _OTHERS[name]
@@ -499,8 +499,14 @@ def test_other_equations_have_the_gradients_that_jax_finds(name):
 # Shapes and dtypes that need some care.
 
 
+# Without optimization, XLA itself takes other rows for indices of 8 bits.
 @pytest.mark.parametrize(
-    ("dtype", "mode"), [(jnp.int8, "clip"), (jnp.uint8, "fill"), (jnp.uint32, "clip")]
+    ("dtype", "mode"),
+    [
+        pytest.param(np.int8, "clip", marks=pytest.mark.slow),
+        pytest.param(np.uint8, "fill", marks=pytest.mark.slow),
+        (np.uint32, "clip"),
+    ],
 )
 def test_rows_may_be_more_than_their_numbers_can_name(dtype, mode):
     def fun(w, ids):
@@ -508,12 +514,14 @@ def test_rows_may_be_more_than_their_numbers_can_name(dtype, mode):
 
     # 300 rows, of which 8 bits name no more than 256.
     draw = _Fixed()
-    ids = jnp.asarray(np.arange(100 * _SIZE).reshape(_SIZE, -1) % 100, dtype)
+    ids = (np.arange(100 * _SIZE).reshape(_SIZE, -1) % 100).astype(dtype)
     _check(*_weighted(draw, fun, draw.values((300, 2)), ids))
 
 
-@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
-@pytest.mark.parametrize("ids", [[0, 1, 2], [4, 1, 1], [[0, 1, 2], [1, 2, 3]]], ids=str)
+@pytest.mark.parametrize(
+    ("ids", "library"),
+    [([0, 1, 2], jnp), ([4, 1, 1], np), ([[0, 1, 2], [1, 2, 3]], np)],
+)
 def test_rows_may_be_taken_at_the_numbers_of_a_constant_that_is_traced(ids, library):
     ids = library.asarray(ids)
     draw = _Fixed()
@@ -530,7 +538,7 @@ def test_a_fill_value_that_is_not_finite_stays_out_of_the_gradient():
     def loss(w, ids):
         return jnp.sum(w.at[ids].get(mode="fill", fill_value=math.nan))
 
-    _check(loss, jnp.ones((4, 2)), jnp.asarray([[0, 9], [1, 2], [7, 3]]))
+    _check(loss, np.ones((4, 2), np.float32), np.int32([[0, 9], [1, 2], [7, 3]]))
 
 
 def _loop_without_iterations(params, x):
@@ -576,12 +584,19 @@ def test_tied_uses_of_different_dtypes_are_one_gradient():
 
     draw = _Fixed()
     w = draw.values((5, 4), dtype=jnp.bfloat16)
-    ids = jnp.abs(draw.examples((6,), 4, jnp.int32))
+    ids = np.abs(draw.examples((6,), 4, np.int32))
     _check(*_weighted(draw, fun, w, ids))
 
 
-@pytest.mark.parametrize("has_remat", [True, False])
-@pytest.mark.parametrize("has_loop", [True, False])
+@pytest.mark.parametrize(
+    ("has_loop", "has_remat"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_block_may_be_rematerialised_in_a_loop_and_hold_a_loop(has_loop, has_remat):
     maybe_remat = jax.checkpoint if has_remat else lambda fun: fun
 
@@ -627,7 +642,7 @@ def _methods(loss, params, example):
 @functools.cache
 def _methods_of_model(name):
     model = _ZOO[name]
-    example = jax.tree.map(lambda x: x[0], model.make_batch(0, 1))
+    example = jax.tree.map(lambda x: np.asarray(x)[0], model.make_batch(0, 1))
 
     def loss(params, example):
         return model.loss(params, jax.tree.map(lambda x: x[None], example))
@@ -653,22 +668,8 @@ _CHOSEN = {
         "scale": [("entries", "mul")] * 2,
         "qkv": [_GRAM],
     },
-    "group_norm_cnn": {
-        "stem": [("product", "convolution")],
-        "depthwise": [_CONVOLUTION],
-        "grouped": [_CONVOLUTION],
-        "transposed": [_CONVOLUTION],
-        "scale": [("entries", "mul")],
-    },
-    "decoder": {
-        "embedding": [("gram", "gather")],
-        "layers/qkv": [_GRAM] * 3,
-        "layers/scale": [("entries", "mul")] * 6,
-        "layers/up_bias": [_ENTRIES] * 3,
-        "shared": [_THREE_USES],
-        "head": [_GRAM],
-    },
-    "decoder-tied": {"embedding": [("gram", "gather", "dot")], "head": []},
+    "group_norm_cnn": {"stem": [("product", "convolution")]},
+    "decoder": {"layers/scale": [("entries", "mul")] * 6, "shared": [_THREE_USES]},
     "decoder-remat": {"layers/qkv": [_GRAM] * 3, "shared": [_THREE_USES]},
     # Loops: a stack of layers has one norm method; shared parameters have positions.
     "decoder-scan": {
@@ -679,35 +680,18 @@ _CHOSEN = {
     },
     "decoder-scan-remat-tied": {
         "embedding": [("gram", "gather", "dot")],
-        "layers/down": [_GRAM],
         "shared": [("product", "dot")],
     },
-    "lstm": {"cell/input": [_GRAM], "cell/hidden": [_GRAM], "start": [_IDENTITY]},
-    "gru-reversed": {"cell/hidden": [_GRAM], "cell/bias": [_ENTRIES]},
-    "nested_loops": {
-        "layers/w": [_GRAM],
-        "layers/b": [_ENTRIES],
-        "shared": [("parameters", "dot", "dot")],
-    },
-    "vit": {
-        "patch": [("gram", "convolution")],
-        "class": [("entries", "concatenate")],
-        "query": [_GRAM],
-        "merge": [_GRAM],
-    },
-    "experts": {"up": [_GRAM], "bias": [_ENTRIES], "router": [("product", "dot")]},
+    "lstm": {"cell/input": [_GRAM], "cell/bias": [_ENTRIES], "start": [_IDENTITY]},
+    "vit": {"patch": [("gram", "convolution")], "class": [("entries", "concatenate")]},
+    "experts": {"up": [_GRAM], "router": [("product", "dot")]},
     # Computed from others: only their gradients tell.
     "weight_norm": {
         "direction": [("parameters", "dot")],
         "size": [("parameters", "dot")],
         "shift": [("entries", "mul")],
     },
-    "lora": {
-        "a": [_GRAM],
-        "b": [_GRAM],
-        "c": [("parameters", "dot")],
-        "d": [("parameters", "dot")],
-    },
+    "lora": {"b": [_GRAM], "c": [("parameters", "dot")]},
     "shared": {"w": [("gram", "dot", "dot", "dot")], "halves": [_GRAM] * 2},
     "regularised": {"unused": [("parameters", *["dot"] * 6, "add")]},
     "control_flow": {
@@ -803,7 +787,8 @@ _ONE_PARAMETER = {
 @pytest.mark.parametrize("name", _ONE_PARAMETER)
 def test_one_parameter_has_the_norm_methods_that_it_should(name):
     loss, param_shape, data_shape, expected = _ONE_PARAMETER[name]
-    assert _methods(loss, jnp.ones(param_shape), jnp.ones(data_shape)) == {"": expected}
+    params, data = (np.ones(x, np.float32) for x in (param_shape, data_shape))
+    assert _methods(loss, params, data) == {"": expected}
 
 
 def test_what_aux_has_of_a_parameter_makes_no_use():

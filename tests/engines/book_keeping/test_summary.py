@@ -77,25 +77,17 @@ def test_every_parameter_has_one_row_and_one_line(model):
     params = model.init(jnp.float32)
     summary = _of_model(model.name)
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    header, *lines, total = str(summary).splitlines()
+    _, *lines, total = str(summary).splitlines()
     for row, (path, leaf), line in zip(summary.rows, leaves, lines, strict=True):
         assert row.path == jax.tree_util.keystr(path)
         assert (row.shape, row.num_entries) == (leaf.shape, leaf.size)
         assert row.share == pytest.approx(row.flops / summary.flops)
         is_used = row.path != f"['{_UNUSED.get(model.name)}']"
         assert [bool(x) for x in (row.rules, row.forms, row.flops)] == [is_used] * 3
-        cells = re.split(r"  +", line)
-        assert cells[:2] == [row.path, str(row.shape)]
-        assert int(cells[2].replace(",", "")) == row.num_entries
-        assert cells[-1] == f"{row.share:.1%}"
+        assert re.split(r"  +", line)[:2] == [row.path, str(row.shape)]
     assert sum(row.share for row in summary.rows) == pytest.approx(1)
-    name, num_entries, flops = total.split()
-    assert (name, num_entries) == ("total", f"{summary.num_entries:,}")
-    assert flops == f"{summary.flops:,.0f}"
-    # The columns of numbers end where their names do.
-    for name, text in (("entries", num_entries), ("flops", flops)):
-        assert header.index(name) + len(name) == total.index(text) + len(text)
-    assert all(line == line.rstrip() for line in (header, *lines, total))
+    numbers = f"{summary.num_entries:,}", f"{summary.flops:,.0f}"
+    assert total.split() == ["total", *numbers]
 
 
 @pytest.mark.parametrize("arithmetic", ["unproved_float32", "bounded"])
@@ -186,29 +178,13 @@ def test_keys_and_numbers_are_arguments_too():
     assert (row.path, row.shape, row.rules) == ("", (), ("mul",))
 
 
-def test_several_uses_are_counted_and_a_parameter_that_is_the_argument_has_a_name():
-    def loss(params, batch):
-        x = batch
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x)
-
-    line = str(summarize(loss, _batch(3, 6, 6), _batch(2, 6))).splitlines()[1]
-    assert line.startswith("(itself)")
-    assert "3 dot" in line
-    assert "3 gram" in line
-
-
 def test_warns_of_gradients_that_are_sent_back_to_parameters():
     def loss(params, batch):
         return _linear(params, batch) + jnp.sum(jnp.square(params["w"]))
 
     with pytest.warns(UserWarning, match=r"\['w'\] .* 99% .* optimizer") as record:
         summary = summarize(
-            loss,
-            _params(w=(8, 8), b=(8,)),
-            _batch(2, 8),
-            arithmetic="unproved_float32",
+            loss, _params(w=(8, 8), b=(8,)), _batch(2, 8), arithmetic="unproved_float32"
         )
     assert record[0].filename == __file__
     assert _rows(summary)["['w']"].forms == ("parameters",)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lora.subjects import trained
 
 from dpmp import lora
 
@@ -56,11 +57,31 @@ def test_a_run_is_saved_and_loaded_again(run, tmp_path, llama, flags, capsys):
     assert generated.startswith("the")
     assert generated in printed
 
-    tokenizer = json.loads((llama / "tokenizer.json").read_text())
-    tokenizer["pre_tokenizer"] = {"type": "Whitespace"}
-    (llama / "tokenizer.json").write_text(json.dumps(tokenizer))
+    exchange_tokenizer(llama)
     with pytest.raises(SystemExit, match="the tokenizer must be that of training"):
         run(example, "--generate", tmp_path / "out")
+
+
+@jax.numpy_dtype_promotion("standard")  # flax needs it
+def test_an_adapter_is_served_with_the_tokenizer_of_training(llama, tmp_path):
+    model = example.llm.load(llama, dtype=jnp.bfloat16)
+    adapters = trained(
+        lora.init(jax.random.key(0), model.params, 2, "attention/query/kernel")
+    )
+    folder, names = tmp_path / "out", example.llm.huggingface_name
+    lora.save(folder / "adapter", adapters, model.params, initial=None, names=names)
+    report = {"settings": {"model": str(llama)}, "tokenizer": model.tokenizer.digest}
+    (folder / "report.json").write_text(json.dumps(report))
+    example.generate(folder, "the", 2, 0)
+    exchange_tokenizer(llama)
+    with pytest.raises(SystemExit, match="the tokenizer must be that of training"):
+        example.generate(folder, "the", 2, 0)
+
+
+def exchange_tokenizer(folder):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "Whitespace"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Losses count targets only."""
 
-import jax.numpy as jnp
+import functools
+
+import jax
 import numpy as np
 import pytest
 
@@ -12,9 +14,13 @@ def apply(params, tokens):
     return params[tokens]
 
 
+summed_nats = jax.jit(functools.partial(llm.summed_nats, apply))
+mean_nats = jax.jit(functools.partial(llm.mean_nats, apply))
+
+
 @pytest.fixture
 def params():
-    return jnp.asarray(np.random.default_rng(0).normal(size=(6, 6)), jnp.float32)
+    return np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
 
 
 def test_a_batch_marks_what_is_to_be_predicted(llama):
@@ -33,7 +39,7 @@ def test_the_loss_is_the_mean_over_targets(params):
     tokens = np.array([[1, 4, 2, 0, 0], [1, 4, 2, 5, 3], [0] * 5], np.int32)
     is_target = np.array([[0, 1, 1, 0, 0]] * 2 + [[0] * 5], bool)
     batch = {"tokens": tokens, "is_target": is_target}
-    nats, counts = llm.summed_nats(apply, params, batch)
+    nats, counts = summed_nats(params, batch)
     # Padding has no influence.
     assert nats[0] == nats[1]
     assert counts.tolist() == [2, 2, 0]
@@ -41,9 +47,9 @@ def test_the_loss_is_the_mean_over_targets(params):
     log_probs -= np.log(np.exp(log_probs).sum(axis=1, keepdims=True))
     expected = -log_probs[1, 4] - log_probs[4, 2]
     first, *_, empty = ({k: x[i : i + 1] for k, x in batch.items()} for i in range(3))
-    for found in (nats[0], 2 * llm.mean_nats(apply, params, first)):
+    for found in (nats[0], 2 * mean_nats(params, first)):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert llm.mean_nats(apply, params, empty) == 0
+    assert mean_nats(params, empty) == 0
 
 
 def test_evaluation_weighs_targets_alike(params):
@@ -52,6 +58,6 @@ def test_evaluation_weighs_targets_alike(params):
         "tokens": rng.integers(6, size=(5, 7)).astype(np.int32),
         "is_target": rng.random((5, 7)) < 0.5,
     }
-    nats, counts = llm.summed_nats(apply, params, batch)
+    nats, counts = summed_nats(params, batch)
     value = llm.nats_per_token(apply, params, batch, batch_size=2)
     assert value == pytest.approx(float(nats.sum()) / float(counts.sum()), rel=1e-6)

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping._engine import Engine
-from dpmp.numerics import largest_extent
+from dpmp.numerics import largest_condition_number
 
 
-class Extents(NamedTuple):
-    """The sums of magnitudes of per-example gradients, divided by their norms.
+class ConditionNumbers(NamedTuple):
+    """The condition numbers of per-example gradients, as sums over positions.
 
     Attributes:
-      ratios: the sum of magnitudes over the norm, (B,). It is 1 for a gradient whose
-        summands do not cancel at all.
+      ratios: the sum of magnitudes over the norm of the sum, (B,). It is 1 for a
+        gradient whose summands do not cancel at all.
       largest: the ratio above which a gradient is scaled down more than its norm
         requires. It depends on the microbatch size, and on nothing private.
       share_cut: the share of the examples whose ratio is above `largest`.
@@ -28,7 +28,7 @@ class Extents(NamedTuple):
     share_cut: float
 
 
-def measure_extents(
+def measure_condition_numbers(
     fun: Callable[..., Any],
     *args: Any,
     microbatch_size: int,
@@ -36,20 +36,20 @@ def measure_extents(
     batch_argnums: int | Sequence[int] = 1,
     keep_batch_dim: bool = True,
     prng_argnum: int | None = None,
-) -> Extents:
+) -> ConditionNumbers:
     """Measures, on public data, how often "bounded" sums clip more than necessary.
 
     A per-example gradient is a sum of outer products, one for each position. The sum of
-    the magnitudes (norms) of these products, the extent, is at least the norm of the
-    gradient, and much larger if the products cancel. The upper bounds on rounding
-    errors grow with the extent. So a gradient with an extent of many norms is scaled
-    down more than its norm requires.
+    the magnitudes (norms) of these products over the norm of the gradient is the
+    condition number of this sum: at least 1, and large if the products cancel. The
+    upper bounds on rounding errors grow with it. So a gradient with a large condition
+    number is scaled down more than its norm requires.
 
     >>> def loss(w, x):
     ...     return jnp.mean((x @ w) ** 2)
     >>> x = jnp.array([[[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [-1.0, -2.0]]])
-    >>> extents = measure_extents(loss, jnp.ones((2, 1)), x, microbatch_size=2)
-    >>> print([round(float(x), 3) for x in extents.ratios], extents.share_cut)
+    >>> found = measure_condition_numbers(loss, jnp.ones((2, 1)), x, microbatch_size=2)
+    >>> print([round(float(x), 3) for x in found.ratios], found.share_cut)
     [1.002, 1.0] 0.0
 
     Args:
@@ -63,7 +63,7 @@ def measure_extents(
       prng_argnum: as in `clipped_grad`.
 
     Returns:
-      The `Extents` of the gradient of all parameters together.
+      The `ConditionNumbers` of the gradient of all parameters together.
 
     Raises:
       ValueError: for a microbatch size that is not a positive integer, and for
@@ -98,5 +98,5 @@ def measure_extents(
 
     starts = range(0, batch_size, microbatch_size)
     ratios = jnp.concatenate([ratios_of(*part(start)) for start in starts])
-    largest = largest_extent(microbatch_size, roundings[0])
-    return Extents(ratios, largest, float(jnp.mean(ratios > largest)))
+    largest = largest_condition_number(microbatch_size, roundings[0])
+    return ConditionNumbers(ratios, largest, float(jnp.mean(ratios > largest)))
