@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+from typing import Any
 
 import jax
 import jax.core
@@ -20,13 +21,29 @@ def fingerprint(params: PyTree) -> str | None:
         return None
     # Arrays may be known while another function is traced.
     with jax.ensure_compile_time_eval():
-        sums = np.asarray([checksum(jnp.asarray(x)) for x in arrays.values()])
+        known = [jnp.asarray(x) for x in arrays.values()]
+    sums = np.asarray(
+        [_program(x.shape, x.dtype, x.sharding)(x) for x in known], np.uint32
+    )
     types = [f"{path} {x.dtype} {x.shape}" for path, x in arrays.items()]
-    content = "\n".join(types).encode() + sums.astype(np.uint32).tobytes()
+    content = "\n".join(types).encode() + sums.tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-@functools.partial(jax.jit, inline=False)
+@functools.lru_cache(maxsize=1000)
+def _program(
+    shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> jax.stages.Compiled:
+    """Compiles `checksum`, so that it can be called while a function is traced.
+
+    If it was traced there, where known values are computed at once, the indices would
+    become constants as large as the array.
+    """
+    like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return checksum.lower(like).compile()
+
+
+@jax.jit
 def checksum(x: jax.Array) -> jax.Array:
     """A uint32 that changes with every change of one 32-bit word of an array.
 
