@@ -27,6 +27,7 @@ from dpmp.runs import _ledger
 from dpmp.runs._files import (
     digest_of_tree,
     make_directory,
+    names_in,
     sync,
     sync_tree,
 )
@@ -44,7 +45,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """The numbers of steps after which there is a checkpoint, ascending."""
-        names = (x.name for x in self._folder.glob("*"))
+        names = names_in(self._folder)
         return sorted(int(x) for x in names if x.isdecimal() and x == str(int(x)))
 
     def check_file_system(self) -> None:

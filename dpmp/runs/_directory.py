@@ -87,10 +87,6 @@ class RunDirectory:
             )
         return found
 
-    def has(self, step: int) -> bool:
-        """Whether there is a checkpoint after this many steps, or after more."""
-        return max(self._checkpoints.steps, default=0) >= step
-
     def enter(self, spent: Spent) -> None:
         """Records the steps of a state that were made without the directory."""
         known = self.spent

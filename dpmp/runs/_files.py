@@ -63,18 +63,36 @@ def sync(path: pathlib.Path) -> None:
 
 def sync_tree(directory: pathlib.Path) -> None:
     """Waits until the disk has a directory with all its files and folders."""
-    for folder, _, names in os.walk(directory, topdown=False):
+    for folder, names in _folders(directory):
         for name in names:
-            sync(pathlib.Path(folder, name))
-        sync(pathlib.Path(folder))
+            sync(folder / name)
+        sync(folder)
+
+
+def _folders(directory: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
+    """Yields a directory and all its folders, each with the names of its files."""
+
+    def fail(error: OSError) -> NoReturn:  # a folder that cannot be read is not empty
+        raise error
+
+    for folder, _, names in os.walk(directory, topdown=False, onerror=fail):
+        yield pathlib.Path(folder), names
+
+
+def names_in(directory: pathlib.Path) -> list[str]:
+    """The names in a directory; none if there is no such directory."""
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def digest_of_tree(directory: pathlib.Path) -> str:
     """A hash of the names and the contents of all files in a directory."""
     total = hashlib.blake2b(digest_size=16)
+    files = (folder / name for folder, names in _folders(directory) for name in names)
     # A file manager may leave files like .DS_Store.
-    files = (x for x in directory.rglob("*") if x.is_file() and x.name[0] != ".")
-    for path in sorted(files):
+    for path in sorted(x for x in files if x.is_file() and x.name[0] != "."):
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "blake2b").digest()
         name = str(path.relative_to(directory)).encode()

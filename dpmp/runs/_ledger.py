@@ -8,6 +8,7 @@ accidents only: anyone who may write the file can also compute new checksums.
 import contextlib
 import dataclasses
 import datetime
+import fnmatch
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import re
 from typing import Any, NoReturn
 
 from dpmp import _validate
-from dpmp.runs._files import open_file, refused, sync, write_at
+from dpmp.runs._files import names_in, open_file, refused, sync, write_at
 from dpmp.runs._spent import Segment, Spent, segment_as_json, segment_from_json
 
 NAME = "ledger.jsonl"
@@ -153,7 +154,8 @@ class Ledger:
 
 def _charge_files(directory: pathlib.Path) -> dict[pathlib.Path, Record]:
     found = {}
-    for path in sorted(directory.glob(_CHARGE_FILES)):
+    for name in fnmatch.filter(names_in(directory), _CHARGE_FILES):
+        path = directory / name
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             found[path] = _decode(path.read_bytes(), str(path))
     return found

@@ -53,7 +53,8 @@ class Spent:
         """The steps of segments that may overlap."""
         groups: dict[Any, list[Segment]] = collections.defaultdict(list)
         for x in segments:
-            groups[x.id, x.cost].append(x)
+            if x.start < x.stop:  # a complete state is saved by a record without steps
+                groups[x.id, x.cost].append(x)
         merged = (_merged(group) for group in groups.values())
         return cls(tuple(x for group in merged for x in group))
 

@@ -46,10 +46,11 @@ class Loop:
         signals: Signals,
         directory: runs.RunDirectory | None,
         lines: list[dict[str, Any]],
+        saved: int | None,
     ):
         """Prepares to go on from a state.
 
-        `root` is passed to `draw_tickets`, and `lines` are the metrics of a checkpoint.
+        `root` is passed to `draw_tickets`. `lines` and `saved` come from `newest`.
         """
         mechanism, start = account.mechanism, account.start
         self._stop, self._load, self._root = stop, load, root
@@ -57,7 +58,7 @@ class Loop:
         self._account, self._options, self._signals = account, options, signals
         self._directory, self._process = directory, os.getpid()
         self._started = start  # steps that were started
-        self._saved = start  # steps that were released by a checkpoint
+        self._saved = saved  # steps of the newest checkpoint, None for another state's
         self._paid = start  # steps that are in the ledger
         self._is_saving = False
         self._progress = Progress(
@@ -67,7 +68,6 @@ class Loop:
             stop,
             enabled=options.progress and jax.process_index() == 0,
             first_line=self._first_line,
-            ending=f", saved in {directory.path}" if directory else "",
         )
         self._file = None
         if directory is not None and jax.process_index() == 0:
@@ -119,17 +119,29 @@ class Loop:
                 else:
                     self._show({}, {})
             if self._directory is not None and self._started == self._account.start:
-                self._save_unless_saved(self._directory)
+                self._save_complete()
             self._signals.act()
 
-    def _save_unless_saved(self, directory: runs.RunDirectory) -> None:
+    def _save_complete(self) -> None:
         """Saves a state that has all its steps, and that was made elsewhere."""
-        if not directory.has(self._started):
+        if self._saved is None:
+            warn(
+                f"the directory has another state after {self._started} steps, which "
+                "stays there. The state that was given is returned, and is not saved. "
+                "To save it, pass another checkpoint_dir."
+            )
+        elif self._is_unsaved(self._started):
             self._save([])
+
+    def _is_unsaved(self, step: int) -> bool:
+        return step > (self._account.start if self._saved is None else self._saved)
 
     def end(self) -> None:
         """Shows the last line, when all files are written."""
-        self._progress.end()
+        place = ""
+        if self._directory is not None and self._saved == self._started:
+            place = f", saved in {self._directory.path}"
+        self._progress.end(place)
 
     def stopped(
         self, error: BaseException
@@ -154,7 +166,7 @@ class Loop:
         try:
             if not is_signal:
                 self._pay(self._started)
-            if step is not None and step > self._saved and not self._is_saving:
+            if step is not None and self._is_unsaved(step) and not self._is_saving:
                 self._save_stopped(error)
         except BaseException as cause:  # the first error must not be lost
             _add_note(error, f"dpmp: {str(cause) or type(cause).__name__}")
@@ -257,7 +269,7 @@ class Loop:
         spent = bytes(self._account.spent(step)).decode()
         self._directory.release(
             self._state,
-            self._account.segment(self._saved, step),
+            self._account.segment(max(self._saved or 0, self._account.start), step),
             {"lines": without_times, "spent": spent},
             keep=self._options.keep,
         )

@@ -47,7 +47,7 @@ class Metrics:
         if is_last or step in self._report_steps or step % self._interval == 0:
             line = {"step": step, **self._times(step)}
             if (epsilon := self._epsilon(step)) is not None:
-                line["epsilon"] = epsilon
+                line["epsilon"] = finite(epsilon)
             # The next step may overwrite the arrays of the state.
             released = _released(state)
             copies = _copy(list(released.values()))

@@ -38,15 +38,14 @@ class Progress:
         *,
         enabled: bool = True,
         first_line: Callable[[], str] = str,
-        ending: str = "",
         console: rich.console.Console | None = None,
     ):
         """Prepares a report on the steps from `start` to `stop`.
 
         `epsilon` computes the epsilon that is spent after a number of steps. The text
-        of `first_line` comes first, and `ending` is the end of the last line.
+        of `first_line` comes first.
         """
-        self._mechanism, self._first_line, self._ending = mechanism, first_line, ending
+        self._mechanism, self._first_line = mechanism, first_line
         self._spent = SpentPrivacy(mechanism, stop, epsilon)
         self._begin, self._stop, self._enabled = start, stop, enabled
         self._values: dict[str, float] = {}
@@ -113,15 +112,15 @@ class Progress:
         else:
             self._print(text)
 
-    def end(self) -> None:
-        """Shows the last line, which begins with the steps and their time."""
+    def end(self, ending: str = "") -> None:
+        """Shows the last line: the steps, their time, the privacy spent, `ending`."""
         if self._enabled:
             seconds = round(time.monotonic() - self._entered_at)
             steps = f"steps {self._begin + 1} to {self._stop}"
             steps = steps if self._begin < self._stop else "no more steps"
             took = datetime.timedelta(seconds=seconds)
             privacy = self._spent.describe_end()
-            self._print(f"dpmp: {steps} done in {took}, {privacy}{self._ending}")
+            self._print(f"dpmp: {steps} done in {took}, {privacy}{ending}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)

@@ -60,14 +60,24 @@ class SensitiveOutputs(NamedTuple):
 
 def newest(
     state: TrainingState, directory: runs.RunDirectory | None
-) -> tuple[TrainingState, list[dict[str, Any]]]:
-    """The state, or the newest checkpoint if it has more steps, with its metrics."""
+) -> tuple[TrainingState, list[dict[str, Any]], int | None]:
+    """The state, or the newest checkpoint if it has more steps.
+
+    Returns:
+      The state, the metrics of its checkpoint, and the number of steps of the newest
+      checkpoint, 0 without any. The number is None if this checkpoint has another state
+      of as many steps.
+    """
     step = int(state.step)
     found = directory and directory.newest(state._replace(spent=None), step)
-    if not found or int(found[0].step) < step:
-        return state, []
+    if not found:
+        return state, [], 0
     saved, facts = found
-    if int(saved.step) == step:
-        return state, facts["lines"]
+    saved_step = int(saved.step)
+    if saved_step < step:
+        return state, [], saved_step
     spent = np.frombuffer(facts["spent"].encode(), np.uint8)
-    return saved._replace(spent=spent), facts["lines"]
+    if saved_step > step:
+        return saved._replace(spent=spent), facts["lines"], saved_step
+    is_same = np.array_equal(spent, np.asarray(state.spent))
+    return state, facts["lines"], step if is_same else None

@@ -49,6 +49,8 @@ class Step:
     uses_prng_key: bool
     loss_scale: LossScale | DynamicScale | None
     _programs: Programs = field(default_factory=Programs, init=False)
+    # By the structures of states that were checked: the fields that differ.
+    _structures: dict[Any, list[str]] = field(default_factory=dict, init=False)
 
     @property
     def metric_names(self) -> frozenset[str]:
@@ -77,6 +79,33 @@ class Step:
                 metrics={name: jnp.copy(unknown) for name in self.metric_names},
                 clip_norm=self.mechanism.initial_clip_norm,
             )
+
+    def check_structure(self, state: TrainingState) -> None:
+        """Raises ValueError for the state of a trainer of another kind."""
+        structure = jax.tree.structure(state)
+        if structure not in self._structures:
+            self._structures[structure] = self._differences(state)
+        _validate.require(
+            not self._structures[structure],
+            "the state must have the arrays that this trainer's init makes",
+            differs=self._structures[structure],
+            fix="Use the optimizer, loss scale, clip norm and metrics that the state "
+            "was made with.",
+        )
+
+    def _differences(self, state: TrainingState) -> list[str]:
+        """The fields of a state whose structure is not that of the first state."""
+        try:
+            first = jax.eval_shape(self.first_state, _meshes.shapes(state.params))
+        except Exception:  # an optimizer may need numbers
+            return []
+        pairs = zip(TrainingState._fields, state, first, strict=True)
+        structure = jax.tree.structure
+        return [
+            name
+            for name, given, wanted in pairs
+            if name != "spent" and structure(given) != structure(wanted)
+        ]
 
     def prepare(
         self, state: TrainingState, batch: PyTree, is_padding: Any

@@ -208,6 +208,7 @@ class DPTrainer:
           RuntimeError: if the batch of `load_batch` was used before.
         """
         _checks.check_state(state, batch)
+        self._step.check_structure(state)
         mechanism, step = self.mechanism, int(state.step)
         if not isinstance(batch, Batch):
             (ticket,) = draw_tickets([step], self._root)
@@ -339,6 +340,7 @@ class DPTrainer:
         )
         load = loader_of(source, mechanism.num_examples)
         stop = _checks.checked_stop(stop_at, state, mechanism.iterations)
+        self._step.check_structure(state)
         has_directory = checkpoint_dir is not None
         plan = int(state.step), stop, every, keep, epsilon_budget, has_directory
         check_same_data(load, mechanism, plan)
@@ -347,7 +349,7 @@ class DPTrainer:
             runs.opened(checkpoint_dir, delta=mechanism.delta) as directory,
             Signals(sigterm=directory is not None) as signals,
         ):
-            state, lines = newest(state, directory)
+            state, lines, saved = newest(state, directory)
             account = Account.of(mechanism, state, directory, self._last_step.failed)
             if directory is not None and epsilon_budget is not None:
                 directory.check_delta()
@@ -363,6 +365,7 @@ class DPTrainer:
                 signals=signals,
                 directory=directory,
                 lines=lines,
+                saved=saved,
             )
             failure: BaseException | None = None
             try:

@@ -1,5 +1,6 @@
 """Faults that attackers have found, and which no longer work."""
 
+import errno
 import functools
 import os
 import signal
@@ -19,16 +20,19 @@ from small_runs import (
     FailureError,
     Source,
     checkpoints,
+    epsilon_of,
     fails_at,
     fit,
     fresh_trainer,
     new_trainer,
     num_of_state,
     num_paid,
+    same,
 )
 
+import dpmp
 from dpmp.loss_scaling import ScaledLoss
-from dpmp.runs import Spent, read_metrics
+from dpmp.runs import Spent, _files, read_metrics
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
 from dpmp.training._account import Account
@@ -436,3 +440,78 @@ def test_metrics_of_a_checkpoint_reach_the_file(tmp_path, is_restored):
     state = trainer.init_or_restore(PARAMS, tmp_path) if is_restored else state
     fit(trainer, tmp_path, state=state)
     assert [x["step"] for x in read_metrics(tmp_path)] == [7]
+
+
+def test_a_checkpoint_without_steps_costs_nothing(tmp_path):
+    trainer, other = fresh_trainer(), new_trainer(noise_multiplier=0.7, iterations=30)
+    fit(other, tmp_path, state=fit(trainer, stop_at=5), stop_at=5)
+    fit(trainer, tmp_path)
+    assert epsilon_of(tmp_path) == MECHANISM.guarantee().epsilon
+
+
+def test_a_run_of_infinite_epsilon_is_saved(tmp_path):
+    trainer = new_trainer(noise_multiplier=0.1)
+    assert trainer.mechanism.guarantee().epsilon == np.inf
+    assert fit(trainer, tmp_path).step == 7
+    assert {x.get("epsilon") for x in read_metrics(tmp_path)} == {None}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_state_of_elsewhere_is_saved_before_its_first_new_step(tmp_path, error):
+    def fail():
+        raise error
+
+    trainer = fresh_trainer()
+    state = fit(trainer, stop_at=5)
+    with pytest.raises((RuntimeError, KeyboardInterrupt)) as caught:
+        fit(trainer, tmp_path, state=state, data=Source(1, fail), prefetch=0)
+    assert "is saved" in caught.value.__notes__[-1]
+    assert checkpoints(tmp_path) == [5]
+
+
+def test_another_state_of_as_many_steps_is_not_said_to_be_saved(tmp_path, capsys):
+    trainer = fresh_trainer()
+    saved = jax.tree.map(jnp.copy, fit(trainer, tmp_path, stop_at=5).params)
+    other = fit(trainer, stop_at=5)
+    with pytest.warns(UserWarning, match="another state after 5 steps"):
+        fit(trainer, tmp_path, state=other, stop_at=5, progress=True)
+    assert "saved in" not in capsys.readouterr().err
+    assert same(trainer.init_or_restore(PARAMS, tmp_path).params, saved)
+
+
+def test_a_damaged_checkpoint_is_replaced_by_a_complete_state(tmp_path):
+    trainer = fresh_trainer()
+    fit(trainer, tmp_path)
+    (tmp_path / "checkpoints" / "7" / "facts.json").write_text("x")
+    state = fit(trainer)
+    with pytest.warns(UserWarning, match="is damaged"):
+        fit(trainer, tmp_path, state=state)
+    assert trainer.init_or_restore(PARAMS, tmp_path).step == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "differs"),
+    [
+        ({"l2_clip_norm": dpmp.AdaptiveClipNorm(initial=0.5)}, "clip_norm"),
+        ({"optimizer": optax.adam(0.1)}, "opt_state"),
+    ],
+)
+def test_the_state_of_a_trainer_of_another_kind_is_refused(tmp_path, fields, differs):
+    trainer, state = new_trainer(**fields), fresh_trainer().init(PARAMS)
+    with pytest.raises(ValueError, match=rf"differs=\['{differs}'"):
+        fit(trainer, tmp_path / "run", state=state)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match=rf"differs=\['{differs}'"):
+        trainer.train_step(state, trainer.load_batch(state, DATA))
+
+
+@pytest.mark.parametrize("name", ["sync_tree", "digest_of_tree", "names_in"])
+def test_a_directory_that_cannot_be_read_is_not_empty(tmp_path, monkeypatch, name):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(PermissionError):
+        getattr(_files, name)(tmp_path)

@@ -144,11 +144,9 @@ def test_numbers_are_shown_until_there_are_new_ones(make_run):
     [(0, "steps 1 to 100 done in"), (40, "steps 41 to 100"), (100, "no more steps")],
 )
 def test_the_last_line_has_epsilon_and_delta(make_run, start, line):
-    run = make_run(
-        start=start, first_line=lambda: "what runs", ending=", saved in /there"
-    )
+    run = make_run(start=start, first_line=lambda: "what runs")
     run.lines()
-    run.progress.end()
+    run.progress.end(", saved in /there")
     first, *_, last = run.file.getvalue().splitlines()
     assert first == "what runs"
     assert last.startswith(f"dpmp: {line}")
