@@ -11,6 +11,7 @@ import pytest
 from dpmp import clipped_grad
 from dpmp.numerics._bounded import (
     ROUNDING_RESERVE,
+    BoundedSums,
     Roundings,
     largest_condition_number,
     largest_microbatch,
@@ -177,6 +178,15 @@ def test_the_slack_is_what_roundings_of_all_positions_can_add():
         gamma = size * positions * 2.0**-24
         assert gamma * (2 * size - 1) * kappa <= ROUNDING_RESERVE
         assert gamma * (2 * size - 1) * kappa > 0.95 * ROUNDING_RESERVE
+
+
+def test_the_target_norms_leave_the_reserve_and_the_rounding_to_the_grid():
+    sizes, clip_norms = (9, 16), (0.6, 0.8)
+    sums = BoundedSums().for_clip_norms(clip_norms, 1.0)
+    targets = sums.targets([(x, 1.0) for x in clip_norms], sizes)
+    for (target, _), most, size in zip(targets, sums.max_norms, sizes, strict=True):
+        assert target * (1 + 2.0**-6) + size**0.5 <= most
+        assert target > 0.98 * most
 
 
 def test_microbatches_too_large_to_be_bounded_are_refused():
