@@ -174,7 +174,8 @@ def _without_message(error: BaseException) -> BaseException:
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         # The source may raise it, or add notes to it, and reveal a record thereby.
         is_signal = hasattr(error, "is_signal")
-        hidden = SystemExit(error.args[0] if is_signal and error.args else 1)
+        status = error.args[0] if is_signal and error.args else 1
+        hidden = SystemExit(status if isinstance(status, int) else 1)
         for kind in (KeyboardInterrupt, GeneratorExit):
             hidden = kind() if isinstance(error, kind) else hidden
         if is_signal:

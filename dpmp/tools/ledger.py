@@ -16,7 +16,7 @@ import rich.console
 from dpmp import _validate
 from dpmp.accounting import PrivacyGuarantee, digits_above, digits_below, round_up
 from dpmp.mechanism import PrivacyCost, guarantee_of_stages
-from dpmp.runs import Ledger, Spent
+from dpmp.runs import Ledger, Segment, Spent
 
 _EXAMPLE = "python -m dpmp ledger runs/first runs/second --delta 1e-6"
 
@@ -69,9 +69,12 @@ def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[st
     delta = _common_delta(by_time) if delta is None else delta
     together = total.guarantee(delta=delta)
     if len(by_time) > 1 and len(total.stages()) > 1:
-        stages = collections.Counter[PrivacyCost]()
+        stages, seen = collections.Counter[PrivacyCost](), set[Segment]()
         for ledger in by_time:  # in the order in which their costs were chosen
-            stages.update(ledger.spent.stages(is_over=True))
+            # A copy of a directory has the same steps.
+            new = [x for x in ledger.spent.segments if x not in seen]
+            stages.update(Spent.of(new).stages(is_over=True))
+            seen.update(new)
         together = guarantee_of_stages(stages, delta=delta)
     return {
         "epsilon": _finite(together),

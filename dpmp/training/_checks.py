@@ -121,13 +121,23 @@ def as_public(returned: Any) -> dict[str, float]:
     )
     for name, x in returned.items():
         _validate.require(
-            np.ndim(x) == 0 and hasattr(x, "__float__"),
+            _is_real_scalar(x),
             "every number that a callback returns must be a real scalar",
             name=name,
             type=type(x).__name__,
             fix="Reduce arrays with jnp.mean, for example.",
         )
     return {name: as_real(x) for name, x in returned.items()}
+
+
+def _is_real_scalar(x: Any) -> bool:
+    try:
+        float(x)
+    except OverflowError:  # an integer
+        return True
+    except (TypeError, ValueError):
+        return False
+    return np.ndim(x) == 0 and not isinstance(x, str)
 
 
 def check_state(state: Any, batch: PyTree = None) -> None:

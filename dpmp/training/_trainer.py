@@ -245,6 +245,7 @@ class DPTrainer:
           if `batch_sharding` is given.
         """
         _checks.check_state(state)
+        self._step.check_structure(state)
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
         (ticket,) = draw_tickets([int(state.step)], self._root)

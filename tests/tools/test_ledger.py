@@ -42,6 +42,15 @@ def refusal(capsys, *args):
     return capsys.readouterr().err
 
 
+def test_a_copy_of_a_directory_costs_nothing_more(tmp_path, capsys):
+    records = released(0, 30), released(30, 50, run="b", mechanism=WIDER)
+    for name in ("first", "copy"):
+        write(tmp_path / name, *records)
+    both = report(capsys, tmp_path / "first", tmp_path / "copy")
+    planned = dict.fromkeys((MECHANISM.step_cost, WIDER.step_cost), 100)
+    assert both["epsilon"] == guarantee_of_stages(planned, delta=1e-5).epsilon
+
+
 def test_the_epsilon_of_a_directory_is_reported(tmp_path, capsys):
     write(tmp_path, released(0, 30), released(30, 50), released(0, 30, run="b"))
     result = report(capsys, tmp_path)

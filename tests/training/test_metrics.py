@@ -100,6 +100,7 @@ def test_numbers_of_the_callback_are_recorded_as_public(trainer, tmp_path, capsy
         ({"accuracy": "0.731"}, "must be a real scalar"),
         ({"accuracy": None}, "must be a real scalar"),
         ({"accuracy": 0.731j}, "must be a real scalar"),
+        ({"accuracy": np.datetime64("2026-01-01")}, "must be a real scalar"),
     ],
 )
 def test_anything_else_is_refused_without_its_value(trainer, returned, message):
