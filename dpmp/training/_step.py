@@ -96,7 +96,7 @@ class Step:
     def _differences(self, state: TrainingState) -> list[str]:
         """The fields of a state whose structure is not that of the first state."""
         try:
-            first = jax.eval_shape(self.first_state, _meshes.shapes(state.params))
+            first = jax.eval_shape(self.first_state, state.params)
         except Exception:  # an optimizer may need numbers
             return []
         pairs = zip(TrainingState._fields, state, first, strict=True)
