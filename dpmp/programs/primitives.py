@@ -60,6 +60,10 @@ OF_INDICES = (ADD, SUB, MUL, "lt", "ge", "select_n", CAST)
 SAME_ENTRIES = (CAST, COPY, "copy_p", "name", REDUCE_PRECISION)
 SAME_ENTRIES += ("sharding_constraint", "reshard")
 
+# Operations that return their operands.
+IDENTITIES = ("copy_p", "device_put", "name", OPTIMIZATION_BARRIER, "reshard")
+IDENTITIES += ("sharding_constraint",)
+
 # Operations that move entries without changing them.
 MOVES = (BROADCAST, "concatenate", COPY, "copy_p", DYNAMIC_SLICE, "expand_dims", GATHER)
 MOVES += (OPTIMIZATION_BARRIER, "pad", RESHAPE, REV, "select_n", SLICE, SPLIT, SQUEEZE)

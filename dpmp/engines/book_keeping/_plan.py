@@ -44,13 +44,15 @@ class Plan:
     """A program, and decisions for the equations where data meets parameters.
 
     `first` is the decision for the arguments, and `last` for the outputs, which may be
-    views themselves. `steps` has the decisions for equations, by their `id`.
+    views themselves. `steps` has the decisions for equations, by their `id`. `returned`
+    has the outputs that are views for the program outside as well, by their numbers.
     """
 
     closed: Any
     first: _Step
     steps: dict[int, _Step]
     last: _Step
+    returned: dict[int, View]
 
     @property
     def uses(self) -> list[Use]:
@@ -65,6 +67,7 @@ def make_plan(
     *,
     tapped: Collection[int] = (),
     unread: Collection[int] = (),
+    stays_view: Callable[[int, View], bool] = lambda output, view: False,
     materialized: Collection[int] = (),
 ) -> Plan:
     """Finds the uses of a closed jaxpr without calls under `jax.jit`.
@@ -74,6 +77,8 @@ def make_plan(
       args: for each argument the view that it is, or None for data.
       tapped: the arguments that get an identity tap, before anything reads them.
       unread: the outputs whose cotangents nobody reads.
+      stays_view: tells of an output that is a view whether it is a view for the program
+        outside as well. It gets no tap here, but where the program outside uses it.
       materialized: the numbers of the uses whose gradients the backward pass shall
         materialize. It does not do so in a loop whose iterations share a view: the
         gradient would be read and written in every iteration.
@@ -100,8 +105,14 @@ def make_plan(
     first = _identity_step([x if i in tapped else None for i, x in enumerate(args)])
     inputs = [_DATA if x is None or i in tapped else x for i, x in enumerate(args)]
     outputs = [_as_view(x) for x in interpreter.run(closed, inputs, evaluate)]
-    last = _identity_step([None if i in unread else x for i, x in enumerate(outputs)])
-    return Plan(closed, first, steps, last)
+    returned = {
+        i: x
+        for i, x in enumerate(outputs)
+        if x is not None and stays_view(i, x)
+    }
+    untapped = {*unread, *returned}
+    last = _identity_step([None if i in untapped else x for i, x in enumerate(outputs)])
+    return Plan(closed, first, steps, last, returned)
 
 
 def execute(
@@ -157,7 +168,7 @@ def _meet(
     if (loop := bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
         return _loop_step(loop, views, materialized)
     if (remat := bodies.as_rematerialised(eqn)) is not None:
-        return outputs, _call_step(*remat, views, materialized)
+        return _call_step(*remat, views, materialized)
     if (found := _rules.outer_use(eqn, views)) is not None:
         make = _materialized_step if 0 in materialized else _outer_step
         return outputs, make(eqn, *found)
@@ -254,9 +265,17 @@ def _call_step(
     wrap: Callable[..., Any],
     views: Sequence[View | None],
     materialized: Collection[int],
-) -> _Step:
+) -> tuple[list[Any], _Step]:
     """Plans a body that is evaluated once, inside the wrapper `wrap`."""
-    inner = make_plan(body, _inner_roots(views, body), materialized=materialized)
+    inner = make_plan(
+        body,
+        _inner_roots(views, body),
+        stays_view=lambda _, view: bool(view.roots),
+        materialized=materialized,
+    )
+    outputs: list[Any] = [_DATA] * len(body.out_avals)
+    for i, view in inner.returned.items():
+        outputs[i] = _views.outside(view, views)
     uses = [
         dataclasses.replace(use, view=_views.outside(use.view, views))
         for use in inner.uses
@@ -265,7 +284,7 @@ def _call_step(
     def handler(values, dummies):
         return wrap(functools.partial(execute, inner))(values, dummies)
 
-    return _Step(uses, handler)
+    return outputs, _Step(uses, handler)
 
 
 def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
@@ -291,7 +310,14 @@ def _loop_step(
 
     inside = [None if i in changing else view for i, view in enumerate(views)]
     plan_body = functools.partial(
-        make_plan, loop.body, _inner_roots(inside, loop.body), unread=unread
+        make_plan,
+        loop.body,
+        _inner_roots(inside, loop.body),
+        unread=unread,
+        # Other outputs are carried, or are copies of what every iteration returns.
+        stays_view=lambda i, view: (
+            i >= loop.num_carry and not view.roots.isdisjoint(mapped)
+        ),
     )
     carried = _identity_step([views[i] for i in changing])
     inner = plan_body()
@@ -332,5 +358,7 @@ def _loop_step(
 
     outputs = [_DATA if inside[i] is None else views[i] for i in carry]
     outputs += [_DATA] * (len(body.outvars) - len(outputs))
+    for i, view in inner.returned.items():
+        outputs[i] = _views.outside(view, inside, mapped, size)
     uses = [*carried.uses, *uses]
     return outputs, _Step(uses, handler) if uses else None

@@ -68,6 +68,8 @@ def make_constant(value: Any) -> View:
 
 def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     """Makes the views that an equation computes from views."""
+    if eqn.primitive.name in primitives.IDENTITIES:
+        return list(operands)
     leaves = frozenset[int]().union(*(view.leaves for view in operands))
     roots = frozenset[int]().union(*(view.roots for view in operands))
     if eqn.primitive.name == primitives.STOP_GRADIENT or _is_product_with_zero(eqn):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from jax.ad_checkpoint import checkpoint_name
 
 import dpmp
 from dpmp.engines.book_keeping._engine import analyse
@@ -139,8 +140,46 @@ def constants_of_16_bits():
     return loss, params, np.ones((2, 3), np.float32)
 
 
+def returned():
+    """Parts of models return a parameter, a view of it, or its slices, unchanged."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), w
+
+    def loss(params, x):
+        x, _ = jax.checkpoint(layer)(x, params["unused"])
+        x, w = jax.checkpoint(lambda x, w: (layer(x, w)[0], w.T))(x, params["used"])
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x @ w, params["slices"])
+        x, ws = jax.lax.scan(layer, x, params["stack"])
+        carry = x, params["carried"][0]
+        (x, w), _ = jax.lax.scan(
+            lambda carry, w: ((layer(carry[0], w)[0], w), carry[1]),
+            carry,
+            params["carried"],
+        )
+        x = x @ ws[1] @ w @ jax.lax.optimization_barrier(params["barrier"])
+        x = x @ checkpoint_name(params["name"], "w") @ jax.device_put(params["placed"])
+        return jnp.mean(x**2)
+
+    matrices = ("unused", "used", "barrier", "name", "placed")
+    params = {name: normal(WIDTH, WIDTH, scale=0.5) for name in matrices}
+    params |= {
+        name: normal(GROUPS, WIDTH, WIDTH, scale=0.5)
+        for name in ("slices", "stack", "carried")
+    }
+    return loss, params, ROWS
+
+
 # Some of the rules, too.
 PARTS = {
+    "returned": (
+        returned,
+        {
+            f"['{name}']": ("dot",)
+            for name in ("unused", "slices", "barrier", "name", "placed")
+        }
+        | {"['used']": ("dot", "dot"), "['stack']": ("dot", "dot")},
+    ),
     "embedded": (
         embedded,
         {"['tokens']": ("gather",)}
