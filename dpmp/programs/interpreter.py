@@ -20,7 +20,7 @@ def trace(fun: Callable[..., PyTree], *example_args: Any) -> tuple[Any, Any]:
 
     The jaxpr takes flat arguments. Calls under `jax.jit` are written out, except inside
     of loops, branches and custom derivatives. Index arithmetic on known numbers is
-    evaluated.
+    evaluated, and of a condition on a known number the branch that it takes remains.
     """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*example_args)
     return inline(closed), jax.tree.structure(out_shape)
@@ -35,6 +35,10 @@ def _inlined(closed: Any, *args: Any) -> list[Any]:
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         if eqn.primitive.name in primitives.CALLS:
             return _inlined(callee(eqn), *values)
+        if eqn.primitive.name == primitives.COND and _is_known(values[0]):
+            branches = eqn.params["branches"]
+            number = min(max(int(values[0]), 0), len(branches) - 1)
+            return _inlined(branches[number], *values[1:])
         # The new equation gets the source line of the old one.
         with jax.extend.source_info_util.user_context(eqn.source_info.traceback):
             return evaluate_here(eqn, values)
@@ -56,9 +60,13 @@ def callee(eqn: Any) -> Any:
 def _is_known_number(eqn: Any, values: list[Any]) -> bool:
     return (
         eqn.primitive.name in primitives.OF_INDICES
-        and not any(isinstance(x, jax.core.Tracer) for x in values)
+        and all(map(_is_known, values))
         and all(v.aval.shape == () for v in eqn.outvars)
     )
+
+
+def _is_known(value: Any) -> bool:
+    return not isinstance(value, jax.core.Tracer)
 
 
 def run(

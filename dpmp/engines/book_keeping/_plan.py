@@ -106,9 +106,7 @@ def make_plan(
     inputs = [_DATA if x is None or i in tapped else x for i, x in enumerate(args)]
     outputs = [_as_view(x) for x in interpreter.run(closed, inputs, evaluate)]
     returned = {
-        i: x
-        for i, x in enumerate(outputs)
-        if x is not None and stays_view(i, x)
+        i: x for i, x in enumerate(outputs) if x is not None and stays_view(i, x)
     }
     untapped = {*unread, *returned}
     last = _identity_step([None if i in untapped else x for i, x in enumerate(outputs)])
