@@ -230,7 +230,6 @@ def _product(eqn: Any, values: list[Any], view: View) -> list[Any]:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(primitives.SAME_ENTRIES, _same),
-    primitives.OPTIMIZATION_BARRIER: _same,
     primitives.TRANSPOSE: _transpose,
     primitives.RESHAPE: _reshape,
     primitives.SQUEEZE: _squeeze,

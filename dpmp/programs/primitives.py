@@ -56,13 +56,10 @@ CHECK = "check"  # of checkify, on the host too
 # Arithmetic on indices, which tracing evaluates where the numbers are known.
 OF_INDICES = (ADD, SUB, MUL, "lt", "ge", "select_n", CAST)
 
-# Operations that leave an array as it is, except for its dtype.
-SAME_ENTRIES = (CAST, COPY, "copy_p", "name", REDUCE_PRECISION)
-SAME_ENTRIES += ("sharding_constraint", "reshard")
-
-# Operations that return their operands.
+# Operations that return their operands, and those that change the dtype at most.
 IDENTITIES = ("copy_p", "device_put", "name", OPTIMIZATION_BARRIER, "reshard")
 IDENTITIES += ("sharding_constraint",)
+SAME_ENTRIES = (CAST, COPY, REDUCE_PRECISION, *IDENTITIES)
 
 # Operations that move entries without changing them.
 MOVES = (BROADCAST, "concatenate", COPY, "copy_p", DYNAMIC_SLICE, "expand_dims", GATHER)
