@@ -5,7 +5,8 @@ parameters among its operands, it decides how to evaluate it. `execute` evaluate
 equations as decided, and all others as they are. These two functions handle all control
 flow:
 
-    jax.jit, constants     written out (`interpreter.inline`)
+    jax.jit, constants     written out (`interpreter.inline`), and so is the branch that
+                           a known number chooses
     scan                   stays a scan, with a plan of its own for the body
     jax.checkpoint         stays a checkpoint, with a plan of its own
     any other body         stays as it is; the views among its operands
