@@ -231,9 +231,8 @@ class Loop:
 
     def _make_step(self, batches: Iterator[Batch]) -> None:
         self._check_process()
-        self._started += (
-            1  # a batch that does not load reveals something about this step
-        )
+        # Before the batch: one that does not load reveals something about this step.
+        self._started += 1
         with self._signals.interruptible():
             batch = next(batches)
             is_padding = batch.is_padding_example
