@@ -5,11 +5,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference
 from jax.sharding import AxisType, NamedSharding
 
-from dpmp import AdaptiveClipNorm, GridArray, clipped_fun, clipped_grad, noise_addition
+from dpmp import (
+    DPSGD,
+    AdaptiveClipNorm,
+    DPTrainer,
+    GridArray,
+    Policy,
+    clipped_fun,
+    clipped_grad,
+    noise_addition,
+)
 from dpmp.numerics import _float_sums
 from dpmp.numerics._arithmetic import parse_arithmetic
 
@@ -326,3 +336,50 @@ def test_a_traced_clip_norm_may_live_on_an_explicit_mesh(arithmetic, adapts):
         assert_same(jax.jit(clip)(clip_norm, *args), expected)
     with jax.set_mesh(mesh):
         jax.jit(lambda c: clip(c, *args))(c)
+
+
+@SLOW
+@each_axis_type
+@pytest.mark.parametrize(
+    ("method", "clip_norm"),
+    [("book_keeping", 0.5), ("per_example", AdaptiveClipNorm(initial=0.5))],
+    ids=["book_keeping", "adaptive"],
+)
+def test_a_trainer_steps_on_any_mesh(method, clip_norm, axis_type):
+    mechanism = DPSGD(
+        num_examples=64,
+        expected_batch_size=8,
+        iterations=3,
+        l2_clip_norm=clip_norm,
+        noise_multiplier=1.0,
+        truncated_batch_size=16,
+        method=method,
+        num_parameters=200,
+    )
+    trainer = DPTrainer(
+        mechanism=mechanism,
+        loss_fn=loss,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        policy=Policy.from_name("float32"),
+        prng_key=jax.random.key(0),
+    )
+    is_padding = np.arange(16) > 9
+    expected = trainer.init(make_params())
+    for _ in range(3):
+        expected = trainer.train_step(expected, make_batch(), is_padding)
+    mesh = make_mesh(8, axis_type)
+    params = place(make_params(), mesh, P())
+    params["w"] = place(params["w"], mesh, P("data"))
+    state = trainer.init(params)
+    batch, is_padding = place((make_batch(), is_padding), mesh, P("data"))
+    shardings = jax.tree.map(lambda x: x.sharding, state._replace(spent=None))
+    for _ in range(3):
+        state = trainer.train_step(state, batch, is_padding)
+    # Products of a model are computed in another order on each mesh.
+    for name, x in expected.params.items():
+        np.testing.assert_allclose(state.params[name], x, rtol=1e-4, atol=1e-5)
+    if axis_type == AxisType.Explicit:
+        assert jax.typeof(state.params["w"]) == jax.typeof(params["w"])
+        # Else the second step would be compiled anew.
+        state = state._replace(spent=None)
+        assert jax.tree.map(lambda x: x.sharding, state) == shardings
