@@ -163,6 +163,16 @@ def function(**value: Any) -> Callable[..., Any]:
     return given
 
 
+def instance(classes: Any, fix: str, **value: Any) -> Any:
+    """Checks that the one keyword is an instance of one of `classes`; returns it."""
+    ((name, given),) = value.items()
+    if not isinstance(given, classes):
+        classes = classes if isinstance(classes, tuple) else (classes,)
+        names = " or ".join(each.__name__ for each in classes)
+        fail(f"{name} must be a {names}", fix=fix, type=type(given).__name__)
+    return given
+
+
 def one_of(names: Collection[Any], **value: Any) -> Any:
     """Checks that the one keyword is one of some names; returns it."""
     ((name, given),) = value.items()

@@ -35,17 +35,11 @@ def check_types(
         type="ScaledLoss",
         fix="Pass the loss itself, and the scale as loss_scale=.",
     )
-    _validate.require(
-        isinstance(mechanism, DPSGD),
-        "mechanism must be a DPSGD",
-        type=type(mechanism).__name__,
-        fix="Use dpmp.DPSGD(...).calibrate(...).",
+    _validate.instance(
+        DPSGD, "Use dpmp.DPSGD(...).calibrate(...).", mechanism=mechanism
     )
-    _validate.require(
-        isinstance(optimizer, optax.GradientTransformation),
-        "optimizer must be a GradientTransformation",
-        type=type(optimizer).__name__,
-        fix="Use optax.adam(1e-3), for example.",
+    _validate.instance(
+        optax.GradientTransformation, "Use optax.adam(1e-3).", optimizer=optimizer
     )
     _validate.boolean(uses_prng_key=uses_prng_key, fix="Use True or False.")
 
@@ -142,11 +136,10 @@ def _is_real_scalar(x: Any) -> bool:
 
 def check_state(state: Any, batch: PyTree = None) -> None:
     """Raises ValueError for an invalid or donated state, and in traced functions."""
-    _validate.require(
-        isinstance(state, TrainingState),
-        "state must be a TrainingState",
-        type=type(state).__name__,
-        fix="Use trainer.init(params), or a state that was saved.",
+    _validate.instance(
+        TrainingState,
+        "Use trainer.init(params), or a state that was saved.",
+        state=state,
     )
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     others = [*jax.tree.leaves(batch), jnp.zeros(())]  # inside of jit, it is traced
