@@ -11,14 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import rich.console
-
 from dpmp import _validate
 from dpmp.accounting import PrivacyGuarantee, digits_above, digits_below, round_up
 from dpmp.mechanism import PrivacyCost, guarantee_of_stages
 from dpmp.runs import Ledger, Segment, Spent
-
-_EXAMPLE = "python -m dpmp ledger runs/first runs/second --delta 1e-6"
 
 _COUNTING = (
     "Every step that was released counts, and every step that an error may have told "
@@ -34,7 +30,7 @@ def add_ledger_command(commands: Any) -> None:
         help="Adds up the epsilon of all runs in directories.",
         description="Reads the privacy ledgers of directories, without changing them, "
         "and computes the epsilon of every step that was paid for.",
-        epilog=_EXAMPLE,
+        epilog="python -m dpmp ledger runs/first runs/second --delta 1e-6",
     )
     parser.add_argument(
         "directories",
@@ -54,11 +50,8 @@ def add_ledger_command(commands: Any) -> None:
 
 def _ledger(args: argparse.Namespace) -> int:
     report = _report(args.directories, args.delta)
-    if args.json:
-        sys.stdout.write(json.dumps(report) + "\n")
-    else:
-        console = rich.console.Console(soft_wrap=True, highlight=False, markup=False)
-        console.print(_as_text(report))
+    text = json.dumps(report) if args.json else _as_text(report)
+    sys.stdout.write(f"{text}\n")
     return 0
 
 
@@ -69,13 +62,7 @@ def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[st
     delta = _common_delta(by_time) if delta is None else delta
     together = total.guarantee(delta=delta)
     if len(by_time) > 1 and len(total.stages()) > 1:
-        stages, seen = collections.Counter[PrivacyCost](), set[Segment]()
-        for ledger in by_time:  # in the order in which their costs were chosen
-            # A copy of a directory has the same steps.
-            new = [x for x in ledger.spent.segments if x not in seen]
-            stages.update(Spent.of(new).stages(is_over=True))
-            seen.update(new)
-        together = guarantee_of_stages(stages, delta=delta)
+        together = guarantee_of_stages(_stages(by_time), delta=delta)
     return {
         "epsilon": _finite(together),
         "epsilon_if_planned": _finite(total.guarantee_if_planned(delta=delta)),
@@ -86,13 +73,23 @@ def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[st
     }
 
 
+def _stages(by_time: Sequence[Ledger]) -> collections.Counter[PrivacyCost]:
+    """The planned steps of each cost, in the order in which the costs were chosen."""
+    stages, seen = collections.Counter[PrivacyCost](), set[Segment]()
+    for ledger in by_time:
+        # A copy of a directory has the same steps.
+        new = [x for x in ledger.spent.segments if x not in seen]
+        stages.update(Spent.of(new).stages(is_over=True))
+        seen.update(new)
+    return stages
+
+
 def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
-    spent, records = ledger.spent, ledger.records
-    released = [x.segment for x in records if x.event == "released"]
-    made, free = Spent.of(released), ledger.incomplete_bytes
-    times = _times(ledger)
+    spent, times = ledger.spent, _times(ledger)
+    released = Spent.of(x.segment for x in ledger.records if x.event == "released")
     costs = dict.fromkeys(x.cost for x in spent.segments)
     different = {step for x in spent.segments for step in range(x.start, x.stop)}
+    num_steps = sum(spent.count(x) for x in costs)
     return {
         "directory": directory,
         "first_time": times[0] if times else None,
@@ -105,10 +102,10 @@ def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
             }
             for x in costs
         ],
-        "charged_alone": sum(spent.count(x) - made.count(x) for x in costs),
-        "made_again": sum(spent.count(x) for x in costs) - len(different),
+        "charged_alone": num_steps - sum(released.count(x) for x in costs),
+        "made_again": num_steps - len(different),
         "epsilon": _finite(spent.guarantee(delta=delta)),
-        "incomplete_bytes": free,
+        "incomplete_bytes": ledger.incomplete_bytes,
     }
 
 
@@ -117,45 +114,44 @@ def _times(ledger: Ledger) -> list[str]:
 
 
 def _read(directory: pathlib.Path) -> Ledger:
-    ledger, reason = None, "there is none"
+    reason = "there is none"
     try:
         ledger = Ledger(directory)
+        if ledger.exists:
+            return ledger
     except OSError as error:
         reason = error.strerror or str(error)
-    if ledger is None or not ledger.exists:
-        _validate.fail(
-            "every directory must have a ledger that can be read",
-            directory=str(directory),
-            reason=reason,
-            fix="Pass the directories that runs were started with.",
-        )
-    return ledger
+    _validate.fail(
+        "every directory must have a ledger that can be read. Pass the directories "
+        "that runs were started with.",
+        directory=str(directory),
+        reason=reason,
+    )
 
 
 def _common_delta(ledgers: Any) -> float:
     deltas = {x.delta for ledger in ledgers for x in ledger.records} - {None}
     _validate.require(
         len(deltas) == 1,
-        "all runs must have one delta, or a delta must be given",
+        "all runs must have one delta, or a delta must be given. Pass --delta, well "
+        "below 1 over the number of examples.",
         deltas=sorted(deltas),
-        fix="Pass --delta, well below 1 over the number of examples.",
     )
     return deltas.pop()
 
 
-def _finite(guarantee: PrivacyGuarantee) -> float | None:
-    epsilon = guarantee.epsilon
-    return epsilon if math.isfinite(epsilon) else None  # JSON has no infinity
+def _finite(x: PrivacyGuarantee) -> float | None:
+    return x.epsilon if math.isfinite(x.epsilon) else None  # JSON has no infinity
 
 
 def _as_text(report: dict[str, Any]) -> str:
     total, if_planned = report["epsilon"], report["epsilon_if_planned"]
-    lines = [_describe(row) for row in report["directories"]]
-    lines.append(
-        f"Together: epsilon {_digits(total)} at delta "
-        f"{digits_above(report['delta'], 3)} ({report['accountant']}, "
-        f"{report['neighboring_relation']})."
+    delta, relation = report["delta"], report["neighboring_relation"]
+    together = (
+        f"Together: epsilon {_digits(total)} at delta {digits_above(delta, 3)} "
+        f"({report['accountant']}, {relation})."
     )
+    lines = [*map(_describe, report["directories"]), together]
     if total != if_planned:
         lines.append(
             f"If all noise multipliers, batch sizes and numbers of steps were fixed "
@@ -178,8 +174,8 @@ def _describe(row: dict[str, Any]) -> str:
     if row["charged_alone"]:
         text += (
             f" {row['charged_alone']} of the steps are paid for without a checkpoint: "
-            f"a run ended with an error or before its checkpoint was in place, or the "
-            f"steps were made elsewhere."
+            "a run ended with an error or before its checkpoint was in place, or the "
+            "steps were made elsewhere."
         )
     if row["made_again"]:
         text += f" {row['made_again']} of the steps were made again, and count again."

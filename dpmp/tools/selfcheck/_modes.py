@@ -2,7 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,74 +37,75 @@ _ALL = (*_LARGE, BatchShape(jnp.float32, 4096, 1))
 def dpmp_subjects(*, include_unsafe: bool = False) -> Subjects:
     """The modes of dpmp that keep a promise, and float noise, which keeps none."""
     modes = [
-        _Mode("dpmp exact", "exact", _ALL),
-        _Mode("dpmp exact, 2^22 units", ExactSums(LARGEST_RESOLUTION), _SMALL),
-        _Mode("dpmp float32", "float32", _LARGE),
-        _Mode("dpmp bounded", BoundedSums(2**18), _ALL, "book_keeping"),
+        _mode("dpmp exact", "exact", _ALL),
+        _mode("dpmp exact, 2^22 units", ExactSums(LARGEST_RESOLUTION), _SMALL),
+        _mode("dpmp float32", "float32", _LARGE),
+        # Book-keeping reserves more of the clip norm for rounding.
+        _mode("dpmp bounded", BoundedSums(2**18), _ALL, "book_keeping", 0.95),
     ]
     remarks = ("dpmp: no gradients of 1e-23, because a clip norm of 1e-22 is refused.",)
     if jax.config.read("jax_enable_x64"):
-        modes.append(_Mode("dpmp float64", "float64", _ALL))
+        modes.append(_mode("dpmp float64", "float64", _ALL))
     else:
         remarks += ("dpmp float64: not measured, because JAX_ENABLE_X64 is not set.",)
-    releases = [mode.releases() for mode in modes]
+    sums, releases = zip(*modes, strict=True)
     if include_unsafe:
-        releases.append(unsafe_releases())
-    sums = tuple(mode.sums() for mode in modes)
-    return Subjects(sums, tuple(releases), (_keys(),), remarks)
+        releases += (unsafe_releases(),)
+    return Subjects(sums, releases, (_keys(),), remarks)
 
 
-class _Mode(NamedTuple):
-    name: str
-    arithmetic: str | Arithmetic
-    batches: tuple[BatchShape, ...] = ()
-    method: str = "per_example"
+def _mode(
+    name: str,
+    arithmetic: str | Arithmetic,
+    batches: tuple[BatchShape, ...],
+    method: str = "per_example",
+    smallest_norm: float = 0.98,
+) -> tuple[Sums, Releases]:
+    def make(
+        l2_clip_norm: float, microbatch_size: int | None
+    ) -> tuple[SumFn, Fraction]:
+        fn = _clip(arithmetic, method, l2_clip_norm, microbatch_size)
+        units = parse_arithmetic(arithmetic, method=method).resolution
+        return sum_fn(fn), Fraction(fn.sensitivity() if units is None else units)
 
-    def sums(self) -> Sums:
-        def make(
-            l2_clip_norm: float, microbatch_size: int | None
-        ) -> tuple[SumFn, Fraction]:
-            fn = self.clip(l2_clip_norm, microbatch_size)
-            units = parse_arithmetic(self.arithmetic, method=self.method).resolution
-            return sum_fn(fn), Fraction(fn.sensitivity() if units is None else units)
+    clip = _clip(arithmetic, method)
+    sums = Sums(
+        name,
+        True,
+        make,
+        batches,
+        smallest_clip_norm=1e-15,
+        assumes_fixed_slots=clip.assumes_fixed_slots,
+        smallest_norm=smallest_norm,
+    )
+    privatizer = noise_addition.gaussian_privatizer(
+        stddev=NOISE_MULTIPLIER, l2_sensitivity=1.0
+    )
+    return sums, Releases(name, True, draw_fn(clip, privatizer))
 
-        return Sums(
-            self.name,
-            True,
-            make,
-            self.batches,
-            smallest_clip_norm=1e-15,
-            assumes_fixed_slots=self.clip(1.0).assumes_fixed_slots,
-            # Book-keeping reserves more of the clip norm for rounding.
-            smallest_norm=0.95 if self.method == "book_keeping" else 0.98,
-        )
 
-    def releases(self) -> Releases:
-        privatizer = noise_addition.gaussian_privatizer(
-            stddev=NOISE_MULTIPLIER, l2_sensitivity=1.0
-        )
-        return Releases(self.name, True, draw_fn(self.clip(1.0), privatizer))
+def _clip(
+    arithmetic: str | Arithmetic,
+    method: str = "per_example",
+    l2_clip_norm: float = 1.0,
+    microbatch_size: int | None = None,
+) -> clipping.BoundedSensitivityCallable:
+    """A sum of clipped examples, or of gradients that are these examples."""
+    options: dict[str, Any] = {
+        "l2_clip_norm": l2_clip_norm,
+        "microbatch_size": microbatch_size,
+        "arithmetic": arithmetic,
+        "keep_batch_dim": False,
+    }
+    if method == "per_example":
+        return clipping.clipped_fun(lambda x: x, **options)
+    clipped = clipping.clipped_grad(_inner_product, method=method, **options)
 
-    def clip(
-        self, l2_clip_norm: float, microbatch_size: int | None = None
-    ) -> clipping.BoundedSensitivityCallable:
-        """A sum of clipped examples, or of gradients that are these examples."""
-        options: dict[str, Any] = {
-            "l2_clip_norm": l2_clip_norm,
-            "microbatch_size": microbatch_size,
-            "arithmetic": self.arithmetic,
-        }
-        if self.method == "per_example":
-            return clipping.clipped_fun(lambda x: x, keep_batch_dim=False, **options)
-        clipped = clipping.clipped_grad(
-            _inner_product, keep_batch_dim=False, method=self.method, **options
-        )
+    def of_examples(batch: Any, **masks: Any) -> Any:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), batch)
+        return clipped(zeros, batch, **masks)
 
-        def of_examples(batch: Any, **masks: Any) -> Any:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), batch)
-            return clipped(zeros, batch, **masks)
-
-        return dataclasses.replace(clipped, fun=of_examples)
+    return dataclasses.replace(clipped, fun=of_examples)
 
 
 def _inner_product(weights: Any, example: Any) -> jax.Array:
@@ -118,9 +119,8 @@ def _inner_product(weights: Any, example: Any) -> jax.Array:
 
 def unsafe_releases() -> Releases:
     """Float noise, whose failure is expected."""
-    privatizer = float_noise(stddev=NOISE_MULTIPLIER)
-    clip = _Mode("", "float32").clip(1.0)
-    return Releases("dpmp continuous (unsafe)", False, draw_fn(clip, privatizer))
+    draw = draw_fn(_clip("float32"), float_noise(stddev=NOISE_MULTIPLIER))
+    return Releases("dpmp continuous (unsafe)", False, draw)
 
 
 def float_noise(
@@ -140,14 +140,10 @@ def float_noise(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        leaves, treedef = jax.tree.flatten(updates)
-        step_key = _random.fold_in(state.prng_key, state.step)
-        keys = [_random.fold_in(step_key, i) for i in range(len(leaves))]
-        noisy = [
-            x + stddev * jax.random.normal(key, x.shape)
-            for x, key in zip(leaves, keys, strict=True)
-        ]
-        return treedef.unflatten(noisy), state._replace(step=state.step + 1)
+        key = _random.fold_in(state.prng_key, state.step)
+        noise = optax.tree_utils.tree_random_like(key, updates)
+        noisy = jax.tree.map(lambda x, z: x + stddev * z, updates, noise)
+        return noisy, state._replace(step=state.step + 1)
 
     return optax.GradientTransformation(init, update)
 

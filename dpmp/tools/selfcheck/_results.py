@@ -35,21 +35,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the measurements.
+    """The sizes of the measurements."""
 
-    Attributes:
-      num_entries: the number of entries of a gradient with one leaf.
-      num_leaves: the number of leaves of a gradient with many.
-      largest_batch: the largest batch for which sums are compared.
-      num_training: the number of noisy values of each sum that an attacker knows.
-      num_test: the number of noisy values of each sum that the attacker tells apart.
-    """
-
-    num_entries: int = 20_000
-    num_leaves: int = 1000
-    largest_batch: int = 4096
-    num_training: int = 2**23
-    num_test: int = 2**20
+    num_entries: int = 20_000  # of a gradient with one leaf
+    num_leaves: int = 1000  # of a gradient with many
+    largest_batch: int = 4096  # for which sums are compared
+    num_training: int = 2**23  # noisy values of each sum that an attacker knows
+    num_test: int = 2**20  # noisy values of each sum that the attacker tells apart
 
 
 def compare(
@@ -70,13 +62,7 @@ def compare(
     power = 2 if is_squared else 1
     is_large = at_least is None or value >= Fraction(at_least) ** power
     is_small = at_most is None or value <= Fraction(at_most) ** power
-    return Result(
-        measurement,
-        subject.name,
-        subject.is_claimed,
-        math.sqrt(value) if is_squared else float(value),
-        at_least,
-        at_most,
-        is_large and is_small,
-        worst_case,
-    )
+    value = math.sqrt(value) if is_squared else float(value)
+    claim = measurement, subject.name, subject.is_claimed
+    passed = is_large and is_small
+    return Result(*claim, value, at_least, at_most, passed, worst_case)

@@ -37,15 +37,13 @@ class BatchShape(NamedTuple):
 
 
 # A subject has the name of its library and mode, and dpmp may claim that it passes.
-
-
 @dataclass(frozen=True)
 class Sums:
     """A way to clip gradients and to sum them.
 
-    `make` maps a clip norm and a microbatch size to the sum function, and to a number:
-    the largest norm of a contribution, and the largest change of the sum, in units of
-    the output. The subject accepts no clip norm below `smallest_clip_norm`. If it
+    `make` maps a clip norm and a microbatch size to the sum function, and to the
+    largest norm of a contribution and change of the sum, in units of the output. The
+    subject accepts no clip norm below `smallest_clip_norm`. If it
     `assumes_fixed_slots`, it promises nothing about batches whose examples move.
     A gradient that is clipped keeps at least `smallest_norm` of the clip norm.
     """

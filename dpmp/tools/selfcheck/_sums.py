@@ -5,7 +5,7 @@ Norms and distances are computed in exact arithmetic.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -30,28 +30,19 @@ def measure_contributions(sums: Sums, sizes: Sizes) -> list[Result]:
     title = "norm of a clipped gradient, over the clip norm"
     lowest = sums.smallest_norm
     return [
-        _result(f"Largest {title}", sums, squares, max, at_most=1.0),
-        _result(f"Smallest {title}", sums, squares, min, at_least=lowest),
+        _result(f"Largest {title}", sums, squares, at_most=1.0),
+        _result(f"Smallest {title}", sums, squares, at_least=lowest),
     ]
 
 
 def _result(
-    measurement: str,
-    sums: Sums,
-    squares: dict[str, Number],
-    pick: Callable[..., str],
-    **limits: float,
+    measurement: str, sums: Sums, squares: dict[str, Number], **limit: float
 ) -> Result:
-    """Picks one of the squares by name, and compares its root to the limits."""
-    worst_case = pick(squares, key=squares.__getitem__)
-    return compare(
-        measurement,
-        sums,
-        squares[worst_case],
-        worst_case=worst_case,
-        is_squared=True,
-        **limits,
-    )
+    """Compares the root of the worst of some squares to its one limit."""
+    pick = max if "at_most" in limit else min
+    name = pick(squares, key=squares.__getitem__)
+    value = squares[name]
+    return compare(measurement, sums, value, worst_case=name, is_squared=True, **limit)
 
 
 def _examples(sizes: Sizes) -> Iterator[tuple[str, float, list[np.ndarray]]]:
@@ -102,16 +93,13 @@ def measure_sensitivity(sums: Sums, sizes: Sizes) -> list[Result]:
         sum_fn, bound = sums.make(1.0, shape.microbatch_size)
         for name, batch in _batches(shape.size, shape.dtype).items():
             total = sum_fn([batch], np.zeros(shape.size, bool))
-            for how, neighbour, is_padding in _neighbours(
-                batch, sums.assumes_fixed_slots
-            ):
-                other = sum_fn([neighbour], is_padding)
-                change = [
-                    np.concatenate([x, -y]) for x, y in zip(total, other, strict=True)
-                ]
+            neighbours = _neighbours(batch, sums.assumes_fixed_slots)
+            for how, neighbour, is_padding in neighbours:
+                pairs = zip(total, sum_fn([neighbour], is_padding), strict=True)
+                change = [np.concatenate([x, -y]) for x, y in pairs]
                 squares[f"{name}, {shape}, {how}"] = squared_norm(change) / bound**2
     title = "Largest change of a sum between neighbouring batches, over the clip norm"
-    return [_result(title, sums, squares, max, at_most=1.0)]
+    return [_result(title, sums, squares, at_most=1.0)]
 
 
 def _batches(size: int, dtype: Any) -> dict[str, np.ndarray]:

@@ -32,11 +32,9 @@ def add_selfcheck_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "selfcheck",
         help="Checks on this machine what dpmp promises of its arithmetic.",
-        description=(
-            "Measures on the first device of this machine whether dpmp keeps its "
-            "promises about clipping, sums, noise and keys. This takes a minute or "
-            "two. The exit status is 1 if a promise does not hold."
-        ),
+        description="Measures on the first device of this machine whether dpmp keeps "
+        "its promises about clipping, sums, noise and keys. This takes a minute or "
+        "two. The exit status is 1 if a promise does not hold.",
     )
     parser.add_argument(
         "--include-unsafe",
