@@ -2,14 +2,13 @@
 
 `print(measure_dtypes())`, or `python -m dpmp devices`, measures this device in some
 seconds and says which policy to train with.
-
-Modules import only from rows below their own:
-
-    _measure
-    _report   _products
 """
 
-from dpmp.tools.devices._measure import add_devices_command, measure_dtypes
-from dpmp.tools.devices._report import DeviceReport, Row
+from dpmp.tools.devices._measure import (
+    DeviceReport,
+    Row,
+    add_devices_command,
+    measure_dtypes,
+)
 
 __all__ = ["DeviceReport", "Row", "add_devices_command", "measure_dtypes"]

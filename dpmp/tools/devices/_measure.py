@@ -1,17 +1,152 @@
-"""Measures products of all dtypes on a device."""
+"""Measures products of all dtypes on a device: a table, verdicts and advice."""
 
 import argparse
 import statistics
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
-from dpmp import _timing, _validate
+from dpmp import _plain_text, _timing, _validate
 from dpmp.tools.devices import _products
-from dpmp.tools.devices._report import DeviceReport, Row
 
 _ROUNDS = 5
+
+# An emulated product computes in float32. Other work on the machine seldom makes it
+# appear faster than float32 by a fifth.
+_FASTER = 0.8
+
+# Float32 products of the kind that is measured have smaller errors than this, and TF32
+# products have larger ones.
+_FLOAT32_ERROR = 2.0**-18
+
+# The preset for each kind of product that may be faster than float32. Bfloat16 comes
+# first, as it needs no loss scale.
+_PRESETS = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "tf32": "tf32"}
+
+# Advice for training, for a kind of product with one of the verdicts.
+_HINTS = {
+    ("float32 by default", "native, emulated"): "By default, jax rounds float32 "
+    'operands here. dpmp.Policy.from_name("float32") asks for full precision.',
+    ("tf32", "float32"): 'The preset "tf32" changes nothing here.',
+    ("bfloat16", "native"): "It has the range of float32, and takes half the memory.",
+    ("bfloat16", "emulated"): 'Here "mixed_bfloat16" saves memory, but no time.',
+    ("bfloat16 -> float32", "native"): 'On CPUs, method="book_keeping" computes these '
+    'products. With it, try "mixed_bfloat16" even if other bfloat16 products are slow.',
+    ("float16", "native, emulated"): 'The preset "mixed_float16" needs a loss scale: '
+    "dpmp.loss_scaling.by_loss().",
+    ("float8_e4m3fn -> float32", "native, emulated"): 'The preset "float8" uses these '
+    "products on GPUs of compute capability 8.9 and later. Elsewhere it computes in "
+    "bfloat16 with rounded operands, which shows the effect of float8 on accuracy.",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The measurements of one kind of product. They are None if it does not run.
+
+    Attributes:
+      name: the dtype of the operands, and after "->" the dtype of the result if it is
+        different. "float32" asks for full precision. "float32 by default" and "tf32"
+        have float32 operands, but may compute with less.
+      error: the exception that the product raised, if any.
+      operations_per_second: the rate of multiplications and additions.
+      time_ratio: the time of the product over that of float32: the median over rounds.
+      rounding_error: the largest relative error of sums of 16 products of float32
+        numbers, which are rounded to the dtype first.
+      adds_in_float32: whether sums within the product are in float32 or wider.
+    """
+
+    name: str
+    error: str | None = None
+    operations_per_second: float | None = None
+    time_ratio: float | None = None
+    rounding_error: float | None = None
+    adds_in_float32: bool | None = None
+
+    @property
+    def verdict(self) -> str:
+        """One of the verdicts that `measure_dtypes` explains."""
+        if self.time_ratio is None or self.rounding_error is None:
+            return "unavailable"
+        if not self.adds_in_float32:
+            return "imprecise"
+        if self.rounding_error <= _FLOAT32_ERROR:
+            return "float32"
+        return "native" if self.time_ratio <= _FASTER else "emulated"
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """The speed and the accuracy of products on a device. `print` shows a table.
+
+    Attributes:
+      device_kind: the name that jax gives to the device.
+      platform: the name that jax gives to its platform.
+      size: the number of rows and columns of the matrices that were timed.
+      rows: the measurements, one row for each kind of product.
+    """
+
+    device_kind: str
+    platform: str
+    size: int
+    rows: tuple[Row, ...]
+
+    @property
+    def policy(self) -> str:
+        """The preset of `dpmp.Policy` that suits the device."""
+        native = [row.name for row in self.rows if row.verdict == "native"]
+        suitable = (preset for name, preset in _PRESETS.items() if name in native)
+        return next(suitable, "float32")
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Advice for training that follows from the measurements."""
+        return tuple(self._advice())
+
+    def _advice(self) -> Iterator[str]:
+        yield f'Use dpmp.Policy.from_name("{self.policy}").'
+        for row in self.rows:
+            if row.error is not None:
+                yield f"{row.name}: products do not run here ({row.error})."
+            for (name, verdicts), hint in _HINTS.items():
+                if row.name == name and row.verdict in verdicts.split(", "):
+                    time = f"products take {row.time_ratio:.2f} of the time of float32"
+                    yield f"{name}: {time}. {hint}"
+        if names := ", ".join(x.name for x in self.rows if x.verdict == "imprecise"):
+            yield f"Sums within these products are narrower than float32: {names}."
+        else:
+            yield "Sums within all products that run are in float32 or wider."
+
+    def __str__(self) -> str:
+        header = ("product", "verdict", "Gop/s", "time", "error", "sums")
+        legend = (
+            f"The time is that of a product of {self.size} x {self.size} matrices, "
+            "relative to float32. The error comes from rounding the operands, and is "
+            "relative to the result."
+        )
+        parts = [
+            f"{self.device_kind} ({self.platform})",
+            _plain_text.table([header, *map(_cells, self.rows)], "<<>>><"),
+            _plain_text.paragraph(legend),
+            "\n".join(_plain_text.paragraph(x, bullet="- ") for x in self.advice),
+        ]
+        return "\n\n".join(parts)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.operations_per_second is None:
+        return row.name, row.verdict, "-", "-", "-", "-"
+    return (
+        row.name,
+        row.verdict,
+        f"{row.operations_per_second / 1e9:,.1f}",
+        f"{row.time_ratio:.2f}",
+        f"{row.rounding_error:.1e}",
+        "in float32" if row.adds_in_float32 else "narrower",
+    )
 
 
 def measure_dtypes(*, size: int | None = None) -> DeviceReport:
@@ -47,14 +182,13 @@ def measure_dtypes(*, size: int | None = None) -> DeviceReport:
     if size is None:
         size = 1024 if device.platform == "cpu" else 8192
     size = _validate.positive_integer(size=size, fix="Leave it out for one that fits.")
-    shapes = (size, size), (size, size)
-    programs, errors = _products.compile_all(_products.KINDS, shapes)
+    programs, errors = _products.compile_all(_products.KINDS, ((size, size),) * 2)
     _validate.require(
         "float32" in programs,
-        "products of float32 must run on the device",
+        "products of float32 must run on the device. Use another device, or a smaller "
+        "size.",
         size=size,
         error_of_product=errors.get("float32"),
-        fix="Use another device, or a smaller size.",
     )
     seconds = _timing.in_turn(programs, _ROUNDS)
     rows = tuple(
@@ -77,11 +211,9 @@ def add_devices_command(commands: Any) -> None:
     parser = commands.add_parser(
         "devices",
         help="Measures the speed and the accuracy of each dtype on this machine.",
-        description=(
-            "Measures products of float32, TF32, bfloat16, float16 and float8 on the "
-            "first device of this machine: whether they run, how fast they are, and "
-            "how exact. Then it says which policy to use. It takes some seconds."
-        ),
+        description="Measures products of float32, TF32, bfloat16, float16 and float8 "
+        "on the first device of this machine: whether they run, how fast they are, and "
+        "how exact. Then it says which policy to use. It takes some seconds.",
     )
     parser.add_argument(
         "--size", type=int, metavar="N", help="rows and columns of the timed matrices"

@@ -88,10 +88,7 @@ def compare(
     policy: Policy,
     scale: float,
 ) -> Comparison:
-    """Compares `fun` under a policy with a function in float32, on the same arguments.
-
-    The loss under the policy is multiplied by `scale`.
-    """
+    """Compares `fun`, scaled and under a policy, with a function in float32."""
     loss, scaled = _loss_and_grads(fun, args, policy, scale)
     float32 = Policy.from_name("float32")
     exact_loss, exact = _loss_and_grads(reference_fun, args, float32, 1.0)
@@ -120,14 +117,9 @@ def _loss_and_grads(
 ) -> tuple[float, list[np.ndarray]]:
     """The loss, and the scaled gradient of each parameter: (n,)."""
     fun = policy.in_product_precision(fun)
-
-    @jax.jit
-    def value_and_grads(*args: PyTree) -> tuple[jax.Array, PyTree]:
-        loss_fn = scaled(lambda *args: (fun(*args), None), scale)
-        (_, (_, loss, _)), grads = jax.value_and_grad(loss_fn, has_aux=True)(*args)
-        return loss, grads
-
-    loss, grads = value_and_grads(*cast(args, policy))
+    loss_fn = scaled(lambda *args: (fun(*args), None), scale)
+    value_and_grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    (_, (_, loss, _)), grads = value_and_grads(*cast(args, policy))
     return float(loss), [np.ravel(x) for x in jax.tree.leaves(grads)]
 
 
@@ -146,20 +138,21 @@ def _gradient(path: str, stack: np.ndarray) -> GradientComparison:
     with np.errstate(all="ignore"):
         # Inner products in float64, without copies of the arrays.
         square, product, exact_square = (
-            float(np.einsum("i,i->", a, b, dtype=np.float64))
+            np.einsum("i,i->", a, b, dtype=np.float64)
             for a, b in ((grad, grad), (grad, exact), (exact, exact))
         )
-        norm, exact_norm = np.sqrt(square), np.sqrt(exact_square)
-        ratio, cosine = norm / exact_norm, 0.0
-        if norm == exact_norm == 0:
-            ratio = cosine = 1.0
-        elif norm != 0 and exact_norm != 0:
-            cosine = product / (norm * exact_norm)
+        ratio = np.sqrt(square) / np.sqrt(exact_square)
+        cosine = product / (np.sqrt(square) * np.sqrt(exact_square))
+    if square == exact_square == 0:
+        ratio = cosine = 1.0
+    elif square == 0 or exact_square == 0:
+        cosine = 0.0
     is_used = exact != 0
     is_changed = is_used & (rounded == 0), is_subnormal, ~np.isfinite(rounded)
-    num_used = max(1, np.count_nonzero(is_used))
+    shares = (
+        np.count_nonzero(x) / max(1, np.count_nonzero(is_used)) for x in is_changed
+    )
     not_finite = np.count_nonzero(~np.isfinite(grad)) / max(1, grad.size)
-    shares = (np.count_nonzero(x) / num_used for x in is_changed)
     return GradientComparison(
         path, grad.size, float(cosine), float(ratio), not_finite, *shares
     )

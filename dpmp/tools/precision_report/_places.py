@@ -45,17 +45,11 @@ def find_places(jaxpr: Any, rounded: Sequence[Finding | None]) -> list[Finding]:
 
 
 class _Walk:
-    """Goes through a program once.
-
-    Attributes:
-      places: the places found so far.
-      used: kinds and paths of arguments that something uses in 16 bits.
-      caller: the line of the user's code that called the current program.
-    """
-
     def __init__(self):
         self.places: list[Finding] = []
+        # Kinds and paths of arguments that something uses in 16 bits.
         self.used: set[tuple[str, str]] = set()
+        # The line of the user's code that called the current program.
         self.caller: tuple[str, int] | None = None
 
     def run(self, jaxpr: Any, facts: Sequence[Facts]) -> list[Facts]:
@@ -96,7 +90,8 @@ class _Walk:
             if num_adds:
                 length = program.length and program.length * num_adds
                 name = f"{eqn.primitive.name} carry"
-                self._add("running sum", eqn.outvars[i], name, source, length)
+                found = {"primitive": name, "source": source, "length": length}
+                self._add("running sum", eqn, i, **found)
         return [*[Facts()] * count, *_outside_of_loops(outputs[count:])]
 
     def _step(self, eqn: Any, operands: list[Facts]) -> Facts:
@@ -112,9 +107,8 @@ class _Walk:
         if group == "ties":
             return Facts(is_tie=_is_float(_dtype(eqn.invars[0])))
         if group == "products":
-            name, dtype = eqn.primitive.name, _dtype(eqn.outvars[0])
-            lost = Finding("widened", name, str(dtype), self._source(eqn))
-            return Facts(lost if is_narrow(dtype) else None)
+            lost = self._finding("widened", eqn)
+            return Facts(lost if is_narrow(_dtype(eqn.outvars[0])) else None)
         if group == "adds":
             return self._adds(eqn, operands)
         if group == "scales":
@@ -122,7 +116,7 @@ class _Walk:
         # Ties are few, and 16 bits hold small integers.
         if group is None or operands[0].is_tie:
             return Facts()
-        self._add_result(group, eqn, _num_terms(eqn))
+        self._add(group, eqn, length=_num_terms(eqn))
         is_root_of_sum = group == "normalisation" and operands[0].is_sum
         return Facts(is_sum=group == "sum" or is_root_of_sum)
 
@@ -135,13 +129,13 @@ class _Walk:
             return facts._replace(lost=lost)
         is_literal = interpreter.is_literal(eqn.invars[0])
         if _is_wide(old) and is_narrow(new) and not is_literal:
-            cast = Finding("widened", "astype", str(new), self._source(eqn))
+            cast = self._finding("widened", eqn, primitive="astype")
             return facts._replace(lost=cast)
         return facts
 
     def _scales(self, eqn: Any, operands: list[Facts]) -> Facts:
         if eqn.primitive.name == primitives.DIV and operands[1].is_sum:
-            self._add_result("normalisation", eqn)
+            self._add("normalisation", eqn)
             operands = operands[:1]
         is_sum = sum(x.is_sum for x in operands) == 1 and _is_factor(eqn, operands)
         return _merged(operands)._replace(lost=None, terms=1, is_sum=is_sum)
@@ -150,7 +144,7 @@ class _Walk:
         is_result_narrow = is_narrow(_dtype(eqn.outvars[0]))
         terms = sum(x.terms for x in operands) if is_result_narrow else 1
         some, source = _merged(operands), self._source(eqn)
-        self._add_result("running sum", eqn, terms)
+        self._add("running sum", eqn, length=terms)
         return Facts(
             is_sum=some.is_sum and _is_factor(eqn, operands),
             terms=terms,
@@ -160,23 +154,20 @@ class _Walk:
     def _source(self, eqn: Any) -> str:
         return "{}:{}".format(*source_lines.source_line(eqn, self.caller))
 
-    def _add_result(self, kind: str, eqn: Any, length: int | None = None) -> None:
-        name, source = eqn.primitive.name, self._source(eqn)
-        self._add(kind, eqn.outvars[0], name, source, length)
+    def _finding(self, kind: str, eqn: Any, i: int = 0, **fields: Any) -> Finding:
+        """Describes the i-th result of an equation."""
+        known = {"primitive": eqn.primitive.name, "source": self._source(eqn)}
+        return Finding(kind, dtype=str(_dtype(eqn.outvars[i])), **known | fields)
 
-    def _add(
-        self, kind: str, result: Any, name: str, source: str, length: int | None
-    ) -> None:
+    def _add(self, kind: str, eqn: Any, i: int = 0, **fields: Any) -> None:
         """Adds a place if its result is narrow, and its sum long."""
-        dtype = _dtype(result)
-        if is_narrow(dtype):
-            place = Finding(kind, name, str(dtype), source, length=length)
+        if is_narrow(_dtype(eqn.outvars[i])):
+            place = self._finding(kind, eqn, i, **fields)
             if place.bound is None or place.bound >= _NOTICEABLE:
                 self.places.append(place)
 
 
 def _outside_of_loops(facts: Sequence[Facts]) -> list[Facts]:
-    """The facts without the values that loops carry."""
     return [x._replace(carries={}) for x in facts]
 
 

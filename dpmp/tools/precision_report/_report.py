@@ -66,9 +66,8 @@ class PrecisionReport:
         """
         if self.comparison is None:
             _validate.fail(
-                "there is nothing to plot without data",
-                comparison=None,
-                fix="Call precision_report with arrays, of public or synthetic data.",
+                "there is nothing to plot without data. Call precision_report with "
+                "arrays, of public or synthetic data."
             )
         figure = _plot.plot(self.comparison, self.policy)
         if path is not None:
@@ -122,9 +121,7 @@ def precision_report(
       ValueError: if `fun` is not a function or cannot be differentiated, if there is no
         such policy, or if the loss scale is not a power of two.
     """
-    _validate.require(
-        callable(fun), "fun must be a function", fun=fun, fix="Pass the loss first."
-    )
+    _validate.function(fun=fun)
     check_num_args(args, (0,))
     loss_scaling.check(loss_scale)
     name = policy if isinstance(policy, str) else policy.compute_dtype.name
@@ -185,9 +182,9 @@ def _check(fun: Callable[..., Any], shapes: Sequence[PyTree]) -> None:
     is_scalar = isinstance(output, jax.ShapeDtypeStruct) and output.shape == ()
     _validate.require(
         is_scalar and jnp.issubdtype(output.dtype, jnp.floating),
-        "fun must return a scalar float loss to be differentiated and compared",
+        "fun must return a scalar float loss to be differentiated and compared. Reduce "
+        "the output with jnp.mean, or use differentiate=False.",
         output=output,
-        fix="Reduce the output with jnp.mean, or use differentiate=False.",
     )
 
 
