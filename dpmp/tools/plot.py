@@ -3,15 +3,13 @@
 import argparse
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from dpmp import _validate, runs
 from dpmp._pictures import new_figure
-
-_EXAMPLE = "python -m dpmp plot runs/first --output first.png"
 
 # Colours of Okabe and Ito, which people with any colour vision can tell apart.
 _BLUE, _ORANGE, _GREEN = "#0072b2", "#d55e00", "#009e73"
@@ -34,7 +32,7 @@ def add_plot_command(commands: Any) -> None:
         help="Draws metrics, epsilon and loss scale of a run over its steps.",
         description="Draws the metrics that a run has written into its directory. The "
         "run may be going on.",
-        epilog=_EXAMPLE,
+        epilog="python -m dpmp plot runs/first --output first.png",
     )
     path: dict[str, Any] = {"type": pathlib.Path}
     parser.add_argument("directory", metavar="DIR", help="of a run", **path)
@@ -53,21 +51,13 @@ def _plot(args: argparse.Namespace) -> int:
         figure.savefig(output, dpi=120, format=output.suffix.removeprefix("."))
     except (OSError, ValueError) as error:
         _validate.fail(
-            "the picture must be written to a file of a kind that matplotlib knows",
+            "the picture must be written to a file of a kind that matplotlib knows. "
+            "Pass --output FILE.png, in a directory that can be written.",
             output=str(output),
             reason=str(error),
-            fix="Pass --output FILE.png, in a directory that can be written.",
         )
     sys.stdout.write(f"{output}\n")
     return 0
-
-
-class _Curve(NamedTuple):
-    """Numbers at some steps; `kind` is "noisy", "public" or the name of the numbers."""
-
-    kind: str
-    steps: np.ndarray
-    values: np.ndarray
 
 
 def draw(directory: pathlib.Path) -> Any:
@@ -79,94 +69,93 @@ def draw(directory: pathlib.Path) -> Any:
     lines = runs.read_metrics(directory)
     _validate.require(
         bool(lines),
-        "the directory must have metrics of a run",
+        "the directory must have metrics of a run. Pass a directory that "
+        "fit(checkpoint_dir=) was given.",
         directory=str(directory),
-        fix="Pass a directory that fit(checkpoint_dir=) was given.",
     )
-    panels = _panels(lines)
-    last = lines[-1]["step"]
-    figure, axes = _grid(len(panels), last)
-    for place, (name, curves) in zip(axes, panels.items(), strict=False):
-        for curve in curves:
-            _draw_curve(place, curve, len(lines) // _NUM_MEANS)
-        place.set_ylabel(_LABELS.get(name, name))
-        if name == _SCALE:
-            place.set_yscale("log", base=2)
-    _add_legend(figure, axes)
+    curves = _curves(lines)
+    names = list(dict.fromkeys(map(_panel, curves)))
+    figure, panels = _grid(names, lines[-1]["step"])
+    for name, points in curves.items():
+        kind = name.partition("/")[0]
+        _draw_curve(panels[_panel(name)], kind, points, len(lines) // _NUM_MEANS)
+    _add_legend(figure, panels.values())
     return figure
 
 
-def _panels(lines: Sequence[dict[str, Any]]) -> dict[str, list[_Curve]]:
-    """The curves by the names of their panels, which noisy and public curves share."""
-    names = dict.fromkeys(name for line in lines for name in line)
-    for name in ("step", "seconds"):
-        names.pop(name, None)
-    panels: dict[str, list[_Curve]] = {}
-    for name in sorted(names, key=_order):
-        points = [(x["step"], x[name]) for x in lines if x.get(name) is not None]
-        if points:
-            kind, _, short = name.partition("/")
-            steps, values = map(np.array, zip(*points, strict=True))
-            panels.setdefault(short or kind, []).append(_Curve(kind, steps, values))
-    return panels
+def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Steps and values, (2, number of points), of each metric that has any."""
+    names = {name for line in lines for name in line} - {"step", "seconds"}
+    points = {
+        name: [(x["step"], x[name]) for x in lines if x.get(name) is not None]
+        for name in sorted(names, key=_order)
+    }
+    return {name: np.transpose(x) for name, x in points.items() if x}
 
 
-def _order(name: str) -> tuple[bool, bool, str]:
-    """The loss first, then other metrics, and then the loss scale and the speed."""
+def _panel(name: str) -> str:
+    """The name of a panel, which noisy and public curves of a metric share."""
     kind, _, short = name.partition("/")
-    return kind not in _KINDS, short != "loss", short or kind
+    return short or kind
 
 
-def _grid(num_panels: int, last: int) -> tuple[Any, list[Any]]:
+def _order(name: str) -> tuple[bool, bool, str, str]:
+    """The loss first, then other metrics, and then the loss scale and the speed."""
+    kind, panel = name.partition("/")[0], _panel(name)
+    return kind not in _KINDS, panel != "loss", panel, kind
+
+
+def _grid(names: Sequence[str], last: int) -> tuple[Any, dict[str, Any]]:
     """A figure, and its axes in two columns; the lowest axes label the steps."""
-    columns = min(num_panels, 2)
-    rows = -(-num_panels // columns)
+    columns = min(len(names), 2)
+    rows = -(-len(names) // columns)
     size = 4.8 * columns, 2.3 * rows + 0.3
     figure = new_figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
     axes = list(grid.flat)
-    for unused in axes[num_panels:]:
+    for unused in axes[len(names) :]:
         unused.remove()
-    axes = axes[:num_panels]
+    panels = dict(zip(names, axes, strict=False))
     figure.supxlabel("step", fontsize="medium")
-    for place in axes[-columns:]:
+    for place in axes[: len(names)][-columns:]:
         place.tick_params(labelbottom=True)
-    for place in axes:
+    for name, place in panels.items():
+        place.set_ylabel(_LABELS.get(name, name))
         place.set_xlim(0, last * 1.02)
         place.xaxis.get_major_locator().set_params(integer=True)
         place.grid(alpha=0.3)
         place.spines[["top", "right"]].set_visible(False)
         place.set_axisbelow(True)
-    return figure, axes
+        if name == _SCALE:
+            place.set_yscale("log", base=2)
+    return figure, panels
 
 
-def _draw_curve(axes: Any, curve: _Curve, width: int) -> None:
+def _draw_curve(axes: Any, kind: str, points: np.ndarray, width: int) -> None:
     """Draws a curve; many points are pale, with a running mean over `width` points."""
-    color = _KINDS.get(curve.kind, _GREEN)
-    style: dict[str, Any] = {"color": color, "linewidth": 1.5, "label": curve.kind}
-    if curve.kind == _SCALE:
-        axes.step(curve.steps, curve.values, where="post", **style)
-    elif curve.kind == "public" or width < 2 or len(curve.steps) < width:
-        marker = "o" if len(curve.steps) < _NUM_MEANS else ""
-        axes.plot(curve.steps, curve.values, marker=marker, markersize=3, **style)
+    color, num_points = _KINDS.get(kind, _GREEN), points.shape[1]
+    style: dict[str, Any] = {"color": color, "linewidth": 1.5, "label": kind}
+    if kind == _SCALE:
+        axes.step(*points, where="post", **style)
+    elif kind == "public" or width < 2 or num_points < width:
+        marker = "o" if num_points < _NUM_MEANS else ""
+        axes.plot(*points, marker=marker, markersize=3, **style)
     else:
-        pale = {"alpha": 0.3, "linewidth": 0.6}
-        axes.plot(curve.steps, curve.values, **style | pale)
-        mean = np.ones(width) / width
-        means = [np.convolve(x, mean, "valid") for x in (curve.steps, curve.values)]
+        axes.plot(*points, **style | {"alpha": 0.3, "linewidth": 0.6})
+        means = [np.convolve(x, np.ones(width) / width, "valid") for x in points]
         style["label"] += f", mean of {width} points"
         axes.plot(*means, **style)
 
 
-def _add_legend(figure: Any, axes: Sequence[Any]) -> None:
+def _add_legend(figure: Any, panels: Iterable[Any]) -> None:
     """Explains noisy and public curves above all panels, if there is a choice."""
-    handles = {}
-    for place in axes:
-        for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
-            if label.startswith(tuple(_KINDS)):
-                handles[label] = handle
-    if len(handles) > 1:
-        place, columns = "outside upper center", len(handles)
+    lines = {line.get_label(): line for axes in panels for line in axes.lines}
+    lines = {name: x for name, x in lines.items() if name.startswith(tuple(_KINDS))}
+    if len(lines) > 1:
         figure.legend(
-            handles.values(), handles, loc=place, ncols=columns, frameon=False
+            lines.values(),
+            lines,
+            loc="outside upper center",
+            ncols=len(lines),
+            frameon=False,
         )
