@@ -2,10 +2,8 @@
 
 import argparse
 import collections
-import functools
 import json
 import math
-import operator
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -21,6 +19,14 @@ _COUNTING = (
     "something about. All directories add up, as if they used the data of the same "
     "people."
 )
+_REMARKS = {
+    "charged_alone": "{} of the steps are paid for without a checkpoint: a run ended "
+    "with an error or before its checkpoint was in place, or the steps were made "
+    "elsewhere.",
+    "made_again": "{} of the steps were made again, and count again.",
+    "incomplete_bytes": "The file ends with an incomplete record of {} bytes, whose "
+    "steps are free. The next run removes it.",
+}
 
 
 def add_ledger_command(commands: Any) -> None:
@@ -32,19 +38,10 @@ def add_ledger_command(commands: Any) -> None:
         "and computes the epsilon of every step that was paid for.",
         epilog="python -m dpmp ledger runs/first runs/second --delta 1e-6",
     )
-    parser.add_argument(
-        "directories",
-        nargs="+",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="a directory of runs; those of several directories are composed",
-    )
-    parser.add_argument(
-        "--delta", type=float, metavar="X", help="default: the delta of the runs"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of text"
-    )
+    add, text = parser.add_argument, "runs in several directories are composed"
+    add("directories", nargs="+", type=pathlib.Path, metavar="DIR", help=text)
+    add("--delta", type=float, metavar="X", help="default: the delta of the runs")
+    add("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(command=_ledger)
 
 
@@ -58,7 +55,7 @@ def _ledger(args: argparse.Namespace) -> int:
 def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[str, Any]:
     ledgers = {str(x): _read(x) for x in directories}
     by_time = sorted(ledgers.values(), key=_times)
-    total = functools.reduce(operator.or_, (x.spent for x in by_time), Spent())
+    total = Spent.of(x.segment for ledger in by_time for x in ledger.records)
     delta = _common_delta(by_time) if delta is None else delta
     together = total.guarantee(delta=delta)
     if len(by_time) > 1 and len(total.stages()) > 1:
@@ -92,8 +89,8 @@ def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
     num_steps = sum(spent.count(x) for x in costs)
     return {
         "directory": directory,
-        "first_time": times[0] if times else None,
-        "last_time": times[-1] if times else None,
+        "first_time": min(times, default=None),
+        "last_time": max(times, default=None),
         "steps": [
             {
                 "noise_multiplier": x.noise_multiplier,
@@ -167,24 +164,12 @@ def _describe(row: dict[str, Any]) -> str:
         f"{digits_above(x['sampling_prob'], 4)}"
         for x in row["steps"]
     )
-    text = (
+    first = (
         f"{row['directory']}, from {row['first_time']} to {row['last_time']}: "
         f"{steps or 'no steps'}; epsilon {_digits(row['epsilon'])}."
     )
-    if row["charged_alone"]:
-        text += (
-            f" {row['charged_alone']} of the steps are paid for without a checkpoint: "
-            "a run ended with an error or before its checkpoint was in place, or the "
-            "steps were made elsewhere."
-        )
-    if row["made_again"]:
-        text += f" {row['made_again']} of the steps were made again, and count again."
-    if row["incomplete_bytes"]:
-        text += (
-            f" The file ends with an incomplete record of {row['incomplete_bytes']} "
-            f"bytes, whose steps are free. The next run removes it."
-        )
-    return text
+    remarks = (text.format(row[name]) for name, text in _REMARKS.items() if row[name])
+    return " ".join([first, *remarks])
 
 
 def _digits(epsilon: float | None) -> str:

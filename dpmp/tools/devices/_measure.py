@@ -215,9 +215,8 @@ def add_devices_command(commands: Any) -> None:
         "on the first device of this machine: whether they run, how fast they are, and "
         "how exact. Then it says which policy to use. It takes some seconds.",
     )
-    parser.add_argument(
-        "--size", type=int, metavar="N", help="rows and columns of the timed matrices"
-    )
+    text = "rows and columns of the timed matrices"
+    parser.add_argument("--size", type=int, metavar="N", help=text)
     parser.set_defaults(command=_run)
 
 

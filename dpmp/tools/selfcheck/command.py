@@ -36,19 +36,12 @@ def add_selfcheck_command(commands: Any) -> None:
         "its promises about clipping, sums, noise and keys. This takes a minute or "
         "two. The exit status is 1 if a promise does not hold.",
     )
-    parser.add_argument(
-        "--include-unsafe",
-        action="store_true",
-        help="also measure float noise, which fails; the exit status stays the same",
-    )
-    parser.add_argument(
-        "--thorough",
-        action="store_true",
-        help="draw four times as many noisy sums; this takes several minutes",
-    )
-    parser.add_argument(
-        "--json", type=_new_file, metavar="FILE", help="also write the results to FILE"
-    )
+    add, flag = parser.add_argument, {"action": "store_true"}
+    text = "also measure float noise, which fails; the exit status stays the same"
+    add("--include-unsafe", help=text, **flag)
+    text = "draw four times as many noisy sums; this takes several minutes"
+    add("--thorough", help=text, **flag)
+    add("--json", type=_new_file, metavar="FILE", help="also write the results to FILE")
     parser.set_defaults(command=_selfcheck)
 
 
