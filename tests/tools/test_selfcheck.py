@@ -1,6 +1,5 @@
 """The self-check: what is right passes, each kind of wrong fails, and the command."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -116,8 +115,7 @@ def test_a_running_float32_sum_fails():
         return [functools.reduce(np.add, clipped).astype(np.float64)[None]]
 
     subject = sums(summed, BatchShape(np.float32, 4096))
-    sizes = dataclasses.replace(SIZES, largest_batch=4096)
-    (change,) = measure_sensitivity(subject, sizes)
+    (change,) = measure_sensitivity(subject, SIZES._replace(largest_batch=4096))
     assert not change.passed
     assert change.value == pytest.approx(1.25)
     assert "stagnating" in change.worst_case
@@ -207,7 +205,7 @@ def test_keys_that_can_be_guessed_fail(draw, num_used, num_bits):
 
 BROKEN = sums(lambda *_: [np.full((1, 1), math.inf)])
 GOOD = sums(sum_in_float64)
-NOT_OURS = dataclasses.replace(BROKEN, name="theirs", is_claimed=False)
+NOT_OURS = BROKEN._replace(name="theirs", is_claimed=False)
 
 
 @pytest.fixture

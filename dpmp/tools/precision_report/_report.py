@@ -22,7 +22,7 @@ from dpmp._typing import PyTree
 from dpmp.engines import check_float_leaves, check_num_args
 from dpmp.precision import Policy
 from dpmp.programs import source_lines
-from dpmp.tools.precision_report import _plot, _text
+from dpmp.tools.precision_report import _shown
 from dpmp.tools.precision_report._comparison import Comparison, cast, compare, path_of
 from dpmp.tools.precision_report._findings import ARGUMENT, Finding, select
 from dpmp.tools.precision_report._places import find_places, is_narrow
@@ -46,7 +46,7 @@ class PrecisionReport:
 
     def __str__(self) -> str:
         title = f"Precision of {self.name}, {self.policy}"
-        text = _text.report(self.findings, self.comparison)
+        text = _shown.text(self.findings, self.comparison)
         return f"{title}\n\n{text}"
 
     def plot(self, path: Any = None) -> Any:
@@ -69,7 +69,7 @@ class PrecisionReport:
                 "there is nothing to plot without data. Call precision_report with "
                 "arrays, of public or synthetic data."
             )
-        figure = _plot.plot(self.comparison, self.policy)
+        figure = _shown.plot(self.comparison, self.policy)
         if path is not None:
             figure.savefig(path)
         return figure

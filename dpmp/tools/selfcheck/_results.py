@@ -1,15 +1,13 @@
 """The results of a self-check, and the sizes of its measurements."""
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 Number = Fraction | float
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """A measured value and its limits.
 
     Attributes:
@@ -33,8 +31,7 @@ class Result:
     worst_case: str
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The sizes of the measurements."""
 
     num_entries: int = 20_000  # of a gradient with one leaf

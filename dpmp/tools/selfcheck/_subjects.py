@@ -1,7 +1,6 @@
 """The subjects of a self-check: sums, noise and keys, all behind callables."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -37,8 +36,9 @@ class BatchShape(NamedTuple):
 
 
 # A subject has the name of its library and mode, and dpmp may claim that it passes.
-@dataclass(frozen=True)
-class Sums:
+
+
+class Sums(NamedTuple):
     """A way to clip gradients and to sum them.
 
     `make` maps a clip norm and a microbatch size to the sum function, and to the
@@ -57,8 +57,7 @@ class Sums:
     smallest_norm: float = 0.98
 
 
-@dataclass(frozen=True)
-class Releases:
+class Releases(NamedTuple):
     """A way to add noise, with a noise multiplier of `NOISE_MULTIPLIER`.
 
     `draw(has_example, num)` gives `num` noisy sums of one entry each, (num,). The batch
@@ -70,8 +69,7 @@ class Releases:
     draw: Callable[[bool, int], np.ndarray]
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(NamedTuple):
     """A way to obtain the key of the noise.
 
     `draw` gives the uint32 words of a new key, and `noise` maps these words to noise.

@@ -5,7 +5,6 @@ on synthetic data.
 """
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import math
@@ -120,7 +119,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """The fields of a result; strings replace numbers that JSON cannot express."""
     return {
         name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
-        for name, x in dataclasses.asdict(result).items()
+        for name, x in result._asdict().items()
     }
 
 
