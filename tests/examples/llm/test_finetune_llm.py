@@ -57,10 +57,6 @@ def test_a_run_is_saved_and_loaded_again(run, tmp_path, llama, flags, capsys):
     assert generated.startswith("the")
     assert generated in printed
 
-    exchange_tokenizer(llama)
-    with pytest.raises(SystemExit, match="the tokenizer must be that of training"):
-        run(example, "--generate", tmp_path / "out")
-
 
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_an_adapter_is_served_with_the_tokenizer_of_training(llama, tmp_path):
@@ -73,15 +69,11 @@ def test_an_adapter_is_served_with_the_tokenizer_of_training(llama, tmp_path):
     report = {"settings": {"model": str(llama)}, "tokenizer": model.tokenizer.digest}
     (folder / "report.json").write_text(json.dumps(report))
     example.generate(folder, "the", 2, 0)
-    exchange_tokenizer(llama)
+    file = llama / "tokenizer.json"
+    other = json.loads(file.read_text()) | {"pre_tokenizer": {"type": "Whitespace"}}
+    file.write_text(json.dumps(other))
     with pytest.raises(SystemExit, match="the tokenizer must be that of training"):
         example.generate(folder, "the", 2, 0)
-
-
-def exchange_tokenizer(folder):
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["pre_tokenizer"] = {"type": "Whitespace"}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 @pytest.mark.parametrize(

@@ -88,24 +88,14 @@ def test_the_forms_of_older_versions_of_transformers_are_read(llama):
     assert read(llama)[0] == config
 
 
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ("config.json", "must have config.json; got .*llama"),
-        ("model.safetensors", "must be in model.safetensors; .*llama has no"),
-    ],
-)
-def test_a_missing_file_is_named(llama, missing, message):
-    (llama / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=message):
-        read(llama)
-
-
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_a_damaged_file_is_named(llama, file):
+def test_a_damaged_or_missing_file_is_named(llama, file):
     path = llama / file
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=f"{file} must be .*complete"):
+        read(llama)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"must .*{file}; .*llama"):
         read(llama)
 
 
@@ -113,22 +103,15 @@ def test_a_damaged_file_is_named(llama, file):
     ("changes", "message"),
     [
         ({"model_type": "mamba"}, "llama, gpt2, bert; got 'mamba'"),
-        ({"model_type": None}, "llama, gpt2, bert; got None"),
         ({"hidden_act": "relu"}, "hidden_act .* must be 'silu'; got 'relu'"),
         ({"attention_bias": True}, "attention_bias .* must be False; got True"),
-        (
-            {"rope_parameters": {"rope_type": "llama3"}},
-            "rope_type .* must be \"default\"; got 'llama3'",
-        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "must be .default.; got 'yarn'"),
         ({"hidden_size": None}, "must state hidden_size"),
         ({"num_hidden_layers": "two"}, "num_layers must be an integer .* got 'two'"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads; got 4 and 3"),
         ({"head_dim": 5}, "head_width must be even.* got 5"),
         ({"vocab_size": 81}, r"embed_tokens.weight .* \(81, 16\).* got \(80, 16\)"),
-        (
-            {"intermediate_size": 20},
-            r"0.mlp.down_proj.weight must have the shape \(16, 20\).* \(16, 24\)",
-        ),
+        ({"intermediate_size": 20}, r"0.mlp.down_proj.weight .*\(16, 20\).*\(16, 24\)"),
         ({"num_hidden_layers": 3}, "array 'model.layers.2.self_attn.k_proj.weight'"),
         ({"num_hidden_layers": 1}, r"got none for model.layers.1.* \(9 in all\)"),
         ({"tie_word_embeddings": False}, "array 'lm_head.weight'; got none"),
