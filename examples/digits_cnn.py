@@ -57,12 +57,10 @@ def load(seed):
     """
     image, label = sklearn.datasets.load_digits(return_X_y=True)
     image = (image / 8 - 1).reshape(-1, 8, 8, 1).astype(np.float32)
+    label = label.astype(np.int32)
     order = np.random.default_rng(seed).permutation(len(label))
-    train, held_out = order[HELD_OUT:], order[:HELD_OUT]
-    return (
-        {"image": image[train], "label": label[train].astype(np.int32)},
-        {"image": image[held_out], "label": label[held_out].astype(np.int32)},
-    )
+    parts = order[HELD_OUT:], order[:HELD_OUT]
+    return [{"image": image[part], "label": label[part]} for part in parts]
 
 
 class Network(nnx.Module):
@@ -134,31 +132,19 @@ def draw(epsilons, private, ordinary, path):
     """Draws the mean of accuracies (epsilon, run), and their standard deviation."""
     figure = Figure(figsize=(5.6, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(np.mean(ordinary), color=ORANGE, linestyle="--", linewidth=1.5)
-    axes.axhspan(
-        np.mean(ordinary) - np.std(ordinary, ddof=1),
-        np.mean(ordinary) + np.std(ordinary, ddof=1),
-        color=ORANGE,
-        alpha=0.2,
-        linewidth=0,
-    )
-    axes.errorbar(
-        epsilons,
-        np.mean(private, axis=1),
-        np.std(private, axis=1, ddof=1),
-        color=BLUE,
-        marker="o",
-        markersize=5,
-        capsize=3,
-    )
+    top, deviation = np.mean(ordinary), np.std(ordinary, ddof=1)
+    axes.axhline(top, color=ORANGE, linestyle="--", linewidth=1.5)
+    ends, pale = (top - deviation, top + deviation), {"alpha": 0.2, "linewidth": 0}
+    axes.axhspan(*ends, color=ORANGE, **pale)
+    means, deviations = np.mean(private, axis=1), np.std(private, axis=1, ddof=1)
+    marks = {"marker": "o", "markersize": 5, "capsize": 3}
+    axes.errorbar(epsilons, means, deviations, color=BLUE, **marks)
     place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "left"}
-    top = np.mean(ordinary)
     axes.annotate("without privacy", (epsilons[0], top), color=ORANGE, **place)
     axes.set_xscale("log", base=2)
     axes.set_xticks(epsilons, [f"{x:g}" for x in epsilons])
-    axes.set_xlabel("epsilon (small: a strong promise)")
-    axes.set_ylabel("accuracy on held-out images")
-    axes.set_ylim(top=1)
+    labels = "epsilon (small: a strong promise)", "accuracy on held-out images"
+    axes.set(xlabel=labels[0], ylabel=labels[1], ylim=(None, 1))
     num_runs = len(ordinary)
     axes.set_title(f"Mean and standard deviation of {num_runs} runs", fontsize="medium")
     axes.grid(alpha=0.3)

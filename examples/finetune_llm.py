@@ -229,9 +229,8 @@ def main() -> None:
     make_batch = functools.partial(llm.make_batch, model.tokenizer, length=args.length)
     private = make_batch(private)
     held_out = make_batch(held_out[:MAX_HELD_OUT])
-    initial = lora.init(
-        jax.random.key(args.seed), model.params, args.rank, args.targets
-    )
+    key = jax.random.key(args.seed)
+    initial = lora.init(key, model.params, args.rank, args.targets)
     num_parameters = sum(x.size for x in jax.tree.leaves(initial))
     mechanism = make_mechanism(args, len(private["tokens"]), num_parameters)
     num_held_out = len(held_out["tokens"])
@@ -241,22 +240,16 @@ def main() -> None:
     trained = train(model, initial, mechanism, private, args.learning_rate)
     scores["private"] = evaluate(model, held_out, trained)
     print(f"{scores['private']:.3f} after private fine-tuning of {num_parameters:,}")
-    unprotected = {}
+    results: dict[str, Any] = {"nats_per_token": scores}
     if args.compare:
         plain = mechanism.without_privacy()
         baseline = train(model, initial, plain, private, args.learning_rate)
         score = evaluate(model, held_out, baseline)
-        unprotected["without_privacy"] = {"nats_per_token": score}
+        results["without_privacy"] = {"nats_per_token": score}
         print(f"{score:.3f} after the same without privacy")
     print(args.prompt + write_text(model, trained, args.prompt, args.num_tokens, 0))
-    report = finetuning.describe(
-        args,
-        mechanism,
-        num_held_out,
-        tokenizer=model.tokenizer.digest,
-        nats_per_token=scores,
-        **unprotected,
-    )
+    results["tokenizer"] = model.tokenizer.digest
+    report = finetuning.describe(args, mechanism, num_held_out, **results)
     save(args.output, model, trained, initial, report)
     minutes = (time.monotonic() - start) / 60
     print(f"Saved in {args.output}, after {minutes:.1f} minutes")

@@ -280,12 +280,8 @@ def parse_args() -> argparse.Namespace:
     baseline("--no-privacy", action="store_true", help="neither clip nor add noise")
     baseline("--compare", action="store_true", help=finetuning.COMPARE_HELP)
     add("--steps", type=int, default=30, help="of private training")
-    add(
-        "--batch-size",
-        type=int,
-        help="expected records in a step; else 512, or a "
-        "quarter of the records if that is less",
-    )
+    text = "expected records in a step; else 512, or a quarter of the records"
+    add("--batch-size", type=int, help=text)
     add("--microbatch-size", type=int, default=8, help="records processed at once")
     add("--l2-clip-norm", type=float, default=1.0, help="of one record's gradient")
     add("--learning-rate", type=float, default=3e-3, help="of private training")
@@ -293,18 +289,11 @@ def parse_args() -> argparse.Namespace:
     add("--precision", choices=["float32", "mixed_bfloat16"], default="mixed_bfloat16")
     add("--method", choices=["per_example", "book_keeping"], default="per_example")
     add("--seed", type=int, default=0, help="of what is public; never of the noise")
-    add(
-        "--generate",
-        type=path,
-        metavar="DIR",
-        help="write text with the parameters "
-        "that an earlier run saved in DIR, and train nothing",
-    )
+    text = "only write text, with the parameters that an earlier run saved in DIR"
+    add("--generate", type=path, metavar="DIR", help=text)
     args = parser.parse_args()
-    if args.pretraining_steps < 0:
-        parser.error(
-            f"--pretraining-steps must be at least 0; got {args.pretraining_steps}"
-        )
+    if (steps := args.pretraining_steps) < 0:
+        parser.error(f"--pretraining-steps must be at least 0; got {steps}")
     return args
 
 
@@ -349,12 +338,11 @@ def main() -> None:
     runs = {"after": mechanism}
     if args.compare:
         runs["without privacy"] = mechanism.without_privacy()
+    tune = functools.partial(finetune, graphdef, params, policy)
     for name, run in runs.items():
         what = "privately" if run.is_private else "without privacy"
         print(f"\nFine-tuning on {len(train)} records, {what}", flush=True)
-        models[name] = finetune(
-            graphdef, params, policy, run, train, args.learning_rate
-        )
+        models[name] = tune(run, train, args.learning_rate)
     print("\nLoss on held-out records, nats per byte")
     scores = {name: evaluate(graphdef, m, held_out) for name, m in models.items()}
     for name, score in scores.items():
@@ -362,18 +350,11 @@ def main() -> None:
     print("\nA record made up by the fine-tuned model")
     print(textwrap.indent(write_text(graphdef, models["after"], args.seed), "  "))
     seconds = round(time.monotonic() - start)
-    unprotected = {}
+    results: dict[str, Any] = {"nats_per_byte": scores, "seconds": seconds}
     if args.compare:
         score = scores.pop("without privacy")
-        unprotected["without_privacy"] = {"nats_per_byte": score}
-    report = finetuning.describe(
-        args,
-        mechanism,
-        len(held_out),
-        nats_per_byte=scores,
-        seconds=seconds,
-        **unprotected,
-    )
+        results["without_privacy"] = {"nats_per_byte": score}
+    report = finetuning.describe(args, mechanism, len(held_out), **results)
     save(args.output, models["after"], report)
     print(f"\n{seconds} s. Parameters and report are in {args.output}.")
 

@@ -82,13 +82,8 @@ def split(data, seed):
     that differ in one patient.
     """
     order = np.random.default_rng(seed).permutation(len(data["y"]))
-    train, held_out = order[HELD_OUT:], order[:HELD_OUT]
-    return rows_of(data, train), rows_of(data, held_out)
-
-
-def rows_of(data, indices):
-    """Some rows of the data."""
-    return {name: column[indices] for name, column in data.items()}
+    parts = order[HELD_OUT:], order[:HELD_OUT]
+    return [{name: column[part] for name, column in data.items()} for part in parts]
 
 
 def logits_of(params, x):

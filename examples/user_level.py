@@ -78,15 +78,12 @@ def one_row_per_person(records, num_people):
     kept = place < MOST_RECORDS
     index = person[order][kept], place[kept]
     shape = num_people, MOST_RECORDS
-    rows = {
-        "x": np.zeros((*shape, NUM_FEATURES), np.float32),
-        "y": np.zeros(shape, np.float32),
-        "is_record": np.zeros(shape, bool),
-    }
-    rows["x"][index] = records["x"][order][kept]
-    rows["y"][index] = records["y"][order][kept]
-    rows["is_record"][index] = True
-    return rows
+    x, y = np.zeros((*shape, NUM_FEATURES), np.float32), np.zeros(shape, np.float32)
+    is_record = np.zeros(shape, bool)
+    x[index] = records["x"][order][kept]
+    y[index] = records["y"][order][kept]
+    is_record[index] = True
+    return {"x": x, "y": y, "is_record": is_record}
 
 
 def one_row_per_record(people):
@@ -147,10 +144,8 @@ def accuracies(mechanism, rows, held_out, num_runs):
     )
     found = []
     for _ in range(num_runs):
-        state = trainer.init(
-            {"weights": jnp.zeros(NUM_FEATURES), "bias": jnp.zeros(())}
-        )
-        params = trainer.fit(state, rows, progress=False).params
+        params = {"weights": jnp.zeros(NUM_FEATURES), "bias": jnp.zeros(())}
+        params = trainer.fit(trainer.init(params), rows, progress=False).params
         is_right = (logits_of(params, held_out["x"]) > 0) == (held_out["y"] == 1)
         found.append(np.mean(is_right))
     return np.array(found)
