@@ -182,7 +182,8 @@ def measure_dtypes(*, size: int | None = None) -> DeviceReport:
     if size is None:
         size = 1024 if device.platform == "cpu" else 8192
     size = _validate.positive_integer(size=size, fix="Leave it out for one that fits.")
-    programs, errors = _products.compile_all(_products.KINDS, ((size, size),) * 2)
+    shapes = (size, size), (size, size)
+    programs, errors = _products.compile_all(_products.KINDS, shapes)
     _validate.require(
         "float32" in programs,
         "products of float32 must run on the device. Use another device, or a smaller "

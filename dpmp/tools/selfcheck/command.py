@@ -35,11 +35,11 @@ def add_selfcheck_command(commands: Any) -> None:
         "its promises about clipping, sums, noise and keys. This takes a minute or "
         "two. The exit status is 1 if a promise does not hold.",
     )
-    add, flag = parser.add_argument, {"action": "store_true"}
+    add = parser.add_argument
     text = "also measure float noise, which fails; the exit status stays the same"
-    add("--include-unsafe", help=text, **flag)
+    add("--include-unsafe", action="store_true", help=text)
     text = "draw four times as many noisy sums; this takes several minutes"
-    add("--thorough", help=text, **flag)
+    add("--thorough", action="store_true", help=text)
     add("--json", type=_new_file, metavar="FILE", help="also write the results to FILE")
     parser.set_defaults(command=_selfcheck)
 
