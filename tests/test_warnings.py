@@ -76,10 +76,7 @@ def loss(w, x, y):
 
 SHARED = dpmp.clipped_grad(loss, l2_clip_norm=1.0)
 LARGE = dpmp.clipped_grad(
-    loss,
-    l2_clip_norm=1.0,
-    batch_argnums=(1, 2),
-    arithmetic=ExactSums(2**21),
+    loss, l2_clip_norm=1.0, batch_argnums=(1, 2), arithmetic=ExactSums(2**21)
 )
 
 

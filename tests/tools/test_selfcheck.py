@@ -22,13 +22,7 @@ from dpmp.tools.selfcheck._results import Sizes
 from dpmp.tools.selfcheck._subjects import BatchShape, Keys, Releases, Subjects, Sums
 from dpmp.tools.selfcheck._sums import measure_contributions, measure_sensitivity
 
-SIZES = Sizes(
-    num_entries=2000,
-    num_leaves=8,
-    largest_batch=256,
-    num_training=2**20,
-    num_test=2**17,
-)
+SIZES = Sizes(2000, 8, 256, 2**20, 2**17)
 
 
 def passed(results):

@@ -18,22 +18,16 @@ _NOTICEABLE = 1 / 8
 
 
 class Facts(NamedTuple):
-    """The facts that the walk knows about a value.
+    """The facts that the walk knows about a value."""
 
-    Attributes:
-      lost: the place where a wider value was rounded to this 16-bit value, or to the
-        16-bit value that this value is a wider copy of.
-      is_tie: whether the value tells which floats are equal.
-      is_sum: whether it is a sum, possibly with a factor, a root or an addend.
-      terms: the number of 16-bit values that were added up to it.
-      carries: the values carried by a loop that are among its terms, by position: the
-        number of additions to the carried value, and the line of the last addition.
-    """
-
+    # Where a wider value was rounded to this 16-bit value, or to the 16-bit value that
+    # this value is a wider copy of.
     lost: Finding | None = None
-    is_tie: bool = False
-    is_sum: bool = False
-    terms: int = 1
+    is_tie: bool = False  # whether the value tells which floats are equal
+    is_sum: bool = False  # possibly with a factor, a root or an addend
+    terms: int = 1  # the number of 16-bit values that were added up to the value
+    # The values carried by a loop that are among the terms, by position: the number of
+    # additions to the carried value, and the line of the last addition.
     carries: Mapping[int, tuple[int, str]] = {}
 
 

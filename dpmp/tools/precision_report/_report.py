@@ -52,13 +52,8 @@ class PrecisionReport:
     def plot(self, path: Any = None) -> Any:
         """Draws the sizes of the gradient's entries beside the ranges of dtypes.
 
-        The picture is for public or synthetic data only, since it has no noise.
-
-        Args:
-          path: a file to save the picture to, if any.
-
-        Returns:
-          A matplotlib figure.
+        The picture is for public or synthetic data only, since it has no noise. It is
+        a matplotlib figure, which is also saved to `path`, if that is given.
 
         Raises:
           ModuleNotFoundError: without matplotlib (`pip install 'dpmp[plot]'`).
@@ -152,13 +147,21 @@ def _find(
 ) -> tuple[Finding, ...]:
     """Traces the loss and its gradient, and finds the lines that lose something."""
     if differentiate:
-        _check(fun, shapes)
+        check_float_leaves(shapes[0], "argument 0")
+    program, output = jax.make_jaxpr(fun, return_shape=True)(*shapes)
     rounded = _rounded_arguments(args, shapes)
-    loss, gradient = find_places(jax.make_jaxpr(fun)(*shapes).jaxpr, rounded), []
-    if differentiate:
-        program = jax.make_jaxpr(jax.value_and_grad(fun))(*shapes).jaxpr
-        gradient = find_places(program, [None] * len(rounded))
-    return select(loss, gradient)
+    loss = find_places(program.jaxpr, rounded)
+    if not differentiate:
+        return select(loss, [])
+    is_scalar = isinstance(output, jax.ShapeDtypeStruct) and output.shape == ()
+    _validate.require(
+        is_scalar and jnp.issubdtype(output.dtype, jnp.floating),
+        "fun must return a scalar float loss to be differentiated and compared. Reduce "
+        "the output with jnp.mean, or use differentiate=False.",
+        output=output,
+    )
+    program = jax.make_jaxpr(jax.value_and_grad(fun))(*shapes)
+    return select(loss, find_places(program.jaxpr, [None] * len(rounded)))
 
 
 def _is_traceable(fun: Callable[..., Any], args: Sequence[PyTree]) -> bool:
@@ -173,19 +176,6 @@ def _clash(error: Exception, policy: Policy) -> Finding:
     file, line = source_lines.error_line(error)
     dtype = policy.compute_dtype.name
     return Finding("clash", str(error) or type(error).__name__, dtype, f"{file}:{line}")
-
-
-def _check(fun: Callable[..., Any], shapes: Sequence[PyTree]) -> None:
-    """Raises ValueError for a function that has no gradient."""
-    check_float_leaves(shapes[0], "argument 0")
-    output = jax.eval_shape(fun, *shapes)
-    is_scalar = isinstance(output, jax.ShapeDtypeStruct) and output.shape == ()
-    _validate.require(
-        is_scalar and jnp.issubdtype(output.dtype, jnp.floating),
-        "fun must return a scalar float loss to be differentiated and compared. Reduce "
-        "the output with jnp.mean, or use differentiate=False.",
-        output=output,
-    )
 
 
 def _rounded_arguments(
