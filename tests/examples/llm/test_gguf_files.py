@@ -12,40 +12,6 @@ import safetensors.numpy
 
 from examples import llm
 
-LAYER = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-OTHERS = {
-    "transformer.wte.weight": "token_embd.weight",
-    "transformer.wpe.weight": "position_embd.weight",
-    "transformer.ln_f.weight": "output_norm.weight",
-    "transformer.ln_f.bias": "output_norm.bias",
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-
-def gguf_name(name):
-    if name in OTHERS:
-        return OTHERS[name]
-    _, _, layer, *module, end = name.split(".")
-    return f"blk.{layer}.{LAYER['.'.join(module)]}.{end}"
-
 
 def in_pairs(array, num_heads):
     """The order of rows that llama.cpp's converter makes of queries and keys."""
@@ -57,13 +23,15 @@ def arrays_of(folder):
     """The weights of a folder of Hugging Face, as a GGUF file has them."""
     heads = {"q_proj": 4, "k_proj": 2}
     arrays = safetensors.numpy.load_file(folder / "model.safetensors")
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model_type.upper()], len(arrays))
     for name, array in arrays.items():
         kind = name.split(".")[-2]
         if kind in heads:
             array = in_pairs(array, heads[kind])
         if kind.startswith("c_"):  # GPT-2 has inputs first, and GGUF outputs
             array = array.T
-        yield gguf_name(name), np.ascontiguousarray(array)
+        yield names.get_name(name, (".weight", ".bias")), np.ascontiguousarray(array)
 
 
 KEYS = {
