@@ -152,10 +152,5 @@ def _add_legend(figure: Any, panels: Iterable[Any]) -> None:
     lines = {line.get_label(): line for axes in panels for line in axes.lines}
     lines = {name: x for name, x in lines.items() if name.startswith(tuple(_KINDS))}
     if len(lines) > 1:
-        figure.legend(
-            lines.values(),
-            lines,
-            loc="outside upper center",
-            ncols=len(lines),
-            frameon=False,
-        )
+        options = {"loc": "outside upper center", "ncols": len(lines)}
+        figure.legend(lines.values(), lines, frameon=False, **options)

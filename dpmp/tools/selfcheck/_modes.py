@@ -9,14 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _random, clipping, noise_addition
-from dpmp.numerics import (
-    LARGEST_RESOLUTION,
-    Arithmetic,
-    BoundedSums,
-    ExactSums,
-    parse_arithmetic,
-)
+from dpmp import _random, clipping, noise_addition, numerics
 from dpmp.tools.selfcheck._subjects import (
     NOISE_MULTIPLIER,
     BatchShape,
@@ -36,12 +29,13 @@ _ALL = (*_LARGE, BatchShape(jnp.float32, 4096, 1))
 
 def dpmp_subjects(*, include_unsafe: bool = False) -> Subjects:
     """The modes of dpmp that keep a promise, and float noise, which keeps none."""
+    fine = numerics.ExactSums(numerics.LARGEST_RESOLUTION)
     modes = [
         _mode("dpmp exact", "exact", _ALL),
-        _mode("dpmp exact, 2^22 units", ExactSums(LARGEST_RESOLUTION), _SMALL),
+        _mode("dpmp exact, 2^22 units", fine, _SMALL),
         _mode("dpmp float32", "float32", _LARGE),
         # Book-keeping reserves more of the clip norm for rounding.
-        _mode("dpmp bounded", BoundedSums(2**18), _ALL, "book_keeping", 0.95),
+        _mode("dpmp bounded", numerics.BoundedSums(2**18), _ALL, "book_keeping", 0.95),
     ]
     remarks = ("dpmp: no gradients of 1e-23, because a clip norm of 1e-22 is refused.",)
     if jax.config.read("jax_enable_x64"):
@@ -56,7 +50,7 @@ def dpmp_subjects(*, include_unsafe: bool = False) -> Subjects:
 
 def _mode(
     name: str,
-    arithmetic: str | Arithmetic,
+    arithmetic: str | numerics.Arithmetic,
     batches: tuple[BatchShape, ...],
     method: str = "per_example",
     smallest_norm: float = 0.98,
@@ -65,7 +59,7 @@ def _mode(
         l2_clip_norm: float, microbatch_size: int | None
     ) -> tuple[SumFn, Fraction]:
         fn = _clip(arithmetic, method, l2_clip_norm, microbatch_size)
-        units = parse_arithmetic(arithmetic, method=method).resolution
+        units = numerics.parse_arithmetic(arithmetic, method=method).resolution
         return sum_fn(fn), Fraction(fn.sensitivity() if units is None else units)
 
     clip = _clip(arithmetic, method)
@@ -85,7 +79,7 @@ def _mode(
 
 
 def _clip(
-    arithmetic: str | Arithmetic,
+    arithmetic: str | numerics.Arithmetic,
     method: str = "per_example",
     l2_clip_norm: float = 1.0,
     microbatch_size: int | None = None,
