@@ -149,9 +149,8 @@ def _gradient(path: str, stack: np.ndarray) -> GradientComparison:
         cosine = 0.0
     is_used = exact != 0
     is_changed = is_used & (rounded == 0), is_subnormal, ~np.isfinite(rounded)
-    shares = (
-        np.count_nonzero(x) / max(1, np.count_nonzero(is_used)) for x in is_changed
-    )
+    num_used = max(1, np.count_nonzero(is_used))
+    shares = (np.count_nonzero(x) / num_used for x in is_changed)
     not_finite = np.count_nonzero(~np.isfinite(grad)) / max(1, grad.size)
     return GradientComparison(
         path, grad.size, float(cosine), float(ratio), not_finite, *shares
