@@ -32,13 +32,9 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def select(tree: PyTree, **selection: str | Sequence[str]) -> list[str]:
-    """The names of the selected arrays, in the order of the tree.
+    """The names that the one keyword selects, in the order of the tree.
 
-    The one keyword is a regular expression that matches a part of the name
-    (`re.search`), or a list of whole names.
-
-    Raises:
-      ValueError: if nothing is selected, or if the tree has no array of a given name.
+    It is a regular expression that matches a part of a name, or a list of names.
     """
     ((_, given),) = selection.items()
     paths = list(by_path(tree))
@@ -89,9 +85,7 @@ def partition(params: PyTree, trainable: str | Sequence[str]) -> tuple[PyTree, P
 
     Args:
       params: the parameters of a model.
-      trainable: the arrays to train: a regular expression that matches a part of the
-        name (`re.search`), or a list of names. The name of an array is its path with
-        slashes.
+      trainable: the arrays to train, by their names, as the `targets` of `init`.
 
     Returns:
       The trainable arrays, and the frozen ones.

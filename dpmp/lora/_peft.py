@@ -28,11 +28,7 @@ from dpmp import _validate
 from dpmp.lora._adapters import Axes, Factors, factor_shapes, sizes
 
 ModuleName: TypeAlias = Callable[[str, int], str | tuple[str, int, int] | None]
-"""The name of the module that has a layer of an array, or None if there is none.
-
-If the array is part 0, 1, ... of n equal parts of the outputs of the module, the result
-is (name, part, n).
-"""
+"""As the argument `names` of `save`; None for a layer that has no module."""
 
 
 class Module(NamedTuple):
@@ -73,12 +69,7 @@ def as_module(name: Any) -> Module:
 
 
 def parts_of(places: Iterable[Place]) -> Parts:
-    """The parts of each module that are targets, in order.
-
-    Raises:
-      ValueError: if two targets are the same part of a module, if a part is out of
-        range, or if the number of parts of a module is ambiguous.
-    """
+    """The parts of each module that are targets, in order; checks all of them."""
     parts: dict[str, list[int]] = {}
     num_parts: dict[str, int] = {}
     for module in (x for place in places for x in place.modules):
@@ -104,17 +95,11 @@ def array_names(module: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The positions of the factors of all targets in the matrices of all modules.
-
-    Attributes:
-      places: the place of each target.
-      rank: the rank of the changes.
-      parts: the parts of each module that are targets. All targets in a module without
-        an entry have the same factor A, as in files of other libraries.
-    """
+    """The positions of the factors of all targets in the matrices of all modules."""
 
     places: Mapping[str, Place]
     rank: int
+    # Targets in a module without an entry share A, as in files of other libraries.
     parts: Parts
 
     def to_arrays(self, factors: Mapping[str, Factors]) -> dict[str, np.ndarray]:
@@ -129,11 +114,7 @@ class Layout:
         return arrays
 
     def from_arrays(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Factors]:
-        """The factors of all targets.
-
-        Raises:
-          ValueError: if a matrix is missing, has another shape or belongs to no target.
-        """
+        """The factors of all targets, if the matrices are those of all modules."""
         wanted, given = self._shapes(), {name: x.shape for name, x in arrays.items()}
         names = sorted({*wanted, *given})
         wrong = [name for name in names if wanted.get(name) != given.get(name)][:5]
@@ -200,13 +181,7 @@ def make_config(
 
 
 def check_config(config: Any, parts: Parts, file: str) -> tuple[int, float]:
-    """Returns the rank and alpha; raises ValueError for changes of another form.
-
-    Args:
-      config: the content of `adapter_config.json`.
-      parts: the parts of modules that are targets; empty for files of other libraries.
-      file: the name of the file, for error messages.
-    """
+    """Returns the rank and alpha; raises ValueError for changes of another form."""
     _validate.require(
         isinstance(config, dict) and {"r", "lora_alpha"} <= {*config},
         "the configuration of adapters must have entries for r and lora_alpha. Load a "

@@ -33,13 +33,9 @@ def run_with_targets(
     targets: Sequence[Target],
     adapters: Adapters | None = None,
 ) -> PyTree:
-    """Returns `fun(*args)` with the changes of adapters; parameters are `args[0]`.
+    """Returns `fun(*args)` with the changes of adapters to the parameters, `args[0]`.
 
     Without adapters, only the roles of the axes of the targets are recorded.
-
-    Raises:
-      ValueError: if the program uses a target in anything but products, or not at all.
-        The message names the array.
     """
     closed, treedef = interpreter.trace(fun, *args)
     by_name = {target.path: target for target in targets}

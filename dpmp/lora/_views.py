@@ -28,19 +28,13 @@ class CannotFollowError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Target:
-    """An array that a program multiplies with, and the roles of its axes.
-
-    Attributes:
-      path: the name of the array.
-      scale: the scale of the product of the factors.
-      roles: "stack", "input" or "output" for each axis whose role is known.
-      is_used: whether the program multiplies with the array.
-    """
+    """The name of an array, and what a program does with it."""
 
     path: str
     scale: float = 1.0
+    # "stack", "input" or "output" for each axis whose role is known.
     roles: dict[int, str] = dataclasses.field(default_factory=dict)
-    is_used: bool = False
+    is_used: bool = False  # whether the program multiplies with the array
 
 
 @functools.partial(
@@ -50,18 +44,11 @@ class Target:
 )
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A view of a frozen array and of its factors.
-
-    Attributes:
-      array: the view of the array.
-      factors: the views of A and B. It is empty if only the roles are recorded.
-      origins: for each axis, the axes of the target that it is made of.
-      target: the array that this is a view of.
-    """
+    """A view of a target and of its factors."""
 
     array: Any
-    factors: tuple[Any, ...]
-    origins: tuple[tuple[int, ...], ...]
+    factors: tuple[Any, ...]  # A and B, or none if only the roles are recorded
+    origins: tuple[tuple[int, ...], ...]  # for each axis, axes of the target
     target: Target
 
     def note(self, axes: Iterable[int], role: str) -> None:
@@ -126,11 +113,7 @@ class View:
             raise CannotFollowError("loops over an axis that is summed over")
 
     def product(self, eqn: Any, x: Any, y: Any, is_left: bool) -> Any:
-        """Adds scale (x A) B to y = x W, the result of a `dot_general`.
-
-        `is_left` tells whether the view is the first operand, and `x` is the other one.
-        Refused if the contracted axes are not those of one factor.
-        """
+        """Adds scale (x A) B to y = x W; the view is the left or right operand."""
         summed, stacked = _dimensions(eqn, is_left)
         rank = self.array.ndim  # the name of the rank axis; others have their numbers
         free = [i for i in range(rank) if i not in {*summed, *stacked}]
@@ -175,11 +158,7 @@ class View:
 
 
 def aligned(factor: Any, axes: Sequence[int], ndim: int) -> Any:
-    """Gives a factor the axes that it has in a view of `ndim` axes.
-
-    `axes` has the axis of the array for each axis of the factor, and `ndim` for the
-    rank.
-    """
+    """Gives a factor the axes of a view; `axes` is a result of `factor_axes`."""
     ordered = jnp.transpose(factor, np.argsort(axes).tolist())
     return jnp.expand_dims(ordered, [i for i in range(ndim) if i not in axes])
 
@@ -198,11 +177,7 @@ def _named(factor: Any, axes: Sequence[int]) -> tuple[Any, list[int]]:
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
-    """The smallest groups of consecutive axes that a reshape maps to each other.
-
-    >>> _groups((6, 4, 5), (2, 3, 20))
-    [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
-    """
+    """The smallest groups of consecutive axes that a reshape maps to each other."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         i_end, j_end = min(i + 1, len(old)), min(j + 1, len(new))

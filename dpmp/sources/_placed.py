@@ -55,8 +55,7 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
 def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
     """Raises ValueError on all processes unless they have the same data and plan.
 
-    They compare a hash of 16 random examples. If two processes had different data, one
-    example could enter a sum twice.
+    If two had different data, one example could enter a sum twice.
     """
     if jax.process_count() == 1:
         return
@@ -83,10 +82,7 @@ def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
 def load_shards(
     load: Load, indices: np.ndarray, mechanism: DPSGD, sharding: Any
 ) -> tuple[PyTree, Any]:
-    """Loads a padded batch, as committed arrays; returns it with `is_padding_example`.
-
-    Without a sharding, they are NumPy arrays.
-    """
+    """Loads a padded batch and `is_padding_example`, committed to a sharding if any."""
     batch_size = mechanism.padded_batch_size
     padded = pad_indices(indices, batch_size)
     if sharding is None:
@@ -109,6 +105,6 @@ def load_shards(
 
 def _num_shards(sharding: Any) -> int:
     """The number of parts into which a sharding divides the first axis."""
-    # A dummy axis with one entry for each device: the size of a shard tells the number.
+    # An axis with one entry for each device: the size of a shard tells the number.
     length = len(sharding.device_set)
     return length // sharding.shard_shape((length,))[0]

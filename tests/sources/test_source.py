@@ -7,40 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sources.datasets import ARRAYS, Batches, Lazy, Singles, Sized
 
 from dpmp.batch_selection import pad_indices
 from dpmp.sources._check_source import check_source
 from dpmp.sources._source import as_device_dtypes, load_padded, loader_of
 
-ARRAYS = {
-    "x": np.arange(1, 25, dtype=np.float32).reshape(12, 2),
-    "label": np.arange(1, 13),
-}
-
 
 def load_batch(load, indices, size=12):
     return load_padded(load, pad_indices(np.array(indices, int), size))
-
-
-class Sized:
-    """Gives the rows of any index."""
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, indices):
-        return {name: x[indices] for name, x in ARRAYS.items()}
-
-
-class OneByOne(Sized):
-    """Gives one example for one integer, as grain and PyTorch do."""
-
-    def __init__(self):
-        self.asked = []
-
-    def __getitem__(self, index):
-        self.asked.append(index)
-        return super().__getitem__(range(12).index(index))
 
 
 class AsBatchOfOne(Sized):
@@ -55,18 +30,6 @@ class Lists(Sized):
 
     def __getitem__(self, indices):
         return {name: x.tolist() for name, x in super().__getitem__(indices).items()}
-
-
-class Changed(OneByOne):
-    """Record 7 is what a function makes of it. It may raise."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def __getitem__(self, index):
-        example = super().__getitem__(index)
-        return self.change(example) if index == 7 else example
 
 
 def grain_dataset(kind):
@@ -88,7 +51,7 @@ def hugging_face_dataset(kind):
 
 DATASETS = {
     "arrays": lambda: ARRAYS,
-    "one by one": OneByOne,
+    "one by one": Singles,
     "batch of one": AsBatchOfOne,
     "lists": Lists,
     "dict of lists": lambda: {name: x.tolist() for name, x in ARRAYS.items()},
@@ -155,7 +118,7 @@ def test_mapped_files_are_not_read_as_a_whole(tmp_path):
 
 
 def test_a_source_of_single_examples_is_asked_for_the_sampled_ones_alone():
-    source = OneByOne()
+    source = Singles()
     load = loader_of(source, 12)
     for indices in ([3, 5], [], [7]):
         load(np.array(indices, int))
@@ -216,35 +179,19 @@ def test_something_else_than_a_dataset_of_the_examples_is_refused(source, messag
         loader_of(source, 12)
 
 
-class Wrong(Sized):
-    """Gives what a function makes of the rows, or of the indices."""
-
-    def __init__(self, change, takes_indices=False):
-        self.change, self.takes_indices = change, takes_indices
-
-    def __getitem__(self, indices):
-        if not self.takes_indices:
-            len(indices)  # accepts no integers
-        rows = indices if self.takes_indices else super().__getitem__(indices)
-        return self.change(rows)
-
-
-def ragged(indices):
-    return {"x": [[1.0] * (8 + int(i)) for i in np.atleast_1d(indices)]}
-
-
 # The source must return one row for each index, all alike, of numbers.
 NOT_ALIKE = {
-    "no rows": lambda: Wrong(lambda _: np.float32(3.0)),
-    "few rows": lambda: Wrong(lambda rows: rows["x"][:1]),
-    "many rows": lambda: Wrong(lambda rows: rows["x"].repeat(2, 0)),
-    "tree": lambda: Changed(lambda x: {"x": x["x"]}),
-    "dtype": lambda: Changed(lambda x: {**x, "x": x["x"].astype(np.float64)}),
-    "shape": lambda: Changed(lambda x: {**x, "x": x["x"][:1]}),
+    "no rows": lambda: Batches(lambda _: np.float32(3.0)),
+    "few rows": lambda: Batches(lambda rows: rows["x"][:1]),
+    "many rows": lambda: Batches(lambda rows: rows["x"].repeat(2, 0)),
+    "tree": lambda: Singles(lambda x: {"x": x["x"]}),
+    "dtype": lambda: Singles(lambda x: {**x, "x": x["x"].astype(np.float64)}),
+    "shape": lambda: Singles(lambda x: {**x, "x": x["x"][:1]}),
     "filtered": lambda: grain_dataset("source").filter(lambda x: x["label"] != 8),
-    "ragged": lambda: Wrong(ragged, takes_indices=True),
-    "text": lambda: Wrong(lambda i: "z" * (7 * int(i) + 7), takes_indices=True),
-    "nothing": lambda: Wrong(lambda _: (), takes_indices=True),
+    "ragged": lambda: Singles(lambda _: {"x": [[1.0] * 8, [1.0] * 9]}, record=0),
+    "text": lambda: Singles(lambda _: "z" * 56),
+    "text at first": lambda: Singles(lambda _: "z" * 56, record=0),
+    "nothing": lambda: Singles(lambda _: ()),
 }
 
 
@@ -281,49 +228,25 @@ def hidden(load, indices, error, message, secret):
     return caught.value
 
 
-class Broken(Sized):
-    """One record does not load. Gives a batch, or a single example."""
-
-    def __init__(self, record, gives_single):
-        self.record, self.gives_single, self.num_asked = record, gives_single, 0
-
-    def __getitem__(self, indices):
-        self.num_asked += 1
-        if self.gives_single == isinstance(indices, np.ndarray):
-            raise TypeError("these are no indices of mine")
-        if self.record in np.atleast_1d(indices):
-            raise OSError(f"record {self.record} cannot be read")
-        return super().__getitem__(indices)
-
-
-@pytest.mark.parametrize("gives_single", [False, True])
+@pytest.mark.parametrize("kind", [Batches, Singles])
 @pytest.mark.parametrize("record", [0, 1, 7])
-def test_a_record_that_does_not_load_stops_the_run_and_is_not_named(
-    gives_single, record
-):
-    source = Broken(record, gives_single)
+def test_a_record_that_does_not_load_stops_the_run_and_is_not_named(kind, record):
+    def change(_):
+        raise OSError(f"record {record} cannot be read")
+
+    source = kind(change, record)
     load = loader_of(source, 12)
     # If the first records are defective, what kind of source it is remains open.
-    name = "OSError" if gives_single or record > 1 else "TypeError"
+    name = "OSError" if kind is Singles or record > 1 else "TypeError"
     message = rf"source raised {name} in .*, line \d+ .* dpmp\.check_source\(source\)"
     if record == 7:
         load_batch(load, [2, 4], 4)
-    num_asked = source.num_asked
+    num_asked = len(source.asked)
     error = hidden(load, [record, 9], RuntimeError, message, f"record {record}")
     # The line of the source is there, for the one who has to mend it.
     assert f"raise {name}(" in str(error)
     # An error of a later batch is not taken for a refusal of its indices.
-    assert record < 7 or source.num_asked == num_asked + 1
-
-
-class Lazy:
-    """A row that is read when it becomes an array, as images of PIL are."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __array__(self, dtype=None, copy=None):
-        raise self.error
+    assert record < 7 or len(source.asked) == num_asked + 1
 
 
 class PanicError(BaseException):
@@ -334,7 +257,7 @@ class PanicError(BaseException):
     "error", [ValueError("record 7"), MemoryError("(37, 3)"), PanicError("record 7")]
 )
 def test_the_error_of_a_lazy_row_is_not_shown(error):
-    load = loader_of(Changed(lambda x: {**x, "x": Lazy(error)}), 12)
+    load = loader_of(Singles(lambda x: {**x, "x": Lazy(error)}), 12)
     assert load(np.array([2, 5]))["label"].tolist() == [3, 6]
     hidden(load, [2, 7], RuntimeError, type(error).__name__, str(error))
 
@@ -344,7 +267,7 @@ def test_the_number_of_examples_is_not_in_an_error_of_numpy(place, monkeypatch):
     def full(*_, shape=(937, 2)):
         raise MemoryError(f"Unable to allocate 1 GiB for an array with shape {shape}")
 
-    load = loader_of({"x": np.zeros((12, 2))} if place == "ask" else OneByOne(), 12)
+    load = loader_of({"x": np.zeros((12, 2))} if place == "ask" else Singles(), 12)
     load(np.array([1]))
     if place == "ask":  # x[indices] of a dataset of arrays
         load.ask = full
@@ -384,7 +307,7 @@ def test_an_interrupt_by_the_source_says_nothing(error, args):
             raise error from None
 
     kind = SystemExit if args else type(error)
-    found = hidden(loader_of(Changed(change), 12), [3, 7], kind, None, "record 7")
+    found = hidden(loader_of(Singles(change), 12), [3, 7], kind, None, "record 7")
     assert type(found) is kind
     assert found.args == args
     assert hasattr(found, "is_signal") == is_signal
