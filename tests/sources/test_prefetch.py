@@ -34,7 +34,7 @@ def no_threads():
 @pytest.mark.parametrize("depth", [0, 1, 2, 100])
 @pytest.mark.parametrize("num_steps", [0, 1, 7])
 def test_batches_are_drawn_one_at_a_time_and_at_most_the_depth_ahead(depth, num_steps):
-    drawn, at_work, threads = [], [], set()
+    drawn, at_work, threads = [], [], []
     steps = range(3, 3 + num_steps)
 
     def draw(step):
@@ -47,7 +47,7 @@ def test_batches_are_drawn_one_at_a_time_and_at_most_the_depth_ahead(depth, num_
 
     def tickets():  # where several processes agree on them, they do in one order
         for step in steps:
-            threads.add(threading.current_thread())
+            threads.append(threading.current_thread())
             yield step
 
     with prefetched(draw, tickets(), depth=depth) as batches:
@@ -58,10 +58,10 @@ def test_batches_are_drawn_one_at_a_time_and_at_most_the_depth_ahead(depth, num_
             while len(drawn) < most:
                 assert time.monotonic() < deadline, "they are not drawn ahead"
                 time.sleep(0.001)
-            assert len(drawn) == most
+            assert len(drawn) == len(threads) == most
     assert no_threads() is True
     assert drawn == list(steps)
-    assert threads <= {threading.current_thread()}
+    assert {*threads} <= {threading.current_thread()}
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 20])
