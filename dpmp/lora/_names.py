@@ -31,7 +31,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
     return {path_of(keys): leaf for keys, leaf in leaves}
 
 
-def select(tree: PyTree, **selection: str | Sequence[str]) -> list[str]:
+def select(tree: PyTree, **selection: Any) -> list[str]:
     """The names that the one keyword selects, in the order of the tree.
 
     It is a regular expression that matches a part of a name, or a list of names.

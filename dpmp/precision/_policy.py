@@ -36,19 +36,18 @@ class Policy:
         `jax.default_matmul_precision`. None leaves it to jax. Norms and sums always use
         full precision.
       float32_paths: regular expressions. A parameter stays in float32, or a wider
-        `param_dtype`, if one of them is found in its path, and the loss receives it in
-        that dtype. The path is `jax.tree_util.keystr(path, simple=True,
-        separator="/")`. An expression that is found in no path is refused with a
-        ValueError when parameters are cast.
+        `param_dtype`, also in the loss, if one of them is found in its path, which is
+        `jax.tree_util.keystr(path, simple=True, separator="/")`. An expression that is
+        found in no path is refused with a ValueError when parameters are cast.
       float8_scale: if given, the operands of products in the loss are rounded to
-        float8_e4m3fn, and cotangents to float8_e5m2. Two kinds of products are not
-        rounded: products with an operand wider than `compute_dtype`, and products in
-        functions with derivatives of their own. The scale is "per_example", or a power
-        of two that multiplies all operands. "per_example" computes a scale for each
-        operand of each example (a parameter has one scale for all examples). Dot
-        products run in 8 bits, with sums in float32, on NVIDIA GPUs from compute
-        capability 8.9 on. Other devices emulate them in `compute_dtype`. Convolutions,
-        and the norms and sums of book-keeping, are emulated everywhere.
+        float8_e4m3fn, and cotangents to float8_e5m2, unless an operand is wider than
+        `compute_dtype`, or the product is in a function with derivatives of its own.
+        The scale is "per_example", or a power of two that multiplies all operands.
+        "per_example" computes a scale for each operand of each example (a parameter has
+        one scale for all examples). Dot products run in 8 bits, with sums in float32,
+        on NVIDIA GPUs from compute capability 8.9 on. Other devices emulate them in
+        `compute_dtype`. Convolutions, and the norms and sums of book-keeping, are
+        emulated everywhere.
       stochastic_rounding: whether parameters are stored in bfloat16, without float32
         masters. Updates are added in float32, and the sum is rounded up or down at
         random, so that small updates count on average. This saves 4 bytes per entry: 2

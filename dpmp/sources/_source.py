@@ -230,23 +230,17 @@ def _as_array(path: Any, x: Any) -> np.ndarray:
     # NumPy's message about lists of different lengths would show a shape.
     with contextlib.suppress(*([ValueError] if isinstance(x, list) else [])):
         array = np.asarray(x)
-    column = jax.tree_util.keystr(path) or "(the dataset itself)"
-    _validate.require(
-        _is_of_jax(array.dtype),
-        "examples must be numbers of a dtype that jax has. Turn text into token "
-        "numbers, pad lists of different lengths to one length, and remove examples "
-        "that are None.",
-        column=column,
+    if _is_of_jax(array.dtype) and not isinstance(x, np.ma.MaskedArray):
+        return array
+    _validate.fail(
+        "examples must be numbers of a dtype that jax has, in arrays without masks. "
+        "Turn text into token numbers, pad lists of different lengths to one length, "
+        "remove examples that are None, and pass masks beside x.filled(0).",
+        column=jax.tree_util.keystr(path) or "(the dataset itself)",
+        type=type(x).__name__,
         # The dtype itself would show the length of the longest text.
         content=array.dtype.type.__name__,
     )
-    _validate.require(
-        not isinstance(x, np.ma.MaskedArray),
-        "examples must be arrays without masks. Fill masked numbers with x.filled(0), "
-        "and pass the mask beside them.",
-        column=column,
-    )
-    return array
 
 
 @functools.cache
