@@ -296,12 +296,9 @@ def test_axes_that_do_not_fit_the_program_are_refused():
 @pytest.mark.parametrize(
     ("targets", "options", "message"),
     [
-        ("qeury", {}, "at least one array must be selected; got targets='qeury'"),
-        ("(", {}, "valid regular expression"),
         (["w", "v"], {}, r"unknown=\['v'\]"),
         ("b", {}, "target='b', shape=.3,."),
         ("ids", {}, "dtype='int32'"),
-        ("w", {"rank": 0}, "rank must be"),
         ("w", {"alpha": -1.0}, "alpha must be"),
     ],
 )
@@ -327,10 +324,7 @@ def test_a_kernel_is_trained_whole_beside_adapters():
             trained["adapters"], x
         )
 
-    trained = {
-        "adapters": lora.init(KEY, params, 2, "w"),
-        "kernel": params["conv"],
-    }
+    trained = {"adapters": lora.init(KEY, params, 2, "w"), "kernel": params["conv"]}
     grads = jax.jit(jax.grad(loss_fn))(trained, x)
     expected = jax.jit(jax.grad(fun))(params, x)["conv"]
     np.testing.assert_allclose(grads["kernel"], expected, rtol=1e-5, atol=1e-5)
