@@ -1,13 +1,13 @@
 """Runs a function with adapters for some of its arrays.
 
 `RULES` has a rule for each operation that may be applied to a frozen array. The rule
-applies the operation to the factors too. Its arguments are an equation, the operands,
-of which one is a `View`, and this view. It returns the outputs of the equation. An
-operation with neither a rule nor a program of its own is refused.
+applies the operation to the factors. Its arguments are an equation, the operands, of
+which one is a `View`, this view, and the outputs for the arrays alone. It returns the
+outputs with their factors. An operation with neither a rule nor a program of its own is
+refused.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -24,7 +24,7 @@ from dpmp.programs import bodies, interpreter, primitives
 from dpmp.programs.interpreter import bind
 from dpmp.programs.source_lines import source_line
 
-Rule: TypeAlias = Callable[[Any, list[Any], View], list[Any]]
+Rule: TypeAlias = Callable[[Any, list[Any], View, list[Any]], list[Any]]
 
 
 def run_with_targets(
@@ -94,7 +94,8 @@ def _evaluate(eqn: Any, values: list[Any], view: View) -> list[Any]:
         raise CannotFollowError("convolves with it")
     if name not in RULES:
         raise CannotFollowError("does something else with it than to multiply")
-    return RULES[name](eqn, values, view)
+    arrays = bind(eqn, [x.array if isinstance(x, View) else x for x in values])
+    return RULES[name](eqn, values, view, arrays)
 
 
 def _runs(closed: Any) -> Callable[..., list[Any]]:
@@ -128,54 +129,49 @@ def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
     return [*carry, *ys]
 
 
-def _bound(eqn: Any, values: list[Any]) -> list[Any]:
-    """The outputs of an equation for the arrays, without their factors."""
-    return bind(eqn, [x.array if isinstance(x, View) else x for x in values])
-
-
-def _same(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _same(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     """Changes no axis: a cast, a copy, a name. The factors keep their dtype."""
     # An operation on several operands at once returns as many.
     return [
-        dataclasses.replace(x, array=y) if isinstance(x, View) else y
-        for x, y in zip(values, _bound(eqn, values), strict=True)
+        dataclasses.replace(x, array=array) if isinstance(x, View) else array
+        for x, array in zip(values, arrays, strict=True)
     ]
 
 
-def _transpose(eqn: Any, values: list[Any], view: View) -> list[Any]:
-    return [view.transposed(eqn.params["permutation"])]
+def _transpose(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
+    return [view.transposed(arrays[0], eqn.params["permutation"])]
 
 
-def _reshape(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _reshape(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     """A reshape, or a squeeze or broadcast that adds or removes axes of size one."""
-    shape = eqn.outvars[0].aval.shape
     order = list(eqn.params.get("broadcast_dimensions", ()))
-    if math.prod(shape) != view.array.size or order != sorted(order):
+    if arrays[0].size != view.array.size or order != sorted(order):
         raise CannotFollowError("broadcasts it")
-    return [view.reshaped(shape)]
+    return [view.reshaped(arrays[0])]
 
 
-def _slice(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _slice(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or [1] * len(starts)
 
     def cut(x: Any, axis: int) -> Any:
         return jax.lax.slice_in_dim(x, starts[axis], limits[axis], strides[axis], axis)
 
-    return [view.cut(array, cut) for array in _bound(eqn, values)]
+    return [view.cut(arrays[0], cut)]
 
 
-def _split(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _split(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     starts = np.cumsum([0, *eqn.params["sizes"]]).tolist()
 
     def part(start: int, limit: int) -> Callable[[Any, int], Any]:
         return lambda x, axis: jax.lax.slice_in_dim(x, start, limit, axis=axis)
 
-    parts = map(part, starts, starts[1:])
-    return list(map(view.cut, _bound(eqn, values), parts))
+    return [*map(view.cut, arrays, map(part, starts, starts[1:]))]
 
 
-def _dynamic_slice(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _dynamic_slice(
+    eqn: Any, values: list[Any], view: View, arrays: list[Any]
+) -> list[Any]:
     if not isinstance(values[0], View):
         raise CannotFollowError("uses it as an index")
     starts, sizes = values[1:], eqn.params["slice_sizes"]
@@ -183,16 +179,15 @@ def _dynamic_slice(eqn: Any, values: list[Any], view: View) -> list[Any]:
     def cut(x: Any, axis: int) -> Any:
         return jax.lax.dynamic_slice_in_dim(x, starts[axis], sizes[axis], axis)
 
-    return [view.cut(array, cut) for array in _bound(eqn, values)]
+    return [view.cut(arrays[0], cut)]
 
 
-def _scale(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _scale(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     """A product with, or a quotient by, one number."""
     is_left = isinstance(values[0], View)
     number = values[1] if is_left else values[0]
     if isinstance(number, View) or jnp.size(number) != 1:
         raise CannotFollowError("multiplies it entry by entry")
-    (array,) = _bound(eqn, values)
     if eqn.primitive.name == primitives.DIV:
         if not is_left:
             raise CannotFollowError("divides by it")
@@ -201,15 +196,14 @@ def _scale(eqn: Any, values: list[Any], view: View) -> list[Any]:
     if factors:
         a, b = factors
         factors = (a * jnp.reshape(number, ()).astype(a.dtype), b)
-    return [dataclasses.replace(view, array=array, factors=factors)]
+    return [dataclasses.replace(view, array=arrays[0], factors=factors)]
 
 
-def _product(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _product(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     if all(isinstance(x, View) for x in values):
         raise CannotFollowError("multiplies it with another target")
-    (y,) = _bound(eqn, values)
     is_left = isinstance(values[0], View)
-    return [view.product(eqn, values[1] if is_left else values[0], y, is_left)]
+    return [view.product(eqn, values[1] if is_left else values[0], arrays[0], is_left)]
 
 
 RULES: dict[str, Rule] = {

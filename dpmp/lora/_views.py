@@ -57,18 +57,15 @@ class View:
             for origin in self.origins[axis]:
                 self.target.roles.setdefault(origin, role)
 
-    def transposed(self, permutation: Sequence[int]) -> "View":
-        """The view with its axes in another order."""
-        return View(
-            jnp.transpose(self.array, permutation),
-            tuple(jnp.transpose(x, (*permutation, -1)) for x in self.factors),
-            tuple(self.origins[i] for i in permutation),
-            self.target,
-        )
+    def transposed(self, array: Any, permutation: Sequence[int]) -> "View":
+        """The view `array`, which has the axes in another order."""
+        factors = tuple(jnp.transpose(x, (*permutation, -1)) for x in self.factors)
+        origins = tuple(self.origins[i] for i in permutation)
+        return View(array, factors, origins, self.target)
 
-    def reshaped(self, shape: Sequence[int]) -> "View":
-        """The view in another shape; refused if that merges axes of both factors."""
-        groups = _groups(self.array.shape, shape)
+    def reshaped(self, array: Any) -> "View":
+        """The view `array`, whose shape must not merge axes of different factors."""
+        groups = _groups(self.array.shape, array.shape)
 
         def reshape(factor: Any) -> Any:
             sizes = []
@@ -81,7 +78,7 @@ class View:
                     raise CannotFollowError(
                         "merges an axis of inputs with one of outputs"
                     )
-                sizes += [shape[axis] if own == whole else 1 for axis in new]
+                sizes += [array.shape[axis] if own == whole else 1 for axis in new]
             return jnp.reshape(factor, (*sizes, factor.shape[-1]))
 
         origins = []
@@ -90,7 +87,6 @@ class View:
             wide = [axis for axis in old if self.array.shape[axis] > 1]
             merged = {origin for axis in wide for origin in self.origins[axis]}
             origins += [tuple(merged) for _ in new]
-        array = jnp.reshape(self.array, shape)
         factors = tuple(map(reshape, self.factors))
         return View(array, factors, tuple(origins), self.target)
 
