@@ -206,9 +206,7 @@ def test_examples_that_are_not_alike_are_refused_and_not_shown(name):
 
 def test_text_is_refused_without_its_length():
     texts = {"name": np.array(["a name of 21 letters"] * 12)}
-    with pytest.raises(
-        ValueError, match=r"column=\"\['name'\]\", .*content='str_'"
-    ) as e:
+    with pytest.raises(ValueError, match=r"column=.*'name'.*content='str_'") as e:
         loader_of(texts, 12)
     assert "20" not in str(e.value)
     assert "21" not in str(e.value)
