@@ -17,11 +17,9 @@ References:
   https://arxiv.org/abs/2106.09685.
 """
 
-from dpmp.lora._adapters import Adapters, Axes, Factors
-from dpmp.lora._apply import apply, merge
-from dpmp.lora._checks import check_trained
+from dpmp.lora._adapters import Adapters, Axes, Factors, check_trained
+from dpmp.lora._apply import apply, init, merge
 from dpmp.lora._files import load, save
-from dpmp.lora._init import init
 from dpmp.lora._names import combine, partition
 
 __all__ = [

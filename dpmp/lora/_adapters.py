@@ -1,12 +1,14 @@
-"""Adapters: the factors of low-rank changes of frozen arrays."""
+"""Adapters: the factors of low-rank changes of frozen arrays, and their checks."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
@@ -77,59 +79,8 @@ class Adapters:
         Use it for the base model in another dtype. Do not use it for a model that
         differs in any other way: the adapters were not trained for that model.
         """
-        check_shapes(self, params)
+        _check_shapes(self, params)
         return dataclasses.replace(self, base=fingerprint(params))
-
-
-def check_adapters(adapters: Any) -> None:
-    """Raises ValueError unless the argument is an `Adapters`."""
-    _validate.require(
-        isinstance(adapters, Adapters),
-        "adapters must come from lora.init or lora.load. Pass them, and the parameters "
-        "of the model apart from them.",
-        type=type(adapters).__name__,
-    )
-
-
-def check_base(adapters: Adapters, base: str | None) -> None:
-    """Raises ValueError if the adapters belong to another base."""
-    _validate.require(
-        None in (adapters.base, base) or adapters.base == base,
-        "adapters must be used with the frozen arrays that they were made for. Load "
-        "the same base model, into which they were not merged before. If only its "
-        "dtype is another one, pass adapters.for_base(params).",
-        made_for=adapters.base,
-        given=base,
-    )
-
-
-def check_shapes(adapters: Adapters, params: PyTree) -> None:
-    """Raises ValueError unless every factor fits its target."""
-    arrays = by_path(params)
-    check_targets([path for path, _ in adapters.axes], arrays)
-    for path, axes in adapters.axes:
-        wanted = factor_shapes(arrays[path].shape, axes, adapters.rank)
-        given = tuple(map(jnp.shape, adapters.factors[path]))
-        _validate.require(
-            given == wanted,
-            "the factors of adapters must have the shapes of their target. Load the "
-            "model, and the adapters, that belong together.",
-            target=path,
-            shape=arrays[path].shape,
-            factors=given,
-            wanted=wanted,
-        )
-
-
-def check_targets(paths: Sequence[str], arrays: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the model has an array for each target."""
-    missing = [path for path in paths if path not in arrays]
-    _validate.require(
-        not missing,
-        "every target of adapters must be an array of the model. Load the model that "
-        "the adapters were made for.",
-        missing=missing,
-    )
 
 
 def factor_shapes(
@@ -146,7 +97,121 @@ def factor_axes(axes: Axes) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (*axes.stack, *axes.input, rank), (*axes.stack, rank, *axes.output)
 
 
+def sizes(shape: Sequence[int], axes: Axes) -> tuple[int, int, int]:
+    """The numbers of matrices, inputs and outputs of an array."""
+    stack, inputs, outputs = (math.prod(shape[i] for i in part) for part in axes)
+    return stack, inputs, outputs
+
+
 def last_two(ndim: int) -> Axes:
     """The last two axes are inputs and outputs; the others stack matrices."""
     last = ndim - 1
     return Axes(tuple(range(last - 1)), (last - 1,), (last,))
+
+
+def check_fits(adapters: Any, params: PyTree, base: str | None) -> None:
+    """Raises ValueError unless `params`, of fingerprint `base`, fit the adapters."""
+    check_adapters(adapters)
+    _validate.require(
+        None in (adapters.base, base) or adapters.base == base,
+        "adapters must be used with the frozen arrays that they were made for. Load "
+        "the same base model, into which they were not merged before. If only its "
+        "dtype is another one, pass adapters.for_base(params).",
+        made_for=adapters.base,
+        given=base,
+    )
+    _check_shapes(adapters, params)
+
+
+def check_adapters(adapters: Any) -> None:
+    """Raises ValueError unless the argument is an `Adapters`."""
+    _validate.require(
+        isinstance(adapters, Adapters),
+        "adapters must come from lora.init or lora.load. Pass them, and the parameters "
+        "of the model apart from them.",
+        type=type(adapters).__name__,
+    )
+
+
+def _check_shapes(adapters: Adapters, params: PyTree) -> None:
+    arrays = by_path(params)
+    check_targets(dict(adapters.axes), arrays)
+    for path, axes in adapters.axes:
+        wanted = factor_shapes(arrays[path].shape, axes, adapters.rank)
+        given = tuple(map(jnp.shape, adapters.factors[path]))
+        _validate.require(
+            given == wanted,
+            "the factors of adapters must have the shapes of their target. Load the "
+            "model, and the adapters, that belong together.",
+            target=path,
+            shape=arrays[path].shape,
+            factors=given,
+            wanted=wanted,
+        )
+
+
+def check_targets(paths: Iterable[str], arrays: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the model has an array for each target."""
+    missing = [path for path in paths if path not in arrays]
+    _validate.require(
+        not missing,
+        "every target of adapters must be an array of the model. Load the model that "
+        "the adapters were made for.",
+        missing=missing,
+    )
+
+
+def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> None:
+    """Raises ValueError unless training has changed every factor, and nothing else.
+
+    Adapters after private training are released values, so these checks reveal nothing
+    more.
+
+    Args:
+      trained: the adapters after training, for example `state.params`.
+      initial: the adapters before training.
+      params: the frozen parameters, as they are after training.
+
+    Raises:
+      ValueError: if a factor did not move or is not finite, if the adapters have other
+        targets, or if training has changed the frozen parameters. The message names the
+        array.
+    """
+    check_adapters(trained)
+    check_adapters(initial)
+    _validate.require(
+        jax.tree.structure(trained) == jax.tree.structure(initial),
+        "trained and initial adapters must be of the same targets, rank and base. Pass "
+        "the adapters that training started from.",
+        trained=[path for path, _ in trained.axes],
+        initial=[path for path, _ in initial.axes],
+    )
+    check_fits(trained, params, fingerprint(params))
+    before = dict(_named(initial))
+    still = [name for name, x in _named(trained) if np.array_equal(x, before[name])]
+    _validate.require(
+        not still,
+        "training must move every factor of the adapters. If these are the adapters "
+        "after training, look at the learning rate, and at whether the loss depends on "
+        "these targets. (Without noise, the factors A move from the second step on.)",
+        not_moved=still,
+    )
+    check_finite(trained)
+
+
+def check_finite(adapters: Adapters) -> None:
+    """Raises ValueError if an entry of a factor is infinite or NaN."""
+    bad = [name for name, x in _named(adapters) if not np.all(np.isfinite(x))]
+    _validate.require(
+        not bad,
+        "every entry of an adapter must be finite. Train with a lower learning rate.",
+        not_finite=bad,
+    )
+
+
+def _named(adapters: Adapters) -> list[tuple[str, np.ndarray]]:
+    return [
+        (f"{path}.{name}", np.asarray(x))
+        for path, factors in adapters.factors.items()
+        for name, x in factors._asdict().items()
+    ]

@@ -1,7 +1,9 @@
-"""Adds the changes of adapters to a function, or to the arrays of a model."""
+"""Makes adapters, and adds their changes to a function or to the arrays of a model."""
 
 import functools
-from collections.abc import Callable
+import math
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,16 +13,117 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.lora._adapters import (
     Adapters,
-    check_adapters,
-    check_base,
-    check_shapes,
+    Axes,
+    Factors,
+    check_fits,
     factor_axes,
+    factor_shapes,
+    last_two,
+    sizes,
 )
 from dpmp.lora._fingerprint import fingerprint
-from dpmp.lora._names import path_of
+from dpmp.lora._names import by_path, path_of, select
 from dpmp.lora._rewriting import run_with_targets
 from dpmp.lora._views import Target
-from dpmp.programs import interpreter
+
+
+def init(
+    key: jax.Array,
+    params: PyTree,
+    rank: int,
+    targets: str | Sequence[str],
+    *,
+    alpha: float | None = None,
+    fun: Callable[..., Any] | None = None,
+    example_args: Sequence[Any] = (),
+) -> Adapters:
+    """Makes adapters whose changes are zero: a factor A is random, and B is zero.
+
+    >>> params = {"query": {"kernel": jnp.ones((6, 4)), "bias": jnp.zeros(4)}}
+    >>> adapters = init(jax.random.key(0), params, rank=2, targets="query/kernel")
+    >>> jax.tree.map(jnp.shape, adapters.factors)
+    {'query/kernel': Factors(a=(6, 2), b=(2, 4))}
+
+    Args:
+      key: a key for the random factors. The entries of A are uniform, up to one over
+        the square root of the number of inputs (Hu et al., section 4.1).
+      params: the parameters of the model, a tree of arrays.
+      rank: the rank of the changes.
+      targets: the arrays to adapt: a regular expression that matches a part of the name
+        (`re.search`), or a list of names. The name of an array is its path with
+        slashes, for example "layers/0/attention/query/kernel".
+      alpha: the numerator of the scale `alpha / rank`; by default the rank.
+      fun: the function that the adapters are for. With it, the roles of the axes of
+        each target are read from the program `fun(params, *example_args)`, which is
+        traced but not run. Without it, the last two axes of a target are inputs and
+        outputs, and the other axes stack matrices. `apply` refuses adapters that do not
+        fit the program.
+      example_args: arguments of `fun` after the parameters, arrays or their shapes.
+
+    Returns:
+      The adapters, in float32.
+
+    Raises:
+      ValueError: if no array is selected, if a target is not a matrix or a stack of
+        matrices, or if `fun` uses a target in anything but products.
+    """
+    rank = _validate.positive_integer(rank=rank, fix="Use 4 to 64.")
+    alpha = _validate.positive(alpha=rank if alpha is None else alpha)
+    arrays = by_path(params)
+    arrays = {path: arrays[path] for path in select(params, targets=targets)}
+    for path, x in arrays.items():
+        _validate.require(
+            x.ndim >= 2 and x.size > 0 and jnp.issubdtype(x.dtype, jnp.floating),
+            "every target of LoRA must be a matrix of floats, or a stack of them. Make "
+            '`targets` more narrow, for example "query/kernel" for "query".',
+            target=path,
+            shape=x.shape,
+            dtype=x.dtype.name,
+        )
+    axes = {path: last_two(x.ndim) for path, x in arrays.items()}
+    if fun is not None:
+        axes = _read_axes(fun, (params, *example_args), axes)
+    factors = {
+        path: _first_factors(
+            jax.random.fold_in(key, zlib.crc32(path.encode())),
+            x.shape,
+            axes[path],
+            rank,
+        )
+        for path, x in arrays.items()
+    }
+    return Adapters(
+        factors=factors,
+        axes=tuple(axes.items()),
+        rank=rank,
+        alpha=alpha,
+        base=fingerprint(params),
+    )
+
+
+def _read_axes(
+    fun: Callable[..., Any], args: Sequence[PyTree], like: dict[str, Axes]
+) -> dict[str, Axes]:
+    """Reads the roles of the axes of each target from a program."""
+    targets = [Target(path) for path in like]
+    jax.eval_shape(lambda *args: run_with_targets(fun, args, targets), *args)
+    axes = {}
+    for target in targets:
+        parts: dict[str, list[int]] = {role: [] for role in Axes._fields}
+        for axis in range(sum(map(len, like[target.path]))):
+            parts[target.roles.get(axis, "stack")].append(axis)
+        axes[target.path] = Axes(*map(tuple, parts.values()))
+    return axes
+
+
+def _first_factors(
+    key: jax.Array, shape: Sequence[int], axes: Axes, rank: int
+) -> Factors:
+    shape_a, shape_b = factor_shapes(shape, axes, rank)
+    _, num_inputs, _ = sizes(shape, axes)
+    most = 1 / math.sqrt(num_inputs)
+    a = jax.random.uniform(key, shape_a, jnp.float32, -most, most)
+    return Factors(a, jnp.zeros(shape_b, jnp.float32))
 
 
 def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
@@ -61,16 +164,10 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def adapted(adapters: Adapters, *args: Any, **kwargs: Any) -> Any:
-        check_adapters(adapters)
-        check_base(adapters, base)
-        check_shapes(adapters, params)
-        closed, treedef = interpreter.trace(
-            lambda *xs: fun(*xs, **kwargs), params, *args
-        )
+        check_fits(adapters, params, base)
         targets = [Target(path, adapters.scale) for path, _ in adapters.axes]
-        leaves = jax.tree.leaves((params, *args))
-        outputs = run_with_targets(closed, leaves, params, targets, adapters)
-        return jax.tree.unflatten(treedef, outputs)
+        with_kwargs = functools.partial(fun, **kwargs)
+        return run_with_targets(with_kwargs, (params, *args), targets, adapters)
 
     return adapted
 
@@ -86,9 +183,7 @@ def merge(params: PyTree, adapters: Adapters) -> PyTree:
       ValueError: if the adapters belong to other parameters. Parameters into which the
         adapters were merged before are other parameters.
     """
-    check_adapters(adapters)
-    check_base(adapters, fingerprint(params))
-    check_shapes(adapters, params)
+    check_fits(adapters, params, fingerprint(params))
     axes = dict(adapters.axes)
 
     def merged(keys: Any, x: Any) -> Any:

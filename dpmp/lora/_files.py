@@ -11,14 +11,14 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.lora import _checks, _peft
+from dpmp.lora import _peft
 from dpmp.lora._adapters import (
     Adapters,
     Axes,
-    check_adapters,
-    check_base,
-    check_shapes,
+    check_finite,
+    check_fits,
     check_targets,
+    check_trained,
     last_two,
 )
 from dpmp.lora._fingerprint import fingerprint
@@ -62,19 +62,37 @@ def save(
         names the array.
       ModuleNotFoundError: if the package safetensors is not installed.
     """
-    _check_before(adapters, params, initial)
+    if initial is None:
+        check_fits(adapters, params, fingerprint(params))
+        check_finite(adapters)
+    else:
+        check_trained(adapters, initial=initial, params=params)
+    zero = [path for path, (_, b) in adapters.factors.items() if not np.any(b)]
+    _validate.require(
+        not zero,
+        "every adapter must change its target. Save the adapters after training.",
+        zero=zero,
+    )
     shapes = {path: x.shape for path, x in by_path(params).items()}
-    axes = dict(adapters.axes)
-    modules = {
-        path: _peft.modules_of(path, shapes[path], axes[path], names) for path in axes
+    places = {
+        path: _peft.place_of(path, shapes[path], axes, names)
+        for path, axes in adapters.axes
     }
-    parts = _peft.parts_of(modules)
-    layout = _peft.Layout(modules, axes, shapes, adapters.rank, parts)
-    arrays = _peft.to_arrays(layout, adapters.factors)
+    nameless = [path for path, place in places.items() if not place.modules]
+    _validate.require(
+        not nameless,
+        "every layer of a target must have a module name. Leave `names` out, or adapt "
+        "arrays that are modules of the other library.",
+        nameless=nameless,
+    )
+    parts = _peft.parts_of(places.values())
+    layout = _peft.Layout(places, adapters.rank, parts)
+    arrays = layout.to_arrays(adapters.factors)
     ours = {
         "base": adapters.base,
         "targets": {
-            path: {"axes": axes[path], "modules": modules[path]} for path in axes
+            path: {"axes": axes, "modules": modules}
+            for path, (_, axes, modules) in places.items()
         },
         "alpha": adapters.alpha,
         "arrays": fingerprint(arrays),
@@ -83,7 +101,7 @@ def save(
     folder = pathlib.Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / _ARRAYS, _safetensors().numpy.save(arrays, metadata))
-    content = _peft.make_config(adapters, parts, config)
+    content = _peft.make_config(adapters.rank, adapters.alpha, parts, config)
     _write(folder / _CONFIG, json.dumps(content, indent=2).encode())
     saved = load(folder, params)
     same = jax.tree.map(np.array_equal, adapters.factors, saved.factors)
@@ -93,21 +111,6 @@ def save(
         "as lora.init makes them.",
         directory=str(folder),
     )
-
-
-def _check_before(adapters: Adapters, params: PyTree, initial: Adapters | None) -> None:
-    check_adapters(adapters)
-    if initial is not None:
-        _checks.check_trained(adapters, initial=initial, params=params)
-    _checks.check_finite(adapters)
-    zero = [path for path, (_, b) in adapters.factors.items() if not np.any(b)]
-    _validate.require(
-        not zero,
-        "every adapter must change its target. Save the adapters after training.",
-        zero=zero,
-    )
-    check_base(adapters, fingerprint(params))
-    check_shapes(adapters, params)
 
 
 def _write(file: pathlib.Path, data: bytes) -> None:
@@ -142,22 +145,27 @@ def load(
     config = _read(folder / _CONFIG, lambda file: json.loads(file.read_text()))
     arrays, ours = _read(folder / _ARRAYS, _read_arrays)
     shapes = {path: x.shape for path, x in by_path(params).items()}
-    axes, modules = _from_ours(ours) if ours else _found(arrays, shapes, names)
-    parts = _peft.parts_of(modules) if ours else {}
+    places = _found(arrays, shapes, names) if ours is None else _noted(ours, shapes)
+    parts = {} if ours is None else _peft.parts_of(places.values())
     rank, alpha = _peft.check_config(config, parts, str(folder / _CONFIG))
-    check_targets([*axes], shapes)
-    layout = _peft.Layout(modules, axes, shapes, rank, parts)
-    factors = _peft.from_arrays(layout, arrays)
-    if ours:
-        _check_unchanged(ours, arrays, alpha)
+    factors = _peft.Layout(places, rank, parts).from_arrays(arrays)
+    if ours is not None:
+        present = {"arrays": fingerprint(arrays), "alpha": alpha}
+        changed = [name for name, x in present.items() if ours[name] != x]
+        _validate.require(
+            not changed,
+            "adapters must be loaded as lora.save has written them. Load the original "
+            "directory, or save the adapters again.",
+            changed=changed,
+        )
     adapters = Adapters(
         factors=factors,
-        axes=tuple(axes.items()),
+        axes=tuple((path, place.axes) for path, place in places.items()),
         rank=rank,
         alpha=alpha,
-        base=ours["base"] if ours else base,
+        base=base if ours is None else ours["base"],
     )
-    check_base(adapters, base)
+    check_fits(adapters, params, base)
     return adapters
 
 
@@ -184,53 +192,38 @@ def _read_arrays(
     return arrays, json.loads(metadata["dpmp"]) if "dpmp" in metadata else None
 
 
-def _from_ours(ours: dict[str, Any]) -> tuple[dict[str, Axes], _peft.Modules]:
-    targets = ours["targets"].items()
-    axes = {path: Axes(*map(tuple, target["axes"])) for path, target in targets}
-    modules = {
-        path: [*map(_peft.as_module, target["modules"])] for path, target in targets
-    }
-    return axes, modules
+def _noted(
+    ours: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, _peft.Place]:
+    """The targets of a file of `save`."""
+    check_targets(ours["targets"], shapes)
+    places = {}
+    for path, target in ours["targets"].items():
+        modules = [*map(_peft.as_module, target["modules"])]
+        axes = Axes(*map(tuple, target["axes"]))
+        places[path] = _peft.Place(shapes[path], axes, modules)
+    return places
 
 
 def _found(
     arrays: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     names: _peft.ModuleName | None,
-) -> tuple[dict[str, Axes], _peft.Modules]:
-    """Finds the targets of a file that another library has written."""
+) -> dict[str, _peft.Place]:
+    """The targets of a file that another library has written."""
     if names is None:
         _validate.fail(
             "the module names of the model must be known for files of other libraries. "
             "Pass `names`, a function of the path of an array and a layer."
         )
-    modules = {}
+    places = {}
     for path, shape in shapes.items():
         if len(shape) < 2:
             continue
-        number = _peft.num_matrices(shape, last_two(len(shape)))
-        found = [names(path, layer) for layer in range(number)]
-        of_path = [_peft.as_module(x) for x in found if x is not None]
-        is_here = any(_peft.array_names(x.name)[0] in arrays for x in of_path)
-        if is_here and len(of_path) == number:
-            modules[path] = of_path
-    return {path: last_two(len(shapes[path])) for path in modules}, modules
-
-
-def _check_unchanged(
-    ours: Mapping[str, Any], arrays: Mapping[str, np.ndarray], alpha: float
-) -> None:
-    """Raises ValueError if a file was changed after `save` has written it."""
-    changed = {
-        "arrays": ours["arrays"] != fingerprint(arrays),
-        "alpha": ours["alpha"] != alpha,
-    }
-    _validate.require(
-        not any(changed.values()),
-        "adapters must be loaded as lora.save has written them. Load the original "
-        "directory, or save the adapters again.",
-        changed=[name for name, is_changed in changed.items() if is_changed],
-    )
+        place = _peft.place_of(path, shape, last_two(len(shape)), names)
+        if any(_peft.array_names(x.name)[0] in arrays for x in place.modules):
+            places[path] = place
+    return places
 
 
 def _safetensors() -> Any:

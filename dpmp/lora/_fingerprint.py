@@ -34,22 +34,18 @@ def fingerprint(params: PyTree) -> str | None:
 def _program(
     shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
 ) -> jax.stages.Compiled:
-    """Compiles `checksum`, so that it can be called while a function is traced.
-
-    If it was traced there, where known values are computed at once, the indices would
-    become constants as large as the array.
-    """
+    """Compiles `checksum`, so that it can be called while a function is traced."""
+    # Traced there, its indices would become constants as large as the array.
     like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return checksum.lower(like).compile()
 
 
 @jax.jit
 def checksum(x: jax.Array) -> jax.Array:
-    """A uint32 that changes with every change of one 32-bit word of an array.
+    """The sum of all 32-bit words, each mixed with its place, modulo 2^32.
 
-    It is the sum of all words, each mixed with its place, modulo 2^32. The sum does not
-    depend on its order, and so not on the sharding. If two or more words change, it
-    stays the same with a probability of about 2^-32.
+    It changes with every change of one word. If more words change, it stays the same
+    with a probability of about 2^-32. It does not depend on the sharding.
     """
     words = _words(x)
     index = jnp.zeros((), jnp.uint32)
@@ -71,12 +67,9 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mixed(words: jax.Array) -> jax.Array:
-    """Mixes all bits of each word, and gives different words different results.
-
-    A sum of words times weights would stay the same if all signs of an array changed,
-    or if it were doubled. This is the last stage of MurmurHash3
-    (https://github.com/aappleby/smhasher).
-    """
+    """Mixes all bits of each word; different words have different results."""
+    # The last stage of MurmurHash3 (https://github.com/aappleby/smhasher). Without it,
+    # the sum could stay the same if an array were doubled, or all its signs changed.
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)

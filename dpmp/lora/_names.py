@@ -31,35 +31,30 @@ def by_path(tree: PyTree) -> dict[str, Any]:
     return {path_of(keys): leaf for keys, leaf in leaves}
 
 
-def select(tree: PyTree, selection: str | Sequence[str], **named: Any) -> list[str]:
-    """The names of the selected arrays, in the order of the tree.
+def select(tree: PyTree, **selection: Any) -> list[str]:
+    """The names that the one keyword selects, in the order of the tree.
 
-    Args:
-      tree: a tree of arrays.
-      selection: a regular expression that matches a part of the name (`re.search`), or
-        a list of whole names.
-      **named: the argument of the user, for error messages.
-
-    Raises:
-      ValueError: if nothing is selected, or if the tree has no array of a given name.
+    It is a regular expression that matches a part of a name, or a list of names.
     """
+    ((_, given),) = selection.items()
     paths = list(by_path(tree))
-    if isinstance(selection, str):
-        selected = [path for path in paths if _pattern(selection).search(path)]
+    names = ", ".join(paths[:20])
+    more = f", and {len(paths) - 20} more" if len(paths) > 20 else ""
+    fix = f"The arrays are {names}{more}."
+    if isinstance(given, str):
+        pattern = _pattern(given)
+        selected = [path for path in paths if pattern.search(path)]
     else:
-        unknown = sorted({*selection} - {*paths})
+        unknown = sorted({*given} - {*paths})
         _validate.require(
             not unknown,
             "every selected name must be that of an array",
             unknown=unknown,
-            fix=f"The arrays are {_shown(paths)}.",
+            fix=fix,
         )
-        selected = [path for path in paths if path in {*selection}]
+        selected = [path for path in paths if path in {*given}]
     _validate.require(
-        bool(selected),
-        "at least one array must be selected",
-        **named,
-        fix=f"The arrays are {_shown(paths)}.",
+        bool(selected), "at least one array must be selected", fix=fix, **selection
     )
     return selected
 
@@ -73,11 +68,6 @@ def _pattern(text: str) -> re.Pattern[str]:
             selection=text,
             fix=f"It is not: {error}.",
         )
-
-
-def _shown(paths: Sequence[str], most: int = 20) -> str:
-    more = [f"and {len(paths) - most} more"] if len(paths) > most else []
-    return ", ".join([*paths[:most], *more])
 
 
 def partition(params: PyTree, trainable: str | Sequence[str]) -> tuple[PyTree, PyTree]:
@@ -95,9 +85,7 @@ def partition(params: PyTree, trainable: str | Sequence[str]) -> tuple[PyTree, P
 
     Args:
       params: the parameters of a model.
-      trainable: the arrays to train: a regular expression that matches a part of the
-        name (`re.search`), or a list of names. The name of an array is its path with
-        slashes.
+      trainable: the arrays to train, by their names, as the `targets` of `init`.
 
     Returns:
       The trainable arrays, and the frozen ones.
@@ -105,7 +93,7 @@ def partition(params: PyTree, trainable: str | Sequence[str]) -> tuple[PyTree, P
     Raises:
       ValueError: if no array is selected, or if there is no array of a given name.
     """
-    selected = {*select(params, trainable, trainable=trainable)}
+    selected = select(params, trainable=trainable)
 
     def part(is_trainable: bool) -> PyTree:
         return jax.tree_util.tree_map_with_path(
@@ -122,23 +110,23 @@ def combine(trainable: PyTree, frozen: PyTree) -> PyTree:
     Raises:
       ValueError: if an array is in both of them, or if one of them is missing.
     """
-    for name, part, other in (
-        ("trainable", trainable, frozen),
-        ("frozen", frozen, trainable),
-    ):
-        _validate.require(
-            # The parts of a tree that is one array are this array and None.
-            part is not None or jax.tree_util.all_leaves([other]),
-            "both parts of the parameters must be given. Pass both results of "
-            "lora.partition.",
-            missing=name,
-        )
+    fix = "Pass both results of lora.partition."
+    parts = {"trainable": trainable, "frozen": frozen}
+    missing = [name for name, part in parts.items() if part is None]
+    _validate.require(
+        # The parts of a tree that is one array are this array and None.
+        not missing
+        or jax.tree_util.all_leaves([frozen if trainable is None else trainable]),
+        "both parts of the parameters must be given",
+        fix=fix,
+        missing=missing,
+    )
 
     def either(keys: tuple[object, ...], x: object, y: object) -> object:
         _validate.require(
             x is None or y is None,
-            "every array must be in one of the two parts of the parameters. Pass "
-            "both results of lora.partition.",
+            "every array must be in one of the two parts of the parameters",
+            fix=fix,
             in_both=path_of(keys),
         )
         return y if x is None else x

@@ -1,17 +1,19 @@
-"""Runs a program with adapters for some of its arrays.
+"""Runs a function with adapters for some of its arrays.
 
 `RULES` has a rule for each operation that may be applied to a frozen array. The rule
-applies the operation to the factors too. Its arguments are an equation, the operands,
-of which one is a `View`, and this view. It returns the outputs of the equation. An
-operation with neither a rule nor a program of its own is refused.
+applies the operation to the factors. Its arguments are an equation, the operands, of
+which one is a `View`, this view, and the outputs for the arrays alone. It returns the
+outputs with their factors. An operation with neither a rule nor a program of its own is
+refused.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
@@ -22,33 +24,28 @@ from dpmp.programs import bodies, interpreter, primitives
 from dpmp.programs.interpreter import bind
 from dpmp.programs.source_lines import source_line
 
-Rule: TypeAlias = Callable[[Any, list[Any], View], list[Any]]
+Rule: TypeAlias = Callable[[Any, list[Any], View, list[Any]], list[Any]]
 
 
 def run_with_targets(
-    closed: Any,
-    leaves: Sequence[Any],
-    params: PyTree,
+    fun: Callable[..., PyTree],
+    args: Sequence[PyTree],
     targets: Sequence[Target],
     adapters: Adapters | None = None,
-) -> list[Any]:
-    """Returns the outputs of a program with the changes of adapters.
+) -> PyTree:
+    """Returns `fun(*args)` with the changes of adapters to the parameters, `args[0]`.
 
-    `leaves` has the operands of the program, beginning with the parameters. Without
-    adapters, only the roles of the axes of the targets are recorded.
-
-    Raises:
-      ValueError: if the program uses a target in anything but products, or not at all.
-        The message names the array.
+    Without adapters, only the roles of the axes of the targets are recorded.
     """
+    closed, treedef = interpreter.trace(fun, *args)
     by_name = {target.path: target for target in targets}
-    values = list(leaves)
-    for i, path in enumerate(by_path(params)):
+    values = jax.tree.leaves(args)
+    for i, (path, array) in enumerate(by_path(args[0]).items()):
         if path in by_name:
-            array = leaves[i]
-            factors = () if adapters is None else _factors(adapters, path, array.ndim)
-            origins = tuple((axis,) for axis in range(array.ndim))
-            values[i] = View(array, factors, origins, by_name[path])
+            ndim = jnp.ndim(array)
+            factors = () if adapters is None else _factors(adapters, path, ndim)
+            origins = tuple((axis,) for axis in range(ndim))
+            values[i] = View(values[i], factors, origins, by_name[path])
     outputs = _run(closed, values)
     unused = [target.path for target in targets if not target.is_used]
     _validate.require(
@@ -57,7 +54,7 @@ def run_with_targets(
         "Leave these arrays out of `targets`.",
         unused=unused,
     )
-    return outputs
+    return jax.tree.unflatten(treedef, outputs)
 
 
 def _factors(adapters: Adapters, path: str, ndim: int) -> tuple[Any, ...]:
@@ -85,12 +82,9 @@ def _run(closed: Any, values: Sequence[Any]) -> list[Any]:
 
 def _evaluate(eqn: Any, values: list[Any], view: View) -> list[Any]:
     name = eqn.primitive.name
-    if name in primitives.CALLS:
-        return _run(interpreter.callee(eqn), values)
     if name == primitives.COND:
         branches = map(interpreter.inline, eqn.params["branches"])
-        index, *operands = values
-        return jax.lax.switch(index, [_runs(x) for x in branches], *operands)
+        return jax.lax.switch(values[0], [_runs(x) for x in branches], *values[1:])
     if (loop := bodies.as_loop(eqn)) is not None:
         return _scan(eqn, values, loop)
     if (found := bodies.as_rematerialised(eqn)) is not None:
@@ -100,7 +94,8 @@ def _evaluate(eqn: Any, values: list[Any], view: View) -> list[Any]:
         raise CannotFollowError("convolves with it")
     if name not in RULES:
         raise CannotFollowError("does something else with it than to multiply")
-    return RULES[name](eqn, values, view)
+    arrays = bind(eqn, [x.array if isinstance(x, View) else x for x in values])
+    return RULES[name](eqn, values, view, arrays)
 
 
 def _runs(closed: Any) -> Callable[..., list[Any]]:
@@ -113,9 +108,9 @@ def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
         x if isinstance(x, View | jax.Array) else jnp.asarray(x, atom.aval.dtype)
         for x, atom in zip(values, eqn.invars, strict=True)
     ]
-    consts = values[: loop.num_consts]
-    carry = values[loop.num_consts : loop.num_consts + loop.num_carry]
-    xs = values[loop.num_consts + loop.num_carry :]
+    end_of_carry = loop.num_consts + loop.num_carry
+    consts, xs = values[: loop.num_consts], values[end_of_carry:]
+    carry = values[loop.num_consts : end_of_carry]
     if any(isinstance(x, View) for x in carry):
         raise CannotFollowError("carries it from one iteration to the next")
     for x in xs:
@@ -123,117 +118,100 @@ def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
             x.check_leading()
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        xs = [x.without_leading() if isinstance(x, View) else x for x in xs]
-        outputs = _run(loop.body, [*consts, *carry, *xs])
+        slices = [
+            dataclasses.replace(x, origins=x.origins[1:]) if isinstance(x, View) else x
+            for x in xs
+        ]
+        outputs = _run(loop.body, [*consts, *carry, *slices])
         return outputs[: loop.num_carry], outputs[loop.num_carry :]
 
     carry, ys = jax.lax.scan(body, carry, xs, **loop.options)
     return [*carry, *ys]
 
 
-def _bare(values: list[Any]) -> list[Any]:
-    """The operands of an equation, with arrays in place of views."""
-    return [x.array if isinstance(x, View) else x for x in values]
-
-
-def _same(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _same(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     """Changes no axis: a cast, a copy, a name. The factors keep their dtype."""
+    # An operation on several operands at once returns as many.
     return [
-        x.with_array(array) if isinstance(x, View) else array
-        for x, array in zip(values, bind(eqn, _bare(values)), strict=True)
+        dataclasses.replace(x, array=array) if isinstance(x, View) else array
+        for x, array in zip(values, arrays, strict=True)
     ]
 
 
-def _transpose(eqn: Any, values: list[Any], view: View) -> list[Any]:
-    return [view.transposed(eqn.params["permutation"])]
+def _transpose(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
+    return [view.transposed(arrays[0], eqn.params["permutation"])]
 
 
-def _reshape(eqn: Any, values: list[Any], view: View) -> list[Any]:
-    return [view.reshaped(eqn.outvars[0].aval.shape)]
-
-
-def _squeeze(eqn: Any, values: list[Any], view: View) -> list[Any]:
-    return [view.squeezed(eqn.params["dimensions"])]
-
-
-def _broadcast(eqn: Any, values: list[Any], view: View) -> list[Any]:
-    (out,) = eqn.outvars
-    kept = tuple(eqn.params["broadcast_dimensions"])
-    if out.aval.size != view.array.size or list(kept) != sorted(kept):
+def _reshape(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
+    """A reshape, or a squeeze or broadcast that adds or removes axes of size one."""
+    order = list(eqn.params.get("broadcast_dimensions", ()))
+    if arrays[0].size != view.array.size or order != sorted(order):
         raise CannotFollowError("broadcasts it")
-    return [view.reshaped(out.aval.shape)]
+    return [view.reshaped(arrays[0])]
 
 
-def _slice(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _slice(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or [1] * len(starts)
-    (array,) = bind(eqn, _bare(values))
-    cuts = {
-        axis: functools.partial(
-            jax.lax.slice_in_dim, start_index=start, limit_index=limit, stride=stride
-        )
-        for axis, (start, limit, stride) in enumerate(
-            zip(starts, limits, strides, strict=True)
-        )
-        if array.shape[axis] != view.array.shape[axis]
-    }
-    return [view.cut(array, cuts)]
+
+    def cut(x: Any, axis: int) -> Any:
+        return jax.lax.slice_in_dim(x, starts[axis], limits[axis], strides[axis], axis)
+
+    return [view.cut(arrays[0], cut)]
 
 
-def _split(eqn: Any, values: list[Any], view: View) -> list[Any]:
-    axis, views, start = eqn.params["axis"], [], 0
-    for array in bind(eqn, _bare(values)):
-        limit = start + array.shape[axis]
-        cut = functools.partial(
-            jax.lax.slice_in_dim, start_index=start, limit_index=limit
-        )
-        views.append(view.cut(array, {axis: cut}))
-        start = limit
-    return views
+def _split(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
+    starts = np.cumsum([0, *eqn.params["sizes"]]).tolist()
+
+    def part(start: int, limit: int) -> Callable[[Any, int], Any]:
+        return lambda x, axis: jax.lax.slice_in_dim(x, start, limit, axis=axis)
+
+    return [*map(view.cut, arrays, map(part, starts, starts[1:]))]
 
 
-def _dynamic_slice(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _dynamic_slice(
+    eqn: Any, values: list[Any], view: View, arrays: list[Any]
+) -> list[Any]:
     if not isinstance(values[0], View):
         raise CannotFollowError("uses it as an index")
-    (array,) = bind(eqn, _bare(values))
-    cuts = {
-        axis: functools.partial(
-            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size
-        )
-        for axis, (start, size) in enumerate(zip(values[1:], array.shape, strict=True))
-        if size != view.array.shape[axis]
-    }
-    return [view.cut(array, cuts)]
+    starts, sizes = values[1:], eqn.params["slice_sizes"]
+
+    def cut(x: Any, axis: int) -> Any:
+        return jax.lax.dynamic_slice_in_dim(x, starts[axis], sizes[axis], axis)
+
+    return [view.cut(arrays[0], cut)]
 
 
-def _scale(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _scale(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     """A product with, or a quotient by, one number."""
     is_left = isinstance(values[0], View)
-    other = values[1] if is_left else values[0]
-    if isinstance(other, View) or jnp.size(other) != 1:
+    number = values[1] if is_left else values[0]
+    if isinstance(number, View) or jnp.size(number) != 1:
         raise CannotFollowError("multiplies it entry by entry")
-    (array,) = bind(eqn, _bare(values))
-    if eqn.primitive.name == primitives.MUL:
-        return [view.scaled(array, other)]
-    if not is_left:
-        raise CannotFollowError("divides by it")
-    return [view.scaled(array, 1 / jnp.asarray(other, jnp.float32))]
+    if eqn.primitive.name == primitives.DIV:
+        if not is_left:
+            raise CannotFollowError("divides by it")
+        number = 1 / jnp.asarray(number, jnp.float32)
+    factors = view.factors
+    if factors:
+        a, b = factors
+        factors = (a * jnp.reshape(number, ()).astype(a.dtype), b)
+    return [dataclasses.replace(view, array=arrays[0], factors=factors)]
 
 
-def _product(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _product(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     if all(isinstance(x, View) for x in values):
         raise CannotFollowError("multiplies it with another target")
-    (y,) = bind(eqn, _bare(values))
     is_left = isinstance(values[0], View)
-    return [view.product(eqn, values[1] if is_left else values[0], y, is_left)]
+    return [view.product(eqn, values[1] if is_left else values[0], arrays[0], is_left)]
 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(primitives.SAME_ENTRIES, _same),
     primitives.TRANSPOSE: _transpose,
     primitives.RESHAPE: _reshape,
-    primitives.SQUEEZE: _squeeze,
-    primitives.BROADCAST: _broadcast,
+    primitives.SQUEEZE: _reshape,
+    primitives.BROADCAST: _reshape,
     primitives.SLICE: _slice,
     primitives.SPLIT: _split,
     primitives.DYNAMIC_SLICE: _dynamic_slice,
@@ -244,10 +222,9 @@ RULES: dict[str, Rule] = {
 
 
 def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
-    operation, line, advice = None, None, ""
-    if eqn is not None:
-        operation = eqn.primitive.name
-        line = ":".join(map(str, source_line(eqn, None)))
+    operation = None if eqn is None else eqn.primitive.name
+    line = None if eqn is None else ":".join(map(str, source_line(eqn, None)))
+    advice = ""
     if operation == primitives.CONVOLUTION:
         advice = (
             " The kernel of a convolution has no adapter: keep it frozen, or train all "
@@ -259,8 +236,8 @@ def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
             "lora.init, which reads their use."
         )
     _validate.fail(
-        "every target of LoRA must be multiplied with, as a matrix or a stack of them",
-        fix="Leave this array out of `targets`." + advice,
+        "every target of LoRA must be multiplied with, as a matrix or a stack of them. "
+        f"Leave this array out of `targets`.{advice}",
         target=view.target.path,
         shape=view.array.shape,
         the_function=reason,

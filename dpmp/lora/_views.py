@@ -28,19 +28,13 @@ class CannotFollowError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Target:
-    """An array that a program multiplies with, and the roles of its axes.
-
-    Attributes:
-      path: the name of the array.
-      scale: the scale of the product of the factors.
-      roles: "stack", "input" or "output" for each axis whose role is known.
-      is_used: whether the program multiplies with the array.
-    """
+    """The name of an array, and what a program does with it."""
 
     path: str
     scale: float = 1.0
+    # "stack", "input" or "output" for each axis whose role is known.
     roles: dict[int, str] = dataclasses.field(default_factory=dict)
-    is_used: bool = False
+    is_used: bool = False  # whether the program multiplies with the array
 
 
 @functools.partial(
@@ -50,85 +44,28 @@ class Target:
 )
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A view of a frozen array and of its factors.
-
-    Attributes:
-      array: the view of the array.
-      factors: the views of A and B. It is empty if only the roles are recorded.
-      origins: for each axis, the axes of the target that it is made of.
-      target: the array that this is a view of.
-    """
+    """A view of a target and of its factors."""
 
     array: Any
-    factors: tuple[Any, ...]
-    origins: tuple[tuple[int, ...], ...]
+    factors: tuple[Any, ...]  # A and B, or none if only the roles are recorded
+    origins: tuple[tuple[int, ...], ...]  # for each axis, axes of the target
     target: Target
 
     def note(self, axes: Iterable[int], role: str) -> None:
-        """Records the role of axes in the target; the first role of an axis counts.
-
-        The role is "stack", "input" or "output".
-        """
+        """Records the role of axes in the target; the first role of an axis counts."""
         for axis in axes:
             for origin in self.origins[axis]:
                 self.target.roles.setdefault(origin, role)
 
-    def with_array(self, array: Any) -> "View":
-        """The same view of another array of the same shape."""
-        return dataclasses.replace(self, array=array)
+    def transposed(self, array: Any, permutation: Sequence[int]) -> "View":
+        """The view `array`, which has the axes in another order."""
+        factors = tuple(jnp.transpose(x, (*permutation, -1)) for x in self.factors)
+        origins = tuple(self.origins[i] for i in permutation)
+        return View(array, factors, origins, self.target)
 
-    def scaled(self, array: Any, by: Any) -> "View":
-        """The view after a multiplication with one number; `array` is the result."""
-        a_scaled = [x * jnp.reshape(by, ()).astype(x.dtype) for x in self.factors[:1]]
-        factors = (*a_scaled, *self.factors[1:])
-        return dataclasses.replace(self, array=array, factors=factors)
-
-    def cut(self, array: Any, cuts: dict[int, Callable[..., Any]]) -> "View":
-        """The view after cuts of axes; `array` is the result.
-
-        `cuts` has a function for each axis. It takes an array and the keyword `axis`.
-        """
-
-        def cut_factor(factor: Any) -> Any:
-            for axis, cut in cuts.items():
-                if factor.shape[axis] == self.array.shape[axis]:
-                    factor = cut(factor, axis=axis)
-            return factor
-
-        factors = tuple(map(cut_factor, self.factors))
-        return dataclasses.replace(self, array=array, factors=factors)
-
-    def transposed(self, permutation: Sequence[int]) -> "View":
-        """The view with its axes in another order."""
-        return View(
-            jnp.transpose(self.array, permutation),
-            tuple(jnp.transpose(x, (*permutation, -1)) for x in self.factors),
-            tuple(self.origins[i] for i in permutation),
-            self.target,
-        )
-
-    def squeezed(self, axes: Sequence[int]) -> "View":
-        """The view without some axes of size one."""
-        self.note(axes, "stack")
-        return View(
-            jnp.squeeze(self.array, axes),
-            tuple(jnp.squeeze(x, axes) for x in self.factors),
-            tuple(x for i, x in enumerate(self.origins) if i not in axes),
-            self.target,
-        )
-
-    def reshaped(self, shape: Sequence[int]) -> "View":
-        """The view in another shape.
-
-        Raises:
-          CannotFollowError: if that merges axes of different factors.
-        """
-        groups = _groups(self.array.shape, shape)
-        origins = [
-            tuple(sorted({i for axis in old for i in self._origins_of(axis)}))
-            for old, new in groups
-            for _ in new
-        ]
+    def reshaped(self, array: Any) -> "View":
+        """The view `array`, whose shape must not merge axes of different factors."""
+        groups = _groups(self.array.shape, array.shape)
 
         def reshape(factor: Any) -> Any:
             sizes = []
@@ -141,16 +78,29 @@ class View:
                     raise CannotFollowError(
                         "merges an axis of inputs with one of outputs"
                     )
-                sizes += [shape[axis] if own == whole else 1 for axis in new]
+                sizes += [array.shape[axis] if own == whole else 1 for axis in new]
             return jnp.reshape(factor, (*sizes, factor.shape[-1]))
 
+        origins = []
+        for old, new in groups:
+            # A reshape may drop an axis of size one, with its origins.
+            wide = [axis for axis in old if self.array.shape[axis] > 1]
+            merged = {origin for axis in wide for origin in self.origins[axis]}
+            origins += [tuple(merged) for _ in new]
         factors = tuple(map(reshape, self.factors))
-        array = jnp.reshape(self.array, shape)
         return View(array, factors, tuple(origins), self.target)
 
-    def _origins_of(self, axis: int) -> tuple[int, ...]:
-        """The origins of an axis; none for size one, which a reshape may drop."""
-        return self.origins[axis] if self.array.shape[axis] > 1 else ()
+    def cut(self, array: Any, cut_axis: Callable[[Any, int], Any]) -> "View":
+        """The view `array` of a part; `cut_axis(factor, axis)` cuts a factor alike."""
+
+        def cut(factor: Any) -> Any:
+            for axis, whole in enumerate(self.array.shape):
+                if array.shape[axis] < whole == factor.shape[axis]:
+                    factor = cut_axis(factor, axis)
+            return factor
+
+        factors = tuple(map(cut, self.factors))
+        return dataclasses.replace(self, array=array, factors=factors)
 
     def check_leading(self) -> None:
         """Raises CannotFollowError unless a loop can go over the first axis."""
@@ -158,23 +108,9 @@ class View:
         if any(x.shape[0] != self.array.shape[0] for x in self.factors):
             raise CannotFollowError("loops over an axis that is summed over")
 
-    def without_leading(self) -> "View":
-        """Drops the origin of the first axis, which a loop has removed."""
-        return dataclasses.replace(self, origins=self.origins[1:])
-
     def product(self, eqn: Any, x: Any, y: Any, is_left: bool) -> Any:
-        """Adds scale (x A) B to y = x W, the result of a `dot_general`.
-
-        Args:
-          eqn: the equation.
-          x: the operand that is not the view.
-          y: the result of the equation.
-          is_left: whether the view is the first operand.
-
-        Raises:
-          CannotFollowError: if the contracted axes are not those of one factor.
-        """
-        summed, stacked = dimensions(eqn, is_left)
+        """Adds scale (x A) B to y = x W; the view is the left or right operand."""
+        summed, stacked = _dimensions(eqn, is_left)
         rank = self.array.ndim  # the name of the rank axis; others have their numbers
         free = [i for i in range(rank) if i not in {*summed, *stacked}]
         self.note(summed, "input")
@@ -183,28 +119,23 @@ class View:
         self.target.is_used = True
         if not self.factors:
             return y
-        first, second = self._in_order(summed, stacked, free)
+        first, second = (
+            factor.astype(x.dtype) for factor in self._in_order(summed, stacked, free)
+        )
         names = dict(
-            zip(sum(dimensions(eqn, not is_left), ()), summed + stacked, strict=True)
+            zip(sum(_dimensions(eqn, not is_left), ()), summed + stacked, strict=True)
         )
         x_names = [names.get(i, rank + 1 + i) for i in range(x.ndim)]
         x_free = [name for name in x_names if name > rank]
         y_names = [*stacked, *(free + x_free if is_left else x_free + free)]
-        first, second = first.astype(x.dtype), second.astype(x.dtype)
         between = [*stacked, *x_free, rank]
-        first_names, second_names = [*summed, *stacked, rank], [*stacked, *free, rank]
-        product = jnp.einsum(
-            x, x_names, _only(first, first_names), sorted(first_names), between
-        )
+        first_named = _named(first, [*summed, *stacked, rank])
+        product = jnp.einsum(x, x_names, *first_named, between)
         if self.target.scale != 1:
             product *= jnp.asarray(self.target.scale, product.dtype)
+        second_named = _named(second, [*stacked, *free, rank])
         return y + jnp.einsum(
-            product,
-            between,
-            _only(second, second_names),
-            sorted(second_names),
-            y_names,
-            preferred_element_type=y.dtype,
+            product, between, *second_named, y_names, preferred_element_type=y.dtype
         )
 
     def _in_order(
@@ -223,42 +154,34 @@ class View:
 
 
 def aligned(factor: Any, axes: Sequence[int], ndim: int) -> Any:
-    """Gives a factor the axes that it has in a view of `ndim` axes.
-
-    `axes` has the axis of the array for each axis of the factor, and `ndim` for the
-    rank.
-    """
+    """Gives a factor the axes of a view; `axes` is a result of `factor_axes`."""
     ordered = jnp.transpose(factor, np.argsort(axes).tolist())
     return jnp.expand_dims(ordered, [i for i in range(ndim) if i not in axes])
 
 
-def dimensions(eqn: Any, is_left: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _dimensions(eqn: Any, is_left: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The contracted axes and the batch axes of one operand."""
     summed, stacked = eqn.params["dimension_numbers"]
     side = 0 if is_left else 1
     return tuple(summed[side]), tuple(stacked[side])
 
 
-def _only(factor: Any, axes: Sequence[int]) -> Any:
-    """A factor without the axes that are not in `axes`; these have size one."""
-    return jnp.squeeze(factor, [i for i in range(factor.ndim) if i not in axes])
+def _named(factor: Any, axes: Sequence[int]) -> tuple[Any, list[int]]:
+    """A factor without the axes of size one that are not in `axes`, and its names."""
+    others = [i for i in range(factor.ndim) if i not in axes]
+    return jnp.squeeze(factor, others), sorted(axes)
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
-    """The smallest groups of consecutive axes that a reshape maps to each other.
-
-    >>> _groups((6, 4, 5), (2, 3, 20))
-    [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
-    """
+    """The smallest groups of consecutive axes that a reshape maps to each other."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
-        ends = [min(i + 1, len(old)), min(j + 1, len(new))]
-        while (sizes := _sizes(old[i : ends[0]], new[j : ends[1]]))[0] != sizes[1]:
-            ends[sizes[0] > sizes[1]] += 1
-        groups.append((range(i, ends[0]), range(j, ends[1])))
-        i, j = ends
+        i_end, j_end = min(i + 1, len(old)), min(j + 1, len(new))
+        while (size := math.prod(old[i:i_end])) != math.prod(new[j:j_end]):
+            if size < math.prod(new[j:j_end]):
+                i_end += 1
+            else:
+                j_end += 1
+        groups.append((range(i, i_end), range(j, j_end)))
+        i, j = i_end, j_end
     return groups
-
-
-def _sizes(old: Sequence[int], new: Sequence[int]) -> tuple[int, int]:
-    return math.prod(old), math.prod(new)

@@ -1,7 +1,6 @@
 """Mixed precision for a model that was written in float32.
 
-The program of the model is traced and evaluated again. There are three kinds of
-operations:
+The program of the model is traced and evaluated again, with three kinds of operations:
 
     products        operands and results in the compute dtype, summed in float32
     following       in the dtype of the operands; float32 if they differ
@@ -9,8 +8,8 @@ operations:
 
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.
-  https://docs.pytorch.org/docs/stable/amp.html: the lists of operations of another
-    library, which agree with these for the most part.
+  https://docs.pytorch.org/docs/stable/amp.html: the lists of PyTorch, which agree with
+    these for the most part.
 """
 
 import functools
@@ -72,9 +71,6 @@ def autocast(
 def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the outputs of a program, in their dtypes in the program."""
 
-    def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
-        return _run(body, values, dtype)
-
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         name, atoms = eqn.primitive.name, (*eqn.invars, *eqn.outvars)
         if name in primitives.PRODUCTS and all(map(_is_float32, atoms)):
@@ -83,7 +79,7 @@ def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
         if name in primitives.FOLLOWING and _is_followed(eqn, values, dtype):
             return interpreter.bind(eqn, _cast(values, eqn.invars, dtype))
         values = _cast(values, eqn.invars, jnp.float32)
-        return bodies.bind_bodies(eqn, values, run_body)
+        return bodies.bind_bodies(eqn, values, functools.partial(_run, dtype=dtype))
 
     results = interpreter.run(closed, values, evaluate)
     return _cast(results, closed.jaxpr.outvars, jnp.float32)

@@ -36,19 +36,18 @@ class Policy:
         `jax.default_matmul_precision`. None leaves it to jax. Norms and sums always use
         full precision.
       float32_paths: regular expressions. A parameter stays in float32, or a wider
-        `param_dtype`, if one of them is found in its path, and the loss receives it in
-        that dtype. The path is `jax.tree_util.keystr(path, simple=True,
-        separator="/")`. An expression that is found in no path is refused with a
-        ValueError when parameters are cast.
+        `param_dtype`, also in the loss, if one of them is found in its path, which is
+        `jax.tree_util.keystr(path, simple=True, separator="/")`. An expression that is
+        found in no path is refused with a ValueError when parameters are cast.
       float8_scale: if given, the operands of products in the loss are rounded to
-        float8_e4m3fn, and cotangents to float8_e5m2. Two kinds of products are not
-        rounded: products with an operand wider than `compute_dtype`, and products in
-        functions with derivatives of their own. The scale is "per_example", or a power
-        of two that multiplies all operands. "per_example" computes a scale for each
-        operand of each example (a parameter has one scale for all examples). Dot
-        products run in 8 bits, with sums in float32, on NVIDIA GPUs from compute
-        capability 8.9 on. Other devices emulate them in `compute_dtype`. Convolutions,
-        and the norms and sums of book-keeping, are emulated everywhere.
+        float8_e4m3fn, and cotangents to float8_e5m2, unless an operand is wider than
+        `compute_dtype`, or the product is in a function with derivatives of its own.
+        The scale is "per_example", or a power of two that multiplies all operands.
+        "per_example" computes a scale for each operand of each example (a parameter has
+        one scale for all examples). Dot products run in 8 bits, with sums in float32,
+        on NVIDIA GPUs from compute capability 8.9 on. Other devices emulate them in
+        `compute_dtype`. Convolutions, and the norms and sums of book-keeping, are
+        emulated everywhere.
       stochastic_rounding: whether parameters are stored in bfloat16, without float32
         masters. Updates are added in float32, and the sum is rounded up or down at
         random, so that small updates count on average. This saves 4 bytes per entry: 2
@@ -63,19 +62,13 @@ class Policy:
     stochastic_rounding: bool = False
 
     def __post_init__(self):
-        for name in ("param_dtype", "compute_dtype"):
-            dtype = None
-            # NumPy takes None for float64, and raises TypeError for unknown names.
-            if (given := getattr(self, name)) is not None:
-                with contextlib.suppress(TypeError):
-                    dtype = jnp.dtype(given)
-            _validate.require(
-                dtype is not None and jnp.issubdtype(dtype, jnp.floating),
-                f"{name} must be a float dtype. Use float32 for parameters, and "
-                "float32 or bfloat16 to compute.",
-                dtype=given if dtype is None else dtype.name,
-            )
-            object.__setattr__(self, name, dtype)
+        _validate.fields(
+            self,
+            param_dtype=_float_dtype,
+            compute_dtype=_float_dtype,
+            float32_paths=_patterns,
+            float8_scale=lambda float8_scale: float8.check_scale(float8_scale),
+        )
         is_bfloat16 = self.param_dtype == jnp.bfloat16
         _validate.require(
             is_bfloat16 if self.stochastic_rounding else self.param_dtype.itemsize >= 4,
@@ -86,9 +79,6 @@ class Policy:
         )
         names = [None, "bfloat16", "tensorfloat32", "float32", "highest"]
         _validate.one_of(names, matmul_precision=self.matmul_precision)
-        object.__setattr__(self, "float32_paths", _checked_paths(self.float32_paths))
-        scale = float8.check_scale(self.float8_scale)
-        object.__setattr__(self, "float8_scale", scale)
         _validate.check_x64(self.param_dtype, "float64 parameters")
 
     @classmethod
@@ -113,14 +103,9 @@ class Policy:
     @classmethod
     def parse(cls, policy: "Policy | str") -> "Policy":
         """Returns a policy unchanged, or the preset of a name."""
-        if isinstance(policy, str):
-            return cls.from_name(policy)
-        _validate.require(
-            isinstance(policy, Policy),
-            "policy must be a Policy or the name of one. Use a dpmp.Policy.",
-            type=type(policy).__name__,
-        )
-        return policy
+        fix = 'Use "mixed_bfloat16", for example.'
+        policy = _validate.instance((Policy, str), fix, policy=policy)
+        return cls.from_name(policy) if isinstance(policy, str) else policy
 
     def cast_to_compute(self, params: PyTree) -> PyTree:
         """Casts float parameters to the dtypes that the loss receives."""
@@ -205,15 +190,31 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _checked_paths(paths: Any) -> tuple[str, ...]:
-    """Returns `paths` as a tuple; ValueError unless they are regular expressions."""
+def _float_dtype(**value: Any) -> Any:
+    ((name, given),) = value.items()
+    dtype = None
+    # NumPy takes None for float64, and raises TypeError for unknown names.
+    if given is not None:
+        with contextlib.suppress(TypeError):
+            dtype = jnp.dtype(given)
     _validate.require(
-        isinstance(paths, Iterable) and not isinstance(paths, str),
-        "float32_paths must be a tuple of regular expressions. Write "
-        '("embed",) for a single one.',
-        float32_paths=paths,
+        dtype is not None and jnp.issubdtype(dtype, jnp.floating),
+        f"{name} must be a float dtype. Use float32 for parameters, and float32 or "
+        "bfloat16 to compute.",
+        dtype=given if dtype is None else dtype.name,
     )
-    paths = tuple(paths)
+    return dtype
+
+
+def _patterns(float32_paths: Any) -> tuple[str, ...]:
+    """Checks that the argument is a sequence of regular expressions."""
+    _validate.require(
+        isinstance(float32_paths, Iterable) and not isinstance(float32_paths, str),
+        'float32_paths must be a tuple of regular expressions. Write ("embed",) for a '
+        "single one.",
+        float32_paths=float32_paths,
+    )
+    paths = tuple(float32_paths)
     for path in paths:
         try:
             re.compile(path)

@@ -7,13 +7,7 @@ their number.
 from dpmp.sources._check_source import check_source
 from dpmp.sources._placed import check_same_data, check_sharding, load_shards
 from dpmp.sources._prefetch import prefetched
-from dpmp.sources._source import (
-    Load,
-    Source,
-    as_device_dtypes,
-    load_batch,
-    loader_of,
-)
+from dpmp.sources._source import Load, Source, as_device_dtypes, loader_of
 
 __all__ = [
     "Load",
@@ -22,7 +16,6 @@ __all__ = [
     "check_same_data",
     "check_sharding",
     "check_source",
-    "load_batch",
     "load_shards",
     "loader_of",
     "prefetched",

@@ -12,8 +12,7 @@ def check_source(source: PyTree | Source) -> None:
     """Loads every record of a dataset once, in order, and names the first bad one.
 
     Call this before a run, or after `fit` reported that a record could not be loaded.
-    That report does not name the record, because the batches are secret. This function
-    draws no batches, so it may name it.
+    That report does not name the record, because the batches are secret.
 
     >>> class Photos:
     ...     def __len__(self):

@@ -16,7 +16,7 @@ from dpmp import _processes, _validate
 from dpmp._typing import PyTree
 from dpmp.batch_selection import pad_indices
 from dpmp.mechanism import DPSGD
-from dpmp.sources._source import Load, load_batch
+from dpmp.sources._source import Load, load_padded
 
 
 def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
@@ -29,38 +29,33 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
     )
     if sharding is None:
         return
-    _validate.require(
-        isinstance(sharding, jax.sharding.Sharding),
-        "batch_sharding must be a jax.sharding.Sharding. Use "
-        'jax.NamedSharding(mesh, jax.P("data")).',
-        type=type(sharding).__name__,
-    )
+    fix = 'Use jax.NamedSharding(mesh, jax.P("data")).'
+    _validate.instance(jax.sharding.Sharding, fix, batch_sharding=sharding)
     spec = tuple(getattr(sharding, "spec", ()))
     _validate.require(
         not any(spec[1:]),
         "batch_sharding must divide a batch along its first axis, that of the "
-        'examples, and along no other. Use jax.NamedSharding(mesh, jax.P("data")).',
+        "examples, and along no other",
+        fix=fix,
         batch_sharding=jax.P(*spec),
     )
     num_shards = _num_shards(sharding)
     for name in ("padded_batch_size", "microbatch_size"):
         size = getattr(mechanism, name)
-        given: dict[str, Any] = {name: size}
         _validate.require(
             size is None or size % num_shards == 0,
             f"{name} must be a multiple of the {num_shards} parts into which "
             "batch_sharding divides a batch. Build the mechanism with a "
             f"microbatch_size that is a multiple of {num_shards}; batches are padded "
             "to a multiple of it.",
-            **given,
+            size=size,
         )
 
 
 def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
     """Raises ValueError on all processes unless they have the same data and plan.
 
-    They compare a hash of 16 random examples. If two processes had different data, one
-    example could enter a sum twice.
+    If two had different data, one example could enter a sum twice.
     """
     if jax.process_count() == 1:
         return
@@ -87,49 +82,29 @@ def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
 def load_shards(
     load: Load, indices: np.ndarray, mechanism: DPSGD, sharding: Any
 ) -> tuple[PyTree, Any]:
-    """Loads a padded batch, as committed arrays; returns it with `is_padding_example`.
-
-    Without a sharding, they are NumPy arrays.
-    """
+    """Loads a padded batch and `is_padding_example`, committed to a sharding if any."""
     batch_size = mechanism.padded_batch_size
-    if sharding is None:
-        return load_batch(load, indices, batch_size)
     padded = pad_indices(indices, batch_size)
-    padded = _in_turn(padded, _num_shards(sharding), mechanism.microbatch_size)
-    rows = _rows_of_this_process(sharding, batch_size)
-    own = padded[rows]
-    examples, _ = load_batch(load, own[own >= 0], len(own))
-    # The examples come first; this puts them between the padding.
-    order = np.argsort(np.argsort(own < 0, kind="stable"), kind="stable")
+    if sharding is None:
+        return load_padded(load, padded), padded < 0
+    if mechanism.microbatch_size is not None:
+        # Each shard in turn gets a part of a microbatch.
+        num_shards = _num_shards(sharding)
+        part_size = mechanism.microbatch_size // num_shards
+        parts = padded.reshape(-1, num_shards, part_size)
+        padded = parts.swapaxes(0, 1).reshape(-1)
+    own_parts = sharding.addressable_devices_indices_map((batch_size,)).values()
+    own = padded[np.unique([np.arange(batch_size)[part[0]] for part in own_parts])]
 
-    def place(x: np.ndarray) -> jax.Array:
-        def part(index: Any) -> np.ndarray:
-            wanted = np.arange(batch_size)[index[0]]
-            return x[np.searchsorted(rows, wanted)][:, *index[1:]]
+    def commit(x: np.ndarray) -> jax.Array:
+        shape = batch_size, *x.shape[1:]
+        return jax.make_array_from_process_local_data(sharding, x, shape)
 
-        return jax.make_array_from_callback((batch_size, *x.shape[1:]), sharding, part)
-
-    batch = jax.tree.map(lambda x: place(x[order]), examples)
-    return batch, place(own < 0)
-
-
-def _in_turn(
-    padded: np.ndarray, num_shards: int, microbatch_size: int | None
-) -> np.ndarray:
-    """Deals out the examples: one part of a microbatch to each shard in turn."""
-    if microbatch_size is None:
-        return padded
-    parts = padded.reshape(-1, num_shards, microbatch_size // num_shards)
-    return parts.swapaxes(0, 1).reshape(-1)
+    return jax.tree.map(commit, (load_padded(load, own), own < 0))
 
 
 def _num_shards(sharding: Any) -> int:
     """The number of parts into which a sharding divides the first axis."""
-    # A dummy axis with one entry for each device: the size of a shard tells the number.
+    # An axis with one entry for each device: the size of a shard tells the number.
     length = len(sharding.device_set)
     return length // sharding.shard_shape((length,))[0]
-
-
-def _rows_of_this_process(sharding: Any, batch_size: int) -> np.ndarray:
-    parts = sharding.addressable_devices_indices_map((batch_size,)).values()
-    return np.unique([np.arange(batch_size)[part[0]] for part in parts])

@@ -23,14 +23,8 @@ def prefetched(
     One thread draws up to `depth` batches ahead, one after the other. An exception of
     `draw` is raised when the iterator comes to its ticket. A depth of 0 draws every
     batch when it is asked for, without a thread. The tickets are taken in the calling
-    thread.
-
-    The thread has ended when the context ends. After an exception, the context waits at
-    most five seconds for the batch that is being drawn, and then abandons the thread.
-
-    >>> with prefetched(lambda ticket: ticket**2, range(4), depth=2) as batches:
-    ...     print(list(batches))
-    [0, 1, 4, 9]
+    thread. The thread has ended when the context ends; after an exception, it is
+    abandoned if the batch that is being drawn takes longer than five seconds.
     """
     if depth == 0:
         yield (_result(_attempt(draw, ticket)) for ticket in tickets)

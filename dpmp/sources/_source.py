@@ -12,7 +12,6 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.batch_selection import pad_indices
 
 Load: TypeAlias = Callable[[Any], PyTree]  # from indices
 
@@ -118,7 +117,7 @@ class Loader:
         size = len(indices)
         wanted = jax.tree.map(lambda x: np.empty((size, *x.shape[1:]), x.dtype), first)
         rows = load(indices) if size else wanted  # many sources refuse an empty list
-        if describe_example(rows) != describe_example(wanted):
+        if _described(rows) != _described(wanted):
             raise _validate.RefusedError(_NOT_ALIKE)
         return rows
 
@@ -147,7 +146,7 @@ class Loader:
     def one_by_one(self, indices: np.ndarray) -> PyTree:
         """The rows as the source has them, from one call for each index."""
         rows = [as_arrays(self.ask(int(i))) for i in indices]
-        if any(describe_example(row) != describe_example(rows[0]) for row in rows):
+        if any(_described(row) != _described(rows[0]) for row in rows):
             raise _validate.RefusedError(_NOT_ALIKE)
         return jax.tree.map(lambda *xs: np.stack(xs), *rows)
 
@@ -192,33 +191,29 @@ def _without_message(error: BaseException) -> BaseException:
     )
 
 
-def describe_example(example: PyTree) -> Any:
-    """The tree, shapes and dtypes of one example, which are the same for all."""
-    leaves, tree = jax.tree.flatten(example)
+def _described(examples: PyTree) -> Any:
+    leaves, tree = jax.tree.flatten(examples)
     return tree, [(x.shape, x.dtype) for x in leaves]
 
 
-def load_batch(
-    load: Load, indices: np.ndarray, batch_size: int
-) -> tuple[PyTree, np.ndarray]:
-    """Loads a batch padded with zeros; returns it with `is_padding_example`."""
-    padded = pad_indices(indices, batch_size)
-    rows = load(indices)
+def load_padded(load: Load, padded: np.ndarray) -> PyTree:
+    """Loads the rows of padded indices; those of padding, -1, are zeros."""
+    is_example = padded >= 0
+    rows = load(_hide_errors(lambda: padded[is_example]))
 
     def pad(x: np.ndarray) -> np.ndarray:
-        return np.pad(x, [(0, batch_size - len(x))] + [(0, 0)] * (x.ndim - 1))
+        padded_rows = np.zeros((len(padded), *x.shape[1:]), x.dtype)
+        padded_rows[is_example] = x
+        return padded_rows
 
-    return _hide_errors(lambda: jax.tree.map(pad, rows)), padded < 0
+    return _hide_errors(lambda: jax.tree.map(pad, rows))
 
 
 def as_device_dtypes(tree: PyTree) -> PyTree:
     """Turns the leaves into arrays of jax. A value that overflows causes no warning."""
 
     def convert(path: Any, x: Any) -> jax.Array:
-        if not isinstance(x, jax.Array):
-            x = np.asarray(x)
-            _check_numbers(path, x)
-        return jnp.asarray(x)
+        return jnp.asarray(x if isinstance(x, jax.Array) else _as_array(path, x))
 
     with np.errstate(all="ignore"):
         return jax.tree_util.tree_map_with_path(convert, tree)
@@ -226,35 +221,25 @@ def as_device_dtypes(tree: PyTree) -> PyTree:
 
 def as_arrays(tree: PyTree) -> PyTree:
     """Turns the leaves into NumPy arrays; a list of numbers is one leaf."""
-
-    def convert(path: Any, x: Any) -> np.ndarray:
-        array = np.zeros(0, object)
-        # NumPy's message about lists of different lengths would show a shape.
-        with contextlib.suppress(*([ValueError] if isinstance(x, list) else [])):
-            array = np.asarray(x)
-        _check_numbers(path, array)
-        _validate.require(
-            not isinstance(x, np.ma.MaskedArray),
-            "examples must be arrays without masks. Fill masked numbers with "
-            "x.filled(0), and pass the mask beside them.",
-            column=jax.tree_util.keystr(path) or "(the dataset itself)",
-        )
-        return array
-
     columns, structure = jax.tree_util.tree_flatten_with_path(tree, _is_list_of_numbers)
-    return structure.unflatten([convert(*x) for x in columns or [((), None)]])
+    return structure.unflatten([_as_array(*x) for x in columns or [((), None)]])
 
 
-def _check_numbers(path: Any, array: Any) -> None:
-    dtype = array.dtype
-    _validate.require(
-        _is_of_jax(dtype),
-        "examples must be numbers of a dtype that jax has",
+def _as_array(path: Any, x: Any) -> np.ndarray:
+    array = np.empty(0, object)
+    # NumPy's message about lists of different lengths would show a shape.
+    with contextlib.suppress(*([ValueError] if isinstance(x, list) else [])):
+        array = np.asarray(x)
+    if _is_of_jax(array.dtype) and not isinstance(x, np.ma.MaskedArray):
+        return array
+    _validate.fail(
+        "examples must be numbers of a dtype that jax has, in arrays without masks. "
+        "Turn text into token numbers, pad lists of different lengths to one length, "
+        "remove examples that are None, and pass masks beside x.filled(0).",
         column=jax.tree_util.keystr(path) or "(the dataset itself)",
+        type=type(x).__name__,
         # The dtype itself would show the length of the longest text.
-        content=dtype.type.__name__,
-        fix="Turn text into token numbers, pad lists of different lengths to one "
-        "length, and remove examples that are None.",
+        content=array.dtype.type.__name__,
     )
 
 

@@ -130,9 +130,19 @@ def branches() -> Subject:
     return Subject(loss_fn, params, normal(9, LENGTH, WIDTH), "w")
 
 
+def narrow() -> Subject:
+    """Axes of size one, which have a role too."""
+    params = {"w": normal(0, WIDTH, 1), "v": normal(1, 1, WIDTH)}
+
+    def loss_fn(params, x):
+        return jnp.sum(jnp.sin(x @ params["w"])) + jnp.sum(jnp.tanh(x @ params["v"].T))
+
+    return Subject(loss_fn, params, normal(9, LENGTH, WIDTH), ".")
+
+
 SUBJECTS = {
     f.__name__: functools.cache(f)
-    for f in (decoder, unrolled, turned, fused, experts, branches)
+    for f in (decoder, unrolled, turned, fused, experts, branches, narrow)
 }
 
 

@@ -19,17 +19,11 @@ def test_a_checksum_sees_every_single_change(dtype):
     assert len(sums) == x.size + 1
 
 
-def test_a_checksum_sees_an_exchange_of_two_entries():
-    assert int(checksum(np.array([1, 2], np.int32))) != int(
-        checksum(np.array([2, 1], np.int32))
-    )
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_checksum_sees_a_multiplied_array(dtype):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
+def test_a_checksum_sees_another_order_and_a_multiplied_array(dtype):
     x = np.arange(1, 65).astype(jnp.dtype(dtype))
-    sums = {int(checksum((x * n).astype(x.dtype))) for n in (1, -1, 2, 0.25)}
-    assert len(sums) == 4
+    others = (x[::-1], *((x * n).astype(x.dtype) for n in (-1, 2, 0.25)))
+    assert len({int(checksum(jnp.asarray(y))) for y in (x, *others)}) == 5
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "int4", "uint2", "float8_e4m3fn"])

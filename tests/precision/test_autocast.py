@@ -29,14 +29,30 @@ def _dtypes(fun, *args):
     return found
 
 
-def test_products_are_in_the_compute_dtype_and_what_sums_is_not():
-    def fun(w, x):
-        return jnp.sum(jax.nn.softmax(jnp.tanh(x @ w) @ w))
+def _standardised(w, x):
+    x = x @ w
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
+
+@pytest.mark.parametrize(
+    ("fun", "narrow", "wide"),
+    [
+        (
+            lambda w, x: jnp.sum(jax.nn.softmax(jnp.tanh(x @ w) @ w)),
+            ("dot_general", "tanh"),
+            ("exp", "reduce_sum"),
+        ),
+        (_standardised, ("dot_general",), ("reduce_sum", "square", "rsqrt", "mul")),
+        # Operands that differ meet in float32; numbers follow what they meet.
+        (lambda w, x: x @ w + x, ("dot_general",), ("add",)),
+        (lambda w, x: 0.5 * jnp.maximum(x @ w, 0.25), ("mul", "max"), ()),
+    ],
+)
+def test_products_are_in_the_compute_dtype_and_what_sums_is_not(fun, narrow, wide):
     dtypes = _dtypes(autocast(fun), _W, _X)
-    assert dtypes["dot_general"] == {"bfloat16"}
-    assert dtypes["tanh"] == {"bfloat16"}
-    assert dtypes["exp"] == dtypes["reduce_sum"] == {"float32"}
+    assert all(dtypes[name] == {"bfloat16"} for name in narrow)
+    assert all(dtypes[name] == {"float32"} for name in wide)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -48,27 +64,6 @@ def test_a_product_is_that_of_rounded_operands(dtype):
 
     cast = jax.jit(autocast(jnp.matmul, policy))
     np.testing.assert_array_equal(cast(_X, _W), jax.jit(product)(_X, _W))
-
-
-def test_operands_that_differ_meet_in_float32():
-    dtypes = _dtypes(autocast(lambda w, x: x @ w + x), _W, _X)
-    assert dtypes["add"] == {"float32"}
-
-
-def test_numbers_take_the_dtype_of_what_they_meet():
-    dtypes = _dtypes(autocast(lambda w, x: 0.5 * jnp.maximum(x @ w, 0.25)), _W, _X)
-    assert dtypes["mul"] == dtypes["max"] == {"bfloat16"}
-
-
-def test_statistics_are_in_float32():
-    def fun(w, x):
-        x = x @ w
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-
-    dtypes = _dtypes(autocast(fun), _W, _X)
-    for name in ("reduce_sum", "square", "rsqrt", "mul"):
-        assert dtypes[name] == {"float32"}, name
 
 
 def test_casts_of_the_model_stay_as_they_are():
@@ -155,21 +150,7 @@ def test_functions_with_derivatives_of_their_own_run_as_they_are():
 
 
 @pytest.mark.slow
-def test_contractions_of_attention_are_narrow_and_its_softmax_is_not():
-    def attend(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 2, 4))
-    dtypes = _dtypes(autocast(attend), q, k, v)
-    assert dtypes["dot_general"] == {"bfloat16"}
-    assert dtypes["exp"] == {"float32"}
-    np.testing.assert_allclose(
-        autocast(attend)(q, k, v), attend(q, k, v), rtol=0.02, atol=0.02
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "conv", "transformer", "lstm", "vit"])
+@pytest.mark.parametrize("name", ["conv", "transformer", "lstm"])
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])
 def test_models_of_the_zoo_train_privately(name, method):
     model = _ZOO[name]
@@ -190,8 +171,3 @@ def test_models_of_the_zoo_train_privately(name, method):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(cast))
     difference = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), wide, cast)
     assert 0 < reference.norm(difference) <= 0.05 * reference.norm(wide)
-
-
-def test_a_policy_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="mixed_bfloat16"):
-        autocast(jnp.matmul, "bf16")

@@ -28,13 +28,14 @@ def test_gives_one_of_the_two_neighbours():
     x = np.float32(rng.normal(size=2000) * 10.0 ** rng.integers(-38, 38, 2000))
     rounded = np.asarray(_to_bfloat16(x, jax.random.key(0)))
     low, high = _neighbours(x)
-    assert np.all((rounded == low) | (rounded == high))
-    assert np.any(rounded == low)
-    assert np.any(rounded == high)
+    is_high = rounded == high
+    assert np.all((rounded == low) | is_high)
+    assert 0 < is_high.mean() < 1
 
 
-@pytest.mark.parametrize("share", [0.0, 0.125, 0.5, 0.9])
-@pytest.mark.parametrize("size", [1.0, -3.0, 2.0**-130])
+@pytest.mark.parametrize(
+    ("share", "size"), [(0.0, 1.0), (0.125, 1.0), (0.5, -3.0), (0.9, 2.0**-130)]
+)
 def test_the_mean_is_what_was_rounded(share, size):
     low, high = _neighbours(np.float32(size))
     x = np.float32(low + share * (high - low))
@@ -85,15 +86,14 @@ def test_only_bfloat16_parameters_are_rounded():
 
 
 def _trainer(policy, optimizer):
-    mechanism = DPSGD(
-        num_examples=64,
-        expected_batch_size=16,
-        iterations=3,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-    )
     return DPTrainer(
-        mechanism=mechanism,
+        mechanism=DPSGD(
+            num_examples=64,
+            expected_batch_size=16,
+            iterations=3,
+            l2_clip_norm=1.0,
+            noise_multiplier=1.0,
+        ),
         loss_fn=lambda w, x: jnp.mean((x @ w - 1).astype(jnp.float32) ** 2),
         optimizer=optimizer,
         policy=policy,
@@ -101,15 +101,15 @@ def _trainer(policy, optimizer):
     )
 
 
-def _fit(trainer, data):
+def _fit(trainer):
+    data = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
     with jax.numpy_dtype_promotion("standard"):  # Adam needs it
         return trainer.fit(trainer.init(jnp.zeros(5)), data, progress=False)
 
 
 def test_a_run_keeps_bfloat16_parameters_and_float32_statistics():
     trainer = _trainer(POLICY, optax.adamw(1e-2))
-    data = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
-    first, again = _fit(trainer, data), _fit(trainer, data)
+    first, again = _fit(trainer), _fit(trainer)
     assert first.params.dtype == jnp.bfloat16
     dtypes = {str(x.dtype) for x in jax.tree.leaves(first.opt_state)}
     assert dtypes == {"float32", "int32"}
@@ -119,11 +119,11 @@ def test_a_run_keeps_bfloat16_parameters_and_float32_statistics():
 
 
 def test_every_step_rounds_with_bits_of_its_own():
-    quarter = optax.GradientTransformation(
-        lambda params: (),
-        lambda grads, state, params: (jax.tree.map(_quarter_of_a_unit, grads), state),
-    )
-    trainer = _trainer(POLICY, quarter)
+    def quarter_of_a_unit(grads, state, params):
+        return jax.tree.map(lambda x: jnp.full(x.shape, 2.0**-9), grads), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), quarter_of_a_unit)
+    trainer = _trainer(POLICY, optimizer)
     seen = []
     trainer.fit(
         trainer.init(jnp.ones(4096)),
@@ -136,10 +136,6 @@ def test_every_step_rounds_with_bits_of_its_own():
     assert abs(np.mean(first & second) - 1 / 16) < 6 * np.sqrt(1 / 16 / 4096)
 
 
-def _quarter_of_a_unit(x):
-    return jnp.full(x.shape, 2.0**-9)
-
-
 def test_an_update_without_a_key_is_refused():
     params = POLICY.cast_to_param(jnp.ones(3))
     with pytest.raises(ValueError, match="stochastic rounding needs a key"):
@@ -149,7 +145,7 @@ def test_an_update_without_a_key_is_refused():
 def test_optimizers_keep_the_low_precision_state_that_they_were_told_to():
     optimizer = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
     trainer = _trainer(Policy.from_name("mixed_bfloat16"), optimizer)
-    state = _fit(trainer, np.ones((64, 5), np.float32))
+    state = _fit(trainer)
     dtypes = {x.dtype for x in jax.tree.leaves(state.opt_state) if x.shape}
     assert jnp.dtype(jnp.bfloat16) in dtypes
     assert state.params.dtype == jnp.float32

@@ -1,45 +1,36 @@
 """Every process loads the rows of its own devices, and no others."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from small_runs import DATA, PARAMS, fit, keyed_trainer, new_trainer
 
-from dpmp import DPSGD, DPTrainer, _random
+from dpmp import DPSGD, _random
 from dpmp.sources import _placed
 
 P = jax.P
 SIZE = 16
 
 
-def make_mechanism(**options):
-    options = {"microbatch_size": 8, "truncated_batch_size": SIZE} | options
+def make_mechanism(microbatch_size=8):
     return DPSGD(
         num_examples=100,
         expected_batch_size=8,
         iterations=2,
         l2_clip_norm=1.0,
         noise_multiplier=1.0,
-        **options,
+        microbatch_size=microbatch_size,
+        truncated_batch_size=SIZE,
     )
 
 
-def make_trainer(**options):
-    return DPTrainer(
-        mechanism=make_mechanism(**options),
-        loss_fn=lambda params, batch: jnp.mean(batch["x"] @ params),
-        optimizer=optax.sgd(0.1),
-        policy="float32",
-        prng_key=jax.random.key(0),
-    )
-
-
-def make_sharding(size=4):
-    mesh = jax.make_mesh(
-        (size,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
-    )
+def make_sharding(*sizes):
+    """Divides the first axis of arrays over the first axis of a mesh."""
+    names = ("data", "model")[: len(sizes)]
+    devices = jax.devices()[: np.prod(sizes)]
+    types = (AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(sizes, names, axis_types=types, devices=devices)
     return NamedSharding(mesh, P("data"))
 
 
@@ -47,11 +38,13 @@ def load(indices):
     return {"x": np.stack([indices, -indices], axis=1).astype(np.float32)}
 
 
+def load_shards(num_examples, mechanism, sharding, load=load):
+    indices = np.arange(num_examples) + 20
+    return _placed.load_shards(load, indices, mechanism, sharding)
+
+
 def test_microbatches_are_dealt_to_the_devices_in_turn():
-    indices = np.arange(11) + 20
-    batch, is_padding = _placed.load_shards(
-        load, indices, make_mechanism(), make_sharding()
-    )
+    batch, is_padding = load_shards(11, make_mechanism(), make_sharding(4))
     # Two microbatches of two examples for each of four devices.
     expected = [[20, 21, 28, 29], [22, 23, 30, 0], [24, 25, 0, 0], [26, 27, 0, 0]]
     rows = [shard.data[:, 0].tolist() for shard in batch["x"].addressable_shards]
@@ -59,15 +52,12 @@ def test_microbatches_are_dealt_to_the_devices_in_turn():
     np.testing.assert_array_equal(is_padding, batch["x"][:, 0] == 0)
     np.testing.assert_array_equal(batch["x"][:, 1], -batch["x"][:, 0])
     # Without microbatches, examples keep their order.
-    whole = make_mechanism(microbatch_size=None)
-    batch, _ = _placed.load_shards(load, indices, whole, make_sharding())
-    np.testing.assert_array_equal(batch["x"][:11, 0], indices)
+    batch, _ = load_shards(11, make_mechanism(None), make_sharding(4))
+    np.testing.assert_array_equal(batch["x"][:11, 0], np.arange(11) + 20)
 
 
-def test_arrays_may_be_sharded_along_other_axes_too():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, P("data"))
-    batch, _ = _placed.load_shards(load, np.arange(3) + 1, make_mechanism(), sharding)
+def test_batches_may_be_replicated_along_another_axis():
+    batch, _ = load_shards(3, make_mechanism(), make_sharding(2, 2))
     assert {x.data.shape for x in batch["x"].addressable_shards} == {(8, 2)}
 
 
@@ -75,16 +65,16 @@ def test_a_step_takes_its_arguments_from_any_place():
     """As loops that users write may pass them, from one step to the next."""
     sharding = make_sharding(2)
     replicated = NamedSharding(sharding.mesh, P())
-    trainer = make_trainer()
-    batch = {"x": np.ones((SIZE, 2), np.float32)}
-    is_padding = np.zeros(SIZE, bool)
+    trainer = keyed_trainer()
+    size = trainer.mechanism.padded_batch_size
+    batch = {name: x[:size] for name, x in DATA.items()}
+    is_padding = np.zeros(size, bool)
     results = []
-    for place in (sharding, None):
-        state = trainer.init(np.ones(2, np.float32))
-        mask = is_padding if place is None else jax.device_put(is_padding, place)
+    for mask in (jax.device_put(is_padding, sharding), is_padding):
+        state = trainer.init(PARAMS)
         for x in (jax.device_put(batch, sharding), jax.device_put(batch, replicated)):
             state = trainer.train_step(jax.device_put(state, replicated), x, mask)
-        results.append(np.asarray(state.params))
+        results.append(np.asarray(state.params["w"]))
     np.testing.assert_array_equal(*results)
 
 
@@ -95,50 +85,37 @@ def test_a_process_asks_for_the_rows_of_its_own_devices_only(monkeypatch):
         asked.extend(indices.tolist())
         return load(indices)
 
-    sharding = make_sharding()
+    sharding = make_sharding(4)
     own = dict(list(sharding.devices_indices_map((SIZE,)).items())[1:3])
 
-    def make_array(shape, given, part):
+    def make_array(given, rows, shape):
         assert given is sharding
-        others = [slice(None)] * (len(shape) - 1)
-        return np.concatenate([part((index[0], *others)) for index in own.values()])
+        assert shape == (SIZE, *rows.shape[1:])
+        return rows
 
-    monkeypatch.setattr(jax, "make_array_from_callback", make_array)
+    monkeypatch.setattr(jax, "make_array_from_process_local_data", make_array)
     monkeypatch.setattr(
         NamedSharding, "addressable_devices_indices_map", lambda *_: own
     )
-    batch, is_padding = _placed.load_shards(
-        recorded, np.arange(11) + 20, make_mechanism(), sharding
-    )
+    batch, is_padding = load_shards(11, make_mechanism(), sharding, recorded)
     assert asked == [22, 23, 30, 24, 25]
     assert batch["x"][:, 0].tolist() == [22, 23, 30, 0, 24, 25, 0, 0]
     assert is_padding.tolist() == [False] * 3 + [True] + [False] * 2 + [True] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"microbatch_size": 2}, "microbatch_size must be a multiple of the 4 parts"),
-        (
-            {"microbatch_size": None, "truncated_batch_size": 14},
-            "padded_batch_size must be a multiple of the 4 parts",
-        ),
-    ],
-)
-def test_shardings_that_cannot_divide_a_batch_are_refused(options, message):
-    trainer, data = make_trainer(**options), {"x": np.zeros((100, 2), np.float32)}
-    state = trainer.init(np.zeros(2, np.float32))
+@pytest.mark.parametrize("name", ["microbatch_size", "truncated_batch_size"])
+def test_shardings_that_cannot_divide_a_batch_are_refused(name):
+    trainer = new_trainer(**{name: 10})
+    message = f"{name.replace('truncated', 'padded')} must be a multiple of the 4 parts"
     for call in (trainer.fit, trainer.load_batch):
         with pytest.raises(ValueError, match=message):
-            call(state, data, batch_sharding=make_sharding())
+            call(trainer.init(PARAMS), DATA, batch_sharding=make_sharding(4))
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_only_the_first_process_reports_progress(number, monkeypatch, capsys):
-    trainer = make_trainer()
-    state = trainer.init(np.zeros(2, np.float32))
     monkeypatch.setattr(jax, "process_index", lambda: number)
-    trainer.fit(state, {"x": np.zeros((100, 2), np.float32)})
+    fit(keyed_trainer(), progress=True)
     assert bool(capsys.readouterr().err) == (number == 0)
 
 

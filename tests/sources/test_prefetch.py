@@ -19,7 +19,7 @@ from small_runs import (
     same,
 )
 
-from dpmp.sources import _prefetch, prefetched
+from dpmp.sources import prefetched
 
 
 def no_threads():
@@ -31,41 +31,37 @@ def no_threads():
     return True
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 5, 100])
+@pytest.mark.parametrize("depth", [0, 1, 2, 100])
 @pytest.mark.parametrize("num_steps", [0, 1, 7])
-def test_batches_come_in_the_order_of_the_steps_and_one_at_a_time(depth, num_steps):
-    at_work, most, threads = [], [0], set()
+def test_batches_are_drawn_one_at_a_time_and_at_most_the_depth_ahead(depth, num_steps):
+    drawn, at_work, threads = [], [], []
+    steps = range(3, 3 + num_steps)
 
     def draw(step):
         at_work.append(step)
         time.sleep(0.002 * (step % 2))  # every second one takes longer
-        most.append(len(at_work))
+        assert at_work == [step]
         at_work.remove(step)
+        drawn.append(step)
         return step
 
     def tickets():  # where several processes agree on them, they do in one order
         for step in steps:
-            threads.add(threading.current_thread())
+            threads.append(threading.current_thread())
             yield step
 
-    steps = range(3, 3 + num_steps)
     with prefetched(draw, tickets(), depth=depth) as batches:
-        assert list(batches) == list(steps)
-    assert no_threads() is True
-    assert max(most) <= 1
-    assert threads <= {threading.current_thread()}
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2, 5])
-def test_batches_are_drawn_at_most_the_depth_ahead(depth):
-    drawn = []
-    with prefetched(drawn.append, range(12), depth=depth) as batches:
-        for step, _ in enumerate(batches):
-            assert len(drawn) <= step + 1 + depth
+        for i, batch in enumerate(batches):
+            assert batch == steps[i]
+            most = min(num_steps, i + 1 + depth)
             deadline = time.monotonic() + 5
-            while len(drawn) < min(12, step + 1 + depth):
+            while len(drawn) < most:
                 assert time.monotonic() < deadline, "they are not drawn ahead"
                 time.sleep(0.001)
+            assert len(drawn) == len(threads) == most
+    assert no_threads() is True
+    assert drawn == list(steps)
+    assert {*threads} <= {threading.current_thread()}
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 20])
@@ -112,28 +108,6 @@ def test_nothing_is_left_when_the_loop_is_stopped(error):
     assert num_drawn <= 6
     time.sleep(0.01)
     assert len(drawn) == num_drawn
-
-
-def test_a_source_that_hangs_does_not_keep_an_error_waiting(monkeypatch):
-    monkeypatch.setattr(_prefetch, "_SECONDS_TO_END", 0.05)
-    release = threading.Event()
-
-    def draw(step):
-        if step == 1:
-            release.wait(30)
-        return step
-
-    def fail_after_the_first():
-        with prefetched(draw, range(5), depth=2) as batches:
-            next(batches)
-            raise FailureError
-
-    begin = time.monotonic()
-    with pytest.raises(FailureError):
-        fail_after_the_first()
-    assert time.monotonic() - begin < 5
-    release.set()
-    assert no_threads() is True
 
 
 @pytest.mark.usefixtures("ctrl_c")
