@@ -18,11 +18,12 @@ from scipy import special, stats
 
 from dpmp import _validate
 from dpmp._validate import as_number, as_real
-from dpmp.accounting._checks import (
+from dpmp.accounting._events import (
     DEFAULT_RELATION,
     check,
     check_delta,
     check_relation,
+    sampled_event,
 )
 
 _Relation = dp_accounting.NeighboringRelation
@@ -100,14 +101,14 @@ def get_epsilon(
     delta = check_delta(delta)
     check_relation(neighboring_relation)
     epsilon, accountant = bound(Run(steps_of(event), neighboring_relation), delta)
-    _validate.require(
-        bool(accountant),
-        "noise and delta must be large enough for an accountant",
-        delta=delta,
-        neighboring_relation=neighboring_relation.name,
-        fix="Raise them. Larger truncated batches help, and so do relations other than "
-        "REPLACE_ONE, which RDP cannot analyse.",
-    )
+    if not accountant:
+        _validate.fail(
+            "noise and delta must be large enough for an accountant. Raise them. "
+            "Larger truncated batches help, and so do relations other than "
+            "REPLACE_ONE, which RDP cannot analyse.",
+            delta=delta,
+            neighboring_relation=neighboring_relation.name,
+        )
     return PrivacyGuarantee(epsilon, delta, accountant, neighboring_relation.name)
 
 
@@ -140,14 +141,12 @@ def steps_of(event: Any, times: int = 1) -> list[_Step]:
             return [_sampled(noise, event.sampling_probability, times)]
         case dp_accounting.TruncatedSubsampledGaussianDpEvent():
             return [_truncated(event, times)]
+    is_event = isinstance(event, dp_accounting.DpEvent)
     _validate.fail(
-        "event must be made of Gaussian steps, sampled, truncated or composed",
+        "event must be made of Gaussian steps, sampled, truncated or composed. Use "
+        "dpsgd_event. For other mechanisms, use an accountant of dp_accounting.",
         event=event,
-        fix="Use dpsgd_event. For other mechanisms, use an accountant of "
-        "dp_accounting.",
-        error=_validate.RefusedError
-        if isinstance(event, dp_accounting.DpEvent)
-        else TypeError,
+        error=_validate.RefusedError if is_event else TypeError,
     )
 
 
@@ -155,8 +154,7 @@ def _sampled(noise_multiplier: float, sampling_prob: float, times: int) -> _Step
     noise_multiplier, sampling_prob = check(
         noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
     )
-    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
-    event = dp_accounting.PoissonSampledDpEvent(sampling_prob, gaussian)
+    event = sampled_event(noise_multiplier, sampling_prob)
     return _Step(event, noise_multiplier, sampling_prob, times)
 
 
@@ -270,7 +268,12 @@ def _untruncated_bound(run: Run, delta: float, *, share: float) -> _Bound:
     tail = math.fsum(step.times * step.truncation for step in run.steps)
     if not 0 < 2 * tail <= delta * share:
         return _NO_ANSWER
-    plain = [_sampled(s.noise_multiplier, s.sampling_prob, s.times) for s in run.steps]
+    plain = [
+        s._replace(
+            event=sampled_event(s.noise_multiplier, s.sampling_prob), truncation=0.0
+        )
+        for s in run.steps
+    ]
     epsilon, accountant = bound(Run(plain, run.relation), delta * (1 - share))
     log_price = math.log(tail) + np.logaddexp(0.0, epsilon)
     if log_price > math.log(delta * share):
