@@ -148,6 +148,15 @@ probability = _number(as_real, lambda x: 0 < x <= 1, "in (0, 1]", "0.01")
 fraction = _number(as_real, lambda x: 0 < x < 1, "in (0, 1)", "0.01")
 
 
+def integer_in(numbers: range, required: str, **value: Any) -> int:
+    """Checks that the one keyword is an integer of a range; returns an `int`."""
+    (given,) = value.values()
+    number = as_number(given)
+    if not (is_integer(number) and number in numbers):
+        fail(required, **value)
+    return number
+
+
 def boolean(*, fix: str = "Use one of them.", **value: Any) -> bool:
     """Checks that the one keyword is a Python or NumPy bool; returns a `bool`."""
     ((name, given),) = value.items()

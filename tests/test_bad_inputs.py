@@ -393,9 +393,9 @@ TABLE = {
         ("sampling_prob", 0.0, 2.0),
         ("iterations", 0),
         ("truncated_batch_size", 0),
-        ("step", 2, -1),
-        ("num_examples", 0),
-        ("key", -12345678, KEY),
+        ("step", 2, -1, 1.0),
+        ("num_examples", 0, 2**63),
+        ("key", -12345678, 2**128, 12345.5, "12345", KEY),
     ],
     padded: [
         ("batch_size must be", "indices", np.arange(12345, 12350)),
