@@ -315,9 +315,10 @@ TABLE = {
             },
         ),
     ],
-    calibrated: [("epsilon", 0, np.inf), ("delta", 2)],
+    calibrated: [("epsilon", 0, np.inf), ("delta", 2, 0.0, np.nan, None)],
     guarantee: [
-        ("step", 3, -1),
+        ("step", 3, -1, 1.5),
+        ("delta", "1e-5", np.nan),
         ("epsilon must be computed", "delta", None),
         ("the mechanism must", UNCALIBRATED),
     ],
@@ -495,6 +496,8 @@ CALLED = {
         lambda: trainer(mechanism=dpsgd(**UNCALIBRATED)).fit(state(), DATA),
         lambda: dpsgd(**UNCALIBRATED).statement(),
         lambda: dpsgd(**UNCALIBRATED).privatizer(KEY),
+        lambda: dpsgd(**UNCALIBRATED).stddev,
+        lambda: dpsgd(**UNCALIBRATED).dp_event,
     ],
     "state must be": [
         lambda: good_trainer().guarantee(PARAMS, delta=0.1),
