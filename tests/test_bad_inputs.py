@@ -468,13 +468,16 @@ TABLE = {
         ("policy", "half"),
         ("method", "ghost"),
         ("arithmetic", "half"),
+        ('"exact" sums must be used with', BOOK_KEEPING | {"arithmetic": "exact"}),
         ("microbatch_size must divide the", "microbatch_size", 3),
+        ("microbatch_size must be", "microbatch_size", 0),
     ],
     compiled: [
         ("microbatch_size must divide the", "microbatch_size", 3),
+        ('"exact" sums must be used with', BOOK_KEEPING | {"arithmetic": "exact"}),
         ("method", "ghost"),
     ],
-    overhead: [("batch_size", 0)],
+    overhead: [("batch_size", 0), ("num_positions", 0)],
     partial(measure_accumulation_share, linear, FLOATS, BATCH): [("rounds", 0)],
     partial(measure_microbatch_sizes, None, BATCH): [
         ("there must be", "sizes", ()),
@@ -514,6 +517,9 @@ CALLED = {
     "step must be below": [lambda: train_step(at_step(2))],
     "epochs must be": [lambda: dpmp.DPSGD.from_epochs(epochs=0, **FIELDS_OF_EPOCHS)],
     "a mechanism must": [lambda: dpsgd().clipped_grad(linear, nan_safe=False)],
+    "num_parameters must be": [
+        lambda: accumulation_overhead(0, batch_size=8, num_positions=8)
+    ],
     "the gradient must": [
         lambda: dpsgd(num_parameters=2).privatizer(KEY).update(FLOATS, None)
     ],
@@ -529,6 +535,8 @@ CALLED = {
     "every leaf of argument 0 must": [lambda: clip(INTEGERS, BATCH)],
     "argument 0 must": [lambda: clip({}, BATCH)],
     "all batched arguments must": [
+        lambda: estimate_memory(FLOATS, [BATCH, BATCH[:2]], **OPTIONS),
+        lambda: compiled_memory(linear, FLOATS, [BATCH, BATCH[:2]], **OPTIONS),
         lambda: clip(FLOATS, np.float32(SECRET)),
         lambda: clip(FLOATS, (BATCH, BATCH[:2])),
     ],
