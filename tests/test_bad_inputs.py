@@ -133,10 +133,15 @@ privatizer = partial(gaussian_privatizer, stddev=1.0)
 report = partial(dpmp.precision_report, linear, BATCH)
 DPSGD_EVENT = {"noise_multiplier": 1.0, "iterations": 2, "sampling_prob": 0.5}
 event = partial(accounting.dpsgd_event, **DPSGD_EVENT)
-truncated_event = partial(
-    accounting.truncated_dpsgd_event, num_examples=8, **DPSGD_EVENT
-)
+TRUNCATION = {"num_examples": 8, "sampling_prob": 0.5, "truncated_batch_size": 4}
+truncated_event = partial(accounting.truncated_dpsgd_event, **DPSGD_EVENT | TRUNCATION)
+truncation_probability = partial(accounting.truncation_probability, **TRUNCATION)
 epsilon = partial(accounting.get_epsilon, event=dpsgd().dp_event, delta=1e-5)
+LAPLACE, GAUSSIAN = dp_accounting.LaplaceDpEvent(1.0), dp_accounting.GaussianDpEvent(1)
+# A range is checked before any event is made: this event would be refused.
+least_noise = partial(
+    accounting.calibrate_noise_multiplier, make_event=float, epsilon=0.1, delta=1e-5
+)
 calibrated = partial(dpsgd().calibrate, epsilon=1.0, delta=1e-5)
 
 
@@ -442,9 +447,41 @@ TABLE = {
         ("tolerated", -1.0),
         ("loss_scale must be", "initial", 3.0),
     ],
-    event: [("noise_multiplier", -1.0), ("iterations", 1.5), ("sampling_prob", 0.0)],
-    truncated_event: [("truncated_batch_size", 0)],
-    epsilon: [("event", 3), ("delta", 0.0), ("neighboring_relation", "add")],
+    event: [
+        ("noise_multiplier", -1.0, np.inf),
+        ("iterations", 1.5, -1),
+        ("sampling_prob", 0.0, 1.1),
+    ],
+    truncated_event: [
+        (f"{name} must be", name, -1) for name in DPSGD_EVENT | TRUNCATION
+    ],
+    truncation_probability: [(f"{name} must be", name, -1) for name in TRUNCATION],
+    partial(accounting.choose_truncated_batch_size, 8, 0.5): [("multiple_of", 0)],
+    epsilon: [
+        ("event", None, 3, "dpsgd", LAPLACE, dp_accounting.UnsupportedDpEvent()),
+        ("event", dp_accounting.PoissonSampledDpEvent(0.1, LAPLACE)),
+        ("noise_multiplier must", "event", dp_accounting.GaussianDpEvent(-1.0)),
+        (
+            "sampling_prob must",
+            "event",
+            dp_accounting.PoissonSampledDpEvent(1.5, GAUSSIAN),
+        ),
+        ("delta", 0.0, 1.0, np.nan, None),
+        ("neighboring_relation", "add", "ADD_OR_REMOVE_ONE"),
+    ],
+    least_noise: [
+        ("epsilon", 0.0, np.inf, np.nan),
+        ("delta", 1.0),
+        ("neighboring_relation", None),
+        ("make_event", 3, GAUSSIAN),
+        ("event must be made", "make_event", float),
+        (
+            "the target must be within reach",
+            "make_event",
+            lambda _: dp_accounting.NonPrivateDpEvent(),
+            lambda _: GAUSSIAN,
+        ),
+    ],
     adapters: [
         ("at least one array must", "targets", "kernal"),
         ("a selection must be", "targets", "("),
@@ -559,10 +596,7 @@ CALLED = {
             ScaledLoss(linear, 2.0), l2_clip_norm=1.0, pre_clipping_transform=abs
         )
     ],
-    "make_event must be": [
-        lambda: accounting.calibrate_noise_multiplier(3, epsilon=1.0, delta=1e-5)
-    ],
-    "sampling_prob must be": [lambda: accounting.truncation_probability(8, 2.0, 4)],
+    "sampling_prob must be": [lambda: accounting.choose_truncated_batch_size(8, 0.0)],
     "num_examples must be": [lambda: accounting.choose_truncated_batch_size(0, 0.5)],
     "adapters must come from": [
         lambda: lora.apply(linear, PARAMS)(PARAMS, BATCH),

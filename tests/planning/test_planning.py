@@ -102,13 +102,6 @@ def test_the_statement_names_options_that_exist_and_that_help(capsys):
     assert "to avoid this" not in " ".join(run(capsys, *given).split())
 
 
-def test_a_word_in_the_place_of_a_number_is_refused_without_a_traceback(capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["epsilon", *RUN, "--noise-multiplier", "x", "--delta", "1e-5"])
-    assert error.value.code == 2
-    assert "'x'" in capsys.readouterr().err
-
-
 def test_a_defect_of_a_command_keeps_its_traceback(monkeypatch):
     def defective(**_):
         raise ValueError("operands could not be broadcast together")
