@@ -138,6 +138,7 @@ positive_integer = _number(
 nonnegative_integer = _number(
     as_number, lambda x: is_integer(x) and x >= 0, "an integer of at least 0", "0"
 )
+real = _number(as_real, lambda _: True, "a number", "1.0")
 positive = _number(
     as_real, lambda x: 0 < x < math.inf, "a finite number above 0", "1.0"
 )

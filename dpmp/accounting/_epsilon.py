@@ -17,7 +17,7 @@ from dp_accounting import pld, rdp
 from scipy import special, stats
 
 from dpmp import _validate
-from dpmp._validate import as_number, as_real
+from dpmp._validate import as_number
 from dpmp.accounting._events import (
     DEFAULT_RELATION,
     check,
@@ -58,8 +58,7 @@ class PrivacyGuarantee:
     neighboring_relation: str
 
     def __post_init__(self):
-        for name in ("epsilon", "delta"):
-            object.__setattr__(self, name, as_real(getattr(self, name)))
+        _validate.fields(self, epsilon=_validate.real, delta=_validate.real)
 
 
 def get_epsilon(
