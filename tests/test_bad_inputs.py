@@ -323,8 +323,7 @@ TABLE = {
     calibrated: [("epsilon", 0, np.inf), ("delta", 2, 0.0, np.nan, None)],
     guarantee: [
         ("step", 3, -1, 1.5),
-        ("delta", "1e-5", np.nan),
-        ("epsilon must be computed", "delta", None),
+        ("delta", "1e-5", np.nan, None),
         ("the mechanism must", UNCALIBRATED),
     ],
     dpmp.ReleasedMetrics: [
@@ -543,7 +542,7 @@ CALLED = {
         lambda: good_trainer().guarantee(PARAMS, delta=0.1),
         lambda: good_trainer().load_batch(PARAMS, DATA),
     ],
-    "epsilon must be": [lambda: good_trainer().guarantee(state())],
+    "delta must be": [lambda: good_trainer().guarantee(state())],
     "state.spent must be": [
         lambda: good_trainer().guarantee(state()._replace(spent=None), delta=0.1)
     ],

@@ -38,15 +38,8 @@ def check_delta(delta: Any) -> float:
     return check(delta=delta)[0]
 
 
-def required_delta(delta: float | None) -> float:
-    """Returns `delta` as `check_delta` does; raises ValueError if there is none."""
-    if delta is None:
-        _validate.fail(
-            "epsilon must be computed for a given delta. Pass delta=, well below 1 / "
-            "num_examples.",
-            delta=None,
-        )
-    return check_delta(delta)
+# The name by which callers say that there may be no delta, which is refused as well.
+required_delta = check_delta
 
 
 def check_relation(neighboring_relation: dp_accounting.NeighboringRelation) -> None:
