@@ -149,11 +149,11 @@ probability = _number(as_real, lambda x: 0 < x <= 1, "in (0, 1]", "0.01")
 fraction = _number(as_real, lambda x: 0 < x < 1, "in (0, 1)", "0.01")
 
 
-def integer_in(numbers: range, required: str, **value: Any) -> int:
+def integer_in(allowed: range, required: str, **value: Any) -> int:
     """Checks that the one keyword is an integer of a range; returns an `int`."""
     (given,) = value.values()
     number = as_number(given)
-    if not (is_integer(number) and number in numbers):
+    if not (is_integer(number) and number in allowed):
         fail(required, **value)
     return number
 
