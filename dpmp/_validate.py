@@ -8,12 +8,14 @@ that users call convert every such scalar first.
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+
+_Number = TypeVar("_Number", int, float)
 
 
 class RefusedError(ValueError):
@@ -32,8 +34,8 @@ def fail(
 ) -> NoReturn:
     """Raises `error` with the requirement, the given values and the fix.
 
-    `required` may hold both sentences: "rank must be positive. Use 4 to 64." The given
-    values are shown between them.
+    `required` may hold both: "rank must be positive. Use 4 to 64." The given values are
+    shown between the two sentences.
     """
     if fix is None:
         required, _, fix = required.partition(". ")
@@ -42,17 +44,10 @@ def fail(
     raise error(f"{required}{got}. {fix}")
 
 
-def require(
-    condition: bool,
-    required: str,
-    *,
-    fix: str | None = None,
-    error: type[Exception] = RefusedError,
-    **given: Any,
-) -> None:
-    """Raises `error` unless `condition` holds; see `fail`."""
+def require(condition: bool, required: str, **given: Any) -> None:
+    """Raises an error unless `condition` holds; see `fail`."""
     if not condition:
-        fail(required, fix=fix, error=error, **given)
+        fail(required, **given)
 
 
 def as_number(value: Any) -> Any:
@@ -114,46 +109,38 @@ def is_scale(value: Any) -> bool:
     return in_range and math.frexp(value)[0] == 0.5
 
 
-def _number(
-    convert: Callable[[Any], Any],
-    is_in_range: Callable[[Any], bool],
-    range_: str,
-    example: str,
-) -> Callable[..., Any]:
+def _check(
+    kind: type[_Number], is_in_range: Callable[[Any], bool], range_: str, example: str
+) -> Callable[..., _Number]:
     """Makes a check of the one keyword, which returns it as a Python number."""
+    convert = as_number if kind is int else as_real
 
-    def check(*, fix: str = f"Use {example}, for example.", **value: Any) -> Any:
+    def check(*, fix: str = f"Use {example}, for example.", **value: Any) -> _Number:
         ((name, given),) = value.items()
         number = convert(given)
-        if not (is_real(number) and is_in_range(number)):
+        if not (type(number) is kind and is_in_range(number)):
             fail(f"{name} must be {range_}", fix=fix, **value)
         return number
 
     return check
 
 
-positive_integer = _number(
-    as_number, lambda x: is_integer(x) and x >= 1, "an integer of at least 1", "100"
+positive_integer = _check(int, lambda x: x >= 1, "an integer of at least 1", "100")
+nonnegative_integer = _check(int, lambda x: x >= 0, "an integer of at least 0", "0")
+real = _check(float, lambda x: not math.isnan(x), "a number", "1.0")
+positive = _check(float, lambda x: 0 < x < math.inf, "a finite number above 0", "1.0")
+nonnegative = _check(
+    float, lambda x: 0 <= x < math.inf, "a finite number of at least 0", "0.0"
 )
-nonnegative_integer = _number(
-    as_number, lambda x: is_integer(x) and x >= 0, "an integer of at least 0", "0"
-)
-real = _number(as_real, lambda _: True, "a number", "1.0")
-positive = _number(
-    as_real, lambda x: 0 < x < math.inf, "a finite number above 0", "1.0"
-)
-nonnegative = _number(
-    as_real, lambda x: 0 <= x < math.inf, "a finite number of at least 0", "0.0"
-)
-probability = _number(as_real, lambda x: 0 < x <= 1, "in (0, 1]", "0.01")
-fraction = _number(as_real, lambda x: 0 < x < 1, "in (0, 1)", "0.01")
+probability = _check(float, lambda x: 0 < x <= 1, "in (0, 1]", "0.01")
+fraction = _check(float, lambda x: 0 < x < 1, "in (0, 1)", "0.01")
 
 
 def integer_in(allowed: range, required: str, **value: Any) -> int:
     """Checks that the one keyword is an integer of a range; returns an `int`."""
     (given,) = value.values()
     number = as_number(given)
-    if not (is_integer(number) and number in allowed):
+    if not (type(number) is int and number in allowed):
         fail(required, **value)
     return number
 

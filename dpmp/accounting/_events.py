@@ -167,7 +167,7 @@ def choose_truncated_batch_size(
     )
 
     def is_rare(size: int) -> bool:
-        return stats.binom.sf(size, num_examples, sampling_prob) <= 1e-20
+        return bool(stats.binom.sf(size, num_examples, sampling_prob) <= 1e-20)
 
     sizes = range(multiple_of, num_examples + multiple_of, multiple_of)
     return int(sizes[bisect.bisect_left(sizes, True, key=is_rare)])
