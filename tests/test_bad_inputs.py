@@ -658,31 +658,12 @@ PLAN = ["plan", "--num-examples", "99", "--processed", "99", *CALIBRATE[-4:]]
 # The last value of a flag counts.
 COMMANDS = {
     "noise_multiplier must": [*EPSILON, "--noise-multiplier", "-1"],
-    "delta must": [*EPSILON, "--delta", "2"],
-    "sampling_prob must": [*EPSILON, "--sampling-prob", "2"],
-    "truncated_batch_size must": [*EPSILON, "--truncated-batch-size", "0"],
-    "epsilon must": [*CALIBRATE, "--epsilon", "0"],
     "iterations must": [*CALIBRATE, "--steps", "0"],
-    "expected_batch_size must": [*CALIBRATE, "--batch-size", "0"],
-    "expected_batch_size must be at most num_examples": [
-        *CALIBRATE,
-        "--batch-size",
-        "9999",
-    ],
-    "got neighboring_relation='ADD_OR_REMOVE_ONE'. Use REPLACE_SPECIAL": [
-        *STATEMENT,
-        "--method",
-        "book_keeping",
-        "--neighbors",
-        "ADD_OR_REMOVE_ONE",
-    ],
     "every l2_clip_norm must": [*STATEMENT, "--clip-norm", "-1"],
     "there must be 32 examples": [*PLAN, "--num-examples", "20"],
-    "num_processed must": [*PLAN, "--processed", "0"],
     "size must": ["devices", "--size", "0"],
     "num_bytes must": ["memory", "--fit-in", "-1"],
     "heads must divide the width": ["memory", "--width", "30"],
-    "microbatch_size must divide": ["memory", "--microbatch-size", "7"],
 }
 
 
