@@ -11,11 +11,7 @@ from scipy import optimize
 
 from dpmp import _validate
 from dpmp.accounting import _epsilon
-from dpmp.accounting._events import (
-    DEFAULT_RELATION,
-    check,
-    check_relation,
-)
+from dpmp.accounting._events import DEFAULT_RELATION, check, check_relation
 
 _LOG_NOISE_RANGE, _LOG_NOISE_TOLERANCE = (-9.0, 21.0), 5e-5
 

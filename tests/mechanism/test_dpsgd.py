@@ -202,9 +202,7 @@ def truncated_epsilon(larger_size, **fields):
         truncated_batch_size=fields["truncated_batch_size"],
     )
     return accounting.get_epsilon(
-        event,
-        delta=1e-5 * (1 - 1e-4),
-        neighboring_relation=RELATIONS.ADD_OR_REMOVE_ONE,
+        event, delta=1e-5 * (1 - 1e-4), neighboring_relation=RELATIONS.ADD_OR_REMOVE_ONE
     ).epsilon
 
 

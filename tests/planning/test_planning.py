@@ -6,12 +6,7 @@ import pytest
 
 from dpmp import DPSGD
 from dpmp.__main__ import main
-from dpmp.planning import (
-    Plan,
-    compare_batch_sizes,
-    noise_commands,
-    plan_to_start_from,
-)
+from dpmp.planning import Plan, compare_batch_sizes, noise_commands, plan_to_start_from
 
 RUN = ["--num-examples", "100", "--batch-size", "50", "--steps", "2"]
 TARGET = ["--epsilon", "2", "--delta", "1e-5"]
