@@ -114,11 +114,16 @@ def get_epsilon(
 class _Step(NamedTuple):
     """A kind of step, and how many times a run takes it."""
 
-    event: dp_accounting.DpEvent
     noise_multiplier: float
     sampling_prob: float
     times: int
+    truncated_event: dp_accounting.DpEvent | None = None
     truncation: float = 0.0  # the probability that a batch is truncated
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        plain = sampled_event(self.noise_multiplier, self.sampling_prob)
+        return self.truncated_event or plain
 
 
 def steps_of(event: Any, times: int = 1) -> list[_Step]:
@@ -150,11 +155,8 @@ def steps_of(event: Any, times: int = 1) -> list[_Step]:
 
 
 def _sampled(noise_multiplier: float, sampling_prob: float, times: int) -> _Step:
-    noise_multiplier, sampling_prob = check(
-        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
-    )
-    event = sampled_event(noise_multiplier, sampling_prob)
-    return _Step(event, noise_multiplier, sampling_prob, times)
+    checked = check(noise_multiplier=noise_multiplier, sampling_prob=sampling_prob)
+    return _Step(*checked, times)
 
 
 def _truncated(event: Any, times: int) -> _Step:
@@ -168,7 +170,8 @@ def _truncated(event: Any, times: int) -> _Step:
         num_examples, step.sampling_prob, size, step.noise_multiplier
     )
     # A probability that underflows to 0 is still above 0.
-    return step._replace(event=event, truncation=max(tail, sys.float_info.min))
+    truncation = max(tail, sys.float_info.min)
+    return step._replace(truncated_event=event, truncation=truncation)
 
 
 class Run(NamedTuple):
@@ -267,12 +270,7 @@ def _untruncated_bound(run: Run, delta: float, *, share: float) -> _Bound:
     tail = math.fsum(step.times * step.truncation for step in run.steps)
     if not 0 < 2 * tail <= delta * share:
         return _NO_ANSWER
-    plain = [
-        s._replace(
-            event=sampled_event(s.noise_multiplier, s.sampling_prob), truncation=0.0
-        )
-        for s in run.steps
-    ]
+    plain = [s._replace(truncated_event=None, truncation=0.0) for s in run.steps]
     epsilon, accountant = bound(Run(plain, run.relation), delta * (1 - share))
     log_price = math.log(tail) + np.logaddexp(0.0, epsilon)
     if log_price > math.log(delta * share):
