@@ -155,8 +155,9 @@ def steps_of(event: Any, times: int = 1) -> list[_Step]:
 
 
 def _sampled(noise_multiplier: float, sampling_prob: float, times: int) -> _Step:
-    checked = check(noise_multiplier=noise_multiplier, sampling_prob=sampling_prob)
-    return _Step(*checked, times)
+    given = {"noise_multiplier": noise_multiplier, "sampling_prob": sampling_prob}
+    noise_multiplier, sampling_prob = check(**given)
+    return _Step(noise_multiplier, sampling_prob, times)
 
 
 def _truncated(event: Any, times: int) -> _Step:
