@@ -7,20 +7,21 @@ that users call convert every such scalar first.
 
 import math
 import numbers
-from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+_Number = TypeVar("_Number", int, float)
+
 
 class RefusedError(ValueError):
     """Raised for an argument that dpmp refuses. The message says what to do.
 
-    The command line shows it as an error of the user. Any other exception is a defect,
-    and is shown with its traceback.
+    The command line shows it without a traceback. Any other exception is a defect.
     """
 
 
@@ -33,8 +34,8 @@ def fail(
 ) -> NoReturn:
     """Raises `error` with the requirement, the given values and the fix.
 
-    `required` may hold both sentences: "rank must be positive. Use 4 to 64." The given
-    values are shown between them.
+    `required` may hold both: "rank must be positive. Use 4 to 64." The given values are
+    shown between the two sentences.
     """
     if fix is None:
         required, _, fix = required.partition(". ")
@@ -43,17 +44,10 @@ def fail(
     raise error(f"{required}{got}. {fix}")
 
 
-def require(
-    condition: bool,
-    required: str,
-    *,
-    fix: str | None = None,
-    error: type[Exception] = RefusedError,
-    **given: Any,
-) -> None:
-    """Raises `error` unless `condition` holds; see `fail`."""
+def require(condition: bool, required: str, **given: Any) -> None:
+    """Raises an error unless `condition` holds; see `fail`."""
     if not condition:
-        fail(required, fix=fix, error=error, **given)
+        fail(required, **given)
 
 
 def as_number(value: Any) -> Any:
@@ -115,80 +109,99 @@ def is_scale(value: Any) -> bool:
     return in_range and math.frexp(value)[0] == 0.5
 
 
-def positive_integer(*, fix: str = "Use 100, for example.", **value: Any) -> int:
-    """Checks that the one keyword is an integer of at least 1; returns an `int`."""
-    return _checked_integer(1, fix, value)
+def _check(
+    kind: type[_Number], is_in_range: Callable[[Any], bool], range_: str, example: str
+) -> Callable[..., _Number]:
+    """Makes a check of the one keyword, which returns it as a Python number."""
+    convert = as_number if kind is int else as_real
+
+    def check(*, fix: str = f"Use {example}, for example.", **value: Any) -> _Number:
+        ((name, given),) = value.items()
+        number = convert(given)
+        if not (type(number) is kind and is_in_range(number)):
+            fail(f"{name} must be {range_}", fix=fix, **value)
+        return number
+
+    return check
 
 
-def nonnegative_integer(*, fix: str = "Use 0, for example.", **value: Any) -> int:
-    """Checks that the one keyword is an integer of at least 0; returns an `int`."""
-    return _checked_integer(0, fix, value)
+positive_integer = _check(int, lambda x: x >= 1, "an integer of at least 1", "100")
+nonnegative_integer = _check(int, lambda x: x >= 0, "an integer of at least 0", "0")
+real = _check(float, lambda x: not math.isnan(x), "a number", "1.0")
+positive = _check(float, lambda x: 0 < x < math.inf, "a finite number above 0", "1.0")
+nonnegative = _check(
+    float, lambda x: 0 <= x < math.inf, "a finite number of at least 0", "0.0"
+)
+probability = _check(float, lambda x: 0 < x <= 1, "in (0, 1]", "0.01")
+fraction = _check(float, lambda x: 0 < x < 1, "in (0, 1)", "0.01")
 
 
-def positive(*, fix: str = "Use 1.0, for example.", **value: Any) -> float:
-    """Checks that the one keyword is finite and above 0; returns a `float`."""
-    return _checked_real(
-        lambda x: 0 < x < math.inf, "a finite number above 0", fix, value
-    )
-
-
-def nonnegative(*, fix: str = "Use 0.0, for example.", **value: Any) -> float:
-    """Checks that the one keyword is finite and at least 0; returns a `float`."""
-    return _checked_real(
-        lambda x: 0 <= x < math.inf, "a finite number of at least 0", fix, value
-    )
-
-
-def probability(*, fix: str = "Use 0.01, for example.", **value: Any) -> float:
-    """Checks that the one keyword is in (0, 1]; returns a `float`."""
-    return _checked_real(lambda x: 0 < x <= 1, "in (0, 1]", fix, value)
+def integer_in(allowed: range, required: str, **value: Any) -> int:
+    """Checks that the one keyword is an integer of a range; returns an `int`."""
+    (given,) = value.values()
+    number = as_number(given)
+    if not (type(number) is int and number in allowed):
+        fail(required, **value)
+    return number
 
 
 def boolean(*, fix: str = "Use one of them.", **value: Any) -> bool:
     """Checks that the one keyword is a Python or NumPy bool; returns a `bool`."""
     ((name, given),) = value.items()
-    is_bool = isinstance(given, bool | np.bool)
-    require(is_bool, f"{name} must be True or False", fix=fix, **value)
+    if not isinstance(given, bool | np.bool):
+        fail(f"{name} must be True or False", fix=fix, **value)
     return bool(given)
 
 
 def function(**value: Any) -> Callable[..., Any]:
     """Checks that the one keyword can be called; returns it."""
     ((name, given),) = value.items()
-    require(
-        callable(given),
-        f"{name} must be a function. Pass the function itself.",
-        type=type(given).__name__,
-    )
+    if not callable(given):
+        type_ = type(given).__name__
+        fail(f"{name} must be a function. Pass the function itself.", type=type_)
     return given
 
 
-def instance(classes: Any, fix: str, **value: Any) -> Any:
+def instance(
+    classes: Any, fix: str, *, error: type[Exception] = RefusedError, **value: Any
+) -> Any:
     """Checks that the one keyword is an instance of one of `classes`; returns it."""
     ((name, given),) = value.items()
     if not isinstance(given, classes):
         classes = classes if isinstance(classes, tuple) else (classes,)
         names = " or ".join(each.__name__ for each in classes)
-        fail(f"{name} must be a {names}", fix=fix, type=type(given).__name__)
+        type_ = type(given).__name__
+        fail(f"{name} must be a {names}", fix=fix, error=error, type=type_)
     return given
 
 
 def one_of(names: Collection[Any], **value: Any) -> Any:
     """Checks that the one keyword is one of some names; returns it."""
     ((name, given),) = value.items()
-    is_name = given is None or isinstance(given, str)
-    require(
-        is_name and given in names,
-        f"{name} must be one of {list(names)}. Use one of these.",
-        **value,
-    )
+    if not (isinstance(given, str | None) and given in names):
+        fail(f"{name} must be one of {list(names)}. Use one of these.", **value)
     return given
+
+
+def checked(
+    checks: Mapping[str, tuple[Callable[..., Any], str]], **values: Any
+) -> list[Any]:
+    """Returns the checked values in their order.
+
+    `checks` has a check, such as `positive`, and its fix for each name.
+    """
+    found = []
+    for name, value in values.items():
+        check, fix = checks[name]
+        found.append(check(**{name: value}, fix=fix))
+    return found
 
 
 def fields(instance: Any, **checks: Callable[..., Any]) -> None:
     """Replaces fields of a frozen dataclass by their checked values.
 
-    `checks` has a function for each field, such as `positive`.
+    `checks` has a check for each field: `positive`, for example, or
+    `functools.partial(positive, fix="Use 8.")`.
     """
     for name, check in checks.items():
         object.__setattr__(instance, name, check(**{name: getattr(instance, name)}))
@@ -198,39 +211,18 @@ def optional(check: Callable[..., Any]) -> Callable[..., Any]:
     """Extends a check so that it accepts None."""
 
     def check_unless_none(**value: Any) -> Any:
-        (given,) = value.values()
-        return None if given is None else check(**value)
+        is_none = any(x is None for x in value.values())
+        return None if is_none else check(**value)
 
     return check_unless_none
 
 
-def _checked_integer(least: int, fix: str, value: dict[str, Any]) -> int:
-    ((name, given),) = value.items()
-    x = as_number(given)
-    require(
-        is_integer(x) and x >= least,
-        f"{name} must be an integer of at least {least}",
-        fix=fix,
-        **value,
-    )
-    return x
-
-
-def _checked_real(
-    is_in_range: Callable[[float], bool], range_: str, fix: str, value: dict[str, Any]
-) -> float:
-    ((name, given),) = value.items()
-    x = as_real(given)
-    require(is_real(x) and is_in_range(x), f"{name} must be {range_}", fix=fix, **value)
-    return x
-
-
 def check_x64(dtype: Any, what: str) -> None:
     """Raises ValueError where jax would silently turn a float64 into a float32."""
-    require(
-        np.dtype(dtype) != np.float64 or jax.config.read("jax_enable_x64"),
-        f"{what} need 64-bit mode",
-        jax_enable_x64=False,
-        fix='Call jax.config.update("jax_enable_x64", True) at start-up, or use '
-        'float32 (for sums, arithmetic="exact" is better still).',
-    )
+    if np.dtype(dtype) == np.float64 and not jax.config.read("jax_enable_x64"):
+        fail(
+            f'{what} need 64-bit mode. Call jax.config.update("jax_enable_x64", True) '
+            'at start-up, or use float32 (for sums, arithmetic="exact" is better '
+            "still).",
+            jax_enable_x64=False,
+        )

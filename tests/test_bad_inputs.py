@@ -133,10 +133,15 @@ privatizer = partial(gaussian_privatizer, stddev=1.0)
 report = partial(dpmp.precision_report, linear, BATCH)
 DPSGD_EVENT = {"noise_multiplier": 1.0, "iterations": 2, "sampling_prob": 0.5}
 event = partial(accounting.dpsgd_event, **DPSGD_EVENT)
-truncated_event = partial(
-    accounting.truncated_dpsgd_event, num_examples=8, **DPSGD_EVENT
-)
+TRUNCATION = {"num_examples": 8, "sampling_prob": 0.5, "truncated_batch_size": 4}
+truncated_event = partial(accounting.truncated_dpsgd_event, **DPSGD_EVENT | TRUNCATION)
+truncation_probability = partial(accounting.truncation_probability, **TRUNCATION)
 epsilon = partial(accounting.get_epsilon, event=dpsgd().dp_event, delta=1e-5)
+LAPLACE, GAUSSIAN = dp_accounting.LaplaceDpEvent(1.0), dp_accounting.GaussianDpEvent(1)
+# A range is checked before any event is made: this event would be refused.
+least_noise = partial(
+    accounting.calibrate_noise_multiplier, make_event=float, epsilon=0.1, delta=1e-5
+)
 calibrated = partial(dpsgd().calibrate, epsilon=1.0, delta=1e-5)
 
 
@@ -315,10 +320,10 @@ TABLE = {
             },
         ),
     ],
-    calibrated: [("epsilon", 0, np.inf), ("delta", 2)],
+    calibrated: [("epsilon", 0, np.inf), ("delta", 2, 0.0, np.nan, None)],
     guarantee: [
-        ("step", 3, -1),
-        ("epsilon must be computed", "delta", None),
+        ("step", 3, -1, 1.5),
+        ("delta", "1e-5", np.nan, None),
         ("the mechanism must", UNCALIBRATED),
     ],
     dpmp.ReleasedMetrics: [
@@ -393,9 +398,9 @@ TABLE = {
         ("sampling_prob", 0.0, 2.0),
         ("iterations", 0),
         ("truncated_batch_size", 0),
-        ("step", 2, -1),
-        ("num_examples", 0),
-        ("key", -12345678, KEY),
+        ("step", 2, -1, 1.0),
+        ("num_examples", 0, 2**63),
+        ("key", -12345678, 2**128, 12345.5, "12345", KEY),
     ],
     padded: [
         ("batch_size must be", "indices", np.arange(12345, 12350)),
@@ -441,9 +446,41 @@ TABLE = {
         ("tolerated", -1.0),
         ("loss_scale must be", "initial", 3.0),
     ],
-    event: [("noise_multiplier", -1.0), ("iterations", 1.5), ("sampling_prob", 0.0)],
-    truncated_event: [("truncated_batch_size", 0)],
-    epsilon: [("event", 3), ("delta", 0.0), ("neighboring_relation", "add")],
+    event: [
+        ("noise_multiplier", -1.0, np.inf),
+        ("iterations", 1.5, -1),
+        ("sampling_prob", 0.0, 1.1),
+    ],
+    truncated_event: [
+        (f"{name} must be", name, -1) for name in DPSGD_EVENT | TRUNCATION
+    ],
+    truncation_probability: [(f"{name} must be", name, -1) for name in TRUNCATION],
+    partial(accounting.choose_truncated_batch_size, 8, 0.5): [("multiple_of", 0)],
+    epsilon: [
+        ("event", None, 3, "dpsgd", LAPLACE, dp_accounting.UnsupportedDpEvent()),
+        ("event", dp_accounting.PoissonSampledDpEvent(0.1, LAPLACE)),
+        ("noise_multiplier must", "event", dp_accounting.GaussianDpEvent(-1.0)),
+        (
+            "sampling_prob must",
+            "event",
+            dp_accounting.PoissonSampledDpEvent(1.5, GAUSSIAN),
+        ),
+        ("delta", 0.0, 1.0, np.nan, None),
+        ("neighboring_relation", "add", "ADD_OR_REMOVE_ONE"),
+    ],
+    least_noise: [
+        ("epsilon", 0.0, np.inf, np.nan),
+        ("delta", 1.0),
+        ("neighboring_relation", None),
+        ("make_event", 3, GAUSSIAN),
+        ("event must be made", "make_event", float),
+        (
+            "the target must be within reach",
+            "make_event",
+            lambda _: dp_accounting.NonPrivateDpEvent(),
+            lambda _: GAUSSIAN,
+        ),
+    ],
     adapters: [
         ("at least one array must", "targets", "kernal"),
         ("a selection must be", "targets", "("),
@@ -467,13 +504,16 @@ TABLE = {
         ("policy", "half"),
         ("method", "ghost"),
         ("arithmetic", "half"),
+        ('"exact" sums must be used with', BOOK_KEEPING | {"arithmetic": "exact"}),
         ("microbatch_size must divide the", "microbatch_size", 3),
+        ("microbatch_size must be", "microbatch_size", 0),
     ],
     compiled: [
         ("microbatch_size must divide the", "microbatch_size", 3),
+        ('"exact" sums must be used with', BOOK_KEEPING | {"arithmetic": "exact"}),
         ("method", "ghost"),
     ],
-    overhead: [("batch_size", 0)],
+    overhead: [("batch_size", 0), ("num_positions", 0)],
     partial(measure_accumulation_share, linear, FLOATS, BATCH): [("rounds", 0)],
     partial(measure_microbatch_sizes, None, BATCH): [
         ("there must be", "sizes", ()),
@@ -495,12 +535,14 @@ CALLED = {
         lambda: trainer(mechanism=dpsgd(**UNCALIBRATED)).fit(state(), DATA),
         lambda: dpsgd(**UNCALIBRATED).statement(),
         lambda: dpsgd(**UNCALIBRATED).privatizer(KEY),
+        lambda: dpsgd(**UNCALIBRATED).stddev,
+        lambda: dpsgd(**UNCALIBRATED).dp_event,
     ],
     "state must be": [
         lambda: good_trainer().guarantee(PARAMS, delta=0.1),
         lambda: good_trainer().load_batch(PARAMS, DATA),
     ],
-    "epsilon must be": [lambda: good_trainer().guarantee(state())],
+    "delta must be": [lambda: good_trainer().guarantee(state())],
     "state.spent must be": [
         lambda: good_trainer().guarantee(state()._replace(spent=None), delta=0.1)
     ],
@@ -511,6 +553,9 @@ CALLED = {
     "step must be below": [lambda: train_step(at_step(2))],
     "epochs must be": [lambda: dpmp.DPSGD.from_epochs(epochs=0, **FIELDS_OF_EPOCHS)],
     "a mechanism must": [lambda: dpsgd().clipped_grad(linear, nan_safe=False)],
+    "num_parameters must be": [
+        lambda: accumulation_overhead(0, batch_size=8, num_positions=8)
+    ],
     "the gradient must": [
         lambda: dpsgd(num_parameters=2).privatizer(KEY).update(FLOATS, None)
     ],
@@ -526,6 +571,8 @@ CALLED = {
     "every leaf of argument 0 must": [lambda: clip(INTEGERS, BATCH)],
     "argument 0 must": [lambda: clip({}, BATCH)],
     "all batched arguments must": [
+        lambda: estimate_memory(FLOATS, [BATCH, BATCH[:2]], **OPTIONS),
+        lambda: compiled_memory(linear, FLOATS, [BATCH, BATCH[:2]], **OPTIONS),
         lambda: clip(FLOATS, np.float32(SECRET)),
         lambda: clip(FLOATS, (BATCH, BATCH[:2])),
     ],
@@ -548,10 +595,7 @@ CALLED = {
             ScaledLoss(linear, 2.0), l2_clip_norm=1.0, pre_clipping_transform=abs
         )
     ],
-    "make_event must be": [
-        lambda: accounting.calibrate_noise_multiplier(3, epsilon=1.0, delta=1e-5)
-    ],
-    "sampling_prob must be": [lambda: accounting.truncation_probability(8, 2.0, 4)],
+    "sampling_prob must be": [lambda: accounting.choose_truncated_batch_size(8, 0.0)],
     "num_examples must be": [lambda: accounting.choose_truncated_batch_size(0, 0.5)],
     "adapters must come from": [
         lambda: lora.apply(linear, PARAMS)(PARAMS, BATCH),
@@ -614,31 +658,12 @@ PLAN = ["plan", "--num-examples", "99", "--processed", "99", *CALIBRATE[-4:]]
 # The last value of a flag counts.
 COMMANDS = {
     "noise_multiplier must": [*EPSILON, "--noise-multiplier", "-1"],
-    "delta must": [*EPSILON, "--delta", "2"],
-    "sampling_prob must": [*EPSILON, "--sampling-prob", "2"],
-    "truncated_batch_size must": [*EPSILON, "--truncated-batch-size", "0"],
-    "epsilon must": [*CALIBRATE, "--epsilon", "0"],
     "iterations must": [*CALIBRATE, "--steps", "0"],
-    "expected_batch_size must": [*CALIBRATE, "--batch-size", "0"],
-    "expected_batch_size must be at most num_examples": [
-        *CALIBRATE,
-        "--batch-size",
-        "9999",
-    ],
-    "got neighboring_relation='ADD_OR_REMOVE_ONE'. Use REPLACE_SPECIAL": [
-        *STATEMENT,
-        "--method",
-        "book_keeping",
-        "--neighbors",
-        "ADD_OR_REMOVE_ONE",
-    ],
     "every l2_clip_norm must": [*STATEMENT, "--clip-norm", "-1"],
     "there must be 32 examples": [*PLAN, "--num-examples", "20"],
-    "num_processed must": [*PLAN, "--processed", "0"],
     "size must": ["devices", "--size", "0"],
     "num_bytes must": ["memory", "--fit-in", "-1"],
     "heads must divide the width": ["memory", "--width", "30"],
-    "microbatch_size must divide": ["memory", "--microbatch-size", "7"],
 }
 
 

@@ -23,37 +23,6 @@ def test_fresh_keys_do_not_come_from_a_global_generator():
     assert np.any(first != jax.random.key_data(_random.fresh_key()))
 
 
-def test_a_fresh_key_survives_being_saved_as_integers():
-    key = _random.fresh_key()
-    words = np.asarray(jax.random.key_data(key))
-    restored = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
-    np.testing.assert_array_equal(
-        jax.random.normal(key, (5,)), jax.random.normal(restored, (5,))
-    )
-
-
-def test_keys_made_by_jax_are_accepted():
-    _random.check_key(jax.random.key(0))
-    _random.check_key(_random.fresh_key())
-    jax.jit(lambda key: _random.check_key(key))(jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [
-        0,
-        None,
-        np.uint32([0, 1]),
-        jnp.zeros(2, jnp.uint32),
-        jax.random.split(jax.random.key(0), 3),
-    ],
-    ids=["integer", "none", "numpy", "old-style", "several"],
-)
-def test_anything_but_one_key_is_refused(seed):
-    with pytest.raises(ValueError, match="must be one key made by"):
-        _random.check_key(seed)
-
-
 def test_keys_that_are_refused_are_not_shown():
     keys = jax.random.wrap_key_data(jnp.full((3, 2), 123456789, jnp.uint32))
     with pytest.raises(ValueError, match=r"got prng_key='key<fry>\[3\]'") as error:

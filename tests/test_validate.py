@@ -51,37 +51,33 @@ def test_python_and_numpy_bools_alone_are_bools():
     ("check", "good", "bad", "message"),
     [
         (
-            _validate.positive_integer,
+            "positive_integer",
             [1, np.int64(5), jnp.int32(5)],
             [0, -1, 1.0],
-            "n must be an integer of at least 1",
+            "an integer of at least 1",
         ),
-        (
-            _validate.positive,
-            [1, 1e-300, np.float32(2), jnp.ones(())],
-            [0, -1.0, math.inf],
-            "n must be a finite number above 0",
-        ),
-        (
-            _validate.nonnegative,
-            [0, 0.0, 1e300],
-            [-1e-300, math.inf, -math.inf],
-            "n must be a finite number of at least 0",
-        ),
-        (
-            _validate.probability,
-            [1, 1.0, 5e-324],
-            [0, 1 + 1e-15, -0.5, math.inf],
-            r"n must be in \(0, 1\]",
-        ),
+        ("nonnegative_integer", [0, np.int8(5)], [-1, 0.0], "an integer of at least 0"),
+        ("real", [-math.inf, 0, np.float16(2)], [], "a number"),
+        ("positive", [1, 1e-300, jnp.ones(())], [0, -1.0, math.inf], "a finite number"),
+        ("nonnegative", [0, 0.0, 1e300], [-1e-300, math.inf], "a finite number"),
+        ("probability", [1, 1.0, 5e-324], [0, 1 + 1e-15, math.inf], r"in \(0, 1\]"),
+        ("fraction", [0.5, 5e-324], [0, 1, math.inf], r"in \(0, 1\)"),
     ],
 )
 def test_ranges_include_and_exclude_their_ends(check, good, bad, message):
+    check = getattr(_validate, check)
     for value in good:
-        check(n=value, fix="")
+        assert check(n=value, fix="") == value
     for value in [*bad, *NOT_NUMBERS]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"n must be {message}"):
             check(n=value, fix="")
+
+
+def test_an_integer_of_a_range():
+    assert _validate.integer_in(range(2**63), "n must. Use 0.", n=np.int8(3)) == 3
+    for value in (-1, 4, 1.0, *NOT_NUMBERS):
+        with pytest.raises(ValueError, match=r"n must be small; got n=.*\. Use 0\."):
+            _validate.integer_in(range(4), "n must be small. Use 0.", n=value)
 
 
 def test_float64_is_refused_where_jax_would_narrow_it():

@@ -13,7 +13,6 @@ import pytest
 
 import dpmp
 from dpmp._warnings import warn
-from dpmp.numerics import ExactSums
 
 
 def raised_at(function):
@@ -75,34 +74,14 @@ def loss(w, x, y):
 
 
 SHARED = dpmp.clipped_grad(loss, l2_clip_norm=1.0)
-LARGE = dpmp.clipped_grad(
-    loss, l2_clip_norm=1.0, batch_argnums=(1, 2), arithmetic=ExactSums(2**21)
-)
 
 
 def about_arguments():
     SHARED(jnp.ones(3), jnp.ones((4, 3)), jnp.ones(4))
 
 
-def about_arguments_under_jit():
-    jax.jit(SHARED)(jnp.ones(3), jnp.ones((4, 3)), jnp.ones(4))
-
-
-def about_large_batches():
-    LARGE(jnp.ones(3), jnp.ones((1024, 3)), jnp.ones(1024))
-
-
 @pytest.mark.parametrize(
-    "function",
-    [
-        plainly,
-        in_jax,
-        in_a_context,
-        in_fit,
-        about_arguments,
-        about_arguments_under_jit,
-        about_large_batches,
-    ],
+    "function", [plainly, in_jax, in_a_context, in_fit, about_arguments]
 )
 def test_a_warning_points_at_the_line_that_called_dpmp(function):
     assert raised_at(function) == line_of(function)

@@ -15,16 +15,14 @@ datasets are neighbours if one example of the first is replaced by padding in th
 """
 
 from dpmp.accounting._calibration import calibrate_noise_multiplier
-from dpmp.accounting._checks import (
+from dpmp.accounting._epsilon import PrivacyGuarantee, get_epsilon
+from dpmp.accounting._events import (
     DEFAULT_RELATION,
     check_delta,
     check_relation,
-    required_delta,
-)
-from dpmp.accounting._epsilon import PrivacyGuarantee, get_epsilon
-from dpmp.accounting._events import (
     choose_truncated_batch_size,
     dpsgd_event,
+    required_delta,
     truncated_dpsgd_event,
     truncation_probability,
 )

@@ -10,7 +10,8 @@ from dp_accounting import pld
 from scipy import optimize
 
 from dpmp import _validate
-from dpmp.accounting import _checks, _epsilon
+from dpmp.accounting import _epsilon
+from dpmp.accounting._events import DEFAULT_RELATION, check, check_relation
 
 _LOG_NOISE_RANGE, _LOG_NOISE_TOLERANCE = (-9.0, 21.0), 5e-5
 
@@ -20,7 +21,7 @@ def calibrate_noise_multiplier(
     *,
     epsilon: float,
     delta: float,
-    neighboring_relation: dp_accounting.NeighboringRelation = _checks.DEFAULT_RELATION,
+    neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION,
 ) -> float:
     """The smallest noise multiplier that meets a privacy target.
 
@@ -45,16 +46,15 @@ def calibrate_noise_multiplier(
       TypeError: if `make_event` is not a function from a noise multiplier to an event.
       ValueError: if the target is out of range or needs a noise multiplier above 1e9.
     """
-    _validate.require(
-        callable(make_event),
-        "make_event must be a function of the noise multiplier",
-        make_event=make_event,
-        fix="Use functools.partial(dpsgd_event, iterations=..., sampling_prob=...).",
-        error=TypeError,
-    )
-    (epsilon,) = _checks.check(epsilon=epsilon)
-    delta = _checks.check_delta(delta)
-    _checks.check_relation(neighboring_relation)
+    if not callable(make_event):
+        _validate.fail(
+            "make_event must be a function of the noise multiplier. Use "
+            "functools.partial(dpsgd_event, iterations=..., sampling_prob=...).",
+            make_event=make_event,
+            error=TypeError,
+        )
+    epsilon, delta = check(epsilon=epsilon, delta=delta)
+    check_relation(neighboring_relation)
 
     def make_run(noise_multiplier: float) -> _epsilon.Run:
         return _epsilon.Run(
@@ -72,14 +72,14 @@ def calibrate_noise_multiplier(
 
     # The search of dp_accounting has no relative tolerance and fails on infinities.
     _bracket_root(excess, _guess_log_noise(make_run, epsilon, delta))
-    _validate.require(
-        bool(confirmed),
-        "the target must be within reach of a noise multiplier of 1e9",
-        epsilon=epsilon,
-        delta=delta,
-        fix="Raise epsilon or delta. get_epsilon(make_event(1e9)) tells what stands in "
-        "the way.",
-    )
+    if not confirmed:
+        _validate.fail(
+            "the target must be within reach of a noise multiplier of 1e9. Raise "
+            "epsilon or delta. get_epsilon(make_event(1e9)) tells what stands in the "
+            "way.",
+            epsilon=epsilon,
+            delta=delta,
+        )
     return math.exp(min(confirmed))
 
 

@@ -17,12 +17,13 @@ from dp_accounting import pld, rdp
 from scipy import special, stats
 
 from dpmp import _validate
-from dpmp._validate import as_number, as_real
-from dpmp.accounting._checks import (
+from dpmp._validate import as_number
+from dpmp.accounting._events import (
     DEFAULT_RELATION,
     check,
     check_delta,
     check_relation,
+    sampled_event,
 )
 
 _Relation = dp_accounting.NeighboringRelation
@@ -57,8 +58,7 @@ class PrivacyGuarantee:
     neighboring_relation: str
 
     def __post_init__(self):
-        for name in ("epsilon", "delta"):
-            object.__setattr__(self, name, as_real(getattr(self, name)))
+        _validate.fields(self, epsilon=_validate.real, delta=_validate.real)
 
 
 def get_epsilon(
@@ -100,25 +100,30 @@ def get_epsilon(
     delta = check_delta(delta)
     check_relation(neighboring_relation)
     epsilon, accountant = bound(Run(steps_of(event), neighboring_relation), delta)
-    _validate.require(
-        bool(accountant),
-        "noise and delta must be large enough for an accountant",
-        delta=delta,
-        neighboring_relation=neighboring_relation.name,
-        fix="Raise them. Larger truncated batches help, and so do relations other than "
-        "REPLACE_ONE, which RDP cannot analyse.",
-    )
+    if not accountant:
+        _validate.fail(
+            "noise and delta must be large enough for an accountant. Raise them. "
+            "Larger truncated batches help, and so do relations other than "
+            "REPLACE_ONE, which RDP cannot analyse.",
+            delta=delta,
+            neighboring_relation=neighboring_relation.name,
+        )
     return PrivacyGuarantee(epsilon, delta, accountant, neighboring_relation.name)
 
 
 class _Step(NamedTuple):
     """A kind of step, and how many times a run takes it."""
 
-    event: dp_accounting.DpEvent
     noise_multiplier: float
     sampling_prob: float
     times: int
+    truncated_event: dp_accounting.DpEvent | None = None
     truncation: float = 0.0  # the probability that a batch is truncated
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        plain = sampled_event(self.noise_multiplier, self.sampling_prob)
+        return self.truncated_event or plain
 
 
 def steps_of(event: Any, times: int = 1) -> list[_Step]:
@@ -140,24 +145,19 @@ def steps_of(event: Any, times: int = 1) -> list[_Step]:
             return [_sampled(noise, event.sampling_probability, times)]
         case dp_accounting.TruncatedSubsampledGaussianDpEvent():
             return [_truncated(event, times)]
+    is_event = isinstance(event, dp_accounting.DpEvent)
     _validate.fail(
-        "event must be made of Gaussian steps, sampled, truncated or composed",
+        "event must be made of Gaussian steps, sampled, truncated or composed. Use "
+        "dpsgd_event. For other mechanisms, use an accountant of dp_accounting.",
         event=event,
-        fix="Use dpsgd_event. For other mechanisms, use an accountant of "
-        "dp_accounting.",
-        error=_validate.RefusedError
-        if isinstance(event, dp_accounting.DpEvent)
-        else TypeError,
+        error=_validate.RefusedError if is_event else TypeError,
     )
 
 
 def _sampled(noise_multiplier: float, sampling_prob: float, times: int) -> _Step:
-    noise_multiplier, sampling_prob = check(
-        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
-    )
-    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
-    event = dp_accounting.PoissonSampledDpEvent(sampling_prob, gaussian)
-    return _Step(event, noise_multiplier, sampling_prob, times)
+    given = {"noise_multiplier": noise_multiplier, "sampling_prob": sampling_prob}
+    noise_multiplier, sampling_prob = check(**given)
+    return _Step(noise_multiplier, sampling_prob, times)
 
 
 def _truncated(event: Any, times: int) -> _Step:
@@ -171,7 +171,8 @@ def _truncated(event: Any, times: int) -> _Step:
         num_examples, step.sampling_prob, size, step.noise_multiplier
     )
     # A probability that underflows to 0 is still above 0.
-    return step._replace(event=event, truncation=max(tail, sys.float_info.min))
+    truncation = max(tail, sys.float_info.min)
+    return step._replace(truncated_event=event, truncation=truncation)
 
 
 class Run(NamedTuple):
@@ -270,7 +271,7 @@ def _untruncated_bound(run: Run, delta: float, *, share: float) -> _Bound:
     tail = math.fsum(step.times * step.truncation for step in run.steps)
     if not 0 < 2 * tail <= delta * share:
         return _NO_ANSWER
-    plain = [_sampled(s.noise_multiplier, s.sampling_prob, s.times) for s in run.steps]
+    plain = [s._replace(truncated_event=None, truncation=0.0) for s in run.steps]
     epsilon, accountant = bound(Run(plain, run.relation), delta * (1 - share))
     log_price = math.log(tail) + np.logaddexp(0.0, epsilon)
     if log_price > math.log(delta * share):

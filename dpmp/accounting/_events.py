@@ -1,15 +1,63 @@
-"""Describes runs of DP-SGD as events for an accountant.
+"""Describes runs of DP-SGD as events for an accountant, and checks their arguments.
 
 The events are those of dp_accounting. RDP accountants do not support truncated events.
 All functions raise ValueError for an argument out of range.
 """
 
 import bisect
+from typing import Any
 
 import dp_accounting
 from scipy import stats
 
-from dpmp.accounting._checks import check
+from dpmp import _validate
+
+# By default, one example of the first dataset is replaced by padding in the second.
+DEFAULT_RELATION = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+
+# The check of each argument, and the fix that its error message names.
+_CHECKS = {
+    "noise_multiplier": (_validate.nonnegative, "Use calibrate_noise_multiplier."),
+    "sampling_prob": (_validate.probability, "Use expected_batch_size / num_examples."),
+    "iterations": (_validate.nonnegative_integer, "Use the number of updates."),
+    "num_examples": (_validate.positive_integer, "Count the examples to train on."),
+    "truncated_batch_size": (_validate.positive_integer, "Use 32, for example."),
+    "multiple_of": (_validate.positive_integer, "Use the microbatch size, or 1."),
+    "epsilon": (_validate.positive, "Use 8, for example."),
+    "delta": (_validate.fraction, "Use a value well below 1 / num_examples."),
+}
+
+
+def check(**values: Any) -> list[Any]:
+    """Returns the values as Python numbers; raises ValueError for invalid values."""
+    return _validate.checked(_CHECKS, **values)
+
+
+def check_delta(delta: Any) -> float:
+    """Returns `delta` as a `float`; raises ValueError unless it is in (0, 1)."""
+    return check(delta=delta)[0]
+
+
+# The name by which callers say that there may be no delta, which is refused as well.
+required_delta = check_delta
+
+
+def check_relation(neighboring_relation: dp_accounting.NeighboringRelation) -> None:
+    """Raises TypeError unless the argument is a relation of dp_accounting."""
+    _validate.instance(
+        dp_accounting.NeighboringRelation,
+        "Use dp_accounting.NeighboringRelation.REPLACE_SPECIAL, for example.",
+        error=TypeError,
+        neighboring_relation=neighboring_relation,
+    )
+
+
+def sampled_event(
+    noise_multiplier: float, sampling_prob: float
+) -> dp_accounting.PoissonSampledDpEvent:
+    """A step on a Poisson-sampled batch, of arguments that were checked."""
+    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+    return dp_accounting.PoissonSampledDpEvent(sampling_prob, gaussian)
 
 
 def dpsgd_event(
@@ -32,11 +80,12 @@ def dpsgd_event(
     References:
       [Abadi et al., 2016](https://arxiv.org/abs/1607.00133)
     """
-    noise_multiplier, sampling_prob = check(
-        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob
+    noise_multiplier, sampling_prob, iterations = check(
+        noise_multiplier=noise_multiplier,
+        sampling_prob=sampling_prob,
+        iterations=iterations,
     )
-    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
-    step = dp_accounting.PoissonSampledDpEvent(sampling_prob, gaussian)
+    step = sampled_event(noise_multiplier, sampling_prob)
     return _repeat(step, noise_multiplier, iterations)
 
 
@@ -71,14 +120,14 @@ def truncated_dpsgd_event(
     References:
       [Ganesh, 2025](https://arxiv.org/abs/2508.15089)
     """
-    step = dp_accounting.TruncatedSubsampledGaussianDpEvent(
-        *check(
-            num_examples=num_examples,
-            sampling_prob=sampling_prob,
-            truncated_batch_size=truncated_batch_size,
-            noise_multiplier=noise_multiplier,
-        )
+    iterations, *of_step = check(
+        iterations=iterations,
+        num_examples=num_examples,
+        sampling_prob=sampling_prob,
+        truncated_batch_size=truncated_batch_size,
+        noise_multiplier=noise_multiplier,
     )
+    step = dp_accounting.TruncatedSubsampledGaussianDpEvent(*of_step)
     return _repeat(step, step.noise_multiplier, iterations)
 
 
@@ -113,12 +162,12 @@ def choose_truncated_batch_size(
     >>> choose_truncated_batch_size(6000, 0.01, multiple_of=16)
     144
     """
-    num_examples, multiple_of = check(
-        num_examples=num_examples, multiple_of=multiple_of
+    num_examples, sampling_prob, multiple_of = check(
+        num_examples=num_examples, sampling_prob=sampling_prob, multiple_of=multiple_of
     )
 
     def is_rare(size: int) -> bool:
-        return truncation_probability(num_examples, sampling_prob, size) <= 1e-20
+        return bool(stats.binom.sf(size, num_examples, sampling_prob) <= 1e-20)
 
     sizes = range(multiple_of, num_examples + multiple_of, multiple_of)
     return int(sizes[bisect.bisect_left(sizes, True, key=is_rare)])
@@ -127,7 +176,6 @@ def choose_truncated_batch_size(
 def _repeat(
     step: dp_accounting.DpEvent, noise_multiplier: float, iterations: int
 ) -> dp_accounting.DpEvent:
-    (iterations,) = check(iterations=iterations)
     if iterations == 0:
         return dp_accounting.NoOpDpEvent()
     if noise_multiplier == 0:

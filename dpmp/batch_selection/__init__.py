@@ -9,8 +9,4 @@ indices of a batch and its size are sensitive.
 from dpmp.batch_selection._binomial import SAMPLING_TOTAL_VARIATION
 from dpmp.batch_selection._poisson import PoissonSampling, pad_indices
 
-__all__ = [
-    "SAMPLING_TOTAL_VARIATION",
-    "PoissonSampling",
-    "pad_indices",
-]
+__all__ = ["SAMPLING_TOTAL_VARIATION", "PoissonSampling", "pad_indices"]

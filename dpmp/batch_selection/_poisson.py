@@ -87,25 +87,25 @@ class PoissonSampling:
           ValueError: if the step or the key is out of range, or if the dataset is empty
             or has 2^63 examples or more.
         """
-        step, key = as_number(step), as_number(key)
-        _validate.require(
-            _validate.is_integer(step) and 0 <= step < self.iterations,
+        step = _validate.integer_in(
+            range(self.iterations),
             f"step must be from 0 to iterations - 1 = {self.iterations - 1}. Plan more "
             "`iterations` before the run starts: privacy is accounted for them.",
             step=step,
         )
-        num_examples = _validate.positive_integer(num_examples=num_examples)
-        _validate.require(
-            num_examples < 2**63,
-            "num_examples must be less than 2^63. Pass the size of the dataset.",
+        num_examples = _validate.integer_in(
+            range(1, 2**63),
+            "num_examples must be an integer from 1 to 2^63 - 1. Pass the size of the "
+            "dataset.",
             num_examples=num_examples,
         )
-        _validate.require(
-            _validate.is_integer(key) and 0 <= key < 2**128,
-            "key must be an integer from 0 to 2^128 - 1. Use secrets.randbits(128), "
-            "and keep it secret.",
-            key_type=type(key).__name__,
-        )
+        key = as_number(key)
+        if not (_validate.is_integer(key) and 0 <= key < 2**128):
+            _validate.fail(
+                "key must be an integer from 0 to 2^128 - 1. Use "
+                "secrets.randbits(128), and keep it secret.",
+                key_type=type(key).__name__,
+            )
         draw_words = _random_words(key, step)
         count = draw_binomial(num_examples, Fraction(self.sampling_prob), draw_words)
         size = min(count, self.truncated_batch_size or count)
@@ -149,20 +149,20 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
         because both are sensitive.
     """
     indices = np.asarray(indices)
-    _validate.require(
-        indices.ndim == 1 and np.issubdtype(indices.dtype, np.signedinteger),
-        "indices must be a vector of signed integers. Pass the result of "
-        "PoissonSampling.indices.",
-        dtype=indices.dtype.name,
-        ndim=indices.ndim,
-    )
+    if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.signedinteger):
+        _validate.fail(
+            "indices must be a vector of signed integers. Pass the result of "
+            "PoissonSampling.indices.",
+            dtype=indices.dtype.name,
+            ndim=indices.ndim,
+        )
     batch_size = as_number(batch_size)
-    _validate.require(
-        len(indices) <= batch_size,
-        "batch_size must be at least the size of the largest possible batch. Sample "
-        "with truncated_batch_size=batch_size, and account for it.",
-        batch_size=batch_size,
-    )
+    if len(indices) > batch_size:
+        _validate.fail(
+            "batch_size must be at least the size of the largest possible batch. "
+            "Sample with truncated_batch_size=batch_size, and account for it.",
+            batch_size=batch_size,
+        )
     padding = np.full(batch_size - len(indices), -1, indices.dtype)
     return np.concatenate([indices, padding])
 

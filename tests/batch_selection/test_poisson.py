@@ -4,7 +4,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from refusals import refusals
 from scipy import stats
 
 from dpmp.batch_selection import PoissonSampling, pad_indices
@@ -56,34 +55,18 @@ def test_every_example_is_included_with_the_given_probability(sampling_prob):
     assert not has_probability(1.05 * sampling_prob)
 
 
-def test_examples_are_included_independently_of_each_other():
-    is_member = membership(PoissonSampling(0.2, 4000), 60)
+def test_inclusions_are_independent_over_examples_steps_and_keys():
+    sampling = PoissonSampling(0.3, 4000)
+    is_member = membership(sampling, 60)
     correlations = np.corrcoef(is_member.T)[np.triu_indices(60, 1)]
     assert np.all(np.abs(correlations) * np.sqrt(4000) < 6)
-
-
-def test_batch_sizes_are_binomial():
-    sizes = membership(PoissonSampling(0.1, 4000), 200).sum(1)
-    # The sizes of batches of a fixed size, or of shuffled data, vary less.
-    ratio = np.var(sizes) / (200 * 0.1 * 0.9)
-    assert abs(ratio - 1) < 6 * np.sqrt(2 / 4000)
-
-
-def test_steps_are_independent():
-    is_member = membership(PoissonSampling(0.3, 2000), 100)
-    for lag in (1, 2, 1000):
-        overlap = np.sum(is_member[lag:] & is_member[:-lag])
-        trials = (2000 - lag) * 100
-        test = stats.binomtest(int(overlap), trials, 0.3**2)
+    pairs = [(is_member[lag:], is_member[:-lag]) for lag in (1, 2, 1000)]
+    pairs += [
+        (is_member, membership(sampling, 60, key)) for key in (KEY + 1, KEY ^ 2**127, 0)
+    ]
+    for first, second in pairs:
+        test = stats.binomtest(int(np.sum(first & second)), first.size, 0.3**2)
         assert test.pvalue > SMALLEST_P_VALUE
-
-
-def test_keys_are_independent():
-    sampling = PoissonSampling(0.3, 1000)
-    first = membership(sampling, 100)
-    for other in (KEY + 1, KEY ^ 2**127, 0):
-        overlap = np.sum(first & membership(sampling, 100, key=other))
-        assert stats.binomtest(int(overlap), first.size, 0.09).pvalue > SMALLEST_P_VALUE
 
 
 def test_a_batch_is_a_function_of_key_and_step_alone():
@@ -139,25 +122,19 @@ def test_every_batch_has_the_probability_of_independent_inclusion(sampling_prob)
     assert p_value(0.95 * sampling_prob) < SMALLEST_P_VALUE
 
 
-def test_a_batch_of_a_thousand_million_examples_is_drawn_at_once():
-    sampling = PoissonSampling(1e-6, 1)
+@pytest.mark.parametrize("num_examples", [10**9, 2**63 - 1])
+def test_memory_follows_the_size_of_the_batch(num_examples):
+    sampling = PoissonSampling(1000 / num_examples, 1)
     tracemalloc.start()
     try:
-        indices = sampling.indices(0, num_examples=10**9, key=KEY)
+        indices = sampling.indices(0, num_examples=num_examples, key=KEY)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert 800 < len(indices) < 1200
-    assert indices[-1] > 9 * 10**8
-    assert peak < 10**6
-
-
-def test_no_dataset_is_too_large():
-    sampling = PoissonSampling(1e-17, 1)
-    indices = sampling.indices(0, num_examples=2**63 - 1, key=KEY)
-    assert 50 < len(indices) < 150
     assert np.all(np.diff(indices) > 0)
-    assert indices[0] >= 0
+    assert 0 <= indices[0] < 0.9 * num_examples < indices[-1] < num_examples
+    assert peak < 10**6
 
 
 def test_philox_gives_its_published_words():
@@ -179,13 +156,6 @@ def test_batches_never_change():
     np.testing.assert_array_equal(indices, [12, 31, 46, 51, 69, 71, 72, 83])
 
 
-def test_indices_are_ascending_int64():
-    indices = PoissonSampling(0.5, 1).indices(0, num_examples=1000, key=KEY)
-    assert indices.dtype == np.int64
-    assert np.all(np.diff(indices) > 0)
-    assert 0 <= indices[0] < indices[-1] < 1000
-
-
 @pytest.mark.parametrize(
     ("sampling_prob", "expected"), [(1.0, 1), (2.0**-64, 0), (1e-30, 0), (5e-324, 0)]
 )
@@ -193,12 +163,6 @@ def test_certain_and_tiny_probabilities_give_full_and_empty_batches(
     sampling_prob, expected
 ):
     assert np.all(membership(PoissonSampling(sampling_prob, 3), 10_000) == expected)
-
-
-def test_empty_batches_come_as_often_as_they_should():
-    num_empty = np.sum(~membership(PoissonSampling(0.05, 2000), 20).any(1))
-    test = stats.binomtest(int(num_empty), 2000, 0.95**20)
-    assert test.pvalue > SMALLEST_P_VALUE
 
 
 def test_no_batch_is_larger_than_the_truncated_size():
@@ -218,11 +182,6 @@ def test_truncation_keeps_a_uniformly_random_part():
     variance = steps * kept * (1 - kept) * num_examples / (num_examples - 1)
     statistic = np.sum((counts - steps * kept) ** 2) / variance
     assert stats.chi2.sf(statistic, num_examples - 1) > SMALLEST_P_VALUE
-
-    pairs = is_member.T.astype(int) @ is_member
-    expected = steps * size * (size - 1) / (num_examples * (num_examples - 1))
-    deviations = pairs[np.triu_indices(num_examples, 1)] - expected
-    assert np.all(np.abs(deviations) < 6 * np.sqrt(expected))
 
 
 def test_the_iterator_gives_the_same_batches_and_draws_its_key_from_a_generator():
@@ -263,31 +222,3 @@ def test_the_refusal_of_a_batch_does_not_tell_its_size():
     with pytest.raises(ValueError, match="got batch_size=4") as caught:
         pad_indices(np.arange(5), 4)
     assert "5" not in str(caught.value)
-
-
-@refusals(
-    ("sampling_prob", (0.0, 1.1, None), "sampling_prob must be in"),
-    ("iterations", (0, 1.5, True), "iterations must be an integer of at least 1"),
-    (
-        "truncated_batch_size",
-        (0, 1.5, True),
-        "truncated_batch_size must be an integer of at least 1",
-    ),
-    ("num_examples", (0, 1.5, True), "num_examples must be an integer of at least 1"),
-    ("num_examples", (2**63,), r"num_examples must be less than 2\^63"),
-    ("step", (-1, 3, 1.0), "step must be from 0 to iterations - 1"),
-)
-def test_arguments_out_of_range_are_refused(wrong, message):
-    fields = {"sampling_prob": 0.5, "iterations": 3, "truncated_batch_size": None}
-    of_batch = {"step": 0, "num_examples": 5, "key": 0}
-    for arguments in (fields, of_batch):
-        arguments.update({k: v for k, v in wrong.items() if k in arguments})
-    with pytest.raises(ValueError, match=message):
-        PoissonSampling(**fields).indices(**of_batch)
-
-
-@pytest.mark.parametrize("key", [-1, 2**128, 0.5, None, "secret"])
-def test_a_key_out_of_range_is_refused_without_telling_it(key):
-    message = rf"key must be .* 2\^128 - 1; got key_type='{type(key).__name__}'\."
-    with pytest.raises(ValueError, match=message):
-        PoissonSampling(0.5, 3).indices(0, num_examples=5, key=key)

@@ -60,8 +60,9 @@ def test_a_person_is_added_to_all_datasets_or_removed_from_all(truncated_batch_s
 def test_costs_with_different_neighbours_do_not_compose():
     relation = dp_accounting.NeighboringRelation.REPLACE_ONE
     other = dataclasses.replace(COST, neighboring_relation=relation)
-    with pytest.raises(ValueError, match=r"one neighbouring relation.*REPLACE_ONE"):
-        epsilon_of({COST: 1, other: 1})
+    for guarantee in (guarantee_of, guarantee_of_stages):
+        with pytest.raises(ValueError, match=r"one neighbouring relation.*REPLACE_ONE"):
+            guarantee({COST: 1, other: 1}, delta=1e-5)
 
 
 class TestStages:
@@ -90,7 +91,7 @@ class TestStages:
         assert result.accountant.endswith(", added up over 3 costs")
         assert result.neighboring_relation == parts[0].neighboring_relation
 
-    @pytest.mark.parametrize("delta", [1e-5, 1e-2, 0.5])
+    @pytest.mark.parametrize("delta", [1e-5, 0.5])
     @pytest.mark.parametrize("steps", [(1, 1), (30, 20), (100, 1), (1, 100)])
     def test_they_cost_no_less_than_if_they_were_fixed_in_advance(self, steps, delta):
         costs = (COST, self.NARROWER)
@@ -103,15 +104,3 @@ class TestStages:
         without_privacy = MECHANISM.without_privacy().step_cost
         stages = {COST: 1, without_privacy: 1}
         assert guarantee_of_stages(stages, delta=1e-5).epsilon == math.inf
-
-    def test_stages_with_different_neighbours_do_not_compose(self):
-        relation = dp_accounting.NeighboringRelation.REPLACE_ONE
-        other = dataclasses.replace(COST, neighboring_relation=relation)
-        with pytest.raises(ValueError, match=r"one neighbouring relation.*REPLACE_ONE"):
-            guarantee_of_stages({COST: 1, other: 1}, delta=1e-5)
-
-    @pytest.mark.parametrize("delta", [0.0, 1.0, 1.5, -1e-5, math.nan, None])
-    def test_an_impossible_delta_is_refused(self, delta):
-        for stages in ({COST: 1}, {COST: 1, self.WIDER: 1}):
-            with pytest.raises(ValueError, match=r"delta must be in \(0, 1\)"):
-                guarantee_of_stages(stages, delta=delta)
