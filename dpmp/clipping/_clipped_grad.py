@@ -14,10 +14,10 @@ from typing import Any
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp.clipping._callables import BoundedSensitivityCallable, make_callable
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._clipped_sum import ClippedSum, Outputs, make_callable
+from dpmp.clipping._clipped_sum import ClippedSum, Outputs
 from dpmp.clipping._joint_sums import JointCoordinates, ReleasedMetrics
-from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.clipping._shards import Shards
 from dpmp.engines import Signature, check_float_leaves, check_method, make_engine
 from dpmp.loss_scaling import ScaledLoss

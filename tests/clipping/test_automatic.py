@@ -15,7 +15,7 @@ import dpmp
 from dpmp import AutomaticClipping
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.numerics._squared_norms import SquaredNorm
+from dpmp.numerics import SquaredNorm
 
 _MODES = [
     ("per_example", "exact"),

@@ -9,7 +9,7 @@ import pytest
 
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.numerics._squared_norms import SquaredNorm
+from dpmp.numerics import SquaredNorm
 
 
 def _clip_norms_of(tree, rescale_to_unit_norm=False, normalize_by=1.0):

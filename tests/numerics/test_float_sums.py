@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 
-from dpmp.numerics import _float_sums, _squared_norms, _stored, reduction
+from dpmp.numerics import _float_sums, _stored, reduction
 from dpmp.numerics._arithmetic import parse_arithmetic
 
 _U = Fraction(_float_sums.UNIT_ROUNDOFF)
@@ -38,7 +38,7 @@ def test_wider_accumulators_have_a_negligible_slack():
 
 def _stacked(*leaves):
     stack, _ = _stored.compute_and_store(lambda: (list(leaves), None), jnp.ones(1))
-    return _squared_norms.squared_norm(stack)
+    return _float_sums.squared_norm(stack)
 
 
 @pytest.mark.parametrize(
