@@ -33,14 +33,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._validate import as_real
 
-__all__ = [
-    "DynamicScale",
-    "LossScale",
-    "ScaleState",
-    "ScaledLoss",
-    "by_loss",
-    "check",
-]
+__all__ = ["DynamicScale", "LossScale", "ScaleState", "ScaledLoss", "by_loss", "check"]
 
 LossScale: TypeAlias = float | jax.Array | Callable[[jax.Array], jax.Array]
 
@@ -72,9 +65,8 @@ def by_loss(
     largest = as_real(largest)
     _validate.require(
         _validate.is_real(largest) and 1 / LARGEST <= largest <= LARGEST,
-        "the largest scale must be from 2^-40 to 2^40",
+        "the largest scale must be from 2^-40 to 2^40. Use 2.0**15, for example.",
         largest=largest,
-        fix="Use 2.0**15, for example.",
     )
 
     def scale(loss: jax.Array) -> jax.Array:
@@ -127,13 +119,12 @@ class DynamicScale:
     tolerated: float = 1.0
 
     def __post_init__(self):
-        interval = _validate.positive_integer(
-            growth_interval=self.growth_interval, fix="Use 100, for example."
+        _validate.fields(
+            self,
+            initial=lambda initial: as_real(initial),
+            growth_interval=_validate.positive_integer,
+            tolerated=_validate.nonnegative,
         )
-        tolerated = _validate.nonnegative(tolerated=self.tolerated, fix="Use 1.0.")
-        object.__setattr__(self, "initial", as_real(self.initial))
-        object.__setattr__(self, "growth_interval", interval)
-        object.__setattr__(self, "tolerated", tolerated)
         check(self.initial)
 
     def init(self) -> ScaleState:
@@ -191,22 +182,22 @@ def check(loss_scale: LossScale) -> None:
     """Raises ValueError for an invalid scale."""
     _validate.require(
         not isinstance(loss_scale, DynamicScale),
-        "a dynamic loss_scale must be updated with noisy counts of overflows",
+        "a dynamic loss_scale must be updated with noisy counts of overflows. Pass it "
+        "to DPTrainer, or its state's scale to ScaledLoss.",
         loss_scale=loss_scale,
-        fix="Pass it to DPTrainer, or its state's scale to ScaledLoss.",
     )
     if isinstance(loss_scale, jax.Array):
         _validate.require(
             loss_scale.shape == () and jnp.issubdtype(loss_scale.dtype, jnp.floating),
-            "an array as loss_scale must be a float scalar",
+            "an array as loss_scale must be a float scalar. For one scale per example, "
+            "use dpmp.loss_scaling.by_loss().",
             shape=loss_scale.shape,
             dtype=loss_scale.dtype,
-            fix="For one scale per example, use dpmp.loss_scaling.by_loss().",
         )
     elif not callable(loss_scale):
         _validate.require(
             _validate.is_scale(loss_scale),
-            "loss_scale must be a power of two from 2^-40 to 2^40",
+            "loss_scale must be a power of two from 2^-40 to 2^40. Use 2.0**10, for "
+            "example. Other numbers would round the gradient.",
             loss_scale=loss_scale,
-            fix="Use 2.0**10, for example. Other numbers would round the gradient.",
         )

@@ -50,8 +50,7 @@ class BoundedSensitivityCallable:
         return self.fun(*args, is_padding_example=is_padding_example, **kwargs)
 
     def sensitivity(
-        self,
-        neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION,
+        self, neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION
     ) -> float:
         """The L2 sensitivity of the computed output.
 

@@ -1,4 +1,4 @@
-"""The privatizer: Gaussian noise in integers."""
+"""The privatizer, which adds Gaussian noise in integers."""
 
 import functools
 import math
@@ -118,16 +118,14 @@ def gaussian_privatizer(
       [Canonne, Kamath, Steinke: The discrete Gaussian for differential
       privacy](https://arxiv.org/abs/2004.00010)
     """
-    if l2_sensitivity is not None:
-        l2_sensitivity = _validate.positive(
-            l2_sensitivity=l2_sensitivity, fix="Use clipped_grad(...).sensitivity()."
-        )
     stddev = _validate.nonnegative(
         stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
     )
     noise_multiplier = _LARGEST_NOISE_MULTIPLIER
     if l2_sensitivity is not None:
-        noise_multiplier = stddev / l2_sensitivity
+        noise_multiplier = stddev / _validate.positive(
+            l2_sensitivity=l2_sensitivity, fix="Use clipped_grad(...).sensitivity()."
+        )
     if prng_key is not None:
         _random.check_key(prng_key)
 
@@ -171,10 +169,7 @@ def gaussian_privatizer(
 
 
 def _add_noise(
-    leaves: Sequence[GridArray],
-    stddev: Fraction,
-    key_words: jax.Array,
-    step: jax.Array,
+    leaves: Sequence[GridArray], stddev: Fraction, key_words: jax.Array, step: jax.Array
 ) -> list[jax.Array]:
     """Adds noise of at least `stddev` to every entry; returns the sums in float32.
 
@@ -228,9 +223,9 @@ def _grid_of_floats(stddev: float, rounding_cost: float) -> tuple[float, Fractio
     """
     _validate.require(
         1e-24 <= stddev <= 1e30,
-        "the noise of a float sum must have a stddev from 1e-24 to 1e30",
+        "the noise of a float sum must have a stddev from 1e-24 to 1e30. Rescale the "
+        "loss: float32 cannot handle other sizes.",
         stddev=stddev,
-        fix="Rescale the loss: float32 cannot handle other sizes.",
     )
     lowest, highest = _LOG_UNITS
     finest = math.ceil(math.log2(max(rounding_cost, 1.0))) + _LOG_ROUNDING_SHARE
