@@ -110,16 +110,13 @@ def positions(
     No two entries have the same pair. `low` is the flat index if that fits into 32
     bits. Otherwise it is the index within as many of the last axes as fit, and `high`
     is the index within the other axes. Both are sums over axes, so that a compiler can
-    compute them on each shard of a sharded array.
+    compute them on each shard. Raises ValueError if either does not fit into 32 bits.
 
     Args:
       shape: the shape of the array.
       indices: for each axis, the index of every entry to number, uint32; broadcast.
       one: the number 1, uint32. A loop passes a 1 that the compiler cannot fold: then
         positions are computed in each pass, and not stored before the loop.
-
-    Raises:
-      ValueError: if either part does not fit into 32 bits.
     """
     words, word, stride = [jnp.zeros((), jnp.uint32)] * 2, 1, 1
     for size, index in reversed(list(zip(shape, indices, strict=True))):

@@ -2,14 +2,11 @@
 
 A float16 number below 6e-8 becomes zero, and one above 65504 becomes infinite. So the
 loss of each example is multiplied by a scale before it is differentiated. The clip
-coefficient (the factor that shrinks the gradient to the clip norm) is then divided by
-the scale, in float32.
+coefficient is then divided by the scale, in float32.
 
-Scales are powers of two from 2^-40 to 2^40. Multiplying by a power of two does not
-round. The squares of these scales and the inverses of the squares are float32 numbers
-too, so that a compiler may divide twice by a scale or once by its square. A scale that
-is known only when a program runs (an array, or the result of a function) is rounded to
-such a power of two there.
+Scales are powers of two from 2^-40 to 2^40, which do not round. Their squares and the
+inverses of these are float32 numbers too, so that a compiler may divide twice by a
+scale or once by its square.
 
 A scale is a constant, a function of the example alone (`by_loss`), or it follows the
 gradients of all examples (`DynamicScale`). The unscaled gradient and the guarantee are
@@ -53,13 +50,12 @@ def by_loss(
     Args:
       target: the scaled loss, up to a factor of two.
       largest: the largest scale. It matters for losses close to zero, whose gradients
-        need not be as small: the gradient of a square is proportional to its root. If
-        the model returns a float16 loss, the scale must be a float16 number too.
+        need not be as small. If the model returns a float16 loss, the scale must be a
+        float16 number too.
 
     Returns:
-      A function from the loss of an example to its scale, the largest power of two
-      that scales the loss to at most `target`, but at least 2^-40 and at most
-      `largest`.
+      A function from the loss of an example to its scale: the largest power of two from
+      2^-40 to `largest` that scales the loss to at most `target`.
     """
     target = _validate.positive(target=target, fix="Use 1024.0, for example.")
     largest = as_real(largest)

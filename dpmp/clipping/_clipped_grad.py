@@ -117,10 +117,9 @@ def clipped_grad(
         computed bits (`dpmp.numerics._bounded`), as long as all other examples keep
         their places. So it does not hold under ADD_OR_REMOVE_ONE.
       - "unproved_float32" (for `method="book_keeping"`): the sensitivity is not proved.
-        It holds up to ordinary rounding within a microbatch. The clip norm is lowered
-        by 1/256 for bfloat16, and by more where the large terms of a gradient almost
-        cancel. That was enough in every measurement, but gradients can be constructed
-        for which it falls short, by less than half.
+        It holds up to ordinary rounding within a microbatch. What the clip norm is
+        lowered by was enough in every measurement, but gradients can be constructed for
+        which it falls short, by less than half.
 
     Args:
       fun: returns a scalar loss, or (loss, aux) if `has_aux`. A
@@ -176,14 +175,13 @@ def clipped_grad(
       method: the gradient engine. "per_example" (vmap) materializes the per-example
         gradients. "book_keeping" caches activations and cotangents instead. It takes
         less time, and also less memory except for parameters that are wide or
-        multiplied by few positions. `book_keeping.summarize` shows the rule for each
-        parameter of a loss.
+        multiplied by few positions.
       arithmetic: how the sum is computed: "exact" (its leaves are `GridArray`, integers
         times a unit), "float32" (None) or "float64". With book-keeping: "bounded"
-        (None; its leaves are `GridArray`) or "unproved_float32". The guides say which
-        one to use. On a grid, the largest contribution has 32767 units with "exact",
-        and 2^22 with "bounded" sums. For another resolution, up to 2^22, pass
-        `dpmp.numerics.ExactSums(resolution)` or `BoundedSums(resolution)`.
+        (None; its leaves are `GridArray`) or "unproved_float32". On a grid, the largest
+        contribution has 32767 units with "exact", and 2^22 with "bounded" sums. For
+        another resolution, up to 2^22, pass `dpmp.numerics.ExactSums(resolution)` or
+        `BoundedSums(resolution)`.
 
     Returns:
       A callable with the arguments of `fun` and the keyword `is_padding_example`, a

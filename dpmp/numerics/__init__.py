@@ -45,9 +45,8 @@ from dpmp.numerics._stored import (
     at_least_float32,
     compute_and_store,
     floats_of,
-    indices_of_block,
-    rows_of_block,
 )
+from dpmp.numerics.reduction import indices_of_block, rows_of_block
 
 __all__ = [
     "DEFAULT_RESOLUTION",
