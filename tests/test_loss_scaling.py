@@ -294,22 +294,6 @@ def test_float16_without_a_scale_is_warned_of():
     assert record[0].filename == __file__
 
 
-def test_a_trainer_scales_the_loss():
-    trainer = _make_trainer(
-        lambda w, x: jnp.mean((x @ w) ** 2) * 2.0**-14, loss_scale=2.0**14
-    )
-    norms = []
-    trainer.fit(
-        trainer.init(jnp.full(3, 0.01)),
-        np.full((64, 3), 0.01, np.float32),
-        sensitive_callback=lambda outputs: norms.append(
-            outputs.grad_norms[~outputs.is_padding_example]
-        ),
-        progress=False,
-    )
-    assert np.all(np.concatenate(norms) > 0)
-
-
 # Scales that follow a count of overflows.
 
 

@@ -103,13 +103,8 @@ class ReleasedMetrics:
     def __post_init__(self):
         guess = "Use a public guess, such as the loss of random predictions."
         positive = functools.partial(_validate.positive, fix=guess)
-        _validate.fields(
-            self,
-            largest_loss=_validate.optional(positive),
-            norm_share=functools.partial(
-                _validate.positive, fix="Use 0.1, for example."
-            ),
-        )
+        _validate.fields(self, largest_loss=_validate.optional(positive))
+        _validate.fields(self, norm_share=_validate.positive)
         _validate.require(
             bool(self.names),
             "at least one metric must be released. Choose one, or leave "

@@ -116,34 +116,38 @@ def test_on_explicit_axes_a_batch_is_divided_as_it_is_sharded():
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "specs"),
+    ("num_devices", "shards", "axis_type", "microbatch_size", "num_shards"),
     [
-        (3, SPECS["whole"]),
-        (8, SPECS["sharded"]),
-        pytest.param(8, (), marks=pytest.mark.slow),
+        (3, Shards(("data",), SPECS["whole"]), AxisType.Auto, 24, 3),
+        (8, Shards(("data",), SPECS["sharded"]), AxisType.Auto, 24, 8),
+        # The compiler divides the work, or each device adds up its own examples.
+        pytest.param(8, None, AxisType.Auto, 8, 1, marks=pytest.mark.slow),
+        pytest.param(8, None, AxisType.Explicit, 8, 8, marks=pytest.mark.slow),
     ],
 )
-def test_float_sums_over_devices_err_no_more_than_is_counted(num_devices, specs):
-    mesh = make_mesh((num_devices,))
+def test_float_sums_over_devices_err_no_more_than_is_counted(
+    num_devices, shards, axis_type, microbatch_size, num_shards
+):
+    mesh = make_mesh((num_devices,), axis_type=axis_type)
     params, batch = make_args(24)
-    fn = make_sum_fn(arithmetic="float32", spmd_axis_name=Shards(("data",), specs))
-    fn = jax.jit(fn.__call__)
+    params, batch = place(params, mesh, P()), place(batch, mesh, P("data"))
+    options = {"microbatch_size": microbatch_size, "spmd_axis_name": shards}
+    fn = jax.jit(make_sum_fn(arithmetic="float32", **options).__call__)
 
     def total(is_empty):
         with jax.set_mesh(mesh):
+            is_empty = place(is_empty, mesh, P("data"))
             sums = fn(params, batch, is_padding_example=is_empty)
         leaves = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(sums)]
         return np.concatenate(leaves)
 
-    error = total(np.zeros(24, bool)) - sum(
-        total(np.arange(24) != i) for i in range(24)
-    )
-    counted = (
-        _float_sums.reserve_needed(parse_arithmetic("float32"), 24, 24, num_devices) / 2
-    )
+    whole = total(np.zeros(24, bool))
+    error = whole - sum(total(np.arange(24) != i) for i in range(24))
+    sums = parse_arithmetic("float32")
+    counted = _float_sums.reserve_needed(sums, 24, microbatch_size, num_shards) / 2
     # Contributions are at most the clip norm; float64 has roundings of its own.
     assert np.linalg.norm(error) <= 0.5 * counted + 1e-14
-    assert np.linalg.norm(total(np.zeros(24, bool))) > 0.1
+    assert np.linalg.norm(whole) > 0.1
 
 
 @pytest.mark.parametrize(

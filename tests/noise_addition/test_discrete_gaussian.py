@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_mechanism
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from programs import UNOPTIMIZED, equations
 from scipy import stats
 
@@ -558,29 +558,6 @@ def test_any_number_of_devices_shares_a_part(axis, devices, in_parts):
         np.testing.assert_array_equal(compiled(KEY, step=STEP), expected)
     of_all = 4 * math.prod(shape)
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * of_all / devices
-
-
-@pytest.mark.parametrize(
-    ("spec", "is_divided"),
-    [(("a", "b"), False), ((("a", "b"),), True), ((None, "b"), True)],
-    ids=str,
-)
-def test_each_device_draws_its_own_part(spec, is_divided, in_parts):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    sample = functools.partial(
-        DiscreteGaussian((128, 1)).sample, shape=(16, 24), leaf=2
-    )
-    sample_parts = jax.jit(sample, out_shardings=sharding)
-    with in_parts() if is_divided else contextlib.nullcontext():
-        compiled = sample_parts.lower(KEY, step=STEP).compile()
-    parts = compiled(KEY, step=STEP)
-    assert parts.sharding.is_equivalent_to(sharding, 2)
-    np.testing.assert_array_equal(parts, sample(KEY, step=STEP))
-    program = compiled.as_text()
-    assert "[16,24]" not in program
-    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-        assert collective not in program
 
 
 @pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
