@@ -55,7 +55,8 @@ def check_key(prng_key: Any) -> None:
     _validate.require(
         is_key and prng_key.shape == (),
         "prng_key must be one key made by jax.random.key. Leave it out to draw 128 "
-        "bits from the system: the noise is only as hard to guess as its key.",
+        "bits from the system. Integers are refused, because the noise is only as hard "
+        "to guess as its key.",
         # The key itself is secret and must not appear in the message.
         prng_key=str(jax.typeof(prng_key)) if is_key else type(prng_key).__name__,
     )

@@ -205,9 +205,7 @@ def _fits_program(arguments: PyTree, constants: Any) -> bool:
     """
     leaves = jax.tree.leaves(arguments)
     # The loss may close over values that an outer transformation traces.
-    if isinstance(jnp.zeros(()), jax.core.Tracer):
-        return False
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *leaves)):
         return False
     try:
         hash(constants)

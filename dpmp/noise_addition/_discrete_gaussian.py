@@ -112,7 +112,8 @@ class DiscreteGaussian:
             and _squares(base) <= _LARGEST_SQUARES
             and k <= largest_k,
             "multipliers must be (1,), (a, b) or (k * a, k * b, 1) within their "
-            "limits. Use DiscreteGaussian.at_least: other sums are no such noise.",
+            "limits. Use DiscreteGaussian.at_least. Other sums are not discrete "
+            "Gaussian.",
             multipliers=self.multipliers,
         )
 

@@ -329,31 +329,6 @@ def test_convolutions_are_gaussian_up_to_the_stated_factor(
         assert are_within(factors_to(three, total_variance, radius), 2 * error)
 
 
-@pytest.mark.parametrize("variance", [Decimal("0.25"), Decimal("0.5"), Decimal(4)])
-def test_rounding_a_gaussian_is_discrete_up_to_the_stated_factor(
-    variance, sixty_digits
-):
-    """The integral is a sum over a fine grid: for such densities that is exact."""
-    total_variance, fineness = 5 * variance, 16 if variance < 4 else 4
-    stop = int(17 * total_variance.sqrt()) * fineness
-    grid = [Decimal(i) / fineness for i in range(-stop, stop)]
-    rounding = functools.cache(lambda x: (-x * x / (2 * variance)).exp())
-    normalizer = functools.cache(lambda x: sum(rounding(n - x) for n in range(-60, 61)))
-    noise_variance = total_variance - variance
-    noise = {x: (-x * x / (2 * noise_variance)).exp() for x in grid}
-    scale = (2 * PI * noise_variance).sqrt() * fineness
-
-    def probability(n):
-        terms = (noise[x] * rounding(n - x) / normalizer(x % 1) for x in grid)
-        return sum(terms) / scale
-
-    probabilities = {n: probability(n) for n in range(-4, 5)}
-    factors = factors_to(probabilities, total_variance, 4)
-    assert are_within(factors, lattice_error(variance))
-    if variance < 1:
-        assert not are_within(factors, lattice_error(variance) ** 3)
-
-
 @pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
 def test_the_effective_stddev_is_rounded_down(multipliers):
     noise = DiscreteGaussian(multipliers)
