@@ -14,11 +14,11 @@ def test_small_arrays_are_joined_and_come_apart_in_their_order():
     rng = np.random.default_rng(0)
     # More arrays than are concatenated at once.
     sizes = [3, 700, 1, 0, 900, 5] * 60
-    kinds = ["a", "a", "b", "a", "a", "b"] * 60
+    kinds = ["c", "a", "b", "a", "a", "b"] * 60
     arrays = [np.float32(rng.normal(size=(2, n))) for n in sizes]
     groups = packing.groups_of(sizes, kinds, few=512)
     assert sorted(itertools.chain(*groups)) == list(range(360))
-    assert len(groups) == 2 + 2 * 60
+    assert len(groups) == 3 + 2 * 60
 
     @jax.jit
     def join_and_split(arrays):
