@@ -37,19 +37,13 @@ def check_not_mapped(what: str, reason: str, *, fix: str) -> None:
 
 
 def on_automatic_axes(
-    fun: Callable[..., Any],
-    out_specs: Callable[[Any, Any], Sequence[jax.P]],
+    fun: Callable[..., Any], out_specs: Callable[[Any, Any], Sequence[jax.P]]
 ) -> Callable[..., Any]:
-    """Makes `fun` work with arrays on meshes with explicit axes.
+    """Makes a function that computes the same as `fun` on a mesh of any kind.
 
-    Args:
-      fun: any function of pytrees.
-      out_specs: returns a partition spec for each array of the output of `fun`. Its
-        arguments are the positional arguments of `fun`, with partition specs in place
-        of arrays, and the output of `fun`.
-
-    Returns:
-      A function that computes the same as `fun` on a mesh of any kind.
+    `out_specs` returns a partition spec for each array of the output of `fun`. Its
+    arguments are the positional arguments of `fun`, with partition specs in place of
+    arrays, and the output of `fun`.
     """
 
     @functools.wraps(fun)
@@ -66,7 +60,7 @@ def on_automatic_axes(
 
         def run(arrays: list[jax.Array]) -> Any:
             with jax.sharding.use_abstract_mesh(_automatic(mesh)):
-                free = iter([_reshard(x, jax.P(*[None] * x.ndim)) for x in arrays])
+                free = iter([_unsharded(x) for x in arrays])
                 given = treedef.unflatten(
                     next(free) if array else x
                     for x, array in zip(leaves, is_array, strict=True)
@@ -74,7 +68,7 @@ def on_automatic_axes(
                 output = fun(*given[0], **given[1])
             found, out_treedef = jax.tree.flatten(output)
             shardings = (jax.NamedSharding(mesh, s) for s in out_specs(specs, output))
-            return out_treedef.unflatten(map(_reshard, found, shardings))
+            return out_treedef.unflatten(map(jax.sharding.reshard, found, shardings))
 
         arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
         if not any(isinstance(x, jax.core.Tracer) for x in arrays):
@@ -87,16 +81,19 @@ def on_automatic_axes(
 def resharded(x: Any) -> Any:
     """Reshards an array that a function closes over to the mesh of that function.
 
-    Functions on automatic axes and in `shard_map` see other types of axes than their
-    caller. jax changes the types of their arguments, but not of arrays that they close
-    over. A value that is not an array is returned unchanged.
+    jax changes the types of axes of arguments alone. A value that is not an array is
+    returned unchanged.
     """
     here = jax.sharding.get_abstract_mesh()
     if not isinstance(x, jax.Array) or here.explicit_axes:
         return x
     mesh = jax.typeof(x).sharding.mesh
     is_foreign = mesh.explicit_axes or here.manual_axes != mesh.manual_axes
-    return _reshard(x, jax.P(*[None] * x.ndim)) if is_foreign else x
+    return _unsharded(x) if is_foreign else x
+
+
+def _unsharded(x: jax.Array) -> jax.Array:
+    return jax.sharding.reshard(x, jax.P(*[None] * x.ndim))
 
 
 def is_explicit(x: Any) -> bool:
@@ -165,10 +162,6 @@ def _explicit_mesh(leaves: list[Any]) -> Any:
 def _automatic(mesh: Any) -> Any:
     auto = jax.sharding.AxisType.Auto
     return mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, auto))
-
-
-def _reshard(x: jax.Array, sharding: Any) -> jax.Array:
-    return jax.sharding.reshard(x, sharding)
 
 
 def strongly_typed(tree: PyTree) -> PyTree:

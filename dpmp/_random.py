@@ -19,16 +19,8 @@ from dpmp import _validate
 from dpmp._fence import materialize
 
 _NUM_ROUNDS = 20
-_ROTATIONS = (
-    (10, 26),
-    (11, 21),
-    (13, 27),
-    (23, 5),
-    (6, 20),
-    (17, 11),
-    (25, 10),
-    (18, 20),
-)
+_LEFT_ROTATIONS = (10, 11, 13, 23, 6, 17, 25, 18)
+_RIGHT_ROTATIONS = (26, 21, 27, 5, 20, 11, 10, 20)
 _KEY_PARITY = np.uint32(0x1BD11BDA)
 
 
@@ -46,9 +38,8 @@ def fresh_key() -> jax.Array:
     _validate.require(
         not isinstance(jnp.zeros(()), jax.core.Tracer),
         "a key from the system must be drawn outside of jax.jit and other "
-        "transformations",
+        "transformations. Call init outside of the function, or pass prng_key.",
         traced=True,
-        fix="Call init outside of the compiled function, or pass prng_key.",
     )
     words = np.frombuffer(os.urandom(16), np.uint32)
     if jax.process_count() > 1:
@@ -63,11 +54,11 @@ def check_key(prng_key: Any) -> None:
     )
     _validate.require(
         is_key and prng_key.shape == (),
-        "prng_key must be one key made by jax.random.key",
+        "prng_key must be one key made by jax.random.key. Leave it out to draw 128 "
+        "bits from the system. Integers are refused, because the noise is only as hard "
+        "to guess as its key.",
         # The key itself is secret and must not appear in the message.
         prng_key=str(jax.typeof(prng_key)) if is_key else type(prng_key).__name__,
-        fix="Leave it out to draw 128 bits from the system. Integers are refused, "
-        "because the noise is only as hard to guess as its key.",
     )
 
 
@@ -78,9 +69,9 @@ def check_shared(prng_key: jax.Array) -> None:
     words = multihost_utils.process_allgather(np.asarray(key_words(prng_key)))
     _validate.require(
         bool(np.all(words == words[0])),
-        "prng_key must be the same on all processes",
+        "prng_key must be the same on all processes. Leave it out: the first process "
+        "then draws a key for all of them.",
         num_processes=jax.process_count(),
-        fix="Leave it out: the first process then draws a key for all of them.",
     )
 
 
@@ -120,25 +111,22 @@ def positions(
     No two entries have the same pair. `low` is the flat index if that fits into 32
     bits. Otherwise it is the index within as many of the last axes as fit, and `high`
     is the index within the other axes. Both are sums over axes, so that a compiler can
-    compute them on each shard of a sharded array.
+    compute them on each shard. Raises ValueError if either does not fit into 32 bits.
 
     Args:
       shape: the shape of the array.
       indices: for each axis, the index of every entry to number, uint32; broadcast.
       one: the number 1, uint32. A loop passes a 1 that the compiler cannot fold: then
         positions are computed in each pass, and not stored before the loop.
-
-    Raises:
-      ValueError: if either part does not fit into 32 bits.
     """
     words, word, stride = [jnp.zeros((), jnp.uint32)] * 2, 1, 1
     for size, index in reversed(list(zip(shape, indices, strict=True))):
         if stride * size > 2**32:
             _validate.require(
                 word == 1 and size <= 2**32,
-                "the entries of an array must be numbered by two words of 32 bits",
+                "the entries of an array must be numbered by two words of 32 bits. "
+                "Divide it into several arrays.",
                 shape=shape,
-                fix="Divide it into several arrays.",
             )
             word, stride = 0, 1
         if size > 1:
@@ -157,7 +145,7 @@ def threefry4x32(key: Sequence[Any], counter: Sequence[Any]) -> list[Any]:
     schedule = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ _KEY_PARITY]
     x = [word + k for word, k in zip(counter, schedule[:4], strict=True)]
     for i in range(_NUM_ROUNDS):
-        left, right = _ROTATIONS[i % len(_ROTATIONS)]
+        left, right = _LEFT_ROTATIONS[i % 8], _RIGHT_ROTATIONS[i % 8]
         first, second = (1, 3) if i % 2 == 0 else (3, 1)
         x[0] = x[0] + x[first]
         x[first] = _rotate(x[first], left) ^ x[0]

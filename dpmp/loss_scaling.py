@@ -2,14 +2,11 @@
 
 A float16 number below 6e-8 becomes zero, and one above 65504 becomes infinite. So the
 loss of each example is multiplied by a scale before it is differentiated. The clip
-coefficient (the factor that shrinks the gradient to the clip norm) is then divided by
-the scale, in float32.
+coefficient is then divided by the scale, in float32.
 
-Scales are powers of two from 2^-40 to 2^40. Multiplying by a power of two does not
-round. The squares of these scales and the inverses of the squares are float32 numbers
-too, so that a compiler may divide twice by a scale or once by its square. A scale that
-is known only when a program runs (an array, or the result of a function) is rounded to
-such a power of two there.
+Scales are powers of two from 2^-40 to 2^40, which do not round. Their squares and the
+inverses of these are float32 numbers too, so that a compiler may divide twice by a
+scale or once by its square.
 
 A scale is a constant, a function of the example alone (`by_loss`), or it follows the
 gradients of all examples (`DynamicScale`). The unscaled gradient and the guarantee are
@@ -33,14 +30,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp._validate import as_real
 
-__all__ = [
-    "DynamicScale",
-    "LossScale",
-    "ScaleState",
-    "ScaledLoss",
-    "by_loss",
-    "check",
-]
+__all__ = ["DynamicScale", "LossScale", "ScaleState", "ScaledLoss", "by_loss", "check"]
 
 LossScale: TypeAlias = float | jax.Array | Callable[[jax.Array], jax.Array]
 
@@ -60,21 +50,19 @@ def by_loss(
     Args:
       target: the scaled loss, up to a factor of two.
       largest: the largest scale. It matters for losses close to zero, whose gradients
-        need not be as small: the gradient of a square is proportional to its root. If
-        the model returns a float16 loss, the scale must be a float16 number too.
+        need not be as small. If the model returns a float16 loss, the scale must be a
+        float16 number too.
 
     Returns:
-      A function from the loss of an example to its scale, the largest power of two
-      that scales the loss to at most `target`, but at least 2^-40 and at most
-      `largest`.
+      A function from the loss of an example to its scale: the largest power of two from
+      2^-40 to `largest` that scales the loss to at most `target`.
     """
     target = _validate.positive(target=target, fix="Use 1024.0, for example.")
     largest = as_real(largest)
     _validate.require(
         _validate.is_real(largest) and 1 / LARGEST <= largest <= LARGEST,
-        "the largest scale must be from 2^-40 to 2^40",
+        "the largest scale must be from 2^-40 to 2^40. Use 2.0**15, for example.",
         largest=largest,
-        fix="Use 2.0**15, for example.",
     )
 
     def scale(loss: jax.Array) -> jax.Array:
@@ -127,13 +115,12 @@ class DynamicScale:
     tolerated: float = 1.0
 
     def __post_init__(self):
-        interval = _validate.positive_integer(
-            growth_interval=self.growth_interval, fix="Use 100, for example."
+        _validate.fields(
+            self,
+            initial=lambda initial: as_real(initial),
+            growth_interval=_validate.positive_integer,
+            tolerated=_validate.nonnegative,
         )
-        tolerated = _validate.nonnegative(tolerated=self.tolerated, fix="Use 1.0.")
-        object.__setattr__(self, "initial", as_real(self.initial))
-        object.__setattr__(self, "growth_interval", interval)
-        object.__setattr__(self, "tolerated", tolerated)
         check(self.initial)
 
     def init(self) -> ScaleState:
@@ -191,22 +178,22 @@ def check(loss_scale: LossScale) -> None:
     """Raises ValueError for an invalid scale."""
     _validate.require(
         not isinstance(loss_scale, DynamicScale),
-        "a dynamic loss_scale must be updated with noisy counts of overflows",
+        "a dynamic loss_scale must be updated with noisy counts of overflows. Pass it "
+        "to DPTrainer, or its state's scale to ScaledLoss.",
         loss_scale=loss_scale,
-        fix="Pass it to DPTrainer, or its state's scale to ScaledLoss.",
     )
     if isinstance(loss_scale, jax.Array):
         _validate.require(
             loss_scale.shape == () and jnp.issubdtype(loss_scale.dtype, jnp.floating),
-            "an array as loss_scale must be a float scalar",
+            "an array as loss_scale must be a float scalar. For one scale per example, "
+            "use dpmp.loss_scaling.by_loss().",
             shape=loss_scale.shape,
             dtype=loss_scale.dtype,
-            fix="For one scale per example, use dpmp.loss_scaling.by_loss().",
         )
     elif not callable(loss_scale):
         _validate.require(
             _validate.is_scale(loss_scale),
-            "loss_scale must be a power of two from 2^-40 to 2^40",
+            "loss_scale must be a power of two from 2^-40 to 2^40. Use 2.0**10, for "
+            "example. Other numbers would round the gradient.",
             loss_scale=loss_scale,
-            fix="Use 2.0**10, for example. Other numbers would round the gradient.",
         )

@@ -19,11 +19,9 @@ from dpmp._validate import as_number, as_real
 from dpmp.batch_selection import PoissonSampling
 from dpmp.clipping import _joint_sums
 from dpmp.clipping._joint_sums import ReleasedMetrics
-from dpmp.engines.book_keeping import measure_condition_numbers
 from dpmp.loss_scaling import DynamicScale
 from dpmp.numerics import ExactSums
-from dpmp.planning.memory import accumulation_overhead, estimate_memory
-from dpmp.planning.microbatches import measure_microbatch_sizes
+from dpmp.planning.memory import accumulation_overhead
 
 KEY = jax.random.key(3)
 DTYPES = ("float16", "float32", "int8", "int32")
@@ -374,32 +372,6 @@ def test_numbers_of_a_run_may_be_of_any_library():
         state, np.ones((120, 2), np.float32), stop_at=np.int8(1), progress=False
     )
     assert state.step == 1
-
-
-def test_sizes_to_measure_may_be_of_any_library():
-    times = measure_microbatch_sizes(
-        lambda size: lambda x: x * size, jnp.ones(2), sizes=(np.int8(2),), rounds=1
-    )
-    assert [type(size) for size in times.seconds] == [int]
-    step = [
-        estimate_memory(
-            jnp.ones(2),
-            jnp.ones((4, 2)),
-            optimizer=optax.sgd(0.1),
-            policy="float32",
-            method="per_example",
-            microbatch_size=size,
-        )
-        for size in (2, np.int8(2))
-    ]
-    assert step[0] == step[1]
-    found = [
-        measure_condition_numbers(
-            linear_loss, jnp.ones(2), jnp.ones((4, 2)), microbatch_size=x
-        )
-        for x in (2, np.int8(2))
-    ]
-    np.testing.assert_array_equal(found[0].ratios, found[1].ratios)
 
 
 @pytest.mark.parametrize(

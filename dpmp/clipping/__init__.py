@@ -15,12 +15,14 @@ tree. Their results are sensitive until noise is added (`dpmp.noise_addition`).
 """
 
 from dpmp.clipping._adaptive import AdaptiveClipNorm, with_clip_norm
-from dpmp.clipping._automatic import AutomaticClipping
-from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._clip_pytree import clip_pytree
-from dpmp.clipping._clipped_fun import clipped_fun
+from dpmp.clipping._callables import (
+    BoundedSensitivityCallable,
+    sensitivity,
+    specs_of_examples,
+)
+from dpmp.clipping._clip_norms import AutomaticClipping, ClipNorms
+from dpmp.clipping._clipped_fun import clip_pytree, clipped_fun
 from dpmp.clipping._clipped_grad import AuxiliaryOutput, clipped_grad
-from dpmp.clipping._clipped_sum import specs_of_examples
 from dpmp.clipping._joint_sums import (
     JointCoordinates,
     JointSum,
@@ -28,7 +30,6 @@ from dpmp.clipping._joint_sums import (
     ReleasedMetrics,
     contribution,
 )
-from dpmp.clipping._sensitivity import BoundedSensitivityCallable, sensitivity
 from dpmp.clipping._shards import Shards
 
 __all__ = [

@@ -1,28 +1,14 @@
 """A clip norm that follows a quantile of the gradient norms, learned with noise.
 
-Each step counts the examples whose gradient norm is at most the clip norm C. An example
-adds +1 to this count if its norm is at most C, and -1 if it is above C or not finite.
-Padding adds 0. The count is one more coordinate of the sum of clipped gradients, and
-receives noise together with it. Contributions to the sum are divided by C, so that
-their norm is at most 1 for every C. The count is multiplied by the norm share s. Then
-
-    (clipped gradient / C, +-s)      has a norm of at most      sqrt(1 + s^2).
-
-This bound does not depend on C. So every step is one Gaussian mechanism with the same
-sensitivity, whatever the steps before have released, and the steps compose like those
-with a fixed clip norm. (Composition allows a step to depend on the releases of earlier
-steps. C depends on nothing else: it is computed from noisy counts alone.)
-
-At the same epsilon, the noise on the gradient is wider by a factor of sqrt(1 + s^2).
-Let z be the noise multiplier. Then the noise on the gradient has the multiplier
-z_g = z sqrt(1 + s^2), and the noise on the number of examples within the clip norm has
-a standard deviation of z_b = z sqrt(1 + s^2) / (2 s). So
-
-    1 / z_g^2 + 1 / (2 z_b)^2 = 1 / z^2,
-
-which is theorem 1 of Andrew et al.: both ways of accounting are the same.
+Each step counts the examples whose gradient norm is at most the clip norm C: an example
+adds +s to the count if its norm is at most C, and -s if it is above C or not finite.
+Padding adds 0. The count is one more coordinate of the sum of gradients, which are
+clipped and divided by C, and receives noise together with it. So a contribution has a
+norm of at most sqrt(1 + s^2) for every C, and all steps have the same sensitivity.
+docs/proofs.md has the proof.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +21,12 @@ import numpy as np
 from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp._validate import as_real
+
+_positive = functools.partial(_validate.positive, fix="Leave it out for the default.")
+_positive_norm = functools.partial(
+    _validate.positive,
+    fix="Use 1.0, for example, or a typical gradient norm of public examples.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,16 +103,15 @@ class AdaptiveClipNorm:
     highest: float = 1e15
 
     def __post_init__(self):
-        for name, fix in _FIXES.items():
-            value = getattr(self, name)
-            if not (name == "initial" and isinstance(value, jax.core.Tracer)):
-                value = _validate.positive(**{name: value}, fix=fix)
-                object.__setattr__(self, name, value)
+        if not isinstance(self.initial, jax.core.Tracer):
+            _validate.fields(self, initial=_positive_norm)
+        optional = ("quantile", "learning_rate", "norm_share", "lowest", "highest")
+        _validate.fields(self, **dict.fromkeys(optional, _positive))
         _validate.require(
             self.quantile < 1,
-            "quantile must be below 1: a clip norm above all norms is not known",
+            "quantile must be below 1: a clip norm above all norms is not known. Use "
+            "0.5, for example.",
             quantile=self.quantile,
-            fix=_FIXES["quantile"],
         )
         self._check_range()
 
@@ -132,11 +123,11 @@ class AdaptiveClipNorm:
         norms = list(map(np.float32, (1e-15, self.lowest, initial, self.highest, 1e15)))
         _validate.require(
             norms == sorted(norms),
-            "clip norms must satisfy 1e-15 <= lowest <= initial <= highest <= 1e15",
+            "clip norms must satisfy 1e-15 <= lowest <= initial <= highest <= 1e15. "
+            "Leave lowest and highest out, or choose an initial clip norm between.",
             lowest=self.lowest,
             initial=initial,
             highest=self.highest,
-            fix="Leave lowest and highest out, or choose an initial clip norm between.",
         )
 
     def at(self, clip_norm: Any) -> "AdaptiveClipNorm":
@@ -146,10 +137,8 @@ class AdaptiveClipNorm:
     def update(self, clip_norm: jax.Array, noisy_fraction: jax.Array) -> jax.Array:
         """The clip norm of the next step, a float32.
 
-        Args:
-          clip_norm: the clip norm of this step.
-          noisy_fraction: the noisy fraction of examples whose gradient norm is at most
-            this clip norm.
+        `noisy_fraction` is the noisy fraction of examples whose gradient norm is at
+        most `clip_norm`, the clip norm of this step.
         """
         excess = jnp.asarray(noisy_fraction, jnp.float32) - self.quantile
         factor = jnp.exp(-self.learning_rate * excess)
@@ -171,9 +160,7 @@ class AdaptiveClipNorm:
     def signs(self, grad_norms: jax.Array, is_example: jax.Array) -> jax.Array:
         """For each example: 1 within the clip norm, -1 above it, and 0 for padding.
 
-        Args:
-          grad_norms: the norms of the gradients, (B,).
-          is_example: (B,) bool, False for padding.
+        The arguments are (B,), and `is_example` is bool.
         """
         clip_norm = jnp.asarray(_meshes.resharded(self.initial)).astype(
             grad_norms.dtype
@@ -197,20 +184,9 @@ class AdaptiveClipNorm:
     def stddev(self, stddev: float) -> float:
         """The standard deviation of the noise on the fraction.
 
-        Args:
-          stddev: the same for the noise on the averaged gradient, in clip norms.
+        `stddev` is that of the noise on the averaged gradient, in clip norms.
         """
         return as_real(stddev) / (2 * self.norm_share)
-
-
-_FIXES = {
-    "initial": "Use 1.0, for example, or a typical gradient norm of public examples.",
-    "quantile": "Use 0.5, for example.",
-    "learning_rate": "Use 0.2, for example.",
-    "norm_share": "Use 0.1, for example.",
-    "lowest": "Leave it out.",
-    "highest": "Leave it out.",
-}
 
 
 def with_clip_norm(l2_clip_norm: PyTree, clip_norm: Any) -> PyTree:

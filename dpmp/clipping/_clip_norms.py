@@ -11,10 +11,8 @@ has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)). So |y| <= l2_clip_norm
 second-order terms, and hardware whose square root or division is off by a few units in
 the last place.
 
-Automatic clipping divides by norm + stability. Rounding is monotone and the stability
-is not negative, so that the computed denominator is at least the computed norm. So the
-coefficient is at most the coefficient above, up to the rounding of the division, and
-the same proof holds.
+Automatic clipping divides by norm + stability. docs/proofs.md says why the same bound
+holds.
 """
 
 import functools
@@ -30,12 +28,57 @@ import numpy as np
 from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp._validate import as_real
-from dpmp.clipping._automatic import AutomaticClipping
 from dpmp.numerics import UNIT_ROUNDOFF, Arithmetic, SquaredNorm, at_least_float32
 
 # Three for the roundings in the formula of the module, one for the rounding of a
 # float64 term to a float32 sum, and four to spare.
 _SPARE_ROUNDINGS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutomaticClipping:
+    """Divides the gradient of each example by its norm plus a small number (AUTO-S).
+
+    Pass it as `l2_clip_norm`. The contribution of an example with gradient g is then
+
+        g / (norm(g) + stability),
+
+    so that there is no clip norm to tune. With a clip norm C, the contribution would be
+    g * min(1, C / norm(g)), which for a large gradient is C times as large. The
+    argument `rescale_to_unit_norm` makes no difference.
+
+    >>> grad_fn = clipped_grad(
+    ...     lambda w, x: jnp.sum(w * x), l2_clip_norm=AutomaticClipping(stability=1.0)
+    ... )
+    >>> print(f"{grad_fn(0.5, jnp.array([4.0])):.1f} {grad_fn.sensitivity()}")
+    0.8 1.0
+
+    Guarantees:
+      The norm of a contribution is below 1, before the division by `normalize_by`. This
+      holds for the computed numbers as it does for a clip norm of 1, with every
+      arithmetic and both engines. "bounded" sums divide by an upper bound on the norm.
+      A gradient of zero contributes zero, and so does one that is not finite.
+
+    Attributes:
+      stability: the small number, from 1e-15 to 1e15. A gradient that is much smaller
+        contributes little. A gradient that is much larger contributes its direction
+        alone. Without the small number, training may fail to converge, because small
+        and large gradients would count the same.
+
+    References:
+      [Bu et al.: Automatic clipping: differentially private deep learning made easier
+      and stronger, section 3](https://arxiv.org/abs/2206.07136)
+    """
+
+    stability: float = 0.01
+
+    def __post_init__(self):
+        _validate.fields(self, stability=_validate.positive)
+        _validate.require(
+            1e-15 <= self.stability <= 1e15,
+            "stability must be from 1e-15 to 1e15. Use 0.01, for example.",
+            stability=self.stability,
+        )
 
 
 @dataclass(frozen=True)
@@ -82,32 +125,19 @@ class ClipNorms:
         if any(isinstance(x, jax.core.Tracer) for x in norms):
             _check_traced(norms, rescale_to_unit_norm)
             traced, norms = norms[0].astype(jnp.float32), [1.0]
-        _validate.require(
-            len(norms) > 0,
-            "l2_clip_norm must hold at least one number",
-            l2_clip_norm=tree,
-            fix="Pass a number, or a tree of numbers that is a prefix of the gradient.",
-        )
-        for norm in norms:
-            _validate.require(
-                _validate.is_real(norm) and norm >= 0,
-                "every l2_clip_norm must be a number above 0 (infinity included)",
-                l2_clip_norm=norm,
-                fix="Pass numbers: a clip norm is public and known before tracing.",
-            )
-        _check_not_all_zero(norms, rescale_to_unit_norm)
+        _check(norms, rescale_to_unit_norm)
         normalize_by = _validate.positive(
             normalize_by=normalize_by, fix="Use 1.0, or the expected batch size."
         )
         total = math.hypot(*norms)
-        for scale in (*norms, normalize_by, total / normalize_by):
-            _validate.require(
-                scale in (0, math.inf) or 1e-15 <= scale <= 1e15,
-                "clip norms and normalize_by must be from 1e-15 to 1e15",
-                l2_clip_norm=total,
-                normalize_by=normalize_by,
-                fix="Rescale the loss: float32 cannot handle other sizes.",
-            )
+        scales = *norms, normalize_by, total / normalize_by
+        _validate.require(
+            all(x in (0, math.inf) or 1e-15 <= x <= 1e15 for x in scales),
+            "clip norms and normalize_by must be from 1e-15 to 1e15. Rescale the loss: "
+            "float32 cannot handle other sizes.",
+            l2_clip_norm=total,
+            normalize_by=normalize_by,
+        )
         return cls(
             tuple(norms), prefix, rescale_to_unit_norm, normalize_by, traced, stability
         )
@@ -135,13 +165,12 @@ class ClipNorms:
                 clipped=jax.tree.structure(tree),
                 fix=f"Make the trees agree. They differ: {error}.",
             )
-        for group in groups:
-            _validate.require(
-                len(jax.tree.leaves(group)) > 0,
-                "every clip norm must clip at least one array",
-                clipped=jax.tree.structure(tree),
-                fix="Remove the clip norms or the argnums that have no array.",
-            )
+        _validate.require(
+            all(jax.tree.leaves(group) for group in groups),
+            "every clip norm must clip at least one array. Remove the clip norms or "
+            "the argnums that have no array.",
+            clipped=jax.tree.structure(tree),
+        )
 
     @property
     def targets(self) -> list[tuple[float, Any]]:
@@ -235,28 +264,37 @@ def global_norm(norms: list[SquaredNorm]) -> jax.Array:
     return jnp.sqrt(sum(norm.value.astype(dtype) for norm in norms))
 
 
-def _check_not_all_zero(norms: list[float], rescale_to_unit_norm: bool) -> None:
-    """Raises ValueError for clip norms with which a whole group would always be zero.
+def _check(norms: list[Any], rescale_to_unit_norm: bool) -> None:
+    """Raises ValueError for invalid clip norms, and for those that lose a whole group.
 
     Such a run would train on noise alone, without any error. The exception is a
     rescaled clip norm of 0: in this limit, gradients are divided by their norms.
     """
-    if rescale_to_unit_norm and not any(norms):
-        return
     _validate.require(
-        all(norms),
+        len(norms) > 0,
+        "l2_clip_norm must hold at least one number. Pass a number, or a tree of "
+        "numbers that is a prefix of the gradient.",
+        l2_clip_norm=norms,
+    )
+    _validate.require(
+        all(_validate.is_real(norm) and norm >= 0 for norm in norms),
+        "every l2_clip_norm must be a number above 0 (infinity included). Pass "
+        "numbers: a clip norm is public and known before tracing.",
+        l2_clip_norm=norms,
+    )
+    _validate.require(
+        all(norms) or (rescale_to_unit_norm and not any(norms)),
         "every l2_clip_norm must be a number above 0, since a clip norm of 0 makes "
         "every gradient zero",
-        l2_clip_norm=norms if len(norms) > 1 else norms[0],
+        l2_clip_norm=norms,
         fix="Use 1.0, for example, or a typical gradient norm of public examples. To "
         "freeze parameters, leave them out of what is differentiated.",
     )
     _validate.require(
         not (rescale_to_unit_norm and any(map(math.isinf, norms))),
-        "every l2_clip_norm must be finite with rescale_to_unit_norm, which divides "
-        "the gradients by it",
-        l2_clip_norm=norms if len(norms) > 1 else norms[0],
-        fix="Pass a finite clip norm, or leave out rescale_to_unit_norm.",
+        "every l2_clip_norm must be finite with rescale_to_unit_norm, which divides by "
+        "it. Pass a finite clip norm, or leave out rescale_to_unit_norm.",
+        l2_clip_norm=norms,
     )
 
 
@@ -264,14 +302,14 @@ def _check_traced(norms: list[Any], rescale_to_unit_norm: bool) -> None:
     is_float = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in norms)
     _validate.require(
         len(norms) == 1 and is_float and jnp.shape(norms[0]) == (),
-        "a traced l2_clip_norm must be one float scalar for all parameters",
+        "a traced l2_clip_norm must be one float scalar for all parameters. Pass "
+        "Python numbers for several clip norms.",
         l2_clip_norm=norms,
-        fix="Pass Python numbers for several clip norms.",
     )
     _validate.require(
         rescale_to_unit_norm,
-        "a traced l2_clip_norm needs a sensitivity that does not depend on it",
+        "a traced l2_clip_norm needs a sensitivity that does not depend on it. Set "
+        "rescale_to_unit_norm=True, which divides the clipped gradients by the clip "
+        "norm, or pass a Python number.",
         rescale_to_unit_norm=rescale_to_unit_norm,
-        fix="Set rescale_to_unit_norm=True, which divides the clipped gradients by the "
-        "clip norm. Or pass a Python number.",
     )

@@ -3,9 +3,7 @@
     clip_coef = min(1, l2_clip_norm / norm)     for each example and clipping group
     sum       = sum of clip_coef * gradient     over the examples of the batch
 
-Norms are float32 or wider, whatever the dtype of the gradients. Rounding can make a
-computed sum larger than the formula says. So the clip norm is lowered by a bound on the
-rounding errors of the norm, the coefficient and the sum.
+The clip norm is lowered by a bound on the rounding errors of these computations.
 """
 
 import collections
@@ -14,10 +12,10 @@ from typing import Any
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp.clipping._callables import BoundedSensitivityCallable, make_callable
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._clipped_sum import ClippedSum, Outputs, make_callable
+from dpmp.clipping._clipped_sum import ClippedSum
 from dpmp.clipping._joint_sums import JointCoordinates, ReleasedMetrics
-from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.clipping._shards import Shards
 from dpmp.engines import Signature, check_float_leaves, check_method, make_engine
 from dpmp.loss_scaling import ScaledLoss
@@ -86,8 +84,7 @@ def clipped_grad(
       - The gradient of an example depends on no other example (no batch statistics),
         and not on its place in the batch, not even in its last bits. (XLA does not
         promise the latter; see the guides.)
-      - The key of `prng_argnum` is secret and is used once. Each place in the batch
-        gets its own part of the key.
+      - The key of `prng_argnum` is secret and is used once.
       - No `jax.vmap` is around this function. It would let the compiler compute a
         gradient twice and differently, once for the norm and once for the sum.
 
@@ -120,10 +117,9 @@ def clipped_grad(
         computed bits (`dpmp.numerics._bounded`), as long as all other examples keep
         their places. So it does not hold under ADD_OR_REMOVE_ONE.
       - "unproved_float32" (for `method="book_keeping"`): the sensitivity is not proved.
-        It holds up to ordinary rounding within a microbatch. The clip norm is lowered
-        by 1/256 for bfloat16, and by more where the large terms of a gradient almost
-        cancel. That was enough in every measurement, but gradients can be constructed
-        for which it falls short, by less than half.
+        It holds up to ordinary rounding within a microbatch. What the clip norm is
+        lowered by was enough in every measurement, but gradients can be constructed for
+        which it falls short, by less than half.
 
     Args:
       fun: returns a scalar loss, or (loss, aux) if `has_aux`. A
@@ -179,14 +175,13 @@ def clipped_grad(
       method: the gradient engine. "per_example" (vmap) materializes the per-example
         gradients. "book_keeping" caches activations and cotangents instead. It takes
         less time, and also less memory except for parameters that are wide or
-        multiplied by few positions. `book_keeping.summarize` shows the rule for each
-        parameter of a loss.
+        multiplied by few positions.
       arithmetic: how the sum is computed: "exact" (its leaves are `GridArray`, integers
         times a unit), "float32" (None) or "float64". With book-keeping: "bounded"
-        (None; its leaves are `GridArray`) or "unproved_float32". The guides say which
-        one to use. On a grid, the largest contribution has 32767 units with "exact",
-        and 2^22 with "bounded" sums. For another resolution, up to 2^22, pass
-        `dpmp.numerics.ExactSums(resolution)` or `BoundedSums(resolution)`.
+        (None; its leaves are `GridArray`) or "unproved_float32". On a grid, the largest
+        contribution has 32767 units with "exact", and 2^22 with "bounded" sums. For
+        another resolution, up to 2^22, pass `dpmp.numerics.ExactSums(resolution)` or
+        `BoundedSums(resolution)`.
 
     Returns:
       A callable with the arguments of `fun` and the keyword `is_padding_example`, a
@@ -213,9 +208,9 @@ def clipped_grad(
         fun, loss_scale = fun.fun, fun.loss_scale
         _validate.require(
             pre_clipping_transform is None,
-            "pre_clipping_transform must be given gradients without a loss_scale",
+            "pre_clipping_transform must be given gradients without a loss_scale. "
+            "Leave one of them out, or make the transform a part of the loss.",
             loss_scale=loss_scale,
-            fix="Leave one of them out, or make the transform a part of the loss.",
         )
     joint = JointCoordinates.of(
         released_metrics,
@@ -252,16 +247,21 @@ def clipped_grad(
         shards=Shards.parse(spmd_axis_name),
     )
     l2_norm_bound = clipped_sum.l2_norm_bound
-    asked_for = (return_values, return_grad_norms, has_aux)
+    has_outputs = return_values or return_grad_norms or has_aux
 
     def select(total, outputs):
         total = joint.join(total, outputs, l2_norm_bound)
-        return (total, _chosen(outputs, asked_for)) if any(asked_for) else total
+        chosen = AuxiliaryOutput(
+            outputs.values if return_values else None,
+            outputs.grad_norms if return_grad_norms else None,
+            outputs.aux if has_aux else None,
+        )
+        return (total, chosen) if has_outputs else total
 
     return make_callable(
         clipped_sum,
         select,
-        has_aux=any(asked_for),
+        has_aux=has_outputs,
         has_params=pre_clipping_transform is None,
         l2_norm_bound=joint.norm_bound(l2_norm_bound),
         is_rebuilt_each_step=loss_scale is not None or clip_norms.traced is not None,
@@ -282,9 +282,3 @@ def _checked(
         return grads
 
     return checked
-
-
-def _chosen(outputs: Outputs, asked_for: tuple[bool, bool, bool]) -> AuxiliaryOutput:
-    found = (outputs.values, outputs.grad_norms, outputs.aux)
-    pairs = zip(found, asked_for, strict=True)
-    return AuxiliaryOutput(*(x if is_chosen else None for x, is_chosen in pairs))

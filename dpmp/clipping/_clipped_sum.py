@@ -14,8 +14,6 @@ from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.clipping._eager_calls import compiled
-from dpmp.clipping._sensitivity import BoundedSensitivityCallable
 from dpmp.clipping._shards import Shards
 from dpmp.engines import GradEngine, Signature
 from dpmp.numerics import Arithmetic, is_grid
@@ -48,12 +46,11 @@ class ClippedSum:
       signature: the signature of the engine.
       clip_norms: the clip norms of the gradients.
       arithmetic: the arithmetic of the sum, for these clip norms.
-      microbatch_size: how many examples the engine sees at a time. None is the whole
-        batch, or as many as `largest_microbatch` allows.
-      nan_safe: whether a gradient that is not finite contributes zero.
+      microbatch_size: see `clipped_grad`.
+      nan_safe: see `clipped_grad`.
+      shards: the devices over which to divide the examples.
       largest_microbatch: a function from the arguments of the engine to a size; None
         for no limit.
-      shards: the devices over which to divide the examples.
     """
 
     engine: GradEngine
@@ -66,12 +63,9 @@ class ClippedSum:
     largest_microbatch: Callable[..., int] | None = None
 
     def __post_init__(self):
-        if self.microbatch_size is not None:
-            size = _validate.positive_integer(
-                microbatch_size=self.microbatch_size,
-                fix="Use a divisor of the batch size, or None for the whole batch.",
-            )
-            object.__setattr__(self, "microbatch_size", size)
+        fix = "Use a divisor of the batch size, or None for the whole batch."
+        check = functools.partial(_validate.positive_integer, fix=fix)
+        _validate.fields(self, microbatch_size=_validate.optional(check))
 
     @property
     def l2_norm_bound(self) -> float:
@@ -101,7 +95,13 @@ class ClippedSum:
             others = jax.tree.map(_meshes.resharded, kwargs)
             return self._one_microbatch(with_examples(examples), others, is_padding)
 
-        self._check_divides(batch_size)
+        _validate.require(
+            batch_size % (self.microbatch_size or 1) == 0,
+            "microbatch_size must divide the batch size. Pad the batch, and mark the "
+            "padding in is_padding_example.",
+            microbatch_size=self.microbatch_size,
+            batch_size=batch_size,
+        )
         if batch_size == 0:
             total, outputs = _empty(one_microbatch, examples)
             return self.arithmetic.finish(total), outputs
@@ -133,15 +133,6 @@ class ClippedSum:
             return self
         return replace(self, shards=replace(self.shards, axes=axes))
 
-    def _check_divides(self, batch_size: int) -> None:
-        _validate.require(
-            batch_size % (self.microbatch_size or 1) == 0,
-            "microbatch_size must divide the batch size",
-            microbatch_size=self.microbatch_size,
-            batch_size=batch_size,
-            fix="Pad the batch, and mark the padding in is_padding_example.",
-        )
-
     def _choose_size(
         self, batch_size: int, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> int:
@@ -156,24 +147,22 @@ class ClippedSum:
     ) -> tuple[PyTree, Outputs]:
         grads = self.engine(*args, **kwargs)
         norms = grads.squared_norms(self.clip_norms.prefix)
-        global_norm = _clip_norms.global_norm(norms)
+        norm = _clip_norms.global_norm(norms)
         targets = self.arithmetic.targets(
-            self.clip_norms.targets, [norm.num_entries for norm in norms]
+            self.clip_norms.targets, [x.num_entries for x in norms]
         )
-        stability = self.clip_norms.stability
-        coefs = _clip_norms.coefficients(targets, norms, stability)
+        coefs = _clip_norms.coefficients(targets, norms, self.clip_norms.stability)
         total = grads.weighted_sum(
             coefs,
-            keep_mask(global_norm, coefs, is_padding, self.nan_safe),
+            keep_mask(norm, coefs, is_padding, self.nan_safe),
             self.clip_norms.prefix,
             self.arithmetic,
         )
-        is_clipped = _clip_norms.are_clipped(targets, coefs) & jnp.isfinite(global_norm)
         outputs = Outputs(
             values=grads.values,
-            grad_norms=global_norm,
-            is_clipped=is_clipped,
-            is_example=jnp.full(global_norm.shape, True),
+            grad_norms=norm,
+            is_clipped=_clip_norms.are_clipped(targets, coefs) & jnp.isfinite(norm),
+            is_example=jnp.full(norm.shape, True),
             aux=grads.aux,
         )
         return total, _zero_padding(outputs, is_padding)
@@ -250,69 +239,3 @@ def _zero_padding(outputs: PyTree, is_padding: jax.Array | None) -> PyTree:
         ),
         outputs,
     )
-
-
-def make_callable(
-    clipped_sum: ClippedSum,
-    select: Callable[[PyTree, Outputs], Any],
-    *,
-    has_aux: bool,
-    has_params: bool,
-    l2_norm_bound: float,
-    is_rebuilt_each_step: bool = False,
-) -> BoundedSensitivityCallable:
-    """Makes the function that users call, for arrays on meshes of any kind.
-
-    Args:
-      clipped_sum: computes the sum, and the outputs of each example.
-      select: computes the output for users from the sum and the outputs.
-      has_aux: whether that output is a pair of the sum and some of the outputs.
-      has_params: whether the sum has the structure and shardings of the parameters.
-      l2_norm_bound: the largest norm of the contribution of an example.
-      is_rebuilt_each_step: whether a loop makes a new function in each step, with
-        another scale or clip norm. It is not compiled here then, which would happen in
-        each step.
-    """
-    signature = clipped_sum.signature
-
-    def fun(divided_sum, *args, is_padding_example, **kwargs):
-        signature.check(args)
-        signature.warn_of_shared(args)
-        if has_params:
-            divided_sum.clip_norms.check_prefix_of(signature.params(args))
-        return select(*divided_sum(args, kwargs, is_padding_example))
-
-    def out_specs(specs, output):
-        total, outputs = output if has_aux else (output, ())
-        params = jax.tree.leaves(signature.params(specs)) if has_params else []
-        batch = specs[signature.batch_argnums[0]]
-        return [*_specs_of_sum(total, params), *specs_of_examples(outputs, batch)]
-
-    def on_any_mesh(*args, **kwargs):
-        given = functools.partial(fun, clipped_sum.divided_like(args))
-        return _meshes.on_automatic_axes(given, out_specs)(*args, **kwargs)
-
-    arrays = (*signature.of_params, *signature.of_examples)
-    return BoundedSensitivityCallable(
-        on_any_mesh if is_rebuilt_each_step else compiled(on_any_mesh, arrays),
-        l2_norm_bound,
-        has_aux,
-        assumes_fixed_slots=clipped_sum.arithmetic.needs_norm_bounds,
-    )
-
-
-def _specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
-    """Partition specs for a sum: those of the parameters, and replicated otherwise."""
-    leaves = jax.tree.leaves(total, is_leaf=is_grid)
-    specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]
-    return [
-        spec
-        for leaf, spec in zip(leaves, specs, strict=True)
-        for _ in jax.tree.leaves(leaf)
-    ]
-
-
-def specs_of_examples(outputs: PyTree, batch: PyTree) -> list[jax.P]:
-    """Partition specs for per-example outputs, from those of the batch."""
-    axis = jax.tree.leaves(batch)[0][:1]
-    return [jax.P(*axis)] * len(jax.tree.leaves(outputs))

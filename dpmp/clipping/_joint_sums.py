@@ -2,25 +2,19 @@
 
 Each metric is one more coordinate of the sum of clipped gradients, and receives noise
 together with it. Let C be the largest norm of a clipped gradient, and let the metrics
-of one example be a vector m of norm at most k. Then
-
-    (clipped gradient, m)      has a norm of at most      sqrt(C^2 + k^2),
-
-and one Gaussian mechanism releases both. At the same epsilon, the noise on the gradient
-is wider by a factor of sqrt(1 + (k / C)^2). At k = C / 10, it is 0.5 % wider. (Two
-mechanisms that share the privacy budget would cost the same.)
+of one example be a vector m of norm at most k. Then (clipped gradient, m) has a norm of
+at most sqrt(C^2 + k^2), and one Gaussian mechanism releases both. At the same epsilon,
+the noise on the gradient is wider by a factor of sqrt(1 + (k / C)^2). (Two mechanisms
+that share the privacy budget would cost the same.)
 
 An overflow is an example whose gradient norm is not finite. The number of overflows
-costs nothing. An example adds either (clipped gradient, 0) or, if it overflows, (0, C).
-Both have a norm of at most C, so that noise and epsilon are those of the gradient
-alone. The contributions of two examples differ by at most sqrt(2) C, and replace-one is
-charged for 2 C. The noise on the count has a standard deviation of `noise_multiplier`
-examples.
+costs nothing, and has noise of `noise_multiplier` examples: an example adds either
+(clipped gradient, 0) or, if it overflows, (0, C). docs/proofs.md has the proof.
 
-An adaptive clip norm is one more coordinate, which has its own share of the norm
-(`clipping/_adaptive.py`).
+An adaptive clip norm is one more coordinate, with its own share of the norm.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,7 +26,7 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp._validate import as_real
 from dpmp.clipping._adaptive import AdaptiveClipNorm
-from dpmp.clipping._automatic import AutomaticClipping
+from dpmp.clipping._clip_norms import AutomaticClipping
 from dpmp.clipping._clipped_sum import Outputs
 from dpmp.numerics import DEFAULT_RESOLUTION, GridArray, unit_of
 
@@ -107,21 +101,15 @@ class ReleasedMetrics:
     norm_share: float = 0.1
 
     def __post_init__(self):
-        if self.largest_loss is not None:
-            largest_loss = _validate.positive(
-                largest_loss=self.largest_loss,
-                fix="Use a public guess, such as the loss of random predictions.",
-            )
-            object.__setattr__(self, "largest_loss", largest_loss)
-        norm_share = _validate.positive(
-            norm_share=self.norm_share, fix="Use 0.1, for example."
-        )
-        object.__setattr__(self, "norm_share", norm_share)
+        guess = "Use a public guess, such as the loss of random predictions."
+        positive = functools.partial(_validate.positive, fix=guess)
+        _validate.fields(self, largest_loss=_validate.optional(positive))
+        _validate.fields(self, norm_share=_validate.positive)
         _validate.require(
             bool(self.names),
-            "at least one metric must be released",
+            "at least one metric must be released. Choose one, or leave "
+            "released_metrics out.",
             released_metrics=self,
-            fix="Choose one, or leave released_metrics out.",
         )
 
     @property
@@ -165,13 +153,9 @@ class ReleasedMetrics:
     ) -> dict[str, GridArray]:
         """The sums over a batch of the metrics "loss" and "clipped", where released.
 
-        Args:
-          values: the losses, (B,), zero for padding.
-          is_clipped: (B,) bool, False for padding.
-          l2_norm_bound: the largest norm of a clipped gradient.
-
-        Raises:
-          ValueError: for a batch of more than two million examples.
+        `values` are the losses, (B,), and `is_clipped` is (B,) bool; both are zero for
+        padding. `l2_norm_bound` is the largest norm of a clipped gradient. Raises
+        ValueError for a batch of more than two million examples.
         """
         # Every metric is scaled to shares from 0 to 1. A loss of NaN counts as 0.
         loss = jnp.clip(values.astype(jnp.float32) / (self.largest_loss or 1.0), 0, 1)
@@ -256,33 +240,29 @@ class JointCoordinates:
         nan_safe: bool = True,
     ) -> "JointCoordinates":
         """Checks and selects arguments of `clipped_grad`; raises ValueError."""
-        _validate.require(
-            isinstance(metrics, ReleasedMetrics | None),
-            "released_metrics must be a dpmp.ReleasedMetrics, or None",
-            type=type(metrics).__name__,
-            fix="Use dpmp.ReleasedMetrics(fraction_clipped=True), for example.",
-        )
+        if metrics is not None:
+            fix = "Use dpmp.ReleasedMetrics(fraction_clipped=True), for example."
+            _validate.instance(ReleasedMetrics, fix, released_metrics=metrics)
         adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
         _validate.require(
             nan_safe or not (metrics or adapts),
-            "released_metrics and AdaptiveClipNorm must have nan_safe=True",
+            "released_metrics and AdaptiveClipNorm must have nan_safe=True. Leave "
+            "nan_safe out.",
             nan_safe=nan_safe,
-            fix="Leave nan_safe out.",
         )
         _validate.require(
             rescale_to_unit_norm or not adapts,
-            "an AdaptiveClipNorm needs a sensitivity that does not depend on it",
+            "an AdaptiveClipNorm needs a sensitivity that does not depend on it. Set "
+            "rescale_to_unit_norm=True, and multiply by the clip norm after the noise "
+            "is added.",
             rescale_to_unit_norm=rescale_to_unit_norm,
-            fix="Set rescale_to_unit_norm=True, and multiply by the clip norm after "
-            "the noise is added.",
         )
         is_automatic = isinstance(l2_clip_norm, AutomaticClipping)
         _validate.require(
             not (is_automatic and metrics and metrics.fraction_clipped),
             "fraction_clipped needs a clip norm: automatic clipping scales all "
-            "gradients",
+            "gradients. Leave fraction_clipped out.",
             l2_clip_norm=l2_clip_norm,
-            fix="Leave fraction_clipped out.",
         )
         return cls(metrics, l2_clip_norm if adapts else None)
 

@@ -1,13 +1,9 @@
 """Divides the examples of a batch over the devices of a mesh.
 
-Every device clips and sums its own examples, inside `jax.shard_map`. It never sees an
-example, an activation or a gradient of another device: only sums over the examples of
-a device are exchanged. So a device runs the program that one device alone would run for
-its share of the batch, and then one addition over devices.
-
-Without this, the compiler would divide the work as it sees fit. It would send the
-gradient of every example to all devices, because a loop that adds up one block of
-examples after the other reads rows that lie on one device.
+Every device clips and sums its own examples, inside `jax.shard_map`, and only sums are
+exchanged. Without this, the compiler would send the gradient of every example to all
+devices, because a loop that adds up one block of examples after the other reads rows
+that lie on one device.
 """
 
 import math
@@ -69,10 +65,10 @@ class Shards:
         free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
         _validate.require(
             set(self.axes) <= set(free),
-            "spmd_axis_name must name axes of the mesh, outside of shard_map",
+            "spmd_axis_name must name axes of the mesh, outside of shard_map. Set the "
+            "mesh: `with jax.set_mesh(mesh):` around the call.",
             spmd_axis_name=self.axes,
             axes_of_the_mesh=free,
-            fix="Set the mesh: `with jax.set_mesh(mesh):` around the call.",
         )
         return math.prod(mesh.shape[name] for name in self.axes)
 
@@ -84,17 +80,10 @@ class Shards:
     ) -> tuple[PyTree, PyTree]:
         """Sums the parts of a batch, each on its own devices, and adds up the sums.
 
-        Args:
-          sum_part: returns the sum over a part of the examples, and arrays with one row
-            for each of these examples.
-          examples: arrays with a leading axis of examples.
-          arithmetic: adds up the sums.
-
-        Returns:
-          The sum over all examples, and the arrays with one row for each of them.
-
-        Raises:
-          ValueError: if there are specs, but not one for each array of the sum.
+        `sum_part` returns the sum over a part of `examples` (arrays with a leading axis
+        of examples), and arrays with one row for each of these examples. So does this
+        method, for all examples. Raises ValueError if there are specs, but not one for
+        each array of the sum.
         """
         if self.size == 1:
             return sum_part(examples)
@@ -110,9 +99,9 @@ class Shards:
             _validate.require(
                 len(cuts) in (0, len(leaves)),
                 f"sum_specs must have a partition spec for each of the {len(leaves)} "
-                f"arrays of the sum, or none at all",
+                "arrays of the sum, or none at all. Use "
+                "jax.tree.map(lambda x: x.sharding.spec, params).",
                 num_specs=len(cuts),
-                fix="Use jax.tree.map(lambda x: x.sharding.spec, params).",
             )
             return [
                 self._add_over_devices(leaf, cut, arithmetic)
@@ -149,9 +138,7 @@ class Shards:
     def divide(self, microbatch_size: int | None, batch_size: int) -> int | None:
         """Returns the microbatch size on each device.
 
-        Raises:
-          ValueError: if the devices cannot have equal shares of a batch, or of a
-            microbatch.
+        Raises ValueError if the devices cannot have equal shares.
         """
         size = self.size
         sizes = {"the batch size": batch_size, "microbatch_size": microbatch_size or 0}
@@ -159,9 +146,8 @@ class Shards:
             _validate.require(
                 number % size == 0,
                 f"{name} must be a multiple of the {size} devices over which the batch "
-                f"is divided",
+                f"is divided. Use a microbatch_size that is a multiple of {size}, to "
+                "which DPSGD pads batches; or divide the batch over fewer devices.",
                 size=number,
-                fix=f"Use a microbatch_size that is a multiple of {size}, to which "
-                "DPSGD pads batches; or divide the batch over fewer devices.",
             )
         return microbatch_size and microbatch_size // size

@@ -10,8 +10,11 @@ which is secret.
 """
 
 from dpmp.noise_addition._discrete_gaussian import NOISE_TOTAL_VARIATION
-from dpmp.noise_addition._privatizers import NoiseState, gaussian_privatizer
-from dpmp.noise_addition._resolution import choose_resolution
+from dpmp.noise_addition._privatizers import (
+    NoiseState,
+    choose_resolution,
+    gaussian_privatizer,
+)
 
 __all__ = [
     "NOISE_TOTAL_VARIATION",

@@ -24,12 +24,9 @@ if a^2 + b^2 <= 1 + 128^2. Their sum is multiplied by k and added to a third dra
 u^2 = (a^2 + b^2) s0^2 and v = s0, and t^2 = s0^2 / (k^2 + 1 / (a^2 + b^2)) is at least
 4 if k <= 128.
 
-*Accounting.* Add real Gaussian noise of variance s^2 - 4 to an integer S. Round the
-result x to the integer n with probability exp(-(n - x)^2 / 8) / w(x), where w(x) is the
-sum of exp(-(n - x)^2 / 8) over all n. The integral of the density of x times
-exp(-(n - x)^2 / 8) is proportional to exp(-(n - S)^2 / 2 s^2), and w(x) is
-2 sqrt(2 pi) (1 +- e). So n - S has the distribution D_{Z,s}, up to a factor within the
-same bounds: adding noise from D_{Z,s} is post-processing of the Gaussian mechanism.
+*Accounting.* docs/proofs.md shows by the same summation that adding noise from D_{Z,s}
+is post-processing of the Gaussian mechanism with the variance s^2 - 4, up to a factor
+within the same bounds.
 
 Such a factor amounts to a total variation distance of at most e / (1 - e) < 2^-112. The
 alias table is within 2^-118 of D_{Z,s0}. Noise of three draws costs each of these three
@@ -114,9 +111,10 @@ class DiscreteGaussian:
             min(base, default=0) > 0
             and _squares(base) <= _LARGEST_SQUARES
             and k <= largest_k,
-            "multipliers must be (1,), (a, b) or (k * a, k * b, 1) within their limits",
+            "multipliers must be (1,), (a, b) or (k * a, k * b, 1) within their "
+            "limits. Use DiscreteGaussian.at_least. Other sums are not discrete "
+            "Gaussian.",
             multipliers=self.multipliers,
-            fix="Use DiscreteGaussian.at_least. Other sums are not discrete Gaussian.",
         )
 
     @classmethod
@@ -135,9 +133,9 @@ class DiscreteGaussian:
         k = _outer_multiplier(needed)
         _validate.require(
             k <= _LARGEST_MULTIPLIER,
-            "the noise must have at most 4.19 million units of the grid",
+            "the noise must have at most 4.19 million units of the grid. Use a lower "
+            "resolution. For float sums, pass l2_sensitivity.",
             stddev=float(stddev),
-            fix="Use a lower resolution. For float sums, pass l2_sensitivity.",
         )
         a, b = _above(math.ceil((needed - 1) / k**2))
         return cls((k * a, k * b, 1))
@@ -182,9 +180,9 @@ class DiscreteGaussian:
         given = jax.typeof(step)
         _validate.require(
             given.shape == () and given.dtype in (jnp.int32, jnp.uint32),
-            "step must be an int32 or uint32 scalar",
+            "step must be an int32 or uint32 scalar. Count in 32 bits: the lower half "
+            "of a wider count would repeat.",
             step=str(given),
-            fix="Count in 32 bits. The lower half of a wider count would repeat.",
         )
         step = jnp.asarray(step).astype(jnp.uint32)
         streams = _STREAMS_PER_LEAF * leaf + 1 + np.arange(len(self.multipliers))

@@ -1,4 +1,4 @@
-"""The privatizer: Gaussian noise in integers."""
+"""The privatizer, which adds Gaussian noise in integers, and the grids of sums."""
 
 import functools
 import math
@@ -15,8 +15,13 @@ from dpmp._fence import materialize
 from dpmp._typing import PyTree
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import (
+    DEFAULT_RESOLUTION,
+    LARGEST_RESOLUTION,
+    LARGEST_ROUNDING_SHARE,
+    Arithmetic,
     GridArray,
     Sum,
+    arithmetic_without_privacy,
     check_before_noise,
     is_grid,
     num_entries,
@@ -118,16 +123,14 @@ def gaussian_privatizer(
       [Canonne, Kamath, Steinke: The discrete Gaussian for differential
       privacy](https://arxiv.org/abs/2004.00010)
     """
-    if l2_sensitivity is not None:
-        l2_sensitivity = _validate.positive(
-            l2_sensitivity=l2_sensitivity, fix="Use clipped_grad(...).sensitivity()."
-        )
     stddev = _validate.nonnegative(
         stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
     )
     noise_multiplier = _LARGEST_NOISE_MULTIPLIER
     if l2_sensitivity is not None:
-        noise_multiplier = stddev / l2_sensitivity
+        noise_multiplier = stddev / _validate.positive(
+            l2_sensitivity=l2_sensitivity, fix="Use clipped_grad(...).sensitivity()."
+        )
     if prng_key is not None:
         _random.check_key(prng_key)
 
@@ -171,10 +174,7 @@ def gaussian_privatizer(
 
 
 def _add_noise(
-    leaves: Sequence[GridArray],
-    stddev: Fraction,
-    key_words: jax.Array,
-    step: jax.Array,
+    leaves: Sequence[GridArray], stddev: Fraction, key_words: jax.Array, step: jax.Array
 ) -> list[jax.Array]:
     """Adds noise of at least `stddev` to every entry; returns the sums in float32.
 
@@ -228,9 +228,9 @@ def _grid_of_floats(stddev: float, rounding_cost: float) -> tuple[float, Fractio
     """
     _validate.require(
         1e-24 <= stddev <= 1e30,
-        "the noise of a float sum must have a stddev from 1e-24 to 1e30",
+        "the noise of a float sum must have a stddev from 1e-24 to 1e30. Rescale the "
+        "loss: float32 cannot handle other sizes.",
         stddev=stddev,
-        fix="Rescale the loss: float32 cannot handle other sizes.",
     )
     lowest, highest = _LOG_UNITS
     finest = math.ceil(math.log2(max(rounding_cost, 1.0))) + _LOG_ROUNDING_SHARE
@@ -238,3 +238,52 @@ def _grid_of_floats(stddev: float, rounding_cost: float) -> tuple[float, Fractio
     unit = 2.0 ** (math.frexp(stddev)[1] - 1 - log_units)
     width = Fraction(stddev) / Fraction(unit) + Fraction(rounding_cost * (1 + 2.0**-20))
     return unit, width * Fraction(unit)
+
+
+def choose_resolution(
+    noise_multiplier: float, num_parameters: int, arithmetic: Arithmetic
+) -> int | None:
+    """The number of units in the largest contribution; None for a sum without a grid.
+
+    Rounding to a coarse grid takes a share of the clip norm. But the sampler of the
+    noise limits how fine the grid may be. Noise of three draws allows a finer grid than
+    noise of two draws. It is used if two draws would cost a share above 1 %.
+
+    Raises:
+      ValueError: if rounding costs too much of the clip norm, or if the noise is too
+        narrow for the sampler.
+    """
+    wanted = arithmetic.wanted_resolution(num_parameters)
+    if wanted is None:
+        return None
+    wanted = min(max(math.ceil(wanted), DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
+    for num_draws in (2, 3):
+        noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
+        # The margin keeps the rounding of the unit to float32 from needing wider noise.
+        widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
+        resolution = max(1, int(widest))
+        loss = arithmetic.rounding_share(num_parameters, resolution)
+        if loss <= 0.01:
+            break
+    _validate.require(
+        loss <= LARGEST_ROUNDING_SHARE,
+        f"rounding to a grid must cost at most {LARGEST_ROUNDING_SHARE:.0%} of the "
+        "clip norm. Use less noise (which a larger epsilon or delta allows), pass "
+        "num_parameters if there are fewer, or use arithmetic='"
+        f"{arithmetic_without_privacy(arithmetic.method)}'.",
+        cost=f"{loss:.2g}",
+        noise_multiplier=noise_multiplier,
+        num_parameters=num_parameters,
+    )
+    resolution = min(resolution, LARGEST_RESOLUTION)
+    narrowest = DiscreteGaussian((1,)).effective_stddev
+    # 1 % less than the narrowest noise is enough: `resolution` was rounded down, and
+    # `DiscreteGaussian.at_least` widens the noise again.
+    _validate.require(
+        1.01 * noise_multiplier * resolution >= narrowest,
+        f"exact noise must have at least {narrowest:.0f} units of the grid. Use more "
+        "noise, no noise at all (0), or arithmetic='float32'.",
+        noise_multiplier=noise_multiplier,
+        resolution=resolution,
+    )
+    return resolution

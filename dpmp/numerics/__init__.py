@@ -4,16 +4,14 @@ No module here knows of privacy. Modules import only from rows below their own:
 
     _arithmetic
     _bounded   _exact
-    _float_sums   _squared_norms
-    _grid   reduction
+    _float_sums   _grid
+    _interface
+    reduction
     _stored   packing
 """
 
 from dpmp.numerics import packing, reduction
 from dpmp.numerics._arithmetic import (
-    Arithmetic,
-    GradientSums,
-    PartialSums,
     arithmetic_without_privacy,
     default_arithmetic,
     parse_arithmetic,
@@ -27,7 +25,7 @@ from dpmp.numerics._bounded import (
     norm_bound_for_clipping,
 )
 from dpmp.numerics._exact import ExactSums
-from dpmp.numerics._float_sums import UNIT_ROUNDOFF
+from dpmp.numerics._float_sums import UNIT_ROUNDOFF, SquaredNorm, squared_norm
 from dpmp.numerics._grid import (
     DEFAULT_RESOLUTION,
     LARGEST_RESOLUTION,
@@ -41,15 +39,14 @@ from dpmp.numerics._grid import (
     to_float,
     unit_of,
 )
-from dpmp.numerics._squared_norms import SquaredNorm, squared_norm
+from dpmp.numerics._interface import Arithmetic, GradientSums, PartialSums
 from dpmp.numerics._stored import (
     StoredArray,
     at_least_float32,
     compute_and_store,
     floats_of,
-    indices_of_block,
-    rows_of_block,
 )
+from dpmp.numerics.reduction import indices_of_block, rows_of_block
 
 __all__ = [
     "DEFAULT_RESOLUTION",

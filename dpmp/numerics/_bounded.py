@@ -107,6 +107,7 @@ import jax.numpy as jnp
 from dpmp import _validate
 from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 from dpmp.numerics._grid import LARGEST_RESOLUTION, GridSums
+from dpmp.numerics._interface import PartialSums
 
 # The share of the clip norm that is reserved for the rounding of sums.
 ROUNDING_RESERVE = 2.0**-6
@@ -170,11 +171,10 @@ def norm_bound_for_clipping(
     _validate.require(
         kappa >= 1,
         f'"bounded" sums of {roundings.positions} positions for each example need '
-        f"small microbatches",
-        microbatch_size=size,
-        fix=f"Leave microbatch_size out, use microbatch_size="
+        "small microbatches. Leave microbatch_size out, use microbatch_size="
         f"{largest_microbatch(roundings.positions)} or less, use shorter examples, or "
         'use sums without a proof: arithmetic="unproved_float32".',
+        microbatch_size=size,
     )
     lost = num_terms * _SMALLEST_NORMAL
     a_squared = magnitude * (1 + _gamma(roundings.magnitude + _SPARE_ROUNDINGS)) + lost
@@ -212,7 +212,7 @@ def _gamma(num_roundings: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundedSums(GridSums):
+class BoundedSums(GridSums, PartialSums):
     """The "bounded" arithmetic of `clipped_grad`, with a resolution to choose.
 
     Attributes:
@@ -240,7 +240,7 @@ class BoundedSums(GridSums):
         return 400 * math.sqrt(num_parameters)
 
     def rounding_share(self, num_parameters: int, resolution: int) -> float:
-        """See `Arithmetic`; this is the share that `max_norm_before_rounding` takes."""
+        # To first order, `max_norm_before_rounding` takes this share.
         return math.sqrt(num_parameters) / resolution
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:

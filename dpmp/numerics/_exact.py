@@ -1,16 +1,10 @@
 """Sums of clipped gradients in integers on a grid: exact, in any order.
 
-One unit of the grid is the largest contribution divided by `resolution`. Each
-contribution is rounded to integers q, and checked for each clipping group. The part of
-a group counts only if
-
-    sum of q^2 <= max_norm^2
-
-holds in integer arithmetic, with the max_norm of the group. Otherwise zero is selected.
-So the sensitivity does not depend on the earlier float operations, their order, or the
+Each contribution is rounded to integers q. The part of a clipping group counts only if
+sum(q^2) <= max_norm^2 in integer arithmetic. Otherwise zero is selected. So the
+sensitivity does not depend on the earlier float operations, their order, or the
 compiler. Integers are added modulo 2^32, which does not round and does not depend on
-the order. The sensitivity is therefore `resolution` units for a batch of any size, and
-for any division into microbatches.
+the order. docs/proofs.md has the proof.
 """
 
 import dataclasses
@@ -23,6 +17,7 @@ import numpy as np
 
 from dpmp.numerics import reduction
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridSums
+from dpmp.numerics._interface import GradientSums
 from dpmp.numerics._stored import StoredArray
 
 _FRACTION_BITS = 8
@@ -30,7 +25,7 @@ _WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactSums(GridSums):
+class ExactSums(GridSums, GradientSums):
     """The "exact" arithmetic of `clipped_grad`, with a resolution to choose.
 
     Attributes:
@@ -41,7 +36,6 @@ class ExactSums(GridSums):
 
     name = "exact"
     method = "per_example"
-    needs_norm_bounds = False
     assumption = "The product of two given floats is the same every time."
 
     def max_norm_before_rounding(self, max_norm: int, size: int) -> float:
@@ -60,14 +54,11 @@ class ExactSums(GridSums):
         # With a known zero, the compiler would store the thresholds of all positions.
         return _round(row[None], coef[None], zero)[0]
 
-    def add_block(self, terms: list[jax.Array]) -> jax.Array:
-        return reduction.pairwise(terms, self.add)
-
     def wanted_resolution(self, num_parameters: int) -> float:
         return math.sqrt(100 * num_parameters)
 
     def rounding_share(self, num_parameters: int, resolution: int) -> float:
-        """See `Arithmetic`; this is the share that `max_norm_before_rounding` takes."""
+        # To first order, `max_norm_before_rounding` takes this share.
         return num_parameters / (8 * resolution**2) + 3 / resolution
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:

@@ -1,22 +1,21 @@
-"""Float sums in a fixed order, with an upper bound on their rounding error.
+"""Float sums, and squared norms, with bounds on their rounding errors.
 
 The order of the additions determines how much rounding can change a sum.
-`numerics/reduction.py` fixes that order.
+`numerics/reduction.py` fixes that order, and docs/proofs.md has the proof.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _meshes, _validate
-from dpmp._typing import PyTree
 from dpmp.numerics import reduction
+from dpmp.numerics._interface import GradientSums, PartialSums
 from dpmp.numerics._stored import StoredArray
 
 UNIT_ROUNDOFF = 2.0**-24
@@ -25,17 +24,58 @@ UNIT_ROUNDOFF = 2.0**-24
 UNPROVED = "unproved_float32"
 
 
+# Below this, a float32 may be flushed to zero.
+_SMALLEST_NORMAL = 2.0**-126
+
+
+class SquaredNorm(NamedTuple):
+    """Per-example squared norms of one clipping group, with their rounding error.
+
+    Attributes:
+      value: the computed sums of squares, (B,), float32 or wider.
+      roundings: the largest number of roundings on any path from an entry to `value`:
+        one for its square, unless the square is exact, and one for each addition.
+      num_entries: the number of squares in each sum.
+      bound: an upper bound on the squared norm of the contribution for a coefficient of
+        1, (B,), or None. Clipping uses it in place of `value`.
+    """
+
+    value: jax.Array
+    roundings: int
+    num_entries: int
+    bound: jax.Array | None = None
+
+    @property
+    def underflow(self) -> float:
+        """An upper bound on the sum of squares that were flushed to zero."""
+        return max(self.num_entries, 1) * _SMALLEST_NORMAL
+
+
+def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
+    """Computes per-example squared norms over at least one array."""
+    value, depth = reduction.sum_entries(stack, _square, jnp.add)
+    # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
+    rounded_square = any(x.dtype.itemsize > 2 for x in stack)
+    return SquaredNorm(
+        value, depth + rounded_square, sum(x.bits.shape[1] for x in stack)
+    )
+
+
+def _square(rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+    del start, operands
+    return jnp.square(rows)
+
+
 @dataclass(frozen=True)
-class FloatSums:
-    """The arithmetic of float sums; a `GradientSums` and a `PartialSums`.
+class FloatSums(GradientSums, PartialSums):
+    """The arithmetic of float sums.
 
     Attributes:
       name: the name, as users spell it.
       dtype: the dtype of the sum.
       unit_roundoff: an upper bound on the relative error of one `add`.
-      rounding_reserve: the share of the clip norm that is reserved for rounding. It is
-        the same for all batches: if it depended on the batch size, one more example
-        would rescale all others.
+      rounding_reserve: see `Arithmetic`. It is the same for all batches: if it depended
+        on the batch size, one more example would rescale all others.
       is_proved: whether the rounding reserve covers all roundings. It does for
         gradients that are materialized. For others, no count covers the roundings
         within a microbatch.
@@ -47,8 +87,6 @@ class FloatSums:
     rounding_reserve: float
     is_proved: bool = True
 
-    resolution = None
-    needs_norm_bounds = False
     assumption = "Floating-point arithmetic rounds to nearest."
 
     @property
@@ -67,18 +105,17 @@ class FloatSums:
             f"{self.name} sums",
             "their sensitivity does not cover what other devices add to them",
             fix='Use "exact" sums (with book-keeping "bounded"), whose integers psum '
-            "adds without rounding. Or use jax.jit with sharded arrays in place of "
-            "shard_map.",
+            "adds without rounding. Or use jax.jit with sharded arrays.",
         )
 
     def check_batch(
         self, batch_size: int, microbatch_size: int, num_shards: int = 1
     ) -> None:
         needed = reserve_needed(self, batch_size, microbatch_size, num_shards)
-        reserve = self.rounding_reserve
         _validate.require(
-            needed <= reserve,
-            f"rounding may cost a sum at most {reserve:.2g} of the clip norm",
+            needed <= self.rounding_reserve,
+            "rounding may cost a sum at most "
+            f"{self.rounding_reserve:.2g} of the clip norm",
             cost=f"{needed:.2g}",
             batch_size=batch_size,
             microbatch_size=microbatch_size,
@@ -86,28 +123,11 @@ class FloatSums:
             fix='Use larger microbatches, arithmetic="exact", or "float64".',
         )
 
-    def with_resolution(self, resolution: int | None) -> "FloatSums":
-        del resolution
-        return self
-
-    def for_clip_norms(
-        self, bounds: Sequence[float], l2_norm_bound: float
-    ) -> "FloatSums":
-        del bounds, l2_norm_bound
-        return self
-
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """See `Arithmetic`; lowers the norms by the rounding reserve."""
         del num_entries
         return [(bound / (1 + self.rounding_reserve), cap) for bound, cap in targets]
-
-    def passes_norm_check(
-        self, stack: list[StoredArray], coef: jax.Array, keep: jax.Array, group: int
-    ) -> jax.Array:
-        del stack, coef, group
-        return keep
 
     def contribution(
         self, row: jax.Array, coef: jax.Array, zero: jax.Array
@@ -115,17 +135,14 @@ class FloatSums:
         del zero
         return coef.astype(row.dtype) * row
 
-    def from_float(self, x: jax.Array) -> jax.Array:
-        return x.astype(self.dtype)
-
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return a + b
+    def from_float(self, total: jax.Array) -> jax.Array:
+        return total.astype(self.dtype)
 
     def add_block(self, terms: list[jax.Array]) -> jax.Array:
-        return reduction.pairwise([self.from_float(x) for x in terms], self.add)
+        return super().add_block([self.from_float(x) for x in terms])
 
     def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """See `Arithmetic`; each device adds up one part, and gathers all parts."""
+        # Each device adds up one part, and gathers all parts.
         flat = jnp.pad(total.ravel(), (0, -total.size % jax.lax.axis_size(axes)))
         part = self.add_and_cut(flat, axes, 0)
         gathered = jax.lax.all_gather(part, axes, tiled=True)
@@ -134,23 +151,13 @@ class FloatSums:
     def add_and_cut(
         self, total: jax.Array, axes: tuple[str, ...], axis: int
     ) -> jax.Array:
-        """See `Arithmetic`; a tree of additions, written out, fixes the order."""
+        # A tree of additions, written out, fixes the order.
         parts = jax.lax.all_to_all(total[None], axes, axis + 1, 0, tiled=True)
         while len(parts) > 1:
             half = len(parts) // 2
             joined = self.add(parts[:half], parts[half : 2 * half])
             parts = jnp.concatenate([joined, parts[2 * half :]])
         return parts[0]
-
-    def finish(self, total: PyTree) -> PyTree:
-        return total
-
-    def wanted_resolution(self, num_parameters: int) -> None:
-        del num_parameters
-
-    def rounding_share(self, num_parameters: int, resolution: int) -> float:
-        del num_parameters, resolution
-        return 0.0
 
     def describe(self, resolution: int | None, microbatch_size: int | None) -> str:
         del resolution, microbatch_size

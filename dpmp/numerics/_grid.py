@@ -16,6 +16,7 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
+from dpmp.numerics._interface import Arithmetic
 from dpmp.numerics._stored import at_least_float32
 
 # Squares of integers up to this one fit into 32 bits, and so does the sum of two.
@@ -57,11 +58,11 @@ class GridArray:
 
     def _refuse(self, *_: Any) -> NoReturn:
         _validate.fail(
-            "a sum of clipped gradients must receive noise before it is computed with",
+            "a sum of clipped gradients must receive noise before it is computed with. "
+            "Pass the sum to the privatizer, and what that returns to the optimizer: "
+            "noisy_grads, noise_state = privatizer.update(sums, noise_state). Without "
+            "privacy, `to_float()` has the numbers.",
             type=type(self).__name__,
-            fix="Pass the sum to the privatizer, and what that returns to the "
-            "optimizer: noisy_grads, noise_state = privatizer.update(sums, "
-            "noise_state). Without privacy, `to_float()` has the numbers.",
             error=TypeError,
         )
 
@@ -128,7 +129,7 @@ def round_to_grid(leaf: Sum, unit: float) -> GridArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class GridSums(abc.ABC):
+class GridSums(Arithmetic):
     """The part of an `Arithmetic` that all sums on a grid share.
 
     Attributes:
@@ -143,15 +144,13 @@ class GridSums(abc.ABC):
     unit: float = 0.0
 
     bytes_per_entry = 4
-    is_proved = True
-    rounding_reserve = 0.0  # the share of the clip norm for the rounding of floats
+    rounding_reserve = 0.0
 
     @abc.abstractmethod
     def max_norm_before_rounding(self, max_norm: int, size: int) -> float:
         """The largest norm, in units, of `size` entries before they are rounded."""
 
     def with_resolution(self, resolution: int | None) -> Self:
-        """See `Arithmetic`."""
         return dataclasses.replace(self, resolution=resolution)
 
     def for_clip_norms(self, bounds: Sequence[float], l2_norm_bound: float) -> Self:
@@ -164,16 +163,16 @@ class GridSums(abc.ABC):
         resolution = as_number(self.resolution)
         _validate.require(
             _validate.is_integer(resolution) and 0 < resolution <= LARGEST_RESOLUTION,
-            f"resolution must be an integer from 1 to {LARGEST_RESOLUTION}",
+            f"resolution must be an integer from 1 to {LARGEST_RESOLUTION}. Leave it "
+            f"out for {DEFAULT_RESOLUTION}.",
             resolution=resolution,
-            fix=f"Leave it out for {DEFAULT_RESOLUTION}.",
         )
         _validate.require(
             math.isfinite(l2_norm_bound),
-            '"exact" and "bounded" sums need a finite clip norm, and nan_safe=True',
+            '"exact" and "bounded" sums need a finite clip norm, and nan_safe=True. '
+            'Use arithmetic="float32" if nothing is to be private (with book-keeping '
+            '"unproved_float32"; in DPSGD: without_privacy()).',
             l2_norm_bound=l2_norm_bound,
-            fix='Use arithmetic="float32" if nothing is to be private (with '
-            'book-keeping "unproved_float32"; in DPSGD: without_privacy()).',
         )
         squares = [Fraction(bound) ** 2 for bound in bounds]
         total = max(sum(squares), Fraction(l2_norm_bound) ** 2)
@@ -187,7 +186,7 @@ class GridSums(abc.ABC):
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """See `Arithmetic`; raises ValueError if rounding takes too much."""
+        """See `Arithmetic`. Raises ValueError if rounding takes too much."""
         scaled = []
         for (bound, cap), max_norm, size in zip(
             targets, self.max_norms, num_entries, strict=True
@@ -196,10 +195,10 @@ class GridSums(abc.ABC):
             _validate.require(
                 left >= (1 - LARGEST_ROUNDING_SHARE) * max_norm > 0 or bound == 0,
                 f"the resolution must be fine enough to round {size} entries at a cost "
-                f"of at most {LARGEST_ROUNDING_SHARE:.0%} of the clip norm",
-                resolution=self.resolution,
-                fix=f"Use a higher resolution, up to {LARGEST_RESOLUTION}, or "
+                f"of at most {LARGEST_ROUNDING_SHARE:.0%} of the clip norm. Use a "
+                f"higher one, up to {LARGEST_RESOLUTION}, or "
                 'arithmetic="float32".',
+                resolution=self.resolution,
             )
             cap = cap / self.unit if self.unit else 0.0
             scaled.append((max(left, 0.0) / (1 + self.rounding_reserve), cap))
@@ -218,15 +217,6 @@ class GridSums(abc.ABC):
                 f"one coordinate. That costs accuracy, not privacy. Use a batch of at "
                 f"most {largest}, or a lower resolution."
             )
-
-    def check_mode(self) -> None:
-        """Does nothing: integers need no 64-bit mode."""
-
-    def check_not_mapped(self) -> None:
-        """Does nothing: integers may be added over devices."""
-
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return a + b
 
     def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return jax.lax.psum(total, axes)

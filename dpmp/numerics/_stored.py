@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dpmp._fence import materialize
 from dpmp._typing import PyTree
@@ -50,50 +49,6 @@ def at_least_float32(*dtypes: Any) -> Any:
     """The widest float dtype among float32 and the given dtypes."""
     floats = [d for d in map(jnp.dtype, dtypes) if jnp.issubdtype(d, jnp.floating)]
     return max((jnp.dtype(jnp.float32), *floats), key=lambda d: d.itemsize)
-
-
-def columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
-    """Returns `size` columns of a matrix; `start` may be traced.
-
-    Columns beyond the last one are zeros. A traced `start` must leave none of them.
-    """
-    if size == x.shape[1]:
-        return x
-    if isinstance(start, int):
-        stop = min(start + size, x.shape[1])
-        columns = jax.lax.slice_in_dim(x, min(start, stop), stop, axis=1)
-        missing = size - columns.shape[1]
-        return jnp.pad(columns, [(0, 0), (0, missing)]) if missing else columns
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
-
-
-def indices_of_block(block: Any, num_blocks: int, size: int) -> list[jax.Array]:
-    """Returns the number of a block of examples, once for each of its rows: uint32.
-
-    The compiler does not know the indices to be equal. XLA turns a block with many
-    readers into a function that loads its index for every entry, and then vectorises
-    no loop over entries.
-    """
-    block = jnp.asarray(block).astype(jnp.uint32)
-    return [jnp.minimum(block, np.uint32(num_blocks - 1 + j)) for j in range(size)]
-
-
-def rows_of_block(x: jax.Array, indices: list[jax.Array]) -> list[jax.Array]:
-    """Returns the rows of a block of examples, by its `indices_of_block`.
-
-    The rows of a block are far apart. So no block lies on one device alone if the array
-    is sharded by examples.
-    """
-    size, rest = len(indices), x.shape[1:]
-    num_blocks = x.shape[0] // size
-    blocks = x.reshape(size, num_blocks, *rest)
-    starts = [np.uint32(0)] * len(rest)
-    return [
-        jax.lax.dynamic_slice(blocks, (np.uint32(0), index, *starts), (size, 1, *rest))[
-            j, 0
-        ]
-        for j, index in enumerate(indices)
-    ]
 
 
 def compute_and_store(

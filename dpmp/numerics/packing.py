@@ -74,17 +74,11 @@ def groups_of(
     sizes: Sequence[int], kinds: Sequence[Hashable], *, few: int
 ) -> list[list[int]]:
     """Groups the numbers of the arrays to join: those of one kind with few entries."""
-    small: dict[Hashable, list[int]] = {}
-    groups = []
+    groups: dict[Hashable, list[int]] = {}
     for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
-        if size > few:
-            groups.append([i])
-            continue
-        if kind not in small:
-            small[kind] = []
-            groups.append(small[kind])
-        small[kind].append(i)
-    return groups
+        # An array with more entries has a group of its own, by its number.
+        groups.setdefault((kind, i if size > few else None), []).append(i)
+    return list(groups.values())
 
 
 def join(arrays: Sequence[jax.Array], groups: list[list[int]]) -> list[jax.Array]:
@@ -96,9 +90,8 @@ def _join(arrays: list[jax.Array]) -> jax.Array:
     if len(arrays) == 1:
         return arrays[0]
     if len(arrays) > _FEW_ARRAYS:  # XLA's time to compile is quadratic
-        parts = [
-            arrays[i : i + _FEW_ARRAYS] for i in range(0, len(arrays), _FEW_ARRAYS)
-        ]
+        starts = range(0, len(arrays), _FEW_ARRAYS)
+        parts = [arrays[i : i + _FEW_ARRAYS] for i in starts]
         arrays = materialize(lambda: list(map(_join, parts)), arrays[0])
     return jnp.concatenate(arrays, axis=-1)
 

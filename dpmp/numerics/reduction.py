@@ -22,7 +22,7 @@ import numpy as np
 
 from dpmp._fence import fence
 from dpmp._typing import PyTree
-from dpmp.numerics._stored import StoredArray, columns_of, floats_of
+from dpmp.numerics._stored import StoredArray, floats_of
 
 # An elementwise addition.
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -81,7 +81,7 @@ def sum_entries(
 def _sum_columns(total: jax.Array, add: Add) -> jax.Array:
     """Sums all columns: (B,)."""
     while (size := total.shape[1]) > 1:
-        rest, total = _sum_blocks(functools.partial(columns_of, total), size, add)
+        rest, total = _sum_blocks(functools.partial(_columns_of, total), size, add)
         total = jnp.concatenate([*rest, total], axis=1) if rest else total
     return total[:, 0]
 
@@ -98,14 +98,14 @@ def _sum_until_few(
         return term(floats_of(bits, dtype), start, *operands)
 
     def take_terms(start: Any, size: int) -> jax.Array:
-        return terms(columns_of(bits, start, size), jnp.int32(start), *operands)
+        return terms(_columns_of(bits, start, size), jnp.int32(start), *operands)
 
     take: Columns = take_terms
     parts, size = [], bits.shape[1]
     while size > _FEW_ENTRIES:
         rest, total = _sum_blocks(take, size, add)
         parts += rest
-        take, size = functools.partial(columns_of, total), total.shape[1]
+        take, size = functools.partial(_columns_of, total), total.shape[1]
     return [*parts, take(0, size)]
 
 
@@ -133,6 +133,21 @@ def _sum_blocks(
         0, num_blocks, lambda i, total: add(total, sum_block(i)), zeros
     )
     return rest, fence(total)
+
+
+def _columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
+    """Returns `size` columns of a matrix; `start` may be traced.
+
+    Columns beyond the last one are zeros. A traced `start` must leave none of them.
+    """
+    if size == x.shape[1]:
+        return x
+    if isinstance(start, int):
+        stop = min(start + size, x.shape[1])
+        columns = jax.lax.slice_in_dim(x, min(start, stop), stop, axis=1)
+        missing = size - columns.shape[1]
+        return jnp.pad(columns, [(0, 0), (0, missing)]) if missing else columns
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
 
 def _block_and_number(size: int) -> tuple[int, int]:
@@ -189,6 +204,35 @@ def sum_examples(
         return jax.lax.fori_loop(0, loops[level] if is_full else count, body, zeros)
 
     return run(len(loops) - 1, 0)
+
+
+def indices_of_block(block: Any, num_blocks: int, size: int) -> list[jax.Array]:
+    """Returns the number of a block of examples, once for each of its rows: uint32.
+
+    The compiler does not know the indices to be equal. XLA turns a block with many
+    readers into a function that loads its index for every entry, and then vectorises
+    no loop over entries.
+    """
+    block = jnp.asarray(block).astype(jnp.uint32)
+    return [jnp.minimum(block, np.uint32(num_blocks - 1 + j)) for j in range(size)]
+
+
+def rows_of_block(x: jax.Array, indices: list[jax.Array]) -> list[jax.Array]:
+    """Returns the rows of a block of examples, by its `indices_of_block`.
+
+    The rows of a block are far apart. So no block lies on one device alone if the array
+    is sharded by examples.
+    """
+    size, rest = len(indices), x.shape[1:]
+    num_blocks = x.shape[0] // size
+    blocks = x.reshape(size, num_blocks, *rest)
+    starts = [np.uint32(0)] * len(rest)
+    return [
+        jax.lax.dynamic_slice(blocks, (np.uint32(0), index, *starts), (size, 1, *rest))[
+            j, 0
+        ]
+        for j, index in enumerate(indices)
+    ]
 
 
 def block_size(num_examples: int) -> int:

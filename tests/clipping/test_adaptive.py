@@ -86,11 +86,6 @@ def test_one_example_moves_all_that_is_released_by_the_joint_norm_bound(
     assert int(of_nobody.within.counts) == 0
 
 
-def test_a_clipped_gradient_and_its_count_come_close_to_the_bound():
-    fun, joint = _joint_sum(np.arange(5) != 1, method="per_example", arithmetic="exact")
-    assert reference.norm(joint) >= 0.999 * fun.l2_norm_bound
-
-
 @pytest.mark.parametrize(("rescale", "factor"), [(False, 4.0), (True, 1.0)])
 def test_the_sum_is_in_clip_norms_and_the_released_gradient_is_not(rescale, factor):
     mechanism = _mechanism(noise_multiplier=0.0, rescale_to_unit_norm=rescale)
@@ -110,19 +105,9 @@ def test_the_sum_is_in_clip_norms_and_the_released_gradient_is_not(rescale, fact
     assert math.isclose(released.clip_norm, expected, rel_tol=1e-5)
 
 
-def test_what_has_no_noise_has_no_bound():
-    mechanism = _mechanism().without_privacy()
-    assert mechanism.initial_clip_norm is None
-    assert not mechanism.is_private
-
-
 @pytest.mark.parametrize(
     ("method", "arithmetic", "quantile"),
-    [
-        (*_MODES[0], 0.2),
-        (*_MODES[2], 0.9),
-        pytest.param(*_MODES[0], 0.5, marks=pytest.mark.slow),
-    ],
+    [(*_MODES[0], 0.2), (*_MODES[2], 0.9)],
 )
 def test_it_finds_the_quantile(method, arithmetic, quantile):
     norms = np.random.default_rng(1).lognormal(1.0, 1.0, 400).astype(np.float32)
@@ -207,13 +192,3 @@ def test_updates_stay_in_their_range():
     np.testing.assert_array_equal(wild, [2, 2, 1, 0.5, 0.5])
     assert last.dtype == jnp.float32
     assert last > 1
-
-
-def test_the_statement_names_what_is_released():
-    statement = " ".join(_mechanism(released_metrics=_ALL).statement().split())
-    assert "an L2 norm that begins at 2, and then follows the 0.5 quantile" in statement
-    # sqrt(1.5) / (2 * 0.5) / 100
-    assert "most the clip norm (standard deviation 0.012)" in statement
-    assert "11.80% wider" in statement
-    # The metrics, with noise that is wider for the fraction: sqrt(1.5) / 0.5 * sqrt(2).
-    assert "loss (standard deviation 0.14)" in statement

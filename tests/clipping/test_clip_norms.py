@@ -1,15 +1,20 @@
+import functools
 import math
 from fractions import Fraction
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 
+import dpmp
+from dpmp import AutomaticClipping
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
-from dpmp.numerics._squared_norms import SquaredNorm
+from dpmp.numerics import SquaredNorm
 
 
 def _clip_norms_of(tree, rescale_to_unit_norm=False, normalize_by=1.0):
@@ -19,22 +24,25 @@ def _clip_norms_of(tree, rescale_to_unit_norm=False, normalize_by=1.0):
 def _coefficient(clip_norms, squared_norm, roundings=0, slack=0.0):
     norm = SquaredNorm(jnp.asarray([squared_norm], jnp.float32), roundings, 0)
     targets = [(bound / (1 + slack), cap) for bound, cap in clip_norms.targets]
-    (coef,) = _clip_norms.coefficients(targets, [norm])
+    (coef,) = _clip_norms.coefficients(targets, [norm], clip_norms.stability)
     assert coef.dtype == jnp.float32
     return float(coef[0])
 
 
 @pytest.mark.parametrize("rescale", [False, True])
-@pytest.mark.parametrize("normalize_by", [1.0, 3.0])
 @hypothesis.given(
     clip_norm=st.floats(1e-3, 1e3),
+    stability=st.none() | st.floats(1e-15, 1e15),
     norm=st.floats(2.0**-20, 2.0**20, width=32),
+    normalize_by=st.floats(1e-3, 1e6),
     slack=st.floats(0, 0.05),
     roundings=st.integers(0, 100),
 )
 def test_coefficients_cover_norms_slack_and_roundings(
-    rescale, normalize_by, clip_norm, norm, slack, roundings
+    rescale, clip_norm, stability, norm, normalize_by, slack, roundings
 ):
+    if stability is not None:
+        clip_norm = AutomaticClipping(stability=stability)
     clip_norms = _clip_norms_of(clip_norm, rescale, normalize_by)
     squared = np.float32(np.float32(norm) ** 2)
     coef = Fraction(_coefficient(clip_norms, squared, roundings, slack))
@@ -43,19 +51,6 @@ def test_coefficients_cover_norms_slack_and_roundings(
     largest = Fraction(float(squared)) / (1 - u) ** roundings
     room = Fraction(clip_norms.l2_norm_bound) / ((1 + Fraction(slack)) * (1 + u))
     assert coef**2 * largest <= room**2
-
-
-@pytest.mark.parametrize(
-    ("clip_norm", "rescale", "expected"),
-    [
-        (4.0, False, 1.0),
-        (math.inf, False, 1.0),
-        (0.0, True, 0.5),  # the direction, for a squared norm of 4
-    ],
-)
-def test_limits_of_the_clip_norm(clip_norm, rescale, expected):
-    coef = _coefficient(_clip_norms_of(clip_norm, rescale), 4.0)
-    assert coef == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_bound_is_the_norm_of_all_clip_norms():
@@ -93,6 +88,82 @@ def test_the_global_norm_is_over_all_groups():
     np.testing.assert_array_equal(_clip_norms.global_norm(norms), [5.0, np.inf])
 
 
+# Automatic clipping.
+
+_MODES = [
+    ("per_example", "exact"),
+    ("per_example", "float32"),
+    ("book_keeping", "bounded"),
+    ("book_keeping", "unproved_float32"),
+]
+_BOTH = pytest.mark.parametrize(("method", "arithmetic"), _MODES)
+
+
+def _loss(w, x):
+    """Its gradient is the example."""
+    return jnp.sum(x[None] @ w[:, None])
+
+
+@functools.cache
+def _clipped(method, arithmetic, stability):
+    fn = dpmp.clipped_grad(
+        _loss,
+        l2_clip_norm=AutomaticClipping(stability=stability),
+        keep_batch_dim=False,
+        method=method,
+        arithmetic=arithmetic,
+    )
+    return jax.jit(fn.__call__)
+
+
+def _contribution(example, method, arithmetic, stability=0.01):
+    x = np.float32([example])
+    total = _clipped(method, arithmetic, stability)(np.zeros(3, np.float32), x)
+    return reference.exact_values(total).astype(float)
+
+
+@pytest.mark.parametrize(
+    ("method", "arithmetic", "stability"),
+    [
+        (*mode, stability)
+        for mode, stability in zip(_MODES, (0.01, 1e-4, 1.0, 0.01), strict=True)
+    ],
+)
+def test_a_contribution_is_the_gradient_over_its_norm_and_the_stability(
+    method, arithmetic, stability
+):
+    for size in (1e-3, 0.1, 1.0, 1e4):
+        gradient = np.array([1.0, -2.0, 2.0]) / 3 * size
+        expected = gradient / (size + stability)
+        actual = _contribution(gradient, method, arithmetic, stability)
+        # What rounding to the grid takes, and the room of 1/64 of "bounded" sums.
+        np.testing.assert_allclose(actual, expected, rtol=0.02, atol=1e-4)
+        assert np.linalg.norm(actual) < 1
+
+
+@_BOTH
+def test_zero_and_what_is_not_finite_contribute_zero(method, arithmetic):
+    for bad in ([0.0] * 3, [np.nan, 1, 1], [np.inf, 1, 1], [1e30, 1, 1]):
+        assert not _contribution(bad, method, arithmetic).any()
+
+
+def test_the_sensitivity_of_automatic_clipping_is_one_over_the_divisor():
+    for options in ({}, {"rescale_to_unit_norm": True}):
+        options |= {"l2_clip_norm": AutomaticClipping(), "normalize_by": 4.0}
+        assert dpmp.clipped_grad(_loss, **options).sensitivity() == 0.25
+
+
+def test_outputs_of_functions_and_trees_are_clipped_too():
+    outputs = np.float32([[3.0, 4.0], [0.0, 0.0], [np.nan, 1.0]])
+    clipping = AutomaticClipping(stability=1.0)
+    total = dpmp.clipped_fun(lambda x: x[0], l2_clip_norm=clipping)(outputs)
+    np.testing.assert_allclose(total, [0.5, 4 / 6], rtol=0.01)  # the slack of float32
+    clip = jax.jit(lambda x: dpmp.clip_pytree(x, clipping))
+    clipped, norm = clip({"w": outputs[0]})
+    np.testing.assert_allclose(clipped["w"], [0.5, 4 / 6], rtol=1e-5)
+    assert norm == 5
+
+
 # What is refused, beyond tests/test_bad_inputs.py.
 
 
@@ -111,12 +182,6 @@ def test_clip_norms_with_which_nothing_is_learned_are_refused(
 ):
     with pytest.raises(ValueError, match=message):
         _clip_norms_of(clip_norm, rescale)
-
-
-@pytest.mark.parametrize("normalize_by", [-1.0, math.inf, math.nan, None])
-def test_divisors_that_are_not_positive_are_refused(normalize_by):
-    with pytest.raises(ValueError, match="normalize_by must be a finite number above"):
-        _clip_norms_of(1.0, normalize_by=normalize_by)
 
 
 def test_a_clip_norm_without_an_array_is_refused():

@@ -1,4 +1,3 @@
-import collections
 import functools
 import itertools
 import math
@@ -98,27 +97,12 @@ def test_equal_entries_are_clipped_to_the_clip_norm():
         assert reference.norm(clipped) >= clip_norm * (1 - _LARGEST_LOSS)
 
 
-@pytest.mark.parametrize(
-    ("num_leaves", "dtype"),
-    [
-        (1, jnp.bfloat16),
-        (40, jnp.float32),
-        pytest.param(2000, jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param(2000, jnp.float32, marks=pytest.mark.slow),
-    ],
-)
-def test_many_equal_leaves_are_clipped_to_the_clip_norm(num_leaves, dtype):
-    tree = [np.full((4,), 1 / 3, dtype)] * num_leaves
+@pytest.mark.parametrize("size", [40, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_equal_leaves_are_clipped_to_the_clip_norm(size):
+    tree = [np.full((4,), 1 / 3, jnp.bfloat16)] * size
     clipped = jax.jit(lambda x: clip_pytree(x, 0.1)[0])(tree)
     assert reference.has_norm_at_most(clipped, 0.1)
     assert reference.norm(clipped) >= 0.1 * (1 - _LARGEST_LOSS)
-
-
-def test_one_huge_entry_does_not_hide_many_small_ones():
-    tree = np.append(np.full(20_000, 1e-4), 1.0).astype(np.float32)
-    clipped, norm = jax.jit(lambda x: clip_pytree(x, 0.1))(tree)
-    assert reference.has_norm_at_most(clipped, 0.1)
-    assert norm == pytest.approx(reference.norm(tree), rel=_LARGEST_LOSS)
 
 
 @pytest.mark.parametrize(
@@ -326,14 +310,6 @@ def test_per_layer_clip_norms_clip_each_layer():
     _assert_clipped(total, stack, _target(clip_norms))
 
 
-def test_wide_sums_are_those_of_the_oracle():
-    with jax.enable_x64():
-        fun = _jit(clipped_grad(_loss, l2_clip_norm=1.0, arithmetic="float64"))
-        total = fun(_PARAMS, _X)
-        assert {x.dtype for x in jax.tree.leaves(total)} == {jnp.dtype(np.float64)}
-    _assert_clipped(total, target=1.0 / (1 + 2.0**-19))
-
-
 def test_rescaling_and_normalisation_divide_the_sum():
     total = _cheap_sum(l2_clip_norm=2.0, rescale_to_unit_norm=True, normalize_by=7.0)
     _assert_clipped(total, target=_target(2.0), divisor=2.0 * 7.0)
@@ -376,59 +352,15 @@ def test_only_the_outputs_asked_for_are_returned():
     np.testing.assert_array_equal(sensitive.aux["x"], _X)
 
 
-@pytest.mark.parametrize(
-    ("keep_batch_dim", "microbatch_size"), [(True, None), (False, 2)]
-)
-def test_aux_has_one_leading_axis_of_examples(keep_batch_dim, microbatch_size):
-    def fun(x):
-        return x, {"x": x, "mean": jnp.mean(x), "matrix": jnp.ones((2, 3)), "py": 1.0}
-
-    clipped = clipped_fun(
-        fun,
-        True,
-        l2_clip_norm=1.0,
-        keep_batch_dim=keep_batch_dim,
-        microbatch_size=microbatch_size,
-    )
-    _, aux = clipped(_X)
-    assert jax.tree.map(jnp.shape, aux) == {
-        "x": (_SIZE, 3),
-        "mean": (_SIZE,),
-        "matrix": (_SIZE, 2, 3),
-        "py": (_SIZE,),
-    }
-    np.testing.assert_array_equal(aux["x"], _X)
-
-
 def test_a_clip_norm_has_no_default():
     for transformation in (clipped_fun, clipped_grad):
         with pytest.raises(TypeError, match="l2_clip_norm"):
             transformation(jnp.sum)
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 1, 3])
-def test_the_microbatch_size_does_not_change_the_sum(microbatch_size):
-    _assert_clipped(_cheap_sum(microbatch_size=microbatch_size))
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 3])
-def test_padding_and_what_is_not_finite_contribute_zero(microbatch_size):
-    options = {"microbatch_size": microbatch_size}
-    some = np.array([False, True, False, False, True, True])
-    one, none = np.arange(_SIZE) == 3, np.zeros(_SIZE, bool)
-    for is_padding, is_bad, values in (
-        (some, some[:, None], (0.0, 1e38, np.inf, np.nan)),
-        (none, one[:, None] & (np.arange(3) == 1), (1e30, np.inf, -np.inf, np.nan)),
-    ):
-        without = is_padding | np.any(is_bad, 1)
-        expected = _cheap_sum(is_padding_example=without, **options)
-        for value in values:
-            x = np.where(is_bad, np.float32(value), _X)
-            total = _cheap_sum(x, is_padding, **options)
-            assert reference.exact_squared_distance(total, expected) == 0
-    outputs = {"return_values": True, "return_grad_norms": True} | options
-    nan = np.full_like(_X, np.nan)
-    of_padding = _cheap_sum(nan, np.ones(_SIZE, bool), **outputs)
+def test_outputs_of_padding_are_zero_whatever_it_holds():
+    outputs = {"return_values": True, "return_grad_norms": True}
+    of_padding = _cheap_sum(np.full_like(_X, np.nan), np.ones(_SIZE, bool), **outputs)
     assert not any(map(np.any, jax.tree.leaves(of_padding)))
 
 
@@ -437,14 +369,13 @@ def test_what_is_not_finite_reaches_the_sum_unless_nan_safe():
     assert np.isnan(_cheap_sum(x, nan_safe=False)["w"]).all()
 
 
-@pytest.mark.parametrize(("microbatch_size", "has_aux"), [(None, True), (2, False)])
-def test_an_empty_batch_gives_zero(microbatch_size, has_aux):
+def test_an_empty_batch_has_outputs_of_no_example():
     fun = clipped_fun(
-        lambda x, key: (x, jax.random.uniform(key)) if has_aux else x,
-        has_aux,
+        lambda x, key: (x, jax.random.uniform(key)),
+        has_aux=True,
         l2_clip_norm=1.0,
         keep_batch_dim=False,
-        microbatch_size=microbatch_size,
+        microbatch_size=2,
         prng_argnum=1,
         return_norms=True,
     )
@@ -495,15 +426,14 @@ def test_each_example_has_a_key_of_its_own_whatever_the_microbatch():
     assert drawn == drawn[:1] * 3
 
 
-@pytest.mark.parametrize("dtype", [bool, jnp.uint32])
-def test_batches_of_any_dtype_and_arrays_without_entries_are_taken(dtype):
+def test_batches_of_any_dtype_and_arrays_without_entries_are_taken():
     fun = clipped_fun(
         lambda batch: batch["x"].astype(jnp.float32),
         l2_clip_norm=1.0,
         keep_batch_dim=False,
     )
     expected = np.sqrt(0.5) * _target(1.0) + np.array([0.0, _target(1.0)])
-    x = np.asarray([[0, 1], [1, 1]], dtype)
+    x = np.asarray([[0, 1], [1, 1]], bool)
     total = fun({"extras": np.zeros((2, 0), np.float32), "x": x})
     np.testing.assert_allclose(total, expected, rtol=_LARGEST_LOSS + 1e-7)
 
@@ -558,21 +488,6 @@ def test_memory_is_little_more_than_the_stack_in_its_own_dtype():
     assert memory.temp_size_in_bytes < 1.3 * stack
 
 
-def test_values_are_not_traced_again():
-    traces = collections.Counter()
-
-    @jax.jit
-    def clipped_sum(params, x, is_padding):
-        traces[x.shape] += 1
-        fun = clipped_grad(_loss, l2_clip_norm=1.0, microbatch_size=2)
-        return fun(params, x, is_padding_example=is_padding)
-
-    for x in (_X, 2 * _X, _X[:4]):
-        clipped_sum(_PARAMS, x, np.zeros(len(x), bool))
-        clipped_sum(_PARAMS, x, np.ones(len(x), bool))
-    assert set(traces.values()) == {1}
-
-
 # What is refused, beyond tests/test_bad_inputs.py.
 
 
@@ -590,17 +505,10 @@ def _clip(loss=_loss, params=_PARAMS, **options):
     ("message", "call"),
     [
         ("positions, counted from 0", lambda: _clip_outputs(_X, batch_argnums=())),
-        ("positions, counted from 0", lambda: _clip(argnums=(0, -2))),
         ("positions, counted from 0", lambda: _clip(argnums=(True,))),
-        ("must not overlap", lambda: _clip(prng_argnum=1)),
         ("must not overlap", lambda: _clip(argnums=(0, 0))),
-        ("an integer of at", lambda: _clip_outputs(_X, microbatch_size=0)),
         ("an integer of at", lambda: _clip_outputs(_X, microbatch_size=2.0)),
-        ("an integer of at", lambda: _clip_outputs(_X, microbatch_size=True)),
         ("at least 2 posit", lambda: _clip_outputs(_X, batch_argnums=(0, 1))),
-        ("must divide the batch", lambda: _clip_outputs(_X, microbatch_size=4)),
-        ("one leading axis", lambda: _clip_outputs({"a": np.ones(2), "b": _X})),
-        ("one leading axis", lambda: _clip_outputs(np.float32(1.0))),
         ("one leading axis", lambda: _clip_outputs(())),
         ("pytree must hold at least", lambda: clip_pytree({}, 1.0)),
         ("output of fun must hold", lambda: _clip_outputs(_X, fun=lambda x: None)),
@@ -608,10 +516,6 @@ def _clip(loss=_loss, params=_PARAMS, **options):
         ("must return a scalar", lambda: _clip(lambda w, x: x[0] * w["w"])),
         ("must return a scalar", lambda: _clip(lambda w, x: jnp.argmax(w["w"]))),
         ("prefix of the clipped tree", lambda: _clip(l2_clip_norm=(1.0, 1.0))),
-        (
-            "prefix of the clipped tree",
-            lambda: _clip(l2_clip_norm=(1.0, 1.0), method="book_keeping"),
-        ),
         ("rescale_to_unit_norm=True", lambda: jax.jit(clip_pytree)(jnp.ones(2), 1.0)),
         (
             "must be one float scalar",
@@ -626,14 +530,11 @@ def test_what_does_not_fit_is_refused(message, call):
         call()
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64])
-def test_leaves_that_are_not_float_are_refused_by_name(dtype):
-    bad = jnp.ones(3, dtype)
+def test_leaves_that_are_not_float_are_refused_by_name():
+    bad = jnp.ones(3, jnp.complex64)
+    path = r"pytree must be a real float .*\['a'\]"
     for message, call in (
-        (
-            r"pytree must be a real float .*\['a'\]",
-            lambda: clip_pytree({"a": bad}, 1.0),
-        ),
+        (path, lambda: clip_pytree({"a": bad}, 1.0)),
         ("argument 0 must be a real float array", lambda: _clip(params={"w": bad})),
         ("output of fun must be a real float array", lambda: _clip_outputs(bad)),
         (

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_mechanism
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from programs import UNOPTIMIZED, equations
 from scipy import stats
 
@@ -173,15 +173,6 @@ def test_every_column_turns_from_one_value_to_the_other_at_its_end():
     np.testing.assert_array_equal(look_up_integers(integers), values)
 
 
-def test_comparison_of_words_is_that_of_integers():
-    words = list(itertools.product((0, 1, 2**31, 2**32 - 1), repeat=4))
-    integers = [join(w) for w in words]
-    columns = np.array(words, np.uint32).T
-    is_less = jax.jit(_alias_table._is_less)(columns[:, :, None], columns[:, None, :])
-    expected = [[m < n for n in integers] for m in integers]
-    np.testing.assert_array_equal(is_less, expected)
-
-
 def integer_of(value):
     """The first integer of a column that stands for a value."""
     ends, others = table_as_integers()
@@ -289,18 +280,6 @@ def are_within(factors, error):
     return 1 / bound - rounding < min(factors) <= max(factors) < bound + rounding
 
 
-@pytest.mark.parametrize("variance", [Decimal("0.25"), Decimal(1), Decimal(4)])
-def test_sums_over_shifted_integers_differ_as_stated(variance, sixty_digits):
-    error = lattice_error(variance)
-    scale = (2 * PI * variance).sqrt()
-    relative = []
-    for shift in (Decimal(i) / 8 for i in range(9)):
-        terms = (-((j - shift) ** 2) / (2 * variance) for j in range(-60, 61))
-        relative.append(sum(term.exp() for term in terms) / scale - 1)
-    assert abs(max(relative) / error - 1) < Decimal("1e-20")
-    assert -error <= min(relative) < -error * Decimal("0.99")
-
-
 def test_no_convolution_has_a_smaller_variance_than_four():
     variances = set()
     for a, b in itertools.product(range(1, 130), repeat=2):
@@ -350,31 +329,6 @@ def test_convolutions_are_gaussian_up_to_the_stated_factor(
         assert are_within(factors_to(three, total_variance, radius), 2 * error)
 
 
-@pytest.mark.parametrize("variance", [Decimal("0.25"), Decimal("0.5"), Decimal(4)])
-def test_rounding_a_gaussian_is_discrete_up_to_the_stated_factor(
-    variance, sixty_digits
-):
-    """The integral is a sum over a fine grid: for such densities that is exact."""
-    total_variance, fineness = 5 * variance, 16 if variance < 4 else 4
-    stop = int(17 * total_variance.sqrt()) * fineness
-    grid = [Decimal(i) / fineness for i in range(-stop, stop)]
-    rounding = functools.cache(lambda x: (-x * x / (2 * variance)).exp())
-    normalizer = functools.cache(lambda x: sum(rounding(n - x) for n in range(-60, 61)))
-    noise_variance = total_variance - variance
-    noise = {x: (-x * x / (2 * noise_variance)).exp() for x in grid}
-    scale = (2 * PI * noise_variance).sqrt() * fineness
-
-    def probability(n):
-        terms = (noise[x] * rounding(n - x) / normalizer(x % 1) for x in grid)
-        return sum(terms) / scale
-
-    probabilities = {n: probability(n) for n in range(-4, 5)}
-    factors = factors_to(probabilities, total_variance, 4)
-    assert are_within(factors, lattice_error(variance))
-    if variance < 1:
-        assert not are_within(factors, lattice_error(variance) ** 3)
-
-
 @pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
 def test_the_effective_stddev_is_rounded_down(multipliers):
     noise = DiscreteGaussian(multipliers)
@@ -399,6 +353,8 @@ def test_noise_of_at_least_some_stddev_is_not_much_wider():
         assert stddev < 10_000 or excess < 0.01
         assert stddev < 33_000 or excess < 0.0025
         assert DiscreteGaussian.at_least(noise.effective_stddev) == noise
+        above = math.nextafter(noise.effective_stddev, math.inf)
+        assert DiscreteGaussian.at_least(above).variance > noise.variance
     assert DiscreteGaussian.at_least(Fraction(1, 3)) == DiscreteGaussian((1,))
     assert DiscreteGaussian.at_least(256) == DiscreteGaussian((1,))
 
@@ -435,9 +391,9 @@ def delta_of_discrete_gaussian(variance, sensitivity, epsilon):
 
 
 @pytest.mark.parametrize(
-    ("multipliers", "sensitivity"), [((1, 1), 362), ((1, 1), 724), ((128, 1), 32767)]
+    ("multipliers", "sensitivity", "epsilon"),
+    [((1, 1), 362, 0.01), ((1, 1), 724, 4.0), ((128, 1), 32767, 1.0)],
 )
-@pytest.mark.parametrize("epsilon", [0.01, 1.0, 4.0])
 def test_the_effective_stddev_can_be_accounted_for(multipliers, sensitivity, epsilon):
     noise = DiscreteGaussian(multipliers)
     delta = delta_of_discrete_gaussian(noise.variance, sensitivity, epsilon)
@@ -510,20 +466,6 @@ def test_any_shape(shape):
     assert jax.eval_shape(sample, step=STEP) == jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def test_the_noise_is_a_function_of_key_step_leaf_and_place():
-    noise = DiscreteGaussian((128, 1))
-    sample_fn = jax.jit(noise.sample, static_argnames=("shape", "leaf"))
-
-    def sample(key=KEY, step=STEP, leaf=0):
-        return sample_fn(key, (40, 25), step=step, leaf=leaf)
-
-    first = sample()
-    np.testing.assert_array_equal(first, sample())
-    np.testing.assert_array_equal(first, sample(step=jnp.uint32(0)))
-    for other in (sample(step=jnp.int32(1)), sample(leaf=1), sample(key=KEY[::-1])):
-        assert np.mean(first == other) < 0.01
-
-
 @pytest.mark.parametrize("is_divided", [False, True], ids=["at once", "in parts"])
 def test_the_bits_do_not_depend_on_the_program(is_divided, in_parts):
     noise = DiscreteGaussian((128**2, 128, 1))
@@ -577,25 +519,6 @@ def test_large_arrays_are_drawn_in_parts_that_many_devices_share(shape):
     assert math.prod(part[axis + 1 :]) >= 32
 
 
-@pytest.mark.parametrize(
-    "shape", [(1,), (0,), (3, 0), (7,), (1000, 1000), (2**24,), (2**24 + 43,)], ids=str
-)
-def test_arrays_that_are_small_or_cannot_be_divided_are_one_part(shape):
-    assert _discrete_gaussian._divided(shape).parts == 1
-    assert math.prod(_discrete_gaussian._divided(shape).shape_of_part) == math.prod(
-        shape
-    )
-
-
-@pytest.mark.slow  # of programs as users have them
-@pytest.mark.parametrize("shape", [(4096,), (16, 16, 16)], ids=str)
-def test_no_words_are_stored_for_small_arrays(shape):
-    sample = functools.partial(DiscreteGaussian((128, 1)).sample, shape=shape, leaf=0)
-    compiled = jax.jit(sample).lower(KEY, step=STEP).compile()
-    in_bytes = 4 * math.prod(shape)
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * in_bytes
-
-
 @pytest.mark.parametrize(("axis", "devices"), [(0, 6), (2, 5)])
 def test_any_number_of_devices_shares_a_part(axis, devices, in_parts):
     shape = (60, 60, 60)
@@ -610,43 +533,6 @@ def test_any_number_of_devices_shares_a_part(axis, devices, in_parts):
         np.testing.assert_array_equal(compiled(KEY, step=STEP), expected)
     of_all = 4 * math.prod(shape)
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * of_all / devices
-
-
-@pytest.mark.parametrize(
-    ("spec", "is_divided"),
-    [(("a", "b"), False), ((("a", "b"),), True), ((None, "b"), True)],
-    ids=str,
-)
-def test_each_device_draws_its_own_part(spec, is_divided, in_parts):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    sample = functools.partial(
-        DiscreteGaussian((128, 1)).sample, shape=(16, 24), leaf=2
-    )
-    sample_parts = jax.jit(sample, out_shardings=sharding)
-    with in_parts() if is_divided else contextlib.nullcontext():
-        compiled = sample_parts.lower(KEY, step=STEP).compile()
-    parts = compiled(KEY, step=STEP)
-    assert parts.sharding.is_equivalent_to(sharding, 2)
-    np.testing.assert_array_equal(parts, sample(KEY, step=STEP))
-    program = compiled.as_text()
-    assert "[16,24]" not in program
-    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-        assert collective not in program
-
-
-def test_under_shard_map_all_devices_draw_the_same():
-    mesh = jax.make_mesh((8,), ("data",))
-    sample = functools.partial(DiscreteGaussian((128, 1)).sample, shape=(24,), leaf=2)
-    expected = sample(KEY, step=STEP)
-    mapped = jax.shard_map(
-        lambda key, step: sample(key, step=step)[None],
-        mesh=mesh,
-        in_specs=PartitionSpec(),
-        out_specs=PartitionSpec("data"),
-    )
-    drawn = jax.jit(mapped)(KEY, STEP)
-    np.testing.assert_array_equal(drawn, np.broadcast_to(expected, (8, 24)))
 
 
 @pytest.mark.parametrize("multipliers", WIDTHS, ids=str)
@@ -693,9 +579,7 @@ def test_noise_that_is_too_wide_is_refused():
     assert DiscreteGaussian.at_most(stddev + 1, 3).variance == widest.variance
 
 
-@pytest.mark.parametrize(
-    "step", [np.zeros(1, np.int32), np.int8(0), 0.0, np.int64(0)], ids=str
-)
+@pytest.mark.parametrize("step", [np.zeros(1, np.int32), 0.0, np.int64(0)], ids=str)
 def test_a_step_that_is_no_integer_of_32_bits_is_refused(step):
     with (
         jax.enable_x64(),

@@ -11,15 +11,13 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from programs import UNOPTIMIZED
-from refusals import refusals
 from scipy import stats
 
 from dpmp.noise_addition import NoiseState, _privatizers, gaussian_privatizer
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
-from dpmp.numerics._grid import GridArray, num_entries, round_to_grid
+from dpmp.numerics._grid import GridArray, round_to_grid
 from dpmp.tools.selfcheck import _modes
 
 KEY = jax.random.key(20240607)
@@ -28,7 +26,6 @@ NUM_DRAWS = 100_000
 FEW = 1000
 # With fixed keys nothing flakes; this is for the day on which a key changes.
 SMALLEST_P_VALUE = 1e-6
-RESOLUTION = 2**15 - 1
 # Where a snapped sum is cut off, in units.
 CUT = 2**31 - 2**27
 
@@ -112,11 +109,6 @@ def test_the_noise_of_exact_sums_has_the_scale_of_its_grid(stddev, num_units):
     actual = DiscreteGaussian.at_least(stddev / unit).effective_stddev * unit
     assert stddev <= actual < stddev * (1.5 if num_units < 3000 else 1.0025)
     assert has_no_stddev_but(draw(unit, stddev=stddev), actual)
-
-
-def test_on_a_grid_that_is_too_coarse_the_noise_is_the_narrowest_there_is():
-    narrowest = DiscreteGaussian((1,)).effective_stddev
-    assert has_no_stddev_but(draw(1.0, stddev=1e-3), narrowest)
 
 
 def test_the_noise_has_mean_zero_and_is_gaussian():
@@ -328,7 +320,7 @@ def snap_cost(size, stddev, **kwargs):
     return float(cost) - 0.0025
 
 
-@pytest.mark.parametrize("stddev", [1.0, 1.3, 1.999, 1e-6, 1e6])
+@pytest.mark.parametrize("stddev", [1.0, 1.999, 1e-6])
 def test_snapping_costs_little_and_more_without_a_sensitivity(stddev):
     sensitivity = {"l2_sensitivity": stddev}
     assert snap_cost(2**16, stddev, **sensitivity) <= 1 / 4096
@@ -374,14 +366,6 @@ def test_releases_of_float_sums_are_multiples_of_the_unit(stddev, noise_multipli
         # And of no other: what is beyond 2^24 units is rounded to float32.
         is_odd = any(ratio.numerator % 2 for ratio in ratios)
         assert is_odd or value > 100 * stddev
-
-
-@pytest.mark.parametrize("unit", [2.0**-15, float(np.float32(1 / RESOLUTION))])
-def test_releases_of_exact_sums_are_the_floats_next_to_multiples(unit):
-    for value in (0.0, 1.0, 200.0):
-        noisy = release(on_grid(value, unit, (FEW,)))
-        steps = np.rint(np.asarray(noisy, np.float64) / unit).astype(np.float32)
-        np.testing.assert_array_equal(noisy, steps * np.float32(unit))
 
 
 def test_sums_with_noise_wrap_around():
@@ -446,16 +430,6 @@ def test_float_sums_are_rounded_to_the_grid(dtype, seed, stddev, cost):
         numbers = numbers_to_snap(np.random.default_rng(seed), stddev, cost, dtype)
         unit, steps = snap(jnp.asarray(numbers), stddev, cost)
     check_snap(map(Fraction, numbers.tolist()), steps, unit)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_halves_are_rounded_to_the_grid(dtype):
-    with np.errstate(over="ignore"):
-        numbers = numbers_to_snap(np.random.default_rng(0), 1e-4, 1.0, np.float32)
-        halves = numbers.astype(dtype)
-    halves = np.where(np.isfinite(halves), halves, np.zeros_like(halves))
-    unit, steps = snap(jnp.asarray(halves), 1e-4, 1.0)
-    check_snap([Fraction(float(x)) for x in halves], steps, unit)
 
 
 @pytest.mark.parametrize(("kind", "stddev"), [("float32", 1e-6), ("float64", 1.0)])
@@ -602,61 +576,15 @@ def test_stddev_zero_returns_the_sum_itself():
     assert noisy["half"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("total", [{}, (), None, [{}, ()]], ids=str)
-def test_an_empty_tree_is_released_as_it_is(total):
-    privatizer = make_privatizer()
-    noisy, state = privatizer.update(total, privatizer.init(total))
-    assert noisy == total
-    assert state.step == 1
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)], ids=str)
-def test_arrays_without_entries_have_no_noise(shape):
+def test_trees_and_arrays_without_entries_have_no_noise():
+    assert release([{}, None]) == [{}, None]
+    shape = (3, 0, 2)
     empty = GridArray(np.zeros(shape, np.int32), 1.0)
     flat = GridArray(np.zeros(3, np.int32), 0.0)
     noisy = release([np.zeros(shape, np.float32), empty, flat])
     assert [x.shape for x in noisy] == [shape, shape, (3,)]
     assert {x.dtype for x in noisy} == {jnp.dtype(jnp.float32)}
     np.testing.assert_array_equal(noisy[2], np.zeros(3))
-
-
-def test_it_chains_with_optax_and_compiles():
-    optimizer = optax.chain(
-        gaussian_privatizer(stddev=2.0, prng_key=KEY), optax.sgd(0.5)
-    )
-    params = jnp.zeros(10_000)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = optimizer.update(jnp.ones_like(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = optimizer.init(params)
-    first, state = step(params, state)
-    second, state = step(first, state)
-    for update in (first - params, second - first):
-        noise = np.asarray(update, np.float64) / -0.5 - 1
-        assert has_stddev(noise, 2.0)
-        assert not has_stddev(noise, 1.9)
-        assert not has_stddev(noise, 2.1)
-    assert state[0].step == 2
-
-
-def test_num_entries_counts_those_of_all_kinds_of_sums(mixed_total):
-    assert num_entries(mixed_total) == 16 * 24 + 8 * 16 + 24
-    assert num_entries({}) == num_entries(None) == 0
-    assert num_entries(jnp.zeros(())) == 1
-    assert num_entries([jnp.zeros((3, 0)), jnp.zeros((2, 5), jnp.bfloat16)]) == 10
-    assert num_entries(abstract(10**12)) == 10**12
-    assert num_entries(jax.eval_shape(lambda: mixed_total)) == num_entries(mixed_total)
-
-
-def test_exact_noise_makes_a_float64_sum_float32():
-    with jax.enable_x64():
-        noisy = release(np.full(FEW, 1e-3), stddev=1e-3)
-        assert noisy.dtype == jnp.float32
-        narrow = release(np.full(FEW, 1e-3, np.float32), stddev=1e-3)
-        np.testing.assert_array_equal(noisy, narrow)
 
 
 # Errors.
@@ -668,28 +596,9 @@ def test_without_a_key_init_is_refused_under_jit():
     assert jax.jit(make_privatizer().init)(jnp.zeros(3)).step == 0
 
 
-@refusals(
-    (
-        "stddev",
-        (-1.0, np.inf, None, np.ones(1)),
-        "stddev must be a finite number of at le",
-    ),
-    (
-        "l2_sensitivity",
-        (0.0, np.nan, np.ones(1)),
-        "l2_sensitivity must be a finite number abov",
-    ),
-    ("prng_key", (0,), r"one key made by jax\.random\.key"),
-)
-def test_arguments_out_of_range_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        gaussian_privatizer(**{"stddev": 1.0, "prng_key": KEY, **wrong})
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_], ids=str)
-def test_leaves_that_are_not_real_floats_are_refused(dtype):
+def test_leaves_that_are_not_real_floats_are_refused():
     with pytest.raises(ValueError, match="real float array; got leaf=1"):
-        release((jnp.zeros(3), jnp.zeros(3, dtype)))
+        release((jnp.zeros(3), jnp.zeros(3, jnp.complex64)))
 
 
 def test_noise_with_too_many_units_is_refused():

@@ -8,14 +8,13 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 from programs import equations
 
-from dpmp.clipping import _clip_norms, clipped_fun, clipped_grad
+from dpmp.clipping import _clip_norms, clipped_fun
 from dpmp.numerics import ExactSums, _exact
-from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION, GridArray
+from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
 from dpmp.numerics._stored import StoredArray
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -96,12 +95,6 @@ def test_gradients_of_equal_entries_are_not_lost():
         x = np.float32(np.arange(5000) % 97 < num_equal)[None]
         norm = math.sqrt(_squared_norm(_exact_sum(x, resolution=500).counts))
         assert 0.98 * math.sqrt(500**2 - 5000 / 4 - 3000) <= norm <= 500
-
-
-def test_small_gradients_are_not_scaled():
-    x = np.float32([[0.25, -0.5, 0.0, 2.0**-15]])
-    total = _exact_sum(x)
-    np.testing.assert_allclose(total.to_float(), x[0], atol=1.01 * total.unit)
 
 
 @pytest.fixture
@@ -249,71 +242,12 @@ def _assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "microbatch_size"), [(jnp.bfloat16, 1), (np.float32, 8)]
-)
-def test_the_microbatch_size_does_not_change_a_bit(dtype, microbatch_size):
-    batch = _batch(dtype)
-    _assert_same(_exact_sum(batch, microbatch_size=microbatch_size), _exact_sum(batch))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "microbatch_size"), [(jnp.bfloat16, None), (np.float32, 4)]
-)
-def test_padding_does_not_change_a_bit(dtype, microbatch_size):
-    batch = _batch(dtype)
-    padded = jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch)
-    is_padding = np.arange(32) % 2 == 1
-    options = {"microbatch_size": microbatch_size}
-    actual = _exact_sum(padded, is_padding_example=is_padding, **options)
-    _assert_same(actual, _exact_sum(batch))
-
-
-def test_examples_one_by_one_add_up_to_the_same_bits():
-    batch = _batch(jnp.bfloat16)
-    parts = [
-        _exact_sum(jax.tree.map(lambda x, i=i: x[i : i + 1], batch)) for i in range(16)
-    ]
-    total = jax.tree.map(lambda *xs: np.sum(xs, axis=0, dtype=np.int32), *parts)
-    _assert_same(total, _exact_sum(batch))
-
-
-def test_neither_compilation_nor_mapping_over_batches_changes_a_bit():
-    batch = _batch(np.float32)
-    expected = _exact_sum(batch)
-    _assert_same(_exact_sum_fn()(batch), expected)
-    batches = jax.tree.map(lambda x: x.reshape(2, 8, -1), batch)
-    halves = jax.jit(jax.vmap(_exact_sum_fn().__call__))(batches)
-    _assert_same(jax.tree.map(lambda x: x[0] + x[1], halves), expected)
-
-
 @pytest.mark.parametrize("spec", [("data",), (None, "data")])
 def test_sharding_over_devices_does_not_change_a_bit(spec):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, jax.P(*spec))
     wide = _batch(np.float32)["a"][:, :256]
     _assert_same(_exact_sum(jax.device_put(wide, sharding)), _exact_sum(wide))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", models.ZOO, ids=lambda model: model.name)
-def test_gradients_are_within_a_unit_of_the_wide_sum(model):
-    params, batch = model.init(jnp.bfloat16), model.make_batch(0, 8)
-
-    def total(**kwargs):
-        fn = clipped_grad(model.loss, l2_clip_norm=1.0, **kwargs)
-        return jax.jit(fn.__call__)(params, batch)
-
-    with jax.enable_x64():
-        wide = total(arithmetic="float64")
-    exact = total(arithmetic="exact")
-
-    def check(exact, wide):
-        difference = np.abs(np.asarray(exact.to_float()) - np.asarray(wide))
-        # A unit for each example, and the room for rounding that is kept free.
-        assert np.all(difference <= 8 * (1.1 * exact.unit + 2e-4))
-
-    jax.tree.map(check, exact, wide, is_leaf=lambda x: isinstance(x, GridArray))
 
 
 # Limits of 32 bits.
@@ -343,9 +277,8 @@ def test_ordinary_resolutions_need_no_64_bit_numbers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resolution", [DEFAULT_RESOLUTION, LARGEST_RESOLUTION])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_memory_is_that_of_float32_sums(dtype, resolution):
-    x = jnp.ones((16, 100_000), dtype)
+def test_memory_is_that_of_float32_sums(resolution):
+    x = jnp.ones((16, 100_000), jnp.bfloat16)
 
     def temporary_bytes(**kwargs):
         fn = clipped_fun(

@@ -17,8 +17,8 @@ def _sum_examples(rows, add=jnp.add):
     size = reduction.block_size(len(rows))
 
     def add_block(i):
-        indices = _stored.indices_of_block(i, len(rows) // size, size)
-        block = _stored.rows_of_block(rows, indices)
+        indices = reduction.indices_of_block(i, len(rows) // size, size)
+        block = reduction.rows_of_block(rows, indices)
         return [reduction.pairwise(list(block), add)]
 
     return reduction.sum_examples(add_block, len(rows) // size, add=add)[0]
