@@ -169,8 +169,7 @@ def _meet(
     if (remat := bodies.as_rematerialised(eqn)) is not None:
         return _call_step(*remat, views, materialized)
     if (found := _rules.outer_use(eqn, views)) is not None:
-        make = _materialized_step if 0 in materialized else _outer_step
-        return outputs, make(eqn, *found)
+        return outputs, _outer_step(eqn, *found, is_materialized=0 in materialized)
     if bodies.has_body(eqn):
         return outputs, with_identity_taps()
     return outputs, _dense_step(eqn, views)
@@ -199,28 +198,24 @@ def _is_complex(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.complexfloating)
 
 
-def _outer_step(eqn: Any, use: Use, operand: int) -> _Step:
-    def handler(values, dummies):
-        (value,) = interpreter.bind(eqn, values)
-        return [_rules.tap(value, *dummies)], [values[operand]]
-
-    return _Step([use], handler)
-
-
-def _materialized_step(eqn: Any, use: Use, operand: int) -> _Step:
+def _outer_step(eqn: Any, use: Use, operand: int, *, is_materialized: bool) -> _Step:
     dense = _uses.dense(use)
 
-    def materialize(value: jax.Array, cotangent: jax.Array) -> jax.Array:
-        cached = _uses.Cached(value, cotangent)
+    def gradient(activation: Any, cotangent: jax.Array) -> jax.Array:
+        cached = _uses.Cached(activation, cotangent)
         return _uses.gradient(use, cached).astype(dense.cotangent.dtype)
 
     def handler(values, dummies):
         (value,) = interpreter.bind(eqn, values)
-        return [
-            _rules.tap_materialized(materialize, value, values[operand], *dummies)
-        ], [None]
+        if is_materialized:
+            return [_rules.tap(gradient, value, values[operand], *dummies)], [None]
+        return [_rules.tap(_cotangent, value, None, *dummies)], [values[operand]]
 
-    return _Step([dense], handler)
+    return _Step([dense if is_materialized else use], handler)
+
+
+def _cotangent(_: None, cotangent: jax.Array) -> jax.Array:
+    return cotangent
 
 
 def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
@@ -253,7 +248,7 @@ def _identity_step(
     def handler(values, dummies):
         values = list(values)
         for i, dummy in zip(which, dummies, strict=True):
-            values[i] = _rules.tap(jnp.asarray(values[i]), dummy)
+            values[i] = _rules.tap(_cotangent, jnp.asarray(values[i]), None, dummy)
         return fn(values), [None] * len(uses)
 
     return _Step(uses, handler)

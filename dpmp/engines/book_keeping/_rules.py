@@ -1,17 +1,13 @@
 """The rules: how an equation on data and views uses parameters.
 
 An equation that multiplies data by a view has a gradient of the outer form (`_uses`),
-and a rule of its own here. Every other equation gets a tap, which is exact. A tap
-returns its argument unchanged, and makes the cotangent of its argument available. There
-are two taps:
+and a rule of its own here. Its output is tapped: a tap returns its argument unchanged,
+and makes the cotangent of its argument available. Every other equation gets a tap that
+gives the gradient itself, which is exact:
 
 - `tap_dense` takes the gradient of one equation without a body, in float32.
-- `tap` takes the cotangent of an array, in its dtype, through all equations that
-  follow. Applied to a view, it is an identity tap: it takes the gradient of the view.
-
-An equation with a rule has a tap, too. It is `tap`, applied to the output, which gives
-the cotangent of the output. If the backward pass is to materialize the gradient, it is
-`tap_materialized`.
+- `tap`, applied to a view, is an identity tap: it takes the gradient of the view, in
+  its dtype, through all equations that follow.
 """
 
 import functools
@@ -209,34 +205,24 @@ _OUTER_RULES: dict[str, tuple[str, Callable[[Any, int], Outer | None]]] = {
 }
 
 
-@jax.custom_vjp
-def tap(value: jax.Array, dummy: jax.Array) -> jax.Array:
-    """Returns `value`; the cotangent of `dummy` is that of `value`."""
-    del dummy
-    return value
-
-
-tap.defvjp(lambda value, _: (value, None), lambda _, ct: (ct, ct))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tap_materialized(
-    materialize: Callable[[jax.Array, jax.Array], jax.Array],
+def tap(
+    taken: Callable[[Any, jax.Array], jax.Array],
     value: jax.Array,
-    cached: jax.Array,
+    cached: Any,
     dummy: jax.Array,
 ) -> jax.Array:
-    """Returns `value`; the cotangent of `dummy` is a gradient.
+    """Returns `value`; the cotangent of `dummy` is `taken(cached, ct)`.
 
-    The gradient is `materialize(cached, ct)`, where ct is the cotangent of the result.
+    Here, ct is the cotangent of the result. `cached` is an array or None.
     """
-    del materialize, cached, dummy
+    del taken, cached, dummy
     return value
 
 
-tap_materialized.defvjp(
+tap.defvjp(
     lambda _, value, cached, __: (value, cached),
-    lambda materialize, cached, ct: (ct, None, materialize(cached, ct)),
+    lambda taken, cached, ct: (ct, None, taken(cached, ct)),
 )
 
 
