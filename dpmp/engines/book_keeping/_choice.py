@@ -153,22 +153,15 @@ def _num_bytes(*arrays: jax.ShapeDtypeStruct) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
-def dense_if_stored(methods: Sequence[NormMethod], uses: Sequence[Use]) -> list[Use]:
-    """Returns the uses of a plan, in dense form if their gradients are stored."""
-    stored = _uses_to_store(methods)
-    return [dense(use) if i in stored else use for i, use in enumerate(uses)]
+def are_stored(methods: Sequence[NormMethod], uses: Sequence[Use]) -> list[bool]:
+    """Tells for each use whether its gradient is stored."""
+    stored = {method.uses[0] for method in methods if method.form == "stored"}
+    return [i in stored for i in range(len(uses))]
 
 
-def _uses_to_store(methods: Sequence[NormMethod]) -> list[int]:
-    return [method.uses[0] for method in methods if method.form == "stored"]
-
-
-def materialized_early(methods: Sequence[NormMethod], uses: Sequence[Use]) -> list[int]:
-    """The uses with stored gradients that the backward pass may materialize.
-
-    A plan may leave some of them to `store_gradients` (`make_plan`).
-    """
-    return [i for i in _uses_to_store(methods) if not _has_patches(uses[i])]
+def is_materialized_early(use: Use) -> bool:
+    """Whether the backward pass materializes the gradient of a use, if it is stored."""
+    return not use.is_shared and not _has_patches(use)
 
 
 def _has_patches(use: Use) -> bool:
@@ -176,20 +169,9 @@ def _has_patches(use: Use) -> bool:
     return use.outer is not None and use.outer.axes is None
 
 
-def store_gradients(
-    methods: Sequence[NormMethod], uses: Sequence[Use], cached: Sequence[Cached]
-) -> list[Cached]:
-    """Replaces the cached arrays of a batch by gradients, for uses that store them.
-
-    The backward pass has materialized the gradients of dense uses already.
-    """
-    cached = list(cached)
-    for i in _uses_to_store(methods):
-        if uses[i].outer is None:
-            continue
-        materialize = functools.partial(_uses.gradient, uses[i])
-        chunk = num_examples = len(cached[i].cotangent)
-        if _has_patches(uses[i]):
-            chunk = max(8, num_examples // 4)
-        cached[i] = Cached(None, _norms.in_chunks(materialize, cached[i], chunk))
-    return cached
+def store_gradient(use: Use, cached: Cached) -> Cached:
+    """Replaces the cached arrays of a batch by the gradients of a use."""
+    materialize = functools.partial(_uses.gradient, use)
+    num_examples = len(cached.cotangent)
+    chunk = max(8, num_examples // 4) if _has_patches(use) else num_examples
+    return Cached(None, _norms.in_chunks(materialize, cached, chunk))

@@ -45,21 +45,19 @@ class Program:
     """The analysis of a loss, made before the loss is evaluated.
 
     Attributes:
-      found: all uses, in the forms that their rules give. They determine the estimates
-        of flops.
-      plan: the plan for a function of the parameters and one example. Its uses
-        determine the cached arrays: some uses are dense, because the backward pass
-        materializes their gradients.
+      plan: the plan for a function of the parameters and one example. Its uses have the
+        forms that their rules give, and determine the estimates of flops.
+      cached_uses: the uses that determine the cached arrays: dense if the backward pass
+        materializes the gradient.
       uses: the uses for norms and sums: dense for every gradient that is stored.
       shapes: the shapes of the parameters.
-      norm_methods: the norm methods of all parameters. A use has the same number here
-        and in the lists of uses.
+      norm_methods: the norm methods of all parameters, with the numbers of their uses.
       aux_treedef: the tree structure of the auxiliary outputs.
       is_bounded: whether to clip by proved upper bounds.
     """
 
-    found: list[Use]
     plan: Plan
+    cached_uses: list[Use]
     uses: list[Use]
     shapes: list[tuple[int, ...]]
     norm_methods: list[NormMethod]
@@ -91,25 +89,20 @@ def analyse(
         for i, aval in enumerate(avals)
     ]
     aux = range(1, len(closed.out_avals))
-    plan_with = functools.partial(make_plan, closed, inputs, unread=aux)
-    plan = plan_with()
+    plan = make_plan(closed, inputs, unread=aux)
     if is_bounded and (some := _choice.used_through_arithmetic(plan.uses, shapes)):
-        plan_with = functools.partial(plan_with, tapped=some)
-        plan = plan_with()
+        plan = make_plan(closed, inputs, unread=aux, tapped=some)
         assert not _choice.used_through_arithmetic(plan.uses, shapes)
-    found = plan.uses
-    methods = _choice.choose(found, shapes)
-    if early := _choice.materialized_early(methods, found):
-        plan = plan_with(materialized=early)
-    assert list(map(_in_any_form, plan.uses)) == list(map(_in_any_form, found))
-    uses = _choice.dense_if_stored(methods, found)
+    methods = _choice.choose(plan.uses, shapes)
+    cached_uses, uses = [], []
+    for use, is_stored in zip(
+        plan.uses, _choice.are_stored(methods, plan.uses), strict=True
+    ):
+        is_early = is_stored and _choice.is_materialized_early(use)
+        cached_uses.append(_uses.dense(use) if is_early else use)
+        uses.append(_uses.dense(use) if is_stored else use)
     aux_treedef = treedef.children()[1]
-    return Program(found, plan, uses, shapes, methods, aux_treedef, is_bounded)
-
-
-def _in_any_form(use: Use) -> tuple[str, tuple[int, ...]]:
-    """The parts that stay the same when a gradient is materialized."""
-    return use.rule, use.view.aval.shape
+    return Program(plan, cached_uses, uses, shapes, methods, aux_treedef, is_bounded)
 
 
 @dataclass(frozen=True)
@@ -135,13 +128,15 @@ class Engine:
 
         def compute_and_cache() -> tuple[Any, PyTree, list[Cached]]:
             values, aux, cached = compute(*inputs)
-            return (
-                values,
-                aux,
-                _choice.store_gradients(
-                    program.norm_methods, program.plan.uses, cached
-                ),
-            )
+            cached = [
+                arrays
+                if (old.outer is None) == (new.outer is None)
+                else _choice.store_gradient(old, arrays)
+                for old, new, arrays in zip(
+                    program.cached_uses, program.uses, cached, strict=True
+                )
+            ]
+            return values, aux, cached
 
         values, aux, cached = materialize(compute_and_cache, (args, kwargs))
         return BookKeptGrads(values, aux, program, params, cached)
@@ -174,13 +169,15 @@ def _one_example(
     program: Program, params: list[Any], example: list[Any]
 ) -> tuple[Any, PyTree, list[Cached]]:
     """Returns the loss, the auxiliary outputs, and the cached arrays of each use."""
+    materialized = [use.outer is None for use in program.cached_uses]
 
     def tapped(dummies: list[jax.Array]) -> Any:
-        outputs, activations = execute(program.plan, [*params, *example], dummies)
+        values = [*params, *example]
+        outputs, activations = execute(program.plan, values, dummies, materialized)
         return outputs[0], (outputs[1:], activations)
 
     # Zeros, which only receive the cotangents of the uses.
-    shapes = [use.cotangent for use in program.plan.uses]
+    shapes = [use.cotangent for use in program.cached_uses]
     dummies = [jnp.zeros(x.shape, x.dtype) for x in shapes]
     value, vjp, (aux, activations) = jax.vjp(tapped, dummies, has_aux=True)
     (cotangents,) = vjp(jnp.ones_like(value))

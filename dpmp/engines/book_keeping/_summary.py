@@ -222,7 +222,7 @@ def _summary(program: Program, paths: Sequence[str]) -> Summary:
         used = [x for x in program.norm_methods if i in x.params]
         size = math.prod(shape)
         flops = sum(x.flops * size / max(_num_entries(x, program), 1) for x in used)
-        rules = tuple(x.rule for x in program.found if i in x.view.leaves)
+        rules = tuple(x.rule for x in program.plan.uses if i in x.view.leaves)
         forms, share = tuple(x.form for x in used), flops / max(total, 1)
         rows.append(Row(path, shape, size, rules, forms, flops, share))
     return Summary(tuple(rows))
@@ -250,7 +250,7 @@ def _complaint(program: Program, paths: Sequence[str]) -> str | None:
 
 def _kind_of_fallback(method: NormMethod, program: Program) -> str | None:
     """The key of the advice for a norm method that is a fallback, or None."""
-    uses = program.found
+    uses = program.plan.uses
     with_arithmetic = _choice.used_through_arithmetic(uses, program.shapes)
     if method.form == "parameters" and not set(with_arithmetic).isdisjoint(
         method.params
@@ -300,5 +300,5 @@ def relative_cost(fun: Callable[..., Any], params: PyTree, example: PyTree) -> f
 
 def _num_products(program: Program) -> int:
     """The number of multiplications of one example's data with parameters."""
-    outer = [use.outer for use in program.found if use.outer is not None]
+    outer = [use.outer for use in program.plan.uses if use.outer is not None]
     return sum(math.prod(x.sizes) for x in outer if not x.has_rows)

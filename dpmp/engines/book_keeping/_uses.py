@@ -78,12 +78,15 @@ class Use:
       cotangent: the shape and dtype of the cotangent of the output, which the backward
         pass returns. For dense uses, it returns the gradient instead.
       outer: the outer form of the gradient, or None if it is dense.
+      is_shared: whether the iterations of a loop share the view. Then the backward pass
+        does not materialize the gradient: each iteration would read and write it.
     """
 
     rule: str
     view: View
     cotangent: jax.ShapeDtypeStruct
     outer: Outer | None = None
+    is_shared: bool = False
 
 
 class Cached(NamedTuple):
@@ -112,7 +115,8 @@ def in_loop(use: Use, view: View, size: int, *, is_mapped: bool) -> Use:
         cotangent = _stacked(cotangent, size)
     if outer is not None:
         outer = _of_groups(outer, size) if is_mapped else _of_positions(outer, size)
-    return dataclasses.replace(use, view=view, cotangent=cotangent, outer=outer)
+    is_shared = use.is_shared or not is_mapped
+    return Use(use.rule, view, cotangent, outer, is_shared)
 
 
 def _stacked(x: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:

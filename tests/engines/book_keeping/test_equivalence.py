@@ -402,7 +402,7 @@ def _analyse(loss, params, is_bounded):
 def test_nothing_is_cached_but_gradients(name, is_bounded):
     loss, params = MATERIALIZED[name]
     program = _analyse(loss, params, is_bounded)
-    are_dense = [use.outer is None for use in program.plan.uses]
+    are_dense = [use.outer is None for use in program.cached_uses]
     assert are_dense == [name != "shared"] * len(are_dense)
     forms = [method.form for method in program.norm_methods]
     assert forms.count("stored") == sum(name != "c" for name in params)
@@ -412,7 +412,7 @@ def test_nothing_is_cached_but_gradients(name, is_bounded):
 def test_parameters_may_be_tapped_before_all_others():
     program = _analyse(*MATERIALIZED["through arithmetic"], is_bounded=True)
     assert [use.rule for use in program.plan.uses] == ["identity", "dot", "dot"]
-    assert [use.outer is None for use in program.plan.uses] == [True] * 3
+    assert [use.outer is None for use in program.cached_uses] == [True] * 3
 
 
 def test_relative_costs_count_the_products_of_materialized_gradients():
