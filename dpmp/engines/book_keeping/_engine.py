@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from dpmp._fence import materialize
 from dpmp._typing import PyTree
-from dpmp.engines._signature import Signature, without_example_axis
+from dpmp.engines._signature import Signature, check_loss, without_example_axis
 from dpmp.engines.book_keeping import _choice, _linalg, _norms, _uses, _views
 from dpmp.engines.book_keeping._norms import NormMethod
 from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
@@ -163,6 +163,23 @@ class Engine:
 
     def _examples(self, args: Sequence[Any]) -> dict[int, Any]:
         return {i: args[i] for i in self.signature.of_examples}
+
+
+def make_engine(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    is_bounded: bool = True,
+    **roles: Any,
+) -> tuple[Engine, int]:
+    """Makes the engine of a loss as users write it; returns the batch size too.
+
+    Raises ValueError for invalid roles and for arguments that do not fit them.
+    """
+    signature = Signature.parse(**roles)
+    signature.check(args)
+    loss_fn = signature.of_one_example(fun, check_loss)
+    return Engine(loss_fn, signature, is_bounded), signature.batch_size(args)
 
 
 def _one_example(
