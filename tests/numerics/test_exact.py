@@ -296,7 +296,7 @@ def test_sharding_over_devices_does_not_change_a_bit(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", models.ZOO, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", models.STANDARD, ids=lambda model: model.name)
 def test_gradients_are_within_a_unit_of_the_wide_sum(model):
     params, batch = model.init(jnp.bfloat16), model.make_batch(0, 8)
 

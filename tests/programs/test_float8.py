@@ -9,7 +9,6 @@ import optax
 import pytest
 import reference
 from models import ZOO
-from more_models import PARAMETER_USES
 from programs import equations
 
 import dpmp
@@ -253,14 +252,11 @@ def test_loops_branches_and_remat_are_gone_into():
     assert jnp.isfinite(jax.jit(jax.grad(rounded))(w, x)).all()
 
 
-_ZOO = {model.name: model for model in (*ZOO, *PARAMETER_USES)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 @pytest.mark.parametrize("name", ["mlp", "conv"])
 def test_scales_of_one_example_do_not_depend_on_the_others(name, native):
-    model = _ZOO[name]
+    model = ZOO[name]
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)
 
     def enlarge(x):  # a scale that is shared makes the first example zero
@@ -303,7 +299,7 @@ def test_products_of_wider_operands_are_left_alone():
     "name", ["mlp", "conv", pytest.param("decoder-scan", marks=pytest.mark.slow)]
 )
 def test_book_keeping_agrees_and_has_the_same_rules(name, native):
-    model = _ZOO[name]
+    model = ZOO[name]
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)
     fun = with_float8_products(model.loss, PER_EXAMPLE, native=native)
     ours, theirs, wide = (

@@ -9,7 +9,6 @@ import math
 import jax
 import jax.numpy as jnp
 import models
-import more_models
 import numpy as np
 import pytest
 import reference
@@ -152,7 +151,7 @@ def test_options_of_clipping_mean_what_they_say(batch, options, expected):
 
 
 def test_parameters_of_one_weight_are_clipped_apart():
-    (model,) = (x for x in more_models.PARAMETER_USES if x.name == "weight_norm")
+    model = models.ZOO["weight_norm"]
     params, batch = model.init(jnp.float32), model.make_batch(3, _SIZE)
     clip_norms = {"direction": 0.05, "size": 0.1, "shift": 0.2, "out": 1.0}
     fun = clipped_grad(

@@ -12,7 +12,6 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import models
-import more_models
 import numpy as np
 import pytest
 import reference
@@ -621,8 +620,6 @@ def test_a_block_may_be_rematerialised_in_a_loop_and_hold_a_loop(has_loop, has_r
 
 # Which rules and forms are chosen.
 
-_ZOO = {x.name: x for x in (*models.ZOO, *more_models.PARAMETER_USES)}
-
 
 def _methods(loss, params, example):
     """For each parameter the forms of its norm methods, and the rules of their uses."""
@@ -641,7 +638,7 @@ def _methods(loss, params, example):
 
 @functools.cache
 def _methods_of_model(name):
-    model = _ZOO[name]
+    model = models.ZOO[name]
     example = jax.tree.map(lambda x: np.asarray(x)[0], model.make_batch(0, 1))
 
     def loss(params, example):
@@ -683,7 +680,7 @@ _CHOSEN = {
         "shared": [("product", "dot")],
     },
     "lstm": {"cell/input": [_GRAM], "cell/bias": [_ENTRIES], "start": [_IDENTITY]},
-    "vit": {"patch": [("gram", "convolution")], "class": [("entries", "concatenate")]},
+    "vit": {"patch": [("gram", "convolution")], "cls": [("entries", "concatenate")]},
     "experts": {"up": [_GRAM], "router": [("product", "dot")]},
     # Computed from others: only their gradients tell.
     "weight_norm": {
@@ -708,7 +705,7 @@ def test_each_parameter_has_the_rules_and_forms_that_it_should(name):
     assert {path: methods[path] for path in _CHOSEN[name]} == _CHOSEN[name]
 
 
-@pytest.mark.parametrize("name", [name for name in _ZOO if "scan" in name])
+@pytest.mark.parametrize("name", [name for name in models.ZOO if "scan" in name])
 def test_a_loop_over_layers_sends_nothing_back_to_parameters(name):
     forms = {
         form for methods in _methods_of_model(name).values() for form, *_ in methods

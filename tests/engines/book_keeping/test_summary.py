@@ -6,14 +6,11 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import models
-import more_models
 import pytest
+from models import ZOO
 
 import dpmp
 from dpmp.engines.book_keeping import _engine, summarize
-
-ZOO = {model.name: model for model in (*models.ZOO, *more_models.PARAMETER_USES)}
 
 
 @pytest.fixture(params=ZOO)
