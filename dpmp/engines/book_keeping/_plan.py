@@ -1,16 +1,11 @@
 """Finds the uses in the program of one example's loss, and evaluates that program.
 
-`make_plan` goes through the equations once. For each equation that has a view of
-parameters among its operands, it decides how to evaluate it. `execute` evaluates these
-equations as decided, and all others as they are. These two functions handle all control
-flow:
-
-    jax.jit, constants     written out (`interpreter.inline`), and so is the branch that
-                           a known number chooses
-    scan                   stays a scan, with a plan of its own for the body
-    jax.checkpoint         stays a checkpoint, with a plan of its own
-    any other body         stays as it is; the views among its operands
-                           get an identity tap
+`make_plan` decides how to evaluate each equation that has a view of parameters among
+its operands. `execute` evaluates these equations as decided, and all others as they
+are. These two functions handle all control flow: `jax.jit` and branches that known
+numbers choose are written out (`interpreter.inline`). Scans and checkpoints stay what
+they are, with plans of their own. Any other body stays as it is, and the views among
+its operands get an identity tap.
 """
 
 import dataclasses
@@ -22,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _rules, _uses, _views
+from dpmp.engines.book_keeping import _linalg, _rules, _uses, _views
 from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics import at_least_float32
@@ -45,11 +40,11 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, and decisions for the equations where data meets parameters.
+    """A program, and decisions for the places where data meets parameters.
 
-    `first` is the decision for the arguments, and `last` for the outputs, which may be
-    views themselves. `steps` has the decisions for equations, by their `id`. `returned`
-    has the outputs that are views for the program outside as well, by their numbers.
+    `first` is the decision for the arguments, `steps` has those for equations, by their
+    `id`, and `last` is the decision for the outputs. `returned` has the outputs that
+    are views for the program outside as well, by their numbers.
     """
 
     closed: Any
@@ -174,7 +169,7 @@ def _tappable(views: Sequence[View | None]) -> dict[int, View]:
     return {
         i: view
         for i, view in enumerate(views)
-        if view is not None and view.leaves and _views.is_float(view.aval.dtype)
+        if view is not None and view.leaves and _linalg.is_float(view.aval.dtype)
     }
 
 

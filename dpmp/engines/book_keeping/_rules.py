@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.engines.book_keeping import _views
+from dpmp.engines.book_keeping import _linalg, _views
 from dpmp.engines.book_keeping._uses import Factors, Outer, Sizes, Use
 from dpmp.engines.book_keeping._views import View
 from dpmp.programs import float8, interpreter, primitives
@@ -251,11 +251,11 @@ def tap_dense(
         # Differentiate with respect to all operands: some rules of jax allow nothing
         # else.
         outputs, vjp_wide = jax.vjp(
-            lambda *xs: _views.bind_widened(eqn, xs), *map(_views.widen, values)
+            lambda *xs: _views.bind_widened(eqn, xs), *map(_linalg.widen, values)
         )
         grads = vjp_wide(
             [
-                ct.astype(x.dtype) if _views.is_float(x.dtype) else ct
+                ct.astype(x.dtype) if _linalg.is_float(x.dtype) else ct
                 for ct, x in zip(cotangents, outputs, strict=True)
             ]
         )

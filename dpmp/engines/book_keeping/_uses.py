@@ -175,7 +175,7 @@ def factors(use: Use, cached: Cached) -> Factors:
 
 def _as_floats(x: jax.Array) -> jax.Array:
     """Widens integers, which wrap around, and 8-bit floats, which lose bits on GPUs."""
-    is_wide = _views.is_float(x.dtype) and x.dtype.itemsize >= 2
+    is_wide = _linalg.is_float(x.dtype) and x.dtype.itemsize >= 2
     return x if is_wide else x.astype(jnp.float32)
 
 
@@ -189,7 +189,7 @@ def product(use: Use, cached: Cached) -> jax.Array:
         ]
         return _linalg.apart(jnp.concatenate(products, axis=1))
     groups, _, num_rows, width = use.outer.sizes
-    right = _views.widen(right)
+    right = _linalg.widen(right)
     add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
     return add(jnp.zeros((groups, num_rows, width), right.dtype), left[0], right)
 
@@ -197,7 +197,7 @@ def product(use: Use, cached: Cached) -> jax.Array:
 def gradient(use: Use, cached: Cached) -> jax.Array:
     """Returns the gradient of a use's view, for one example, in float32 or wider."""
     if use.outer is None:
-        return _views.widen(cached.cotangent)
+        return _linalg.widen(cached.cotangent)
     return use.outer.to_view(product(use, cached))
 
 
@@ -214,7 +214,7 @@ def pull_back(
             views, {**roots, **dict(zip(params, values, strict=True))}
         )
 
-    outputs, vjp = jax.vjp(evaluate, *(_views.widen(roots[i]) for i in params))
+    outputs, vjp = jax.vjp(evaluate, *(_linalg.widen(roots[i]) for i in params))
     return list(vjp([g.astype(x.dtype) for g, x in zip(grads, outputs, strict=True)]))
 
 
