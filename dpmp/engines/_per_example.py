@@ -181,8 +181,7 @@ def mappable(fun: Callable[..., PyTree], signature: Signature) -> Callable[..., 
 
 
 def stack_engine(
-    fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
-    signature: Signature,
+    fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]], signature: Signature
 ) -> Callable[..., StackedGrads]:
     """Makes an engine that maps a mappable `fun` over a batch of examples.
 

@@ -48,8 +48,7 @@ def hoist_constants(
 
 
 def rewrite(
-    fun: Callable[..., PyTree],
-    replace: Callable[[Any, list[Any]], list[Any] | None],
+    fun: Callable[..., PyTree], replace: Callable[[Any, list[Any]], list[Any] | None]
 ) -> Callable[..., PyTree]:
     """Makes a function in which some equations are evaluated in another way.
 

@@ -6,14 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._parts import (
-    NUM_CLASSES,
-    cross_entropy,
-    init_fn,
-    model,
-    normal,
-    vectors,
-)
+from ._parts import NUM_CLASSES, cross_entropy, init_fn, model, normal, vectors
 
 
 @model(

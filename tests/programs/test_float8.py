@@ -33,8 +33,7 @@ def rounded_to(x, dtype, scale):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("float8_e4m3fn", jnp.bfloat16), ("float8_e5m2", jnp.float32)],
+    ("name", "dtype"), [("float8_e4m3fn", jnp.bfloat16), ("float8_e5m2", jnp.float32)]
 )
 def test_rounds_to_the_nearest_number_of_the_format(name, dtype):
     x = np.random.default_rng(0).normal(size=500).astype(np.float32).astype(dtype)

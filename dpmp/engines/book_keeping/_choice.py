@@ -100,7 +100,7 @@ def _cheapest(
         methods.append(_norms.by_gram(used, swapped, param))
     cheapest = min(methods, key=lambda method: method.flops)
     if is_alone:
-        stored = by_stored_gradient(number, first, param)
+        stored = _by_stored_gradient(number, first, param)
         return stored if _is_better(stored, cheapest, first) else cheapest
     return cheapest
 
@@ -130,7 +130,7 @@ def _orientations(
     return [side != first for side in sides] if is_same else None
 
 
-def by_stored_gradient(number: int, use: Use, param: int) -> NormMethod:
+def _by_stored_gradient(number: int, use: Use, param: int) -> NormMethod:
     """The norm method of a gradient of the outer form that is stored."""
     product = _norms.by_product(number, use, param)
     entries = _norms.by_entries(number, dense(use), param)

@@ -114,7 +114,7 @@ def in_loop(use: Use, view: View, size: int, *, is_mapped: bool) -> Use:
     if outer is not None or is_mapped:
         cotangent = _stacked(cotangent, size)
     if outer is not None:
-        outer = _of_groups(outer, size) if is_mapped else _of_positions(outer, size)
+        outer = _outer_in_loop(outer, size, is_mapped=is_mapped)
     is_shared = use.is_shared or not is_mapped
     return Use(use.rule, view, cotangent, outer, is_shared)
 
@@ -123,45 +123,31 @@ def _stacked(x: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size, *x.shape), x.dtype)
 
 
-def _of_groups(outer: Outer, size: int) -> Outer:
-    """Adds one group for each iteration."""
+def _outer_in_loop(outer: Outer, size: int, *, is_mapped: bool) -> Outer:
+    """Adds one group for each iteration, or positions if they share a view."""
+
+    def join(x: jax.Array) -> jax.Array:
+        if is_mapped:
+            return jax.lax.collapse(x, 0, 2)
+        return jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3)
+
+    def factors(*args: jax.Array) -> Factors:
+        return jax.tree.map(join, jax.vmap(outer.factors)(*args))
 
     def to_view(grad: jax.Array) -> jax.Array:
         return jax.vmap(outer.to_view)(grad.reshape(size, -1, *grad.shape[1:]))
 
-    axes = outer.axes
+    activation, sizes = _stacked(outer.activation, size), outer.sizes
+    if not is_mapped:
+        sizes = sizes._replace(positions=size * sizes.positions)
+        return Outer(
+            activation, sizes, factors, outer.to_view, outer.axes, outer.has_rows
+        )
+    sizes, axes = sizes._replace(groups=size * sizes.groups), outer.axes
     if axes is not None:
         groups, left, right = (tuple(i + 1 for i in part) for part in axes)
         axes = ((0, *groups), left, right)
-    return Outer(
-        _stacked(outer.activation, size),
-        outer.sizes._replace(groups=size * outer.sizes.groups),
-        _for_iterations(outer, lambda x: jax.lax.collapse(x, 0, 2)),
-        to_view,
-        axes,
-        outer.has_rows,
-    )
-
-
-def _of_positions(outer: Outer, size: int) -> Outer:
-    """Adds positions for each iteration."""
-    return dataclasses.replace(
-        outer,
-        activation=_stacked(outer.activation, size),
-        sizes=outer.sizes._replace(positions=size * outer.sizes.positions),
-        factors=_for_iterations(
-            outer, lambda x: jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3)
-        ),
-    )
-
-
-def _for_iterations(
-    outer: Outer, join: Callable[[jax.Array], jax.Array]
-) -> Callable[[jax.Array, jax.Array], Factors]:
-    def factors(*args: jax.Array) -> Factors:
-        return jax.tree.map(join, jax.vmap(outer.factors)(*args))
-
-    return factors
+    return Outer(activation, sizes, factors, to_view, axes, outer.has_rows)
 
 
 def factors(use: Use, cached: Cached) -> Factors:
@@ -231,13 +217,12 @@ def weighted_sum(
     An example whose `keep` is False contributes zero, by selection, whatever is cached
     for it. A parameter without a use has zeros.
     """
-    used = [
-        (use, arrays)
-        for use, arrays in zip(uses, cached, strict=True)
-        if not use.view.leaves.isdisjoint(params)
-    ]
-    totals = [_sum_of_use(use, arrays, coefs, keep) for use, arrays in used]
-    sums = pull_back([use.view for use, _ in used], params, roots, totals)
+    views, totals = [], []
+    for use, arrays in zip(uses, cached, strict=True):
+        if not use.view.leaves.isdisjoint(params):
+            views.append(use.view)
+            totals.append(_sum_of_use(use, arrays, coefs, keep))
+    sums = pull_back(views, params, roots, totals)
     return dict(zip(params, sums, strict=True))
 
 
