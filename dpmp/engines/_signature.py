@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
@@ -55,11 +56,9 @@ class Signature:
             batch_argnums=batch_argnums,
             prng_argnum=prng_argnum,
         )
-        if not isinstance(argnums, tuple | list | None):
-            (positions,) = positions
-        return cls(
-            positions, batched, keys[0] if keys else None, keep_batch_dim, has_aux
-        )
+        is_single = not isinstance(argnums, tuple | list | None)
+        params, key = every[0] if is_single else positions, keys[0] if keys else None
+        return cls(params, batched, key, keep_batch_dim, has_aux)
 
     @property
     def of_params(self) -> tuple[int, ...]:
@@ -227,10 +226,10 @@ def check_float_leaves(tree: PyTree, name: str) -> None:
 def check_loss(value: Any) -> None:
     """Raises ValueError unless `value` can be differentiated."""
     is_number = isinstance(value, int | float) or hasattr(value, "dtype")
-    dtype = jnp.result_type(value) if is_number else None
+    dtype = jnp.result_type(value) if is_number else np.dtype(object)
     _validate.require(
         is_number and jnp.shape(value) == () and jnp.issubdtype(dtype, jnp.floating),
         "fun must return a scalar float loss for one example. Reduce it with jnp.mean "
         "or jnp.sum; return other values as aux (has_aux).",
-        loss=f"{dtype.name}{list(jnp.shape(value))}" if dtype else type(value).__name__,
+        loss=f"{dtype}{list(jnp.shape(value))}" if is_number else type(value).__name__,
     )

@@ -89,7 +89,7 @@ def with_float8_products(
         operands = [_with_rounded_value(x, scale) for x in values]
         is_dot = eqn.primitive.name == primitives.DOT_GENERAL
         if is_dot and (is_native() if native is None else native):
-            result = _dot_general(eqn, *operands, scale)
+            result = _dot_general(eqn, scale, *operands)
         else:
             (result,) = interpreter.bind(eqn, operands)
         return [_with_rounded_cotangent(scale, result)]
@@ -185,7 +185,7 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _dot_general(eqn: Any, x: jax.Array, y: jax.Array, scale: str | float) -> jax.Array:
+def _dot_general(eqn: Any, scale: str | float, x: jax.Array, y: jax.Array) -> jax.Array:
     """Computes a dot product from 8-bit products that are summed in float32.
 
     The operands are rounded, with `scale`. The caller must round the cotangent of the

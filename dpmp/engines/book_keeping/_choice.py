@@ -153,12 +153,6 @@ def _num_bytes(*arrays: jax.ShapeDtypeStruct) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
-def are_stored(methods: Sequence[NormMethod], uses: Sequence[Use]) -> list[bool]:
-    """Tells for each use whether its gradient is stored."""
-    stored = {method.uses[0] for method in methods if method.form == "stored"}
-    return [i in stored for i in range(len(uses))]
-
-
 def is_materialized_early(use: Use) -> bool:
     """Whether the backward pass materializes the gradient of a use, if it is stored."""
     return not use.is_shared and not _has_patches(use)

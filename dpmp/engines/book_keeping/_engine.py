@@ -94,13 +94,12 @@ def analyse(
         plan = make_plan(closed, inputs, unread=aux, tapped=some)
         assert not _choice.used_through_arithmetic(plan.uses, shapes)
     methods = _choice.choose(plan.uses, shapes)
-    cached_uses, uses = [], []
-    for use, is_stored in zip(
-        plan.uses, _choice.are_stored(methods, plan.uses), strict=True
-    ):
-        is_early = is_stored and _choice.is_materialized_early(use)
-        cached_uses.append(_uses.dense(use) if is_early else use)
-        uses.append(_uses.dense(use) if is_stored else use)
+    stored = {method.uses[0] for method in methods if method.form == "stored"}
+    early = {i for i in stored if _choice.is_materialized_early(plan.uses[i])}
+    cached_uses, uses = (
+        [_uses.dense(use) if i in some else use for i, use in enumerate(plan.uses)]
+        for some in (early, stored)
+    )
     aux_treedef = treedef.children()[1]
     return Program(plan, cached_uses, uses, shapes, methods, aux_treedef, is_bounded)
 
@@ -128,13 +127,10 @@ class Engine:
 
         def compute_and_cache() -> tuple[Any, PyTree, list[Cached]]:
             values, aux, cached = compute(*inputs)
+            uses = zip(program.cached_uses, program.uses, cached, strict=True)
             cached = [
-                arrays
-                if (old.outer is None) == (new.outer is None)
-                else _choice.store_gradient(old, arrays)
-                for old, new, arrays in zip(
-                    program.cached_uses, program.uses, cached, strict=True
-                )
+                x if old.outer is new.outer else _choice.store_gradient(old, x)
+                for old, new, x in uses
             ]
             return values, aux, cached
 

@@ -108,8 +108,8 @@ def make_plan(
 def execute(
     plan: Plan,
     args: Sequence[Any],
-    dummies: Sequence[jax.Array],
-    materialized: Sequence[bool],
+    dummies: list[jax.Array],
+    materialized: list[bool],
 ) -> tuple[list[Any], list[Any]]:
     """Returns the outputs of a program, and for each use the cached value or None.
 
