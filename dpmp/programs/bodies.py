@@ -10,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from dpmp.programs import primitives
-from dpmp.programs.interpreter import bind, callee, inline, is_literal, variables
+from dpmp.programs.interpreter import bind, callee, inline, is_literal
 
 # Returns the outputs of a closed jaxpr.
 RunBody = Callable[[Any, Sequence[Any]], list[Any]]
@@ -144,8 +144,8 @@ def bind_bodies(eqn: Any, values: Sequence[Any], run_body: RunBody) -> list[Any]
 
 def _stacks_anything_twice(eqn: Any) -> bool:
     """Whether a scan stacks the same values more than once, in separate copies."""
-    outputs = variables(eqn.params["jaxpr"].jaxpr.outvars)
-    return len(set(outputs)) < len(outputs)
+    variables = [v for v in eqn.params["jaxpr"].jaxpr.outvars if not is_literal(v)]
+    return len(set(variables)) < len(variables)
 
 
 def _stack_once(eqn: Any, values: Sequence[Any], run_body: RunBody) -> list[Any]:

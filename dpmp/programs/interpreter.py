@@ -99,9 +99,10 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jax.extend.core.Literal)
 
 
-def variables(atoms: Sequence[Any]) -> list[Any]:
-    """Leaves out the literals."""
-    return [x for x in atoms if not is_literal(x)]
+def variables_read(jaxpr: Any) -> list[list[Any]]:
+    """The variables that each equation reads, and last those that are returned."""
+    atoms = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
+    return [[x for x in some if not is_literal(x)] for some in atoms]
 
 
 def name(eqn: Any) -> str:

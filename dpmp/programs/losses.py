@@ -143,9 +143,9 @@ def check_program(
     The loss receives parameters and float inputs in `compute_dtype`. Raises ValueError
     if nothing reads the parameters, and warns of the other mistakes.
     """
-    params = set(jaxpr.invars[:num_params])
+    read = interpreter.variables_read(jaxpr)
     _validate.require(
-        bool(params & _read(jaxpr)),
+        not set().union(*read).isdisjoint(jaxpr.invars[:num_params]),
         "loss_fn must compute with the params that it is given. Models of Keras, NNX "
         "and Equinox have parameters of their own. Use model.stateless_call(params, "
         "...), nnx.merge(graphdef, params), or eqx.combine(params, static). "
@@ -160,7 +160,7 @@ def check_program(
             "are the same for every example at every step. For dropout, pass "
             "uses_prng_key=True, and draw from the key that the loss is then given."
         )
-    if shapes := _shapes_of_dropped_states(jaxpr):
+    if shapes := _shapes_of_dropped_states(jaxpr, read):
         warn(
             f"loss_fn computes new values of {len(shapes)} arrays that it closes over, "
             f"of the shapes {', '.join(map(str, shapes))}, and drops them. The state "
@@ -190,13 +190,9 @@ def calls_host(jaxpr: Any) -> bool:
     )
 
 
-def _read(jaxpr: Any) -> set[Any]:
-    """The variables that equations read or that the program returns."""
-    atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + [*jaxpr.outvars]
-    return set(interpreter.variables(atoms))
-
-
-def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
+def _shapes_of_dropped_states(
+    jaxpr: Any, inputs_of: Sequence[list[Any]]
+) -> list[tuple[int, ...]]:
     """The shapes of arrays that the program computes, but neither uses nor returns.
 
     Such an array depends on an argument of the program, and on an array of its shape
@@ -204,11 +200,10 @@ def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
     axis of one, so that it rarely has the shape of a state. (It may: Haiku's averages
     have such an axis, and so has the first state of a recurrent network.)
     """
-    read, depends, dropped = _read(jaxpr), set(jaxpr.invars), []
+    read, depends, dropped = set().union(*inputs_of), set(jaxpr.invars), []
     # The shapes of the states that a variable was computed from.
     sources = {x: {x.aval.shape} for x in jaxpr.constvars if _may_be_state(x.aval)}
-    for eqn in jaxpr.eqns:
-        inputs = interpreter.variables(eqn.invars)
+    for eqn, inputs in zip(jaxpr.eqns, inputs_of, strict=False):
         if shapes := set().union(*(sources.get(x, ()) for x in inputs)):
             sources.update(dict.fromkeys(eqn.outvars, shapes))
         if depends.isdisjoint(inputs):
