@@ -20,7 +20,6 @@ __all__ = [
     "TRANSFORMER",
     "ZOO",
     "Model",
-    "per_example_grads",
     "per_example_losses_and_grads",
 ]
 del _networks, _uses  # they fill the zoo
@@ -28,13 +27,8 @@ del _networks, _uses  # they fill the zoo
 MLP, CONV, TRANSFORMER = STANDARD = ZOO["mlp"], ZOO["conv"], ZOO["transformer"]
 
 
-def per_example_grads(model: Model, params: Any, batch: Any) -> Any:
-    """The gradients as jax computes them: a tree of arrays (B, ...)."""
-    return per_example_losses_and_grads(model, params, batch)[1]
-
-
 def per_example_losses_and_grads(model: Model, params: Any, batch: Any) -> Any:
-    """The losses, (B,), and the gradients, from one program of jax."""
+    """The losses, (B,), and a tree of gradients, (B, ...), as jax computes them."""
     return _per_example_fn(model)(params, batch)
 
 

@@ -234,18 +234,6 @@ def _factors_of(params):
     return {name: params[name] for name in ("a", "b")}
 
 
-def _one_layer(params, x):
-    return jnp.sum(_layer(x, jax.tree.map(lambda w: w[0], params)) ** 2)
-
-
-def _after_a_tap(params, x):
-    """Its first use is another one: an identity tap, before the view is used."""
-    x = jax.lax.cond(
-        x[0, 0] > 0, lambda x, b: x + b, lambda x, b: x - b, x, params["c"]
-    )
-    return _CHECKPOINTED(_factors_of(params), x)
-
-
 def _carried(params, x):
     """The loop changes a view that it carries, which gets an identity tap."""
 
@@ -291,15 +279,11 @@ def _factors(*axes, dtype=jnp.float32):
     return {k: normal(*x, dtype=dtype, scale=0.25) for k, x in shapes.items()}
 
 
-_STACKED, _C = _factors(LAYERS), {"c": normal(WIDE, scale=0.25)}
+_STACKED = _factors(LAYERS)
 MATERIALIZED = {
-    "one layer": (_one_layer, _STACKED),
-    "loop": (_over_layers(_layer), _STACKED),
     "checkpoints": (_CHECKPOINTED, _STACKED),
-    "checkpoint of a loop": (jax.checkpoint(_over_layers(_layer)), _STACKED),
     "checkpoints-bfloat16": (_CHECKPOINTED, _factors(LAYERS, dtype=jnp.bfloat16)),
-    "after a tap": (_after_a_tap, _STACKED | _C),
-    "carried": (_carried, _STACKED | _C),
+    "carried": (_carried, {**_STACKED, "c": normal(WIDE, scale=0.25)}),
     "through arithmetic": (
         _through_arithmetic,
         {**_STACKED, "w": normal(WIDE, WIDE, scale=0.25)},
@@ -330,8 +314,7 @@ _RTOL_OF_16_BITS = {
 }
 _SLOW = pytest.mark.slow
 # Much like others, or long to compile.
-_LEFT_OUT = {"loop", "checkpoint of a loop", "experts in a scan", "one layer"}
-_LEFT_OUT |= {"checkpoints-bfloat16", "after a tap"}
+_LEFT_OUT = {"experts in a scan", "checkpoints-bfloat16"}
 _CASES = [
     *(
         pytest.param(x, "bounded", marks=[_SLOW] if x in _LEFT_OUT else [])
