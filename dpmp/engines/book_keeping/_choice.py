@@ -2,11 +2,10 @@
 
 A per-example gradient is stored if it takes no more memory than the activations and
 cotangents that it is computed from, and saves time. It is then materialized once, held
-in memory instead of these arrays, and read for the norm and for the sum. The sum of
-stored gradients costs next to nothing. The gradients of low-rank factors (LoRA) are an
-example: the backward pass materializes them where they arise, and nothing else is
-cached for them. The gradients of convolutions, and of loops whose iterations share a
-parameter, are materialized after the backward pass, for some examples at a time.
+in memory instead of these arrays, and read for the norm and for the sum. The backward
+pass materializes such gradients where they arise, as those of low-rank factors (LoRA).
+Those of convolutions, and of loops whose iterations share a parameter, are materialized
+after it.
 """
 
 import dataclasses

@@ -3,8 +3,7 @@
 One forward pass caches the activation that enters every use of a parameter, and one
 backward pass caches the cotangent of its output (Bu et al., 2022). A per-example
 gradient is materialized in three cases only: it is smaller than these arrays, it is the
-fastest way to the norm, or no other exact way is known. In the first case, the backward
-pass materializes most of these gradients, and nothing else is cached for them.
+fastest way to the norm, or no other exact way is known (`_choice`).
 """
 
 import functools
@@ -233,8 +232,8 @@ class BookKeptGrads:
         methods = self.program.norm_methods
         measured = [_norms.measure(x, self._roots, self.cached) for x in methods]
         dtype = at_least_float32(*(x.dtype for x in jax.tree.leaves(measured)))
-        results = []
-        for group in groups:
+
+        def of_group(group: Sequence[int]) -> Group:
             parts = [
                 (method, x)
                 for method, of_params in zip(methods, measured, strict=True)
@@ -251,18 +250,17 @@ class BookKeptGrads:
             of_cancelling = (x.magnitudes for method, x in parts if method.cancels)
             cancelling = _linalg.joined([zero, *of_cancelling])
             depth = _linalg.depth(max(squares.shape[-1], magnitudes.shape[-1]))
-            results.append(
-                Group(
-                    # Inner products that cancel may add up to less than zero.
-                    jnp.maximum(_linalg.add_up(squares), 0),
-                    _linalg.add_up(magnitudes),
-                    _linalg.add_up(cancelling),
-                    roundings.after(depth),
-                    sum(method.num_products for method, _ in parts),
-                    sum(math.prod(self.program.shapes[i]) for i in group),
-                )
+            return Group(
+                # Inner products that cancel may add up to less than zero.
+                jnp.maximum(_linalg.add_up(squares), 0),
+                _linalg.add_up(magnitudes),
+                _linalg.add_up(cancelling),
+                roundings.after(depth),
+                sum(method.num_products for method, _ in parts),
+                sum(math.prod(self.program.shapes[i]) for i in group),
             )
-        return results
+
+        return list(map(of_group, groups))
 
     def _squared_norm(self, group: "Group") -> SquaredNorm:
         # A factor times a coefficient is rounded to bfloat16 if the factors are.
