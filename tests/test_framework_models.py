@@ -3,13 +3,13 @@
 import contextlib
 import functools
 
-import framework_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import reference
+from models import libraries as framework_models
 
 import dpmp
 

@@ -28,13 +28,10 @@ _LARGEST_COEFFICIENT = 2.0**100
 class PerExampleGrads(Protocol):
     """The gradients of one batch or microbatch, as clipping sees them.
 
-    Clipping reads squared norms and a weighted sum; it never reads a gradient. Each
-    engine is free in how it represents the gradients, for example as a stack, or as
-    activations and cotangents.
-
-    The argument `prefix` of the methods is the tree structure of the clip norms. Each
-    of its leaves stands for one clipping group: the parameters that share one clip
-    norm.
+    Clipping never reads a gradient: an engine may hold a stack of gradients, or
+    activations and cotangents. The argument `prefix` of the methods is the tree
+    structure of the clip norms. Each of its leaves stands for one clipping group: the
+    parameters that share one clip norm.
     """
 
     @property
@@ -58,17 +55,11 @@ class PerExampleGrads(Protocol):
         prefix: Any,
         arithmetic: Arithmetic,
     ) -> PyTree:
-        """Sums coefficient times gradient over the examples.
+        """Sums coefficient times gradient over the examples, up to `arithmetic.finish`.
 
-        Args:
-          clip_coefs: the (B,) coefficients for each leaf of `prefix`.
-          keep: (B,) bool. An example whose entry is False contributes exactly zero, by
-            selection, even if its gradient is infinite or NaN.
-          prefix: the tree structure of the clip norms.
-          arithmetic: the arithmetic of the sum.
-
-        Returns:
-          The sum, before `arithmetic.finish`.
+        There are (B,) coefficients for each leaf of `prefix`. An example whose `keep`,
+        (B,) bool, is False contributes exactly zero, by selection, even if its gradient
+        is infinite or NaN.
         """
         ...
 
@@ -78,17 +69,12 @@ GradEngine: TypeAlias = Callable[..., PerExampleGrads]
 
 def check_method(method: str, pre_clipping_transform: Any = None) -> None:
     """Raises ValueError for an unknown method, or one that cannot apply a transform."""
-    _validate.require(
-        method in METHODS,
-        f"method must be one of {list(METHODS)}",
-        method=method,
-        fix='Use "book_keeping" for speed, "per_example" for exact sums.',
-    )
+    _validate.one_of(METHODS, method=method)
     _validate.require(
         pre_clipping_transform is None or method != "book_keeping",
-        "pre_clipping_transform needs an engine that materializes gradients",
+        "pre_clipping_transform needs an engine that materializes gradients. Use "
+        'method="per_example", or build the transform into the loss.',
         method=method,
-        fix='Use method="per_example", or build the transform into the loss.',
     )
 
 
@@ -104,11 +90,8 @@ def make_engine(
     """Makes the gradient engine of a loss as users write it.
 
     With `is_bounded`, norms must be upper bounds that include rounding errors. The
-    other arguments are those of `clipped_grad`.
-
-    Returns:
-      The engine, and a function from its arguments to the largest microbatch size, or
-      None if there is no limit.
+    other arguments are those of `clipped_grad`. Returns the engine, and a function from
+    its arguments to the largest microbatch size, or None if there is no limit.
     """
     loss_fn = signature.of_one_example(fun, check_loss)
     if loss_scale is not None:
@@ -119,11 +102,10 @@ def make_engine(
         largest_microbatch = engine.largest_microbatch if is_bounded else None
     else:
         loss_fn = _per_example.mappable(loss_fn, signature)
+        grad_fn = jax.value_and_grad(loss_fn, signature.argnums, has_aux=True)
 
         def for_one_example(*args: Any, **kwargs: Any) -> tuple[PyTree, Any]:
-            outputs, grads = jax.value_and_grad(
-                loss_fn, signature.argnums, has_aux=True
-            )(*args, **kwargs)
+            outputs, grads = grad_fn(*args, **kwargs)
             return grads if transform is None else transform(grads), outputs
 
         engine = _per_example.stack_engine(for_one_example, signature)
@@ -161,18 +143,17 @@ def scaled(
 def _to_power_of_two(scale: Any) -> jax.Array:
     """Rounds a scale down to a power of two, in float32, limited to 2^-40 ... 2^40.
 
-    The result is NaN if the scale is negative, infinite or NaN.
-
-    The function works on the bits of the float with integer operations. A float
-    comparison may treat a subnormal number as zero in one place and not in another.
+    The result is NaN if the scale is negative, infinite or NaN. Only integer operations
+    read the bits of the float: a float comparison may treat a subnormal number as zero
+    in one place and not in another.
     """
     scale = jnp.asarray(scale)
     _validate.require(
         scale.shape == () and jnp.issubdtype(scale.dtype, jnp.number),
-        "the loss_scale of an example must be one number",
+        "the loss_scale of an example must be one number. Return a scalar from the "
+        "function, as dpmp.loss_scaling.by_loss() does.",
         shape=scale.shape,
         dtype=scale.dtype.name,
-        fix="Return a scalar from the function, as dpmp.loss_scaling.by_loss() does.",
     )
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
     exponent = bits >> 23  # negative for negative numbers: the sign bit is on top
@@ -198,11 +179,7 @@ def unscaled(engine: GradEngine) -> GradEngine:
 class UnscaledGrads:
     """`PerExampleGrads` of a loss, computed from those of the scaled loss.
 
-    Attributes:
-      values: the losses, (B,).
-      aux: the auxiliary outputs of the loss.
-      scales: the scales, (B,). An example with scale NaN contributes zero.
-      scaled: the gradients of the scaled loss.
+    `scales` is (B,). An example with scale NaN contributes zero.
     """
 
     values: jax.Array

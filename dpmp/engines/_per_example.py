@@ -24,10 +24,7 @@ from dpmp.numerics import (
     rows_of_block,
     squared_norm,
 )
-from dpmp.programs.transformations import (
-    has_ragged_products,
-    without_ragged_products,
-)
+from dpmp.programs.transformations import has_ragged_products, without_ragged_products
 
 # Arrays of at most this many entries are joined.
 _FEW = 512
@@ -74,9 +71,7 @@ class StackedGrads:
             for group, coef, mask in zip(groups, coefs, masks, strict=True):
                 rows = [rows_of_block(x, indices) for x in (coef, mask)]
                 sums += [
-                    _add_block(
-                        x.bits, *rows, indices, dtype=x.dtype, arithmetic=sums_of
-                    )
+                    _add_block(x.bits, *rows, indices, x.dtype, sums_of)
                     for x in group.arrays
                 ]
             return sums
@@ -98,7 +93,6 @@ def _add_block(
     coefs: list[jax.Array],
     masks: list[jax.Array],
     indices: list[jax.Array],
-    *,
     dtype: Any,
     arithmetic: GradientSums,
 ) -> PyTree:
@@ -168,8 +162,7 @@ def store_one(tree: PyTree) -> StackedGrads:
 def mappable(fun: Callable[..., PyTree], signature: Signature) -> Callable[..., PyTree]:
     """Returns `fun`, of one example, without products that `jax.vmap` cannot map.
 
-    Make a function mappable before differentiating it. Arguments that are neither
-    parameters nor examples need not be arrays.
+    Make a function mappable before differentiating it.
     """
     arrays = (*signature.of_params, *signature.of_examples)
 
@@ -188,8 +181,7 @@ def mappable(fun: Callable[..., PyTree], signature: Signature) -> Callable[..., 
 
 
 def stack_engine(
-    fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]],
-    signature: Signature,
+    fun: Callable[..., tuple[PyTree, tuple[Any, PyTree]]], signature: Signature
 ) -> Callable[..., StackedGrads]:
     """Makes an engine that maps a mappable `fun` over a batch of examples.
 
@@ -197,12 +189,8 @@ def stack_engine(
     """
 
     def engine(*args: Any, **kwargs: Any) -> StackedGrads:
-        mapped = jax.vmap(
-            functools.partial(fun, **kwargs),
-            in_axes=[
-                0 if i in signature.of_examples else None for i in range(len(args))
-            ],
-        )
+        in_axes = [0 if i in signature.of_examples else None for i in range(len(args))]
+        mapped = jax.vmap(functools.partial(fun, **kwargs), in_axes)
         stack, (values, aux) = compute_and_store(lambda: mapped(*args), (args, kwargs))
         return StackedGrads(values, aux, stack)
 

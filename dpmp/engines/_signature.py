@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
@@ -18,13 +19,9 @@ from dpmp._warnings import warn
 class Signature:
     """The roles of a function's arguments, parsed once.
 
-    Attributes:
-      argnums: the positions of the parameters, as `jax.grad` takes them: one position,
-        or several. The tuple is empty if nothing is differentiated.
-      batch_argnums: the positions of the arguments with a leading example axis.
-      prng_argnum: the position of a key that is split over the examples, or None.
-      keep_batch_dim: whether the function receives one example as a batch of one.
-      has_aux: whether the function returns a pair (value, aux).
+    The tuple `argnums` is empty if nothing is differentiated. `prng_argnum` is the
+    position of a key that is split over the examples. The other attributes are those of
+    `clipped_grad`.
     """
 
     argnums: int | tuple[int, ...]
@@ -53,20 +50,15 @@ class Signature:
         every = (*positions, *batched, *keys)
         _validate.require(
             len(set(every)) == len(every),
-            "argnums, batch_argnums and prng_argnum must not overlap",
+            "argnums, batch_argnums and prng_argnum must not overlap. An argument is "
+            "differentiated, or batched, or a key.",
             argnums=argnums,
             batch_argnums=batch_argnums,
             prng_argnum=prng_argnum,
-            fix="An argument is differentiated, or batched, or a key.",
         )
         is_single = not isinstance(argnums, tuple | list | None)
-        return cls(
-            every[0] if is_single else positions,
-            batched,
-            keys[0] if keys else None,
-            keep_batch_dim,
-            has_aux,
-        )
+        params, key = every[0] if is_single else positions, keys[0] if keys else None
+        return cls(params, batched, key, keep_batch_dim, has_aux)
 
     @property
     def of_params(self) -> tuple[int, ...]:
@@ -130,15 +122,14 @@ class Signature:
             sizes["is_padding_example"] = jnp.shape(is_padding_example)
             _validate.require(
                 jnp.result_type(is_padding_example) == jnp.dtype("bool"),
-                "is_padding_example must be a bool array",
+                "is_padding_example must be a bool array. Compare, as in `i < 0`.",
                 dtype=jnp.result_type(is_padding_example),
-                fix="Compare, as in `indices < 0`.",
             )
         _validate.require(
             len(set(sizes.values())) == 1 and () not in sizes.values(),
-            "all batched arguments must have one leading axis of the same size",
+            "all batched arguments must have one leading axis of the same size. Stack "
+            "the examples along axis 0, or correct batch_argnums.",
             sizes=sizes,
-            fix="Stack the examples along axis 0, or correct batch_argnums.",
         )
         ((batch_size,),) = set(sizes.values())
         return batch_size
@@ -146,11 +137,10 @@ class Signature:
     def of_one_example(
         self, fun: Callable[..., Any], check: Callable[[Any], None]
     ) -> Callable[..., tuple[Any, PyTree]]:
-        """Turns `fun` into a function of one example that returns (value, aux).
+        """Turns `fun` into a function of one example that returns (value, aux or None).
 
-        Without auxiliary outputs, aux is None. With `keep_batch_dim`, `fun` receives a
-        batch of one, and every auxiliary output with that axis loses it. `check` raises
-        ValueError for an invalid value.
+        With `keep_batch_dim`, `fun` receives a batch of one, and every auxiliary output
+        with that axis loses it. `check` raises ValueError for an invalid value.
         """
         batched = self.batch_argnums if self.keep_batch_dim else ()
 
@@ -164,7 +154,13 @@ class Signature:
                 for i, arg in enumerate(args)
             ]
             output = fun(*given, **kwargs)
-            value, aux = _unpack_aux(output) if self.has_aux else (output, None)
+            _validate.require(
+                not self.has_aux or (isinstance(output, tuple) and len(output) == 2),
+                "with has_aux=True fun must return a pair (value, aux). Return two "
+                "values, or leave has_aux out.",
+                output=type(output).__name__,
+            )
+            value, aux = output if self.has_aux else (output, None)
             check(value)
             return value, jax.tree.map(drop_batch_of_one, aux)
 
@@ -187,8 +183,8 @@ def _as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
     as_tuple = tuple(map(as_number, as_tuple))
     _validate.require(
         len(as_tuple) > 0 and all(_validate.is_integer(i) and i >= 0 for i in as_tuple),
-        f"{name} must be one or more positions, counted from 0",
-        fix="Negative positions are not supported.",
+        f"{name} must be one or more positions, counted from 0. Negative positions are "
+        "not supported.",
         argnums=argnums,
     )
     return as_tuple
@@ -198,9 +194,9 @@ def check_num_args(args: Sequence[Any], argnums: tuple[int, ...]) -> None:
     """Raises ValueError unless every position in `argnums` has an argument."""
     _validate.require(
         len(args) > max(argnums),
-        f"there must be at least {max(argnums) + 1} positional arguments",
+        f"there must be at least {max(argnums) + 1} positional arguments. Pass the "
+        "arguments that argnums name by position.",
         num_args=len(args),
-        fix="Pass the arguments that argnums name by position.",
     )
 
 
@@ -209,9 +205,9 @@ def check_float_leaves(tree: PyTree, name: str) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     _validate.require(
         len(leaves) > 0,
-        f"{name} must hold at least one array",
+        f"{name} must hold at least one array. Correct argnums, or what the function "
+        "returns.",
         tree=jax.tree.structure(tree),
-        fix="Correct argnums, or what the function returns.",
     )
     for path, leaf in leaves:
         # For other types, jax's own error would show the content of the leaf.
@@ -219,36 +215,21 @@ def check_float_leaves(tree: PyTree, name: str) -> None:
         type_name = jnp.result_type(leaf).name if is_array else type(leaf).__name__
         _validate.require(
             is_array and jnp.issubdtype(jnp.result_type(leaf), jnp.floating),
-            f"every leaf of {name} must be a real float array",
+            f"every leaf of {name} must be a real float array. Keep integers and other "
+            "values in an argument of their own; split complex values into real and "
+            "imaginary parts.",
             leaf=jax.tree_util.keystr(path),
             type=type_name,
-            fix="Keep integers and other values in an argument of their own; split "
-            "complex values into real and imaginary parts.",
         )
 
 
 def check_loss(value: Any) -> None:
     """Raises ValueError unless `value` can be differentiated."""
-    required = "fun must return a scalar float loss for one example"
-    fix = "Reduce it with jnp.mean or jnp.sum; return other values as aux (has_aux)."
     is_number = isinstance(value, int | float) or hasattr(value, "dtype")
-    _validate.require(is_number, required, type=type(value).__name__, fix=fix)
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    dtype = jnp.result_type(value) if is_number else np.dtype(object)
     _validate.require(
-        shape == () and jnp.issubdtype(dtype, jnp.floating),
-        required,
-        shape=shape,
-        dtype=dtype.name,
-        fix=fix,
+        is_number and jnp.shape(value) == () and jnp.issubdtype(dtype, jnp.floating),
+        "fun must return a scalar float loss for one example. Reduce it with jnp.mean "
+        "or jnp.sum; return other values as aux (has_aux).",
+        loss=f"{dtype}{list(jnp.shape(value))}" if is_number else type(value).__name__,
     )
-
-
-def _unpack_aux(output: Any) -> tuple[Any, Any]:
-    """Splits the output of a function with `has_aux`."""
-    _validate.require(
-        isinstance(output, tuple) and len(output) == 2,
-        "with has_aux=True fun must return a pair (value, aux)",
-        output=type(output).__name__,
-        fix="Return two values, or leave has_aux out.",
-    )
-    return output

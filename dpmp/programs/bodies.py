@@ -1,6 +1,7 @@
 """Programs inside of a program: calls, loops, branches, rematerialised parts."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,15 +12,14 @@ import jax.numpy as jnp
 from dpmp.programs import primitives
 from dpmp.programs.interpreter import bind, callee, inline, is_literal
 
+# Returns the outputs of a closed jaxpr.
+RunBody = Callable[[Any, Sequence[Any]], list[Any]]
+
 
 class Loop(NamedTuple):
     """A scan. Its body takes constants, then the carry, then slices of the rest.
 
-    Attributes:
-      body: the body, a closed jaxpr.
-      num_consts: the number of operands that every iteration receives unchanged.
-      num_carry: the number of operands that are carried between iterations.
-      options: the options of `jax.lax.scan`.
+    `body` is a closed jaxpr, and `options` are those of `jax.lax.scan`.
     """
 
     body: Any
@@ -29,15 +29,12 @@ class Loop(NamedTuple):
 
 
 class SubProgram(NamedTuple):
-    """A program that an equation runs; for a loop, see also `Loop`.
+    """A program that an equation runs.
 
-    Attributes:
-      jaxpr: the jaxpr of the program.
-      invars: for each of its arguments the operand of the equation, or None if unknown.
-      num_consts: as for `Loop`; 0 without a loop.
-      num_carry: as for `Loop`; 0 without a loop.
-      length: the number of iterations, or None if it depends on data.
-      has_results: whether its results are those of the equation.
+    `invars` has for each of its arguments the operand of the equation, or None if it is
+    unknown. `num_consts` and `num_carry` are those of a `Loop`, and 0 for others.
+    `length` is the number of iterations, or None if it depends on data. `has_results`
+    tells whether the results of the program are those of the equation.
     """
 
     jaxpr: Any
@@ -51,7 +48,7 @@ class SubProgram(NamedTuple):
 def has_body(eqn: Any) -> bool:
     """Whether an equation runs programs of its own: a loop, a branch, a custom rule."""
     return any(
-        callable(part) or hasattr(part, "eqns") or hasattr(part, "jaxpr")
+        callable(part) or hasattr(getattr(part, "jaxpr", part), "eqns")
         for part in _parts_of(eqn.params)
         if not isinstance(part, type)
     )
@@ -103,6 +100,12 @@ def sub_programs(eqn: Any) -> list[SubProgram]:
     ]
 
 
+def equations(jaxpr: Any) -> list[Any]:
+    """Lists the equations of a jaxpr, and those of all programs in it."""
+    inside = (equations(sub.jaxpr) for eqn in jaxpr.eqns for sub in sub_programs(eqn))
+    return [*jaxpr.eqns, *itertools.chain(*inside)]
+
+
 def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
     """Returns the number of constants, and the number of carried operands."""
     if "num_consts" in params:
@@ -112,23 +115,13 @@ def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def _parts_of(params: dict[str, Any]) -> list[Any]:
-    """The values of parameters, with the entries of tuples and lists."""
-    return [
-        part
-        for value in params.values()
-        for part in (value if isinstance(value, tuple | list) else (value,))
-    ]
+    return jax.tree.leaves(params, is_leaf=callable)
 
 
-def bind_bodies(
-    eqn: Any,
-    values: Sequence[Any],
-    run_body: Callable[[Any, Sequence[Any]], list[Any]],
-) -> list[Any]:
+def bind_bodies(eqn: Any, values: Sequence[Any], run_body: RunBody) -> list[Any]:
     """Evaluates an equation, but runs calls, loops and branches by `run_body`.
 
-    `run_body(closed, values)` returns the outputs of a closed jaxpr. All values have
-    their dtypes in the program.
+    All values have their dtypes in the program.
     """
     if eqn.primitive.name in primitives.CALLS:
         return run_body(callee(eqn), values)
@@ -155,11 +148,7 @@ def _stacks_anything_twice(eqn: Any) -> bool:
     return len(set(variables)) < len(variables)
 
 
-def _stack_once(
-    eqn: Any,
-    values: Sequence[Any],
-    run_body: Callable[[Any, Sequence[Any]], list[Any]],
-) -> list[Any]:
+def _stack_once(eqn: Any, values: Sequence[Any], run_body: RunBody) -> list[Any]:
     """Evaluates a scan with one stack for outputs that are the same."""
     loop = as_loop(eqn)
     assert loop is not None

@@ -8,8 +8,8 @@ their dtype, which emulates float8, or in 8 bits. The result is the same.
 
 The scale is computed from the array itself. So in the loss of one example, it depends
 on that example alone (and on parameters, which are public). In other libraries, scales
-often come from a history of largest entries. Such a history would let one example
-influence all others.
+often come from a history of largest entries, which would let one example influence all
+others.
 
 References:
   Micikevicius et al.: FP8 formats for deep learning, 2022, sections 3 and 4.
@@ -34,7 +34,6 @@ PER_EXAMPLE = "per_example"
 # The name of a product in 8 bits in programs, by which book-keeping finds it.
 PRODUCT_NAME = "dpmp.float8_product"
 
-# Cotangents have less precision and more range.
 OPERANDS, COTANGENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -77,31 +76,22 @@ def with_float8_products(
     """
     largest_size = jnp.dtype(widest).itemsize
 
-    def is_rounded(eqn: Any) -> bool:
-        return eqn.primitive.name in primitives.PRODUCTS and all(
-            jnp.issubdtype(v.aval.dtype, jnp.floating)
-            and v.aval.dtype.itemsize <= largest_size
-            for v in eqn.invars
-        )
-
-    def product(eqn: Any, operands: list[jax.Array]) -> jax.Array:
-        is_asked_for = is_native() if native is None else native
-        if not is_asked_for or eqn.primitive.name != primitives.DOT_GENERAL:
-            return interpreter.bind(eqn, operands)[0]
-        return dot_general(
-            *operands,
-            dimension_numbers=eqn.params["dimension_numbers"],
-            result=eqn.outvars[0].aval,
-            scale=scale,
-        )
-
     def run(closed: Any, values: Sequence[Any]) -> list[Any]:
         return interpreter.run(closed, values, evaluate)
 
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
-        if not is_rounded(eqn):
+        dtypes = [v.aval.dtype for v in eqn.invars]
+        if eqn.primitive.name not in primitives.PRODUCTS or not all(
+            jnp.issubdtype(x, jnp.floating) and x.itemsize <= largest_size
+            for x in dtypes
+        ):
             return bodies.bind_bodies(eqn, values, run)
-        result = product(eqn, [_with_rounded_value(x, scale) for x in values])
+        operands = [_with_rounded_value(x, scale) for x in values]
+        is_dot = eqn.primitive.name == primitives.DOT_GENERAL
+        if is_dot and (is_native() if native is None else native):
+            result = _dot_general(eqn, scale, *operands)
+        else:
+            (result,) = interpreter.bind(eqn, operands)
         return [_with_rounded_cotangent(scale, result)]
 
     @functools.wraps(fun)
@@ -118,9 +108,9 @@ def check_scale(scale: str | float | None) -> str | float | None:
         scale = as_real(scale)
     _validate.require(
         scale in (None, PER_EXAMPLE) or _validate.is_scale(scale),
-        f'float8_scale must be "{PER_EXAMPLE}" or a power of two, from 2^-40 to 2^40',
+        f'float8_scale must be "{PER_EXAMPLE}" or a power of two, from 2^-40 to 2^40. '
+        f'Use "{PER_EXAMPLE}": a shared scale must not depend on examples.',
         float8_scale=scale,
-        fix=f'Use "{PER_EXAMPLE}": a shared scale must not depend on examples.',
     )
     return scale
 
@@ -137,27 +127,19 @@ def _with_rounded_cotangent(scale: str | float, x: jax.Array) -> jax.Array:
     return x
 
 
-def _round_cotangent(
-    scale: str | float, _: None, cotangent: jax.Array
-) -> tuple[jax.Array]:
-    scale = of_cotangents(scale)
-    return (round_to(cotangent, COTANGENTS, scale),)
-
-
-_with_rounded_cotangent.defvjp(lambda _, x: (x, None), _round_cotangent)
+_with_rounded_cotangent.defvjp(
+    lambda _, x: (x, None),
+    lambda scale, _, ct: (round_to(ct, COTANGENTS, _of_cotangents(scale)),),
+)
 
 
 def round_to(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
     """Rounds an array to the nearest numbers of a format, times a power of two.
 
-    The result has the dtype of `x`. A finite number out of range becomes the largest
-    number of the format. Infinity and NaN stay.
-
-    Args:
-      x: float array.
-      dtype: the format, `OPERANDS` or `COTANGENTS`.
-      scale: the factor for `x` before it is rounded. `PER_EXAMPLE` stands for the
-        largest power of two that leaves all entries in range.
+    The result has the dtype of `x`. `dtype` is the format, `OPERANDS` or `COTANGENTS`.
+    A finite number out of range becomes the largest number of the format. Infinity and
+    NaN stay. `scale` multiplies `x` before it is rounded; `PER_EXAMPLE` stands for the
+    largest power of two that leaves all entries in range.
     """
     wide = x.astype(jnp.float32)
     exponent = _exponent(wide, dtype, scale)
@@ -166,7 +148,7 @@ def round_to(x: jax.Array, dtype: Any, scale: str | float) -> jax.Array:
     return jnp.where(jnp.isfinite(x), numbers.astype(x.dtype), x)
 
 
-def of_cotangents(scale: str | float) -> str | float:
+def _of_cotangents(scale: str | float) -> str | float:
     """The scale of cotangents, 1 unless `PER_EXAMPLE`: a loss scale moves them."""
     return scale if scale == PER_EXAMPLE else 1.0
 
@@ -203,22 +185,16 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def dot_general(
-    x: jax.Array,
-    y: jax.Array,
-    *,
-    dimension_numbers: Any,
-    result: Any,
-    scale: str | float,
-) -> jax.Array:
-    """Computes `jax.lax.dot_general` from 8-bit products that are summed in float32.
+def _dot_general(eqn: Any, scale: str | float, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Computes a dot product from 8-bit products that are summed in float32.
 
     The operands are rounded, with `scale`. The caller must round the cotangent of the
     result too, since the products of the gradient are also taken in 8 bits. XLA widens
     the operands on devices that cannot multiply 8-bit numbers. Infinity becomes NaN,
-    since float8_e4m3fn has no infinity. `result` has the shape and dtype of the result.
+    since float8_e4m3fn has no infinity.
     """
-    contracted, batch = dimension_numbers
+    contracted, batch = eqn.params["dimension_numbers"]
+    result = eqn.outvars[0].aval
     config = _Config(scale, jnp.dtype(result.dtype), x.dtype, y.dtype)
     left, right = map(_ordered, (x, y), batch, contracted)
     return _product(config, left, right).reshape(result.shape)
@@ -285,9 +261,7 @@ def _contract(x: _Float8, y: _Float8, dtype: Any) -> jax.Array:
     return total.astype(dtype)
 
 
-def _forward(
-    config: _Config, x: jax.Array, y: jax.Array
-) -> tuple[jax.Array, tuple[_Float8, _Float8]]:
+def _forward(config: _Config, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
     left, right = (_to_float8(a, OPERANDS, config.scale) for a in (x, y))
     return _contract(left, right, config.dtype), (left, right)
 
@@ -295,7 +269,7 @@ def _forward(
 def _backward(
     config: _Config, operands: tuple[_Float8, _Float8], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    ct = _to_float8(cotangent, COTANGENTS, of_cotangents(config.scale))
+    ct = _to_float8(cotangent, COTANGENTS, _of_cotangents(config.scale))
     turned_ct, left, right = (
         x._replace(numbers=jnp.swapaxes(x.numbers, -1, -2)) for x in (ct, *operands)
     )

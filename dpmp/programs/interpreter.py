@@ -39,15 +39,12 @@ def _inlined(closed: Any, *args: Any) -> list[Any]:
             branches = eqn.params["branches"]
             number = min(max(int(values[0]), 0), len(branches) - 1)
             return _inlined(branches[number], *values[1:])
-        # The new equation gets the source line of the old one.
-        with jax.extend.source_info_util.user_context(eqn.source_info.traceback):
-            return evaluate_here(eqn, values)
-
-    def evaluate_here(eqn: Any, values: list[Any]) -> list[Any]:
         if _is_known_number(eqn, values):
             with jax.ensure_compile_time_eval():
                 return bind(eqn, values)
-        return bind(eqn, values)
+        # The new equation gets the source line of the old one.
+        with jax.extend.source_info_util.user_context(eqn.source_info.traceback):
+            return bind(eqn, values)
 
     return run(closed, args, evaluate)
 
@@ -100,6 +97,12 @@ def bind(eqn: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a literal, a number in the text of the program."""
     return isinstance(atom, jax.extend.core.Literal)
+
+
+def variables_read(jaxpr: Any) -> list[list[Any]]:
+    """The variables that each equation reads, and last those that are returned."""
+    atoms = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
+    return [[x for x in some if not is_literal(x)] for some in atoms]
 
 
 def name(eqn: Any) -> str:

@@ -16,7 +16,7 @@ Messages name types, shapes and dtypes. They never show a value.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,11 +35,9 @@ def check_loss(loss_fn: Any, *, uses_prng_key: bool) -> None:
     """Raises ValueError unless the loss can be called with the trainer's arguments."""
     arguments = ("params", "batch", "key") if uses_prng_key else ("params", "batch")
     wanted = f"loss_fn must be a function of ({', '.join(arguments)})"
+    given = type(loss_fn).__name__
     _validate.require(
-        callable(loss_fn),
-        wanted,
-        loss_fn=type(loss_fn).__name__,
-        fix="Pass the function itself.",
+        callable(loss_fn), f"{wanted}. Pass the function itself.", loss_fn=given
     )
     try:
         signature = inspect.signature(loss_fn)
@@ -49,12 +47,11 @@ def check_loss(loss_fn: Any, *, uses_prng_key: bool) -> None:
         signature.bind(*arguments)
     except TypeError:
         _validate.fail(
-            wanted,
+            f"{wanted}. With uses_prng_key=True, the loss is given a key of its own "
+            "for each example, for dropout and the like.",
             # Without defaults, which might be arrays of private data.
             loss_fn=f"({', '.join(signature.parameters)})",
             uses_prng_key=uses_prng_key,
-            fix="With uses_prng_key=True, the loss is given a key of its own for each "
-            "example, for dropout and the like.",
         )
 
 
@@ -64,15 +61,13 @@ def with_checked_result(loss_fn: Callable[..., Any]) -> Callable[..., jax.Array]
     def checked(*args: Any) -> jax.Array:
         loss = loss_fn(*args)
         is_array = hasattr(loss, "shape") or isinstance(loss, float)
-        given = (
-            f"an array of shape {jnp.shape(loss)}" if is_array else type(loss).__name__
-        )
+        shape = jnp.shape(loss) if is_array else None
         _validate.require(
-            is_array and jnp.shape(loss) == (),
-            "loss_fn must return the loss of one example, a float scalar",
-            loss=given,
-            fix="Reduce it with jnp.mean. Return nothing beside it: values of examples "
-            "are sensitive, and a model's state must not depend on them.",
+            shape == (),
+            "loss_fn must return the loss of one example, a float scalar. Reduce it "
+            "with jnp.mean. Return nothing beside it: values of examples are "
+            "sensitive, and a model's state must not depend on them.",
+            loss=f"an array of shape {shape}" if is_array else type(loss).__name__,
         )
         return jnp.asarray(loss)
 
@@ -86,14 +81,10 @@ def explained(batch: PyTree, compute_dtype: Any) -> Iterator[None]:
         yield
     except Exception as error:
         error.add_note(_describe(batch, compute_dtype))
-        if (hint := _hint(error)) is not None:
-            error.add_note(f"dpmp: {hint} {_RECIPES}")
+        for name, part, hint in _HINTS:
+            if name == type(error).__name__ and part in str(error):
+                error.add_note(f"dpmp: {hint} {_RECIPES}")
         raise
-
-
-def _hint(error: Exception) -> str | None:
-    name, text = type(error).__name__, str(error)
-    return next((x for k, part, x in _HINTS if k == name and part in text), None)
 
 
 def _describe(batch: PyTree, compute_dtype: Any) -> str:
@@ -149,33 +140,27 @@ def check_program(
 ) -> None:
     """Checks the jaxpr of a loss, whose first arguments are its parameters.
 
-    The loss receives parameters and float inputs in `compute_dtype`.
-
-    Raises:
-      ValueError: if nothing reads the parameters.
-
-    Warns:
-      UserWarning: if the loss draws random numbers without a key of its own, if it
-        drops the next state of a model, or if no product has a `compute_dtype` of 16
-        bits.
+    The loss receives parameters and float inputs in `compute_dtype`. Raises ValueError
+    if nothing reads the parameters, and warns of the other mistakes.
     """
-    params = set(jaxpr.invars[:num_params])
+    read = interpreter.variables_read(jaxpr)
     _validate.require(
-        bool(params & _read(jaxpr)),
-        "loss_fn must compute with the params that it is given",
+        not set().union(*read).isdisjoint(jaxpr.invars[:num_params]),
+        "loss_fn must compute with the params that it is given. Models of Keras, NNX "
+        "and Equinox have parameters of their own. Use model.stateless_call(params, "
+        "...), nnx.merge(graphdef, params), or eqx.combine(params, static). "
+        "docs/recipes.md has each of them.",
         reads_params=False,
-        fix="Models of Keras, NNX and Equinox have parameters of their own. Use "
-        "model.stateless_call(params, ...), nnx.merge(graphdef, params), or "
-        "eqx.combine(params, static). docs/recipes.md has each of them.",
     )
-    names = {eqn.primitive.name for eqn in _all(jaxpr)}
+    eqns = bodies.equations(jaxpr)
+    names = {eqn.primitive.name for eqn in eqns}
     if not takes_key and not names.isdisjoint(primitives.RANDOM):
         warn(
             "loss_fn draws random numbers from a key that never changes, so that they "
             "are the same for every example at every step. For dropout, pass "
             "uses_prng_key=True, and draw from the key that the loss is then given."
         )
-    if shapes := _shapes_of_dropped_states(jaxpr):
+    if shapes := _shapes_of_dropped_states(jaxpr, read):
         warn(
             f"loss_fn computes new values of {len(shapes)} arrays that it closes over, "
             f"of the shapes {', '.join(map(str, shapes))}, and drops them. The state "
@@ -186,7 +171,7 @@ def check_program(
             "See docs/recipes.md."
         )
     dtype = np.dtype(compute_dtype)
-    if dtype.itemsize == 2 and _all_products_are_wider(jaxpr):
+    if dtype.itemsize == 2 and _all_products_are_wider(eqns):
         warn(
             f"loss_fn computes no product in {dtype.name}, though the policy says so. "
             "Either it casts the parameters or inputs back to a wider dtype, as models "
@@ -199,31 +184,15 @@ def check_program(
 
 def calls_host(jaxpr: Any) -> bool:
     """Whether a jaxpr calls functions on the host, such as `jax.debug.print`."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == primitives.CHECK or any(part in name for part in primitives.ON_HOST):
-            return True
-        inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
-        if any(calls_host(x) for x in inner if hasattr(x, "eqns")):
-            return True
-    return False
+    names = {eqn.primitive.name for eqn in bodies.equations(jaxpr)}
+    return primitives.CHECK in names or any(
+        part in name for name in names for part in primitives.ON_HOST
+    )
 
 
-def _read(jaxpr: Any) -> set[Any]:
-    """The variables that equations read or that the program returns."""
-    atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + [*jaxpr.outvars]
-    return {x for x in atoms if not interpreter.is_literal(x)}
-
-
-def _all(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a program, and those of all programs in it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in bodies.sub_programs(eqn):
-            yield from _all(sub.jaxpr)
-
-
-def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
+def _shapes_of_dropped_states(
+    jaxpr: Any, inputs_of: Sequence[list[Any]]
+) -> list[tuple[int, ...]]:
     """The shapes of arrays that the program computes, but neither uses nor returns.
 
     Such an array depends on an argument of the program, and on an array of its shape
@@ -231,11 +200,10 @@ def _shapes_of_dropped_states(jaxpr: Any) -> list[tuple[int, ...]]:
     axis of one, so that it rarely has the shape of a state. (It may: Haiku's averages
     have such an axis, and so has the first state of a recurrent network.)
     """
-    read, depends, dropped = _read(jaxpr), set(jaxpr.invars), []
+    read, depends, dropped = set().union(*inputs_of), set(jaxpr.invars), []
     # The shapes of the states that a variable was computed from.
     sources = {x: {x.aval.shape} for x in jaxpr.constvars if _may_be_state(x.aval)}
-    for eqn in jaxpr.eqns:
-        inputs = [x for x in eqn.invars if not interpreter.is_literal(x)]
+    for eqn, inputs in zip(jaxpr.eqns, inputs_of, strict=False):
         if shapes := set().union(*(sources.get(x, ()) for x in inputs)):
             sources.update(dict.fromkeys(eqn.outvars, shapes))
         if depends.isdisjoint(inputs):
@@ -250,17 +218,15 @@ def _may_be_state(aval: Any) -> bool:
     return aval.ndim > 0 and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
-def _all_products_are_wider(jaxpr: Any) -> bool:
+def _all_products_are_wider(eqns: Sequence[Any]) -> bool:
     """Whether there are products of floats, and all have an operand above 16 bits."""
     products = [
-        [x.aval.dtype for x in eqn.invars[:2]]
-        for eqn in _all(jaxpr)
-        if eqn.primitive.name in (*primitives.PRODUCTS, *primitives.RAGGED_DOTS)
+        x.invars[:2] for x in eqns if x.primitive.name in primitives.ALL_PRODUCTS
     ]
-    of_floats = [
-        dtypes
-        for dtypes in products
-        if all(jnp.issubdtype(x, jnp.floating) for x in dtypes)
+    dtypes = [[x.aval.dtype for x in operands] for operands in products]
+    widths = [
+        max(x.itemsize for x in some)
+        for some in dtypes
+        if all(jnp.issubdtype(x, jnp.floating) for x in some)
     ]
-    is_wider = [max(x.itemsize for x in dtypes) > 2 for dtypes in of_floats]
-    return bool(is_wider) and all(is_wider)
+    return min(widths, default=0) > 2

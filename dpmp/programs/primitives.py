@@ -11,6 +11,7 @@ CONVOLUTION = "conv_general_dilated"
 RAGGED_DOT = "ragged_dot_general"
 RAGGED_DOTS = (RAGGED_DOT, "ragged_dot")
 PRODUCTS = (DOT_GENERAL, CONVOLUTION)
+ALL_PRODUCTS = (*PRODUCTS, *RAGGED_DOTS)
 
 # Operations that have rules of their own in other files.
 ADD, SUB, MUL, DIV = "add", "sub", "mul", "div"
@@ -84,7 +85,7 @@ _KINDS = {
     # A sum remains a sum if something is added to it, or if it is scaled.
     "adds": (ADD, "add_any", SUB),
     "scales": (MUL, DIV, "neg", "max"),
-    "products": (*PRODUCTS, *RAGGED_DOTS),
+    "products": ALL_PRODUCTS,
     # The derivative of a maximum divides by the number of entries that equal it.
     "ties": ("eq",),
     # The kinds from here on have the names of findings of the precision report.

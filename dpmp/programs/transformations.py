@@ -11,7 +11,7 @@ import numpy as np
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.programs import primitives
-from dpmp.programs.bodies import bind_bodies, sub_programs
+from dpmp.programs.bodies import bind_bodies, equations, sub_programs
 from dpmp.programs.interpreter import bind, run, trace
 
 
@@ -22,11 +22,11 @@ def hoist_constants(
 ) -> tuple[Callable[..., PyTree], list[Any]]:
     """Turns the arrays that `fun` closes over into an argument.
 
-    Without this, the compiler makes such arrays part of the program. A frozen model of
-    a few gigabytes would be copied into the program, and every change of it would need
-    a new compilation. Arrays that functions under `jax.jit` close over are found too.
-    Two kinds of arrays stay in the program: those in the rules of a custom derivative,
-    and those in a function under `jax.jit` inside of a loop or a branch.
+    Otherwise they would be part of the program: a frozen model of a few gigabytes would
+    be copied into it, and every change of the model would need a new compilation.
+    Arrays that functions under `jax.jit` close over are found too. Two kinds of arrays
+    stay in the program: those in the rules of a custom derivative, and those in a
+    function under `jax.jit` inside of a loop or a branch.
 
     `check` is called with the program, a jaxpr, and may raise an exception.
 
@@ -48,8 +48,7 @@ def hoist_constants(
 
 
 def rewrite(
-    fun: Callable[..., PyTree],
-    replace: Callable[[Any, list[Any]], list[Any] | None],
+    fun: Callable[..., PyTree], replace: Callable[[Any, list[Any]], list[Any] | None]
 ) -> Callable[..., PyTree]:
     """Makes a function in which some equations are evaluated in another way.
 
@@ -87,30 +86,23 @@ def rewrite(
 def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns `fun` with ordinary products in place of `jax.lax.ragged_dot`.
 
-    jax cannot map a product with ragged groups over examples: it has no rule for
-    `jax.vmap`. The ordinary product multiplies each row by the matrices of all groups,
-    and keeps the result of the row's own group. With k groups, it takes k times as
-    long.
+    `jax.vmap` has no rule for products with ragged groups. The ordinary product
+    multiplies each row by the matrices of all groups, and keeps the result of the row's
+    own group. With k groups, it takes k times as long.
     """
     return rewrite(fun, _with_ordinary_product)
 
 
 def has_ragged_products(jaxpr: Any) -> bool:
     """Whether a program, or a program inside of it, has a ragged product."""
-    return any(map(_is_ragged, jaxpr.eqns))
-
-
-def _is_ragged(eqn: Any) -> bool:
-    inside = (part.jaxpr for part in sub_programs(eqn))
-    return eqn.primitive.name == primitives.RAGGED_DOT or any(
-        map(has_ragged_products, inside)
-    )
+    return any(x.primitive.name == primitives.RAGGED_DOT for x in equations(jaxpr))
 
 
 def _with_ordinary_product(eqn: Any, values: list[Any]) -> list[Any] | None:
     if eqn.primitive.name == primitives.RAGGED_DOT:
         return [_ordinary_product(eqn, *values)]
-    return None if _is_ragged(eqn) else bind(eqn, values)
+    inside = (part.jaxpr for part in sub_programs(eqn))
+    return None if any(map(has_ragged_products, inside)) else bind(eqn, values)
 
 
 def _ordinary_product(eqn: Any, left: Any, right: Any, group_sizes: Any) -> jax.Array:
@@ -120,9 +112,9 @@ def _ordinary_product(eqn: Any, left: Any, right: Any, group_sizes: Any) -> jax.
     (row_axis,) = numbers.lhs_ragged_dimensions
     _validate.require(
         row_axis not in (*contracting[0], *batch[0]),
-        "groups of a ragged product must be groups of rows",
-        lhs_ragged_dimensions=tuple(numbers.lhs_ragged_dimensions),
-        fix="Use jax.lax.ragged_dot, or one-hot groups and jnp.einsum.",
+        "groups of a ragged product must be groups of rows. Use jax.lax.ragged_dot, or "
+        "one-hot groups and jnp.einsum.",
+        lhs_ragged_dimensions=(row_axis,),
     )
     (group_axis,) = numbers.rhs_group_dimensions
     free_left = [i for i in range(left.ndim) if i not in (*contracting[0], *batch[0])]

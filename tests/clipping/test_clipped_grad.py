@@ -233,7 +233,7 @@ _LOSS_TOLERANCE = {jnp.float32: 16 * 2.0**-23, jnp.bfloat16: 4 * 2.0**-8}
         (models.TRANSFORMER, jnp.bfloat16, None),
         *(
             pytest.param(model, dtype, size, marks=pytest.mark.slow)
-            for model in models.ZOO
+            for model in models.STANDARD
             for dtype, size in ((jnp.float32, 2), (jnp.bfloat16, 2))
         ),
     ],

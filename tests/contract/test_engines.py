@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import models
-import more_models
 import numpy as np
 import pytest
 import reference
@@ -164,7 +163,7 @@ def _make_case(variant: Variant, model: Model, dtype: str) -> Case:
 
 
 # Models, dtypes and variants in pairs; each engine has every dtype.
-_ZOO = {x.name: x for x in (*models.ZOO, *more_models.PARAMETER_USES)}
+_ZOO = models.ZOO
 _CASES = [
     ("per_example", "mlp", "float32"),
     ("per_example", "conv", "float16"),

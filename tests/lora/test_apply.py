@@ -3,7 +3,6 @@
 import re
 import types
 
-import framework_models
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from lora.subjects import KEY, SUBJECTS, adapters_of, new_adapters, normal
+from models import libraries as framework_models
 
 import dpmp
 from dpmp import lora

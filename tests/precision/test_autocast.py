@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import models
-import more_models
 import numpy as np
 import pytest
 import reference
@@ -15,7 +14,7 @@ from dpmp.clipping import clipped_grad
 from dpmp.precision import Policy
 from dpmp.precision._autocast import autocast
 
-_ZOO = {x.name: x for x in (*models.ZOO, *more_models.PARAMETER_USES)}
+_ZOO = models.ZOO
 _X = np.linspace(-1.0, 2.0, 24, dtype=np.float32).reshape(4, 6)
 _W = np.linspace(-0.5, 0.7, 36, dtype=np.float32).reshape(6, 6)
 

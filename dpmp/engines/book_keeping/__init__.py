@@ -32,7 +32,8 @@ Modules import only from rows below their own:
     _norms   _plan
     _rules
     _uses
-    _views   _linalg
+    _views
+    _linalg
 """
 
 from dpmp.engines.book_keeping._condition_numbers import (

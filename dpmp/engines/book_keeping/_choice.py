@@ -2,11 +2,10 @@
 
 A per-example gradient is stored if it takes no more memory than the activations and
 cotangents that it is computed from, and saves time. It is then materialized once, held
-in memory instead of these arrays, and read for the norm and for the sum. The sum of
-stored gradients costs next to nothing. The gradients of low-rank factors (LoRA) are an
-example: the backward pass materializes them where they arise, and nothing else is
-cached for them. The gradients of convolutions, and of loops whose iterations share a
-parameter, are materialized after the backward pass, for some examples at a time.
+in memory instead of these arrays, and read for the norm and for the sum. The backward
+pass materializes such gradients where they arise, as those of low-rank factors (LoRA).
+Those of convolutions, and of loops whose iterations share a parameter, are materialized
+after it.
 """
 
 import dataclasses
@@ -100,7 +99,7 @@ def _cheapest(
         methods.append(_norms.by_gram(used, swapped, param))
     cheapest = min(methods, key=lambda method: method.flops)
     if is_alone:
-        stored = by_stored_gradient(number, first, param)
+        stored = _by_stored_gradient(number, first, param)
         return stored if _is_better(stored, cheapest, first) else cheapest
     return cheapest
 
@@ -130,7 +129,7 @@ def _orientations(
     return [side != first for side in sides] if is_same else None
 
 
-def by_stored_gradient(number: int, use: Use, param: int) -> NormMethod:
+def _by_stored_gradient(number: int, use: Use, param: int) -> NormMethod:
     """The norm method of a gradient of the outer form that is stored."""
     product = _norms.by_product(number, use, param)
     entries = _norms.by_entries(number, dense(use), param)
@@ -153,22 +152,9 @@ def _num_bytes(*arrays: jax.ShapeDtypeStruct) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
-def dense_if_stored(methods: Sequence[NormMethod], uses: Sequence[Use]) -> list[Use]:
-    """Returns the uses of a plan, in dense form if their gradients are stored."""
-    stored = _uses_to_store(methods)
-    return [dense(use) if i in stored else use for i, use in enumerate(uses)]
-
-
-def _uses_to_store(methods: Sequence[NormMethod]) -> list[int]:
-    return [method.uses[0] for method in methods if method.form == "stored"]
-
-
-def materialized_early(methods: Sequence[NormMethod], uses: Sequence[Use]) -> list[int]:
-    """The uses with stored gradients that the backward pass may materialize.
-
-    A plan may leave some of them to `store_gradients` (`make_plan`).
-    """
-    return [i for i in _uses_to_store(methods) if not _has_patches(uses[i])]
+def is_materialized_early(use: Use) -> bool:
+    """Whether the backward pass materializes the gradient of a use, if it is stored."""
+    return not use.is_shared and not _has_patches(use)
 
 
 def _has_patches(use: Use) -> bool:
@@ -176,20 +162,9 @@ def _has_patches(use: Use) -> bool:
     return use.outer is not None and use.outer.axes is None
 
 
-def store_gradients(
-    methods: Sequence[NormMethod], uses: Sequence[Use], cached: Sequence[Cached]
-) -> list[Cached]:
-    """Replaces the cached arrays of a batch by gradients, for uses that store them.
-
-    The backward pass has materialized the gradients of dense uses already.
-    """
-    cached = list(cached)
-    for i in _uses_to_store(methods):
-        if uses[i].outer is None:
-            continue
-        materialize = functools.partial(_uses.gradient, uses[i])
-        chunk = num_examples = len(cached[i].cotangent)
-        if _has_patches(uses[i]):
-            chunk = max(8, num_examples // 4)
-        cached[i] = Cached(None, _norms.in_chunks(materialize, cached[i], chunk))
-    return cached
+def store_gradient(use: Use, cached: Cached) -> Cached:
+    """Replaces the cached arrays of a batch by the gradients of a use."""
+    materialize = functools.partial(_uses.gradient, use)
+    num_examples = len(cached.cotangent)
+    chunk = max(8, num_examples // 4) if _has_patches(use) else num_examples
+    return Cached(None, _norms.in_chunks(materialize, cached, chunk))

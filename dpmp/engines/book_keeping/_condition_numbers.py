@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp.engines._signature import Signature, check_loss
-from dpmp.engines.book_keeping._engine import Engine
+from dpmp.engines.book_keeping._engine import make_engine
 from dpmp.numerics import largest_condition_number
 
 
@@ -72,17 +71,15 @@ def measure_condition_numbers(
     microbatch_size = _validate.positive_integer(
         microbatch_size=microbatch_size, fix="Use 8, for example."
     )
-    signature = Signature.parse(
+    engine, batch_size = make_engine(
+        fun,
+        args,
         argnums=argnums,
         batch_argnums=batch_argnums,
         prng_argnum=prng_argnum,
         keep_batch_dim=keep_batch_dim,
     )
-    signature.check(args)
-    batch_size = signature.batch_size(args)
-    examples = signature.examples(args, batch_size)
-    loss_fn = signature.of_one_example(fun, check_loss)
-    engine = Engine(loss_fn, signature, is_bounded=True)
+    examples = engine.signature.examples(args, batch_size)
     roundings = []
 
     @jax.jit

@@ -3,8 +3,7 @@
 One forward pass caches the activation that enters every use of a parameter, and one
 backward pass caches the cotangent of its output (Bu et al., 2022). A per-example
 gradient is materialized in three cases only: it is smaller than these arrays, it is the
-fastest way to the norm, or no other exact way is known. In the first case, the backward
-pass materializes most of these gradients, and nothing else is cached for them.
+fastest way to the norm, or no other exact way is known (`_choice`).
 """
 
 import functools
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 
 from dpmp._fence import materialize
 from dpmp._typing import PyTree
-from dpmp.engines._signature import Signature, without_example_axis
+from dpmp.engines._signature import Signature, check_loss, without_example_axis
 from dpmp.engines.book_keeping import _choice, _linalg, _norms, _uses, _views
 from dpmp.engines.book_keeping._norms import NormMethod
 from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
@@ -45,21 +44,19 @@ class Program:
     """The analysis of a loss, made before the loss is evaluated.
 
     Attributes:
-      found: all uses, in the forms that their rules give. They determine the estimates
-        of flops.
-      plan: the plan for a function of the parameters and one example. Its uses
-        determine the cached arrays: some uses are dense, because the backward pass
-        materializes their gradients.
+      plan: the plan for a function of the parameters and one example. Its uses have the
+        forms that their rules give, and determine the estimates of flops.
+      cached_uses: the uses that determine the cached arrays: dense if the backward pass
+        materializes the gradient.
       uses: the uses for norms and sums: dense for every gradient that is stored.
       shapes: the shapes of the parameters.
-      norm_methods: the norm methods of all parameters. A use has the same number here
-        and in the lists of uses.
+      norm_methods: the norm methods of all parameters, with the numbers of their uses.
       aux_treedef: the tree structure of the auxiliary outputs.
       is_bounded: whether to clip by proved upper bounds.
     """
 
-    found: list[Use]
     plan: Plan
+    cached_uses: list[Use]
     uses: list[Use]
     shapes: list[tuple[int, ...]]
     norm_methods: list[NormMethod]
@@ -91,25 +88,19 @@ def analyse(
         for i, aval in enumerate(avals)
     ]
     aux = range(1, len(closed.out_avals))
-    plan_with = functools.partial(make_plan, closed, inputs, unread=aux)
-    plan = plan_with()
+    plan = make_plan(closed, inputs, unread=aux)
     if is_bounded and (some := _choice.used_through_arithmetic(plan.uses, shapes)):
-        plan_with = functools.partial(plan_with, tapped=some)
-        plan = plan_with()
+        plan = make_plan(closed, inputs, unread=aux, tapped=some)
         assert not _choice.used_through_arithmetic(plan.uses, shapes)
-    found = plan.uses
-    methods = _choice.choose(found, shapes)
-    if early := _choice.materialized_early(methods, found):
-        plan = plan_with(materialized=early)
-    assert list(map(_in_any_form, plan.uses)) == list(map(_in_any_form, found))
-    uses = _choice.dense_if_stored(methods, found)
+    methods = _choice.choose(plan.uses, shapes)
+    stored = {method.uses[0] for method in methods if method.form == "stored"}
+    early = {i for i in stored if _choice.is_materialized_early(plan.uses[i])}
+    cached_uses, uses = (
+        [_uses.dense(use) if i in some else use for i, use in enumerate(plan.uses)]
+        for some in (early, stored)
+    )
     aux_treedef = treedef.children()[1]
-    return Program(found, plan, uses, shapes, methods, aux_treedef, is_bounded)
-
-
-def _in_any_form(use: Use) -> tuple[str, tuple[int, ...]]:
-    """The parts that stay the same when a gradient is materialized."""
-    return use.rule, use.view.aval.shape
+    return Program(plan, cached_uses, uses, shapes, methods, aux_treedef, is_bounded)
 
 
 @dataclass(frozen=True)
@@ -135,13 +126,12 @@ class Engine:
 
         def compute_and_cache() -> tuple[Any, PyTree, list[Cached]]:
             values, aux, cached = compute(*inputs)
-            return (
-                values,
-                aux,
-                _choice.store_gradients(
-                    program.norm_methods, program.plan.uses, cached
-                ),
-            )
+            uses = zip(program.cached_uses, program.uses, cached, strict=True)
+            cached = [
+                x if old.outer is new.outer else _choice.store_gradient(old, x)
+                for old, new, x in uses
+            ]
+            return values, aux, cached
 
         values, aux, cached = materialize(compute_and_cache, (args, kwargs))
         return BookKeptGrads(values, aux, program, params, cached)
@@ -170,17 +160,36 @@ class Engine:
         return {i: args[i] for i in self.signature.of_examples}
 
 
+def make_engine(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    is_bounded: bool = True,
+    **roles: Any,
+) -> tuple[Engine, int]:
+    """Makes the engine of a loss as users write it; returns the batch size too.
+
+    Raises ValueError for invalid roles and for arguments that do not fit them.
+    """
+    signature = Signature.parse(**roles)
+    signature.check(args)
+    loss_fn = signature.of_one_example(fun, check_loss)
+    return Engine(loss_fn, signature, is_bounded), signature.batch_size(args)
+
+
 def _one_example(
     program: Program, params: list[Any], example: list[Any]
 ) -> tuple[Any, PyTree, list[Cached]]:
     """Returns the loss, the auxiliary outputs, and the cached arrays of each use."""
+    materialized = [use.outer is None for use in program.cached_uses]
 
     def tapped(dummies: list[jax.Array]) -> Any:
-        outputs, activations = execute(program.plan, [*params, *example], dummies)
+        values = [*params, *example]
+        outputs, activations = execute(program.plan, values, dummies, materialized)
         return outputs[0], (outputs[1:], activations)
 
     # Zeros, which only receive the cotangents of the uses.
-    shapes = [use.cotangent for use in program.plan.uses]
+    shapes = [use.cotangent for use in program.cached_uses]
     dummies = [jnp.zeros(x.shape, x.dtype) for x in shapes]
     value, vjp, (aux, activations) = jax.vjp(tapped, dummies, has_aux=True)
     (cotangents,) = vjp(jnp.ones_like(value))
@@ -223,8 +232,8 @@ class BookKeptGrads:
         methods = self.program.norm_methods
         measured = [_norms.measure(x, self._roots, self.cached) for x in methods]
         dtype = at_least_float32(*(x.dtype for x in jax.tree.leaves(measured)))
-        results = []
-        for group in groups:
+
+        def of_group(group: Sequence[int]) -> Group:
             parts = [
                 (method, x)
                 for method, of_params in zip(methods, measured, strict=True)
@@ -241,18 +250,17 @@ class BookKeptGrads:
             of_cancelling = (x.magnitudes for method, x in parts if method.cancels)
             cancelling = _linalg.joined([zero, *of_cancelling])
             depth = _linalg.depth(max(squares.shape[-1], magnitudes.shape[-1]))
-            results.append(
-                Group(
-                    # Inner products that cancel may add up to less than zero.
-                    jnp.maximum(_linalg.add_up(squares), 0),
-                    _linalg.add_up(magnitudes),
-                    _linalg.add_up(cancelling),
-                    roundings.after(depth),
-                    sum(method.num_products for method, _ in parts),
-                    sum(math.prod(self.program.shapes[i]) for i in group),
-                )
+            return Group(
+                # Inner products that cancel may add up to less than zero.
+                jnp.maximum(_linalg.add_up(squares), 0),
+                _linalg.add_up(magnitudes),
+                _linalg.add_up(cancelling),
+                roundings.after(depth),
+                sum(method.num_products for method, _ in parts),
+                sum(math.prod(self.program.shapes[i]) for i in group),
             )
-        return results
+
+        return list(map(of_group, groups))
 
     def _squared_norm(self, group: "Group") -> SquaredNorm:
         # A factor times a coefficient is rounded to bfloat16 if the factors are.

@@ -89,7 +89,7 @@ def _without_batches_of_one(
 def contract(
     a: jax.Array, b: jax.Array, contracting: Any, batch: Any = ((), ())
 ) -> jax.Array:
-    """Takes a dot product in float32 or wider, without noise_increase the operands."""
+    """Takes a dot product in float32 or wider, without widening the operands."""
     if a.dtype == jnp.bfloat16 and batch[0]:
         # XLA's CPU compiler has code for such products only if the contracted axes come
         # last ("Unsupported element type for DotThunk").
@@ -105,6 +105,17 @@ def contract(
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=at_least_float32(a.dtype, b.dtype),
     )
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether gradients flow through values of a dtype."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def widen(x: Any) -> jax.Array:
+    """Casts floats to float32, unless they are at least as wide."""
+    x = jnp.asarray(x)
+    return x.astype(at_least_float32(x.dtype)) if is_float(x.dtype) else x
 
 
 def apart(x: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp._typing import PyTree
-from dpmp.engines.book_keeping import _linalg, _uses, _views
+from dpmp.engines.book_keeping import _linalg, _uses
 from dpmp.engines.book_keeping._uses import Cached, Outer, Sizes, Use
 from dpmp.numerics import FLOOR, Roundings, at_least_float32
 
@@ -255,7 +255,7 @@ def in_chunks(fn: Callable[[Any], Any], examples: PyTree, chunk: int) -> PyTree:
 
 
 def _square(x: jax.Array) -> jax.Array:
-    return jnp.square(_views.widen(x))
+    return jnp.square(_linalg.widen(x))
 
 
 class _Side(NamedTuple):
@@ -281,7 +281,7 @@ def _gram(a: _Side, b: _Side) -> jax.Array:
     if a.has_rows:
         (rows,), (vectors,) = a.parts, b.parts
         rows = jnp.take_along_axis(vectors, rows[:, None, :], axis=2)
-        return _views.widen(jnp.swapaxes(rows, 1, 2))
+        return _linalg.widen(jnp.swapaxes(rows, 1, 2))
     grams = (
         _linalg.contract(x, y, ((2,), (2,)), ((0,), (0,)))
         for x, y in zip(a.parts, b.parts, strict=True)

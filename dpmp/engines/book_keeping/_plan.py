@@ -1,16 +1,11 @@
 """Finds the uses in the program of one example's loss, and evaluates that program.
 
-`make_plan` goes through the equations once. For each equation that has a view of
-parameters among its operands, it decides how to evaluate it. `execute` evaluates these
-equations as decided, and all others as they are. These two functions handle all control
-flow:
-
-    jax.jit, constants     written out (`interpreter.inline`), and so is the branch that
-                           a known number chooses
-    scan                   stays a scan, with a plan of its own for the body
-    jax.checkpoint         stays a checkpoint, with a plan of its own
-    any other body         stays as it is; the views among its operands
-                           get an identity tap
+`make_plan` decides how to evaluate each equation that has a view of parameters among
+its operands. `execute` evaluates these equations as decided, and all others as they
+are. These two functions handle all control flow: `jax.jit` and branches that known
+numbers choose are written out (`interpreter.inline`). Scans and checkpoints stay what
+they are, with plans of their own. Any other body stays as it is, and the views among
+its operands get an identity tap.
 """
 
 import dataclasses
@@ -22,15 +17,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _rules, _uses, _views
+from dpmp.engines.book_keeping import _linalg, _rules, _uses, _views
 from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics import at_least_float32
 from dpmp.programs import bodies, interpreter
 
-# A function of the values of an equation's operands, and a dummy for each use. It
-# returns the values of the outputs, and for each use the cached value or None.
-Handler = Callable[[list[Any], list[jax.Array]], tuple[list[Any], list[Any]]]
+# A function of the values of an equation's operands, and for each use of a dummy and of
+# whether its gradient is materialized. It returns the values of the outputs, and for
+# each use the cached value or None.
+Handler = Callable[
+    [list[Any], list[jax.Array], list[bool]], tuple[list[Any], list[Any]]
+]
 
 
 class _Step(NamedTuple):
@@ -42,11 +40,11 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, and decisions for the equations where data meets parameters.
+    """A program, and decisions for the places where data meets parameters.
 
-    `first` is the decision for the arguments, and `last` for the outputs, which may be
-    views themselves. `steps` has the decisions for equations, by their `id`. `returned`
-    has the outputs that are views for the program outside as well, by their numbers.
+    `first` is the decision for the arguments, `steps` has those for equations, by their
+    `id`, and `last` is the decision for the outputs. `returned` has the outputs that
+    are views for the program outside as well, by their numbers.
     """
 
     closed: Any
@@ -69,7 +67,6 @@ def make_plan(
     tapped: Collection[int] = (),
     unread: Collection[int] = (),
     stays_view: Callable[[int, View], bool] = lambda output, view: False,
-    materialized: Collection[int] = (),
 ) -> Plan:
     """Finds the uses of a closed jaxpr without calls under `jax.jit`.
 
@@ -80,9 +77,6 @@ def make_plan(
       unread: the outputs whose cotangents nobody reads.
       stays_view: tells of an output that is a view whether it is a view for the program
         outside as well. It gets no tap here, but where the program outside uses it.
-      materialized: the numbers of the uses whose gradients the backward pass shall
-        materialize. It does not do so in a loop whose iterations share a view: the
-        gradient would be read and written in every iteration.
     """
     steps: dict[int, _Step] = {}
 
@@ -95,10 +89,7 @@ def make_plan(
                 views = as_of_data
             elif not _has_to_be_tapped(eqn, known):
                 return _views.apply(eqn, known)
-        number = (
-            sum(len(x.uses) for x in (first, *steps.values())) if materialized else 0
-        )
-        outputs, step = _meet(eqn, views, _from(materialized, number))
+        outputs, step = _meet(eqn, views)
         if step is not None:
             steps[id(eqn)] = step
         return outputs
@@ -115,17 +106,22 @@ def make_plan(
 
 
 def execute(
-    plan: Plan, args: Sequence[Any], dummies: Sequence[jax.Array]
+    plan: Plan,
+    args: Sequence[Any],
+    dummies: list[jax.Array],
+    materialized: list[bool],
 ) -> tuple[list[Any], list[Any]]:
     """Returns the outputs of a program, and for each use the cached value or None.
 
-    The dummies are float arrays with the shapes and dtypes of the cotangents of the
-    uses. Differentiation gives each dummy the cotangent of its use.
+    `materialized` tells for each use whether the backward pass materializes its
+    gradient. The dummies are float arrays with the shapes and dtypes of the cotangents
+    of the uses. Differentiation gives each dummy the cotangent, or the gradient.
     """
-    remaining, activations = iter(dummies), []
+    activations: list[Any] = []
 
     def take(step: _Step, values: list[Any]) -> list[Any]:
-        outputs, cached = step.handler(values, [next(remaining) for _ in step.uses])
+        mine = slice(len(activations), len(activations) + len(step.uses))
+        outputs, cached = step.handler(values, dummies[mine], materialized[mine])
         activations.extend(cached)
         return outputs
 
@@ -147,14 +143,7 @@ def _as_view(x: Any) -> View | None:
     return x if isinstance(x, View) else _views.make_constant(x)
 
 
-def _from(numbers: Collection[int], start: int) -> set[int]:
-    """The numbers of uses, counted from `start`; numbers below it are left out."""
-    return {i - start for i in numbers if i >= start}
-
-
-def _meet(
-    eqn: Any, views: list[View | None], materialized: Collection[int]
-) -> tuple[list[Any], _Step | None]:
+def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
     """Returns the outputs of an equation on data and views, and the decision for it."""
     outputs: list[Any] = [_DATA] * len(eqn.outvars)
     has_gradient = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
@@ -165,12 +154,11 @@ def _meet(
     if any(_is_complex(v) for v in (*eqn.invars, *eqn.outvars)):
         return outputs, with_identity_taps()
     if (loop := bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
-        return _loop_step(loop, views, materialized)
+        return _loop_step(loop, views)
     if (remat := bodies.as_rematerialised(eqn)) is not None:
-        return _call_step(*remat, views, materialized)
+        return _call_step(*remat, views)
     if (found := _rules.outer_use(eqn, views)) is not None:
-        make = _materialized_step if 0 in materialized else _outer_step
-        return outputs, make(eqn, *found)
+        return outputs, _outer_step(eqn, *found)
     if bodies.has_body(eqn):
         return outputs, with_identity_taps()
     return outputs, _dense_step(eqn, views)
@@ -181,7 +169,7 @@ def _tappable(views: Sequence[View | None]) -> dict[int, View]:
     return {
         i: view
         for i, view in enumerate(views)
-        if view is not None and view.leaves and _views.is_float(view.aval.dtype)
+        if view is not None and view.leaves and _linalg.is_float(view.aval.dtype)
     }
 
 
@@ -200,27 +188,21 @@ def _is_complex(atom: Any) -> bool:
 
 
 def _outer_step(eqn: Any, use: Use, operand: int) -> _Step:
-    def handler(values, dummies):
+    def gradient(activation: Any, cotangent: jax.Array) -> jax.Array:
+        cached = _uses.Cached(activation, cotangent)
+        return _uses.gradient(use, cached).astype(_uses.dense(use).cotangent.dtype)
+
+    def handler(values, dummies, materialized):
         (value,) = interpreter.bind(eqn, values)
-        return [_rules.tap(value, *dummies)], [values[operand]]
+        if materialized == [True]:
+            return [_rules.tap(gradient, value, values[operand], *dummies)], [None]
+        return [_rules.tap(_cotangent, value, None, *dummies)], [values[operand]]
 
     return _Step([use], handler)
 
 
-def _materialized_step(eqn: Any, use: Use, operand: int) -> _Step:
-    dense = _uses.dense(use)
-
-    def materialize(value: jax.Array, cotangent: jax.Array) -> jax.Array:
-        cached = _uses.Cached(value, cotangent)
-        return _uses.gradient(use, cached).astype(dense.cotangent.dtype)
-
-    def handler(values, dummies):
-        (value,) = interpreter.bind(eqn, values)
-        return [
-            _rules.tap_materialized(materialize, value, values[operand], *dummies)
-        ], [None]
-
-    return _Step([dense], handler)
+def _cotangent(_: None, cotangent: jax.Array) -> jax.Array:
+    return cotangent
 
 
 def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
@@ -233,7 +215,7 @@ def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
         cotangent = jax.ShapeDtypeStruct(view.aval.shape, dtype)
         uses.append(Use(eqn.primitive.name, view, cotangent))
 
-    def handler(values, dummies):
+    def handler(values, dummies, _):
         outputs = _rules.tap_dense(eqn, to_views, values, dummies)
         return outputs, [None] * len(uses)
 
@@ -250,28 +232,21 @@ def _identity_step(
         for x in which.values()
     ]
 
-    def handler(values, dummies):
+    def handler(values, dummies, _):
         values = list(values)
         for i, dummy in zip(which, dummies, strict=True):
-            values[i] = _rules.tap(jnp.asarray(values[i]), dummy)
+            values[i] = _rules.tap(_cotangent, jnp.asarray(values[i]), None, dummy)
         return fn(values), [None] * len(uses)
 
     return _Step(uses, handler)
 
 
 def _call_step(
-    body: Any,
-    wrap: Callable[..., Any],
-    views: Sequence[View | None],
-    materialized: Collection[int],
+    body: Any, wrap: Callable[..., Any], views: Sequence[View | None]
 ) -> tuple[list[Any], _Step]:
     """Plans a body that is evaluated once, inside the wrapper `wrap`."""
-    inner = make_plan(
-        body,
-        _inner_roots(views, body),
-        stays_view=lambda _, view: bool(view.roots),
-        materialized=materialized,
-    )
+    roots = _inner_roots(views, body)
+    inner = make_plan(body, roots, stays_view=lambda _, view: bool(view.roots))
     outputs: list[Any] = [_DATA] * len(body.out_avals)
     for i, view in inner.returned.items():
         outputs[i] = _views.outside(view, views)
@@ -280,8 +255,9 @@ def _call_step(
         for use in inner.uses
     ]
 
-    def handler(values, dummies):
-        return wrap(functools.partial(execute, inner))(values, dummies)
+    def handler(values, dummies, materialized):
+        run = functools.partial(execute, inner, materialized=materialized)
+        return wrap(run)(values, dummies)
 
     return outputs, _Step(uses, handler)
 
@@ -294,7 +270,7 @@ def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
 
 
 def _loop_step(
-    loop: bodies.Loop, views: list[View | None], materialized: Collection[int]
+    loop: bodies.Loop, views: list[View | None]
 ) -> tuple[list[Any], _Step | None]:
     """Plans a scan, as another scan that takes dummies and returns activations.
 
@@ -308,8 +284,7 @@ def _loop_step(
     mapped = range(carry.stop, len(views))
 
     inside = [None if i in changing else view for i, view in enumerate(views)]
-    plan_body = functools.partial(
-        make_plan,
+    inner = make_plan(
         loop.body,
         _inner_roots(inside, loop.body),
         unread=unread,
@@ -319,22 +294,18 @@ def _loop_step(
         ),
     )
     carried = _identity_step([views[i] for i in changing])
-    inner = plan_body()
-    # Materialized gradients do not change which uses are mapped. The numbers beyond
-    # those of the body belong to the equations after the loop.
-    are_mapped = [not use.view.roots.isdisjoint(mapped) for use in inner.uses]
-    materialized = _from(materialized, len(carried.uses))
-    if early := [i for i in materialized if i < len(are_mapped) and are_mapped[i]]:
-        inner = plan_body(materialized=early)
     uses, stacked = [], set[int]()
-    for number, (use, is_mapped) in enumerate(zip(inner.uses, are_mapped, strict=True)):
+    for number, use in enumerate(inner.uses):
+        is_mapped = not use.view.roots.isdisjoint(mapped)
         view = _views.outside(use.view, inside, mapped, size)
         uses.append(_uses.in_loop(use, view, size, is_mapped=is_mapped))
         stacked |= {number} if is_mapped or use.outer is not None else set()
+    start = len(carried.uses)
 
-    def handler(values, dummies):
-        first, dummies = dummies[: len(carried.uses)], dummies[len(carried.uses) :]
-        init, nothing = carried.handler([values[i] for i in changing], first)
+    def handler(values, dummies, materialized):
+        of_carry = [values[i] for i in changing]
+        init, nothing = carried.handler(of_carry, dummies[:start], materialized[:start])
+        dummies = dummies[start:]
 
         def iteration(state, slices):
             inputs = state | slices[0]
@@ -342,6 +313,7 @@ def _loop_step(
                 inner,
                 [inputs.get(i, x) for i, x in enumerate(values)],
                 [slices[1].get(i, x) for i, x in enumerate(dummies)],
+                materialized[start:],
             )
             state = {i: outputs[i - carry.start] for i in changing}
             return state, (outputs[loop.num_carry :], activations)

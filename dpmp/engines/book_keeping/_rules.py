@@ -1,17 +1,13 @@
 """The rules: how an equation on data and views uses parameters.
 
 An equation that multiplies data by a view has a gradient of the outer form (`_uses`),
-and a rule of its own here. Every other equation gets a tap, which is exact. A tap
-returns its argument unchanged, and makes the cotangent of its argument available. There
-are two taps:
+and a rule of its own here. Its output is tapped: a tap returns its argument unchanged,
+and makes the cotangent of its argument available. Every other equation gets a tap that
+gives the gradient itself, which is exact:
 
 - `tap_dense` takes the gradient of one equation without a body, in float32.
-- `tap` takes the cotangent of an array, in its dtype, through all equations that
-  follow. Applied to a view, it is an identity tap: it takes the gradient of the view.
-
-An equation with a rule has a tap, too. It is `tap`, applied to the output, which gives
-the cotangent of the output. If the backward pass is to materialize the gradient, it is
-`tap_materialized`.
+- `tap`, applied to a view, is an identity tap: it takes the gradient of the view, in
+  its dtype, through all equations that follow.
 """
 
 import functools
@@ -25,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.engines.book_keeping import _views
+from dpmp.engines.book_keeping import _linalg, _views
 from dpmp.engines.book_keeping._uses import Factors, Outer, Sizes, Use
 from dpmp.engines.book_keeping._views import View
 from dpmp.programs import float8, interpreter, primitives
@@ -209,34 +205,24 @@ _OUTER_RULES: dict[str, tuple[str, Callable[[Any, int], Outer | None]]] = {
 }
 
 
-@jax.custom_vjp
-def tap(value: jax.Array, dummy: jax.Array) -> jax.Array:
-    """Returns `value`; the cotangent of `dummy` is that of `value`."""
-    del dummy
-    return value
-
-
-tap.defvjp(lambda value, _: (value, None), lambda _, ct: (ct, ct))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tap_materialized(
-    materialize: Callable[[jax.Array, jax.Array], jax.Array],
+def tap(
+    taken: Callable[[Any, jax.Array], jax.Array],
     value: jax.Array,
-    cached: jax.Array,
+    cached: Any,
     dummy: jax.Array,
 ) -> jax.Array:
-    """Returns `value`; the cotangent of `dummy` is a gradient.
+    """Returns `value`; the cotangent of `dummy` is `taken(cached, ct)`.
 
-    The gradient is `materialize(cached, ct)`, where ct is the cotangent of the result.
+    Here, ct is the cotangent of the result. `cached` is an array or None.
     """
-    del materialize, cached, dummy
+    del taken, cached, dummy
     return value
 
 
-tap_materialized.defvjp(
+tap.defvjp(
     lambda _, value, cached, __: (value, cached),
-    lambda materialize, cached, ct: (ct, None, materialize(cached, ct)),
+    lambda taken, cached, ct: (ct, None, taken(cached, ct)),
 )
 
 
@@ -265,11 +251,11 @@ def tap_dense(
         # Differentiate with respect to all operands: some rules of jax allow nothing
         # else.
         outputs, vjp_wide = jax.vjp(
-            lambda *xs: _views.bind_widened(eqn, xs), *map(_views.widen, values)
+            lambda *xs: _views.bind_widened(eqn, xs), *map(_linalg.widen, values)
         )
         grads = vjp_wide(
             [
-                ct.astype(x.dtype) if _views.is_float(x.dtype) else ct
+                ct.astype(x.dtype) if _linalg.is_float(x.dtype) else ct
                 for ct, x in zip(cotangents, outputs, strict=True)
             ]
         )

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
+from dpmp import _plain_text
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
-from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _choice
-from dpmp.engines.book_keeping._engine import Engine, Program, analyse
+from dpmp.engines.book_keeping._engine import Program, analyse, make_engine
 from dpmp.engines.book_keeping._norms import FLOPS_PER_ENTRY, NormMethod
 from dpmp.numerics import parse_arithmetic
 
@@ -83,14 +83,7 @@ class Summary:
     def __str__(self) -> str:
         header = ("", "shape", "entries", "rules", "norm by", "flops", "share")
         total = ("total", "", f"{self.num_entries:,}", "", "", f"{self.flops:,.0f}", "")
-        lines = [header, *map(_cells, self.rows), total]
-        sides = "<<><<>>"  # numbers are aligned to the right
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        aligned = (
-            [f"{x:{side}{n}}" for x, side, n in zip(cells, sides, widths, strict=True)]
-            for cells in lines
-        )
-        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+        return _plain_text.table([header, *map(_cells, self.rows), total], "<<><<>>")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -170,50 +163,37 @@ def summarize(
         must be materialized for lack of a better rule.
     """
     sums = parse_arithmetic(arithmetic, method="book_keeping")
-    signature = Signature.parse(
+    engine, batch_size = make_engine(
+        fun,
+        args,
+        is_bounded=sums.needs_norm_bounds,
         argnums=argnums,
         batch_argnums=batch_argnums,
         prng_argnum=prng_argnum,
         keep_batch_dim=keep_batch_dim,
         has_aux=has_aux,
     )
-    signature.check(args)
-    batch_size = signature.batch_size(args)
-    loss_fn = signature.of_one_example(fun, check_loss)
-    engine = Engine(loss_fn, signature, sums.needs_norm_bounds)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    params = jax.tree_util.tree_leaves_with_path(engine.signature.params(args))
+    paths = [jax.tree_util.keystr(path) for path, _ in params]
+    found: list[tuple[Summary, str | None]] = []
 
-    def read(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Summary, str | None]:
-        examples = signature.examples(args, batch_size)
+    # The loss closes over the arguments that are neither parameters nor batched, as in
+    # the engine. It could not close over a shape, so shapes become traced arrays.
+    def trace(arrays: dict[int, jax.Array]) -> None:
+        given = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        args, kwargs = treedef.unflatten(given)
+        examples = engine.signature.examples(args, batch_size)
         args = [examples.get(i, arg) for i, arg in enumerate(args)]
         program = engine.analyse(args, kwargs)
-        leaves = jax.tree_util.tree_leaves_with_path(signature.params(args))
-        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-        return _summary(program, paths), _complaint(program, paths)
+        found.append((_summary(program, paths), _complaint(program, paths)))
 
-    summary, complaint = _while_tracing(read, args, kwargs)
+    jax.eval_shape(trace, {i: x for i, x in enumerate(leaves) if is_array[i]})
+    ((summary, complaint),) = found
     if complaint is not None:
         warn(complaint)
     return summary
-
-
-def _while_tracing(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls `fun` with arrays that have no values, and returns its result.
-
-    Some arguments are neither parameters nor batched. The loss closes over them, as in
-    the engine. It could not close over a shape, so each shape becomes a traced array
-    here.
-    """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
-    arrays = {i: x for i, x in enumerate(leaves) if is_array[i]}
-    results = []
-
-    def trace(arrays: dict[int, jax.Array]) -> None:
-        given = [arrays.get(i, x) for i, x in enumerate(leaves)]
-        results.append(fun(*treedef.unflatten(given)))
-
-    jax.eval_shape(trace, arrays)
-    return results[0]
 
 
 def _summary(program: Program, paths: Sequence[str]) -> Summary:
@@ -222,7 +202,7 @@ def _summary(program: Program, paths: Sequence[str]) -> Summary:
         used = [x for x in program.norm_methods if i in x.params]
         size = math.prod(shape)
         flops = sum(x.flops * size / max(_num_entries(x, program), 1) for x in used)
-        rules = tuple(x.rule for x in program.found if i in x.view.leaves)
+        rules = tuple(x.rule for x in program.plan.uses if i in x.view.leaves)
         forms, share = tuple(x.form for x in used), flops / max(total, 1)
         rows.append(Row(path, shape, size, rules, forms, flops, share))
     return Summary(tuple(rows))
@@ -250,7 +230,7 @@ def _complaint(program: Program, paths: Sequence[str]) -> str | None:
 
 def _kind_of_fallback(method: NormMethod, program: Program) -> str | None:
     """The key of the advice for a norm method that is a fallback, or None."""
-    uses = program.found
+    uses = program.plan.uses
     with_arithmetic = _choice.used_through_arithmetic(uses, program.shapes)
     if method.form == "parameters" and not set(with_arithmetic).isdisjoint(
         method.params
@@ -300,5 +280,5 @@ def relative_cost(fun: Callable[..., Any], params: PyTree, example: PyTree) -> f
 
 def _num_products(program: Program) -> int:
     """The number of multiplications of one example's data with parameters."""
-    outer = [use.outer for use in program.found if use.outer is not None]
+    outer = [use.outer for use in program.plan.uses if use.outer is not None]
     return sum(math.prod(x.sizes) for x in outer if not x.has_rows)

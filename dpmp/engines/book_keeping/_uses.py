@@ -78,12 +78,15 @@ class Use:
       cotangent: the shape and dtype of the cotangent of the output, which the backward
         pass returns. For dense uses, it returns the gradient instead.
       outer: the outer form of the gradient, or None if it is dense.
+      is_shared: whether the iterations of a loop share the view. Then the backward pass
+        does not materialize the gradient: each iteration would read and write it.
     """
 
     rule: str
     view: View
     cotangent: jax.ShapeDtypeStruct
     outer: Outer | None = None
+    is_shared: bool = False
 
 
 class Cached(NamedTuple):
@@ -111,53 +114,40 @@ def in_loop(use: Use, view: View, size: int, *, is_mapped: bool) -> Use:
     if outer is not None or is_mapped:
         cotangent = _stacked(cotangent, size)
     if outer is not None:
-        outer = _of_groups(outer, size) if is_mapped else _of_positions(outer, size)
-    return dataclasses.replace(use, view=view, cotangent=cotangent, outer=outer)
+        outer = _outer_in_loop(outer, size, is_mapped=is_mapped)
+    is_shared = use.is_shared or not is_mapped
+    return Use(use.rule, view, cotangent, outer, is_shared)
 
 
 def _stacked(x: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size, *x.shape), x.dtype)
 
 
-def _of_groups(outer: Outer, size: int) -> Outer:
-    """Adds one group for each iteration."""
+def _outer_in_loop(outer: Outer, size: int, *, is_mapped: bool) -> Outer:
+    """Adds one group for each iteration, or positions if they share a view."""
+
+    def join(x: jax.Array) -> jax.Array:
+        if is_mapped:
+            return jax.lax.collapse(x, 0, 2)
+        return jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3)
+
+    def factors(*args: jax.Array) -> Factors:
+        return jax.tree.map(join, jax.vmap(outer.factors)(*args))
 
     def to_view(grad: jax.Array) -> jax.Array:
         return jax.vmap(outer.to_view)(grad.reshape(size, -1, *grad.shape[1:]))
 
-    axes = outer.axes
+    activation, sizes = _stacked(outer.activation, size), outer.sizes
+    if not is_mapped:
+        sizes = sizes._replace(positions=size * sizes.positions)
+        return Outer(
+            activation, sizes, factors, outer.to_view, outer.axes, outer.has_rows
+        )
+    sizes, axes = sizes._replace(groups=size * sizes.groups), outer.axes
     if axes is not None:
         groups, left, right = (tuple(i + 1 for i in part) for part in axes)
         axes = ((0, *groups), left, right)
-    return Outer(
-        _stacked(outer.activation, size),
-        outer.sizes._replace(groups=size * outer.sizes.groups),
-        _for_iterations(outer, lambda x: jax.lax.collapse(x, 0, 2)),
-        to_view,
-        axes,
-        outer.has_rows,
-    )
-
-
-def _of_positions(outer: Outer, size: int) -> Outer:
-    """Adds positions for each iteration."""
-    return dataclasses.replace(
-        outer,
-        activation=_stacked(outer.activation, size),
-        sizes=outer.sizes._replace(positions=size * outer.sizes.positions),
-        factors=_for_iterations(
-            outer, lambda x: jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3)
-        ),
-    )
-
-
-def _for_iterations(
-    outer: Outer, join: Callable[[jax.Array], jax.Array]
-) -> Callable[[jax.Array, jax.Array], Factors]:
-    def factors(*args: jax.Array) -> Factors:
-        return jax.tree.map(join, jax.vmap(outer.factors)(*args))
-
-    return factors
+    return Outer(activation, sizes, factors, to_view, axes, outer.has_rows)
 
 
 def factors(use: Use, cached: Cached) -> Factors:
@@ -171,7 +161,7 @@ def factors(use: Use, cached: Cached) -> Factors:
 
 def _as_floats(x: jax.Array) -> jax.Array:
     """Widens integers, which wrap around, and 8-bit floats, which lose bits on GPUs."""
-    is_wide = _views.is_float(x.dtype) and x.dtype.itemsize >= 2
+    is_wide = _linalg.is_float(x.dtype) and x.dtype.itemsize >= 2
     return x if is_wide else x.astype(jnp.float32)
 
 
@@ -185,7 +175,7 @@ def product(use: Use, cached: Cached) -> jax.Array:
         ]
         return _linalg.apart(jnp.concatenate(products, axis=1))
     groups, _, num_rows, width = use.outer.sizes
-    right = _views.widen(right)
+    right = _linalg.widen(right)
     add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
     return add(jnp.zeros((groups, num_rows, width), right.dtype), left[0], right)
 
@@ -193,7 +183,7 @@ def product(use: Use, cached: Cached) -> jax.Array:
 def gradient(use: Use, cached: Cached) -> jax.Array:
     """Returns the gradient of a use's view, for one example, in float32 or wider."""
     if use.outer is None:
-        return _views.widen(cached.cotangent)
+        return _linalg.widen(cached.cotangent)
     return use.outer.to_view(product(use, cached))
 
 
@@ -210,7 +200,7 @@ def pull_back(
             views, {**roots, **dict(zip(params, values, strict=True))}
         )
 
-    outputs, vjp = jax.vjp(evaluate, *(_views.widen(roots[i]) for i in params))
+    outputs, vjp = jax.vjp(evaluate, *(_linalg.widen(roots[i]) for i in params))
     return list(vjp([g.astype(x.dtype) for g, x in zip(grads, outputs, strict=True)]))
 
 
@@ -227,13 +217,12 @@ def weighted_sum(
     An example whose `keep` is False contributes zero, by selection, whatever is cached
     for it. A parameter without a use has zeros.
     """
-    used = [
-        (use, arrays)
-        for use, arrays in zip(uses, cached, strict=True)
-        if not use.view.leaves.isdisjoint(params)
-    ]
-    totals = [_sum_of_use(use, arrays, coefs, keep) for use, arrays in used]
-    sums = pull_back([use.view for use, _ in used], params, roots, totals)
+    views, totals = [], []
+    for use, arrays in zip(uses, cached, strict=True):
+        if not use.view.leaves.isdisjoint(params):
+            views.append(use.view)
+            totals.append(_sum_of_use(use, arrays, coefs, keep))
+    sums = pull_back(views, params, roots, totals)
     return dict(zip(params, sums, strict=True))
 
 

@@ -5,6 +5,7 @@ remembers these operations. With them, the gradient of the view is sent back to 
 parameter in float32, past every cast, and without running the model again.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
+from dpmp.engines.book_keeping._linalg import is_float, widen
 from dpmp.numerics import at_least_float32
 from dpmp.programs import bodies, interpreter, primitives
 
@@ -31,13 +32,12 @@ class View:
       roots: the roots it is computed from.
       compute: maps float32 values of the parents to the value of the view.
       rearrange: maps a NumPy array of the parameter's shape to a NumPy view of the
-        entries that make up this view. It returns None if this view does more than
-        select and reorder entries and add constants to them, or if no such NumPy view
-        exists.
+        entries that make up this view. It returns None if there is no such NumPy view,
+        as where this view does more than to select and reorder entries and to add
+        constants to them.
       is_broadcast: whether this view only repeats the entries of its only parent.
-      is_traced: whether it is computed from a constant that jax traces, such as an
-        argument of a surrounding `jax.jit`. Its value is then unknown before the
-        program runs.
+      is_traced: whether it is computed from a constant that jax traces, so that its
+        value is unknown before the program runs.
     """
 
     aval: Any
@@ -61,43 +61,51 @@ def make_root(index: int, aval: Any, *, is_param: bool) -> View:
 def make_constant(value: Any) -> View:
     """Makes the view of a number or array that is written in the program."""
     is_traced = isinstance(value, jax.core.Tracer)
-    return View(
-        jax.typeof(value), frozenset(), compute=lambda: value, is_traced=is_traced
-    )
+    aval = jax.typeof(value)
+    return View(aval, frozenset(), compute=lambda: value, is_traced=is_traced)
 
 
 def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     """Makes the views that an equation computes from views."""
     if eqn.primitive.name in primitives.IDENTITIES:
         return list(operands)
-    leaves = frozenset[int]().union(*(view.leaves for view in operands))
-    roots = frozenset[int]().union(*(view.roots for view in operands))
-    if eqn.primitive.name == primitives.STOP_GRADIENT or _is_product_with_zero(eqn):
-        leaves = frozenset()
-    is_broadcast = eqn.primitive.name == primitives.BROADCAST and len(operands) == 1
     # Constants and comparisons must have the same results as in the program.
     depends = any(view.leaves for view in operands)
     has_floats = any(is_float(output.aval.dtype) for output in eqn.outvars)
     bind = _bind_in_float32 if depends and has_floats else _bind_as_written
+    # A product with zero is the trace of a penalty that is switched off.
+    is_zero = eqn.primitive.name == primitives.MUL and any(
+        interpreter.is_literal(atom) and atom.val == 0 for atom in eqn.invars
+    )
+    is_stopped = is_zero or eqn.primitive.name == primitives.STOP_GRADIENT
+    is_broadcast = eqn.primitive.name == primitives.BROADCAST and len(operands) == 1
     return [
-        View(
+        _derived(
             output.aval,
-            leaves,
-            tuple(operands),
-            roots=roots,
+            operands,
+            is_stopped=is_stopped,
             compute=lambda *values, i=i: bind(eqn, values)[i],
             rearrange=_rearrangement(eqn, i, operands),
             is_broadcast=is_broadcast,
-            is_traced=any(view.is_traced for view in operands),
         )
         for i, output in enumerate(eqn.outvars)
     ]
 
 
-def _is_product_with_zero(eqn: Any) -> bool:
-    """Whether an equation is `0.0 * x`, the trace of a penalty that is switched off."""
-    return eqn.primitive.name == primitives.MUL and any(
-        interpreter.is_literal(atom) and atom.val == 0 for atom in eqn.invars
+def _derived(
+    aval: Any,
+    parents: Sequence[View],
+    *,
+    is_stopped: bool = False,
+    is_traced: bool = False,
+    **fields: Any,
+) -> View:
+    """Makes a view of other views; with `is_stopped`, it has no gradient."""
+    leaves = frozenset[int]().union(*(x.leaves for x in parents if not is_stopped))
+    roots = frozenset[int]().union(*(x.roots for x in parents))
+    is_traced = is_traced or any(x.is_traced for x in parents)
+    return View(
+        aval, leaves, tuple(parents), roots=roots, is_traced=is_traced, **fields
     )
 
 
@@ -114,17 +122,12 @@ def outside(
     iteration. A view that depends on a slice has a leading axis for all iterations.
     """
     used = sorted(view.roots)
-    parents = tuple(x for x in (outer[i] for i in used) if x is not None)
+    parents = [x for x in (outer[i] for i in used) if x is not None]
     in_axes = [0 if i in mapped else None for i in used]
     is_mapped = 0 in in_axes
 
-    def compute(*values: jax.Array) -> jax.Array:
-        def one_iteration(*slices: jax.Array) -> jax.Array:
-            return evaluate([view], dict(zip(used, slices, strict=True)))[0]
-
-        if not is_mapped:
-            return one_iteration(*values)
-        return jax.vmap(one_iteration, in_axes=in_axes, axis_size=size)(*values)
+    def compute(*slices: jax.Array) -> jax.Array:
+        return evaluate([view], dict(zip(used, slices, strict=True)))[0]
 
     def rearrange(array: np.ndarray) -> np.ndarray | None:
         operand = parents[0].rearrange(array)
@@ -137,14 +140,12 @@ def outside(
         return np.lib.stride_tricks.as_strided(one, (size, *one.shape), strides)
 
     shape = (size, *view.aval.shape) if is_mapped else view.aval.shape
-    return View(
+    return _derived(
         jax.ShapeDtypeStruct(shape, view.aval.dtype),
-        frozenset[int]().union(*(parent.leaves for parent in parents)),
         parents,
-        roots=frozenset[int]().union(*(parent.roots for parent in parents)),
-        compute=compute,
+        is_traced=view.is_traced,
+        compute=jax.vmap(compute, in_axes, axis_size=size) if is_mapped else compute,
         rearrange=rearrange if len(used) == 1 else lambda _: None,
-        is_traced=view.is_traced or any(parent.is_traced for parent in parents),
     )
 
 
@@ -164,8 +165,9 @@ def sum_over_repeated(view: View, grad: jax.Array) -> jax.Array:
 
 def repeats_rows(eqn: Any, operands: Sequence[View]) -> bool:
     """Whether an equation takes rows of a view at indices that may occur repeatedly."""
-    is_gather = eqn.primitive.name == primitives.GATHER
-    if not is_gather or operands[1].leaves or not operands[0].leaves:
+    if eqn.primitive.name != primitives.GATHER:
+        return False
+    if operands[1].leaves or not operands[0].leaves:
         return False
     ids = _known_integers(operands[1])
     return ids is None or len(np.unique(ids)) < ids.size
@@ -187,41 +189,36 @@ def row_axis(eqn: Any) -> int | None:
 
 def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]:
     """Computes the values of views, in float32 or wider, from those of the roots."""
-    known: dict[int, Any] = {}
 
+    @functools.cache  # views are compared by identity
     def value(view: View) -> Any:
-        if id(view) not in known:
-            known[id(view)] = widen(
-                view.compute(*map(value, view.parents))
-                if view.root is None
-                else roots[view.root]
-            )
-        return known[id(view)]
+        if view.root is not None:
+            return widen(roots[view.root])
+        return widen(view.compute(*map(value, view.parents)))
 
-    return [value(view) for view in views]
+    return list(map(value, views))
 
 
 def goes_back_exactly(eqn: Any) -> bool:
     """Whether gradients go back through an equation linearly, and in float32.
 
-    Norms are computed from gradients that are sent back for each example. Sums are sent
-    back for all examples at once. The two agree only if sending back is linear. A
-    custom rule may round or clip its cotangent. Other bodies have dtypes written in
+    Norms are computed from gradients that are sent back for each example, and sums are
+    sent back for all examples at once: the two agree only if sending back is linear. A
+    custom rule may round or clip its cotangent, and other bodies have dtypes written in
     them, which may be below float32.
     """
     name, dtypes = eqn.primitive.name, [v.aval.dtype for v in eqn.invars]
     if name.startswith(primitives.SCATTER):
         return all(x.itemsize >= 4 for x in dtypes if is_float(x))
-    if name == primitives.WHILE:  # it sends no gradients back
-        return True
-    return not bodies.has_body(eqn) and name != primitives.REDUCE_PRECISION
+    # A while loop sends no gradients back.
+    is_linear = not bodies.has_body(eqn) and name != primitives.REDUCE_PRECISION
+    return is_linear or name == primitives.WHILE
 
 
 def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     """Evaluates an equation without casts to less than float32."""
-    if bodies.has_body(eqn) or eqn.primitive.name == primitives.BITCAST:
-        return _bind_as_written(eqn, values)
-    return bind_widened(eqn, values)
+    as_written = bodies.has_body(eqn) or eqn.primitive.name == primitives.BITCAST
+    return (_bind_as_written if as_written else bind_widened)(eqn, values)
 
 
 def _bind_as_written(eqn: Any, values: Sequence[jax.Array]) -> list[Any]:
@@ -241,17 +238,6 @@ def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
     if eqn.primitive.name in primitives.PRODUCTS:
         changed["precision"] = jax.lax.Precision.HIGHEST
     return interpreter.bind(eqn, [widen(x) for x in values], **changed)
-
-
-def widen(x: Any) -> jax.Array:
-    """Casts floats to float32, unless they are at least as wide."""
-    x = jnp.asarray(x)
-    return x.astype(at_least_float32(x.dtype)) if is_float(x.dtype) else x
-
-
-def is_float(dtype: Any) -> bool:
-    """Whether gradients flow through values of a dtype."""
-    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def _rearrangement(
@@ -291,7 +277,7 @@ def _slice(x: np.ndarray, eqn: Any, *_: Any) -> Any:
     return x[(*map(slice, starts, limits, strides), ...)]
 
 
-def _dynamic_slice(x: np.ndarray, eqn: Any, operands: Sequence[View], _: int) -> Any:
+def _dynamic_slice(x: np.ndarray, eqn: Any, *_: Any) -> Any:
     """Slices at indices that are written in the program, and at no others."""
     atoms, sizes = eqn.invars[1:], eqn.params["slice_sizes"]
     if not all(map(interpreter.is_literal, atoms)):

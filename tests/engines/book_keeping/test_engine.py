@@ -3,53 +3,22 @@
 `tests/contract/test_engines.py` has what every engine must do, for the zoo.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import models
-import more_models
 import numpy as np
 import pytest
 import reference
 from programs import equations
 
 from dpmp.clipping import clipped_grad
-from dpmp.engines._signature import Signature, check_loss
-from dpmp.engines.book_keeping import _engine
 
 _SIZE = 6
 
 # What clipping takes from the norm: a few float32 roundings.
 _TOLERANCE = 64 * 2.0**-23
-
-
-def _assert_same(actual, expected):
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
-def _mixed(batch, others, is_kept):
-    return jax.tree.map(
-        lambda x, y: np.where(is_kept.reshape(-1, *[1] * (x.ndim - 1)), x, y),
-        batch,
-        others,
-    )
-
-
-@pytest.mark.parametrize(
-    "model", [models.CONV, models.TRANSFORMER], ids=lambda m: m.name
-)
-def test_no_bit_that_is_cached_depends_on_the_other_examples(model):
-    signature = Signature.parse(argnums=0, batch_argnums=1)
-    loss_fn = signature.of_one_example(model.loss, check_loss)
-    run = _engine.Engine(loss_fn, signature, is_bounded=False)
-    params, batch = model.init(jnp.bfloat16), model.make_batch(3, _SIZE)
-    mixed = _mixed(batch, model.make_batch(4, _SIZE), np.arange(_SIZE) < 3)
-    cache = jax.jit(lambda batch: run(params, batch).cached)
-    cached = [jax.tree.map(lambda x: x[:3], cache(x)) for x in (batch, mixed)]
-    assert jax.tree.leaves(cached)
-    _assert_same(*cached)
 
 
 # A cheap loss, for everything that does not depend on the model.
@@ -81,30 +50,28 @@ _BATCH = _make_batch(_SIZE, 4)
 _SLACK = 1 + 2.0**-7
 
 
-def _make_sum(*, compiled=True, loss=_loss, **kwargs):
-    kwargs = {
-        "l2_clip_norm": 0.1,
-        "method": "book_keeping",
-        "arithmetic": "unproved_float32",
-        **kwargs,
-    }
-    fun = clipped_grad(loss, **kwargs).__call__
-    return functools.partial(jax.jit(fun) if compiled else fun, _PARAMS)
+def _summed(loss, l2_clip_norm=0.1, method="book_keeping", *, compiled=True, **options):
+    arithmetic = reference.FLOAT_SUMS[method]
+    fun = clipped_grad(
+        loss, l2_clip_norm=l2_clip_norm, method=method, arithmetic=arithmetic, **options
+    )
+    return jax.jit(fun.__call__) if compiled else fun
 
 
-def _sum(batch=_BATCH, **kwargs):
-    return _make_sum(**kwargs)(batch)
+def _sum(batch=_BATCH, **options):
+    return _summed(_loss, **options)(_PARAMS, batch)
 
 
-@functools.cache
-def _stack_fn(loss):
-    return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))
+def _oracle(batch=_BATCH, l2_clip_norm=0.1, *, divisor=1.0):
+    return _clipped(_stack_fn(_PARAMS, batch), l2_clip_norm, divisor=divisor)
 
 
-def _oracle(batch=_BATCH, l2_clip_norm=0.1, *, loss=_loss, keep=None, divisor=1.0):
-    stack = _stack_fn(loss)(_PARAMS, batch)
+_stack_fn = jax.jit(jax.vmap(jax.grad(_loss), in_axes=(None, 0)))
+
+
+def _clipped(stack, l2_clip_norm, **options):
     targets = jax.tree.map(lambda x: x / _SLACK, l2_clip_norm)
-    return reference.clipped_sum(stack, targets, keep=keep, divisor=divisor)
+    return reference.clipped_sum(stack, targets, **options)
 
 
 @pytest.mark.slow
@@ -133,12 +100,8 @@ _USERS = _make_batch(4, 3, 4)
     [
         (
             _USERS,
-            {
-                "keep_batch_dim": False,
-                "microbatch_size": 2,
-                "rescale_to_unit_norm": True,
-                "normalize_by": 7.0,
-            },
+            {"keep_batch_dim": False, "microbatch_size": 2}
+            | {"rescale_to_unit_norm": True, "normalize_by": 7.0},
             {"divisor": 0.1 * 7.0},
         ),
         (_BATCH, {"l2_clip_norm": _CLIP_NORMS}, {"l2_clip_norm": _CLIP_NORMS}),
@@ -152,19 +115,13 @@ def test_options_of_clipping_mean_what_they_say(batch, options, expected):
 
 
 def test_parameters_of_one_weight_are_clipped_apart():
-    (model,) = (x for x in more_models.PARAMETER_USES if x.name == "weight_norm")
+    model = models.ZOO["weight_norm"]
     params, batch = model.init(jnp.float32), model.make_batch(3, _SIZE)
     clip_norms = {"direction": 0.05, "size": 0.1, "shift": 0.2, "out": 1.0}
-    fun = clipped_grad(
-        model.loss,
-        l2_clip_norm=clip_norms,
-        method="book_keeping",
-        arithmetic="unproved_float32",
+    expected = _clipped(
+        models.per_example_losses_and_grads(model, params, batch)[1], clip_norms
     )
-    stack = models.per_example_grads(model, params, batch)
-    targets = {name: x / _SLACK for name, x in clip_norms.items()}
-    expected = reference.clipped_sum(stack, targets)
-    total = jax.jit(fun.__call__)(params, batch)
+    total = _summed(model.loss, clip_norms)(params, batch)
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
 
 
@@ -178,20 +135,12 @@ def test_dropout_is_that_of_the_vmap_engine(microbatch_size, make_key):
         is_kept = jax.random.bernoulli(key, 0.5, x.shape)
         return jnp.mean(jnp.where(is_kept, 2 * x, 0) @ params["w"])
 
-    def clipped(method, size):
-        fun = clipped_grad(
-            loss,
-            l2_clip_norm=0.1,
-            prng_argnum=2,
-            microbatch_size=size,
-            method=method,
-            arithmetic=reference.FLOAT_SUMS[method],
-            return_values=True,
-        )
-        return jax.jit(fun.__call__)(_PARAMS, _BATCH, make_key(0))
-
-    expected, expected_sensitive = clipped("per_example", None)
-    total, sensitive = clipped("book_keeping", microbatch_size)
+    (expected, expected_sensitive), (total, sensitive) = (
+        _summed(
+            loss, method=method, microbatch_size=x, prng_argnum=2, return_values=True
+        )(_PARAMS, _BATCH, make_key(0))
+        for method, x in (("per_example", None), ("book_keeping", microbatch_size))
+    )
     assert len(set(np.asarray(sensitive.values).tolist())) == _SIZE
     np.testing.assert_allclose(sensitive.values, expected_sensitive.values, rtol=1e-5)
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
@@ -204,13 +153,9 @@ def test_windows_of_many_examples_are_seen_a_few_examples_at_a_time():
 
     kernel = jax.random.normal(jax.random.key(0), (3, 2, 3, 3))
     images = jax.random.normal(jax.random.key(1), (41, 2, 8, 8))
-    fun = clipped_grad(
-        loss, l2_clip_norm=0.01, method="book_keeping", arithmetic="unproved_float32"
-    )
     stack = jax.vmap(jax.grad(loss), in_axes=(None, 0))(kernel, images[:, None])
-    expected = reference.clipped_sum(stack, 0.01 / _SLACK)
-    total = jax.jit(fun.__call__)(kernel, images)
-    reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
+    total = _summed(loss, 0.01)(kernel, images)
+    reference.assert_trees_close(total, _clipped(stack, 0.01), rtol=_TOLERANCE)
 
 
 # What it is for.
@@ -237,13 +182,8 @@ def test_per_example_gradients_are_never_materialized():
     x = np.ones((size, width), np.float32)
     largest = {}
     for method in ("per_example", "book_keeping"):
-        fun = clipped_grad(
-            loss,
-            l2_clip_norm=1.0,
-            method=method,
-            arithmetic=reference.FLOAT_SUMS[method],
-        )
-        largest[method] = _largest_array(jax.make_jaxpr(fun.__call__)(params, x).jaxpr)
+        fun = _summed(loss, 1.0, method)
+        largest[method] = _largest_array(jax.make_jaxpr(fun)(params, x).jaxpr)
     assert largest["per_example"] >= size * width**2
     assert largest["book_keeping"] <= width**2
 
@@ -255,14 +195,7 @@ def test_losses_are_traced_once_for_all_microbatches():
         traces.append(None)
         return _loss(params, batch)
 
-    fun = clipped_grad(
-        loss,
-        l2_clip_norm=0.1,
-        microbatch_size=2,
-        method="book_keeping",
-        arithmetic="unproved_float32",
-    )
-    clipped_sum = jax.jit(fun.__call__)
+    clipped_sum = _summed(loss, microbatch_size=2)
     for is_padding in (np.zeros(_SIZE, bool), np.ones(_SIZE, bool)):
         clipped_sum(_PARAMS, _BATCH, is_padding_example=is_padding)
     assert len(traces) == 1

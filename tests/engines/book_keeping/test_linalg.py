@@ -47,23 +47,6 @@ def test_products_are_what_they_were_without_batch_axes_of_one(
             assert all(size > 1 for size in sizes)
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 64, 2**12 + 1])
-def test_integers_are_added_up_exactly(size):
-    x = np.random.default_rng(size).integers(-99, 99, size).astype(np.float32)
-
-    @jax.jit
-    def totals(x):
-        parts = _linalg.row_sums(x)
-        return _linalg.add_up(parts), _linalg.add_up(_linalg.joined([parts] * 3))
-
-    assert list(map(float, totals(x))) == [x.sum(), 3 * x.sum()]
-
-
-def test_batches_are_added_up_over_the_last_axis():
-    x = np.arange(12, dtype=np.float32).reshape(2, 6)
-    np.testing.assert_array_equal(jax.jit(_linalg.add_up)(x), [15.0, 51.0])
-
-
 @pytest.mark.parametrize("size", [1, 3, 1025, 2**16 + 7])
 def test_roundings_are_as_many_as_are_counted(size):
     x = np.full(size, 1 + 2.0**-23, np.float32)
@@ -85,7 +68,7 @@ def _depth_of(jaxpr):
     return depths.get(jaxpr.outvars[0], 0)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 5, 8, 9, 33, 257])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 9, 257])
 def test_the_tree_is_as_deep_as_is_counted(num_parts):
     jaxpr = jax.make_jaxpr(_linalg.add_up)(jnp.ones(num_parts)).jaxpr
     assert _depth_of(jaxpr) == _linalg.depth(num_parts)

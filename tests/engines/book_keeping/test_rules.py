@@ -12,7 +12,6 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import models
-import more_models
 import numpy as np
 import pytest
 import reference
@@ -186,26 +185,6 @@ def _convolution(draw):
     return _weighted(draw, fun, w, x)
 
 
-def _depthwise_convolution(draw):
-    """As many groups as channels, as layers are written."""
-    channels, multiplier = draw.integer(1, 3), draw.integer(1, 2)
-    padding = draw.one_of("SAME", "VALID")
-
-    def fun(w, x):
-        return jax.lax.conv_general_dilated(
-            x,
-            w,
-            (draw_stride,),
-            padding,
-            dimension_numbers=("NWC", "WIO", "NWC"),
-            feature_group_count=channels,
-        )
-
-    draw_stride = draw.integer(1, 2)
-    w = draw.values((draw.integer(1, 3), 1, channels * multiplier))
-    return _weighted(draw, fun, w, draw.examples((1, draw.integer(3, 5), channels)))
-
-
 _BINARY = {
     "add": jnp.add,
     "subtract": jnp.subtract,
@@ -377,7 +356,6 @@ _PROGRAMS = {
     "dot_general": _dot_general,
     "gather": _gather,
     "convolution": _convolution,
-    "depthwise-convolution": _depthwise_convolution,
     "broadcast": _broadcast,
     "views": _views,
     "scans": _scans,
@@ -414,7 +392,6 @@ _OTHERS = {
     "scatter-into": lambda w, x, ids: w.at[ids].set(x, unique_indices=False),
     "pad": lambda w, x, ids: jax.lax.pad(w * x, w[0, 0], [(1, 0, 0), (0, 1, 1)]),
     "sort": lambda w, x, ids: jnp.sort(jnp.stack([x, w]), axis=0)[0],
-    "sort-by-key": lambda w, x, ids: jax.lax.sort_key_val(x, w)[1],
     "select": lambda w, x, ids: jax.lax.select_n(x > 0, w, 2 * x),
     "clamp": lambda w, x, ids: jax.lax.clamp(-jnp.abs(w), x, jnp.abs(w) + 1),
     "batched-gather": lambda w, x, ids: jax.vmap(lambda row, i: row[i])(w, ids),
@@ -422,13 +399,10 @@ _OTHERS = {
     "gather-of-slices": lambda w, x, ids: jax.vmap(
         lambda i: jax.lax.dynamic_slice_in_dim(w, i, 2)
     )(ids),
-    "reduce": lambda w, x, ids: jnp.max(jnp.stack([x, w]), axis=0),
-    "integer_pow": lambda w, x, ids: (x + w) ** 3,
     "two-parameters": lambda w, x, ids: jax.lax.select_n(x > 0, w, w.T),
     "dot-of-two-views": lambda w, x, ids: jnp.einsum("ij,jk,kl->il", w, x, w),
     "cond": lambda w, x, ids: jax.lax.cond(x[0, 0] > 0, jnp.matmul, jnp.add, x, w),
     "while": lambda w, x, ids: jax.lax.fori_loop(0, 2, lambda i, c: c @ w, x),
-    "map": lambda w, x, ids: jax.lax.map(lambda row: row @ w, x),
     "associative_scan": lambda w, x, ids: jax.lax.associative_scan(jnp.add, w * x),
     "custom_jvp": lambda w, x, ids: _cubed(x, w),
     "custom_vjp": lambda w, x, ids: _doubled(x, w),
@@ -442,7 +416,6 @@ _OTHERS = {
     "custom_vjp-in-cond": lambda w, x, ids: (
         x @ jax.lax.cond(w[0, 0] > 9, lambda w: w, _sign_of_gradient, w)
     ),
-    "jit": lambda w, x, ids: jax.jit(lambda a, b: jax.jit(jnp.matmul)(a, b))(x, w),
 }
 
 
@@ -501,16 +474,11 @@ def test_other_equations_have_the_gradients_that_jax_finds(name):
 
 # Without optimization, XLA itself takes other rows for indices of 8 bits.
 @pytest.mark.parametrize(
-    ("dtype", "mode"),
-    [
-        pytest.param(np.int8, "clip", marks=pytest.mark.slow),
-        pytest.param(np.uint8, "fill", marks=pytest.mark.slow),
-        (np.uint32, "clip"),
-    ],
+    "dtype", [pytest.param(np.int8, marks=pytest.mark.slow), np.uint32]
 )
-def test_rows_may_be_more_than_their_numbers_can_name(dtype, mode):
+def test_rows_may_be_more_than_their_numbers_can_name(dtype):
     def fun(w, ids):
-        return jnp.take(w, ids, axis=0, mode=mode)
+        return jnp.take(w, ids, axis=0, mode="clip")
 
     # 300 rows, of which 8 bits name no more than 256.
     draw = _Fixed()
@@ -565,13 +533,8 @@ def test_arrays_may_be_empty(name):
 
 @pytest.mark.parametrize(
     "loss",
-    [
-        lambda w, x: jnp.sum(x),
-        lambda w, x: jnp.float32(1),
-        lambda w, x: jnp.sum(w * w),
-        lambda w, x: w[0, 0],
-    ],
-    ids=["data-alone", "a-number", "parameters-alone", "an-entry"],
+    [lambda w, x: jnp.sum(x), lambda w, x: jnp.float32(1), lambda w, x: jnp.sum(w * w)],
+    ids=["data-alone", "a-number", "parameters-alone"],
 )
 def test_losses_need_not_depend_on_all(loss):
     _check(loss, _Fixed().values((3, 2)), _Fixed().examples((3,)))
@@ -588,40 +551,7 @@ def test_tied_uses_of_different_dtypes_are_one_gradient():
     _check(*_weighted(draw, fun, w, ids))
 
 
-@pytest.mark.parametrize(
-    ("has_loop", "has_remat"),
-    [
-        (True, True),
-        (False, False),
-        pytest.param(True, False, marks=pytest.mark.slow),
-        pytest.param(False, True, marks=pytest.mark.slow),
-    ],
-)
-def test_a_block_may_be_rematerialised_in_a_loop_and_hold_a_loop(has_loop, has_remat):
-    maybe_remat = jax.checkpoint if has_remat else lambda fun: fun
-
-    def block(x, w):
-        def step(x, row):
-            return x + row, None
-
-        return jax.lax.scan(maybe_remat(step), x, w)[0]
-
-    def fun(params, x):
-        if has_loop:
-
-            def body(x, w):
-                return maybe_remat(block)(x, w), None
-
-            return jax.lax.scan(body, x, params)[0]
-        return maybe_remat(block)(x, params[0])
-
-    draw = _Fixed()
-    _check(*_weighted(draw, fun, draw.values((2, 3, 4)), draw.examples((4,))))
-
-
 # Which rules and forms are chosen.
-
-_ZOO = {x.name: x for x in (*models.ZOO, *more_models.PARAMETER_USES)}
 
 
 def _methods(loss, params, example):
@@ -641,7 +571,7 @@ def _methods(loss, params, example):
 
 @functools.cache
 def _methods_of_model(name):
-    model = _ZOO[name]
+    model = models.ZOO[name]
     example = jax.tree.map(lambda x: np.asarray(x)[0], model.make_batch(0, 1))
 
     def loss(params, example):
@@ -650,11 +580,8 @@ def _methods_of_model(name):
     return _methods(loss, model.init(jnp.bfloat16), example)
 
 
-_GRAM, _ENTRIES, _IDENTITY = (
-    ("gram", "dot"),
-    ("entries", "add"),
-    ("entries", "identity"),
-)
+_GRAM, _ENTRIES = ("gram", "dot"), ("entries", "add")
+_IDENTITY = ("entries", "identity")
 _CONVOLUTION = ("stored", "convolution")
 _THREE_USES = ("parameters", "dot", "dot", "dot")
 
@@ -683,7 +610,7 @@ _CHOSEN = {
         "shared": [("product", "dot")],
     },
     "lstm": {"cell/input": [_GRAM], "cell/bias": [_ENTRIES], "start": [_IDENTITY]},
-    "vit": {"patch": [("gram", "convolution")], "class": [("entries", "concatenate")]},
+    "vit": {"patch": [("gram", "convolution")], "cls": [("entries", "concatenate")]},
     "experts": {"up": [_GRAM], "router": [("product", "dot")]},
     # Computed from others: only their gradients tell.
     "weight_norm": {
@@ -708,7 +635,7 @@ def test_each_parameter_has_the_rules_and_forms_that_it_should(name):
     assert {path: methods[path] for path in _CHOSEN[name]} == _CHOSEN[name]
 
 
-@pytest.mark.parametrize("name", [name for name in _ZOO if "scan" in name])
+@pytest.mark.parametrize("name", [name for name in models.ZOO if "scan" in name])
 def test_a_loop_over_layers_sends_nothing_back_to_parameters(name):
     forms = {
         form for methods in _methods_of_model(name).values() for form, *_ in methods
@@ -738,10 +665,6 @@ def _plain(w, x):
     return jnp.sum(jnp.tanh(x @ w))
 
 
-def _with_body(fun):
-    return (lambda w, x: jnp.sum(fun(w, x)), (3, 3), (3, 3), [_IDENTITY])
-
-
 @jax.jit
 def _rearranged(w, x):
     w = jnp.flip(w.T.astype(jnp.bfloat16)[1:], 0).reshape(4, 3, 2)
@@ -750,19 +673,15 @@ def _rearranged(w, x):
     return jnp.sum(product.astype(jnp.float32))
 
 
+_OVERLAPPING = ("parameters", "dot", "dot", "mul")
+
 # A loss, the shapes of its parameter and its data, and the norm methods.
 _ONE_PARAMETER = {
     "split": (_split, (6, 9), (2, 6), [_GRAM]),
     "sliced": (_sliced, (6, 9), (2, 6), [_GRAM] * 3),
-    "overlapping": (
-        _overlapping,
-        (6, 9),
-        (2, 6),
-        [("parameters", "dot", "dot", "mul")],
-    ),
+    "overlapping": (_overlapping, (6, 9), (2, 6), [_OVERLAPPING]),
     "interleaved": (_interleaved, (6, 9), (2, 6), [_GRAM] * 2),
     # The cheaper form is chosen.
-    "1 position": (_plain, (8, 8), (1, 8), [_GRAM]),
     "4 positions": (_plain, (8, 8), (4, 8), [_GRAM]),
     "100 positions": (_plain, (8, 8), (100, 8), [("stored", "dot")]),
     "rearranged": (_rearranged, (6, 5), (2, 4, 3), [_GRAM]),
@@ -773,15 +692,10 @@ _ONE_PARAMETER = {
         [_GRAM],
     ),
     "stopped": (lambda w, x: jnp.sum(x @ jax.lax.stop_gradient(w)), (6, 5), (2, 6), []),
-    "cond": _with_body(
-        lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.matmul, lambda x, w: x, x, w)
-    ),
-    "while": _with_body(
-        lambda w, x: jax.lax.fori_loop(0, x[0, 0].astype(int), lambda i, c: c @ w, x)
-    ),
-    "custom_vjp": _with_body(lambda w, x: _doubled(x, w)),
-    "custom_jvp": _with_body(lambda w, x: _cubed(x, w)),
 }
+for _name in ("cond", "custom_vjp", "custom_jvp"):
+    _loss = functools.partial(lambda fun, w, x: fun(w, x, None).sum(), _OTHERS[_name])
+    _ONE_PARAMETER[_name] = _loss, (3, 3), (3, 3), [_IDENTITY]
 
 
 @pytest.mark.parametrize("name", _ONE_PARAMETER)

@@ -1,28 +1,14 @@
 """Summaries say what book-keeping does, and warn where it does what it should avoid."""
 
-import functools
-import re
 import warnings
 
 import jax
 import jax.numpy as jnp
-import models
-import more_models
 import pytest
+from models import ZOO
 
 import dpmp
 from dpmp.engines.book_keeping import _engine, summarize
-
-ZOO = {model.name: model for model in (*models.ZOO, *more_models.PARAMETER_USES)}
-
-
-@pytest.fixture(params=ZOO)
-def model(request):
-    return ZOO[request.param]
-
-
-def _shapes(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), tree)
 
 
 def _quietly(*args, **kwargs):
@@ -49,12 +35,6 @@ def _rows(summary):
     return {row.path: row for row in summary.rows}
 
 
-@functools.cache
-def _of_model(name):
-    model = ZOO[name]
-    return _quietly(model.loss, model.init(jnp.float32), model.make_batch(0, 4))
-
-
 def test_a_row_says_what_is_known_of_a_parameter():
     rows = _rows(
         summarize(_linear, _params(w=(300, 200), b=(200,)), _batch(9, 10, 300))
@@ -68,43 +48,26 @@ def test_a_row_says_what_is_known_of_a_parameter():
     assert w.share == w.flops / (w.flops + b.flops)
 
 
-# Parameters without influence on the loss.
-_UNUSED = {"decoder-tied": "head", "decoder-scan-remat-tied": "head"}
-_UNUSED |= {"shared": "unused", "control_flow": "unused"}
-
-
-def test_every_parameter_has_one_row_and_one_line(model):
-    params = model.init(jnp.float32)
-    summary = _of_model(model.name)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    _, *lines, total = str(summary).splitlines()
-    for row, (path, leaf), line in zip(summary.rows, leaves, lines, strict=True):
+@pytest.mark.parametrize("arithmetic", ["unproved_float32", "bounded"])
+@pytest.mark.parametrize("name", ZOO)
+def test_summaries_say_what_the_engine_does_from_shapes_alone(
+    name, arithmetic, monkeypatch
+):
+    loss, args = ZOO[name].loss, (ZOO[name].init("float32"), ZOO[name].make_batch(0, 4))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    summary = _quietly(loss, *shapes, arithmetic=arithmetic)
+    program = _program_of_engine(monkeypatch, loss, *args, arithmetic=arithmetic)
+    leaves = jax.tree_util.tree_leaves_with_path(args[0])
+    for i, (row, (path, leaf)) in enumerate(zip(summary.rows, leaves, strict=True)):
+        methods = [x for x in program.norm_methods if i in x.params]
+        uses = [x for x in program.plan.uses if i in x.view.leaves]
         assert row.path == jax.tree_util.keystr(path)
         assert (row.shape, row.num_entries) == (leaf.shape, leaf.size)
-        assert row.share == pytest.approx(row.flops / summary.flops)
-        is_used = row.path != f"['{_UNUSED.get(model.name)}']"
-        assert [bool(x) for x in (row.rules, row.forms, row.flops)] == [is_used] * 3
-        assert re.split(r"  +", line)[:2] == [row.path, str(row.shape)]
-    assert sum(row.share for row in summary.rows) == pytest.approx(1)
-    numbers = f"{summary.num_entries:,}", f"{summary.flops:,.0f}"
-    assert total.split() == ["total", *numbers]
-
-
-@pytest.mark.parametrize("arithmetic", ["unproved_float32", "bounded"])
-def test_summaries_say_what_the_engine_does_from_shapes_alone(
-    model, arithmetic, monkeypatch
-):
-    params, batch = model.init(jnp.float32), model.make_batch(0, 4)
-    shapes = _shapes(params), _shapes(batch)
-    rows = _quietly(model.loss, *shapes, arithmetic=arithmetic).rows
-    program = _program_of_engine(
-        monkeypatch, model.loss, params, batch, arithmetic=arithmetic
-    )
-    for root, row in enumerate(rows):
-        methods = [x for x in program.norm_methods if root in x.params]
-        uses = [x for x in program.plan.uses if root in x.view.leaves]
         assert row.forms == tuple(method.form for method in methods)
         assert row.rules == tuple(use.rule for use in uses)
+        assert row.share == pytest.approx(row.flops / summary.flops)
+        assert bool(row.flops) == bool(uses)
+    assert sum(row.share for row in summary.rows) == pytest.approx(1)
 
 
 class _AnalysedError(Exception):
@@ -127,12 +90,31 @@ def _program_of_engine(monkeypatch, loss, *args, **kwargs):
     return programs[0]
 
 
-def test_arguments_without_an_example_axis_are_constants_as_in_the_engine(monkeypatch):
-    def loss(params, batch, frozen):
-        return jnp.mean(batch @ (frozen + params["a"] @ params["b"]))
+def _with_constant(params, batch, frozen):
+    return jnp.mean(batch @ (frozen + params["a"] @ params["b"]))
 
-    args = _params(a=(6, 2), b=(2, 5)), _batch(4, 3, 6), _batch(6, 5)
-    options = {"arithmetic": "unproved_float32"}
+
+def _with_noise(params, batch, key):
+    noise = jax.random.normal(key, (3, 6))
+    return jnp.mean((noise @ params["w"]) ** 2) + 0 * jnp.sum(batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shapes", "other", "options"),
+    [
+        (
+            _with_constant,
+            {"a": (6, 2), "b": (2, 6)},
+            jnp.ones((6, 6)),
+            {"arithmetic": "unproved_float32"},
+        ),
+        (_with_noise, {"w": (6, 2)}, jax.random.key(0), {"prng_argnum": 2}),
+    ],
+)
+def test_constants_and_keys_are_what_they_are_in_the_engine(
+    monkeypatch, loss, shapes, other, options
+):
+    args = _params(**shapes), _batch(4, 3, 6), other
     program = _program_of_engine(monkeypatch, loss, *args, **options)
     assert [use.rule for use in program.plan.uses] == ["dot"]
     rows = _quietly(loss, *args, **options).rows
@@ -167,15 +149,6 @@ def test_arguments_mean_what_they_mean_to_clipped_grad():
         ("[0]", ("dot",)),
         ("[1]['b']", ("add",)),
     ]
-
-
-def test_keys_and_numbers_are_arguments_too():
-    def loss(w, x, key, is_training):
-        assert is_training is True
-        return jnp.mean(w * x * jax.random.normal(key, x.shape))
-
-    (row,) = summarize(loss, 3.0, jnp.ones(4), jax.random.key(0), True).rows
-    assert (row.path, row.shape, row.rules) == ("", (), ("mul",))
 
 
 def test_warns_of_gradients_that_are_sent_back_to_parameters():
@@ -261,7 +234,7 @@ def _never(*args, **kwargs):
 
 _TOKENS = jax.ShapeDtypeStruct((4, 5), jnp.int32)
 _ONE_SIZE = "one leading axis of the same size"
-_NOT_PER_EXAMPLE = r'must be used with method="per_example"|must be one of'
+_NOT_PER_EXAMPLE = r'must be used with method="per_example"'
 
 
 @pytest.mark.parametrize(
@@ -270,43 +243,17 @@ _NOT_PER_EXAMPLE = r'must be used with method="per_example"|must be one of'
         (_never, _TOKENS, {"argnums": -1}, "argnums must be"),
         (_never, _TOKENS, {"argnums": ()}, "argnums must be"),
         (_never, _TOKENS, {"batch_argnums": 1.0}, "batch_argnums must be"),
-        (_never, _TOKENS, {"argnums": 1}, "must not overlap"),
         (_never, _TOKENS, {"argnums": (0, 0)}, "must not overlap"),
-        (_never, _TOKENS, {"argnums": 2}, "at least 3 positional arguments"),
         (_never, _TOKENS, {"batch_argnums": (1, 4)}, "at least 5 positional"),
-        (
-            _never,
-            _TOKENS,
-            {"argnums": 1, "batch_argnums": 0},
-            "argument 1 must be a real float",
-        ),
+        (_never, _TOKENS, {"argnums": 1, "batch_argnums": 0}, "argument 1 must be"),
         (_never, {"x": _batch(3, 4), "y": _batch(2)}, {}, _ONE_SIZE),
         (_never, 1.0, {}, _ONE_SIZE),
         (_never, _batch(9, 4), {"arithmetic": "exact"}, _NOT_PER_EXAMPLE),
-        (_never, _batch(9, 4), {"arithmetic": "float32"}, _NOT_PER_EXAMPLE),
-        (_never, _batch(9, 4), {"arithmetic": "float128"}, _NOT_PER_EXAMPLE),
+        (_never, _batch(9, 4), {"arithmetic": "float128"}, "must be one of"),
         (lambda w, x: x @ w, _batch(9, 4), {}, "scalar float loss"),
-        (
-            lambda w, x: jnp.sum(x @ w),
-            _batch(9, 4),
-            {"has_aux": True},
-            r"a pair \(value, aux\)",
-        ),
+        (lambda w, x: jnp.sum(x), _batch(9, 4), {"has_aux": True}, "return a pair"),
     ],
 )
 def test_refuses_arguments_and_losses_that_do_not_fit(loss, batch, kwargs, match):
     with pytest.raises(ValueError, match=match):
         summarize(loss, _batch(4, 4), batch, **kwargs)
-
-
-def test_what_meets_only_the_key_has_the_rule_of_the_engine(monkeypatch):
-    def loss(params, batch, key):
-        noise = jax.random.normal(key, (3, 6))
-        return jnp.mean((noise @ params["w"]) ** 2) + 0 * jnp.sum(batch)
-
-    params, batch = _params(w=(6, 2)), _batch(4, 3)
-    options = {"prng_argnum": 2}
-    args = params, batch, jax.random.key(0)
-    program = _program_of_engine(monkeypatch, loss, *args, **options)
-    (row,) = summarize(loss, *args, **options).rows  # warnings raise
-    assert row.rules == tuple(use.rule for use in program.plan.uses) == ("dot",)
