@@ -18,9 +18,8 @@ microbatches, to
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 
@@ -32,34 +31,21 @@ def contenders(task: models.Task, batch_size: int) -> dict[str, Callable[..., An
     """Functions of (params, batch), by name."""
     from jax_privacy import clipping
 
-    made = {"plain": jax.grad(task.loss_fn), **steps.without_privacy(task.loss_fn)}
     theirs = functools.partial(clipping.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
     clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
     ours = functools.partial(clip, method="book_keeping")
     floats = functools.partial(ours, arithmetic="unproved_float32")
     sizes = (None, *(n for n in (4, 8, 16) if n < batch_size))
-    kinds: list[tuple[str, Callable[..., Any], tuple[int | None, ...]]] = [
-        ("jax_privacy", theirs, (None, 1, 8)),
-        ("dpmp", floats, sizes),
-        ("dpmp bounded", ours, (4, 8)),
-    ]
-    for kind, make, some in kinds:
-        for size in some:
-            made[f"{kind}, {size or 'at once'}"] = make(microbatch_size=size)
-    return made
-
-
-def measure(task: models.Task, batch_size: int, rounds: int) -> dict[str, Any]:
-    """Figures of all contenders that accept the task."""
-    args = (task.params, task.batch)
-    functions, refused = contenders(task, batch_size), {}
-    for name in [name for name in functions if name.startswith("dpmp bounded")]:
-        try:
-            jax.eval_shape(functions[name], *args)
-        except ValueError as error:
-            refused[name] = str(error)
-            del functions[name]
-    return {**compare(harness.measure(functions, args, rounds)), "refused": refused}
+    made = {
+        **steps.in_sizes("jax_privacy", theirs, (None, 1, 8)),
+        **steps.in_sizes("dpmp", floats, sizes),
+        **steps.in_sizes("dpmp bounded", ours, (4, 8)),
+    }
+    return {
+        "plain": jax.grad(task.loss_fn),
+        **steps.without_privacy(task.loss_fn),
+        **{name: make() for name, make in made.items()},
+    }
 
 
 def compare(measured: harness.Measured) -> dict[str, Any]:
@@ -88,42 +74,29 @@ def _ratios(
         "best without privacy": best["without privacy"],
         "jax_privacy, at once": "jax_privacy, at once",
         "jax_privacy, best": best["jax_privacy"],
-        "jax_privacy, in no more memory": harness.fastest(frugal, "jax_privacy"),
+        "jax_privacy, in no more memory": harness.Measured(frugal).fastest(
+            "jax_privacy"
+        ),
     }
-    return {
-        what: other and harness.ratio(seconds[name], seconds[other])
-        for what, other in references.items()
-    }
+    return {k: other and measured.ratio(name, other) for k, other in references.items()}
 
 
 def benchmark(
-    task: Sequence[str],
-    dtype: Sequence[str],
-    batch_size: int | None,
-    rounds: int | None,
-) -> Iterator[dict[str, Any]]:
+    task: Annotated[str, harness.Each(models.SUBJECTS, models.TASKS)],
+    dtype: Annotated[str, harness.Each(models.DTYPES)],
+    batch_size: int | None = None,
+    rounds: int | None = None,
+) -> harness.Lines:
     """A line for each model, dtype and batch size."""
-    for name, kind in itertools.product(task, dtype):
-        subject = models.SUBJECTS[name]
-        for size in [batch_size] if batch_size else subject.rounds:
-            num_rounds = rounds or subject.rounds.get(size, 3)
-            made = subject.make(models.DTYPES[kind], size)
-            yield {
-                "question": "step",
-                "task": name,
-                "dtype": kind,
-                "batch_size": size,
-                "rounds": num_rounds,
-                **measure(made, size, num_rounds),
-            }
+    subject = models.SUBJECTS[task]
+    for size, num_rounds in subject.sizes(batch_size, rounds).items():
+        made = subject.make(models.DTYPES[dtype], size)
+        args = (made.params, made.batch)
+        measured = harness.measure(contenders(made, size), args, num_rounds)
+        sizes = {"batch_size": size, "rounds": num_rounds}
+        yield {"question": "step", **sizes, **compare(measured)}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"task": ["tiny"], "dtype": ["bfloat16"], "rounds": 1},
-        task=harness.Some(models.SUBJECTS, models.TASKS),
-        dtype=harness.Some(models.DTYPES),
-        batch_size=int,
-        rounds=int,
-    )
+    tiny = {"task": ["tiny"], "dtype": ["bfloat16"], "rounds": 1}
+    harness.main(benchmark, tiny=tiny)

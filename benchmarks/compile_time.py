@@ -14,8 +14,8 @@ the sum of clipped gradients of a batch,
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     }
 
 
-def build(fun: Callable[..., Any], *args: Any) -> tuple[int, float, float]:
+def build(fun: Callable[..., Any], *args: Any) -> dict[str, float]:
     """Lines of the program, and the seconds to lower and to compile it."""
     jax.clear_caches()
     start = time.perf_counter()
@@ -82,52 +82,41 @@ def build(fun: Callable[..., Any], *args: Any) -> tuple[int, float, float]:
     lowered_at = time.perf_counter()
     lowered.compile()
     compiled_at = time.perf_counter()
-    num_lines = lowered.as_text().count("\n")
-    return num_lines, lowered_at - start, compiled_at - lowered_at
+    return {
+        "lines": lowered.as_text().count("\n"),
+        "seconds_to_lower": lowered_at - start,
+        "seconds_to_compile": compiled_at - lowered_at,
+        "seconds": compiled_at - start,
+    }
 
 
 def measure(task: models.Task, rounds: int) -> dict[str, dict[str, float]]:
     """Lines and median seconds, and both in relation to other contenders."""
-    functions = contenders(task)
-    built = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, fun in functions.items():
-            built[name].append(build(fun, task.params, task.batch))
-    num_arrays, plain = len(jax.tree.leaves(task.params)), built["plain"][0][0]
-    seconds = {
-        name: round(statistics.median(r[1] + r[2] for r in rows), 2)
-        for name, rows in built.items()
-    }
-    return {
+    functions, args = contenders(task), (task.params, task.batch)
+    built = [{k: build(f, *args) for k, f in functions.items()} for _ in range(rounds)]
+    figures = {
         name: {
-            "lines_per_array": round((rows[0][0] - plain) / num_arrays, 1),
-            "time_ratio": round(seconds[name] / seconds["jax_privacy"], 2),
-            "lines": rows[0][0],
-            "seconds_to_lower": round(statistics.median(r[1] for r in rows), 2),
-            "seconds_to_compile": round(statistics.median(r[2] for r in rows), 2),
-            "seconds": seconds[name],
+            what: round(statistics.median(x[name][what] for x in built), 2)
+            for what in built[0][name]
         }
-        for name, rows in built.items()
+        for name in functions
     }
+    for x in figures.values():
+        more = x["lines"] - figures["plain"]["lines"]
+        x["lines_per_array"] = round(more / len(jax.tree.leaves(task.params)), 1)
+        x["time_ratio"] = round(x["seconds"] / figures["jax_privacy"]["seconds"], 2)
+    return figures
 
 
-def benchmark(task: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+def benchmark(
+    task: Annotated[str, harness.Each(TASKS, [*TASKS][:-1])], rounds: int = 3
+) -> harness.Lines:
     """A line for each model."""
-    for name in task:
-        made = TASKS[name]()
-        yield {
-            "rounds": rounds,
-            "task": name,
-            "arrays": len(jax.tree.leaves(made.params)),
-            "figures": measure(made, rounds),
-        }
+    made = TASKS[task]()
+    arrays = len(jax.tree.leaves(made.params))
+    yield {"arrays": arrays, "figures": measure(made, rounds)}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        times_compilation=True,
-        tiny={"task": ["tiny"], "rounds": 1},
-        task=harness.Some(TASKS, [*TASKS][:-1]),
-        rounds=3,
-    )
+    tiny = {"task": ["tiny"], "rounds": 1}
+    harness.main(benchmark, times_compilation=True, tiny=tiny)

@@ -23,8 +23,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from typing import Any
 
 from benchmarks import harness, models
 from examples.records import text_of_mail
@@ -74,11 +72,16 @@ def finetune(data: pathlib.Path, output: pathlib.Path, flags: list[str]) -> dict
 
 
 def benchmark(
-    seeds: int, emails: int | None, **settings: float
-) -> Iterator[dict[str, Any]]:
+    seeds: int = 3,
+    emails: int | None = None,
+    steps: int = 3,
+    batch_size: int = 256,
+    learning_rate: float = 0.005,
+) -> harness.Lines:
     """A line for each seed."""
     texts = fetch()["ham"][:emails]
-    flags = [f"--{name.replace('_', '-')}={x}" for name, x in settings.items()]
+    flags = [f"--steps={steps}", f"--batch-size={batch_size}"]
+    flags.append(f"--learning-rate={learning_rate}")
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         data = folder / "mails.jsonl"
@@ -99,12 +102,5 @@ def benchmark(
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"seeds": 1, "emails": 100, "steps": 1, "batch_size": 8},
-        seeds=3,
-        emails=int,
-        steps=3,
-        batch_size=256,
-        learning_rate=0.005,
-    )
+    tiny = {"seeds": 1, "emails": 100, "steps": 1, "batch_size": 8}
+    harness.main(benchmark, tiny=tiny)

@@ -11,8 +11,8 @@ all. For each axis, the exponent says how time follows the size: 1 is proportion
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,7 @@ def contenders(task: models.Task) -> tuple[dict[str, Callable[..., Any]], Any]:
     """Functions of (params, batch, noise_state), and these."""
     clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
     clip = functools.partial(clip, microbatch_size=8)
-    kept = clip(method="book_keeping", arithmetic="bounded")
-    exact = clip(method="per_example", arithmetic="exact")
+    kept, exact = clip(method="book_keeping"), clip(method="per_example")
     key = jax.random.key(0)
     privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
     shapes = jax.eval_shape(exact, task.params, task.batch)
@@ -93,25 +92,15 @@ def measure_point(task: models.Task, size: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def benchmark(axis: Sequence[str], rounds: int, sizes: int) -> Iterator[dict[str, Any]]:
+def benchmark(
+    axis: Annotated[str, harness.Each(AXES)], rounds: int = 7, sizes: int = 0
+) -> harness.Lines:
     """A line for each axis, of the smallest of its sizes or of all."""
-    for name in axis:
-        make, all_sizes = AXES[name]
-        some = all_sizes[: sizes or None]
-        points = [measure_point(make(size), size, rounds) for size in some]
-        yield {
-            "axis": name,
-            "rounds": rounds,
-            "points": points,
-            "exponents": exponents(points),
-        }
+    make, all_sizes = AXES[axis]
+    some = all_sizes[: sizes or None]
+    points = [measure_point(make(size), size, rounds) for size in some]
+    yield {"points": points, "exponents": exponents(points)}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"axis": ["width"], "rounds": 1, "sizes": 2},
-        axis=harness.Some(AXES),
-        rounds=7,
-        sizes=0,
-    )
+    harness.main(benchmark, tiny={"axis": ["width"], "rounds": 1, "sizes": 2})

@@ -18,7 +18,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -35,32 +34,35 @@ example: Any = models.example("finetune_transformer")
 _EXAMPLES = 7737
 
 
+def make_trainer(loss_fn: Any, policy: Any, **options: Any) -> dpmp.DPTrainer:
+    """A trainer that draws the same batches as another one, whose sizes differ."""
+    mechanism = dpmp.DPSGD(
+        l2_clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, **options
+    )
+    return dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-3),
+        policy=policy,
+        prng_key=jax.random.key(0),
+    )
+
+
 def transformer(*, batch_size: int, iterations: int) -> tuple[dpmp.DPTrainer, Any, Any]:
     """The trainer, parameters and data of the example, with tokens that are random."""
-    model = example.Transformer(nnx.Rngs(0))
-    graphdef, params = nnx.split(model, nnx.Param)
+    graphdef, params = nnx.split(example.Transformer(nnx.Rngs(0)), nnx.Param)
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         nats, counts = example.losses(graphdef, params, tokens)
         return nats[0] / counts[0]
 
-    mechanism = dpmp.DPSGD(
+    trainer = make_trainer(
+        loss_fn,
+        dpmp.Policy.from_name("mixed_bfloat16", float32_paths=example.IN_FLOAT32),
         num_examples=_EXAMPLES,
         expected_batch_size=batch_size,
         iterations=iterations,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-        delta=1e-5,
         microbatch_size=8,
-    )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy=dpmp.Policy.from_name(
-            "mixed_bfloat16", float32_paths=example.IN_FLOAT32
-        ),
-        prng_key=jax.random.key(0),  # the same batches, whose sizes differ otherwise
     )
     shape = (_EXAMPLES, example.CONTEXT + 1)
     tokens = np.random.default_rng(0).integers(1, 256, shape, dtype=np.int32)
@@ -71,24 +73,16 @@ def dense(width: int) -> tuple[dpmp.DPTrainer, Any, Any]:
     """A trainer whose model has four layers of `width` squared parameters."""
 
     def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        for matrix in params:
-            x = jnp.tanh(x @ matrix)
+        x = functools.reduce(lambda x, matrix: jnp.tanh(x @ matrix), params, x)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    mechanism = dpmp.DPSGD(
+    trainer = make_trainer(
+        loss_fn,
+        "mixed_bfloat16",
         num_examples=100,
         expected_batch_size=2,
         num_parameters=4 * width**2,
         iterations=100,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-        delta=1e-5,
-    )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy="mixed_bfloat16",
     )
     params = [jnp.eye(width) for _ in range(4)]
     return trainer, params, np.ones((100, width), np.float32)
@@ -130,17 +124,14 @@ def cost(rounds: int, steps: int, batch_size: int) -> dict[str, Any]:
     for i in range(rounds + 1):
         for name in sorted(contenders, reverse=bool(i % 2)):
             seconds[name].append(contenders[name]())
-    counted = {name: times[1:] for name, times in seconds.items()}
-    median = harness.medians(counted)
+    measured = harness.Measured({name: times[1:] for name, times in seconds.items()})
+    median = measured.medians()
     return {
-        "batch_size": batch_size,
         "steps_of_a_round": steps,
-        "rounds": rounds,
         "step_seconds": {name: _round(x) for name, x in median.items()},
         "release_seconds": _round(median["every=1"] - median["plain"]),
         "time_ratio": {
-            name: harness.time_over(counted, "plain")[name]
-            for name in ("progress", "directory")
+            k: measured.ratio(k, "plain") for k in ("progress", "directory")
         },
     }
 
@@ -186,19 +177,16 @@ def _round(seconds: float) -> float:
 
 
 def benchmark(
-    rounds: int, steps: int, batch_size: int, width: int
-) -> Iterator[dict[str, Any]]:
+    rounds: int = 4,
+    steps: int = 150,  # the first line and the first epsilon come once in a round
+    batch_size: int = 32,
+    width: int = 2050,
+) -> harness.Lines:
     """A line for what files cost, and one for going on."""
     yield {"question": "files", **cost(rounds, steps, batch_size)}
     yield {"question": "going on", **resume(width)}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"rounds": 1, "steps": 4, "batch_size": 4, "width": 64},
-        rounds=4,
-        steps=150,  # the first line and the first epsilon come once in a round
-        batch_size=32,
-        width=2050,
-    )
+    tiny = {"rounds": 1, "steps": 4, "batch_size": 4, "width": 64}
+    harness.main(benchmark, tiny=tiny)

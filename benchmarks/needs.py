@@ -9,7 +9,7 @@ parameters, optimizer and noise are divided over all devices, and so is the batc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.markdown import Line, read, table
+from benchmarks.markdown import Line, read, table, table_of
 from dpmp.numerics._arithmetic import parse_arithmetic
 from dpmp.numerics._grid import LARGEST_RESOLUTION
 
@@ -60,11 +60,9 @@ def state_bytes(num_parameters: int, parts: int) -> float:
 def collective_bytes(
     num_parameters: int, parts: int, *, bytes_of_an_entry: int
 ) -> float:
-    """What the collectives of a step return on a device.
-
-    Whole parameters on each device need one sum of 32-bit integers. Parameters in parts
-    are gathered, and the sum is scattered.
-    """
+    """What the collectives of a step return on a device."""
+    # Whole parameters on each device need one sum of 32-bit integers. Parameters in
+    # parts are gathered, and the sum is scattered.
     if parts == 1:
         return 4 * num_parameters
     return bytes_of_an_entry * num_parameters + 4 * num_parameters / parts
@@ -99,13 +97,9 @@ def rounding_share(num_parameters: int) -> float:
 def _norm_flops(model: Model) -> float:
     """Inner products of positions, or the gradient where that is cheaper."""
     width, length = model.width, LENGTH
-    shapes = [(width, 3 * width), (width, width), (width, 4 * width)]
-    shapes += [(4 * width, width)]
-    one = sum(min(2 * length**2 * (i + o), 2 * length * i * o) for i, o in shapes)
-    head = (
-        2 * length * min(length * (width + model.vocabulary), width * model.vocabulary)
-    )
-    return model.layers * one + head
+    layer = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    matrices = [*model.layers * layer, (width, model.vocabulary)]
+    return 2 * length * sum(min(length * (i + o), i * o) for i, o in matrices)
 
 
 def table_of_needs() -> str:
@@ -139,30 +133,20 @@ def table_of_checks() -> str:
     """The formulas next to what compiled programs have."""
     keys = ("compiled_for", "devices", "parameters", "num_parameters")
     lines = read("scaling", *keys, part="compiled", compiled_for="virtual CPUs")
-    rows = [
-        (
-            f"{x['num_parameters'] / 1e9:.3g}",
-            x["length"],
-            x["devices"],
-            x["parameters"],
-            *_checked(x),
-            x["bytes_of_temporaries"] / 1e9,
-        )
-        for x in lines
-        if x["devices"] > 1
-    ]
-    header = ["billion parameters", "tokens", "devices", "parameters are"]
-    header += ["state, GB", "compiled", "collectives, GB", "compiled"]
-    return table([*header, "temporaries, GB, compiled"], rows)
+    columns = """
+    billion parameters = num_parameters * 1e-9 | tokens = length | devices |
+    parameters are = parameters | state, GB = state * 1e-9 |
+    compiled = bytes_of_state * 1e-9 | collectives, GB = moved * 1e-9 |
+    compiled = bytes_of_collectives * 1e-9 |
+    temporaries, GB, compiled = bytes_of_temporaries * 1e-9
+    """
+    return table_of(columns, [checked(x) for x in lines if x["devices"] > 1])
 
 
-def _checked(line: Line) -> tuple[float, float, float, float]:
+def checked(line: Line) -> Line:
+    """A line with the bytes of the state and of the collectives by the formulas."""
+    num_parameters = line["num_parameters"]
     parts = line["devices"] if line["parameters"] == "sharded" else 1
     # The CPU's compiler gathers in float32.
-    moved = collective_bytes(line["num_parameters"], parts, bytes_of_an_entry=4)
-    return (
-        state_bytes(line["num_parameters"], parts) / 1e9,
-        line["bytes_of_state"] / 1e9,
-        moved / 1e9,
-        line["bytes_of_collectives"] / 1e9,
-    )
+    moved = collective_bytes(num_parameters, parts, bytes_of_an_entry=4)
+    return {**line, "state": state_bytes(num_parameters, parts), "moved": moved}

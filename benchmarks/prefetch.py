@@ -10,8 +10,6 @@ turn), next to the same data in memory.
 
 import functools
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +49,7 @@ def wait_for_the_device(state: dpmp.TrainingState) -> None:
     time.sleep(DEVICE_SECONDS)
 
 
-def benchmark(steps: int, rounds: int) -> Iterator[dict[str, Any]]:
+def benchmark(steps: int = 100, rounds: int = 5) -> harness.Lines:
     """A line for all contenders."""
     rng = np.random.default_rng(0)
     data = {
@@ -82,7 +80,7 @@ def benchmark(steps: int, rounds: int) -> Iterator[dict[str, Any]]:
         "slow source, prefetch=0": functools.partial(run, SlowSource(data), 0),
         "slow source, prefetch=2": functools.partial(run, SlowSource(data), 2),
     }
-    seconds = harness.medians(harness.in_turn(contenders, rounds))
+    seconds = harness.in_turn(contenders, rounds).medians()
     yield {
         "loading_milliseconds": 1e3 * LOADING_SECONDS,
         "device_milliseconds": 1e3 * DEVICE_SECONDS,
@@ -91,4 +89,4 @@ def benchmark(steps: int, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    harness.main(benchmark, tiny={"steps": 3, "rounds": 1}, steps=100, rounds=5)
+    harness.main(benchmark, tiny={"steps": 3, "rounds": 1})

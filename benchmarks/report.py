@@ -13,7 +13,9 @@ and a table has
     keys       of lines that answer the same question, the last one counts: these fields
                say what the question is
     wanted     what a line has to have
-    rows       the name of a function of lines in `tables.ROWS`; without it, these lines
+    each       a field that has names: a row for each of them, instead of these lines
+    pivot      the arguments of `markdown.pivot`, whose rows there are instead
+    rows       the name of a function of lines in `tables.ROWS`, which gives other rows
     columns    see `markdown.table_of`
     heading    of a table for each device; without it, there is one for all
 
@@ -29,7 +31,7 @@ import tomllib
 from typing import Any
 
 from benchmarks import needs, tables
-from benchmarks.markdown import Line, read, table_of
+from benchmarks.markdown import Line, each, pivot, read, table_of
 
 PAGE = pathlib.Path(__file__).with_name("README.md")
 PLAN = PAGE.parents[1] / "docs" / "past_one_machine.md"
@@ -58,7 +60,6 @@ def _section(section: dict[str, Any]) -> str:
             parts.append(_in_one_line(part["text"]))
             continue
         found = read(benchmark, *part["keys"].split(), **part.get("wanted", {}))
-        found = [x for x in found if "remark" not in x]
         lines += found
         parts += _tables(part, found)
     text = _in_one_line(section["text"])
@@ -79,17 +80,24 @@ def _in_one_line(text: str) -> str:
 
 def _tables(part: dict[str, Any], lines: list[Line]) -> list[str]:
     """The table, or one for each device."""
-    rows_of = tables.ROWS[part["rows"]] if "rows" in part else list
     if "heading" not in part:
-        return [table_of(part["columns"], [*rows_of(lines)])]
+        return [table_of(part["columns"], _rows(part, lines))]
     by_device = collections.defaultdict(list)
     for line in lines:
         by_device[line["device"]].append(line)
     return [
         f"### {part['heading'].format(device=device)}\n\n"
-        + table_of(part["columns"], [*rows_of(some)])
+        + table_of(part["columns"], _rows(part, some))
         for device, some in by_device.items()
     ]
+
+
+def _rows(part: dict[str, Any], lines: list[Line]) -> list[Line]:
+    if "each" in part:
+        return [*each(lines, part["each"])]
+    if "pivot" in part:
+        return [*pivot(lines, **part["pivot"])]
+    return [*tables.ROWS[part["rows"]](lines)] if "rows" in part else lines
 
 
 def plan() -> str:

@@ -11,7 +11,7 @@ which happens once in a run.
 import functools
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -71,7 +71,7 @@ def peak_megabytes(draw: Callable[[], Any]) -> float:
         tracemalloc.stop()
 
 
-def benchmark(rounds: int, settings: int) -> Iterator[dict[str, Any]]:
+def benchmark(rounds: int = 5, settings: int = len(SETTINGS)) -> harness.Lines:
     """A line for each of the first settings."""
     for num_examples, sampling_prob in SETTINGS[:settings]:
         seconds_for_table = table_seconds(num_examples, sampling_prob)
@@ -80,15 +80,10 @@ def benchmark(rounds: int, settings: int) -> Iterator[dict[str, Any]]:
             "num_examples": num_examples,
             "sampling_prob": sampling_prob,
             "table_seconds": seconds_for_table,
-            "seconds": harness.medians(harness.in_turn(draws, rounds)),
+            "seconds": harness.in_turn(draws, rounds).medians(),
             "megabytes": {name: peak_megabytes(draw) for name, draw in draws.items()},
         }
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"rounds": 1, "settings": 1},
-        rounds=5,
-        settings=len(SETTINGS),
-    )
+    harness.main(benchmark, tiny={"rounds": 1, "settings": 1})

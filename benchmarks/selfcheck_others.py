@@ -8,7 +8,6 @@ jax_privacy, and, where it is installed, of Opacus.
 
 import importlib
 import os
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -177,14 +176,14 @@ def _opacus_optimizer(params: list[Any], l2_clip_norm: float, **kwargs: Any) -> 
     )
 
 
-def benchmark(sizes: str) -> Iterator[dict[str, Any]]:
+def benchmark(is_small: bool = False) -> harness.Lines:
     """A line for each measurement; tables of them are printed."""
-    chosen = Sizes() if sizes == "full" else Sizes(2000, 8, 256, 2**20, 2**17)
-    measured = command.run(all_subjects(), chosen, rich.console.Console())
+    sizes = Sizes(2000, 8, 256, 2**20, 2**17) if is_small else Sizes()
+    measured = command.run(all_subjects(), sizes, rich.console.Console())
     for name in dict.fromkeys(x.measurement for x in measured):
         rows = [command.as_json(x) for x in measured if x.measurement == name]
         yield {"measurement": name, "results": rows}
 
 
 if __name__ == "__main__":
-    harness.main(benchmark, tiny={"sizes": "small"}, sizes="full")
+    harness.main(benchmark, tiny={"is_small": True})

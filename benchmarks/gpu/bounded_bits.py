@@ -116,7 +116,7 @@ def bounded_sums(session: Session) -> Iterator[dict[str, Any]]:
         cases = _factors(session.is_tiny, dtype)
         w = _zero_weights(cases["random"])
         program = _bounded_program(_linear_loss, w, cases["random"], microbatch_size)
-        total = programs.compile_program(session, program).run
+        total = program.jitted()
         where = f"{np.dtype(dtype).name}, microbatches of {microbatch_size}"
         for name, batch in cases.items():
             change = _largest_change(
@@ -144,7 +144,7 @@ def repetitions(session: Session) -> Iterator[dict[str, Any]]:
     size = len(tokens)
     for name, options in (("", programs.REPEATABLE), (", not asked for", {})):
         program = _bounded_program(loss, params, tokens, 2, options)
-        total = programs.compile_program(session, program).run
+        total = program.jitted()
         none = np.zeros(size, bool)
         runs = [np.asarray(total(params, tokens, none)) for _ in range(5)]
         differing = max(int(np.sum(x != runs[0])) for x in runs)
@@ -170,7 +170,7 @@ def norms(session: Session) -> Iterator[dict[str, Any]]:
     """Beside norms in float64 on the host."""
     cases = _factors(session.is_tiny, jnp.float32)
     program = _norm_program(cases["random"])
-    run_norms = programs.compile_program(session, program).run
+    run_norms = program.jitted()
     for name, batch in cases.items():
         found = np.asarray(run_norms(_zero_weights(batch), batch)).astype(np.float64)
         x, g = (np.asarray(batch[k]).astype(np.float64) for k in "xg")

@@ -91,10 +91,10 @@ def exact_sums(session: Session) -> Iterator[dict[str, Any]]:
             "padding": (padded, gaps, None),
             "padding, in microbatches": (padded, gaps, 8),
         }
-        whole = programs.compile_and_run(session, _exact_program(batch), batch, none)
+        whole = _exact_program(batch).jitted()(batch, none)
         for name, (x, empty, microbatch_size) in ways.items():
             program = _exact_program(x, microbatch_size)
-            other = programs.compile_and_run(session, program, x, empty)
+            other = program.jitted()(x, empty)
             what = f"entries that differ in {name}, {np.dtype(dtype).name}"
             yield finding(what, np.sum(whole != other), 0)
 
@@ -107,7 +107,7 @@ def contributions(session: Session) -> Iterator[dict[str, Any]]:
         batch = jax.ShapeDtypeStruct((1, size), dtype)
         for resolution in _RESOLUTIONS:
             program = _exact_program(batch, resolution=resolution)
-            clipped = programs.compile_program(session, program).run
+            clipped = program.jitted()
             ratios = {
                 name: _norm(clipped(x[None], np.zeros(1, bool))) / resolution
                 for name, x in examples.items()
@@ -169,7 +169,7 @@ def noise(session: Session) -> Iterator[dict[str, Any]]:
     size = 1000 if session.is_tiny else 2_000_000
     for resolution in (2**15, 2**20):
         program = _noise_program(size, resolution)
-        here = programs.compile_and_run(session, program, jnp.int32(3))
+        here = program.jitted()(jnp.int32(3))
         with jax.default_device(jax.devices("cpu")[0]):
             there = np.asarray(jax.jit(program.fun)(jnp.int32(3)))
         what = f"entries of noise that are not those of a CPU; 1/{resolution}"

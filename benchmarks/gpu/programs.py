@@ -23,24 +23,14 @@ REPEATABLE = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One part's run.
+    """One part's run."""
 
-    Attributes:
-      part: the name that its lines bear.
-      folder: of the file `gpu.jsonl`.
-      seconds: that the part may take.
-      is_tiny: whether to run everything in a small size, on any device.
-      compile_only: whether to compile for an H100 instead of running anything.
-      scan: whether the layers of models are a loop.
-      started: when the part began, by `time.monotonic`.
-    """
-
-    part: str
-    folder: pathlib.Path
-    seconds: float
-    is_tiny: bool = False
-    compile_only: bool = False
-    scan: bool = False
+    part: str  # the name that its lines bear
+    folder: pathlib.Path  # of the file gpu.jsonl
+    seconds: float  # that the part may take
+    is_tiny: bool = False  # everything is run in a small size, on any device
+    compile_only: bool = False  # for an H100, instead of running anything
+    scan: bool = False  # the layers of models are a loop
     started: float = field(default_factory=time.monotonic)
 
     def seconds_left(self) -> float:
@@ -49,15 +39,11 @@ class Session:
 
     def record(self, question: str, **figures: Any) -> None:
         """Writes a line at once, so that a run that is cut off keeps it."""
-        harness.append(
-            self.folder,
-            "gpu_programs" if self.compile_only else "gpu",
-            part=self.part,
-            question=question,
-            **({"tiny": True} if self.is_tiny else {}),
-            **({"scan": True} if self.scan else {}),
-            **figures,
-        )
+        name = "gpu_programs" if self.compile_only else "gpu"
+        flags = {"tiny": self.is_tiny, "scan": self.scan}
+        shown = {flag: True for flag, is_set in flags.items() if is_set}
+        part = {"part": self.part, "question": question}
+        harness.append(self.folder, name, **part, **shown, **figures)
 
 
 # --------------------------------------------------------------------------- findings
@@ -98,24 +84,17 @@ def _message(error: Exception) -> str:
 
 
 class Program(NamedTuple):
-    """A function to compile.
+    """A function to compile."""
 
-    Attributes:
-      fun: of arrays.
-      args: trees of arrays, or of their shapes.
-      options: of the compiler, on GPUs.
-    """
+    fun: Callable[..., Any]  # of arrays
+    args: tuple[Any, ...]  # trees of arrays, or of their shapes
+    options: Mapping[str, Any] = {}  # of the compiler, on GPUs
 
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: Mapping[str, Any] = {}
-
-
-class Compiled(NamedTuple):
-    """A program as a function of arrays, and figures of what it took to make it."""
-
-    run: Callable[..., Any]
-    figures: dict[str, float]
+    def jitted(self) -> Callable[..., Any]:
+        """The function, compiled for the device at hand when it is called."""
+        is_gpu = jax.default_backend() == "gpu"
+        options = dict(self.options) if is_gpu else {}
+        return jax.jit(lambda *xs: self.fun(*xs), compiler_options=options)
 
 
 # Triton's kernels need a device to be tried out on, and without that some tiles fit no
@@ -123,37 +102,30 @@ class Compiled(NamedTuple):
 _WITHOUT_TRIALS = {"xla_gpu_enable_triton_gemm": False}
 
 
-def compile_program(session: Session, program: Program) -> Compiled:
-    """Compiles for the device at hand, or for an H100 where that is all to be done."""
-    sharding, options = None, {}
+def compile_program(
+    session: Session, program: Program
+) -> tuple[Callable[..., Any], dict[str, float]]:
+    """Compiles for the device at hand, or for an H100; with figures of what it took."""
     if session.compile_only:
-        sharding, options = _h100_sharding(), {**program.options, **_WITHOUT_TRIALS}
-    elif jax.default_backend() == "gpu":
-        options = dict(program.options)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        program.args,
-    )
+        from benchmarks import h100
+
+        shapes = h100.place(program.args)
+        options = {**program.options, **_WITHOUT_TRIALS}
+        jitted = jax.jit(lambda *xs: program.fun(*xs), compiler_options=options)
+    else:
+        shapes, jitted = jax.eval_shape(lambda *xs: xs, *program.args), program.jitted()
     start = time.perf_counter()
-    lowered = jax.jit(lambda *xs: program.fun(*xs)).lower(*shapes)
+    lowered: Any = jitted.lower(*shapes)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
-    memory: Any = compiled.memory_analysis()
-    figures = {
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    return compiled, {
         "lowering_seconds": round(lowered_at - start, 1),
         "compile_seconds": round(time.perf_counter() - lowered_at, 1),
+        "temp_megabytes": round(memory.temp_size_in_bytes / 1e6, 1),
+        "argument_megabytes": round(memory.argument_size_in_bytes / 1e6, 1),
+        "output_megabytes": round(memory.output_size_in_bytes / 1e6, 1),
     }
-    for name in ("temp", "argument", "output"):
-        size = getattr(memory, f"{name}_size_in_bytes")
-        figures[f"{name}_megabytes"] = round(size / 1e6, 1)
-    return Compiled(compiled, figures)
-
-
-@functools.cache
-def _h100_sharding() -> Any:
-    from benchmarks import h100
-
-    return h100.sharding()
 
 
 def compile_all(session: Session, programs: Mapping[str, Program]) -> None:
@@ -162,23 +134,18 @@ def compile_all(session: Session, programs: Mapping[str, Program]) -> None:
 
     for name, program in programs.items():
         try:
-            figures: Any = compile_program(session, program).figures
+            _, figures = compile_program(session, program)
         except Exception as error:  # the others may compile
             figures = {"error": _message(error)}
         kind = h100.device_kind()
         session.record("program", compiled_for=kind, name=name, **figures)
 
 
-def compile_and_run(session: Session, program: Program, *args: Any) -> Any:
-    """The result of a program."""
-    return compile_program(session, program).run(*args)
-
-
 class Trial(NamedTuple):
-    """A program that ran: what runs it again, and the seconds of its second run."""
+    """A program that ran."""
 
-    call: Callable[[], Any]
-    seconds: float
+    call: Callable[[], Any]  # runs it again
+    seconds: float  # of its second run
 
 
 def _try_all(
@@ -193,18 +160,16 @@ def _try_all(
         start, trial = time.monotonic(), None
         try:
             # Adapters of arrays have a fingerprint in their type, those of shapes none.
-            compiled = compile_program(session, program._replace(args=args))
-            call = functools.partial(compiled.run, *args)
+            run, figures = compile_program(session, program._replace(args=args))
+            call = functools.partial(run, *args)
             before = _peak_bytes()
             seconds_of(call)
             trial = Trial(call, seconds_of(call))
             peak = _peak_bytes()
-            figures: Any = {
-                **compiled.figures,
-                # Of the process: it tells of a program that takes more than all before.
-                "peak_megabytes": round(peak / 1e6, 1) if peak != before else None,
-                "milliseconds": round(1e3 * trial.seconds, 2),
-            }
+            # Of the process: it tells of a program that takes more than all before.
+            peak_megabytes = round(peak / 1e6, 1) if peak != before else None
+            figures |= {"milliseconds": round(1e3 * trial.seconds, 2)}
+            figures |= {"peak_megabytes": peak_megabytes}
         except Exception as error:  # a part goes on without what does not fit
             figures = {"error": _message(error)}
         slowest = max(slowest, time.monotonic() - start)
@@ -249,26 +214,23 @@ def compare(
         first = {kind(name): name for name in [*programs][::-1]}.values()
         compile_all(session, {prefix + x: programs[x] for x in [*first][::-1]})
         return
+
+    def time_best(rounds: int) -> None:
+        calls = {name: trials[name].call for name in best.values()}
+        seconds = in_turn(session, calls, min(rounds, 3) if session.is_tiny else rounds)
+        figures = summarize(seconds, reference)
+        if num_rounds := min(map(len, seconds.values()), default=0):
+            figures |= more(figures["milliseconds"])
+            session.record("comparison", rounds=num_rounds, **figures)
+
     trials, best = {}, {}
     for name, trial in _try_all(session, programs, make_args()):
         trials[name], before = trial, best
         by_time = sorted(trials, key=lambda x: trials[x].seconds, reverse=True)
         best = {kind(x): x for x in by_time}
         if has_early_lines and best != before and len(best) > 1:
-            _time(session, trials, best.values(), reference, 3, more)
-    _time(session, trials, best.values(), reference, rounds, more)
-
-
-def _time(session, trials, names, reference, rounds, more) -> None:
-    calls = {name: trials[name].call for name in names}
-    seconds = in_turn(
-        session, calls, rounds=min(rounds, 3) if session.is_tiny else rounds
-    )
-    figures = summarize(seconds, reference)
-    num_rounds = min(map(len, seconds.values()), default=0)
-    if num_rounds:
-        figures |= more(figures["milliseconds"])
-        session.record("comparison", rounds=num_rounds, **figures)
+            time_best(3)
+    time_best(rounds)
 
 
 def seconds_of(call: Callable[[], Any], *, queued: int = 1) -> float:
@@ -279,7 +241,7 @@ def seconds_of(call: Callable[[], Any], *, queued: int = 1) -> float:
 
 
 def in_turn(
-    session: Session, calls: Mapping[str, Callable[[], Any]], *, rounds: int
+    session: Session, calls: Mapping[str, Callable[[], Any]], rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of all calls, round by round, while there is time for one more round."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -296,8 +258,9 @@ def in_turn(
 
 def summarize(seconds: Mapping[str, list[float]], reference: str) -> dict[str, Any]:
     """Median milliseconds, and the medians of the ratios within rounds."""
-    timed = {name: times for name, times in seconds.items() if times}
+    measured = harness.Measured({name: x for name, x in seconds.items() if x})
+    has_reference = reference in measured.seconds
     return {
-        "milliseconds": harness.rounded(harness.medians(timed), 3, unit=1e-3),
-        "time_ratio": harness.time_over(timed, reference) if reference in timed else {},
+        "milliseconds": measured.milliseconds(3),
+        "time_ratio": measured.time_over(reference) if has_reference else {},
     }

@@ -54,28 +54,15 @@ def _in_bfloat16(tree: Any) -> Any:
 
 
 class Setting(NamedTuple):
-    """A GPT-2, and what it is run with.
-
-    Attributes:
-      shape: of the model.
-      batch_size: number of sequences.
-      in_floats: microbatch sizes of book-keeping in floats, the most promising first;
-        None is the whole batch.
-      bounded: those of bounded book-keeping.
-      formed: those with a gradient for each example.
-      speed_of_fastdp: over the speed of plain training, as published.
-      resolution: of exact sums; None for the default, which is too coarse for the
-        entries of the largest model.
-      length: of a sequence.
-    """
+    """A GPT-2, and the microbatch sizes of each kind, the most promising first."""
 
     shape: GPT2
     batch_size: int
-    in_floats: tuple[int | None, ...]
+    in_floats: tuple[int | None, ...]  # None is the whole batch
     bounded: tuple[int, ...]
-    formed: tuple[int, ...]
-    speed_of_fastdp: float | None = None
-    resolution: int | None = None
+    per_example: tuple[int, ...]
+    speed_of_fastdp: float | None = None  # over that of plain training, as published
+    resolution: int | None = None  # the default is too coarse for the largest model
     length: int = 100
 
 
@@ -97,31 +84,24 @@ _TINY_SETTING = Setting(TINY_GPT2, 4, (None, 2), (2,), (2,), length=8)
 def _grad_fns(setting: Setting, loss_fn: Any) -> dict[str, Callable[..., Any]]:
     """By kind and microbatch size: the most promising of each kind, then the next."""
     clip = functools.partial(dpmp.clipped_grad, loss_fn, l2_clip_norm=1.0)
-    resolution = setting.resolution
-    arithmetic = ExactSums(resolution) if resolution else "exact"
-    exact = functools.partial(clip, **_EXACT | {"arithmetic": arithmetic})
+    exact: Any = dict(_EXACT)
+    if setting.resolution:
+        exact["arithmetic"] = ExactSums(setting.resolution)
+    in_floats = functools.partial(clip, **_FLOATS)
+    bounded = functools.partial(clip, **_BOUNDED)
+    per_example = functools.partial(clip, **exact)
     kinds: list[tuple[str, Any, tuple[int | None, ...], int]] = [
         ("plain", lambda **_: jax.grad(loss_fn), (None,), 0),
-        (
-            "book-keeping, float32",
-            functools.partial(clip, **_FLOATS),
-            setting.in_floats,
-            0,
-        ),
-        (
-            "book-keeping, bounded",
-            functools.partial(clip, **_BOUNDED),
-            setting.bounded,
-            0,
-        ),
+        ("book-keeping, float32", in_floats, setting.in_floats, 0),
+        ("book-keeping, bounded", bounded, setting.bounded, 0),
         # These go a round later: their programs are those that take long to compile.
-        ("per example, exact", exact, setting.formed, 1),
+        ("per example, exact", per_example, setting.per_example, 1),
     ]
     if harness.is_installed("jax_privacy"):
         from jax_privacy import clipping
 
         theirs = functools.partial(clipping.clipped_grad, loss_fn, l2_clip_norm=1.0)
-        kinds.append(("jax_privacy", theirs, setting.formed, 1))
+        kinds.append(("jax_privacy", theirs, setting.per_example, 1))
     places = [
         (i + delay, f"{kind}, {size or 'all'}", make(microbatch_size=size))
         for kind, make, sizes, delay in kinds
@@ -130,8 +110,9 @@ def _grad_fns(setting: Setting, loss_fn: Any) -> dict[str, Callable[..., Any]]:
     return {name: grad_fn for _, name, grad_fn in sorted(places, key=lambda x: x[0])}
 
 
-def run_gpt2(session: Session, model: str) -> None:
-    """Measures, or compiles, all contenders for one model."""
+def run_gpt2(session: Session) -> None:
+    """Measures, or compiles, all contenders for the model of this part."""
+    model = session.part
     setting = _TINY_SETTING if session.is_tiny else GPT2S[model]
     shape = setting.shape
 
@@ -186,19 +167,12 @@ def run_gpt2(session: Session, model: str) -> None:
 
 
 class Subject(NamedTuple):
-    """A decoder, and what it is run with.
-
-    Attributes:
-      config: of the model.
-      batch_size: number of sequences.
-      length: of a sequence.
-      microbatch_sizes: of book-keeping, by what is trained, the most promising first.
-    """
+    """A decoder, and what it is run with."""
 
     config: Config
     batch_size: int
-    length: int
-    microbatch_sizes: dict[str, tuple[int, ...]]
+    length: int  # of a sequence
+    microbatch_sizes: dict[str, tuple[int, ...]]  # the most promising first
 
 
 def _llama(*sizes: int) -> Config:
@@ -231,12 +205,13 @@ _RANK, _TARGETS = 8, "layers/.*kernel"
 _OPERATIONS = {"LoRA": 4, "full": 6}
 
 
-def run_decoder(session: Session, model: str) -> None:
-    """Measures, or compiles, all contenders for one model.
+def run_decoder(session: Session) -> None:
+    """Measures, or compiles, all contenders for the model of this part.
 
     "share_of_peak" is the rate at which the operations of the model are done, over that
     of a large product of bfloat16 matrices.
     """
+    model = session.part
     subject = _TINY_SUBJECT if session.is_tiny else DECODERS[model]
     make_args = functools.partial(_random_arguments, subject)
     args = jax.eval_shape(make_args)
@@ -376,6 +351,6 @@ def run_float8(session: Session) -> None:
 def _compare_products(session: Session, size: int) -> None:
     kinds = [kind for kind in _products.KINDS if kind.name in _KINDS]
     calls, errors = _products.compile_all(kinds, ((size, size), (size, size)))
-    seconds = programs.in_turn(session, calls, rounds=2 if session.is_tiny else 10)
+    seconds = programs.in_turn(session, calls, 2 if session.is_tiny else 10)
     figures = programs.summarize(seconds, reference="bfloat16")
     session.record("product", size=size, **figures, errors=errors)
