@@ -91,11 +91,7 @@ def count_lost_updates() -> optax.GradientTransformation:
 
 
 def train(
-    task: accuracy_tasks.Task,
-    row: Row,
-    mechanism: dpmp.DPSGD,
-    initial: Any,
-    seed: int,
+    task: accuracy_tasks.Task, row: Row, mechanism: dpmp.DPSGD, initial: Any, seed: int
 ) -> tuple[Any, Any, float]:
     """The parameters in float32, the state of the optimizer and the last loss scale."""
     fun = dpmp.autocast(task.loss_fn) if row.is_autocast else task.loss_fn

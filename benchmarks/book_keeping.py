@@ -23,21 +23,16 @@ from typing import Annotated, Any
 
 import jax
 
-import dpmp
 from benchmarks import harness, models, steps
 
 
 def contenders(task: models.Task, batch_size: int) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name."""
-    from jax_privacy import clipping
-
-    theirs = functools.partial(clipping.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    ours = functools.partial(clip, method="book_keeping")
+    ours = functools.partial(task.clipped_grad, method="book_keeping")
     floats = functools.partial(ours, arithmetic="unproved_float32")
     sizes = (None, *(n for n in (4, 8, 16) if n < batch_size))
     made = {
-        **steps.in_sizes("jax_privacy", theirs, (None, 1, 8)),
+        **steps.in_sizes("jax_privacy", task.theirs, (None, 1, 8)),
         **steps.in_sizes("dpmp", floats, sizes),
         **steps.in_sizes("dpmp bounded", ours, (4, 8)),
     }
@@ -53,14 +48,8 @@ def compare(measured: harness.Measured) -> dict[str, Any]:
     best = {k: measured.fastest(k) for k in ("jax_privacy", "dpmp", "dpmp bounded")}
     best["without privacy"] = measured.fastest("plain", "without privacy")
     ours = [name for name in measured.seconds if name.startswith("dpmp")]
-    return {
-        "best": best,
-        "time_ratio": {name: _ratios(name, measured, best) for name in ours},
-        "memory_ratio": measured.memory_over("plain"),
-        "compile_ratio": measured.compile_over("plain"),
-        "milliseconds": measured.milliseconds(),
-        "temp_megabytes": measured.megabytes(),
-    }
+    ratios = {name: _ratios(name, measured, best) for name in ours}
+    return {"best": best, **measured.figures("plain"), "time_ratio": ratios}
 
 
 def _ratios(
@@ -91,8 +80,7 @@ def benchmark(
     subject = models.SUBJECTS[task]
     for size, num_rounds in subject.sizes(batch_size, rounds).items():
         made = subject.make(models.DTYPES[dtype], size)
-        args = (made.params, made.batch)
-        measured = harness.measure(contenders(made, size), args, num_rounds)
+        measured = harness.measure(contenders(made, size), made.args, num_rounds)
         sizes = {"batch_size": size, "rounds": num_rounds}
         yield {"question": "step", **sizes, **compare(measured)}
 

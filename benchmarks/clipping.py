@@ -8,13 +8,11 @@ plain gradient of the mean loss is there for scale.
     python -m benchmarks.clipping        # five minutes on two cores
 """
 
-import functools
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-import dpmp
 from benchmarks import harness, models
 
 TASKS = {"mlp": models.mlp, "transformer": models.transformer}
@@ -26,23 +24,20 @@ def benchmark(
     rounds: int = 15,
 ) -> harness.Lines:
     """A line for each model, dtype and microbatch size."""
-    from jax_privacy import clipping
-
     made = TASKS[task](models.DTYPES[dtype])
     for size in (None, 16):
-        options = {"l2_clip_norm": 1.0, "microbatch_size": size}
-        theirs = functools.partial(clipping.clipped_grad, made.loss_fn, **options)
         others = {
-            "jax_privacy, float32": theirs(dtype=jnp.float32),
-            "jax_privacy, default": theirs(),
+            "jax_privacy, float32": made.theirs(
+                microbatch_size=size, dtype=jnp.float32
+            ),
+            "jax_privacy, default": made.theirs(microbatch_size=size),
             "plain gradient": jax.grad(made.loss_fn),
         }
-        functions = {"dpmp": dpmp.clipped_grad(made.loss_fn, **options), **others}
-        measured = harness.measure(functions, (made.params, made.batch), rounds)
+        functions = {"dpmp": made.clipped_grad(microbatch_size=size), **others}
+        measured = harness.measure(functions, made.args, rounds)
         yield {
             "microbatch_size": size,
-            "milliseconds": measured.milliseconds(),
-            "temp_megabytes": measured.megabytes(),
+            **measured.figures("plain gradient"),
             "time_ratio": {x: measured.ratio("dpmp", x) for x in others},
             "memory_ratio": {x: measured.memory_over(x)["dpmp"] for x in others},
         }

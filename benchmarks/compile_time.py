@@ -11,7 +11,6 @@ the sum of clipped gradients of a batch,
     python -m benchmarks.compile_time        # ten minutes on two cores
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -20,19 +19,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-import dpmp
 from benchmarks import flax_models, harness, models
-
-
-def square_layers(batch_size: int = 32, depth: int = 40) -> models.Task:
-    """Layers of one shape."""
-    params = [jnp.full((128, 128), 0.01) for _ in range(depth)]
-
-    def loss_fn(params, batch):
-        x = functools.reduce(lambda x, w: jnp.tanh(x @ w), params, batch)
-        return jnp.mean(jnp.square(x))
-
-    return models.Task(loss_fn, params, jnp.ones((batch_size, 128)))
 
 
 def scalars(batch_size: int = 32) -> models.Task:
@@ -46,30 +33,26 @@ def scalars(batch_size: int = 32) -> models.Task:
 
 
 TASKS: dict[str, Callable[[], models.Task]] = {
-    "40 layers of 128 x 128": square_layers,
-    "the same, batch of 512": lambda: square_layers(512),
+    "40 layers of 128 x 128": lambda: models.square_layers(jnp.float32),
+    "the same, batch of 512": lambda: models.square_layers(jnp.float32, 512),
     "transformer, 12 layers": lambda: flax_models.transformer(jnp.float32),
     "transformer, bfloat16": lambda: flax_models.transformer(jnp.bfloat16),
     "u-net": lambda: flax_models.unet(jnp.float32),
     "1,100 scalars": scalars,
-    "tiny": lambda: square_layers(4, 2),
+    "tiny": lambda: models.square_layers(jnp.float32, 4, depth=2),
 }
 
 
 def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name."""
-    from jax_privacy import clipping
-
-    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
     size = min(len(jax.tree.leaves(task.batch)[0]), 32)
-    theirs = functools.partial(clipping.clipped_grad, dtype=jnp.float32)
     return {
         "plain": jax.grad(task.loss_fn),
-        "jax_privacy": theirs(task.loss_fn, l2_clip_norm=1.0),
-        "float32": clip(arithmetic="float32"),
-        "exact": clip(arithmetic="exact"),
-        "book-keeping, bounded": clip(
-            method="book_keeping", microbatch_size=size, arithmetic="bounded"
+        "jax_privacy": task.theirs(dtype=jnp.float32),
+        "float32": task.clipped_grad(arithmetic="float32"),
+        "exact": task.clipped_grad(arithmetic="exact"),
+        "book-keeping, bounded": task.clipped_grad(
+            method="book_keeping", microbatch_size=size
         ),
     }
 
@@ -92,7 +75,7 @@ def build(fun: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 def measure(task: models.Task, rounds: int) -> dict[str, dict[str, float]]:
     """Lines and median seconds, and both in relation to other contenders."""
-    functions, args = contenders(task), (task.params, task.batch)
+    functions, args = contenders(task), task.args
     built = [{k: build(f, *args) for k, f in functions.items()} for _ in range(rounds)]
     figures = {
         name: {

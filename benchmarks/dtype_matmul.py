@@ -66,7 +66,7 @@ def benchmark(
     yield {
         **chosen._asdict(),
         "time_ratio": measured.time_over("float32"),
-        "milliseconds": measured.milliseconds(3),
+        "milliseconds": measured.milliseconds(),
         "gigaoperations_per_second": {
             name: round(chosen.num_operations / x / 1e9, 1)
             for name, x in measured.medians().items()

@@ -47,9 +47,7 @@ def clip_and_sum(dtype: Any) -> tuple[Functions, Any]:
 def clipped_grad(dtype: Any) -> tuple[Functions, Any]:
     """Sums of the gradients of an MLP."""
     task = models.mlp(dtype)
-    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    args = (task.params, task.batch)
-    return {name: clip(**options) for name, options in ARITHMETICS.items()}, args
+    return {k: task.clipped_grad(**x) for k, x in ARITHMETICS.items()}, task.args
 
 
 def step(dtype: Any) -> tuple[Functions, Any]:
@@ -62,8 +60,7 @@ def step(dtype: Any) -> tuple[Functions, Any]:
 
     def make_step(name: str) -> Callable[..., Any]:
         privatizer: Any = floats if name == "float32" else exact
-        clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-        grad_fn = clip(**ARITHMETICS[name])
+        grad_fn = task.clipped_grad(**ARITHMETICS[name])
 
         def one_step(params, opt_state, noise_state, batch):
             compute_params = jax.tree.map(lambda x: x.astype(dtype), params)
@@ -107,13 +104,7 @@ def benchmark(
     for dtype in ["float32"] if question == "noise" else models.DTYPES:
         functions, args = QUESTIONS[question](models.DTYPES[dtype])
         measured = harness.measure(functions, args, rounds)
-        yield {
-            "dtype": dtype,
-            "milliseconds": measured.milliseconds(),
-            "time_ratio": measured.time_over("float32"),
-            "memory_ratio": measured.memory_over("float32"),
-            "compile_seconds": harness.rounded(measured.compile_seconds, 1),
-        }
+        yield {"dtype": dtype, **measured.figures("float32")}
 
 
 if __name__ == "__main__":

@@ -19,30 +19,27 @@ from benchmarks import h100  # before jax
 # isort: split
 import jax
 
-import dpmp
 from benchmarks import harness, models
 
 
 def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name."""
-    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    kept = functools.partial(clip, method="book_keeping")
+    kept = functools.partial(task.clipped_grad, method="book_keeping")
     return {
         "plain": jax.grad(task.loss_fn),
         "book-keeping, at once": kept(arithmetic="unproved_float32"),
         "book-keeping, 8": kept(microbatch_size=8, arithmetic="unproved_float32"),
         "book-keeping, bounded, 8": kept(microbatch_size=8),
-        "per example, 8": clip(microbatch_size=8),
+        "per example, 8": task.clipped_grad(microbatch_size=8),
     }
 
 
 def measure(task: models.Task) -> dict[str, dict[str, float]]:
     """Megabytes and seconds of all contenders, and ratios to the plain gradient."""
-    megabytes, seconds = {}, {}
-    functions = contenders(task)
+    megabytes, seconds, functions = {}, {}, contenders(task)
     for name, fun in [*functions.items()] * 2:  # the first time fills caches of jax
         start = time.perf_counter()
-        args = h100.place((task.params, task.batch))
+        args = h100.place(task.args)
         program: Any = jax.jit(lambda *xs, fun=fun: fun(*xs)).lower(*args).compile()
         seconds[name] = time.perf_counter() - start
         megabytes[name] = program.memory_analysis().temp_size_in_bytes / 1e6

@@ -194,13 +194,13 @@ class Measured(NamedTuple):
         """The median seconds of each."""
         return {name: statistics.median(x) for name, x in self.seconds.items()}
 
-    def milliseconds(self, digits: int = 1) -> dict[str, float]:
+    def milliseconds(self) -> dict[str, float]:
         """The medians of the rounds."""
-        return rounded(self.medians(), digits, unit=1e-3)
+        return rounded(self.medians(), 3, unit=1e-3)
 
     def megabytes(self) -> dict[str, float]:
         """Of temporary memory."""
-        return rounded(self.temp_bytes, 1, unit=1e6)
+        return rounded(self.temp_bytes, 2, unit=1e6)
 
     def ratio(self, name: str, reference: str) -> float:
         """The time of one over that of another, the median of those within a round."""
@@ -215,9 +215,17 @@ class Measured(NamedTuple):
         """Ratios of temporary memory; a program without any counts as one byte."""
         return rounded(self.temp_bytes, 3, unit=max(self.temp_bytes[reference], 1))
 
-    def compile_over(self, reference: str) -> dict[str, float]:
-        """Ratios of the seconds that compilation took."""
-        return rounded(self.compile_seconds, 1, unit=self.compile_seconds[reference])
+    def figures(self, reference: str) -> dict[str, dict[str, float]]:
+        """What compiled contenders take, and the ratios to one of them."""
+        seconds = self.compile_seconds
+        return {
+            "milliseconds": self.milliseconds(),
+            "time_ratio": self.time_over(reference),
+            "temp_megabytes": self.megabytes(),
+            "memory_ratio": self.memory_over(reference),
+            "compile_seconds": rounded(seconds, 1),
+            "compile_ratio": rounded(seconds, 1, unit=seconds[reference]),
+        }
 
     def fastest(self, *kinds: str) -> str | None:
         """The fastest of those whose names begin with a kind and a comma, if any."""

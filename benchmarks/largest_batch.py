@@ -14,25 +14,22 @@ from typing import Annotated, Any
 
 import jax
 
-import dpmp
 from benchmarks import harness, models
 
 _LARGEST = 2**16
 
 
-def contenders(loss_fn: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name."""
-    clip = functools.partial(dpmp.clipped_grad, loss_fn, l2_clip_norm=1.0)
-    floats: Any = {"method": "book_keeping", "arithmetic": "unproved_float32"}
     made = {
-        "plain": jax.grad(loss_fn),
-        "dpmp, book_keeping unproved_float32": clip(**floats),
-        "dpmp, per_example exact": clip(method="per_example", arithmetic="exact"),
+        "plain": jax.grad(task.loss_fn),
+        "dpmp, book_keeping unproved_float32": task.clipped_grad(
+            method="book_keeping", arithmetic="unproved_float32"
+        ),
+        "dpmp, per_example exact": task.clipped_grad(),
     }
     if harness.is_installed("jax_privacy"):
-        from jax_privacy import clipping
-
-        made["jax_privacy"] = clipping.clipped_grad(loss_fn, l2_clip_norm=1.0)
+        made["jax_privacy"] = task.theirs()
     return made
 
 
@@ -78,7 +75,7 @@ def benchmark(
     made = models.SUBJECTS[task].make(models.DTYPES[dtype], 1)
     sizes = {
         name: largest(functools.partial(num_bytes, fun, made), 1e9 * gigabytes)
-        for name, fun in contenders(made.loss_fn).items()
+        for name, fun in contenders(made).items()
     }
     over_plain = harness.rounded(sizes, 3, unit=max(sizes["plain"], 1))
     yield {"largest_batch": sizes, "batch_over_plain": over_plain}

@@ -71,21 +71,16 @@ def transformer(*, batch_size: int, iterations: int) -> tuple[dpmp.DPTrainer, An
 
 def dense(width: int) -> tuple[dpmp.DPTrainer, Any, Any]:
     """A trainer whose model has four layers of `width` squared parameters."""
-
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        x = functools.reduce(lambda x, matrix: jnp.tanh(x @ matrix), params, x)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
+    task = models.square_layers(jnp.float32, 100, width=width, depth=4)
     trainer = make_trainer(
-        loss_fn,
+        task.loss_fn,
         "mixed_bfloat16",
         num_examples=100,
         expected_batch_size=2,
         num_parameters=4 * width**2,
         iterations=100,
     )
-    params = [jnp.eye(width) for _ in range(4)]
-    return trainer, params, np.ones((100, width), np.float32)
+    return trainer, task.params, np.asarray(task.batch)
 
 
 def fit(task: tuple[dpmp.DPTrainer, Any, Any], steps: int, **options: Any) -> float:

@@ -57,12 +57,10 @@ def measure_step(length: int, batch_size: int, rounds: int) -> harness.Lines:
     yield {
         "rank": RANK,
         "trained_share": round(_size(adapters) / _size(model.params), 4),
-        "milliseconds": measured.milliseconds(),
-        "time_ratio": measured.time_over("plain"),
+        **measured.figures("plain"),
         "megabytes": {
             name: round((held + x) / 1e6) for name, x in measured.temp_bytes.items()
         },
-        "compile_ratio": measured.compile_over("plain"),
         "book_keeping_over_per_example": measured.ratio("book_keeping", "per_example"),
     }
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import dpmp
+
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
@@ -29,6 +31,21 @@ class Task(NamedTuple):
     loss_fn: Callable[[Any, Any], jax.Array]
     params: Any
     batch: Any
+
+    @property
+    def args(self) -> tuple[Any, Any]:
+        """The arguments of the loss and of functions for gradients."""
+        return self.params, self.batch
+
+    def clipped_grad(self, **options: Any) -> Callable[..., Any]:
+        """The function of dpmp for the sum of clipped gradients."""
+        return dpmp.clipped_grad(self.loss_fn, l2_clip_norm=1.0, **options)
+
+    def theirs(self, **options: Any) -> Callable[..., Any]:
+        """That of jax_privacy."""
+        from jax_privacy import clipping
+
+        return clipping.clipped_grad(self.loss_fn, l2_clip_norm=1.0, **options)
 
 
 def smollm2(dtype: Any, batch_size: int = 8, length: int = 128) -> Task:
@@ -67,6 +84,19 @@ def mlp(dtype: Any, batch_size: int = 64) -> Task:
 
     x = jax.random.normal(keys[0], (batch_size, sizes[0])).astype(dtype)
     return Task(loss_fn, params, {"x": x, "label": jnp.arange(batch_size) % 10})
+
+
+def square_layers(
+    dtype: Any, batch_size: int = 32, *, width: int = 128, depth: int = 40
+) -> Task:
+    """Layers of one shape."""
+    params = [jnp.full((width, width), 0.01, dtype) for _ in range(depth)]
+
+    def loss_fn(params, batch):
+        x = reduce(lambda x, w: jnp.tanh(x @ w), params, batch)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    return Task(loss_fn, params, jnp.ones((batch_size, width), dtype))
 
 
 def transformer(

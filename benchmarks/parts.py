@@ -16,7 +16,6 @@ compute a sum.
     python -m benchmarks.parts            # three minutes on two cores
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -25,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import dpmp
 from benchmarks import harness, models
 from dpmp import noise_addition
 
@@ -42,18 +40,21 @@ def programs(
     """Functions of (params, opt_state, noise_state, batch), and these."""
     optimizer, key = optax.adam(1e-3), jax.random.key(0)
     privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
-    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    clip = functools.partial(clip, microbatch_size=_MICROBATCH_SIZE, **engine)
+    options = {"microbatch_size": _MICROBATCH_SIZE, **engine}
+    total_of, norms_of = (
+        task.clipped_grad(return_grad_norms=has_norms, **options)
+        for has_norms in (False, True)
+    )
     masters = jax.tree.map(lambda x: x.astype(jnp.float32), task.params)
 
     def cast(params: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(dtype), params)
 
     def norms(params: Any, batch: Any) -> Any:
-        return clip(return_grad_norms=True)(cast(params), batch)[1].grad_norms
+        return norms_of(cast(params), batch)[1].grad_norms
 
     def total(params: Any, batch: Any) -> Any:
-        return clip()(cast(params), batch)
+        return total_of(cast(params), batch)
 
     def adam(params: Any, opt_state: Any, grads: Any) -> Any:
         updates, opt_state = optimizer.update(grads, opt_state)

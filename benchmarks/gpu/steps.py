@@ -12,7 +12,7 @@ whenever that changed.
                and a billion parameters at 1024 tokens. Layers are a loop that computes
                activations again. Gradients are those of all parameters ("full"), or of
                adapters of rank 8 in all matrices ("LoRA") beside frozen bfloat16 ones.
-    float8     a wide GPT-2 and products of matrices, next to bfloat16
+    float8     a wide GPT-2, next to bfloat16
 
 References for GPT-2, for fine-tuning of the same models:
   Bu et al.: Differentially private optimization on large model at small cost, 2022:
@@ -21,7 +21,6 @@ References for GPT-2, for fine-tuning of the same models:
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ from benchmarks.models import GPT2, TINY_GPT2
 from dpmp import lora
 from dpmp.numerics import ExactSums
 from dpmp.programs import float8
-from dpmp.tools.devices import _products
 from examples import llm
 from examples.llm import pretrained
 from examples.llm._config import Config
@@ -44,6 +42,7 @@ from examples.llm._config import Config
 _FLOATS = {"method": "book_keeping", "arithmetic": "unproved_float32"}
 _BOUNDED = {"method": "book_keeping", "arithmetic": "bounded"}
 _EXACT = {"method": "per_example", "arithmetic": "exact"}
+_CLIP = functools.partial(dpmp.clipped_grad, l2_clip_norm=1.0)
 
 
 def _in_bfloat16(tree: Any) -> Any:
@@ -83,7 +82,7 @@ _TINY_SETTING = Setting(TINY_GPT2, 4, (None, 2), (2,), (2,), length=8)
 
 def _grad_fns(setting: Setting, loss_fn: Any) -> dict[str, Callable[..., Any]]:
     """By kind and microbatch size: the most promising of each kind, then the next."""
-    clip = functools.partial(dpmp.clipped_grad, loss_fn, l2_clip_norm=1.0)
+    clip = functools.partial(_CLIP, loss_fn)
     exact: Any = dict(_EXACT)
     if setting.resolution:
         exact["arithmetic"] = ExactSums(setting.resolution)
@@ -126,28 +125,27 @@ def run_gpt2(session: Session) -> None:
         return grad_fn(_in_bfloat16(params), tokens)
 
     args = jax.eval_shape(make_args)
-    grad_fns = _grad_fns(setting, shape.loss_fn(scan=session.scan))
+    # What is proved of "bounded" sums takes sums that are the same at every run.
     made = {
-        # What is proved of "bounded" sums takes sums that are the same at every run.
         name: Program(
             functools.partial(step, grad_fn),
             args,
             programs.REPEATABLE if "bounded" in name else {},
         )
-        for name, grad_fn in grad_fns.items()
+        for name, grad_fn in _grad_fns(
+            setting, shape.loss_fn(scan=session.scan)
+        ).items()
     }
 
     def more(milliseconds: dict[str, float]) -> dict[str, Any]:
         plain = milliseconds.get("plain, all", 0.0)
+        published = {"fastDP": setting.speed_of_fastdp, "FlashDP": _SPEED_OF_FLASHDP}
         return {
             "model": model,
             "batch_size": setting.batch_size,
             "length": setting.length,
             "speed_of_plain": {k: round(plain / x, 3) for k, x in milliseconds.items()},
-            "published_speed_of_plain": {
-                "fastDP": setting.speed_of_fastdp,
-                "FlashDP": _SPEED_OF_FLASHDP,
-            },
+            "published_speed_of_plain": published,
         }
 
     programs.compare(
@@ -182,23 +180,14 @@ def _llama(*sizes: int) -> Config:
     return Config(architecture="llama", norm_epsilon=1e-5, **options)
 
 
+_SMOLLM2 = _llama(49152, 576, 30, 9, 3, 64, 1536, 2048)
+_DECODER = _llama(32768, 2048, 18, 16, 16, 128, 5632, 1024)
 DECODERS = {
-    "smollm2": Subject(
-        _llama(49152, 576, 30, 9, 3, 64, 1536, 2048),
-        32,
-        512,
-        {"LoRA": (32, 8), "full": (8, 4)},
-    ),
-    "decoder": Subject(
-        _llama(32768, 2048, 18, 16, 16, 128, 5632, 1024),
-        8,
-        1024,
-        {"LoRA": (8, 4), "full": (2, 4)},
-    ),
+    "smollm2": Subject(_SMOLLM2, 32, 512, {"LoRA": (32, 8), "full": (8, 4)}),
+    "decoder": Subject(_DECODER, 8, 1024, {"LoRA": (8, 4), "full": (2, 4)}),
 }
-_TINY_SUBJECT = Subject(
-    _llama(40, 16, 2, 2, 1, 8, 24, 16), 4, 8, {"LoRA": (4,), "full": (2,)}
-)
+_TINY_LLAMA = _llama(40, 16, 2, 2, 1, 8, 24, 16)
+_TINY_SUBJECT = Subject(_TINY_LLAMA, 4, 8, {"LoRA": (4,), "full": (2,)})
 _RANK, _TARGETS = 8, "layers/.*kernel"
 # For each parameter and token; nothing for attention, norms and activations that are
 # computed again (Kaplan et al., 2020, https://arxiv.org/abs/2001.08361, section 2.1).
@@ -275,13 +264,10 @@ def _steps_of_decoder(subject: Subject, trained: str, args: Any) -> dict[str, Pr
         return make(lora.apply(loss_fn, frozen))(_in_bfloat16(adapters), batch)
 
     makers: dict[str, Callable[..., Any]] = {"plain": jax.grad}
-    for size, (name, options) in itertools.product(
-        subject.microbatch_sizes[trained],
-        {"bounded": _BOUNDED, "float32": _FLOATS}.items(),
-    ):
-        makers[f"book-keeping, {name}, {size}"] = functools.partial(
-            dpmp.clipped_grad, l2_clip_norm=1.0, microbatch_size=size, **options
-        )
+    for size in subject.microbatch_sizes[trained]:
+        for name, options in {"bounded": _BOUNDED, "float32": _FLOATS}.items():
+            make = functools.partial(_CLIP, microbatch_size=size, **options)
+            makers[f"book-keeping, {name}, {size}"] = make
     return {
         f"{trained}, {name}": Program(functools.partial(step, make), args)
         for name, make in makers.items()
@@ -293,34 +279,26 @@ def _rate_of_products(session: Session) -> float:
     size = 64 if session.is_tiny else 8192
     x = jnp.ones((size, size), jnp.bfloat16)
     call = functools.partial(jax.jit(jnp.matmul), x, x)
-    programs.seconds_of(call)
-    return 2 * size**3 / min(programs.seconds_of(call, queued=10) for _ in range(5))
+    jax.block_until_ready(call())
+    return 2 * size**3 / programs.fastest_seconds(call)
 
 
 # ----------------------------------------------------------------------------- float8
 
 _WIDE = GPT2(4, 2048, 16, vocabulary=8192, positions=512)
 _POLICIES = {"bfloat16": "mixed_bfloat16", "float8": "float8"}
-_KINDS = ("bfloat16", "bfloat16 -> float32", "float8_e4m3fn -> float32")
 _ENGINES: dict[str, Callable[..., Any]] = {
     "plain": jax.grad,
-    "book-keeping, float32": functools.partial(
-        dpmp.clipped_grad, l2_clip_norm=1.0, **_FLOATS
-    ),
-    "per example, exact": functools.partial(
-        dpmp.clipped_grad, l2_clip_norm=1.0, microbatch_size=4, **_EXACT
-    ),
+    "book-keeping, float32": functools.partial(_CLIP, **_FLOATS),
+    "per example, exact": functools.partial(_CLIP, microbatch_size=4, **_EXACT),
 }
 
 
 def run_float8(session: Session) -> None:
-    """Products, then steps."""
+    """Steps; the products are in the part "products"."""
     shape, size = (TINY_GPT2, (4, 8)) if session.is_tiny else (_WIDE, (32, 256))
     if session.compile_only:
         float8.is_native = lambda: True  # as it is on an H100
-    else:
-        for width in (32,) if session.is_tiny else (4096, 8192, 16384):
-            _compare_products(session, width)
 
     def make_args() -> tuple[Any, jax.Array]:
         key = jax.random.key(0)
@@ -346,11 +324,3 @@ def run_float8(session: Session) -> None:
         has_early_lines=True,
         more=lambda _: {"shape": shape._asdict(), "tokens": size},
     )
-
-
-def _compare_products(session: Session, size: int) -> None:
-    kinds = [kind for kind in _products.KINDS if kind.name in _KINDS]
-    calls, errors = _products.compile_all(kinds, ((size, size), (size, size)))
-    seconds = programs.in_turn(session, calls, 2 if session.is_tiny else 10)
-    figures = programs.summarize(seconds, reference="bfloat16")
-    session.record("product", size=size, **figures, errors=errors)
