@@ -23,29 +23,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import dpmp
-from benchmarks import harness, models
+from benchmarks import harness, models, steps
 
 example: Any = models.example("finetune_transformer")
 
 _EXAMPLES = 7737
-
-
-def make_trainer(loss_fn: Any, policy: Any, **options: Any) -> dpmp.DPTrainer:
-    """A trainer that draws the same batches as another one, whose sizes differ."""
-    mechanism = dpmp.DPSGD(
-        l2_clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, **options
-    )
-    return dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy=policy,
-        prng_key=jax.random.key(0),
-    )
 
 
 def transformer(*, batch_size: int, iterations: int) -> tuple[dpmp.DPTrainer, Any, Any]:
@@ -56,9 +41,11 @@ def transformer(*, batch_size: int, iterations: int) -> tuple[dpmp.DPTrainer, An
         nats, counts = example.losses(graphdef, params, tokens)
         return nats[0] / counts[0]
 
-    trainer = make_trainer(
+    trainer = steps.make_trainer(
         loss_fn,
         dpmp.Policy.from_name("mixed_bfloat16", float32_paths=example.IN_FLOAT32),
+        jax.random.key(0),  # the same batches, whose sizes differ otherwise
+        delta=1e-5,
         num_examples=_EXAMPLES,
         expected_batch_size=batch_size,
         iterations=iterations,
@@ -72,9 +59,10 @@ def transformer(*, batch_size: int, iterations: int) -> tuple[dpmp.DPTrainer, An
 def dense(width: int) -> tuple[dpmp.DPTrainer, Any, Any]:
     """A trainer whose model has four layers of `width` squared parameters."""
     task = models.square_layers(jnp.float32, 100, width=width, depth=4)
-    trainer = make_trainer(
+    trainer = steps.make_trainer(
         task.loss_fn,
         "mixed_bfloat16",
+        delta=1e-5,
         num_examples=100,
         expected_batch_size=2,
         num_parameters=4 * width**2,
@@ -93,17 +81,17 @@ def fit(task: tuple[dpmp.DPTrainer, Any, Any], steps: int, **options: Any) -> fl
     return (time.perf_counter() - begin) / steps
 
 
-def fit_in_directory(task: Any, steps: int, **options: Any) -> float:
+def fit_in_directory(task: Any, num_steps: int, **options: Any) -> float:
     """The same with a directory, for all steps together or for each."""
     with tempfile.TemporaryDirectory() as directory:
-        options = {"checkpoint_dir": directory, "progress": False, **options}
-        return fit(task, steps, **options)
+        options |= {"checkpoint_dir": directory, "progress": False}
+        return fit(task, num_steps, **options)
 
 
-def fit_with_progress(task: Any, steps: int) -> float:
+def fit_with_progress(task: Any, num_steps: int) -> float:
     """The same with progress, which goes nowhere."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        return fit(task, steps)
+        return fit(task, num_steps)
 
 
 def cost(rounds: int, steps: int, batch_size: int) -> dict[str, Any]:

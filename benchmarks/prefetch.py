@@ -14,10 +14,10 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import dpmp
 from benchmarks import harness
+from benchmarks.steps import make_trainer
 
 NUM_EXAMPLES, WIDTH = 4096, 4
 LOADING_SECONDS, DEVICE_SECONDS = 0.005, 0.01
@@ -56,18 +56,13 @@ def benchmark(steps: int = 100, rounds: int = 5) -> harness.Lines:
         "x": rng.normal(size=(NUM_EXAMPLES, WIDTH)).astype(np.float32),
         "y": rng.normal(size=NUM_EXAMPLES).astype(np.float32),
     }
-    trainer = dpmp.DPTrainer(
-        mechanism=dpmp.DPSGD(
-            num_examples=NUM_EXAMPLES,
-            expected_batch_size=32,
-            iterations=steps,
-            l2_clip_norm=1.0,
-            noise_multiplier=1.0,
-        ),
-        loss_fn=loss_fn,
-        optimizer=optax.sgd(0.1),
-        policy="float32",
-        prng_key=jax.random.key(0),
+    trainer = make_trainer(
+        loss_fn,
+        "float32",
+        jax.random.key(0),
+        num_examples=NUM_EXAMPLES,
+        expected_batch_size=32,
+        iterations=steps,
     )
 
     def run(source: object, prefetch: int) -> jax.Array:

@@ -32,11 +32,10 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import topologies
 
 import dpmp
-from benchmarks import harness
+from benchmarks import harness, steps
 from benchmarks.collectives import collectives
 from dpmp.planning._transformer import transformer
 
@@ -52,24 +51,20 @@ _SMALL_LENGTH, _SMALL_MICROBATCH, _NUM_STEPS = 64, 8, 12
 _BATCH_OF_A_DEVICE, _BATCH_IN_ALL = 32, 128
 
 
-def make_trainer(loss_fn: Any, params: Any, batch_size: int, microbatch_size: int):
+def make_trainer(
+    loss_fn: Any, params: Any, batch_size: int, microbatch_size: int
+) -> dpmp.DPTrainer:
     """A trainer with book-keeping in bfloat16 and Adam."""
-    mechanism = dpmp.DPSGD(
+    return steps.make_trainer(
+        loss_fn,
+        "mixed_bfloat16",
         num_examples=1024 * batch_size,
         expected_batch_size=0.8 * batch_size,
         truncated_batch_size=batch_size,
         microbatch_size=microbatch_size,
         iterations=_NUM_STEPS,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
         method="book_keeping",
         num_parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
-    )
-    return dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy="mixed_bfloat16",
     )
 
 

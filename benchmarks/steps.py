@@ -25,8 +25,6 @@ from dpmp.numerics._arithmetic import parse_arithmetic
 GradFn = Callable[[Any, Any], Any]
 Made = TypeVar("Made")
 
-_STEPS = 10_000  # of the run that the mechanisms describe; fewer are made
-
 
 class Step(NamedTuple):
     """A training step that is ready to run, and what the compiler of jax says of it."""
@@ -107,6 +105,19 @@ def of_gradients(
     return _compiled(jax.jit(step, donate_argnums=0), state, task.batch)
 
 
+def make_trainer(
+    loss_fn: Any, policy: Any, prng_key: jax.Array | None = None, **options: Any
+) -> dpmp.DPTrainer:
+    """A trainer with Adam, and with these options of its mechanism."""
+    return dpmp.DPTrainer(
+        mechanism=dpmp.DPSGD(l2_clip_norm=1.0, noise_multiplier=1.0, **options),
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-3),
+        policy=policy,
+        prng_key=prng_key,
+    )
+
+
 def of_dpmp(
     task: models.Task,
     policy: str,
@@ -117,23 +128,17 @@ def of_dpmp(
     """The step of `DPTrainer`."""
     batch_size = len(jax.tree.leaves(task.batch)[0])
     params = masters(task)
-    mechanism = dpmp.DPSGD(
+    trainer = make_trainer(
+        task.loss_fn,
+        policy,
         num_examples=1000 * batch_size,
         expected_batch_size=0.8 * batch_size,
         truncated_batch_size=batch_size,
         microbatch_size=microbatch_size,
-        iterations=_STEPS,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
+        iterations=10_000,  # fewer are made
         method=method,
         arithmetic=arithmetic,
         num_parameters=sum(x.size for x in jax.tree.leaves(params)),
-    )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=task.loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy=policy,
     )
     state = trainer.init(params)._replace(spent=None)
     batch = jax.tree.map(jnp.asarray, task.batch)
