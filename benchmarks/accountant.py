@@ -63,24 +63,17 @@ def calibrate_directly(setting: Setting) -> float:
     )
 
 
-def contenders(
-    setting: Setting, noise_multiplier: float
-) -> dict[str, Callable[[], float]]:
-    """Functions without arguments, by name."""
-    event, delta = setting.event(noise_multiplier), setting.delta
-    return {
+def measure(setting: Setting, rounds: int) -> dict[str, Any]:
+    """The figures of a line."""
+    event, delta, both = setting.event(1.0), setting.delta, ("dpmp", "directly")
+    functions: dict[str, Callable[[], float]] = {
         "epsilon, dpmp": lambda: accounting.get_epsilon(event, delta=delta).epsilon,
-        "epsilon, directly": lambda: epsilon_directly(setting, noise_multiplier),
+        "epsilon, directly": lambda: epsilon_directly(setting, 1.0),
         "calibration, dpmp": lambda: accounting.calibrate_noise_multiplier(
             setting.event, epsilon=setting.epsilon, delta=delta
         ),
         "calibration, directly": lambda: calibrate_directly(setting),
     }
-
-
-def measure(setting: Setting, rounds: int) -> dict[str, Any]:
-    """The figures of a line."""
-    functions, both = contenders(setting, 1.0), ("dpmp", "directly")
     values = {name: call() for name, call in functions.items()}
     measured = harness.in_turn(functions, rounds)
     return {

@@ -13,22 +13,20 @@ between precisions has to be held against.
     fp16 ...         the policy "mixed_float16": without a loss scale, with a constant
                      one, and with `dpmp.loss_scaling.DynamicScale`
 
-The loss is a sum over predictions, divided by 2^22. So do training loops of large
-models that average over all tokens of a batch, of which there are millions; and so
-small are gradients of a loss that is added to others with a small weight. Clip norms
-have the same factor, and the optimizer takes it out again in float32, so that in exact
-arithmetic nothing would change. In float16, which has nothing below 6e-8, it does.
+The loss is a sum over predictions, divided by 2^22, as in training loops that average
+over the millions of tokens of a batch. Clip norms have the same factor, and the
+optimizer takes it out again in float32, so that in exact arithmetic nothing would
+change. In float16, which has nothing below 6e-8, it does.
 
 A line has the score on held-out data, computed in float32 in all rows, and the share of
 updates, not zero, that did not change the parameter they were added to. All data here
 are public, as such figures ask for.
 
-What to know of the settings: learning rates are those of Adam's customary 1e-3 or
-twice that, where bfloat16 parameters lose half of the updates or more; on digits, the
-naive row is no worse than float32 with 100 private steps at 5e-3. The dynamic scale
-starts at its default and doubles every 10 steps (by default, 100), to be seen to move;
-at the end of the digits' 300 steps it is so large that one or two examples of a batch
-overflow, which it tolerates and which then contribute nothing.
+Learning rates are Adam's customary 1e-3 or twice that, where bfloat16 parameters lose
+half of the updates or more; on digits, the naive row is no worse than float32 with 100
+private steps at 5e-3. The dynamic scale doubles every 10 steps (by default, 100), to be
+seen to move; at the end of the digits' 300 steps, one or two examples of a batch
+overflow, and contribute nothing.
 
     python -m benchmarks.accuracy_by_precision           # half an hour on two cores
     python -m benchmarks.accuracy_by_precision --task digits --row float32 tf32

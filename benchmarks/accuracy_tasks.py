@@ -78,13 +78,7 @@ def _initial_digit_params(seed: int) -> Any:
 def _digit_logits(params: Any, x: jax.Array) -> jax.Array:
     """From images, (B, 8, 8, 1), to (B, 10)."""
     for name, stride in (("first", 1), ("second", 2)):
-        x = jax.lax.conv_general_dilated(
-            x,
-            params[name]["w"],
-            window_strides=(stride, stride),
-            padding="SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        x = models.convolve(x, params[name]["w"], stride)
         x = jax.nn.relu(x + params[name]["b"])
     return x.reshape(len(x), -1) @ params["head"]["w"] + params["head"]["b"]
 

@@ -47,27 +47,20 @@ def compare(measured: harness.Measured) -> dict[str, Any]:
     """Ratios of book-keeping to the others, and of all to the plain gradient."""
     best = {k: measured.fastest(k) for k in ("jax_privacy", "dpmp", "dpmp bounded")}
     best["without privacy"] = measured.fastest("plain", "without privacy")
-    ours = [name for name in measured.seconds if name.startswith("dpmp")]
-    ratios = {name: _ratios(name, measured, best) for name in ours}
+    seconds, memory, ratios = measured.seconds, measured.temp_bytes, {}
+    for name in [name for name in seconds if name.startswith("dpmp")]:
+        frugal = {k: x for k, x in seconds.items() if memory[k] <= memory[name]}
+        references = {
+            "plain": "plain",
+            "best without privacy": best["without privacy"],
+            "jax_privacy, at once": "jax_privacy, at once",
+            "jax_privacy, best": best["jax_privacy"],
+            "jax_privacy, in no more memory": harness.Measured(frugal).fastest(
+                "jax_privacy"
+            ),
+        }
+        ratios[name] = {k: x and measured.ratio(name, x) for k, x in references.items()}
     return {"best": best, **measured.figures("plain"), "time_ratio": ratios}
-
-
-def _ratios(
-    name: str, measured: harness.Measured, best: dict[str, str | None]
-) -> dict[str, float | None]:
-    """Of the time of one contender to that of others."""
-    seconds, memory = measured.seconds, measured.temp_bytes
-    frugal = {k: x for k, x in seconds.items() if memory[k] <= memory[name]}
-    references = {
-        "plain": "plain",
-        "best without privacy": best["without privacy"],
-        "jax_privacy, at once": "jax_privacy, at once",
-        "jax_privacy, best": best["jax_privacy"],
-        "jax_privacy, in no more memory": harness.Measured(frugal).fastest(
-            "jax_privacy"
-        ),
-    }
-    return {k: other and measured.ratio(name, other) for k, other in references.items()}
 
 
 def benchmark(

@@ -10,7 +10,6 @@ says how their temporary memory and compile seconds relate to those of plain tra
 """
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -34,31 +33,15 @@ def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     }
 
 
-def measure(task: models.Task) -> dict[str, dict[str, float]]:
-    """Megabytes and seconds of all contenders, and ratios to the plain gradient."""
-    megabytes, seconds, functions = {}, {}, contenders(task)
-    for name, fun in [*functions.items()] * 2:  # the first time fills caches of jax
-        start = time.perf_counter()
-        args = h100.place(task.args)
-        program: Any = jax.jit(lambda *xs, fun=fun: fun(*xs)).lower(*args).compile()
-        seconds[name] = time.perf_counter() - start
-        megabytes[name] = program.memory_analysis().temp_size_in_bytes / 1e6
-    return {
-        "temp_megabytes": harness.rounded(megabytes, 1),
-        "memory_ratio": harness.rounded(megabytes, 3, unit=megabytes["plain"]),
-        "compile_seconds": harness.rounded(seconds, 1),
-        "compile_ratio": harness.rounded(seconds, 3, unit=seconds["plain"]),
-    }
-
-
 def benchmark(
     task: Annotated[str, harness.Each(models.SUBJECTS, models.TASKS)],
     dtype: Annotated[str, harness.Each(models.DTYPES)],
 ) -> harness.Lines:
     """A line for each model and dtype."""
     made = models.SUBJECTS[task].make(models.DTYPES[dtype], 64)
-    kind, question = h100.device_kind(), {"question": "memory", "batch_size": 64}
-    yield {"compiled_for": kind, **question, **measure(made)}
+    _, measured = harness.compile_all(contenders(made), h100.place(made.args))
+    question = {"compiled_for": h100.device_kind(), "question": "memory"}
+    yield {**question, "batch_size": 64, **measured.figures("plain")}
 
 
 if __name__ == "__main__":

@@ -72,24 +72,17 @@ def exponents(points: list[dict[str, Any]]) -> dict[str, float]:
     return {name: slope(name) for name in points[0]["milliseconds"]}
 
 
-def measure_point(task: models.Task, size: int, rounds: int) -> dict[str, Any]:
-    """The figures for one size."""
-    measured = harness.measure(*contenders(task), rounds)
-    return {
-        "size": size,
-        "parameters": sum(x.size for x in jax.tree.leaves(task.params)),
-        "milliseconds": measured.milliseconds(),
-        "temp_megabytes": measured.megabytes(),
-    }
-
-
 def benchmark(
     axis: Annotated[str, harness.Each(AXES)], rounds: int = 7, sizes: int = 0
 ) -> harness.Lines:
     """A line for each axis, of the smallest of its sizes or of all."""
     make, all_sizes = AXES[axis]
-    some = all_sizes[: sizes or None]
-    points = [measure_point(make(size), size, rounds) for size in some]
+    points = []
+    for size in all_sizes[: sizes or None]:
+        task = make(size)
+        parameters = sum(x.size for x in jax.tree.leaves(task.params))
+        figures = harness.measure(*contenders(task), rounds).figures("plain")
+        points.append({"size": size, "parameters": parameters, **figures})
     yield {"points": points, "exponents": exponents(points)}
 
 

@@ -24,9 +24,15 @@ _H100 = pathlib.Path(__file__).with_suffix(".textproto")
 
 @functools.cache
 def _topology() -> Any:
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=_H100.read_text(), topology="1x1x1"
-    )
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", target_config=_H100.read_text(), topology="1x1x1"
+        )
+    except NotImplementedError:
+        raise SystemExit(
+            "The plugin of jax for CUDA must be installed; it was not found. Run: "
+            "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt"
+        ) from None
 
 
 def device_kind() -> str:

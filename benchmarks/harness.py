@@ -238,24 +238,30 @@ def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> Measured:
     return Measured(_timing.in_turn(calls, rounds))
 
 
-def measure(
-    functions: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], rounds: int
-) -> Measured:
-    """Compiles functions of the same arguments, then runs them in turn.
+def compile_all(
+    functions: Mapping[str, Callable[..., Any]], args: Sequence[Any]
+) -> tuple[dict[str, Any], Measured]:
+    """The programs of functions of the same arguments, and what compilation tells.
 
     The second compilation counts, as the first one fills caches of jax.
     """
-    programs, compile_seconds = {}, {}
+    programs, compile_seconds, temp_bytes = {}, {}, {}
     for name, f in [*functions.items()] * 2:
         start = time.perf_counter()
-        programs[name] = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
+        program: Any = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
         compile_seconds[name] = time.perf_counter() - start
+        temp_bytes[name] = program.memory_analysis().temp_size_in_bytes
+        programs[name] = program
+    return programs, Measured({}, temp_bytes, compile_seconds)
+
+
+def measure(
+    functions: Mapping[str, Callable[..., Any]], args: Sequence[Any], rounds: int
+) -> Measured:
+    """Compiles functions of the same arguments, then runs them in turn."""
+    programs, measured = compile_all(functions, args)
     calls = {name: functools.partial(f, *args) for name, f in programs.items()}
-    temp_bytes = {
-        name: program.memory_analysis().temp_size_in_bytes
-        for name, program in programs.items()
-    }
-    return Measured(_timing.in_turn(calls, rounds), temp_bytes, compile_seconds)
+    return measured._replace(seconds=in_turn(calls, rounds).seconds)
 
 
 def rounded(

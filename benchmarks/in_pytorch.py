@@ -30,10 +30,14 @@ def _tensor(x: Any) -> torch.Tensor:
 
 def _linear(kernel: Any, bias: Any | None = None) -> nn.Linear:
     """A layer with a kernel of the axes (in, out)."""
-    layer = nn.Linear(*kernel.shape, bias=bias is not None)
-    layer.weight.data = _tensor(kernel.T)
+    layer = _with_weight(nn.Linear(*kernel.shape, bias=bias is not None), kernel.T)
     if bias is not None:
         layer.bias.data = _tensor(bias)
+    return layer
+
+
+def _with_weight(layer: nn.Module, weight: Any) -> Any:
+    layer.weight.data = _tensor(weight)
     return layer
 
 
@@ -123,15 +127,11 @@ class _Block(nn.Module):
 
 
 def _norm(scale: Any) -> nn.Module:
-    layer = nn.RMSNorm(len(scale), eps=1e-6)
-    layer.weight.data = _tensor(scale)
-    return layer
+    return _with_weight(nn.RMSNorm(len(scale), eps=1e-6), scale)
 
 
 def _embedding(table: Any) -> nn.Module:
-    layer = nn.Embedding(*table.shape)
-    layer.weight.data = _tensor(table)
-    return layer
+    return _with_weight(nn.Embedding(*table.shape), table)
 
 
 class Transformer(nn.Module):

@@ -163,19 +163,22 @@ def cnn(dtype: Any, batch_size: int = 64) -> Task:
     def loss_fn(params, batch):
         x = batch["image"]
         for p, stride in zip(params["layers"], strides, strict=True):
-            x = jax.lax.conv_general_dilated(
-                x,
-                p["kernel"],
-                window_strides=(stride, stride),
-                padding="SAME",
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            )
+            x = convolve(x, p["kernel"], stride)
             x = jax.nn.relu(_group_norm(x, groups=8) * p["scale"] + p["bias"])
         x = x.astype(jnp.float32).mean((1, 2)).astype(dtype)
         return cross_entropy(x @ params["head"], batch["label"])
 
     image = jax.random.normal(keys[4], (batch_size, 32, 32, 3)).astype(dtype)
     return Task(loss_fn, params, {"image": image, "label": jnp.arange(batch_size) % 10})
+
+
+def convolve(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+    """A convolution of images, (B, height, width, channels), with padding."""
+    axes = ("NHWC", "HWIO", "NHWC")
+    strides = (stride, stride)
+    return jax.lax.conv_general_dilated(
+        x, kernel, strides, "SAME", dimension_numbers=axes
+    )
 
 
 def lstm(

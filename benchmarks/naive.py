@@ -31,6 +31,7 @@ def train(
     """
     size, num_examples = mechanism.padded_batch_size, mechanism.num_examples
     noise_multiplier = mechanism.noise_multiplier or 0.0
+    shape = (-1, mechanism.microbatch_size or size)
 
     def clipped_grad(params, example):
         grads = jax.grad(loss_fn)(params, jax.tree.map(lambda x: x[None], example))
@@ -70,8 +71,8 @@ def train(
     opt_state = optimizer.init(params)
     for i in range(mechanism.iterations):
         chosen = mechanism.sampling.indices(i, num_examples=num_examples, key=seed)
-        keep = (np.arange(size) < len(chosen)).reshape(-1, mechanism.microbatch_size)
-        indices = np.pad(chosen, (0, size - len(chosen))).reshape(keep.shape)
+        keep = (np.arange(size) < len(chosen)).reshape(shape)
+        indices = np.pad(chosen, (0, size - len(chosen))).reshape(shape)
         batch = jax.tree.map(lambda x, at=indices: x[at], data)
         key = jax.random.fold_in(jax.random.key(seed), i)
         params, opt_state = step(params, opt_state, batch, keep, key)

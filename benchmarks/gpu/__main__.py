@@ -117,9 +117,9 @@ def run_part(
     start = time.monotonic()
     outcome = harness.run_for(command, seconds + _GRACE, env=environment)
     outcome = "ended" if outcome == "exit status 0" else outcome
+    seconds = round(time.monotonic() - start, 1)
     figures = {"part": part, "question": "outcome", "outcome": outcome}
-    figures["seconds"] = round(time.monotonic() - start, 1)
-    harness.write_line(folder, "gpu", figures)
+    harness.write_line(folder, "gpu", {**figures, "seconds": seconds})
     print(f"{part}: {outcome}", flush=True)
     return outcome
 

@@ -98,7 +98,7 @@ class Program(NamedTuple):
     args: tuple[Any, ...]  # trees of arrays, or of their shapes
     options: Mapping[str, Any] = {}  # of the compiler, on GPUs
 
-    def jitted(self) -> Callable[..., Any]:
+    def jitted(self) -> Any:
         """The function, compiled for the device at hand when it is called."""
         is_gpu = jax.default_backend() == "gpu"
         options = dict(self.options) if is_gpu else {}
@@ -125,7 +125,7 @@ def compile_program(
     start = time.perf_counter()
     lowered: Any = jitted.lower(*shapes)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile()
+    compiled: Any = lowered.compile()
     memory = compiled.memory_analysis()
     return compiled, {
         "lowering_seconds": round(lowered_at - start, 1),
