@@ -58,13 +58,6 @@ def read(archive: pathlib.Path) -> dict[str, list[str]]:
     return texts
 
 
-def finetune(data: pathlib.Path, output: pathlib.Path, flags: list[str]) -> dict:
-    """Runs the example; returns its report."""
-    command = [sys.executable, str(EXAMPLE), "--data", str(data), "--compare"]
-    subprocess.run([*command, "--output", str(output), *flags], check=True)
-    return json.loads((output / "report.json").read_text())
-
-
 def benchmark(
     seeds: int = 3,
     emails: int | None = None,
@@ -75,13 +68,15 @@ def benchmark(
     """A line for each seed."""
     texts = fetch()["ham"][:emails]
     flags = [f"--steps={steps}", f"--batch-size={batch_size}"]
-    flags.append(f"--learning-rate={learning_rate}")
+    flags += [f"--learning-rate={learning_rate}", "--compare"]
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        data = folder / "mails.jsonl"
+        data, output = pathlib.Path(name, "mails.jsonl"), pathlib.Path(name, "out")
         data.write_text("\n".join(map(json.dumps, texts)))
+        flags += [f"--data={data}", f"--output={output}"]
         for seed in range(seeds):
-            report = finetune(data, folder / "out", [*flags, f"--seed={seed}"])
+            command = [sys.executable, str(EXAMPLE), *flags, f"--seed={seed}"]
+            subprocess.run(command, check=True)
+            report = json.loads((output / "report.json").read_text())
             nats = {
                 **report["nats_per_token"],
                 "without privacy": report["without_privacy"]["nats_per_token"],

@@ -39,12 +39,8 @@ def num_bytes(fun: Callable[..., Any], task: models.Task, size: int) -> int:
         lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), task.batch
     )
     memory: Any = jax.jit(fun).lower(task.params, shapes).compile().memory_analysis()
-    return (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-    )
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
 def largest(bytes_of: Callable[[int], int], limit: float) -> int:

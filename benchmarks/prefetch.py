@@ -38,11 +38,6 @@ class SlowSource:
         return {name: x[indices] for name, x in self._arrays.items()}
 
 
-def loss_fn(params: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    """The squared error of a linear model."""
-    return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
-
-
 def wait_for_the_device(state: dpmp.TrainingState) -> None:
     """What a callback does that looks at the state."""
     jax.block_until_ready(state.step)
@@ -57,7 +52,7 @@ def benchmark(steps: int = 100, rounds: int = 5) -> harness.Lines:
         "y": rng.normal(size=NUM_EXAMPLES).astype(np.float32),
     }
     trainer = make_trainer(
-        loss_fn,
+        lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2),
         "float32",
         jax.random.key(0),
         num_examples=NUM_EXAMPLES,

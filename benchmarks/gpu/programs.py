@@ -157,7 +157,7 @@ class Trial(NamedTuple):
 
 
 def _try_all(
-    session: Session, programs: Mapping[str, Program], args: tuple[Any, ...]
+    session: Session, programs: Mapping[str, Program]
 ) -> Iterator[tuple[str, Trial]]:
     """Runs programs twice while three quarters of the time last; a line for each."""
     slowest = 0.0
@@ -167,9 +167,8 @@ def _try_all(
             continue
         start, trial = time.monotonic(), None
         try:
-            # Adapters of arrays have a fingerprint in their type, those of shapes none.
-            run, figures = compile_program(session, program._replace(args=args))
-            call = functools.partial(run, *args)
+            run, figures = compile_program(session, program)
+            call = functools.partial(run, *program.args)
             before = _peak_bytes()
             seconds_of(call)
             trial = Trial(call, seconds_of(call))
@@ -193,7 +192,7 @@ def _peak_bytes() -> int:
 
 def compare(
     session: Session,
-    programs: Mapping[str, Program],
+    functions: Mapping[str, Callable[..., Any]],
     make_args: Callable[[], tuple[Any, ...]],
     *,
     reference: str,
@@ -203,11 +202,11 @@ def compare(
     prefix: str = "",
     more: Callable[[dict[str, float]], dict[str, Any]] = lambda milliseconds: {},
 ) -> None:
-    """Tries programs, and times the fastest of each kind in turn; or compiles them.
+    """Tries functions, and times the fastest of each kind in turn; or compiles them.
 
     Args:
       session: the part.
-      programs: by name, the most important first. Only the first one of each kind is
+      functions: by name, the most important first. Only the first one of each kind is
         compiled for an H100.
       make_args: the arguments of all of them.
       reference: the name of the one that the others are compared with.
@@ -218,6 +217,12 @@ def compare(
       prefix: of the names of what is compiled for an H100.
       more: figures of a line that follow from the milliseconds.
     """
+    args = jax.eval_shape(make_args) if session.compile_only else make_args()
+    programs = {
+        # What is proved of "bounded" sums takes sums that are the same at every run.
+        name: Program(fun, args, REPEATABLE if "bounded" in name else {})
+        for name, fun in functions.items()
+    }
     if session.compile_only:
         first = {kind(name): name for name in [*programs][::-1]}.values()
         compile_all(session, {prefix + x: programs[x] for x in [*first][::-1]})
@@ -232,7 +237,7 @@ def compare(
             session.record("comparison", rounds=num_rounds, **figures)
 
     trials, best = {}, {}
-    for name, trial in _try_all(session, programs, make_args()):
+    for name, trial in _try_all(session, programs):
         trials[name], before = trial, best
         by_time = sorted(trials, key=lambda x: trials[x].seconds, reverse=True)
         best = {kind(x): x for x in by_time}

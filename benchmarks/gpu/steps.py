@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import dpmp
 from benchmarks import harness
 from benchmarks.gpu import programs
-from benchmarks.gpu.programs import Program, Session
+from benchmarks.gpu.programs import Session
 from benchmarks.models import GPT2, TINY_GPT2
 from dpmp import lora
 from dpmp.numerics import ExactSums
@@ -66,16 +66,11 @@ class Setting(NamedTuple):
 
 
 _SPEED_OF_FLASHDP = 0.90
+_SMALL, _MEDIUM, _LARGE = GPT2(12, 768, 12), GPT2(24, 1024, 16), GPT2(36, 1280, 20)
 GPT2S = {
-    "small": Setting(
-        GPT2(12, 768, 12), 100, (None, 50, 10, 4), (10, 5, 4), (10, 20, 4), 0.80
-    ),
-    "medium": Setting(
-        GPT2(24, 1024, 16), 50, (None, 25, 10, 5), (10, 5), (5, 10, 2), 0.80
-    ),
-    "large": Setting(
-        GPT2(36, 1280, 20), 20, (None, 10, 5), (10, 5, 4), (4, 5, 2), 0.87, 2**17
-    ),
+    "small": Setting(_SMALL, 100, (None, 50, 10, 4), (10, 5, 4), (10, 20, 4), 0.80),
+    "medium": Setting(_MEDIUM, 50, (None, 25, 10, 5), (10, 5), (5, 10, 2), 0.80),
+    "large": Setting(_LARGE, 20, (None, 10, 5), (10, 5, 4), (4, 5, 2), 0.87, 2**17),
 }
 _TINY_SETTING = Setting(TINY_GPT2, 4, (None, 2), (2,), (2,), length=8)
 
@@ -124,18 +119,8 @@ def run_gpt2(session: Session) -> None:
     def step(grad_fn: Any, params: Any, tokens: jax.Array) -> Any:
         return grad_fn(_in_bfloat16(params), tokens)
 
-    args = jax.eval_shape(make_args)
-    # What is proved of "bounded" sums takes sums that are the same at every run.
-    made = {
-        name: Program(
-            functools.partial(step, grad_fn),
-            args,
-            programs.REPEATABLE if "bounded" in name else {},
-        )
-        for name, grad_fn in _grad_fns(
-            setting, shape.loss_fn(scan=session.scan)
-        ).items()
-    }
+    grad_fns = _grad_fns(setting, shape.loss_fn(scan=session.scan))
+    steps = {k: functools.partial(step, grad_fn) for k, grad_fn in grad_fns.items()}
 
     def more(milliseconds: dict[str, float]) -> dict[str, Any]:
         plain = milliseconds.get("plain, all", 0.0)
@@ -150,7 +135,7 @@ def run_gpt2(session: Session) -> None:
 
     programs.compare(
         session,
-        made,
+        steps,
         make_args,
         reference="plain, all",
         kind=lambda name: name.rpartition(", ")[0],
@@ -203,8 +188,8 @@ def run_decoder(session: Session) -> None:
     model = session.part
     subject = _TINY_SUBJECT if session.is_tiny else DECODERS[model]
     make_args = functools.partial(_random_arguments, subject)
-    args = jax.eval_shape(make_args)
-    num_parameters = sum(x.size for x in jax.tree.leaves(args[0]))
+    _, shapes = pretrained.define(subject.config)
+    num_parameters = sum(x.size for x in jax.tree.leaves(shapes))
     rate = 1.0 if session.compile_only else _rate_of_products(session)
 
     def more(trained: str, milliseconds: dict[str, float]) -> dict[str, Any]:
@@ -225,7 +210,7 @@ def run_decoder(session: Session) -> None:
     for trained in _OPERATIONS:
         programs.compare(
             session,
-            _steps_of_decoder(subject, trained, args),
+            _steps_of_decoder(subject, trained),
             make_args,
             reference=f"{trained}, plain",
             prefix=f"{model}, ",
@@ -253,8 +238,8 @@ def _random_arguments(subject: Subject) -> tuple[Any, ...]:
     return params, frozen, adapters, {"tokens": tokens, "is_target": is_target}
 
 
-def _steps_of_decoder(subject: Subject, trained: str, args: Any) -> dict[str, Program]:
-    """The programs of all contenders, the most important first."""
+def _steps_of_decoder(subject: Subject, trained: str) -> dict[str, Any]:
+    """The functions of all contenders, the most important first."""
     graphdef, _ = pretrained.define(subject.config, remat=True)
     loss_fn = functools.partial(llm.mean_nats, pretrained.apply_fn(graphdef))
 
@@ -268,10 +253,7 @@ def _steps_of_decoder(subject: Subject, trained: str, args: Any) -> dict[str, Pr
         for name, options in {"bounded": _BOUNDED, "float32": _FLOATS}.items():
             make = functools.partial(_CLIP, microbatch_size=size, **options)
             makers[f"book-keeping, {name}, {size}"] = make
-    return {
-        f"{trained}, {name}": Program(functools.partial(step, make), args)
-        for name, make in makers.items()
-    }
+    return {f"{trained}, {k}": functools.partial(step, x) for k, x in makers.items()}
 
 
 def _rate_of_products(session: Session) -> float:
@@ -286,7 +268,10 @@ def _rate_of_products(session: Session) -> float:
 # ----------------------------------------------------------------------------- float8
 
 _WIDE = GPT2(4, 2048, 16, vocabulary=8192, positions=512)
-_POLICIES = {"bfloat16": "mixed_bfloat16", "float8": "float8"}
+_POLICIES = {
+    "bfloat16": dpmp.Policy.from_name("mixed_bfloat16"),
+    "float8": dpmp.Policy.from_name("float8"),
+}
 _ENGINES: dict[str, Callable[..., Any]] = {
     "plain": jax.grad,
     "book-keeping, float32": functools.partial(_CLIP, **_FLOATS),
@@ -308,17 +293,14 @@ def run_float8(session: Session) -> None:
         grad_fn = make(policy.in_product_precision(shape.loss_fn()))
         return grad_fn(policy.cast_to_compute(params), tokens)
 
-    args = jax.eval_shape(make_args)
-    made = {
-        f"{engine}, {dtype}": Program(
-            functools.partial(step, dpmp.Policy.from_name(preset), make), args
-        )
+    steps = {
+        f"{engine}, {dtype}": functools.partial(step, policy, make)
         for engine, make in _ENGINES.items()
-        for dtype, preset in _POLICIES.items()
+        for dtype, policy in _POLICIES.items()
     }
     programs.compare(
         session,
-        made,
+        steps,
         make_args,
         reference="plain, bfloat16",
         has_early_lines=True,
