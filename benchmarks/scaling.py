@@ -18,12 +18,13 @@ scaling) and a fixed batch in all (strong scaling).
 Every mesh has a process of its own.
 """
 
+import concurrent.futures
+import functools
 import itertools
-import json
 import math
+import multiprocessing
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -178,36 +179,32 @@ def _apart(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    job = {"fun": fun.__name__, "task": task, "devices": devices // processes}
-    job |= {"address": address, "processes": processes}
-    command = [sys.executable, "-c", _PROGRAM]
-    running = [
-        subprocess.Popen(
-            [*command, json.dumps({**job, "process": i})],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(processes)
-    ]
-    outputs = [process.communicate()[0] for process in running]
-    if any(process.returncode for process in running):
-        sys.stderr.write(f"failed: {fun.__name__}, {task} on {devices} devices\n")
+    here = functools.partial(_run_here, fun, task, devices // processes, address)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, spawn) as pool:
+        running = [pool.submit(here, processes, i) for i in range(processes)]
+    try:
+        figures = [process.result() for process in running]
+    except Exception as error:  # the other meshes go on
+        sys.stderr.write(f"failed: {task} on {devices} devices: {error}\n")
     else:
-        yield json.loads(outputs[0].splitlines()[-1])
+        yield figures[0]
 
 
-_PROGRAM = "import sys; from benchmarks import scaling; scaling.run_here(sys.argv[1])"
-
-
-def run_here(text: str) -> None:
-    """Does a job in this process, and prints its figures."""
-    job = json.loads(text)
+def _run_here(
+    fun: Callable[..., Any],
+    task: dict[str, Any],
+    devices: int,
+    address: str,
+    processes: int,
+    process: int,
+) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", job["devices"])
-    if job["processes"] > 1:
+    jax.config.update("jax_num_cpu_devices", devices)
+    if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(job["address"], job["processes"], job["process"])
-    sys.stdout.write(json.dumps(globals()[job["fun"]](**job["task"])) + "\n")
+        jax.distributed.initialize(address, processes, process)
+    return fun(**task)
 
 
 def benchmark(

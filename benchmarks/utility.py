@@ -24,7 +24,7 @@ installed.
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -124,7 +124,7 @@ def train_with_dpmp(run: Run) -> Any:
 
 def train_with_jax_privacy(run: Run) -> Any:
     """The parameters after training."""
-    from jax_privacy import clipping, noise_addition
+    from jax_privacy import batch_selection, clipping, noise_addition
 
     grad_fn = clipping.clipped_grad(
         loss_fn, l2_clip_norm=CLIP_NORM, normalize_by=BATCH_SIZE
@@ -145,22 +145,16 @@ def train_with_jax_privacy(run: Run) -> Any:
 
     params: Any = jax.tree.map(jnp.asarray, run.initial)
     state = optimizer.init(params)
-    for indices in _padded_batches(run):
-        batch = {name: column[indices] for name, column in run.data.items()}
-        params, state = step(params, state, batch, indices < 0)
-    return params
-
-
-def _padded_batches(run: Run) -> Iterator[np.ndarray]:
-    from jax_privacy import batch_selection
-
     sampling = batch_selection.CyclicPoissonSampling(
         sampling_prob=run.mechanism.sampling.sampling_prob,
         iterations=run.mechanism.iterations,
     )
     rng = np.random.default_rng(run.seed)
-    for indices in sampling.batch_iterator(run.mechanism.num_examples, rng):
-        yield batch_selection.pad_to_multiple_of(indices, 64)
+    for chosen in sampling.batch_iterator(run.mechanism.num_examples, rng):
+        indices = batch_selection.pad_to_multiple_of(chosen, 64)
+        batch = {name: column[indices] for name, column in run.data.items()}
+        params, state = step(params, state, batch, indices < 0)
+    return params
 
 
 def train_with_opacus(run: Run) -> Any:

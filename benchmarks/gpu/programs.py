@@ -149,40 +149,36 @@ def compile_all(session: Session, programs: Mapping[str, Program]) -> None:
         session.record("program", compiled_for=kind, name=name, **figures)
 
 
-class Trial(NamedTuple):
-    """A program that ran."""
-
-    call: Callable[[], Any]  # runs it again
-    seconds: float  # of its second run
-
-
 def _try_all(
     session: Session, programs: Mapping[str, Program]
-) -> Iterator[tuple[str, Trial]]:
-    """Runs programs twice while three quarters of the time last; a line for each."""
+) -> Iterator[tuple[str, Callable[[], Any], float]]:
+    """Runs programs twice while three quarters of the time last; a line for each.
+
+    Gives their names, what runs them again, and the seconds of their second run.
+    """
     slowest = 0.0
     for name, program in programs.items():
         if session.seconds_left() - 0.25 * session.seconds < slowest:
             session.record("trial", name=name, error="not tried: no time left")
             continue
-        start, trial = time.monotonic(), None
+        start, call, seconds = time.monotonic(), None, 0.0
         try:
             run, figures = compile_program(session, program)
             call = functools.partial(run, *program.args)
             before = _peak_bytes()
             seconds_of(call)
-            trial = Trial(call, seconds_of(call))
+            seconds = seconds_of(call)
             peak = _peak_bytes()
             # Of the process: it tells of a program that takes more than all before.
             peak_megabytes = round(peak / 1e6, 1) if peak != before else None
-            figures |= {"milliseconds": round(1e3 * trial.seconds, 2)}
+            figures |= {"milliseconds": round(1e3 * seconds, 2)}
             figures |= {"peak_megabytes": peak_megabytes}
         except Exception as error:  # a part goes on without what does not fit
             figures = {"error": _message(error)}
         slowest = max(slowest, time.monotonic() - start)
         session.record("trial", name=name, **figures)
-        if trial:
-            yield name, trial
+        if call and seconds:
+            yield name, call, seconds
 
 
 def _peak_bytes() -> int:
@@ -229,17 +225,22 @@ def compare(
         return
 
     def time_best(rounds: int) -> None:
-        calls = {name: trials[name].call for name in best.values()}
-        seconds = in_turn(session, calls, min(rounds, 3) if session.is_tiny else rounds)
-        figures = summarize(seconds, reference)
+        some = {name: calls[name] for name in best.values()}
+        seconds = _in_turn(session, some, min(rounds, 3) if session.is_tiny else rounds)
+        measured = harness.Measured(seconds)
         if num_rounds := min(map(len, seconds.values()), default=0):
-            figures |= more(figures["milliseconds"])
-            session.record("comparison", rounds=num_rounds, **figures)
+            session.record(
+                "comparison",
+                rounds=num_rounds,
+                milliseconds=measured.milliseconds(),
+                time_ratio=measured.time_over(reference) if reference in some else {},
+                **more(measured.milliseconds()),
+            )
 
-    trials, best = {}, {}
-    for name, trial in _try_all(session, programs):
-        trials[name], before = trial, best
-        by_time = sorted(trials, key=lambda x: trials[x].seconds, reverse=True)
+    calls, trials, best = {}, {}, {}
+    for name, call, seconds in _try_all(session, programs):
+        calls[name], trials[name], before = call, seconds, best
+        by_time = sorted(trials, key=trials.__getitem__, reverse=True)
         best = {kind(x): x for x in by_time}
         if has_early_lines and best != before and len(best) > 1:
             time_best(3)
@@ -258,7 +259,7 @@ def fastest_seconds(call: Callable[[], Any]) -> float:
     return min(seconds_of(call, queued=10) for _ in range(5))
 
 
-def in_turn(
+def _in_turn(
     session: Session, calls: Mapping[str, Callable[[], Any]], rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of all calls, round by round, while there is time for one more round."""
@@ -272,13 +273,3 @@ def in_turn(
             seconds[name].append(seconds_of(call))
         longest = max(longest, time.perf_counter() - start)
     return seconds
-
-
-def summarize(seconds: Mapping[str, list[float]], reference: str) -> dict[str, Any]:
-    """Median milliseconds, and the medians of the ratios within rounds."""
-    measured = harness.Measured({name: x for name, x in seconds.items() if x})
-    has_reference = reference in measured.seconds
-    return {
-        "milliseconds": measured.milliseconds(),
-        "time_ratio": measured.time_over(reference) if has_reference else {},
-    }
