@@ -232,9 +232,10 @@ class GPT2(NamedTuple):
     heads: int
     vocabulary: int = 50257
     positions: int = 1024
+    scan: bool = False  # whether layers are stacked, for a loop
 
-    def init(self, key: jax.Array, *, scan: bool = False) -> Any:
-        """Random float32 parameters: of layers in a list, or stacked for a loop."""
+    def init(self, key: jax.Array) -> Any:
+        """Random float32 parameters."""
         keys = iter(jax.random.split(key, 4 * self.depth + 2))
         width = self.width
 
@@ -258,13 +259,13 @@ class GPT2(NamedTuple):
             }
 
         return {
-            "blocks": _layers(block, self.depth, scan=scan),
+            "blocks": _layers(block, self.depth, scan=self.scan),
             "tokens": normal(self.vocabulary, width),
             "positions": normal(self.positions, width),
             "norm": layer_norm(),
         }
 
-    def loss_fn(self, *, scan: bool = False) -> Callable[[Any, Any], jax.Array]:
+    def loss_fn(self) -> Callable[[Any, Any], jax.Array]:
         """The mean loss of the next token: a function of (params, tokens of (B, T))."""
 
         def dense(x: jax.Array, p: Any) -> jax.Array:
@@ -278,7 +279,7 @@ class GPT2(NamedTuple):
 
         def loss(params: Any, tokens: jax.Array) -> jax.Array:
             x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
-            x = _through(apply_block, params["blocks"], x, scan=scan)
+            x = _through(apply_block, params["blocks"], x, scan=self.scan)
             logits = _layer_norm(x, params["norm"]) @ params["tokens"].T
             return cross_entropy(logits[:, :-1], tokens[:, 1:])
 

@@ -108,18 +108,18 @@ def run_gpt2(session: Session) -> None:
     """Measures, or compiles, all contenders for the model of this part."""
     model = session.part
     setting = _TINY_SETTING if session.is_tiny else GPT2S[model]
-    shape = setting.shape
+    shape = setting.shape._replace(scan=session.scan)
 
     def make_args() -> tuple[Any, jax.Array]:
         keys = jax.random.split(jax.random.key(0))
         size = (setting.batch_size, setting.length)
         tokens = jax.random.randint(keys[0], size, 0, shape.vocabulary)
-        return shape.init(keys[1], scan=session.scan), tokens
+        return shape.init(keys[1]), tokens
 
     def step(grad_fn: Any, params: Any, tokens: jax.Array) -> Any:
         return grad_fn(_in_bfloat16(params), tokens)
 
-    grad_fns = _grad_fns(setting, shape.loss_fn(scan=session.scan))
+    grad_fns = _grad_fns(setting, shape.loss_fn())
     steps = {k: functools.partial(step, grad_fn) for k, grad_fn in grad_fns.items()}
 
     def more(milliseconds: dict[str, float]) -> dict[str, Any]:
