@@ -30,7 +30,9 @@ def train(
     decides on batches and noise.
     """
     size, num_examples = mechanism.padded_batch_size, mechanism.num_examples
+    # Without privacy, there is neither noise nor a clip norm.
     noise_multiplier = mechanism.noise_multiplier or 0.0
+    stddev = noise_multiplier * mechanism.l2_clip_norm if mechanism.is_private else 0.0
     shape = (-1, mechanism.microbatch_size or size)
 
     def clipped_grad(params, example):
@@ -54,7 +56,6 @@ def train(
     def step(params, opt_state, batch, keep, key):
         zeros = jax.tree.map(jnp.zeros_like, params)
         total, _ = jax.lax.scan(functools.partial(add, params), zeros, (batch, keep))
-        stddev = noise_multiplier * mechanism.l2_clip_norm
         keys = optax.tree.split_key_like(key, total)
         noisy_mean = jax.tree.map(
             lambda x, key: (
