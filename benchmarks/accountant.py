@@ -12,8 +12,8 @@ finds for it.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 import dp_accounting
 from dp_accounting import pld
@@ -32,11 +32,8 @@ class Setting(NamedTuple):
 
     def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """What is accounted for."""
-        return accounting.dpsgd_event(
-            noise_multiplier,
-            iterations=self.iterations,
-            sampling_prob=self.sampling_prob,
-        )
+        run = {"iterations": self.iterations, "sampling_prob": self.sampling_prob}
+        return accounting.dpsgd_event(noise_multiplier, **run)
 
 
 SETTINGS = {
@@ -66,52 +63,40 @@ def calibrate_directly(setting: Setting) -> float:
     )
 
 
-def contenders(
-    setting: Setting, noise_multiplier: float
-) -> dict[str, Callable[[], float]]:
-    """Functions without arguments, by name."""
-    event, delta = setting.event(noise_multiplier), setting.delta
-    return {
+def measure(setting: Setting, rounds: int) -> dict[str, Any]:
+    """The figures of a line."""
+    event, delta, both = setting.event(1.0), setting.delta, ("dpmp", "directly")
+    functions: dict[str, Callable[[], float]] = {
         "epsilon, dpmp": lambda: accounting.get_epsilon(event, delta=delta).epsilon,
-        "epsilon, directly": lambda: epsilon_directly(setting, noise_multiplier),
+        "epsilon, directly": lambda: epsilon_directly(setting, 1.0),
         "calibration, dpmp": lambda: accounting.calibrate_noise_multiplier(
             setting.event, epsilon=setting.epsilon, delta=delta
         ),
         "calibration, directly": lambda: calibrate_directly(setting),
     }
-
-
-def measure(setting: Setting, rounds: int) -> dict[str, Any]:
-    """The figures of a line."""
-    functions = contenders(setting, 1.0)
     values = {name: call() for name, call in functions.items()}
-    seconds = harness.in_turn(functions, rounds)
+    measured = harness.in_turn(functions, rounds)
     return {
-        "seconds": harness.rounded(harness.medians(seconds), 4),
+        "seconds": harness.rounded(measured.medians(), 4),
         "time_ratio": {
-            what: harness.ratio(seconds[f"{what}, dpmp"], seconds[f"{what}, directly"])
+            what: measured.ratio(*(f"{what}, {name}" for name in both))
             for what in ("epsilon", "calibration")
         },
         "values": values,
         "epsilon_of_calibrated": {
             name: epsilon_directly(setting, values[f"calibration, {name}"])
-            for name in ("dpmp", "directly")
+            for name in both
         },
     }
 
 
-def benchmark(setting: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+def benchmark(
+    setting: Annotated[str, harness.Each(SETTINGS)], rounds: int = 2
+) -> harness.Lines:
     """A line for each setting."""
-    for name in setting:
-        chosen = SETTINGS[name]
-        figures = measure(chosen, rounds)
-        yield {"setting": name, **chosen._asdict(), "rounds": rounds, **figures}
+    chosen = SETTINGS[setting]
+    yield {**chosen._asdict(), **measure(chosen, rounds)}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"setting": ["small"], "rounds": 1},
-        setting=harness.Some(SETTINGS),
-        rounds=2,
-    )
+    harness.main(benchmark, tiny={"setting": ["small"], "rounds": 1})

@@ -13,31 +13,29 @@ between precisions has to be held against.
     fp16 ...         the policy "mixed_float16": without a loss scale, with a constant
                      one, and with `dpmp.loss_scaling.DynamicScale`
 
-The loss is a sum over predictions, divided by 2^22. So do training loops of large
-models that average over all tokens of a batch, of which there are millions; and so
-small are gradients of a loss that is added to others with a small weight. Clip norms
-have the same factor, and the optimizer takes it out again in float32, so that in exact
-arithmetic nothing would change. In float16, which has nothing below 6e-8, it does.
+The loss is a sum over predictions, divided by 2^22, as in training loops that average
+over the millions of tokens of a batch. Clip norms have the same factor, and the
+optimizer takes it out again in float32, so that in exact arithmetic nothing would
+change. In float16, which has nothing below 6e-8, it does.
 
 A line has the score on held-out data, computed in float32 in all rows, and the share of
 updates, not zero, that did not change the parameter they were added to. All data here
 are public, as such figures ask for.
 
-What to know of the settings: learning rates are those of Adam's customary 1e-3 or
-twice that, where bfloat16 parameters lose half of the updates or more; on digits, the
-naive row is no worse than float32 with 100 private steps at 5e-3. The dynamic scale
-starts at its default and doubles every 10 steps (by default, 100), to be seen to move;
-at the end of the digits' 300 steps it is so large that one or two examples of a batch
-overflow, which it tolerates and which then contribute nothing.
+Learning rates are Adam's customary 1e-3 or twice that, where bfloat16 parameters lose
+half of the updates or more; on digits, the naive row is no worse than float32 with 100
+private steps at 5e-3. The dynamic scale doubles every 10 steps (by default, 100), to be
+seen to move; at the end of the digits' 300 steps, one or two examples of a batch
+overflow, and contribute nothing.
 
     python -m benchmarks.accuracy_by_precision           # half an hour on two cores
     python -m benchmarks.accuracy_by_precision --task digits --row float32 tf32
 """
 
+import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,17 +50,11 @@ TASKS = {"digits": accuracy_tasks.digits, "transformer": accuracy_tasks.transfor
 
 
 class Row(NamedTuple):
-    """A precision.
+    """A precision."""
 
-    Attributes:
-      policy: the name of a `dpmp.Policy`; None for the naive trainer.
-      loss_scale: as in `dpmp.DPTrainer`.
-      is_autocast: whether the loss is under `dpmp.autocast`.
-    """
-
-    policy: str | None
-    loss_scale: Any = None
-    is_autocast: bool = False
+    policy: str | None  # the name of a `dpmp.Policy`; None for the naive trainer
+    loss_scale: Any = None  # as in `dpmp.DPTrainer`
+    is_autocast: bool = False  # the loss is under `dpmp.autocast`
 
 
 ROWS = {
@@ -75,20 +67,6 @@ ROWS = {
     "fp16 static scale": Row("mixed_float16", 2.0**24),
     "fp16 dynamic scale": Row("mixed_float16", DynamicScale(growth_interval=10)),
 }
-
-
-class Trained(NamedTuple):
-    """What came out of a run.
-
-    Attributes:
-      params: in float32.
-      lost_updates: the share that `count_lost_updates` found.
-      loss_scale: at the end.
-    """
-
-    params: Any
-    lost_updates: float
-    loss_scale: float
 
 
 def count_lost_updates() -> optax.GradientTransformation:
@@ -110,10 +88,10 @@ def count_lost_updates() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def make_trainer(
-    task: accuracy_tasks.Task, row: Row, mechanism: dpmp.DPSGD
-) -> Callable[[Any, int], Trained]:
-    """A function of initial parameters and a seed."""
+def train(
+    task: accuracy_tasks.Task, row: Row, mechanism: dpmp.DPSGD, initial: Any, seed: int
+) -> tuple[Any, Any, float]:
+    """The parameters in float32, the state of the optimizer and the last loss scale."""
     fun = dpmp.autocast(task.loss_fn) if row.is_autocast else task.loss_fn
     # Adam has gradients of the loss without its weight.
     optimizer = optax.chain(
@@ -126,106 +104,74 @@ def make_trainer(
         "loss_fn": lambda params, batch: task.loss_weight * fun(params, batch),
         "optimizer": optimizer,
     }
-
-    naively = naive.make_trainer(**options)
-
-    def train_naively(params: Any, seed: int) -> Trained:
-        params, opt_state = naively(params, task.train, seed)
-        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        return Trained(params, _lost_updates(opt_state), 1.0)
-
-    def train(params: Any, seed: int) -> Trained:
-        with warnings.catch_warnings():
-            # One row has to show what the warning is about.
-            warnings.filterwarnings("ignore", "float16 gradients below 6e-8")
-            trainer = dpmp.DPTrainer(
-                **options,
-                policy=row.policy or "float32",
-                loss_scale=row.loss_scale,
-                # Anyone can guess it: these runs are to be compared, not released.
-                prng_key=jax.random.key(seed),
-            )
-        state = trainer.fit(trainer.init(params), task.train, progress=False)
-        scale = row.loss_scale or 1.0
-        if state.scale_state is not None:
-            scale = state.scale_state.scale
-        return Trained(state.params, _lost_updates(state.opt_state), float(scale))
-
-    return train_naively if row.policy is None else train
+    if row.policy is None:
+        params, opt_state = naive.train(
+            **options, params=initial, data=task.train, seed=seed
+        )
+        return jax.tree.map(lambda x: x.astype(jnp.float32), params), opt_state, 1.0
+    with warnings.catch_warnings():
+        # One row has to show what the warning is about.
+        warnings.filterwarnings("ignore", "float16 gradients below 6e-8")
+        trainer = dpmp.DPTrainer(
+            **options,
+            policy=row.policy,
+            loss_scale=row.loss_scale,
+            # Anyone can guess it: these runs are to be compared, not released.
+            prng_key=jax.random.key(seed),
+        )
+    state = trainer.fit(trainer.init(initial), task.train, progress=False)
+    is_dynamic = state.scale_state is not None
+    scale = state.scale_state.scale if is_dynamic else row.loss_scale or 1.0
+    return state.params, state.opt_state, float(scale)
 
 
-def _lost_updates(opt_state: Any) -> float:
-    total, steps = opt_state[-1]
-    return float(total) / int(steps)
-
-
-def make_mechanism(task: accuracy_tasks.Task) -> dpmp.DPSGD:
-    """DP-SGD for a task, of the loss with its weight."""
-    params = task.initial_params(0)
-    return dpmp.DPSGD(
+@functools.cache
+def prepare(name: str, steps: int | None) -> tuple[accuracy_tasks.Task, dpmp.DPSGD]:
+    """A task, and DP-SGD for its loss with its weight."""
+    task = TASKS[name]()
+    task = task._replace(steps=steps or task.steps)
+    mechanism = dpmp.DPSGD(
         num_examples=task.num_examples,
         expected_batch_size=task.batch_size,
         iterations=task.steps,
         l2_clip_norm=task.l2_clip_norm * task.loss_weight,
         microbatch_size=task.microbatch_size,
-        num_parameters=sum(x.size for x in jax.tree.leaves(params)),
-    ).calibrate(epsilon=EPSILON, delta=DELTA)
+        num_parameters=sum(x.size for x in jax.tree.leaves(task.initial_params(0))),
+    )
+    return task, mechanism.calibrate(epsilon=EPSILON, delta=DELTA)
 
 
-def measure(
-    task: accuracy_tasks.Task, row: Row, mechanism: dpmp.DPSGD, seeds: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """Trains from every seed, and gives the figures of each."""
-    train = make_trainer(task, row, mechanism)
-    is_private = mechanism.is_private
-    for seed in seeds:
-        start = time.perf_counter()
-        initial = task.initial_params(seed)
-        trained = train(initial, seed)
-        score = task.evaluate(trained.params)
+def benchmark(
+    task: Annotated[str, harness.Each(TASKS)],
+    row: Annotated[str, harness.Each(ROWS)],
+    seed: Annotated[int, harness.Each(default=(0, 1, 2))],
+    steps: int | None = None,
+) -> harness.Lines:
+    """A line for each task, precision and seed, with privacy and without."""
+    if row == "tf32" and jax.default_backend() == "cpu":
+        return
+    made, private = prepare(task, steps)
+    for mechanism in (private, private.without_privacy()):
+        is_private, start = mechanism.is_private, time.perf_counter()
+        initial = made.initial_params(seed)
+        params, opt_state, scale = train(made, ROWS[row], mechanism, initial, seed)
+        score = made.evaluate(params)
         seconds = time.perf_counter() - start
+        total_lost, num_steps = opt_state[-1]
         yield {
-            "seed": seed,
+            "metric": made.metric,
+            "is_private": is_private,
+            "steps": made.steps,
             "epsilon": mechanism.guarantee().epsilon if is_private else None,
-            "loss_weight": task.loss_weight,
+            "loss_weight": made.loss_weight,
             "noise_multiplier": mechanism.noise_multiplier,
             "score": score,
-            "score_before": task.evaluate(initial),
-            "loss_scale": trained.loss_scale,
-            "lost_updates": trained.lost_updates,
+            "score_before": made.evaluate(initial),
+            "loss_scale": scale,
+            "lost_updates": float(total_lost) / int(num_steps),
             "seconds": round(seconds, 1),
         }
 
 
-def benchmark(
-    task: Sequence[str], row: Sequence[str], seeds: Sequence[int], steps: int | None
-) -> Iterator[dict[str, Any]]:
-    """A line for each task, precision and seed, with privacy and without."""
-    for name in task:
-        made = TASKS[name]()
-        made = made._replace(steps=steps or made.steps)
-        mechanism = make_mechanism(made)
-        for kind in row:
-            if kind == "tf32" and jax.default_backend() == "cpu":
-                continue
-            for chosen in (mechanism, mechanism.without_privacy()):
-                for figures in measure(made, ROWS[kind], chosen, seeds):
-                    yield {
-                        "task": name,
-                        "metric": made.metric,
-                        "row": kind,
-                        "is_private": chosen.is_private,
-                        "steps": made.steps,
-                        **figures,
-                    }
-
-
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"task": ["digits"], "seeds": [0], "steps": 3},
-        task=harness.Some(TASKS),
-        row=harness.Some(ROWS),
-        seeds=(0, 1, 2),
-        steps=int,
-    )
+    harness.main(benchmark, tiny={"task": ["digits"], "seed": [0], "steps": 3})

@@ -16,34 +16,20 @@ _PRETRAINING_STEPS = 250
 
 
 class Task(NamedTuple):
-    """What is trained, on what, and how.
+    """What is trained, on what, and how."""
 
-    Attributes:
-      loss_fn: (params, batch) -> the mean loss of the batch, in the dtype of `params`.
-      initial_params: seed -> float32 parameters.
-      train: arrays with a leading axis of examples.
-      evaluate: float32 parameters -> what is held out tells of them.
-      metric: the name of that.
-      batch_size: examples in a step, on average.
-      microbatch_size: examples processed at once.
-      steps: of training.
-      l2_clip_norm: of the gradient of `loss_fn` of one example.
-      loss_weight: what `loss_fn` is multiplied by to be differentiated; it makes the
-        weight of each prediction 2^-22.
-      learning_rate: the first; it goes to zero in a line.
-    """
-
+    # (params, batch) -> the mean loss of the batch, in the dtype of `params`
     loss_fn: Callable[[Any, Any], jax.Array]
-    initial_params: Callable[[int], Any]
-    train: Any
-    evaluate: Callable[[Any], float]
-    metric: str
-    batch_size: int
+    initial_params: Callable[[int], Any]  # seed -> float32 parameters
+    train: Any  # arrays with a leading axis of examples
+    evaluate: Callable[[Any], float]  # float32 parameters -> a score on held-out data
+    metric: str  # the name of the score
+    batch_size: int  # on average
     microbatch_size: int
     steps: int
-    l2_clip_norm: float
-    loss_weight: float
-    learning_rate: float
+    loss_weight: float  # `loss_fn` times this gives each prediction the weight 2^-22
+    learning_rate: float  # the first; it goes to zero in a line
+    l2_clip_norm: float = 1.0  # of the gradient of `loss_fn` of one example
 
     @property
     def num_examples(self) -> int:
@@ -54,10 +40,8 @@ class Task(NamedTuple):
 def digits() -> Task:
     """Two convolutions and a linear layer, from scratch, on 8 x 8 images of digits."""
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
-    data = {
-        "image": (images / 16).reshape(-1, 8, 8, 1).astype(np.float32),
-        "label": labels.astype(np.int32),
-    }
+    images = (images / 16).reshape(-1, 8, 8, 1).astype(np.float32)
+    data = {"image": images, "label": labels.astype(np.int32)}
     is_held_out = np.arange(len(labels)) % 5 == 0
     held_out = jax.tree.map(lambda x: x[is_held_out], data)
 
@@ -75,7 +59,6 @@ def digits() -> Task:
         batch_size=128,
         microbatch_size=16,
         steps=300,
-        l2_clip_norm=1.0,
         loss_weight=2.0**-22,
         learning_rate=1e-3,
     )
@@ -95,23 +78,15 @@ def _initial_digit_params(seed: int) -> Any:
 def _digit_logits(params: Any, x: jax.Array) -> jax.Array:
     """From images, (B, 8, 8, 1), to (B, 10)."""
     for name, stride in (("first", 1), ("second", 2)):
-        x = jax.lax.conv_general_dilated(
-            x,
-            params[name]["w"],
-            window_strides=(stride, stride),
-            padding="SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        x = models.convolve(x, params[name]["w"], stride)
         x = jax.nn.relu(x + params[name]["b"])
     return x.reshape(len(x), -1) @ params["head"]["w"] + params["head"]["b"]
 
 
 def _digit_loss(params: Any, batch: Any) -> jax.Array:
     """The softmax cross-entropy, in float32 from the logits on."""
-    logits = _digit_logits(params, batch["image"]).astype(jnp.float32)
-    return jnp.mean(
-        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    )
+    logits = _digit_logits(params, batch["image"])
+    return models.cross_entropy(logits, batch["label"])
 
 
 def transformer() -> Task:
@@ -133,7 +108,6 @@ def transformer() -> Task:
         batch_size=256,
         microbatch_size=16,
         steps=24,
-        l2_clip_norm=1.0,
         loss_weight=2.0**-16,
         learning_rate=2e-3,
     )

@@ -8,56 +8,40 @@ plain gradient of the mean loss is there for scale.
     python -m benchmarks.clipping        # five minutes on two cores
 """
 
-import functools
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-import dpmp
 from benchmarks import harness, models
 
 TASKS = {"mlp": models.mlp, "transformer": models.transformer}
 
 
-def benchmark(task: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+def benchmark(
+    task: Annotated[str, harness.Each(TASKS)],
+    dtype: Annotated[str, harness.Each(models.DTYPES)],
+    rounds: int = 15,
+) -> harness.Lines:
     """A line for each model, dtype and microbatch size."""
-    from jax_privacy import clipping
-
-    for name, dtype, size in itertools.product(task, models.DTYPES, (None, 16)):
-        made = TASKS[name](models.DTYPES[dtype])
-        options = {"l2_clip_norm": 1.0, "microbatch_size": size}
-        theirs = functools.partial(clipping.clipped_grad, made.loss_fn, **options)
-        functions = {
-            "dpmp": dpmp.clipped_grad(made.loss_fn, **options),
-            "jax_privacy, float32": theirs(dtype=jnp.float32),
-            "jax_privacy, default": theirs(),
+    made = TASKS[task](models.DTYPES[dtype])
+    for size in (None, 16):
+        others = {
+            "jax_privacy, float32": made.theirs(
+                microbatch_size=size, dtype=jnp.float32
+            ),
+            "jax_privacy, default": made.theirs(microbatch_size=size),
             "plain gradient": jax.grad(made.loss_fn),
         }
-        measured = harness.measure(functions, (made.params, made.batch), rounds)
-        others = [x for x in functions if x != "dpmp"]
-        time, memory = (
-            {x: over(x)["dpmp"] for x in others}
-            for over in (measured.time_over, measured.memory_over)
-        )
+        functions = {"dpmp": made.clipped_grad(microbatch_size=size), **others}
+        measured = harness.measure(functions, made.args, rounds)
         yield {
-            "task": name,
-            "dtype": dtype,
             "microbatch_size": size,
-            "rounds": rounds,
-            "milliseconds": measured.milliseconds(),
-            "temp_megabytes": measured.megabytes(),
-            "time_ratio": time,
-            "memory_ratio": memory,
+            **measured.figures("plain gradient"),
+            "time_ratio": {x: measured.ratio("dpmp", x) for x in others},
+            "memory_ratio": {x: measured.memory_over(x)["dpmp"] for x in others},
         }
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"task": ["mlp"], "rounds": 1},
-        task=harness.Some(TASKS),
-        rounds=15,
-    )
+    harness.main(benchmark, tiny={"task": ["mlp"], "rounds": 1})

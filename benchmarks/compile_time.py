@@ -11,28 +11,15 @@ the sum of clipped gradients of a batch,
     python -m benchmarks.compile_time        # ten minutes on two cores
 """
 
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
-import dpmp
 from benchmarks import flax_models, harness, models
-
-
-def square_layers(batch_size: int = 32, depth: int = 40) -> models.Task:
-    """Layers of one shape."""
-    params = [jnp.full((128, 128), 0.01) for _ in range(depth)]
-
-    def loss_fn(params, batch):
-        x = functools.reduce(lambda x, w: jnp.tanh(x @ w), params, batch)
-        return jnp.mean(jnp.square(x))
-
-    return models.Task(loss_fn, params, jnp.ones((batch_size, 128)))
 
 
 def scalars(batch_size: int = 32) -> models.Task:
@@ -46,35 +33,31 @@ def scalars(batch_size: int = 32) -> models.Task:
 
 
 TASKS: dict[str, Callable[[], models.Task]] = {
-    "40 layers of 128 x 128": square_layers,
-    "the same, batch of 512": lambda: square_layers(512),
+    "40 layers of 128 x 128": lambda: models.square_layers(jnp.float32),
+    "the same, batch of 512": lambda: models.square_layers(jnp.float32, 512),
     "transformer, 12 layers": lambda: flax_models.transformer(jnp.float32),
     "transformer, bfloat16": lambda: flax_models.transformer(jnp.bfloat16),
     "u-net": lambda: flax_models.unet(jnp.float32),
     "1,100 scalars": scalars,
-    "tiny": lambda: square_layers(4, 2),
+    "tiny": lambda: models.square_layers(jnp.float32, 4, depth=2),
 }
 
 
 def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name."""
-    from jax_privacy import clipping
-
-    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
     size = min(len(jax.tree.leaves(task.batch)[0]), 32)
-    theirs = functools.partial(clipping.clipped_grad, dtype=jnp.float32)
     return {
         "plain": jax.grad(task.loss_fn),
-        "jax_privacy": theirs(task.loss_fn, l2_clip_norm=1.0),
-        "float32": clip(arithmetic="float32"),
-        "exact": clip(arithmetic="exact"),
-        "book-keeping, bounded": clip(
-            method="book_keeping", microbatch_size=size, arithmetic="bounded"
+        "jax_privacy": task.theirs(dtype=jnp.float32),
+        "float32": task.clipped_grad(arithmetic="float32"),
+        "exact": task.clipped_grad(arithmetic="exact"),
+        "book-keeping, bounded": task.clipped_grad(
+            method="book_keeping", microbatch_size=size
         ),
     }
 
 
-def build(fun: Callable[..., Any], *args: Any) -> tuple[int, float, float]:
+def build(fun: Callable[..., Any], *args: Any) -> dict[str, float]:
     """Lines of the program, and the seconds to lower and to compile it."""
     jax.clear_caches()
     start = time.perf_counter()
@@ -82,52 +65,41 @@ def build(fun: Callable[..., Any], *args: Any) -> tuple[int, float, float]:
     lowered_at = time.perf_counter()
     lowered.compile()
     compiled_at = time.perf_counter()
-    num_lines = lowered.as_text().count("\n")
-    return num_lines, lowered_at - start, compiled_at - lowered_at
+    return {
+        "lines": lowered.as_text().count("\n"),
+        "seconds_to_lower": lowered_at - start,
+        "seconds_to_compile": compiled_at - lowered_at,
+        "seconds": compiled_at - start,
+    }
 
 
 def measure(task: models.Task, rounds: int) -> dict[str, dict[str, float]]:
     """Lines and median seconds, and both in relation to other contenders."""
-    functions = contenders(task)
-    built = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, fun in functions.items():
-            built[name].append(build(fun, task.params, task.batch))
-    num_arrays, plain = len(jax.tree.leaves(task.params)), built["plain"][0][0]
-    seconds = {
-        name: round(statistics.median(r[1] + r[2] for r in rows), 2)
-        for name, rows in built.items()
-    }
-    return {
+    functions, args = contenders(task), task.args
+    built = [{k: build(f, *args) for k, f in functions.items()} for _ in range(rounds)]
+    figures = {
         name: {
-            "lines_per_array": round((rows[0][0] - plain) / num_arrays, 1),
-            "time_ratio": round(seconds[name] / seconds["jax_privacy"], 2),
-            "lines": rows[0][0],
-            "seconds_to_lower": round(statistics.median(r[1] for r in rows), 2),
-            "seconds_to_compile": round(statistics.median(r[2] for r in rows), 2),
-            "seconds": seconds[name],
+            what: round(statistics.median(x[name][what] for x in built), 2)
+            for what in built[0][name]
         }
-        for name, rows in built.items()
+        for name in functions
     }
+    for x in figures.values():
+        more = x["lines"] - figures["plain"]["lines"]
+        x["lines_per_array"] = round(more / len(jax.tree.leaves(task.params)), 1)
+        x["time_ratio"] = round(x["seconds"] / figures["jax_privacy"]["seconds"], 2)
+    return figures
 
 
-def benchmark(task: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+def benchmark(
+    task: Annotated[str, harness.Each(TASKS, [*TASKS][:-1])], rounds: int = 3
+) -> harness.Lines:
     """A line for each model."""
-    for name in task:
-        made = TASKS[name]()
-        yield {
-            "rounds": rounds,
-            "task": name,
-            "arrays": len(jax.tree.leaves(made.params)),
-            "figures": measure(made, rounds),
-        }
+    made = TASKS[task]()
+    arrays = len(jax.tree.leaves(made.params))
+    yield {"arrays": arrays, "figures": measure(made, rounds)}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        times_compilation=True,
-        tiny={"task": ["tiny"], "rounds": 1},
-        task=harness.Some(TASKS, [*TASKS][:-1]),
-        rounds=3,
-    )
+    tiny = {"task": ["tiny"], "rounds": 1}
+    harness.main(benchmark, times_compilation=True, tiny=tiny)

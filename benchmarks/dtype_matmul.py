@@ -11,8 +11,7 @@ precision.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 
@@ -54,37 +53,27 @@ PRODUCTS = {
 _FLOAT64 = _products.Kind("float64", "float64", "float64")
 
 
-def measure(product: Product, rounds: int) -> dict[str, Any]:
-    """Times all kinds of products that run, and names the others' errors."""
-    operands = product.shapes, product.contraction
+def benchmark(
+    product: Annotated[str, harness.Each(PRODUCTS)], rounds: int = 15
+) -> harness.Lines:
+    """A line for each product: kinds that run are timed, the others' errors named."""
+    chosen = PRODUCTS[product]
+    operands = chosen.shapes, chosen.contraction
     programs, errors = _products.compile_all(_products.KINDS, *operands)
     with jax.enable_x64(True):
         more = _products.compile_all([_FLOAT64], *operands)
-    seconds = harness.in_turn(programs | more[0], rounds)
-    medians = harness.medians(seconds)
-    return {
-        "time_ratio": harness.time_over(seconds, "float32"),
-        "milliseconds": harness.rounded(medians, 3, unit=1e-3),
+    measured = harness.in_turn(programs | more[0], rounds)
+    yield {
+        **chosen._asdict(),
+        "time_ratio": measured.time_over("float32"),
+        "milliseconds": measured.milliseconds(),
         "gigaoperations_per_second": {
-            name: round(product.num_operations / x / 1e9, 1)
-            for name, x in medians.items()
+            name: round(chosen.num_operations / x / 1e9, 1)
+            for name, x in measured.medians().items()
         },
         "refused": errors | more[1],
     }
 
 
-def benchmark(product: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """A line for each product."""
-    for name in product:
-        chosen = PRODUCTS[name]
-        figures = measure(chosen, rounds)
-        yield {"product": name, **chosen._asdict(), "rounds": rounds, **figures}
-
-
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"product": ["square, 256"], "rounds": 1},
-        product=harness.Some(PRODUCTS),
-        rounds=15,
-    )
+    harness.main(benchmark, tiny={"product": ["square, 256"], "rounds": 1})

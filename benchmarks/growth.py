@@ -9,16 +9,14 @@ all. For each axis, the exponent says how time follows the size: 1 is proportion
     python -m benchmarks.growth           # seven minutes on two cores
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import dpmp
 from benchmarks import harness, models
 from dpmp import noise_addition
 
@@ -32,15 +30,8 @@ def _with(batch_size: int = _BATCH_SIZE, **changes: int) -> models.Task:
 
 def _with_arrays(num_arrays: int) -> models.Task:
     """Square layers of the same number of parameters in all."""
-    width = math.isqrt(_ENTRIES // num_arrays)
-    params = [jnp.full((width, width), 0.01, jnp.bfloat16) for _ in range(num_arrays)]
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x = functools.reduce(lambda x, w: jnp.tanh(x @ w), params, batch["x"])
-        return jnp.mean(jnp.square(x.astype(jnp.float32)))
-
-    x = jnp.ones((_BATCH_SIZE, width), jnp.bfloat16)
-    return models.Task(loss_fn, params, {"x": x})
+    sizes = {"width": math.isqrt(_ENTRIES // num_arrays), "depth": num_arrays}
+    return models.square_layers(jnp.bfloat16, _BATCH_SIZE, **sizes)
 
 
 AXES: dict[str, tuple[Callable[[int], models.Task], tuple[int, ...]]] = {
@@ -53,13 +44,13 @@ AXES: dict[str, tuple[Callable[[int], models.Task], tuple[int, ...]]] = {
 
 def contenders(task: models.Task) -> tuple[dict[str, Callable[..., Any]], Any]:
     """Functions of (params, batch, noise_state), and these."""
-    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    clip = functools.partial(clip, microbatch_size=8)
-    kept = clip(method="book_keeping", arithmetic="bounded")
-    exact = clip(method="per_example", arithmetic="exact")
+    kept, exact = (
+        task.clipped_grad(microbatch_size=8, method=method)
+        for method in ("book_keeping", "per_example")
+    )
     key = jax.random.key(0)
     privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
-    shapes = jax.eval_shape(exact, task.params, task.batch)
+    shapes = jax.eval_shape(exact, *task.args)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     functions = {
         "plain": lambda params, batch, _: jax.grad(task.loss_fn)(params, batch),
@@ -67,7 +58,7 @@ def contenders(task: models.Task) -> tuple[dict[str, Callable[..., Any]], Any]:
         "per_example, exact": lambda params, batch, _: exact(params, batch),
         "noise alone": lambda params, batch, state: privatizer.update(zeros, state),
     }
-    return functions, (task.params, task.batch, privatizer.init(task.params))
+    return functions, (*task.args, privatizer.init(task.params))
 
 
 def exponents(points: list[dict[str, Any]]) -> dict[str, float]:
@@ -81,37 +72,19 @@ def exponents(points: list[dict[str, Any]]) -> dict[str, float]:
     return {name: slope(name) for name in points[0]["milliseconds"]}
 
 
-def measure_point(task: models.Task, size: int, rounds: int) -> dict[str, Any]:
-    """The figures for one size."""
-    measured = harness.measure(*contenders(task), rounds)
-    return {
-        "size": size,
-        "parameters": sum(x.size for x in jax.tree.leaves(task.params)),
-        # Rounded to 0.1 ms, the shortest ones would have no exponent.
-        "milliseconds": measured.milliseconds(3),
-        "temp_megabytes": harness.rounded(measured.temp_bytes, 2, unit=1e6),
-    }
-
-
-def benchmark(axis: Sequence[str], rounds: int, sizes: int) -> Iterator[dict[str, Any]]:
+def benchmark(
+    axis: Annotated[str, harness.Each(AXES)], rounds: int = 7, sizes: int = 0
+) -> harness.Lines:
     """A line for each axis, of the smallest of its sizes or of all."""
-    for name in axis:
-        make, all_sizes = AXES[name]
-        some = all_sizes[: sizes or None]
-        points = [measure_point(make(size), size, rounds) for size in some]
-        yield {
-            "axis": name,
-            "rounds": rounds,
-            "points": points,
-            "exponents": exponents(points),
-        }
+    make, all_sizes = AXES[axis]
+    points = []
+    for size in all_sizes[: sizes or None]:
+        task = make(size)
+        parameters = sum(x.size for x in jax.tree.leaves(task.params))
+        figures = harness.measure(*contenders(task), rounds).figures("plain")
+        points.append({"size": size, "parameters": parameters, **figures})
+    yield {"points": points, "exponents": exponents(points)}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"axis": ["width"], "rounds": 1, "sizes": 2},
-        axis=harness.Some(AXES),
-        rounds=7,
-        sizes=0,
-    )
+    harness.main(benchmark, tiny={"axis": ["width"], "rounds": 1, "sizes": 2})

@@ -6,9 +6,9 @@ chosen on one. It needs the plugin of jax for CUDA, of the version of jax:
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt
 """
 
+import functools
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 # Before jax is there: the plugin would look for a driver, and stop at that.
@@ -22,27 +22,28 @@ from jax.experimental import topologies
 _H100 = pathlib.Path(__file__).with_suffix(".textproto")
 
 
-def topology() -> Any:
-    """One H100, as `jax.experimental.topologies` describes machines."""
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=_H100.read_text(), topology="1x1x1"
-    )
+@functools.cache
+def _topology() -> Any:
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", target_config=_H100.read_text(), topology="1x1x1"
+        )
+    except NotImplementedError:
+        raise SystemExit(
+            "The plugin of jax for CUDA must be installed; it was not found. Run: "
+            "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt"
+        ) from None
 
 
 def device_kind() -> str:
     """What programs are compiled for, for result lines."""
-    return topology().devices[0].device_kind
+    return _topology().devices[0].device_kind
 
 
-def sharding() -> Any:
-    """The place of all arrays: that one device."""
-    mesh = topologies.make_mesh(topology(), (1,), ("devices",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-
-def compile_for(sharding: Any, fun: Callable[..., Any], *args: Any) -> Any:
-    """The program of a function of arrays like these."""
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+def place(tree: Any) -> Any:
+    """The shapes of arrays, on that device."""
+    mesh = topologies.make_mesh(_topology(), (1,), ("devices",))
+    sharding = jax.NamedSharding(mesh, jax.P())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
     )
-    return jax.jit(lambda *xs: fun(*xs)).lower(*shapes).compile()

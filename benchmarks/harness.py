@@ -1,7 +1,8 @@
 """What all benchmarks share: the command line, result lines, timing and memory.
 
 A benchmark is a generator function of its flags that yields figures. `main` appends
-each of them as a line, with the device and the versions, to results/NAME.jsonl.
+each of them as a line, with the flags, the device and the versions, to
+results/NAME.jsonl.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import pathlib
@@ -20,7 +22,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,80 +32,68 @@ from dpmp import _timing
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
-in_turn = _timing.in_turn
+Lines = Iterator[dict[str, Any]]
 
 # -------------------------------------------------------------------- command lines
 
 
-class Some(NamedTuple):
-    """A flag that takes several of these names.
+class Each(NamedTuple):
+    """Marks a flag that takes several values, each of which is measured."""
 
-    Attributes:
-      names: to choose from.
-      default: what is chosen without the flag; everything if it is None.
-    """
-
-    names: Iterable[str]
-    default: Sequence[str] | None = None
-
-
-class Several(NamedTuple):
-    """A flag that takes several values of a type, and is empty by default."""
-
-    type: type
+    choices: Iterable[Any] = ()  # any if this is empty
+    default: Sequence[Any] = ()  # all choices if this is empty
 
 
 def main(
-    benchmark: Callable[..., Iterable[dict[str, Any]]],
+    benchmark: Callable[..., Lines],
     *,
     tiny: Mapping[str, Any],
     times_compilation: bool = False,
-    **flags: Any,
 ) -> None:
     """Runs a benchmark from the command line, and appends a line for all it yields.
 
     Args:
-      benchmark: takes the flags as keywords. The help is the docstring of its file.
-      tiny: flags for `--tiny`, which tries the benchmark out, and records nothing
-        unless there is `--out FOLDER`.
+      benchmark: its parameters are the flags, and the help is the docstring of its
+        file. It is called for each combination of the flags marked by `Each`.
+      tiny: flags for `--tiny`, which records nothing unless there is `--out FOLDER`.
       times_compilation: whether programs must not come from jax's cache on the disk.
-      flags: the default of each flag, which says what it takes: `Some` names,
-        `Several` values or a tuple of them, a value, its type (the default is None), or
-        False for a switch.
     """
-    names = benchmark.__globals__
     parser = argparse.ArgumentParser(
-        description=names["__doc__"],
+        description=benchmark.__globals__["__doc__"],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, value in flags.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **_options(value))
+    hints = typing.get_type_hints(benchmark, include_extras=True)
+    for name, flag in inspect.signature(benchmark).parameters.items():
+        options = _options(hints[name], flag.default)
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
     parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER")
     parser.add_argument("--tiny", action="store_true", help="try it out")
-    given = vars(parser.parse_args())
-    is_tiny, out = given.pop("tiny"), given.pop("out")
+    flags = vars(parser.parse_args())
+    is_tiny, out = flags.pop("tiny"), flags.pop("out")
     if is_tiny:
-        given |= tiny
+        flags |= tiny
     if times_compilation:
         jax.config.update("jax_enable_compilation_cache", False)
     folder = out or (None if is_tiny else RESULTS)
-    for figures in benchmark(**given):
-        append(folder, pathlib.Path(inspect.getfile(benchmark)).stem, **figures)
+    several = {k: x for k, x in flags.items() if isinstance(x, list)}
+    for values in itertools.product(*several.values()):
+        flags |= zip(several, values, strict=True)
+        for figures in benchmark(**flags):
+            stem = pathlib.Path(inspect.getfile(benchmark)).stem
+            append(folder, stem, **{**flags, **figures})
 
 
-def _options(value: Any) -> dict[str, Any]:
-    if isinstance(value, Some):
-        names = [*value.names]
-        return {"nargs": "+", "choices": names, "default": value.default or names}
-    if isinstance(value, Several):
-        return {"nargs": "+", "type": value.type, "default": ()}
-    if isinstance(value, bool):
+def _options(hint: Any, default: Any) -> dict[str, Any]:
+    """How the parser reads a flag with this type and default."""
+    if hint is bool:
         return {"action": "store_true"}
-    if isinstance(value, type):
-        return {"type": value}
-    if isinstance(value, tuple):
-        return {"nargs": "+", "type": type(value[0]), "default": value}
-    return {"type": type(value), "default": value}
+    types = [x for x in typing.get_args(hint) or [hint] if x is not type(None)]
+    if not isinstance(types[-1], Each):
+        return {"type": types[0], "default": default}
+    value_type, each = types
+    choices = [*each.choices]
+    options = {"nargs": "+", "type": value_type, "choices": choices or None}
+    return {**options, "default": [*each.default] or choices}
 
 
 def is_installed(package: str) -> bool:
@@ -111,13 +102,7 @@ def is_installed(package: str) -> bool:
 
 
 def run_for(command: Sequence[str], seconds: float, **options: Any) -> str:
-    """Runs a process, and ends it in time with all that it started; says how it ended.
-
-    Args:
-      command: the program with its arguments.
-      seconds: that it may take.
-      options: of `subprocess.Popen`.
-    """
+    """How a process ended, which is stopped in time with all that it started."""
     process = subprocess.Popen(command, start_new_session=True, **options)
     try:
         return f"exit status {process.wait(seconds)}"
@@ -199,67 +184,84 @@ def _version(package: str) -> str | None:
 
 
 class Measured(NamedTuple):
-    """What contenders take, by name.
+    """What contenders take, by name."""
 
-    Attributes:
-      seconds: in each round, in which all contenders run in turn.
-      temp_bytes: that the compiled program allocates besides arguments and results.
-      compile_seconds: from tracing to the program.
-    """
+    seconds: Mapping[str, list[float]]  # in each round, in which all run in turn
+    temp_bytes: Mapping[str, float] = {}  # besides arguments and results
+    compile_seconds: Mapping[str, float] = {}  # with tracing
 
-    seconds: Mapping[str, list[float]]
-    temp_bytes: Mapping[str, float]
-    compile_seconds: Mapping[str, float]
+    def medians(self) -> dict[str, float]:
+        """The median seconds of each."""
+        return {name: statistics.median(x) for name, x in self.seconds.items()}
 
-    def milliseconds(self, digits: int = 1) -> dict[str, float]:
+    def milliseconds(self) -> dict[str, float]:
         """The medians of the rounds."""
-        return rounded(medians(self.seconds), digits, unit=1e-3)
+        return rounded(self.medians(), 3, unit=1e-3)
 
     def megabytes(self) -> dict[str, float]:
         """Of temporary memory."""
-        return rounded(self.temp_bytes, 1, unit=1e6)
+        return rounded(self.temp_bytes, 2, unit=1e6)
+
+    def ratio(self, name: str, reference: str) -> float:
+        """The time of one over that of another, the median of those within a round."""
+        seconds = self.seconds[name], self.seconds[reference]
+        return round(_timing.median_ratio(*seconds), 3)
 
     def time_over(self, reference: str) -> dict[str, float]:
-        """Ratios of time, the medians of those within a round."""
-        return time_over(self.seconds, reference)
+        """The ratio of each to one of them."""
+        return {name: self.ratio(name, reference) for name in self.seconds}
 
     def memory_over(self, reference: str) -> dict[str, float]:
         """Ratios of temporary memory; a program without any counts as one byte."""
         return rounded(self.temp_bytes, 3, unit=max(self.temp_bytes[reference], 1))
 
-    def compile_over(self, reference: str) -> dict[str, float]:
-        """Ratios of the seconds that compilation took."""
-        return rounded(self.compile_seconds, 1, unit=self.compile_seconds[reference])
+    def figures(self, reference: str) -> dict[str, dict[str, float]]:
+        """What compiled contenders take, and the ratios to one of them."""
+        seconds = self.compile_seconds
+        return {
+            "milliseconds": self.milliseconds(),
+            "time_ratio": self.time_over(reference),
+            "temp_megabytes": self.megabytes(),
+            "memory_ratio": self.memory_over(reference),
+            "compile_seconds": rounded(seconds, 1),
+            "compile_ratio": rounded(seconds, 1, unit=seconds[reference]),
+        }
 
     def fastest(self, *kinds: str) -> str | None:
         """The fastest of those whose names begin with a kind and a comma, if any."""
-        return fastest(self.seconds, *kinds)
+        some = {k: x for k, x in self.medians().items() if k.split(",")[0] in kinds}
+        return min(some, key=some.__getitem__) if some else None
+
+
+def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> Measured:
+    """Times functions in turn, after a round that does not count."""
+    return Measured(_timing.in_turn(calls, rounds))
+
+
+def compile_all(
+    functions: Mapping[str, Callable[..., Any]], args: Sequence[Any]
+) -> tuple[dict[str, Any], Measured]:
+    """The programs of functions of the same arguments, and what compilation tells.
+
+    The second compilation counts, as the first one fills caches of jax.
+    """
+    programs, compile_seconds, temp_bytes = {}, {}, {}
+    for name, f in [*functions.items()] * 2:
+        start = time.perf_counter()
+        program: Any = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
+        compile_seconds[name] = time.perf_counter() - start
+        temp_bytes[name] = program.memory_analysis().temp_size_in_bytes
+        programs[name] = program
+    return programs, Measured({}, temp_bytes, compile_seconds)
 
 
 def measure(
-    functions: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], rounds: int
+    functions: Mapping[str, Callable[..., Any]], args: Sequence[Any], rounds: int
 ) -> Measured:
-    """Compiles functions of the same arguments, then runs them in turn.
-
-    The second compilation counts, as the first one fills caches of jax. A round goes
-    before those that count.
-    """
-    programs, compile_seconds = {}, {}
-    for name, f in [*functions.items()] * 2:
-        start = time.perf_counter()
-        programs[name] = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
-        compile_seconds[name] = time.perf_counter() - start
+    """Compiles functions of the same arguments, then runs them in turn."""
+    programs, measured = compile_all(functions, args)
     calls = {name: functools.partial(f, *args) for name, f in programs.items()}
-    temp_bytes = {
-        name: program.memory_analysis().temp_size_in_bytes
-        for name, program in programs.items()
-    }
-    return Measured(in_turn(calls, rounds), temp_bytes, compile_seconds)
-
-
-def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each."""
-    return {name: statistics.median(x) for name, x in seconds.items()}
+    return measured._replace(seconds=in_turn(calls, rounds).seconds)
 
 
 def rounded(
@@ -267,24 +269,6 @@ def rounded(
 ) -> dict[str, float]:
     """Figures in a unit, without those that are missing."""
     return {k: round(x / unit, digits) for k, x in figures.items() if x is not None}
-
-
-def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
-    """The median of the ratios within a round."""
-    return round(_timing.median_ratio(seconds, reference), 3)
-
-
-def time_over(
-    seconds: Mapping[str, Sequence[float]], reference: str
-) -> dict[str, float]:
-    """The ratio of each to one of them."""
-    return {name: ratio(x, seconds[reference]) for name, x in seconds.items()}
-
-
-def fastest(seconds: Mapping[str, Sequence[float]], *kinds: str) -> str | None:
-    """The fastest of those whose names begin with a kind and a comma, if any."""
-    some = {k: x for k, x in medians(seconds).items() if k.split(",")[0] in kinds}
-    return min(some, key=some.__getitem__) if some else None
 
 
 _PROCESS = pathlib.Path("/proc/self")

@@ -6,10 +6,9 @@ turns. Quoted are medians of seconds.
     python -m benchmarks.import_time        # two minutes on two cores
 """
 
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from benchmarks import harness
 
@@ -37,26 +36,25 @@ def seconds_to_import(modules: tuple[str, ...]) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def benchmark(rounds: int) -> Iterator[dict[str, Any]]:
+def benchmark(rounds: int = 7) -> harness.Lines:
     """A line for all libraries that are installed."""
     found = {
-        name: modules
+        name: functools.partial(seconds_to_import, modules)
         for name, modules in LIBRARIES.items()
         if harness.is_installed(modules[0].partition(".")[0])
     }
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    for i in range(rounds + 1):
-        for name, modules in found.items():
-            taken = seconds_to_import(modules)
-            if i:  # the first round reads files from the disk
-                seconds[name].append(taken)
+    # The first round reads files from the disk.
+    taken = [{name: call() for name, call in found.items()} for _ in range(rounds + 1)]
+    measured = harness.Measured({k: [x[k] for x in taken[1:]] for k in found})
     yield {
-        "rounds": rounds,
-        "seconds": harness.rounded(harness.medians(seconds), 2),
-        "range": {k: [round(min(x), 2), round(max(x), 2)] for k, x in seconds.items()},
+        "seconds": harness.rounded(measured.medians(), 2),
+        "range": {
+            name: [round(min(x), 2), round(max(x), 2)]
+            for name, x in measured.seconds.items()
+        },
         "absent": sorted({*LIBRARIES} - {*found}),
     }
 
 
 if __name__ == "__main__":
-    harness.main(benchmark, tiny={"rounds": 1}, rounds=7)
+    harness.main(benchmark, tiny={"rounds": 1})

@@ -4,7 +4,7 @@ pip install torch --index-url https://download.pytorch.org/whl/cpu
 pip install '.[peers]'
 """
 
-import pathlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,14 @@ def _tensor(x: Any) -> torch.Tensor:
 
 def _linear(kernel: Any, bias: Any | None = None) -> nn.Linear:
     """A layer with a kernel of the axes (in, out)."""
-    layer = nn.Linear(*kernel.shape, bias=bias is not None)
-    layer.weight.data = _tensor(kernel.T)
+    layer = _with_weight(nn.Linear(*kernel.shape, bias=bias is not None), kernel.T)
     if bias is not None:
         layer.bias.data = _tensor(bias)
+    return layer
+
+
+def _with_weight(layer: nn.Module, weight: Any) -> Any:
+    layer.weight.data = _tensor(weight)
     return layer
 
 
@@ -45,21 +49,13 @@ def steps(
 ) -> dict[str, Callable[[], Callable[[], float]]]:
     """What makes the training steps, by name. Each step returns the loss.
 
-    Args:
-      params: of `models.transformer`, with its layers in a list.
-      tokens: (batch size, length), the same in all steps.
-      heads: of attention.
-      in_bfloat16: whether the model computes under `torch.autocast`. Parameters are
-        float32.
+    The parameters are those of `models.transformer`, with its layers in a list. They
+    are float32; the model computes in bfloat16 under `torch.autocast`.
     """
-
-    def maker(mode: str | None) -> Callable[[], Callable[[], float]]:
-        return lambda: _make_step(params, tokens, heads, mode, in_bfloat16)
-
+    modes = {"torch, plain": None, "Opacus, hooks": "hooks", "Opacus, ghost": "ghost"}
     return {
-        "torch, plain": maker(None),
-        "Opacus, hooks": maker("hooks"),
-        "Opacus, ghost": maker("ghost"),
+        name: functools.partial(_make_step, params, tokens, heads, mode, in_bfloat16)
+        for name, mode in modes.items()
     }
 
 
@@ -131,15 +127,11 @@ class _Block(nn.Module):
 
 
 def _norm(scale: Any) -> nn.Module:
-    layer = nn.RMSNorm(len(scale), eps=1e-6)
-    layer.weight.data = _tensor(scale)
-    return layer
+    return _with_weight(nn.RMSNorm(len(scale), eps=1e-6), scale)
 
 
 def _embedding(table: Any) -> nn.Module:
-    layer = nn.Embedding(*table.shape)
-    layer.weight.data = _tensor(table)
-    return layer
+    return _with_weight(nn.Embedding(*table.shape), table)
 
 
 class Transformer(nn.Module):
@@ -240,12 +232,14 @@ class Filter(nn.Module):
         return self.head(vectors)[..., 0]
 
 
-def _encoder(folder: pathlib.Path, adapters: lora.Adapters) -> nn.Module:
+def _encoder(adapters: lora.Adapters) -> nn.Module:
     """The frozen BERT with adapters in it, and without dropout."""
     import transformers  # pyright: ignore[reportMissingImports]
 
+    from benchmarks.spam_filter import model_folder
+
     encoder = transformers.AutoModel.from_pretrained(
-        folder,
+        model_folder(),
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         add_pooling_layer=False,
@@ -262,7 +256,7 @@ def _encoder(folder: pathlib.Path, adapters: lora.Adapters) -> nn.Module:
 def train_filter(run: "spam_filter.Run") -> np.ndarray:
     """The logits of held-out e-mails after training."""
     adapters = run.initial.get("adapters")
-    encoder = None if adapters is None else _encoder(run.folder, adapters)
+    encoder = None if adapters is None else _encoder(adapters)
     module = opacus.GradSampleModule(Filter(run.initial["head"], encoder), strict=False)
     optimizer = _optimizer_of_filter(run, module)
     rates = [group["lr"] for group in optimizer.param_groups]

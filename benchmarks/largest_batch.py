@@ -9,31 +9,27 @@ In microbatches, any library takes a batch of any size: this is the largest micr
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 
-import dpmp
 from benchmarks import harness, models
 
 _LARGEST = 2**16
 
 
-def contenders(loss_fn: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+def contenders(task: models.Task) -> dict[str, Callable[..., Any]]:
     """Functions of (params, batch), by name."""
-    clip = functools.partial(dpmp.clipped_grad, loss_fn, l2_clip_norm=1.0)
-    floats: Any = {"method": "book_keeping", "arithmetic": "unproved_float32"}
     made = {
-        "plain": jax.grad(loss_fn),
-        "dpmp, book_keeping unproved_float32": clip(**floats),
-        "dpmp, per_example exact": clip(method="per_example", arithmetic="exact"),
+        "plain": jax.grad(task.loss_fn),
+        "dpmp, book_keeping unproved_float32": task.clipped_grad(
+            method="book_keeping", arithmetic="unproved_float32"
+        ),
+        "dpmp, per_example exact": task.clipped_grad(),
     }
     if harness.is_installed("jax_privacy"):
-        from jax_privacy import clipping
-
-        made["jax_privacy"] = clipping.clipped_grad(loss_fn, l2_clip_norm=1.0)
+        made["jax_privacy"] = task.theirs()
     return made
 
 
@@ -43,28 +39,17 @@ def num_bytes(fun: Callable[..., Any], task: models.Task, size: int) -> int:
         lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), task.batch
     )
     memory: Any = jax.jit(fun).lower(task.params, shapes).compile().memory_analysis()
-    return (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-    )
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
-def largest(
-    bytes_of: Callable[[int], int], limit: float, *, first: tuple[int, int] = (8, 16)
-) -> int:
+def largest(bytes_of: Callable[[int], int], limit: float) -> int:
     """The largest batch that fits, to about one in fifty; 0 if none was found.
 
     Memory grows almost in proportion to the batch, so that a line through the last two
     sizes tells which to try next.
-
-    Args:
-      bytes_of: the memory for a batch of some size.
-      limit: the memory that there is.
-      first: the sizes to begin with.
     """
-    known = {size: bytes_of(size) for size in first}
+    known = {size: bytes_of(size) for size in (8, 16)}
     for _ in range(4):
         (a, at_a), (b, at_b) = sorted(known.items())[-2:]
         slope = max((at_b - at_a) / (b - a), 1.0)
@@ -78,29 +63,19 @@ def largest(
 
 
 def benchmark(
-    task: Sequence[str], dtype: Sequence[str], gigabytes: float
-) -> Iterator[dict[str, Any]]:
+    task: Annotated[str, harness.Each(models.SUBJECTS, ["transformer, 17M"])],
+    dtype: Annotated[str, harness.Each(models.DTYPES, ["bfloat16"])],
+    gigabytes: float = 4.0,
+) -> harness.Lines:
     """A line for each model and dtype."""
-    for name, kind in itertools.product(task, dtype):
-        made = models.SUBJECTS[name].make(models.DTYPES[kind], 1)
-        sizes = {
-            contender: largest(functools.partial(num_bytes, fun, made), 1e9 * gigabytes)
-            for contender, fun in contenders(made.loss_fn).items()
-        }
-        yield {
-            "task": name,
-            "dtype": kind,
-            "gigabytes": gigabytes,
-            "largest_batch": sizes,
-            "batch_over_plain": harness.rounded(sizes, 3, unit=max(sizes["plain"], 1)),
-        }
+    made = models.SUBJECTS[task].make(models.DTYPES[dtype], 1)
+    sizes = {
+        name: largest(functools.partial(num_bytes, fun, made), 1e9 * gigabytes)
+        for name, fun in contenders(made).items()
+    }
+    over_plain = harness.rounded(sizes, 3, unit=max(sizes["plain"], 1))
+    yield {"largest_batch": sizes, "batch_over_plain": over_plain}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"task": ["tiny"], "gigabytes": 0.002},
-        task=harness.Some(models.SUBJECTS, ["transformer, 17M"]),
-        dtype=harness.Some(models.DTYPES, ["bfloat16"]),
-        gigabytes=4.0,
-    )
+    harness.main(benchmark, tiny={"task": ["tiny"], "gigabytes": 0.002})

@@ -17,17 +17,15 @@ import transformers  # pyright: ignore[reportMissingImports]
 
 FOLDER = pathlib.Path(__file__).parents[1] / "tests" / "examples" / "llm" / "fixtures"
 
-_LLAMA = {
+_BERT = {
     "vocab_size": 80,
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
 }
+_LLAMA = {**_BERT, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500.0}
 _GPT2 = {
     "vocab_size": 80,
     "n_embd": 16,
@@ -36,14 +34,6 @@ _GPT2 = {
     "n_positions": 32,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}
-_BERT = {
-    "vocab_size": 80,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
 }
 
 

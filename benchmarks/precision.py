@@ -14,9 +14,8 @@ what training would learn and saves nothing.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -34,17 +33,13 @@ POLICIES = {
 }
 
 
-def _plain(task: models.Task, policy: str) -> Step:
-    return steps.of_gradients(jax.grad(_loss_fn(task, policy)), task, policy)
+def _of_gradients(name: str) -> Callable[[models.Task, str], Step]:
+    def prepare(task: models.Task, policy: str) -> Step:
+        loss_fn = dpmp.Policy.from_name(policy).in_product_precision(task.loss_fn)
+        grad_fns = {"plain": jax.grad(loss_fn), **steps.without_privacy(loss_fn)}
+        return steps.of_gradients(grad_fns[name], task, policy)
 
-
-def _without_privacy(task: models.Task, policy: str) -> Step:
-    grad_fns = steps.without_privacy(_loss_fn(task, policy))
-    return steps.of_gradients(grad_fns["without privacy, 8"], task, policy)
-
-
-def _loss_fn(task: models.Task, policy: str) -> Callable[..., jax.Array]:
-    return dpmp.Policy.from_name(policy).in_product_precision(task.loss_fn)
+    return prepare
 
 
 def _of_dpmp(method: str, arithmetic: str) -> Callable[[models.Task, str], Step]:
@@ -54,8 +49,8 @@ def _of_dpmp(method: str, arithmetic: str) -> Callable[[models.Task, str], Step]
 
 
 STEPS: dict[str, Callable[[models.Task, str], Step]] = {
-    "plain": _plain,
-    "without privacy, 8": _without_privacy,
+    "plain": _of_gradients("plain"),
+    "without privacy, 8": _of_gradients("without privacy, 8"),
     "dpmp book_keeping bounded, 8": _of_dpmp("book_keeping", "bounded"),
     "dpmp per_example exact, 8": _of_dpmp("per_example", "exact"),
 }
@@ -63,45 +58,30 @@ STEPS: dict[str, Callable[[models.Task, str], Step]] = {
 
 def compare(measured: harness.Measured) -> dict[str, dict[str, float]]:
     """Medians, and what each policy saves over float32."""
-    seconds, memory = measured.seconds, measured.memory_over("float32")
+    memory = measured.memory_over("float32")
     return {
-        "milliseconds": measured.milliseconds(2),
-        "speed_up": {
-            k: harness.ratio(seconds["float32"], x) for k, x in seconds.items()
-        },
+        "milliseconds": measured.milliseconds(),
+        "speed_up": {k: measured.ratio("float32", k) for k in measured.seconds},
         "memory_saved": {k: round(1 - x, 3) for k, x in memory.items()},
     }
 
 
 def benchmark(
-    task: Sequence[str], step: Sequence[str], rounds: int | None
-) -> Iterator[dict[str, Any]]:
+    task: Annotated[str, harness.Each(models.SUBJECTS, ["transformer, 3M", "cnn"])],
+    step: Annotated[str, harness.Each(STEPS)],
+    rounds: int | None = None,
+) -> harness.Lines:
     """A line for each model and step."""
-    for name, kind in itertools.product(task, step):
-        subject = models.SUBJECTS[name]
-        batch_size, own_rounds = next(iter(subject.rounds.items()))
-        prepare = {
-            policy: functools.partial(
-                STEPS[kind], subject.make(dtype, batch_size), policy
-            )
-            for policy, dtype in POLICIES.items()
-        }
-        measured, figures = steps.measure(prepare, rounds or own_rounds)
-        yield {
-            "task": name,
-            "step": kind,
-            "batch_size": batch_size,
-            "rounds": rounds or own_rounds,
-            **compare(measured),
-            **figures,
-        }
+    subject = models.SUBJECTS[task]
+    size, num_rounds = next(iter(subject.sizes(None, rounds).items()))
+    prepare = {
+        policy: functools.partial(STEPS[step], subject.make(dtype, size), policy)
+        for policy, dtype in POLICIES.items()
+    }
+    measured, figures = steps.measure(prepare, num_rounds)
+    sizes = {"batch_size": size, "rounds": num_rounds}
+    yield {**sizes, **compare(measured), **figures}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"task": ["tiny"], "rounds": 1},
-        task=harness.Some(models.SUBJECTS, ["transformer, 3M", "cnn"]),
-        step=harness.Some(STEPS),
-        rounds=int,
-    )
+    harness.main(benchmark, tiny={"task": ["tiny"], "rounds": 1})

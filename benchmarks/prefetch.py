@@ -10,16 +10,14 @@ turn), next to the same data in memory.
 
 import functools
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import dpmp
 from benchmarks import harness
+from benchmarks.steps import make_trainer
 
 NUM_EXAMPLES, WIDTH = 4096, 4
 LOADING_SECONDS, DEVICE_SECONDS = 0.005, 0.01
@@ -40,36 +38,26 @@ class SlowSource:
         return {name: x[indices] for name, x in self._arrays.items()}
 
 
-def loss_fn(params: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    """The squared error of a linear model."""
-    return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
-
-
 def wait_for_the_device(state: dpmp.TrainingState) -> None:
     """What a callback does that looks at the state."""
     jax.block_until_ready(state.step)
     time.sleep(DEVICE_SECONDS)
 
 
-def benchmark(steps: int, rounds: int) -> Iterator[dict[str, Any]]:
+def benchmark(steps: int = 100, rounds: int = 5) -> harness.Lines:
     """A line for all contenders."""
     rng = np.random.default_rng(0)
     data = {
         "x": rng.normal(size=(NUM_EXAMPLES, WIDTH)).astype(np.float32),
         "y": rng.normal(size=NUM_EXAMPLES).astype(np.float32),
     }
-    trainer = dpmp.DPTrainer(
-        mechanism=dpmp.DPSGD(
-            num_examples=NUM_EXAMPLES,
-            expected_batch_size=32,
-            iterations=steps,
-            l2_clip_norm=1.0,
-            noise_multiplier=1.0,
-        ),
-        loss_fn=loss_fn,
-        optimizer=optax.sgd(0.1),
-        policy="float32",
-        prng_key=jax.random.key(0),
+    trainer = make_trainer(
+        lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2),
+        "float32",
+        jax.random.key(0),
+        num_examples=NUM_EXAMPLES,
+        expected_batch_size=32,
+        iterations=steps,
     )
 
     def run(source: object, prefetch: int) -> jax.Array:
@@ -82,7 +70,7 @@ def benchmark(steps: int, rounds: int) -> Iterator[dict[str, Any]]:
         "slow source, prefetch=0": functools.partial(run, SlowSource(data), 0),
         "slow source, prefetch=2": functools.partial(run, SlowSource(data), 2),
     }
-    seconds = harness.medians(harness.in_turn(contenders, rounds))
+    seconds = harness.in_turn(contenders, rounds).medians()
     yield {
         "loading_milliseconds": 1e3 * LOADING_SECONDS,
         "device_milliseconds": 1e3 * DEVICE_SECONDS,
@@ -91,4 +79,4 @@ def benchmark(steps: int, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    harness.main(benchmark, tiny={"steps": 3, "rounds": 1}, steps=100, rounds=5)
+    harness.main(benchmark, tiny={"steps": 3, "rounds": 1})

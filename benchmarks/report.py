@@ -5,7 +5,7 @@
 The sections of the page are in tables.toml:
 
     title, benchmark    the heading, and the name of the benchmark
-    text                with fields of the first line in braces, or `tables.WORDS`
+    text                with fields of the first line in braces, or `WORDS`
     parts               texts, and tables of the lines of the benchmark
 
 and a table has
@@ -13,7 +13,9 @@ and a table has
     keys       of lines that answer the same question, the last one counts: these fields
                say what the question is
     wanted     what a line has to have
-    rows       the name of a function of lines in `tables.ROWS`; without it, these lines
+    each       a field that has names: a row for each of them, instead of these lines
+    pivot      the arguments of `markdown.pivot`, whose rows there are instead
+    rows       the name of a function of lines in `ROWS`, which gives other rows
     columns    see `markdown.table_of`
     heading    of a table for each device; without it, there is one for all
 
@@ -26,10 +28,11 @@ run this command whenever lines were added. Figures that are written by hand are
 import collections
 import pathlib
 import tomllib
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks import needs, tables
-from benchmarks.markdown import Line, read, table_of
+from benchmarks import needs
+from benchmarks.markdown import Line, each, pivot, read, table_of
 
 PAGE = pathlib.Path(__file__).with_name("README.md")
 PLAN = PAGE.parents[1] / "docs" / "past_one_machine.md"
@@ -58,11 +61,10 @@ def _section(section: dict[str, Any]) -> str:
             parts.append(_in_one_line(part["text"]))
             continue
         found = read(benchmark, *part["keys"].split(), **part.get("wanted", {}))
-        found = [x for x in found if "remark" not in x]
         lines += found
         parts += _tables(part, found)
     text = _in_one_line(section["text"])
-    used = {k: f(lines) for k, f in tables.WORDS.items() if f"{{{k}" in text}
+    used = {k: f(lines) for k, f in WORDS.items() if f"{{{k}" in text}
     text = text.format_map({**lines[0], **used})
     measured = {(x["device"], x["versions"]["jax"], x["date"]) for x in lines}
     where = "; ".join(
@@ -79,17 +81,24 @@ def _in_one_line(text: str) -> str:
 
 def _tables(part: dict[str, Any], lines: list[Line]) -> list[str]:
     """The table, or one for each device."""
-    rows_of = tables.ROWS[part["rows"]] if "rows" in part else list
     if "heading" not in part:
-        return [table_of(part["columns"], [*rows_of(lines)])]
+        return [table_of(part["columns"], _rows(part, lines))]
     by_device = collections.defaultdict(list)
     for line in lines:
         by_device[line["device"]].append(line)
     return [
         f"### {part['heading'].format(device=device)}\n\n"
-        + table_of(part["columns"], [*rows_of(some)])
+        + table_of(part["columns"], _rows(part, some))
         for device, some in by_device.items()
     ]
+
+
+def _rows(part: dict[str, Any], lines: list[Line]) -> list[Line]:
+    if "each" in part:
+        return [*each(lines, part["each"])]
+    if "pivot" in part:
+        return [*pivot(lines, **part["pivot"])]
+    return [*ROWS[part["rows"]](lines)] if "rows" in part else lines
 
 
 def plan() -> str:
@@ -103,11 +112,102 @@ def plan() -> str:
     return text
 
 
-def main() -> None:
-    """Writes the pages."""
-    PAGE.write_text(as_markdown())
-    PLAN.write_text(plan())
+# -------------------------------------------- rows and words that tables.toml names
+
+_PROVED = ("dpmp book_keeping bounded", "dpmp per_example exact")
+_DEFAULT_PEER = "jax_privacy, at once"
+
+
+def _steps(lines: list[Line]) -> Iterable[Line]:
+    """Steps with their times over that of others in the same framework."""
+    for x in each(lines, "milliseconds"):
+        is_torch = x["name"].startswith(("torch", "Opacus"))
+        prefix, ratios = "torch, " if is_torch else "", x["time_over"]
+        over = {k: ratios.get(prefix + k, {}).get(x["name"]) for k in ratios}
+        yield {**x, "over": over}
+
+
+def _fastest(lines: list[Line]) -> Iterable[Line]:
+    """The fastest step of dpmp that is proved, of each line."""
+    for x in lines:
+        times = {k: t for k, t in x["milliseconds"].items() if k.startswith(_PROVED)}
+        name = min(times, key=times.__getitem__)
+        memory, compiled = x["growth_megabytes"], x["compile_seconds"]
+        peer = memory.get(_DEFAULT_PEER)
+        yield {
+            **x,
+            "name": name,
+            "step": name.removeprefix("dpmp "),
+            "memory": memory[name] / peer if name in memory and peer else None,
+            "compile": compiled[name] / compiled["plain"],
+        }
+
+
+def _accounting(lines: list[Line]) -> Iterable[Line]:
+    for x in lines:
+        above = {
+            what: x["values"][f"{what}, dpmp"] / x["values"][f"{what}, directly"] - 1
+            for what in ("epsilon", "calibration")
+        }
+        yield {**x, "above": above}
+
+
+def _long_runs(lines: list[Line]) -> Iterable[Line]:
+    for x in lines:
+        yield {**x, "more": {k: 100 * (y - 1) for k, y in x["time_ratio"].items()}}
+
+
+def _checks(lines: list[Line]) -> Iterable[Line]:
+    for x in lines:
+        limits = [
+            f"{words} {r[field]:.3g}"
+            for words, field in (("at least", "at_least"), ("at most", "at_most"))
+            for r in x["results"]
+            if r[field]
+        ]
+        values = {r["subject"]: r["value"] for r in x["results"]}
+        yield {**x, "allowed": limits[0] if limits else "", "values": values}
+
+
+def _scaling(lines: list[Line]) -> Iterable[Line]:
+    first = {x["scaling"]: x for x in lines if x["devices"] == x["processes"] == 1}
+    for x in lines:
+        one = first[x["scaling"]]["examples_per_second"]
+        yield {**x, "speed": x["examples_per_second"] / one}
+
+
+ROWS: dict[str, Callable[[list[Line]], Iterable[Line]]] = {
+    "steps": _steps,
+    "fastest": _fastest,
+    "accounting": _accounting,
+    "long_runs": _long_runs,
+    "checks": _checks,
+    "scaling": _scaling,
+}
+
+
+def _absences(lines: list[Line]) -> str:
+    """What was not measured side by side, in words."""
+    pairs = {
+        f"{x['task']}: {name} ({reason})"
+        for x in lines
+        for name, reason in {**x["absent"], **x["refused"]}.items()
+    }
+    return " Not measured: " + "; ".join(sorted(pairs)) + "." if pairs else ""
+
+
+def _num_seeds(lines: list[Line]) -> str:
+    numbers = sorted({len(x["accuracy"]) for x in lines})
+    return " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
+
+
+WORDS: dict[str, Callable[[list[Line]], object]] = {
+    "absences": _absences,
+    "seeds": _num_seeds,
+    "last": lambda lines: lines[-1],
+}
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(as_markdown())
+    PLAN.write_text(plan())

@@ -11,7 +11,7 @@ which happens once in a run.
 import functools
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -41,26 +41,6 @@ def a_word_for_each_example(num_examples: int, sampling_prob: float) -> np.ndarr
     return np.flatnonzero(words < np.uint64(sampling_prob * 2**64))
 
 
-def contenders(
-    num_examples: int, sampling_prob: float
-) -> dict[str, Callable[[], np.ndarray]]:
-    """Functions that draw a batch, by name."""
-    draw = PoissonSampling(sampling_prob, 1).indices
-    dpmp = functools.partial(draw, 0, num_examples=num_examples, key=_KEY)
-    if num_examples > _LARGEST_FOR_A_WORD_EACH:
-        return {"dpmp": dpmp}
-    dense = functools.partial(a_word_for_each_example, num_examples, sampling_prob)
-    return {"dpmp": dpmp, "a word for each example": dense}
-
-
-def table_seconds(num_examples: int, sampling_prob: float) -> float:
-    """The seconds that a run takes once, before its first batch."""
-    _binomial._table.cache_clear()
-    start = time.perf_counter()
-    _binomial._table(num_examples, Fraction(sampling_prob))
-    return time.perf_counter() - start
-
-
 def peak_megabytes(draw: Callable[[], Any]) -> float:
     """The most memory that is allocated at once while a batch is drawn."""
     tracemalloc.start()
@@ -71,24 +51,29 @@ def peak_megabytes(draw: Callable[[], Any]) -> float:
         tracemalloc.stop()
 
 
-def benchmark(rounds: int, settings: int) -> Iterator[dict[str, Any]]:
+def benchmark(rounds: int = 5, settings: int = len(SETTINGS)) -> harness.Lines:
     """A line for each of the first settings."""
     for num_examples, sampling_prob in SETTINGS[:settings]:
-        seconds_for_table = table_seconds(num_examples, sampling_prob)
-        draws = contenders(num_examples, sampling_prob)
+        _binomial._table.cache_clear()
+        start = time.perf_counter()
+        _binomial._table(num_examples, Fraction(sampling_prob))
+        seconds_for_table = time.perf_counter() - start
+        draw = PoissonSampling(sampling_prob, 1).indices
+        draws: dict[str, Callable[[], np.ndarray]] = {
+            "dpmp": functools.partial(draw, 0, num_examples=num_examples, key=_KEY)
+        }
+        if num_examples <= _LARGEST_FOR_A_WORD_EACH:
+            draws["a word for each example"] = functools.partial(
+                a_word_for_each_example, num_examples, sampling_prob
+            )
         yield {
             "num_examples": num_examples,
             "sampling_prob": sampling_prob,
             "table_seconds": seconds_for_table,
-            "seconds": harness.medians(harness.in_turn(draws, rounds)),
+            "seconds": harness.in_turn(draws, rounds).medians(),
             "megabytes": {name: peak_megabytes(draw) for name, draw in draws.items()},
         }
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"rounds": 1, "settings": 1},
-        rounds=5,
-        settings=len(SETTINGS),
-    )
+    harness.main(benchmark, tiny={"rounds": 1, "settings": 1})

@@ -8,7 +8,7 @@ The part `compiled` compiles a training step of a decoder with a billion paramet
 devices, and shapes in place of arrays. Nothing is run. `--model 8B` has more
 parameters. It records the bytes of each device and the collectives, with whole
 parameters on each device, and with parameters and optimizer sharded over the devices.
-With `--topologies v5p:2x2x2` it compiles for TPUs, which takes `pip install libtpu` and
+With `--topologies v5p:2x2x2` it compiles for TPUs. That takes `pip install libtpu`, and
 no TPU.
 
 The part `measured` times steps of a small transformer on 1, 2, 4 and 8 virtual CPU
@@ -18,25 +18,25 @@ scaling) and a fixed batch in all (strong scaling).
 Every mesh has a process of its own.
 """
 
+import concurrent.futures
+import functools
 import itertools
-import json
 import math
+import multiprocessing
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import topologies
 
 import dpmp
-from benchmarks import harness
+from benchmarks import harness, steps
 from benchmarks.collectives import collectives
 from dpmp.planning._transformer import transformer
 
@@ -45,38 +45,34 @@ _LARGE = {
     "1B": {"layers": 18, "width": 2048, "num_heads": 16, "vocabulary": 32768},
     "8B": {"layers": 32, "width": 4096, "num_heads": 32, "vocabulary": 128256},
 }
-_LARGE_LENGTH, _LARGE_MICROBATCH, _NUM_MICROBATCHES = 1024, 1, 4
+_LARGE_MICROBATCH, _NUM_MICROBATCHES = 1, 4
 
 _SMALL = {"layers": 2, "width": 64, "num_heads": 4, "vocabulary": 256}
 _SMALL_LENGTH, _SMALL_MICROBATCH, _NUM_STEPS = 64, 8, 12
 _BATCH_OF_A_DEVICE, _BATCH_IN_ALL = 32, 128
 
 
-def make_trainer(loss_fn: Any, params: Any, batch_size: int, microbatch_size: int):
+def make_trainer(
+    loss_fn: Any, params: Any, batch_size: int, microbatch_size: int
+) -> dpmp.DPTrainer:
     """A trainer with book-keeping in bfloat16 and Adam."""
-    mechanism = dpmp.DPSGD(
+    return steps.make_trainer(
+        loss_fn,
+        "mixed_bfloat16",
         num_examples=1024 * batch_size,
         expected_batch_size=0.8 * batch_size,
         truncated_batch_size=batch_size,
         microbatch_size=microbatch_size,
         iterations=_NUM_STEPS,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
         method="book_keeping",
         num_parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
     )
-    return dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy="mixed_bfloat16",
-    )
 
 
-def make_mesh(topology: str | None = None) -> jax.sharding.Mesh:
+def make_mesh(topology: str = "") -> jax.sharding.Mesh:
     """All devices on one axis: those that are there, or those of a TPU's topology."""
     devices = jax.devices()
-    if topology is not None:
+    if topology:
         devices = topologies.get_topology_desc(topology, "tpu").devices
     auto = (jax.sharding.AxisType.Auto,)
     return jax.sharding.Mesh(np.array(devices), ("data",), axis_types=auto)
@@ -85,9 +81,8 @@ def make_mesh(topology: str | None = None) -> jax.sharding.Mesh:
 def sharded(x: Any, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
     """Divides the longest axis that the devices divide, or none."""
     fits = [n if n % mesh.size == 0 and n > 1 else 0 for n in x.shape]
-    spec: list[str | None] = [None] * len(x.shape)
-    if any(fits):
-        spec[fits.index(max(fits))] = "data"
+    axis = fits.index(max(fits)) if any(fits) else None
+    spec = ("data" if i == axis else None for i in range(len(fits)))
     return jax.NamedSharding(mesh, jax.P(*spec))
 
 
@@ -97,7 +92,7 @@ def compile_step(
     model: str,
     layers: int | None,
     length: int,
-    topology: str | None = None,
+    topology: str,
 ) -> dict[str, Any]:
     """Compiles the step of a large model; returns bytes and collectives."""
     mesh, start = make_mesh(topology), time.monotonic()
@@ -120,7 +115,6 @@ def compile_step(
     found = collectives(compiled.as_text())
     largest = max(math.prod(x.shape) for x in jax.tree.leaves(params))
     return {
-        "part": "compiled",
         "compiled_for": topology or "virtual CPUs",
         "devices": mesh.size,
         "parameters": "sharded" if shards_parameters else "whole",
@@ -166,8 +160,10 @@ def measure_steps(*, batch_size: int, kind: str) -> dict[str, Any]:
     # The first step includes compilation.
     seconds = [b - a for a, b in itertools.pairwise(times[1:])]
     return {
-        "part": "measured",
         "scaling": kind,
+        "model": "small",
+        **_SMALL,
+        "length": _SMALL_LENGTH,
         "processes": jax.process_count(),
         "devices": mesh.size,
         "batch_size": batch_size,
@@ -177,75 +173,66 @@ def measure_steps(*, batch_size: int, kind: str) -> dict[str, Any]:
 
 
 def _apart(
-    fun: str, devices: int, processes: int = 1, **task: Any
-) -> Iterator[dict[str, Any]]:
+    fun: Callable[..., Any], devices: int, processes: int = 1, **task: Any
+) -> harness.Lines:
     """Calls a function in processes of their own; the figures of the first, if any."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    running = []
-    for i in range(processes):
-        job = {"fun": fun, "task": task, "devices": devices // processes}
-        job |= {"address": address, "process": i, "processes": processes}
-        command = [sys.executable, "-c", _PROGRAM, json.dumps(job)]
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate()[0] for process in running]
-    if any(process.returncode for process in running):
-        sys.stderr.write(f"failed: {fun}, {task} on {devices} devices\n")
+    here = functools.partial(_run_here, fun, task, devices // processes, address)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, spawn) as pool:
+        running = [pool.submit(here, processes, i) for i in range(processes)]
+    try:
+        figures = [process.result() for process in running]
+    except Exception as error:  # the other meshes go on
+        sys.stderr.write(f"failed: {task} on {devices} devices: {error}\n")
     else:
-        yield json.loads(outputs[0].splitlines()[-1])
+        yield figures[0]
 
 
-_PROGRAM = "import sys; from benchmarks import scaling; scaling.run_here(sys.argv[1])"
-
-
-def run_here(text: str) -> None:
-    """Does a job in this process, and prints its figures."""
-    job = json.loads(text)
+def _run_here(
+    fun: Callable[..., Any],
+    task: dict[str, Any],
+    devices: int,
+    address: str,
+    processes: int,
+    process: int,
+) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", job["devices"])
-    if job["processes"] > 1:
+    jax.config.update("jax_num_cpu_devices", devices)
+    if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(job["address"], job["processes"], job["process"])
-    fun = {"compile": compile_step, "measure": measure_steps}[job["fun"]]
-    sys.stdout.write(json.dumps(fun(**job["task"])) + "\n")
+        jax.distributed.initialize(address, processes, process)
+    return fun(**task)
 
 
 def benchmark(
-    part: Sequence[str],
-    devices: Sequence[int],
-    topologies: str,
-    model: str,
-    layers: int | None,
-    length: int,
-    sharded: bool,
-) -> Iterator[dict[str, Any]]:
+    part: Annotated[str, harness.Each(["compiled", "measured"])],
+    devices: str = "",
+    topologies: str = "",
+    model: str = "1B",
+    layers: int | None = None,
+    length: int = 1024,
+    sharded: bool = False,
+) -> harness.Lines:
     """A line for each mesh, and for whole and sharded parameters or batch sizes."""
-    size = {"model": model, "layers": layers, "length": length}
-    meshes: list[tuple[int, str | None]] = [(1, x) for x in topologies.split()]
-    if "compiled" in part:
-        for num, topology in meshes or [(n, None) for n in devices or (1, 8, 64, 256)]:
-            is_one = num == 1 and topology is None
+    wanted = [int(n) for n in devices.split()]
+    if part == "compiled":
+        size = {"model": model, "layers": layers, "length": length}
+        meshes = [(1, x) for x in topologies.split()]
+        for num, topology in meshes or [(n, "") for n in wanted or (1, 8, 64, 256)]:
+            is_one = num == 1 and not topology
             for shards in (False,) if is_one else (True,) if sharded else (False, True):
                 task = {**size, "shards_parameters": shards, "topology": topology}
-                yield from _apart("compile", num, **task)
-    if "measured" in part:
-        for processes, num in itertools.product((1, 2), devices or (1, 2, 4, 8)):
-            batches = {"weak": _BATCH_OF_A_DEVICE * num, "strong": _BATCH_IN_ALL}
-            for kind, batch_size in batches.items() if num >= processes else ():
-                task = {"kind": kind, "batch_size": batch_size}
-                yield from _apart("measure", num, processes, **task)
+                yield from _apart(compile_step, num, **task)
+        return
+    for processes, num in itertools.product((1, 2), wanted or (1, 2, 4, 8)):
+        batches = {"weak": _BATCH_OF_A_DEVICE * num, "strong": _BATCH_IN_ALL}
+        for kind, batch_size in batches.items() if num >= processes else ():
+            task = {"kind": kind, "batch_size": batch_size}
+            yield from _apart(measure_steps, num, processes, **task)
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"devices": [2], "layers": 1, "length": 16},
-        part=harness.Some(["compiled", "measured"]),
-        devices=harness.Several(int),
-        topologies="",
-        model="1B",
-        layers=int,
-        length=_LARGE_LENGTH,
-        sharded=False,
-    )
+    harness.main(benchmark, tiny={"devices": "2", "layers": 1, "length": 16})

@@ -6,9 +6,9 @@ jax_privacy, and, where it is installed, of Opacus.
     python -m benchmarks.selfcheck_others        # three minutes on two cores
 """
 
-import importlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -49,40 +49,39 @@ def _jax_privacy() -> Subjects:
     in_float32 = tuple(BatchShape(jnp.float32, size, 1) for size in (64, 1024, 4096))
     return Subjects(
         (
-            _jax_privacy_sums(default, None, in_bfloat16),
-            _jax_privacy_sums(float32, jnp.float32, in_float32),
+            Sums(default, False, _jax_privacy_sum(None), in_bfloat16),
+            Sums(float32, False, _jax_privacy_sum(jnp.float32), in_float32),
         ),
         (
-            _jax_privacy_releases(default, jnp.bfloat16),
-            _jax_privacy_releases(float32, jnp.float32),
+            Releases(default, False, _jax_privacy_release(jnp.bfloat16)),
+            Releases(float32, False, _jax_privacy_release(jnp.float32)),
         ),
         (_jax_privacy_keys(),),
     )
 
 
-def _jax_privacy_sums(name: str, dtype: Any, batches: tuple[BatchShape, ...]) -> Sums:
+_their_sum = functools.partial(
+    their_clipping.clipped_fun, lambda x: x, keep_batch_dim=False
+)
+
+
+def _jax_privacy_sum(dtype: Any) -> Callable[..., tuple[SumFn, Fraction]]:
     def make(
         l2_clip_norm: float, microbatch_size: int | None
     ) -> tuple[SumFn, Fraction]:
-        fn = their_clipping.clipped_fun(
-            lambda x: x,
-            keep_batch_dim=False,
-            l2_clip_norm=l2_clip_norm,
-            microbatch_size=microbatch_size,
-            dtype=dtype,
-        )
+        options: Any = {"l2_clip_norm": l2_clip_norm, "dtype": dtype}
+        fn = _their_sum(microbatch_size=microbatch_size, **options)
         return sum_fn(fn), Fraction(fn.sensitivity())
 
-    return Sums(name, False, make, batches)
+    return make
 
 
-def _jax_privacy_releases(name: str, dtype: Any) -> Releases:
+def _jax_privacy_release(dtype: Any) -> Callable[..., Any]:
     """Noise on a sum of this dtype."""
-    fn = their_clipping.clipped_fun(lambda x: x, keep_batch_dim=False, l2_clip_norm=1.0)
     # Left to itself, it takes a seed from NumPy's generator, whose state is not ours.
     seed = int.from_bytes(os.urandom(3), "little")
     privatizer = their_noise.gaussian_privatizer(stddev=NOISE_MULTIPLIER, prng_key=seed)
-    return Releases(name, False, draw_fn(fn, privatizer, dtype))
+    return draw_fn(_their_sum(l2_clip_norm=1.0), privatizer, dtype)
 
 
 def _jax_privacy_keys() -> Keys:
@@ -104,23 +103,17 @@ def _jax_privacy_keys() -> Keys:
 def _opacus() -> Subjects:
     if not harness.is_installed("opacus"):
         return Subjects(remarks=("Opacus: not measured, as it is not installed.",))
-    batches = tuple(BatchShape(jnp.float32, size) for size in (64, 1024, 4096))
-    return Subjects(
-        # It adds 1e-6 to all norms.
-        (Sums("Opacus", False, _opacus_sum, batches, smallest_clip_norm=1e-6),),
-        (
-            _opacus_releases("Opacus default"),
-            _opacus_releases("Opacus secure_mode", secure_mode=True),
-        ),
-        (_opacus_keys(),),
-    )
+    import torch  # pyright: ignore[reportMissingImports]
+    from opacus.optimizers import DPOptimizer  # pyright: ignore[reportMissingImports]
 
-
-def _opacus_sum(
-    l2_clip_norm: float, microbatch_size: int | None
-) -> tuple[SumFn, Fraction]:
-    del microbatch_size
-    torch: Any = importlib.import_module("torch")
+    def optimizer(params: list[Any], l2_clip_norm: float, **options: Any) -> Any:
+        return DPOptimizer(
+            torch.optim.SGD(params, lr=1.0),
+            noise_multiplier=NOISE_MULTIPLIER,
+            max_grad_norm=l2_clip_norm,
+            expected_batch_size=1,
+            **options,
+        )
 
     def parameter(grads: np.ndarray) -> Any:
         dtype = getattr(torch, grads.dtype.name)
@@ -128,63 +121,51 @@ def _opacus_sum(
         param.grad_sample = torch.from_numpy(grads.astype(np.float32)).to(dtype)
         return param
 
-    def summed(batch: list[np.ndarray], is_padding: np.ndarray) -> Rows:
-        params = [parameter(x[~is_padding]) for x in batch]
-        _opacus_optimizer(params, l2_clip_norm).clip_and_accumulate()
-        return [param.summed_grad.double().numpy().ravel()[None] for param in params]
+    def make_sum(l2_clip_norm: float, _: int | None) -> tuple[SumFn, Fraction]:
+        def summed(batch: list[np.ndarray], is_padding: np.ndarray) -> Rows:
+            params = [parameter(x[~is_padding]) for x in batch]
+            optimizer(params, l2_clip_norm).clip_and_accumulate()
+            return [
+                param.summed_grad.double().numpy().ravel()[None] for param in params
+            ]
 
-    return summed, Fraction(l2_clip_norm)
+        return summed, Fraction(l2_clip_norm)
 
+    def release(total: float, num: int, **options: Any) -> np.ndarray:
+        param = torch.nn.Parameter(torch.zeros(num))
+        private = optimizer([param], 1.0, **options)
+        param.summed_grad = torch.full((num,), float(total))
+        private.add_noise()
+        return param.grad.numpy()
 
-def _opacus_releases(name: str, **kwargs: Any) -> Releases:
-    return Releases(
-        name,
-        False,
-        lambda has_example, num: _opacus_noise(float(has_example), num, **kwargs),
-    )
-
-
-def _opacus_keys() -> Keys:
-    torch: Any = importlib.import_module("torch")
-
-    def draw() -> np.ndarray:
+    def draw_key() -> np.ndarray:
         return np.array([torch.Generator().seed()], "<u8").view("<u4")
 
-    def noise(words: np.ndarray) -> np.ndarray:
+    def noise_of_key(words: np.ndarray) -> np.ndarray:
         seed = int.from_bytes(words.astype("<u4").tobytes(), "little")
-        return _opacus_noise(0.0, 4, generator=torch.Generator().manual_seed(seed))
+        return release(0.0, 4, generator=torch.Generator().manual_seed(seed))
 
-    return Keys("Opacus", False, draw, noise)
-
-
-def _opacus_noise(total: float, num: int, **kwargs: Any) -> np.ndarray:
-    torch: Any = importlib.import_module("torch")
-    param = torch.nn.Parameter(torch.zeros(num))
-    optimizer = _opacus_optimizer([param], 1.0, **kwargs)
-    param.summed_grad = torch.full((num,), total)
-    optimizer.add_noise()
-    return param.grad.numpy()
-
-
-def _opacus_optimizer(params: list[Any], l2_clip_norm: float, **kwargs: Any) -> Any:
-    torch: Any = importlib.import_module("torch")
-    return importlib.import_module("opacus.optimizers").DPOptimizer(
-        torch.optim.SGD(params, lr=1.0),
-        noise_multiplier=NOISE_MULTIPLIER,
-        max_grad_norm=l2_clip_norm,
-        expected_batch_size=1,
-        **kwargs,
+    batches = tuple(BatchShape(jnp.float32, size) for size in (64, 1024, 4096))
+    secure = functools.partial(release, secure_mode=True)
+    return Subjects(
+        # It adds 1e-6 to all norms.
+        (Sums("Opacus", False, make_sum, batches, smallest_clip_norm=1e-6),),
+        (
+            Releases("Opacus default", False, release),
+            Releases("Opacus secure_mode", False, secure),
+        ),
+        (Keys("Opacus", False, draw_key, noise_of_key),),
     )
 
 
-def benchmark(sizes: str) -> Iterator[dict[str, Any]]:
+def benchmark(is_small: bool = False) -> harness.Lines:
     """A line for each measurement; tables of them are printed."""
-    chosen = Sizes() if sizes == "full" else Sizes(2000, 8, 256, 2**20, 2**17)
-    measured = command.run(all_subjects(), chosen, rich.console.Console())
+    sizes = Sizes(2000, 8, 256, 2**20, 2**17) if is_small else Sizes()
+    measured = command.run(all_subjects(), sizes, rich.console.Console())
     for name in dict.fromkeys(x.measurement for x in measured):
         rows = [command.as_json(x) for x in measured if x.measurement == name]
         yield {"measurement": name, "results": rows}
 
 
 if __name__ == "__main__":
-    harness.main(benchmark, tiny={"sizes": "small"}, sizes="full")
+    harness.main(benchmark, tiny={"is_small": True})

@@ -25,10 +25,9 @@ All steps of SmolLM2 together need more memory than most machines have. The patt
 """
 
 import functools
-import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -53,21 +52,19 @@ def contenders(
     """What prepares the steps, by name."""
     task = subject.make(models.DTYPES[dtype], batch_size)
     policy = _POLICIES[dtype]
-    made: dict[str, Callable[[], Step]] = {}
     plain = {"plain": jax.grad(task.loss_fn), **steps.without_privacy(task.loss_fn)}
-    for name, grad_fn in plain.items():
-        made[name] = functools.partial(steps.of_gradients, grad_fn, task, policy)
-    for (method, arithmetic), sizes in _DPMP.items():
-        for size in sizes:
-            made[f"dpmp {method} {arithmetic}, {size or 'at once'}"] = (
-                functools.partial(steps.of_dpmp, task, policy, method, arithmetic, size)
-            )
-    if harness.is_installed("jax_privacy"):
-        for size in _JAX_PRIVACY:
-            made[f"jax_privacy, {size or 'at once'}"] = functools.partial(
-                steps.of_jax_privacy, task, policy, size
-            )
-    if _has_twin(subject) and not missing():
+    made: dict[str, Callable[[], Step]] = {
+        name: functools.partial(steps.of_gradients, grad_fn, task, policy)
+        for name, grad_fn in plain.items()
+    }
+    for kind, sizes in _DPMP.items():
+        make = functools.partial(steps.of_dpmp, task, policy, *kind)
+        made |= steps.in_sizes(f"dpmp {' '.join(kind)}", make, sizes)
+    left_out = absent(subject)
+    if "jax_privacy" not in left_out:
+        make = functools.partial(steps.of_jax_privacy, task, policy)
+        made |= steps.in_sizes("jax_privacy", make, _JAX_PRIVACY)
+    if "torch, Opacus" not in left_out:
         from benchmarks import in_pytorch
 
         in_torch = in_pytorch.steps(
@@ -76,8 +73,7 @@ def contenders(
             heads=getattr(subject.make, "keywords", {})["heads"],
             in_bfloat16=dtype == "bfloat16",
         )
-        for name, make in in_torch.items():
-            made[name] = lambda make=make: Step(make())
+        made |= {k: lambda make=x: Step(make()) for k, x in in_torch.items()}
     return made
 
 
@@ -86,7 +82,8 @@ def absent(subject: models.Subject) -> dict[str, str]:
     reasons = {}
     if not harness.is_installed("jax_privacy"):
         reasons["jax_privacy"] = "not installed; pip install jax-privacy"
-    if not _has_twin(subject):
+    options = getattr(subject.make, "keywords", {})
+    if "heads" not in options or options.get("scan"):
         reasons["torch, Opacus"] = "this model is not written in PyTorch"
     elif packages := missing():
         reasons["torch, Opacus"] = f"not installed; pip install {' '.join(packages)}"
@@ -98,14 +95,8 @@ def missing() -> list[str]:
     return [name for name in ("torch", "opacus") if not harness.is_installed(name)]
 
 
-def _has_twin(subject: models.Subject) -> bool:
-    options = getattr(subject.make, "keywords", {})
-    return "heads" in options and not options.get("scan")
-
-
 def compare(measured: harness.Measured) -> dict[str, Any]:
     """Medians, ranges, and ratios to the contenders that a reader compares with."""
-    seconds = measured.seconds
     best = {
         "fastest plain": measured.fastest("plain", "without privacy"),
         "jax_privacy, best": measured.fastest("jax_privacy"),
@@ -113,57 +104,39 @@ def compare(measured: harness.Measured) -> dict[str, Any]:
     same = ("plain", "torch, plain", "jax_privacy, at once")
     references = {**{name: name for name in same}, **best}
     return {
-        "milliseconds": measured.milliseconds(2),
+        "milliseconds": measured.milliseconds(),
         "range": {
-            k: [round(1e3 * end, 2) for end in (min(x), max(x))]
-            for k, x in seconds.items()
+            name: [round(1e3 * end, 2) for end in (min(x), max(x))]
+            for name, x in measured.seconds.items()
         },
         "best": best,
         "time_over": {
             what: measured.time_over(reference)
             for what, reference in references.items()
-            if reference in seconds
+            if reference in measured.seconds
         },
     }
 
 
 def benchmark(
-    task: Sequence[str],
-    dtype: Sequence[str],
-    batch_size: int | None,
-    rounds: int | None,
-    only: str,
-) -> Iterator[dict[str, Any]]:
+    task: Annotated[
+        str, harness.Each(models.SUBJECTS, ["transformer, 3M", "cnn", "lstm"])
+    ],
+    dtype: Annotated[str, harness.Each(models.DTYPES)],
+    batch_size: int | None = None,
+    rounds: int | None = None,
+    only: str = "",
+) -> harness.Lines:
     """A line for each model, dtype and batch size."""
-    for name, kind in itertools.product(task, dtype):
-        subject = models.SUBJECTS[name]
-        for size in [batch_size] if batch_size else subject.rounds:
-            prepare = {
-                k: make
-                for k, make in contenders(subject, kind, size).items()
-                if re.search(only, k)
-            }
-            num_rounds = rounds or subject.rounds.get(size, 3)
-            measured, figures = steps.measure(prepare, num_rounds)
-            yield {
-                "task": name,
-                "dtype": kind,
-                "batch_size": size,
-                "rounds": num_rounds,
-                **compare(measured),
-                **figures,
-                "absent": absent(subject),
-            }
+    subject = models.SUBJECTS[task]
+    for size, num_rounds in subject.sizes(batch_size, rounds).items():
+        made = contenders(subject, dtype, size)
+        chosen = {k: make for k, make in made.items() if re.search(only, k)}
+        measured, figures = steps.measure(chosen, num_rounds)
+        sizes = {"batch_size": size, "rounds": num_rounds}
+        yield {**sizes, **compare(measured), **figures, "absent": absent(subject)}
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        times_compilation=True,
-        tiny={"task": ["tiny"], "dtype": ["bfloat16"], "rounds": 1},
-        task=harness.Some(models.SUBJECTS, ["transformer, 3M", "cnn", "lstm"]),
-        dtype=harness.Some(models.DTYPES),
-        batch_size=int,
-        rounds=int,
-        only="",
-    )
+    tiny = {"task": ["tiny"], "dtype": ["bfloat16"], "rounds": 1}
+    harness.main(benchmark, times_compilation=True, tiny=tiny)

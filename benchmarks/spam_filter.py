@@ -22,7 +22,7 @@ no epsilon accounts for. Adapters are trained for ten steps of 100 e-mails, beca
 would take long without a GPU; heads for 100 steps of 512.
 
 docs/finetune_llm.md has the accuracies that were measured. One e-mail is 0.003. The
-lines at epsilon 1 come from twelve seeds (`--trained head --epsilons 1 --seeds 12`).
+lines at epsilon 1 come from twelve seeds (`--trained head --epsilon 1 --seeds 12`).
 
 A line has, of every seed, the accuracy on held-out e-mails; the mean of the error rates
 of spam and ham; and the area under the curve of true against false positives.
@@ -30,11 +30,10 @@ of spam and ham; and the area under the curve of true against false positives.
 
 import functools
 import importlib.util
-import itertools
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +78,6 @@ SETTINGS = {
 class Run(NamedTuple):
     """All that one training run needs, in either library."""
 
-    folder: pathlib.Path  # of the model
     model: llm.Pretrained
     initial: dict[str, Any]  # "head", and "adapters" if they are trained
     mechanism: dpmp.DPSGD
@@ -100,14 +98,16 @@ def model_folder() -> pathlib.Path:
     return pathlib.Path(spec.origin).parent / "model"
 
 
-def load_data(model: llm.Pretrained) -> tuple[Batch, Batch]:
-    """Tokens, vectors of the frozen model and labels, to train and to evaluate on."""
+@functools.cache
+def load() -> tuple[llm.Pretrained, Batch, Batch]:
+    """The model, and tokens, its vectors and labels to train and to evaluate on."""
+    model = llm.load(model_folder())
     parts: tuple[list[Any], list[Any]] = ([], [])
     for kind, texts in emails.fetch().items():
         for part, chosen in zip(parts, split(texts), strict=True):
             part += [(text, kind == "spam") for text in chosen]
     private, held_out = (_make_batch(model, part) for part in parts)
-    return private, held_out
+    return model, private, held_out
 
 
 def _make_batch(model: llm.Pretrained, labelled: list[tuple[str, bool]]) -> Batch:
@@ -159,9 +159,8 @@ def train_with_dpmp(run: Run) -> np.ndarray:
     trained = trainer.fit(state, run.data, progress=False).params
     if "adapters" in trained:
         initial = run.initial["adapters"]
-        lora.check_trained(
-            trained["adapters"], initial=initial, params=run.model.params
-        )
+        params = run.model.params
+        lora.check_trained(trained["adapters"], initial=initial, params=params)
     predict = jax.jit(functools.partial(logits, run.model))
     return _in_parts(predict, trained, run.held_out)
 
@@ -176,21 +175,6 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
         {name: adam(rate) for name, rate in rates.items()},
         lambda params: {name: name for name in params},
     )
-
-
-def make_mechanism(num_examples: int, settings: Settings, epsilon: float) -> dpmp.DPSGD:
-    """DP-SGD with this epsilon; without privacy if it is infinite."""
-    mechanism = dpmp.DPSGD(
-        num_examples=num_examples,
-        expected_batch_size=settings.batch_size,
-        iterations=settings.steps,
-        l2_clip_norm=settings.l2_clip_norm,
-        microbatch_size=settings.microbatch_size,
-        method="book_keeping",
-    )
-    if math.isinf(epsilon):
-        return mechanism.without_privacy()
-    return mechanism.calibrate(epsilon=epsilon, delta=DELTA)
 
 
 def initial_params(model: llm.Pretrained, trained: str, seed: int) -> dict[str, Any]:
@@ -208,74 +192,69 @@ def scores(found: np.ndarray, is_spam: np.ndarray) -> dict[str, float]:
     """How well logits tell spam from ham."""
     is_right = (found > 0) == is_spam
     errors = [1 - np.mean(is_right[is_spam == kind]) for kind in (0, 1)]
-    return {
-        "accuracy": round(float(np.mean(is_right)), 4),
-        "balanced_error": round(float(np.mean(errors)), 4),
-        "area_under_curve": round(
-            float(sklearn.metrics.roc_auc_score(is_spam, found)), 4
-        ),
+    figures = {
+        "accuracy": np.mean(is_right),
+        "balanced_error": np.mean(errors),
+        "area_under_curve": sklearn.metrics.roc_auc_score(is_spam, found),
     }
+    return {name: round(float(x), 4) for name, x in figures.items()}
 
 
-def contenders() -> dict[str, Callable[[Run], np.ndarray]]:
-    """The libraries that are installed, by name."""
-    found = {"dpmp": train_with_dpmp}
-    if harness.is_installed("opacus"):
-        from benchmarks import in_pytorch
+def train_with_opacus(run: Run) -> np.ndarray:
+    """The same."""
+    from benchmarks import in_pytorch
 
-        found["opacus"] = in_pytorch.train_filter
-    return found
+    return in_pytorch.train_filter(run)
+
+
+LIBRARIES = {"dpmp": train_with_dpmp, "opacus": train_with_opacus}
 
 
 def benchmark(
-    trained: Sequence[str],
-    libraries: Sequence[str],
-    epsilons: Sequence[float],
-    seeds: int,
-    steps: int | None,
-) -> Iterator[dict[str, Any]]:
+    trained: Annotated[str, harness.Each(SETTINGS)],
+    epsilon: Annotated[float, harness.Each(default=(1.0, 3.0, 8.0, math.inf))],
+    library: Annotated[str, harness.Each(LIBRARIES)],
+    seeds: int = 3,
+    steps: int | None = None,
+) -> harness.Lines:
     """A line for each kind of filter, epsilon and library."""
-    found = contenders()
-    if "opacus" in libraries and "opacus" not in found:
-        yield {"remark": "Opacus: not measured, not installed."}
-    model = llm.load(model_folder())
-    data, held_out = load_data(model)
+    if not harness.is_installed(library):
+        yield {"remark": f"Not measured; pip install {library}."}
+        return
+    model, data, held_out = load()
+    settings, is_private = SETTINGS[trained], math.isfinite(epsilon)
+    settings = settings._replace(steps=steps or settings.steps)
     is_spam = held_out["is_spam"]
-    for kind, epsilon in itertools.product(trained, epsilons):
-        settings, num_examples = SETTINGS[kind], len(data["is_spam"])
-        settings = settings._replace(steps=steps or settings.steps)
-        mechanism = make_mechanism(num_examples, settings, epsilon)
-        run = Run(model_folder(), model, {}, mechanism, settings, data, held_out, 0)
-        for library, train in found.items():
-            if library not in libraries:
-                continue
-            scored = []
-            for seed in range(seeds):
-                initial = initial_params(model, kind, seed)
-                logits_found = train(run._replace(initial=initial, seed=seed))
-                scored.append(scores(logits_found, is_spam))
-            yield {
-                "trained": kind,
-                "library": library,
-                "epsilon": epsilon if mechanism.is_private else None,
-                "delta": DELTA if mechanism.is_private else None,
-                "noise_multiplier": round(mechanism.noise_multiplier or 0.0, 4),
-                "num_examples": num_examples,
-                "held_out": len(is_spam),
-                "held_out_spam": int(np.sum(is_spam)),
-                "length": LENGTH,
-                "settings": settings._asdict(),
-                **{name: [x[name] for x in scored] for name in scored[0]},
-            }
+    mechanism = dpmp.DPSGD(
+        num_examples=len(data["is_spam"]),
+        expected_batch_size=settings.batch_size,
+        iterations=settings.steps,
+        l2_clip_norm=settings.l2_clip_norm,
+        microbatch_size=settings.microbatch_size,
+        method="book_keeping",
+    )
+    if is_private:
+        mechanism = mechanism.calibrate(epsilon=epsilon, delta=DELTA)
+    else:
+        mechanism = mechanism.without_privacy()
+    scored = []
+    for seed in range(seeds):
+        initial = initial_params(model, trained, seed)
+        run = Run(model, initial, mechanism, settings, data, held_out, seed)
+        scored.append(scores(LIBRARIES[library](run), is_spam))
+    yield {
+        "epsilon": epsilon if is_private else None,
+        "delta": DELTA if is_private else None,
+        "noise_multiplier": round(mechanism.noise_multiplier or 0.0, 4),
+        "num_examples": mechanism.num_examples,
+        "held_out": len(is_spam),
+        "held_out_spam": int(np.sum(is_spam)),
+        "length": LENGTH,
+        "settings": settings._asdict(),
+        **{name: [x[name] for x in scored] for name in scored[0]},
+    }
 
 
 if __name__ == "__main__":
-    harness.main(
-        benchmark,
-        tiny={"trained": ["head"], "epsilons": [8.0], "seeds": 1, "steps": 2},
-        trained=harness.Some(SETTINGS),
-        libraries=harness.Some(["dpmp", "opacus"]),
-        epsilons=(1.0, 3.0, 8.0, math.inf),
-        seeds=3,
-        steps=int,
-    )
+    tiny = {"trained": ["head"], "epsilon": [8.0], "seeds": 1, "steps": 2}
+    harness.main(benchmark, tiny=tiny)

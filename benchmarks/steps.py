@@ -4,10 +4,11 @@ A step has the gradients, clipping and noise if it is private, and Adam, for flo
 parameters. Its loss runs in the dtypes of a policy of dpmp.
 """
 
+import functools
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +23,25 @@ from dpmp.engines.book_keeping import _linalg
 from dpmp.numerics._arithmetic import parse_arithmetic
 
 GradFn = Callable[[Any, Any], Any]
-
-_STEPS = 10_000  # of the run that the mechanisms describe; fewer are made
+Made = TypeVar("Made")
 
 
 class Step(NamedTuple):
-    """A training step that is ready to run.
+    """A training step that is ready to run, and what the compiler of jax says of it."""
 
-    Attributes:
-      run: makes one step and returns what to wait for.
-      temp_bytes: that the program allocates besides arguments and results, by the
-        account of jax's compiler.
-      compile_seconds: to trace and compile it, in jax.
-    """
+    run: Callable[[], Any]  # makes one step and returns what to wait for
+    temp_bytes: int | None = None  # besides arguments and results
+    compile_seconds: float | None = None  # with tracing
 
-    run: Callable[[], Any]
-    temp_bytes: int | None = None
-    compile_seconds: float | None = None
+
+def in_sizes(
+    kind: str, make: Callable[..., Made], sizes: Sequence[int | None]
+) -> dict[str, Callable[[], Made]]:
+    """Calls that make one kind of contender for several microbatch sizes, by name."""
+    return {
+        f"{kind}, {size or 'at once'}": functools.partial(make, microbatch_size=size)
+        for size in sizes
+    }
 
 
 def measure(
@@ -46,10 +49,8 @@ def measure(
 ) -> tuple[harness.Measured, dict[str, dict[str, Any]]]:
     """Prepares all steps, then runs them in turn.
 
-    Returns:
-      What they take, and the figures of a line: temporary memory, growth of the process
-      (on a CPU, where it holds the arrays) and seconds to compile, for the steps that
-      have them, and what was refused, with the reason.
+    The figures are temporary memory, growth of the process (on a CPU, where it holds
+    the arrays) and seconds to compile, and what was refused, with the reason.
     """
     steps, refused = {}, {}
     for name, make in prepare.items():
@@ -67,10 +68,9 @@ def measure(
     }
     # The threads of PyTorch spin for a while after their last step of a round.
     calls = {"rest": lambda: time.sleep(0.1)} | {k: x.run for k, x in steps.items()}
-    seconds = harness.in_turn(calls, rounds)
-    del seconds["rest"]
+    seconds = harness.in_turn(calls, rounds).seconds
     measured = harness.Measured(
-        seconds,
+        {k: seconds[k] for k in steps},
         {k: x.temp_bytes for k, x in steps.items() if x.temp_bytes is not None},
         {k: x.compile_seconds for k, x in steps.items() if x.compile_seconds},
     )
@@ -105,6 +105,19 @@ def of_gradients(
     return _compiled(jax.jit(step, donate_argnums=0), state, task.batch)
 
 
+def make_trainer(
+    loss_fn: Any, policy: Any, prng_key: jax.Array | None = None, **options: Any
+) -> dpmp.DPTrainer:
+    """A trainer with Adam, and with these options of its mechanism."""
+    return dpmp.DPTrainer(
+        mechanism=dpmp.DPSGD(l2_clip_norm=1.0, noise_multiplier=1.0, **options),
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-3),
+        policy=policy,
+        prng_key=prng_key,
+    )
+
+
 def of_dpmp(
     task: models.Task,
     policy: str,
@@ -115,23 +128,17 @@ def of_dpmp(
     """The step of `DPTrainer`."""
     batch_size = len(jax.tree.leaves(task.batch)[0])
     params = masters(task)
-    mechanism = dpmp.DPSGD(
+    trainer = make_trainer(
+        task.loss_fn,
+        policy,
         num_examples=1000 * batch_size,
         expected_batch_size=0.8 * batch_size,
         truncated_batch_size=batch_size,
         microbatch_size=microbatch_size,
-        iterations=_STEPS,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
+        iterations=10_000,  # fewer are made
         method=method,
         arithmetic=arithmetic,
         num_parameters=sum(x.size for x in jax.tree.leaves(params)),
-    )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=task.loss_fn,
-        optimizer=optax.adam(1e-3),
-        policy=policy,
     )
     state = trainer.init(params)._replace(spent=None)
     batch = jax.tree.map(jnp.asarray, task.batch)
@@ -143,18 +150,16 @@ def of_dpmp(
 
 def of_jax_privacy(task: models.Task, policy: str, microbatch_size: int | None) -> Step:
     """The step with the gradients and the noise of jax_privacy."""
-    import jax_privacy.clipping
-    import jax_privacy.noise_addition
+    from jax_privacy import clipping, noise_addition
 
-    grad_fn = jax_privacy.clipping.clipped_grad(
+    grad_fn = clipping.clipped_grad(
         task.loss_fn,
         l2_clip_norm=1.0,
         normalize_by=len(jax.tree.leaves(task.batch)[0]),
         microbatch_size=microbatch_size,
     )
-    noise = jax_privacy.noise_addition.gaussian_privatizer(
-        stddev=grad_fn.sensitivity(), prng_key=jax.random.key(0)
-    )
+    stddev, key = grad_fn.sensitivity(), jax.random.key(0)
+    noise = noise_addition.gaussian_privatizer(stddev=stddev, prng_key=key)
     return of_gradients(grad_fn, task, policy, noise)
 
 
@@ -209,9 +214,8 @@ def _in_microbatches(grad_fn: GradFn, size: int) -> GradFn:
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grad), None
 
         total, _ = jax.lax.scan(step, zeros, parts)
-        return jax.tree.map(
-            lambda x: x * (size / len(jax.tree.leaves(batch)[0])), total
-        )
+        share = size / len(jax.tree.leaves(batch)[0])
+        return jax.tree.map(lambda x: x * share, total)
 
     return grad_of_all
 
@@ -224,10 +228,8 @@ def _unclipped(loss_fn: Callable[..., jax.Array]) -> GradFn:
 
     def grad_fn(params: Any, batch: Any) -> Any:
         size = len(jax.tree.leaves(batch)[0])
-        coefs, keep = jnp.full(size, 1 / size), jnp.full(size, True)
-        one_group = jax.tree.structure(0)
-        return engine(params, batch).weighted_sum(
-            [coefs], keep, one_group, parse_arithmetic(None)
-        )
+        coefs, keep = [jnp.full(size, 1 / size)], jnp.full(size, True)
+        one_group, floats = jax.tree.structure(0), parse_arithmetic(None)
+        return engine(params, batch).weighted_sum(coefs, keep, one_group, floats)
 
     return grad_fn

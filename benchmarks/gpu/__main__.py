@@ -39,9 +39,9 @@ and typing-inspection as well.
 """
 
 import argparse
-import functools
 import os
 import pathlib
+import pkgutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -51,66 +51,34 @@ from benchmarks import harness
 
 
 class Part(NamedTuple):
-    """A part of the benchmark.
+    """A part of the benchmark."""
 
-    Attributes:
-      seconds: that it may take.
-      environment: of its process.
-    """
-
-    seconds: float
-    environment: Mapping[str, str] = {}
+    run: str  # the function of a session, in benchmarks.gpu
+    seconds: float  # that it may take
+    environment: Mapping[str, str] = {}  # of its process
 
 
 # The tests are several processes that share the device.
 PARTS = {
-    "exact": Part(70),
-    "bounded": Part(60),
-    "selfcheck": Part(90),
-    "tests": Part(130, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
-    "products": Part(50),
-    "small": Part(160),
-    "smollm2": Part(110),
-    "decoder": Part(120),
-    "medium": Part(110),
-    "large": Part(110),
-    "float8": Part(80),
-    "noise": Part(50),
+    "exact": Part("exact_bits:run", 70),
+    "bounded": Part("bounded_bits:run", 60),
+    "selfcheck": Part("device:run_selfcheck", 90),
+    "tests": Part("tests:run", 130, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+    "products": Part("device:run_products", 50),
+    "small": Part("steps:run_gpt2", 160),
+    "smollm2": Part("steps:run_decoder", 110),
+    "decoder": Part("steps:run_decoder", 120),
+    "medium": Part("steps:run_gpt2", 110),
+    "large": Part("steps:run_gpt2", 110),
+    "float8": Part("steps:run_float8", 80),
+    "noise": Part("device:run_noise", 50),
 }
-
-# To end by itself, and to write what it has.
-_GRACE = 5.0
-
+_GRACE = 5.0  # to end by itself, and to write what it has
 _DEVICE_IS_MISSING = 3
 
 
 def main() -> int:
     """Runs the parts that were asked for, or one of them in this process."""
-    args = _parse()
-    if args.inside:
-        return _run_inside(args)
-    outcomes = []
-    for part in args.part:
-        seconds = args.seconds or (3600.0 if args.compile_only else PARTS[part].seconds)
-        # Later flags count.
-        flags = [*sys.argv[1:], "--part", part, "--seconds", str(seconds), "--inside"]
-        command = [sys.executable, "-m", "benchmarks.gpu", *flags]
-        environment = {**os.environ, **PARTS[part].environment}
-        if args.tiny and not args.compile_only:
-            environment["JAX_PLATFORMS"] = "cpu"
-        outcomes.append(
-            run_part(
-                part,
-                command,
-                seconds=seconds,
-                folder=args.out,
-                environment=environment,
-            )
-        )
-    return int(any(outcome != "ended" for outcome in outcomes))
-
-
-def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description="Runs what a GPU is needed for."
     )
@@ -122,13 +90,25 @@ def _parse() -> argparse.Namespace:
     add("--scan", action="store_true", help="GPT-2's layers in a loop")
     add("--seconds", type=float, help="for each part")
     add("--inside", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.inside:
+        return _run_inside(args)
+    outcomes = []
+    for part in args.part:
+        seconds = args.seconds or (3600.0 if args.compile_only else PARTS[part].seconds)
+        # Later flags count.
+        flags = [*sys.argv[1:], "--part", part, "--seconds", str(seconds), "--inside"]
+        command = [sys.executable, "-m", "benchmarks.gpu", *flags]
+        environment = {**os.environ, **PARTS[part].environment}
+        if args.tiny and not args.compile_only:
+            environment["JAX_PLATFORMS"] = "cpu"
+        outcomes.append(run_part(part, command, seconds, args.out, environment))
+    return int(any(outcome != "ended" for outcome in outcomes))
 
 
 def run_part(
     part: str,
     command: Sequence[str],
-    *,
     seconds: float,
     folder: pathlib.Path,
     environment: Mapping[str, str],
@@ -137,15 +117,10 @@ def run_part(
     start = time.monotonic()
     outcome = harness.run_for(command, seconds + _GRACE, env=environment)
     outcome = "ended" if outcome == "exit status 0" else outcome
-    figures = {
-        "part": part,
-        "question": "outcome",
-        "outcome": outcome,
-        "seconds": round(time.monotonic() - start, 1),
-    }
-    harness.write_line(folder, "gpu", figures)
-    sys.stdout.write(f"{part}: {outcome}\n")
-    sys.stdout.flush()
+    seconds = round(time.monotonic() - start, 1)
+    figures = {"part": part, "question": "outcome", "outcome": outcome}
+    harness.write_line(folder, "gpu", {**figures, "seconds": seconds})
+    print(f"{part}: {outcome}", flush=True)
     return outcome
 
 
@@ -154,10 +129,9 @@ def _run_inside(args: argparse.Namespace) -> int:
     if args.compile_only:
         from benchmarks import h100  # before a backend starts
 
-        sys.stdout.write(f"for {h100.device_kind()}\n")
+        print(f"for {h100.device_kind()}")
     import jax
 
-    from benchmarks.gpu import bounded_bits, device, exact_bits, steps, tests
     from benchmarks.gpu.programs import Session
 
     (part,) = args.part
@@ -176,21 +150,7 @@ def _run_inside(args: argparse.Namespace) -> int:
         compile_only=args.compile_only,
         scan=args.scan,
     )
-    runs = {
-        "exact": exact_bits.run,
-        "bounded": bounded_bits.run,
-        "selfcheck": device.run_selfcheck,
-        "tests": tests.run,
-        "products": device.run_products,
-        "float8": steps.run_float8,
-        "noise": device.run_noise,
-        **{name: functools.partial(steps.run_gpt2, model=name) for name in steps.GPT2S},
-        **{
-            name: functools.partial(steps.run_decoder, model=name)
-            for name in steps.DECODERS
-        },
-    }
-    runs[part](session)
+    pkgutil.resolve_name(f"benchmarks.gpu.{PARTS[part].run}")(session)
     return 0
 
 

@@ -28,10 +28,7 @@ _RESOLUTION = 2**22
 
 def run(session: Session) -> None:
     """Runs all checks, or compiles their programs."""
-    if session.compile_only:
-        programs.compile_all(session, _programs())
-    else:
-        programs.run_checks(session, (bounded_sums, repetitions, norms))
+    programs.run_checks(session, (bounded_sums, repetitions, norms), _programs)
 
 
 def _programs() -> dict[str, Program]:
@@ -116,12 +113,10 @@ def bounded_sums(session: Session) -> Iterator[dict[str, Any]]:
         cases = _factors(session.is_tiny, dtype)
         w = _zero_weights(cases["random"])
         program = _bounded_program(_linear_loss, w, cases["random"], microbatch_size)
-        total = programs.compile_program(session, program).run
+        total = functools.partial(program.jitted(), w)
         where = f"{np.dtype(dtype).name}, microbatches of {microbatch_size}"
         for name, batch in cases.items():
-            change = _largest_change(
-                functools.partial(total, w, batch), len(batch["x"])
-            )
+            change = _largest_change(functools.partial(total, batch), len(batch["x"]))
             what = f"change by one example, over the clip norm; {name}, {where}"
             yield finding(what, change, 1)
 
@@ -144,13 +139,12 @@ def repetitions(session: Session) -> Iterator[dict[str, Any]]:
     size = len(tokens)
     for name, options in (("", programs.REPEATABLE), (", not asked for", {})):
         program = _bounded_program(loss, params, tokens, 2, options)
-        total = programs.compile_program(session, program).run
-        none = np.zeros(size, bool)
-        runs = [np.asarray(total(params, tokens, none)) for _ in range(5)]
+        total = functools.partial(program.jitted(), params, tokens)
+        runs = [np.asarray(total(np.zeros(size, bool))) for _ in range(5)]
         differing = max(int(np.sum(x != runs[0])) for x in runs)
         what = f"entries that differ from run to run{name}"
         yield finding(what, differing, 0, is_promised=not name)
-        change = _largest_change(functools.partial(total, params, tokens), size)
+        change = _largest_change(total, size)
         what = f"change by one example, over the clip norm{name}"
         yield finding(what, change, 1, is_promised=not name)
 
@@ -169,8 +163,7 @@ def _small_transformer(is_tiny: bool) -> tuple[Any, jax.Array, Callable[..., Any
 def norms(session: Session) -> Iterator[dict[str, Any]]:
     """Beside norms in float64 on the host."""
     cases = _factors(session.is_tiny, jnp.float32)
-    program = _norm_program(cases["random"])
-    run_norms = programs.compile_program(session, program).run
+    run_norms = _norm_program(cases["random"]).jitted()
     for name, batch in cases.items():
         found = np.asarray(run_norms(_zero_weights(batch), batch)).astype(np.float64)
         x, g = (np.asarray(batch[k]).astype(np.float64) for k in "xg")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import dpmp
+from benchmarks import harness
 from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program, Session
 from dpmp import devices, noise_addition
@@ -52,28 +53,20 @@ def run_products(session: Session) -> None:
         programs.compile_all(session, made)
         return
     for size in sizes:
-        _measure_rates(session, size)
+        shapes = ((size, size), (size, size))
+        calls, errors = _products.compile_all(_products.KINDS, shapes)
+        seconds = {k: programs.fastest_seconds(call) for k, call in calls.items()}
+        rates = {k: 2 * size**3 / x for k, x in seconds.items()}
+        session.record(
+            "rate",
+            size=size,
+            teraflops_per_second=harness.rounded(rates, 1, unit=1e12),
+            time_of_bfloat16=harness.rounded(seconds, 3, unit=seconds["bfloat16"]),
+            errors=errors,
+        )
     report = devices.measure_dtypes(size=sizes[0])
     rows = {row.name: dataclasses.asdict(row) for row in report.rows}
     session.record("measured dtypes", size=sizes[0], rows=rows)
-
-
-def _measure_rates(session: Session, size: int) -> None:
-    """The fastest of five times, of products that wait in line for the device."""
-    calls, errors = _products.compile_all(_products.KINDS, ((size, size), (size, size)))
-    timed = functools.partial(programs.seconds_of, queued=10)
-    seconds = {name: min(timed(call) for _ in range(5)) for name, call in calls.items()}
-    session.record(
-        "rate",
-        size=size,
-        teraflops_per_second={
-            name: round(2 * size**3 / x / 1e12, 1) for name, x in seconds.items()
-        },
-        time_of_bfloat16={
-            name: round(x / seconds["bfloat16"], 3) for name, x in seconds.items()
-        },
-        errors=errors,
-    )
 
 
 def run_noise(session: Session) -> None:
@@ -107,10 +100,9 @@ def run_noise(session: Session) -> None:
         rates = {k: round(size / x / 1e6, 3) for k, x in milliseconds.items()}
         return {"entries": size, "gigaentries_per_second": rates}
 
-    args = jax.eval_shape(make_args)
     programs.compare(
         session,
-        {name: Program(f, args) for name, f in functions.items()},
+        functions,
         make_args,
         reference="jax.random.normal",
         rounds=7,

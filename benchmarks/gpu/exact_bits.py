@@ -30,10 +30,7 @@ _RESOLUTIONS = (2**15 - 1, 2**22)
 
 def run(session: Session) -> None:
     """Runs all checks, or compiles their programs."""
-    if session.compile_only:
-        programs.compile_all(session, _programs())
-    else:
-        programs.run_checks(session, (exact_sums, contributions, noise))
+    programs.run_checks(session, (exact_sums, contributions, noise), _programs)
 
 
 def _programs() -> dict[str, Program]:
@@ -59,10 +56,8 @@ def _exact_program(
         arithmetic=ExactSums(resolution),
         microbatch_size=microbatch_size,
     )
-    empty = jax.ShapeDtypeStruct(batch.shape[:1], bool)
-    return Program(
-        lambda batch, empty: fn(batch, is_padding_example=empty).counts, (batch, empty)
-    )
+    args = batch, jax.ShapeDtypeStruct(batch.shape[:1], bool)
+    return Program(lambda x, empty: fn(x, is_padding_example=empty).counts, args)
 
 
 def _gradients(is_tiny: bool, dtype: Any) -> jax.Array:
@@ -91,10 +86,9 @@ def exact_sums(session: Session) -> Iterator[dict[str, Any]]:
             "padding": (padded, gaps, None),
             "padding, in microbatches": (padded, gaps, 8),
         }
-        whole = programs.compile_and_run(session, _exact_program(batch), batch, none)
+        whole = _exact_program(batch).jitted()(batch, none)
         for name, (x, empty, microbatch_size) in ways.items():
-            program = _exact_program(x, microbatch_size)
-            other = programs.compile_and_run(session, program, x, empty)
+            other = _exact_program(x, microbatch_size).jitted()(x, empty)
             what = f"entries that differ in {name}, {np.dtype(dtype).name}"
             yield finding(what, np.sum(whole != other), 0)
 
@@ -106,22 +100,17 @@ def contributions(session: Session) -> Iterator[dict[str, Any]]:
         examples = _hard_examples(size, dtype)
         batch = jax.ShapeDtypeStruct((1, size), dtype)
         for resolution in _RESOLUTIONS:
-            program = _exact_program(batch, resolution=resolution)
-            clipped = programs.compile_program(session, program).run
+            clipped = _exact_program(batch, resolution=resolution).jitted()
             ratios = {
                 name: _norm(clipped(x[None], np.zeros(1, bool))) / resolution
                 for name, x in examples.items()
             }
             where = f"{np.dtype(dtype).name}, resolution {resolution}"
-            yield finding(
-                f"largest contribution, over the clip norm; {where}",
-                max(ratios.values()),
-                1,
-            )
+            what = f"largest contribution, over the clip norm; {where}"
+            yield finding(what, max(ratios.values()), 1)
             lost = [k for k, ratio in ratios.items() if ratio < 0.95 and "not" not in k]
-            yield finding(
-                f"examples of which much is lost; {where}: {lost}", len(lost), 0
-            )
+            what = f"examples of which much is lost; {where}: {lost}"
+            yield finding(what, len(lost), 0)
             bad = [ratio for name, ratio in ratios.items() if "not finite" in name]
             yield finding(f"what is not finite contributes; {where}", max(bad), 0)
 
@@ -169,11 +158,10 @@ def noise(session: Session) -> Iterator[dict[str, Any]]:
     size = 1000 if session.is_tiny else 2_000_000
     for resolution in (2**15, 2**20):
         program = _noise_program(size, resolution)
-        here = programs.compile_and_run(session, program, jnp.int32(3))
+        here = program.jitted()(jnp.int32(3))
         with jax.default_device(jax.devices("cpu")[0]):
             there = np.asarray(jax.jit(program.fun)(jnp.int32(3)))
         what = f"entries of noise that are not those of a CPU; 1/{resolution}"
         yield finding(what, np.sum(here != there), 0)
-        yield finding(
-            f"error of the variance; 1/{resolution}", abs(np.var(here) - 1), 0.2
-        )
+        error = abs(np.var(here) - 1)
+        yield finding(f"error of the variance; 1/{resolution}", error, 0.2)

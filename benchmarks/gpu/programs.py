@@ -7,7 +7,7 @@ has its time, and a program that fails leaves the others alone.
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,24 +23,14 @@ REPEATABLE = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One part's run.
+    """One part's run."""
 
-    Attributes:
-      part: the name that its lines bear.
-      folder: of the file `gpu.jsonl`.
-      seconds: that the part may take.
-      is_tiny: whether to run everything in a small size, on any device.
-      compile_only: whether to compile for an H100 instead of running anything.
-      scan: whether the layers of models are a loop.
-      started: when the part began, by `time.monotonic`.
-    """
-
-    part: str
-    folder: pathlib.Path
-    seconds: float
-    is_tiny: bool = False
-    compile_only: bool = False
-    scan: bool = False
+    part: str  # the name that its lines bear
+    folder: pathlib.Path  # of the file gpu.jsonl
+    seconds: float  # that the part may take
+    is_tiny: bool = False  # everything is run in a small size, on any device
+    compile_only: bool = False  # for an H100, instead of running anything
+    scan: bool = False  # the layers of models are a loop
     started: float = field(default_factory=time.monotonic)
 
     def seconds_left(self) -> float:
@@ -49,15 +39,11 @@ class Session:
 
     def record(self, question: str, **figures: Any) -> None:
         """Writes a line at once, so that a run that is cut off keeps it."""
-        harness.append(
-            self.folder,
-            "gpu_programs" if self.compile_only else "gpu",
-            part=self.part,
-            question=question,
-            **({"tiny": True} if self.is_tiny else {}),
-            **({"scan": True} if self.scan else {}),
-            **figures,
-        )
+        name = "gpu_programs" if self.compile_only else "gpu"
+        flags = {"tiny": self.is_tiny, "scan": self.scan}
+        shown = {flag: True for flag, is_set in flags.items() if is_set}
+        part = {"part": self.part, "question": question}
+        harness.append(self.folder, name, **part, **shown, **figures)
 
 
 # --------------------------------------------------------------------------- findings
@@ -77,9 +63,17 @@ def finding(
 
 
 def run_checks(
-    session: Session, checks: Iterable[Callable[[Session], Iterator[dict[str, Any]]]]
+    session: Session,
+    checks: Sequence[Callable[[Session], Iterator[dict[str, Any]]]],
+    make_programs: Callable[[], Mapping[str, "Program"]],
 ) -> None:
-    """Writes a line for each finding of each check; a check that fails ends alone."""
+    """Writes a line for each finding of each check; a check that fails ends alone.
+
+    For an H100, these programs are compiled instead.
+    """
+    if session.compile_only:
+        compile_all(session, make_programs())
+        return
     for check in checks:
         name = getattr(check, "__name__", "")
         try:
@@ -98,24 +92,17 @@ def _message(error: Exception) -> str:
 
 
 class Program(NamedTuple):
-    """A function to compile.
+    """A function to compile."""
 
-    Attributes:
-      fun: of arrays.
-      args: trees of arrays, or of their shapes.
-      options: of the compiler, on GPUs.
-    """
+    fun: Callable[..., Any]  # of arrays
+    args: tuple[Any, ...]  # trees of arrays, or of their shapes
+    options: Mapping[str, Any] = {}  # of the compiler, on GPUs
 
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: Mapping[str, Any] = {}
-
-
-class Compiled(NamedTuple):
-    """A program as a function of arrays, and figures of what it took to make it."""
-
-    run: Callable[..., Any]
-    figures: dict[str, float]
+    def jitted(self) -> Any:
+        """The function, compiled for the device at hand when it is called."""
+        is_gpu = jax.default_backend() == "gpu"
+        options = dict(self.options) if is_gpu else {}
+        return jax.jit(lambda *xs: self.fun(*xs), compiler_options=options)
 
 
 # Triton's kernels need a device to be tried out on, and without that some tiles fit no
@@ -123,37 +110,30 @@ class Compiled(NamedTuple):
 _WITHOUT_TRIALS = {"xla_gpu_enable_triton_gemm": False}
 
 
-def compile_program(session: Session, program: Program) -> Compiled:
-    """Compiles for the device at hand, or for an H100 where that is all to be done."""
-    sharding, options = None, {}
+def compile_program(
+    session: Session, program: Program
+) -> tuple[Callable[..., Any], dict[str, float]]:
+    """Compiles for the device at hand, or for an H100; with figures of what it took."""
     if session.compile_only:
-        sharding, options = _h100_sharding(), {**program.options, **_WITHOUT_TRIALS}
-    elif jax.default_backend() == "gpu":
-        options = dict(program.options)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        program.args,
-    )
+        from benchmarks import h100
+
+        shapes = h100.place(program.args)
+        options = {**program.options, **_WITHOUT_TRIALS}
+        jitted = jax.jit(lambda *xs: program.fun(*xs), compiler_options=options)
+    else:
+        shapes, jitted = jax.eval_shape(lambda *xs: xs, *program.args), program.jitted()
     start = time.perf_counter()
-    lowered = jax.jit(lambda *xs: program.fun(*xs)).lower(*shapes)
+    lowered: Any = jitted.lower(*shapes)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
-    memory: Any = compiled.memory_analysis()
-    figures = {
+    compiled: Any = lowered.compile()
+    memory = compiled.memory_analysis()
+    return compiled, {
         "lowering_seconds": round(lowered_at - start, 1),
         "compile_seconds": round(time.perf_counter() - lowered_at, 1),
+        "temp_megabytes": round(memory.temp_size_in_bytes / 1e6, 1),
+        "argument_megabytes": round(memory.argument_size_in_bytes / 1e6, 1),
+        "output_megabytes": round(memory.output_size_in_bytes / 1e6, 1),
     }
-    for name in ("temp", "argument", "output"):
-        size = getattr(memory, f"{name}_size_in_bytes")
-        figures[f"{name}_megabytes"] = round(size / 1e6, 1)
-    return Compiled(compiled, figures)
-
-
-@functools.cache
-def _h100_sharding() -> Any:
-    from benchmarks import h100
-
-    return h100.sharding()
 
 
 def compile_all(session: Session, programs: Mapping[str, Program]) -> None:
@@ -162,55 +142,43 @@ def compile_all(session: Session, programs: Mapping[str, Program]) -> None:
 
     for name, program in programs.items():
         try:
-            figures: Any = compile_program(session, program).figures
+            _, figures = compile_program(session, program)
         except Exception as error:  # the others may compile
             figures = {"error": _message(error)}
         kind = h100.device_kind()
         session.record("program", compiled_for=kind, name=name, **figures)
 
 
-def compile_and_run(session: Session, program: Program, *args: Any) -> Any:
-    """The result of a program."""
-    return compile_program(session, program).run(*args)
-
-
-class Trial(NamedTuple):
-    """A program that ran: what runs it again, and the seconds of its second run."""
-
-    call: Callable[[], Any]
-    seconds: float
-
-
 def _try_all(
-    session: Session, programs: Mapping[str, Program], args: tuple[Any, ...]
-) -> Iterator[tuple[str, Trial]]:
-    """Runs programs twice while three quarters of the time last; a line for each."""
+    session: Session, programs: Mapping[str, Program]
+) -> Iterator[tuple[str, Callable[[], Any], float]]:
+    """Runs programs twice while three quarters of the time last; a line for each.
+
+    Gives their names, what runs them again, and the seconds of their second run.
+    """
     slowest = 0.0
     for name, program in programs.items():
         if session.seconds_left() - 0.25 * session.seconds < slowest:
             session.record("trial", name=name, error="not tried: no time left")
             continue
-        start, trial = time.monotonic(), None
+        start, call, seconds = time.monotonic(), None, 0.0
         try:
-            # Adapters of arrays have a fingerprint in their type, those of shapes none.
-            compiled = compile_program(session, program._replace(args=args))
-            call = functools.partial(compiled.run, *args)
+            run, figures = compile_program(session, program)
+            call = functools.partial(run, *program.args)
             before = _peak_bytes()
             seconds_of(call)
-            trial = Trial(call, seconds_of(call))
+            seconds = seconds_of(call)
             peak = _peak_bytes()
-            figures: Any = {
-                **compiled.figures,
-                # Of the process: it tells of a program that takes more than all before.
-                "peak_megabytes": round(peak / 1e6, 1) if peak != before else None,
-                "milliseconds": round(1e3 * trial.seconds, 2),
-            }
+            # Of the process: it tells of a program that takes more than all before.
+            peak_megabytes = round(peak / 1e6, 1) if peak != before else None
+            figures |= {"milliseconds": round(1e3 * seconds, 2)}
+            figures |= {"peak_megabytes": peak_megabytes}
         except Exception as error:  # a part goes on without what does not fit
             figures = {"error": _message(error)}
         slowest = max(slowest, time.monotonic() - start)
         session.record("trial", name=name, **figures)
-        if trial:
-            yield name, trial
+        if call and seconds:
+            yield name, call, seconds
 
 
 def _peak_bytes() -> int:
@@ -220,7 +188,7 @@ def _peak_bytes() -> int:
 
 def compare(
     session: Session,
-    programs: Mapping[str, Program],
+    functions: Mapping[str, Callable[..., Any]],
     make_args: Callable[[], tuple[Any, ...]],
     *,
     reference: str,
@@ -230,11 +198,11 @@ def compare(
     prefix: str = "",
     more: Callable[[dict[str, float]], dict[str, Any]] = lambda milliseconds: {},
 ) -> None:
-    """Tries programs, and times the fastest of each kind in turn; or compiles them.
+    """Tries functions, and times the fastest of each kind in turn; or compiles them.
 
     Args:
       session: the part.
-      programs: by name, the most important first. Only the first one of each kind is
+      functions: by name, the most important first. Only the first one of each kind is
         compiled for an H100.
       make_args: the arguments of all of them.
       reference: the name of the one that the others are compared with.
@@ -245,30 +213,38 @@ def compare(
       prefix: of the names of what is compiled for an H100.
       more: figures of a line that follow from the milliseconds.
     """
+    args = jax.eval_shape(make_args) if session.compile_only else make_args()
+    programs = {
+        # What is proved of "bounded" sums takes sums that are the same at every run.
+        name: Program(fun, args, REPEATABLE if "bounded" in name else {})
+        for name, fun in functions.items()
+    }
     if session.compile_only:
         first = {kind(name): name for name in [*programs][::-1]}.values()
         compile_all(session, {prefix + x: programs[x] for x in [*first][::-1]})
         return
-    trials, best = {}, {}
-    for name, trial in _try_all(session, programs, make_args()):
-        trials[name], before = trial, best
-        by_time = sorted(trials, key=lambda x: trials[x].seconds, reverse=True)
+
+    def time_best(rounds: int) -> None:
+        some = {name: calls[name] for name in best.values()}
+        seconds = _in_turn(session, some, min(rounds, 3) if session.is_tiny else rounds)
+        measured = harness.Measured(seconds)
+        if num_rounds := min(map(len, seconds.values()), default=0):
+            session.record(
+                "comparison",
+                rounds=num_rounds,
+                milliseconds=measured.milliseconds(),
+                time_ratio=measured.time_over(reference) if reference in some else {},
+                **more(measured.milliseconds()),
+            )
+
+    calls, trials, best = {}, {}, {}
+    for name, call, seconds in _try_all(session, programs):
+        calls[name], trials[name], before = call, seconds, best
+        by_time = sorted(trials, key=trials.__getitem__, reverse=True)
         best = {kind(x): x for x in by_time}
         if has_early_lines and best != before and len(best) > 1:
-            _time(session, trials, best.values(), reference, 3, more)
-    _time(session, trials, best.values(), reference, rounds, more)
-
-
-def _time(session, trials, names, reference, rounds, more) -> None:
-    calls = {name: trials[name].call for name in names}
-    seconds = in_turn(
-        session, calls, rounds=min(rounds, 3) if session.is_tiny else rounds
-    )
-    figures = summarize(seconds, reference)
-    num_rounds = min(map(len, seconds.values()), default=0)
-    if num_rounds:
-        figures |= more(figures["milliseconds"])
-        session.record("comparison", rounds=num_rounds, **figures)
+            time_best(3)
+    time_best(rounds)
 
 
 def seconds_of(call: Callable[[], Any], *, queued: int = 1) -> float:
@@ -278,8 +254,13 @@ def seconds_of(call: Callable[[], Any], *, queued: int = 1) -> float:
     return (time.perf_counter() - start) / queued
 
 
-def in_turn(
-    session: Session, calls: Mapping[str, Callable[[], Any]], *, rounds: int
+def fastest_seconds(call: Callable[[], Any]) -> float:
+    """The fastest of five times, of calls that wait in line for the device."""
+    return min(seconds_of(call, queued=10) for _ in range(5))
+
+
+def _in_turn(
+    session: Session, calls: Mapping[str, Callable[[], Any]], rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of all calls, round by round, while there is time for one more round."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -292,12 +273,3 @@ def in_turn(
             seconds[name].append(seconds_of(call))
         longest = max(longest, time.perf_counter() - start)
     return seconds
-
-
-def summarize(seconds: Mapping[str, list[float]], reference: str) -> dict[str, Any]:
-    """Median milliseconds, and the medians of the ratios within rounds."""
-    timed = {name: times for name, times in seconds.items() if times}
-    return {
-        "milliseconds": harness.rounded(harness.medians(timed), 3, unit=1e-3),
-        "time_ratio": harness.time_over(timed, reference) if reference in timed else {},
-    }

@@ -12,7 +12,7 @@ whenever that changed.
                and a billion parameters at 1024 tokens. Layers are a loop that computes
                activations again. Gradients are those of all parameters ("full"), or of
                adapters of rank 8 in all matrices ("LoRA") beside frozen bfloat16 ones.
-    float8     a wide GPT-2 and products of matrices, next to bfloat16
+    float8     a wide GPT-2, next to bfloat16
 
 References for GPT-2, for fine-tuning of the same models:
   Bu et al.: Differentially private optimization on large model at small cost, 2022:
@@ -21,7 +21,6 @@ References for GPT-2, for fine-tuning of the same models:
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,12 +30,11 @@ import jax.numpy as jnp
 import dpmp
 from benchmarks import harness
 from benchmarks.gpu import programs
-from benchmarks.gpu.programs import Program, Session
+from benchmarks.gpu.programs import Session
 from benchmarks.models import GPT2, TINY_GPT2
 from dpmp import lora
 from dpmp.numerics import ExactSums
 from dpmp.programs import float8
-from dpmp.tools.devices import _products
 from examples import llm
 from examples.llm import pretrained
 from examples.llm._config import Config
@@ -44,6 +42,7 @@ from examples.llm._config import Config
 _FLOATS = {"method": "book_keeping", "arithmetic": "unproved_float32"}
 _BOUNDED = {"method": "book_keeping", "arithmetic": "bounded"}
 _EXACT = {"method": "per_example", "arithmetic": "exact"}
+_CLIP = functools.partial(dpmp.clipped_grad, l2_clip_norm=1.0)
 
 
 def _in_bfloat16(tree: Any) -> Any:
@@ -54,74 +53,49 @@ def _in_bfloat16(tree: Any) -> Any:
 
 
 class Setting(NamedTuple):
-    """A GPT-2, and what it is run with.
-
-    Attributes:
-      shape: of the model.
-      batch_size: number of sequences.
-      in_floats: microbatch sizes of book-keeping in floats, the most promising first;
-        None is the whole batch.
-      bounded: those of bounded book-keeping.
-      formed: those with a gradient for each example.
-      speed_of_fastdp: over the speed of plain training, as published.
-      resolution: of exact sums; None for the default, which is too coarse for the
-        entries of the largest model.
-      length: of a sequence.
-    """
+    """A GPT-2, and the microbatch sizes of each kind, the most promising first."""
 
     shape: GPT2
     batch_size: int
-    in_floats: tuple[int | None, ...]
+    in_floats: tuple[int | None, ...]  # None is the whole batch
     bounded: tuple[int, ...]
-    formed: tuple[int, ...]
-    speed_of_fastdp: float | None = None
-    resolution: int | None = None
+    per_example: tuple[int, ...]
+    speed_of_fastdp: float | None = None  # over that of plain training, as published
+    resolution: int | None = None  # the default is too coarse for the largest model
     length: int = 100
 
 
 _SPEED_OF_FLASHDP = 0.90
+_SMALL, _MEDIUM, _LARGE = GPT2(12, 768, 12), GPT2(24, 1024, 16), GPT2(36, 1280, 20)
 GPT2S = {
-    "small": Setting(
-        GPT2(12, 768, 12), 100, (None, 50, 10, 4), (10, 5, 4), (10, 20, 4), 0.80
-    ),
-    "medium": Setting(
-        GPT2(24, 1024, 16), 50, (None, 25, 10, 5), (10, 5), (5, 10, 2), 0.80
-    ),
-    "large": Setting(
-        GPT2(36, 1280, 20), 20, (None, 10, 5), (10, 5, 4), (4, 5, 2), 0.87, 2**17
-    ),
+    "small": Setting(_SMALL, 100, (None, 50, 10, 4), (10, 5, 4), (10, 20, 4), 0.80),
+    "medium": Setting(_MEDIUM, 50, (None, 25, 10, 5), (10, 5), (5, 10, 2), 0.80),
+    "large": Setting(_LARGE, 20, (None, 10, 5), (10, 5, 4), (4, 5, 2), 0.87, 2**17),
 }
 _TINY_SETTING = Setting(TINY_GPT2, 4, (None, 2), (2,), (2,), length=8)
 
 
 def _grad_fns(setting: Setting, loss_fn: Any) -> dict[str, Callable[..., Any]]:
     """By kind and microbatch size: the most promising of each kind, then the next."""
-    clip = functools.partial(dpmp.clipped_grad, loss_fn, l2_clip_norm=1.0)
-    resolution = setting.resolution
-    arithmetic = ExactSums(resolution) if resolution else "exact"
-    exact = functools.partial(clip, **_EXACT | {"arithmetic": arithmetic})
+    clip = functools.partial(_CLIP, loss_fn)
+    exact: Any = dict(_EXACT)
+    if setting.resolution:
+        exact["arithmetic"] = ExactSums(setting.resolution)
+    in_floats = functools.partial(clip, **_FLOATS)
+    bounded = functools.partial(clip, **_BOUNDED)
+    per_example = functools.partial(clip, **exact)
     kinds: list[tuple[str, Any, tuple[int | None, ...], int]] = [
         ("plain", lambda **_: jax.grad(loss_fn), (None,), 0),
-        (
-            "book-keeping, float32",
-            functools.partial(clip, **_FLOATS),
-            setting.in_floats,
-            0,
-        ),
-        (
-            "book-keeping, bounded",
-            functools.partial(clip, **_BOUNDED),
-            setting.bounded,
-            0,
-        ),
+        ("book-keeping, float32", in_floats, setting.in_floats, 0),
+        ("book-keeping, bounded", bounded, setting.bounded, 0),
         # These go a round later: their programs are those that take long to compile.
-        ("per example, exact", exact, setting.formed, 1),
+        ("per example, exact", per_example, setting.per_example, 1),
     ]
     if harness.is_installed("jax_privacy"):
         from jax_privacy import clipping
 
         theirs = functools.partial(clipping.clipped_grad, loss_fn, l2_clip_norm=1.0)
-        kinds.append(("jax_privacy", theirs, setting.formed, 1))
+        kinds.append(("jax_privacy", theirs, setting.per_example, 1))
     places = [
         (i + delay, f"{kind}, {size or 'all'}", make(microbatch_size=size))
         for kind, make, sizes, delay in kinds
@@ -130,48 +104,38 @@ def _grad_fns(setting: Setting, loss_fn: Any) -> dict[str, Callable[..., Any]]:
     return {name: grad_fn for _, name, grad_fn in sorted(places, key=lambda x: x[0])}
 
 
-def run_gpt2(session: Session, model: str) -> None:
-    """Measures, or compiles, all contenders for one model."""
+def run_gpt2(session: Session) -> None:
+    """Measures, or compiles, all contenders for the model of this part."""
+    model = session.part
     setting = _TINY_SETTING if session.is_tiny else GPT2S[model]
-    shape = setting.shape
+    shape = setting.shape._replace(scan=session.scan)
 
     def make_args() -> tuple[Any, jax.Array]:
         keys = jax.random.split(jax.random.key(0))
         size = (setting.batch_size, setting.length)
         tokens = jax.random.randint(keys[0], size, 0, shape.vocabulary)
-        return shape.init(keys[1], scan=session.scan), tokens
+        return shape.init(keys[1]), tokens
 
     def step(grad_fn: Any, params: Any, tokens: jax.Array) -> Any:
         return grad_fn(_in_bfloat16(params), tokens)
 
-    args = jax.eval_shape(make_args)
-    grad_fns = _grad_fns(setting, shape.loss_fn(scan=session.scan))
-    made = {
-        # What is proved of "bounded" sums takes sums that are the same at every run.
-        name: Program(
-            functools.partial(step, grad_fn),
-            args,
-            programs.REPEATABLE if "bounded" in name else {},
-        )
-        for name, grad_fn in grad_fns.items()
-    }
+    grad_fns = _grad_fns(setting, shape.loss_fn())
+    steps = {k: functools.partial(step, grad_fn) for k, grad_fn in grad_fns.items()}
 
     def more(milliseconds: dict[str, float]) -> dict[str, Any]:
         plain = milliseconds.get("plain, all", 0.0)
+        published = {"fastDP": setting.speed_of_fastdp, "FlashDP": _SPEED_OF_FLASHDP}
         return {
             "model": model,
             "batch_size": setting.batch_size,
             "length": setting.length,
             "speed_of_plain": {k: round(plain / x, 3) for k, x in milliseconds.items()},
-            "published_speed_of_plain": {
-                "fastDP": setting.speed_of_fastdp,
-                "FlashDP": _SPEED_OF_FLASHDP,
-            },
+            "published_speed_of_plain": published,
         }
 
     programs.compare(
         session,
-        made,
+        steps,
         make_args,
         reference="plain, all",
         kind=lambda name: name.rpartition(", ")[0],
@@ -186,19 +150,12 @@ def run_gpt2(session: Session, model: str) -> None:
 
 
 class Subject(NamedTuple):
-    """A decoder, and what it is run with.
-
-    Attributes:
-      config: of the model.
-      batch_size: number of sequences.
-      length: of a sequence.
-      microbatch_sizes: of book-keeping, by what is trained, the most promising first.
-    """
+    """A decoder, and what it is run with."""
 
     config: Config
     batch_size: int
-    length: int
-    microbatch_sizes: dict[str, tuple[int, ...]]
+    length: int  # of a sequence
+    microbatch_sizes: dict[str, tuple[int, ...]]  # the most promising first
 
 
 def _llama(*sizes: int) -> Config:
@@ -208,39 +165,31 @@ def _llama(*sizes: int) -> Config:
     return Config(architecture="llama", norm_epsilon=1e-5, **options)
 
 
+_SMOLLM2 = _llama(49152, 576, 30, 9, 3, 64, 1536, 2048)
+_DECODER = _llama(32768, 2048, 18, 16, 16, 128, 5632, 1024)
 DECODERS = {
-    "smollm2": Subject(
-        _llama(49152, 576, 30, 9, 3, 64, 1536, 2048),
-        32,
-        512,
-        {"LoRA": (32, 8), "full": (8, 4)},
-    ),
-    "decoder": Subject(
-        _llama(32768, 2048, 18, 16, 16, 128, 5632, 1024),
-        8,
-        1024,
-        {"LoRA": (8, 4), "full": (2, 4)},
-    ),
+    "smollm2": Subject(_SMOLLM2, 32, 512, {"LoRA": (32, 8), "full": (8, 4)}),
+    "decoder": Subject(_DECODER, 8, 1024, {"LoRA": (8, 4), "full": (2, 4)}),
 }
-_TINY_SUBJECT = Subject(
-    _llama(40, 16, 2, 2, 1, 8, 24, 16), 4, 8, {"LoRA": (4,), "full": (2,)}
-)
+_TINY_LLAMA = _llama(40, 16, 2, 2, 1, 8, 24, 16)
+_TINY_SUBJECT = Subject(_TINY_LLAMA, 4, 8, {"LoRA": (4,), "full": (2,)})
 _RANK, _TARGETS = 8, "layers/.*kernel"
 # For each parameter and token; nothing for attention, norms and activations that are
 # computed again (Kaplan et al., 2020, https://arxiv.org/abs/2001.08361, section 2.1).
 _OPERATIONS = {"LoRA": 4, "full": 6}
 
 
-def run_decoder(session: Session, model: str) -> None:
-    """Measures, or compiles, all contenders for one model.
+def run_decoder(session: Session) -> None:
+    """Measures, or compiles, all contenders for the model of this part.
 
     "share_of_peak" is the rate at which the operations of the model are done, over that
     of a large product of bfloat16 matrices.
     """
+    model = session.part
     subject = _TINY_SUBJECT if session.is_tiny else DECODERS[model]
     make_args = functools.partial(_random_arguments, subject)
-    args = jax.eval_shape(make_args)
-    num_parameters = sum(x.size for x in jax.tree.leaves(args[0]))
+    _, shapes = pretrained.define(subject.config)
+    num_parameters = sum(x.size for x in jax.tree.leaves(shapes))
     rate = 1.0 if session.compile_only else _rate_of_products(session)
 
     def more(trained: str, milliseconds: dict[str, float]) -> dict[str, Any]:
@@ -261,7 +210,7 @@ def run_decoder(session: Session, model: str) -> None:
     for trained in _OPERATIONS:
         programs.compare(
             session,
-            _steps_of_decoder(subject, trained, args),
+            _steps_of_decoder(subject, trained),
             make_args,
             reference=f"{trained}, plain",
             prefix=f"{model}, ",
@@ -289,8 +238,8 @@ def _random_arguments(subject: Subject) -> tuple[Any, ...]:
     return params, frozen, adapters, {"tokens": tokens, "is_target": is_target}
 
 
-def _steps_of_decoder(subject: Subject, trained: str, args: Any) -> dict[str, Program]:
-    """The programs of all contenders, the most important first."""
+def _steps_of_decoder(subject: Subject, trained: str) -> dict[str, Any]:
+    """The functions of all contenders, the most important first."""
     graphdef, _ = pretrained.define(subject.config, remat=True)
     loss_fn = functools.partial(llm.mean_nats, pretrained.apply_fn(graphdef))
 
@@ -300,17 +249,11 @@ def _steps_of_decoder(subject: Subject, trained: str, args: Any) -> dict[str, Pr
         return make(lora.apply(loss_fn, frozen))(_in_bfloat16(adapters), batch)
 
     makers: dict[str, Callable[..., Any]] = {"plain": jax.grad}
-    for size, (name, options) in itertools.product(
-        subject.microbatch_sizes[trained],
-        {"bounded": _BOUNDED, "float32": _FLOATS}.items(),
-    ):
-        makers[f"book-keeping, {name}, {size}"] = functools.partial(
-            dpmp.clipped_grad, l2_clip_norm=1.0, microbatch_size=size, **options
-        )
-    return {
-        f"{trained}, {name}": Program(functools.partial(step, make), args)
-        for name, make in makers.items()
-    }
+    for size in subject.microbatch_sizes[trained]:
+        for name, options in {"bounded": _BOUNDED, "float32": _FLOATS}.items():
+            make = functools.partial(_CLIP, microbatch_size=size, **options)
+            makers[f"book-keeping, {name}, {size}"] = make
+    return {f"{trained}, {k}": functools.partial(step, x) for k, x in makers.items()}
 
 
 def _rate_of_products(session: Session) -> float:
@@ -318,34 +261,29 @@ def _rate_of_products(session: Session) -> float:
     size = 64 if session.is_tiny else 8192
     x = jnp.ones((size, size), jnp.bfloat16)
     call = functools.partial(jax.jit(jnp.matmul), x, x)
-    programs.seconds_of(call)
-    return 2 * size**3 / min(programs.seconds_of(call, queued=10) for _ in range(5))
+    jax.block_until_ready(call())
+    return 2 * size**3 / programs.fastest_seconds(call)
 
 
 # ----------------------------------------------------------------------------- float8
 
 _WIDE = GPT2(4, 2048, 16, vocabulary=8192, positions=512)
-_POLICIES = {"bfloat16": "mixed_bfloat16", "float8": "float8"}
-_KINDS = ("bfloat16", "bfloat16 -> float32", "float8_e4m3fn -> float32")
+_POLICIES = {
+    "bfloat16": dpmp.Policy.from_name("mixed_bfloat16"),
+    "float8": dpmp.Policy.from_name("float8"),
+}
 _ENGINES: dict[str, Callable[..., Any]] = {
     "plain": jax.grad,
-    "book-keeping, float32": functools.partial(
-        dpmp.clipped_grad, l2_clip_norm=1.0, **_FLOATS
-    ),
-    "per example, exact": functools.partial(
-        dpmp.clipped_grad, l2_clip_norm=1.0, microbatch_size=4, **_EXACT
-    ),
+    "book-keeping, float32": functools.partial(_CLIP, **_FLOATS),
+    "per example, exact": functools.partial(_CLIP, microbatch_size=4, **_EXACT),
 }
 
 
 def run_float8(session: Session) -> None:
-    """Products, then steps."""
+    """Steps; the products are in the part "products"."""
     shape, size = (TINY_GPT2, (4, 8)) if session.is_tiny else (_WIDE, (32, 256))
     if session.compile_only:
         float8.is_native = lambda: True  # as it is on an H100
-    else:
-        for width in (32,) if session.is_tiny else (4096, 8192, 16384):
-            _compare_products(session, width)
 
     def make_args() -> tuple[Any, jax.Array]:
         key = jax.random.key(0)
@@ -355,27 +293,16 @@ def run_float8(session: Session) -> None:
         grad_fn = make(policy.in_product_precision(shape.loss_fn()))
         return grad_fn(policy.cast_to_compute(params), tokens)
 
-    args = jax.eval_shape(make_args)
-    made = {
-        f"{engine}, {dtype}": Program(
-            functools.partial(step, dpmp.Policy.from_name(preset), make), args
-        )
+    steps = {
+        f"{engine}, {dtype}": functools.partial(step, policy, make)
         for engine, make in _ENGINES.items()
-        for dtype, preset in _POLICIES.items()
+        for dtype, policy in _POLICIES.items()
     }
     programs.compare(
         session,
-        made,
+        steps,
         make_args,
         reference="plain, bfloat16",
         has_early_lines=True,
         more=lambda _: {"shape": shape._asdict(), "tokens": size},
     )
-
-
-def _compare_products(session: Session, size: int) -> None:
-    kinds = [kind for kind in _products.KINDS if kind.name in _KINDS]
-    calls, errors = _products.compile_all(kinds, ((size, size), (size, size)))
-    seconds = programs.in_turn(session, calls, rounds=2 if session.is_tiny else 10)
-    figures = programs.summarize(seconds, reference="bfloat16")
-    session.record("product", size=size, **figures, errors=errors)

@@ -5,6 +5,7 @@ import pathlib
 import runpy
 import subprocess
 import sys
+from typing import Annotated
 
 import jax
 import pytest
@@ -28,6 +29,24 @@ def test_a_command_explains_its_flags(name, monkeypatch, capsys):
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert stopped.value.code == 0
     assert "--tiny" in capsys.readouterr().out
+
+
+def test_each_combination_of_flags_has_a_line(tmp_path, monkeypatch):
+    def benchmark(
+        task: Annotated[str, harness.Each("ab")],
+        size: Annotated[int, harness.Each(default=(1, 2))],
+        rounds: int | None = None,
+    ):
+        yield {"figure": task * size, "rounds": rounds or 7}
+
+    flags = ["--task", "b", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["test_commands", *flags])
+    harness.main(benchmark, tiny={})
+    lines = (tmp_path / "test_commands.jsonl").read_text().splitlines()
+    found = [json.loads(x) for x in lines]
+    names = ("task", "size", "figure", "rounds")
+    expected = [("b", 1, "b", 7), ("b", 2, "bb", 7)]
+    assert [tuple(x[name] for name in names) for x in found] == expected
 
 
 @pytest.mark.slow

@@ -89,11 +89,9 @@ tests/test_a.py::test_one[x-y z] PASSED                                 [ 50%]
 [gw0] [100%] PASSED tests/test_b.py::test_three[1]
 tests/test_b.py::test_never_ended
 """
-    assert gpu_tests.parse(output) == {
-        "test_a::test_one[x-y z]": "PASSED",
-        "test_a::test_two": "FAILED",
-        "test_b::test_three[1]": "PASSED",
-    }
+    counts, failed = gpu_tests.parse(output)
+    assert counts == {"passed": 2, "failed": 1}
+    assert failed == ["[gw1] [ 75%] FAILED tests/test_a.py::test_two"]
 
 
 def test_a_check_that_fails_leaves_its_findings_and_the_other_checks(tmp_path):
@@ -105,7 +103,7 @@ def test_a_check_that_fails_leaves_its_findings_and_the_other_checks(tmp_path):
         yield finding("largest contribution", 1, 1)
 
     session = Session(part="exact", folder=tmp_path, seconds=10, is_tiny=True)
-    run_checks(session, (breaks, holds))
+    run_checks(session, (breaks, holds), dict)
     lines = _lines(tmp_path)
     assert [line["passed"] for line in lines] == [False, False, True]
     assert lines[1]["error"] == "RuntimeError: out of memory"

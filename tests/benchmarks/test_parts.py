@@ -11,8 +11,7 @@ from benchmarks.models import SUBJECTS
 
 def test_parts_are_differences_and_add_up_to_the_step():
     seconds = {"plain": 1.0, "norms": 0.5, "sum": 1.2, "noise": 1.3, "step": 1.5}
-    measured = Measured({k: [x] * 3 for k, x in seconds.items()}, {}, {})
-    figures = parts.summarize(measured)
+    figures = parts.summarize(Measured({k: [x] * 3 for k, x in seconds.items()}))
     expected = {"norms": 500.0, "sum": 700.0, "noise": 100.0, "step": 200.0}
     assert figures["part_milliseconds"] == pytest.approx(expected)
     assert sum(figures["part_milliseconds"].values()) == pytest.approx(1500.0)
@@ -30,7 +29,7 @@ def test_exponents_are_those_of_powers():
 def test_savings_are_those_over_the_same_step_in_float32():
     seconds = {"float32": [2.0, 20.0, 8.0], "float8": [1.0, 5.0, 4.0]}
     memory = {"float32": 40.0, "float8": 10.0}
-    figures = precision.compare(Measured(seconds, memory, {}))
+    figures = precision.compare(Measured(seconds, memory))
     assert figures["speed_up"] == {"float32": 1.0, "float8": 2.0}
     assert figures["memory_saved"] == {"float32": 0.0, "float8": 0.75}
 

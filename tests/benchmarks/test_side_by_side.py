@@ -21,7 +21,7 @@ def test_ratios_are_taken_within_rounds():
         "jax_privacy, 8": [1.5, 15.0, 6.0],
         "dpmp, 4": [3.0, 30.0, 12.0],
     }
-    figures = side_by_side.compare(Measured(seconds, {}, {}))
+    figures = side_by_side.compare(Measured(seconds))
     over = {what: ratios["dpmp, 4"] for what, ratios in figures["time_over"].items()}
     assert over == {
         "plain": 3.0,
@@ -55,7 +55,7 @@ def test_what_a_library_refuses_is_recorded_and_the_others_run(monkeypatch):
 
     made = {"plain": runs, "jax_privacy, at once": refuses}
     monkeypatch.setattr(side_by_side, "contenders", lambda *_: made)
-    (figures,) = side_by_side.benchmark(["tiny"], ["float32"], 16, 1, "")
+    (figures,) = side_by_side.benchmark("tiny", "float32", 16, 1)
     assert figures["refused"] == {"jax_privacy, at once": "RuntimeError: no such layer"}
     assert [*figures["milliseconds"]] == ["plain"]
 
@@ -117,6 +117,6 @@ def test_a_contender_of_every_library_runs(monkeypatch):
     wanted = set(side_by_side.contenders(SUBJECTS["tiny"], "bfloat16", 16))
     assert {"plain", "jax_privacy, at once", "dpmp book_keeping bounded, 8"} <= wanted
     with jax.numpy_dtype_promotion("standard"):  # as users have it
-        (figures,) = side_by_side.benchmark(["tiny"], ["bfloat16"], 16, 1, "")
+        (figures,) = side_by_side.benchmark("tiny", "bfloat16", 16, 1)
     assert figures["refused"] == {}
     assert set(figures["milliseconds"]) == wanted
