@@ -1,9 +1,8 @@
 """The privacy cost of steps, kept as sets of steps: none is counted twice or lost.
 
 Every call of `fit`, and every chain of `train_step`, makes its steps under a random
-public id. If two sets have a step of the same number under the same id, it is the same
-step, and their union counts it once. A state that is continued in two ways gets two
-ids, and both ways count.
+public id. Steps of the same number under the same id are the same step. A state that is
+continued in two ways gets two ids, and both ways count.
 """
 
 import collections
@@ -126,10 +125,10 @@ class Spent:
         except (KeyError, RecursionError, TypeError, ValueError):
             pass
         _validate.fail(
-            "state.spent must be what trainer.init, fit or train_step returned",
-            shape=np.shape(array),
-            fix="It says what the past steps of the state cost. Keep it as it was. For "
+            "state.spent must be what trainer.init, fit or train_step returned. It "
+            "says what the past steps of the state cost. Keep it as it was. For "
             "averaged parameters, use newest_state._replace(params=average).",
+            shape=np.shape(array),
         )
 
 
@@ -157,10 +156,9 @@ def _merged(group: list[Segment]) -> Iterable[Segment]:
     merged: list[Segment] = []
     planned = max(x.planned for x in group)
     for x in sorted(group, key=lambda x: x.start):
-        if merged and x.start <= merged[-1].stop:
+        start, stop = x.start, x.stop
+        if merged and start <= merged[-1].stop:
             before = merged.pop()
-            x = dataclasses.replace(
-                x, start=before.start, stop=max(before.stop, x.stop)
-            )
-        merged.append(dataclasses.replace(x, planned=planned))
+            start, stop = before.start, max(before.stop, stop)
+        merged.append(dataclasses.replace(x, start=start, stop=stop, planned=planned))
     return merged

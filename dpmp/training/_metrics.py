@@ -26,13 +26,12 @@ class Metrics:
     def __init__(
         self,
         *,
-        start: int,
         seconds: float,
         iterations: int,
         report_steps: Collection[int],
         epsilon: Callable[[int], float | None],
     ):
-        """Prepares to record steps after `start`; the steps before took `seconds`.
+        """Prepares to record steps; the steps before took `seconds`.
 
         `report_steps` are recorded in any case, with their epsilon if it is known.
         """
@@ -49,9 +48,7 @@ class Metrics:
             if (epsilon := self._epsilon(step)) is not None:
                 line["epsilon"] = finite(epsilon)
             # The next step may overwrite the arrays of the state.
-            released = _released(state)
-            copies = _copy(list(released.values()))
-            self._waiting.append((line, dict(zip(released, copies, strict=True))))
+            self._waiting.append((line, _copy(_released(state))))
 
     def take(self) -> list[dict[str, Any]]:
         """The lines of all recorded steps; a number that is not finite is None."""
@@ -87,8 +84,8 @@ def _released(state: TrainingState) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.copy(x) for x in arrays]
+def _copy(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(jnp.copy, arrays)
 
 
 def finite(x: Any) -> float | None:

@@ -15,8 +15,7 @@ import rich.console
 import rich.progress
 import rich.table
 
-from dpmp import accounting
-from dpmp.accounting import digits_above
+from dpmp.accounting import digits_above, round_up
 from dpmp.mechanism import DPSGD
 
 _NUM_REPORTS = 10
@@ -166,19 +165,16 @@ class SpentPrivacy:
         """A text: the epsilon spent after some steps, and the epsilon of the run."""
         if self._text:
             return self._text
-        epsilon, final = (
-            self.epsilon(step),
-            accounting.round_up(self._known[self._last]),
-        )
+        epsilon, final = self.epsilon(step), round_up(self._known[self._last])
         if epsilon is None:
             return f"epsilon below {final}"
-        return f"epsilon {accounting.round_up(epsilon)} of {final}"
+        return f"epsilon {round_up(epsilon)} of {final}"
 
     def describe_end(self) -> str:
         """The epsilon of the run, and its delta."""
         if self._text or self._delta is None:
             return self._text
-        final = accounting.round_up(self._known[self._last])
+        final = round_up(self._known[self._last])
         return f"epsilon {final} at delta {digits_above(self._delta, 3)}"
 
     def epsilon(self, step: int) -> float | None:

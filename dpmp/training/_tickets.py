@@ -1,8 +1,7 @@
 """Secret random bits: a ticket has the keys of one step, and each key is used once.
 
-Keys are drawn when they are needed. Nothing stores them: no state, checkpoint, ledger
-or program. So a run that goes on, a copied trainer or a forked process has no key that
-was used before.
+Nothing stores them: no state, checkpoint, ledger or program. So a run that goes on, a
+copied trainer or a forked process has no key that was used before.
 """
 
 import dataclasses
@@ -53,10 +52,9 @@ class Ticket:
         _validate.require(
             self._process == os.getpid() and not any(x is _USED for x in keys),
             "the random numbers of a step must be used once, in the process that drew "
-            "them",
-            uses=uses,
-            fix="Load another batch: with the same batch or noise, two steps would "
+            "them. Load another batch: with the same batch or noise, two steps would "
             "reveal what the accounting assumes to be secret.",
+            uses=uses,
             error=RuntimeError,
         )
         return [_fresh_words(4) if x is None else x for x in keys]
@@ -70,9 +68,7 @@ def draw_tickets(
     root: np.ndarray | None,
     times_made: Callable[[int], int] = lambda step: 0,
 ) -> Iterator[Ticket]:
-    """Yields a ticket for each step.
-
-    If there are several processes, all of them must draw the same tickets.
+    """Yields a ticket for each step; several processes must draw the same tickets.
 
     Args:
       steps: the numbers of the steps.
@@ -111,12 +107,10 @@ def root_of(prng_key: jax.Array | None) -> np.ndarray | None:
 
 def _derived(root: np.ndarray, step: int, times_made: int) -> np.ndarray:
     """The words of a ticket, from Threefry with a counter that no other ticket has."""
-    counter = [step % 2**32, step >> 32, times_made]
     use = np.arange(len(_USES), dtype=np.uint32)
-    words = threefry4x32(
-        [np.full_like(use, x) for x in root],
-        [use, *(np.full_like(use, x) for x in counter)],
-    )
+    key = [np.full_like(use, x) for x in root]
+    counter = [np.full_like(use, x) for x in (step % 2**32, step >> 32, times_made)]
+    words = threefry4x32(key, [use, *counter])
     return np.stack([np.asarray(x) for x in words], axis=1).reshape(-1)
 
 

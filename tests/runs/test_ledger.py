@@ -24,8 +24,8 @@ from ledgers import (
 )
 
 from dpmp.runs import Spent, _ledger
+from dpmp.runs._files import locked
 from dpmp.runs._ledger import Ledger, Record, write_charge_file
-from dpmp.runs._lock import locked
 
 
 class TestRecords:

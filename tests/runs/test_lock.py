@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from dpmp.runs import _lock
-from dpmp.runs._lock import locked
+from dpmp.runs import _files
+from dpmp.runs._files import locked
 
 
 def test_the_lock_is_exclusive_and_names_its_owner(tmp_path):
@@ -39,7 +39,7 @@ def test_a_forked_process_does_not_release_the_lock(tmp_path):
 
 
 def test_a_system_without_locks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(_lock, "fcntl", None)
+    monkeypatch.setattr(_files, "fcntl", None)
     with pytest.raises(RuntimeError, match=r"POSIX locks.*the operating system has no"):
         locked(tmp_path).__enter__()
 
@@ -48,6 +48,6 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     def flock(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(_files.fcntl, "flock", flock)
     with pytest.raises(RuntimeError, match=r"POSIX locks.*No locks available"):
         locked(tmp_path).__enter__()

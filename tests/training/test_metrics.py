@@ -122,7 +122,7 @@ def test_steps_have_one_line_after_an_exception(trainer, tmp_path):
 def make_metrics():
     def make(**options):
         options = {"seconds": 0.0, "iterations": 3, "report_steps": []} | options
-        return Metrics(start=0, epsilon=lambda step: None, **options)
+        return Metrics(epsilon=lambda step: None, **options)
 
     return make
 

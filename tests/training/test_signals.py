@@ -28,8 +28,8 @@ from small_runs import (
 
 import dpmp
 from dpmp.sources import _prefetch
-from dpmp.training._signals import Signals
 from dpmp.training._step import Step
+from dpmp.training._stops import Signals
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 
