@@ -30,8 +30,7 @@ from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account, LastStep, newest
 from dpmp.training._checks import Options, as_public
 from dpmp.training._first_line import first_line
-from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
-from dpmp.training._progress import Progress
+from dpmp.training._report import TIMES, OverflowWarning, Report, finite
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals, add_note, clear_frames
@@ -70,23 +69,17 @@ class Loop:
         self._account, self._state = account, state._replace(spent=None)
         self._started = self._paid = account.start  # steps started; in the ledger
         self._is_saving = False
-        is_first = jax.process_index() == 0
-        self._progress = Progress(
+        is_first, self._file = jax.process_index() == 0, None
+        if has_files and is_first:
+            self._file = runs.MetricsFile(directory.path, lines, account.start)
+        self._report = Report(
             mechanism,
             account.epsilon,
             account.start,
             self._stop,
             enabled=options.progress and is_first,
-            first_line=self._first_line,
-        )
-        self._file = None
-        if has_files and is_first:
-            self._file = runs.MetricsFile(directory.path, lines, account.start)
-        self._metrics = Metrics(
             seconds=self._file.seconds if self._file else 0.0,
-            iterations=mechanism.iterations,
-            report_steps=self._progress.report_steps,
-            epsilon=self._progress.epsilon,
+            first_line=self._first_line,
         )
         self._overflows = OverflowWarning(
             mechanism.overflow_stddev / mechanism.expected_batch_size,
@@ -110,14 +103,14 @@ class Loop:
             return draw_batch(mechanism, self._load, sharding, ticket)
 
         with (
-            self._progress,
+            self._report,
             prefetched(draw, tickets, depth=options.prefetch) as batches,
         ):
             while self._started < self._stop:
                 self._make_step(batches)
                 is_last = self._started == self._end_of_block()
                 if self._directory is not None:
-                    self._metrics.collect(self._started, self._state, is_last=is_last)
+                    self._report.record(self._started, self._state, is_last=is_last)
                 self._release() if is_last else self._show({}, {})
             if self._directory is not None and start == self._started:
                 self._save_complete()
@@ -141,7 +134,7 @@ class Loop:
         """Shows the last line, when all files are written."""
         is_saved = self._directory is not None and self._saved == self._started
         place = f", saved in {self._directory.path}" if is_saved else ""
-        self._progress.end(place)
+        self._report.end(place)
 
     def stopped(self, error: BaseException) -> TrainingState | None:
         """Pays for steps that an error may reveal, and saves the state, if possible.
@@ -263,7 +256,7 @@ class Loop:
 
         Returns the lines of metrics.
         """
-        lines = self._metrics.take()
+        lines = self._report.take_lines()
         if self._directory is None:
             return lines
         step, self._is_saving = int(self._state.step), True
@@ -293,13 +286,13 @@ class Loop:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
             self._file.append([*lines[:-1], lines[-1] | numbers])
         metrics = self._state.metrics
-        is_reported = bool(lines) or self._started in self._progress.report_steps
+        is_reported = bool(lines) or self._started in self._report.report_steps
         self._overflows.look(self._started, metrics, is_reported=is_reported)
         self._show(metrics, public)
 
     def _show(self, metrics: Mapping[str, Any], public: Mapping[str, float]) -> None:
         with self._signals.interruptible():  # it waits for the device
-            self._progress.update(self._started, self._state.step, metrics, public)
+            self._report.show(self._started, self._state.step, metrics, public)
 
 
 def _step_of(state: TrainingState) -> int | None:

@@ -1,5 +1,6 @@
 """A run records what it releases, and warns of gradients that are not finite."""
 
+import dataclasses
 import functools
 import math
 
@@ -12,7 +13,7 @@ from small_runs import FailureError, fails_at
 
 import dpmp
 from dpmp.runs import read_metrics
-from dpmp.training._metrics import Metrics, OverflowWarning
+from dpmp.training._report import OverflowWarning, Report
 
 SIZE = 16
 DATA = {"x": np.ones((SIZE, 2), np.float32), "y": np.ones(SIZE, np.float32)}
@@ -118,33 +119,30 @@ def test_steps_have_one_line_after_an_exception(trainer, tmp_path):
     assert [x["step"] for x in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.fixture
-def make_metrics():
-    def make(**options):
-        options = {"seconds": 0.0, "iterations": 3, "report_steps": []} | options
-        return Metrics(epsilon=lambda step: None, **options)
-
-    return make
+def report_on(mechanism, **options):
+    stop = mechanism.iterations
+    return Report(mechanism, float, 0, stop, enabled=False, **options)
 
 
-def test_a_recorded_value_is_that_of_its_step(trainer, make_metrics):
+def test_a_recorded_value_is_that_of_its_step(trainer):
     """The arrays of a state are used up by the next step."""
-    metrics, state = make_metrics(seconds=1000.0), trainer.init(jnp.zeros(2))
+    report, state = report_on(trainer.mechanism, seconds=1e3), trainer.init(jnp.ones(2))
     state = state._replace(metrics={"overflowed": jnp.float32(0.5)})
-    metrics.collect(1, state, is_last=False)
+    report.record(1, state, is_last=False)
     jax.tree.map(lambda x: x.delete(), (state.metrics, state.scale_state))
-    (line,) = metrics.take()
+    (line,) = report.take_lines()
     assert (line["step"], line["noisy/overflowed"]) == (1, 0.5)
     assert 1000.0 <= line["seconds"] < 1010.0  # of the whole run
-    assert metrics.take() == []
+    assert report.take_lines() == []
 
 
-def test_a_long_run_has_about_a_thousand_lines(trainer, make_metrics):
+def test_a_long_run_has_about_a_thousand_lines(trainer):
     state = trainer.init(jnp.zeros(2))
-    metrics = make_metrics(iterations=50_000, report_steps=[7])
-    for step in range(1, 121):
-        metrics.collect(step, state, is_last=step == 33)
-    assert [x["step"] for x in metrics.take()] == [7, 33, 50, 100]
+    mechanism = dataclasses.replace(trainer.mechanism, iterations=50_000)
+    report = report_on(mechanism)
+    for step in (*range(1, 121), 5000):
+        report.record(step, state, is_last=step == 33)
+    assert [x["step"] for x in report.take_lines()] == [33, 50, 100, 5000]
 
 
 @pytest.mark.parametrize("when", ["metrics", "release"])

@@ -8,8 +8,8 @@ import pytest
 import rich.console
 
 from dpmp import DPSGD
-from dpmp.training import _progress
-from dpmp.training._progress import Progress, SpentPrivacy
+from dpmp.training import _report
+from dpmp.training._report import Report, SpentPrivacy
 
 
 def make_mechanism(**fields):
@@ -39,11 +39,11 @@ class Run:
         )
         options = {"start": 0, "stop": 100, "mechanism": MECHANISM} | options
         self.steps = range(options["start"] + 1, options["stop"] + 1)
-        self.progress = Progress(console=console, **{"epsilon": float} | options)
+        self.progress = Report(console=console, **{"epsilon": float} | options)
         set_clock(monkeypatch, itertools.repeat(2.0))
 
     def update(self, step, metrics=None, public=None):
-        self.progress.update(step, 0, metrics or {}, public or {})
+        self.progress.show(step, 0, metrics or {}, public or {})
 
     def lines(self, *values):
         with self.progress:
@@ -55,7 +55,7 @@ class Run:
 def set_clock(monkeypatch, ticks):
     """Every look at the clock takes the next number of seconds."""
     times = itertools.accumulate(ticks)
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(_report.time, "monotonic", lambda: next(times))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_on_a_terminal_the_device_is_looked_at_twice_a_second(make_run, monkeypa
     run, value = make_run(is_terminal=True, stop=1000), Value()
     set_clock(monkeypatch, itertools.repeat(0.001))
     run.lines({"loss": value})
-    num_reports, seconds = len(run.progress.report_steps), _progress.time.monotonic()
+    num_reports, seconds = len(run.progress.report_steps), _report.time.monotonic()
     assert num_reports < value.looks <= num_reports + seconds / 0.5 + 1
 
 
@@ -154,8 +154,8 @@ def test_the_last_line_has_epsilon_and_delta(make_run, start, line):
 
 
 def test_it_goes_to_standard_error_by_default(capsys):
-    with Progress(MECHANISM, float, 0, 1) as progress:
-        progress.update(1, 0, {}, {})
+    with Report(MECHANISM, float, 0, 1) as progress:
+        progress.show(1, 0, {}, {})
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "\nstep 1/1, epsilon 1.000 of 1.000\n"
