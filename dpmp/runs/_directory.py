@@ -81,9 +81,9 @@ class RunDirectory:
                 os.fsync(descriptor)
             self._ledger.collect()
             self._check_file_system()
-            record, is_folder = self._ledger.last_release(), self._pending.is_dir()
-            is_folder = is_folder and not self._pending.is_symlink()
-            if is_folder and record and digest_of_tree(self._pending) == record.digest:
+            newest = next(reversed(self._ledger.releases.values()), None)
+            is_folder = self._pending.is_dir() and not self._pending.is_symlink()
+            if is_folder and newest and digest_of_tree(self._pending) == newest.digest:
                 # A process that was killed may not have waited for the disk.
                 sync(self.path / _ledger.NAME)
                 self._commit()
@@ -236,7 +236,7 @@ class RunDirectory:
         """The facts of a checkpoint, or None if its files are damaged."""
         try:
             facts = json.loads((path / _FACTS).read_text())
-            record = self._ledger.released(facts["nonce"])
+            record = self._ledger.releases.get(facts["nonce"])
             copy = (path / _ledger.NAME).read_bytes()
         except (KeyError, RecursionError, TypeError, ValueError, *_NO_FILE):
             return None

@@ -95,15 +95,10 @@ class Ledger:
         """All steps that were paid for."""
         return Spent.of(x.segment for x in self.records)
 
-    def last_release(self) -> Record | None:
-        """The newest record of a checkpoint."""
-        found = (x for x in reversed(self._whole.records) if x.event == "released")
-        return next(found, None)
-
-    def released(self, nonce: str) -> Record | None:
-        """The record of the checkpoint with this nonce."""
-        found = (x for x in self.records if x.event == "released" and x.nonce == nonce)
-        return next(found, None)
+    @property
+    def releases(self) -> dict[str, Record]:
+        """The records of checkpoints by their nonces, the newest one last."""
+        return {x.nonce: x for x in self.records if x.event == "released"}
 
     def copy(self) -> bytes:
         """The whole records of the file."""

@@ -81,13 +81,11 @@ class TestRecords:
             ),
         ]
         ledger = Ledger(tmp_path)
-        assert ledger.released("n") is None
+        assert ledger.releases == {}
         for record in written:
             ledger.append(record)
         assert ledger.records == Ledger(tmp_path).records == written
-        # The record of a checkpoint is found by its nonce; others have none.
-        assert ledger.released("n") == written[1]
-        assert ledger.released("") is None
+        assert ledger.releases == {"n": written[1]}
 
     def test_steps_that_were_charged_and_released_count_once(self, tmp_path):
         ledger = Ledger(tmp_path)
