@@ -49,6 +49,7 @@ def new_trainer(
     loss_fn=loss_fn,
     optimizer=None,
     policy="float32",
+    uses_prng_key=False,
     is_private=True,
     prng_key=None,
     loss_scale=None,
@@ -60,6 +61,7 @@ def new_trainer(
         loss_fn=loss_fn,
         optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
         policy=policy,
+        uses_prng_key=uses_prng_key,
         loss_scale=loss_scale,
         prng_key=prng_key,
     )

@@ -122,28 +122,6 @@ def test_a_learning_rate_that_is_a_python_number_goes_on(tmp_path):
     assert int(fit(trainer, tmp_path, state=state).step) == 7
 
 
-@pytest.mark.filterwarnings(
-    "ignore:os.fork", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-def test_a_forked_child_leaves_the_metrics_alone(tmp_path):
-    parent, trainer = os.getpid(), fresh_trainer()
-    reader, writer = os.pipe()
-
-    def callback(state):
-        if int(state.step) == 3 and os.fork() == 0:
-            os.close(writer)
-            os.read(reader, 1)  # until the parent's run is over
-
-    try:
-        fit(trainer, tmp_path, callback=callback)
-    finally:
-        if os.getpid() != parent:
-            os._exit(0)
-    os.close(writer)
-    os.wait()
-    assert [x["step"] for x in read_metrics(tmp_path)] == [*range(1, 8)]
-
-
 def test_a_source_that_hangs_at_the_first_line_can_be_interrupted(ctrl_c):
     waited = []
 
@@ -189,12 +167,6 @@ def test_a_signal_in_a_second_try_pays_for_no_other_step(tmp_path, ctrl_c):
         with pytest.raises(KeyboardInterrupt):
             fit(fresh_trainer(), tmp_path, data=data, prefetch=0)
     assert num_paid(tmp_path) == 2
-
-
-def test_numbers_of_numpy_are_options(tmp_path):
-    options = {"every": np.int64(3), "keep": np.int32(2), "prefetch": np.int8(0)}
-    fit(fresh_trainer(), tmp_path, sensitive_callback=lambda _: None, **options)
-    assert checkpoints(tmp_path) == [6, 7]
 
 
 def test_a_callback_may_change_its_dicts():
@@ -279,50 +251,38 @@ def test_a_checkpoint_may_be_replaced_by_something_else(tmp_path, kind):
     assert int(fit(trainer, tmp_path / "run").step) == 7
 
 
-def test_a_damaged_copy_of_the_ledger_is_damage(tmp_path):
-    trainer = fresh_trainer()
-    fit(trainer, tmp_path, stop_at=6)
-    copy = tmp_path / "checkpoints" / "6" / "ledger.jsonl"
-    copy.write_bytes(copy.read_bytes()[:-9] + b"\0" * 9)
-    with pytest.warns(UserWarning, match="damaged|at a new cost"):
-        assert int(fit(trainer, tmp_path).step) == 7
+OTHER_ROWS = {
+    "object": DATA["y"].astype(object),
+    "longdouble": DATA["y"].astype(np.longdouble),
+    "texts": np.array(["patient 01"] * SIZE, np.dtypes.StringDType()),
+}
 
 
-@pytest.mark.parametrize("way", ["fit", "train_step"])
-def test_texts_of_any_kind_are_refused_without_being_shown(way):
-    trainer = fresh_trainer()
-    texts = np.array(["patient 01"] * SIZE, np.dtypes.StringDType())
-    data, state = DATA | {"y": texts}, trainer.init(PARAMS)
-    options = {} if way == "fit" else {"is_padding_example": np.zeros(SIZE, bool)}
+@pytest.mark.parametrize("kind", OTHER_ROWS)
+def test_rows_that_are_no_numbers_are_refused_without_being_shown(kind):
+    trainer, data = fresh_trainer(), DATA | {"y": OTHER_ROWS[kind]}
     with pytest.raises(ValueError, match="must be numbers") as caught:
-        getattr(trainer, way)(state, data, **options)
+        trainer.train_step(trainer.init(PARAMS), data, np.zeros(SIZE, bool))
     assert "patient" not in str(caught.value)
+    if kind == "texts":
+        with pytest.raises(ValueError, match="must be numbers") as caught:
+            fit(trainer, data=data)
+        assert "patient" not in str(caught.value)
+
+
+def test_masks_are_refused_where_there_is_one_already():
+    trainer = fresh_trainer()
+    state, mask = trainer.init(PARAMS), np.zeros(SIZE, bool)
+    with pytest.raises(ValueError, match="must be left out"):
+        trainer.train_step(state, trainer.load_batch(state, DATA), mask)
+    with pytest.raises(ValueError, match="without masks"):
+        check_source(DATA | {"y": np.ma.masked_array(DATA["y"])})
 
 
 def test_a_scaled_loss_is_not_a_loss_of_a_trainer():
     scaled = ScaledLoss(lambda params, batch: jnp.sum(params["w"]), 2.0)
     with pytest.raises(ValueError, match="loss_fn must be without a scale"):
         new_trainer(loss_fn=scaled)
-
-
-@pytest.mark.parametrize("kind", ["mask", "object", "longdouble", "masked"])
-def test_what_a_step_cannot_use_is_refused(kind):
-    trainer = fresh_trainer()
-    state = trainer.init(PARAMS)
-    rows = {name: x[: trainer.mechanism.padded_batch_size] for name, x in DATA.items()}
-    mask = np.zeros(trainer.mechanism.padded_batch_size, bool)
-    if kind == "mask":
-        batch, match = trainer.load_batch(state, DATA), "must be left out"
-    else:
-        other = {"object": object, "longdouble": np.longdouble, "masked": np.float32}
-        batch = rows | {"y": rows["y"].astype(other[kind])}
-        match = "must be numbers"
-    if kind == "masked":
-        with pytest.raises(ValueError, match="without masks"):
-            check_source(DATA | {"y": np.ma.masked_array(DATA["y"])})
-        return
-    with pytest.raises(ValueError, match=match):
-        trainer.train_step(state, batch, mask)
 
 
 def test_a_state_that_has_all_its_steps_is_saved(tmp_path):
@@ -334,23 +294,6 @@ def test_a_state_that_has_all_its_steps_is_saved(tmp_path):
     again = fit(trainer, tmp_path)
     assert again.step == 7
     assert num_paid(tmp_path) == 7
-
-
-def test_a_child_of_a_sensitive_callback_leaves_the_run_to_its_parent(tmp_path):
-    """The callback returns in another process, as after a fork."""
-    own = os.getpid()
-
-    def callback(outputs):
-        del outputs
-        patch.setattr(os, "getpid", lambda: own + 1)
-
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(RuntimeError, match="in the process that began it"),
-    ):
-        fit(fresh_trainer(), tmp_path, sensitive_callback=callback, every=1)
-    assert num_paid(tmp_path) == 1  # before the callback, by the parent
-    assert checkpoints(tmp_path) == []
 
 
 @pytest.mark.parametrize("in_fit", [True, False])
