@@ -30,19 +30,8 @@ from dpmp import _validate
 from dpmp._processes import are_equal, on_first, random_id
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
-from dpmp.runs import _arrays, _ledger
-from dpmp.runs._files import (
-    digest_of_tree,
-    locked,
-    make_directory,
-    names_in,
-    open_file,
-    read_if_any,
-    refused,
-    sync,
-    sync_tree,
-    write_at,
-)
+from dpmp.runs import _arrays, _files, _ledger
+from dpmp.runs._files import digest_of_tree, refused, sync
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._spent import Segment, Spent
 
@@ -66,7 +55,7 @@ class RunDirectory:
     @property
     def _steps(self) -> list[int]:
         """The numbers of steps after which there is a checkpoint, ascending."""
-        names = names_in(self._folder)
+        names = _files.names_in(self._folder)
         return sorted(int(x) for x in names if x.isdecimal() and x == str(int(x)))
 
     def recover(self) -> None:
@@ -76,8 +65,8 @@ class RunDirectory:
         """
         flags = os.O_WRONLY | os.O_CREAT
         try:
-            with open_file(self.path / _RESERVE, flags) as descriptor:
-                write_at(descriptor, bytes(_RESERVED), 0)
+            with _files.open_file(self.path / _RESERVE, flags) as descriptor:
+                _files.write_at(descriptor, bytes(_RESERVED), 0)
                 os.fsync(descriptor)
             self._ledger.collect()
             self._check_file_system()
@@ -158,13 +147,13 @@ class RunDirectory:
 
         def start() -> None:
             self._discard_pending()
-            make_directory(self._pending)
+            _files.make_directory(self._pending)
 
         def commit() -> None:
             text = json.dumps(facts, allow_nan=False)
             (self._pending / _FACTS).write_text(text)
             (self._pending / _ledger.NAME).write_bytes(self._ledger.copy())
-            sync_tree(self._pending)
+            _files.sync_tree(self._pending)
             record = Record(
                 event="released",
                 segment=segment,
@@ -187,7 +176,7 @@ class RunDirectory:
     def _commit(self) -> None:
         """Releases the pending checkpoint by a rename."""
         step = json.loads((self._pending / _FACTS).read_text())["step"]
-        make_directory(self._folder)
+        _files.make_directory(self._folder)
         # A run never goes on from a step before the newest whole checkpoint. So
         # checkpoints of later steps are damaged.
         for damaged in [self._folder / str(x) for x in self._steps if x >= step]:
@@ -268,11 +257,11 @@ def opened(
     path = checked_path(directory)
     with contextlib.ExitStack() as stack:
         try:
-            on_first(lambda: stack.enter_context(locked(path)))
+            on_first(lambda: stack.enter_context(_files.locked(path)))
         except OSError as error:
             refused("a run must be able to lock its directory by a file", error)
         _validate.require(
-            are_equal(read_if_any(path / "lock")),
+            are_equal(_files.read_if_any(path / "lock")),
             "all processes must use the same checkpoint_dir, on a disk that they "
             "share. Pass the same path everywhere, on a shared file system.",
             checkpoint_dir=str(path),
@@ -303,8 +292,7 @@ def checked_path(directory: Any) -> pathlib.Path:
         reason = None if isinstance(error, FileNotFoundError) else error.strerror
     _validate.require(
         reason is None,
-        "checkpoint_dir must be a directory, or a name for a new one. Use another "
-        "name.",
+        "checkpoint_dir must be a directory, or a name for a new one. Use another one.",
         checkpoint_dir=text[:200],
         reason=reason,
     )

@@ -25,6 +25,15 @@ from dpmp.sources import check_sharding
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 
 _A_STATE = "Use trainer.init(params), or a state that was saved."
+_COMPLEX = (
+    "Make it two arrays, its real and its imaginary part, and let the loss join them "
+    "with jax.lax.complex."
+)
+_NO_FLOAT = (
+    "Keep everything else out of params, and let the loss close over it: "
+    "nnx.split(model, nnx.Param, ...), or params, static = eqx.partition(model, "
+    "eqx.is_inexact_array) and eqx.combine(params, static) in the loss."
+)
 
 
 def check_types(
@@ -94,9 +103,8 @@ def check_step(batch: Any, step: int, mechanism: DPSGD) -> None:
 def as_public(returned: Any) -> dict[str, float]:
     """The numbers that a callback returned, as floats; none for None."""
     returned = {} if returned is None else returned
-    is_dict = isinstance(returned, Mapping)
     _validate.require(
-        is_dict and all(isinstance(name, str) for name in returned),
+        isinstance(returned, Mapping) and all(isinstance(x, str) for x in returned),
         "a callback must return None, or a dict from names to numbers that were "
         'computed from public data or from released values. Return {"accuracy": 0.9}, '
         "for example, or nothing.",
@@ -167,14 +175,9 @@ def as_params(params: PyTree) -> PyTree:
         _validate.require(
             dtype is not None and jnp.issubdtype(dtype, jnp.floating),
             "every leaf of params must be a float array",
+            fix=_COMPLEX if is_complex else _NO_FLOAT,
             leaf=jax.tree_util.keystr(path) or "(params itself)",
             type=type(leaf).__name__ if dtype is None else str(dtype),
-            fix="Make it two arrays, its real and its imaginary part, and let the loss "
-            "join them with jax.lax.complex."
-            if is_complex
-            else "Keep everything else out of params, and let the loss close over it: "
-            "nnx.split(model, nnx.Param, ...), or params, static = eqx.partition("
-            "model, eqx.is_inexact_array) and eqx.combine(params, static) in the loss.",
         )
     return params
 

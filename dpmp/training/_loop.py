@@ -30,11 +30,13 @@ from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account, LastStep, newest
 from dpmp.training._checks import Options, as_public
 from dpmp.training._first_line import first_line
-from dpmp.training._report import TIMES, OverflowWarning, Report, finite
+from dpmp.training._report import TIMES, Report, finite
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals, add_note, clear_frames
 from dpmp.training._tickets import Batch, Ticket, draw_batch, draw_tickets
+
+_RUN_AGAIN = "run all processes again, to go on from a checkpoint."
 
 
 class Loop:
@@ -79,12 +81,8 @@ class Loop:
             self._stop,
             enabled=options.progress and is_first,
             seconds=self._file.seconds if self._file else 0.0,
+            has_dynamic_scale=step.dynamic_scale is not None,
             first_line=self._first_line,
-        )
-        self._overflows = OverflowWarning(
-            mechanism.overflow_stddev / mechanism.expected_batch_size,
-            start=account.start,
-            is_dynamic=step.dynamic_scale is not None,
         )
 
     @property
@@ -158,8 +156,12 @@ class Loop:
         try:
             if not is_signal:
                 self._pay(self._started)
-            if step is not None and self._is_unsaved(step) and not self._is_saving:
-                self._save_stopped(error)
+            can_save = self._directory is not None and not self._is_saving
+            if can_save and step is not None and self._is_unsaved(step):
+                if jax.process_count() == 1:
+                    self._save()
+                else:  # the others may be at another step
+                    add_note(error, _RUN_AGAIN)
         except BaseException as cause:  # the first error must not be lost
             add_note(error, str(cause) or type(cause).__name__)
         self._pay(self._started)  # if the state could not be saved
@@ -183,14 +185,6 @@ class Loop:
             self._last_step.have_paid(account.before)
         elif self._started > account.start:
             self._last_step.fail(account.segment(account.start, self._started))
-
-    def _save_stopped(self, error: BaseException) -> None:
-        if self._directory is None:
-            return
-        if jax.process_count() > 1:  # the others may be at another step
-            add_note(error, "run all processes again, to go on from a checkpoint.")
-        else:
-            self._save()
 
     def _describe_stop(self, step: int) -> str:
         mechanism, spent = self._account.mechanism, ""
@@ -285,10 +279,7 @@ class Loop:
         if self._file is not None:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
             self._file.append([*lines[:-1], lines[-1] | numbers])
-        metrics = self._state.metrics
-        is_reported = bool(lines) or self._started in self._report.report_steps
-        self._overflows.look(self._started, metrics, is_reported=is_reported)
-        self._show(metrics, public)
+        self._show(self._state.metrics, public)
 
     def _show(self, metrics: Mapping[str, Any], public: Mapping[str, float]) -> None:
         with self._signals.interruptible():  # it waits for the device

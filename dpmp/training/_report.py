@@ -51,6 +51,7 @@ class Report:
         *,
         enabled: bool = True,
         seconds: float = 0.0,
+        has_dynamic_scale: bool = False,
         first_line: Callable[[], str] = str,
         console: rich.console.Console | None = None,
     ):
@@ -72,6 +73,8 @@ class Report:
         self._waiting: list[tuple[dict[str, Any], dict[str, jax.Array]]] = []
         self._run_began_at = time.monotonic() - seconds
         self._recorded: tuple[int, float] | None = None  # as `_first`
+        stddev = mechanism.overflow_stddev / mechanism.expected_batch_size
+        self._overflows = OverflowWarning(stddev, start, has_dynamic_scale)
         self._bar = rich.progress.Progress(
             rich.progress.BarColumn(bar_width=20),
             # A narrow terminal has the text on several lines, beside the bar.
@@ -129,6 +132,10 @@ class Report:
         `done` is an array that is ready when the step is done. Values are shown until
         there are new values.
         """
+        if metrics:
+            is_recorded = self._recorded is not None and self._recorded[0] == step
+            is_reported = is_recorded or step in self.report_steps
+            self._overflows.look(step, metrics, is_reported=is_reported)
         # The speed leaves out the first step, which includes compilation.
         self._first = self._first or (step, time.monotonic())
         self._values |= {f"public {name}": x for name, x in public.items()}
@@ -270,7 +277,7 @@ class OverflowWarning:
     are like that, then a run learns from noise alone, without an error.
     """
 
-    def __init__(self, stddev: float, *, start: int, is_dynamic: bool):
+    def __init__(self, stddev: float, start: int, is_dynamic: bool):
         """`stddev` is the standard deviation of the noise on the fraction.
 
         A dynamic loss scale may halve itself in its first steps, so the warning waits.

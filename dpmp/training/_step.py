@@ -72,11 +72,6 @@ class Step:
         return self.__dict__ | {"_programs": {}}  # a program cannot be copied
 
     @property
-    def metric_names(self) -> frozenset[str]:
-        """The names of the noisy metrics that every step releases."""
-        return frozenset({*self.mechanism.metric_names, "overflowed"})
-
-    @property
     def dynamic_scale(self) -> DynamicScale | None:
         """The loss scale if it is a `DynamicScale`, and None otherwise."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicScale) else None
@@ -84,6 +79,7 @@ class Step:
     def first_state(self, params: PyTree) -> TrainingState:
         """The state before the first step, without `spent`."""
         policy, dynamic = self.policy, self.dynamic_scale
+        metrics = {*self.mechanism.metric_names, "overflowed"}
         with jax.debug_nans(False):  # metrics are NaN before the first step
             params = jax.tree.map(jnp.copy, policy.cast_to_param(params))
             opt_state = self.optimizer.init(policy.cast_to_update(params))
@@ -95,7 +91,7 @@ class Step:
                 # because no array of the state may be donated twice.
                 opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
                 scale_state=dynamic and dynamic.init(),
-                metrics={name: jnp.copy(unknown) for name in self.metric_names},
+                metrics={name: jnp.copy(unknown) for name in metrics},
                 clip_norm=self.mechanism.initial_clip_norm,
             )
 
@@ -118,13 +114,11 @@ class Step:
             first = jax.eval_shape(self.first_state, state.params)
         except Exception:  # an optimizer may need numbers
             return []
-        pairs = zip(TrainingState._fields, state, first, strict=True)
-        structure = jax.tree.structure
-        return [
-            name
-            for name, given, wanted in pairs
-            if name != "spent" and structure(given) != structure(wanted)
-        ]
+        given, wanted = (
+            {name: jax.tree.structure(x) for name, x in each._asdict().items()}
+            for each in (state._replace(spent=None), first)
+        )
+        return [name for name in given if given[name] != wanted[name]]
 
     def prepare(self, state: TrainingState, batch: PyTree, is_padding: Any) -> Prepared:
         """Puts a state and a batch on their devices, and finds their program."""

@@ -216,7 +216,7 @@ def test_the_fraction_is_exact_without_privacy_and_noisy_with_it(is_private):
 @pytest.mark.parametrize(("is_dynamic", "first"), [(False, 3), (True, 50)])
 def test_the_warning_waits_for_a_clear_fraction(is_dynamic, first, recwarn):
     def looks(overflowed, step=first):
-        warning = OverflowWarning(0.01, start=10, is_dynamic=is_dynamic)
+        warning = OverflowWarning(0.01, 10, is_dynamic)
         warning.look(10 + step, {"overflowed": overflowed}, is_reported=True)
         said = [str(x.message) for x in recwarn.list]
         recwarn.clear()
@@ -236,7 +236,7 @@ def test_the_device_is_looked_at_where_it_is_reported():
             looks.append(None)
             return 0.0
 
-    warning = OverflowWarning(0.01, start=0, is_dynamic=False)
+    warning = OverflowWarning(0.01, 0, False)
     for step in range(1, 100):
         metrics = {"overflowed": Fraction()}
         warning.look(step, metrics, is_reported=step in (50, 99))
