@@ -113,7 +113,8 @@ class RunDirectory:
 
     def check_delta(self) -> None:
         """Raises ValueError unless all runs in the directory have one delta."""
-        deltas = {x.delta for x in self._ledger.records} - {None, self._delta}
+        records = self._ledger.records
+        deltas = {x.delta for x in records if x.delta is not None} - {self._delta}
         _validate.require(
             not deltas,
             "a budget must be for the delta of all runs in the directory. Use DPSGD "

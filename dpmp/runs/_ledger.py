@@ -28,23 +28,14 @@ _LINE = re.compile(rb'\n?(\{[^\n]*?), "checksum": "([0-9a-f]{32})"\}')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """States that steps are paid for.
+    """States that steps are paid for."""
 
-    Attributes:
-      event: "released" with a checkpoint, or "charged" without one.
-      segment: the steps, and their cost.
-      delta: the delta that the run was planned for, or None.
-      nonce: identifies the checkpoint; empty without one.
-      digest: a hash of the files of the checkpoint; empty without one.
-      time: in UTC (ISO 8601).
-    """
-
-    event: str
+    event: str  # "released" with a checkpoint, or "charged" without one
     segment: Segment
-    delta: float | None
-    nonce: str = ""
-    digest: str = ""
-    time: str = ""
+    delta: float | None  # for which the run was planned
+    nonce: str = ""  # identifies the checkpoint
+    digest: str = ""  # a hash of the files of the checkpoint
+    time: str = ""  # in UTC (ISO 8601)
 
 
 class _Whole(NamedTuple):
@@ -212,11 +203,7 @@ def _decode(text: bytes, place: str) -> Record:
 
 
 def _parse(content: bytes, file: str) -> _Whole:
-    """Reads whole records.
-
-    The last record may be incomplete, because the machine stopped while it was written.
-    No newline follows it then.
-    """
+    """An incomplete record at the end, with no newline after it, was never written."""
     records, checksum, end = [], b"", 0
     while line := _LINE.match(content, end):
         if line[2] != _checksum(line[1], checksum):

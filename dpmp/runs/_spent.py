@@ -23,22 +23,13 @@ _PROTECTED = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE.name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Consecutive steps that were made under one id, at one cost.
+    """Consecutive steps that were made under one id, at one cost."""
 
-    Attributes:
-      id: 32 hexadecimal digits, random and public.
-      start: the first step, counted from 0.
-      stop: the step after the last one.
-      planned: the number of steps of this cost in the whole run, as it was planned when
-        these steps began.
-      cost: the cost of one step.
-    """
-
-    id: str
-    start: int
-    stop: int
-    planned: int
-    cost: PrivacyCost
+    id: str  # 32 hexadecimal digits, random and public
+    start: int  # counted from 0
+    stop: int  # the step after the last one
+    planned: int  # steps of this cost in the whole run, as planned when these began
+    cost: PrivacyCost  # of one step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,21 +21,13 @@ _SEE_THE_LEDGER = "`python -m dpmp ledger DIR` shows all steps that were paid fo
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """The cost of a run of `fit`, or of steps of `train_step`, under one id.
-
-    Attributes:
-      mechanism: makes the steps.
-      of_state: the steps that led to the state.
-      before: these steps, and all steps that were paid for in the directory.
-      start: the first step.
-      id: a random public id.
-    """
+    """The cost of a run of `fit`, or of steps of `train_step`, under one id."""
 
     mechanism: DPSGD
-    of_state: runs.Spent
-    before: runs.Spent
-    start: int
-    id: str
+    of_state: runs.Spent  # the steps that led to the state
+    before: runs.Spent  # these, and all steps that were paid for in the directory
+    start: int  # the first step
+    id: str  # random and public
 
     @classmethod
     def of(
@@ -99,10 +91,7 @@ class Account:
         return self._with_steps(self.of_state, stop).to_array()
 
     def epsilon(self, stop: int) -> float:
-        """The epsilon of this run and everything before it, after `stop` steps.
-
-        The mechanism must have a delta.
-        """
+        """The epsilon of this run and everything before it, after `stop` steps."""
         delta = self.mechanism.delta
         assert delta is not None
         return self._with_steps(self.before, stop).guarantee(delta=delta).epsilon

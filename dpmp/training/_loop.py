@@ -15,6 +15,7 @@ is lost, the next state of the trainer pays.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,7 +35,7 @@ from dpmp.training._report import TIMES, Report, finite
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals, add_note, clear_frames
-from dpmp.training._tickets import Batch, Ticket, draw_batch, draw_tickets
+from dpmp.training._tickets import Batch, draw_batch, draw_tickets
 
 _RUN_AGAIN = "run all processes again, to go on from a checkpoint."
 
@@ -62,17 +63,17 @@ class Loop:
         self._last_step, self._process = last_step, os.getpid()
         # `_saved`: steps of the newest checkpoint, None for another state's.
         state, lines, self._saved = newest(state, directory)
-        mechanism, has_files = step.mechanism, directory is not None
+        mechanism = step.mechanism
         account = Account.of(mechanism, state, last_step.failed, directory)
-        if has_files and options.epsilon_budget is not None:
+        if directory is not None and options.epsilon_budget is not None:
             directory.check_delta()
         self._stop = account.stop_within(options.stop, options.epsilon_budget)
-        self._every = options.every if has_files else 1
+        self._every = 1 if directory is None else options.every
         self._account, self._state = account, state._replace(spent=None)
         self._started = self._paid = account.start  # steps started; in the ledger
         self._is_saving = False
         is_first, self._file = jax.process_index() == 0, None
-        if has_files and is_first:
+        if directory is not None and is_first:
             self._file = runs.MetricsFile(directory.path, lines, account.start)
         self._report = Report(
             mechanism,
@@ -95,11 +96,8 @@ class Loop:
         options, start = self._options, self._account.start
         steps, times_made = range(start, self._stop), self._account.before.times_made
         tickets = draw_tickets(steps, self._root, times_made)
-
-        def draw(ticket: Ticket) -> Batch:
-            mechanism, sharding = options.mechanism, options.batch_sharding
-            return draw_batch(mechanism, self._load, sharding, ticket)
-
+        source = options.mechanism, self._load, options.batch_sharding
+        draw = functools.partial(draw_batch, *source)
         with (
             self._report,
             prefetched(draw, tickets, depth=options.prefetch) as batches,
@@ -130,8 +128,9 @@ class Loop:
 
     def end(self) -> None:
         """Shows the last line, when all files are written."""
-        is_saved = self._directory is not None and self._saved == self._started
-        place = f", saved in {self._directory.path}" if is_saved else ""
+        place = ""
+        if self._directory is not None and self._saved == self._started:
+            place = f", saved in {self._directory.path}"
         self._report.end(place)
 
     def stopped(self, error: BaseException) -> TrainingState | None:
@@ -225,16 +224,16 @@ class Loop:
         self._started += 1
         with self._signals.interruptible():
             batch = next(batches)
-            is_padding = batch.is_padding_example
-            prepared = self._step.prepare(self._state, batch.examples, is_padding)
+            program, args = self._step.prepare(self._state, batch)
         callback = self._options.sensitive_callback
-        if prepared.program.calls_host or callback is not None:
+        if program.calls_host or callback is not None:
             # Something outside may see values of these steps before their release.
             self._pay(self._end_of_block())
-        self._state, outputs = self._step.run(prepared, batch.ticket)
+        self._state, outputs = self._step.run(program, args)
         if callback is not None:
+            is_padding = jnp.asarray(batch.is_padding_example)
             with self._user_code():
-                callback(SensitiveOutputs(*outputs, jnp.asarray(is_padding)))
+                callback(SensitiveOutputs(*outputs, is_padding))
 
     def _end_of_block(self) -> int:
         return min(self._stop, -(-self._started // self._every) * self._every)

@@ -27,7 +27,7 @@ from dpmp.precision import Policy
 from dpmp.programs import losses, transformations
 from dpmp.sources import as_device_dtypes
 from dpmp.training._state import TrainingState
-from dpmp.training._tickets import Ticket
+from dpmp.training._tickets import Batch
 
 # The names of the secret keys that a step takes from its ticket.
 _KEYS = ("noise", "model", "update")
@@ -40,13 +40,6 @@ class Program(NamedTuple):
     compiled: jax.stages.Compiled
     constants: list[jax.Array]  # arrays that the loss uses
     calls_host: bool  # whether functions on the host see sensitive values
-
-
-class Prepared(NamedTuple):
-    """A program, and its arguments with zeros in place of the keys."""
-
-    program: Program
-    args: tuple[TrainingState, list[jax.Array], PyTree, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,31 +113,31 @@ class Step:
         )
         return [name for name in given if given[name] != wanted[name]]
 
-    def prepare(self, state: TrainingState, batch: PyTree, is_padding: Any) -> Prepared:
-        """Puts a state and a batch on their devices, and finds their program."""
-        self._check_size(batch, is_padding)
+    def prepare(
+        self, state: TrainingState, batch: Batch
+    ) -> tuple[Program, tuple[Any, ...]]:
+        """Finds the program of a step, and its arguments on their devices."""
+        self._check_size(batch.examples, batch.is_padding_example)
         with _without_debugging():
-            batch = as_device_dtypes(batch)
-            state = colocated(state._replace(spent=None), batch)
-            no_keys = _committed_with(state, batch, [np.zeros(4, np.uint32)] * 3)
-            args = state, no_keys, batch, jnp.asarray(is_padding)
-            return Prepared(self._program(args), args)
+            examples = as_device_dtypes(batch.examples)
+            state = colocated(state._replace(spent=None), examples)
+            keys = [jnp.asarray(x) for x in batch.ticket.take(*_KEYS)]
+            keys = colocated(keys, (state, examples))
+            args = state, keys, examples, jnp.asarray(batch.is_padding_example)
+            return self._program(*args), args
 
     def run(
-        self, prepared: Prepared, ticket: Ticket
+        self, program: Program, args: tuple[Any, ...]
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """Runs the step; returns the new state and the sensitive losses and norms."""
-        program, (state, _, batch, is_padding) = prepared
         with _without_debugging():
-            keys = _committed_with(state, batch, ticket.take(*_KEYS))
-            args = state, keys, batch, is_padding
             results = program.compiled(*args, program.constants)
             self._programs[program.key] = program
             return results
 
-    def _check_size(self, batch: PyTree, is_padding: Any) -> None:
+    def _check_size(self, examples: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
-        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((examples, is_padding))}
         # The message does not show the given size: the number of examples is sensitive.
         if sizes != {(size,)}:
             raise _validate.RefusedError(
@@ -158,9 +151,10 @@ class Step:
             dtype=jnp.result_type(is_padding).name,
         )
 
-    def _program(self, args: tuple[Any, ...]) -> Program:
-        """The program for a state, keys, a batch and its padding."""
-        state, _, batch, _ = args
+    def _program(
+        self, state: TrainingState, keys: Any, batch: PyTree, is_padding: Any
+    ) -> Program:
+        args = state, keys, batch, is_padding
         shapes = [str(_meshes.shapes(x)) for x in (state, batch)]
         # The message shows nothing of the batch: its shapes may reveal its content.
         if any(x[0] == shapes[0] and x[1] != shapes[1] for x in self._programs):
@@ -330,13 +324,6 @@ def _without_debugging() -> Iterator[None]:
     """
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
         yield
-
-
-def _committed_with(
-    state: TrainingState, batch: PyTree, keys: list[np.ndarray]
-) -> list[jax.Array]:
-    """The words of keys, on the devices of a state and a batch."""
-    return colocated([jnp.asarray(x) for x in keys], (state, batch))
 
 
 def _model_key(words: Any) -> jax.Array:

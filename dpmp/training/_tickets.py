@@ -37,10 +37,10 @@ class Ticket:
     __slots__ = ("_keys", "_process", "step")
 
     def __init__(self, step: int, words: np.ndarray | None = None):
-        """The ticket of a step, counted from 0.
+        """The ticket of a step, counted from 0; `words` has the keys, (16,) uint32.
 
-        `words` has the secret keys, (16,) uint32. By default, the operating system
-        draws each key when it is taken, so that a snapshot of the machine has no key.
+        By default, the operating system draws each key when it is taken, so that a
+        snapshot of the machine has no key.
         """
         keys = [None] * len(_USES) if words is None else words.reshape(len(_USES), 4)
         self.step, self._process = step, os.getpid()
@@ -116,19 +116,12 @@ def _derived(root: np.ndarray, step: int, times_made: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Batch:
-    """A sensitive batch that was drawn for one step, with the ticket of this step.
+    """A sensitive batch that was drawn for one step, with the ticket of this step."""
 
-    Attributes:
-      examples: arrays with a leading axis of `mechanism.padded_batch_size`.
-      is_padding_example: (padded_batch_size,) bool.
-      ticket: the keys of the step.
-      mechanism: the mechanism that has drawn it.
-    """
-
-    examples: PyTree
-    is_padding_example: Any
+    examples: PyTree  # arrays with a leading axis of `mechanism.padded_batch_size`
+    is_padding_example: Any  # (padded_batch_size,) bool
     ticket: Ticket
-    mechanism: DPSGD
+    mechanism: DPSGD  # it has drawn the batch
 
 
 def draw_batch(mechanism: DPSGD, load: Load, sharding: Any, ticket: Ticket) -> Batch:

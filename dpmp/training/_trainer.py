@@ -171,10 +171,7 @@ class DPTrainer:
 
         Args:
           state: any state of this run.
-          delta: the delta; None for the delta of the mechanism.
-
-        Raises:
-          ValueError: without a delta, or for a delta out of range.
+          delta: the delta; None for that of the mechanism, which must have one then.
         """
         _checks.check_state(state)
         delta = self.mechanism.delta if delta is None else delta
@@ -196,9 +193,9 @@ class DPTrainer:
           is_padding_example: (padded_batch_size,) bool, if `batch` is made of arrays.
 
         Raises:
-          ValueError: if the batch has another size, or other shapes or dtypes than
-            earlier batches; if all iterations are done; if the batch is that of another
-            step; or inside `jax.jit` and other transformations.
+          ValueError: for a batch of another size or step, or with other shapes or
+            dtypes than earlier ones; after all iterations; inside `jax.jit` and other
+            transformations.
           RuntimeError: if the batch of `load_batch` was used before.
         """
         _checks.check_state(state, batch)
@@ -217,9 +214,7 @@ class DPTrainer:
         _checks.check_step(batch, step, mechanism)
         account = self._last_step.account(mechanism, state)
         with self._last_step.charging(mechanism, state):
-            is_padding = batch.is_padding_example
-            prepared = self._step.prepare(state, batch.examples, is_padding)
-            new_state, _ = self._step.run(prepared, batch.ticket)
+            new_state, _ = self._step.run(*self._step.prepare(state, batch))
         self._last_step.remember(account)
         return new_state._replace(spent=account.spent(step + 1))
 
@@ -232,10 +227,7 @@ class DPTrainer:
     ) -> Batch:
         """Draws and loads a batch for the next step, for a training loop of your own.
 
-        Args:
-          state: the state before the step.
-          source: the dataset; see `fit`.
-          batch_sharding: where to put the batch; see `fit`.
+        `fit` explains `source` and `batch_sharding`.
 
         Returns:
           The batch, for one call of `train_step`. It is sensitive. Its attributes
@@ -253,9 +245,8 @@ class DPTrainer:
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
 
-        Args:
-          state: a `TrainingState`, or its shapes (`jax.eval_shape`).
-          batch: arrays as in `train_step`, or their shapes.
+        The arguments are a `TrainingState` and arrays as in `train_step`, or their
+        shapes (`jax.eval_shape`).
         """
         return self._step.lower(state, batch)
 
