@@ -128,7 +128,7 @@ class Source:
         if isinstance(indices, int):
             raise TypeError("an array, please")
         self.calls += 1
-        if self.calls == self.number:
+        if self.calls == self.number and self.action is not None:
             self.action()
         return {name: x[indices] for name, x in DATA.items()}
 
