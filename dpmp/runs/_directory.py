@@ -31,7 +31,7 @@ from dpmp._processes import are_equal, on_first, random_id
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.runs import _arrays, _files, _ledger
-from dpmp.runs._files import digest_of_tree, refused, sync
+from dpmp.runs._files import digest_of_tree, files_required, sync
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._spent import Segment, Spent
 
@@ -64,7 +64,7 @@ class RunDirectory:
         Reserves disk space for one more line of the ledger.
         """
         flags = os.O_WRONLY | os.O_CREAT
-        try:
+        with files_required("a run must be able to write into its directory"):
             with _files.open_file(self.path / _RESERVE, flags) as descriptor:
                 _files.write_at(descriptor, bytes(_RESERVED), 0)
                 os.fsync(descriptor)
@@ -78,8 +78,6 @@ class RunDirectory:
                 self._commit()
             else:
                 self._discard_pending()
-        except OSError as error:
-            refused("a run must be able to write into its directory", error)
 
     def newest(
         self, like: PyTree, made: int = 0
@@ -90,10 +88,8 @@ class RunDirectory:
           like: a state with the structure, shapes, dtypes and shardings to restore.
           made: if no checkpoint has more steps than this, the run goes on after these.
         """
-        try:
+        with files_required("a run must be able to read its checkpoints"):
             found = self._newest(like)
-        except OSError as error:
-            refused("a run must be able to read its checkpoints", error)
         step = max(made, found[1]["step"] if found else 0)
         paid = max((x.stop for x in self.spent.segments), default=0)
         if paid > step:
@@ -167,12 +163,11 @@ class RunDirectory:
             for step in self._steps[:-keep]:
                 shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
-        try:
+        required = "a checkpoint must be written before its steps are released"
+        with files_required(required):
             on_first(start)
             _arrays.write(self._pending, state)
             on_first(commit)
-        except OSError as error:
-            refused("a checkpoint must be written before its steps are released", error)
 
     def _commit(self) -> None:
         """Releases the pending checkpoint by a rename."""
@@ -257,10 +252,8 @@ def opened(
         return
     path = checked_path(directory)
     with contextlib.ExitStack() as stack:
-        try:
+        with files_required("a run must be able to lock its directory by a file"):
             on_first(lambda: stack.enter_context(_files.locked(path)))
-        except OSError as error:
-            refused("a run must be able to lock its directory by a file", error)
         _validate.require(
             are_equal(_files.read_if_any(path / "lock")),
             "all processes must use the same checkpoint_dir, on a disk that they "

@@ -42,17 +42,21 @@ def read_if_any(path: pathlib.Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def refused(required: str, error: OSError) -> NoReturn:
-    """Raises an OSError that says what was required and why it failed."""
-    if error.strerror is None:  # it has such a message already
-        raise error
-    _validate.fail(
-        f"{required}. Make room, or make the directory writable. Then start the run "
-        "again.",
-        file=str(error.filename or "of the run"),
-        reason=error.strerror or str(error),
-        error=OSError,
-    )
+@contextlib.contextmanager
+def files_required(required: str) -> Iterator[None]:
+    """Makes an OSError of the block say what was required and why it failed."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None:  # it has such a message already
+            raise
+        _validate.fail(
+            required,
+            fix="Make room, or make the directory writable. Then start the run again.",
+            file=str(error.filename or "of the run"),
+            reason=error.strerror,
+            error=OSError,
+        )
 
 
 def make_directory(path: pathlib.Path) -> None:

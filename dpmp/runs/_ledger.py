@@ -17,7 +17,14 @@ import re
 from typing import Any, NamedTuple, NoReturn
 
 from dpmp import _validate
-from dpmp.runs._files import names_in, open_file, read_if_any, refused, sync, write_at
+from dpmp.runs._files import (
+    files_required,
+    names_in,
+    open_file,
+    read_if_any,
+    sync,
+    write_at,
+)
 from dpmp.runs._spent import Segment, Spent, segment_as_json, segment_from_json
 
 NAME = "ledger.jsonl"
@@ -115,24 +122,24 @@ class Ledger:
         line = text + b', "checksum": "' + checksum + b'"}'
         line = b"\n" + line if before.end else line
         end = before.end + len(line)
-        try:
-            with open_file(self._file, os.O_RDWR | os.O_CREAT) as descriptor:
-                self._check_unchanged(descriptor)
-                try:
-                    os.ftruncate(descriptor, before.end)
-                    _write(descriptor, line, before.end)
-                    if before.end == 0:
-                        sync(self._file.parent)
-                    # The newline marks a whole line, so it comes after `fsync`.
-                    write_at(descriptor, b"\n", end)
-                    self._whole = _Whole([*before.records, record], checksum, end)
-                    self._size = end + 1
-                except BaseException:  # of a signal too, at any of these lines
-                    os.ftruncate(descriptor, before.end)
-                    self._whole, self._size = before, before.end
-                    raise
-        except OSError as error:
-            refused("steps must be in the ledger before they are released", error)
+        with (
+            files_required("steps must be in the ledger before they are released"),
+            open_file(self._file, os.O_RDWR | os.O_CREAT) as descriptor,
+        ):
+            self._check_unchanged(descriptor)
+            try:
+                os.ftruncate(descriptor, before.end)
+                _write(descriptor, line, before.end)
+                if before.end == 0:
+                    sync(self._file.parent)
+                # The newline marks a whole line, so it comes after `fsync`.
+                write_at(descriptor, b"\n", end)
+                self._whole = _Whole([*before.records, record], checksum, end)
+                self._size = end + 1
+            except BaseException:  # of a signal too, at any of these lines
+                os.ftruncate(descriptor, before.end)
+                self._whole, self._size = before, before.end
+                raise
 
     def _check_unchanged(self, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from dpmp.runs._files import open_file, read_if_any, refused, write_at
+from dpmp.runs._files import files_required, open_file, read_if_any, write_at
 
 Line: TypeAlias = dict[str, Any]
 
@@ -37,12 +37,12 @@ class MetricsFile:
     def append(self, lines: Sequence[Line]) -> None:
         """Appends lines."""
         text = b"".join(json.dumps(x, allow_nan=False).encode() + b"\n" for x in lines)
-        try:
-            with open_file(self._path, os.O_WRONLY | os.O_CREAT) as descriptor:
-                os.ftruncate(descriptor, self._end)
-                write_at(descriptor, text, self._end)
-        except OSError as error:
-            refused("the metrics of a run must be written to its directory", error)
+        with (
+            files_required("the metrics of a run must be written to its directory"),
+            open_file(self._path, os.O_WRONLY | os.O_CREAT) as descriptor,
+        ):
+            os.ftruncate(descriptor, self._end)
+            write_at(descriptor, text, self._end)
         self._end += len(text)
 
 

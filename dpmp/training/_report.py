@@ -160,7 +160,7 @@ class Report:
             steps = f"steps {self._begin + 1} to {self._stop}"
             steps = steps if self._begin < self._stop else "no more steps"
             took = datetime.timedelta(seconds=seconds)
-            privacy = self._spent.describe_end()
+            privacy = self._spent.at_end  # epsilon and delta of the run
             self._print(f"dpmp: {steps} done in {took}, {privacy}{ending}")
 
     def _print(self, text: str) -> None:
@@ -233,14 +233,14 @@ class SpentPrivacy:
         start = time.monotonic()
         self._epsilon, self._known, self._text = epsilon, {}, ""
         if not mechanism.is_private:
-            self._text = self._end = "no privacy"
+            self._text = self.at_end = "no privacy"
         elif mechanism.delta is None:
-            self._text = self._end = "epsilon not shown without a delta"
+            self._text = self.at_end = "epsilon not shown without a delta"
         else:
             self._known[last] = epsilon(last)
             self._final = round_up(self._known[last])
             delta = digits_above(mechanism.delta, 3)
-            self._end = f"epsilon {self._final} at delta {delta}"
+            self.at_end = f"epsilon {self._final} at delta {delta}"
         self._start = time.monotonic()
         self._seconds = self._largest = self._start - start
 
@@ -252,10 +252,6 @@ class SpentPrivacy:
         if epsilon is None:
             return f"epsilon below {self._final}"
         return f"epsilon {round_up(epsilon)} of {self._final}"
-
-    def describe_end(self) -> str:
-        """The epsilon of the run, and its delta."""
-        return self._end
 
     def epsilon(self, step: int) -> float | None:
         """The epsilon that is spent after a number of steps, if it is known."""

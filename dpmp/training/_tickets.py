@@ -24,8 +24,7 @@ _WORDS = 4 * len(_USES)
 
 _USED = object()  # in place of a key that was taken
 
-# Several processes agree on this many tickets at once.
-_BLOCK = 256
+_BLOCK = 256  # the tickets on which several processes agree at once
 
 
 class Ticket:
@@ -76,20 +75,19 @@ def draw_tickets(
         and how often the step was made. None draws them from the operating system.
       times_made: returns how often a step was made before, under this key or another.
     """
-    if root is not None:
-        for step in steps:
-            yield Ticket(step, _derived(root, step, times_made(step)))
-        return
-    waiting = np.zeros((0, _WORDS), np.uint32)
+    shared = _shared_words()
     for step in steps:
-        if jax.process_count() == 1:
-            yield Ticket(step)
-            continue
-        if not len(waiting):
-            words = _processes.broadcast(_fresh_words(_WORDS * _BLOCK))
-            waiting = words.reshape(_BLOCK, _WORDS)
-        yield Ticket(step, waiting[0])
-        waiting = waiting[1:]
+        if root is not None:
+            yield Ticket(step, _derived(root, step, times_made(step)))
+        else:
+            yield Ticket(step, None if jax.process_count() == 1 else next(shared))
+
+
+def _shared_words() -> Iterator[np.ndarray]:
+    """Fresh words on which several processes agree, for many tickets at once."""
+    while True:
+        words = _processes.broadcast(_fresh_words(_WORDS * _BLOCK))
+        yield from words.reshape(_BLOCK, _WORDS)
 
 
 def _fresh_words(number: int) -> np.ndarray:

@@ -385,7 +385,7 @@ def test_no_less_epsilon_is_quoted_than_is_spent(noise_multiplier, monkeypatch):
     mechanism = dataclasses.replace(LONG, noise_multiplier=noise_multiplier)
     spent = spent_by(mechanism)
     _, at_three, _, final = spent.describe(3).split(" ")
-    _, at_end, *_, delta = spent.describe_end().split(" ")
+    _, at_end, *_, delta = spent.at_end.split(" ")
     for quoted, step in ((at_three, 3), (final, 6), (at_end, 6)):
         epsilon = mechanism.guarantee(step).epsilon
         assert epsilon <= float(quoted) < epsilon + 0.01
@@ -409,7 +409,7 @@ def test_epsilon_is_left_out_where_computing_it_takes_too_much_of_the_run(monkey
 
 def test_without_noise_or_delta_there_is_no_epsilon():
     public = spent_by(LONG.without_privacy())
-    assert public.describe(3) == public.describe_end() == "no privacy"
+    assert public.describe(3) == public.at_end == "no privacy"
     spent = spent_by(dataclasses.replace(LONG, delta=None))
     assert spent.describe(3) == "epsilon not shown without a delta"
     assert spent.epsilon(6) is None
