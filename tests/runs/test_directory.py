@@ -95,6 +95,23 @@ class TestKills:
         inode = file_of(directory).stat().st_ino
         assert calls.index(inode) < calls.index("rename")
 
+    def test_the_disk_has_the_checkpoint_before_its_record(
+        self, directory, monkeypatch
+    ):
+        synced, fsync = [], os.fsync
+
+        def logged(descriptor):
+            synced.append(os.fstat(descriptor).st_ino)
+            fsync(descriptor)
+
+        with opened(directory) as run:
+            monkeypatch.setattr(os, "fsync", logged)
+            release(run, 10, 20)
+        folder = directory / "checkpoints" / "20"
+        record = synced.index(file_of(directory).stat().st_ino)
+        files = {x.stat().st_ino for x in (folder, *folder.rglob("*"))}
+        assert files <= {*synced[:record]}
+
     def test_a_checkpoint_that_is_written_again_is_never_missing(
         self, directory, tmp_path
     ):

@@ -70,17 +70,6 @@ def test_a_signal_waits_for_the_end_of_the_step_and_a_second_one_does_not(
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_acts_at_once_where_a_run_may_be_interrupted():
-    def interrupted():
-        with Signals(sigterm=False) as signals, signals.interruptible():
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-            raise AssertionError("it was not interrupted")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-
-
 def test_a_handler_of_the_users_own_stays():
     received = []
     signal.signal(signal.SIGINT, lambda *_: received.append(1))  # `ctrl_c` restores it
