@@ -44,12 +44,25 @@ def loss_fn(params, batch):
     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
 
 
-def new_trainer(*, loss_fn=loss_fn, optimizer=None, prng_key=None, **fields):
+def new_trainer(
+    *,
+    loss_fn=loss_fn,
+    optimizer=None,
+    policy="float32",
+    uses_prng_key=False,
+    is_private=True,
+    prng_key=None,
+    loss_scale=None,
+    **fields,
+):
+    mechanism = dataclasses.replace(MECHANISM, **{"arithmetic": None} | fields)
     return dpmp.DPTrainer(
-        mechanism=dataclasses.replace(MECHANISM, **fields),
+        mechanism=mechanism if is_private else mechanism.without_privacy(),
         loss_fn=loss_fn,
         optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
-        policy="float32",
+        policy=policy,
+        uses_prng_key=uses_prng_key,
+        loss_scale=loss_scale,
         prng_key=prng_key,
     )
 
@@ -115,7 +128,7 @@ class Source:
         if isinstance(indices, int):
             raise TypeError("an array, please")
         self.calls += 1
-        if self.calls == self.number:
+        if self.calls == self.number and self.action is not None:
             self.action()
         return {name: x[indices] for name, x in DATA.items()}
 

@@ -8,11 +8,18 @@ A step costs nothing as long as nobody has seen it. So steps are released in blo
 
 A process that is killed before 2 has released nothing, and its steps are free. After 2
 they are paid for, and `RunDirectory.recover` does the rest. docs/proofs.md says why.
+
+A checkpoint holds released values alone: the arrays of a state, the noisy metrics of
+the steps before it, the privacy cost of these steps, and a copy of the privacy ledger.
+It may be published, apart from the times in the ledger, and from the number of examples
+if that is protected.
 """
 
 import contextlib
+import json
 import os
 import pathlib
+import shutil
 import stat
 from collections.abc import Iterator
 from typing import Any
@@ -23,61 +30,66 @@ from dpmp import _validate
 from dpmp._processes import are_equal, on_first, random_id
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
-from dpmp.runs import _ledger
-from dpmp.runs._checkpoints import Checkpoints
-from dpmp.runs._files import open_file, refused, sync, write_at
+from dpmp.runs import _arrays, _files, _ledger
+from dpmp.runs._files import digest_of_tree, files_required, sync
 from dpmp.runs._ledger import Ledger, Record
-from dpmp.runs._lock import locked
 from dpmp.runs._spent import Segment, Spent
 
+_FACTS = "facts.json"
 _RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes
+_NO_FILE = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 
 class RunDirectory:
     """The ledger and the checkpoints of runs; made by `opened`."""
 
     def __init__(self, path: pathlib.Path, delta: float | None):
-        self.path, self._delta = path, delta
-        self._ledger, self._checkpoints = Ledger(path), Checkpoints(path)
+        self.path, self._delta, self._ledger = path, delta, Ledger(path)
+        self._folder, self._pending = path / "checkpoints", path / "pending"
 
     @property
     def spent(self) -> Spent:
         """All steps that were paid for in this directory."""
         return self._ledger.spent
 
+    @property
+    def _steps(self) -> list[int]:
+        """The numbers of steps after which there is a checkpoint, ascending."""
+        names = _files.names_in(self._folder)
+        return sorted(int(x) for x in names if x.isdecimal() and x == str(int(x)))
+
     def recover(self) -> None:
         """Finishes a release that was interrupted, or removes a pending checkpoint.
 
         Reserves disk space for one more line of the ledger.
         """
-        try:
-            with open_file(
-                self.path / _RESERVE, os.O_WRONLY | os.O_CREAT
-            ) as descriptor:
-                write_at(descriptor, bytes(_RESERVED), 0)
+        flags = os.O_WRONLY | os.O_CREAT
+        with files_required("a run must be able to write into its directory"):
+            with _files.open_file(self.path / _RESERVE, flags) as descriptor:
+                _files.write_at(descriptor, bytes(_RESERVED), 0)
                 os.fsync(descriptor)
             self._ledger.collect()
-            self._checkpoints.check_file_system()
-            if self._checkpoints.pending_is_of(self._ledger.last_release()):
+            self._check_file_system()
+            newest = next(reversed(self._ledger.releases.values()), None)
+            is_folder = self._pending.is_dir() and not self._pending.is_symlink()
+            if is_folder and newest and digest_of_tree(self._pending) == newest.digest:
                 # A process that was killed may not have waited for the disk.
                 sync(self.path / _ledger.NAME)
-                self._checkpoints.commit()
+                self._commit()
             else:
-                self._checkpoints.discard_pending()
-        except OSError as error:
-            refused("a run must be able to write into its directory", error)
+                self._discard_pending()
 
     def newest(
         self, like: PyTree, made: int = 0
     ) -> tuple[PyTree, dict[str, Any]] | None:
-        """The newest checkpoint and its facts; see `Checkpoints.restore`.
+        """Reads the newest checkpoint that is whole, with its facts; None without any.
 
-        If no checkpoint has more than `made` steps, the run goes on after these.
+        Args:
+          like: a state with the structure, shapes, dtypes and shardings to restore.
+          made: if no checkpoint has more steps than this, the run goes on after these.
         """
-        try:
-            found = self._checkpoints.restore(like, self._ledger)
-        except OSError as error:
-            refused("a run must be able to read its checkpoints", error)
+        with files_required("a run must be able to read its checkpoints"):
+            found = self._newest(like)
         step = max(made, found[1]["step"] if found else 0)
         paid = max((x.stop for x in self.spent.segments), default=0)
         if paid > step:
@@ -97,14 +109,14 @@ class RunDirectory:
 
     def check_delta(self) -> None:
         """Raises ValueError unless all runs in the directory have one delta."""
-        deltas = {x.delta for x in self._ledger.records if x.delta is not None}
-        others = sorted(deltas - {self._delta})
+        records = self._ledger.records
+        deltas = {x.delta for x in records if x.delta is not None} - {self._delta}
         _validate.require(
-            not others,
-            "a budget must be for the delta of all runs in the directory",
+            not deltas,
+            "a budget must be for the delta of all runs in the directory. Use DPSGD "
+            "with that delta, and a budget that you planned for it.",
             delta=self._delta,
-            earlier=others,
-            fix="Use DPSGD with that delta, and a budget that you planned for it.",
+            earlier=sorted(deltas),
         )
 
     def charge(self, segment: Segment) -> None:
@@ -121,39 +133,110 @@ class RunDirectory:
             self._ledger.append(record)
 
     def release(
-        self,
-        state: PyTree,
-        segment: Segment,
-        facts: dict[str, Any],
-        *,
-        keep: int = 3,
+        self, state: PyTree, segment: Segment, facts: dict[str, Any], *, keep: int = 3
     ) -> None:
         """Releases a state and the steps before it; see the top of this file.
 
-        The newest `keep` checkpoints are kept.
+        The newest `keep` checkpoints are kept, each with its facts, numbers and texts.
         """
-        facts = {"step": segment.stop, "nonce": random_id(), **facts}
+        nonce, types = random_id(), _arrays.types_of(state)
+        facts = {"step": segment.stop, "nonce": nonce, **facts, "shapes": types}
+
+        def start() -> None:
+            self._discard_pending()
+            _files.make_directory(self._pending)
 
         def commit() -> None:
+            text = json.dumps(facts, allow_nan=False)
+            (self._pending / _FACTS).write_text(text)
+            (self._pending / _ledger.NAME).write_bytes(self._ledger.copy())
+            _files.sync_tree(self._pending)
             record = Record(
                 event="released",
                 segment=segment,
                 delta=self._delta,
-                nonce=facts["nonce"],
-                digest=self._checkpoints.finish_pending(
-                    state, facts, self._ledger.copy()
-                ),
+                nonce=nonce,
+                digest=digest_of_tree(self._pending),
             )
             self._ledger.append(record)
-            self._checkpoints.commit()
-            self._checkpoints.remove_all_but(keep)
+            self._commit()
+            for step in self._steps[:-keep]:
+                shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
-        try:
-            on_first(self._checkpoints.start_pending)
-            self._checkpoints.write_arrays(state)
+        required = "a checkpoint must be written before its steps are released"
+        with files_required(required):
+            on_first(start)
+            _arrays.write(self._pending, state)
             on_first(commit)
-        except OSError as error:
-            refused("a checkpoint must be written before its steps are released", error)
+
+    def _commit(self) -> None:
+        """Releases the pending checkpoint by a rename."""
+        step = json.loads((self._pending / _FACTS).read_text())["step"]
+        _files.make_directory(self._folder)
+        # A run never goes on from a step before the newest whole checkpoint. So
+        # checkpoints of later steps are damaged.
+        for damaged in [self._folder / str(x) for x in self._steps if x >= step]:
+            is_folder = damaged.is_dir() and not damaged.is_symlink()
+            shutil.rmtree(damaged) if is_folder else damaged.unlink()
+        self._pending.rename(self._folder / str(step))
+        sync(self._folder)
+        sync(self.path)
+
+    def _discard_pending(self) -> None:
+        if self._pending.is_symlink() or self._pending.is_file():
+            self._pending.unlink()
+        shutil.rmtree(self._pending, ignore_errors=True)
+
+    def _check_file_system(self) -> None:
+        """Raises ValueError unless a pending checkpoint can be renamed at release."""
+        folders = [x for x in (self._folder, self.path) if x.exists()]
+        _validate.require(
+            len({x.stat().st_dev for x in folders}) == 1,
+            "checkpoints must be on the file system of their directory. Pass a "
+            "checkpoint_dir on that file system, and leave its folders to dpmp.",
+            checkpoints=str(self._folder.resolve()),
+        )
+
+    def _newest(self, like: PyTree) -> tuple[PyTree, dict[str, Any]] | None:
+        for step in reversed(self._steps):
+            path = self._folder / str(step)
+            facts = self._facts_of_whole(path)
+            if facts is not None:
+                return _arrays.read(path, like, facts["shapes"]), facts
+            warn(
+                f"the checkpoint after step {step} in {self._folder} is damaged, and "
+                "the one before is used instead. Its steps stay in the ledger, and are "
+                "made again at a new cost."
+            )
+        _validate.require(
+            not self._steps,
+            "at least one checkpoint must be whole. Restore the directory from a copy. "
+            "The steps stay in the ledger.",
+            directory=str(self._folder),
+            damaged=self._steps,
+        )
+        return None
+
+    def _facts_of_whole(self, path: pathlib.Path) -> dict[str, Any] | None:
+        """The facts of a checkpoint, or None if its files are damaged."""
+        try:
+            facts = json.loads((path / _FACTS).read_text())
+            record = self._ledger.releases.get(facts["nonce"])
+            copy = (path / _ledger.NAME).read_bytes()
+        except (KeyError, RecursionError, TypeError, ValueError, *_NO_FILE):
+            return None
+        if record is not None and digest_of_tree(path) != record.digest:
+            return None
+        _validate.require(
+            record is not None and self._ledger.copy().startswith(copy),
+            "the ledger must be as new as the checkpoints, because it is the only "
+            "account of what the steps cost. Restore the newest ledger.jsonl. If it is "
+            "lost, use another directory, and add up the epsilon of both. If it is the "
+            "checkpoint that is damaged, remove its folder.",
+            checkpoint=str(path),
+            ledger="without the record of this checkpoint, or of steps before it",
+        )
+        return facts
 
 
 @contextlib.contextmanager
@@ -169,16 +252,13 @@ def opened(
         return
     path = checked_path(directory)
     with contextlib.ExitStack() as stack:
-        try:
-            on_first(lambda: stack.enter_context(locked(path)))
-        except OSError as error:
-            refused("a run must be able to lock its directory by a file", error)
-        lock = path / "lock"
+        with files_required("a run must be able to lock its directory by a file"):
+            on_first(lambda: stack.enter_context(_files.locked(path)))
         _validate.require(
-            are_equal(lock.read_bytes() if lock.is_file() else b""),
-            "all processes must use the same checkpoint_dir, on a disk that they share",
+            are_equal(_files.read_if_any(path / "lock")),
+            "all processes must use the same checkpoint_dir, on a disk that they "
+            "share. Pass the same path everywhere, on a shared file system.",
             checkpoint_dir=str(path),
-            fix="Pass the same path everywhere, on a shared file system.",
         )
         on_first(lambda: RunDirectory(path, delta).recover())
         yield RunDirectory(path, delta)
@@ -194,24 +274,20 @@ def checked_path(directory: Any) -> pathlib.Path:
         and "\0" not in text
         and "://" not in text,
         "checkpoint_dir must be the path of a directory on a local or mounted file "
-        "system, which can lock files",
+        'system, which can lock files. Use "runs/1", for example. Copy finished '
+        "checkpoints to a bucket.",
         checkpoint_dir=text if is_path else type(directory).__name__,
-        fix='Use "runs/1", for example. Copy finished checkpoints to a bucket.',
     )
     path = pathlib.Path(text).absolute()  # a program may change its directory
-    reason = None
     try:
         is_directory = stat.S_ISDIR(path.stat().st_mode)
         reason = None if is_directory else "a file of this name"
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        reason = error.strerror
+        reason = None if isinstance(error, FileNotFoundError) else error.strerror
     _validate.require(
         reason is None,
-        "checkpoint_dir must be a directory, or a name for a new one",
+        "checkpoint_dir must be a directory, or a name for a new one. Use another one.",
         checkpoint_dir=text[:200],
         reason=reason,
-        fix="Use another name.",
     )
     return path

@@ -1,15 +1,21 @@
-"""Files that survive a power failure. Links and pipes in their place are refused."""
+"""Files for their owner alone that survive a power failure, and the lock of a run."""
 
 import contextlib
 import errno
 import hashlib
 import os
 import pathlib
+import socket
 import stat
 from collections.abc import Iterator
 from typing import NoReturn
 
 from dpmp import _validate
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
 
 
 @contextlib.contextmanager
@@ -31,17 +37,26 @@ def write_at(descriptor: int, content: bytes, place: int) -> None:
         written += os.pwrite(descriptor, content[written:], place + written)
 
 
-def refused(required: str, error: OSError) -> NoReturn:
-    """Raises an OSError that says what was required and why it failed."""
-    if error.strerror is None:  # it has such a message already
-        raise error
-    _validate.fail(
-        required,
-        file=str(error.filename or "of the run"),
-        reason=error.strerror or str(error),
-        fix="Make room, or make the directory writable. Then start the run again.",
-        error=OSError,
-    )
+def read_if_any(path: pathlib.Path) -> bytes:
+    """The content of a file; empty if there is none."""
+    return path.read_bytes() if path.is_file() else b""
+
+
+@contextlib.contextmanager
+def files_required(required: str) -> Iterator[None]:
+    """Makes an OSError of the block say what was required and why it failed."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None:  # it has such a message already
+            raise
+        _validate.fail(
+            required,
+            fix="Make room, or make the directory writable. Then start the run again.",
+            file=str(error.filename or "of the run"),
+            reason=error.strerror,
+            error=OSError,
+        )
 
 
 def make_directory(path: pathlib.Path) -> None:
@@ -69,8 +84,21 @@ def sync_tree(directory: pathlib.Path) -> None:
         sync(folder)
 
 
+def digest_of_tree(directory: pathlib.Path) -> str:
+    """A hash of the names and the contents of all files in a directory."""
+    total = hashlib.blake2b(digest_size=16)
+    files = (folder / name for folder, names in _folders(directory) for name in names)
+    # A file manager may leave files like .DS_Store.
+    for path in sorted(x for x in files if x.is_file() and x.name[0] != "."):
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "blake2b").digest()
+        name = str(path.relative_to(directory)).encode()
+        total.update(hashlib.blake2b(name).digest() + content)
+    return total.hexdigest()
+
+
 def _folders(directory: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
-    """Yields a directory and all its folders, each with the names of its files."""
+    """Yields the folders of a tree, the inner ones first, with their files' names."""
 
     def fail(error: OSError) -> NoReturn:  # a folder that cannot be read is not empty
         raise error
@@ -87,14 +115,50 @@ def names_in(directory: pathlib.Path) -> list[str]:
         return []
 
 
-def digest_of_tree(directory: pathlib.Path) -> str:
-    """A hash of the names and the contents of all files in a directory."""
-    total = hashlib.blake2b(digest_size=16)
-    files = (folder / name for folder, names in _folders(directory) for name in names)
-    # A file manager may leave files like .DS_Store.
-    for path in sorted(x for x in files if x.is_file() and x.name[0] != "."):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "blake2b").digest()
-        name = str(path.relative_to(directory)).encode()
-        total.update(hashlib.blake2b(name).digest() + content)
-    return total.hexdigest()
+@contextlib.contextmanager
+def locked(directory: pathlib.Path) -> Iterator[None]:
+    """Holds the exclusive lock of a directory, which is made if there is none.
+
+    The lock belongs to the process and vanishes with it, even if the process is killed.
+    The file `lock` in the directory remains, and says who held the lock last.
+    """
+    if fcntl is None:
+        _no_locks(directory, "the operating system has no POSIX locks")
+    make_directory(directory)
+    with open_file(directory / "lock", os.O_RDWR | os.O_CREAT) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            _validate.fail(
+                "only one run at a time may write into a directory. Wait until that "
+                "process and those that it started have ended, or use another "
+                "directory.",
+                directory=str(directory),
+                locked_by=owner,
+                error=RuntimeError,
+            )
+        except OSError as error:
+            _no_locks(directory, error.strerror or str(error))
+        process = os.getpid()
+        try:
+            os.ftruncate(descriptor, 0)
+            who = f"process {process} on {socket.gethostname()}, {os.urandom(8).hex()}"
+            os.pwrite(descriptor, f"{who}\n".encode(), 0)
+            os.fsync(descriptor)
+            yield
+        finally:
+            # Closing the file keeps the lock while a forked process has it open too.
+            # And a forked process must not release the lock.
+            if process == os.getpid():
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _no_locks(directory: pathlib.Path, reason: str) -> NoReturn:
+    _validate.fail(
+        "the directory of a run must be on a file system with POSIX locks (flock). Use "
+        "a local disk, on Linux or macOS. On Windows, use the Linux subsystem (WSL).",
+        directory=str(directory),
+        reason=reason,
+        error=RuntimeError,
+    )

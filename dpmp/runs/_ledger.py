@@ -14,10 +14,17 @@ import json
 import os
 import pathlib
 import re
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dpmp import _validate
-from dpmp.runs._files import names_in, open_file, refused, sync, write_at
+from dpmp.runs._files import (
+    files_required,
+    names_in,
+    open_file,
+    read_if_any,
+    sync,
+    write_at,
+)
 from dpmp.runs._spent import Segment, Spent, segment_as_json, segment_from_json
 
 NAME = "ledger.jsonl"
@@ -28,23 +35,22 @@ _LINE = re.compile(rb'\n?(\{[^\n]*?), "checksum": "([0-9a-f]{32})"\}')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """States that steps are paid for.
+    """States that steps are paid for."""
 
-    Attributes:
-      event: "released" with a checkpoint, or "charged" without one.
-      segment: the steps, and their cost.
-      delta: the delta that the run was planned for, or None.
-      nonce: identifies the checkpoint; empty without one.
-      digest: a hash of the files of the checkpoint; empty without one.
-      time: in UTC (ISO 8601).
-    """
-
-    event: str
+    event: str  # "released" with a checkpoint, or "charged" without one
     segment: Segment
-    delta: float | None
-    nonce: str = ""
-    digest: str = ""
-    time: str = ""
+    delta: float | None  # for which the run was planned
+    nonce: str = ""  # identifies the checkpoint
+    digest: str = ""  # a hash of the files of the checkpoint
+    time: str = ""  # in UTC (ISO 8601)
+
+
+class _Whole(NamedTuple):
+    """The whole records of a file, and the checksum and the end of the last one."""
+
+    records: list[Record]
+    checksum: bytes
+    end: int
 
 
 class Ledger:
@@ -63,16 +69,13 @@ class Ledger:
         self._file = directory / NAME
         # They are read before the file: a run that starts now moves them into it.
         self._charge_files = _charge_files(directory)
-        content = self._file.read_bytes() if self._file.is_file() else b""
-        self._records, self._checksum, self._end = _parse(content, str(self._file))
-        self._size = len(content)
-        # An incomplete record at the end, whose steps are free.
-        self.incomplete_bytes = len(content[self._end :].removeprefix(b"\n"))
+        content = read_if_any(self._file)
+        self._whole, self._size = _parse(content, str(self._file)), len(content)
 
     @property
     def records(self) -> list[Record]:
         """The records of the file, and those in separate files of other processes."""
-        return [*self._records, *self._charge_files.values()]
+        return [*self._whole.records, *self._charge_files.values()]
 
     @property
     def exists(self) -> bool:
@@ -80,23 +83,24 @@ class Ledger:
         return self._size > 0 or bool(self._charge_files)
 
     @property
+    def incomplete_bytes(self) -> int:
+        """The length of an incomplete record at the end, whose steps are free."""
+        newline = int(self._whole.end > 0)
+        return max(0, self._size - self._whole.end - newline)
+
+    @property
     def spent(self) -> Spent:
         """All steps that were paid for."""
         return Spent.of(x.segment for x in self.records)
 
-    def last_release(self) -> Record | None:
-        """The newest record of a checkpoint."""
-        return next((x for x in self._records[::-1] if x.event == "released"), None)
-
-    def released(self, nonce: str) -> Record | None:
-        """The record of the checkpoint with this nonce."""
-        found = (x for x in self.records if x.event == "released" and x.nonce == nonce)
-        return next(found, None)
+    @property
+    def releases(self) -> dict[str, Record]:
+        """The records of checkpoints by their nonces, the newest one last."""
+        return {x.nonce: x for x in self.records if x.event == "released"}
 
     def copy(self) -> bytes:
         """The whole records of the file."""
-        content = self._file.read_bytes() if self._file.is_file() else b""
-        return content[: self._end]
+        return read_if_any(self._file)[: self._whole.end]
 
     def collect(self) -> None:
         """Moves the records in separate files of other processes into the file.
@@ -104,8 +108,8 @@ class Ledger:
         An incomplete record is removed, since it may reveal something about free steps.
         """
         if self.incomplete_bytes:
-            os.truncate(self._file, self._end)
-            self._size, self.incomplete_bytes = self._end, 0
+            os.truncate(self._file, self._whole.end)
+            self._size = self._whole.end
         for path in [*self._charge_files]:
             self.append(self._charge_files[path])
             del self._charge_files[path]
@@ -113,41 +117,39 @@ class Ledger:
 
     def append(self, record: Record) -> None:
         """Appends a record; if this fails, the file has the records from before."""
-        before = self._records, self._checksum, self._end
-        text, end = _encode(record), self._end
-        checksum = _checksum(text, self._checksum)
+        before, text = self._whole, _encode(record)
+        checksum = _checksum(text, before.checksum)
         line = text + b', "checksum": "' + checksum + b'"}'
-        line = b"\n" + line if end else line
-        try:
-            with open_file(self._file, os.O_RDWR | os.O_CREAT) as descriptor:
-                self._check_unchanged(descriptor)
-                try:
-                    os.ftruncate(descriptor, end)
-                    _write(descriptor, line, end)
-                    if end == 0:
-                        sync(self._file.parent)
-                    # The newline marks a whole line, so it comes after `fsync`.
-                    write_at(descriptor, b"\n", end + len(line))
-                    self._records = [*self._records, record]
-                    self._checksum, self._end = checksum, end + len(line)
-                    self._size, self.incomplete_bytes = self._end + 1, 0
-                except BaseException:  # of a signal too, at any of these lines
-                    os.ftruncate(descriptor, end)
-                    self._records, self._checksum, self._end = before
-                    self._size, self.incomplete_bytes = end, 0
-                    raise
-        except OSError as error:
-            refused("steps must be in the ledger before they are released", error)
+        line = b"\n" + line if before.end else line
+        end = before.end + len(line)
+        with (
+            files_required("steps must be in the ledger before they are released"),
+            open_file(self._file, os.O_RDWR | os.O_CREAT) as descriptor,
+        ):
+            self._check_unchanged(descriptor)
+            try:
+                os.ftruncate(descriptor, before.end)
+                _write(descriptor, line, before.end)
+                if before.end == 0:
+                    sync(self._file.parent)
+                # The newline marks a whole line, so it comes after `fsync`.
+                write_at(descriptor, b"\n", end)
+                self._whole = _Whole([*before.records, record], checksum, end)
+                self._size = end + 1
+            except BaseException:  # of a signal too, at any of these lines
+                os.ftruncate(descriptor, before.end)
+                self._whole, self._size = before, before.end
+                raise
 
     def _check_unchanged(self, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size
         _validate.require(
             size == self._size,
-            "only the run that holds the lock may write its ledger",
+            "only the run that holds the lock may write its ledger. Start the run "
+            "again.",
             file=str(self._file),
             expected_bytes=self._size,
             bytes=size,
-            fix="Start the run again.",
             error=RuntimeError,
         )
 
@@ -200,19 +202,15 @@ def _decode(text: bytes, place: str) -> Record:
         _damaged(place)
     _validate.require(
         written_by == _FORMAT,
-        f"a ledger must have format {_FORMAT}",
+        f"a ledger must have format {_FORMAT}. Read it with the version of dpmp that "
+        "wrote it.",
         line=place,
-        fix="Read it with the version of dpmp that wrote it.",
     )
     return record
 
 
-def _parse(content: bytes, file: str) -> tuple[list[Record], bytes, int]:
-    """The whole records of a ledger, and the checksum and the end of the last one.
-
-    The last record may be incomplete, because the machine stopped while it was written.
-    No newline follows it then.
-    """
+def _parse(content: bytes, file: str) -> _Whole:
+    """An incomplete record at the end, with no newline after it, was never written."""
     records, checksum, end = [], b"", 0
     while line := _LINE.match(content, end):
         if line[2] != _checksum(line[1], checksum):
@@ -222,14 +220,14 @@ def _parse(content: bytes, file: str) -> tuple[list[Record], bytes, int]:
     rest = content[end:].removeprefix(b"\n") if end else content
     if b"\n" in rest:
         _damaged(f"{file}, line {len(records) + 1}")
-    return records, checksum, end
+    return _Whole(records, checksum, end)
 
 
 def _damaged(place: str) -> NoReturn:
     _validate.fail(
-        "every record of a ledger must be as it was written",
+        "every record of a ledger must be as it was written. Restore the file from a "
+        "copy: it is the only account of these steps.",
         damaged=place,
-        fix="Restore the file from a copy: it is the only account of these steps.",
     )
 
 

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from dpmp.runs._files import open_file, refused, write_at
+from dpmp.runs._files import files_required, open_file, read_if_any, write_at
 
 Line: TypeAlias = dict[str, Any]
 
@@ -27,8 +27,7 @@ class MetricsFile:
         incomplete line at the end is removed too.
         """
         self._path = directory / _NAME
-        content = self._path.read_bytes() if self._path.is_file() else b""
-        known = [x for x in _lines(content) if x[0]["step"] <= step]
+        known = [x for x in _lines(self._path) if x[0]["step"] <= step]
         # The running time of all processes that worked on the run so far.
         self.seconds = max((x.get("seconds") or 0.0 for x, _ in known), default=0.0)
         self._end = known[-1][1] if known else 0
@@ -38,12 +37,12 @@ class MetricsFile:
     def append(self, lines: Sequence[Line]) -> None:
         """Appends lines."""
         text = b"".join(json.dumps(x, allow_nan=False).encode() + b"\n" for x in lines)
-        try:
-            with open_file(self._path, os.O_WRONLY | os.O_CREAT) as descriptor:
-                os.ftruncate(descriptor, self._end)
-                write_at(descriptor, text, self._end)
-        except OSError as error:
-            refused("the metrics of a run must be written to its directory", error)
+        with (
+            files_required("the metrics of a run must be written to its directory"),
+            open_file(self._path, os.O_WRONLY | os.O_CREAT) as descriptor,
+        ):
+            os.ftruncate(descriptor, self._end)
+            write_at(descriptor, text, self._end)
         self._end += len(text)
 
 
@@ -52,14 +51,13 @@ def read(directory: pathlib.Path) -> list[Line]:
 
     A line that is damaged is left out, since no privacy claim depends on it.
     """
-    path = directory / _NAME
-    return [x for x, _ in _lines(path.read_bytes())] if path.is_file() else []
+    return [line for line, _ in _lines(directory / _NAME)]
 
 
-def _lines(content: bytes) -> Iterator[tuple[Line, int]]:
-    """Yields each whole line with the position of its end."""
+def _lines(path: pathlib.Path) -> Iterator[tuple[Line, int]]:
+    """Yields each whole line of a file with the position of its end."""
     end = 0
-    for text in content.splitlines(keepends=True):
+    for text in read_if_any(path).splitlines(keepends=True):
         end += len(text)
         try:
             line = json.loads(text)

@@ -1,9 +1,8 @@
 """The privacy cost of steps, kept as sets of steps: none is counted twice or lost.
 
 Every call of `fit`, and every chain of `train_step`, makes its steps under a random
-public id. If two sets have a step of the same number under the same id, it is the same
-step, and their union counts it once. A state that is continued in two ways gets two
-ids, and both ways count.
+public id. Steps of the same number under the same id are the same step. A state that is
+continued in two ways gets two ids, and both ways count.
 """
 
 import collections
@@ -24,22 +23,13 @@ _PROTECTED = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE.name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Consecutive steps that were made under one id, at one cost.
+    """Consecutive steps that were made under one id, at one cost."""
 
-    Attributes:
-      id: 32 hexadecimal digits, random and public.
-      start: the first step, counted from 0.
-      stop: the step after the last one.
-      planned: the number of steps of this cost in the whole run, as it was planned when
-        these steps began.
-      cost: the cost of one step.
-    """
-
-    id: str
-    start: int
-    stop: int
-    planned: int
-    cost: PrivacyCost
+    id: str  # 32 hexadecimal digits, random and public
+    start: int  # counted from 0
+    stop: int  # the step after the last one
+    planned: int  # steps of this cost in the whole run, as planned when these began
+    cost: PrivacyCost  # of one step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +116,10 @@ class Spent:
         except (KeyError, RecursionError, TypeError, ValueError):
             pass
         _validate.fail(
-            "state.spent must be what trainer.init, fit or train_step returned",
-            shape=np.shape(array),
-            fix="It says what the past steps of the state cost. Keep it as it was. For "
+            "state.spent must be what trainer.init, fit or train_step returned. It "
+            "says what the past steps of the state cost. Keep it as it was. For "
             "averaged parameters, use newest_state._replace(params=average).",
+            shape=np.shape(array),
         )
 
 
@@ -157,10 +147,9 @@ def _merged(group: list[Segment]) -> Iterable[Segment]:
     merged: list[Segment] = []
     planned = max(x.planned for x in group)
     for x in sorted(group, key=lambda x: x.start):
-        if merged and x.start <= merged[-1].stop:
+        start, stop = x.start, x.stop
+        if merged and start <= merged[-1].stop:
             before = merged.pop()
-            x = dataclasses.replace(
-                x, start=before.start, stop=max(before.stop, x.stop)
-            )
-        merged.append(dataclasses.replace(x, planned=planned))
+            start, stop = before.start, max(before.stop, stop)
+        merged.append(dataclasses.replace(x, start=start, stop=stop, planned=planned))
     return merged

@@ -14,37 +14,31 @@ from dpmp import _processes, _validate, runs
 from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
 from dpmp.training._state import TrainingState
+from dpmp.training._stops import clear_frames
 
 _SEE_THE_LEDGER = "`python -m dpmp ledger DIR` shows all steps that were paid for."
 
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """The cost of a run of `fit`, or of steps of `train_step`, under one id.
-
-    Attributes:
-      mechanism: makes the steps.
-      of_state: the steps that led to the state.
-      before: these steps, and all steps that were paid for in the directory.
-      start: the first step.
-      id: a random public id.
-    """
+    """The cost of a run of `fit`, or of steps of `train_step`, under one id."""
 
     mechanism: DPSGD
-    of_state: runs.Spent
-    before: runs.Spent
-    start: int
-    id: str
+    of_state: runs.Spent  # the steps that led to the state
+    before: runs.Spent  # these, and all steps that were paid for in the directory
+    start: int  # the first step
+    id: str  # random and public
 
     @classmethod
     def of(
         cls,
         mechanism: DPSGD,
         state: TrainingState,
-        directory: runs.RunDirectory | None,
         failed: runs.Spent,
+        directory: runs.RunDirectory | None = None,
+        id_: str | None = None,
     ) -> "Account":
-        """The account of a run that goes on from a state, in a directory or not.
+        """The account of steps after a state, under a new id or a given one.
 
         The steps that led to the state, and the failed steps, are added to the ledger
         of the directory.
@@ -54,7 +48,8 @@ class Account:
             before = directory.spent | past  # in the order of the ledger
             _check_people(before, mechanism)
             directory.enter(past)
-        return cls(mechanism, past, before, int(state.step), _processes.random_id())
+        id_ = _processes.random_id() if id_ is None else id_
+        return cls(mechanism, past, before, int(state.step), id_)
 
     def stop_within(self, stop: int, epsilon_budget: float | None) -> int:
         """The step at which to stop: `stop`, or an earlier step within a budget."""
@@ -73,9 +68,8 @@ class Account:
         last = self.start + bisect.bisect_right(more, epsilon_budget, key=self.epsilon)
         _validate.require(
             last > 0,
-            "the budget must allow a first step",
+            f"the budget must allow a first step. {_SEE_THE_LEDGER}",
             epsilon_budget=epsilon_budget,
-            fix=_SEE_THE_LEDGER,
         )
         warn(
             f"the budget of epsilon {epsilon_budget} ends the run after step {last} of "
@@ -87,12 +81,9 @@ class Account:
         """Steps of this run."""
         cost = self.mechanism.step_cost
         left = self.mechanism.iterations - self.start
+        planned = self.before.count(cost) + left
         return runs.Segment(
-            id=self.id,
-            start=start,
-            stop=stop,
-            planned=self.before.count(cost) + left,
-            cost=cost,
+            id=self.id, start=start, stop=stop, planned=planned, cost=cost
         )
 
     def spent(self, stop: int) -> np.ndarray:
@@ -100,10 +91,7 @@ class Account:
         return self._with_steps(self.of_state, stop).to_array()
 
     def epsilon(self, stop: int) -> float:
-        """The epsilon of this run and everything before it, after `stop` steps.
-
-        The mechanism must have a delta.
-        """
+        """The epsilon of this run and everything before it, after `stop` steps."""
         delta = self.mechanism.delta
         assert delta is not None
         return self._with_steps(self.before, stop).guarantee(delta=delta).epsilon
@@ -115,15 +103,16 @@ class Account:
 
 
 class LastStep:
-    """The account of the last `train_step` of a trainer, which the next one continues.
+    """The last `train_step` of a trainer, whose id the next one continues.
 
     The id is continued only by the state that this step has returned, once, and in the
     same process. So a state that is continued twice, in two threads or by a copy of the
-    trainer, gets two ids, and both ways count.
+    trainer, gets two ids, and both ways count. It also has the failed steps that no
+    state has paid for yet: the next state pays, because their errors have been seen.
     """
 
     def __init__(self):
-        self._ends: set[tuple[int, str, int]] = set()  # the process, the id, the step
+        self._ends: dict[Any, str] = {}  # an id, by the process, the id and the step
         self._failed: dict[str, runs.Segment] = {}  # by their ids
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,15 +120,12 @@ class LastStep:
 
     def account(self, mechanism: DPSGD, state: TrainingState) -> Account:
         """The account of the next step, with the id of the last step or a new id."""
-        past, step = past_of(mechanism, state), int(state.step)
-        end = [(os.getpid(), x.id, step) for x in past.segments[-1:] if x.stop == step]
-        try:
-            self._ends.remove(end[0])  # no other thread gets it
-            id_ = end[0][1]
-        except (IndexError, KeyError):
-            id_ = _processes.random_id()
-        past |= self.failed
-        return Account(mechanism, past, past, step, id_)
+        account = Account.of(mechanism, state, self.failed, id_="")
+        segments, step = account.of_state.segments, account.start
+        ends = [(os.getpid(), x.id, step) for x in segments if x.stop == step]
+        ids = [self._ends.pop(x, None) for x in ends]  # no other thread gets it
+        id_ = next(filter(None, ids), None) or _processes.random_id()
+        return dataclasses.replace(account, id=id_)
 
     @property
     def failed(self) -> runs.Spent:
@@ -157,18 +143,19 @@ class LastStep:
 
     def remember(self, account: Account) -> None:
         """Lets the next step continue an account, which has made its step."""
-        self._ends = {(os.getpid(), account.id, account.start + 1)}
+        self._ends = {(os.getpid(), account.id, account.start + 1): account.id}
         self.have_paid(account.before)
 
     @contextlib.contextmanager
     def charging(self, mechanism: DPSGD, state: TrainingState) -> Iterator[None]:
-        """Lets the next step pay for a step that fails: its error has been seen."""
-        past, step = past_of(mechanism, state), int(state.step)
-        account = Account(mechanism, past, past, step, secrets.token_hex(16))
+        """Charges a step that fails in the block, and clears the error's variables."""
+        id_, step = secrets.token_hex(16), int(state.step)
+        account = Account.of(mechanism, state, runs.Spent(), id_=id_)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.fail(account.segment(step, step + 1))
+            clear_frames(error)
             raise
 
 
@@ -179,18 +166,42 @@ def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
     return past
 
 
+def newest(
+    state: TrainingState, directory: runs.RunDirectory | None
+) -> tuple[TrainingState, list[dict[str, Any]], int | None]:
+    """The state, or the newest checkpoint if it has more steps.
+
+    Returns:
+      The state, the metrics of its checkpoint, and the number of steps of the newest
+      checkpoint, 0 without any. The number is None if this checkpoint has another state
+      of as many steps.
+    """
+    step = int(state.step)
+    found = directory and directory.newest(state._replace(spent=None), step)
+    if not found:
+        return state, [], 0
+    saved, facts = found
+    saved_step = int(saved.step)
+    if saved_step < step:
+        return state, [], saved_step
+    spent = np.frombuffer(facts["spent"].encode(), np.uint8)
+    if saved_step > step:
+        return saved._replace(spent=spent), facts["lines"], saved_step
+    is_same = np.array_equal(spent, np.asarray(state.spent))
+    return state, facts["lines"], step if is_same else None
+
+
 def _check_people(spent: runs.Spent, mechanism: DPSGD) -> None:
     """Raises ValueError unless past steps can be composed with those of a mechanism."""
-    relation = mechanism.neighboring_relation
+    people = mechanism.num_examples, mechanism.neighboring_relation
     for cost in {x.cost for x in spent.segments}:
         _validate.require(
-            cost.neighboring_relation is relation
-            and cost.num_examples == mechanism.num_examples,
+            people == (cost.num_examples, cost.neighboring_relation),
             "a run must go on with the number of examples and the neighbouring "
-            "relation of its past steps, so that their epsilons can be composed",
-            num_examples=mechanism.num_examples,
-            neighboring_relation=relation.name,
-            earlier=(cost.num_examples, cost.neighboring_relation.name),
-            fix="Use the same dataset. For another one, train in another directory: "
+            "relation of its past steps, so that their epsilons can be composed. Use "
+            "the same dataset. For another one, train in another directory: "
             "`python -m dpmp ledger DIR1 DIR2` adds up runs on the same people.",
+            num_examples=people[0],
+            neighboring_relation=people[1].name,
+            earlier=(cost.num_examples, cost.neighboring_relation.name),
         )

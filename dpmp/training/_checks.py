@@ -5,7 +5,7 @@ Messages name paths, types, shapes and dtypes. They never show a value.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.core
@@ -24,6 +24,17 @@ from dpmp.programs import float8
 from dpmp.sources import check_sharding
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 
+_A_STATE = "Use trainer.init(params), or a state that was saved."
+_COMPLEX = (
+    "Make it two arrays, its real and its imaginary part, and let the loss join them "
+    "with jax.lax.complex."
+)
+_NO_FLOAT = (
+    "Keep everything else out of params, and let the loss close over it: "
+    "nnx.split(model, nnx.Param, ...), or params, static = eqx.partition(model, "
+    "eqx.is_inexact_array) and eqx.combine(params, static) in the loss."
+)
+
 
 def check_types(
     mechanism: Any, loss_fn: Any, optimizer: Any, uses_prng_key: Any
@@ -31,17 +42,15 @@ def check_types(
     """Raises ValueError for arguments of a wrong type."""
     _validate.require(
         not isinstance(loss_fn, ScaledLoss),
-        "loss_fn must be without a scale",
+        "loss_fn must be without a scale. Pass the loss itself, and the scale as "
+        "loss_scale=.",
         type="ScaledLoss",
-        fix="Pass the loss itself, and the scale as loss_scale=.",
     )
-    _validate.instance(
-        DPSGD, "Use dpmp.DPSGD(...).calibrate(...).", mechanism=mechanism
-    )
-    _validate.instance(
-        optax.GradientTransformation, "Use optax.adam(1e-3).", optimizer=optimizer
-    )
-    _validate.boolean(uses_prng_key=uses_prng_key, fix="Use True or False.")
+    fix = "Use dpmp.DPSGD(...).calibrate(...)."
+    _validate.instance(DPSGD, fix, mechanism=mechanism)
+    fix = "Use optax.adam(1e-3)."
+    _validate.instance(optax.GradientTransformation, fix, optimizer=optimizer)
+    _validate.boolean(uses_prng_key=uses_prng_key)
 
 
 def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
@@ -64,11 +73,10 @@ def checked_stop(stop_at: Any, state: Any, iterations: int) -> int:
     stop, start = iterations if stop_at is None else as_number(stop_at), int(state.step)
     _validate.require(
         _validate.is_integer(stop) and start <= stop <= iterations,
-        f"stop_at must be from the current step to {iterations}",
+        f"stop_at must be from the current step to {iterations}. Privacy is accounted "
+        "for `iterations` steps. Plan more of them before the run starts.",
         step=start,
         stop_at=stop,
-        fix="Privacy is accounted for `iterations` steps. Plan more of them before "
-        "the run starts.",
     )
     return stop
 
@@ -77,49 +85,38 @@ def check_step(batch: Any, step: int, mechanism: DPSGD) -> None:
     """Raises ValueError unless `train_step` may use a `Batch` after `step` steps."""
     _validate.require(
         step < mechanism.iterations,
-        f"step must be below iterations = {mechanism.iterations}",
+        f"step must be below iterations = {mechanism.iterations}. Plan more iterations "
+        "before the run starts.",
         step=step,
-        fix="Plan more iterations before the run starts.",
     )
     drawn_by = batch.mechanism.sampling, batch.mechanism.num_examples
     _validate.require(
         batch.ticket.step == step
         and drawn_by == (mechanism.sampling, mechanism.num_examples),
         "a batch must be drawn by the mechanism, and for the state, that it is used "
-        "with",
+        "with. Use trainer.train_step(state, trainer.load_batch(state, data)).",
         batch_of_step=batch.ticket.step,
         step=step,
-        fix="Use trainer.train_step(state, trainer.load_batch(state, data)).",
-    )
-
-
-def refuse_mask() -> NoReturn:
-    """Raises ValueError for a mask beside a `Batch`, which has one."""
-    _validate.fail(
-        "is_padding_example must be left out with a batch of load_batch, which has it",
-        is_padding_example="given",
-        fix="Use trainer.train_step(state, batch).",
     )
 
 
 def as_public(returned: Any) -> dict[str, float]:
     """The numbers that a callback returned, as floats; none for None."""
     returned = {} if returned is None else returned
-    is_dict = isinstance(returned, Mapping)
     _validate.require(
-        is_dict and all(isinstance(name, str) for name in returned),
+        isinstance(returned, Mapping) and all(isinstance(x, str) for x in returned),
         "a callback must return None, or a dict from names to numbers that were "
-        "computed from public data or from released values",
+        'computed from public data or from released values. Return {"accuracy": 0.9}, '
+        "for example, or nothing.",
         type=type(returned).__name__,
-        fix='Return {"accuracy": 0.9}, for example, or nothing.',
     )
     for name, x in returned.items():
         _validate.require(
             _is_real_scalar(x),
-            "every number that a callback returns must be a real scalar",
+            "every number that a callback returns must be a real scalar. Reduce arrays "
+            "with jnp.mean, for example.",
             name=name,
             type=type(x).__name__,
-            fix="Reduce arrays with jnp.mean, for example.",
         )
     return {name: as_real(x) for name, x in returned.items()}
 
@@ -136,34 +133,29 @@ def _is_real_scalar(x: Any) -> bool:
 
 def check_state(state: Any, batch: PyTree = None) -> None:
     """Raises ValueError for an invalid or donated state, and in traced functions."""
-    _validate.instance(
-        TrainingState,
-        "Use trainer.init(params), or a state that was saved.",
-        state=state,
-    )
+    _validate.instance(TrainingState, _A_STATE, state=state)
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     others = [*jax.tree.leaves(batch), jnp.zeros(())]  # inside of jit, it is traced
     _validate.require(
         not any(isinstance(x, jax.core.Tracer) for x in (*arrays, *others)),
         "steps must be made outside of jax.jit, vmap, scan and other transformations, "
-        "so that each has random bits of its own",
+        "so that each has random bits of its own. Call fit or train_step in an "
+        "ordinary loop. A step is compiled anyway.",
         traced=True,
-        fix="Call fit or train_step in an ordinary loop. A step is compiled anyway.",
     )
     _validate.require(
         not any(x.is_deleted() for x in arrays),
-        "state must be the one that fit or train_step returned last",
+        "state must be the one that fit or train_step returned last. Write state = "
+        "trainer.fit(state, ...). Or start another run, which costs as well, with "
+        "trainer.init.",
         state="one whose arrays were reused by a later step",
-        fix="Write state = trainer.fit(state, ...). Or start another run, which costs "
-        "as well, with trainer.init.",
     )
     step = np.asarray(state.step)
     is_integer = step.shape == () and np.issubdtype(step.dtype, np.integer)
     _validate.require(
         is_integer and int(step) >= 0,
-        "state.step must be the number of steps made",
+        f"state.step must be the number of steps made. {_A_STATE}",
         dtype=step.dtype.name,
-        fix="Use trainer.init(params), or a state that was saved.",
     )
 
 
@@ -173,9 +165,9 @@ def as_params(params: PyTree) -> PyTree:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     _validate.require(
         bool(leaves),
-        "params must be a tree with float arrays",
+        "params must be a tree with float arrays. Recipes for Flax, Equinox, Haiku and "
+        "Keras are in docs/recipes.md.",
         params=type(params).__name__,
-        fix="Recipes for Flax, Equinox, Haiku and Keras are in docs/recipes.md.",
     )
     for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", jnp.float32 if isinstance(leaf, float) else None)
@@ -183,14 +175,9 @@ def as_params(params: PyTree) -> PyTree:
         _validate.require(
             dtype is not None and jnp.issubdtype(dtype, jnp.floating),
             "every leaf of params must be a float array",
+            fix=_COMPLEX if is_complex else _NO_FLOAT,
             leaf=jax.tree_util.keystr(path) or "(params itself)",
             type=type(leaf).__name__ if dtype is None else str(dtype),
-            fix="Make it two arrays, its real and its imaginary part, and let the loss "
-            "join them with jax.lax.complex."
-            if is_complex
-            else "Keep everything else out of params, and let the loss close over it: "
-            "nnx.split(model, nnx.Param, ...), or params, static = eqx.partition("
-            "model, eqx.is_inexact_array) and eqx.combine(params, static) in the loss.",
         )
     return params
 
@@ -205,6 +192,7 @@ class Options:
     """The options of `DPTrainer.fit`, which documents them."""
 
     mechanism: DPSGD
+    stop: int
     batch_sharding: Any
     callback: Callback | None
     sensitive_callback: Callable[[SensitiveOutputs], None] | None
@@ -216,16 +204,10 @@ class Options:
     prefetch: int
 
     def __post_init__(self):
-        for name in ("callback", "sensitive_callback"):
-            function = getattr(self, name)
-            _validate.require(
-                function is None or callable(function),
-                f"{name} must be a function of one argument",
-                fix="Leave it out, or pass a function.",
-                type=type(function).__name__,
-            )
         _validate.fields(
             self,
+            callback=_validate.optional(_validate.function),
+            sensitive_callback=_validate.optional(_validate.function),
             progress=_validate.boolean,
             prefetch=_validate.nonnegative_integer,
             every=_validate.positive_integer,
@@ -236,9 +218,15 @@ class Options:
         has_both = None not in (self.checkpoint_dir, self.mechanism.delta)
         _validate.require(
             self.epsilon_budget is None or has_both,
-            "a budget needs a directory, whose ledger has all steps, and a delta",
+            "a budget needs a directory, whose ledger has all steps, and a delta. Pass "
+            "checkpoint_dir too, and use mechanism.calibrate(epsilon=, delta=), or "
+            "DPSGD(delta=).",
             checkpoint_dir=self.checkpoint_dir,
             delta=self.mechanism.delta,
-            fix="Pass checkpoint_dir too, and use mechanism.calibrate(epsilon=, "
-            "delta=), or DPSGD(delta=).",
         )
+
+    @property
+    def plan(self) -> tuple[Any, ...]:
+        """The options that all processes of a job must share."""
+        has_directory = self.checkpoint_dir is not None
+        return self.stop, self.every, self.keep, self.epsilon_budget, has_directory

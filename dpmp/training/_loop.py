@@ -1,6 +1,21 @@
-"""The loop of a run: draws a batch, makes a step, and releases it."""
+"""The loop of a run: draws a batch, makes a step, pays for it, and shows it.
+
+Nothing that depends on a step is seen before the ledger has the step:
+
+- Steps that reach the end of a block are paid for by their checkpoint.
+- Where a function on the host may see values inside of a step, the whole block is
+  charged before.
+- A signal depends on no value. So the complete steps are saved, and no others cost.
+- Any other error may depend on all steps that were started. They are charged.
+- If that fails, both the error and the state are withheld.
+- A forked process leaves everything to its parent.
+
+Without a directory, each block is one step. The state itself says what it cost; if it
+is lost, the next state of the trainer pays.
+"""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,76 +28,62 @@ from dpmp import _validate, runs
 from dpmp._warnings import warn
 from dpmp.accounting import round_up
 from dpmp.sources import Load, prefetched
-from dpmp.training._account import Account
+from dpmp.training._account import Account, LastStep, newest
 from dpmp.training._checks import Options, as_public
 from dpmp.training._first_line import first_line
-from dpmp.training._frames import clear_frames
-from dpmp.training._metrics import TIMES, Metrics, OverflowWarning, finite
-from dpmp.training._progress import Progress
-from dpmp.training._signals import Signals
+from dpmp.training._report import TIMES, Report, finite
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
-from dpmp.training._tickets import Batch, Ticket, draw_batch, draw_tickets
+from dpmp.training._stops import Signals, add_note, clear_frames
+from dpmp.training._tickets import Batch, draw_batch, draw_tickets
+
+_RUN_AGAIN = "run all processes again, to go on from a checkpoint."
 
 
 class Loop:
-    """Makes the steps of a run.
-
-    Without a directory, every step is released as it is made. With a directory, steps
-    are released in blocks, by a checkpoint. A step that was not released costs nothing,
-    unless something that depends on it is seen: `stopped` pays for such steps.
-    """
+    """Makes the steps of a run, in blocks that end with a release."""
 
     def __init__(
         self,
         step: Step,
         state: TrainingState,
-        account: Account,
-        options: Options,
-        *,
-        stop: int,
         load: Load,
-        root: np.ndarray | None,
-        signals: Signals,
+        options: Options,
         directory: runs.RunDirectory | None,
-        lines: list[dict[str, Any]],
-        saved: int | None,
+        signals: Signals,
+        root: np.ndarray | None,
+        last_step: LastStep,
     ):
-        """Prepares to go on from a state.
+        """Prepares to go on from a state, or from a later one in the directory.
 
-        `root` is passed to `draw_tickets`. `lines` and `saved` come from `newest`.
+        `root` is passed to `draw_tickets`. `last_step` has failed steps to pay for.
         """
-        mechanism, start = account.mechanism, account.start
-        self._stop, self._load, self._root = stop, load, root
-        self._step, self._state = step, state._replace(spent=None)
-        self._account, self._options, self._signals = account, options, signals
-        self._directory, self._process = directory, os.getpid()
-        self._started = start  # steps that were started
-        self._saved = saved  # steps of the newest checkpoint, None for another state's
-        self._paid = start  # steps that are in the ledger
+        self._step, self._load, self._options, self._root = step, load, options, root
+        self._directory, self._signals = directory, signals
+        self._last_step, self._process = last_step, os.getpid()
+        # `_saved`: steps of the newest checkpoint, None for another state's.
+        state, lines, self._saved = newest(state, directory)
+        mechanism = step.mechanism
+        account = Account.of(mechanism, state, last_step.failed, directory)
+        if directory is not None and options.epsilon_budget is not None:
+            directory.check_delta()
+        self._stop = account.stop_within(options.stop, options.epsilon_budget)
+        self._every = 1 if directory is None else options.every
+        self._account, self._state = account, state._replace(spent=None)
+        self._started = self._paid = account.start  # steps started; in the ledger
         self._is_saving = False
-        self._progress = Progress(
+        is_first, self._file = jax.process_index() == 0, None
+        if directory is not None and is_first:
+            self._file = runs.MetricsFile(directory.path, lines, account.start)
+        self._report = Report(
             mechanism,
             account.epsilon,
-            start,
-            stop,
-            enabled=options.progress and jax.process_index() == 0,
-            first_line=self._first_line,
-        )
-        self._file = None
-        if directory is not None and jax.process_index() == 0:
-            self._file = runs.MetricsFile(directory.path, lines, start)
-        self._metrics = Metrics(
-            start=start,
+            account.start,
+            self._stop,
+            enabled=options.progress and is_first,
             seconds=self._file.seconds if self._file else 0.0,
-            iterations=mechanism.iterations,
-            report_steps=self._progress.report_steps,
-            epsilon=self._progress.epsilon,
-        )
-        self._overflows = OverflowWarning(
-            mechanism.overflow_stddev / mechanism.expected_batch_size,
-            start=start,
-            is_dynamic=step.dynamic_scale is not None,
+            has_dynamic_scale=step.dynamic_scale is not None,
+            first_line=self._first_line,
         )
 
     @property
@@ -90,35 +91,24 @@ class Loop:
         """The state after the last complete step."""
         return self._state._replace(spent=self._account.spent(self._started))
 
-    @property
-    def started(self) -> int:
-        """The number of steps that were started."""
-        return self._started
-
     def run(self) -> None:
         """Makes all steps, each with a ticket."""
-        options = self._options
-        steps = range(self._started, self._stop)
-        tickets = draw_tickets(steps, self._root, self._account.before.times_made)
-
-        def draw(ticket: Ticket) -> Batch:
-            mechanism, sharding = options.mechanism, options.batch_sharding
-            return draw_batch(mechanism, self._load, sharding, ticket)
-
+        options, start = self._options, self._account.start
+        steps, times_made = range(start, self._stop), self._account.before.times_made
+        tickets = draw_tickets(steps, self._root, times_made)
+        source = options.mechanism, self._load, options.batch_sharding
+        draw = functools.partial(draw_batch, *source)
         with (
-            self._progress,
+            self._report,
             prefetched(draw, tickets, depth=options.prefetch) as batches,
         ):
             while self._started < self._stop:
                 self._make_step(batches)
-                is_last = self._started in (self._stop, self._end_of_block())
+                is_last = self._started == self._end_of_block()
                 if self._directory is not None:
-                    self._metrics.collect(self._started, self._state, is_last=is_last)
-                if self._directory is None or is_last:
-                    self._release()
-                else:
-                    self._show({}, {})
-            if self._directory is not None and self._started == self._account.start:
+                    self._report.record(self._started, self._state, is_last=is_last)
+                self._release() if is_last else self._show({}, {})
+            if self._directory is not None and start == self._started:
                 self._save_complete()
             self._signals.act()
 
@@ -131,7 +121,7 @@ class Loop:
                 "To save it, pass another checkpoint_dir."
             )
         elif self._is_unsaved(self._started):
-            self._save([])
+            self._save()
 
     def _is_unsaved(self, step: int) -> bool:
         return step > (self._account.start if self._saved is None else self._saved)
@@ -141,67 +131,59 @@ class Loop:
         place = ""
         if self._directory is not None and self._saved == self._started:
             place = f", saved in {self._directory.path}"
-        self._progress.end(place)
+        self._report.end(place)
 
-    def stopped(
-        self, error: BaseException
-    ) -> tuple[TrainingState | None, BaseException | None]:
+    def stopped(self, error: BaseException) -> TrainingState | None:
         """Pays for steps that an error may reveal, and saves the state, if possible.
 
         Adds notes to the error.
 
         Returns:
-          The state after the last complete step, or None if it is lost. If the ledger
-          could not be written, the error to raise instead: nobody may see a state, or
-          an error, that was not paid for.
+          The state after the last complete step, or None if it is lost.
+
+        Raises:
+          Exception: if the ledger could not be written. Raise it in place of the error.
         """
         clear_frames(error)
-        if self._process != os.getpid():  # a child must leave the run to its parent
-            return None, None
+        if self._process != os.getpid():
+            return None
         self._signals.ignore()
         step = _step_of(self._state)
         is_signal = self._signals.have_raised(error)
         if is_signal and step is not None:
-            self._started = step  # a signal reveals nothing about the step it stopped
+            self._started = step
         try:
             if not is_signal:
                 self._pay(self._started)
-            if step is not None and self._is_unsaved(step) and not self._is_saving:
-                self._save_stopped(error)
+            can_save = self._directory is not None and not self._is_saving
+            if can_save and step is not None and self._is_unsaved(step):
+                if jax.process_count() == 1:
+                    self._save()
+                else:  # the others may be at another step
+                    add_note(error, _RUN_AGAIN)
         except BaseException as cause:  # the first error must not be lost
-            _add_note(error, f"dpmp: {str(cause) or type(cause).__name__}")
-        try:
-            self._pay(self._started)  # if the state could not be saved
-        except Exception as failure:
-            kind = OSError if isinstance(failure, OSError) else RuntimeError
-            return None, kind(f"{failure} The run has stopped.")
-        except BaseException:  # from a signal handler of the program itself
-            return None, KeyboardInterrupt()
+            add_note(error, str(cause) or type(cause).__name__)
+        self._pay(self._started)  # if the state could not be saved
         if step is None:
             from_there = "the last checkpoint" if self._directory else "a saved state"
-            _add_note(
-                error,
-                f"dpmp: the step itself failed, and its state is lost. Go on from "
-                f"{from_there}.",
-            )
-            return None, None
+            lost = "the step itself failed, and its state is lost"
+            add_note(error, f"{lost}. Go on from {from_there}.")
+            return None
         if step > 0:  # there are steps that could be lost
-            _add_note(error, self._describe_stop(step))
+            add_note(error, self._describe_stop(step))
         if isinstance(error, SystemExit):  # Python would show nothing
             notes = (x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", []))
             with contextlib.suppress(Warning):  # where warnings are errors
                 warn(" ".join(notes))
-        return self.state, None
+        return self.state
 
-    def _save_stopped(self, error: BaseException) -> None:
-        if self._directory is None:
-            return
-        if jax.process_count() > 1:  # the others may be at another step
-            _add_note(
-                error, "dpmp: run all processes again, to go on from a checkpoint."
-            )
-        else:
-            self._save(self._metrics.take())
+    def settle(self, last_state: TrainingState | None) -> None:
+        """Leaves steps that neither a state nor the ledger has to the next state."""
+        account = self._account
+        if last_state is not None or self._directory is not None:
+            self._last_step.have_paid(account.before)
+        elif self._started > account.start:
+            self._last_step.fail(account.segment(account.start, self._started))
 
     def _describe_stop(self, step: int) -> str:
         mechanism, spent = self._account.mechanism, ""
@@ -212,20 +194,27 @@ class Loop:
         if self._directory is not None and self._saved == step:
             where = "saved. Run the same program again, to go on from there"
         return (
-            f"dpmp: the run stopped after step {step} of {mechanism.iterations}{spent}."
-            f" Its state is {where}."
+            f"the run stopped after step {step} of {mechanism.iterations}{spent}. Its "
+            f"state is {where}."
         )
 
     def _first_line(self) -> str:
         with self._signals.interruptible():  # it may load two examples
             return first_line(self._step, self._state, self._load)
 
+    @contextlib.contextmanager
+    def _user_code(self) -> Iterator[None]:
+        """Lets a signal act in the block, which may fork the process."""
+        with self._signals.interruptible():
+            yield
+        self._check_process()
+
     def _check_process(self) -> None:
         _validate.require(
             self._process == os.getpid(),
-            "a run must go on in the process that began it",
+            "a run must go on in the process that began it. Leave the forked process "
+            "by os._exit, or start a run of its own.",
             process="a forked one",
-            fix="Leave the forked process by os._exit, or start a run of its own.",
             error=RuntimeError,
         )
 
@@ -235,31 +224,34 @@ class Loop:
         self._started += 1
         with self._signals.interruptible():
             batch = next(batches)
-            is_padding = batch.is_padding_example
-            prepared = self._step.prepare(self._state, batch.examples, is_padding)
+            program, args = self._step.prepare(self._state, batch)
         callback = self._options.sensitive_callback
-        if prepared.program.calls_host or callback is not None:
+        if program.calls_host or callback is not None:
             # Something outside may see values of these steps before their release.
-            self._pay(min(self._stop, self._end_of_block()))
-        self._state, outputs = self._step.run(prepared, batch.ticket)
+            self._pay(self._end_of_block())
+        self._state, outputs = self._step.run(program, args)
         if callback is not None:
-            with self._signals.interruptible():
-                callback(SensitiveOutputs(*outputs, jnp.asarray(is_padding)))
-            self._check_process()  # it may have forked
+            is_padding = jnp.asarray(batch.is_padding_example)
+            with self._user_code():
+                callback(SensitiveOutputs(*outputs, is_padding))
 
     def _end_of_block(self) -> int:
-        return -(-self._started // self._options.every) * self._options.every
+        return min(self._stop, -(-self._started // self._every) * self._every)
 
     def _pay(self, stop: int) -> None:
         """Puts steps into the ledger before anything that depends on them is seen."""
         if self._directory is not None and stop > self._paid:
-            segment = self._account.segment(self._paid, stop)
-            self._directory.charge(segment)
+            self._directory.charge(self._account.segment(self._paid, stop))
             self._paid = stop
 
-    def _save(self, lines: list[dict[str, Any]]) -> None:
-        """Releases the steps since the last checkpoint by a new one."""
-        assert self._directory is not None
+    def _save(self) -> list[dict[str, Any]]:
+        """Releases the steps since the last checkpoint by a new one, with its metrics.
+
+        Returns the lines of metrics.
+        """
+        lines = self._report.take_lines()
+        if self._directory is None:
+            return lines
         step, self._is_saving = int(self._state.step), True
         # Times depend a little on the sizes of the batches, so these lines have none.
         without_times = [
@@ -274,33 +266,23 @@ class Loop:
         )
         self._saved, self._paid = step, max(self._paid, step)
         self._is_saving = False
+        return lines
 
     def _release(self) -> None:
         """Releases the steps since the last release, and shows their values."""
-        lines, public = self._metrics.take(), {}
-        if self._directory is not None:
-            self._save(lines)
+        lines, public = self._save(), {}
         if self._options.callback is not None:
-            with self._signals.interruptible():
+            with self._user_code():
                 state = jax.tree.map(lambda x: x, self.state)  # callbacks may change it
                 public = as_public(self._options.callback(state))
-            self._check_process()  # the callback may have forked
         if self._file is not None:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
             self._file.append([*lines[:-1], lines[-1] | numbers])
-        metrics = self._state.metrics
-        is_reported = bool(lines) or self._started in self._progress.report_steps
-        self._overflows.look(self._started, metrics, is_reported=is_reported)
-        self._show(metrics, public)
+        self._show(self._state.metrics, public)
 
     def _show(self, metrics: Mapping[str, Any], public: Mapping[str, float]) -> None:
         with self._signals.interruptible():  # it waits for the device
-            self._progress.update(self._started, self._state.step, metrics, public)
-
-
-def _add_note(error: BaseException, text: str) -> None:
-    with contextlib.suppress(Exception):  # an error may refuse
-        error.add_note(text)
+            self._report.show(self._started, self._state.step, metrics, public)
 
 
 def _step_of(state: TrainingState) -> int | None:

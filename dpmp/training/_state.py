@@ -4,9 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 
-from dpmp import runs
 from dpmp._typing import PyTree
 
 
@@ -56,28 +54,3 @@ class SensitiveOutputs(NamedTuple):
     values: jax.Array
     grad_norms: jax.Array
     is_padding_example: jax.Array
-
-
-def newest(
-    state: TrainingState, directory: runs.RunDirectory | None
-) -> tuple[TrainingState, list[dict[str, Any]], int | None]:
-    """The state, or the newest checkpoint if it has more steps.
-
-    Returns:
-      The state, the metrics of its checkpoint, and the number of steps of the newest
-      checkpoint, 0 without any. The number is None if this checkpoint has another state
-      of as many steps.
-    """
-    step = int(state.step)
-    found = directory and directory.newest(state._replace(spent=None), step)
-    if not found:
-        return state, [], 0
-    saved, facts = found
-    saved_step = int(saved.step)
-    if saved_step < step:
-        return state, [], saved_step
-    spent = np.frombuffer(facts["spent"].encode(), np.uint8)
-    if saved_step > step:
-        return saved._replace(spent=spent), facts["lines"], saved_step
-    is_same = np.array_equal(spent, np.asarray(state.spent))
-    return state, facts["lines"], step if is_same else None

@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
-from dpmp._meshes import colocated, places, strongly_typed
+from dpmp._meshes import colocated, placement, places, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
 from dpmp.engines.book_keeping import relative_cost
@@ -26,12 +26,20 @@ from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
 from dpmp.programs import losses, transformations
 from dpmp.sources import as_device_dtypes
-from dpmp.training._programs import Program, Programs
 from dpmp.training._state import TrainingState
-from dpmp.training._tickets import Ticket
+from dpmp.training._tickets import Batch
 
 # The names of the secret keys that a step takes from its ticket.
 _KEYS = ("noise", "model", "update")
+
+
+class Program(NamedTuple):
+    """The program of a step for the types and the shardings of its arguments."""
+
+    key: tuple[Any, ...]  # types of the state, types of the batch, shardings
+    compiled: jax.stages.Compiled
+    constants: list[jax.Array]  # arrays that the loss uses
+    calls_host: bool  # whether functions on the host see sensitive values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +56,13 @@ class Step:
     policy: Policy
     uses_prng_key: bool
     loss_scale: LossScale | DynamicScale | None
-    _programs: Programs = field(default_factory=Programs, init=False)
+    # The programs that have run without an error, by their keys.
+    _programs: dict[Any, Program] = field(default_factory=dict, init=False)
     # By the structures of states that were checked: the fields that differ.
     _structures: dict[Any, list[str]] = field(default_factory=dict, init=False)
 
-    @property
-    def metric_names(self) -> frozenset[str]:
-        """The names of the noisy metrics that every step releases."""
-        return frozenset({*self.mechanism.metric_names, "overflowed"})
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_programs": {}}  # a program cannot be copied
 
     @property
     def dynamic_scale(self) -> DynamicScale | None:
@@ -65,6 +72,7 @@ class Step:
     def first_state(self, params: PyTree) -> TrainingState:
         """The state before the first step, without `spent`."""
         policy, dynamic = self.policy, self.dynamic_scale
+        metrics = {*self.mechanism.metric_names, "overflowed"}
         with jax.debug_nans(False):  # metrics are NaN before the first step
             params = jax.tree.map(jnp.copy, policy.cast_to_param(params))
             opt_state = self.optimizer.init(policy.cast_to_update(params))
@@ -76,7 +84,7 @@ class Step:
                 # because no array of the state may be donated twice.
                 opt_state=strongly_typed(jax.tree.map(jnp.copy, opt_state)),
                 scale_state=dynamic and dynamic.init(),
-                metrics={name: jnp.copy(unknown) for name in self.metric_names},
+                metrics={name: jnp.copy(unknown) for name in metrics},
                 clip_norm=self.mechanism.initial_clip_norm,
             )
 
@@ -87,10 +95,10 @@ class Step:
             self._structures[structure] = self._differences(state)
         _validate.require(
             not self._structures[structure],
-            "the state must have the arrays that this trainer's init makes",
+            "the state must have the arrays that this trainer's init makes. Use the "
+            "optimizer, loss scale, clip norm and metrics that the state was made "
+            "with.",
             differs=self._structures[structure],
-            fix="Use the optimizer, loss scale, clip norm and metrics that the state "
-            "was made with.",
         )
 
     def _differences(self, state: TrainingState) -> list[str]:
@@ -99,39 +107,37 @@ class Step:
             first = jax.eval_shape(self.first_state, state.params)
         except Exception:  # an optimizer may need numbers
             return []
-        pairs = zip(TrainingState._fields, state, first, strict=True)
-        structure = jax.tree.structure
-        return [
-            name
-            for name, given, wanted in pairs
-            if name != "spent" and structure(given) != structure(wanted)
-        ]
+        given, wanted = (
+            {name: jax.tree.structure(x) for name, x in each._asdict().items()}
+            for each in (state._replace(spent=None), first)
+        )
+        return [name for name in given if given[name] != wanted[name]]
 
     def prepare(
-        self, state: TrainingState, batch: PyTree, is_padding: Any
-    ) -> "Prepared":
-        """Puts a state and a batch on their devices, and finds their program."""
-        self._check_size(batch, is_padding)
+        self, state: TrainingState, batch: Batch
+    ) -> tuple[Program, tuple[Any, ...]]:
+        """Finds the program of a step, and its arguments on their devices."""
+        self._check_size(batch.examples, batch.is_padding_example)
         with _without_debugging():
-            batch = as_device_dtypes(batch)
-            state = colocated(state._replace(spent=None), batch)
-            no_keys = _committed_with(state, batch, [np.zeros(4, np.uint32)] * 3)
-            args = state, no_keys, batch, jnp.asarray(is_padding)
-            return Prepared(self._programs.find(args, self.make_program), args)
+            examples = as_device_dtypes(batch.examples)
+            state = colocated(state._replace(spent=None), examples)
+            keys = [jnp.asarray(x) for x in batch.ticket.take(*_KEYS)]
+            keys = colocated(keys, (state, examples))
+            args = state, keys, examples, jnp.asarray(batch.is_padding_example)
+            return self._program(*args), args
 
     def run(
-        self, prepared: "Prepared", ticket: Ticket
+        self, program: Program, args: tuple[Any, ...]
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """Runs the step; returns the new state and the sensitive losses and norms."""
-        state, _, batch, is_padding = prepared.args
         with _without_debugging():
-            keys = _committed_with(state, batch, ticket.take(*_KEYS))
-            args = state, keys, batch, is_padding
-            return self._programs.run(prepared.program, args)
+            results = program.compiled(*args, program.constants)
+            self._programs[program.key] = program
+            return results
 
-    def _check_size(self, batch: PyTree, is_padding: Any) -> None:
+    def _check_size(self, examples: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
-        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((batch, is_padding))}
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((examples, is_padding))}
         # The message does not show the given size: the number of examples is sensitive.
         if sizes != {(size,)}:
             raise _validate.RefusedError(
@@ -140,10 +146,32 @@ class Step:
             )
         _validate.require(
             jnp.result_type(is_padding) == jnp.bool_,
-            "is_padding_example must be an array of bool",
+            "is_padding_example must be an array of bool. Use True for padding, and "
+            "False for examples.",
             dtype=jnp.result_type(is_padding).name,
-            fix="Use True for padding, and False for examples.",
         )
+
+    def _program(
+        self, state: TrainingState, keys: Any, batch: PyTree, is_padding: Any
+    ) -> Program:
+        args = state, keys, batch, is_padding
+        shapes = [str(_meshes.shapes(x)) for x in (state, batch)]
+        # The message shows nothing of the batch: its shapes may reveal its content.
+        if any(x[0] == shapes[0] and x[1] != shapes[1] for x in self._programs):
+            raise _validate.RefusedError(
+                "all batches must have the same tree, shapes and dtypes, because "
+                "another compilation would reveal what is in them; got other ones. "
+                "Pad examples to one size (see dpmp.Source), and use another DPTrainer "
+                "for other data."
+            )
+        types = str(jax.tree.map(jax.typeof, (state, batch)))
+        key = (*shapes, types, placement(args))
+        if key in self._programs:
+            return self._programs[key]
+        step, constants = self.make_program(state, batch)
+        traced = step.trace(*args, constants)
+        calls_host = losses.calls_host(traced.jaxpr.jaxpr)
+        return Program(key, traced.lower().compile(), constants, calls_host)
 
     def make_program(
         self, state: TrainingState, batch: PyTree
@@ -154,18 +182,19 @@ class Step:
             return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
 
         args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
-        keys = (jax.eval_shape(_model_key, np.zeros(4, np.uint32)),)
-        keys = keys if self.uses_prng_key else ()
+        keys = [jax.eval_shape(_model_key, np.zeros(4, np.uint32))]
+        keys = keys if self.uses_prng_key else []
+        dtype = self.policy.compute_dtype
+        check = functools.partial(
+            losses.check_program,
+            num_params=len(jax.tree.leaves(args[0])),
+            takes_key=self.uses_prng_key,
+            compute_dtype=dtype,
+        )
         loss_fn = self.policy.in_product_precision(
             losses.with_checked_result(self.loss_fn)
         )
-        with losses.explained(args[1], self.policy.compute_dtype):
-            check = functools.partial(
-                losses.check_program,
-                num_params=len(jax.tree.leaves(args[0])),
-                takes_key=bool(keys),
-                compute_dtype=self.policy.compute_dtype,
-            )
+        with losses.explained(args[1], dtype):
             loss_fn, constants = transformations.hoist_constants(
                 loss_fn, *args, *keys, check=check
             )
@@ -201,9 +230,10 @@ class Step:
             per_example = specs_of_examples(output[1], specs[1])
             return [*jax.tree.leaves(specs[0]), *per_example]
 
-        step_on_mesh = _meshes.on_automatic_axes(step_on_mesh, out_specs)
         program = jax.jit(
-            step_on_mesh, donate_argnums=0, out_shardings=(places(state), None)
+            _meshes.on_automatic_axes(step_on_mesh, out_specs),
+            donate_argnums=0,
+            out_shardings=(places(state), None),
         )
         return program, constants
 
@@ -266,6 +296,9 @@ class Step:
                 released.num_overflows,
                 stddev=self.mechanism.overflow_stddev,
             )
+        # This fraction costs nothing (`clipping/_joint_sums.py`). The size of the batch
+        # is sensitive, so that the expected size stands in for it.
+        overflowed = released.num_overflows / self.mechanism.expected_batch_size
         updates, opt_state = self.optimizer.update(
             self.policy.cast_to_update(released.noisy_grads),
             state.opt_state,
@@ -276,25 +309,9 @@ class Step:
             params=self.policy.apply_updates(state.params, updates, key),
             opt_state=strongly_typed(opt_state),
             scale_state=scale_state,
-            metrics={**released.metrics, "overflowed": self._overflowed(released)},
+            metrics={**released.metrics, "overflowed": overflowed},
             clip_norm=released.clip_norm,
         )
-
-    def _overflowed(self, released: Released) -> jax.Array:
-        """The noisy fraction of examples whose gradient is not finite.
-
-        Its release costs nothing (`clipping/_joint_sums.py`). The size of the batch is
-        sensitive, so that the expected size stands in for it.
-        """
-        return released.num_overflows / self.mechanism.expected_batch_size
-
-
-@dataclass(frozen=True, repr=False)
-class Prepared:
-    """A program, and its arguments with zeros in place of the keys."""
-
-    program: Program
-    args: tuple[TrainingState, list[jax.Array], PyTree, jax.Array]
 
 
 @contextlib.contextmanager
@@ -307,13 +324,6 @@ def _without_debugging() -> Iterator[None]:
     """
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
         yield
-
-
-def _committed_with(
-    state: TrainingState, batch: PyTree, keys: list[np.ndarray]
-) -> list[jax.Array]:
-    """The words of keys, on the devices of a state and a batch."""
-    return colocated([jnp.asarray(x) for x in keys], (state, batch))
 
 
 def _model_key(words: Any) -> jax.Array:

@@ -1,8 +1,7 @@
 """Secret random bits: a ticket has the keys of one step, and each key is used once.
 
-Keys are drawn when they are needed. Nothing stores them: no state, checkpoint, ledger
-or program. So a run that goes on, a copied trainer or a forked process has no key that
-was used before.
+Nothing stores them: no state, checkpoint, ledger or program. So a run that goes on, a
+copied trainer or a forked process has no key that was used before.
 """
 
 import dataclasses
@@ -25,8 +24,7 @@ _WORDS = 4 * len(_USES)
 
 _USED = object()  # in place of a key that was taken
 
-# Several processes agree on this many tickets at once.
-_BLOCK = 256
+_BLOCK = 256  # the tickets on which several processes agree at once
 
 
 class Ticket:
@@ -38,10 +36,10 @@ class Ticket:
     __slots__ = ("_keys", "_process", "step")
 
     def __init__(self, step: int, words: np.ndarray | None = None):
-        """The ticket of a step, counted from 0.
+        """The ticket of a step, counted from 0; `words` has the keys, (16,) uint32.
 
-        `words` has the secret keys, (16,) uint32. By default, the operating system
-        draws each key when it is taken, so that a snapshot of the machine has no key.
+        By default, the operating system draws each key when it is taken, so that a
+        snapshot of the machine has no key.
         """
         keys = [None] * len(_USES) if words is None else words.reshape(len(_USES), 4)
         self.step, self._process = step, os.getpid()
@@ -53,10 +51,9 @@ class Ticket:
         _validate.require(
             self._process == os.getpid() and not any(x is _USED for x in keys),
             "the random numbers of a step must be used once, in the process that drew "
-            "them",
-            uses=uses,
-            fix="Load another batch: with the same batch or noise, two steps would "
+            "them. Load another batch: with the same batch or noise, two steps would "
             "reveal what the accounting assumes to be secret.",
+            uses=uses,
             error=RuntimeError,
         )
         return [_fresh_words(4) if x is None else x for x in keys]
@@ -70,9 +67,7 @@ def draw_tickets(
     root: np.ndarray | None,
     times_made: Callable[[int], int] = lambda step: 0,
 ) -> Iterator[Ticket]:
-    """Yields a ticket for each step.
-
-    If there are several processes, all of them must draw the same tickets.
+    """Yields a ticket for each step; several processes must draw the same tickets.
 
     Args:
       steps: the numbers of the steps.
@@ -80,20 +75,19 @@ def draw_tickets(
         and how often the step was made. None draws them from the operating system.
       times_made: returns how often a step was made before, under this key or another.
     """
-    if root is not None:
-        for step in steps:
-            yield Ticket(step, _derived(root, step, times_made(step)))
-        return
-    waiting = np.zeros((0, _WORDS), np.uint32)
+    shared = _shared_words()
     for step in steps:
-        if jax.process_count() == 1:
-            yield Ticket(step)
-            continue
-        if not len(waiting):
-            words = _processes.broadcast(_fresh_words(_WORDS * _BLOCK))
-            waiting = words.reshape(_BLOCK, _WORDS)
-        yield Ticket(step, waiting[0])
-        waiting = waiting[1:]
+        if root is not None:
+            yield Ticket(step, _derived(root, step, times_made(step)))
+        else:
+            yield Ticket(step, None if jax.process_count() == 1 else next(shared))
+
+
+def _shared_words() -> Iterator[np.ndarray]:
+    """Fresh words on which several processes agree, for many tickets at once."""
+    while True:
+        words = _processes.broadcast(_fresh_words(_WORDS * _BLOCK))
+        yield from words.reshape(_BLOCK, _WORDS)
 
 
 def _fresh_words(number: int) -> np.ndarray:
@@ -111,30 +105,21 @@ def root_of(prng_key: jax.Array | None) -> np.ndarray | None:
 
 def _derived(root: np.ndarray, step: int, times_made: int) -> np.ndarray:
     """The words of a ticket, from Threefry with a counter that no other ticket has."""
-    counter = [step % 2**32, step >> 32, times_made]
     use = np.arange(len(_USES), dtype=np.uint32)
-    words = threefry4x32(
-        [np.full_like(use, x) for x in root],
-        [use, *(np.full_like(use, x) for x in counter)],
-    )
+    key = [np.full_like(use, x) for x in root]
+    counter = [np.full_like(use, x) for x in (step % 2**32, step >> 32, times_made)]
+    words = threefry4x32(key, [use, *counter])
     return np.stack([np.asarray(x) for x in words], axis=1).reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Batch:
-    """A sensitive batch that was drawn for one step, with the ticket of this step.
+    """A sensitive batch that was drawn for one step, with the ticket of this step."""
 
-    Attributes:
-      examples: arrays with a leading axis of `mechanism.padded_batch_size`.
-      is_padding_example: (padded_batch_size,) bool.
-      ticket: the keys of the step.
-      mechanism: the mechanism that has drawn it.
-    """
-
-    examples: PyTree
-    is_padding_example: Any
+    examples: PyTree  # arrays with a leading axis of `mechanism.padded_batch_size`
+    is_padding_example: Any  # (padded_batch_size,) bool
     ticket: Ticket
-    mechanism: DPSGD
+    mechanism: DPSGD  # it has drawn the batch
 
 
 def draw_batch(mechanism: DPSGD, load: Load, sharding: Any, ticket: Ticket) -> Batch:

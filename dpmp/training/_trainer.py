@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from dpmp import accounting, loss_scaling, runs
+from dpmp import _validate, accounting, loss_scaling, runs
 from dpmp._meshes import colocated
 from dpmp._typing import PyTree
 from dpmp._validate import as_number
@@ -17,18 +17,12 @@ from dpmp.precision import Policy
 from dpmp.programs import losses
 from dpmp.sources import Source, check_same_data, check_sharding, loader_of
 from dpmp.training import _checks
-from dpmp.training._account import Account, LastStep, past_of
+from dpmp.training._account import LastStep, newest, past_of
 from dpmp.training._checks import Options
-from dpmp.training._frames import cleared_frames
 from dpmp.training._loop import Loop
-from dpmp.training._signals import Signals
-from dpmp.training._state import (
-    Callback,
-    SensitiveOutputs,
-    TrainingState,
-    newest,
-)
+from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
+from dpmp.training._stops import Signals
 from dpmp.training._tickets import Batch, draw_batch, draw_tickets, root_of
 
 
@@ -177,10 +171,7 @@ class DPTrainer:
 
         Args:
           state: any state of this run.
-          delta: the delta; None for the delta of the mechanism.
-
-        Raises:
-          ValueError: without a delta, or for a delta out of range.
+          delta: the delta; None for that of the mechanism, which must have one then.
         """
         _checks.check_state(state)
         delta = self.mechanism.delta if delta is None else delta
@@ -202,9 +193,9 @@ class DPTrainer:
           is_padding_example: (padded_batch_size,) bool, if `batch` is made of arrays.
 
         Raises:
-          ValueError: if the batch has another size, or other shapes or dtypes than
-            earlier batches; if all iterations are done; if the batch is that of another
-            step; or inside `jax.jit` and other transformations.
+          ValueError: for a batch of another size or step, or with other shapes or
+            dtypes than earlier ones; after all iterations; inside `jax.jit` and other
+            transformations.
           RuntimeError: if the batch of `load_batch` was used before.
         """
         _checks.check_state(state, batch)
@@ -213,15 +204,17 @@ class DPTrainer:
         if not isinstance(batch, Batch):
             (ticket,) = draw_tickets([step], self._root)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
-        elif is_padding_example is not None:
-            _checks.refuse_mask()
+        else:
+            _validate.require(
+                is_padding_example is None,
+                "is_padding_example must be left out with a batch of load_batch, which "
+                "has it. Use trainer.train_step(state, batch).",
+                is_padding_example="given",
+            )
         _checks.check_step(batch, step, mechanism)
         account = self._last_step.account(mechanism, state)
-        with cleared_frames(), self._last_step.charging(mechanism, state):
-            prepared = self._step.prepare(
-                state, batch.examples, batch.is_padding_example
-            )
-            new_state, _ = self._step.run(prepared, batch.ticket)
+        with self._last_step.charging(mechanism, state):
+            new_state, _ = self._step.run(*self._step.prepare(state, batch))
         self._last_step.remember(account)
         return new_state._replace(spent=account.spent(step + 1))
 
@@ -234,10 +227,7 @@ class DPTrainer:
     ) -> Batch:
         """Draws and loads a batch for the next step, for a training loop of your own.
 
-        Args:
-          state: the state before the step.
-          source: the dataset; see `fit`.
-          batch_sharding: where to put the batch; see `fit`.
+        `fit` explains `source` and `batch_sharding`.
 
         Returns:
           The batch, for one call of `train_step`. It is sensitive. Its attributes
@@ -249,15 +239,14 @@ class DPTrainer:
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
         (ticket,) = draw_tickets([int(state.step)], self._root)
-        with cleared_frames(), self._last_step.charging(self.mechanism, state):
+        with self._last_step.charging(self.mechanism, state):
             return draw_batch(self.mechanism, load, batch_sharding, ticket)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
 
-        Args:
-          state: a `TrainingState`, or its shapes (`jax.eval_shape`).
-          batch: arrays as in `train_step`, or their shapes.
+        The arguments are a `TrainingState` and arrays as in `train_step`, or their
+        shapes (`jax.eval_shape`).
         """
         return self._step.lower(state, batch)
 
@@ -329,6 +318,7 @@ class DPTrainer:
         mechanism = self.mechanism
         options = Options(
             mechanism=mechanism,
+            stop=_checks.checked_stop(stop_at, state, mechanism.iterations),
             batch_sharding=batch_sharding,
             callback=callback,
             sensitive_callback=sensitive_callback,
@@ -340,50 +330,30 @@ class DPTrainer:
             prefetch=prefetch,
         )
         load = loader_of(source, mechanism.num_examples)
-        stop = _checks.checked_stop(stop_at, state, mechanism.iterations)
         self._step.check_structure(state)
-        has_directory = checkpoint_dir is not None
-        plan = int(state.step), stop, every, keep, epsilon_budget, has_directory
-        check_same_data(load, mechanism, plan)
-        self.last_state = None
+        check_same_data(load, mechanism, (int(state.step), options.plan))
+        self.last_state, failure = None, None
         with (
             runs.opened(checkpoint_dir, delta=mechanism.delta) as directory,
             Signals(sigterm=directory is not None) as signals,
         ):
-            state, lines, saved = newest(state, directory)
-            account = Account.of(mechanism, state, directory, self._last_step.failed)
-            if directory is not None and epsilon_budget is not None:
-                directory.check_delta()
-            stop = account.stop_within(stop, epsilon_budget)
-            loop = Loop(
-                self._step,
-                state,
-                account,
-                options,
-                stop=stop,
-                load=load,
-                root=self._root,
-                signals=signals,
-                directory=directory,
-                lines=lines,
-                saved=saved,
-            )
-            failure: BaseException | None = None
+            files = directory, signals, self._root, self._last_step
+            loop = Loop(self._step, state, load, options, *files)
             try:
                 loop.run()
                 self.last_state = loop.state  # a signal may come before the return
             except BaseException as error:
                 try:
-                    self.last_state, failure = loop.stopped(error)
+                    self.last_state = loop.stopped(error)
+                except Exception as cause:  # nobody may see a step that is not paid for
+                    kind = OSError if isinstance(cause, OSError) else RuntimeError
+                    failure = kind(f"{cause} The run has stopped.")
                 except BaseException:  # from a signal handler of the program itself
                     failure = KeyboardInterrupt()
                 if failure is None:
                     raise
             finally:
-                if self.last_state is not None or directory is not None:
-                    self._last_step.have_paid(account.before)
-                elif loop.started > account.start:  # the state is lost
-                    self._last_step.fail(account.segment(account.start, loop.started))
+                loop.settle(self.last_state)
             if failure is not None:  # raised here, it does not show the first error
                 raise failure
         loop.end()

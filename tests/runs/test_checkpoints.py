@@ -3,7 +3,6 @@
 import pathlib
 import resource
 import shutil
-import stat
 import subprocess
 import sys
 
@@ -12,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ledgers import DELTA, charged, file_of, steps
-from small_runs import same
+from small_runs import checkpoints, same
 
-from dpmp.runs._checkpoints import Checkpoints
-from dpmp.runs._ledger import Ledger, Record
+from dpmp.runs import RunDirectory, _arrays, opened
+from dpmp.runs._ledger import Ledger
+
+pytestmark = pytest.mark.filterwarnings("ignore:the ledger has paid for steps")
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "int8", "bool", "uint32"]
 
@@ -45,31 +46,13 @@ def words(x):
     return jax.random.key_data(x) if "key" in str(x.dtype) else x
 
 
-def write_pending(directory, step, state, ledger, **facts):
-    """Writes the checkpoint, and returns the record that would release it."""
-    facts = {"step": step, "nonce": f"nonce {step}", **facts}
-    checkpoints = Checkpoints(directory)
-    checkpoints.start_pending()
-    checkpoints.write_arrays(state)
-    digest = checkpoints.finish_pending(state, facts, ledger.copy())
-    return Record(
-        event="released",
-        segment=steps(step - 1, step),
-        delta=DELTA,
-        nonce=facts["nonce"],
-        digest=digest,
-    )
-
-
 def save(directory, step, state, **facts):
-    ledger = Ledger(directory)
-    ledger.append(write_pending(directory, step, state, ledger, **facts))
-    Checkpoints(directory).commit()
-    Checkpoints(directory).remove_all_but(2)
+    with opened(directory) as run:
+        run.release(state, steps(step - 1, step), facts, keep=2)
 
 
 def restore(directory, like):
-    found = Checkpoints(directory).restore(like, Ledger(directory))
+    found = RunDirectory(directory, DELTA).newest(like)
     return found and found[0]
 
 
@@ -78,27 +61,23 @@ class TestRoundTrip:
         assert restore(tmp_path, make_state()) is None
         for step in (1, 5, 10):
             save(tmp_path, step, make_state(step), more=[step])
-        assert Checkpoints(tmp_path).steps == [5, 10]
-        assert_same(restore(tmp_path, make_state()), make_state(10))
-        checkpoints = Checkpoints(tmp_path)
-        _, facts = checkpoints.restore(make_state(), Ledger(tmp_path))
+        assert checkpoints(tmp_path) == [5, 10]
+        state, facts = RunDirectory(tmp_path, DELTA).newest(make_state())
+        assert_same(state, make_state(10))
         assert (facts["step"], facts["more"]) == (10, [10])
 
     def test_arrays_may_be_overwritten_as_soon_as_it_is_written(
         self, tmp_path, monkeypatch
     ):
         overwrite = jax.jit(lambda x: x * 0, donate_argnums=0)
-        x = jnp.arange(1_000_000, dtype=jnp.float32)
-        checkpoints, write = Checkpoints(tmp_path), Checkpoints.write_arrays
+        x, write = jnp.arange(1_000_000, dtype=jnp.float32), _arrays.write
 
-        def write_and_overwrite(self, state):
-            write(self, state)
+        def write_and_overwrite(folder, state):
+            write(folder, state)
             overwrite(state["x"]).block_until_ready()
 
-        monkeypatch.setattr(Checkpoints, "write_arrays", write_and_overwrite)
-        record = write_pending(tmp_path, 1, {"x": x}, Ledger(tmp_path))
-        Ledger(tmp_path).append(record)
-        checkpoints.commit()
+        monkeypatch.setattr(_arrays, "write", write_and_overwrite)
+        save(tmp_path, 1, {"x": x})
         restored = restore(tmp_path, {"x": jnp.zeros(1_000_000)})
         np.testing.assert_array_equal(restored["x"], np.arange(1_000_000))
 
@@ -127,29 +106,14 @@ class TestRoundTrip:
         uncommitted = {"x": 0 * x, "n": jnp.float32(0)}
         assert_same(restore(tmp_path, uncommitted), {"x": x + 0, "n": jnp.float32(3)})
 
-    def test_names_may_have_any_characters(self, tmp_path):
+    def test_names_and_paths_may_have_any_characters(self, tmp_path):
+        directory = tmp_path / "run [1] * a?b {x} ünï %7"
+        directory.mkdir()
         names = ["a.b", "a/b", "", " ", "*", "..", "['a']['b']", "ä", "0", 0, "a"]
         state = {str(type(x)) + str(x): jnp.full(2, i) for i, x in enumerate(names)}
         state |= {"a.b": jnp.zeros(2), "a": {"b": jnp.ones(2), "": jnp.ones(3)}}
-        save(tmp_path, 1, state)
-        like = jax.tree.map(jnp.zeros_like, state)
-        assert_same(restore(tmp_path, like), state)
-
-    def test_a_path_may_have_any_characters(self, tmp_path):
-        directory = tmp_path / "run [1] * a?b {x} ünï %7"
-        directory.mkdir()
-        save(directory, 1, {"x": jnp.arange(3)})
-        like = {"x": jnp.zeros(3, int)}
-        assert_same(restore(directory, like), {"x": jnp.arange(3)})
-
-    def test_only_the_owner_can_enter_a_checkpoint(self, tmp_path):
-        tmp_path.chmod(0o755)
-        state = {"x": jnp.arange(3)}
-        write_pending(tmp_path, 1, state, Ledger(tmp_path))
-        assert stat.S_IMODE((tmp_path / "pending").stat().st_mode) == 0o700
-        save(tmp_path, 1, state)
-        for path in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "1"):
-            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        save(directory, 1, state)
+        assert_same(restore(directory, jax.tree.map(jnp.zeros_like, state)), state)
 
 
 class TestOtherArrays:
@@ -188,6 +152,12 @@ def damage(folder, harm):
     elif harm == "other facts":
         text = (folder / "facts.json").read_text()
         (folder / "facts.json").write_text(text.replace('"step": 2', '"step": 3'))
+    elif harm == "ledger":
+        copy = folder / "ledger.jsonl"
+        copy.write_bytes(copy.read_bytes()[:-9] + b"\0" * 9)
+
+
+HARMS = ["flip", "cut", "remove", "another file", "facts", "other facts", "ledger"]
 
 
 class TestDamage:
@@ -200,9 +170,7 @@ class TestDamage:
             save(directory, step, state)
         return directory
 
-    @pytest.mark.parametrize(
-        "harm", ["flip", "cut", "remove", "another file", "facts", "other facts"]
-    )
+    @pytest.mark.parametrize("harm", HARMS)
     def test_a_damaged_checkpoint_is_replaced_by_the_one_before(
         self, tmp_path, undamaged, harm
     ):
@@ -222,8 +190,8 @@ class TestDamage:
         damage(directory / "checkpoints" / "2", "flip")
         for step, left in ((2, [1, 2]), (3, [2, 3])):
             state = {"x": jnp.full(5000, float(step))}
-            save(directory, step, state, nonce=f"new {step}")
-            assert Checkpoints(directory).steps == left
+            save(directory, step, state)
+            assert checkpoints(directory) == left
             assert int(restore(directory, {"x": jnp.zeros(5000)})["x"][0]) == step
         names = {x.name for x in (directory / "checkpoints").iterdir()}
         assert names == {"2", "3"}
@@ -271,7 +239,7 @@ class TestLedger:
     def test_an_older_ledger_that_went_on_by_itself_is_refused(self, directory):
         content = file_of(directory).read_bytes().splitlines(keepends=True)
         ledger = Ledger(directory)
-        record = ledger.released("nonce 2")
+        (*_, record) = ledger.records
         file_of(directory).write_bytes(content[0])
         Ledger(directory).append(record)
         with pytest.raises(ValueError, match="of steps before it"):
@@ -282,40 +250,28 @@ class TestLedger:
         assert restore(directory, LIKE) is not None
 
 
-class TestPending:
-    def test_a_pending_checkpoint_is_found_by_its_record(self, tmp_path):
-        checkpoints = Checkpoints(tmp_path)
-        record = write_pending(tmp_path, 1, {"x": jnp.zeros(3)}, Ledger(tmp_path))
-        assert checkpoints.pending_is_of(record)
-        assert not checkpoints.pending_is_of(None)
-        (tmp_path / "pending" / "facts.json").write_text('{"ste')
-        assert not checkpoints.pending_is_of(record)
-        checkpoints.discard_pending()
-        assert not checkpoints.pending_is_of(record)
-        assert list(tmp_path.iterdir()) == []
+def test_a_pending_checkpoint_is_replaced(tmp_path):
+    (tmp_path / "pending" / "arrays").mkdir(parents=True)
+    (tmp_path / "pending" / "more").touch()
+    save(tmp_path, 1, {"x": jnp.ones(5000)})
+    assert_same(restore(tmp_path, {"x": jnp.zeros(5000)}), {"x": jnp.ones(5000)})
+    assert not (tmp_path / "checkpoints" / "1" / "more").exists()
 
-    def test_a_pending_checkpoint_is_replaced(self, tmp_path):
-        like = {"x": jnp.zeros(5000)}
-        write_pending(tmp_path, 1, {"x": jnp.ones(7000)}, Ledger(tmp_path))
-        (tmp_path / "pending" / "more").touch()
-        save(tmp_path, 1, {"x": jnp.ones(5000)})
-        assert_same(restore(tmp_path, like), {"x": jnp.ones(5000)})
-        assert not (tmp_path / "checkpoints" / "1" / "more").exists()
 
-    @pytest.mark.parametrize("room", [0, 10_000])
-    def test_a_full_disk_is_an_error(self, tmp_path, room):
-        state = {"x": jax.random.normal(jax.random.key(0), (100, 500))}
-        ledger = Ledger(tmp_path)
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                write_pending(tmp_path, 1, state, ledger)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert Checkpoints(tmp_path).steps == []
-        save(tmp_path, 1, state)
-        assert_same(restore(tmp_path, jax.tree.map(jnp.zeros_like, state)), state)
+def test_a_full_disk_is_an_error_with_a_short_message(tmp_path):
+    """No file may be longer than the limit, as `ulimit -f` says."""
+    state = {"x": jax.random.normal(jax.random.key(0), (100, 500))}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*Make room") as caught:
+            save(tmp_path, 1, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(str(caught.value)) < 1000
+    assert checkpoints(tmp_path) == []
+    save(tmp_path, 1, state)
+    assert_same(restore(tmp_path, jax.tree.map(jnp.zeros_like, state)), state)
 
 
 def test_importing_dpmp_does_not_import_orbax():

@@ -1,3 +1,6 @@
+"""Files and directories reach the disk, and one process at a time writes them."""
+
+import contextlib
 import errno
 import os
 import stat
@@ -5,6 +8,7 @@ import stat
 import pytest
 
 from dpmp.runs import _files
+from dpmp.runs._files import locked
 
 
 @pytest.fixture
@@ -19,36 +23,6 @@ def synced(monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     return paths
-
-
-def test_a_file_is_for_its_owner_alone_and_closed_after_an_error(tmp_path):
-    with (
-        pytest.raises(KeyError),
-        _files.open_file(tmp_path / "a", os.O_RDWR | os.O_CREAT) as descriptor,
-    ):
-        raise KeyError
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-
-
-def test_a_symbolic_link_is_not_opened(tmp_path):
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    with (
-        pytest.raises(OSError, match="symbolic links"),
-        _files.open_file(tmp_path / "a", os.O_RDWR | os.O_CREAT),
-    ):
-        pass
-    assert not (tmp_path / "b").exists()
-
-
-def test_an_error_of_the_system_says_what_was_required():
-    error = OSError(errno.ENOSPC, "No space left on device", "ledger.jsonl")
-    said = "must be so; got file='ledger.jsonl', reason='No space left.*Make room"
-    with pytest.raises(OSError, match=said):
-        _files.refused("it must be so", error)
-    with pytest.raises(OSError, match=r"^said before$"):
-        _files.refused("it must be so", OSError("said before"))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Linux only")
@@ -92,3 +66,51 @@ def test_a_digest_depends_on_the_names_and_contents_alone(tmp_path):
         digests.append(_files.digest_of_tree(folder))
     assert len({*digests}) == len(contents)
     assert digests[0] == digests[-1]
+
+
+# The lock.
+
+
+def test_the_lock_is_exclusive_and_names_its_owner(tmp_path):
+    text = rf"only one run.*{tmp_path.name}.*process {os.getpid()} on"
+    with locked(tmp_path):
+        for _ in range(2):  # who fails does not remove the name
+            with pytest.raises(RuntimeError, match=text):
+                locked(tmp_path).__enter__()
+    with locked(tmp_path):
+        pass
+
+
+def test_the_lock_is_free_after_an_error(tmp_path):
+    with pytest.raises(KeyError), locked(tmp_path):
+        raise KeyError
+    with locked(tmp_path):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_does_not_release_the_lock(tmp_path):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(tmp_path))
+        child = os.fork()
+        if child == 0:
+            stack.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(RuntimeError, match="only one run at a time"):
+            locked(tmp_path).__enter__()
+
+
+def test_a_system_without_locks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(_files, "fcntl", None)
+    with pytest.raises(RuntimeError, match=r"POSIX locks.*the operating system has no"):
+        locked(tmp_path).__enter__()
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(_files.fcntl, "flock", flock)
+    with pytest.raises(RuntimeError, match=r"POSIX locks.*No locks available"):
+        locked(tmp_path).__enter__()

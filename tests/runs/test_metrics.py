@@ -72,13 +72,6 @@ def test_a_damaged_line_is_left_out(tmp_path):
     assert steps_of(tmp_path) == [2, 6]
 
 
-def test_numbers_that_are_not_finite_are_refused(tmp_path):
-    file = MetricsFile(tmp_path, [], 0)
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        file.append([{"step": 1, "noisy/loss": float("nan")}])
-    assert read(tmp_path) == []
-
-
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
     file = MetricsFile(tmp_path, [line(1)], 1)
 

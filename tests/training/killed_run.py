@@ -11,30 +11,11 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-import dpmp
 from dpmp.training._tickets import Ticket
 
-SIZE, STEPS, DELTA = 32, 60, 1e-3
-
-
-class Source:
-    """Takes some time for each batch, so that the run can be killed at many places."""
-
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, indices):
-        time.sleep(0.003)
-        rows = np.random.default_rng(0).normal(size=(SIZE, 3)).astype(np.float32)
-        return {"x": rows[indices], "y": rows[indices].sum(axis=1)}
-
-
-def loss_fn(params, batch):
-    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+STEPS = 60
 
 
 def log_to(path):
@@ -60,25 +41,20 @@ def main(directory, log, every, keep, devices, address=None, process=0):
     if address is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(address, 2, int(process))
+    from small_runs import PARAMS, Source, fit, new_trainer  # makes arrays
+
+    class SlowSource(Source):
+        """Takes some time for a batch, so that the run can be killed at many places."""
+
+        def __getitem__(self, indices):
+            time.sleep(0.003)
+            return super().__getitem__(indices)
+
     log, sharding = log_to(log), None
     if jax.device_count() > 1:
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
         sharding = jax.NamedSharding(mesh, jax.P("data"))
-    trainer = dpmp.DPTrainer(
-        mechanism=dpmp.DPSGD(
-            num_examples=SIZE,
-            expected_batch_size=8,
-            microbatch_size=8,
-            iterations=STEPS,
-            l2_clip_norm=1.0,
-            noise_multiplier=4.0,
-            delta=DELTA,
-        ),
-        loss_fn=loss_fn,
-        optimizer=optax.sgd(0.1, momentum=0.9),
-        policy="float32",
-    )
 
     def callback(state):
         if jax.process_index() == 0:
@@ -86,18 +62,19 @@ def main(directory, log, every, keep, devices, address=None, process=0):
             digest = hashlib.sha256(params.tobytes()).hexdigest()
             log("released", int(state.step), digest)
 
-    params = {"w": np.zeros(3, np.float32)}
+    params = PARAMS
     if sharding is not None:
         params = jax.device_put(params, jax.NamedSharding(sharding.mesh, jax.P()))
-    trainer.fit(
-        trainer.init(params),
-        Source(),
-        checkpoint_dir=directory,
+    trainer = new_trainer(microbatch_size=8, iterations=STEPS, noise_multiplier=4.0)
+    fit(
+        trainer,
+        directory,
+        state=trainer.init(params),
+        data=SlowSource(0, None),
         every=int(every),
         keep=int(keep),
         batch_sharding=sharding,
         callback=callback,
-        progress=False,
     )
 
 

@@ -1,43 +1,12 @@
 """What a run costs, and how many of its steps a budget allows."""
 
-import dataclasses
 import math
 
-import dp_accounting
 import pytest
-from ledgers import MECHANISM, steps
+from ledgers import MECHANISM
 
 from dpmp.runs import Spent
-from dpmp.training._account import Account, past_of
-from dpmp.training._state import TrainingState
-
-
-def past(spent, mechanism):
-    state = TrainingState(step=0, params=(), opt_state=(), spent=spent.to_array())
-    return past_of(mechanism, state)
-
-
-class TestPeople:
-    SPENT = Spent((steps(0, 10),))
-
-    def test_other_costs_of_the_same_people_are_welcome(self):
-        other = dataclasses.replace(MECHANISM, noise_multiplier=7.0, iterations=3)
-        past(Spent(), other)
-        past(self.SPENT, other)
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"num_examples": 999, "sampling_prob": 1.0},
-            {"neighboring_relation": dp_accounting.NeighboringRelation.REPLACE_ONE},
-        ],
-    )
-    def test_other_people_are_refused(self, change):
-        other = dataclasses.replace(MECHANISM, **change)
-        said = r"number of examples and the neighb.*earlier=\(1000, 'REPLACE_SPECIAL'\)"
-        with pytest.raises(ValueError, match=said):
-            past(self.SPENT, other)
-
+from dpmp.training._account import Account
 
 CURVES = {
     "proportional": lambda n: n / 100,

@@ -6,36 +6,28 @@ import traceback
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from small_runs import SIZE, new_trainer
+from small_runs import fit as fit_small
 
 import dpmp
 
-SIZE = 16
 SECRET = 12345.678
 DATA = {"x": np.full((SIZE, 3), SECRET, np.float32), "y": np.ones(SIZE, np.float32)}
-MECHANISM = dpmp.DPSGD(
-    num_examples=SIZE,
-    expected_batch_size=4,
-    iterations=1,
-    l2_clip_norm=1.0,
-    noise_multiplier=1.0,
-)
 
 
 def loss_fn(w, batch):
     return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
 
 
-def make(**fields):
-    options = {"optimizer": optax.sgd(0.1), "policy": "float32", "loss_fn": loss_fn}
-    return dpmp.DPTrainer(**{"mechanism": MECHANISM, **options, **fields})
+def make(loss_fn=loss_fn, **fields):
+    return new_trainer(loss_fn=loss_fn, **fields)
 
 
 def fit(data=DATA, params=None, **fields):
     trainer = make(**fields)
     state = trainer.init(jnp.zeros(3) if params is None else params)
-    return trainer.fit(state, data, progress=False)
+    return fit_small(trainer, state=state, data=data, stop_at=1)
 
 
 def test_losses_whose_arguments_are_unknown_are_taken():

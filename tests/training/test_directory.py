@@ -7,12 +7,8 @@ then. `test_killed.py` has processes that are killed.
 import contextlib
 import functools
 import os
-import resource
 import shutil
-import signal
-import threading
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +57,6 @@ def undisturbed():
 
 
 # What is released, and when.
-
-
-def test_a_directory_does_not_change_a_run_with_a_key(tmp_path, undisturbed):
-    assert same(fit(keyed_trainer(), tmp_path), undisturbed)
 
 
 def test_a_run_pays_for_its_steps_block_by_block(tmp_path):
@@ -361,28 +353,6 @@ def test_a_state_that_cannot_be_saved_is_not_lost(tmp_path, monkeypatch):
     assert epsilon_of(tmp_path) == PLANNED
 
 
-def test_a_full_disk_is_said_in_a_short_message(tmp_path):
-    """No file may be longer than the limit, as `ulimit -f` says."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    trainer = new_trainer(iterations=30)
-    fit(trainer, stop_at=1)  # so that the cache of programs has this one
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))
-    try:
-        with pytest.raises(
-            OSError, match=r"must be .*; got file=.*Make room"
-        ) as caught:
-            fit(trainer, tmp_path, every=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert len(str(caught.value)) < 1000
-    number = num_paid(tmp_path)
-    assert 3 <= number < 30
-    fit(trainer, tmp_path, every=10)
-    assert 30 <= num_paid(tmp_path) <= 31
-
-
 # Going on in other ways.
 
 
@@ -626,32 +596,6 @@ def test_a_planted_link_in_the_place_of_pending_is_removed(tmp_path):
     assert list(elsewhere.iterdir()) == []
 
 
-def test_two_runs_at_once_need_two_directories(tmp_path):
-    trainer = fresh_trainer()
-    one_has_begun, two_is_done = threading.Event(), threading.Event()
-
-    def wait(state):
-        one_has_begun.set()
-        assert two_is_done.wait(30)
-
-    def two():
-        assert one_has_begun.wait(30)
-        try:
-            fit(trainer, tmp_path / "two")
-            fit(trainer, tmp_path / "one")
-        finally:
-            two_is_done.set()
-
-    with ThreadPoolExecutor(2) as pool:
-        of_one = pool.submit(fit, trainer, tmp_path / "one", callback=wait)
-        of_two = pool.submit(two)
-    assert of_one.result().step == 7
-    said = r"only one run at a time.*locked_by='process"
-    with pytest.raises(RuntimeError, match=said):
-        of_two.result()
-    assert num_paid(tmp_path / "one") == num_paid(tmp_path / "two") == 7
-
-
 def test_init_or_restore_changes_nothing(tmp_path):
     trainer = fresh_trainer()
     assert trainer.init_or_restore(PARAMS, tmp_path / "none").step == 0
@@ -677,17 +621,21 @@ def test_nothing_is_handed_out_that_the_ledger_could_not_record(tmp_path):
     assert trainer.last_state is None
 
 
-def test_a_forked_process_leaves_the_run_to_its_parent(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["callback", "sensitive_callback"])
+def test_a_forked_process_leaves_the_run_to_its_parent(tmp_path, monkeypatch, name):
+    """The callback returns in another process, as after a fork."""
     trainer, pid = fresh_trainer(), os.getpid()
 
-    def callback(state):  # as in a child, without the trouble of a fork under jax
+    def callback(_):
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)
 
     with pytest.raises(RuntimeError, match="in the process that began it"):
-        fit(trainer, tmp_path, callback=callback)
+        fit(trainer, tmp_path, **{name: callback})
     monkeypatch.undo()
     assert trainer.last_state is None
-    assert ranges(tmp_path) == [("released", 0, 3)]
+    assert runs.read_metrics(tmp_path) == []
+    event = "released" if name == "callback" else "charged"  # by the parent
+    assert ranges(tmp_path) == [(event, 0, 3)]
 
 
 def loss_of_a_typo(params, batch):

@@ -32,12 +32,11 @@ from small_runs import (
 
 import dpmp
 from dpmp.loss_scaling import ScaledLoss
-from dpmp.runs import Spent, _files, read_metrics
+from dpmp.runs import Spent, _files, _ledger, read_metrics
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
 from dpmp.training._account import Account
-from dpmp.training._frames import cleared_frames
-from dpmp.training._signals import Signals
+from dpmp.training._stops import Signals
 
 
 def average(*states):
@@ -51,34 +50,6 @@ def test_an_average_of_states_does_not_hide_steps():
         trainer.guarantee(mean)
     with pytest.raises(ValueError, match="spent must be what"):
         trainer.fit(mean._replace(step=jnp.int32(0)), DATA)
-
-
-class EqualError(Exception):
-    def __eq__(self, other):
-        return True
-
-    __hash__ = None
-
-
-def put(secret):
-    raise EqualError
-
-
-def put_twice():
-    try:
-        put(1)
-    except EqualError:
-        put(2)
-
-
-def test_equal_errors_of_a_chain_have_no_variables():
-    with pytest.raises(EqualError) as caught, cleared_frames():
-        put_twice()
-    errors = caught.value, caught.value.__context__
-    frames = [x for e in errors for x, _ in traceback.walk_tb(e.__traceback__)]
-    of_put = [x for x in frames if x.f_code.co_name == "put"]
-    assert len(of_put) == 2
-    assert not any(x.f_locals for x in of_put)
 
 
 class NoNoteError(Exception):
@@ -134,7 +105,7 @@ def test_a_whole_checkpoint_stays_if_it_cannot_be_read(tmp_path, monkeypatch, fa
         raise failure
 
     with monkeypatch.context() as patch:
-        patch.setattr("dpmp.runs._checkpoints._checkpointer", fail)
+        patch.setattr("dpmp.runs._arrays._checkpointer", fail)
         with pytest.raises(type(failure)):
             fit(trainer, tmp_path)
     assert checkpoints(tmp_path) == [3, 6]
@@ -149,28 +120,6 @@ def test_a_learning_rate_that_is_a_python_number_goes_on(tmp_path):
     state = trainer.init(PARAMS)
     state.opt_state.hyperparams["learning_rate"] = 0.01
     assert int(fit(trainer, tmp_path, state=state).step) == 7
-
-
-@pytest.mark.filterwarnings(
-    "ignore:os.fork", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-def test_a_forked_child_leaves_the_metrics_alone(tmp_path):
-    parent, trainer = os.getpid(), fresh_trainer()
-    reader, writer = os.pipe()
-
-    def callback(state):
-        if int(state.step) == 3 and os.fork() == 0:
-            os.close(writer)
-            os.read(reader, 1)  # until the parent's run is over
-
-    try:
-        fit(trainer, tmp_path, callback=callback)
-    finally:
-        if os.getpid() != parent:
-            os._exit(0)
-    os.close(writer)
-    os.wait()
-    assert [x["step"] for x in read_metrics(tmp_path)] == [*range(1, 8)]
 
 
 def test_a_source_that_hangs_at_the_first_line_can_be_interrupted(ctrl_c):
@@ -218,12 +167,6 @@ def test_a_signal_in_a_second_try_pays_for_no_other_step(tmp_path, ctrl_c):
         with pytest.raises(KeyboardInterrupt):
             fit(fresh_trainer(), tmp_path, data=data, prefetch=0)
     assert num_paid(tmp_path) == 2
-
-
-def test_numbers_of_numpy_are_options(tmp_path):
-    options = {"every": np.int64(3), "keep": np.int32(2), "prefetch": np.int8(0)}
-    fit(fresh_trainer(), tmp_path, sensitive_callback=lambda _: None, **options)
-    assert checkpoints(tmp_path) == [6, 7]
 
 
 def test_a_callback_may_change_its_dicts():
@@ -308,50 +251,38 @@ def test_a_checkpoint_may_be_replaced_by_something_else(tmp_path, kind):
     assert int(fit(trainer, tmp_path / "run").step) == 7
 
 
-def test_a_damaged_copy_of_the_ledger_is_damage(tmp_path):
-    trainer = fresh_trainer()
-    fit(trainer, tmp_path, stop_at=6)
-    copy = tmp_path / "checkpoints" / "6" / "ledger.jsonl"
-    copy.write_bytes(copy.read_bytes()[:-9] + b"\0" * 9)
-    with pytest.warns(UserWarning, match="damaged|at a new cost"):
-        assert int(fit(trainer, tmp_path).step) == 7
+OTHER_ROWS = {
+    "object": DATA["y"].astype(object),
+    "longdouble": DATA["y"].astype(np.longdouble),
+    "texts": np.array(["patient 01"] * SIZE, np.dtypes.StringDType()),
+}
 
 
-@pytest.mark.parametrize("way", ["fit", "train_step"])
-def test_texts_of_any_kind_are_refused_without_being_shown(way):
-    trainer = fresh_trainer()
-    texts = np.array(["patient 01"] * SIZE, np.dtypes.StringDType())
-    data, state = DATA | {"y": texts}, trainer.init(PARAMS)
-    options = {} if way == "fit" else {"is_padding_example": np.zeros(SIZE, bool)}
+@pytest.mark.parametrize("kind", OTHER_ROWS)
+def test_rows_that_are_no_numbers_are_refused_without_being_shown(kind):
+    trainer, data = fresh_trainer(), DATA | {"y": OTHER_ROWS[kind]}
     with pytest.raises(ValueError, match="must be numbers") as caught:
-        getattr(trainer, way)(state, data, **options)
+        trainer.train_step(trainer.init(PARAMS), data, np.zeros(SIZE, bool))
     assert "patient" not in str(caught.value)
+    if kind == "texts":
+        with pytest.raises(ValueError, match="must be numbers") as caught:
+            fit(trainer, data=data)
+        assert "patient" not in str(caught.value)
+
+
+def test_masks_are_refused_where_there_is_one_already():
+    trainer = fresh_trainer()
+    state, mask = trainer.init(PARAMS), np.zeros(SIZE, bool)
+    with pytest.raises(ValueError, match="must be left out"):
+        trainer.train_step(state, trainer.load_batch(state, DATA), mask)
+    with pytest.raises(ValueError, match="without masks"):
+        check_source(DATA | {"y": np.ma.masked_array(DATA["y"])})
 
 
 def test_a_scaled_loss_is_not_a_loss_of_a_trainer():
     scaled = ScaledLoss(lambda params, batch: jnp.sum(params["w"]), 2.0)
     with pytest.raises(ValueError, match="loss_fn must be without a scale"):
         new_trainer(loss_fn=scaled)
-
-
-@pytest.mark.parametrize("kind", ["mask", "object", "longdouble", "masked"])
-def test_what_a_step_cannot_use_is_refused(kind):
-    trainer = fresh_trainer()
-    state = trainer.init(PARAMS)
-    rows = {name: x[: trainer.mechanism.padded_batch_size] for name, x in DATA.items()}
-    mask = np.zeros(trainer.mechanism.padded_batch_size, bool)
-    if kind == "mask":
-        batch, match = trainer.load_batch(state, DATA), "must be left out"
-    else:
-        other = {"object": object, "longdouble": np.longdouble, "masked": np.float32}
-        batch = rows | {"y": rows["y"].astype(other[kind])}
-        match = "must be numbers"
-    if kind == "masked":
-        with pytest.raises(ValueError, match="without masks"):
-            check_source(DATA | {"y": np.ma.masked_array(DATA["y"])})
-        return
-    with pytest.raises(ValueError, match=match):
-        trainer.train_step(state, batch, mask)
 
 
 def test_a_state_that_has_all_its_steps_is_saved(tmp_path):
@@ -363,23 +294,6 @@ def test_a_state_that_has_all_its_steps_is_saved(tmp_path):
     again = fit(trainer, tmp_path)
     assert again.step == 7
     assert num_paid(tmp_path) == 7
-
-
-def test_a_child_of_a_sensitive_callback_leaves_the_run_to_its_parent(tmp_path):
-    """The callback returns in another process, as after a fork."""
-    own = os.getpid()
-
-    def callback(outputs):
-        del outputs
-        patch.setattr(os, "getpid", lambda: own + 1)
-
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(RuntimeError, match="in the process that began it"),
-    ):
-        fit(fresh_trainer(), tmp_path, sensitive_callback=callback, every=1)
-    assert num_paid(tmp_path) == 1  # before the callback, by the parent
-    assert checkpoints(tmp_path) == []
 
 
 @pytest.mark.parametrize("in_fit", [True, False])
@@ -400,22 +314,21 @@ def test_ctrl_c_beside_an_error_of_a_source_does_not_show_it(monkeypatch, in_fit
     assert "4711" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_signal_after_a_durable_record_leaves_whole_records(tmp_path):
+def test_a_signal_after_a_durable_record_leaves_whole_records(tmp_path, monkeypatch):
     ledger = Ledger(tmp_path)
-    segment = Account.of(MECHANISM, fresh_trainer().init(PARAMS), None, Spent()).segment
+    segment = Account.of(MECHANISM, fresh_trainer().init(PARAMS), Spent()).segment
     record = Record(event="charged", segment=segment(0, 1), delta=DELTA)
     ledger.append(record)
     file = tmp_path / "ledger.jsonl"
     before = file.read_bytes()
 
-    class Interrupted:
-        def __iter__(self):
-            raise KeyboardInterrupt
+    def interrupted(*_):
+        raise KeyboardInterrupt
 
-    records, ledger._records = ledger._records, Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        ledger.append(record)
-    ledger._records = records
+    with monkeypatch.context() as patch:
+        patch.setattr(_ledger, "_Whole", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.append(record)
     assert file.read_bytes() == before.rstrip()  # a newline may be missing
     ledger.append(record)
     assert len(Ledger(tmp_path).records) == 2

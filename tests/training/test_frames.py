@@ -4,7 +4,14 @@ import traceback
 
 import pytest
 
-from dpmp.training._frames import cleared_frames
+from dpmp.training._stops import clear_frames
+
+
+class EqualError(Exception):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
 
 
 def fail(kind):
@@ -12,6 +19,13 @@ def fail(kind):
     error = ValueError(f"of {kind}")
     if kind == "own cause":
         raise error from error
+    if kind == "equal":
+        try:
+            fail("first")
+        except EqualError:
+            raise EqualError from None
+    if kind == "first":
+        raise EqualError
     if kind == "group":
         try:
             fail("other")
@@ -26,11 +40,12 @@ def fail(kind):
     raise error
 
 
-@pytest.mark.parametrize("kind", ["plain", "own cause", "group", "context"])
+@pytest.mark.parametrize("kind", ["plain", "own cause", "equal", "group", "context"])
 def test_no_error_of_a_chain_has_variables(kind):
-    kinds = (ValueError, KeyError, ExceptionGroup)
-    with pytest.raises(kinds) as caught, cleared_frames():
+    kinds = (ValueError, KeyError, EqualError, ExceptionGroup)
+    with pytest.raises(kinds) as caught:
         fail(kind)
+    clear_frames(caught.value)
     errors = [caught.value, *getattr(caught.value, "exceptions", ())]
     errors += [caught.value.__context__] if caught.value.__context__ else []
     frames = [x for e in errors for x, _ in traceback.walk_tb(e.__traceback__)]

@@ -28,8 +28,8 @@ from small_runs import (
 
 import dpmp
 from dpmp.sources import _prefetch
-from dpmp.training._signals import Signals
 from dpmp.training._step import Step
+from dpmp.training._stops import Signals
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 
@@ -68,17 +68,6 @@ def test_a_signal_waits_for_the_end_of_the_step_and_a_second_one_does_not(
         make_step()
     assert len(done) == 2 - times
     assert signal.getsignal(number) is before
-
-
-def test_a_signal_acts_at_once_where_a_run_may_be_interrupted():
-    def interrupted():
-        with Signals(sigterm=False) as signals, signals.interruptible():
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-            raise AssertionError("it was not interrupted")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
 
 
 def test_a_handler_of_the_users_own_stays():

@@ -1,9 +1,13 @@
-"""Signals that stop a run: they wait, so that a step and its state are not lost."""
+"""How a run stops: signals wait for the end of a step, and errors lose their variables.
+
+So a step and its state are not lost, and a report of an error shows no secret.
+"""
 
 import contextlib
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,3 +90,25 @@ def _exception_of(number: int) -> BaseException:
     error = KeyboardInterrupt() if is_interrupt else SystemExit(128 + number)
     error.is_signal = True  # pyright: ignore[reportAttributeAccessIssue]
     return error
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clears the variables of all functions that an error has ended.
+
+    Tools that report errors show variables: batches, gradients, keys. The lines of the
+    traceback stay. So do the variables of the caller, which is still running.
+    """
+    errors = [error]
+    for x in errors:
+        traceback.clear_frames(x.__traceback__)
+        more = [x.__cause__, x.__context__]
+        more += x.exceptions if isinstance(x, BaseExceptionGroup) else []
+        for y in more:  # an error may be its own cause, or equal to another error
+            if y is not None and all(y is not z for z in errors):
+                errors.append(y)
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Adds a note, unless the error refuses."""
+    with contextlib.suppress(Exception):
+        error.add_note(f"dpmp: {text}")
