@@ -106,5 +106,5 @@ def test_no_fallback_costs_more_than_a_hundredth(name):
     task = framework_models.make(name)
     summary = dpmp.book_keeping.summarize(task.loss_fn, task.params, task.batch)
     for row in summary.rows:
-        if "whole" in row.rules:
+        if "identity" in row.rules:
             assert row.share <= 0.01, row

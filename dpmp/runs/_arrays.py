@@ -1,7 +1,6 @@
 """The arrays of a checkpoint, which orbax writes and reads."""
 
 import contextlib
-import glob
 import logging
 import pathlib
 import tempfile
@@ -83,10 +82,7 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _for_orbax(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The path, or a link to it if orbax would read the path as a pattern."""
-    if glob.escape(str(path)) == str(path):
-        yield path
-        return
+    """A link to the path, of which orbax would read a * or a backslash otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         link = pathlib.Path(folder, "checkpoint")
         link.symlink_to(path)

@@ -21,6 +21,7 @@ import os
 import pathlib
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,11 +102,8 @@ class RunDirectory:
 
     def enter(self, spent: Spent) -> None:
         """Records the steps of a state that were made without the directory."""
-        known = self.spent
-        for segment in spent.segments:
-            both = known | Spent((segment,))
-            if both.count(segment.cost) > known.count(segment.cost):
-                self.charge(segment)
+        for segment in spent.without(self.spent).segments:
+            self.charge(segment)
 
     def check_delta(self) -> None:
         """Raises ValueError unless all runs in the directory have one delta."""
@@ -277,6 +275,13 @@ def checked_path(directory: Any) -> pathlib.Path:
         'system, which can lock files. Use "runs/1", for example. Copy finished '
         "checkpoints to a bucket.",
         checkpoint_dir=text if is_path else type(directory).__name__,
+    )
+    folder = tempfile.gettempdir()
+    _validate.require(
+        not set(folder) & set("*?[]\\"),
+        "the folder of temporary files must have a name without * ? [ ] and "
+        "backslashes, for the links that checkpoints need. Set TMPDIR to another one.",
+        folder=folder,
     )
     path = pathlib.Path(text).absolute()  # a program may change its directory
     try:

@@ -30,6 +30,7 @@ class Segment:
     stop: int  # the step after the last one
     planned: int  # steps of this cost in the whole run, as planned when these began
     cost: PrivacyCost  # of one step
+    is_in_order: bool = True  # whether it is known to come after those before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,22 @@ class Spent:
         """The steps that are in one of the sets, or in both."""
         return Spent.of((*self.segments, *other.segments))
 
+    def without(self, other: "Spent") -> "Spent":
+        """The segments with steps that are not in another set."""
+        return Spent(
+            tuple(
+                x
+                for x in self.segments
+                if (other | Spent((x,))).count(x.cost) > other.count(x.cost)
+            )
+        )
+
+    def in_unknown_order(self) -> "Spent":
+        """The same steps, which may be older or newer than those of other sets."""
+        return Spent(
+            tuple(dataclasses.replace(x, is_in_order=False) for x in self.segments)
+        )
+
     def count(self, cost: PrivacyCost) -> int:
         """The number of steps of one cost."""
         return sum(x.stop - x.start for x in self.segments if x.cost == cost)
@@ -70,7 +87,7 @@ class Spent:
         If there are several costs, each of them counts with all its planned steps,
         because someone may have looked at results to choose when to end it. The cost
         that began last, if it is still in use, counts with the steps that were made,
-        unless the whole run `is_over`.
+        unless the whole run `is_over`, or it is not known which cost began last.
         """
         planned: dict[PrivacyCost, int] = {}
         for x in self.segments:
@@ -78,7 +95,8 @@ class Spent:
         stages = {cost: max(self.count(cost), n) for cost, n in planned.items()}
         if self.segments and not is_over:
             newest = self.segments[-1].cost
-            if newest == next(reversed(stages)):
+            is_known = len(stages) == 1 or all(x.is_in_order for x in self.segments)
+            if newest == next(reversed(stages)) and is_known:
                 stages[newest] = self.count(newest)
         return stages
 
@@ -146,10 +164,12 @@ def _merged(group: list[Segment]) -> Iterable[Segment]:
     """The same steps of one id as segments that do not touch, ascending."""
     merged: list[Segment] = []
     planned = max(x.planned for x in group)
+    in_order = all(x.is_in_order for x in group)
     for x in sorted(group, key=lambda x: x.start):
         start, stop = x.start, x.stop
         if merged and start <= merged[-1].stop:
             before = merged.pop()
             start, stop = before.start, max(before.stop, stop)
-        merged.append(dataclasses.replace(x, start=start, stop=stop, planned=planned))
+        changed = {"planned": planned, "is_in_order": in_order}
+        merged.append(dataclasses.replace(x, start=start, stop=stop, **changed))
     return merged

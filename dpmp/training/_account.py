@@ -43,9 +43,13 @@ class Account:
         The steps that led to the state, and the failed steps, are added to the ledger
         of the directory.
         """
-        past = before = past_of(mechanism, state) | failed
+        # Nobody knows whether a failed step is older than the steps of the state.
+        past = before = past_of(mechanism, state) | failed.in_unknown_order()
         if directory is not None:
-            before = directory.spent | past  # in the order of the ledger
+            known = directory.spent
+            if past.without(known).segments and known.without(past).segments:
+                past = past.in_unknown_order()
+            before = known | past  # in the order of the ledger
             _check_people(before, mechanism)
             directory.enter(past)
         id_ = _processes.random_id() if id_ is None else id_
@@ -120,6 +124,7 @@ class LastStep:
 
     def account(self, mechanism: DPSGD, state: TrainingState) -> Account:
         """The account of the next step, with the id of the last step or a new id."""
+        self.have_paid(past_of(mechanism, state))  # by a state that was returned
         account = Account.of(mechanism, state, self.failed, id_="")
         segments, step = account.of_state.segments, account.start
         ends = [(os.getpid(), x.id, step) for x in segments if x.stop == step]
@@ -144,7 +149,6 @@ class LastStep:
     def remember(self, account: Account) -> None:
         """Lets the next step continue an account, which has made its step."""
         self._ends = {(os.getpid(), account.id, account.start + 1): account.id}
-        self.have_paid(account.before)
 
     @contextlib.contextmanager
     def charging(self, mechanism: DPSGD, state: TrainingState) -> Iterator[None]:

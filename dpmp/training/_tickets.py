@@ -4,6 +4,7 @@ Nothing stores them: no state, checkpoint, ledger or program. So a run that goes
 copied trainer or a forked process has no key that was used before.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -125,10 +126,12 @@ class Batch:
 def draw_batch(mechanism: DPSGD, load: Load, sharding: Any, ticket: Ticket) -> Batch:
     """Draws and loads the batch of a ticket."""
     (words,) = ticket.take("batch")
-    indices = mechanism.sampling.indices(
-        ticket.step,
-        num_examples=mechanism.num_examples,
-        key=int.from_bytes(words.astype("<u4").tobytes(), "little"),
-    )
-    batch = load_shards(load, indices, mechanism, sharding)
-    return Batch(*batch, ticket, mechanism)
+    with contextlib.suppress(MemoryError):  # it would show the size of the batch
+        indices = mechanism.sampling.indices(
+            ticket.step,
+            num_examples=mechanism.num_examples,
+            key=int.from_bytes(words.astype("<u4").tobytes(), "little"),
+        )
+        batch = load_shards(load, indices, mechanism, sharding)
+        return Batch(*batch, ticket, mechanism)
+    raise MemoryError("there must be enough memory to draw and load a batch")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -17,7 +17,7 @@ from dpmp.precision import Policy
 from dpmp.programs import losses
 from dpmp.sources import Source, check_same_data, check_sharding, loader_of
 from dpmp.training import _checks
-from dpmp.training._account import LastStep, newest, past_of
+from dpmp.training._account import Account, LastStep, newest, past_of
 from dpmp.training._checks import Options
 from dpmp.training._loop import Loop
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
@@ -214,9 +214,15 @@ class DPTrainer:
         _checks.check_step(batch, step, mechanism)
         account = self._last_step.account(mechanism, state)
         with self._last_step.charging(mechanism, state):
-            new_state, _ = self._step.run(*self._step.prepare(state, batch))
+            return self._make_step(state, batch, account)
+
+    def _make_step(
+        self, state: TrainingState, batch: Batch, account: Account
+    ) -> TrainingState:
+        """Makes a step. If anything ends it, `charging` clears its variables."""
+        new_state = self._step.run(*self._step.prepare(state, batch))[0]
         self._last_step.remember(account)
-        return new_state._replace(spent=account.spent(step + 1))
+        return new_state._replace(spent=account.spent(account.start + 1))
 
     def load_batch(
         self,
@@ -357,5 +363,5 @@ class DPTrainer:
             if failure is not None:  # raised here, it does not show the first error
                 raise failure
         loop.end()
-        self.last_state = None
-        return loop.state
+        made, self.last_state = self.last_state, None
+        return cast("TrainingState", made)

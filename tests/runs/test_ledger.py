@@ -43,6 +43,7 @@ class TestRecords:
                 "start": 10,
                 "stop": 20,
                 "planned": 100,
+                "is_in_order": True,
                 "cost": {
                     "sampling_prob": 1.0,
                     "num_examples": 1000,

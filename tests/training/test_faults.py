@@ -31,11 +31,14 @@ from small_runs import (
 )
 
 import dpmp
+from dpmp.batch_selection import PoissonSampling
 from dpmp.loss_scaling import ScaledLoss
+from dpmp.mechanism import guarantee_of_stages
 from dpmp.runs import Spent, _files, _ledger, read_metrics
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
 from dpmp.training._account import Account
+from dpmp.training._loop import Loop
 from dpmp.training._stops import Signals
 
 
@@ -428,3 +431,95 @@ def test_a_directory_that_cannot_be_read_is_not_empty(tmp_path, monkeypatch, nam
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(PermissionError):
         getattr(_files, name)(tmp_path)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, FailureError])
+def test_an_interrupted_step_leaves_no_values_in_variables(monkeypatch, error):
+    trainer = fresh_trainer()
+    state = trainer.init(PARAMS)
+    batch = trainer.load_batch(state, DATA)
+    monkeypatch.setattr(trainer._last_step, "remember", raises(error))
+    with pytest.raises(error) as caught:
+        trainer.train_step(state, batch)
+    frames = [x for x, _ in traceback.walk_tb(caught.value.__traceback__)]
+    values = [x for frame in frames[1:] for x in frame.f_locals.values()]
+    leaves = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]
+    given = [*jax.tree.leaves((state, batch.examples, batch.is_padding_example))]
+    assert all(any(x is y for y in given) for x in leaves)
+    assert len(trainer._last_step.failed.segments) == 1
+
+
+def raises(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("in_fit", [True, False])
+def test_too_little_memory_for_a_batch_does_not_show_its_size(monkeypatch, in_fit):
+    text = "Unable to allocate an array with shape (99984,)"
+    monkeypatch.setattr(PoissonSampling, "indices", raises(MemoryError(text)))
+    trainer = fresh_trainer()
+    with pytest.raises(MemoryError, match="there must be enough memory") as caught:
+        fit(trainer) if in_fit else trainer.load_batch(trainer.init(PARAMS), DATA)
+    assert "99984" not in "".join(traceback.format_exception(caught.value))
+
+
+def own_steps(trainer, state, number):
+    for _ in range(number):
+        state = trainer.train_step(state, trainer.load_batch(state, DATA))
+    return state
+
+
+def test_a_cost_that_comes_back_counts_in_full_wherever_its_steps_were_made(tmp_path):
+    first = new_trainer(noise_multiplier=1.5, iterations=1000)
+    second = new_trainer(noise_multiplier=2.0)
+    in_order = guarantee_of_stages(
+        {first.mechanism.step_cost: 1000, second.mechanism.step_cost: 7}, delta=DELTA
+    )
+    state = own_steps(first, first.init(PARAMS), 8)
+    fit(second, tmp_path)
+    fit(first, tmp_path, state=state, stop_at=9)
+    assert epsilon_of(tmp_path) >= in_order.epsilon
+    # A failed step is older than the state that pays for it.
+    with pytest.raises(RuntimeError, match="could not be loaded"):
+        first.load_batch(first.init(PARAMS), Source(1, raises(FailureError)))
+    state = own_steps(first, fit(second, stop_at=1), 1)
+    assert first.guarantee(state).epsilon >= in_order.epsilon
+
+
+@pytest.mark.parametrize("name", ["runs\\1", "gs:", "*", "[a]"])
+def test_a_directory_may_have_any_name(tmp_path, name):
+    assert int(fit(fresh_trainer(), tmp_path / name, stop_at=3).step) == 3
+    assert int(fit(fresh_trainer(), tmp_path / name).step) == 7
+    assert [x.name for x in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_of_temporary_files_that_is_a_pattern_is_refused(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", f"{tmp_path}/[1]")
+    with pytest.raises(ValueError, match="the folder of temporary files must"):
+        fit(fresh_trainer(), tmp_path)
+
+
+def test_a_failed_step_is_owed_until_a_state_is_returned(monkeypatch):
+    trainer = fresh_trainer()
+    state = trainer.init(PARAMS)
+    copy = jax.tree.map(jnp.copy, state)
+    with pytest.raises(RuntimeError, match="could not be loaded"):
+        trainer.load_batch(state, Source(1, raises(FailureError)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Account, "spent", raises(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            own_steps(trainer, state, 1)
+    assert num_of_state(own_steps(trainer, copy, 1)) == 3
+
+
+def test_a_state_stays_until_it_is_returned(monkeypatch):
+    trainer = fresh_trainer()
+    monkeypatch.setattr(Loop, "end", raises(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer)
+    assert int(trainer.last_state.step) == 7
