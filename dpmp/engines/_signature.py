@@ -134,6 +134,25 @@ class Signature:
         ((batch_size,),) = set(sizes.values())
         return batch_size
 
+    def for_one_example(
+        self, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Callable[[PyTree, PyTree], Any], list[Any], dict[int, Any]]:
+        """Turns `fun`, of one example's arguments, into a function of two trees.
+
+        They are the parameters and the example, and are returned too: the parameters
+        as they are, and the types of an example's part of the batch. All other
+        arguments are constants of the function.
+        """
+
+        def of_trees(params: Sequence[Any], example: dict[int, Any]) -> Any:
+            given = dict(enumerate(args))
+            given |= zip(self.of_params, params, strict=True)
+            return fun(*(given | example).values(), **kwargs)
+
+        batched = {i: args[i] for i in self.of_examples}
+        example = jax.tree.map(without_example_axis, batched)
+        return of_trees, [args[i] for i in self.of_params], example
+
     def of_one_example(
         self, fun: Callable[..., Any], check: Callable[[Any], None]
     ) -> Callable[..., tuple[Any, PyTree]]:

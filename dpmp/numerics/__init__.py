@@ -14,14 +14,15 @@ from dpmp.numerics import packing, reduction
 from dpmp.numerics._arithmetic import (
     arithmetic_without_privacy,
     default_arithmetic,
+    default_method,
     parse_arithmetic,
 )
 from dpmp.numerics._bounded import (
     FLOOR,
     BoundedSums,
     Roundings,
+    group_size,
     largest_condition_number,
-    largest_microbatch,
     norm_bound_for_clipping,
 )
 from dpmp.numerics._exact import ExactSums
@@ -69,11 +70,12 @@ __all__ = [
     "check_before_noise",
     "compute_and_store",
     "default_arithmetic",
+    "default_method",
     "floats_of",
+    "group_size",
     "indices_of_block",
     "is_grid",
     "largest_condition_number",
-    "largest_microbatch",
     "norm_bound_for_clipping",
     "num_entries",
     "packing",

@@ -78,6 +78,16 @@ def _name_of(dtype: Any) -> str:
     return name
 
 
+def default_method(arithmetic: str | None, *, has_fixed_slots: bool) -> str:
+    """The engine of an arithmetic; for None, the fastest engine whose sums are proved.
+
+    The proof of "bounded" sums requires that examples keep their slots in a batch.
+    """
+    if arithmetic in ARITHMETICS:
+        return ARITHMETICS[arithmetic].method
+    return "book_keeping" if has_fixed_slots else "per_example"
+
+
 def default_arithmetic(method: str) -> str:
     """The name of the default arithmetic of `DPSGD`."""
     return "bounded" if method == "book_keeping" else "exact"

@@ -48,16 +48,17 @@ These cases are covered too:
 
        norm of the contribution, in exact arithmetic, <= c (N + eta A).
 
-3. The sum of a microbatch. It is one contraction over m examples and all positions, in
-   any order. Each entry is off by at most gamma(h) times the sum of the magnitudes of
-   its summands, where h = m T + (uses and the last product). So the error has a norm
-   of at most gamma(h) times the sum over examples of c_i (1 + eta) A_i. The coefficient
-   is chosen as
+3. The sum of a group. The examples of a microbatch are divided into groups of m slots,
+   the same for all parameters. The sum of a group is one contraction over its m
+   examples and all positions, in any order. Each entry is off by at most gamma(h)
+   times the sum of the magnitudes of its summands, where h = m T + (uses and the last
+   product). So the error has a norm of at most gamma(h) times the sum over examples of
+   c_i (1 + eta) A_i. The coefficient is chosen as
 
        c = target / max(N + eta A, (1 + eta) A / kappa).
 
-   Then each c_i (1 + eta) A_i is at most kappa * target. Consider two microbatches, one
-   of which lacks an example: its slot is empty, and nothing else moves. Their errors
+   Then each c_i (1 + eta) A_i is at most kappa * target. Consider two groups, one of
+   which lacks an example: its slot is empty, and nothing else moves. Their errors
    have m and m - 1 such summands, so the two sums differ by at most
 
        target (1 + gamma(h) (2 m - 1) kappa)  =  target (1 + ROUNDING_RESERVE).
@@ -65,10 +66,11 @@ These cases are covered too:
    The last equation defines kappa. An example with A > kappa N is scaled down more than
    its norm requires.
 
-4. The sum of a batch. The sum of each microbatch is rounded to a grid. This moves two
-   sums further apart by at most one unit in each of D entries, so by at most sqrt(D)
-   units in norm. The resulting integers are added without any rounding. Microbatches
-   without the example are the same in both batches, bit for bit. With
+4. The sum of a batch. The sum of each group, over all uses of a parameter, is rounded
+   to a grid. This moves two sums further apart by at most one unit in each of D
+   entries, so by at most sqrt(D) units in norm. The resulting integers are added
+   without any rounding. Groups without the example are the same in both batches, bit
+   for bit. With
 
        target = (l2_clip_norm - sqrt(D) units) / (1 + ROUNDING_RESERVE)
 
@@ -81,9 +83,10 @@ denominator of c exceeds 2^60, the coefficient is zero, so that no coefficient
 underflows. The sum can lose m T 2^-126 in an entry, which is below a thousandth of a
 unit of the grid. `BoundedSums.max_norm_before_rounding` covers this loss.
 
-Conditions. The factors in memory for an example depend on that example alone, in its
-place. A sum of the same numbers is the same whenever it is computed. (On GPUs, this
-holds for the sums of embeddings if XLA is run with `--xla_gpu_deterministic_ops`.)
+Conditions. The factors in memory for an example, and its coefficient, depend on that
+example alone, in its place. A sum of the same numbers is the same whenever it is
+computed. (On GPUs, this holds for the sums of embeddings if XLA is run with
+`--xla_gpu_deterministic_ops`.)
 Examples keep their places, which REPLACE_SPECIAL and REPLACE_ONE grant, but
 ADD_OR_REMOVE_ONE does not.
 
@@ -157,24 +160,22 @@ def norm_bound_for_clipping(
     magnitude: jax.Array,
     roundings: Roundings,
     *,
+    group_size: int,
     num_terms: int,
     folding_error: float,
 ) -> jax.Array:
     """Returns the divisor of the target norm that gives the coefficient: (B,).
 
-    The arguments are V, E, their counts of roundings, the number of products that they
-    are sums of, and eta. Raises ValueError for a microbatch so large that almost every
+    The arguments are V, E, their counts of roundings, m, the number of products that V
+    and E are sums of, and eta. Raises ValueError for examples so long that almost every
     gradient would be scaled down more than its norm requires.
     """
-    size = squared_norm.shape[0]
-    kappa = largest_condition_number(size, roundings)
+    kappa = largest_condition_number(group_size, roundings)
     _validate.require(
         kappa >= 1,
-        f'"bounded" sums of {roundings.positions} positions for each example need '
-        "small microbatches. Leave microbatch_size out, use microbatch_size="
-        f"{largest_microbatch(roundings.positions)} or less, use shorter examples, or "
-        'use sums without a proof: arithmetic="unproved_float32".',
-        microbatch_size=size,
+        '"bounded" sums need examples of fewer positions. Use shorter examples, '
+        'method="per_example", or sums without a proof: arithmetic="unproved_float32".',
+        positions=roundings.positions,
     )
     lost = num_terms * _SMALLEST_NORMAL
     a_squared = magnitude * (1 + _gamma(roundings.magnitude + _SPARE_ROUNDINGS)) + lost
@@ -187,21 +188,22 @@ def norm_bound_for_clipping(
     return jnp.where(bound <= _LARGEST_BOUND, bound, jnp.inf)
 
 
-def largest_condition_number(microbatch_size: int, roundings: Roundings) -> float:
+def largest_condition_number(group_size: int, roundings: Roundings) -> float:
     """Returns kappa: if A > kappa N, a gradient is scaled down more than N requires."""
-    chain = _gamma(microbatch_size * roundings.positions + _SPARE_ROUNDINGS)
-    return ROUNDING_RESERVE / (chain * (2 * microbatch_size - 1))
+    chain = _gamma(group_size * roundings.positions + _SPARE_ROUNDINGS)
+    return ROUNDING_RESERVE / (chain * (2 * group_size - 1))
 
 
-def largest_microbatch(positions: int) -> int:
-    """Returns the largest power of two for which kappa is at least 8, or 1.
+def group_size(microbatch_size: int, positions: int) -> int:
+    """Returns the largest divisor of a microbatch's size with kappa >= 8, or 1.
 
     In the gradients of trained transformers, A is 5 to 7 times the norm.
     """
-    size = 1
-    while largest_condition_number(2 * size, Roundings(positions=positions)) >= 8:
-        size *= 2
-    return size
+    roundings = Roundings(positions=positions)
+    divisors = (m for m in range(1, microbatch_size + 1) if microbatch_size % m == 0)
+    return max(
+        (m for m in divisors if largest_condition_number(m, roundings) >= 8), default=1
+    )
 
 
 def _gamma(num_roundings: int) -> float:
@@ -250,9 +252,9 @@ class BoundedSums(GridSums, PartialSums):
         return (
             f"most per-example gradients are never materialized; they are clipped by "
             f"bounds on their norms that include rounding. The clip norm is reduced by "
-            f"{ROUNDING_RESERVE:.2%} to cover the rounding of each microbatch's sum. "
-            f"{size} The sums are rounded to a grid on which the largest contribution "
-            f"has {resolution} units, and added up in integers."
+            f"{ROUNDING_RESERVE:.2%} to cover the rounding of the sum of each group of "
+            f"examples. {size} The sums are rounded to a grid on which the largest "
+            f"contribution has {resolution} units, and added up in integers."
         )
 
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from dpmp import clipped_grad
+from dpmp.engines.book_keeping import _engine
 from dpmp.numerics._bounded import (
     ROUNDING_RESERVE,
     BoundedSums,
     Roundings,
+    group_size,
     largest_condition_number,
-    largest_microbatch,
     norm_bound_for_clipping,
 )
 from dpmp.numerics._grid import LARGEST_RESOLUTION
@@ -160,7 +161,7 @@ def test_examples_of_large_condition_numbers_are_scaled_down():
     kappa = largest_condition_number(16, roundings)
     norms, magnitudes = jnp.ones(16), jnp.full(16, (4 * kappa) ** 2)
     bound = norm_bound_for_clipping(
-        norms, magnitudes, roundings, num_terms=1, folding_error=0.0
+        norms, magnitudes, roundings, group_size=16, num_terms=1, folding_error=0.0
     )
     np.testing.assert_allclose(bound, 4, rtol=1e-5)
 
@@ -168,7 +169,7 @@ def test_examples_of_large_condition_numbers_are_scaled_down():
 def test_a_computed_norm_of_zero_is_bounded_by_what_may_have_cancelled():
     roundings = Roundings(inner=50, product=3, positions=1)
     args = np.zeros(2, np.float32), np.ones(2, np.float32), roundings
-    bound = norm_bound_for_clipping(*args, num_terms=1, folding_error=0.0)
+    bound = norm_bound_for_clipping(*args, group_size=2, num_terms=1, folding_error=0.0)
     assert np.all(np.float64(bound) >= (50 * 2.0**-24) ** 0.5 + 3 * 2.0**-24)
 
 
@@ -189,61 +190,63 @@ def test_the_target_norms_leave_the_reserve_and_the_rounding_to_the_grid():
         assert target > 0.98 * most
 
 
-def test_microbatches_too_large_to_be_bounded_are_refused():
-    with pytest.raises(ValueError, match=r"small microbatches.*microbatch_size=8 or"):
+def test_examples_of_too_many_positions_are_refused():
+    with pytest.raises(ValueError, match=r"fewer positions.*positions=1048576"):
         norm_bound_for_clipping(
-            jnp.ones(64),
-            jnp.ones(64),
-            Roundings(positions=128),
+            jnp.ones(1),
+            jnp.ones(1),
+            Roundings(positions=2**20),
+            group_size=1,
             num_terms=1,
             folding_error=0.0,
         )
 
 
-def positions_loss(w, x):
-    """Each row of an example is a position; the gradient of `w` is formed of all."""
-    return jnp.sum(jnp.tanh(x[0] @ w))
+GROUP = group_size(64, POSITIONS)
 
 
-def lengths_of_scans(positions, batch_size, **options):
-    fn = clipped_grad(
-        positions_loss, l2_clip_norm=1.0, method="book_keeping", **options
-    )
-    shapes = [
-        jax.ShapeDtypeStruct(shape, jnp.float32)
-        for shape in ((64, 64), (batch_size, positions, 64))
-    ]
-    jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*shapes).jaxpr
-    return [eqn.params["length"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_example_changes_a_sum_of_groups_by_at_most_the_clip_norm(dtype):
+    assert GROUP == 16
+    for case, some in make_cases(4, dtype).items():
+        # Only the examples at the ends of groups are taken out.
+        batch = jax.tree.map(lambda x: np.resize(x, (64, *x.shape[1:])), some)
+        whole, sum_fn = None, make_sum_fn(64)
+        for i in (None, 0, 15, 16, 63):
+            empty = np.arange(64) == (64 if i is None else i)
+            counts = np.asarray(sum_fn(zeros(dtype), batch, empty).counts, np.int64)
+            whole = counts if whole is None else whole
+            assert np.sum((whole - counts) ** 2) <= LARGEST_RESOLUTION**2, case
 
 
-@pytest.mark.parametrize(
-    ("positions", "batch_size", "num_microbatches"),
-    [(1, 32, 0), (8, 32, 0), (8, 96, 3), (8, 100, 4), (8, 31, 0), (8, 37, 37)],
-)
-def test_microbatches_are_as_large_as_they_may_be(
-    positions, batch_size, num_microbatches
+@pytest.mark.parametrize("entries_at_once", [1, 2**27])
+def test_an_example_changes_the_sum_of_its_own_group_alone(
+    entries_at_once, monkeypatch
 ):
-    """Of the divisors of the batch size; 37 has one that is small enough."""
-    lengths = lengths_of_scans(positions, batch_size)
-    assert lengths == ([num_microbatches] if num_microbatches else [])
-
-
-def test_a_microbatch_size_that_is_given_is_kept_and_an_empty_batch_has_none():
-    assert lengths_of_scans(8, 32, microbatch_size=4) == [8]
-    # The one whose gradients may be cut.
-    assert lengths_of_scans(8, 64, microbatch_size=64) == []
-    assert lengths_of_scans(8, 0) == []
-
-
-def test_the_microbatches_that_are_chosen_cut_no_ordinary_gradient():
-    for positions in (1, 16, 128, 1024, 8192):
-        size = largest_microbatch(positions)
-        assert (
-            size == 1
-            or largest_condition_number(size, Roundings(positions=positions)) >= 8
+    monkeypatch.setattr(_engine, "_ENTRIES_OF_GROUPS", entries_at_once)
+    batch = make_cases(48, jnp.float32)["random"]
+    groups = np.arange(48) // GROUP
+    own = np.arange(LEFT) % 3 == groups[:, None]  # each group has rows of its own
+    batch["x"] = batch["x"] * own[:, None].astype(np.float32)
+    sum_fn = make_sum_fn.__wrapped__(48)
+    whole = np.asarray(sum_fn(zeros(jnp.float32), batch, np.zeros(48, bool)).counts)
+    for i in (0, 15, 20, 47):
+        other = jax.tree.map(
+            lambda x, i=i: np.where(np.arange(48)[:, None, None] == i, 7 * x, x), batch
         )
-        assert largest_condition_number(2 * size, Roundings(positions=positions)) < 8
-    assert largest_microbatch(128) == 8
-    assert largest_microbatch(1024) == 4
-    assert largest_microbatch(2**20) == 1
+        for empty in (np.arange(48) == i, np.zeros(48, bool)):
+            counts = np.asarray(sum_fn(zeros(jnp.float32), other, empty).counts)
+            is_other = np.arange(LEFT) % 3 != groups[i]
+            np.testing.assert_array_equal(counts[is_other], whole[is_other])
+            assert np.any(counts != whole)
+
+
+def test_groups_are_as_large_as_cuts_no_ordinary_gradient():
+    for positions in (1, 16, 128, 1024, 8192):
+        size = group_size(2**10, positions)
+        roundings = Roundings(positions=positions)
+        assert size == 1 or largest_condition_number(size, roundings) >= 8
+        assert largest_condition_number(2 * size, roundings) < 8
+    assert group_size(64, 128) == 8
+    assert group_size(100, 1024) == 4
+    assert group_size(37, 128) == group_size(64, 2**20) == 1

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dpmp import _validate
 from dpmp.engines.book_keeping._engine import make_engine
-from dpmp.numerics import largest_condition_number
+from dpmp.numerics import group_size, largest_condition_number
 
 
 class ConditionNumbers(NamedTuple):
@@ -95,5 +95,6 @@ def measure_condition_numbers(
 
     starts = range(0, batch_size, microbatch_size)
     ratios = jnp.concatenate([ratios_of(*part(start)) for start in starts])
-    largest = largest_condition_number(microbatch_size, roundings[0])
+    size = group_size(microbatch_size, roundings[0].positions)
+    largest = largest_condition_number(size, roundings[0])
     return ConditionNumbers(ratios, largest, float(jnp.mean(ratios > largest)))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from dpmp._fence import materialize
 from dpmp._typing import PyTree
-from dpmp.engines._signature import Signature, check_loss, without_example_axis
+from dpmp.engines._signature import Signature, check_loss
 from dpmp.engines.book_keeping import _choice, _linalg, _norms, _uses, _views
 from dpmp.engines.book_keeping._norms import NormMethod
 from dpmp.engines.book_keeping._plan import Plan, execute, make_plan
@@ -28,7 +28,7 @@ from dpmp.numerics import (
     Roundings,
     SquaredNorm,
     at_least_float32,
-    largest_microbatch,
+    group_size,
     norm_bound_for_clipping,
 )
 from dpmp.programs import interpreter, transformations
@@ -37,6 +37,9 @@ from dpmp.programs import interpreter, transformations
 # sums, relative to the squared sum of magnitudes. The first is a few times the largest
 # error that was measured. The second covers rounding all factors to bfloat16 once.
 _ERROR, _BFLOAT16_ERROR = 2.0**-22, 2.0**-16
+
+# The sums of several groups, side by side, have at most this many entries of an array.
+_ENTRIES_OF_GROUPS = 2**27
 
 
 @dataclass(frozen=True)
@@ -136,25 +139,10 @@ class Engine:
         values, aux, cached = materialize(compute_and_cache, (args, kwargs))
         return BookKeptGrads(values, aux, program, params, cached)
 
-    def largest_microbatch(self, *args: Any, **kwargs: Any) -> int:
-        """Returns the largest microbatch size of "bounded" sums, from shapes alone."""
-        methods = self.analyse(args, kwargs).norm_methods
-        return largest_microbatch(max(x.roundings.positions for x in methods))
-
     def analyse(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
-        """Analyses the loss of one example, from the shapes of a batch.
-
-        Arguments that are neither parameters nor examples are constants of the loss.
-        """
-
-        def of_one_example(params: Sequence[Any], example: dict[int, Any]) -> Any:
-            given = dict(enumerate(args))
-            given |= zip(self.signature.of_params, params, strict=True)
-            return self.fun(*(given | example).values(), **kwargs)
-
-        params = [args[i] for i in self.signature.of_params]
-        example = jax.tree.map(without_example_axis, self._examples(args))
-        return analyse(of_one_example, params, example, is_bounded=self.is_bounded)
+        """Analyses the loss of one example, from the shapes of a batch."""
+        of_one_example = self.signature.for_one_example(self.fun, args, kwargs)
+        return analyse(*of_one_example, is_bounded=self.is_bounded)
 
     def _examples(self, args: Sequence[Any]) -> dict[int, Any]:
         return {i: args[i] for i in self.signature.of_examples}
@@ -272,6 +260,7 @@ class BookKeptGrads:
                 group.squared_norm,
                 group.magnitudes,
                 group.roundings,
+                group_size=self._group_size,
                 num_terms=group.num_products,
                 folding_error=folding_error,
             )
@@ -292,15 +281,32 @@ class BookKeptGrads:
         sums_of = cast("PartialSums", arithmetic)  # enforced by `parse`
         # All uses must read the same bits, whatever else reads the coefficients.
         coefs, keep = materialize(lambda: (clip_coefs, keep), (clip_coefs, keep))
-        sums: dict[int, jax.Array] = {}
-        for group, coef in zip(self._groups(prefix), coefs, strict=True):
-            sums |= _uses.weighted_sum(
-                self.program.uses, group, self._roots, self.cached, coef, keep
-            )
         leaves, treedef = jax.tree.flatten(self.params)
+
+        def sum_group(examples: Any) -> list[PyTree]:
+            cached, coefs, keep = examples
+            sums: dict[int, jax.Array] = {}
+            for group, coef in zip(self._groups(prefix), coefs, strict=True):
+                sums |= _uses.weighted_sum(
+                    self.program.uses, group, self._roots, cached, coef, keep
+                )
+            return [sums_of.from_float(sums[i]) for i in range(len(leaves))]
+
+        examples = self.cached, coefs, keep
+        largest = max(map(math.prod, self.program.shapes))
         return treedef.unflatten(
-            sums_of.from_float(sums[i]) for i in range(len(leaves))
+            _over_groups(sum_group, examples, self._group_size, largest)
         )
+
+    @property
+    def _group_size(self) -> int:
+        """How many examples are summed in floats: all, but for "bounded" sums."""
+        (batch_size,) = self.values.shape
+        if not self.program.is_bounded:
+            return batch_size
+        methods = self.program.norm_methods
+        positions = (x.roundings.positions for x in methods)
+        return group_size(batch_size, max(positions, default=1))
 
     @property
     def _roots(self) -> dict[int, Any]:
@@ -311,3 +317,39 @@ class BookKeptGrads:
         leaves, treedef = jax.tree.flatten(self.params)
         numbers = treedef.unflatten(range(len(leaves)))
         return [jax.tree.leaves(group) for group in prefix.flatten_up_to(numbers)]
+
+
+def _over_groups(
+    sum_group: Callable[[Any], list[jax.Array]],
+    examples: Any,
+    size: int,
+    largest: int,
+) -> list[jax.Array]:
+    """Sums each group of `size` examples, and adds the integers.
+
+    Several groups are summed side by side, as many as memory allows for an array of
+    `largest` entries. An accelerator then has products of many positions.
+    """
+    num_groups = len(jax.tree.leaves(examples)[0]) // size
+    if num_groups == 1:
+        return sum_group(examples)
+    limit = max(1, _ENTRIES_OF_GROUPS // max(largest, 1))
+    at_once = max(
+        k for k in range(1, num_groups + 1) if num_groups % k == 0 and k <= limit
+    )
+    examples = jax.tree.map(
+        lambda x: x.reshape(-1, at_once, size, *x.shape[1:]), examples
+    )
+
+    def sum_groups(examples: Any) -> list[jax.Array]:
+        return [x.sum(0, dtype=x.dtype) for x in jax.vmap(sum_group)(examples)]
+
+    first = jax.tree.map(lambda x: x[0], examples)
+    if at_once == num_groups:
+        return sum_groups(first)
+
+    def step(total: list[jax.Array], examples: Any) -> tuple[list[jax.Array], None]:
+        return jax.tree.map(jnp.add, total, sum_groups(examples)), None
+
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(sum_groups, first)]
+    return jax.lax.scan(step, zeros, examples)[0]
