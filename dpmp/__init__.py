@@ -22,7 +22,7 @@ from dpmp.clipping import (
 from dpmp.engines import book_keeping
 from dpmp.mechanism import DPSGD
 from dpmp.numerics import GridArray
-from dpmp.planning import memory, microbatches
+from dpmp.planning import memory
 from dpmp.precision import Policy, autocast
 from dpmp.sources import Source, check_source
 from dpmp.tools import devices
@@ -57,7 +57,6 @@ __all__ = [
     "lora",
     "loss_scaling",
     "memory",
-    "microbatches",
     "noise_addition",
     "planning",
     "precision_report",

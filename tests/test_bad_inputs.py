@@ -28,7 +28,6 @@ from dpmp.planning.memory import (
     estimate_memory,
     measure_accumulation_share,
 )
-from dpmp.planning.microbatches import measure_microbatch_sizes
 
 SECRET = 12345.678
 SIZE = 16
@@ -304,7 +303,7 @@ TABLE = {
         ("arithmetic", "float16"),
         (
             '"bounded" sums must',
-            {"arithmetic": "bounded"},
+            {"arithmetic": "bounded", "method": "per_example"},
             BOOK_KEEPING | {"neighboring_relation": ADD_OR_REMOVE},
         ),
         ('"exact" sums must', BOOK_KEEPING | {"arithmetic": "exact"}),
@@ -515,11 +514,6 @@ TABLE = {
     ],
     overhead: [("batch_size", 0), ("num_positions", 0)],
     partial(measure_accumulation_share, linear, FLOATS, BATCH): [("rounds", 0)],
-    partial(measure_microbatch_sizes, None, BATCH): [
-        ("there must be", "sizes", ()),
-        ("size must be", "sizes", (0,)),
-        ("rounds", 0),
-    ],
     dpmp.devices.measure_dtypes: [("size", 0)],
     partial(measure_condition_numbers, linear, FLOATS, BATCH): [("microbatch_size", 0)],
     partial(summarize, linear, FLOATS, BATCH): [

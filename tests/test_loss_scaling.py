@@ -344,7 +344,10 @@ def test_noise_alone_seldom_moves_a_scale():
 
 def test_a_scale_follows_overflows_and_survives_a_break():
     mechanism = _make_mechanism(
-        expected_batch_size=32, iterations=12, noise_multiplier=0.5
+        expected_batch_size=32,
+        iterations=12,
+        noise_multiplier=0.5,
+        method="per_example",
     )
     trainer = _make_trainer(
         # A gradient of 64: above a scale of 2^9 it is more than float16 has room for.

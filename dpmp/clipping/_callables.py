@@ -33,12 +33,14 @@ class BoundedSensitivityCallable:
       has_aux: whether the output is a pair.
       assumes_fixed_slots: whether the bound holds only if all other examples keep their
         places in the batch.
+      size_of_microbatches: the function behind `microbatch_size`.
     """
 
     fun: Callable[..., Any]
     l2_norm_bound: float
     has_aux: bool
     assumes_fixed_slots: bool = False
+    size_of_microbatches: Callable[..., int] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "l2_norm_bound", as_real(self.l2_norm_bound))
@@ -48,6 +50,14 @@ class BoundedSensitivityCallable:
     ) -> Any:
         """Calls `fun`; for its arguments, see the function that made this callable."""
         return self.fun(*args, is_padding_example=is_padding_example, **kwargs)
+
+    def microbatch_size(self, *args: Any, **kwargs: Any) -> int:
+        """How many examples a call processes at a time, on each device.
+
+        It depends on shapes alone, so a `jax.ShapeDtypeStruct` may stand for any array.
+        """
+        assert self.size_of_microbatches is not None
+        return self.size_of_microbatches(*args, **kwargs)
 
     def sensitivity(
         self, neighboring_relation: dp_accounting.NeighboringRelation = DEFAULT_RELATION
@@ -140,12 +150,23 @@ def make_callable(
         given = functools.partial(fun, clipped_sum.divided_like(args))
         return _meshes.on_automatic_axes(given, out_specs)(*args, **kwargs)
 
+    def size_of_microbatches(*args, **kwargs):
+        sizes = []
+
+        def trace(args):
+            divided_sum = clipped_sum.divided_like(args)
+            sizes.append(divided_sum.size_of_microbatches(args, kwargs))
+
+        jax.eval_shape(trace, args)
+        return sizes[0]
+
     arrays = (*signature.of_params, *signature.of_examples)
     return BoundedSensitivityCallable(
         on_any_mesh if is_rebuilt_each_step else _compiled(on_any_mesh, arrays),
         l2_norm_bound,
         has_aux,
         assumes_fixed_slots=clipped_sum.arithmetic.needs_norm_bounds,
+        size_of_microbatches=size_of_microbatches,
     )
 
 

@@ -155,10 +155,10 @@ def clipped_grad(
         clipped and summed in place of the gradient.
       microbatch_size: how many examples to process at a time, to limit memory. It must
         divide the batch size. Microbatches of padding only are skipped. None processes
-        the whole batch at once, except with "bounded" sums: these use the largest
-        divisor of the batch size that scales hardly any gradient below the clip norm.
-        It depends on the length of sequences (for instance, 8 examples of 128
-        positions) and is chosen when the loss is traced.
+        the whole batch at once with float sums. For "exact" and "bounded" sums, whose
+        guarantee does not depend on the size, it chooses a divisor of the batch size
+        when the loss is traced: on CPUs, one whose arrays fit into a cache; elsewhere,
+        one whose arrays fit into memory. The choice depends on shapes alone.
       nan_safe: whether a gradient that is not finite contributes zero. Without it, NaN
         goes through, for debugging, and `.sensitivity()` is infinite.
       dtype: the dtype of a float sum, float32 (None) or float64.
@@ -228,7 +228,7 @@ def clipped_grad(
     if joint.adaptive:
         l2_clip_norm = joint.adaptive.initial
     clip_norms = ClipNorms.from_tree(l2_clip_norm, rescale_to_unit_norm, normalize_by)
-    engine, largest_microbatch = make_engine(
+    engine, fitting_microbatch = make_engine(
         fun,
         signature,
         method=method,
@@ -243,7 +243,7 @@ def clipped_grad(
         arithmetic=clip_norms.fit(sums, nan_safe),
         microbatch_size=microbatch_size,
         nan_safe=nan_safe,
-        largest_microbatch=largest_microbatch,
+        fitting_microbatch=fitting_microbatch,
         shards=Shards.parse(spmd_axis_name),
     )
     l2_norm_bound = clipped_sum.l2_norm_bound

@@ -49,8 +49,8 @@ class ClippedSum:
       microbatch_size: see `clipped_grad`.
       nan_safe: see `clipped_grad`.
       shards: the devices over which to divide the examples.
-      largest_microbatch: a function from the arguments of the engine to a size; None
-        for no limit.
+      fitting_microbatch: a function from the arguments of the engine to a size for
+        microbatches, if none is given. None for the whole batch.
     """
 
     engine: GradEngine
@@ -60,7 +60,7 @@ class ClippedSum:
     microbatch_size: int | None
     nan_safe: bool
     shards: Shards
-    largest_microbatch: Callable[..., int] | None = None
+    fitting_microbatch: Callable[..., int] | None = None
 
     def __post_init__(self):
         fix = "Use a divisor of the batch size, or None for the whole batch."
@@ -106,14 +106,12 @@ class ClippedSum:
             total, outputs = _empty(one_microbatch, examples)
             return self.arithmetic.finish(total), outputs
         num_shards = self.shards.size
+        part_size = batch_size // num_shards
         given = self.shards.divide(self.microbatch_size, batch_size)
 
         def sum_part(part):
             examples, is_padding = part
-            part_size = batch_size // num_shards
-            size = given or self._choose_size(
-                part_size, with_examples(examples), kwargs
-            )
+            size = given or self._fitting(part_size, with_examples(examples), kwargs)
             if math.isfinite(self.clip_norms.l2_norm_bound):
                 self.arithmetic.check_batch(batch_size, size * num_shards, num_shards)
             if size == part_size:
@@ -133,13 +131,23 @@ class ClippedSum:
             return self
         return replace(self, shards=replace(self.shards, axes=axes))
 
-    def _choose_size(
+    def size_of_microbatches(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+        """How many examples a device processes at a time."""
+        batch_size = self.signature.batch_size(args)
+        examples = self.signature.examples(args, batch_size)
+        args = [examples.get(i, arg) for i, arg in enumerate(args)]
+        part_size = batch_size // self.shards.size
+        given = self.shards.divide(self.microbatch_size, batch_size)
+        return given or self._fitting(part_size, args, kwargs)
+
+    def _fitting(
         self, batch_size: int, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> int:
-        """The size of microbatches where none is given."""
-        if not self.largest_microbatch:
+        """The size of microbatches where none is given, for arguments of the engine."""
+        # The rounding of float sums depends on the size, and that of integers does not.
+        if self.fitting_microbatch is None or self.arithmetic.resolution is None:
             return batch_size
-        largest = min(batch_size, self.largest_microbatch(*args, **kwargs))
+        largest = min(batch_size, self.fitting_microbatch(*args, **kwargs))
         return max(k for k in range(1, largest + 1) if batch_size % k == 0)
 
     def _one_microbatch(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from dpmp import _meshes, _validate, loss_scaling
 from dpmp._typing import PyTree
 from dpmp.engines import _per_example, book_keeping
+from dpmp.engines._microbatches import fitting_microbatch
 from dpmp.engines._signature import Signature, check_loss
 from dpmp.numerics import Arithmetic, SquaredNorm, at_least_float32
 
@@ -86,20 +87,19 @@ def make_engine(
     is_bounded: bool,
     loss_scale: loss_scaling.LossScale | None = None,
     transform: Callable[[PyTree], PyTree] | None = None,
-) -> tuple[GradEngine, Callable[..., int] | None]:
+) -> tuple[GradEngine, Callable[..., int]]:
     """Makes the gradient engine of a loss as users write it.
 
     With `is_bounded`, norms must be upper bounds that include rounding errors. The
     other arguments are those of `clipped_grad`. Returns the engine, and a function from
-    its arguments to the largest microbatch size, or None if there is no limit.
+    its arguments to the number of examples to process at a time.
     """
     loss_fn = signature.of_one_example(fun, check_loss)
     if loss_scale is not None:
         loss_fn = scaled(loss_fn, loss_scale)
-    largest_microbatch = None
+    one_example_fn = loss_fn
     if method == "book_keeping":
         engine = book_keeping.Engine(loss_fn, signature, is_bounded)
-        largest_microbatch = engine.largest_microbatch if is_bounded else None
     else:
         loss_fn = _per_example.mappable(loss_fn, signature)
         grad_fn = jax.value_and_grad(loss_fn, signature.argnums, has_aux=True)
@@ -111,7 +111,14 @@ def make_engine(
         engine = _per_example.stack_engine(for_one_example, signature)
     if loss_scale is not None:
         engine = unscaled(engine)
-    return engine, largest_microbatch
+
+    def microbatch(*args: Any, **kwargs: Any) -> int:
+        holds_gradients = method == "per_example"
+        return fitting_microbatch(
+            one_example_fn, signature, args, kwargs, holds_gradients=holds_gradients
+        )
+
+    return engine, microbatch
 
 
 def scaled(

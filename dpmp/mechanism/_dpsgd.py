@@ -32,6 +32,7 @@ from dpmp.numerics import (
     Arithmetic,
     arithmetic_without_privacy,
     default_arithmetic,
+    default_method,
     num_entries,
     parse_arithmetic,
 )
@@ -71,7 +72,7 @@ class DPSGD:
       truncated_batch_size: the size of the largest batch. None chooses it by
         `accounting.choose_truncated_batch_size`.
       microbatch_size: see `clipped_grad`. Batches are padded to a multiple of it, or of
-        a power of two of at most 32 if "bounded" sums choose it.
+        a power of two of at most 32 where it is chosen from shapes.
       rescale_to_unit_norm: see `clipped_grad`.
       arithmetic: how the sum is computed: "exact" (None), "float32" or "float64". With
         book-keeping: "bounded" (None), or "unproved_float32", without a proof. See
@@ -79,7 +80,9 @@ class DPSGD:
       num_parameters: a public upper bound on the number of entries of the gradient. It
         determines the resolution of the grid, and how much the reserved share of delta
         must cover for the noise sampler. A larger gradient is refused.
-      method: the gradient engine; see `clipped_grad`.
+      method: the gradient engine; see `clipped_grad`. None chooses "book_keeping", or
+        "per_example" where book-keeping has no proof: under ADD_OR_REMOVE_ONE, and for
+        an arithmetic of "per_example". The field then has the name of the choice.
       released_metrics: noisy means to release at every step besides the gradient.
         `DPTrainer` releases the fraction of overflows in any case, as it is free.
       neighboring_relation: which two datasets are neighbours. By default, one example
@@ -105,7 +108,7 @@ class DPSGD:
     rescale_to_unit_norm: bool = False
     arithmetic: str | None = None
     num_parameters: int = 10_000_000
-    method: str = "per_example"
+    method: str | None = None
     released_metrics: ReleasedMetrics | None = None
     neighboring_relation: dp_accounting.NeighboringRelation = (
         accounting.DEFAULT_RELATION
@@ -113,9 +116,7 @@ class DPSGD:
     sampling_prob: float | None = None
 
     def __post_init__(self):
-        # The name of the arithmetic that runs tells a reader more than None.
-        arithmetic = self.arithmetic or default_arithmetic(self.method)
-        for name, value in (_checked_fields(self) | {"arithmetic": arithmetic}).items():
+        for name, value in (_checked_fields(self) | _chosen_names(self)).items():
             object.__setattr__(self, name, value)
         self._clip_norms.fit(self._sums_on_grid)
         sensitivity(
@@ -169,7 +170,7 @@ class DPSGD:
             self,
             l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
             rescale_to_unit_norm=False,
-            arithmetic=arithmetic_without_privacy(self.method)
+            arithmetic=arithmetic_without_privacy(self._engine)
             if self._sums.resolution is not None
             else self.arithmetic,
             noise_multiplier=0.0,
@@ -202,7 +203,7 @@ class DPSGD:
     def padded_batch_size(self) -> int:
         """The size to which all batches are padded, so that microbatches divide it."""
         multiple = self.microbatch_size or 1
-        if self.microbatch_size is None and self._sums.needs_norm_bounds:
+        if self.microbatch_size is None and self._sums.resolution is not None:
             multiple = min(32, 2 ** (self._largest_batch.bit_length() - 1))
         return math.ceil(self._largest_batch / multiple) * multiple
 
@@ -289,7 +290,7 @@ class DPSGD:
             normalize_by=self.expected_batch_size,
             released_metrics=self.released_metrics,
             microbatch_size=self.microbatch_size,
-            method=self.method,
+            method=self._engine,
             arithmetic=self._sums_on_grid,
             **kwargs,
         )
@@ -418,10 +419,14 @@ class DPSGD:
         """The largest norm of a contribution to everything that receives noise."""
         return self._joint.norm_bound(self._clip_norms.l2_norm_bound)
 
+    @property
+    def _engine(self) -> str:
+        return cast("str", self.method)  # set by `__post_init__`
+
     @functools.cached_property
     def _sums(self) -> Arithmetic:
-        check_method(self.method)
-        return parse_arithmetic(self.arithmetic, method=self.method)
+        check_method(self._engine)
+        return parse_arithmetic(self.arithmetic, method=self._engine)
 
     @property
     def _sums_on_grid(self) -> Arithmetic:
@@ -471,6 +476,28 @@ _CHECKS = {
     "microbatch_size": (_validate.positive_integer, "Use 32, or None."),
 }
 _MAY_BE_NONE = ("noise_multiplier", "truncated_batch_size", "microbatch_size")
+
+
+class _Default(str):
+    """The name of a default, which tells a reader more than None.
+
+    `dataclasses.replace` passes it on, and then it is chosen for the new fields.
+    """
+
+
+def _chosen_names(mechanism: DPSGD) -> dict[str, str]:
+    """The names of engine and arithmetic, as given or chosen."""
+    method, arithmetic = (
+        None if isinstance(x, _Default) else x
+        for x in (mechanism.method, mechanism.arithmetic)
+    )
+    relations = dp_accounting.NeighboringRelation
+    has_slots = mechanism.neighboring_relation is not relations.ADD_OR_REMOVE_ONE
+    if method is None:
+        method = _Default(default_method(arithmetic, has_fixed_slots=has_slots))
+    if arithmetic is None:
+        arithmetic = _Default(default_arithmetic(method))
+    return {"method": method, "arithmetic": arithmetic}
 
 
 def _checked_fields(mechanism: DPSGD) -> dict[str, Any]:

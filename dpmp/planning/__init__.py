@@ -3,7 +3,7 @@
 With a given number of processed examples, a run can make many steps with small batches
 or few steps with large batches. `compare_batch_sizes` finds the noise for each choice,
 and `plan_to_start_from` chooses one. `python -m dpmp plan` prints both as a table.
-`dpmp.memory` counts the memory of a step, and `dpmp.microbatches` times it.
+`dpmp.memory` counts the memory of a step, and `tune` times its alternatives.
 
 >>> plans = compare_batch_sizes(
 ...     num_examples=10_000,
@@ -18,15 +18,18 @@ and `plan_to_start_from` chooses one. `python -m dpmp plan` prints both as a tab
 1000 100 1.84
 """
 
-from dpmp.planning import memory, memory_command, microbatches, noise_commands
+from dpmp.planning import memory, memory_command, noise_commands
 from dpmp.planning._plans import Plan, compare_batch_sizes, plan_to_start_from
+from dpmp.planning._tune import Candidate, Tuning, tune
 
 __all__ = [
+    "Candidate",
     "Plan",
+    "Tuning",
     "compare_batch_sizes",
     "memory",
     "memory_command",
-    "microbatches",
     "noise_commands",
     "plan_to_start_from",
+    "tune",
 ]

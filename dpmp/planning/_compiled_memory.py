@@ -50,7 +50,7 @@ def compiled_memory(
     *,
     policy: Policy | str,
     optimizer: optax.GradientTransformation,
-    method: str = "per_example",
+    method: str | None = None,
     microbatch_size: int | None = None,
     arithmetic: str | None = None,
 ) -> CompiledMemory:
@@ -67,6 +67,7 @@ def compiled_memory(
     ...     shape((8, 1000), "float32"),
     ...     policy="mixed_bfloat16",
     ...     optimizer=optax.sgd(1e-3),
+    ...     method="per_example",
     ... )
     >>> compiled.temporary > 8 * 2 * 1000  # gradients of 8 examples in bfloat16
     True
@@ -78,7 +79,7 @@ def compiled_memory(
       batch: arrays or shapes. The step is compiled for the padded size of `DPSGD`.
       policy: the dtypes.
       optimizer: any optax transformation.
-      method: the gradient engine.
+      method: as in `DPSGD`, and so are the arguments below.
       microbatch_size: the number of examples at a time.
       arithmetic: the arithmetic of the sum.
 

@@ -10,7 +10,12 @@ import optax
 from dpmp import _plain_text, _validate
 from dpmp._typing import PyTree
 from dpmp.engines import Signature, check_method
-from dpmp.numerics import default_arithmetic, packing, parse_arithmetic
+from dpmp.numerics import (
+    default_arithmetic,
+    default_method,
+    packing,
+    parse_arithmetic,
+)
 from dpmp.precision import Policy
 
 # The moment of parts that are in memory for the whole step.
@@ -87,7 +92,7 @@ def estimate_memory(
     *,
     policy: Policy | str,
     optimizer: optax.GradientTransformation,
-    method: str = "per_example",
+    method: str | None = None,
     microbatch_size: int | None = None,
     arithmetic: str | None = None,
 ) -> MemoryEstimate:
@@ -107,6 +112,7 @@ def estimate_memory(
     ...     shape((64, 1000), "float32"),
     ...     policy="mixed_bfloat16",
     ...     optimizer=optax.adam(1e-3),
+    ...     method="per_example",
     ...     microbatch_size=8,
     ... )
     >>> estimate.by_name["per-example gradients"]
@@ -117,7 +123,7 @@ def estimate_memory(
       batch: arrays or shapes, with a leading axis of the padded batch size.
       policy: the dtypes, or the name of a preset.
       optimizer: any optax transformation.
-      method: the gradient engine, as in `clipped_grad`.
+      method: the gradient engine, as in `DPSGD`.
       microbatch_size: as in `clipped_grad`.
       arithmetic: as in `DPSGD`; None for the default of the engine.
 
@@ -130,6 +136,7 @@ def estimate_memory(
         `microbatch_size` does not divide this number.
     """
     policy = Policy.parse(policy)
+    method = method or default_method(arithmetic, has_fixed_slots=True)
     check_method(method)
     entry = parse_arithmetic(
         arithmetic or default_arithmetic(method), method=method

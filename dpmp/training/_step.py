@@ -19,7 +19,6 @@ from dpmp import _meshes, _validate
 from dpmp._meshes import colocated, placement, places, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
-from dpmp.engines.book_keeping import relative_cost
 from dpmp.loss_scaling import DynamicScale, LossScale, ScaledLoss
 from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState
@@ -246,11 +245,15 @@ class Step:
         keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * len(_KEYS)
         return program.lower(state, keys, batch, is_padding, constants)
 
-    def cost_of_book_keeping(self, state: TrainingState, example: PyTree) -> float:
-        """Estimates, from shapes, book-keeping's time over that of "per_example"."""
+    def microbatch_size(self, state: TrainingState, batch: PyTree) -> int:
+        """The number of examples that are processed at a time, from shapes alone."""
         keys = (jax.random.key(0),) if self.uses_prng_key else ()
-        args = jax.eval_shape(self._loss_args, *_meshes.shapes((state, example)))
-        return relative_cost(lambda *args: self.loss_fn(*args, *keys), *args)
+        prng_argnum = 2 if self.uses_prng_key else None
+        args = jax.eval_shape(self._loss_args, *_meshes.shapes((state, batch)))
+        grad_fn = self.mechanism.clipped_grad(
+            self.loss_fn, clip_norm=state.clip_norm, prng_argnum=prng_argnum
+        )
+        return grad_fn.microbatch_size(*args, *keys)
 
     def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
         """The arguments of the loss: parameters and batch in the compute dtype."""

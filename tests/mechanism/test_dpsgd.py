@@ -148,7 +148,7 @@ def test_the_event_is_plain_where_no_batch_can_be_truncated():
 
 
 def test_batches_are_padded_to_a_multiple_of_the_microbatch():
-    for microbatch_size in (None, 7, 64):
+    for microbatch_size in (7, 64):
         for truncated_batch_size in (None, 60, 64, 5000):
             mechanism = make_mechanism(
                 microbatch_size=microbatch_size,
@@ -160,12 +160,13 @@ def test_batches_are_padded_to_a_multiple_of_the_microbatch():
             assert largest <= size < largest + (microbatch_size or 1)
             assert largest <= 1000 or truncated_batch_size is None
     for size, padded in ((10, 16), (100, 128), (33, 64), (1, 1)):
-        chosen = make_mechanism(method="book_keeping", truncated_batch_size=size)
+        chosen = make_mechanism(truncated_batch_size=size)
         assert chosen.padded_batch_size == padded
 
 
 def test_a_given_sampling_probability_does_not_depend_on_the_sizes():
     given = {"sampling_prob": 0.03, "truncated_batch_size": 80, "noise_multiplier": 1.5}
+    given["method"] = "per_example"  # which allows all relations
     mechanism = make_mechanism(**given)
     assert mechanism.sampling == PoissonSampling(0.03, 100, 80)
     assert mechanism.dp_event == accounting.truncated_dpsgd_event(
@@ -178,7 +179,7 @@ def test_a_given_sampling_probability_does_not_depend_on_the_sizes():
         assert other.sampling.sampling_prob == other.sampling_prob == 0.03
     sizes = {"num_examples": 20, "neighboring_relation": RELATIONS.ADD_OR_REMOVE_ONE}
     protected = dataclasses.replace(mechanism, **sizes)
-    assert protected.padded_batch_size == 80
+    assert protected.padded_batch_size == 96
     assert protected.dp_event == accounting.dpsgd_event(1.5, 100, sampling_prob=0.03)
     # What adds up the gradients still divides by the expected batch size.
     assert mechanism.stddev == pytest.approx(1.5 / 50)
@@ -292,12 +293,16 @@ def test_the_noise_is_calibrated_for_what_it_is_added_to(fields):
 
 
 def test_noise_and_models_that_no_grid_fits_are_refused_at_construction():
-    fields = {"noise_multiplier": 500.0, "num_parameters": 10**9}
+    fields = {
+        "noise_multiplier": 500.0,
+        "num_parameters": 10**9,
+        "method": "per_example",
+    }
     with pytest.raises(ValueError, match="must cost at most 5% of the clip norm"):
         make_mechanism(**fields)
     with pytest.raises(ValueError, match=r"got cost=.*noise_multiplier=.*Use less noi"):
         make_mechanism().calibrate(epsilon=1e-9, delta=1e-5)
-    make_mechanism(noise_multiplier=500.0)
+    make_mechanism(noise_multiplier=500.0, method="per_example")
     assert make_mechanism(**fields, arithmetic="float32").resolution is None
 
 
@@ -309,6 +314,7 @@ def test_the_widest_noise_can_be_drawn(noise_multiplier, num_parameters):
         noise_multiplier=noise_multiplier,
         num_parameters=num_parameters,
         expected_batch_size=333,
+        method="per_example",
     )
     unit = mechanism.clipped_grad(linear_loss)(jnp.zeros(1), jnp.zeros((0, 1))).unit
     noise = DiscreteGaussian.at_least(mechanism.stddev / unit)
@@ -444,8 +450,26 @@ def test_there_is_no_default_clip_norm():
         DPSGD(num_examples=10, expected_batch_size=5, iterations=1)
 
 
-def test_the_default_arithmetic_is_one_that_is_proved():
-    assert make_mechanism().arithmetic == "exact"
-    kept = make_mechanism(method="book_keeping")
-    assert kept.arithmetic == "bounded"
-    assert kept == make_mechanism(method="book_keeping", arithmetic="bounded")
+@pytest.mark.parametrize(
+    ("fields", "method", "arithmetic"),
+    [
+        ({}, "book_keeping", "bounded"),
+        ({"method": "per_example"}, "per_example", "exact"),
+        ({"arithmetic": "exact"}, "per_example", "exact"),
+        ({"arithmetic": "unproved_float32"}, "book_keeping", "unproved_float32"),
+        (
+            {
+                "neighboring_relation": RELATIONS.ADD_OR_REMOVE_ONE,
+                "sampling_prob": 0.05,
+                "truncated_batch_size": 80,
+            },
+            "per_example",
+            "exact",
+        ),
+    ],
+)
+def test_the_default_is_the_fastest_method_with_a_proof(fields, method, arithmetic):
+    mechanism = make_mechanism(**fields)
+    assert (mechanism.method, mechanism.arithmetic) == (method, arithmetic)
+    assert dataclasses.replace(make_mechanism(), **fields) == mechanism
+    assert dataclasses.replace(mechanism) == mechanism

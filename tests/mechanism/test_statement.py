@@ -27,26 +27,26 @@ def statement_of(mechanism):
     ("fields", "texts"),
     [
         (
-            {"noise_multiplier": 0.5},
+            {"noise_multiplier": 0.5, "method": "per_example"},
             [
                 "the largest contribution has 32756 units",
                 "Its standard deviation is 16378 units of the grid.",
             ],
         ),
         (
-            {"method": "book_keeping"},
+            {},
             [
                 "The clip norm is reduced by 1.56% to cover the rounding",
-                f"has {make_mechanism(method='book_keeping').resolution} units",
+                f"has {make_mechanism().resolution} units",
                 "other examples keep their places",
             ],
         ),
         (
-            {"method": "book_keeping", "microbatch_size": 4},
+            {"microbatch_size": 4},
             ["A microbatch has 4 examples."],
         ),
         (
-            {"method": "book_keeping", "arithmetic": "unproved_float32"},
+            {"arithmetic": "unproved_float32"},
             ["up to ordinary rounding, which is NOT PROVED"],
         ),
         (

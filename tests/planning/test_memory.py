@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dpmp import DPSGD, DPTrainer, Policy, _timing, clipped_grad
+from dpmp import DPSGD, DPTrainer, Policy, _timing
 from dpmp.__main__ import main
 from dpmp.planning import _compiled_memory
 from dpmp.planning.memory import (
@@ -18,7 +18,6 @@ from dpmp.planning.memory import (
     largest_microbatch,
     measure_accumulation_share,
 )
-from dpmp.planning.microbatches import MicrobatchTimes, measure_microbatch_sizes
 from tests import models
 
 _ADAM = optax.adam(1e-3)
@@ -36,7 +35,8 @@ _NUM_PARAMETERS = 256 * 512 + 512 * 8
 
 
 def _estimate(params=_MLP, batch=_BATCH, **changed):
-    options = {"policy": "mixed_bfloat16", "optimizer": _ADAM, **changed}
+    options = {"policy": "mixed_bfloat16", "optimizer": _ADAM}
+    options |= {"method": "per_example", **changed}
     return estimate_memory(params, batch, **options)
 
 
@@ -78,9 +78,9 @@ _SECOND_IN_FLOAT32 = Policy.from_name("mixed_bfloat16", float32_paths=("second",
         ({}, "per-example gradients", 32 * 2 * _NUM_PARAMETERS),
         ({"microbatch_size": 4}, "per-example gradients", 4 * 2 * _NUM_PARAMETERS),
         ({"policy": "float32"}, "per-example gradients", 32 * 4 * _NUM_PARAMETERS),
-        ({"method": "book_keeping"}, "per-example gradients", None),
+        ({"method": None}, "per-example gradients", None),
         ({"arithmetic": "float32"}, "sum of gradients", 4 * _NUM_PARAMETERS),
-        ({"method": "book_keeping"}, "sum of gradients", 4 * _NUM_PARAMETERS),
+        ({"method": None}, "sum of gradients", 4 * _NUM_PARAMETERS),
     ],
 )
 def test_the_parts_have_the_sizes_of_their_shapes(changed, name, num_bytes):
@@ -91,8 +91,8 @@ def test_the_parts_have_the_sizes_of_their_shapes(changed, name, num_bytes):
     ("changed", "moment"),
     [
         ({"microbatch_size": 4}, "clipping"),
-        ({"method": "book_keeping"}, "noise"),
-        ({"method": "book_keeping", "policy": _WITHOUT_MASTERS}, "rounding"),
+        ({"method": None}, "noise"),
+        ({"method": None, "policy": _WITHOUT_MASTERS}, "rounding"),
     ],
 )
 def test_the_total_is_what_is_in_memory_at_the_worst_moment(changed, moment):
@@ -219,22 +219,6 @@ def test_the_share_of_clipping_is_measured(monkeypatch):
     monkeypatch.setattr(_timing, "in_turn", in_turn)
     params, batch = jnp.zeros(4), _shape(8, 4)
     assert measure_accumulation_share(_linear_loss, params, batch, rounds=1) == 0.5
-
-
-def _clipped(size):
-    return clipped_grad(_linear_loss, l2_clip_norm=1.0, microbatch_size=size)
-
-
-def test_every_microbatch_size_is_measured():
-    times = measure_microbatch_sizes(_clipped, jnp.ones(3), _shape(8, 3), sizes=(2, 4))
-    assert list(times.seconds) == list(times.temporary_bytes) == [2, 4]
-    assert all(x > 0 for x in times.seconds.values())
-
-
-def test_the_best_microbatch_is_the_fastest():
-    times = MicrobatchTimes({2: 0.5, 8: 0.25, 32: 0.75}, {2: 10, 8: 20, 32: None})
-    assert times.best == 8
-    assert str(times).endswith("unknown")
 
 
 _SMALL = "--layers 1 --width 8 --heads 2 --length 4 --optimizer sgd"

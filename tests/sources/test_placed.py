@@ -103,9 +103,11 @@ def test_a_process_asks_for_the_rows_of_its_own_devices_only(monkeypatch):
     assert is_padding.tolist() == [False] * 3 + [True] + [False] * 2 + [True] * 2
 
 
-@pytest.mark.parametrize("name", ["microbatch_size", "truncated_batch_size"])
-def test_shardings_that_cannot_divide_a_batch_are_refused(name):
-    trainer = new_trainer(**{name: 10})
+@pytest.mark.parametrize(
+    ("name", "size"), [("microbatch_size", 10), ("truncated_batch_size", 2)]
+)
+def test_shardings_that_cannot_divide_a_batch_are_refused(name, size):
+    trainer = new_trainer(**{name: size})
     message = f"{name.replace('truncated', 'padded')} must be a multiple of the 4 parts"
     for call in (trainer.fit, trainer.load_batch):
         with pytest.raises(ValueError, match=message):
