@@ -90,7 +90,6 @@ def make_mechanism(num_examples, iterations):
         expected_batch_size=500,
         iterations=iterations,
         l2_clip_norm=1.0,
-        method="book_keeping",  # on CPUs, twice as fast here as "per_example"
         num_parameters=10_000,
     )
 

@@ -70,7 +70,6 @@ def make_mechanism(
         iterations=args.steps,
         l2_clip_norm=args.l2_clip_norm,
         microbatch_size=args.microbatch_size,
-        method="book_keeping",
         num_parameters=num_parameters,
     ).calibrate(epsilon=args.epsilon, delta=args.delta)
 
@@ -193,7 +192,7 @@ def parse_args() -> argparse.Namespace:
     add("--length", type=int, default=512 if on_gpu else 64, help="tokens of a record")
     add("--steps", type=int, default=8, help="of private training")
     add("--batch-size", type=int, default=128, help="expected records in a step")
-    add("--microbatch-size", type=int, default=16, help="records processed at once")
+    add("--microbatch-size", type=int, help="records at once; else what fits")
     add("--l2-clip-norm", type=float, default=1.0, help="of one record's gradient")
     add("--learning-rate", type=float, default=0.015, help="of private training")
     add("--seed", type=int, default=0, help="of what is public; never of the noise")

@@ -253,7 +253,6 @@ def make_mechanism(
         iterations=args.steps,
         l2_clip_norm=args.l2_clip_norm,
         microbatch_size=args.microbatch_size,
-        method=args.method,
         num_parameters=num_parameters,
     )
     if args.no_privacy:
@@ -282,12 +281,11 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=int, default=30, help="of private training")
     text = "expected records in a step; else 512, or a quarter of the records"
     add("--batch-size", type=int, help=text)
-    add("--microbatch-size", type=int, default=8, help="records processed at once")
+    add("--microbatch-size", type=int, help="records at once; else what fits")
     add("--l2-clip-norm", type=float, default=1.0, help="of one record's gradient")
     add("--learning-rate", type=float, default=3e-3, help="of private training")
     add("--pretraining-steps", type=int, default=800, help="on public text; or 0")
     add("--precision", choices=["float32", "mixed_bfloat16"], default="mixed_bfloat16")
-    add("--method", choices=["per_example", "book_keeping"], default="per_example")
     add("--seed", type=int, default=0, help="of what is public; never of the noise")
     text = "only write text, with the parameters that an earlier run saved in DIR"
     add("--generate", type=path, metavar="DIR", help=text)

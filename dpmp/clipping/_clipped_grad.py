@@ -84,7 +84,8 @@ def clipped_grad(
       - The gradient of an example depends on no other example (no batch statistics),
         and not on its place in the batch, not even in its last bits. (XLA does not
         promise the latter; see the guides.)
-      - The key of `prng_argnum` is secret and is used once.
+      - The key of `prng_argnum` is secret and is used once. Each place in the batch
+        gets its own part of the key.
       - No `jax.vmap` is around this function. It would let the compiler compute a
         gradient twice and differently, once for the norm and once for the sum.
 
@@ -117,9 +118,10 @@ def clipped_grad(
         computed bits (`dpmp.numerics._bounded`), as long as all other examples keep
         their places. So it does not hold under ADD_OR_REMOVE_ONE.
       - "unproved_float32" (for `method="book_keeping"`): the sensitivity is not proved.
-        It holds up to ordinary rounding within a microbatch. What the clip norm is
-        lowered by was enough in every measurement, but gradients can be constructed for
-        which it falls short, by less than half.
+        It holds up to ordinary rounding within a microbatch. The clip norm is lowered
+        by 1/256 for bfloat16, and by more where the large terms of a gradient almost
+        cancel. That was enough in every measurement, but gradients can be constructed
+        for which it falls short, by less than half.
 
     Args:
       fun: returns a scalar loss, or (loss, aux) if `has_aux`. A

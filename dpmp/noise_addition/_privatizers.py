@@ -269,7 +269,8 @@ def choose_resolution(
         loss <= LARGEST_ROUNDING_SHARE,
         f"rounding to a grid must cost at most {LARGEST_ROUNDING_SHARE:.0%} of the "
         "clip norm. Use less noise (which a larger epsilon or delta allows), pass "
-        "num_parameters if there are fewer, or use arithmetic='"
+        "num_parameters if there are fewer, or use method='per_example' (exact sums "
+        "have coarser grids) or arithmetic='"
         f"{arithmetic_without_privacy(arithmetic.method)}'.",
         cost=f"{loss:.2g}",
         noise_multiplier=noise_multiplier,

@@ -41,13 +41,12 @@ from dpmp.engines.book_keeping._condition_numbers import (
     measure_condition_numbers,
 )
 from dpmp.engines.book_keeping._engine import Engine
-from dpmp.engines.book_keeping._summary import Summary, relative_cost, summarize
+from dpmp.engines.book_keeping._summary import Summary, summarize
 
 __all__ = [
     "ConditionNumbers",
     "Engine",
     "Summary",
     "measure_condition_numbers",
-    "relative_cost",
     "summarize",
 ]

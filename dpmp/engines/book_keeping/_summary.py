@@ -9,11 +9,10 @@ from typing import Any
 import jax
 
 from dpmp import _plain_text
-from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.engines.book_keeping import _choice
-from dpmp.engines.book_keeping._engine import Program, analyse, make_engine
-from dpmp.engines.book_keeping._norms import FLOPS_PER_ENTRY, NormMethod
+from dpmp.engines.book_keeping._engine import Program, make_engine
+from dpmp.engines.book_keeping._norms import NormMethod
 from dpmp.numerics import parse_arithmetic
 
 # Gradients of fewer entries may be materialized without a warning.
@@ -248,37 +247,3 @@ def _num_entries(method: NormMethod, program: Program) -> int:
 
 def _total(methods: Sequence[NormMethod]) -> float:
     return sum(method.flops for method in methods)
-
-
-def relative_cost(fun: Callable[..., Any], params: PyTree, example: PyTree) -> float:
-    """Estimates the running time of book-keeping, divided by that of the vmap engine.
-
-    The loss of one example is traced, and nothing is compiled or computed: the estimate
-    depends on shapes alone. It counts multiplications, and the entries that are written
-    to memory and read again (`_norms.FLOPS_PER_ENTRY`). Both methods make three
-    products for each product of the loss: its output, and two cotangents. In addition,
-    book-keeping computes norms, and the vmap engine writes and reads one per-example
-    gradient for each parameter.
-
-    On CPUs the ratio was within a quarter of measured times, for exact sums of float32
-    gradients of small networks with 1 to 128 positions. It errs against book-keeping:
-    the vmap engine takes several times as long for gradients in bfloat16, and for
-    gradients that a loop adds up. So a small ratio is evidence for book-keeping, but a
-    large ratio is no evidence against it.
-
-    Args:
-      fun: the loss of one example.
-      params: the parameters, or their shapes.
-      example: the example as `fun` takes it, or its shapes.
-    """
-    program = analyse(lambda *args: (fun(*args), ()), params, example, is_bounded=True)
-    products = 3 * _num_products(program)
-    norms = _total(program.norm_methods)
-    entries = sum(map(math.prod, program.shapes))
-    return (products + norms) / (products + FLOPS_PER_ENTRY * entries)
-
-
-def _num_products(program: Program) -> int:
-    """The number of multiplications of one example's data with parameters."""
-    outer = [use.outer for use in program.plan.uses if use.outer is not None]
-    return sum(math.prod(x.sizes) for x in outer if not x.has_rows)

@@ -13,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import dpmp
 from dpmp.engines.book_keeping._engine import analyse
-from dpmp.engines.book_keeping._summary import relative_cost
 from dpmp.numerics._grid import LARGEST_RESOLUTION
 
 BATCH, LENGTH, WIDTH, GROUPS, VOCABULARY = 4, 6, 8, 3, 9
@@ -390,20 +389,6 @@ def test_parameters_may_be_tapped_before_all_others():
     program = _analyse(*MATERIALIZED["through arithmetic"], is_bounded=True)
     assert [use.rule for use in program.plan.uses] == ["identity", "dot", "dot"]
     assert [use.outer is None for use in program.cached_uses] == [True] * 3
-
-
-def test_relative_costs_count_the_products_of_materialized_gradients():
-    def mlp(params, x):
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.sum(x**2)
-
-    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
-    few, many = (
-        relative_cost(mlp, shapes, jax.ShapeDtypeStruct((n, 64), jnp.float32))
-        for n in (128, 1024)
-    )
-    assert 1.2 < many < few < 1.5
 
 
 def test_integers_that_meet_parameters_do_not_wrap_around():
