@@ -68,9 +68,9 @@ class Setting(NamedTuple):
 _SPEED_OF_FLASHDP = 0.90
 _SMALL, _MEDIUM, _LARGE = GPT2(12, 768, 12), GPT2(24, 1024, 16), GPT2(36, 1280, 20)
 GPT2S = {
-    "small": Setting(_SMALL, 100, (None, 50, 10, 4), (10, 5, 4), (10, 20, 4), 0.80),
-    "medium": Setting(_MEDIUM, 50, (None, 25, 10, 5), (10, 5), (5, 10, 2), 0.80),
-    "large": Setting(_LARGE, 20, (None, 10, 5), (10, 5, 4), (4, 5, 2), 0.87, 2**17),
+    "small": Setting(_SMALL, 100, (None, 50, 10, 4), (100, 50, 10), (10, 20, 4), 0.80),
+    "medium": Setting(_MEDIUM, 50, (None, 25, 10, 5), (50, 25, 10), (5, 10, 2), 0.80),
+    "large": Setting(_LARGE, 20, (None, 10, 5), (20, 10, 5), (4, 5, 2), 0.87, 2**17),
 }
 _TINY_SETTING = Setting(TINY_GPT2, 4, (None, 2), (2,), (2,), length=8)
 

@@ -16,7 +16,7 @@ from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._shards import Shards
 from dpmp.engines import GradEngine, Signature
-from dpmp.numerics import Arithmetic, is_grid
+from dpmp.numerics import Arithmetic, is_grid, reduction
 
 
 class Outputs(NamedTuple):
@@ -147,8 +147,8 @@ class ClippedSum:
         # The rounding of float sums depends on the size, and that of integers does not.
         if self.fitting_microbatch is None or self.arithmetic.resolution is None:
             return batch_size
-        largest = min(batch_size, self.fitting_microbatch(*args, **kwargs))
-        return max(k for k in range(1, largest + 1) if batch_size % k == 0)
+        fitting = self.fitting_microbatch(*args, **kwargs)
+        return reduction.largest_divisor(batch_size, fitting)
 
     def _one_microbatch(
         self, args: Sequence[Any], kwargs: dict[str, Any], is_padding: jax.Array | None

@@ -272,3 +272,10 @@ def _sizes(num_examples: int) -> tuple[int, list[int]]:
     """The size of a block, and the iterations of the loops over blocks."""
     size = block_size(num_examples)
     return size, _loops(num_examples // size)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a number that is at most `limit`, or 1."""
+    return max(
+        (k for k in range(1, min(limit, number) + 1) if number % k == 0), default=1
+    )

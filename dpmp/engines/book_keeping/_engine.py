@@ -30,6 +30,7 @@ from dpmp.numerics import (
     at_least_float32,
     group_size,
     norm_bound_for_clipping,
+    reduction,
 )
 from dpmp.programs import interpreter, transformations
 
@@ -320,10 +321,7 @@ class BookKeptGrads:
 
 
 def _over_groups(
-    sum_group: Callable[[Any], list[jax.Array]],
-    examples: Any,
-    size: int,
-    largest: int,
+    sum_group: Callable[[Any], list[jax.Array]], examples: Any, size: int, largest: int
 ) -> list[jax.Array]:
     """Sums each group of `size` examples, and adds the integers.
 
@@ -333,10 +331,8 @@ def _over_groups(
     num_groups = len(jax.tree.leaves(examples)[0]) // size
     if num_groups == 1:
         return sum_group(examples)
-    limit = max(1, _ENTRIES_OF_GROUPS // max(largest, 1))
-    at_once = max(
-        k for k in range(1, num_groups + 1) if num_groups % k == 0 and k <= limit
-    )
+    limit = _ENTRIES_OF_GROUPS // max(largest, 1)
+    at_once = reduction.largest_divisor(num_groups, limit)
     examples = jax.tree.map(
         lambda x: x.reshape(-1, at_once, size, *x.shape[1:]), examples
     )
