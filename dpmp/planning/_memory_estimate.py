@@ -124,7 +124,7 @@ def estimate_memory(
       policy: the dtypes, or the name of a preset.
       optimizer: any optax transformation.
       method: the gradient engine, as in `DPSGD`.
-      microbatch_size: as in `clipped_grad`.
+      microbatch_size: as in `clipped_grad`. None counts the whole batch at once.
       arithmetic: as in `DPSGD`; None for the default of the engine.
 
     Returns:

@@ -129,6 +129,7 @@ def test_the_account_is_within_10_percent_where_activations_are_few(policy):
     options = {
         "policy": policy,
         "optimizer": optax.sgd(0.1, momentum=0.9),
+        "method": "per_example",
         "microbatch_size": 8,
     }
     compiled = compiled_memory(_linear_loss, *args, **options)
