@@ -188,6 +188,11 @@ class DPSGD:
         return dataclasses.replace(self, released_metrics=counting)
 
     @property
+    def has_default_method(self) -> bool:
+        """Whether `method` was chosen, and not given."""
+        return isinstance(self.method, _Default)
+
+    @property
     def is_private(self) -> bool:
         """Whether gradients are clipped and receive noise."""
         return bool(self.noise_multiplier) and self._is_clipped

@@ -20,7 +20,8 @@ def first_line(step: Step, state: TrainingState, load: Load) -> str:
             lambda x: jax.ShapeDtypeStruct((padded, *x.shape[1:]), x.dtype), rows
         )
         size = f"up to {step.microbatch_size(state, batch)} of {padded} examples"
+    why = " (the fastest with a proof)" if mechanism.has_default_method else ""
     return (
-        f'method="{mechanism.method}", arithmetic="{mechanism.arithmetic}", {size} at '
-        f"a time, loss in {step.policy.compute_dtype.name}"
+        f'method="{mechanism.method}"{why}, arithmetic="{mechanism.arithmetic}", '
+        f"{size} at a time, loss in {step.policy.compute_dtype.name}"
     )

@@ -42,13 +42,14 @@ def first_line_of(*, loss_fn=loss_fn, uses_prng_key=False, **fields):
     [
         (
             {},
-            'method="book_keeping", arithmetic="bounded", up to 16 of 64 examples at a '
-            "time, loss in bfloat16",
+            'method="book_keeping" (the fastest with a proof), arithmetic="bounded", '
+            "up to 16 of 64 examples at a time, loss in bfloat16",
         ),
         ({"microbatch_size": 8, "uses_prng_key": True}, "up to 8 of 64 examples"),
+        ({"method": "per_example"}, 'method="per_example", arithmetic="exact"'),
         (
             {"neighboring_relation": NeighboringRelation.ADD_OR_REMOVE_ONE},
-            'method="per_example", arithmetic="exact", up to 16 of 64',
+            'method="per_example" (the fastest with a proof), arithmetic="exact", up',
         ),
         (
             {"l2_clip_norm": dpmp.AdaptiveClipNorm(initial=1.0, quantile=0.5)},
@@ -57,7 +58,7 @@ def first_line_of(*, loss_fn=loss_fn, uses_prng_key=False, **fields):
         # The step itself explains a loss that fails.
         ({"loss_fn": lambda params, batch: batch["z"]}, "microbatches that fit at a"),
     ],
-    ids=["default", "given", "protected number", "adaptive", "failure"],
+    ids=["default", "sizes", "given", "protected number", "adaptive", "failure"],
 )
 def test_it_says_what_runs(fields, text):
     fields = {"l2_clip_norm": 1.0} | fields
