@@ -47,6 +47,7 @@ def measured() -> list[Passage]:
         *_next_to_other_libraries(),
         *_spam_filters(),
         *_fine_tuning_on_emails(),
+        *_default_choices(),
         _recurrent_networks(),
         _lost_updates(),
         _noise_of_large_runs(),
@@ -172,6 +173,18 @@ def _recurrent_networks() -> Passage:
     ratios = Span(x["time_ratio"][name]["plain"] for x in lines for name in names)
     text = f"{ratios:.1f} times the time of ordinary training"
     return Passage("docs/book_keeping.md", f"{text} in microbatches of 8")
+
+
+def _default_choices() -> list[Passage]:
+    lines = read("choice", "task", "dtype")
+    regret, kinds = max(x["regret"] for x in lines), {x["task"] for x in lines}
+    kept = [x for x in lines if not x["best"].startswith("per_example")]
+    texts = [
+        f"Small models of {len(kinds)} kinds",
+        f"at most {regret:.2f} times as long as the fastest choice",
+        f"book-keeping in {len(kept)} of {len(lines)} cases",
+    ]
+    return [Passage("docs/book_keeping.md", text) for text in texts]
 
 
 def _lost_updates() -> Passage:
