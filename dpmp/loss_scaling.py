@@ -54,7 +54,7 @@ def by_loss(
         float16 number too.
 
     Returns:
-      A function from the loss of an example to its scale: the largest power of two from
+      A function from the loss of an example to its scale, the largest power of two from
       2^-40 to `largest` that scales the loss to at most `target`.
     """
     target = _validate.positive(target=target, fix="Use 1024.0, for example.")

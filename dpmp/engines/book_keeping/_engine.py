@@ -40,7 +40,7 @@ from dpmp.programs import interpreter, transformations
 _ERROR, _BFLOAT16_ERROR = 2.0**-22, 2.0**-16
 
 # The sums of several groups, side by side, have at most this many entries of an array.
-_ENTRIES_OF_GROUPS = 2**27
+_ENTRIES_OF_GROUPS = 2**29
 
 
 @dataclass(frozen=True)
