@@ -202,43 +202,57 @@ def test_examples_of_too_many_positions_are_refused():
         )
 
 
-GROUP = group_size(64, POSITIONS)
+@pytest.fixture(params=[2, POSITIONS], ids=["inner products", "stored"])
+def in_groups_of_four(request, monkeypatch):
+    """Sets the size of groups, and gives the batches a number of positions."""
+    asked = []
+
+    def four(size, positions):
+        asked.append((size, positions))
+        return 4
+
+    monkeypatch.setattr(_engine, "group_size", four)
+    make_sum_fn.cache_clear()
+    yield lambda *args: {
+        name: {k: x[:, : request.param] for k, x in batch.items()}
+        for name, batch in make_cases(*args).items()
+    }
+    # A gradient that is stored is one position.
+    assert set(asked) == {(8, 2 if request.param == 2 else 1)}
+    make_sum_fn.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_example_changes_a_sum_of_groups_by_at_most_the_clip_norm(dtype):
-    assert GROUP == 16
-    for case, some in make_cases(4, dtype).items():
-        # Only the examples at the ends of groups are taken out.
-        batch = jax.tree.map(lambda x: np.resize(x, (64, *x.shape[1:])), some)
-        whole, sum_fn = None, make_sum_fn(64)
-        for i in (None, 0, 15, 16, 63):
-            empty = np.arange(64) == (64 if i is None else i)
-            counts = np.asarray(sum_fn(zeros(dtype), batch, empty).counts, np.int64)
-            whole = counts if whole is None else whole
-            assert np.sum((whole - counts) ** 2) <= LARGEST_RESOLUTION**2, case
+def test_one_example_changes_a_sum_of_groups_by_at_most_the_clip_norm(
+    dtype, in_groups_of_four
+):
+    for case, batch in in_groups_of_four(8, dtype).items():
+        assert largest_change(dtype, 8, batch) <= 1, case
 
 
 @pytest.mark.parametrize("entries_at_once", [1, 2**29])
 def test_an_example_changes_the_sum_of_its_own_group_alone(
-    entries_at_once, monkeypatch
+    entries_at_once, in_groups_of_four, monkeypatch
 ):
     monkeypatch.setattr(_engine, "_ENTRIES_OF_GROUPS", entries_at_once)
-    batch = make_cases(48, jnp.float32)["random"]
-    groups = np.arange(48) // GROUP
-    own = np.arange(LEFT) % 3 == groups[:, None]  # each group has rows of its own
+    batch = in_groups_of_four(16, jnp.float32)["random"]
+    own = np.arange(LEFT) % 4 == np.arange(16)[:, None] // 4  # rows of each group
     batch["x"] = batch["x"] * own[:, None].astype(np.float32)
-    sum_fn = make_sum_fn.__wrapped__(48)
-    whole = np.asarray(sum_fn(zeros(jnp.float32), batch, np.zeros(48, bool)).counts)
-    for i in (0, 15, 20, 47):
-        other = jax.tree.map(
-            lambda x, i=i: np.where(np.arange(48)[:, None, None] == i, 7 * x, x), batch
-        )
-        for empty in (np.arange(48) == i, np.zeros(48, bool)):
-            counts = np.asarray(sum_fn(zeros(jnp.float32), other, empty).counts)
-            is_other = np.arange(LEFT) % 3 != groups[i]
-            np.testing.assert_array_equal(counts[is_other], whole[is_other])
-            assert np.any(counts != whole)
+    sum_fn = make_sum_fn(8)
+
+    def counts(batch, *empty):
+        is_empty = np.isin(np.arange(16), empty)
+        return np.asarray(sum_fn(zeros(jnp.float32), batch, is_empty).counts)
+
+    whole = counts(batch)
+    assert np.all(np.any(whole, axis=1))
+    for i in (0, 3, 4, 15):
+        factors = np.ones((16, batch["x"].shape[1], 1), np.float32)
+        factors[i, 0] = 7
+        other = {k: x * factors for k, x in batch.items()}
+        for changed in (counts(batch, i), counts(other)):
+            np.testing.assert_array_equal(changed[~own[i]], whole[~own[i]])
+            assert np.any(changed[own[i]] != whole[own[i]])
 
 
 def test_groups_are_as_large_as_cuts_no_ordinary_gradient():
