@@ -230,6 +230,22 @@ def test_one_example_changes_a_sum_of_groups_by_at_most_the_clip_norm(
         assert largest_change(dtype, 8, batch) <= 1, case
 
 
+def test_sums_of_magnitudes_are_limited_for_the_size_of_groups():
+    some = make_cases(128, jnp.float32)["equal positions"]
+    batch = {name: x[:, :2] for name, x in some.items()}
+    batch["g"] = batch["g"] * np.array([1, 2.0**-6 - 1], np.float32)[:, None]
+    size = group_size(128, 2)
+    assert size == 64
+    kappa = largest_condition_number(size, Roundings(positions=2))
+    x, g = (batch[k].astype(np.float64) for k in "xg")
+    magnitudes = np.sum(np.linalg.norm(x, axis=2) * np.linalg.norm(g, axis=2), axis=1)
+    for i in (0, 70, 127):
+        counts = make_sum_fn(128)(zeros(jnp.float32), batch, np.arange(128) != i).counts
+        norm = np.linalg.norm(np.asarray(counts, np.float64)) / LARGEST_RESOLUTION
+        limited = norm / exact_norms(batch)[i] * magnitudes[i]
+        assert 0.9 * kappa < limited < kappa
+
+
 @pytest.mark.parametrize("entries_at_once", [1, 2**29])
 def test_an_example_changes_the_sum_of_its_own_group_alone(
     entries_at_once, in_groups_of_four, monkeypatch
