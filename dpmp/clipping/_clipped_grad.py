@@ -158,9 +158,10 @@ def clipped_grad(
       microbatch_size: how many examples to process at a time, to limit memory. It must
         divide the batch size. Microbatches of padding only are skipped. None processes
         the whole batch at once with float sums. For "exact" and "bounded" sums, whose
-        guarantee does not depend on the size, it chooses a divisor of the batch size
-        when the loss is traced: on CPUs, one whose arrays fit into a cache; elsewhere,
-        one whose arrays fit into memory. The choice depends on shapes alone.
+        guarantee does not depend on the size, and without clipping, it chooses a
+        divisor of the batch size when the loss is traced: on CPUs, one whose arrays fit
+        into a cache; elsewhere, one whose arrays fit into memory. The choice depends on
+        shapes alone.
       nan_safe: whether a gradient that is not finite contributes zero. Without it, NaN
         goes through, for debugging, and `.sensitivity()` is infinite.
       dtype: the dtype of a float sum, float32 (None) or float64.

@@ -144,8 +144,10 @@ class ClippedSum:
         self, batch_size: int, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> int:
         """The size of microbatches where none is given, for arguments of the engine."""
-        # The rounding of float sums depends on the size, and that of integers does not.
-        if self.fitting_microbatch is None or self.arithmetic.resolution is None:
+        # The rounding of float sums, which the guarantee covers, depends on the size.
+        is_private = math.isfinite(self.clip_norms.l2_norm_bound)
+        is_covered = self.arithmetic.resolution is None and is_private
+        if self.fitting_microbatch is None or is_covered:
             return batch_size
         fitting = self.fitting_microbatch(*args, **kwargs)
         return reduction.largest_divisor(batch_size, fitting)

@@ -1,6 +1,7 @@
 """The size of microbatches, where none is given, depends on shapes and the device."""
 
 import functools
+import math
 import types
 
 import jax
@@ -22,13 +23,14 @@ PARAMS = {"w": jnp.ones((WIDTH, WIDTH)), "scale": jnp.ones(())}
 
 
 def size_of(positions, batch_size, loss=loss, **options):
-    fn = clipped_grad(loss, l2_clip_norm=1.0, **options)
+    fn = clipped_grad(loss, **{"l2_clip_norm": 1.0} | options)
     batch = jax.ShapeDtypeStruct((batch_size, positions, WIDTH), jnp.float32)
     return fn.microbatch_size(PARAMS, batch)
 
 
 BOOK_KEEPING = {"method": "book_keeping"}
 EXACT = {"arithmetic": "exact"}
+UNPROVED = {"arithmetic": "unproved_float32"}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,8 @@ EXACT = {"arithmetic": "exact"}
         (1, 511, EXACT, 511),
         (1, 1022, EXACT, 511),
         (1, 1022, {}, 1022),
-        (1, 1022, BOOK_KEEPING | {"arithmetic": "unproved_float32"}, 1022),
+        (512, 32, BOOK_KEEPING | UNPROVED, 32),
+        (512, 32, BOOK_KEEPING | UNPROVED | {"l2_clip_norm": math.inf}, 8),
     ],
 )
 def test_arrays_fit_into_a_cache(positions, batch_size, options, size):
