@@ -159,7 +159,7 @@ def _guarantee_of(
 
 
 def guarantee_of_stages(
-    stages: Mapping[PrivacyCost, int], *, delta: float
+    stages: Mapping[PrivacyCost, int], *, delta: float, in_order: bool = True
 ) -> accounting.PrivacyGuarantee:
     """Computes epsilon of stages whose costs were chosen one after the other.
 
@@ -173,6 +173,8 @@ def guarantee_of_stages(
       stages: for each cost, in the order of their first steps, the largest number of
         steps that it could have had when the stage began.
       delta: the delta of all stages together.
+      in_order: whether the order is known. If not, each stage gets the share of delta
+        that it has in the last place, which is the smallest.
 
     Raises:
       ValueError: as `guarantee_of`.
@@ -184,6 +186,7 @@ def guarantee_of_stages(
     parts, left = [], delta
     for number, (cost, steps) in enumerate(stages.items(), start=1):
         left = left if number == len(stages) else left / 2
+        left = left if in_order else delta / 2 ** (len(stages) - 1)
         parts.append(guarantee_of({cost: steps}, delta=left))
     return dataclasses.replace(
         parts[-1],

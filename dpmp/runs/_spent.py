@@ -79,7 +79,13 @@ class Spent:
 
     def guarantee(self, *, delta: float) -> accounting.PrivacyGuarantee:
         """The guarantee of all steps together; see `guarantee_of_stages`."""
-        return guarantee_of_stages(self.stages(), delta=delta)
+        return guarantee_of_stages(
+            self.stages(), delta=delta, in_order=self._is_in_order
+        )
+
+    @property
+    def _is_in_order(self) -> bool:
+        return all(x.is_in_order for x in self.segments)
 
     def stages(self, *, is_over: bool = False) -> dict[PrivacyCost, int]:
         """The number of steps to account for, by their cost.
@@ -95,7 +101,7 @@ class Spent:
         stages = {cost: max(self.count(cost), n) for cost, n in planned.items()}
         if self.segments and not is_over:
             newest = self.segments[-1].cost
-            is_known = len(stages) == 1 or all(x.is_in_order for x in self.segments)
+            is_known = len(stages) == 1 or self._is_in_order
             if newest == next(reversed(stages)) and is_known:
                 stages[newest] = self.count(newest)
         return stages

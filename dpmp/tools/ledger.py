@@ -59,7 +59,7 @@ def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[st
     delta = _common_delta(by_time) if delta is None else delta
     together = total.guarantee(delta=delta)
     if len(by_time) > 1 and len(total.stages()) > 1:
-        together = guarantee_of_stages(_stages(by_time), delta=delta)
+        together = guarantee_of_stages(_stages(by_time), delta=delta, in_order=False)
     return {
         "epsilon": _finite(together),
         "epsilon_if_planned": _finite(total.guarantee_if_planned(delta=delta)),
@@ -71,7 +71,7 @@ def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[st
 
 
 def _stages(by_time: Sequence[Ledger]) -> collections.Counter[PrivacyCost]:
-    """The planned steps of each cost, in the order in which the costs were chosen."""
+    """The planned steps of each cost."""
     stages, seen = collections.Counter[PrivacyCost](), set[Segment]()
     for ledger in by_time:
         # A copy of a directory has the same steps.

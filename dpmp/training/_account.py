@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,6 +119,7 @@ class LastStep:
     def __init__(self):
         self._ends: dict[Any, str] = {}  # an id, by the process, the id and the step
         self._failed: dict[str, runs.Segment] = {}  # by their ids
+        self._running: dict[str, int] = {}  # the threads of those that may succeed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LastStep, ()  # a copy has made no step
@@ -135,7 +137,12 @@ class LastStep:
     @property
     def failed(self) -> runs.Spent:
         """Failed steps that no state has paid for yet."""
-        return runs.Spent(tuple(self._failed.copy().values()))
+        # A thread that asks has no step under way: a second error has ended it.
+        others = {None, threading.get_ident()}
+        segments = self._failed.copy().values()
+        return runs.Spent(
+            tuple(x for x in segments if self._running.get(x.id) in others)
+        )
 
     def fail(self, segment: runs.Segment) -> None:
         """Lets the next state pay for a step that has failed."""
@@ -143,8 +150,9 @@ class LastStep:
 
     def have_paid(self, spent: runs.Spent) -> None:
         """Forgets the failed steps that a state or a ledger has paid for."""
-        for segment in spent.segments:
-            self._failed.pop(segment.id, None)
+        for segment in self.failed.segments:
+            if not runs.Spent((segment,)).without(spent).segments:
+                self._failed.pop(segment.id, None)
 
     def remember(self, account: Account) -> None:
         """Lets the next step continue an account, which has made its step."""
@@ -152,15 +160,22 @@ class LastStep:
 
     @contextlib.contextmanager
     def charging(self, mechanism: DPSGD, state: TrainingState) -> Iterator[None]:
-        """Charges a step that fails in the block, and clears the error's variables."""
+        """Charges a step that fails in the block, and clears the error's variables.
+
+        The step is charged before, so that no second error can prevent that.
+        """
         id_, step = secrets.token_hex(16), int(state.step)
         account = Account.of(mechanism, state, runs.Spent(), id_=id_)
+        self._running[id_] = threading.get_ident()
+        self.fail(account.segment(step, step + 1))
         try:
             yield
         except BaseException as error:
-            self.fail(account.segment(step, step + 1))
             clear_frames(error)
+            self._running.pop(id_)
             raise
+        self._failed.pop(id_, None)
+        self._running.pop(id_)
 
 
 def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dpmp import _validate, runs
 from dpmp._warnings import warn
@@ -35,7 +34,7 @@ from dpmp.training._report import TIMES, Report, finite
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals, add_note, clear_frames
-from dpmp.training._tickets import Batch, draw_batch, draw_tickets
+from dpmp.training._tickets import Batch, Root, draw_batch, draw_tickets
 
 _RUN_AGAIN = "run all processes again, to go on from a checkpoint."
 
@@ -51,7 +50,7 @@ class Loop:
         options: Options,
         directory: runs.RunDirectory | None,
         signals: Signals,
-        root: np.ndarray | None,
+        root: Root | None,
         last_step: LastStep,
     ):
         """Prepares to go on from a state, or from a later one in the directory.

@@ -4,7 +4,6 @@ Nothing stores them: no state, checkpoint, ledger or program. So a run that goes
 copied trainer or a forked process has no key that was used before.
 """
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -65,14 +64,14 @@ class Ticket:
 
 def draw_tickets(
     steps: Iterable[int],
-    root: np.ndarray | None,
+    root: "Root | None",
     times_made: Callable[[int], int] = lambda step: 0,
 ) -> Iterator[Ticket]:
     """Yields a ticket for each step; several processes must draw the same tickets.
 
     Args:
       steps: the numbers of the steps.
-      root: (4,) uint32 words of a key. Tickets are a function of this key, the step,
+      root: the words of a key. Tickets are a function of this key, the step,
         and how often the step was made. None draws them from the operating system.
       times_made: returns how often a step was made before, under this key or another.
     """
@@ -95,19 +94,28 @@ def _fresh_words(number: int) -> np.ndarray:
     return np.frombuffer(os.urandom(4 * number), np.uint32)
 
 
-def root_of(prng_key: jax.Array | None) -> np.ndarray | None:
-    """The words of a key for reproducible runs, (4,) uint32; None for None."""
+class Root:
+    """The words of a secret key, (4,) uint32, which no report of variables shows."""
+
+    __slots__ = ("words",)
+
+    def __init__(self, words: np.ndarray):
+        self.words = words
+
+
+def root_of(prng_key: jax.Array | None) -> Root | None:
+    """The words of a key for reproducible runs; None for None."""
     if prng_key is None:
         return None
     _random.check_key(prng_key)
     _random.check_shared(prng_key)
-    return np.asarray(_random.key_words(prng_key))
+    return Root(np.asarray(_random.key_words(prng_key)))
 
 
-def _derived(root: np.ndarray, step: int, times_made: int) -> np.ndarray:
+def _derived(root: Root, step: int, times_made: int) -> np.ndarray:
     """The words of a ticket, from Threefry with a counter that no other ticket has."""
     use = np.arange(len(_USES), dtype=np.uint32)
-    key = [np.full_like(use, x) for x in root]
+    key = [np.full_like(use, x) for x in root.words]
     counter = [np.full_like(use, x) for x in (step % 2**32, step >> 32, times_made)]
     words = threefry4x32(key, [use, *counter])
     return np.stack([np.asarray(x) for x in words], axis=1).reshape(-1)
@@ -126,7 +134,7 @@ class Batch:
 def draw_batch(mechanism: DPSGD, load: Load, sharding: Any, ticket: Ticket) -> Batch:
     """Draws and loads the batch of a ticket."""
     (words,) = ticket.take("batch")
-    with contextlib.suppress(MemoryError):  # it would show the size of the batch
+    try:
         indices = mechanism.sampling.indices(
             ticket.step,
             num_examples=mechanism.num_examples,
@@ -134,4 +142,6 @@ def draw_batch(mechanism: DPSGD, load: Load, sharding: Any, ticket: Ticket) -> B
         )
         batch = load_shards(load, indices, mechanism, sharding)
         return Batch(*batch, ticket, mechanism)
+    except MemoryError:  # it would show the size of the batch
+        pass
     raise MemoryError("there must be enough memory to draw and load a batch")

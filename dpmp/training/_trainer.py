@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import optax
@@ -244,8 +244,8 @@ class DPTrainer:
         self._step.check_structure(state)
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
-        (ticket,) = draw_tickets([int(state.step)], self._root)
         with self._last_step.charging(self.mechanism, state):
+            (ticket,) = draw_tickets([int(state.step)], self._root)
             return draw_batch(self.mechanism, load, batch_sharding, ticket)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
@@ -338,13 +338,22 @@ class DPTrainer:
         load = loader_of(source, mechanism.num_examples)
         self._step.check_structure(state)
         check_same_data(load, mechanism, (int(state.step), options.plan))
-        self.last_state, failure = None, None
+        failure = None
         with (
             runs.opened(checkpoint_dir, delta=mechanism.delta) as directory,
             Signals(sigterm=directory is not None) as signals,
         ):
-            files = directory, signals, self._root, self._last_step
-            loop = Loop(self._step, state, load, options, *files)
+            loop = Loop(
+                self._step,
+                state,
+                load,
+                options,
+                directory,
+                signals,
+                self._root,
+                self._last_step,
+            )
+            self.last_state = None
             try:
                 loop.run()
                 self.last_state = loop.state  # a signal may come before the return
@@ -363,5 +372,6 @@ class DPTrainer:
             if failure is not None:  # raised here, it does not show the first error
                 raise failure
         loop.end()
-        made, self.last_state = self.last_state, None
-        return cast("TrainingState", made)
+        made: Any = self.last_state
+        self.last_state = None
+        return made  # a call here could be interrupted

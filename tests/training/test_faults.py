@@ -1,9 +1,12 @@
 """Faults that attackers have found, and which no longer work."""
 
+import contextlib
 import errno
 import functools
+import itertools
 import os
 import signal
+import sys
 import traceback
 
 import jax
@@ -34,10 +37,10 @@ import dpmp
 from dpmp.batch_selection import PoissonSampling
 from dpmp.loss_scaling import ScaledLoss
 from dpmp.mechanism import guarantee_of_stages
-from dpmp.runs import Spent, _files, _ledger, read_metrics
+from dpmp.runs import Segment, Spent, _files, _ledger, opened, read_metrics
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
-from dpmp.training._account import Account
+from dpmp.training._account import Account, LastStep
 from dpmp.training._loop import Loop
 from dpmp.training._stops import Signals
 
@@ -523,3 +526,78 @@ def test_a_state_stays_until_it_is_returned(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fit(trainer)
     assert int(trainer.last_state.step) == 7
+
+
+def test_a_lost_run_is_owed_until_a_state_pays_for_all_of_it(monkeypatch):
+    trainer, kept = fresh_trainer(), []
+
+    def keep(state):
+        kept.append(jax.tree.map(jnp.copy, state))
+        fails_at(3, SystemExit)(state)
+
+    state = trainer.init(PARAMS)
+    monkeypatch.setattr(Loop, "stopped", lambda *_: None)
+    with pytest.raises(SystemExit):
+        fit(trainer, state=state, callback=keep)
+    assert trainer.last_state is None
+    assert num_of_state(own_steps(trainer, kept[1], 1)) == 4
+
+
+def test_a_refused_run_keeps_the_last_state(tmp_path):
+    trainer = fresh_trainer()
+    with pytest.raises(FailureError):
+        fit(trainer, callback=fails_at(2))
+    with opened(tmp_path), pytest.raises(RuntimeError, match="only one run at a time"):
+        fit(trainer, tmp_path, state=trainer.last_state)
+    assert int(trainer.last_state.step) == 2
+
+
+def test_a_second_error_does_not_forget_a_failed_step(monkeypatch):
+    trainer = fresh_trainer()
+    state = trainer.init(PARAMS)
+    fail = LastStep.fail
+
+    def interrupted(self, segment):
+        if sys.exc_info()[0] is not None:
+            raise KeyboardInterrupt
+        fail(self, segment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LastStep, "fail", interrupted)
+        with pytest.raises((RuntimeError, KeyboardInterrupt)):
+            trainer.load_batch(state, Source(1, raises(FailureError)))
+    assert num_of_state(own_steps(trainer, state, 1)) == 2
+
+
+def test_costs_of_unknown_order_get_the_delta_of_the_last_one():
+    costs = [
+        new_trainer(noise_multiplier=x).mechanism.step_cost for x in (1.0, 1.5, 2.0)
+    ]
+    segments = [
+        Segment(id=f"{i:032x}", start=0, stop=7, planned=7, cost=cost)
+        for i, cost in enumerate(costs)
+    ]
+    epsilons = [
+        Spent(tuple(x)).in_unknown_order().guarantee(delta=DELTA).epsilon
+        for x in itertools.permutations(segments)
+    ]
+    in_order = [
+        Spent(tuple(x)).guarantee(delta=DELTA).epsilon
+        for x in itertools.permutations(segments)
+    ]
+    assert max(epsilons) == pytest.approx(min(epsilons), rel=1e-12)
+    assert min(epsilons) >= max(in_order)
+
+
+def test_no_report_of_variables_shows_a_key_for_reproducible_runs():
+    trainer = new_trainer(prng_key=jax.random.key(123456789))
+    with pytest.raises(FailureError) as caught:
+        fit(trainer, callback=fails_at(2))
+    names, shown = set(), []
+    for frame, _ in traceback.walk_tb(caught.value.__traceback__):
+        for name, value in frame.f_locals.items():
+            names.add(name)
+            with contextlib.suppress(RuntimeError):  # arrays of a donated state
+                shown.append(repr(value))
+    assert "options" in names
+    assert not [x for x in shown if "123456789" in x]
