@@ -28,7 +28,7 @@ def _topology() -> Any:
         return topologies.get_topology_desc(
             platform="cuda", target_config=_H100.read_text(), topology="1x1x1"
         )
-    except NotImplementedError:
+    except NotImplementedError:  # jax raises it for a platform without a plugin
         raise SystemExit(
             "The plugin of jax for CUDA must be installed; it was not found. Run: "
             "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt"

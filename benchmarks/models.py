@@ -37,7 +37,7 @@ class Task(NamedTuple):
         """The arguments of the loss and of functions for gradients."""
         return self.params, self.batch
 
-    def clipped_grad(self, **options: Any) -> Callable[..., Any]:
+    def clipped_grad(self, **options: Any) -> dpmp.BoundedSensitivityCallable:
         """The function of dpmp for the sum of clipped gradients."""
         return dpmp.clipped_grad(self.loss_fn, l2_clip_norm=1.0, **options)
 

@@ -145,9 +145,9 @@ class ClippedSum:
     ) -> int:
         """The size of microbatches where none is given, for arguments of the engine."""
         # The rounding of float sums, which the guarantee covers, depends on the size.
-        is_private = math.isfinite(self.clip_norms.l2_norm_bound)
-        is_covered = self.arithmetic.resolution is None and is_private
-        if self.fitting_microbatch is None or is_covered:
+        is_clipped = math.isfinite(self.clip_norms.l2_norm_bound)
+        is_clipped_in_floats = is_clipped and self.arithmetic.resolution is None
+        if self.fitting_microbatch is None or is_clipped_in_floats:
             return batch_size
         fitting = self.fitting_microbatch(*args, **kwargs)
         return reduction.largest_divisor(batch_size, fitting)

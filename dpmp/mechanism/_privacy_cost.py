@@ -183,11 +183,10 @@ def guarantee_of_stages(
     if len(stages) <= 1:
         return guarantee_of(stages, delta=delta)
     _common_relation(list(stages))
-    parts, left = [], delta
+    parts, last = [], len(stages) - 1
     for number, (cost, steps) in enumerate(stages.items(), start=1):
-        left = left if number == len(stages) else left / 2
-        left = left if in_order else delta / 2 ** (len(stages) - 1)
-        parts.append(guarantee_of({cost: steps}, delta=left))
+        halvings = min(number, last) if in_order else last
+        parts.append(guarantee_of({cost: steps}, delta=delta / 2**halvings))
     return dataclasses.replace(
         parts[-1],
         epsilon=math.nextafter(math.fsum(part.epsilon for part in parts), math.inf),

@@ -69,6 +69,14 @@ class Spent:
             tuple(dataclasses.replace(x, is_in_order=False) for x in self.segments)
         )
 
+    def beside(self, other: "Spent") -> "Spent":
+        """These steps, if nobody knows whether they are older than those of a set.
+
+        The order matters for several costs only.
+        """
+        costs = {x.cost for x in (*self.segments, *other.segments)}
+        return self.in_unknown_order() if len(costs) > 1 else self
+
     def count(self, cost: PrivacyCost) -> int:
         """The number of steps of one cost."""
         return sum(x.stop - x.start for x in self.segments if x.cost == cost)

@@ -44,12 +44,12 @@ class Account:
         The steps that led to the state, and the failed steps, are added to the ledger
         of the directory.
         """
-        # Nobody knows whether a failed step is older than the steps of the state.
-        past = before = past_of(mechanism, state) | failed.in_unknown_order()
+        past = past_of(mechanism, state)
+        past = before = past | failed.beside(past)
         if directory is not None:
             known = directory.spent
             if past.without(known).segments and known.without(past).segments:
-                past = past.in_unknown_order()
+                past = past.beside(known)
             before = known | past  # in the order of the ledger
             _check_people(before, mechanism)
             directory.enter(past)

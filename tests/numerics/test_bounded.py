@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpmp import clipped_grad
-from dpmp.engines.book_keeping import _engine
+from dpmp.engines.book_keeping import _engine, _uses
 from dpmp.numerics._bounded import (
     ROUNDING_RESERVE,
     BoundedSums,
@@ -250,7 +250,7 @@ def test_sums_of_magnitudes_are_limited_for_the_size_of_groups():
 def test_an_example_changes_the_sum_of_its_own_group_alone(
     entries_at_once, in_groups_of_four, monkeypatch
 ):
-    monkeypatch.setattr(_engine, "_ENTRIES_OF_GROUPS", entries_at_once)
+    monkeypatch.setattr(_uses, "_ENTRIES_OF_GROUPS", entries_at_once)
     batch = in_groups_of_four(16, jnp.float32)["random"]
     own = np.arange(LEFT) % 4 == np.arange(16)[:, None] // 4  # rows of each group
     batch["x"] = batch["x"] * own[:, None].astype(np.float32)

@@ -601,3 +601,14 @@ def test_no_report_of_variables_shows_a_key_for_reproducible_runs():
                 shown.append(repr(value))
     assert "options" in names
     assert not [x for x in shown if "123456789" in x]
+
+
+def test_a_failed_step_of_the_only_cost_leaves_the_order_known():
+    first, second = new_trainer(), new_trainer(noise_multiplier=2.0)
+    state = own_steps(first, first.init(PARAMS), 1)
+    with pytest.raises(RuntimeError, match="could not be loaded"):
+        first.load_batch(state, Source(1, raises(FailureError)))
+    state = own_steps(second, own_steps(first, state, 1), 1)
+    stages = {first.mechanism.step_cost: 8, second.mechanism.step_cost: 1}
+    in_order = guarantee_of_stages(stages, delta=DELTA)
+    assert second.guarantee(state).epsilon == in_order.epsilon

@@ -30,7 +30,6 @@ from dpmp.numerics import (
     at_least_float32,
     group_size,
     norm_bound_for_clipping,
-    reduction,
 )
 from dpmp.programs import interpreter, transformations
 
@@ -38,9 +37,6 @@ from dpmp.programs import interpreter, transformations
 # sums, relative to the squared sum of magnitudes. The first is a few times the largest
 # error that was measured. The second covers rounding all factors to bfloat16 once.
 _ERROR, _BFLOAT16_ERROR = 2.0**-22, 2.0**-16
-
-# The sums of several groups, side by side, have at most this many entries of an array.
-_ENTRIES_OF_GROUPS = 2**29
 
 
 @dataclass(frozen=True)
@@ -296,7 +292,7 @@ class BookKeptGrads:
         examples = self.cached, coefs, keep
         largest = max(map(math.prod, self.program.shapes))
         return treedef.unflatten(
-            _over_groups(sum_group, examples, self._group_size, largest)
+            _uses.over_groups(sum_group, examples, self._group_size, largest)
         )
 
     @property
@@ -318,34 +314,3 @@ class BookKeptGrads:
         leaves, treedef = jax.tree.flatten(self.params)
         numbers = treedef.unflatten(range(len(leaves)))
         return [jax.tree.leaves(group) for group in prefix.flatten_up_to(numbers)]
-
-
-def _over_groups(
-    sum_group: Callable[[Any], list[jax.Array]], examples: Any, size: int, largest: int
-) -> list[jax.Array]:
-    """Sums each group of `size` examples, and adds the integers.
-
-    Several groups are summed side by side, as many as memory allows for an array of
-    `largest` entries. An accelerator then has products of many positions.
-    """
-    num_groups = len(jax.tree.leaves(examples)[0]) // size
-    if num_groups == 1:
-        return sum_group(examples)
-    limit = _ENTRIES_OF_GROUPS // max(largest, 1)
-    at_once = reduction.largest_divisor(num_groups, limit)
-    examples = jax.tree.map(
-        lambda x: x.reshape(-1, at_once, size, *x.shape[1:]), examples
-    )
-
-    def sum_groups(examples: Any) -> list[jax.Array]:
-        return [x.sum(0, dtype=x.dtype) for x in jax.vmap(sum_group)(examples)]
-
-    first = jax.tree.map(lambda x: x[0], examples)
-    if at_once == num_groups:
-        return sum_groups(first)
-
-    def step(total: list[jax.Array], examples: Any) -> tuple[list[jax.Array], None]:
-        return jax.tree.map(jnp.add, total, sum_groups(examples)), None
-
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(sum_groups, first)]
-    return jax.lax.scan(step, zeros, examples)[0]

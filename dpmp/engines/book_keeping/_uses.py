@@ -28,7 +28,10 @@ import jax.numpy as jnp
 
 from dpmp.engines.book_keeping import _linalg, _views
 from dpmp.engines.book_keeping._views import View
-from dpmp.numerics import at_least_float32
+from dpmp.numerics import at_least_float32, reduction
+
+# The sums of several groups, side by side, have at most this many entries of an array.
+_ENTRIES_OF_GROUPS = 2**29
 
 # The parts of left, and then right.
 Factors = tuple[list[jax.Array], jax.Array]
@@ -290,3 +293,34 @@ def _scatter(rows: jax.Array, values: jax.Array, num_rows: int) -> jax.Array:
         return zeros.at[rows.ravel()].add(values, mode="promise_in_bounds")
 
     return jax.vmap(add, in_axes=(1, 1))(rows, values)
+
+
+def over_groups(
+    sum_group: Callable[[Any], list[jax.Array]], examples: Any, size: int, largest: int
+) -> list[jax.Array]:
+    """Sums each group of `size` examples, and adds the integers.
+
+    Several groups are summed side by side, as many as memory allows for an array of
+    `largest` entries. An accelerator then has products of many positions.
+    """
+    num_groups = len(jax.tree.leaves(examples)[0]) // size
+    if num_groups == 1:
+        return sum_group(examples)
+    limit = _ENTRIES_OF_GROUPS // max(largest, 1)
+    at_once = reduction.largest_divisor(num_groups, limit)
+    examples = jax.tree.map(
+        lambda x: x.reshape(-1, at_once, size, *x.shape[1:]), examples
+    )
+
+    def sum_groups(examples: Any) -> list[jax.Array]:
+        return [x.sum(0, dtype=x.dtype) for x in jax.vmap(sum_group)(examples)]
+
+    first = jax.tree.map(lambda x: x[0], examples)
+    if at_once == num_groups:
+        return sum_groups(first)
+
+    def step(total: list[jax.Array], examples: Any) -> tuple[list[jax.Array], None]:
+        return jax.tree.map(jnp.add, total, sum_groups(examples)), None
+
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(sum_groups, first)]
+    return jax.lax.scan(step, zeros, examples)[0]
