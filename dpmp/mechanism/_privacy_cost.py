@@ -159,22 +159,20 @@ def _guarantee_of(
 
 
 def guarantee_of_stages(
-    stages: Mapping[PrivacyCost, int], *, delta: float, in_order: bool = True
+    stages: Mapping[PrivacyCost, int], *, delta: float
 ) -> accounting.PrivacyGuarantee:
     """Computes epsilon of stages whose costs were chosen one after the other.
 
     Steps of one cost compose numerically. The theorem behind this composition needs
     costs that are fixed in advance. But someone may choose the next cost after looking
-    at the results of the last stage, so the epsilons of stages are added up. The first
-    stage gets half of delta, the second stage a quarter, and so on; the last stage gets
-    the rest. docs/proofs.md has the proof.
+    at the results of the last stage, so the epsilons of stages are added up. Nobody
+    knows in advance how many stages there will be. So each new stage halves the delta
+    of all stages: each of k stages gets delta / 2^(k - 1); see docs/proofs.md.
 
     Args:
-      stages: for each cost, in the order of their first steps, the largest number of
-        steps that it could have had when the stage began.
+      stages: for each cost, in any order, the largest number of steps that it could
+        have had when the stage began.
       delta: the delta of all stages together.
-      in_order: whether the order is known. If not, each stage gets the share of delta
-        that it has in the last place, which is the smallest.
 
     Raises:
       ValueError: as `guarantee_of`.
@@ -183,10 +181,8 @@ def guarantee_of_stages(
     if len(stages) <= 1:
         return guarantee_of(stages, delta=delta)
     _common_relation(list(stages))
-    parts, last = [], len(stages) - 1
-    for number, (cost, steps) in enumerate(stages.items(), start=1):
-        halvings = min(number, last) if in_order else last
-        parts.append(guarantee_of({cost: steps}, delta=delta / 2**halvings))
+    share = delta / 2 ** (len(stages) - 1)
+    parts = [guarantee_of({x: steps}, delta=share) for x, steps in stages.items()]
     return dataclasses.replace(
         parts[-1],
         epsilon=math.nextafter(math.fsum(part.epsilon for part in parts), math.inf),

@@ -166,10 +166,8 @@ def _charge_files(directory: pathlib.Path) -> dict[pathlib.Path, Record]:
 def write_charge_file(directory: pathlib.Path, record: Record) -> None:
     """Charges steps in a separate file, which the next `Ledger` counts.
 
-    Processes that do not hold the lock use it. Nobody knows which steps come first.
+    Processes that do not hold the lock use it.
     """
-    (segment,) = Spent((record.segment,)).in_unknown_order().segments
-    record = dataclasses.replace(record, segment=segment)
     name = f"charged-{os.urandom(16).hex()}"
     with open_file(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         _write(file, _encode(record) + b"}", 0)

@@ -30,12 +30,11 @@ class Segment:
     stop: int  # the step after the last one
     planned: int  # steps of this cost in the whole run, as planned when these began
     cost: PrivacyCost  # of one step
-    is_in_order: bool = True  # whether it is known to come after those before it
 
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """A set of steps and their costs, in the order in which they were first made."""
+    """A set of steps and their costs."""
 
     segments: tuple[Segment, ...] = ()
 
@@ -63,20 +62,6 @@ class Spent:
             )
         )
 
-    def in_unknown_order(self) -> "Spent":
-        """The same steps, which may be older or newer than those of other sets."""
-        return Spent(
-            tuple(dataclasses.replace(x, is_in_order=False) for x in self.segments)
-        )
-
-    def beside(self, other: "Spent") -> "Spent":
-        """These steps, if nobody knows whether they are older than those of a set.
-
-        The order matters for several costs only.
-        """
-        costs = {x.cost for x in (*self.segments, *other.segments)}
-        return self.in_unknown_order() if len(costs) > 1 else self
-
     def count(self, cost: PrivacyCost) -> int:
         """The number of steps of one cost."""
         return sum(x.stop - x.start for x in self.segments if x.cost == cost)
@@ -85,39 +70,29 @@ class Spent:
         """How often a step was made, under different ids."""
         return sum(x.start <= step < x.stop for x in self.segments)
 
-    def guarantee(self, *, delta: float) -> accounting.PrivacyGuarantee:
-        """The guarantee of all steps together; see `guarantee_of_stages`."""
-        return guarantee_of_stages(
-            self.stages(), delta=delta, in_order=self._is_in_order
-        )
-
-    @property
-    def _is_in_order(self) -> bool:
-        return all(x.is_in_order for x in self.segments)
-
-    def stages(self, *, is_over: bool = False) -> dict[PrivacyCost, int]:
-        """The number of steps to account for, by their cost.
-
-        If there are several costs, each of them counts with all its planned steps,
-        because someone may have looked at results to choose when to end it. The cost
-        that began last, if it is still in use, counts with the steps that were made,
-        unless the whole run `is_over`, or it is not known which cost began last.
-        """
-        planned: dict[PrivacyCost, int] = {}
+    def planned(self) -> dict[PrivacyCost, int]:
+        """The number of steps that were planned, or made if that is more, by cost."""
+        numbers = {x.cost: self.count(x.cost) for x in self.segments}
         for x in self.segments:
-            planned[x.cost] = max(planned.get(x.cost, 0), x.planned)
-        stages = {cost: max(self.count(cost), n) for cost, n in planned.items()}
-        if self.segments and not is_over:
-            newest = self.segments[-1].cost
-            is_known = len(stages) == 1 or self._is_in_order
-            if newest == next(reversed(stages)) and is_known:
-                stages[newest] = self.count(newest)
-        return stages
+            numbers[x.cost] = max(numbers[x.cost], x.planned)
+        return numbers
+
+    def guarantee(self, *, delta: float) -> accounting.PrivacyGuarantee:
+        """The guarantee of all steps together.
+
+        Steps of one cost count as they were made. If there are several costs, each of
+        them counts with all its planned steps, because someone may have looked at
+        results to choose the next cost, and when to end the one before.
+        """
+        planned = self.planned()
+        if len(planned) > 1:
+            return guarantee_of_stages(planned, delta=delta)
+        return self.guarantee_if_planned(delta=delta)
 
     def guarantee_if_planned(self, *, delta: float) -> accounting.PrivacyGuarantee:
         """The guarantee if all costs were fixed before the first step."""
-        costs = dict.fromkeys(x.cost for x in self.segments)
-        return guarantee_of({x: self.count(x) for x in costs}, delta=delta)
+        numbers = {x.cost: self.count(x.cost) for x in self.segments}
+        return guarantee_of(numbers, delta=delta)
 
     def to_array(self) -> np.ndarray:
         """The set as a text, (bytes,) uint8, which is public.
@@ -178,12 +153,10 @@ def _merged(group: list[Segment]) -> Iterable[Segment]:
     """The same steps of one id as segments that do not touch, ascending."""
     merged: list[Segment] = []
     planned = max(x.planned for x in group)
-    in_order = all(x.is_in_order for x in group)
     for x in sorted(group, key=lambda x: x.start):
         start, stop = x.start, x.stop
         if merged and start <= merged[-1].stop:
             before = merged.pop()
             start, stop = before.start, max(before.stop, stop)
-        changed = {"planned": planned, "is_in_order": in_order}
-        merged.append(dataclasses.replace(x, start=start, stop=stop, **changed))
+        merged.append(dataclasses.replace(x, start=start, stop=stop, planned=planned))
     return merged

@@ -6,7 +6,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpmp import _validate
@@ -54,12 +54,11 @@ def _ledger(args: argparse.Namespace) -> int:
 
 def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[str, Any]:
     ledgers = {str(x): _read(x) for x in directories}
-    by_time = sorted(ledgers.values(), key=_times)
-    total = Spent.of(x.segment for ledger in by_time for x in ledger.records)
-    delta = _common_delta(by_time) if delta is None else delta
+    total = Spent.of(x.segment for ledger in ledgers.values() for x in ledger.records)
+    delta = _common_delta(ledgers.values()) if delta is None else delta
     together = total.guarantee(delta=delta)
-    if len(by_time) > 1 and len(total.stages()) > 1:
-        together = guarantee_of_stages(_stages(by_time), delta=delta, in_order=False)
+    if len(ledgers) > 1 and len(total.planned()) > 1:
+        together = guarantee_of_stages(_planned(ledgers.values()), delta=delta)
     return {
         "epsilon": _finite(together),
         "epsilon_if_planned": _finite(total.guarantee_if_planned(delta=delta)),
@@ -70,15 +69,15 @@ def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[st
     }
 
 
-def _stages(by_time: Sequence[Ledger]) -> collections.Counter[PrivacyCost]:
-    """The planned steps of each cost."""
-    stages, seen = collections.Counter[PrivacyCost](), set[Segment]()
-    for ledger in by_time:
+def _planned(ledgers: Iterable[Ledger]) -> collections.Counter[PrivacyCost]:
+    """The planned steps of each cost, added up over directories."""
+    planned, seen = collections.Counter[PrivacyCost](), set[Segment]()
+    for ledger in ledgers:
         # A copy of a directory has the same steps.
         new = [x for x in ledger.spent.segments if x not in seen]
-        stages.update(Spent.of(new).stages(is_over=True))
+        planned.update(Spent.of(new).planned())
         seen.update(new)
-    return stages
+    return planned
 
 
 def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:

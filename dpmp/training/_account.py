@@ -28,6 +28,7 @@ class Account:
     of_state: runs.Spent  # the steps that led to the state
     before: runs.Spent  # these, and all steps that were paid for in the directory
     start: int  # the first step
+    end: int  # the step after the last one, as planned now
     id: str  # random and public
 
     @classmethod
@@ -44,49 +45,49 @@ class Account:
         The steps that led to the state, and the failed steps, are added to the ledger
         of the directory.
         """
-        past = past_of(mechanism, state)
-        past = before = past | failed.beside(past)
+        past = before = past_of(mechanism, state) | failed
         if directory is not None:
-            known = directory.spent
-            if past.without(known).segments and known.without(past).segments:
-                past = past.beside(known)
-            before = known | past  # in the order of the ledger
+            before = directory.spent | past
             _check_people(before, mechanism)
             directory.enter(past)
         id_ = _processes.random_id() if id_ is None else id_
-        return cls(mechanism, past, before, int(state.step), id_)
+        return cls(mechanism, past, before, int(state.step), mechanism.iterations, id_)
 
-    def stop_within(self, stop: int, epsilon_budget: float | None) -> int:
-        """The step at which to stop: `stop`, or an earlier step within a budget."""
+    def within(self, stop: int, epsilon_budget: float | None) -> "Account":
+        """The account of a run that is to `stop`, and is planned within a budget."""
         if self.start > stop:
             warn(
                 f"the directory has a state after {self.start} steps, but the run was "
                 f"to stop at {stop}. Nothing was trained, and the later state is "
                 "returned. To have an earlier one, train in another directory."
             )
-        if self.start >= stop:
-            return self.start
-        if epsilon_budget is None or self.epsilon(stop) <= epsilon_budget:
-            return stop
+        if self.start >= stop or epsilon_budget is None:
+            return self
+        if self.epsilon(self.end) <= epsilon_budget:
+            return self
+
+        def epsilon_until(end: int) -> float:
+            return dataclasses.replace(self, end=end).epsilon(end)
+
         # By bisection: epsilon rises with the steps, and may take a second to compute.
-        more = range(self.start + 1, stop)
-        last = self.start + bisect.bisect_right(more, epsilon_budget, key=self.epsilon)
+        ends = range(self.start + 1, self.end + 1)
+        end = self.start + bisect.bisect_right(ends, epsilon_budget, key=epsilon_until)
         _validate.require(
-            last > 0,
+            end > 0,
             f"the budget must allow a first step. {_SEE_THE_LEDGER}",
             epsilon_budget=epsilon_budget,
         )
-        warn(
-            f"the budget of epsilon {epsilon_budget} ends the run after step {last} of "
-            f"{stop}. {_SEE_THE_LEDGER}"
-        )
-        return last
+        if end < stop:
+            warn(
+                f"the budget of epsilon {epsilon_budget} ends the run after step {end} "
+                f"of {stop}. {_SEE_THE_LEDGER}"
+            )
+        return dataclasses.replace(self, end=end)
 
     def segment(self, start: int, stop: int) -> runs.Segment:
         """Steps of this run."""
         cost = self.mechanism.step_cost
-        left = self.mechanism.iterations - self.start
-        planned = self.before.count(cost) + left
+        planned = self.before.count(cost) + self.end - self.start
         return runs.Segment(
             id=self.id, start=start, stop=stop, planned=planned, cost=cost
         )

@@ -66,7 +66,9 @@ class Loop:
         account = Account.of(mechanism, state, last_step.failed, directory)
         if directory is not None and options.epsilon_budget is not None:
             directory.check_delta()
-        self._stop = account.stop_within(options.stop, options.epsilon_budget)
+        account = account.within(options.stop, options.epsilon_budget)
+        # A directory may have a later state.
+        self._stop = max(account.start, min(options.stop, account.end))
         self._every = 1 if directory is None else options.every
         self._account, self._state = account, state._replace(spent=None)
         self._started = self._paid = account.start  # steps started; in the ledger

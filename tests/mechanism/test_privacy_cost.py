@@ -80,13 +80,15 @@ class TestStages:
     def test_epsilons_of_several_costs_are_added_with_a_split_delta(self):
         stages = {COST: 70, self.WIDER: 20, self.NARROWER: 5}
         parts = [
-            guarantee_of({COST: 70}, delta=5e-6),
+            guarantee_of({COST: 70}, delta=2.5e-6),
             guarantee_of({self.WIDER: 20}, delta=2.5e-6),
             guarantee_of({self.NARROWER: 5}, delta=2.5e-6),
         ]
         result = guarantee_of_stages(stages, delta=1e-5)
         assert result.delta == 1e-5 >= sum(part.delta for part in parts)
         total = sum(part.epsilon for part in parts)
+        reverse = dict(reversed(stages.items()))
+        assert guarantee_of_stages(reverse, delta=1e-5).epsilon == result.epsilon
         assert total <= result.epsilon == pytest.approx(total, rel=1e-12)
         assert result.accountant.endswith(", added up over 3 costs")
         assert result.neighboring_relation == parts[0].neighboring_relation

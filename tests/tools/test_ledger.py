@@ -97,7 +97,7 @@ def test_steps_of_several_costs_are_told_with_both_epsilons(tmp_path, run, repor
         released(0, 5, run="c", mechanism=sampled),
     )
     result = report(tmp_path)
-    assert result["epsilon"] == added({MECHANISM: 100, WIDER: 70, sampled: 5})
+    assert result["epsilon"] == added({MECHANISM: 100, WIDER: 70, sampled: 100})
     made = {MECHANISM: 30, WIDER: 20, sampled: 5}
     costs = {mechanism.step_cost: number for mechanism, number in made.items()}
     if_planned = guarantee_of(costs, delta=1e-5).epsilon

@@ -4,7 +4,9 @@ import math
 
 import pytest
 from ledgers import MECHANISM
+from small_runs import DELTA, epsilon_of, fit, fresh_trainer, new_trainer, num_paid
 
+from dpmp.mechanism import guarantee_of_stages
 from dpmp.runs import Spent
 from dpmp.training._account import Account
 
@@ -22,8 +24,8 @@ class TestBudget:
     def steps_within(self, monkeypatch):
         def steps_within(budget, epsilon, start, stop):
             monkeypatch.setattr(Account, "epsilon", lambda self, n: epsilon(n))
-            account = Account(MECHANISM, Spent(), Spent(), start, 32 * "a")
-            return account.stop_within(stop, budget)
+            account = Account(MECHANISM, Spent(), Spent(), start, stop, 32 * "a")
+            return account.within(stop, budget).end
 
         return steps_within
 
@@ -66,3 +68,16 @@ class TestBudget:
     def test_a_budget_that_is_used_up_names_the_ledger(self, steps_within):
         with pytest.warns(UserWarning, match=r"after step 3 of 5. .*dpmp ledger DIR"):
             assert steps_within(0.5, lambda n: 7.0, 3, 5) == 3
+
+
+def test_a_budget_limits_what_is_planned_of_a_second_cost(tmp_path):
+    first, second = fresh_trainer(), new_trainer(noise_multiplier=2.0)
+    costs = [x.mechanism.step_cost for x in (first, second)]
+    budget = guarantee_of_stages(dict(zip(costs, (7, 3), strict=True)), delta=DELTA)
+    fit(first, tmp_path, stop_at=2)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="ends the run after step 5 of 7"):
+            state = fit(second, tmp_path, epsilon_budget=budget.epsilon)
+        assert int(state.step) == num_paid(tmp_path) == 5
+        assert epsilon_of(tmp_path) == budget.epsilon
+        assert second.guarantee(state).epsilon == budget.epsilon

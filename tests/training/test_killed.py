@@ -15,7 +15,7 @@ import sys
 import time
 
 import pytest
-from small_runs import DELTA, num_paid, ranges
+from small_runs import DELTA, num_paid, ranges, records_of
 
 from dpmp import runs
 from dpmp.runs._ledger import Ledger
@@ -81,6 +81,10 @@ class Job:
         return [x.split()[1:] for x in self.log.read_text().splitlines() if kind in x]
 
 
+def steps_of(segment):
+    return range(segment.start, segment.stop)
+
+
 def check(job):
     """Checks a finished run that was killed any number of times."""
     directory = job.directory
@@ -90,16 +94,18 @@ def check(job):
     assert [start for _, start, _ in released] == stops[:-1]
     assert stops[-1] == STEPS
     # Where two processes are killed one after the other, the second may have noticed
-    # an error, and have paid for the steps that were begun.
-    charged = [
-        stop - start for event, start, stop in ranges(directory) if event != "released"
-    ]
+    # an error, and have paid for the steps that were begun. The first may have released
+    # the same steps just before.
+    records = records_of(directory)
+    charged = [x.segment for x in records if x.event == "charged"]
     assert not charged or job.is_pair
-    assert max(charged, default=0) <= job.every
+    assert max((x.stop - x.start for x in charged), default=0) <= job.every
+    number = len({(x.segment.id, i) for x in records for i in steps_of(x.segment)})
+    assert STEPS <= number <= STEPS + sum(len(steps_of(x)) for x in charged)
     spent = Ledger(directory).spent
     (cost,) = {x.cost for x in spent.segments}
-    assert spent.count(cost) == num_paid(directory) == STEPS + sum(charged)
-    assert max(x.planned for x in spent.segments) == STEPS + sum(charged)
+    assert spent.count(cost) == num_paid(directory) == number
+    assert max(x.planned for x in spent.segments) == number
     together = spent.guarantee(delta=DELTA)
     assert together == spent.guarantee_if_planned(delta=DELTA)
     # No key is used twice, not even by a step that was lost. Processes share keys.
