@@ -1,0 +1,66 @@
+"""Costs of a small program for a GPU, as XLA prints it, against a count by hand."""
+
+# ruff: noqa: E501
+
+import pytest
+
+from benchmarks import roofline
+
+PROGRAM = """\
+HloModule jit_f, entry_computation_layout={(bf16[64,32]{1,0})->f32[]}
+
+%fused_slice (param_0: f32[1000,8], param_1: s32[]) -> f32[4,8] {
+  %param_0 = f32[1000,8]{1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  ROOT %slice.1 = f32[4,8]{1,0} dynamic-slice(%param_0, %param_1, %param_1), dynamic_slice_sizes={4,8}
+}
+
+%body (p: (f32[1000,8], s32[])) -> (f32[1000,8], s32[]) {
+  %p = (f32[1000,8]{1,0}, s32[]) parameter(0)
+  %table = f32[1000,8]{1,0} get-tuple-element(%p), index=0
+  %i = s32[] get-tuple-element(%p), index=1
+  %part = f32[4,8]{1,0} fusion(%table, %i), kind=kLoop, calls=%fused_slice
+  ROOT %out = (f32[1000,8]{1,0}, s32[]) tuple(%table, %i)
+}
+
+%first (q: f32[]) -> f32[] {
+  %q = f32[] parameter(0)
+  ROOT %copy.1 = f32[] copy(%q)
+}
+
+%second (r: f32[]) -> f32[] {
+  ROOT %r = f32[] parameter(0)
+}
+
+ENTRY %main (a: bf16[2,64,32], b: bf16[2,32,16], c: f32[1000,8], n: s32[], x: f32[]) -> f32[] {
+  %a = bf16[2,64,32]{2,1,0} parameter(0)
+  %b = bf16[2,32,16]{2,1,0} parameter(1)
+  %c = f32[1000,8]{1,0} parameter(2)
+  %n = s32[] parameter(3)
+  %x = f32[] parameter(4)
+  %product = (f32[2,64,16]{2,1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"]}}}
+  %start = (f32[1000,8]{1,0}, s32[]) tuple(%c, %n)
+  %loop = (f32[1000,8]{1,0}, s32[]) while(%start), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %choice = f32[] conditional(%n, %x, %x), branch_computations={%first, %second}
+}
+"""
+
+
+def test_costs_are_those_of_a_count_by_hand():
+    costs = roofline.costs_of(PROGRAM)
+    # One product, three slices in the loop, and the copy in the longer branch.
+    product = 2 * 64 * 32 * 2 + 2 * 32 * 16 * 2 + 2 * 64 * 16 * 4
+    others = [2 * 4 * 8 * 4 + 4] * 3 + [4 + 4]
+    assert costs.kernels == 5
+    assert costs.operations == 2 * 2 * 64 * 16 * 32
+    assert costs.bytes == product + sum(others)
+    seconds = sum(x / roofline.BYTES_PER_SECOND for x in [product, *others])
+    assert costs.seconds == pytest.approx(seconds)
+
+
+def test_a_large_product_takes_the_time_of_its_operations():
+    large = PROGRAM
+    for sizes in ("64,32", "32,16", "64,16"):
+        large = large.replace(sizes, "8192,8192")
+    seconds = 2 * 2 * 8192**3 / roofline.OPERATIONS_PER_SECOND
+    assert roofline.costs_of(large).seconds == pytest.approx(seconds, rel=1e-3)
