@@ -19,15 +19,22 @@ from dpmp._typing import PyTree
 from dpmp.numerics import Arithmetic, is_grid
 
 
-class _Cut(NamedTuple):
-    """The number of an axis of an array, and the mesh axes that divide it."""
+class _Division(NamedTuple):
+    """How devices divide an array of the sum.
+
+    Attributes:
+      number: the number of the array's axis that devices of the batch divide.
+      names: the mesh axes of these devices; empty for none.
+      others: the partition spec for all other mesh axes, which the compiler divides.
+    """
 
     number: int
     names: tuple[str, ...]
+    others: jax.P
 
-
-def _spec(cut: _Cut | None) -> jax.P:
-    return jax.P() if cut is None else jax.P(*[None] * cut.number, cut.names)
+    @property
+    def spec(self) -> jax.P:
+        return jax.P(*[None] * self.number, self.names) if self.names else jax.P()
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class Shards:
       axes: the names of these axes; empty for no division.
       sum_specs: the partition specs of the sum, in a tree like that of the parameters.
         If a spec has some of the same axes, a device receives only its own part of that
-        array. The tree is empty for sums that are whole on every device.
+        array. Over other axes of the mesh, the compiler divides the array from the
+        start. The tree is empty for sums that are whole on every device.
     """
 
     axes: tuple[str, ...] = ()
@@ -89,7 +97,7 @@ class Shards:
             return sum_part(examples)
         by_example = jax.P(self.axes)
         specs = jax.tree.leaves(self.sum_specs, is_leaf=lambda x: x is None)
-        cuts = [self._cut(spec) for spec in specs]
+        divisions = [self._division(spec) for spec in specs]
         treedef = []
 
         def on_one_device(examples: PyTree) -> tuple[list[PyTree], PyTree]:
@@ -97,42 +105,53 @@ class Shards:
             leaves, structure = jax.tree.flatten(total, is_leaf=is_grid)
             treedef[:] = [structure]
             _validate.require(
-                len(cuts) in (0, len(leaves)),
+                len(divisions) in (0, len(leaves)),
                 f"sum_specs must have a partition spec for each of the {len(leaves)} "
                 "arrays of the sum, or none at all. Use "
                 "jax.tree.map(lambda x: x.sharding.spec, params).",
-                num_specs=len(cuts),
+                num_specs=len(divisions),
             )
+            whole = [self._division(jax.P())] * len(leaves)
             return [
-                self._add_over_devices(leaf, cut, arithmetic)
-                for leaf, cut in zip(leaves, cuts or [None] * len(leaves), strict=True)
+                self._add_over_devices(leaf, division, arithmetic)
+                for leaf, division in zip(leaves, divisions or whole, strict=True)
             ], outputs
 
         leaves, outputs = jax.shard_map(
             on_one_device,
             in_specs=(by_example,),
-            out_specs=([_spec(cut) for cut in cuts] or jax.P(), by_example),
+            out_specs=([x.spec for x in divisions] or jax.P(), by_example),
             axis_names=set(self.axes),
             # The branches of `_fence` are not annotated with the axes they vary over.
             check_vma=False,
         )(jax.tree.map(jnp.asarray, examples))
         return treedef[0].unflatten(leaves), outputs
 
-    def _cut(self, spec: jax.P) -> "_Cut | None":
+    def _division(self, spec: jax.P) -> _Division:
         """Finds the first axis of an array that devices of the batch divide."""
-        for number, entry in enumerate(spec):
-            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            if names and set(names) <= set(self.axes):
-                return _Cut(number, names)
-        return None
+        entries = [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]
+        of_batch = [bool(x) and set(x) <= set(self.axes) for x in entries]
+        number = of_batch.index(True) if any(of_batch) else 0
+        names = entries[number] if any(of_batch) else ()
+        others = [None if set(x) & set(self.axes) else x or None for x in entries]
+        return _Division(number, names, jax.P(*others))
 
     def _add_over_devices(
-        self, total: PyTree, cut: "_Cut | None", arithmetic: Arithmetic
-    ) -> PyTree:
-        others = self.axes
-        if cut is not None:
-            total = arithmetic.add_and_cut(total, cut.names, cut.number)
-            others = tuple(name for name in self.axes if name not in cut.names)
+        self, total: jax.Array, division: _Division, arithmetic: Arithmetic
+    ) -> jax.Array:
+        axis, names = division.number, division.names
+        if any(division.others):
+            total = jax.lax.with_sharding_constraint(total, division.others)
+            total = arithmetic.add_over(total, self.axes)
+            if not names:
+                return total
+            # `psum_scatter` would make the compiler gather the array over other axes.
+            size = total.shape[axis] // jax.lax.axis_size(names)
+            start = size * jax.lax.axis_index(names)
+            return jax.lax.dynamic_slice_in_dim(total, start, size, axis)
+        if names:
+            total = arithmetic.add_and_cut(total, names, axis)
+        others = tuple(name for name in self.axes if name not in names)
         return arithmetic.add_over(total, others) if others else total
 
     def divide(self, microbatch_size: int | None, batch_size: int) -> int | None:

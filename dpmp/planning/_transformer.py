@@ -32,7 +32,7 @@ def transformer(
         "embed": shape(vocabulary, width),
         "position": shape(length, width),
         "layers": {
-            "qkv": shape(layers, width, 3, num_heads, width // num_heads),
+            "qkv": shape(layers, width, num_heads, 3, width // num_heads),
             "out": shape(layers, width, width),
             "up": shape(layers, width, 4 * width),
             "down": shape(layers, 4 * width, width),
@@ -52,7 +52,7 @@ def transformer(
 
 
 def _layer(x: jax.Array, p: PyTree) -> jax.Array:
-    q, k, v = jnp.einsum("bti,icho->cbtho", _normalised(x, p["norms"][0]), p["qkv"])
+    q, k, v = jnp.einsum("bti,ihco->cbtho", _normalised(x, p["norms"][0]), p["qkv"])
     scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32)
     causal = jnp.tri(x.shape[1], dtype=bool)
     weights = jax.nn.softmax(jnp.where(causal, scores / q.shape[-1] ** 0.5, -1e9))

@@ -103,6 +103,22 @@ def test_a_batch_may_be_divided_over_several_axes_beside_others():
     jax.tree.map(np.testing.assert_array_equal, total, sum_on_one_device())
 
 
+@pytest.mark.parametrize("spec", [P("data", "model"), P("model", "data"), P("model")])
+def test_sums_stay_divided_over_an_axis_of_the_model(spec):
+    mesh = make_mesh((2, 4), ("data", "model"))
+    params, batch = make_args()
+    specs = {"w": spec, "b": P(), "scalar": P()}
+    params = {name: place(x, mesh, specs[name]) for name, x in params.items()}
+    fn = make_sum_fn(arithmetic="exact", spmd_axis_name=Shards(("data",), specs))
+    with jax.set_mesh(mesh):
+        args = params, place(batch, mesh, P("data"))
+        program = jax.jit(fn.__call__).lower(*args).compile()
+    jax.tree.map(np.testing.assert_array_equal, program(*args), sum_on_one_device())
+    part = params["w"].size // 4
+    found = [x for x in collectives(program.as_text()) if x.dtype == "s32"]
+    assert max(x.num_entries for x in found) == part
+
+
 def test_on_explicit_axes_a_batch_is_divided_as_it_is_sharded():
     mesh = make_mesh(axis_type=AxisType.Explicit)
     params, batch = make_args()
