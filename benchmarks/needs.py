@@ -9,8 +9,8 @@ parameters, optimizer and noise are divided over all devices, and so is the batc
 from typing import NamedTuple
 
 from benchmarks.markdown import Line, read, table, table_of
+from dpmp.noise_addition import choose_resolution
 from dpmp.numerics._arithmetic import parse_arithmetic
-from dpmp.numerics._grid import LARGEST_RESOLUTION
 
 BATCH_SIZE, LENGTH = 4096, 1024
 FLOPS_OF_A_DEVICE = 400e12  # per second: 0.4 of the peak of an H100 in bfloat16
@@ -76,16 +76,17 @@ def needs(model: Model) -> dict[str, float]:
         "operations of a step, 10^18": flops_of_all / 1e18,
         "of it for norms, %": 100 * norms / flops_of_all,
         "seconds of a step, at least": flops_of_all / parts / FLOPS_OF_A_DEVICE,
-        "rounding to the finest grid, % of the clip norm": 100 * rounding_share(num),
+        "rounding to the grid, % of the clip norm": 100 * rounding_share(num),
         "noise for, million entries": num / parts / 1e6,
     }
 
 
 def rounding_share(num_parameters: int) -> float:
-    """What rounding to the finest grid takes of the clip norm."""
-    return parse_arithmetic("bounded", method="book_keeping").rounding_share(
-        num_parameters, LARGEST_RESOLUTION
-    )
+    """What rounding takes of the clip norm, for a noise multiplier of 1."""
+    sums = parse_arithmetic("bounded", method="book_keeping")
+    resolution = choose_resolution(1.0, num_parameters, sums)
+    assert resolution is not None
+    return sums.rounding_share(num_parameters, resolution)
 
 
 def _norm_flops(model: Model) -> float:

@@ -183,8 +183,8 @@ def clipped_grad(
         times a unit), "float32" (None) or "float64". With book-keeping: "bounded"
         (None; its leaves are `GridArray`) or "unproved_float32". On a grid, the largest
         contribution has 32767 units with "exact", and 2^22 with "bounded" sums. For
-        another resolution, up to 2^22, pass `dpmp.numerics.ExactSums(resolution)` or
-        `BoundedSums(resolution)`.
+        another resolution, pass `dpmp.numerics.ExactSums(resolution)`, up to 2^22, or
+        `BoundedSums(resolution)`, up to 2^24.
 
     Returns:
       A callable with the arguments of `fun` and the keyword `is_padding_example`, a

@@ -3,7 +3,8 @@
 Other samplers reject candidates and leak information through their running time, or
 round floats and leak it through the lowest bits. This sampler looks up draws from a
 base distribution, D_{Z,s0} with s0^2 = 4 (1 + 128^2), in an alias table of integers. It
-returns one draw, or combines more draws to a x1 + b x2 or k (a x1 + b x2) + x3.
+returns one draw, or a sum: a x1 + b x2, k (a x1 + b x2) + x3, or a multiple of that and
+a fourth draw.
 
 D_{Z,s} gives the integer n a probability proportional to exp(-n^2 / 2 s^2). By Poisson
 summation, a sum over shifted integers hardly depends on the shift c:
@@ -20,17 +21,16 @@ probability of n is proportional to
 
 So a x + b y has the distribution D_{Z,s}, up to a factor between (1 - e) / (1 + e) and
 its inverse. For two base draws, u = v = s0, and t^2 = s0^2 / (a^2 + b^2) is at least 4
-if a^2 + b^2 <= 1 + 128^2. Their sum is multiplied by k and added to a third draw. Then
-u^2 = (a^2 + b^2) s0^2 and v = s0, and t^2 = s0^2 / (k^2 + 1 / (a^2 + b^2)) is at least
-4 if k <= 128.
+if a^2 + b^2 <= 1 + 128^2. A sum of draws is multiplied by k and added to another draw.
+Then u >= s0 and v = s0, and t^2 = s0^2 / (k^2 + s0^2 / u^2) is at least 4 if k <= 128.
 
 *Accounting.* docs/proofs.md shows by the same summation that adding noise from D_{Z,s}
 is post-processing of the Gaussian mechanism with the variance s^2 - 4, up to a factor
 within the same bounds.
 
 Such a factor amounts to a total variation distance of at most e / (1 - e) < 2^-112. The
-alias table is within 2^-118 of D_{Z,s0}. Noise of three draws costs each of these three
-times: 2^-118 for each draw, and 2^-112 for each of two convolutions and the rounding.
+alias table is within 2^-118 of D_{Z,s0}. Noise of four draws costs each of these four
+times: 2^-118 for each draw, and 2^-112 for each of three convolutions and the rounding.
 
 References:
   [Canonne, Kamath, Steinke: The discrete Gaussian for differential
@@ -42,6 +42,7 @@ References:
 import bisect
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -61,8 +62,12 @@ from dpmp.noise_addition._alias_table import (
 )
 
 _LARGEST_MULTIPLIER = 128
+_LARGEST_OUTERMOST = 16  # no noise of four draws exceeds 32 bits
 
-_LARGEST_SQUARES = 1 + _LARGEST_MULTIPLIER**2
+# The largest sums of squared multipliers, by the number of draws.
+_LARGEST_SQUARES = {2: 1 + _LARGEST_MULTIPLIER**2}
+_LARGEST_SQUARES[3] = 1 + _LARGEST_MULTIPLIER**2 * _LARGEST_SQUARES[2]
+_LARGEST_SQUARES[4] = 1 + _LARGEST_OUTERMOST**2 * _LARGEST_SQUARES[3]
 _LATTICE_VARIANCE = 4  # the smallest t^2 in the text above
 
 # A bound on the total variation distance of one entry, by the text above.
@@ -76,7 +81,7 @@ _MOST_PARTS = 16  # for each part that is wanted
 _NUMBERS_OF_DEVICES = 256 * 3 * 5
 _SHORTEST_RUN = 32  # adjacent entries, which are 128 bytes
 
-# Stream 4 i + d of the random bits is for base draw d (1, 2 or 3) of leaf i.
+# Stream 4 i + d of the random bits is for base draw d (1, 2, 3 or 4) of leaf i.
 _STREAMS_PER_LEAF = 4
 
 
@@ -96,24 +101,27 @@ class DiscreteGaussian:
         that shares a cache with this one may learn something about these addresses.
 
     Attributes:
-      multipliers: the factors of the base draws: (1,), (a, b) or (k a, k b, 1). Here a
-        and b have no common factor, a^2 + b^2 is at most 1 + 128^2, and k is at most
-        128. Other multipliers are refused.
+      multipliers: the factors of the base draws: (1,), (a, b), (k a, k b, 1) or (j k a,
+        j k b, j, 1). Here a and b have no common factor, a^2 + b^2 is at most 1 +
+        128^2, k is at most 128, and j at most 16. Other multipliers are refused.
     """
 
     multipliers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        k = max(math.gcd(*self.multipliers[:2]), 1)
-        base = tuple(m // k for m in self.multipliers[:2])
-        largest_k = {(): 1, (1,): _LARGEST_MULTIPLIER}.get(self.multipliers[2:], 0)
+        inner = self.multipliers
+        for largest in (_LARGEST_OUTERMOST, _LARGEST_MULTIPLIER)[4 - len(inner) :]:
+            k = math.gcd(*inner[:-1])
+            within = inner[-1:] == (1,) and 0 < k <= largest
+            inner = tuple(m // k for m in inner[:-1]) if within else ()
         _validate.require(
-            min(base, default=0) > 0
-            and _squares(base) <= _LARGEST_SQUARES
-            and k <= largest_k,
-            "multipliers must be (1,), (a, b) or (k * a, k * b, 1) within their "
-            "limits. Use DiscreteGaussian.at_least. Other sums are not discrete "
-            "Gaussian.",
+            len(inner) in (1, 2)
+            and min(inner) > 0
+            and math.gcd(*inner) == 1
+            and _squares(inner) <= _LARGEST_SQUARES[2],
+            "multipliers must be (1,), (a, b), (k a, k b, 1) or (j k a, j k b, j, 1) "
+            "within their limits. Use DiscreteGaussian.at_least. Other sums are not "
+            "discrete Gaussian.",
             multipliers=self.multipliers,
         )
 
@@ -125,30 +133,21 @@ class DiscreteGaussian:
         from 33,000 units on.
 
         Raises:
-          ValueError: if `stddev` is more than about 4.19 million units.
+          ValueError: if `stddev` is more than about 67 million units.
         """
         needed = math.ceil(_num_squares(stddev))
-        if needed <= _LARGEST_SQUARES:
-            return cls(_above(needed))
-        k = _outer_multiplier(needed)
         _validate.require(
-            k <= _LARGEST_MULTIPLIER,
-            "the noise must have at most 4.19 million units of the grid. Use a lower "
+            needed <= _LARGEST_SQUARES[4],
+            "the noise must have at most 67 million units of the grid. Use a lower "
             "resolution. For float sums, pass l2_sensitivity.",
             stddev=float(stddev),
         )
-        a, b = _above(math.ceil((needed - 1) / k**2))
-        return cls((k * a, k * b, 1))
+        return cls(_nested(needed, 4, _above))
 
     @classmethod
     def at_most(cls, stddev: float, num_draws: int) -> "DiscreteGaussian":
-        """The widest noise of at most 2 or 3 draws up to `stddev`, or the narrowest."""
-        allowed = int(_num_squares(stddev))
-        if num_draws == 2 or allowed <= _LARGEST_SQUARES:
-            return cls(_below(allowed))
-        k = min(_outer_multiplier(allowed), _LARGEST_MULTIPLIER)
-        a, b = _below((allowed - 1) // k**2)
-        return cls((k * a, k * b, 1))
+        """The widest noise of at most 2 to 4 draws up to `stddev`, or the narrowest."""
+        return cls(_nested(int(_num_squares(stddev)), num_draws, _below))
 
     @property
     def variance(self) -> int:
@@ -175,7 +174,7 @@ class DiscreteGaussian:
           key: (4,) uint32, the words of a 128-bit key. Use it for nothing else.
           shape: the shape of the noise, an int32 array.
           step: int32 or uint32 scalar. Use another one for every release with the key.
-          leaf: the number of the array within the release, below 2^30.
+          leaf: the number of the array within the release, below 2^30 - 1.
         """
         given = jax.typeof(step)
         _validate.require(
@@ -312,19 +311,32 @@ def _num_squares(stddev: float | Fraction) -> Fraction:
     return (Fraction(stddev) ** 2 + _LATTICE_VARIANCE) / BASE_VARIANCE
 
 
-def _outer_multiplier(squares: int) -> int:
-    """The smallest k for which (k a, k b, 1) can have this sum of squares."""
-    return math.isqrt((squares - 2) // _LARGEST_SQUARES) + 1
+def _nested(
+    squares: Fraction | int,
+    num_draws: int,
+    choose: Callable[[Fraction | int], tuple[int, ...]],
+) -> tuple[int, ...]:
+    """Multipliers of at most `num_draws` draws; `choose` gives those of two draws."""
+    while num_draws > 2 and squares <= _LARGEST_SQUARES[num_draws - 1]:
+        num_draws -= 1
+    if num_draws == 2:
+        return choose(squares)
+    # The smallest k with which the draws within can be wide enough.
+    k = math.isqrt((math.ceil(squares) - 2) // _LARGEST_SQUARES[num_draws - 1]) + 1
+    k = min(k, _LARGEST_OUTERMOST if num_draws == 4 else _LARGEST_MULTIPLIER)
+    inner = _nested(Fraction(squares - 1) / k**2, num_draws - 1, choose)
+    return (*(k * m for m in inner), 1)
 
 
-def _above(squares: int) -> tuple[int, ...]:
+def _above(squares: Fraction | int) -> tuple[int, ...]:
     """The multipliers (1,) or (a, b) with the least sum of squares >= `squares`."""
     return _sums()[bisect.bisect_left(_sums(), (squares,))][1]
 
 
-def _below(squares: int) -> tuple[int, ...]:
+def _below(squares: Fraction | int) -> tuple[int, ...]:
     """The multipliers with the greatest sum of squares <= `squares`, or (1,)."""
-    return _sums()[max(bisect.bisect_left(_sums(), (squares + 1,)), 1) - 1][1]
+    number = bisect.bisect_left(_sums(), (math.floor(squares) + 1,))
+    return _sums()[max(number, 1) - 1][1]
 
 
 @functools.cache
@@ -332,5 +344,5 @@ def _sums() -> list[tuple[int, tuple[int, ...]]]:
     """The sums of squares for one or two draws, with their multipliers, in order."""
     up_to = range(1, _LARGEST_MULTIPLIER + 1)
     pairs = [(a, b) for a in up_to for b in range(1, a + 1) if math.gcd(a, b) == 1]
-    sums = [(_squares(x), x) for x in [(1,), *pairs] if _squares(x) <= _LARGEST_SQUARES]
-    return sorted(sums)
+    limit = _LARGEST_SQUARES[2]
+    return sorted((_squares(x), x) for x in [(1,), *pairs] if _squares(x) <= limit)

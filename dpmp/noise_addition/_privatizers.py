@@ -246,8 +246,9 @@ def choose_resolution(
     """The number of units in the largest contribution; None for a sum without a grid.
 
     Rounding to a coarse grid takes a share of the clip norm. But the sampler of the
-    noise limits how fine the grid may be. Noise of three draws allows a finer grid than
-    noise of two draws. It is used if two draws would cost a share above 1 %.
+    noise limits how fine the grid may be: more draws allow a finer grid. Noise of three
+    draws is used if two would cost a share above 1 %, and noise of four draws if three
+    would cost a share above 2 %.
 
     Raises:
       ValueError: if rounding costs too much of the clip norm, or if the noise is too
@@ -256,14 +257,20 @@ def choose_resolution(
     wanted = arithmetic.wanted_resolution(num_parameters)
     if wanted is None:
         return None
-    wanted = min(max(math.ceil(wanted), DEFAULT_RESOLUTION), LARGEST_RESOLUTION)
-    for num_draws in (2, 3):
-        noise = DiscreteGaussian.at_most(noise_multiplier * (wanted + 1), num_draws)
+    wanted = max(math.ceil(wanted), DEFAULT_RESOLUTION)
+    usual, finest = LARGEST_RESOLUTION, arithmetic.largest_resolution
+    for num_draws, largest, allowed in (
+        (2, usual, 0.01),
+        (3, usual, 0.02),
+        (4, finest, LARGEST_ROUNDING_SHARE),
+    ):
+        stddev = noise_multiplier * (min(wanted, largest) + 1)
+        noise = DiscreteGaussian.at_most(stddev, num_draws)
         # The margin keeps the rounding of the unit to float32 from needing wider noise.
         widest = noise.effective_stddev / noise_multiplier * (1 - 2.0**-21)
-        resolution = max(1, int(widest))
+        resolution = min(max(1, int(widest)), largest)
         loss = arithmetic.rounding_share(num_parameters, resolution)
-        if loss <= 0.01:
+        if loss <= allowed:
             break
     _validate.require(
         loss <= LARGEST_ROUNDING_SHARE,
@@ -276,7 +283,6 @@ def choose_resolution(
         noise_multiplier=noise_multiplier,
         num_parameters=num_parameters,
     )
-    resolution = min(resolution, LARGEST_RESOLUTION)
     narrowest = DiscreteGaussian((1,)).effective_stddev
     # 1 % less than the narrowest noise is enough: `resolution` was rounded down, and
     # `DiscreteGaussian.at_least` widens the noise again.

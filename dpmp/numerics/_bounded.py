@@ -218,11 +218,12 @@ class BoundedSums(GridSums, PartialSums):
     """The "bounded" arithmetic of `clipped_grad`, with a resolution to choose.
 
     Attributes:
-      resolution: how many units of the grid the largest contribution has, up to 2^22.
+      resolution: how many units of the grid the largest contribution has, up to 2^24.
     """
 
     resolution: int = LARGEST_RESOLUTION
 
+    largest_resolution = 2**24  # integers up to this one are exact in float32
     name = "bounded"
     method = "book_keeping"
     rounding_reserve = ROUNDING_RESERVE

@@ -143,6 +143,7 @@ class GridSums(Arithmetic):
     max_norms: tuple[int, ...] = ()
     unit: float = 0.0
 
+    largest_resolution = LARGEST_RESOLUTION
     bytes_per_entry = 4
     rounding_reserve = 0.0
 
@@ -162,9 +163,10 @@ class GridSums(Arithmetic):
         """
         resolution = as_number(self.resolution)
         _validate.require(
-            _validate.is_integer(resolution) and 0 < resolution <= LARGEST_RESOLUTION,
-            f"resolution must be an integer from 1 to {LARGEST_RESOLUTION}. Leave it "
-            f"out for {DEFAULT_RESOLUTION}.",
+            _validate.is_integer(resolution)
+            and 0 < resolution <= self.largest_resolution,
+            f"resolution must be an integer from 1 to {self.largest_resolution}. Leave "
+            f"it out for {DEFAULT_RESOLUTION}.",
             resolution=resolution,
         )
         _validate.require(
@@ -196,7 +198,7 @@ class GridSums(Arithmetic):
                 left >= (1 - LARGEST_ROUNDING_SHARE) * max_norm > 0 or bound == 0,
                 f"the resolution must be fine enough to round {size} entries at a cost "
                 f"of at most {LARGEST_ROUNDING_SHARE:.0%} of the clip norm. Use a "
-                f"higher one, up to {LARGEST_RESOLUTION}, or "
+                f"higher one, up to {self.largest_resolution}, or "
                 'arithmetic="float32".',
                 resolution=self.resolution,
             )

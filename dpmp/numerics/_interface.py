@@ -23,6 +23,7 @@ class Arithmetic(abc.ABC):
       name: the name, as users spell it.
       method: the name of the gradient engine that it is for.
       resolution: the size of the largest contribution in units; None without a grid.
+      largest_resolution: the largest one that may be chosen.
       bytes_per_entry: the memory of the sum, in bytes for each entry.
       rounding_reserve: the share of the clip norm that is reserved for the rounding of
         float sums.
@@ -35,6 +36,7 @@ class Arithmetic(abc.ABC):
     name: Any
     method: Any
     resolution: Any = None
+    largest_resolution: Any = None
     bytes_per_entry: Any
     rounding_reserve: Any
     is_proved: Any = True

@@ -427,7 +427,7 @@ def test_the_resolution_is_the_size_of_the_largest_contribution(name, resolution
 @refusals(
     (
         "resolution",
-        (0, -1, 2.5, LARGEST_RESOLUTION + 1, True),
+        (0, -1, 2.5, 2**24 + 1, True),
         "resolution must be an integer from 1",
     ),
     ("resolution", (40,), "fine enough to round 5000 entries"),

@@ -294,7 +294,7 @@ def test_the_noise_is_calibrated_for_what_it_is_added_to(fields):
 
 def test_noise_and_models_that_no_grid_fits_are_refused_at_construction():
     fields = {
-        "noise_multiplier": 500.0,
+        "noise_multiplier": 8000.0,
         "num_parameters": 10**9,
         "method": "per_example",
     }

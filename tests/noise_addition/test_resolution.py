@@ -1,8 +1,10 @@
+import math
+
 import pytest
 
 from dpmp.noise_addition import choose_resolution
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
-from dpmp.numerics._exact import ExactSums
+from dpmp.numerics import BoundedSums, ExactSums
 
 
 @pytest.mark.parametrize("noise_multiplier", [1e-4, 0.01, 0.3, 0.634, 1.0, 3.7, 20.0])
@@ -20,11 +22,31 @@ def test_the_noise_is_as_wide_as_accounted_for(noise_multiplier, num_parameters)
 
 
 @pytest.mark.parametrize(
+    ("noise_multiplier", "num_parameters", "num_draws", "share"),
+    [
+        (1.0, 10**6, 3, 0.003),
+        (1.0, 10**9, 3, 0.01),
+        (1.0, 8 * 10**9, 4, 0.006),
+        (4.0, 7 * 10**10, 4, 0.016),
+        (16.0, 10**9, 4, 0.01),
+    ],
+)
+def test_bounded_sums_of_large_models_get_finer_grids(
+    noise_multiplier, num_parameters, num_draws, share
+):
+    resolution = choose_resolution(noise_multiplier, num_parameters, BoundedSums())
+    noise = DiscreteGaussian.at_least(noise_multiplier * resolution)
+    assert len(noise.multipliers) == num_draws
+    assert resolution <= 2**24
+    assert math.sqrt(num_parameters) / resolution <= share
+
+
+@pytest.mark.parametrize(
     ("noise_multiplier", "num_parameters", "message"),
     [
-        (5000.0, 10**7, "must cost at most 5% of the clip norm.*num_par"),
-        (500.0, 10**9, "must cost at most 5%"),
-        (1e6, 1, "Use less noise.*larger epsilon or delta.*pass num_parameters"),
+        (80_000.0, 10**7, "must cost at most 5% of the clip norm.*num_par"),
+        (8000.0, 10**9, "must cost at most 5%"),
+        (1e8, 1, "Use less noise.*larger epsilon or delta.*pass num_parameters"),
         (1e-3, 10**13, "num_parameters=10+. Use"),
         (5e-5, 10**7, "exact noise must have at least 256 units"),
     ],

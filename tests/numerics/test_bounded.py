@@ -58,12 +58,12 @@ def make_cases(size, dtype, seed=0):
 
 
 @functools.cache
-def make_sum_fn(microbatch_size=None):
+def make_sum_fn(microbatch_size=None, resolution=LARGEST_RESOLUTION):
     fn = clipped_grad(
         loss,
         l2_clip_norm=1.0,
         method="book_keeping",
-        arithmetic="bounded",
+        arithmetic=BoundedSums(resolution),
         microbatch_size=microbatch_size,
     )
     return jax.jit(lambda w, batch, empty: fn(w, batch, is_padding_example=empty))
@@ -73,15 +73,15 @@ def zeros(dtype):
     return np.zeros((LEFT, RIGHT), dtype)
 
 
-def largest_change(dtype, microbatch_size, batch):
+def largest_change(dtype, microbatch_size, batch, resolution=LARGEST_RESOLUTION):
     """The largest change of the sum by one example, over the clip norm, squared."""
     size = batch["x"].shape[0]
-    sum_fn = make_sum_fn(microbatch_size)
+    sum_fn = make_sum_fn(microbatch_size, resolution)
 
     def total(*empty):
         result = sum_fn(zeros(dtype), batch, np.isin(np.arange(size), empty))
         steps = np.asarray(result.counts).ravel().astype(object)
-        return np.array([Fraction(int(x), LARGEST_RESOLUTION) for x in steps])
+        return np.array([Fraction(int(x), resolution) for x in steps])
 
     whole = total()
     changes = [whole - total(i) for i in range(size)]
@@ -90,11 +90,17 @@ def largest_change(dtype, microbatch_size, batch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "microbatch_size"), list(zip(DTYPES, (1, 2, 4), strict=True))
+    ("dtype", "microbatch_size", "resolution"),
+    [
+        *zip(DTYPES, (1, 2, 4), [LARGEST_RESOLUTION] * 3, strict=True),
+        (jnp.float32, 2, BoundedSums.largest_resolution),
+    ],
 )
-def test_one_example_changes_the_sum_by_at_most_the_clip_norm(dtype, microbatch_size):
+def test_one_example_changes_the_sum_by_at_most_the_clip_norm(
+    dtype, microbatch_size, resolution
+):
     for case, batch in make_cases(4, dtype).items():
-        assert largest_change(dtype, microbatch_size, batch) <= 1, case
+        assert largest_change(dtype, microbatch_size, batch, resolution) <= 1, case
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
