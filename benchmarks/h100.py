@@ -22,11 +22,17 @@ from jax.experimental import topologies
 _H100 = pathlib.Path(__file__).with_suffix(".textproto")
 
 
+# Kernels of Triton have to be tried out on a device, and without that some tiles fit
+# no product.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+
 @functools.cache
-def _topology() -> Any:
+def topology(name: str = "1x1x1") -> Any:
+    """Devices that are not there: slices x hosts x devices of a host."""
     try:
         return topologies.get_topology_desc(
-            platform="cuda", target_config=_H100.read_text(), topology="1x1x1"
+            platform="cuda", target_config=_H100.read_text(), topology=name
         )
     except NotImplementedError:  # jax raises it for a platform without a plugin
         raise SystemExit(
@@ -37,12 +43,12 @@ def _topology() -> Any:
 
 def device_kind() -> str:
     """What programs are compiled for, for result lines."""
-    return _topology().devices[0].device_kind
+    return topology().devices[0].device_kind
 
 
 def place(tree: Any) -> Any:
     """The shapes of arrays, on that device."""
-    mesh = topologies.make_mesh(_topology(), (1,), ("devices",))
+    mesh = topologies.make_mesh(topology(), (1,), ("devices",))
     sharding = jax.NamedSharding(mesh, jax.P())
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree

@@ -118,6 +118,27 @@ def table_of_checks() -> str:
     return table_of(columns, [checked(x) for x in lines if x["devices"] > 1])
 
 
+def table_of_h100() -> str:
+    """What programs for H100s have."""
+    keys = ("compiled_for", "model_axis", "num_parameters")
+    lines = read("scaling", *keys, part="compiled")
+    columns = """
+    billion parameters = num_parameters * 1e-9 | devices |
+    of these, on the axis of the model = model_axis |
+    state, GB = bytes_of_state * 1e-9 | temporaries, GB = bytes_of_temporaries * 1e-9 |
+    together, GB = together * 1e-9 | collectives, GB = bytes_of_collectives * 1e-9
+    """
+    sizes = ("bytes_of_state", "bytes_of_temporaries")
+    return table_of(
+        columns,
+        [
+            {"model_axis": 1, **x, "together": sum(x[name] for name in sizes)}
+            for x in lines
+            if x["compiled_for"].startswith("h100")
+        ],
+    )
+
+
 def checked(line: Line) -> Line:
     """A line with the bytes of the state and of the collectives by the formulas."""
     num_parameters = line["num_parameters"]

@@ -104,7 +104,11 @@ def _rows(part: dict[str, Any], lines: list[Line]) -> list[Line]:
 def plan() -> str:
     """The page about runs past one machine, with new tables."""
     text = PLAN.read_text()
-    made = {"needs": needs.table_of_needs(), "checks": needs.table_of_checks()}
+    made = {
+        "needs": needs.table_of_needs(),
+        "checks": needs.table_of_checks(),
+        "h100": needs.table_of_h100(),
+    }
     for name, table in made.items():
         before, begin, rest = text.partition(f"<!-- table: {name} -->\n")
         _, end, after = rest.partition("<!-- end -->\n")

@@ -8,8 +8,9 @@ The part `compiled` compiles a training step of a decoder with a billion paramet
 devices, and shapes in place of arrays. Nothing is run. `--model 8B` has more
 parameters. It records the bytes of each device and the collectives, with whole
 parameters on each device, and with parameters and optimizer sharded over the devices.
-With `--topologies v5p:2x2x2` it compiles for TPUs. That takes `pip install libtpu`, and
-no TPU.
+With `--topologies h100:1x8x8` it compiles for 64 GPUs (see h100.py), and with
+`v5p:2x2x2` for TPUs, which takes `pip install libtpu`, and no TPU. With `--model-axis
+8`, groups of eight devices divide each product of the model.
 
 The part `measured` times steps of a small transformer on 1, 2, 4 and 8 virtual CPU
 devices of one process, and of two processes, with a fixed batch for each device (weak
@@ -18,6 +19,9 @@ scaling) and a fixed batch in all (strong scaling).
 Every mesh has a process of its own.
 """
 
+from benchmarks import h100  # before jax
+
+# isort: split
 import concurrent.futures
 import functools
 import itertools
@@ -38,12 +42,26 @@ from jax.experimental import topologies
 import dpmp
 from benchmarks import harness, steps
 from benchmarks.collectives import collectives
+from benchmarks.gpu.programs import REPEATABLE
 from dpmp.planning._transformer import transformer
 
 # The large models: a layer has 12 times the square of the width as parameters.
 _LARGE = {
     "1B": {"layers": 18, "width": 2048, "num_heads": 16, "vocabulary": 32768},
     "8B": {"layers": 32, "width": 4096, "num_heads": 32, "vocabulary": 128256},
+    "70B": {"layers": 80, "width": 8192, "num_heads": 64, "vocabulary": 128256},
+}
+# Where the parameters are: "data" divides what a step gathers, and "model" divides
+# heads and hidden units, so that a product needs no others.
+_PLACES = {
+    "embed": jax.P("model", "data"),
+    "position": jax.P(None, "data"),
+    "qkv": jax.P(None, "data", "model"),
+    "out": jax.P(None, "model", "data"),
+    "up": jax.P(None, "data", "model"),
+    "down": jax.P(None, "model", "data"),
+    "norms": jax.P(),
+    "head": jax.P("data", "model"),
 }
 _LARGE_MICROBATCH, _NUM_MICROBATCHES = 1, 4
 
@@ -69,21 +87,23 @@ def make_trainer(
     )
 
 
-def make_mesh(topology: str = "") -> jax.sharding.Mesh:
-    """All devices on one axis: those that are there, or those of a TPU's topology."""
+def make_mesh(topology: str = "", model_axis: int = 1) -> jax.sharding.Mesh:
+    """The devices that are there, or those of a topology."""
     devices = jax.devices()
-    if topology:
+    kind, _, name = topology.partition(":")
+    if kind == "h100":
+        devices = h100.topology(name).devices
+    elif topology:
         devices = topologies.get_topology_desc(topology, "tpu").devices
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.sharding.Mesh(np.array(devices), ("data",), axis_types=auto)
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    grid = np.array(devices).reshape(-1, model_axis)
+    return jax.sharding.Mesh(grid, ("data", "model"), axis_types=auto)
 
 
-def sharded(x: Any, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
-    """Divides the longest axis that the devices divide, or none."""
-    fits = [n if n % mesh.size == 0 and n > 1 else 0 for n in x.shape]
-    axis = fits.index(max(fits)) if any(fits) else None
-    spec = ("data" if i == axis else None for i in range(len(fits)))
-    return jax.NamedSharding(mesh, jax.P(*spec))
+def place_of(path: Any, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
+    """Where an array of the parameters or of the optimizer is."""
+    name = getattr(path[-1], "key", "") if path else ""
+    return jax.NamedSharding(mesh, _PLACES.get(name, jax.P()))
 
 
 def compile_step(
@@ -93,30 +113,34 @@ def compile_step(
     layers: int | None,
     length: int,
     topology: str,
+    model_axis: int,
 ) -> dict[str, Any]:
     """Compiles the step of a large model; returns bytes and collectives."""
-    mesh, start = make_mesh(topology), time.monotonic()
+    mesh, start = make_mesh(topology, model_axis), time.monotonic()
     whole = jax.NamedSharding(mesh, jax.P())
     shape = _LARGE[model] | ({"layers": layers} if layers else {})
     params, loss_fn = transformer(**shape, length=length)
-    microbatch_size = _LARGE_MICROBATCH * mesh.size
+    microbatch_size = _LARGE_MICROBATCH * mesh.shape["data"]
     batch_size = _NUM_MICROBATCHES * microbatch_size
     trainer = make_trainer(loss_fn, params, batch_size, microbatch_size)
 
-    def placed(x: Any) -> jax.ShapeDtypeStruct:
-        place = sharded(x, mesh) if shards_parameters else whole
+    def placed(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        place = place_of(path, mesh) if shards_parameters else whole
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    state = jax.tree.map(placed, jax.eval_shape(trainer.init, params))
+    state = jax.eval_shape(trainer.init, params)
+    state = jax.tree_util.tree_map_with_path(placed, state)
     by_example = jax.NamedSharding(mesh, jax.P("data"))
     tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32, sharding=by_example)
-    compiled = trainer.lower(state, tokens).compile()
+    options = h100.OPTIONS | REPEATABLE if topology.startswith("h100") else {}
+    compiled = trainer.lower(state, tokens).compile(options)
     memory = compiled.memory_analysis()
     found = collectives(compiled.as_text())
     largest = max(math.prod(x.shape) for x in jax.tree.leaves(params))
     return {
         "compiled_for": topology or "virtual CPUs",
         "devices": mesh.size,
+        **({"model_axis": model_axis} if model_axis > 1 else {}),
         "parameters": "sharded" if shards_parameters else "whole",
         "num_parameters": trainer.mechanism.num_parameters,
         "model": model,
@@ -139,7 +163,9 @@ def measure_steps(*, batch_size: int, kind: str) -> dict[str, Any]:
     shapes, loss_fn = transformer(**_SMALL, length=_SMALL_LENGTH)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: np.float32(rng.normal(0, 0.1, x.shape)), shapes)
-    params = jax.tree.map(lambda x: jax.device_put(x, sharded(x, mesh)), params)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.device_put(x, place_of(path, mesh)), params
+    )
     microbatch_size = _SMALL_MICROBATCH * mesh.size
     trainer = make_trainer(loss_fn, params, batch_size, microbatch_size)
     shape = trainer.mechanism.num_examples, _SMALL_LENGTH
@@ -211,6 +237,7 @@ def benchmark(
     part: Annotated[str, harness.Each(["compiled", "measured"])],
     devices: str = "",
     topologies: str = "",
+    model_axis: int = 1,
     model: str = "1B",
     layers: int | None = None,
     length: int = 1024,
@@ -220,6 +247,7 @@ def benchmark(
     wanted = [int(n) for n in devices.split()]
     if part == "compiled":
         size = {"model": model, "layers": layers, "length": length}
+        size |= {"model_axis": model_axis}
         meshes = [(1, x) for x in topologies.split()]
         for num, topology in meshes or [(n, "") for n in wanted or (1, 8, 64, 256)]:
             is_one = num == 1 and not topology

@@ -105,11 +105,6 @@ class Program(NamedTuple):
         return jax.jit(lambda *xs: self.fun(*xs), compiler_options=options)
 
 
-# Triton's kernels need a device to be tried out on, and without that some tiles fit no
-# product.
-_WITHOUT_TRIALS = {"xla_gpu_enable_triton_gemm": False}
-
-
 def compile_program(
     session: Session, program: Program
 ) -> tuple[Callable[..., Any], dict[str, float]]:
@@ -118,7 +113,7 @@ def compile_program(
         from benchmarks import h100
 
         shapes = h100.place(program.args)
-        options = {**program.options, **_WITHOUT_TRIALS}
+        options = {**program.options, **h100.OPTIONS}
         jitted = jax.jit(lambda *xs: program.fun(*xs), compiler_options=options)
     else:
         shapes, jitted = jax.eval_shape(lambda *xs: xs, *program.args), program.jitted()

@@ -129,7 +129,9 @@ class Shards:
 
     def _division(self, spec: jax.P) -> _Division:
         """Finds the first axis of an array that devices of the batch divide."""
+        sizes = jax.sharding.get_abstract_mesh().shape
         entries = [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]
+        entries = [tuple(name for name in x if sizes[name] > 1) for x in entries]
         of_batch = [bool(x) and set(x) <= set(self.axes) for x in entries]
         number = of_batch.index(True) if any(of_batch) else 0
         names = entries[number] if any(of_batch) else ()
