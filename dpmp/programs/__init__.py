@@ -3,7 +3,8 @@
 No other files use the extension modules of jax. Modules import only from rows below
 their own:
 
-    float8   transformations   losses
+    complex_products
+    float8   transformations   losses   cotangents
     bodies
     interpreter   source_lines
     primitives
@@ -11,6 +12,8 @@ their own:
 
 from dpmp.programs import (
     bodies,
+    complex_products,
+    cotangents,
     float8,
     interpreter,
     losses,
@@ -21,6 +24,8 @@ from dpmp.programs import (
 
 __all__ = [
     "bodies",
+    "complex_products",
+    "cotangents",
     "float8",
     "interpreter",
     "losses",
