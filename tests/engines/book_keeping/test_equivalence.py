@@ -216,10 +216,11 @@ def same_gradients():
     return loss, params, ROWS
 
 
-def branches():
+def branches(length):
     """Branches that data choose; those that are not taken may not be finite."""
 
     def loss(params, x):
+        x = x[:, :length]
         index = jnp.int32(x[0, 0, 0] > 0) + jnp.int32(x[0, 0, 1] > 0)
         ids = jnp.abs(jnp.int32(4 * x[0, :, 0])) % VOCABULARY
         choices = (
@@ -278,12 +279,21 @@ PARTS = {
         },
     ),
     "branches": (
-        branches,
+        lambda: branches(1),
         {
             "['used']": ("dot", "dot"),
             "['rows']": ("gather",),
             "['root']": ("dot",),
             "['stack']": ("dot",),
+        },
+    ),
+    # There are more activations than entries of gradients.
+    "branches of many positions": (
+        lambda: branches(LENGTH),
+        {
+            "['used']": ("identity", "dot"),
+            "['rows']": ("identity",),
+            "['stack']": ("identity",),
         },
     ),
     "complex weights": (
