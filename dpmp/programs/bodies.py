@@ -83,17 +83,6 @@ def as_branches(eqn: Any) -> list[Any] | None:
     return list(map(inline, eqn.params["branches"]))
 
 
-def unchanged(branches: Sequence[Any]) -> dict[int, int]:
-    """For each output that is the same operand in all branches, that operand."""
-    found = []
-    for closed in branches:
-        operands = {v: i for i, v in enumerate(closed.jaxpr.invars)}
-        outputs = enumerate(closed.jaxpr.outvars)
-        found.append({(i, operands.get(x)) for i, x in outputs if not is_literal(x)})
-    same = set.intersection(*found)
-    return {i: operand for i, operand in same if operand is not None}
-
-
 def sub_programs(eqn: Any) -> list[SubProgram]:
     """Lists the programs that an equation runs, without tracing them again."""
     params, operands = eqn.params, list(eqn.invars)

@@ -156,7 +156,8 @@ def _meet(
     if (remat := bodies.as_rematerialised(eqn)) is not None:
         return _call_step(*remat, views, unread)
     if (branches := bodies.as_branches(eqn)) is not None:
-        return _branches_step(branches, views, unread, with_identity_taps())
+        step = _branches_step(branches, views, unread)
+        return outputs, with_identity_taps() if step is None else step
     if (found := _rules.outer_use(eqn, views)) is not None:
         return outputs, _steps.outer_step(eqn, *found)
     if bodies.has_body(eqn):
@@ -214,35 +215,19 @@ def _uses_outside(inner: Plan, views: Sequence[View | None]) -> list[Use]:
 
 
 def _branches_step(
-    branches: Sequence[Any],
-    views: list[View | None],
-    unread: Collection[int],
-    tapped: Step,
-) -> tuple[list[Any], Step]:
+    branches: Sequence[Any], views: list[View | None], unread: Collection[int]
+) -> Step | None:
     """Plans branches, as other branches that take all dummies and return activations.
 
-    Where a branch is not taken, the activations and cotangents of its uses are zero. An
-    operand that all branches return is what it is outside. If the cached arrays take
-    more memory than the gradients, the operands get identity taps (`tapped`).
+    Where a branch is not taken, the activations and cotangents of its uses are zero.
+    The result is None if the cached arrays take more memory than the gradients.
     """
     operands = views[1:]
-    outputs: list[Any] = [_DATA] * len(branches[0].out_avals)
-    unchanged = bodies.unchanged(branches)
-    for i, operand in unchanged.items():
-        outputs[i] = _DATA if operands[operand] is None else operands[operand]
-    unread = {*unread, *unchanged}
     plans = [make_plan(x, _inner_roots(operands, x), unread=unread) for x in branches]
     uses = [use for plan in plans for use in _uses_outside(plan, operands)]
     ends = list(itertools.accumulate((len(x.uses) for x in plans), initial=0))
-
-    def tapped_handler(values, dummies, materialized):
-        results, cached = tapped.handler(values, dummies, materialized)
-        # What stays a view is used elsewhere, after the tap of that place.
-        changed = {i: values[1 + operand] for i, operand in unchanged.items()}
-        return [changed.get(i, x) for i, x in enumerate(results)], cached
-
-    if _uses.num_bytes(uses) > _uses.num_bytes(tapped.uses):
-        return outputs, Step(tapped.uses, tapped_handler)
+    if _uses.num_bytes(uses) > _uses.num_bytes(_steps.identity_step(operands).uses):
+        return None
 
     def handler(values, dummies, materialized):
         zeros = [
@@ -259,10 +244,10 @@ def _branches_step(
             )
             return list(outputs), [*zeros[:start], *cached, *zeros[end:]]
 
-        bodies = map(functools.partial, [run] * len(plans), plans, ends, ends[1:])
-        return jax.lax.switch(values[0], list(bodies), values[1:], dummies)
+        runs = map(functools.partial, [run] * len(plans), plans, ends, ends[1:])
+        return jax.lax.switch(values[0], list(runs), values[1:], dummies)
 
-    return outputs, Step(uses, handler)
+    return Step(uses, handler)
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
