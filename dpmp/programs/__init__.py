@@ -5,7 +5,7 @@ their own:
 
     complex_products
     float8   transformations   losses   cotangents
-    bodies
+    bodies   convolutions
     interpreter   source_lines
     primitives
 """
@@ -13,6 +13,7 @@ their own:
 from dpmp.programs import (
     bodies,
     complex_products,
+    convolutions,
     cotangents,
     float8,
     interpreter,
@@ -25,6 +26,7 @@ from dpmp.programs import (
 __all__ = [
     "bodies",
     "complex_products",
+    "convolutions",
     "cotangents",
     "float8",
     "interpreter",
