@@ -55,8 +55,10 @@ def _with_parts(
         return None
     if (parts := _parts_of_result(known, eqn, values)) is None:
         return None
+    shape = eqn.outvars[0].aval.shape  # a part may be that of a number
+    parts = _Parts(*(None if x is None else jnp.broadcast_to(x, shape) for x in parts))
     if _is_complex_product(eqn):
-        zeros = jnp.zeros(eqn.outvars[0].aval.shape, _real_dtype(eqn))
+        zeros = jnp.zeros(shape, _real_dtype(eqn))
         result = jax.lax.complex(*(zeros if x is None else x for x in parts))
     else:
         (result,) = bind(eqn, values)
@@ -72,25 +74,26 @@ def _parts_of_result(
         return _Parts(*values)
     if name == primitives.CAST and not _is_complex(eqn.invars[0].aval):
         return _Parts(jax.lax.convert_element_type(values[0], _real_dtype(eqn)), None)
-    parts = [
+    found = [
         _constant_parts(x) if id(x) not in known else known[id(x)][1] for x in values
     ]
-    if _is_complex_product(eqn) and any(parts):
-        changed = {"preferred_element_type": _real_dtype(eqn)}
-        parts = [
-            x or _Parts(jnp.real(value), jnp.imag(value))
-            for x, value in zip(parts, values, strict=True)
-        ]
-        return _multiplied(lambda *xs: bind(eqn, xs, **changed)[0], *parts)
-    if not parts or not all(parts):
+    is_product = _is_complex_product(eqn) and any(found)
+    parts = [
+        _Parts(jnp.real(value), jnp.imag(value)) if x is None and is_product else x
+        for x, value in zip(found, values, strict=True)
+    ]
+    some = [x for x in parts if x is not None]
+    if not some or len(some) < len(parts):
         return None
+    if is_product:
+        changed = {"preferred_element_type": _real_dtype(eqn)}
+        return _multiplied(lambda *xs: bind(eqn, xs, **changed)[0], *some)
     if name == primitives.MUL:
-        return _multiplied(lambda *xs: bind(eqn, xs)[0], *parts)
+        return _multiplied(lambda *xs: bind(eqn, xs)[0], *some)
     if name in (primitives.ADD, primitives.SUB):
-        return _Parts(*(_added(name, *x) for x in zip(*parts, strict=True)))
+        return _Parts(*(_added(name, *x) for x in zip(*some, strict=True)))
     if name in _ON_PARTS:
-        (of_one,) = parts
-        return _Parts(*(None if x is None else bind(eqn, [x])[0] for x in of_one))
+        return _Parts(*(None if x is None else bind(eqn, [x])[0] for x in some[0]))
     return None
 
 

@@ -260,10 +260,11 @@ def complex_weights():
             state[0],
         )
         out = params["out"] - 1j * params["out_imag"]
-        return jnp.mean(jnp.tanh((state @ out).real) ** 2)
+        made = state @ out + state @ (params["more"] + 0.5j)
+        return jnp.mean(jnp.tanh(made.real) ** 2)
 
     params = {name: normal(WIDTH, WIDTH, GROUPS) for name in ("real", "imag")}
-    names = ("in", "in_imag", "out", "out_imag")
+    names = ("in", "in_imag", "out", "out_imag", "more")
     params |= {name: normal(WIDTH, WIDTH, scale=0.3) for name in names}
     return loss, params | {"angle": normal(WIDTH)}, ROWS
 
@@ -299,7 +300,7 @@ PARTS = {
     "complex weights": (
         complex_weights,
         {"['real']": ("dot", "dot"), "['imag']": ("dot", "dot")}
-        | {f"['{name}']": ("dot",) for name in ("in", "in_imag", "out")}
+        | {f"['{name}']": ("dot",) for name in ("in", "in_imag", "out", "more")}
         | {"['angle']": ("identity",)},
     ),
     "returned": (
