@@ -24,7 +24,12 @@ from dpmp.numerics import (
     rows_of_block,
     squared_norm,
 )
-from dpmp.programs.transformations import has_ragged_products, without_ragged_products
+from dpmp.programs.convolutions import with_channels_last
+from dpmp.programs.transformations import (
+    has_ragged_products,
+    rewrite,
+    without_ragged_products,
+)
 
 # Arrays of at most this many entries are joined.
 _FEW = 512
@@ -191,7 +196,8 @@ def stack_engine(
     def engine(*args: Any, **kwargs: Any) -> StackedGrads:
         in_axes = [0 if i in signature.of_examples else None for i in range(len(args))]
         mapped = jax.vmap(functools.partial(fun, **kwargs), in_axes)
-        stack, (values, aux) = compute_and_store(lambda: mapped(*args), (args, kwargs))
+        compute = rewrite(lambda: mapped(*args), with_channels_last)
+        stack, (values, aux) = compute_and_store(compute, (args, kwargs))
         return StackedGrads(values, aux, stack)
 
     return engine

@@ -3,14 +3,18 @@
 No other files use the extension modules of jax. Modules import only from rows below
 their own:
 
-    float8   transformations   losses
-    bodies
+    complex_products
+    float8   transformations   losses   cotangents
+    bodies   convolutions
     interpreter   source_lines
     primitives
 """
 
 from dpmp.programs import (
     bodies,
+    complex_products,
+    convolutions,
+    cotangents,
     float8,
     interpreter,
     losses,
@@ -21,6 +25,9 @@ from dpmp.programs import (
 
 __all__ = [
     "bodies",
+    "complex_products",
+    "convolutions",
+    "cotangents",
     "float8",
     "interpreter",
     "losses",

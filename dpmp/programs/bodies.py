@@ -73,6 +73,16 @@ def as_rematerialised(eqn: Any) -> tuple[Any, Callable[..., Any]] | None:
     return inline(body), functools.partial(jax.checkpoint, **options)
 
 
+def as_branches(eqn: Any) -> list[Any] | None:
+    """Returns the closed branches of a condition, or None for another equation.
+
+    The branches for platforms remain: a platform may be unable to compile the others.
+    """
+    if eqn.primitive.name != primitives.COND or eqn.params.get("branches_platforms"):
+        return None
+    return list(map(inline, eqn.params["branches"]))
+
+
 def sub_programs(eqn: Any) -> list[SubProgram]:
     """Lists the programs that an equation runs, without tracing them again."""
     params, operands = eqn.params, list(eqn.invars)

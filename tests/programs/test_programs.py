@@ -316,3 +316,11 @@ def test_a_loop_stacks_once_what_it_gives_twice(transform, reverse):
         for fun in (program, rewritten)
     )
     assert len(after) == len(before) - 1
+
+
+def test_branches_for_platforms_stay_what_they_are():
+    def fun(x):
+        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+    closed, _ = interpreter.trace(fun, 1.0)
+    assert bodies.as_branches(closed.jaxpr.eqns[-1]) is None

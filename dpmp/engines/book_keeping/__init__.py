@@ -30,9 +30,11 @@ Modules import only from rows below their own:
     _engine
     _choice
     _norms   _plan
+    _steps
     _rules
     _uses
     _views
+    _equations
     _linalg
 """
 

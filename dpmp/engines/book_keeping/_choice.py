@@ -11,10 +11,8 @@ after it.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 
 from dpmp.engines.book_keeping import _norms, _uses
@@ -140,16 +138,11 @@ def _by_stored_gradient(number: int, use: Use, param: int) -> NormMethod:
 def _is_better(stored: NormMethod, other: NormMethod, use: Use) -> bool:
     """Whether both memory and time favour storing the gradient of a use."""
     assert use.outer is not None
-    num_bytes = _num_bytes(dense(use).cotangent)
-    if num_bytes > _num_bytes(use.outer.activation, use.cotangent):
+    if _uses.num_bytes([dense(use)]) > _uses.num_bytes([use]):
         return False
     groups, positions, left, right = use.outer.sizes
     flops_of_sum = groups * positions * right * (1 if use.outer.has_rows else left)
     return stored.flops < other.flops + flops_of_sum
-
-
-def _num_bytes(*arrays: jax.ShapeDtypeStruct) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 def is_materialized_early(use: Use) -> bool:

@@ -31,7 +31,7 @@ from dpmp.numerics import (
     group_size,
     norm_bound_for_clipping,
 )
-from dpmp.programs import interpreter, transformations
+from dpmp.programs import complex_products, interpreter, transformations
 
 # Unproved sums do not count roundings. They assume these squared errors of norms and
 # sums, relative to the squared sum of magnitudes. The first is a few times the largest
@@ -80,6 +80,9 @@ def analyse(
     closed, treedef = interpreter.trace(fun, params, example)
     if transformations.has_ragged_products(closed.jaxpr):
         fun = transformations.without_ragged_products(fun)
+        closed, treedef = interpreter.trace(fun, params, example)
+    if complex_products.has_complex_products(closed.jaxpr):
+        fun = complex_products.without_complex_products(fun)
         closed, treedef = interpreter.trace(fun, params, example)
     avals, num_params = closed.in_avals, len(jax.tree.leaves(params))
     shapes = [aval.shape for aval in avals[:num_params]]

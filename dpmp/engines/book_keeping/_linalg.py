@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 
 from dpmp.numerics import at_least_float32
-from dpmp.programs import interpreter, primitives, transformations
+from dpmp.programs import convolutions, interpreter, primitives, transformations
 
 
 def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fun` with its products in the forms above.
+    """Returns `fun` with its products in the forms above, and fast convolutions.
 
     On CPUs only, bfloat16 products are computed in float32 and rounded. Batch axes of
     size one are left out on all devices.
@@ -37,7 +37,7 @@ def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
     if eqn.primitive.name != primitives.DOT_GENERAL:
-        return None
+        return convolutions.with_channels_last(eqn, values)
     operands, numbers = _without_batches_of_one(
         values, *eqn.params["dimension_numbers"]
     )

@@ -3,39 +3,26 @@
 `make_plan` decides how to evaluate each equation that has a view of parameters among
 its operands. `execute` evaluates these equations as decided, and all others as they
 are. These two functions handle all control flow: `jax.jit` and branches that known
-numbers choose are written out (`interpreter.inline`). Scans and checkpoints stay what
-they are, with plans of their own. Any other body stays as it is, and the views among
-its operands get an identity tap.
+numbers choose are written out (`interpreter.inline`). Scans, checkpoints and branches
+that data choose stay what they are, with plans of their own. Any other body stays as it
+is, and the views among its operands get an identity tap.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _linalg, _rules, _uses, _views
+from dpmp.engines.book_keeping import _equations, _rules, _steps, _uses, _views
+from dpmp.engines.book_keeping._steps import Step
 from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
-from dpmp.numerics import at_least_float32
-from dpmp.programs import bodies, interpreter
-
-# A function of the values of an equation's operands, and for each use of a dummy and of
-# whether its gradient is materialized. It returns the values of the outputs, and for
-# each use the cached value or None.
-Handler = Callable[
-    [list[Any], list[jax.Array], list[bool]], tuple[list[Any], list[Any]]
-]
-
-
-class _Step(NamedTuple):
-    """The decision for one equation: its uses, and how to evaluate it."""
-
-    uses: list[Use]
-    handler: Handler
+from dpmp.programs import bodies, cotangents, interpreter, primitives
 
 
 @dataclass(frozen=True)
@@ -48,9 +35,9 @@ class Plan:
     """
 
     closed: Any
-    first: _Step
-    steps: dict[int, _Step]
-    last: _Step
+    first: Step
+    steps: dict[int, Step]
+    last: Step
     returned: dict[int, View]
 
     @property
@@ -78,9 +65,12 @@ def make_plan(
       stays_view: tells of an output that is a view whether it is a view for the program
         outside as well. It gets no tap here, but where the program outside uses it.
     """
-    steps: dict[int, _Step] = {}
+    steps: dict[int, Step] = {}
+    reached = cotangents.reached(closed.jaxpr, unread)
 
     def evaluate(eqn: Any, operands: list[Any]) -> list[Any]:
+        if eqn.primitive.name in primitives.IDENTITIES:
+            return operands
         views = list(map(_as_view, operands))
         known = [view for view in views if view is not None]
         if len(known) == len(views):
@@ -89,19 +79,26 @@ def make_plan(
                 views = as_of_data
             elif not _has_to_be_tapped(eqn, known):
                 return _views.apply(eqn, known)
-        outputs, step = _meet(eqn, views)
+        dead = [i for i, v in enumerate(eqn.outvars) if v not in reached]
+        if len(dead) == len(eqn.outvars):
+            return [_DATA] * len(eqn.outvars)
+        outputs, step = _meet(eqn, views, dead)
         if step is not None:
             steps[id(eqn)] = step
         return outputs
 
-    first = _identity_step([x if i in tapped else None for i, x in enumerate(args)])
+    first = _steps.identity_step(
+        [x if i in tapped else None for i, x in enumerate(args)]
+    )
     inputs = [_DATA if x is None or i in tapped else x for i, x in enumerate(args)]
     outputs = [_as_view(x) for x in interpreter.run(closed, inputs, evaluate)]
     returned = {
         i: x for i, x in enumerate(outputs) if x is not None and stays_view(i, x)
     }
     untapped = {*unread, *returned}
-    last = _identity_step([None if i in untapped else x for i, x in enumerate(outputs)])
+    last = _steps.identity_step(
+        [None if i in untapped else x for i, x in enumerate(outputs)]
+    )
     return Plan(closed, first, steps, last, returned)
 
 
@@ -119,7 +116,7 @@ def execute(
     """
     activations: list[Any] = []
 
-    def take(step: _Step, values: list[Any]) -> list[Any]:
+    def take(step: Step, values: list[Any]) -> list[Any]:
         mine = slice(len(activations), len(activations) + len(step.uses))
         outputs, cached = step.handler(values, dummies[mine], materialized[mine])
         activations.extend(cached)
@@ -143,34 +140,29 @@ def _as_view(x: Any) -> View | None:
     return x if isinstance(x, View) else _views.make_constant(x)
 
 
-def _meet(eqn: Any, views: list[View | None]) -> tuple[list[Any], _Step | None]:
+def _meet(
+    eqn: Any, views: list[View | None], unread: Collection[int]
+) -> tuple[list[Any], Step | None]:
     """Returns the outputs of an equation on data and views, and the decision for it."""
     outputs: list[Any] = [_DATA] * len(eqn.outvars)
-    has_gradient = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
-    if not has_gradient or not _tappable(views):
+    if not _steps.tappable(views):
         return outputs, None
     bind = functools.partial(interpreter.bind, eqn)
-    with_identity_taps = functools.partial(_identity_step, views, bind)
+    with_identity_taps = functools.partial(_steps.identity_step, views, bind)
     if any(_is_complex(v) for v in (*eqn.invars, *eqn.outvars)):
         return outputs, with_identity_taps()
     if (loop := bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
-        return _loop_step(loop, views)
+        return _loop_step(loop, views, unread)
     if (remat := bodies.as_rematerialised(eqn)) is not None:
-        return _call_step(*remat, views)
+        return _call_step(*remat, views, unread)
+    if (branches := bodies.as_branches(eqn)) is not None:
+        step = _branches_step(branches, views, unread)
+        return outputs, with_identity_taps() if step is None else step
     if (found := _rules.outer_use(eqn, views)) is not None:
-        return outputs, _outer_step(eqn, *found)
+        return outputs, _steps.outer_step(eqn, *found)
     if bodies.has_body(eqn):
         return outputs, with_identity_taps()
-    return outputs, _dense_step(eqn, views)
-
-
-def _tappable(views: Sequence[View | None]) -> dict[int, View]:
-    """The views that have a gradient, by their positions."""
-    return {
-        i: view
-        for i, view in enumerate(views)
-        if view is not None and view.leaves and _linalg.is_float(view.aval.dtype)
-    }
+    return outputs, _steps.dense_step(eqn, views)
 
 
 def _has_to_be_tapped(eqn: Any, views: Sequence[View]) -> bool:
@@ -179,87 +171,87 @@ def _has_to_be_tapped(eqn: Any, views: Sequence[View]) -> bool:
     This is so if the result may be complex, or if the gradient of a sum is not the sum
     of the gradients.
     """
-    is_exact = not any(map(_is_complex, eqn.outvars)) and _views.goes_back_exactly(eqn)
-    return not is_exact and bool(_tappable(views))
+    is_exact = not any(map(_is_complex, eqn.outvars)) and _equations.goes_back_exactly(
+        eqn
+    )
+    return not is_exact and bool(_steps.tappable(views))
 
 
 def _is_complex(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.complexfloating)
 
 
-def _outer_step(eqn: Any, use: Use, operand: int) -> _Step:
-    def gradient(activation: Any, cotangent: jax.Array) -> jax.Array:
-        cached = _uses.Cached(activation, cotangent)
-        return _uses.gradient(use, cached).astype(_uses.dense(use).cotangent.dtype)
-
-    def handler(values, dummies, materialized):
-        (value,) = interpreter.bind(eqn, values)
-        if materialized == [True]:
-            return [_rules.tap(gradient, value, values[operand], *dummies)], [None]
-        return [_rules.tap(_cotangent, value, None, *dummies)], [values[operand]]
-
-    return _Step([use], handler)
-
-
-def _cotangent(_: None, cotangent: jax.Array) -> jax.Array:
-    return cotangent
-
-
-def _dense_step(eqn: Any, views: list[View | None]) -> _Step:
-    to_views, uses = {}, []
-    for i, view in _tappable(views).items():
-        # The gradient of a broadcast array is a sum, taken in float32.
-        to_views[i] = functools.partial(_views.sum_over_repeated, view)
-        view = _views.before_broadcasts(view)
-        dtype = at_least_float32(view.aval.dtype)
-        cotangent = jax.ShapeDtypeStruct(view.aval.shape, dtype)
-        uses.append(Use(eqn.primitive.name, view, cotangent))
-
-    def handler(values, dummies, _):
-        outputs = _rules.tap_dense(eqn, to_views, values, dummies)
-        return outputs, [None] * len(uses)
-
-    return _Step(uses, handler)
-
-
-def _identity_step(
-    views: Sequence[View | None], fn: Callable[[list[Any]], list[Any]] = list
-) -> _Step:
-    """Taps each view that has a gradient, then goes on with `fn`."""
-    which = _tappable(views)
-    uses = [
-        Use("identity", x, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
-        for x in which.values()
-    ]
-
-    def handler(values, dummies, _):
-        values = list(values)
-        for i, dummy in zip(which, dummies, strict=True):
-            values[i] = _rules.tap(_cotangent, jnp.asarray(values[i]), None, dummy)
-        return fn(values), [None] * len(uses)
-
-    return _Step(uses, handler)
-
-
 def _call_step(
-    body: Any, wrap: Callable[..., Any], views: Sequence[View | None]
-) -> tuple[list[Any], _Step]:
+    body: Any,
+    wrap: Callable[..., Any],
+    views: Sequence[View | None],
+    unread: Collection[int],
+) -> tuple[list[Any], Step]:
     """Plans a body that is evaluated once, inside the wrapper `wrap`."""
-    roots = _inner_roots(views, body)
-    inner = make_plan(body, roots, stays_view=lambda _, view: bool(view.roots))
+    inner = make_plan(
+        body,
+        _inner_roots(views, body),
+        unread=unread,
+        stays_view=lambda _, view: bool(view.roots),
+    )
     outputs: list[Any] = [_DATA] * len(body.out_avals)
     for i, view in inner.returned.items():
         outputs[i] = _views.outside(view, views)
-    uses = [
-        dataclasses.replace(use, view=_views.outside(use.view, views))
-        for use in inner.uses
-    ]
+    uses = _uses_outside(inner, views)
 
     def handler(values, dummies, materialized):
         run = functools.partial(execute, inner, materialized=materialized)
         return wrap(run)(values, dummies)
 
-    return outputs, _Step(uses, handler)
+    return outputs, Step(uses, handler)
+
+
+def _uses_outside(inner: Plan, views: Sequence[View | None]) -> list[Use]:
+    """The uses of a body, with views of its operands."""
+    return [
+        dataclasses.replace(use, view=_views.outside(use.view, views))
+        for use in inner.uses
+    ]
+
+
+def _branches_step(
+    branches: Sequence[Any], views: list[View | None], unread: Collection[int]
+) -> Step | None:
+    """Plans branches, as other branches that take all dummies and return activations.
+
+    Where a branch is not taken, the activations and cotangents of its uses are zero.
+    The result is None if the cached arrays take more memory than the gradients.
+    """
+    operands = views[1:]
+    plans = [make_plan(x, _inner_roots(operands, x), unread=unread) for x in branches]
+    uses = [use for plan in plans for use in _uses_outside(plan, operands)]
+    ends = list(itertools.accumulate((len(x.uses) for x in plans), initial=0))
+    if _uses.num_bytes(uses) > _uses.num_bytes(_steps.identity_step(operands).uses):
+        return None
+
+    def handler(values, dummies, materialized):
+        zeros = [
+            None if x.outer is None or early else _zeros(x.outer.activation)
+            for x, early in zip(uses, materialized, strict=True)
+        ]
+
+        def run(plan: Plan, start: int, end: int, values, dummies):
+            outputs, cached = execute(
+                plan, values, dummies[start:end], materialized[start:end]
+            )
+            outputs = map(
+                jnp.asarray, outputs, (x.dtype for x in plan.closed.out_avals)
+            )
+            return list(outputs), [*zeros[:start], *cached, *zeros[end:]]
+
+        runs = map(functools.partial, [run] * len(plans), plans, ends, ends[1:])
+        return jax.lax.switch(values[0], list(runs), values[1:], dummies)
+
+    return Step(uses, handler)
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype)
 
 
 def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
@@ -270,8 +262,8 @@ def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
 
 
 def _loop_step(
-    loop: bodies.Loop, views: list[View | None]
-) -> tuple[list[Any], _Step | None]:
+    loop: bodies.Loop, views: list[View | None], unread: Collection[int]
+) -> tuple[list[Any], Step | None]:
     """Plans a scan, as another scan that takes dummies and returns activations.
 
     A carried value that the body returns unchanged is a constant of the body. Other
@@ -280,20 +272,20 @@ def _loop_step(
     body, size = loop.body.jaxpr, loop.options["length"]
     carry = range(loop.num_consts, loop.num_consts + loop.num_carry)
     changing = [i for i in carry if body.outvars[i - carry.start] is not body.invars[i]]
-    unread = [i - carry.start for i in carry if i not in changing]
+    constant = [i - carry.start for i in carry if i not in changing]
     mapped = range(carry.stop, len(views))
 
     inside = [None if i in changing else view for i, view in enumerate(views)]
     inner = make_plan(
         loop.body,
         _inner_roots(inside, loop.body),
-        unread=unread,
+        unread={*cotangents.unread_in_loop(loop, unread), *constant},
         # Other outputs are carried, or are copies of what every iteration returns.
         stays_view=lambda i, view: (
             i >= loop.num_carry and not view.roots.isdisjoint(mapped)
         ),
     )
-    carried = _identity_step([views[i] for i in changing])
+    carried = _steps.identity_step([views[i] for i in changing])
     uses, stacked = [], set[int]()
     for number, use in enumerate(inner.uses):
         is_mapped = not use.view.roots.isdisjoint(mapped)
@@ -332,4 +324,4 @@ def _loop_step(
     for i, view in inner.returned.items():
         outputs[i] = _views.outside(view, inside, mapped, size)
     uses = [*carried.uses, *uses]
-    return outputs, _Step(uses, handler) if uses else None
+    return outputs, Step(uses, handler) if uses else None

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.engines.book_keeping import _linalg, _views
+from dpmp.engines.book_keeping import _equations, _linalg
 from dpmp.engines.book_keeping._uses import Factors, Outer, Sizes, Use
 from dpmp.engines.book_keeping._views import View
 from dpmp.programs import float8, interpreter, primitives
@@ -96,7 +96,7 @@ def _from_axes(
 
 def _gather(eqn: Any, operand: int) -> Outer | None:
     """The rule of an embedding, which takes rows by their numbers."""
-    axis = _views.row_axis(eqn)
+    axis = _equations.row_axis(eqn)
     if operand != 0 or axis is None:
         return None
     shape, numbers = eqn.invars[0].aval.shape, eqn.params["dimension_numbers"]
@@ -251,7 +251,7 @@ def tap_dense(
         # Differentiate with respect to all operands: some rules of jax allow nothing
         # else.
         outputs, vjp_wide = jax.vjp(
-            lambda *xs: _views.bind_widened(eqn, xs), *map(_linalg.widen, values)
+            lambda *xs: _equations.bind_widened(eqn, xs), *map(_linalg.widen, values)
         )
         grads = vjp_wide(
             [

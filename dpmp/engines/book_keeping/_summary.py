@@ -22,9 +22,8 @@ _ADVICE = {
     "parameters": "Use the parameters themselves where they meet data, not values that "
     "are computed from them. Keep penalties on parameters out of the loss: an "
     "optimizer can add them without looking at data.",
-    "identity": "Move products with these parameters out of branches, while loops and "
-    "custom derivatives, or write the loops with jax.lax.scan. For straight-through "
-    "rounding, use jax.lax.stop_gradient.",
+    "identity": "Move products with these parameters out of while loops and custom "
+    "derivatives, or write the loops with jax.lax.scan.",
 }
 
 

@@ -19,6 +19,7 @@ again.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -105,6 +106,13 @@ def dense(use: Use) -> Use:
     dtype = at_least_float32(aval.dtype, use.cotangent.dtype)
     cotangent = jax.ShapeDtypeStruct(aval.shape, dtype)
     return dataclasses.replace(use, cotangent=cotangent, outer=None)
+
+
+def num_bytes(uses: Sequence[Use]) -> int:
+    """The memory for the arrays that uses cache for one example."""
+    arrays = [use.cotangent for use in uses]
+    arrays += [use.outer.activation for use in uses if use.outer is not None]
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 def in_loop(use: Use, view: View, size: int, *, is_mapped: bool) -> Use:

@@ -15,9 +15,9 @@ import jax
 import jax.core
 import numpy as np
 
+from dpmp.engines.book_keeping import _equations
 from dpmp.engines.book_keeping._linalg import is_float, widen
-from dpmp.numerics import at_least_float32
-from dpmp.programs import bodies, interpreter, primitives
+from dpmp.programs import interpreter, primitives
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +67,14 @@ def make_constant(value: Any) -> View:
 
 def apply(eqn: Any, operands: Sequence[View]) -> list[View]:
     """Makes the views that an equation computes from views."""
-    if eqn.primitive.name in primitives.IDENTITIES:
-        return list(operands)
     # Constants and comparisons must have the same results as in the program.
     depends = any(view.leaves for view in operands)
     has_floats = any(is_float(output.aval.dtype) for output in eqn.outvars)
-    bind = _bind_in_float32 if depends and has_floats else _bind_as_written
+    bind = (
+        _equations.bind_in_float32
+        if depends and has_floats
+        else _equations.bind_as_written
+    )
     # A product with zero is the trace of a penalty that is switched off.
     is_zero = eqn.primitive.name == primitives.MUL and any(
         interpreter.is_literal(atom) and atom.val == 0 for atom in eqn.invars
@@ -173,20 +175,6 @@ def repeats_rows(eqn: Any, operands: Sequence[View]) -> bool:
     return ids is None or len(np.unique(ids)) < ids.size
 
 
-def row_axis(eqn: Any) -> int | None:
-    """The axis along which a gather takes rows, or None if it does not take rows."""
-    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-    rows = numbers.start_index_map
-    takes_rows = (
-        len(rows) == 1
-        and numbers.collapsed_slice_dims == rows
-        and not numbers.operand_batching_dims
-        and eqn.params["slice_sizes"]
-        == tuple(1 if i in rows else n for i, n in enumerate(shape))
-    )
-    return rows[0] if takes_rows else None
-
-
 def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]:
     """Computes the values of views, in float32 or wider, from those of the roots."""
 
@@ -197,47 +185,6 @@ def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]
         return widen(view.compute(*map(value, view.parents)))
 
     return list(map(value, views))
-
-
-def goes_back_exactly(eqn: Any) -> bool:
-    """Whether gradients go back through an equation linearly, and in float32.
-
-    Norms are computed from gradients that are sent back for each example, and sums are
-    sent back for all examples at once: the two agree only if sending back is linear. A
-    custom rule may round or clip its cotangent, and other bodies have dtypes written in
-    them, which may be below float32.
-    """
-    name, dtypes = eqn.primitive.name, [v.aval.dtype for v in eqn.invars]
-    if name.startswith(primitives.SCATTER):
-        return all(x.itemsize >= 4 for x in dtypes if is_float(x))
-    # A while loop sends no gradients back.
-    is_linear = not bodies.has_body(eqn) and name != primitives.REDUCE_PRECISION
-    return is_linear or name == primitives.WHILE
-
-
-def _bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Evaluates an equation without casts to less than float32."""
-    as_written = bodies.has_body(eqn) or eqn.primitive.name == primitives.BITCAST
-    return (_bind_as_written if as_written else bind_widened)(eqn, values)
-
-
-def _bind_as_written(eqn: Any, values: Sequence[jax.Array]) -> list[Any]:
-    """Evaluates an equation on operands with the dtypes that the program gives them."""
-    avals = [atom.aval for atom in eqn.invars]
-    values = [x.astype(aval.dtype) for x, aval in zip(values, avals, strict=True)]
-    return interpreter.bind(eqn, values)
-
-
-def bind_widened(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation without a body, with all floats in float32 or wider."""
-    changed: dict[str, Any] = {
-        name: at_least_float32(eqn.params[name])
-        for name in ("new_dtype", "preferred_element_type", "out_dtype")
-        if eqn.params.get(name) is not None and is_float(eqn.params[name])
-    }
-    if eqn.primitive.name in primitives.PRODUCTS:
-        changed["precision"] = jax.lax.Precision.HIGHEST
-    return interpreter.bind(eqn, [widen(x) for x in values], **changed)
 
 
 def _rearrangement(
@@ -289,7 +236,7 @@ def _dynamic_slice(x: np.ndarray, eqn: Any, *_: Any) -> Any:
 
 def _gather(x: np.ndarray, eqn: Any, operands: Sequence[View], *_: Any) -> Any:
     """Takes rows at indices that the program fixes and that are evenly spaced."""
-    axis, ids = row_axis(eqn), _known_integers(operands[1])
+    axis, ids = _equations.row_axis(eqn), _known_integers(operands[1])
     if axis is None or ids is None:
         return None
     ids = ids[..., 0]
@@ -334,6 +281,7 @@ _REARRANGEMENTS: dict[str, Callable[..., Any]] = {
         x if is_float(eqn.params["new_dtype"]) else None
     ),
     primitives.COPY: lambda x, *_: x,
+    **dict.fromkeys(primitives.CUSTOM, lambda x, *_: x),
     primitives.TRANSPOSE: lambda x, eqn, *_: x.transpose(eqn.params["permutation"]),
     primitives.RESHAPE: _reshape,
     primitives.SQUEEZE: lambda x, eqn, *_: x.squeeze(tuple(eqn.params["dimensions"])),

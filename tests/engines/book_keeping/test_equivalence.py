@@ -139,11 +139,13 @@ def constants_of_16_bits():
     return loss, params, np.ones((2, 3), np.float32)
 
 
+def _layer_and_weights(x, w):
+    return jnp.tanh(x @ w), w
+
+
 def returned():
     """Parts return a parameter, a view of it or its slices; one branch is known."""
-
-    def layer(x, w):
-        return jnp.tanh(x @ w), w
+    layer = _layer_and_weights
 
     def loss(params, x):
         x, _ = jax.lax.cond(True, layer, lambda x, w: (x, w), x, params["branch"])
@@ -170,8 +172,137 @@ def returned():
     return loss, params, ROWS
 
 
+@jax.custom_vjp
+def _rounded(w):
+    """Rounding whose gradient is that of the identity."""
+    return jnp.round(8 * w) / 8
+
+
+_rounded.defvjp(lambda w: (_rounded(w), None), lambda _, ct: (ct,))
+
+
+@jax.custom_vjp
+def _solved(x, w):
+    return jnp.tanh(x @ w)
+
+
+_solved.defvjp(lambda *args: (_solved(*args), None), lambda _, ct: (ct, ct))
+
+
+def same_gradients():
+    """Identities on parameters, and outputs whose gradients nobody needs."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def loss(params, x):
+        w = jax.lax.with_sharding_constraint(params["constrained"], everywhere)
+        w, x = jax.lax.optimization_barrier((w, x))
+        x = jnp.tanh(x @ w) @ _rounded(params["rounded"].T)
+        x, _ = jax.lax.scan(
+            lambda x, _: _layer_and_weights(x, params["stacked"]), x, length=2
+        )
+        # What is carried last is not read, but what was carried before is.
+        (x, _), _ = jax.lax.scan(
+            lambda c, _: ((jnp.tanh(c[0] + c[1]), c[1] @ params["carried"]), None),
+            (x, x),
+            length=2,
+        )
+        x = x + jax.lax.stop_gradient(_solved(x, params["stopped"]))
+        x = jnp.tanh(x @ params["stopped"])
+        return jnp.mean(x * params["chosen"][jnp.argmax(x @ params["compared"])])
+
+    names = ("constrained", "rounded", "stacked", "carried", "stopped", "chosen")
+    params = {x: normal(WIDTH, WIDTH, scale=0.5) for x in (*names, "compared")}
+    return loss, params, ROWS
+
+
+def branches(length):
+    """Branches that data choose; those that are not taken may not be finite."""
+
+    def loss(params, x):
+        x = x[:, :length]
+        index = jnp.int32(x[0, 0, 0] > 0) + jnp.int32(x[0, 0, 1] > 0)
+        ids = jnp.abs(jnp.int32(4 * x[0, :, 0])) % VOCABULARY
+        choices = (
+            lambda x, ws: (jnp.tanh(x @ ws["used"]), ws),
+            lambda x, ws: (x + ws["rows"][ids], ws),
+            lambda x, ws: (jnp.sqrt(x[0, 0, 0]) * (x @ ws["root"]), ws),
+        )
+        given = {name: params[name] for name in ("used", "rows", "root")}
+        x, weights = jax.lax.switch(index, choices, x, given)
+        x = x @ weights["used"]
+        return jnp.mean(jax.lax.scan(deep, x, params["stack"])[0] ** 2)
+
+    def deep(x, w):
+        taken = jax.lax.cond(x[0, 0, 0] > 0, lambda x: jnp.tanh(x @ w), jnp.sin, x)
+        return taken, None
+
+    params = {name: normal(WIDTH, WIDTH, scale=0.5) for name in ("used", "root")}
+    params["rows"] = normal(VOCABULARY, WIDTH)
+    params["stack"] = normal(GROUPS, WIDTH, WIDTH, scale=0.5)
+    return loss, params, ROWS
+
+
+def complex_weights():
+    """A Fourier layer, and a recurrence with complex states."""
+
+    def loss(params, x):
+        spectrum = jnp.fft.rfft(x, axis=1)[:, :GROUPS]
+        weights = params["real"] + 1j * params["imag"]
+        spectrum = jnp.einsum("bki,iok->bko", spectrum, weights)
+        x = jnp.fft.irfft(spectrum, n=LENGTH, axis=1)
+        state = x.astype(jnp.complex64) @ jax.lax.complex(
+            params["in"], params["in_imag"]
+        )
+        _, state = jax.lax.scan(
+            lambda h, u: (jnp.exp(1j * params["angle"]) * h + u,) * 2,
+            jnp.zeros(WIDTH, jnp.complex64),
+            state[0],
+        )
+        out = params["out"] - 1j * params["out_imag"]
+        made = state @ out + state @ (params["more"] + 0.5j)
+        return jnp.mean(jnp.tanh(made.real) ** 2)
+
+    params = {name: normal(WIDTH, WIDTH, GROUPS) for name in ("real", "imag")}
+    names = ("in", "in_imag", "out", "out_imag", "more")
+    params |= {name: normal(WIDTH, WIDTH, scale=0.3) for name in names}
+    return loss, params | {"angle": normal(WIDTH)}, ROWS
+
+
 # Some of the rules, too.
 PARTS = {
+    "same gradients": (
+        same_gradients,
+        {"['compared']": (), "['chosen']": ("dynamic_slice",)}
+        | {
+            f"['{name}']": ("dot",)
+            for name in ("constrained", "rounded", "stacked", "carried", "stopped")
+        },
+    ),
+    "branches": (
+        lambda: branches(1),
+        {
+            "['used']": ("dot", "dot"),
+            "['rows']": ("gather",),
+            "['root']": ("dot",),
+            "['stack']": ("dot",),
+        },
+    ),
+    # There are more activations than entries of gradients.
+    "branches of many positions": (
+        lambda: branches(LENGTH),
+        {
+            "['used']": ("identity", "dot"),
+            "['rows']": ("identity",),
+            "['stack']": ("identity",),
+        },
+    ),
+    "complex weights": (
+        complex_weights,
+        {"['real']": ("dot", "dot"), "['imag']": ("dot", "dot")}
+        | {f"['{name}']": ("dot",) for name in ("in", "in_imag", "out", "more")}
+        | {"['angle']": ("identity",)},
+    ),
     "returned": (
         returned,
         {
@@ -362,7 +493,8 @@ def test_norms_and_sums_are_those_of_per_example_gradients(name, arithmetic):
 @pytest.mark.parametrize("name", [name for name, (_, rules) in PARTS.items() if rules])
 def test_parts_have_rules_of_their_own(name):
     (make, rules) = PARTS[name]
-    rows = dpmp.book_keeping.summarize(*make()).rows
+    with jax.numpy_dtype_promotion("standard"):
+        rows = dpmp.book_keeping.summarize(*make()).rows
     found = {row.path: row.rules for row in rows}
     assert {path: found[path] for path in rules} == rules
 

@@ -623,7 +623,7 @@ _CHOSEN = {
     "regularised": {"unused": [("parameters", *["dot"] * 6, "add")]},
     "control_flow": {
         "halves": [_IDENTITY],
-        "w": [("parameters", "identity", "gather", "dynamic_slice")],
+        "w": [("parameters", "sub", "dot", "gather", "dynamic_slice")],
         "unused": [],
     },
 }
@@ -693,7 +693,7 @@ _ONE_PARAMETER = {
     ),
     "stopped": (lambda w, x: jnp.sum(x @ jax.lax.stop_gradient(w)), (6, 5), (2, 6), []),
 }
-for _name in ("cond", "custom_vjp", "custom_jvp"):
+for _name in ("custom_vjp", "custom_vjp-of-a-parameter", "custom_jvp"):
     _loss = functools.partial(lambda fun, w, x: fun(w, x, None).sum(), _OTHERS[_name])
     _ONE_PARAMETER[_name] = _loss, (3, 3), (3, 3), [_IDENTITY]
 

@@ -168,23 +168,30 @@ def test_bounded_sums_materialize_gradients_of_parameters_used_through_arithmeti
         return _linear({"w": jnp.tanh(params["w"]), "b": params["b"]}, batch)
 
     args = _params(w=(256, 256), b=(256,)), _batch(2, 256)
-    with pytest.warns(UserWarning, match=r"\['w'\] .* branches.* computed from"):
+    with pytest.warns(UserWarning, match=r"\['w'\] .* while loops.* computed from"):
         rows = _rows(summarize(loss, *args, arithmetic="bounded"))
     assert rows["['w']"].rules == ("identity",)
     rows = _rows(_quietly(loss, *args, arithmetic="unproved_float32"))
     assert rows["['w']"].rules == ("dot",)
 
 
-def _branching(params, batch):
-    x = jax.lax.cond(
-        jnp.sum(batch) > 0, jnp.matmul, lambda x, w: x - w[0], batch, params
-    )
-    return jnp.mean(x)
+@jax.custom_vjp
+def _product(x, w):
+    return x @ w
+
+
+_product.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct)
+)
+
+
+def _without_rule(params, batch):
+    return jnp.mean(_product(batch, params))
 
 
 def test_warns_of_large_parameters_with_identity_taps():
-    with pytest.warns(UserWarning, match=r"\(itself\) .* 100% .* branches"):
-        (row,) = summarize(_branching, _batch(256, 256), _batch(2, 256)).rows
+    with pytest.warns(UserWarning, match=r"\(itself\) .* 100% .* custom"):
+        (row,) = summarize(_without_rule, _batch(256, 256), _batch(2, 256)).rows
     assert (row.rules, row.forms) == (("identity",), ("entries",))
 
 
@@ -194,17 +201,17 @@ def _repeated(w, batch):
     return jnp.mean(batch)
 
 
-def _branching_beside_a_product(params, batch):
-    return _branching(params["w"], batch[:, 0]) + jnp.mean(batch @ params["large"])
+def _beside_a_product(params, batch):
+    return _without_rule(params["w"], batch[:, 0]) + jnp.mean(batch @ params["large"])
 
 
 @pytest.mark.parametrize(
     ("loss", "params", "batch", "rules", "forms"),
     [
-        (_branching, _batch(8, 8), (2, 8), ("identity",), ("entries",)),
+        (_without_rule, _batch(8, 8), (2, 8), ("identity",), ("entries",)),
         (_repeated, _batch(4, 4), (2, 500, 4), ("dot",) * 3, ("parameters",)),
         (
-            _branching_beside_a_product,
+            _beside_a_product,
             _params(w=(256, 256), large=(256, 4096)),
             (2, 256, 256),
             ("identity",),
@@ -221,7 +228,7 @@ def test_does_not_warn_of_others(loss, params, batch, rules, forms):
 
 def test_a_gradient_without_a_rule_takes_more_flops_than_its_norm():
     def loss(params, batch):
-        return _branching(params["w"], batch) + jnp.mean(batch + params["v"])
+        return _without_rule(params["w"], batch) + jnp.mean(batch + params["v"])
 
     params = _params(w=(8, 8), v=(8, 8))
     rows = _rows(summarize(loss, params, jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)))
