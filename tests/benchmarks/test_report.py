@@ -81,6 +81,7 @@ def test_formulas_of_large_runs_are_those_of_compiled_programs():
 
 
 def test_the_largest_model_with_proved_sums_is_as_the_guide_says():
-    assert "end at about 44 billion parameters" in _prose("docs/past_one_machine.md")
-    assert needs.rounding_share(43 * 10**9) < LARGEST_ROUNDING_SHARE
-    assert needs.rounding_share(45 * 10**9) > LARGEST_ROUNDING_SHARE
+    assert "end at about 700 billion parameters" in _prose("docs/past_one_machine.md")
+    assert needs.rounding_share(700 * 10**9) < LARGEST_ROUNDING_SHARE
+    with pytest.raises(ValueError, match="must cost at most 5%"):
+        needs.rounding_share(710 * 10**9)
