@@ -145,8 +145,7 @@ def by_gram(uses: Mapping[int, Use], swapped: Sequence[bool], param: int) -> Nor
             grams = [_gram(x, y) for x, y in zip(a, b, strict=True)]
             squares.append((1 if a is b else 2) * _linalg.row_sums(_times(*grams)))
             if a is b:
-                squares_of_vectors = (jnp.diagonal(x, axis1=1, axis2=2) for x in grams)
-                sizes = map(_root, squares_of_vectors, a)
+                sizes = map(_root, map(_diagonal, grams), a)
                 magnitudes += jnp.sum(_times(*sizes), axis=1)
         return [Squares(_linalg.joined(squares), jnp.square(magnitudes))]
 
@@ -319,6 +318,13 @@ def _root(squares: Any, side: _Side) -> jax.Array:
 
 
 @jax.jit  # a program has one copy for all arrays of one shape
+def _diagonal(grams: jax.Array) -> jax.Array:
+    """The diagonals of matrices (K, T, T), by selection: a gather compiles slowly."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, grams.shape, i) for i in (1, 2))
+    return jnp.sum(jnp.where(row == column, grams, 0), axis=2)
+
+
+@jax.jit
 def _root_of(squares: jax.Array, floor: float) -> jax.Array:
     return jnp.sqrt(jnp.maximum(squares, 0) + floor)
 
