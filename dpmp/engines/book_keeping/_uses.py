@@ -151,25 +151,17 @@ def _outer_in_loop(outer: Outer, size: int, *, is_mapped: bool) -> Outer:
     def to_view(grad: jax.Array) -> jax.Array:
         return jax.vmap(outer.to_view)(grad.reshape(size, -1, *grad.shape[1:]))
 
-    activation, sizes = _stacked(outer.activation, size), outer.sizes
+    stacked = _stacked(outer.activation, size)
+    new = dataclasses.replace(outer, activation=stacked, factors=factors, part=part)
+    sizes, axes = outer.sizes, outer.axes
     if not is_mapped:
         sizes = sizes._replace(positions=size * sizes.positions)
-        return dataclasses.replace(
-            outer, activation=activation, sizes=sizes, factors=factors, part=part
-        )
-    sizes, axes = sizes._replace(groups=size * sizes.groups), outer.axes
+        return dataclasses.replace(new, sizes=sizes)
+    sizes = sizes._replace(groups=size * sizes.groups)
     if axes is not None:
         groups, left, right = (tuple(i + 1 for i in part) for part in axes)
         axes = ((0, *groups), left, right)
-    return dataclasses.replace(
-        outer,
-        activation=activation,
-        sizes=sizes,
-        factors=factors,
-        to_view=to_view,
-        axes=axes,
-        part=part,
-    )
+    return dataclasses.replace(new, sizes=sizes, to_view=to_view, axes=axes)
 
 
 def factors(use: Use, cached: Cached) -> Factors:
@@ -198,17 +190,17 @@ def product(use: Use, cached: Cached) -> jax.Array:
     """Materializes the gradient of a use of the outer form: (K, n, m)."""
     assert use.outer is not None
     left, right = factors(use, cached)
-    groups, _, num_rows, width = use.outer.sizes
+    groups, _, length, width = use.outer.sizes
     if not use.outer.has_rows:
 
         def multiply(part: jax.Array) -> jax.Array:
             return _linalg.contract(part, right, ((1,), (1,)), ((0,), (0,)))
 
         products = jnp.moveaxis(of_parts(use.outer, multiply, left), 0, 1)
-        return _linalg.apart(products.reshape(groups, -1, width))
+        return _linalg.apart(products.reshape(groups, length, width))
     right = _linalg.widen(right)
     add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
-    return add(jnp.zeros((groups, num_rows, width), right.dtype), left, right)
+    return add(jnp.zeros((groups, length, width), right.dtype), left, right)
 
 
 def gradient(use: Use, cached: Cached) -> jax.Array:
@@ -265,10 +257,10 @@ def _sum_of_use(
         contributions = _select(keep, _scale(cached.cotangent, coefs))
         return _linalg.add_up(contributions, axis=0)
     left, right = jax.vmap(functools.partial(factors, use))(cached)
-    groups, _, num_rows, width = use.outer.sizes
+    groups, _, length, width = use.outer.sizes
     if use.outer.has_rows:
         weighted = _select(keep, _scale(right, coefs))
-        return use.outer.to_view(_scatter(left, weighted, num_rows))
+        return use.outer.to_view(_scatter(left, weighted, length))
 
     # The smaller factor is weighted, since the weighted factor is written to memory.
     if use.outer.places is None and left.size <= right.size:
@@ -279,9 +271,8 @@ def _sum_of_use(
         return _linalg.apart(_weighted_product(right, part, coefs, keep))
 
     outer = dataclasses.replace(use.outer, part=jax.vmap(use.outer.part, (0, None)))
-    totals = of_parts(outer, multiply, left)  # (P, K, m, n / P)
-    totals = totals.transpose(1, 0, 3, 2).reshape(groups, -1, width)
-    return use.outer.to_view(totals)
+    totals = of_parts(outer, multiply, left).transpose(1, 0, 3, 2)  # (K, P, n / P, m)
+    return use.outer.to_view(totals.reshape(groups, length, width))
 
 
 @jax.jit  # a program has one copy for all arrays of one shape
