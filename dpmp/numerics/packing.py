@@ -42,8 +42,9 @@ class Draw(NamedTuple):
         """Calls `sample` once; returns the random numbers of each array, by number."""
         if len(self.ranges) == 1:
             return dict.fromkeys(self.ranges, sample())
-        starts, stops = zip(*self.ranges.values(), strict=True)
-        parts = _parts(sample, starts, np.subtract(stops, starts), 0, depends_on)
+        starts = [start for start, _ in self.ranges.values()]
+        sizes = [stop - start for start, stop in self.ranges.values()]
+        parts = _parts(sample, starts, sizes, 0, depends_on)
         return dict(zip(self.ranges, parts, strict=True))
 
 
@@ -127,6 +128,6 @@ def _parts(
     """
     x, *unknown = materialize(lambda: (compute(), *map(np.uint32, starts)), depends_on)
     return [
-        jax.lax.dynamic_slice_in_dim(x, start, int(size), axis)
+        jax.lax.dynamic_slice_in_dim(x, start, size, axis)
         for start, size in zip(unknown, sizes, strict=True)
     ]

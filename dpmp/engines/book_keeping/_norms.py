@@ -276,12 +276,14 @@ class _Side(NamedTuple):
         if (outer := self.outer) is None or outer.places is None:
             return fn(self.values)
 
-        def add(total: jax.Array, place: Any) -> tuple[jax.Array, None]:
-            return total + fn(outer.part(self.values, place)), None
+        def of_part(place: Any) -> jax.Array:
+            return fn(outer.part(self.values, place))
 
-        shape = jax.eval_shape(lambda place: add(0, place)[0], outer.places[0])
+        shape = jax.eval_shape(of_part, outer.places[0])
         zeros = jnp.zeros(shape.shape, shape.dtype)
-        return jax.lax.scan(add, zeros, outer.places)[0]
+        return jax.lax.scan(
+            lambda total, place: (total + of_part(place), None), zeros, outer.places
+        )[0]
 
 
 def _sides(use: Use, cached: Cached, is_swapped: bool = False) -> tuple[_Side, _Side]:
