@@ -261,5 +261,5 @@ class BoundedSums(GridSums, PartialSums):
 
 @jax.jit  # a program has one copy for all arrays of one shape
 def _to_integers(x: jax.Array) -> jax.Array:
-    limit = 2.0**31 - 128  # the largest float32 below 2^31
-    return jnp.round(jnp.clip(x, -limit, limit)).astype(jnp.int32)
+    limit = jnp.asarray(2.0**31 - 128, x.dtype)  # the largest float32 below 2^31
+    return jnp.round(jax.lax.clamp(-limit, x, limit)).astype(jnp.int32)

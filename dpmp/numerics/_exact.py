@@ -95,7 +95,8 @@ class _Squares:
 
     def __call__(self, rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
         (coef,) = operands
-        counts = jnp.clip(_round(rows, coef, start), -self.largest, self.largest)
+        largest = np.int32(self.largest)
+        counts = jax.lax.clamp(-largest, _round(rows, coef, start), largest)
         return jnp.square(counts.astype(self.dtype))  # correct for negative counts too
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:

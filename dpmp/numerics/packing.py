@@ -42,8 +42,10 @@ class Draw(NamedTuple):
         """Calls `sample` once; returns the random numbers of each array, by number."""
         if len(self.ranges) == 1:
             return dict.fromkeys(self.ranges, sample())
-        numbers = materialize(sample, depends_on)
-        return {i: jax.lax.slice_in_dim(numbers, *r) for i, r in self.ranges.items()}
+        starts = [start for start, _ in self.ranges.values()]
+        sizes = [stop - start for start, stop in self.ranges.values()]
+        parts = _parts(sample, starts, sizes, 0, depends_on)
+        return dict(zip(self.ranges, parts, strict=True))
 
 
 def draws(shapes: Sequence[tuple[int, ...]], kinds: Sequence[Hashable]) -> list[Draw]:
@@ -108,14 +110,24 @@ def split(
 
 
 def _split(x: jax.Array, sizes: list[int]) -> list[jax.Array]:
-    """Splits an array at places that the compiler does not know.
+    starts = [0, *itertools.accumulate(sizes[:-1])]
+    return _parts(lambda: x, starts, sizes, -1, x)
+
+
+def _parts(
+    compute: Callable[[], jax.Array],
+    starts: Sequence[int],
+    sizes: Sequence[int],
+    axis: int,
+    depends_on: jax.Array,
+) -> list[jax.Array]:
+    """Computes an array once, and splits it at places that the compiler does not know.
 
     XLA would compile every part at a known place as a function of its own, and repeat
-    in each of them the computation of `x`: minutes for a thousand scalars.
+    in each of them the computation of the array: minutes for a thousand scalars.
     """
-    starts = [0, *itertools.accumulate(sizes[:-1])]
-    x, *starts = materialize(lambda: (x, *map(np.uint32, starts)), x)
+    x, *unknown = materialize(lambda: (compute(), *map(np.uint32, starts)), depends_on)
     return [
-        jax.lax.dynamic_slice_in_dim(x, start, size, axis=-1)
-        for start, size in zip(starts, sizes, strict=True)
+        jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+        for start, size in zip(unknown, sizes, strict=True)
     ]

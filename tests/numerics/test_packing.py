@@ -1,7 +1,9 @@
 import itertools
 import math
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -52,3 +54,17 @@ def test_what_is_drawn_at_once_is_limited():
         for draw in packing.draws([(1024, 1024)] * 9 + [(3000, 3000)], [0] * 10)
     ]
     assert sorted(sizes) == [2**20, 2**22, 2**22, 9_000_000]
+
+
+def test_parts_of_a_draw_are_equal_functions_for_the_compiler():
+    (draw,) = packing.draws([(3,)] * 4, [0] * 4)
+
+    @jax.jit
+    def divided(step):
+        return list(draw.divided(lambda: jnp.arange(12) + step, step).values())
+
+    np.testing.assert_array_equal(np.stack(divided(5)), 5 + np.arange(12).reshape(4, 3))
+    # A slice at a known place would be a function of its own.
+    lines = jax.jit(divided).lower(5).compile().as_text().splitlines()
+    places = {tuple(re.findall(r"slice=\{[^}]*\}", x)) for x in lines if " slice(" in x}
+    assert len(places) <= 1, places

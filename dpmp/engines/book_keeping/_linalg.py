@@ -136,11 +136,15 @@ def joined(parts: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([x.astype(dtype) for x in parts], axis=-1)
 
 
+@functools.partial(jax.jit, static_argnames="axis")
 def add_up(parts: jax.Array, axis: int = -1) -> jax.Array:
     """Sums over an axis, by a tree of elementwise additions."""
     while (size := parts.shape[axis]) > 1:
-        first, second, rest = jnp.split(parts, [size // 2, size // 2 * 2], axis)
-        parts = jnp.concatenate([first + second, rest], axis)
+        half = size // 2
+        first, second, *rest = jnp.split(parts, [*range(half, size, half)], axis)
+        parts = (
+            jnp.concatenate([first + second, *rest], axis) if rest else first + second
+        )
     return parts.sum(axis) if size == 0 else parts.squeeze(axis)
 
 

@@ -145,8 +145,7 @@ def by_gram(uses: Mapping[int, Use], swapped: Sequence[bool], param: int) -> Nor
             grams = [_gram(x, y) for x, y in zip(a, b, strict=True)]
             squares.append((1 if a is b else 2) * _linalg.row_sums(_times(*grams)))
             if a is b:
-                squares_of_vectors = (jnp.diagonal(x, axis1=1, axis2=2) for x in grams)
-                sizes = map(_root, squares_of_vectors, a)
+                sizes = map(_root, map(_diagonal, grams), a)
                 magnitudes += jnp.sum(_times(*sizes), axis=1)
         return [Squares(_linalg.joined(squares), jnp.square(magnitudes))]
 
@@ -259,45 +258,75 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 class _Side(NamedTuple):
-    """A side of outer products: vectors (K, T, n) in parts, or row numbers (K, T)."""
+    """A side of outer products: vectors (K, T, n), or row numbers (K, T).
 
-    parts: list[jax.Array]
-    has_rows: bool
+    If `outer` has parts, `values` holds the parts of its left side instead.
+    """
+
+    values: jax.Array
+    num_entries: int  # n
+    outer: Outer | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        return self.outer is not None and self.outer.has_rows
+
+    def sum_over_parts(self, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Sums a function of the parts, one after the other."""
+        if (outer := self.outer) is None or outer.places is None:
+            return fn(self.values)
+
+        def of_part(place: Any) -> jax.Array:
+            return fn(outer.part(self.values, place))
+
+        shape = jax.eval_shape(of_part, outer.places[0])
+        zeros = jnp.zeros(shape.shape, shape.dtype)
+        return jax.lax.scan(
+            lambda total, place: (total + of_part(place), None), zeros, outer.places
+        )[0]
 
 
 def _sides(use: Use, cached: Cached, is_swapped: bool = False) -> tuple[_Side, _Side]:
-    left, right = _uses.factors(use, cached)
-    first, second = _Side(left, _outer(use).has_rows), _Side([right], False)
+    outer, (left, right) = _outer(use), _uses.factors(use, cached)
+    first = _Side(left, outer.sizes.left, outer)
+    second = _Side(right, outer.sizes.right)
     return (second, first) if is_swapped else (first, second)
 
 
 def _gram(a: _Side, b: _Side) -> jax.Array:
     """The inner products of all pairs of positions: (K, T_a, T_b)."""
     if a.has_rows and b.has_rows:
-        rows, others = a.parts[0], b.parts[0]
+        rows, others = a.values, b.values
         return (rows[:, :, None] == others[:, None, :]).astype(jnp.float32)
     if b.has_rows:
         return jnp.swapaxes(_gram(b, a), 1, 2)
     if a.has_rows:
-        (rows,), (vectors,) = a.parts, b.parts
-        rows = jnp.take_along_axis(vectors, rows[:, None, :], axis=2)
+        rows = jnp.take_along_axis(b.values, a.values[:, None, :], axis=2)
         return _linalg.widen(jnp.swapaxes(rows, 1, 2))
-    grams = (
-        _linalg.contract(x, y, ((2,), (2,)), ((0,), (0,)))
-        for x, y in zip(a.parts, b.parts, strict=True)
-    )
-    return functools.reduce(jnp.add, grams)
+
+    def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+        return _linalg.contract(x, y, ((2,), (2,)), ((0,), (0,)))
+
+    if a is not b:  # neither has parts, or the outer products would have no axes
+        return multiply(a.values, b.values)
+    return a.sum_over_parts(lambda x: multiply(x, x))
 
 
 def _root(squares: Any, side: _Side) -> jax.Array:
     """A root, a little too large, to cover squares that were flushed to zero."""
     if side.has_rows:
-        return jnp.ones(side.parts[0].shape, jnp.float32)
-    num_entries = sum(part.shape[2] for part in side.parts)
-    return _root_of(squares, FLOOR * num_entries)
+        return jnp.ones(side.values.shape, jnp.float32)
+    return _root_of(squares, FLOOR * side.num_entries)
 
 
 @jax.jit  # a program has one copy for all arrays of one shape
+def _diagonal(grams: jax.Array) -> jax.Array:
+    """The diagonals of matrices (K, T, T), by selection: a gather compiles slowly."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, grams.shape, i) for i in (1, 2))
+    return jnp.sum(jnp.where(row == column, grams, 0), axis=2)
+
+
+@jax.jit
 def _root_of(squares: jax.Array, floor: float) -> jax.Array:
     return jnp.sqrt(jnp.maximum(squares, 0) + floor)
 
@@ -305,7 +334,7 @@ def _root_of(squares: jax.Array, floor: float) -> jax.Array:
 def _magnitudes(use: Use, cached: Cached) -> jax.Array:
     """The sum of magnitudes, |left| |right| over positions: (K,)."""
     sizes = (
-        _root(sum(jnp.sum(_square(x), axis=-1) for x in side.parts), side)
+        _root(side.sum_over_parts(lambda x: jnp.sum(_square(x), axis=-1)), side)
         for side in _sides(use, cached)
     )
     return jnp.sum(_times(*sizes), axis=1)

@@ -5,15 +5,16 @@ and a rule of its own here. Its output is tapped: a tap returns its argument unc
 and makes the cotangent of its argument available. Every other equation gets a tap that
 gives the gradient itself, which is exact:
 
-- `tap_dense` takes the gradient of one equation without a body, in float32.
+- `tap_dense` takes the gradient of one equation without a body, in float32. For sums
+  and products, which are most of them, `tap_elementwise` does the same.
 - `tap`, applied to a view, is an identity tap: it takes the gradient of the view, in
   its dtype, through all equations that follow.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ def _dot(eqn: Any, operand: int) -> Outer:
     def factors(x: jax.Array, cotangent: jax.Array) -> Factors:
         left = x.transpose(*batch[data], *free[data], *contracted[data])
         right = cotangent.transpose(*range(start), *free_out[data], *free_out[operand])
-        return [left.reshape(k, t, n)], right.reshape(k, t, m)
+        return left.reshape(k, t, n), right.reshape(k, t, m)
 
     axes = (tuple(batch[operand]), tuple(contracted[operand]), free[operand])
     to_view = _from_axes(axes, shapes[operand])
@@ -114,7 +115,7 @@ def _gather(eqn: Any, operand: int) -> Outer | None:
         if mode is not jax.lax.GatherScatterMode.CLIP:
             is_row = (ids >= 0) & (ids < num_rows)
             right = jnp.where(is_row[..., None], right, jnp.zeros_like(right))
-        return [jnp.clip(ids, 0, num_rows - 1).astype(jnp.int32)], right
+        return jnp.clip(ids, 0, num_rows - 1).astype(jnp.int32), right
 
     axes = ((), (axis,), others)
     ids = _shape(eqn.invars[1])
@@ -123,7 +124,10 @@ def _gather(eqn: Any, operand: int) -> Outer | None:
 
 
 def _convolution(eqn: Any, operand: int) -> Outer | None:
-    """The rule of a convolution: a product of channels for each place in the window."""
+    """The rule of a convolution: a product of channels for each place in the window.
+
+    A part of left is the input at one place in the window.
+    """
     params = eqn.params
     if operand != 1 or params["batch_group_count"] != 1:
         return None
@@ -141,9 +145,16 @@ def _convolution(eqn: Any, operand: int) -> Outer | None:
         num_out // groups,
     )
 
+    places = np.array([*itertools.product(*map(range, window))], np.uint32)
+    is_whole = len(places) == 1
+
     def factors(x: jax.Array, cotangent: jax.Array) -> Factors:
         right = _in_groups(cotangent.transpose(numbers.out_spec), groups)
-        return _patches(x.transpose(numbers.lhs_spec), geometry), right
+        x = _padded(x.transpose(numbers.lhs_spec), geometry)
+        return part(x, places[0]) if is_whole else x, right
+
+    def part(x: jax.Array, place: Any) -> jax.Array:
+        return _at_place(x, place, geometry)
 
     def to_view(grad: jax.Array) -> jax.Array:
         # Axes: groups, places in the window, input channels, output channels.
@@ -152,7 +163,8 @@ def _convolution(eqn: Any, operand: int) -> Outer | None:
         grad = grad.transpose(0, last, last - 1, *range(1, last - 1)).reshape(shape)
         return grad.transpose(np.argsort(numbers.rhs_spec).tolist())
 
-    return Outer(_shape(eqn.invars[0]), sizes, factors, to_view, None)
+    outer = Outer(_shape(eqn.invars[0]), sizes, factors, to_view, None)
+    return outer if is_whole else dataclasses.replace(outer, places=places, part=part)
 
 
 class _Geometry(NamedTuple):
@@ -167,25 +179,31 @@ class _Geometry(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=1)  # one copy for all layers of one shape
-def _patches(x: jax.Array, geometry: _Geometry) -> list[jax.Array]:
-    """The input at each place in the window: (groups, positions, channels) each."""
-    groups, window, edges, dilation, steps, strides = geometry
+def _padded(x: jax.Array, geometry: _Geometry) -> jax.Array:
+    """The input with padding and dilation: (batch, channels, *space)."""
     padding = [
-        (low, high, n - 1) for (low, high), n in zip(edges, dilation, strict=True)
+        (low, high, n - 1)
+        for (low, high), n in zip(geometry.padding, geometry.lhs_dilation, strict=True)
     ]
-    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + padding)
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + padding)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _at_place(x: jax.Array, place: Any, geometry: _Geometry) -> jax.Array:
+    """The padded input at one place in the window: (groups, positions, channels)."""
+    steps = geometry.rhs_dilation
     # The distances from the last place in the window to the end of the input.
     left = [
         size - (n - 1) * step
-        for size, n, step in zip(x.shape[2:], window, steps, strict=True)
+        for size, n, step in zip(x.shape[2:], geometry.window, steps, strict=True)
     ]
-    seen = []
-    for place in itertools.product(*map(range, window)):
-        starts = [i * step for i, step in zip(place, steps, strict=True)]
-        corner, end = (0, 0, *starts), (*x.shape[:2], *map(operator.add, starts, left))
-        at_place = jax.lax.slice(x, corner, end, (1, 1, *strides))
-        seen.append(_in_groups(at_place, groups))
-    return seen
+    zero = np.uint32(0)
+    starts = [zero, zero, *(place[i] * np.uint32(n) for i, n in enumerate(steps))]
+    seen = jax.lax.dynamic_slice(x, starts, (*x.shape[:2], *left))
+    seen = jax.lax.slice(
+        seen, [0] * x.ndim, seen.shape, (1, 1, *geometry.window_strides)
+    )
+    return _in_groups(seen, geometry.groups)
 
 
 def _in_groups(x: jax.Array, groups: int) -> jax.Array:
@@ -224,6 +242,31 @@ tap.defvjp(
     lambda _, value, cached, __: (value, cached),
     lambda taken, cached, ct: (ct, None, taken(cached, ct)),
 )
+
+
+def tap_elementwise(
+    eqn: Any,
+    operand: int,
+    to_view: Callable[[jax.Array], jax.Array],
+    values: Sequence[Any],
+    dummy: jax.Array,
+) -> list[jax.Array]:
+    """Does for a sum or product what `tap_dense` does, and is traced much faster.
+
+    The view at the position `operand` is the only one.
+    """
+    shape, output = eqn.invars[operand].aval.shape, eqn.outvars[0].aval.shape
+    repeated = [i for i, n in enumerate(output) if not shape or shape[i] != n]
+
+    def taken(factor: Any, cotangent: jax.Array) -> jax.Array:
+        grad = _linalg.widen(cotangent)
+        if factor is not None:
+            grad = _linalg.widen(factor) * grad
+        return to_view(grad.sum(repeated).reshape(shape) if repeated else grad)
+
+    (value,) = interpreter.bind(eqn, values)
+    factor = values[1 - operand] if eqn.primitive.name == primitives.MUL else None
+    return [tap(taken, value, factor, dummy)]
 
 
 def tap_dense(

@@ -11,7 +11,7 @@ from dpmp.engines.book_keeping import _linalg, _rules, _uses, _views
 from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
 from dpmp.numerics import at_least_float32
-from dpmp.programs import interpreter
+from dpmp.programs import interpreter, primitives
 
 # A function of the values of an equation's operands, and for each use of a dummy and of
 # whether its gradient is materialized. It returns the values of the outputs, and for
@@ -66,7 +66,11 @@ def dense_step(eqn: Any, views: list[View | None]) -> Step:
         uses.append(Use(eqn.primitive.name, view, cotangent))
 
     def handler(values, dummies, _):
-        outputs = _rules.tap_dense(eqn, to_views, values, dummies)
+        if len(uses) == 1 and eqn.primitive.name in (primitives.ADD, primitives.MUL):
+            ((operand, to_view),) = to_views.items()
+            outputs = _rules.tap_elementwise(eqn, operand, to_view, values, *dummies)
+        else:
+            outputs = _rules.tap_dense(eqn, to_views, values, dummies)
         return outputs, [None] * len(uses)
 
     return Step(uses, handler)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp.engines.book_keeping import _linalg, _views
 from dpmp.engines.book_keeping._views import View
@@ -34,8 +35,8 @@ from dpmp.numerics import at_least_float32, reduction
 # The sums of several groups, side by side, have at most this many entries of an array.
 _ENTRIES_OF_GROUPS = 2**29
 
-# The parts of left, and then right.
-Factors = tuple[list[jax.Array], jax.Array]
+# An array that holds all parts of left, and then right.
+Factors = tuple[jax.Array, jax.Array]
 
 
 class Sizes(NamedTuple):
@@ -55,13 +56,17 @@ class Outer:
       activation: the shape and dtype of the cached activation.
       sizes: K, T, n and m.
       factors: a function of the activation and the cotangent of one example. It
-        returns left and right. Left has one part or several, (K, T, n_1), (K, T, n_2),
-        ..., which make up n. Right has the shape (K, T, m).
+        returns left, and right of the shape (K, T, m). Left is (K, T, n), or an array
+        that holds its parts.
       to_view: maps (K, n, m) to the shape of the view, without arithmetic.
       axes: the axes of the view that make up K, n and m, in this order. None if K, n
         and m are not made up of whole axes.
       has_rows: whether `left` holds row numbers, (K, T). A row number stands for a
         vector of length n that is 1 at this row and 0 elsewhere.
+      places: for each part of left, where `part` reads it: (P, ...) integers. None if
+        left is (K, T, n).
+      part: reads one part of left, (K, T, n / P), at one of the places. A loop over the
+        places keeps the program small, and holds one part at a time in memory.
     """
 
     activation: jax.ShapeDtypeStruct
@@ -70,6 +75,8 @@ class Outer:
     to_view: Callable[[jax.Array], jax.Array]
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
     has_rows: bool = False
+    places: np.ndarray | None = None
+    part: Callable[[jax.Array, Any], jax.Array] = lambda left, _: left
 
 
 @dataclass(frozen=True)
@@ -143,31 +150,42 @@ def _outer_in_loop(outer: Outer, size: int, *, is_mapped: bool) -> Outer:
         return jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3)
 
     def factors(*args: jax.Array) -> Factors:
-        return jax.tree.map(join, jax.vmap(outer.factors)(*args))
+        left, right = jax.vmap(outer.factors)(*args)
+        return join(left) if outer.places is None else left, join(right)
+
+    def part(left: jax.Array, place: Any) -> jax.Array:
+        return join(jax.vmap(outer.part, (0, None))(left, place))
 
     def to_view(grad: jax.Array) -> jax.Array:
         return jax.vmap(outer.to_view)(grad.reshape(size, -1, *grad.shape[1:]))
 
-    activation, sizes = _stacked(outer.activation, size), outer.sizes
+    stacked = _stacked(outer.activation, size)
+    new = dataclasses.replace(outer, activation=stacked, factors=factors, part=part)
+    sizes, axes = outer.sizes, outer.axes
     if not is_mapped:
         sizes = sizes._replace(positions=size * sizes.positions)
-        return Outer(
-            activation, sizes, factors, outer.to_view, outer.axes, outer.has_rows
-        )
-    sizes, axes = sizes._replace(groups=size * sizes.groups), outer.axes
+        return dataclasses.replace(new, sizes=sizes)
+    sizes = sizes._replace(groups=size * sizes.groups)
     if axes is not None:
         groups, left, right = (tuple(i + 1 for i in part) for part in axes)
         axes = ((0, *groups), left, right)
-    return Outer(activation, sizes, factors, to_view, axes, outer.has_rows)
+    return dataclasses.replace(new, sizes=sizes, to_view=to_view, axes=axes)
 
 
 def factors(use: Use, cached: Cached) -> Factors:
     """Returns left and right of one example; vectors have floats of 16 bits or more."""
     assert use.outer is not None
     left, right = use.outer.factors(*cached)
-    if not use.outer.has_rows:
-        left = list(map(_as_floats, left))
-    return left, _as_floats(right)
+    return left if use.outer.has_rows else _as_floats(left), _as_floats(right)
+
+
+def of_parts(
+    outer: Outer, fn: Callable[[jax.Array], jax.Array], left: jax.Array
+) -> jax.Array:
+    """Stacks the results of a function of each part of left: (P, ...)."""
+    if outer.places is None:
+        return fn(left)[None]
+    return jax.lax.map(lambda place: fn(outer.part(left, place)), outer.places)
 
 
 def _as_floats(x: jax.Array) -> jax.Array:
@@ -180,15 +198,17 @@ def product(use: Use, cached: Cached) -> jax.Array:
     """Materializes the gradient of a use of the outer form: (K, n, m)."""
     assert use.outer is not None
     left, right = factors(use, cached)
+    groups, _, length, width = use.outer.sizes
     if not use.outer.has_rows:
-        products = [
-            _linalg.contract(part, right, ((1,), (1,)), ((0,), (0,))) for part in left
-        ]
-        return _linalg.apart(jnp.concatenate(products, axis=1))
-    groups, _, num_rows, width = use.outer.sizes
+
+        def multiply(part: jax.Array) -> jax.Array:
+            return _linalg.contract(part, right, ((1,), (1,)), ((0,), (0,)))
+
+        products = jnp.moveaxis(of_parts(use.outer, multiply, left), 0, 1)
+        return _linalg.apart(products.reshape(groups, length, width))
     right = _linalg.widen(right)
     add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
-    return add(jnp.zeros((groups, num_rows, width), right.dtype), left[0], right)
+    return add(jnp.zeros((groups, length, width), right.dtype), left, right)
 
 
 def gradient(use: Use, cached: Cached) -> jax.Array:
@@ -245,18 +265,22 @@ def _sum_of_use(
         contributions = _select(keep, _scale(cached.cotangent, coefs))
         return _linalg.add_up(contributions, axis=0)
     left, right = jax.vmap(functools.partial(factors, use))(cached)
+    groups, _, length, width = use.outer.sizes
     if use.outer.has_rows:
         weighted = _select(keep, _scale(right, coefs))
-        return use.outer.to_view(_scatter(left[0], weighted, use.outer.sizes.left))
+        return use.outer.to_view(_scatter(left, weighted, length))
 
     # The smaller factor is weighted, since the weighted factor is written to memory.
-    if len(left) == 1 and left[0].size <= right.size:
-        total = _linalg.apart(_weighted_product(left[0], right, coefs, keep))
-    else:
-        totals = [_weighted_product(right, part, coefs, keep) for part in left]
-        total = _linalg.apart(jnp.concatenate(totals, axis=2))
-        total = jnp.swapaxes(total, 1, 2)
-    return use.outer.to_view(total)
+    if use.outer.places is None and left.size <= right.size:
+        total = _linalg.apart(_weighted_product(left, right, coefs, keep))
+        return use.outer.to_view(total)
+
+    def multiply(part: jax.Array) -> jax.Array:
+        return _linalg.apart(_weighted_product(right, part, coefs, keep))
+
+    outer = dataclasses.replace(use.outer, part=jax.vmap(use.outer.part, (0, None)))
+    totals = of_parts(outer, multiply, left).transpose(1, 0, 3, 2)  # (K, P, n / P, m)
+    return use.outer.to_view(totals.reshape(groups, length, width))
 
 
 @jax.jit  # a program has one copy for all arrays of one shape

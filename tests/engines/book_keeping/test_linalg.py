@@ -70,5 +70,5 @@ def _depth_of(jaxpr):
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 9, 257])
 def test_the_tree_is_as_deep_as_is_counted(num_parts):
-    jaxpr = jax.make_jaxpr(_linalg.add_up)(jnp.ones(num_parts)).jaxpr
-    assert _depth_of(jaxpr) == _linalg.depth(num_parts)
+    jaxpr, _ = interpreter.trace(_linalg.add_up, jnp.ones(num_parts))
+    assert _depth_of(jaxpr.jaxpr) == _linalg.depth(num_parts)

@@ -15,6 +15,7 @@ import models
 import numpy as np
 import pytest
 import reference
+from programs import equations
 
 from dpmp.clipping import clipped_grad
 from dpmp.engines.book_keeping._engine import analyse
@@ -712,3 +713,24 @@ def test_what_aux_has_of_a_parameter_makes_no_use():
     shapes = jax.ShapeDtypeStruct((6, 5), jnp.float32), jax.ShapeDtypeStruct((6,), "f4")
     (use,) = analyse(loss, *shapes).plan.uses
     assert use.rule == "dot"
+
+
+def test_the_program_of_a_convolution_does_not_grow_with_its_window():
+    def num_products(width):
+        def loss(kernel, x):
+            return jnp.sum(jax.lax.conv(x, kernel, (1, 1), "SAME") ** 2)
+
+        kernel, x = jnp.ones((2, 3, width, width)), jnp.ones((4, 3, 8, 8))
+        grad_fn = clipped_grad(loss, l2_clip_norm=1.0, method="book_keeping")
+        eqns = equations(jax.make_jaxpr(grad_fn)(kernel, x).jaxpr)
+        return [eqn.primitive.name for eqn in eqns].count("dot_general")
+
+    assert 0 < num_products(5) <= num_products(3)
+
+
+@pytest.mark.parametrize("fun", [jax.lax.add, jax.lax.mul])
+@pytest.mark.parametrize("shape", [(4, 3), (1, 3), (4, 1), (1, 1)])
+def test_a_sum_or_product_may_repeat_a_parameter(fun, shape):
+    draw = _Fixed()
+    params, batch = draw.values(shape), draw.examples((4, 3))
+    _check(*_weighted(draw, lambda w, x: fun(x, w), params, batch))
