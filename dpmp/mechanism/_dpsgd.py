@@ -168,7 +168,7 @@ class DPSGD:
         """
         return dataclasses.replace(
             self,
-            l2_clip_norm=jax.tree.map(lambda _: math.inf, self.l2_clip_norm),
+            l2_clip_norm=jax.tree.map(lambda _: math.inf, self._clip_norm_tree),
             rescale_to_unit_norm=False,
             arithmetic=arithmetic_without_privacy(self._engine)
             if self._sums.resolution is not None
@@ -290,7 +290,7 @@ class DPSGD:
         return clipping.clipped_grad(
             fun,
             argnums,
-            l2_clip_norm=with_clip_norm(self.l2_clip_norm, clip_norm),
+            l2_clip_norm=with_clip_norm(self._clip_norm_tree, clip_norm),
             rescale_to_unit_norm=self._is_in_clip_norms,
             normalize_by=self.expected_batch_size,
             released_metrics=self.released_metrics,
@@ -338,7 +338,7 @@ class DPSGD:
 
     def split(self, noisy: PyTree, *, clip_norm: Any = None) -> Released:
         """Splits the output of `.privatizer`, given the `clip_norm` if it adapts."""
-        with_clip_norm(self.l2_clip_norm, clip_norm)  # checks that there is one
+        with_clip_norm(self._clip_norm_tree, clip_norm)  # checks that there is one
         released = self._joint.split(
             noisy, self._clip_norms.l2_norm_bound, self.expected_batch_size, clip_norm
         )
@@ -399,7 +399,12 @@ class DPSGD:
 
     @functools.cached_property
     def _joint(self) -> JointCoordinates:
-        return JointCoordinates.of(self.released_metrics, self.l2_clip_norm)
+        return JointCoordinates.of(self.released_metrics, self._clip_norm_tree)
+
+    @functools.cached_property
+    def _clip_norm_tree(self) -> PyTree:
+        """The clip norms that `stddev` is for, even if someone changes a dict later."""
+        return jax.tree.map(lambda x: x, self.l2_clip_norm)
 
     @property
     def _is_in_clip_norms(self) -> bool:
@@ -410,7 +415,7 @@ class DPSGD:
     def _clip_norms(self) -> ClipNorms:
         adaptive = self._joint.adaptive
         return ClipNorms.from_tree(
-            adaptive.initial if adaptive else self.l2_clip_norm,
+            adaptive.initial if adaptive else self._clip_norm_tree,
             self._is_in_clip_norms,
             self.expected_batch_size,
         )

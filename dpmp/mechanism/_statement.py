@@ -69,7 +69,7 @@ def claim(
         f"batches that are taken in any other way.",
         f"- Steps: {mechanism.iterations}. Steps that are made again after their "
         f"release, and other runs on the same data, cost more.",
-        f"- Clipping: {_describe_clipping(mechanism.l2_clip_norm)} The sum of the "
+        f"- Clipping: {_describe_clipping(mechanism._clip_norm_tree)} The sum of the "
         f"clipped gradients is divided by {batch_size:g}, the expected batch size.",
         f"- Noise: the noise is Gaussian, with a noise multiplier of "
         f"{digits_below(noise_multiplier, 5)}. This is its standard deviation, divided "
@@ -112,7 +112,7 @@ def _describe_number(mechanism: Any) -> str:
 
 def _describe_released(mechanism: Any) -> list[str]:
     """Describes everything that a step releases besides the gradient."""
-    metrics, adaptive = mechanism.released_metrics, mechanism.l2_clip_norm
+    metrics, adaptive = mechanism.released_metrics, mechanism._clip_norm_tree
     batch_size, noise = mechanism.expected_batch_size, mechanism.noise_multiplier
     counting = mechanism.counting_overflows().released_metrics
     lines = []

@@ -54,7 +54,7 @@ BODIES = {
 
 # Operations that draw random numbers, and parts of the names of calls of the host.
 RANDOM = ("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32")
-ON_HOST = ("callback", "debug", "infeed", "outfeed")
+ON_HOST = ("callback", "debug", "ffi_call", "infeed", "outfeed")
 CHECK = "check"  # of checkify, on the host too
 
 # Arithmetic on indices, which tracing evaluates where the numbers are known.

@@ -181,9 +181,10 @@ class RunDirectory:
         sync(self.path)
 
     def _discard_pending(self) -> None:
-        if self._pending.is_symlink() or self._pending.is_file():
-            self._pending.unlink()
-        shutil.rmtree(self._pending, ignore_errors=True)
+        if self._pending.is_dir() and not self._pending.is_symlink():
+            shutil.rmtree(self._pending, ignore_errors=True)
+        else:
+            self._pending.unlink(missing_ok=True)
 
     def _check_file_system(self) -> None:
         """Raises ValueError unless a pending checkpoint can be renamed at release."""

@@ -108,7 +108,8 @@ class Ledger:
         An incomplete record is removed, since it may reveal something about free steps.
         """
         if self.incomplete_bytes:
-            os.truncate(self._file, self._whole.end)
+            with open_file(self._file, os.O_RDWR) as descriptor:
+                os.ftruncate(descriptor, self._whole.end)
             self._size = self._whole.end
         for path in [*self._charge_files]:
             self.append(self._charge_files[path])
@@ -158,8 +159,9 @@ def _charge_files(directory: pathlib.Path) -> dict[pathlib.Path, Record]:
     found = {}
     for name in fnmatch.filter(names_in(directory), _CHARGE_FILES):
         path = directory / name
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-            found[path] = _decode(path.read_bytes(), str(path))
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():  # a pipe would never end
+                found[path] = _decode(path.read_bytes(), str(path))
     return found
 
 

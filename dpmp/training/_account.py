@@ -4,11 +4,11 @@ import bisect
 import contextlib
 import dataclasses
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from dpmp import _processes, _validate, runs
@@ -46,6 +46,13 @@ class Account:
         of the directory.
         """
         past = before = past_of(mechanism, state) | failed
+        _validate.require(
+            _processes.are_equal(bytes(past.to_array())),
+            "all processes must have the same past steps, including those that failed. "
+            "Start all processes again, and go on from a saved state.",
+            num_processes=jax.process_count(),
+            error=RuntimeError,
+        )
         if directory is not None:
             before = directory.spent | past
             _check_people(before, mechanism)
@@ -165,7 +172,7 @@ class LastStep:
 
         The step is charged before, so that no second error can prevent that.
         """
-        id_, step = secrets.token_hex(16), int(state.step)
+        id_, step = _processes.random_id(), int(state.step)
         account = Account.of(mechanism, state, runs.Spent(), id_=id_)
         self._running[id_] = threading.get_ident()
         self.fail(account.segment(step, step + 1))

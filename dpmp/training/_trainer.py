@@ -302,7 +302,8 @@ class DPTrainer:
           every: the number of steps between two checkpoints.
           keep: the number of newest checkpoints to keep.
           epsilon_budget: the largest epsilon that all runs in `checkpoint_dir` may
-            reach together. The run stops before a step that would exceed it.
+            reach together. The run stops before a step that would exceed it. The guide
+            "Guarantees" says what you may choose by looking at results.
           prefetch: how many batches are loaded ahead by a thread in the background. 0
             loads them in the calling thread, for a source that needs it.
 

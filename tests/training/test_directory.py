@@ -577,14 +577,15 @@ def test_a_program_may_change_its_directory_during_a_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "ledger.jsonl", "reserve"])
-def test_a_planted_link_is_not_followed(tmp_path, name):
+@pytest.mark.parametrize("text", ["precious\n", "precious"])
+def test_a_planted_link_is_not_followed(tmp_path, name, text):
     directory, target = tmp_path / "run", tmp_path / "target"
     directory.mkdir()
-    target.write_text("precious\n")
+    target.write_text(text)
     (directory / name).symlink_to(target)
     with contextlib.suppress(OSError, ValueError):
         fit(fresh_trainer(), directory)
-    assert target.read_text() == "precious\n"
+    assert target.read_text() == text
 
 
 def test_a_planted_link_in_the_place_of_pending_is_removed(tmp_path):

@@ -1,6 +1,7 @@
 """Faults that attackers have found, and which no longer work."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import os
@@ -33,9 +34,11 @@ from small_runs import (
 )
 
 import dpmp
+from dpmp import _processes
 from dpmp.batch_selection import PoissonSampling
 from dpmp.loss_scaling import ScaledLoss
 from dpmp.mechanism import guarantee_of_stages
+from dpmp.programs import losses
 from dpmp.runs import Spent, _files, _ledger, opened, read_metrics
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
@@ -580,3 +583,49 @@ def test_no_report_of_variables_shows_a_key_for_reproducible_runs():
                 shown.append(repr(value))
     assert "options" in names
     assert not [x for x in shown if "123456789" in x]
+
+
+@pytest.mark.parametrize("name", ["pending", "charged-1.json"])
+def test_a_planted_pipe_does_not_block_a_run(tmp_path, name):
+    fit(fresh_trainer(), tmp_path, stop_at=3)
+    os.mkfifo(tmp_path / name)
+    assert int(fit(fresh_trainer(), tmp_path).step) == 7
+
+
+def test_the_clip_norms_of_a_mechanism_are_those_of_its_noise():
+    params = {"w": np.zeros(3, np.float32), "v": np.zeros(3, np.float32)}
+    mechanism = dataclasses.replace(MECHANISM, l2_clip_norm={"w": 1.0, "v": 1.0})
+    statement = mechanism.statement()
+    mechanism.l2_clip_norm["w"] = 100.0
+
+    def loss(params, batch):
+        return jnp.mean(batch["x"] @ (1000 * params["w"] + params["v"]))
+
+    grad_fn = mechanism.clipped_grad(loss)
+    assert grad_fn.sensitivity() == mechanism.stddev  # its noise multiplier is 1
+    total = grad_fn(params, {"x": np.ones((1, 3), np.float32)})
+    norm = np.linalg.norm(np.asarray(total["w"].to_float(), np.float64))
+    assert norm <= 1 / mechanism.expected_batch_size
+    assert mechanism.statement() == statement
+
+
+def test_processes_must_agree_on_past_steps(monkeypatch):
+    trainer = fresh_trainer()
+    state = trainer.init(PARAMS)
+    monkeypatch.setattr(_processes, "random_id", lambda: 32 * "e")
+    with pytest.raises(RuntimeError, match="could not be loaded"):
+        trainer.load_batch(state, Source(1, raises(FailureError)))
+    assert [x.id for x in trainer._last_step.failed.segments] == [32 * "e"]
+    monkeypatch.setattr(_processes, "are_equal", lambda *_: False)
+    with pytest.raises(RuntimeError, match="must have the same past steps"):
+        trainer.load_batch(state, DATA)
+    with pytest.raises(RuntimeError, match="must have the same past steps"):
+        fit(trainer, state=state)
+
+
+def test_a_foreign_function_is_taken_for_one_that_shows_values():
+    def call(x):
+        spec = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.ffi.ffi_call("shows_values", spec)(x)
+
+    assert losses.calls_host(jax.make_jaxpr(call)(1.0).jaxpr)
