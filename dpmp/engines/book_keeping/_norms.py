@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp._typing import PyTree
-from dpmp.engines.book_keeping import _linalg, _uses
+from dpmp.engines.book_keeping import _linalg, _uses, _views
 from dpmp.engines.book_keeping._uses import Cached, Outer, Sizes, Use
 from dpmp.numerics import FLOOR, Roundings, at_least_float32
 
@@ -182,7 +182,7 @@ def by_parameters(
 
     def measure(roots: Mapping[int, Any], cached: Sequence[Cached]) -> Any:
         grads = list(map(_uses.gradient, uses.values(), cached))
-        of_params = _uses.pull_back(views, params, roots, grads)
+        of_params = _views.pull_back(views, params, roots, grads)
         total = jnp.zeros((), at_least_float32(*(grad.dtype for grad in grads)))
         for use, values, grad in zip(uses.values(), cached, grads, strict=True):
             if use.outer is None:

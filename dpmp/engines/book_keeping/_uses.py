@@ -218,23 +218,6 @@ def gradient(use: Use, cached: Cached) -> jax.Array:
     return use.outer.to_view(product(use, cached))
 
 
-def pull_back(
-    views: Sequence[View],
-    params: Sequence[int],
-    roots: Mapping[int, Any],
-    grads: list[jax.Array],
-) -> list[jax.Array]:
-    """Turns gradients of views into those of parameters, in float32 or wider."""
-
-    def evaluate(*values: jax.Array) -> list[jax.Array]:
-        return _views.evaluate(
-            views, {**roots, **dict(zip(params, values, strict=True))}
-        )
-
-    outputs, vjp = jax.vjp(evaluate, *(_linalg.widen(roots[i]) for i in params))
-    return list(vjp([g.astype(x.dtype) for g, x in zip(grads, outputs, strict=True)]))
-
-
 def weighted_sum(
     uses: Sequence[Use],
     params: Sequence[int],
@@ -253,7 +236,7 @@ def weighted_sum(
         if not use.view.leaves.isdisjoint(params):
             views.append(use.view)
             totals.append(_sum_of_use(use, arrays, coefs, keep))
-    sums = pull_back(views, params, roots, totals)
+    sums = _views.pull_back(views, params, roots, totals)
     return dict(zip(params, sums, strict=True))
 
 

@@ -187,6 +187,21 @@ def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]
     return list(map(value, views))
 
 
+def pull_back(
+    views: Sequence[View],
+    params: Sequence[int],
+    roots: Mapping[int, Any],
+    grads: list[jax.Array],
+) -> list[jax.Array]:
+    """Turns gradients of views into those of parameters, in float32 or wider."""
+
+    def evaluated(*values: jax.Array) -> list[jax.Array]:
+        return evaluate(views, {**roots, **dict(zip(params, values, strict=True))})
+
+    outputs, vjp = jax.vjp(evaluated, *(widen(roots[i]) for i in params))
+    return list(vjp([g.astype(x.dtype) for g, x in zip(grads, outputs, strict=True)]))
+
+
 def _rearrangement(
     eqn: Any, output: int, operands: Sequence[View]
 ) -> Callable[[np.ndarray], np.ndarray | None]:
