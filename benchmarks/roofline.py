@@ -1,6 +1,7 @@
 """What a program that was compiled for a GPU asks of it, read from the program's text.
 
-Each kernel reads its operands and writes its results once. Its roofline time is the
+Each kernel reads its operands and writes its results once; of an array that is sliced,
+or changed in place, what it needs. Its roofline time is the
 time that its matrix products take at the rate of tensor cores, or its bytes at the
 bandwidth of the memory, whichever is longer. The sum over kernels is below the time of
 any run. The compiler's own analysis (`cost_analysis`) counts a loop once, and does not
@@ -9,14 +10,13 @@ know the products of cuBLAS.
 
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 # An H100 SXM: bfloat16 products without sparsity, and HBM3 (NVIDIA's data sheet).
 OPERATIONS_PER_SECOND, BYTES_PER_SECOND = 989e12, 3.35e12
 
 _COMPUTATION = re.compile(r"(ENTRY )?%(\S+) .*\{$")
-_INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*?)\)(.*)")
+_INSTRUCTION = re.compile(r" +(ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*?)\)(.*)")
 _ARRAY = re.compile(r"([a-z]+)(\d*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([^\s,})]+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -27,6 +27,7 @@ _CALLED = re.compile(
 )
 _NO_KERNELS = {"parameter", "bitcast", "get-tuple-element", "constant", "tuple"}
 _SLICES = {"slice", "dynamic-slice", "gather"}
+_IN_PLACE = {"scatter": 2, "dynamic-update-slice": 1}  # the operand with the changes
 
 
 class _Instruction(NamedTuple):
@@ -34,6 +35,7 @@ class _Instruction(NamedTuple):
     operation: str
     operands: list[str]
     rest: str  # attributes
+    is_root: bool
 
 
 class Costs(NamedTuple):
@@ -70,10 +72,10 @@ def costs_of(text: str) -> Costs:
             body = computations[found[2]] = {}
             entry = found[2] if found[1] else entry
         elif found := _INSTRUCTION.match(line):
-            name, type_, operation, operands, rest = found.groups()
+            root, name, type_, operation, operands, rest = found.groups()
             is_parameter = operation == "parameter"  # which has a number
             names = [operands] if is_parameter else _NAME.findall(operands)
-            body[name] = _Instruction(type_, operation, names, rest)
+            body[name] = _Instruction(type_, operation, names, rest, bool(root))
     return _costs_of(computations, entry)
 
 
@@ -91,9 +93,7 @@ def _costs_of(computations: dict[str, dict[str, _Instruction]], name: str) -> Co
             total += costs.times(int(trips[1]) if trips else 1)
         elif x.operation not in _NO_KERNELS:
             operations = _operations(x, body)
-            # A product writes to its workspace too, which is left out.
-            written = _arrays(x.type)[: 1 if operations else None]
-            num_bytes = _num_bytes(written) + sum(_read(computations, x, body))
+            num_bytes = _moved(computations, x, body)
             seconds = max(
                 operations / OPERATIONS_PER_SECOND, num_bytes / BYTES_PER_SECOND
             )
@@ -111,27 +111,45 @@ def _operations(x: _Instruction, body: dict[str, _Instruction]) -> float:
     return 2.0 * math.prod(result[1]) * math.prod(sizes)
 
 
-def _read(
+def _moved(
     computations: dict[str, dict[str, _Instruction]],
     x: _Instruction,
     body: dict[str, _Instruction],
-) -> Iterator[int]:
-    """The bytes that a kernel reads of each operand: of a sliced one, the slices."""
+) -> int:
+    """The bytes that a kernel reads and writes."""
     fused = re.search(r"calls=%([^\s,]+)", x.rest)
-    inner = computations[fused[1]] if fused else {}
+    if fused is None:
+        # A product writes to its workspace too, which is left out.
+        written = _arrays(x.type)[: 1 if _CONTRACTED.search(x.rest) else None]
+        return _num_bytes(written) + sum(_num_bytes_of(body[y]) for y in x.operands)
+    inner = computations[fused[1]]
     inputs = {
         int(y.operands[0]): name
         for name, y in inner.items()
         if y.operation == "parameter"
     }
+    total, changed = _num_bytes_of(x), ""
+    (root,) = (y for y in inner.values() if y.is_root)
+    if root.operation in _IN_PLACE and root.operands[0] in inputs.values():
+        changed = root.operands[0]
+        changes = inner[root.operands[_IN_PLACE[root.operation]]]
+        total = _num_bytes_of(changes) * (2 if root.operation == "scatter" else 1)
     for i, operand in enumerate(x.operands):
-        whole = _num_bytes(_arrays(body[operand].type))
         users = [y for y in inner.values() if inputs[i] in y.operands]
-        if users and all(
-            y.operation in _SLICES and y.operands[0] == inputs[i] for y in users
-        ):
-            whole = min(whole, sum(_num_bytes(_arrays(y.type)) for y in users))
-        yield whole
+        slices = [
+            _num_bytes_of(y)
+            for y in users
+            if y.operation in _SLICES and y.operands[0] == inputs[i]
+        ]
+        whole = _num_bytes_of(body[operand])
+        if inputs[i] != changed or len(users) > 1:
+            is_sliced = bool(users) and len(slices) == len(users)
+            total += min(whole, sum(slices)) if is_sliced else whole
+    return total
+
+
+def _num_bytes_of(x: _Instruction) -> int:
+    return _num_bytes(_arrays(x.type))
 
 
 def _arrays(type_: str) -> list[tuple[int, list[int]]]:

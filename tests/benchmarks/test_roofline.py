@@ -15,6 +15,13 @@ HloModule jit_f, entry_computation_layout={(bf16[64,32]{1,0})->f32[]}
   ROOT %slice.1 = f32[4,8]{1,0} dynamic-slice(%param_0, %param_1, %param_1), dynamic_slice_sizes={4,8}
 }
 
+%fused_update (param_2: f32[1000,8], param_3: s32[4,1], param_4: f32[4,8]) -> f32[1000,8] {
+  %param_2 = f32[1000,8]{1,0} parameter(0)
+  %param_3 = s32[4,1]{1,0} parameter(1)
+  %param_4 = f32[4,8]{1,0} parameter(2)
+  ROOT %scatter.1 = f32[1000,8]{1,0} scatter(%param_2, %param_3, %param_4), to_apply=%add
+}
+
 %body (p: (f32[1000,8], s32[])) -> (f32[1000,8], s32[]) {
   %p = (f32[1000,8]{1,0}, s32[]) parameter(0)
   %table = f32[1000,8]{1,0} get-tuple-element(%p), index=0
@@ -41,6 +48,9 @@ ENTRY %main (a: bf16[2,64,32], b: bf16[2,32,16], c: f32[1000,8], n: s32[], x: f3
   %product = (f32[2,64,16]{2,1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"]}}}
   %start = (f32[1000,8]{1,0}, s32[]) tuple(%c, %n)
   %loop = (f32[1000,8]{1,0}, s32[]) while(%start), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %rows = s32[4,1]{1,0} parameter(5)
+  %changes = f32[4,8]{1,0} parameter(6)
+  %changed = f32[1000,8]{1,0} fusion(%c, %rows, %changes), kind=kInput, calls=%fused_update
   ROOT %choice = f32[] conditional(%n, %x, %x), branch_computations={%first, %second}
 }
 """
@@ -49,9 +59,10 @@ ENTRY %main (a: bf16[2,64,32], b: bf16[2,32,16], c: f32[1000,8], n: s32[], x: f3
 def test_costs_are_those_of_a_count_by_hand():
     costs = roofline.costs_of(PROGRAM)
     # One product, three slices in the loop, and the copy in the longer branch.
+    # The scatter reads rows and changes, and reads and writes what it changes.
     product = 2 * 64 * 32 * 2 + 2 * 32 * 16 * 2 + 2 * 64 * 16 * 4
-    others = [2 * 4 * 8 * 4 + 4] * 3 + [4 + 4]
-    assert costs.kernels == 5
+    others = [2 * 4 * 8 * 4 + 4] * 3 + [4 + 4] + [4 * 4 + 3 * 4 * 8 * 4]
+    assert costs.kernels == 6
     assert costs.operations == 2 * 2 * 64 * 16 * 32
     assert costs.bytes == product + sum(others)
     seconds = sum(x / roofline.BYTES_PER_SECOND for x in [product, *others])
