@@ -150,8 +150,8 @@ def _as_text(report: dict[str, Any]) -> str:
     lines = [*map(_describe, report["directories"]), together]
     if total != if_planned:
         lines.append(
-            "Each noise multiplier and batch size counts with all planned steps. If all "
-            "of these and the numbers of steps were fixed before the first step: "
+            "Each noise multiplier and batch size counts with all planned steps. If "
+            "all of these and the numbers of steps were fixed before the first step: "
             f"epsilon {_digits(if_planned)}."
         )
     return "\n".join([*lines, _COUNTING])
