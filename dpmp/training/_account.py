@@ -39,24 +39,26 @@ class Account:
         failed: runs.Spent,
         directory: runs.RunDirectory | None = None,
         id_: str | None = None,
+        others: runs.Spent | None = None,
     ) -> "Account":
         """The account of steps after a state, under a new id or a given one.
 
-        The steps that led to the state, and the failed steps, are added to the ledger
-        of the directory.
+        The steps that led to the state, the failed steps, and `others`, which someone
+        has seen too, are added to the ledger of the directory.
         """
-        past = before = past_of(mechanism, state) | failed
+        past = past_of(mechanism, state) | failed
+        seen = before = past | (others or past)
         _validate.require(
-            _processes.are_equal(bytes(past.to_array())),
+            _processes.are_equal(bytes(seen.to_array())),
             "all processes must have the same past steps, including those that failed. "
             "Start all processes again, and go on from a saved state.",
             num_processes=jax.process_count(),
             error=RuntimeError,
         )
         if directory is not None:
-            before = directory.spent | past
+            before = directory.spent | seen
             _check_people(before, mechanism)
-            directory.enter(past)
+            directory.enter(seen)
         id_ = _processes.random_id() if id_ is None else id_
         return cls(mechanism, past, before, int(state.step), mechanism.iterations, id_)
 

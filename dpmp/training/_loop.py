@@ -27,7 +27,7 @@ from dpmp import _validate, runs
 from dpmp._warnings import warn
 from dpmp.accounting import round_up
 from dpmp.sources import Load, prefetched
-from dpmp.training._account import Account, LastStep, newest
+from dpmp.training._account import Account, LastStep, newest, past_of
 from dpmp.training._checks import Options, as_public
 from dpmp.training._first_line import first_line
 from dpmp.training._report import TIMES, Report, finite
@@ -60,10 +60,14 @@ class Loop:
         self._step, self._load, self._options, self._root = step, load, options, root
         self._directory, self._signals = directory, signals
         self._last_step, self._process = last_step, os.getpid()
+        mechanism = step.mechanism
+        # The directory may have a later state, but someone has seen this one.
+        given = past_of(mechanism, state)
         # `_saved`: steps of the newest checkpoint, None for another state's.
         state, lines, self._saved = newest(state, directory)
-        mechanism = step.mechanism
-        account = Account.of(mechanism, state, last_step.failed, directory)
+        account = Account.of(
+            mechanism, state, last_step.failed, directory, others=given
+        )
         if directory is not None and options.epsilon_budget is not None:
             directory.check_delta()
         account = account.within(options.stop, options.epsilon_budget)

@@ -23,7 +23,13 @@ from dpmp.training._loop import Loop
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals
-from dpmp.training._tickets import Batch, draw_batch, draw_tickets, root_of
+from dpmp.training._tickets import (
+    Batch,
+    Ticket,
+    draw_batch,
+    draw_tickets,
+    root_of,
+)
 
 
 class DPTrainer:
@@ -202,7 +208,7 @@ class DPTrainer:
         self._step.check_structure(state)
         mechanism, step = self.mechanism, int(state.step)
         if not isinstance(batch, Batch):
-            (ticket,) = draw_tickets([step], self._root)
+            ticket = self._draw_ticket(state)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
         else:
             _validate.require(
@@ -215,6 +221,12 @@ class DPTrainer:
         account = self._last_step.account(mechanism, state)
         with self._last_step.charging(mechanism, state):
             return self._make_step(state, batch, account)
+
+    def _draw_ticket(self, state: TrainingState) -> Ticket:
+        """Draws keys for the next step, which its failed attempts did not use."""
+        made = past_of(self.mechanism, state) | self._last_step.failed
+        (ticket,) = draw_tickets([int(state.step)], self._root, made.times_made)
+        return ticket
 
     def _make_step(
         self, state: TrainingState, batch: Batch, account: Account
@@ -244,8 +256,8 @@ class DPTrainer:
         self._step.check_structure(state)
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
+        ticket = self._draw_ticket(state)
         with self._last_step.charging(self.mechanism, state):
-            (ticket,) = draw_tickets([int(state.step)], self._root)
             return draw_batch(self.mechanism, load, batch_sharding, ticket)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
@@ -339,6 +351,7 @@ class DPTrainer:
         load = loader_of(source, mechanism.num_examples)
         self._step.check_structure(state)
         check_same_data(load, mechanism, (int(state.step), options.plan))
+        made: Any = None
         failure = None
         with (
             runs.opened(checkpoint_dir, delta=mechanism.delta) as directory,
@@ -357,10 +370,11 @@ class DPTrainer:
             self.last_state = None
             try:
                 loop.run()
-                self.last_state = loop.state  # a signal may come before the return
+                # A signal may come before the return.
+                made = self.last_state = loop.state
             except BaseException as error:
                 try:
-                    self.last_state = loop.stopped(error)
+                    made = self.last_state = loop.stopped(error)
                 except Exception as cause:  # nobody may see a step that is not paid for
                     kind = OSError if isinstance(cause, OSError) else RuntimeError
                     failure = kind(f"{cause} The run has stopped.")
@@ -369,10 +383,9 @@ class DPTrainer:
                 if failure is None:
                     raise
             finally:
-                loop.settle(self.last_state)
+                loop.settle(made)
             if failure is not None:  # raised here, it does not show the first error
                 raise failure
         loop.end()
-        made: Any = self.last_state
         self.last_state = None
         return made  # a call here could be interrupted

@@ -165,7 +165,9 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
         if directory is not None and directory.newest[0] > start:
             start, past = directory.newest
         past |= self.owed[trainer]
-        before = past if directory is None else past | directory.steps
+        before = past
+        if directory is not None:
+            before |= directory.steps | known.steps
         ends = [x for x in range(start + 1, stop + 1) if x % every == 0 or x == stop]
         if failure == "callback" and ends:
             made, failed = ends[len(ends) // 2], 0

@@ -44,7 +44,9 @@ from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
 from dpmp.training._account import Account, LastStep
 from dpmp.training._loop import Loop
+from dpmp.training._step import Step
 from dpmp.training._stops import Signals
+from dpmp.training._tickets import Ticket
 
 
 def average(*states):
@@ -629,3 +631,58 @@ def test_a_foreign_function_is_taken_for_one_that_shows_values():
         return jax.ffi.ffi_call("shows_values", spec)(x)
 
     assert losses.calls_host(jax.make_jaxpr(call)(1.0).jaxpr)
+
+
+def test_a_directory_pays_for_a_state_that_it_leaves_for_a_later_one(tmp_path):
+    trainer = fresh_trainer()
+    for stop in (4, 5, 7):  # the same program, started again
+        state = own_steps(trainer, trainer.init(PARAMS), 3)
+        state = fit(trainer, tmp_path, state=state, stop_at=stop)
+        assert int(state.step) == stop
+    assert num_paid(tmp_path) == 3 * 3 + 4
+    assert num_of_state(state) == 7
+    budget = epsilon_of(tmp_path) * (1 + 1e-9)
+    state = own_steps(new_trainer(iterations=8), trainer.init(PARAMS), 2)
+    with pytest.warns(UserWarning, match="the budget .* ends the run after step 7"):
+        fit(new_trainer(iterations=8), tmp_path, state=state, epsilon_budget=budget)
+    assert num_paid(tmp_path) == 15
+
+
+def test_a_step_that_is_made_again_has_other_keys_although_they_are_reproducible(
+    monkeypatch,
+):
+    def keys_of_a_run(prng_key):
+        trainer, keys = new_trainer(prng_key=prng_key), []
+        take = Ticket.take
+
+        def recorded(self, *uses):
+            found = take(self, *uses)
+            keys.extend(x.tobytes() for x in found)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ticket, "take", recorded)
+            state = own_steps(trainer, trainer.init(PARAMS), 1)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="could not be loaded"):
+                    trainer.load_batch(state, Source(1, raises(FailureError)))
+            with patch.context() as inner:
+                inner.setattr(Step, "prepare", raises(FailureError))
+                with pytest.raises(FailureError):
+                    own_steps(trainer, state, 1)
+            own_steps(trainer, state, 1)
+        assert len({*keys}) == len(keys) >= 10
+        return keys
+
+    key = jax.random.key(3)
+    assert keys_of_a_run(key) == keys_of_a_run(key)
+
+
+def test_a_run_returns_its_own_state(monkeypatch):
+    trainer = fresh_trainer()
+
+    def another_thread_begins_a_run(_):
+        trainer.last_state = None
+
+    monkeypatch.setattr(Loop, "end", another_thread_begins_a_run)
+    assert int(fit(trainer).step) == 7
