@@ -49,12 +49,14 @@ class Costs(NamedTuple):
     def __add__(self, other: tuple) -> "Costs":
         return Costs(*(x + y for x, y in zip(self, other, strict=True)))
 
-    def times(self, number: int) -> "Costs":
+    def times(self, number: float) -> "Costs":
         """Those of a loop."""
         return Costs(*(number * x for x in self))
 
     def figures(self) -> dict[str, float]:
-        """For result lines."""
+        """For result lines; none if a loop has no known number of iterations."""
+        if math.isnan(self.bytes):
+            return {}
         return {
             "kernels": round(self.kernels),
             "product_teraflops": round(self.operations / 1e12, 3),
@@ -90,7 +92,9 @@ def _costs_of(computations: dict[str, dict[str, _Instruction]], name: str) -> Co
             # Of the branches of a condition, the longest.
             costs = max(parts, key=lambda costs: costs.seconds, default=Costs())
             trips = _TRIPS.search(x.rest)
-            total += costs.times(int(trips[1]) if trips else 1)
+            is_loop = x.operation == "while"
+            number = float(trips[1]) if trips else math.nan if is_loop else 1.0
+            total += costs.times(number)
         elif x.operation not in _NO_KERNELS:
             operations = _operations(x, body)
             num_bytes = _moved(computations, x, body)

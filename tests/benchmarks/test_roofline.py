@@ -75,3 +75,9 @@ def test_a_large_product_takes_the_time_of_its_operations():
         large = large.replace(sizes, "8192,8192")
     seconds = 2 * 2 * 8192**3 / roofline.OPERATIONS_PER_SECOND
     assert roofline.costs_of(large).seconds == pytest.approx(seconds, rel=1e-3)
+
+
+def test_a_loop_of_unknown_length_has_no_figures():
+    unknown = PROGRAM.replace('"known_trip_count":{"n":"3"}', "")
+    assert roofline.costs_of(PROGRAM).figures()["kernels"] == 6
+    assert roofline.costs_of(unknown).figures() == {}
