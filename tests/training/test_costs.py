@@ -32,7 +32,10 @@ from dpmp.runs import Spent
 from dpmp.runs._ledger import Ledger
 
 END = 7  # iterations
-TRAINERS = [new_trainer(noise_multiplier=x) for x in (1.0, 1.0, 2.0)]
+# No batch is empty: a source is not asked for an empty one, and could not fail.
+TRAINERS = [
+    new_trainer(noise_multiplier=x, expected_batch_size=SIZE) for x in (1.0, 1.0, 2.0)
+]
 
 
 class Step(NamedTuple):
