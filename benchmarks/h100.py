@@ -34,7 +34,7 @@ def topology(name: str = "1x1x1") -> Any:
         return topologies.get_topology_desc(
             platform="cuda", target_config=_H100.read_text(), topology=name
         )
-    except NotImplementedError:  # jax raises it for a platform without a plugin
+    except NotImplementedError:  # what jax raises if the plugin is not installed
         raise SystemExit(
             "The plugin of jax for CUDA must be installed; it was not found. Run: "
             "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt"

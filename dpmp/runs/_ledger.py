@@ -29,7 +29,8 @@ from dpmp.runs._spent import Segment, Spent, segment_as_json, segment_from_json
 
 NAME = "ledger.jsonl"
 _CHARGE_FILES = "charged-*.json"
-_FORMAT = 2
+_FORMAT = 3
+_NO_RECORD = AttributeError, KeyError, RecursionError, TypeError, ValueError
 _LINE = re.compile(rb'\n?(\{[^\n]*?), "checksum": "([0-9a-f]{32})"\}')
 
 
@@ -198,9 +199,7 @@ def _decode(text: bytes, place: str) -> Record:
     try:
         fields: dict[str, Any] = json.loads(text)
         written_by = fields.pop("format")
-        segment = segment_from_json(fields.pop("segment"))
-        record = Record(segment=segment, **fields)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+    except _NO_RECORD:
         _damaged(place)
     _validate.require(
         written_by == _FORMAT,
@@ -208,7 +207,11 @@ def _decode(text: bytes, place: str) -> Record:
         "wrote it.",
         line=place,
     )
-    return record
+    try:
+        segment = segment_from_json(fields.pop("segment"))
+        return Record(segment=segment, **fields)
+    except _NO_RECORD:
+        _damaged(place)
 
 
 def _parse(content: bytes, file: str) -> _Whole:

@@ -23,13 +23,7 @@ from dpmp.training._loop import Loop
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals
-from dpmp.training._tickets import (
-    Batch,
-    Ticket,
-    draw_batch,
-    draw_tickets,
-    root_of,
-)
+from dpmp.training._tickets import Batch, Ticket, draw_batch, draw_tickets, root_of
 
 
 class DPTrainer:

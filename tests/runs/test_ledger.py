@@ -36,7 +36,7 @@ class TestRecords:
         assert len(fields.pop("checksum")) == 32
         assert fields.pop("time").endswith("+00:00")
         assert fields == {
-            "format": 2,
+            "format": 3,
             "event": "released",
             "segment": {
                 "id": 32 * "a",
@@ -129,7 +129,7 @@ class TestPowerFailures:
     def test_a_whole_record_counts_without_its_newline(self, tmp_path):
         assert Ledger(tmp_path).copy() == b""
         content = write_three(tmp_path)
-        file_of(tmp_path).write_bytes(content + b'{"format": 2, "eve')
+        file_of(tmp_path).write_bytes(content + b'{"format": 3, "eve')
         assert Ledger(tmp_path).copy() == content.rstrip()
         file_of(tmp_path).write_bytes(content[:-1])
         assert num_steps(tmp_path) == 30
@@ -220,9 +220,10 @@ class TestDamage:
 
     def test_other_formats_and_fields_are_refused(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            patch.setattr(_ledger, "_FORMAT", 3)
+            patch.setattr(_ledger, "_FORMAT", 2)
+            patch.setattr(_ledger, "segment_as_json", lambda _: {"is_in_order": True})
             write_three(tmp_path)
-        with pytest.raises(ValueError, match=r"must have format 2.*line 1"):
+        with pytest.raises(ValueError, match=r"must have format 3.*line 1"):
             Ledger(tmp_path)
         file_of(tmp_path).unlink()
         with monkeypatch.context() as patch:

@@ -147,20 +147,10 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
         known=states,
         stop=numbers,
         failure=st.sampled_from(["none", "callback", "source"]),
-    )
-    def run(self, trainer, known, stop, failure):
-        return self.run_in(trainer, known, stop, failure, None, 1)
-
-    @hypothesis.stateful.rule(
-        target=states,
-        trainer=trainers,
-        known=states,
-        stop=numbers,
-        failure=st.sampled_from(["none", "callback", "source"]),
-        directory=directories,
+        directory=st.none() | directories,
         every=st.integers(1, 3),
     )
-    def run_in(self, trainer, known, stop, failure, directory, every):
+    def run(self, trainer, known, stop, failure, directory, every):
         start = int(known.state.step)
         if stop < start:
             return known
@@ -171,6 +161,8 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
         before = past
         if directory is not None:
             before |= directory.steps | known.steps
+        else:
+            every = 1  # each step is released as it is made
         ends = [x for x in range(start + 1, stop + 1) if x % every == 0 or x == stop]
         if failure == "callback" and ends:
             made, failed = ends[len(ends) // 2], 0
