@@ -185,7 +185,10 @@ class DPSGD:
         counting = ReleasedMetrics(fraction_overflowed=True)
         if metrics is not None:
             counting = dataclasses.replace(metrics, fraction_overflowed=True)
-        return dataclasses.replace(self, released_metrics=counting)
+        # `replace` alone would take clip norms that someone has changed.
+        return dataclasses.replace(
+            self, released_metrics=counting, l2_clip_norm=self._clip_norm_tree
+        )
 
     @property
     def has_default_method(self) -> bool:

@@ -141,6 +141,7 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
         except OSError as error:
             _no_locks(directory, error.strerror or str(error))
         process = os.getpid()
+        _locked.add(descriptor)
         try:
             os.ftruncate(descriptor, 0)
             who = f"process {process} on {socket.gethostname()}, {os.urandom(8).hex()}"
@@ -148,10 +149,26 @@ def locked(directory: pathlib.Path) -> Iterator[None]:
             os.fsync(descriptor)
             yield
         finally:
-            # Closing the file keeps the lock while a forked process has it open too.
-            # And a forked process must not release the lock.
-            if process == os.getpid():
+            if process == os.getpid():  # a forked process must not release the lock
+                _locked.discard(descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+# The descriptors of locks. A forked process that lives longer would keep them.
+_locked: set[int] = set()
+
+
+def _close_locks() -> None:
+    """Opens something else in place of the locks, in a forked process."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for descriptor in _locked:
+        os.dup2(null, descriptor, inheritable=False)
+    _locked.clear()
+    os.close(null)
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_close_locks)
 
 
 def _no_locks(directory: pathlib.Path, reason: str) -> NoReturn:

@@ -52,6 +52,18 @@ class Spent:
         """The steps that are in one of the sets, or in both."""
         return Spent.of((*self.segments, *other.segments))
 
+    def beside(self, other: "Spent") -> "Spent":
+        """Both sets, made by runs that did not know of each other: plans add up."""
+        union, ours, theirs = self | other, self.planned(), other.planned()
+        segments = list(union.segments)
+        for i, x in enumerate(segments):
+            counts = self.count(x.cost), other.count(x.cost)
+            in_both = sum(counts) - union.count(x.cost)
+            if in_both < min(counts):  # each of them has steps of its own
+                planned = ours[x.cost] + theirs[x.cost] - in_both
+                segments[i] = dataclasses.replace(x, planned=planned)
+        return Spent(tuple(segments))
+
     def without(self, other: "Spent") -> "Spent":
         """The segments with steps that are not in another set."""
         return Spent(

@@ -1,18 +1,17 @@
 """The command `ledger` of `python -m dpmp`: adds up the epsilon of directories."""
 
 import argparse
-import collections
+import functools
 import json
 import math
 import pathlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dpmp import _validate
 from dpmp.accounting import PrivacyGuarantee, digits_above, digits_below, round_up
-from dpmp.mechanism import PrivacyCost, guarantee_of_stages
-from dpmp.runs import Ledger, Segment, Spent
+from dpmp.runs import Ledger, Spent
 
 _COUNTING = (
     "Every step that was released counts, and every step that an error may have told "
@@ -54,11 +53,9 @@ def _ledger(args: argparse.Namespace) -> int:
 
 def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[str, Any]:
     ledgers = {str(x): _read(x) for x in directories}
-    total = Spent.of(x.segment for ledger in ledgers.values() for x in ledger.records)
+    total = functools.reduce(Spent.beside, (x.spent for x in ledgers.values()))
     delta = _common_delta(ledgers.values()) if delta is None else delta
     together = total.guarantee(delta=delta)
-    if len(ledgers) > 1 and len(total.planned()) > 1:
-        together = guarantee_of_stages(_planned(ledgers.values()), delta=delta)
     return {
         "epsilon": _finite(together),
         "epsilon_if_planned": _finite(total.guarantee_if_planned(delta=delta)),
@@ -67,17 +64,6 @@ def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[st
         "neighboring_relation": together.neighboring_relation,
         "directories": [_row(x, y, delta) for x, y in ledgers.items()],
     }
-
-
-def _planned(ledgers: Iterable[Ledger]) -> collections.Counter[PrivacyCost]:
-    """The planned steps of each cost, added up over directories."""
-    planned, seen = collections.Counter[PrivacyCost](), set[Segment]()
-    for ledger in ledgers:
-        # A copy of a directory has the same steps.
-        new = [x for x in ledger.spent.segments if x not in seen]
-        planned.update(Spent.of(new).planned())
-        seen.update(new)
-    return planned
 
 
 def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Account:
         The steps that led to the state, the failed steps, and `others`, which someone
         has seen too, are added to the ledger of the directory.
         """
-        past = past_of(mechanism, state) | failed
-        seen = before = past | (others or past)
+        past = past_of(mechanism, state).beside(failed)
+        seen = before = past.beside(others or past)
         _validate.require(
             _processes.are_equal(bytes(seen.to_array())),
             "all processes must have the same past steps, including those that failed. "
@@ -56,9 +56,9 @@ class Account:
             error=RuntimeError,
         )
         if directory is not None:
-            before = directory.spent | seen
+            before = directory.spent.beside(seen)
             _check_people(before, mechanism)
-            directory.enter(seen)
+            directory.enter(before)
         id_ = _processes.random_id() if id_ is None else id_
         return cls(mechanism, past, before, int(state.step), mechanism.iterations, id_)
 
@@ -100,6 +100,11 @@ class Account:
         return runs.Segment(
             id=self.id, start=start, stop=stop, planned=planned, cost=cost
         )
+
+    def lost(self, start: int, stop: int) -> runs.Segment:
+        """Steps that no state has, and that are planned beside those of every state."""
+        alone = dataclasses.replace(self, before=runs.Spent())
+        return alone.segment(start, stop)
 
     def spent(self, stop: int) -> np.ndarray:
         """`TrainingState.spent` after `stop` steps."""
@@ -176,8 +181,9 @@ class LastStep:
         """
         id_, step = _processes.random_id(), int(state.step)
         account = Account.of(mechanism, state, runs.Spent(), id_=id_)
+        account = dataclasses.replace(account, end=step + 1)
         self._running[id_] = threading.get_ident()
-        self.fail(account.segment(step, step + 1))
+        self.fail(account.lost(step, step + 1))
         try:
             yield
         except BaseException as error:

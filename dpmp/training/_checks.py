@@ -81,14 +81,18 @@ def checked_stop(stop_at: Any, state: Any, iterations: int) -> int:
     return stop
 
 
-def check_step(batch: Any, step: int, mechanism: DPSGD) -> None:
-    """Raises ValueError unless `train_step` may use a `Batch` after `step` steps."""
+def check_not_over(step: int, mechanism: DPSGD) -> None:
+    """Raises ValueError after the last step."""
     _validate.require(
         step < mechanism.iterations,
         f"step must be below iterations = {mechanism.iterations}. Plan more iterations "
         "before the run starts.",
         step=step,
     )
+
+
+def check_batch(batch: Any, step: int, mechanism: DPSGD) -> None:
+    """Raises ValueError unless `train_step` may use a `Batch` after `step` steps."""
     drawn_by = batch.mechanism.sampling, batch.mechanism.num_examples
     _validate.require(
         batch.ticket.step == step

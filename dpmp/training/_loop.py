@@ -188,7 +188,7 @@ class Loop:
         if last_state is not None or self._directory is not None:
             self._last_step.have_paid(account.before)
         elif self._started > account.start:
-            self._last_step.fail(account.segment(account.start, self._started))
+            self._last_step.fail(account.lost(account.start, self._started))
 
     def _describe_stop(self, step: int) -> str:
         mechanism, spent = self._account.mechanism, ""

@@ -4,6 +4,7 @@ So a step and its state are not lost, and a report of an error shows no secret.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ class Signals:
         }
         self._is_interruptible = self._is_over = False
         self._waiting: list[int] = []
+        self._process = os.getpid()
         self._restore = contextlib.ExitStack()
         self._handled = sys.exception()  # the program may be handling an older error
 
@@ -76,6 +78,10 @@ class Signals:
         self._waiting.clear()
 
     def _handle(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # a forked process ends as usual
+            signal.signal(number, self._usual[number])
+            os.kill(os.getpid(), number)
+            return
         if self._is_over:
             return
         if self._is_interruptible or self._waiting:

@@ -201,6 +201,7 @@ class DPTrainer:
         _checks.check_state(state, batch)
         self._step.check_structure(state)
         mechanism, step = self.mechanism, int(state.step)
+        _checks.check_not_over(step, mechanism)
         if not isinstance(batch, Batch):
             ticket = self._draw_ticket(state)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
@@ -211,7 +212,7 @@ class DPTrainer:
                 "has it. Use trainer.train_step(state, batch).",
                 is_padding_example="given",
             )
-        _checks.check_step(batch, step, mechanism)
+        _checks.check_batch(batch, step, mechanism)
         account = self._last_step.account(mechanism, state)
         with self._last_step.charging(mechanism, state):
             return self._make_step(state, batch, account)
@@ -248,6 +249,7 @@ class DPTrainer:
         """
         _checks.check_state(state)
         self._step.check_structure(state)
+        _checks.check_not_over(int(state.step), self.mechanism)
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
         ticket = self._draw_ticket(state)
@@ -379,6 +381,7 @@ class DPTrainer:
             finally:
                 loop.settle(made)
             if failure is not None:  # raised here, it does not show the first error
+                del loop  # nor the state
                 raise failure
         loop.end()
         self.last_state = None

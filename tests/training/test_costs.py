@@ -36,55 +36,78 @@ END = 7  # iterations
 TRAINERS = [
     new_trainer(noise_multiplier=x, expected_batch_size=SIZE) for x in (1.0, 1.0, 2.0)
 ]
+COSTS = [x.mechanism.step_cost for x in TRAINERS[1:]]
 
 
 class Step(NamedTuple):
     number: int  # unique
     cost: PrivacyCost
-    planned: int  # steps of this cost, when this one was made
+
+
+class History(NamedTuple):
+    """Steps, and how many were planned, for each of `COSTS`."""
+
+    steps: frozenset[Step] = frozenset()
+    plans: tuple[int, ...] = (0,) * len(COSTS)
+
+    def of(self, cost):
+        return {x for x in self.steps if x.cost == cost}
+
+    def planned(self, cost):
+        return max(len(self.of(cost)), self.plans[COSTS.index(cost)])
+
+    def joined(self, other):
+        """Plans add up if both have steps that the other does not know of."""
+        plans = []
+        for cost in COSTS:
+            ours, theirs = self.of(cost), other.of(cost)
+            numbers = self.planned(cost), other.planned(cost)
+            are_apart = ours - theirs and theirs - ours
+            both = sum(numbers) - len(ours & theirs)
+            plans.append(both if are_apart else max(numbers))
+        return History(self.steps | other.steps, tuple(plans))
+
+    def then(self, other):
+        """Steps that knew of these."""
+        plans = tuple(map(max, self.plans, other.plans))
+        return History(self.steps | other.steps, plans)
+
+    def epsilon(self):
+        costs = {x.cost for x in self.steps}
+        if len(costs) == 1:
+            return guarantee_of(
+                {x: len(self.of(x)) for x in costs}, delta=DELTA
+            ).epsilon
+        planned = {x: self.planned(x) for x in costs}
+        return guarantee_of_stages(planned, delta=DELTA).epsilon
 
 
 class Known(NamedTuple):
     """A state, and the steps that led to it."""
 
     state: object
-    steps: frozenset[Step]
+    history: History
 
 
 class Directory:
     def __init__(self):
         self.path = Path(tempfile.mkdtemp()) / "run"
-        self.steps = frozenset()
-        self.newest = 0, frozenset()  # the steps of the newest checkpoint
+        self.history = History()
+        self.newest = 0, History()  # the newest checkpoint
 
     def copied(self):
         copy = Directory()
         shutil.copytree(self.path, copy.path)
-        copy.steps, copy.newest = self.steps, self.newest
+        copy.history, copy.newest = self.history, self.newest
         return copy
 
 
-def planned(steps):
-    counts = {x.cost: sum(x.cost == y.cost for y in steps) for x in steps}
-    return {
-        cost: max(count, *(x.planned for x in steps if x.cost == cost))
-        for cost, count in counts.items()
-    }
-
-
-def epsilon(steps):
-    counts = {x.cost: sum(x.cost == y.cost for y in steps) for x in steps}
-    if len(counts) == 1:
-        return guarantee_of(counts, delta=DELTA).epsilon
-    return guarantee_of_stages(planned(steps), delta=DELTA).epsilon
-
-
-def check(spent, steps):
-    assert spent.planned() == planned(steps)
-    for cost in {x.cost for x in steps}:
-        assert spent.count(cost) == sum(x.cost == cost for x in steps)
+def check(spent, history):
+    costs = {x.cost for x in history.steps}
+    assert spent.planned() == {x: history.planned(x) for x in costs}
+    assert all(spent.count(x) == len(history.of(x)) for x in costs)
     result = spent.guarantee(delta=DELTA).epsilon
-    assert result == pytest.approx(epsilon(steps), rel=1e-12)
+    assert result == pytest.approx(history.epsilon(), rel=1e-12)
 
 
 trainers = st.integers(0, len(TRAINERS) - 1)
@@ -98,20 +121,29 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.number = 0
-        self.owed = [frozenset() for _ in TRAINERS]  # failed steps
+        self.owed = [History() for _ in TRAINERS]  # failed steps
         for trainer in TRAINERS:
             without_failures(trainer)
 
-    def draws(self, trainer, before, start, number):
+    def draws(self, trainer, before, number, planned):
+        """Steps of a run that knows those before it."""
         cost = TRAINERS[trainer].mechanism.step_cost
-        plan = sum(x.cost == cost for x in before) + END - start
         self.number += number
         numbers = range(self.number - number, self.number)
-        return frozenset(Step(i, cost, plan) for i in numbers)
+        plans = [0] * len(COSTS)
+        if number:
+            plans[COSTS.index(cost)] = len(before.of(cost)) + planned
+        return History(frozenset(Step(i, cost) for i in numbers), tuple(plans))
+
+    def forgive(self, trainer, history):
+        owed = self.owed[trainer]
+        left = owed.steps - history.steps
+        plans = tuple(sum(x.cost == cost for x in left) for cost in COSTS)
+        self.owed[trainer] = History(left, plans)
 
     @hypothesis.stateful.initialize(target=states)
     def init(self):
-        return Known(TRAINERS[0].init(PARAMS), frozenset())
+        return Known(TRAINERS[0].init(PARAMS), History())
 
     @hypothesis.stateful.rule(target=directories)
     def new_directory(self):
@@ -123,9 +155,9 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
         if int(state.step) == END:
             return known
         # A failed step is owed until a state that paid for it comes back.
-        self.owed[trainer] -= known.steps
-        before = known.steps | self.owed[trainer]
-        steps = before | self.draws(trainer, before, int(state.step), 1)
+        self.forgive(trainer, known.history)
+        before = known.history.joined(self.owed[trainer])
+        steps = before.then(self.draws(trainer, before, 1, END - int(state.step)))
         batch = TRAINERS[trainer].load_batch(state, DATA)
         made = TRAINERS[trainer].train_step(state, batch)
         check(Spent.from_array(made.spent, num_examples=SIZE), steps)
@@ -138,8 +170,8 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
             return
         with pytest.raises(RuntimeError, match="could not be loaded"):
             TRAINERS[trainer].load_batch(known.state, source)
-        failed = self.draws(trainer, known.steps, int(known.state.step), 1)
-        self.owed[trainer] |= failed
+        failed = self.draws(trainer, History(), 1, 1)
+        self.owed[trainer] = self.owed[trainer].then(failed)
 
     @hypothesis.stateful.rule(
         target=states,
@@ -154,13 +186,13 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
         start = int(known.state.step)
         if stop < start:
             return known
-        past = known.steps
+        past = known.history
         if directory is not None and directory.newest[0] > start:
             start, past = directory.newest
-        past |= self.owed[trainer]
+        past = past.joined(self.owed[trainer])
         before = past
         if directory is not None:
-            before |= directory.steps | known.steps
+            before = directory.history.joined(past.joined(known.history))
         else:
             every = 1  # each step is released as it is made
         ends = [x for x in range(start + 1, stop + 1) if x % every == 0 or x == stop]
@@ -171,8 +203,8 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
         else:
             made, failed, failure = max(start, stop), 0, "none"
         # A later state in the directory, and another one of as many steps, stay.
-        steps = self.draws(trainer, before, start, made - start)
-        lost = self.draws(trainer, before, start, failed)
+        steps = self.draws(trainer, before, made - start, END - start)
+        lost = self.draws(trainer, before, failed, END - start)
         options = {}
         if directory is not None:
             options = {"directory": directory.path, "every": every}
@@ -190,15 +222,15 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
         except (FailureError, RuntimeError) as raised:
             error, result = raised, TRAINERS[trainer].last_state
         assert (error is None) == (failure == "none"), error
-        self.owed[trainer] = frozenset()
-        of_state = past | steps | lost
+        self.owed[trainer] = History()
+        of_state = past.then(steps).then(lost)
         check(Spent.from_array(result.spent, num_examples=SIZE), of_state)
         assert int(result.step) == made
         if directory is not None:
-            directory.steps = before | steps | lost
-            check(Ledger(directory.path).spent, directory.steps)
+            directory.history = before.then(steps).then(lost)
+            check(Ledger(directory.path).spent, directory.history)
             if made > directory.newest[0]:
-                directory.newest = made, past | steps
+                directory.newest = made, past.then(steps)
         return Known(result, of_state)
 
     @hypothesis.stateful.rule(target=directories, directory=directories)

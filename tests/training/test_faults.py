@@ -7,7 +7,9 @@ import functools
 import os
 import signal
 import sys
+import time
 import traceback
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +44,16 @@ from dpmp.programs import losses
 from dpmp.runs import Spent, _files, _ledger, opened, read_metrics
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
+from dpmp.tools.ledger import _report
 from dpmp.training._account import Account, LastStep
 from dpmp.training._loop import Loop
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals
 from dpmp.training._tickets import Ticket
+
+
+def own_step(trainer, state):
+    return trainer.train_step(state, trainer.load_batch(state, DATA))
 
 
 def average(*states):
@@ -609,6 +616,108 @@ def test_the_clip_norms_of_a_mechanism_are_those_of_its_noise():
     norm = np.linalg.norm(np.asarray(total["w"].to_float(), np.float64))
     assert norm <= 1 / mechanism.expected_batch_size
     assert mechanism.statement() == statement
+
+
+def test_a_step_clips_to_the_norms_that_its_noise_is_for():
+    norms = {"w": 1.0}
+    trainer = new_trainer(l2_clip_norm=norms, noise_multiplier=1e-3)
+    state = trainer.init(PARAMS)
+    norms["w"] = 100.0
+    trainer.mechanism.l2_clip_norm["w"] = 100.0
+    data = jax.tree.map(lambda x: 1000 * np.ones_like(x), DATA)
+    state = trainer.train_step(state, trainer.load_batch(state, data))
+    (update,) = jax.tree.leaves(state.params)
+    # The largest batch, each of whose examples moves the average by 1 / 8.
+    largest = trainer.mechanism.padded_batch_size / 8
+    learning_rate = 0.1
+    assert np.linalg.norm(update) <= 1.01 * learning_rate * largest
+
+
+def test_a_source_may_return_one_buffer_for_all_rows():
+    buffer = np.empty(3, np.float32)
+
+    class Rows:
+        def __len__(self):
+            return SIZE
+
+        def __getitem__(self, index):
+            if not isinstance(index, int):
+                raise TypeError
+            np.copyto(buffer, DATA["x"][index])
+            return {"x": buffer, "y": DATA["y"][index]}
+
+    trainer = new_trainer(sampling_prob=1.0, truncated_batch_size=SIZE)
+    batch = trainer.load_batch(trainer.init(PARAMS), Rows())
+    np.testing.assert_array_equal(batch.examples["x"], DATA["x"])
+
+
+def test_plans_of_runs_that_did_not_know_of_each_other_add_up(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    state = fit(fresh_trainer(), first, stop_at=3)
+    fit(fresh_trainer(), second, stop_at=2)
+    fit(new_trainer(noise_multiplier=2.0), second, state=state, stop_at=5)
+    planned = Ledger(second).spent.planned()
+    assert sorted(planned.values()) == [4, 14]
+
+    def epsilon(*directories):
+        return _report(directories, None)["epsilon"]
+
+    assert epsilon(first, second) == epsilon(second)
+
+
+def test_plans_of_a_state_that_is_continued_twice_add_up(tmp_path):
+    trainer = fresh_trainer()
+    start = own_step(trainer, trainer.init(PARAMS))
+    copy = jax.tree.map(jnp.copy, start)
+    for state in (own_step(trainer, start), own_step(trainer, copy)):
+        fit(fresh_trainer(), tmp_path, state=state, stop_at=3)
+    assert list(Ledger(tmp_path).spent.planned().values()) == [13]
+
+
+def test_a_failed_step_is_planned_for_once(tmp_path):
+    trainer = fresh_trainer()
+    state = trainer.init(PARAMS)
+    for _ in range(2):
+        state = own_step(trainer, state)
+        with pytest.raises(RuntimeError, match="could not be loaded"):
+            trainer.load_batch(state, Source(1, raises(FailureError)))
+    state = own_step(trainer, state)
+    spent = Spent.from_array(state.spent, num_examples=SIZE)
+    assert list(spent.planned().values()) == [7 + 2]
+
+
+def test_workers_of_a_killed_process_do_not_keep_a_directory_locked(tmp_path):
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # of threads
+        if not (process := os.fork()):
+            with _files.locked(tmp_path):
+                if not os.fork():  # a worker, which lives on
+                    os.read(read_end, 1)
+                os._exit(0)  # as SIGKILL would
+    os.waitpid(process, 0)
+    try:
+        with _files.locked(tmp_path):
+            pass
+    finally:
+        os.write(write_end, b".")
+
+
+def test_a_forked_process_ends_by_a_signal_as_usual():
+    with Signals(sigterm=True), warnings.catch_warnings(action="ignore"):
+        if not (process := os.fork()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+            os._exit(1)
+        _, status = os.waitpid(process, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_a_batch_after_the_last_step_costs_nothing():
+    trainer = fresh_trainer()
+    state = fit(trainer)
+    with pytest.raises(ValueError, match="must be below iterations"):
+        trainer.load_batch(state, DATA)
+    assert not trainer._last_step.failed.segments
 
 
 def test_processes_must_agree_on_past_steps(monkeypatch):
