@@ -107,7 +107,8 @@ def table_of_needs() -> str:
 def table_of_checks() -> str:
     """The formulas next to what compiled programs have."""
     keys = ("compiled_for", "devices", "parameters", "num_parameters")
-    lines = read("scaling", *keys, part="compiled", compiled_for="virtual CPUs")
+    wanted = {"part": "compiled", "compiled_for": "virtual CPUs", "lora": None}
+    lines = read("scaling", *keys, **wanted)
     columns = """
     billion parameters = num_parameters * 1e-9 | tokens = length | devices |
     parameters are = parameters | state, GB = state * 1e-9 |
@@ -120,21 +121,29 @@ def table_of_checks() -> str:
 
 def table_of_h100() -> str:
     """What programs for H100s have."""
-    keys = ("compiled_for", "model_axis", "num_parameters")
+    keys = ("compiled_for", "model_axis", "num_parameters", "lora")
     lines = read("scaling", *keys, part="compiled")
+    h100s = [x for x in lines if x["compiled_for"].startswith("h100")]
     columns = """
-    billion parameters = num_parameters * 1e-9 | devices |
+    billion parameters = billions | trained = trained | devices |
     of these, on the axis of the model = model_axis |
-    state, GB = bytes_of_state * 1e-9 | temporaries, GB = bytes_of_temporaries * 1e-9 |
+    state, GB = bytes_of_state * 1e-9 |
+    frozen model, GB = bytes_of_frozen_model * 1e-9 |
+    temporaries, GB = bytes_of_temporaries * 1e-9 |
     together, GB = together * 1e-9 | collectives, GB = bytes_of_collectives * 1e-9
     """
-    sizes = ("bytes_of_state", "bytes_of_temporaries")
+    sizes = ("bytes_of_state", "bytes_of_frozen_model", "bytes_of_temporaries")
     return table_of(
         columns,
         [
-            {"model_axis": 1, **x, "together": sum(x[name] for name in sizes)}
-            for x in lines
-            if x["compiled_for"].startswith("h100")
+            {
+                "model_axis": 1,
+                **x,
+                "billions": x.get("num_frozen", x["num_parameters"]) / 1e9,
+                "trained": f"rank {x['lora']}" if x.get("lora") else "all",
+                "together": sum(x.get(name, 0) for name in sizes),
+            }
+            for x in h100s
         ],
     )
 

@@ -10,7 +10,8 @@ parameters. It records the bytes of each device and the collectives, with whole
 parameters on each device, and with parameters and optimizer sharded over the devices.
 With `--topologies h100:1x8x8` it compiles for 64 GPUs (see h100.py), and with
 `v5p:2x2x2` for TPUs, which takes `pip install libtpu`, and no TPU. With `--model-axis
-8`, groups of eight devices divide each product of the model.
+8`, groups of eight devices divide each product of the model. With `--lora 16`, the
+model is frozen, and adapters of rank 16 for all matrices of its layers are trained.
 
 The part `measured` times steps of a small transformer on 1, 2, 4 and 8 virtual CPU
 devices of one process, and of two processes, with a fixed batch for each device (weak
@@ -32,7 +33,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ import dpmp
 from benchmarks import harness, steps
 from benchmarks.collectives import collectives
 from benchmarks.gpu.programs import REPEATABLE
+from dpmp import lora as adapters
 from dpmp.planning._transformer import transformer
 
 # The large models: a layer has 12 times the square of the width as parameters.
@@ -63,6 +65,7 @@ _PLACES = {
     "norms": jax.P(),
     "head": jax.P("data", "model"),
 }
+_ADAPTED = "layers/(qkv|out|up|down)"
 _LARGE_MICROBATCH, _NUM_MICROBATCHES = 1, 4
 
 _SMALL = {"layers": 2, "width": 64, "num_heads": 4, "vocabulary": 256}
@@ -102,8 +105,71 @@ def make_mesh(topology: str = "", model_axis: int = 1) -> jax.sharding.Mesh:
 
 def place_of(path: Any, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
     """Where an array of the parameters or of the optimizer is."""
-    name = getattr(path[-1], "key", "") if path else ""
-    return jax.NamedSharding(mesh, _PLACES.get(name, jax.P()))
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    if names[-1] in adapters.Factors._fields:
+        _, inputs, outputs = _PLACES[names[-2]]
+        # The axes of a factor: (layers, inputs, rank) or (layers, rank, outputs).
+        axes = (None, inputs) if names[-1] == "a" else (None, None, outputs)
+        return jax.NamedSharding(mesh, jax.P(*axes))
+    return jax.NamedSharding(mesh, _PLACES.get(names[-1], jax.P()))
+
+
+class _Run(NamedTuple):
+    """A training step of a large model, to be compiled."""
+
+    lowered: jax.stages.Lowered
+    num_trained: int
+    frozen: Any  # a tree of shapes with shardings
+
+
+def _full(loss_fn: Any, params: Any, tokens: Any, make: Any, place: Any) -> _Run:
+    """Trains all parameters."""
+    trainer = make(loss_fn, params)
+    state = place(jax.eval_shape(trainer.init, params))
+    return _Run(trainer.lower(state, tokens), trainer.mechanism.num_parameters, ())
+
+
+def _lora(
+    loss_fn: Any, params: Any, tokens: Any, make: Any, place: Any, rank: int
+) -> _Run:
+    """Trains adapters of parameters in bfloat16.
+
+    `DPTrainer` makes arrays that a loss uses an argument of its step. Here, shapes
+    stand for them, so the program around that step has this argument.
+    """
+    frozen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+    example = jax.eval_shape(lambda x: x[:1], tokens)
+
+    def init(frozen: Any, example: Any) -> Any:
+        args = {"fun": loss_fn, "example_args": (example,)}
+        return adapters.init(jax.random.key(0), frozen, rank, _ADAPTED, **args)
+
+    trained = jax.eval_shape(init, frozen, example)
+
+    def trainer(frozen: Any) -> dpmp.DPTrainer:
+        return make(adapters.apply(loss_fn, frozen), trained)
+
+    def first_state(frozen: Any, trained: Any) -> Any:
+        return trainer(frozen).init(trained)._replace(spent=None)
+
+    state = place(jax.eval_shape(first_state, frozen, trained))
+
+    def step(frozen: Any, state: Any, keys: Any, batch: Any, is_padding: Any) -> Any:
+        program, constants = trainer(frozen)._step.make_program(places, tokens)
+        return program(state, keys, batch, is_padding, constants)
+
+    places, placed = state, place(frozen)
+    keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * 3
+    is_padding = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.bool_)
+    jitted = jax.jit(
+        step,
+        donate_argnums=1,
+        # In the shapes, shardings would become types, which bind a loop to one mesh.
+        in_shardings=(jax.tree.map(lambda x: x.sharding, placed), *[None] * 4),
+    )
+    lowered = jitted.lower(frozen, state, keys, tokens, is_padding)
+    num_trained = sum(math.prod(x.shape) for x in jax.tree.leaves(trained))
+    return _Run(lowered, num_trained, placed)
 
 
 def compile_step(
@@ -114,6 +180,7 @@ def compile_step(
     length: int,
     topology: str,
     model_axis: int,
+    rank: int | None,
 ) -> dict[str, Any]:
     """Compiles the step of a large model; returns bytes and collectives."""
     mesh, start = make_mesh(topology, model_axis), time.monotonic()
@@ -122,27 +189,34 @@ def compile_step(
     params, loss_fn = transformer(**shape, length=length)
     microbatch_size = _LARGE_MICROBATCH * mesh.shape["data"]
     batch_size = _NUM_MICROBATCHES * microbatch_size
-    trainer = make_trainer(loss_fn, params, batch_size, microbatch_size)
+
+    def make(loss_fn: Any, params: Any) -> dpmp.DPTrainer:
+        return make_trainer(loss_fn, params, batch_size, microbatch_size)
 
     def placed(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         place = place_of(path, mesh) if shards_parameters else whole
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    state = jax.eval_shape(trainer.init, params)
-    state = jax.tree_util.tree_map_with_path(placed, state)
+    place = functools.partial(jax.tree_util.tree_map_with_path, placed)
     by_example = jax.NamedSharding(mesh, jax.P("data"))
     tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32, sharding=by_example)
     options = h100.OPTIONS | REPEATABLE if topology.startswith("h100") else {}
-    compiled = trainer.lower(state, tokens).compile(options)
+    args = loss_fn, params, tokens, make, place
+    run = _lora(*args, rank) if rank else _full(*args)
+    compiled = run.lowered.compile(options)
     memory = compiled.memory_analysis()
     found = collectives(compiled.as_text())
+    # A gradient of even one more example would be larger than all parameters.
     largest = max(math.prod(x.shape) for x in jax.tree.leaves(params))
+    # Collectives return frozen arrays too, so their size tells less with adapters.
+    is_no_larger = all(x.num_entries <= largest for x in found)
+    checks = {"no_larger_than_a_parameter": is_no_larger}
     return {
         "compiled_for": topology or "virtual CPUs",
         "devices": mesh.size,
         **({"model_axis": model_axis} if model_axis > 1 else {}),
         "parameters": "sharded" if shards_parameters else "whole",
-        "num_parameters": trainer.mechanism.num_parameters,
+        "num_parameters": run.num_trained,
         "model": model,
         **shape,
         "length": length,
@@ -151,10 +225,17 @@ def compile_step(
         "bytes_of_temporaries": memory.temp_size_in_bytes,
         "bytes_of_collectives": sum(x.num_bytes * n for x, n in found.items()),
         "collectives": {str(x): n for x, n in found.items()},
-        # A gradient of even one more example would be larger than all parameters.
-        "no_larger_than_a_parameter": all(x.num_entries <= largest for x in found),
+        **(_of_frozen_model(run.frozen) if rank else checks),
         "seconds_to_compile": time.monotonic() - start,
     }
+
+
+def _of_frozen_model(frozen: Any) -> dict[str, int]:
+    arrays = jax.tree.leaves(frozen)
+    parts = [math.prod(x.sharding.shard_shape(x.shape)) for x in arrays]
+    num_bytes = [n * x.dtype.itemsize for n, x in zip(parts, arrays, strict=True)]
+    num_frozen = sum(math.prod(x.shape) for x in arrays)
+    return {"num_frozen": num_frozen, "bytes_of_frozen_model": sum(num_bytes)}
 
 
 def measure_steps(*, batch_size: int, kind: str) -> dict[str, Any]:
@@ -241,13 +322,14 @@ def benchmark(
     model: str = "1B",
     layers: int | None = None,
     length: int = 1024,
+    lora: int | None = None,
     sharded: bool = False,
 ) -> harness.Lines:
     """A line for each mesh, and for whole and sharded parameters or batch sizes."""
     wanted = [int(n) for n in devices.split()]
     if part == "compiled":
         size = {"model": model, "layers": layers, "length": length}
-        size |= {"model_axis": model_axis}
+        size |= {"model_axis": model_axis, "rank": lora}
         meshes = [(1, x) for x in topologies.split()]
         for num, topology in meshes or [(n, "") for n in wanted or (1, 8, 64, 256)]:
             is_one = num == 1 and not topology

@@ -70,14 +70,32 @@ def test_a_page_has_no_figure_of_unknown_origin(page):
 
 def test_formulas_of_large_runs_are_those_of_compiled_programs():
     keys = ("devices", "parameters", "num_parameters")
-    lines = read("scaling", *keys, part="compiled", compiled_for="virtual CPUs")
-    lines = [x for x in lines if x["devices"] > 1]
+    wanted = {"part": "compiled", "compiled_for": "virtual CPUs", "lora": None}
+    lines = [x for x in read("scaling", *keys, **wanted) if x["devices"] > 1]
     assert {x["devices"] for x in lines} == {8, 64, 256}
     for line in lines:
         x = needs.checked(line)
         # Counters and keys of the state, and the layers' scales, are a few kilobytes.
         assert x["state"] == pytest.approx(x["bytes_of_state"], rel=1e-4, abs=2e4)
         assert x["moved"] == pytest.approx(x["bytes_of_collectives"], rel=1e-4)
+
+
+@pytest.mark.parametrize("compiled_for", ["h100:1x8x8", "virtual CPUs"])
+def test_adapters_of_the_largest_model_fit_on_64_devices(compiled_for):
+    wanted = {"model": "70B", "layers": 80, "lora": 16, "model_axis": 8}
+    (x,) = read("scaling", "compiled_for", compiled_for=compiled_for, **wanted)
+    assert x["num_frozen"] == needs.MODELS[-1].num_parameters
+    # Float32 factors and two averages, each divided by one of two axes of size 8.
+    assert x["bytes_of_state"] == pytest.approx(12 * x["num_parameters"] / 8, rel=1e-4)
+    # The scales of the norms are whole everywhere.
+    frozen = 2 * x["num_frozen"] / x["devices"]
+    assert x["bytes_of_frozen_model"] == pytest.approx(frozen, rel=0.01)
+    sizes = ("bytes_of_state", "bytes_of_frozen_model", "bytes_of_temporaries")
+    assert sum(x[name] for name in sizes) < 80e9
+    # Devices with different examples exchange integers only.
+    assert any(name.startswith("reduce-scatter s32") for name in x["collectives"])
+    assert not any("reduce-scatter f" in name for name in x["collectives"])
+    assert not any("reduce-scatter bf" in name for name in x["collectives"])
 
 
 def test_the_largest_model_with_proved_sums_is_as_the_guide_says():
