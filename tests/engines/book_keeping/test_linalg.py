@@ -21,6 +21,7 @@ _CONTRACTIONS = [
     ("uk,uk->u", (1, 4), (1, 4)),
     ("btk,bks->bts", (3, 4, 5), (3, 5, 6)),
     ("tk,ks->ts", (1, 3), (3, 4)),
+    ("kr,btk->rbt", (32, 4), (8, 16, 32)),  # weights come first
 ]
 
 
