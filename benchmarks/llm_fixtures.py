@@ -10,6 +10,7 @@ float32. It takes ten seconds.
 
 import pathlib
 import shutil
+from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
@@ -17,7 +18,7 @@ import transformers  # pyright: ignore[reportMissingImports]
 
 FOLDER = pathlib.Path(__file__).parents[1] / "tests" / "examples" / "llm" / "fixtures"
 
-_BERT = {
+_BERT: dict[str, Any] = {
     "vocab_size": 80,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -25,8 +26,13 @@ _BERT = {
     "num_attention_heads": 4,
     "max_position_embeddings": 32,
 }
-_LLAMA = {**_BERT, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500.0}
-_GPT2 = {
+_LLAMA: dict[str, Any] = {
+    **_BERT,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+}
+_GPT2: dict[str, Any] = {
     "vocab_size": 80,
     "n_embd": 16,
     "n_layer": 2,

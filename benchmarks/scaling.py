@@ -200,10 +200,10 @@ def compile_step(
     place = functools.partial(jax.tree_util.tree_map_with_path, placed)
     by_example = jax.NamedSharding(mesh, jax.P("data"))
     tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32, sharding=by_example)
-    options = h100.OPTIONS | REPEATABLE if topology.startswith("h100") else {}
+    options: Any = h100.OPTIONS | REPEATABLE if topology.startswith("h100") else {}
     args = loss_fn, params, tokens, make, place
     run = _lora(*args, rank) if rank else _full(*args)
-    compiled = run.lowered.compile(options)
+    compiled: Any = run.lowered.compile(options)
     memory = compiled.memory_analysis()
     found = collectives(compiled.as_text())
     # A gradient of even one more example would be larger than all parameters.

@@ -51,6 +51,8 @@ FIT_OF_A_MODEL = r"trainer\.fit\(trainer\.init\((.*params.*)\), data\)"
 )
 @pytest.mark.filterwarnings("default")  # those of other packages
 def test_code_of_a_page_runs(page, as_it_stands, monkeypatch):
+    if page.stem == "tunix":
+        pytest.importorskip("tunix", reason="pip install 'dpmp[tunix]'")
     namespace = {"__name__": page.stem, "traced": traced}
     code = list(blocks(page))
     if not as_it_stands:

@@ -149,7 +149,7 @@ def test_jax_internals_stay_where_they_belong():
     found = {}
     for name, source in SOURCES.items():
         assert "jax._src" not in source, name
-        assert "flax" not in source, name
+        assert "flax" not in source or name == "dpmp.tunix", name
         parts = re.findall(r"jax\.extend(?:\.\w+)?|jax import .*extend", source)
         found[name] = {*parts}
     core, source_info = "jax.extend.core", "jax.extend.source_info_util"

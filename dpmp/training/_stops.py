@@ -79,7 +79,7 @@ class Signals:
 
     def _handle(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # a forked process ends as usual
-            signal.signal(number, self._usual[number])
+            signal.signal(number, self._usual[signal.Signals(number)])
             os.kill(os.getpid(), number)
             return
         if self._is_over:

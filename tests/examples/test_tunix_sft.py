@@ -1,0 +1,23 @@
+"""That the example of Tunix runs, and learns."""
+
+import re
+
+import jax
+import pytest
+
+pytest.importorskip("tunix", reason="pip install 'dpmp[tunix]'")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_the_example_trains_privately(monkeypatch, capsys, tmp_path):
+    import tunix_sft as example
+
+    args = ["--steps", "2", "--pre-train-steps", "2", "--output", str(tmp_path / "run")]
+    monkeypatch.setattr("sys.argv", ["tunix_sft.py", *args])
+    with jax.numpy_dtype_promotion("standard"):
+        example.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    before, after, epsilon = map(float, re.findall(r"\d\.\d\d+", line)[:3])
+    assert after < before
+    assert epsilon <= 8.0
+    assert (tmp_path / "run" / "ledger.jsonl").exists()

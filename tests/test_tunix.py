@@ -1,0 +1,486 @@
+"""Private trainers of Tunix, next to Tunix's own."""
+
+import dataclasses
+import functools
+import logging
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import dpmp
+from dpmp.runs._ledger import Ledger
+
+pytest.importorskip("tunix", reason="pip install 'dpmp[tunix]'")
+
+with warnings.catch_warnings(action="ignore"):  # of what Tunix imports
+    import qwix
+    from orbax.checkpoint import CheckpointManagerOptions
+    from tunix.models.gemma3 import model as gemma3
+    from tunix.models.llama3 import model as llama3
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.sft import hooks, utils
+    from tunix.sft.dpo.dpo_trainer import (
+        DPOTrainer,
+        DPOTrainingConfig,
+    )
+    from tunix.sft.dpo.dpo_trainer import TrainingInput as Pairs
+    from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
+
+    from dpmp.tunix import private
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
+
+
+@pytest.fixture(autouse=True)
+def _promotion_of_models():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+VOCABULARY, LENGTH, SIZE, STEPS = 64, 12, 8, 3
+SHAPE = {
+    "num_layers": 1,
+    "embed_dim": 32,
+    "hidden_dim": 64,
+    "num_heads": 4,
+    "head_dim": 8,
+    "num_kv_heads": 2,
+}
+MODELS = {
+    "llama3": lambda rngs: llama3.Llama3(
+        llama3.ModelConfig(
+            **SHAPE, vocab_size=VOCABULARY, rope_theta=10_000, norm_eps=1e-5
+        ),
+        rngs=rngs,
+    ),
+    "gemma3": lambda rngs: gemma3.Gemma3(
+        gemma3.ModelConfig(
+            **SHAPE,
+            num_embed=VOCABULARY,
+            sliding_window_size=8,
+            param_dtype=jnp.float32,
+        ),
+        rngs=rngs,
+    ),
+    "qwen3": lambda rngs: qwen3.Qwen3(
+        qwen3.ModelConfig(
+            **SHAPE,
+            vocab_size=VOCABULARY,
+            rope_theta=10_000,
+            norm_eps=1e-5,
+            use_tied_embedding=True,
+        ),
+        rngs=rngs,
+    ),
+}
+RNG = np.random.default_rng(0)
+
+
+def ids(size, length):
+    return RNG.integers(1, VOCABULARY, (size, length)).astype(np.int32)
+
+
+DATA = TrainingInput(ids(SIZE, LENGTH), np.ones((SIZE, LENGTH), bool))
+PAIRS = Pairs(
+    prompt_ids=ids(SIZE, 6),
+    prompt_mask=np.tile(np.int32([0, 0, 1, 1, 1, 1]), (SIZE, 1)),
+    chosen_ids=ids(SIZE, 5),
+    chosen_mask=(np.arange(5) < 3 + np.arange(SIZE)[:, None] % 3).astype(np.int32),
+    rejected_ids=ids(SIZE, 5),
+    rejected_mask=np.ones((SIZE, 5), np.int32),
+)
+MECHANISM = dpmp.DPSGD(
+    num_examples=SIZE,
+    expected_batch_size=SIZE,
+    truncated_batch_size=SIZE,
+    iterations=STEPS,
+    l2_clip_norm=1.0,
+    noise_multiplier=1.0,
+    delta=1e-3,
+)
+NOT_PRIVATE = MECHANISM.without_privacy()
+
+
+def inputs_of(x):
+    return {
+        "input_tokens": x.input_tokens,
+        "input_mask": x.input_mask,
+        "positions": utils.build_positions_from_mask(x.input_mask),
+        "attention_mask": utils.make_causal_attn_mask(x.input_mask),
+    }
+
+
+def make(name, kind="full"):
+    model = MODELS[name](nnx.Rngs(0))
+    if kind == "full":
+        return model
+    quantised = {"weight_qtype": kind, "tile_size": None} if kind != "lora" else {}
+    paths = ".*(q|k|v|kv|gate|up|down)_proj"
+    provider = qwix.LoraProvider(module_path=paths, rank=4, alpha=8.0, **quantised)
+    inputs = model.get_model_input()
+    model = qwix.apply_lora_to_model(model, provider, **inputs, rngs=nnx.Rngs(1))
+    adapters = nnx.state(model, nnx.LoRAParam)
+    noise = jax.random.normal
+    moved = jax.tree.map(lambda x: x + 0.05 * noise(nnx.Rngs(2)(), x.shape), adapters)
+    nnx.update(model, moved)
+    return model
+
+
+def config(**fields):
+    return TrainingConfig(**{"eval_every_n_steps": 100} | fields)
+
+
+def make_trainer(model, mechanism=MECHANISM, optimizer=None, options=None, **fields):
+    optimizer = optimizer or optax.sgd(0.5)
+    made = private(PeftTrainer)(
+        model, optimizer, options or config(), mechanism=mechanism, **fields
+    )
+    return made.with_gen_model_input_fn(inputs_of)
+
+
+def trained(model):
+    lora = jax.tree.leaves(nnx.state(model, nnx.LoRAParam))
+    return [*map(np.asarray, lora or jax.tree.leaves(nnx.state(model, nnx.Param)))]
+
+
+def assert_moved_alike(ours, theirs, start):
+    moved = max(np.abs(x - y).max() for x, y in zip(ours, start, strict=True))
+    assert moved > 1e-2
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * moved)
+
+
+# Tunix's Qwen3 cannot read weights that qwix has quantised: it calls `astype` on them.
+CASES = [("llama3", x) for x in ("full", "lora", "int8", "nf4")]
+CASES += [("gemma3", "full"), ("gemma3", "int8"), ("qwen3", "full"), ("qwen3", "lora")]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_without_privacy_updates_are_those_of_tunix(name, kind):
+    ours, theirs, start = (make(name, kind) for _ in range(3))
+    make_trainer(ours, NOT_PRIVATE).train(DATA, progress=False)
+    tunix = PeftTrainer(theirs, optax.sgd(0.5), config(max_steps=STEPS))
+    tunix.with_gen_model_input_fn(inputs_of).train([DATA] * STEPS)
+    assert_moved_alike(*map(trained, (ours, theirs, start)))
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), [("dpo", "lora"), ("orpo", "full")])
+def test_preference_updates_are_those_of_tunix(algorithm, kind):
+    ours, theirs, start = (make("llama3", kind) for _ in range(3))
+    reference = make("llama3") if algorithm == "dpo" else None
+    options = {"algorithm": algorithm, "eval_every_n_steps": 100}
+    private(DPOTrainer)(
+        ours,
+        reference,
+        optax.sgd(0.5),
+        DPOTrainingConfig(**options),
+        mechanism=NOT_PRIVATE,
+    ).train(PAIRS, progress=False)
+    tunix = DPOTrainer(
+        theirs, reference, optax.sgd(0.5), DPOTrainingConfig(**options, max_steps=STEPS)
+    )
+    tunix.train([PAIRS] * STEPS)
+    assert_moved_alike(*map(trained, (ours, theirs, start)))
+
+
+def row(tree, i):
+    return jax.tree.map(lambda x: x[i : i + 1], tree)
+
+
+def test_the_preference_loss_is_that_of_trl():
+    """The sigmoid loss of TRL's `DPOTrainer`, written down again."""
+    policy, reference = make("llama3", "lora"), make("llama3")
+    trainer = private(DPOTrainer)(
+        policy,
+        reference,
+        optax.sgd(0.5),
+        DPOTrainingConfig(beta=0.3, eval_every_n_steps=100),
+        mechanism=MECHANISM,
+    )
+    loss_fn = jax.jit(trainer._make_trainer().loss_fn)
+    for i in range(2):
+        pair = row(PAIRS, i)
+        logps = []
+        for answer, mask in (
+            (pair.chosen_ids, pair.chosen_mask),
+            (pair.rejected_ids, pair.rejected_mask),
+        ):
+            tokens = np.concatenate([pair.prompt_ids, answer], 1)
+            masks = np.concatenate([pair.prompt_mask, mask], 1)
+            positions = utils.build_positions_from_mask(masks)
+            attention = utils.make_causal_attn_mask(jnp.asarray(masks))
+            for model in (policy, reference):
+                logits, _ = model(tokens, positions, None, attention)
+                logits = jax.nn.log_softmax(np.asarray(logits[0, 5:-1], np.float64))
+                of_tokens = logits[np.arange(5), answer[0]]
+                logps.append(float((of_tokens * mask[0]).sum()))
+        chosen, chosen_before, rejected, rejected_before = logps
+        margin = (chosen - rejected) - (chosen_before - rejected_before)
+        expected = np.log1p(np.exp(-0.3 * margin))
+        assert float(loss_fn(trainer._params(), pair)) == pytest.approx(
+            expected, abs=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama3", "full"), ("llama3", "int8"), ("gemma3", "full"), ("qwen3", "lora")],
+)
+def test_contributions_are_the_clipped_gradients_of_single_examples(name, kind):
+    trainer = make_trainer(make(name, kind))._make_trainer()
+    loss_fn, params = trainer.loss_fn, make_trainer(make(name, kind))._params()
+    grad = jax.jit(jax.grad(loss_fn))
+    ones = [grad(params, row(DATA, i)) for i in range(SIZE)]
+    grad_fn = dpmp.clipped_grad(
+        loss_fn,
+        l2_clip_norm=np.inf,
+        batch_argnums=1,
+        return_grad_norms=True,
+        method="book_keeping",
+        arithmetic="unproved_float32",
+    )
+    total, aux = grad_fn(params, DATA)
+    norms = [optax.tree_utils.tree_norm(x) for x in ones]
+    np.testing.assert_allclose(aux.grad_norms, norms, rtol=1e-5)
+    for x, *parts in zip(*map(jax.tree.leaves, (total, *ones)), strict=True):
+        np.testing.assert_allclose(x, sum(parts), atol=1e-5)
+    text = str(dpmp.book_keeping.summarize(loss_fn, params, DATA))
+    assert "fallback" not in text, text
+
+
+class Recorder(hooks.TrainingHooks):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_start(self, trainer):
+        self.seen.append("start")
+
+    def on_train_end(self, trainer):
+        self.seen.append("end")
+
+    def on_train_step_start(self, trainer):
+        raise AssertionError
+
+    def on_train_step_end(self, trainer, step, loss):
+        self.seen.append((step, loss))
+
+    def on_eval_step_start(self, trainer):
+        self.seen.append("batch")
+
+    def on_eval_step_end(self, trainer, loss):
+        self.seen.append("evaluated")
+
+
+def test_loggers_and_hooks_see_released_numbers_alone(monkeypatch, caplog):
+    # Data on which every exact number is one that noise does not give.
+    data = jax.tree.map(np.zeros_like, DATA)
+    data = dataclasses.replace(data, input_mask=DATA.input_mask)
+    mechanism = dataclasses.replace(
+        MECHANISM, released_metrics=dpmp.ReleasedMetrics(largest_loss=8.0)
+    )
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+    logged, recorder = [], Recorder()
+    monkeypatch.setattr(
+        jax.monitoring,
+        "record_scalar",
+        lambda name, x, **options: logged.append((name, float(x), options["step"])),
+    )
+    trainer = make_trainer(make("llama3"), mechanism, optimizer, config(
+        eval_every_n_steps=2
+    ))  # fmt: skip
+    trainer.with_training_hooks(recorder)
+    with caplog.at_level(logging.DEBUG):
+        trainer.train(data, [DATA], progress=False)
+    assert trainer.train_steps == STEPS
+    noisy = {k: float(x) for k, x in trainer.state.metrics.items()}
+    train = [x for x in logged if "/train/" in x[0]]
+    assert train[-3:] == [
+        ("/train/loss", noisy["loss"], 3),
+        ("/train/overflowed", noisy["overflowed"], 3),
+        ("/train/learning_rate", 0.25, 3),
+    ]
+    assert len(train) == 3 * STEPS
+    assert {x[0] for x in logged} - {x[0] for x in train} == {
+        "/eval/loss",
+        "/eval/perplexity",
+        "/eval/learning_rate",
+    } - {"/eval/learning_rate"}
+    losses = [x for x in recorder.seen if isinstance(x, tuple)]
+    assert losses == [(step, x) for name, x, step in train if name == "/train/loss"]
+    once = ["batch", "evaluated"]
+    steps = [losses[0], *once, losses[1], losses[2]]
+    assert recorder.seen == [*once, "start", *steps, "end"]
+    assert "training loss" not in caplog.text
+
+
+def test_a_killed_program_goes_on(tmp_path):
+    class StopError(Exception):
+        pass
+
+    class Stopping(Recorder):
+        def on_train_step_end(self, trainer, step, loss):
+            if step == 2:
+                raise StopError
+
+    options = config(
+        checkpoint_root_directory=str(tmp_path / "run"),
+        checkpointing_options=CheckpointManagerOptions(
+            save_interval_steps=1, max_to_keep=2
+        ),
+    )
+    first = make_trainer(make("llama3", "lora"), options=options)
+    first.with_training_hooks(Stopping())
+    with pytest.raises(StopError):
+        first.train(DATA, progress=False)
+    model = make("llama3", "lora")
+    second = make_trainer(model, options=options)
+    second.train(DATA, progress=False)
+    assert second.train_steps == STEPS
+    spent = Ledger(tmp_path / "run").spent
+    assert [x.stop - x.start for x in spent.segments] == [2, 1]
+    assert second.guarantee() == MECHANISM.guarantee()
+    third_model = make("llama3", "lora")
+    third = make_trainer(third_model, options=options)
+    third.train(DATA, progress=False)  # nothing is left to do
+    for x, y in zip(trained(model), trained(third_model), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_second_call_goes_on_and_pays_for_what_failed():
+    calls = 0
+
+    class Rows:
+        def __len__(self):
+            return SIZE
+
+        def __getitem__(self, indices):
+            nonlocal calls
+            calls += not isinstance(indices, int)
+            if calls == 3:
+                raise OSError
+            return jax.tree.map(lambda x: x[indices], DATA)
+
+    trainer = make_trainer(make("llama3", "lora"))
+    with pytest.raises(RuntimeError, match="could not be loaded"):
+        trainer.train(Rows(), progress=False)
+    made = trainer.train_steps
+    trainer.train(DATA, progress=False)
+    assert 0 < made < STEPS == trainer.train_steps
+    assert trainer.guarantee().epsilon > MECHANISM.guarantee().epsilon
+
+
+class WithDropout(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(VOCABULARY, VOCABULARY, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=1))
+
+    def __call__(self, tokens, *_):
+        return self.dropout(self.embed(tokens)), None
+
+
+def test_each_example_and_step_has_its_own_dropout():
+    model = WithDropout()
+    trainer = make_trainer(model)
+    made = trainer._make_trainer()
+    params = trainer._params()
+    keys = jax.random.split(jax.random.key(0), 2)
+    losses = [float(made.loss_fn(params, row(DATA, 0), key)) for key in keys]
+    assert losses[0] != losses[1]
+    trainer.train(DATA, progress=False)
+    assert trainer.train_steps == STEPS
+
+
+def test_parameters_in_bfloat16_have_float32_masters():
+    model = make("llama3", "lora")
+    cast = functools.partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
+    nnx.update(model, cast(nnx.state(model)))
+    trainer = make_trainer(model)
+    trainer.train(DATA, progress=False)
+    assert {x.dtype.name for x in jax.tree.leaves(trainer.state.params)} == {"float32"}
+    assert {x.dtype.name for x in trained(model)} == {"bfloat16"}
+
+
+def test_devices_of_a_mesh_share_the_work():
+    if jax.device_count() < 2:
+        pytest.skip("one device")
+    with jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("fsdp", "tp")):
+        trainer = make_trainer(make("llama3"))
+        trainer.train(DATA, progress=False)
+    assert trainer.train_steps == STEPS
+
+
+class Overriding(PeftTrainer):
+    def _train_step(self, model, optimizer, inputs):
+        return super()._train_step(model, optimizer, inputs)
+
+
+class WithMemory(WithDropout):
+    def __init__(self):
+        super().__init__()
+        self.norm = nnx.BatchNorm(VOCABULARY, rngs=nnx.Rngs(0))
+
+
+def static_scales():
+    rule = qwix.QtRule(
+        module_path=".*gate_proj",
+        weight_qtype="int8",
+        act_qtype="int8",
+        act_static_scale=True,
+    )
+    model = make("llama3")
+    inputs = model.get_model_input()
+    return qwix.quantize_model(model, qwix.QtProvider([rule]), **inputs)
+
+
+REFUSED = {
+    "accumulation": (lambda: run(gradient_accumulation_steps=2), "one batch"),
+    "packing": (lambda: run(max_seq_token_per_tpu=64), "packed|supported"),
+    "profiler": (lambda: run(profiler_options=object()), "profiler.trace"),
+    "steps": (lambda: run(max_steps=5), "max_steps must be the iterations"),
+    "policies": (
+        lambda: run(checkpointing_options=CheckpointManagerOptions(keep_period=2)),
+        "save_interval_steps and max_to_keep",
+    ),
+    "memory": (lambda: run(model=WithMemory()), "BatchStat"),
+    "scales": (lambda: run(model=static_scales()), "QuantStat"),
+    "batches": (lambda: run(data=iter([DATA])), "__getitem__ and __len__"),
+    "list of batches": (lambda: run(data=[DATA, DATA]), "not batches"),
+    "size": (lambda: run(data=row(DATA, 0)), "must hold the 8 examples"),
+    "mechanism": (lambda: run(mechanism=None), "mechanism must be"),
+    "no trainer": (lambda: private(dict), "trainer of Tunix"),
+    "step": (lambda: private(Overriding), "overridden"),
+    "early": (lambda: make_trainer(WithDropout()).guarantee(), "Call `train` first"),
+    "private step": (
+        lambda: make_trainer(WithDropout())._train_step(None, None, None),
+        "makes its steps in `train`",
+    ),
+}
+
+
+def run(*, model=None, data=DATA, mechanism=MECHANISM, **fields):
+    make_trainer(model or WithDropout(), mechanism, options=config(**fields)).train(
+        data, progress=False
+    )
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_break_the_guarantee_is_refused(case):
+    call, match = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=match):
+        call()
+
+
+def test_data_hooks_and_another_loss_are_refused():
+    trainer = make_trainer(WithDropout())
+    trainer.train(DATA, progress=False)
+    with pytest.raises(ValueError, match="before the first `train`"):
+        trainer.with_loss_fn(lambda *_: 0.0)
+    other = make_trainer(WithDropout())
+    other.with_data_hooks(object())
+    with pytest.raises(ValueError, match="without data hooks"):
+        other.train(DATA)
