@@ -74,11 +74,10 @@ _LATTICE_VARIANCE = 4  # the smallest t^2 in the text above
 NOISE_TOTAL_VARIATION = 2.0**-109
 
 # A draw on a GPU stores up to eight words for each entry. So a large array is drawn in
-# parts of about this many entries, or of up to 16 times fewer.
+# parts of about this many entries.
 _PART = 2**24
-_MOST_PARTS = 16  # for each part that is wanted
 # The number of devices along an axis is assumed to divide this number.
-_NUMBERS_OF_DEVICES = 256 * 3 * 5
+_NUMBERS_OF_DEVICES = 256 * 3 * 5 * 7
 _SHORTEST_RUN = 32  # adjacent entries, which are 128 bytes
 
 # Stream 4 i + d of the random bits is for base draw d (1, 2, 3 or 4) of leaf i.
@@ -187,9 +186,8 @@ class DiscreteGaussian:
         streams = _STREAMS_PER_LEAF * leaf + 1 + np.arange(len(self.multipliers))
         draws = streams.astype(np.uint32), np.array(self.multipliers, np.int32)
         division = _divided(shape)
-        axis, parts = division.axis + 1, division.parts
 
-        def part_of_noise(part: Any) -> jax.Array:
+        def part_of_noise(start: Any) -> jax.Array:
             def add_draw(noise: jax.Array, draw: Any) -> tuple[jax.Array, None]:
                 stream, multiplier = draw
                 # Without the fence, the compiler would compute the positions once for
@@ -201,82 +199,82 @@ class DiscreteGaussian:
                     key=own_key,
                     stream=stream,
                     step=step,
-                    part=part,
+                    start=start,
                     one=one,
                     division=division,
                 )
                 return noise + multiplier * draw, None
 
             # A loop, because compiling one draw takes a large part of a second.
-            zeros = jnp.zeros(division.shape_of_part, jnp.int32)
+            zeros = jnp.zeros(division.shape_with(division.run), jnp.int32)
             return jax.lax.scan(add_draw, zeros, draws)[0]
 
-        def set_part(noise: jax.Array, part: jax.Array) -> tuple[jax.Array, None]:
-            drawn = part_of_noise(part)
-            return jax.lax.dynamic_update_index_in_dim(noise, drawn, part, axis), None
+        def set_part(noise: jax.Array, start: Any) -> tuple[jax.Array, None]:
+            drawn, axis = part_of_noise(start), division.axis + 1
+            return jax.lax.dynamic_update_slice_in_dim(noise, drawn, start, axis), None
 
-        if parts == 1:
+        if not division.run:
             return part_of_noise(jnp.uint32(0))
-        shape_of_all = list(division.shape_of_part)
-        shape_of_all.insert(axis, parts)
-        noise = jnp.zeros(shape_of_all, jnp.int32)
-        noise, _ = jax.lax.scan(set_part, noise, jnp.arange(parts, dtype=jnp.uint32))
+        noise = jnp.zeros(division.shape_with(division.block_size), jnp.int32)
+        noise, _ = jax.lax.scan(set_part, noise, division.starts)
         return noise.reshape(shape)
 
 
 class _Division(NamedTuple):
-    """A division of an array: runs of entries of an axis are dealt to parts in turn.
+    """A division of an array into parts: each part has a run of each block of an axis.
 
-    The axis is viewed as (blocks, parts, run). As each part has entries of all blocks,
-    devices that share the blocks share each part.
+    As each part has entries of all blocks, devices that share the blocks share each
+    part. The last two parts overlap if the runs do not divide the blocks. The entries
+    that they share are drawn twice, with the same result.
     """
 
     shape: tuple[int, ...]
     axis: int = 0
-    parts: int = 1
-    run: int = 1
+    block_size: int = 0
+    run: int = 0  # the indices of a block in one part; 0 if one part is the whole array
 
     @property
-    def shape_of_part(self) -> tuple[int, ...]:
-        """The shape with the blocks and the run in place of the divided axis."""
-        if self.parts == 1:  # XLA would store words for more axes, even of size 1.
-            return self.shape
-        axis, blocks = self.axis, self.shape[self.axis] // (self.parts * self.run)
-        return (*self.shape[:axis], blocks, self.run, *self.shape[axis + 1 :])
+    def starts(self) -> np.ndarray:
+        """The first index of each part in every block."""
+        starts = np.arange(0, self.block_size, self.run)
+        return np.minimum(starts, self.block_size - self.run).astype(np.uint32)
 
-    def indices(self, part: jax.Array) -> list[jax.Array]:
+    def shape_with(self, run: int) -> tuple[int, ...]:
+        """The shape with `run` indices of each block in place of the divided axis."""
+        if not self.run:  # XLA would store words for more axes, even of size 1.
+            return self.shape
+        before, after = self.shape[: self.axis], self.shape[self.axis + 1 :]
+        return *before, self.shape[self.axis] // self.block_size, run, *after
+
+    def indices(self, start: jax.Array) -> list[jax.Array]:
         """The indices in the whole array of the entries of a part, by axis."""
-        shape, axis = self.shape_of_part, self.axis
+        shape, axis = self.shape_with(self.run), self.axis
         found = [
             jax.lax.broadcasted_iota(jnp.uint32, shape, i) for i in range(len(shape))
         ]
-        if self.parts > 1:
+        if self.run:
             block, place = found[axis : axis + 2]
-            run = block * np.uint32(self.parts) + part
-            found[axis : axis + 2] = [run * np.uint32(self.run) + place]
+            first = block * np.uint32(self.block_size) + start
+            found[axis : axis + 2] = [first + place]
         return found
 
 
 def _divided(shape: tuple[int, ...]) -> _Division:
-    """Chooses the division whose parts are nearest to `_PART` entries.
+    """Chooses the division with the most parts, up to one for each `_PART` entries.
 
     The choice does not change the noise. Devices that can share an axis evenly must
     also share its blocks evenly: otherwise the compiler would make each device draw the
     noise of all devices. So some arrays have fewer parts than wanted, or only one.
     """
+    most, found = 1, _Division(shape)
     wanted = -(-math.prod(shape) // _PART)
-    nearest, found = math.inf, _Division(shape)
-    if wanted <= 1:
-        return found
-    for axis, size in enumerate(shape):
-        run = max(1, _SHORTEST_RUN // math.prod(shape[axis + 1 :]))
-        shared = math.gcd(size, _NUMBERS_OF_DEVICES)
-        for parts in range(2, min(_MOST_PARTS * wanted, size // run) + 1):
-            if size % (parts * run) or size // (parts * run) % shared:
-                continue
-            distance = max(parts / wanted, wanted / parts)
-            if distance < nearest:
-                nearest, found = distance, _Division(shape, axis, parts, run)
+    for axis, size in enumerate(shape if wanted > 1 else ()):
+        block_size = size // math.gcd(size, _NUMBERS_OF_DEVICES)
+        shortest = max(1, _SHORTEST_RUN // math.prod(shape[axis + 1 :]))
+        parts = min(wanted, block_size // shortest)
+        if parts > most:
+            run = -(-block_size // parts)
+            most, found = parts, _Division(shape, axis, block_size, run)
     return found
 
 
@@ -289,12 +287,12 @@ def _base_draw(
     key: jax.Array,
     stream: jax.Array,
     step: jax.Array,
-    part: jax.Array,
+    start: jax.Array,
     one: jax.Array,
     division: _Division,
 ) -> jax.Array:
     """One draw for a part of an array, in the shape that `division` gives it."""
-    high, low = positions(division.shape, division.indices(part), one)
+    high, low = positions(division.shape, division.indices(start), one)
     # In the counters that jax uses itself, for bits and for keys, the first word is 0.
     # A stream is never 0, so that no counter is used twice. The stream comes first for
     # another reason: the places are mixed with it at once, and draws share few arrays

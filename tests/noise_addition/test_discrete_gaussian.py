@@ -501,30 +501,47 @@ def test_the_bits_do_not_depend_on_the_program(is_divided, in_parts):
         np.testing.assert_array_equal(wide, expected)
 
 
-@pytest.mark.parametrize("shape", [(384,), (2, 3, 64)], ids=str)
+# The parts of some of these overlap: a prime number of entries has no divisors.
+@pytest.mark.parametrize("shape", [(384,), (2, 3, 64), (389,), (2, 97, 2)], ids=str)
 def test_parts_have_the_bits_of_a_draw_at_once(shape, in_parts):
     def sample():
         return DiscreteGaussian((128, 1)).sample(KEY, shape, step=STEP, leaf=2)
 
     expected = jax.jit(sample)()
     with in_parts():
-        assert 3 <= _discrete_gaussian._divided(shape).parts <= 4
+        assert 3 <= len(_discrete_gaussian._divided(shape).starts) <= 4
         np.testing.assert_array_equal(jax.jit(lambda: sample())(), expected)
 
 
-LARGE = [(2**30,), (256128, 2048), (50257, 1024), (24, 2048, 16384), (80, 8192, 28672)]
+LARGE = [(2**30,), (256128, 2048), (50257, 1024), (14336, 4096), (24, 2048, 16384)]
+LARGE.append((80, 8192, 28672))
+# The share of an axis that each of many devices has is a prime number of indices.
+WITHOUT_DIVISORS = [(151936, 1024), (32003, 4096), (16777259,)]
 
 
-@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("shape", LARGE + WITHOUT_DIVISORS, ids=str)
 def test_large_arrays_are_drawn_in_parts_that_many_devices_share(shape):
     division = _discrete_gaussian._divided(shape)
-    axis, size = division.axis, shape[division.axis]
-    part = division.shape_of_part
-    assert division.parts >= 8
+    axis, size, run = division.axis, shape[division.axis], division.run
+    part = division.shape_with(run)
     assert (*part[:axis], size, *part[axis + 2 :]) == shape
-    assert part[axis] * division.parts * division.run == size
-    assert part[axis] % math.gcd(size, 256 * 3 * 5) == 0
+    assert part[axis] == math.gcd(size, 256 * 3 * 5 * 7)
+    assert part[axis + 1] == run
     assert math.prod(part[axis + 1 :]) >= 32
+    # The parts cover every block.
+    starts = division.starts.astype(int)
+    wanted = math.ceil(math.prod(shape) / 2**24)
+    assert min(8, wanted) <= len(starts) <= wanted
+    assert starts[0] == 0
+    assert np.all(np.diff(starts) <= run)
+    assert part[axis] * (starts[-1] + run) == size
+    assert len(starts) * math.prod(part) < 1.02 * math.prod(shape)
+
+
+@pytest.mark.parametrize("shape", WITHOUT_DIVISORS, ids=str)
+def test_parts_are_small_also_without_divisors(shape):
+    division = _discrete_gaussian._divided(shape)
+    assert math.prod(division.shape_with(division.run)) <= 2**24
 
 
 @pytest.mark.parametrize(("axis", "devices"), [(0, 6), (2, 5)])
@@ -535,7 +552,7 @@ def test_any_number_of_devices_shares_a_part(axis, devices, in_parts):
     sample = functools.partial(DiscreteGaussian((2, 1)).sample, shape=shape, leaf=0)
     expected = sample(KEY, step=STEP)
     with in_parts(entries=110_000):
-        assert _discrete_gaussian._divided(shape).parts > 1
+        assert _discrete_gaussian._divided(shape).run
         sample_parts = jax.jit(sample, out_shardings=NamedSharding(mesh, spec))
         compiled = sample_parts.lower(KEY, step=STEP).compile()
         np.testing.assert_array_equal(compiled(KEY, step=STEP), expected)
