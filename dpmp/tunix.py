@@ -17,16 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.interpreters import pxla
 from orbax.checkpoint import CheckpointManagerOptions
-from tunix.sft import peft_trainer
 
 from dpmp import _validate
 from dpmp.accounting import PrivacyGuarantee
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.training import DPTrainer, TrainingState
+
+try:
+    from flax import nnx
+    from tunix.sft import peft_trainer
+except ImportError as error:
+    raise ImportError(
+        "dpmp.tunix needs Tunix. Run: pip install 'dpmp[tunix]'"
+    ) from error
 
 __all__ = ["PrivateTrainer", "private"]
 

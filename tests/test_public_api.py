@@ -5,6 +5,7 @@ import doctest
 import graphlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import pathlib
 import pkgutil
@@ -23,7 +24,8 @@ PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "architecture.md"
 _FOUND = list(pkgutil.walk_packages([str(ROOT)], "dpmp."))
 MODULES = sorted(m.name for m in _FOUND)
 PACKAGES = [m.name for m in _FOUND if m.ispkg]
-PATHS = {name: pathlib.Path(importlib.import_module(name).__file__) for name in MODULES}
+# Not imported: some need extras.
+PATHS = {x: pathlib.Path(importlib.util.find_spec(x).origin) for x in MODULES}
 SOURCES = {name: path.read_text() for name, path in PATHS.items()}
 NODES = {name: [*ast.walk(ast.parse(text))] for name, text in SOURCES.items()}
 # These search for noise, or time programs, which takes a second each.
