@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,6 @@ except ImportError as error:
 
 __all__ = ["PrivateTrainer", "private"]
 
-Trainer = TypeVar("Trainer", bound=peft_trainer.PeftTrainer)
-
 # Methods of Tunix that see values without noise.
 _REPLACED = ("train", "_train_step", "create_train_step_fn", "jit_train_and_eval_step")
 # Options that a private trainer does not have, with the way out.
@@ -53,7 +51,7 @@ _REFUSED = {
 }
 
 
-def private(trainer: type[Trainer]) -> "type[PrivateTrainer]":
+def private(trainer: type[peft_trainer.PeftTrainer]) -> "type[PrivateTrainer]":
     """Makes a class of private trainers.
 
     Their constructor takes the arguments of Tunix's, and these by name:
@@ -62,7 +60,7 @@ def private(trainer: type[Trainer]) -> "type[PrivateTrainer]":
       `num_examples` is the number of rows of the data, and its `iterations` the number
       of steps.
     - `policy`: the precision (see `dpmp.DPTrainer`). None follows the trained
-      parameters: "float32", or "mixed_bfloat16" for others.
+      parameters: "float32", or "mixed_bfloat16" for bfloat16.
     - `prng_key`: makes runs reproducible, for tests (see `dpmp.DPTrainer`).
 
     Args:

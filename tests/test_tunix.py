@@ -277,9 +277,6 @@ class Recorder(hooks.TrainingHooks):
 
 
 def test_loggers_and_hooks_see_released_numbers_alone(monkeypatch, caplog):
-    # Data on which every exact number is one that noise does not give.
-    data = jax.tree.map(np.zeros_like, DATA)
-    data = dataclasses.replace(data, input_mask=DATA.input_mask)
     mechanism = dataclasses.replace(
         MECHANISM, released_metrics=dpmp.ReleasedMetrics(largest_loss=8.0)
     )
@@ -290,12 +287,12 @@ def test_loggers_and_hooks_see_released_numbers_alone(monkeypatch, caplog):
         "record_scalar",
         lambda name, x, **options: logged.append((name, float(x), options["step"])),
     )
-    trainer = make_trainer(make("llama3"), mechanism, optimizer, config(
-        eval_every_n_steps=2
-    ))  # fmt: skip
+    options = config(eval_every_n_steps=2)
+    trainer = make_trainer(make("llama3"), mechanism, optimizer, options)
     trainer.with_training_hooks(recorder)
-    with caplog.at_level(logging.DEBUG):
-        trainer.train(data, [DATA], progress=False)
+    monkeypatch.setattr(logging.getLogger("absl"), "propagate", True)
+    with caplog.at_level(logging.DEBUG, logger="absl"):
+        trainer.train(DATA, [DATA], progress=False)
     assert trainer.train_steps == STEPS
     noisy = {k: float(x) for k, x in trainer.state.metrics.items()}
     train = [x for x in logged if "/train/" in x[0]]
@@ -305,16 +302,14 @@ def test_loggers_and_hooks_see_released_numbers_alone(monkeypatch, caplog):
         ("/train/learning_rate", 0.25, 3),
     ]
     assert len(train) == 3 * STEPS
-    assert {x[0] for x in logged} - {x[0] for x in train} == {
-        "/eval/loss",
-        "/eval/perplexity",
-        "/eval/learning_rate",
-    } - {"/eval/learning_rate"}
+    others = {x[0] for x in logged} - {x[0] for x in train}
+    assert others == {"/eval/loss", "/eval/perplexity"}
     losses = [x for x in recorder.seen if isinstance(x, tuple)]
     assert losses == [(step, x) for name, x, step in train if name == "/train/loss"]
     once = ["batch", "evaluated"]
     steps = [losses[0], *once, losses[1], losses[2]]
     assert recorder.seen == [*once, "start", *steps, "end"]
+    assert "eval loss" in caplog.text  # what Tunix logs is captured
     assert "training loss" not in caplog.text
 
 
@@ -406,8 +401,6 @@ def test_parameters_in_bfloat16_have_float32_masters():
 
 
 def test_devices_of_a_mesh_share_the_work():
-    if jax.device_count() < 2:
-        pytest.skip("one device")
     with jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("fsdp", "tp")):
         trainer = make_trainer(make("llama3"))
         trainer.train(DATA, progress=False)

@@ -90,8 +90,8 @@ def contract(
     a: jax.Array, b: jax.Array, contracting: Any, batch: Any = ((), ())
 ) -> jax.Array:
     """Takes a dot product in float32 or wider, without widening the operands."""
-    is_first = tuple(contracting[0]) == (0,) and a.ndim == 2  # of weights, for example
-    if a.dtype == jnp.bfloat16 and (batch[0] or is_first):
+    is_transposed = a.ndim == 2 and tuple(contracting[0]) == (0,)
+    if a.dtype == jnp.bfloat16 and (batch[0] or is_transposed):
         # XLA's CPU compiler has code for such products only if the contracted axes come
         # last ("Unsupported element type for DotThunk").
         stored = [i for i in range(a.ndim) if i not in (*batch[0], *contracting[0])]
