@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -61,15 +62,12 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
     is_arrays = bool(leaves) and not _is_list_of_numbers(source)
     is_arrays &= all(isinstance(x, list) or _is_array(x) for x in leaves)
     is_sequence = hasattr(source, "__getitem__") and hasattr(source, "__len__")
-    fix = 'Stack a list of examples: {"x": np.stack([row["x"] for row in rows])}.'
-    if hasattr(source, "dataset") and hasattr(source, "batch_size"):
-        fix = "In place of a DataLoader of PyTorch, pass its loader.dataset."
     _validate.require(
-        is_arrays or (is_sequence and not isinstance(source, list | tuple | dict)),
+        is_arrays or (is_sequence and not isinstance(source, list | tuple | Mapping)),
         "the dataset must be arrays with one row for each example, or an object with "
         "__getitem__ and __len__",
         dataset=type(source).__name__,
-        fix=f"{fix} For anything else see dpmp.Source.",
+        fix=f"{_in_place_of(source)} For anything else see dpmp.Source.",
     )
     columns = as_arrays(source) if is_arrays else None
     sizes = {len(x) if x.ndim else 0 for x in jax.tree.leaves(columns)} or {len(source)}
@@ -77,8 +75,16 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
     _validate.require(
         sizes == {num_examples},
         f"the dataset must hold the {num_examples} examples, one in each row of each "
-        "array. Build the mechanism with num_examples=len(data).",
+        "array. Build the mechanism with num_examples=len(data), for data that holds "
+        "each example once: neither repeated nor in batches.",
         sizes=sorted(sizes),
+    )
+    # An endless dataset of grain has this size. By it, noise would be far too small.
+    _validate.require(
+        num_examples < sys.maxsize,
+        "the dataset must hold each example once. Leave out repeat(): dpmp draws the "
+        "examples of every step from the whole dataset.",
+        size=num_examples,
     )
 
     def ask(indices: Any) -> PyTree:
@@ -87,6 +93,22 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
         return jax.tree.map(lambda x: x[indices], columns)
 
     return Loader(ask, num_examples, columns is not None)
+
+
+def _in_place_of(source: Any) -> str:
+    """Says what to pass in place of something that is not a dataset."""
+    if isinstance(source, list | tuple):
+        return 'Stack a list of examples: {"x": np.stack([row["x"] for row in rows])}.'
+    if isinstance(source, Mapping):
+        return (
+            'Of a dict of datasets, pass one: data["train"]. Convert columns to arrays '
+            "by np.asarray."
+        )
+    return (
+        "In place of a loader, sampler or iterator, pass the dataset that it reads "
+        "(in PyTorch, loader.dataset). dpmp draws the batches itself, as the "
+        "accountant assumes."
+    )
 
 
 class Loader:
@@ -236,8 +258,9 @@ def _as_array(path: Any, x: Any) -> np.ndarray:
         return array
     _validate.fail(
         "examples must be numbers of a dtype that jax has, in arrays without masks. "
-        "Turn text into token numbers, pad lists of different lengths to one length, "
-        "remove examples that are None, and pass masks beside x.filled(0).",
+        "Turn text and categories into numbers (docs/data.md shows how), pad lists of "
+        "different lengths to one length, replace None, and pass masks beside "
+        "x.filled(0).",
         column=jax.tree_util.keystr(path) or "(the dataset itself)",
         type=type(x).__name__,
         # The dtype itself would show the length of the longest text.

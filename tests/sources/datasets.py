@@ -1,6 +1,10 @@
 """Datasets of twelve examples, which give single examples, batches or defects."""
 
+import jax
 import numpy as np
+
+from dpmp.batch_selection import pad_indices
+from dpmp.sources._source import load_padded, loader_of
 
 ARRAYS = {
     "x": np.arange(1, 25, dtype=np.float32).reshape(12, 2),
@@ -54,3 +58,20 @@ class Lazy:
 
     def __array__(self, dtype=None, copy=None):
         raise self.error
+
+
+def load_batch(load, indices, size=12):
+    return load_padded(load, pad_indices(np.array(indices, int), size))
+
+
+def assert_gives_examples_and_zeros(source, arrays=ARRAYS):
+    """Checks batches of several sizes against the arrays, which have the same tree."""
+    load = loader_of(source, 12)
+    for indices in ([], [0], [3, 5, 11], [*range(12)]):
+        batch = load_batch(load, indices)
+        assert jax.tree.structure(batch) == jax.tree.structure(arrays)
+        for column, x in zip(*map(jax.tree.leaves, (batch, arrays)), strict=True):
+            assert column.shape == x.shape
+            expected = x[np.array(indices, int)]
+            np.testing.assert_array_equal(column[: len(indices)], expected)
+            assert not column[len(indices) :].any()

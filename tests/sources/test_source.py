@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources.datasets import ARRAYS, Batches, Lazy, Singles, Sized
+from sources.datasets import (
+    ARRAYS,
+    Batches,
+    Lazy,
+    Singles,
+    Sized,
+    assert_gives_examples_and_zeros,
+    load_batch,
+)
 
-from dpmp.batch_selection import pad_indices
-from dpmp.sources._check_source import check_source
-from dpmp.sources._source import as_device_dtypes, load_padded, loader_of
-
-
-def load_batch(load, indices, size=12):
-    return load_padded(load, pad_indices(np.array(indices, int), size))
+from dpmp.sources._source import as_device_dtypes, loader_of
 
 
 class AsBatchOfOne(Sized):
@@ -32,23 +34,6 @@ class Lists(Sized):
         return {name: x.tolist() for name, x in super().__getitem__(indices).items()}
 
 
-def grain_dataset(kind):
-    grain = pytest.importorskip("grain")
-    if kind == "calculated":  # with an array of indices as if it were one index
-        return grain.MapDataset.range(1, 13).map(
-            lambda i: {"x": np.arange(2, dtype=np.float32) + 2 * i - 1, "label": i}
-        )
-    dataset = grain.MapDataset.source(Sized())
-    return dataset.map(lambda x: dict(x)) if kind == "mapped" else dataset
-
-
-def hugging_face_dataset(kind):
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict({k: x.tolist() for k, x in ARRAYS.items()})
-    check_source(rows)
-    return rows.with_format(kind)
-
-
 DATASETS = {
     "arrays": lambda: ARRAYS,
     "one by one": Singles,
@@ -56,34 +41,12 @@ DATASETS = {
     "lists": Lists,
     "dict of lists": lambda: {name: x.tolist() for name, x in ARRAYS.items()},
     "arrays and lists": lambda: {**ARRAYS, "label": ARRAYS["label"].tolist()},
-    "grain": lambda: grain_dataset("source"),
-    "grain, mapped": lambda: grain_dataset("mapped"),
-    "grain, calculated": lambda: grain_dataset("calculated"),
-    "Hugging Face": lambda: hugging_face_dataset(None),
-    "Hugging Face, numpy": lambda: hugging_face_dataset("numpy"),
 }
 
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_datasets_as_people_have_them_give_their_examples_and_zeros(name):
-    load = loader_of(DATASETS[name](), 12)
-    for indices in ([], [0], [3, 5, 11], [*range(12)]):
-        batch = load_batch(load, indices)
-        for column, x in ARRAYS.items():
-            assert batch[column].shape == x.shape
-            expected = x[np.array(indices, int)]
-            np.testing.assert_array_equal(batch[column][: len(indices)], expected)
-            assert not batch[column][len(indices) :].any()
-
-
-def test_tables_become_columns():
-    pandas = pytest.importorskip("pandas")
-    columns = {"a": np.arange(12), "b": np.arange(12) / 2}
-    batch = load_batch(loader_of(pandas.DataFrame(columns), 12), [2, 9], 3)
-    expected = {"a": [2, 9, 0], "b": [1.0, 4.5, 0.0]}
-    assert {name: x.tolist() for name, x in batch.items()} == expected
-    series = loader_of(pandas.Series(columns["b"]), 12)
-    np.testing.assert_array_equal(series(np.array([3])), [1.5])
+    assert_gives_examples_and_zeros(DATASETS[name]())
 
 
 def test_nested_trees_with_masks_and_labels_keep_their_shape_and_dtypes():
@@ -156,12 +119,6 @@ class Indexable:
     __getitem__ = Sized.__getitem__
 
 
-class DataLoader:
-    """As that of PyTorch."""
-
-    dataset, batch_size, __len__ = ARRAYS, 4, Sized.__len__
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -171,7 +128,6 @@ class DataLoader:
         (collections.UserList(range(13)), "must hold the 12 examples"),
         *((x, "and __len__; got data") for x in (io.StringIO(), Indexable(), [1], {})),
         (None, "and __len__; got data"),
-        (DataLoader(), r"pass its loader\.dataset"),
     ],
 )
 def test_something_else_than_a_dataset_of_the_examples_is_refused(source, message):
@@ -187,7 +143,6 @@ NOT_ALIKE = {
     "tree": lambda: Singles(lambda x: {"x": x["x"]}),
     "dtype": lambda: Singles(lambda x: {**x, "x": x["x"].astype(np.float64)}),
     "shape": lambda: Singles(lambda x: {**x, "x": x["x"][:1]}),
-    "filtered": lambda: grain_dataset("source").filter(lambda x: x["label"] != 8),
     "ragged": lambda: Singles(lambda _: {"x": [[1.0] * 8, [1.0] * 9]}, record=0),
     "text": lambda: Singles(lambda _: "z" * 56),
     "text at first": lambda: Singles(lambda _: "z" * 56, record=0),

@@ -1,0 +1,195 @@
+"""Datasets of pandas, Hugging Face, grain, PyTorch and files, with these packages."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import grain
+import numpy as np
+import pandas
+import pytest
+from sources.datasets import (
+    ARRAYS,
+    Sized,
+    assert_gives_examples_and_zeros,
+    load_batch,
+)
+
+from dpmp.sources import check_source, loader_of
+
+
+def rows(format_=None):
+    """A dataset of Hugging Face."""
+    columns = {name: x.tolist() for name, x in ARRAYS.items()}
+    return datasets.Dataset.from_dict(columns).with_format(format_)
+
+
+def calculated(i):
+    return {"x": np.arange(2, dtype=np.float32) + 2 * i - 1, "label": i}
+
+
+EXAMPLES = grain.MapDataset.source(Sized())
+DATASETS: dict[str, Callable[[], Any]] = {
+    "Hugging Face": rows,
+    "Hugging Face, numpy": lambda: rows("numpy"),
+    "grain": lambda: EXAMPLES,
+    "grain, mapped": lambda: EXAMPLES.map(lambda x: dict(x)),
+    # Takes an array of indices for one index.
+    "grain, calculated": lambda: grain.MapDataset.range(1, 13).map(calculated),
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_datasets_give_their_examples_and_zeros(name):
+    check_source(DATASETS[name]())
+    assert_gives_examples_and_zeros(DATASETS[name]())
+
+
+def test_tables_become_columns():
+    columns = {"a": np.arange(12), "b": np.arange(12) / 2}
+    batch = load_batch(loader_of(pandas.DataFrame(columns), 12), [2, 9], 3)
+    expected = {"a": [2, 9, 0], "b": [1.0, 4.5, 0.0]}
+    assert {name: x.tolist() for name, x in batch.items()} == expected
+    series = loader_of(pandas.Series(columns["b"]), 12)
+    np.testing.assert_array_equal(series(np.array([3])), [1.5])
+
+
+def test_hugging_face_keeps_small_dtypes_as_numpy():
+    pixels = datasets.Features({"x": datasets.Value("uint8")})
+    dataset = datasets.Dataset.from_dict({"x": [1, 2, 255]}, features=pixels)
+    first = np.arange(2)
+    assert loader_of(dataset.with_format("numpy"), 3)(first)["x"].dtype == np.uint8
+    assert loader_of(dataset, 3)(first)["x"].dtype == np.int32
+
+
+def test_random_views_of_grain_are_the_same_in_every_step():
+    views = EXAMPLES.seed(1).random_map(lambda x, rng: x["x"] + rng.normal(size=2))
+    load = loader_of(views, 12)
+    np.testing.assert_array_equal(*(load(np.array([3, 7])) for _ in range(2)))
+
+
+IN_PLACE_OF_A_LOADER = r"pass the dataset that it reads .*loader\.dataset\). dpmp draws"
+IN_A_DICT = r"pass one: data\[\"train\"\]\. Convert columns to arrays by np\.asarray"
+
+
+def stream():
+    return EXAMPLES.to_iter_dataset()
+
+
+def loader_of_grain():
+    sampler = grain.samplers.IndexSampler(12, num_epochs=1, seed=0)
+    return grain.DataLoader(data_source=EXAMPLES, sampler=sampler)
+
+
+REFUSED = {
+    "splits": (lambda: datasets.DatasetDict(train=rows()), IN_A_DICT),
+    "columns": (lambda: {"x": rows()["x"]}, IN_A_DICT),
+    "Hugging Face, stream": (
+        lambda: rows().to_iterable_dataset(),
+        IN_PLACE_OF_A_LOADER,
+    ),
+    "grain, stream": (stream, IN_PLACE_OF_A_LOADER),
+    "grain, iterator": (lambda: iter(stream()), IN_PLACE_OF_A_LOADER),
+    "grain, loader": (loader_of_grain, IN_PLACE_OF_A_LOADER),
+    "grain, batches": (lambda: EXAMPLES.batch(4), "neither repeated nor in batches"),
+    "grain, repeated": (lambda: EXAMPLES.repeat(2), "neither repeated nor in batches"),
+    "text": (
+        lambda: pandas.DataFrame({"x": ["a"] * 12}),
+        r"got column=\"\['x'\]\".* Turn text and categories into numbers \(docs/data",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_says_what_to_pass(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        loader_of(make(), 12)
+
+
+def test_files_of_several_arrays_are_refused_as_dicts_are(tmp_path):
+    np.savez(tmp_path / "x.npz", **ARRAYS)
+    with np.load(tmp_path / "x.npz") as arrays:
+        with pytest.raises(ValueError, match=IN_A_DICT):
+            loader_of(arrays, 12)
+        assert_gives_examples_and_zeros(dict(arrays))
+
+
+def test_an_endless_dataset_is_refused_even_if_its_size_was_used():
+    endless = EXAMPLES.repeat()
+    for use in (check_source, lambda x: loader_of(x, len(x))):
+        with pytest.raises(ValueError, match=r"Leave out repeat\(\)") as caught:
+            use(endless)
+        assert str(sys.maxsize) in str(caught.value)
+
+
+NOT_ALIKE = {
+    "filtered": lambda: EXAMPLES.filter(lambda x: x["label"] != 8),
+    "None": lambda: datasets.Dataset.from_dict({"x": [*range(7), None, *range(4)]}),
+    "ragged": lambda: rows().map(lambda x, i: {"x": [1.0] * (2 + (i == 7))}, True),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ALIKE)
+def test_a_record_that_is_not_like_the_others_is_named_by_check_source_alone(name):
+    source = NOT_ALIKE[name]()
+    with pytest.raises(ValueError, match="got record=7"):
+        check_source(source)
+    with pytest.raises(ValueError, match=r"one row for each.*check_source") as caught:
+        loader_of(source, 12)(np.array([3, 7]))
+    assert not any(letter.isdigit() for letter in str(caught.value))
+
+
+class TestTorch:
+    """Needs PyTorch, which is large: `pip install 'dpmp[llm-fixtures]'`."""
+
+    @pytest.fixture
+    def data(self):
+        pytest.importorskip("torch")
+        import torch.utils.data
+
+        return torch.utils.data
+
+    @pytest.fixture
+    def pairs(self, data):
+        import torch
+
+        return data.TensorDataset(*map(torch.from_numpy, ARRAYS.values()))
+
+    def test_map_style_datasets_give_their_examples_and_zeros(self, data, pairs):
+        class Photos(data.Dataset):
+            __len__ = Sized.__len__
+
+            def __getitem__(self, index):
+                return dict(zip(ARRAYS, pairs[index], strict=True))
+
+        halves = [data.Subset(Photos(), range(6)), data.Subset(Photos(), range(6, 12))]
+        for source in (Photos(), data.ConcatDataset(halves)):
+            check_source(source)
+            assert_gives_examples_and_zeros(source)
+        assert_gives_examples_and_zeros(pairs, tuple(ARRAYS.values()))
+
+    def test_loaders_samplers_and_streams_are_refused(self, data, pairs):
+        class Stream(data.IterableDataset):
+            def __iter__(self):
+                return iter(pairs)
+
+        sampler = data.RandomSampler(pairs)
+        for source in (
+            data.DataLoader(pairs, batch_size=4, shuffle=True),
+            sampler,
+            data.BatchSampler(sampler, 4, drop_last=False),
+        ):
+            with pytest.raises(ValueError, match=IN_PLACE_OF_A_LOADER):
+                loader_of(source, 12)
+        with pytest.raises(ValueError, match=IN_PLACE_OF_A_LOADER):
+            loader_of(Stream(), 12)
+
+    def test_a_tensor_that_is_not_an_array_is_named_with_its_error(self, data, pairs):
+        import torch
+
+        source = data.TensorDataset(torch.ones(12, requires_grad=True))
+        with pytest.raises(ValueError, match="got record=0") as caught:
+            check_source(source)
+        assert "requires grad" in str(caught.value.__cause__.__context__)
