@@ -258,9 +258,9 @@ def _as_array(path: Any, x: Any) -> np.ndarray:
         return array
     _validate.fail(
         "examples must be numbers of a dtype that jax has, in arrays without masks. "
-        "Turn text and categories into numbers (docs/data.md shows how), pad lists of "
-        "different lengths to one length, replace None, and pass masks beside "
-        "x.filled(0).",
+        "Turn text and categories into numbers (docs/data.md shows how) or leave them "
+        "out, pad lists of different lengths to one length, replace None, and pass "
+        "masks beside x.filled(0).",
         column=jax.tree_util.keystr(path) or "(the dataset itself)",
         type=type(x).__name__,
         # The dtype itself would show the length of the longest text.

@@ -84,7 +84,7 @@ def loader_of_grain():
 
 REFUSED = {
     "splits": (lambda: datasets.DatasetDict(train=rows()), IN_A_DICT),
-    "columns": (lambda: {"x": rows()["x"]}, IN_A_DICT),
+    "dict of splits": (lambda: {"train": rows(), "test": rows()}, IN_A_DICT),
     "Hugging Face, stream": (
         lambda: rows().to_iterable_dataset(),
         IN_PLACE_OF_A_LOADER,
