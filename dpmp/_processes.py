@@ -5,10 +5,12 @@ The processes of a job share the directory of a run. The first one writes the le
 
 import hashlib
 import os
+import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -49,6 +51,7 @@ def broadcast(value: np.ndarray | np.generic) -> np.ndarray:
     """Broadcasts the value of the first process to all processes."""
     if jax.process_count() == 1:
         return np.asarray(value)
+    _check_devices()
     return np.asarray(multihost_utils.broadcast_one_to_all(value))
 
 
@@ -57,9 +60,61 @@ def are_equal(*facts: bytes) -> bool:
     if jax.process_count() == 1:
         return True
     digest = hashlib.blake2b(b"".join(hashlib.blake2b(x).digest() for x in facts))
-    words = np.frombuffer(digest.digest(), np.uint32)
-    gathered = np.asarray(multihost_utils.process_allgather(words))
+    gathered = _gathered(np.frombuffer(digest.digest(), np.uint32))
     return bool(np.all(gathered == gathered[0]))
+
+
+def are_replicas_equal(tree: Any) -> bool:
+    """Whether the parts of arrays that several processes hold have the same values.
+
+    They are compared by a checksum. All processes must have a tree of one structure.
+    """
+    if jax.process_count() == 1:
+        return True
+    rows = [row for x in jax.tree.leaves(tree) for row in _checksums(x)]
+    if not are_equal(str(len(rows)).encode()):
+        return False
+    sums = _gathered(np.array(rows, np.uint32))
+    return bool(np.all((sums == 0) | (sums == sums.max(0))))
+
+
+def _checksums(x: Any) -> list[int]:
+    """A checksum of each part of an array; 0 for a part that others hold."""
+    if not isinstance(x, jax.Array):
+        return [_checksum(x)]
+    parts = map(str, x.sharding.devices_indices_map(x.shape).values())
+    own = {str(part.index): part.data for part in x.addressable_shards}
+    return [_checksum(own[i]) if i in own else 0 for i in sorted({*parts})]
+
+
+def _checksum(x: Any) -> int:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return zlib.crc32(np.ascontiguousarray(x)) | 1  # 0 stands for no part
+
+
+def span_all(sharding: jax.sharding.Sharding) -> bool:
+    """Whether every process has a device of a sharding."""
+    found = {device.process_index for device in sharding.device_set}
+    return len(found) == jax.process_count()
+
+
+def _gathered(words: np.ndarray) -> np.ndarray:
+    """The words of all processes, with a leading axis of processes."""
+    _check_devices()
+    return np.asarray(multihost_utils.process_allgather(words))
+
+
+def _check_devices() -> None:
+    """Raises ValueError for devices that jax cannot exchange values over."""
+    numbers = [0] * jax.process_count()
+    for device in jax.devices():
+        numbers[device.process_index] += 1
+    _validate.require(
+        len(set(numbers)) == 1,
+        "all processes must have the same number of devices. Start each with as many.",
+        num_devices=numbers,
+    )
 
 
 def random_id() -> str:

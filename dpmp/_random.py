@@ -13,7 +13,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from dpmp import _validate
 from dpmp._fence import materialize
@@ -59,19 +58,6 @@ def check_key(prng_key: Any) -> None:
         "to guess as its key.",
         # The key itself is secret and must not appear in the message.
         prng_key=str(jax.typeof(prng_key)) if is_key else type(prng_key).__name__,
-    )
-
-
-def check_shared(prng_key: jax.Array) -> None:
-    """Raises ValueError on all processes unless they have the same key."""
-    if jax.process_count() == 1:
-        return
-    words = multihost_utils.process_allgather(np.asarray(key_words(prng_key)))
-    _validate.require(
-        bool(np.all(words == words[0])),
-        "prng_key must be the same on all processes. Leave it out: the first process "
-        "then draws a key for all of them.",
-        num_processes=jax.process_count(),
     )
 
 

@@ -187,7 +187,7 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         )
         if self._private is None:
             self._private = self._make_trainer()
-        state = self.state or self._private.init(self._params())
+        state = self._state_to_train()
         self._train_steps = int(state.step)
         steps: Any = self.jit_train_and_eval_step(skip_jit, cache_nnx_graph)
 
@@ -198,7 +198,6 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         evaluate()
         if self.training_hooks:
             self.training_hooks.on_train_start(self)
-        self.state = None  # its arrays are donated
         try:
             self.state = self._private.fit(
                 state,
@@ -209,22 +208,46 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
                 **self._fit_options,
             )
         finally:
-            self.state = self.state or self._private.last_state
-            if self.state is not None:
+            self.state = self._private.last_state or self.state
+            if self.state is not None and not _is_donated(self.state):
                 self._update_model(self.state)
         if self.training_hooks:
             self.training_hooks.on_train_end(self)
         self.close()
 
+    def _state_to_train(self) -> TrainingState:
+        """The last state. A lost one can come back from a checkpoint alone."""
+        assert self._private is not None
+        if self.state is not None and not _is_donated(self.state):
+            return self.state
+        _validate.require(
+            self.state is None or self._fit_options["checkpoint_dir"] is not None,
+            "the state must have survived the last error; its step has lost it. The "
+            "model has the parameters of the last release, with the epsilon of "
+            "`guarantee`. With checkpoint_root_directory, a run goes on from its last "
+            "checkpoint.",
+            error=RuntimeError,
+        )
+        return self._private.init(self._params())
+
     def guarantee(self, *, delta: float | None = None) -> PrivacyGuarantee:
-        """Epsilon of all steps that led to `model`; see `DPTrainer.guarantee`."""
+        """Epsilon of all steps that led to `model`; see `DPTrainer.guarantee`.
+
+        It may be called in the hooks.
+        """
         if self._private is None or self.state is None:
             _validate.fail("there must be a state. Call `train` first.")
-        return self._private.guarantee(self.state, delta=delta)
+        state = self.state
+        if _is_donated(state):  # `spent`, which says what it cost, is on the host
+            zero = np.zeros((), np.int32)
+            state = jax.tree.map(
+                lambda x: zero if isinstance(x, jax.Array) else x, state
+            )
+        return self._private.guarantee(state, delta=delta)
 
     def _show(self, state: TrainingState, evaluate: Callable[[], None]) -> None:
         """Shows released numbers to Tunix's loggers, evaluation and hooks."""
-        before = self._train_steps
+        before, self.state = self._train_steps, state
         self._update_model(state)
         numbers = {name: float(x) for name, x in (state.metrics or {}).items()}
         name = "learning_rate"
@@ -312,6 +335,11 @@ def _without_mesh() -> contextlib.AbstractContextManager[Any]:
     if pxla.thread_resources.env.physical_mesh.empty:
         return contextlib.nullcontext()
     return jax.sharding.Mesh(np.empty((), object), ())
+
+
+def _is_donated(state: TrainingState) -> bool:
+    """Whether a step has taken the arrays of a state, and returned no other state."""
+    return any(x.is_deleted() for x in jax.tree.leaves(state.params))
 
 
 def _variables(tree: Any) -> list[Any]:

@@ -23,6 +23,11 @@ def test_ids_are_random_and_have_32_digits():
     assert {len(bytes.fromhex(x)) for x in ids} == {16}
 
 
+@pytest.fixture(autouse=True)
+def _devices_are_not_counted(monkeypatch):
+    monkeypatch.setattr(_processes, "_check_devices", lambda: None)
+
+
 @pytest.fixture
 def as_process(monkeypatch):
     """Makes this the first or the second of two processes; the first has said a value.
@@ -89,3 +94,26 @@ def test_facts_are_compared_one_by_one(monkeypatch):
     assert agree([b"a", b"bc"], [b"a", b"bc"])
     assert not agree([b"a", b"bc"], [b"ab", b"c"])
     assert not agree([b"a", b"bc"], [b"bc", b"a"])
+
+
+def test_processes_need_equally_many_devices(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)  # the other one has none
+    with pytest.raises(ValueError, match=r"same number of devices.*\[8, 0\]"):
+        random_id()
+
+
+def test_replicas_are_compared_where_two_processes_have_them(monkeypatch):
+    """Of two processes, each has one half of an array, and both have a number."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    # A half, a number, and what one process says of the other half.
+    others = {"same": [0, 5, 7], "another number": [0, 5, 9], "wrong": [3, 5, 7]}
+    for name, theirs in others.items():
+        rows = iter([1, 0, 7])
+        monkeypatch.setattr(_processes, "_checksums", lambda x, r=rows: [next(r)])
+        monkeypatch.setattr(
+            multihost_utils,
+            "process_allgather",
+            lambda x, y=theirs: np.stack([x, y if len(x) == 3 else x]),
+        )
+        assert _processes.are_replicas_equal([1, 2, 3]) == (name == "same")

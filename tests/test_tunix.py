@@ -267,6 +267,8 @@ class Recorder(hooks.TrainingHooks):
         raise AssertionError
 
     def on_train_step_end(self, trainer, step, loss):
+        assert int(trainer.state.step) == step
+        assert trainer.guarantee() == MECHANISM.guarantee(step)
         self.seen.append((step, loss))
 
     def on_eval_step_start(self, trainer):
@@ -367,6 +369,36 @@ def test_a_second_call_goes_on_and_pays_for_what_failed():
     trainer.train(DATA, progress=False)
     assert 0 < made < STEPS == trainer.train_steps
     assert trainer.guarantee().epsilon > MECHANISM.guarantee().epsilon
+
+
+def test_a_refused_call_loses_nothing():
+    trainer = make_trainer(make("llama3", "lora"))
+    trainer.train(DATA, progress=False)
+    with pytest.raises(ValueError, match="num_examples"):
+        trainer.train(row(DATA, 0), progress=False)
+    trainer.train(DATA, progress=False)  # nothing is left to do
+    assert trainer.guarantee() == MECHANISM.guarantee()
+
+
+def test_a_lost_state_does_not_start_again():
+    def failing(count):
+        if count == 2:
+            raise RuntimeError
+        return np.float32(0)
+
+    def update(updates, count, params=None):
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        zero = jax.experimental.io_callback(failing, shape, count)
+        return jax.tree.map(lambda x: x + zero, updates), count + 1
+
+    optimizer = optax.GradientTransformation(lambda _: jnp.int32(0), update)
+    trainer = make_trainer(make("llama3", "lora"), optimizer=optimizer)
+    with pytest.raises(Exception, match="RuntimeError"):
+        trainer.train(DATA, progress=False)
+    assert trainer.train_steps == STEPS - 1
+    assert trainer.guarantee() == MECHANISM.guarantee(STEPS - 1)
+    with pytest.raises(RuntimeError, match="must have survived the last error"):
+        trainer.train(DATA, progress=False)
 
 
 class WithDropout(nnx.Module):

@@ -201,9 +201,8 @@ class ClippedSum:
 
             if is_padding is None:
                 return compute()
-            return jax.lax.cond(
-                jnp.all(microbatch[1]), lambda: (total, zeros[1]), compute
-            )
+            is_empty = self.shards.agree(jnp.all(microbatch[1]))
+            return jax.lax.cond(is_empty, lambda: (total, zeros[1]), compute)
 
         total, outputs = jax.lax.scan(step, zeros[0], microbatches)
         return total, jax.tree.map(

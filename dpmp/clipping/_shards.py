@@ -127,6 +127,19 @@ class Shards:
         )(jax.tree.map(jnp.asarray, examples))
         return treedef[0].unflatten(leaves), outputs
 
+    def agree(self, condition: jax.Array) -> jax.Array:
+        """Whether a condition holds on all devices that must take the same branch.
+
+        A branch may have collectives over axes that the compiler divides. Devices that
+        do not take it would let the others wait for ever.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = tuple(name for name in self.axes if name in mesh.manual_axes)
+        others = set(mesh.axis_names) - set(mesh.manual_axes)
+        if not axes or all(mesh.shape[name] == 1 for name in others):
+            return condition
+        return jax.lax.pmin(condition.astype(jnp.int32), axes) == 1
+
     def _division(self, spec: jax.P) -> _Division:
         """Finds the first axis of an array that devices of the batch divide."""
         sizes = jax.sharding.get_abstract_mesh().shape

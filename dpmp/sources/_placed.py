@@ -31,6 +31,12 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
         return
     fix = 'Use jax.NamedSharding(mesh, jax.P("data")).'
     _validate.instance(jax.sharding.Sharding, fix, batch_sharding=sharding)
+    _validate.require(
+        _processes.span_all(sharding),
+        "batch_sharding must have devices of every process. Otherwise processes would "
+        "add the same noise to different sums. Use a mesh of jax.devices().",
+        num_processes=jax.process_count(),
+    )
     spec = tuple(getattr(sharding, "spec", ()))
     _validate.require(
         not any(spec[1:]),
@@ -52,16 +58,17 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
         )
 
 
-def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
+def check_same_data(load: Load, mechanism: DPSGD, plan: Any, secret: bytes) -> None:
     """Raises ValueError on all processes unless they have the same data and plan.
 
-    If two had different data, one example could enter a sum twice.
+    If two had different data, one example could enter a sum twice. `secret` has the
+    words of the random key, of which processes compare a hash.
     """
     if jax.process_count() == 1:
         return
     seed = np.random.SeedSequence(int(_processes.random_id(), 16))
     indices = np.random.default_rng(seed).integers(mechanism.num_examples, size=16)
-    error, facts = None, [repr((mechanism, plan)).encode()]
+    error, facts = None, [repr((mechanism, plan)).encode(), secret]
     try:
         rows = jax.tree_util.tree_leaves_with_path(load(np.unique(indices)))
         facts += [f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in rows]
@@ -72,9 +79,9 @@ def check_same_data(load: Load, mechanism: DPSGD, plan: Any) -> None:
         raise error
     _validate.require(
         are_equal,
-        "all processes must have the same mechanism, the same data in one order, and "
-        "the same state and options of fit. Read the same files everywhere. If they "
-        "are the same, one process cannot load its data; its error says more.",
+        "all processes must have the same mechanism, prng_key and options of fit, and "
+        "the same data in one order. Read the same files everywhere. If they are the "
+        "same, one process cannot load its data; its error says more.",
         num_processes=jax.process_count(),
     )
 

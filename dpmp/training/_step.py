@@ -25,6 +25,7 @@ from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
 from dpmp.programs import losses, transformations
 from dpmp.sources import as_device_dtypes
+from dpmp.training._checks import check_same_arrays, check_same_program
 from dpmp.training._state import TrainingState
 from dpmp.training._tickets import Batch
 
@@ -170,7 +171,11 @@ class Step:
         step, constants = self.make_program(state, batch)
         traced = step.trace(*args, constants)
         calls_host = losses.calls_host(traced.jaxpr.jaxpr)
-        return Program(key, traced.lower().compile(), constants, calls_host)
+        lowered = traced.lower()
+        if not calls_host:  # its text would have an address of this process
+            check_same_program(lowered)
+        check_same_arrays((state, constants))
+        return Program(key, lowered.compile(), constants, calls_host)
 
     def make_program(
         self, state: TrainingState, batch: PyTree

@@ -108,7 +108,6 @@ def root_of(prng_key: jax.Array | None) -> Root | None:
     if prng_key is None:
         return None
     _random.check_key(prng_key)
-    _random.check_shared(prng_key)
     return Root(np.asarray(_random.key_words(prng_key)))
 
 

@@ -15,7 +15,7 @@ from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import losses
-from dpmp.sources import Source, check_same_data, check_sharding, loader_of
+from dpmp.sources import Load, Source, check_same_data, check_sharding, loader_of
 from dpmp.training import _checks
 from dpmp.training._account import Account, LastStep, newest, past_of
 from dpmp.training._checks import Options
@@ -76,8 +76,8 @@ class DPTrainer:
         forgets it. All arguments except the key are read-only attributes too.
 
     Raises:
-      ValueError: for an argument of a wrong type, or a `prng_key` that is not a jax key
-        or not the same on all processes.
+      ValueError: for an argument of a wrong type, or a `prng_key` that is not a jax
+        key.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class DPTrainer:
             loss_scale=loss_scale,
         )
         self._last_step = LastStep()
+        self._is_compared = False  # whether processes agree, in a loop of the user's
 
     # Read-only, because the step is compiled with the mechanism that accounts for it.
     mechanism = property(lambda self: self._step.mechanism)
@@ -203,6 +204,8 @@ class DPTrainer:
         mechanism, step = self.mechanism, int(state.step)
         _checks.check_not_over(step, mechanism)
         if not isinstance(batch, Batch):
+            _checks.check_spans_processes(batch)
+            self._compare_processes(state, lambda indices: ())
             ticket = self._draw_ticket(state)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
         else:
@@ -216,6 +219,16 @@ class DPTrainer:
         account = self._last_step.account(mechanism, state)
         with self._last_step.charging(mechanism, state):
             return self._make_step(state, batch, account)
+
+    def _compare_processes(self, state: TrainingState, load: Load) -> None:
+        """Raises ValueError unless processes agree; compares them once."""
+        if not self._is_compared:
+            check_same_data(load, self.mechanism, int(state.step), self._secret)
+            self._is_compared = True
+
+    @property
+    def _secret(self) -> bytes:
+        return b"" if self._root is None else self._root.words.tobytes()
 
     def _draw_ticket(self, state: TrainingState) -> Ticket:
         """Draws keys for the next step, which its failed attempts did not use."""
@@ -252,6 +265,7 @@ class DPTrainer:
         _checks.check_not_over(int(state.step), self.mechanism)
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
+        self._compare_processes(state, load)
         ticket = self._draw_ticket(state)
         with self._last_step.charging(self.mechanism, state):
             return draw_batch(self.mechanism, load, batch_sharding, ticket)
@@ -322,7 +336,8 @@ class DPTrainer:
           ValueError: for a dataset of another size than the mechanism's or the past
             steps', batches with different shapes or dtypes, `stop_at` out of range, a
             `batch_sharding` that cannot divide batches (or none, with several
-            processes), processes with different data, or damaged files.
+            processes), processes with different data, states, keys, options or
+            programs, or damaged files.
           RuntimeError: if another run uses the directory, or if the source raises an
             exception. The error does not name the record; `dpmp.check_source` does.
           OSError: if a file of the run cannot be written.
@@ -346,7 +361,9 @@ class DPTrainer:
         )
         load = loader_of(source, mechanism.num_examples)
         self._step.check_structure(state)
-        check_same_data(load, mechanism, (int(state.step), options.plan))
+        plan = int(state.step), options.plan
+        check_same_data(load, mechanism, plan, self._secret)
+        _checks.check_same_arrays(state)
         made: Any = None
         failure = None
         with (

@@ -408,3 +408,35 @@ def test_scales_keys_metrics_and_frozen_arrays_reach_all_devices():
     for name, x in expected.metrics.items():
         np.testing.assert_allclose(found.metrics[name], x, atol=1e-2)
     assert found.scale_state.scale == expected.scale_state.scale
+
+
+def test_devices_skip_padding_together():
+    """One alone would not take part in the collectives of the compiler's axis."""
+    mesh = make_mesh((2, 2), ("data", "model"))
+    size, num_examples = 32, 4  # all on the first of the devices that divide the batch
+    mechanism = DPSGD(
+        num_examples=100,
+        expected_batch_size=16,
+        truncated_batch_size=size,
+        iterations=1,
+        l2_clip_norm=1.0,
+        noise_multiplier=1e-3,
+        microbatch_size=8,
+        method="per_example",
+    )
+    trainer = DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lambda w, x: jnp.mean((x @ w) ** 2),
+        optimizer=optax.sgd(1.0),
+        policy="float32",
+    )
+    w, x = np.ones((256, 128), np.float32), np.ones((size, 256), np.float32)
+    is_padding = np.arange(size) >= num_examples
+    rows = NamedSharding(mesh, P("data"))
+    state = trainer.train_step(
+        trainer.init(place(w, mesh, P("model"))),
+        *jax.device_put((x, is_padding), rows),
+    )
+    # All entries of a clipped gradient are 1 over the square root of their number.
+    expected = 1 - num_examples / 16 / 256**0.5 / 128**0.5
+    np.testing.assert_allclose(state.params, expected, atol=2e-3)

@@ -229,7 +229,7 @@ def test_a_source_that_hangs_is_left_alone_after_sigterm(tmp_path, monkeypatch):
     monkeypatch.setattr(_prefetch, "_SECONDS_TO_END", 0.1)
     trainer, release = fresh_trainer(), threading.Event()
     source = Source(5, lambda: release.wait(60))
-    timer = threading.Timer(1.0, send, (signal.SIGTERM,))
+    timer = threading.Timer(2.0, send, (signal.SIGTERM,))
     timer.start()
     try:
         with pytest.warns(UserWarning, match="saved"), pytest.raises(SystemExit):

@@ -1,0 +1,88 @@
+"""One of two processes of a job that differ: disagreeing_run.py ADDRESS PROCESS.
+
+It prints how each attempt ends.
+"""
+
+import sys
+
+import jax
+
+
+def main(address, process):
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, 2, process)
+    import numpy as np
+    import optax
+    from small_runs import DATA, KEY, PARAMS, loss_fn, new_trainer  # makes arrays
+
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    rows = jax.NamedSharding(jax.make_mesh((4,), ("data",), auto[:1]), jax.P("data"))
+    # Each process has all rows of a batch.
+    devices = np.array(jax.devices()).reshape(2, 2).T
+    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=auto)
+    whole = jax.NamedSharding(mesh, jax.P("data"))
+    alone = jax.NamedSharding(
+        jax.sharding.Mesh(jax.local_devices(), ("data",)), jax.P("data")
+    )
+    other_data = {name: x + process for name, x in DATA.items()}
+    frozen = np.full(3, process, np.float32)
+    other_params = {"w": PARAMS["w"] + process}
+
+    def fit(params=PARAMS, data=DATA, sharding=rows, trainer=None, **options):
+        trainer = trainer or new_trainer(microbatch_size=4)
+        options = {"batch_sharding": sharding, "progress": False} | options
+        state = trainer.fit(trainer.init(params), data, **options)
+        return np.asarray(state.params["w"])
+
+    def trainer_of(**fields):
+        return new_trainer(microbatch_size=4, **fields)
+
+    def step(data=DATA, trainer=None):
+        trainer = trainer or trainer_of()
+        state = trainer.init(PARAMS)
+        batch = trainer.load_batch(state, data, batch_sharding=rows)
+        return np.asarray(trainer.train_step(state, batch).params["w"])
+
+    def step_of_arrays():
+        trainer = trainer_of()
+        size = trainer.mechanism.padded_batch_size
+        batch = {name: x[:size] for name, x in DATA.items()}
+        return trainer.train_step(trainer.init(PARAMS), batch, np.zeros(size, bool))
+
+    cases = {
+        "same": fit,
+        "whole": lambda: fit(sharding=whole),
+        "step": step,
+        "alone": lambda: fit(sharding=alone),
+        "arrays": step_of_arrays,
+        "params": lambda: fit(other_params),
+        "whole params": lambda: fit(other_params, sharding=whole),
+        "data": lambda: fit(data=other_data),
+        "data of a step": lambda: step(other_data),
+        "stop": lambda: fit(stop_at=2 + process),
+        "prefetch": lambda: fit(prefetch=process),
+        "key": lambda: fit(trainer=trainer_of(prng_key=KEY if process else None)),
+        "noise": lambda: step(trainer=trainer_of(noise_multiplier=1.0 + process)),
+        "rate": lambda: fit(trainer=trainer_of(optimizer=optax.sgd(1.0 + process))),
+        "loss": lambda: fit(
+            trainer=trainer_of(loss_fn=lambda *args: (1 + process) * loss_fn(*args))
+        ),
+        "frozen": lambda: fit(
+            sharding=whole,
+            trainer=trainer_of(
+                loss_fn=lambda params, batch: (
+                    loss_fn(params, batch) + params["w"] @ frozen
+                )
+            ),
+        ),
+    }
+    for name, case in cases.items():
+        try:
+            print(name, ":", case().tobytes().hex(), flush=True)
+        except ValueError as error:
+            print(name, ":", "ValueError", str(error).split(";")[0], flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
