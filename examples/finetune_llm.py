@@ -126,12 +126,14 @@ def describe_losses(held_out: llm.losses.Batch, length: int) -> str:
             f"within it; got {length}, and none has. Choose a larger one."
         )
     text = (
-        f"Losses are nats per token: the mean over the {counts.sum():,} tokens to "
-        f"predict\nin the first {length} tokens of {len(counts)} held-out records."
+        f"Losses are nats per token: means over the {counts.sum():,} tokens to "
+        f"predict in {len(counts)} held-out\nrecords. In a dialogue, these are the "
+        "tokens of completions; in a text, all but the\nfirst. Tokens after the first "
+        f"{length} of a record are left out. The parameters are\nthose after the last "
+        "step."
     )
-    without = (counts == 0).sum()
-    if without:
-        text += f"\n{without} of these records have none; see --length."
+    if number := (counts == 0).sum():
+        text += f" {number} of these records have no token to predict; see --length."
     return text
 
 
