@@ -12,11 +12,12 @@ package is installed without the libraries that it runs the model with. `--model
 folder in the layout of Hugging Face, of a Llama or a GPT-2, or a GGUF file of a Llama.
 The standard library's docstrings play the private records.
 
-These losses were measured with the defaults (7,737 records to train on, the first 128
-of those held out; epsilon 8, delta 1e-5; 0.9 million trained parameters):
+These losses were measured with the defaults (7,737 records to train on; epsilon 8,
+delta 1e-5; 0.9 million trained parameters). They are means over the tokens of 128
+held-out records:
 
     4.00                 nats per token on held-out records, before fine-tuning
-    3.679 to 3.686       after private fine-tuning, in three runs
+    3.677 to 3.686       after private fine-tuning, in four runs
     3.533                after the same without privacy, which `--compare` adds
 
 A run takes seven to eight minutes on two CPU cores; `--compare` trains twice. Noise and
