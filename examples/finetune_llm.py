@@ -128,10 +128,10 @@ def describe_losses(held_out: llm.losses.Batch, length: int) -> str:
         )
     text = (
         f"Losses are nats per token: means over the {counts.sum():,} tokens to "
-        f"predict in {len(counts)} held-out\nrecords. In a dialogue, these are the "
-        "tokens of completions; in a text, all but the\nfirst. Tokens after the first "
-        f"{length} of a record are left out. The parameters are\nthose after the last "
-        "step."
+        f"predict in {len(counts)} held-out\nrecords. Of chats and prompts, these are "
+        "the tokens of completions; of texts, all but\nthe first. Tokens after the "
+        f"first {length} of a record are left out. The parameters are\nthose after the "
+        "last step."
     )
     if number := (counts == 0).sum():
         text += f" {number} of these records have no token to predict; see --length."
@@ -284,7 +284,7 @@ def main() -> None:
     print(f"{scores['before']:.3f} before fine-tuning")
     trained = train(model, initial, mechanism, private, args.learning_rate)
     scores["private"] = evaluate(model, held_out, trained)
-    print(f"{scores['private']:.3f} after private fine-tuning of {num_parameters:,}")
+    print(f"{scores['private']:.3f} after fine-tuning {num_parameters:,} parameters")
     results: dict[str, Any] = {"losses": losses, "nats_per_token": scores}
     if args.compare:
         plain = mechanism.without_privacy()
@@ -292,10 +292,10 @@ def main() -> None:
         score = evaluate(model, held_out, baseline)
         results["without_privacy"] = {"nats_per_token": score}
         print(f"{score:.3f} after the same without privacy")
-    print(write_text(model, trained, args, is_chat=is_chat))
     results |= {"tokenizer": model.tokenizer.digest, "is_chat": is_chat}
     report = finetuning.describe(args, mechanism, num_held_out, **results)
     save(args.output, model, trained, initial, report)
+    print(write_text(model, trained, args, is_chat=is_chat))
     minutes = (time.monotonic() - start) / 60
     print(f"Saved in {args.output}, after {minutes:.1f} minutes")
 
