@@ -128,8 +128,8 @@ def describe_losses(held_out: llm.losses.Batch, length: int) -> str:
         )
     text = (
         f"Losses are nats per token: means over the {counts.sum():,} tokens to "
-        f"predict in {len(counts)} held-out\nrecords. Of chats and prompts, these are "
-        "the tokens of completions; of texts, all but\nthe first. Tokens after the "
+        f"predict in {len(counts)} held-out\nrecords. In chats and prompts, these are "
+        "the tokens of completions; in texts, all but\nthe first. Tokens after the "
         f"first {length} of a record are left out. The parameters are\nthose after the "
         "last step."
     )

@@ -1,4 +1,4 @@
-"""Prompts with completions, and chats: texts of which the model writes some parts.
+"""Prompts with completions, and chats: the model learns to write a part of the text.
 
 A chat becomes a text by the chat template of the model, which is a program in the
 language Jinja. Error messages name fields of a record, and never what they hold.
@@ -25,7 +25,7 @@ _NO_FORM = (
 
 
 class Dialogue(NamedTuple):
-    """A text of which the model learns to write the completions only.
+    """A text in which the model learns to write the completions only.
 
     Attributes:
       text: the whole text.
