@@ -17,7 +17,7 @@ delta 1e-5; 0.9 million trained parameters). They are means over the tokens of 1
 held-out records:
 
     4.00                 nats per token on held-out records, before fine-tuning
-    3.677 to 3.686       after private fine-tuning, in four runs
+    3.677 to 3.686       after private fine-tuning, in five runs
     3.533                after the same without privacy, which `--compare` adds
 
 A run takes seven to eight minutes on two CPU cores; `--compare` trains twice. Noise and
