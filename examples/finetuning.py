@@ -55,10 +55,14 @@ def statement(
 def describe(
     args: argparse.Namespace, mechanism: dpmp.DPSGD, num_held_out: int, **results: Any
 ) -> dict[str, Any]:
-    """What was done, what it guarantees and what came out, for report.json."""
+    """What was done, what it guarantees and what came out, for report.json.
+
+    The report may be published, so that it has no path of this machine.
+    """
     settings = {
-        name: str(value) if isinstance(value, pathlib.Path) else value
+        name: value
         for name, value in vars(args).items()
+        if not isinstance(value, pathlib.Path)
     }
     return {
         "is_private": mechanism.is_private,

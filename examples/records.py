@@ -14,6 +14,8 @@ import json
 import mailbox
 import pathlib
 import sysconfig
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 FORMATS = (
     "DATA is a .jsonl file, one record a line (a string, or an object with a string "
@@ -22,12 +24,27 @@ FORMATS = (
 )
 
 
-def private_and_held_out(path: pathlib.Path | None) -> tuple[list[str], list[str]]:
+R = TypeVar("R")  # a record: a text, or what `parse` makes
+
+
+def text_of(value: Any) -> str:
+    """The text in the JSON value of a line."""
+    text = value.get("text") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise ValueError('must be a string or have a string field "text".')
+    return text
+
+
+def private_and_held_out(
+    path: pathlib.Path | None, parse: Callable[[Any], R] = text_of
+) -> tuple[list[str | R], list[str | R]]:
     """Records to train on, and records to evaluate on; see `split`.
 
-    Without a path, the docstrings of the standard library are the records.
+    Without a path, the docstrings of the standard library are the records. `parse`
+    makes a record from the JSON value of a line. Its errors must be instances of
+    ValueError that show no content; the place is added to them.
     """
-    records = read_records(path) if path else standard_library_docstrings()
+    records = read_records(path, parse) if path else standard_library_docstrings()
     private, held_out = split(records)
     if not private or not held_out:
         raise SystemExit(
@@ -58,21 +75,27 @@ def _docstrings(path: pathlib.Path) -> list[str]:
     return [text.strip() for text in found if text and text.strip()]
 
 
-def read_records(path: pathlib.Path) -> list[str]:
+def read_records(
+    path: pathlib.Path, parse: Callable[[Any], R] = text_of
+) -> list[str | R]:
     """The user's records. Messages name files and lines, never what they hold."""
     if not path.exists():
         raise SystemExit(f"--data: there is no file or directory {path}.")
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file())
-        return [_read_file(p) for p in files]
+        return [*map(_read_file, files)]
     if path.suffix == ".mbox":
-        return _read_mbox(path)
+        return [*_read_mbox(path)]
     if path.suffix != ".jsonl":
         raise SystemExit(
             f"--data must be a .jsonl or .mbox file, or a directory; got {path}."
         )
     lines = _read_text(path).split("\n")
-    return [_parse(x, f"{path}:{i}") for i, x in enumerate(lines, 1) if x.strip()]
+    return [
+        _parse_line(line, f"{path}:{number}", parse)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
 
 
 def _read_file(path: pathlib.Path) -> str:
@@ -88,15 +111,18 @@ def _read_text(path: pathlib.Path) -> str:
         raise SystemExit(f"{path} must be readable UTF-8; got {reason}.") from None
 
 
-def _parse(line: str, place: str) -> str:
+def _parse_line(line: str, place: str, parse: Callable[[Any], R]) -> R:
     try:
         value = json.loads(line)
+        json.dumps(value, ensure_ascii=False).encode()  # which half of a pair is not
     except ValueError:
-        raise SystemExit(f"{place}: must be one JSON value on a line.") from None
-    text = value.get("text") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise SystemExit(f'{place}: must be a string or have a string field "text".')
-    return text
+        raise SystemExit(
+            f"{place}: must be one JSON value on a line, of valid characters."
+        ) from None
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise SystemExit(f"{place}: {error}") from None
 
 
 def _read_mbox(path: pathlib.Path) -> list[str]:
@@ -127,14 +153,14 @@ def _content(part: email.message.MIMEPart) -> str:
         return content.decode("utf-8", "replace") if isinstance(content, bytes) else ""
 
 
-def split(records: list[str]) -> tuple[list[str], list[str]]:
+def split(records: Sequence[R]) -> tuple[list[R], list[R]]:
     """Records to train on, and a sixteenth held out.
 
     Each is assigned by its own content: a random permutation would move others when
     one record is added, and neighbouring datasets would differ in many.
     """
-    parts: tuple[list[str], list[str]] = ([], [])
-    for text in records:
-        digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
-        parts[digest[0] % 16 == 0].append(text)
+    parts: tuple[list[R], list[R]] = ([], [])
+    for record in records:
+        digest = hashlib.sha256(str(record).encode("utf-8", "replace")).digest()
+        parts[digest[0] % 16 == 0].append(record)
     return parts

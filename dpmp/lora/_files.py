@@ -54,7 +54,8 @@ def save(
         queries of GPT-2. By default, the name is the path and, for a stack, the number
         of the layer.
       config: more entries of the file `adapter_config.json`, such as "task_type" and
-        "base_model_name_or_path".
+        "base_model_name_or_path". Everyone who gets the file reads them, so give the
+        public name of the model rather than a path.
 
     Raises:
       ValueError: if a factor did not move or is not finite, if the frozen parameters

@@ -13,6 +13,7 @@ saved as a folder that transformers loads. The extra `llm` has the packages:
 
 from . import _packages as _packages  # first, because it looks for flax
 from ._huggingface_names import huggingface_name
+from .dialogues import Dialogue, parse_record, render_chat
 from .gguf_files import installed_gguf
 from .losses import make_batch, mean_nats, nats_per_token, summed_nats
 from .pretrained import Pretrained, load, save
@@ -20,6 +21,7 @@ from .sampling import generate
 from .tokenizer import Tokenizer
 
 __all__ = [
+    "Dialogue",
     "Pretrained",
     "Tokenizer",
     "generate",
@@ -29,6 +31,8 @@ __all__ = [
     "make_batch",
     "mean_nats",
     "nats_per_token",
+    "parse_record",
+    "render_chat",
     "save",
     "summed_nats",
 ]

@@ -8,27 +8,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .dialogues import Dialogue
 from .tokenizer import Tokenizer
 
 Apply = Callable[[Any, jax.Array], jax.Array]  # from parameters and tokens to logits
 Batch = Mapping[str, Any]
 
 
-def make_batch(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> Batch:
-    """Examples of `length` tokens; longer texts are cut off, shorter ones padded.
+def make_batch(
+    tokenizer: Tokenizer, records: Sequence[str | Dialogue], length: int
+) -> Batch:
+    """Examples of `length` tokens; longer records are cut off, shorter ones padded.
 
     Returns:
-      "tokens": int32 numbers of tokens, (len(texts), length).
-      "is_target": whether the model shall predict a token, of the same shape. Padding
-        is no target. Neither is the first token, which has nothing before it.
+      "tokens": int32 numbers of tokens, (len(records), length).
+      "is_target": whether the model shall predict a token, of the same shape. In a
+        dialogue, the targets are the tokens that end in a completion. Padding is no
+        target. Neither is the first token, which has nothing before it.
     """
-    tokens = np.zeros((len(texts), length), np.int32)
-    is_target = np.zeros((len(texts), length), bool)
-    for row, mask, text in zip(tokens, is_target, texts, strict=True):
-        ids = tokenizer.encode(text)[:length]
-        row[: len(ids)] = ids
-        mask[1 : len(ids)] = True
+    tokens = np.zeros((len(records), length), np.int32)
+    is_target = np.zeros((len(records), length), bool)
+    for row, mask, record in zip(tokens, is_target, records, strict=True):
+        ids, targets = _encode(tokenizer, record)
+        row[: len(ids)] = ids[:length]
+        mask[: len(ids)] = targets[:length]
+    is_target[:, :1] = False
     return {"tokens": tokens, "is_target": is_target}
+
+
+def _encode(
+    tokenizer: Tokenizer, record: str | Dialogue
+) -> tuple[list[int], list[bool]]:
+    """The tokens of a record, and which of them are targets."""
+    if isinstance(record, str):
+        ids = tokenizer.encode(record)
+        return ids, [True] * len(ids)
+    add_marks = not record.has_marks
+    ids, ends = tokenizer.encode_with_ends(record.text, add_marks=add_marks)
+    # A token across the start of a completion belongs to it; offsets of tokens with a
+    # space in front may leave out the space, so that starts would say less than ends.
+    return ids, [any(a < end <= b for a, b in record.completions) for end in ends]
 
 
 def summed_nats(apply: Apply, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,9 @@ _SPLITS_DIGITS = {"gpt-2": False, "smollm": True}
 # Texts that tokenizers with other rules, but the same vocabulary, cut differently.
 _PROBES = ("In 2024, 3.14 of them can't\n\n  wait…", "ÅNGSTRÖM naïve 数学 🙂\t\r\n x")
 
+# Settings that transformers writes, with paths of the machine that wrote them.
+_LOCAL_PATHS = ("name_or_path", "special_tokens_map_file")
+
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens in GGUF files
 
 
@@ -53,6 +56,16 @@ class Tokenizer:
         """The tokens of a text, with marks around it if `tokenizer.json` says so."""
         return self.inner.encode(text).ids
 
+    def encode_with_ends(
+        self, text: str, *, add_marks: bool
+    ) -> tuple[list[int], list[int]]:
+        """The tokens of a text, and the number of characters up to each token's end.
+
+        The second list has zeros for marks that `add_marks` adds around the text.
+        """
+        found = self.inner.encode(text, add_special_tokens=add_marks)
+        return found.ids, [end for _, end in found.offsets]
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
         return self.inner.decode(list(tokens))
@@ -61,12 +74,13 @@ class Tokenizer:
         """Writes `tokenizer.json` and `tokenizer_config.json`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.inner.save(str(folder / "tokenizer.json"))
-        settings = json.dumps(dict(self.settings), indent=2) + "\n"
-        (folder / "tokenizer_config.json").write_text(settings, "utf-8")
+        settings = {x: y for x, y in self.settings.items() if x not in _LOCAL_PATHS}
+        text = json.dumps(settings, indent=2) + "\n"
+        (folder / "tokenizer_config.json").write_text(text, "utf-8")
 
 
 def from_folder(folder: pathlib.Path) -> Tokenizer:
-    """Reads `tokenizer.json`, and `tokenizer_config.json` if there is one."""
+    """Reads `tokenizer.json`, and the settings and chat template if there are any."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(
@@ -83,9 +97,12 @@ def from_folder(folder: pathlib.Path) -> Tokenizer:
         ) from None
     inner.no_truncation()  # texts are cut and padded where batches are made
     inner.no_padding()
-    settings = folder / "tokenizer_config.json"
-    text = settings.read_text("utf-8") if settings.exists() else "{}"
-    return Tokenizer(inner, json.loads(text))
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    template = folder / "chat_template.jinja"  # where newer versions write it
+    if template.exists():
+        settings["chat_template"] = template.read_text("utf-8")
+    return Tokenizer(inner, settings)
 
 
 def from_gguf(settings: Mapping[str, Any]) -> Tokenizer:

@@ -56,6 +56,7 @@ SECRET = "the patient is ill"
     [
         ("r.jsonl", f'"good"\n"{SECRET}', r"r\.jsonl:2: must be one JSON value"),
         ("r.jsonl", json.dumps({"body": SECRET}), r"r\.jsonl:1: must be a string"),
+        ("r.jsonl", f'"{SECRET} \\ud800"', r"r\.jsonl:1:.* of valid characters"),
         ("r.jsonl", SECRET.encode("utf-16"), "must be readable UTF-8"),
         ("r.csv", SECRET, r"must be a \.jsonl or \.mbox file, or a directory"),
         (
@@ -73,3 +74,17 @@ def test_errors_name_the_place_and_show_nothing(tmp_path, name, content, message
     assert "patient" not in str(error.value)
     assert error.value.__cause__ is None
     assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+def test_errors_of_other_forms_name_the_place(tmp_path):
+    def parse(value):
+        if value != "good":
+            raise ValueError("must be good.")
+        return len(value)
+
+    file = tmp_path / "r.jsonl"
+    file.write_text('"good"\n"good"')
+    assert records.read_records(file, parse) == [4, 4]
+    file.write_text(f'"good"\n"{SECRET}"')
+    with pytest.raises(SystemExit, match=r"r\.jsonl:2: must be good\.$"):
+        records.read_records(file, parse)

@@ -20,6 +20,18 @@ def records(tmp_path):
 
 
 @pytest.fixture
+def chats(llama, tmp_path):
+    """Chats, for a model with a chat template."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (llama / "chat_template.jinja").write_text(template)
+    path = tmp_path / "chats.jsonl"
+    answer = {"role": "assistant", "content": "the hen"}
+    chats = [[{"role": "user", "content": f"in {i}"}, answer] for i in range(300)]
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    return path
+
+
+@pytest.fixture
 def flags(llama, records, tmp_path):
     return ("--model", llama, "--data", records, "--output", tmp_path / "out",
             "--delta", "1e-4", "--steps", "2", "--batch-size", "16", "--length", "8",
@@ -29,10 +41,13 @@ def flags(llama, records, tmp_path):
 @pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_a_run_is_saved_and_loaded_again(run, tmp_path, llama, flags, capsys):
-    run(example, *flags, "--compare")
+    run(example, *flags, "--compare", "--base-name", "someone/llama")
     printed = capsys.readouterr().out
     assert "differentially private" in printed
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    text = (tmp_path / "out" / "report.json").read_text()
+    assert str(tmp_path) not in text
+    report = json.loads(text)
+    assert report["losses"] in printed
     assert report["epsilon"] <= 8
     assert report["delta"] == 1e-4
     assert {*report["nats_per_token"]} == {"before", "private"}
@@ -51,29 +66,57 @@ def test_a_run_is_saved_and_loaded_again(run, tmp_path, llama, flags, capsys):
         assert np.max(np.abs(given - model.apply(wide, tokens))) > 1e-3
     config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
     assert "model.layers.0.self_attn.q_proj" in config["target_modules"]
+    assert config["base_model_name_or_path"] == "someone/llama"
 
-    run(example, "--generate", tmp_path / "out", *flags[-4:])
+    run(example, "--generate", tmp_path / "out", "--model", llama, *flags[-4:])
     generated = capsys.readouterr().out.strip()
     assert generated.startswith("the")
     assert generated in printed
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # flax needs it
-def test_an_adapter_is_served_with_the_tokenizer_of_training(llama, tmp_path):
+def test_a_model_of_chats_replies(run, tmp_path, llama, flags, chats, capsys):
+    run(example, *flags, "--data", chats, "--seed", "1")
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["is_chat"]
+    assert report["nats_per_token"]["private"] > 0
+    run(example, "--generate", tmp_path / "out", "--model", llama, *flags[-4:],
+        "--seed", "1")  # fmt: skip
+    generated = capsys.readouterr().out.strip()
+    assert generated.startswith("the\n")
+    assert generated in printed
+
+
+def test_losses_say_of_which_tokens_they_are():
+    is_target = np.zeros((3, 8), bool)
+    is_target[:2, 1:4] = True
+    text = example.describe_losses({"is_target": is_target}, 8)
+    assert "means over the 6 tokens to predict in 3 held-out" in text
+    assert "1 of these records have no token to predict" in text
+    assert "no token" not in example.describe_losses({"is_target": is_target[:2]}, 8)
+    with pytest.raises(SystemExit, match=r"--length must be so large.* got 8"):
+        example.describe_losses({"is_target": is_target[2:]}, 8)
+
+
+@jax.numpy_dtype_promotion("standard")  # flax needs it
+def test_an_adapter_is_served_with_the_tokenizer_of_training(run, llama, tmp_path):
     model = example.llm.load(llama, dtype=jnp.bfloat16)
     adapters = trained(
         lora.init(jax.random.key(0), model.params, 2, "attention/query/kernel")
     )
     folder, names = tmp_path / "out", example.llm.huggingface_name
     lora.save(folder / "adapter", adapters, model.params, initial=None, names=names)
-    report = {"settings": {"model": str(llama)}, "tokenizer": model.tokenizer.digest}
+    report = {"tokenizer": model.tokenizer.digest, "is_chat": False}
     (folder / "report.json").write_text(json.dumps(report))
-    example.generate(folder, "the", 2, 0)
+    flags = ("--generate", folder, "--model", llama, "--prompt", "the")
+    run(example, *flags, "--num-tokens", "2")
     file = llama / "tokenizer.json"
     other = json.loads(file.read_text()) | {"pre_tokenizer": {"type": "Whitespace"}}
     file.write_text(json.dumps(other))
     with pytest.raises(SystemExit, match="the tokenizer must be that of training"):
-        example.generate(folder, "the", 2, 0)
+        run(example, *flags)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,14 @@ def test_a_saved_tokenizer_is_the_one_that_was_read(gguf_settings, tmp_path):
     assert again.digest == read.digest
 
 
+def test_a_saved_tokenizer_names_no_path_of_a_machine(llama, tmp_path):
+    settings = {"eos_token": "</s>", "name_or_path": "/home/someone/model"}
+    (llama / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer.from_folder(llama).save(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert saved == {"eos_token": "</s>"}
+
+
 def test_the_digest_differs_between_tokenizers(gguf_settings):
     read = tokenizer.from_gguf(gguf_settings)
     tokens = list(gguf_settings["tokenizer.ggml.tokens"])
