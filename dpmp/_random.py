@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _validate
+from dpmp import _processes, _validate
 from dpmp._fence import materialize
 
 _NUM_ROUNDS = 20
@@ -41,9 +41,8 @@ def fresh_key() -> jax.Array:
         traced=True,
     )
     words = np.frombuffer(os.urandom(16), np.uint32)
-    if jax.process_count() > 1:
-        words = multihost_utils.broadcast_one_to_all(words)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry4x32")
+    words = jnp.asarray(_processes.broadcast(words))
+    return jax.random.wrap_key_data(words, impl="threefry4x32")
 
 
 def check_key(prng_key: Any) -> None:

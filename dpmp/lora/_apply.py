@@ -22,7 +22,8 @@ from dpmp.lora._adapters import (
     sizes,
 )
 from dpmp.lora._fingerprint import fingerprint
-from dpmp.lora._names import by_path, path_of, select
+from dpmp.lora._names import by_path, map_by_path, select
+from dpmp.lora._quantised import dequantised
 from dpmp.lora._rewriting import run_with_targets
 from dpmp.lora._views import Target
 
@@ -47,7 +48,8 @@ def init(
     Args:
       key: a key for the random factors. The entries of A are uniform, up to one over
         the square root of the number of inputs (Hu et al., section 4.1).
-      params: the parameters of the model, a tree of arrays.
+      params: the parameters of the model, a tree of arrays. Arrays that
+        `qwix.quantize` has quantised may be among them (QLoRA).
       rank: the rank of the changes.
       targets: the arrays to adapt: a regular expression that matches a part of the name
         (`re.search`), or a list of names. The name of an array is its path with
@@ -73,7 +75,7 @@ def init(
     arrays = {path: arrays[path] for path in select(params, targets=targets)}
     for path, x in arrays.items():
         _validate.require(
-            x.ndim >= 2 and x.size > 0 and jnp.issubdtype(x.dtype, jnp.floating),
+            x.ndim >= 2 and 0 not in x.shape and jnp.issubdtype(x.dtype, jnp.floating),
             "every target of LoRA must be a matrix of floats, or a stack of them. Make "
             '`targets` more narrow, for example "query/kernel" for "query".',
             target=path,
@@ -149,6 +151,8 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
       fun: a function whose first argument is the tree of parameters.
       params: the parameters. They are not cast, so that a base model in bfloat16 stays
         in bfloat16. Factors are cast to the dtype of the inputs in each product.
+        Quantised arrays are dequantised where the function uses them, in a loop over
+        layers one layer at a time. The function gets arrays in the dtype of the scales.
 
     Returns:
       A function with adapters, made by `init` for these parameters, as its first
@@ -177,7 +181,8 @@ def merge(params: PyTree, adapters: Adapters) -> PyTree:
 
     The changes are computed in float32, and the sums are rounded to the dtypes of the
     parameters. In bfloat16, that rounding is often as large as the change. If you have
-    the base model in float32, merge into it with `adapters.for_base(params)`.
+    the base model in float32, merge into it with `adapters.for_base(params)`. Quantised
+    arrays are dequantised.
 
     Raises:
       ValueError: if the adapters belong to other parameters. Parameters into which the
@@ -186,8 +191,8 @@ def merge(params: PyTree, adapters: Adapters) -> PyTree:
     check_fits(adapters, params, fingerprint(params))
     axes = dict(adapters.axes)
 
-    def merged(keys: Any, x: Any) -> Any:
-        path = path_of(keys)
+    def merged(path: str, x: Any) -> Any:
+        x = dequantised(x)
         if path not in axes:
             return x
         a, b = (factor.astype(jnp.float32) for factor in adapters.factors[path])
@@ -197,4 +202,4 @@ def merge(params: PyTree, adapters: Adapters) -> PyTree:
         )
         return (x.astype(jnp.float32) + adapters.scale * change).astype(x.dtype)
 
-    return jax.tree_util.tree_map_with_path(merged, params)
+    return map_by_path(merged, params)

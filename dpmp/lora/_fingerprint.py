@@ -16,7 +16,7 @@ from dpmp.lora._names import by_path
 
 def fingerprint(params: PyTree) -> str | None:
     """A hash of the names, types and values of arrays; None for traced arrays."""
-    arrays = by_path(params)
+    arrays = by_path(params, is_leaf=None)
     if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
         return None
     # Arrays may be known while another function is traced.

@@ -1,13 +1,14 @@
 """Names of the arrays of a model, and functions that select arrays by name."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp.lora._quantised import is_quantised
 
 
 def path_of(keys: Sequence[Any]) -> str:
@@ -20,15 +21,27 @@ def path_of(keys: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
-def by_path(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a tree by their names; raises ValueError for None."""
+def by_path(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = is_quantised
+) -> dict[str, Any]:
+    """The arrays of a tree by their names; raises ValueError for None.
+
+    A quantised array counts as one, unless `is_leaf` says otherwise.
+    """
     _validate.require(
         tree is not None,
         "params must be a tree of arrays. Pass the parameters of the model.",
         params=None,
     )
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
     return {path_of(keys): leaf for keys, leaf in leaves}
+
+
+def map_by_path(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
+    """The tree of `fn(name, array)`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, x: fn(path_of(keys), x), tree, is_leaf=is_quantised
+    )
 
 
 def select(tree: PyTree, **selection: Any) -> list[str]:
@@ -96,9 +109,8 @@ def partition(params: PyTree, trainable: str | Sequence[str]) -> tuple[PyTree, P
     selected = select(params, trainable=trainable)
 
     def part(is_trainable: bool) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, x: x if (path_of(keys) in selected) == is_trainable else None,
-            params,
+        return map_by_path(
+            lambda path, x: x if (path in selected) == is_trainable else None, params
         )
 
     return part(True), part(False)

@@ -19,6 +19,12 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.lora._adapters import Adapters, factor_axes
 from dpmp.lora._names import by_path
+from dpmp.lora._quantised import (
+    check_leading,
+    dequantised,
+    is_quantised,
+    shape_of,
+)
 from dpmp.lora._views import CannotFollowError, Target, View, aligned
 from dpmp.programs import bodies, interpreter, primitives
 from dpmp.programs.interpreter import bind
@@ -37,12 +43,13 @@ def run_with_targets(
 
     Without adapters, only the roles of the axes of the targets are recorded.
     """
-    closed, treedef = interpreter.trace(fun, *args)
+    whole = jax.tree.map(shape_of, args, is_leaf=is_quantised)
+    closed, treedef = interpreter.trace(fun, *whole)
     by_name = {target.path: target for target in targets}
-    values = jax.tree.leaves(args)
+    values = jax.tree.leaves(args, is_leaf=is_quantised)
     for i, (path, array) in enumerate(by_path(args[0]).items()):
         if path in by_name:
-            ndim = jnp.ndim(array)
+            ndim = len(array.shape)
             factors = () if adapters is None else _factors(adapters, path, ndim)
             origins = tuple((axis,) for axis in range(ndim))
             values[i] = View(values[i], factors, origins, by_name[path])
@@ -65,13 +72,13 @@ def _factors(adapters: Adapters, path: str, ndim: int) -> tuple[Any, ...]:
 
 def _run(closed: Any, values: Sequence[Any]) -> list[Any]:
     def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
-        views = [x for x in values if isinstance(x, View)]
-        if not views:
+        if not any(isinstance(x, View) or is_quantised(x) for x in values):
             return bind(eqn, values)
         try:
-            return _evaluate(eqn, values, views[0])
+            return _evaluate(eqn, values)
         except CannotFollowError as reason:
-            _refuse(eqn, views[0], str(reason))
+            view = next(x for x in values if isinstance(x, View))
+            _refuse(eqn, view, str(reason))
 
     outputs = interpreter.run(closed, values, evaluate)
     for x in outputs:
@@ -80,7 +87,7 @@ def _run(closed: Any, values: Sequence[Any]) -> list[Any]:
     return outputs
 
 
-def _evaluate(eqn: Any, values: list[Any], view: View) -> list[Any]:
+def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name == primitives.COND:
         branches = map(interpreter.inline, eqn.params["branches"])
@@ -90,12 +97,22 @@ def _evaluate(eqn: Any, values: list[Any], view: View) -> list[Any]:
     if (found := bodies.as_rematerialised(eqn)) is not None:
         body, wrap = found
         return wrap(_runs(body))(*values)
+    values = list(map(_dequantised, values))
+    views = [x for x in values if isinstance(x, View)]
+    if not views:
+        return bind(eqn, values)
     if name == primitives.CONVOLUTION:
         raise CannotFollowError("convolves with it")
     if name not in RULES:
         raise CannotFollowError("does something else with it than to multiply")
     arrays = bind(eqn, [x.array if isinstance(x, View) else x for x in values])
-    return RULES[name](eqn, values, view, arrays)
+    return RULES[name](eqn, values, views[0], arrays)
+
+
+def _dequantised(x: Any) -> Any:
+    if isinstance(x, View):
+        return dataclasses.replace(x, array=dequantised(x.array))
+    return dequantised(x)
 
 
 def _runs(closed: Any) -> Callable[..., list[Any]]:
@@ -105,15 +122,16 @@ def _runs(closed: Any) -> Callable[..., list[Any]]:
 def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
     # Literals get the dtypes that the program declares for them.
     values = [
-        x if isinstance(x, View | jax.Array) else jnp.asarray(x, atom.aval.dtype)
+        jnp.asarray(x, atom.aval.dtype) if interpreter.is_literal(atom) else x
         for x, atom in zip(values, eqn.invars, strict=True)
     ]
     end_of_carry = loop.num_consts + loop.num_carry
     consts, xs = values[: loop.num_consts], values[end_of_carry:]
-    carry = values[loop.num_consts : end_of_carry]
+    carry = list(map(dequantised, values[loop.num_consts : end_of_carry]))
     if any(isinstance(x, View) for x in carry):
         raise CannotFollowError("carries it from one iteration to the next")
     for x in xs:
+        check_leading(x.array if isinstance(x, View) else x)
         if isinstance(x, View):
             x.check_leading()
 

@@ -5,6 +5,7 @@ their own:
 
     complex_products
     float8   transformations   losses   cotangents
+    packed
     bodies   convolutions
     interpreter   source_lines
     primitives
@@ -18,6 +19,7 @@ from dpmp.programs import (
     float8,
     interpreter,
     losses,
+    packed,
     primitives,
     source_lines,
     transformations,
@@ -31,6 +33,7 @@ __all__ = [
     "float8",
     "interpreter",
     "losses",
+    "packed",
     "primitives",
     "source_lines",
     "transformations",

@@ -10,7 +10,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp.programs import primitives
+from dpmp.programs import packed, primitives
 from dpmp.programs.bodies import bind_bodies, equations, sub_programs
 from dpmp.programs.interpreter import bind, run, trace
 
@@ -37,9 +37,9 @@ def hoist_constants(
     check(closed.jaxpr)
 
     def hoisted(constants: list[Any], *args: Any) -> PyTree:
-        same = jax.extend.core.ClosedJaxpr(closed.jaxpr, constants)
-        leaves = jax.extend.core.jaxpr_as_fun(same)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(out_treedef, leaves)
+        frozen = packed.frozen(constants)
+        same = jax.extend.core.ClosedJaxpr(closed.jaxpr, frozen)
+        return jax.tree.unflatten(out_treedef, packed.run(same, jax.tree.leaves(args)))
 
     # A NumPy array may be changed in place later, and jax would read the new values.
     return hoisted, [

@@ -1,0 +1,116 @@
+"""Unpacks frozen arrays where they are used, and again in the backward pass.
+
+A quantised base model has four or eight bits for an entry. Before a program multiplies
+with a matrix, it casts the matrix and multiplies it by scales. Differentiation would
+store the results for the backward pass, and so the whole model in a wide dtype. Here
+every operation on an unpacked array unpacks it itself, under `jax.checkpoint`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpmp.programs import bodies, interpreter, primitives
+from dpmp.programs.interpreter import bind, is_literal
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays"],
+    meta_fields=["is_packed", "compute"],
+)
+@dataclasses.dataclass(frozen=True)
+class _Frozen:
+    """A value that depends on frozen arrays alone: `compute(arrays)`.
+
+    Without `compute`, it is the only one of `arrays`. It is packed if it depends on an
+    array of at most eight bits for an entry. Others are computed once.
+    """
+
+    arrays: tuple[Any, ...]
+    is_packed: bool
+    compute: Callable[[tuple[Any, ...]], Any] | None = None
+
+    @property
+    def value(self) -> Any:
+        return self.arrays[0] if self.compute is None else self.compute(self.arrays)
+
+
+def frozen(constants: Sequence[Any]) -> list[Any]:
+    """Marks the constants of a closed jaxpr as frozen, for `run`."""
+    return [_Frozen((x,), _is_packed(x)) for x in constants]
+
+
+def _is_packed(array: Any) -> bool:
+    return array.dtype.itemsize == 1 and array.dtype != bool  # which is a mask
+
+
+def run(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Runs a closed jaxpr with frozen constants, for differentiation later."""
+    return [_value(x) for x in interpreter.run(closed, args, _evaluate)]
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, _Frozen) else x
+
+
+def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+    pairs = zip(values, eqn.invars, strict=True)
+    operands = {i: x for i, (x, atom) in enumerate(pairs) if not is_literal(atom)}
+
+    def evaluated(operands: dict[int, Any]) -> list[Any]:
+        return bind(eqn, [_value(operands.get(i, x)) for i, x in enumerate(values)])
+
+    frozen = [x for x in operands.values() if isinstance(x, _Frozen)]
+    if len(frozen) == len(operands):
+        return _of_frozen(eqn, operands, evaluated)
+    if frozen and (loop := bodies.as_loop(eqn)) is not None:
+        return _scan(eqn, values, loop)
+    if frozen and (found := bodies.as_rematerialised(eqn)) is not None:
+        body, wrap = found
+        return wrap(lambda *values: run(body, values))(*values)
+    if any(x.compute for x in frozen):
+        return jax.checkpoint(evaluated)(operands)
+    return evaluated(operands)
+
+
+def _of_frozen(
+    eqn: Any, operands: dict[int, Any], evaluated: Callable[..., list[Any]]
+) -> list[Any]:
+    """Leaves cheap operations on packed arrays for later, and evaluates the others."""
+    is_cheap = eqn.primitive.name not in primitives.ALL_PRODUCTS
+    is_cheap = is_cheap and not bodies.has_body(eqn)
+    if not (is_cheap and any(x.is_packed for x in operands.values())):
+        return [_Frozen((x,), is_packed=False) for x in evaluated(operands)]
+    arrays, treedef = jax.tree.flatten(operands)
+
+    def compute(output: int, arrays: tuple[Any, ...]) -> Any:
+        return evaluated(jax.tree.unflatten(treedef, arrays))[output]
+
+    return [
+        _Frozen(tuple(arrays), True, functools.partial(compute, i))
+        for i in range(len(eqn.outvars))
+    ]
+
+
+def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
+    """A loop that takes slices of packed arrays, which its body unpacks."""
+    values = [
+        x if isinstance(x, _Frozen | jax.Array) else jnp.asarray(x, atom.aval.dtype)
+        for x, atom in zip(values, eqn.invars, strict=True)
+    ]
+    end = loop.num_consts + loop.num_carry
+    consts, xs = values[: loop.num_consts], values[end:]
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = run(loop.body, [*consts, *carry, *xs])
+        return outputs[: loop.num_carry], outputs[loop.num_carry :]
+
+    carry = [_value(x) for x in values[loop.num_consts : end]]
+    xs = [_value(x) if isinstance(x, _Frozen) and x.compute else x for x in xs]
+    carry, ys = jax.lax.scan(body, carry, xs, **loop.options)
+    return [*carry, *ys]

@@ -1,0 +1,174 @@
+"""Adapters of a quantised base model, which stays packed in memory (QLoRA)."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpmp
+from dpmp import lora
+
+with warnings.catch_warnings(action="ignore"):  # of what qwix imports
+    import qwix
+
+LAYERS, WIDTH, VOCABULARY = 3, 64, 40
+KEY = jax.random.key(0)
+KINDS = ["int8", "int4", "nf4"]
+
+
+def new_params(dtype):
+    def normal(*shape):
+        return jax.random.normal(KEY, shape, dtype) / shape[-2] ** 0.5
+
+    return {
+        "embed": normal(VOCABULARY, WIDTH),
+        "layers": {
+            "up": normal(LAYERS, WIDTH, 2 * WIDTH),
+            "down": normal(LAYERS, 2 * WIDTH, WIDTH),
+        },
+        "head": {"kernel": normal(WIDTH, VOCABULARY), "bias": jnp.zeros(VOCABULARY)},
+    }
+
+
+def quantised(params, kind):
+    """The same parameters with packed matrices, in blocks of 32 inputs."""
+
+    def packed(x):
+        if x.ndim == 1:
+            return x
+        stack = range(x.ndim - 2)
+        tiles = {} if kind == "int8" else {x.ndim - 2: 32}
+        axes = [*stack, x.ndim - 1]
+        if x.shape[0] == VOCABULARY:  # a row for each token
+            axes, tiles = [0], {}
+        return qwix.quantize(x, kind, channelwise_axes=axes, tiled_axes=tiles)
+
+    return jax.tree.map(packed, params)
+
+
+def loss_fn(params, tokens):
+    x = params["embed"][tokens]
+
+    def layer(x, p):
+        return x + jax.nn.relu(x @ p["up"]) @ p["down"], None
+
+    x = jax.lax.scan(layer, x, params["layers"])[0]
+    logits = x @ params["head"]["kernel"] + params["head"]["bias"]
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels
+    return jnp.mean(losses(logits[..., :-1, :].astype(jnp.float32), tokens[..., 1:]))
+
+
+def moved(adapters):
+    """Adapters that change something."""
+    leaves, treedef = jax.tree.flatten(adapters)
+    rng = np.random.default_rng(1)
+    return treedef.unflatten(
+        x + rng.normal(0, 0.1, x.shape).astype(np.float32) for x in leaves
+    )
+
+
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (16, 12)).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_adapted_function_is_that_of_the_merged_model(kind):
+    params = quantised(new_params(jnp.float32), kind)
+    adapters = moved(lora.init(KEY, params, 2, "layers|head/kernel"))
+    assert {*adapters.factors} == {"layers/up", "layers/down", "head/kernel"}
+    merged = lora.merge(params, adapters)
+    assert {x.dtype.name for x in jax.tree.leaves(merged)} == {"float32"}
+    adapted = lora.apply(loss_fn, params)
+    given, expected = (
+        jax.jit(jax.value_and_grad(fun))(adapters)
+        for fun in (
+            lambda x: adapted(x, TOKENS),
+            lambda x: loss_fn(lora.merge(params, x), TOKENS),
+        )
+    )
+    for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
+
+
+def trainer_of(params, **fields):
+    mechanism = dpmp.DPSGD(
+        num_examples=len(TOKENS),
+        expected_batch_size=8,
+        truncated_batch_size=8,
+        iterations=2,
+        l2_clip_norm=1.0,
+        noise_multiplier=1.0,
+        **fields,
+    )
+    return dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lora.apply(loss_fn, params),
+        optimizer=optax.sgd(0.1),
+        policy="float32",
+        prng_key=jax.random.key(1),
+    )
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+def test_steps_are_those_of_the_dequantised_model(method):
+    """The trainer unpacks matrices again in the backward pass."""
+    packed = quantised(new_params(jnp.float32), "nf4")
+    adapters = moved(lora.init(KEY, packed, 2, "layers"))
+    dense = lora.merge(packed, jax.tree.map(jnp.zeros_like, adapters))
+    results = []
+    for params in (packed, dense):
+        trainer = trainer_of(params, method=method)
+        state = trainer.init(adapters.for_base(params))
+        state = trainer.fit(state, TOKENS, progress=False)
+        results.append(jax.tree.leaves(state.params))
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
+def test_the_base_model_stays_packed_in_memory():
+    shapes = {"layers": {"up": (16, 256, 512), "down": (16, 512, 256)}}
+    shapes |= {"embed": (VOCABULARY, 256), "head": {"kernel": (256, VOCABULARY)}}
+    shapes["head"]["bias"] = (VOCABULARY,)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    params = jax.tree.map(
+        lambda shape: jax.random.normal(KEY, shape), shapes, is_leaf=is_shape
+    )
+    tokens = jax.ShapeDtypeStruct((8, 4), jnp.int32)
+    base_bytes, all_bytes = {}, {}
+    for name, base in {"dense": params, "nf4": quantised(params, "nf4")}.items():
+        trainer = trainer_of(base)
+        state = jax.eval_shape(trainer.init, lora.init(KEY, base, 1, "layers"))
+        memory = trainer.lower(state, tokens).compile().memory_analysis()
+        base_bytes[name] = memory.argument_size_in_bytes
+        all_bytes[name] = base_bytes[name] + memory.temp_size_in_bytes
+    assert base_bytes["nf4"] < 0.2 * base_bytes["dense"]
+    # Unpacked for the whole backward pass, the base would take more than when dense.
+    assert all_bytes["nf4"] < 0.6 * all_bytes["dense"], all_bytes
+
+
+def test_layers_that_share_scales_are_refused():
+    params = new_params(jnp.float32)
+    packed = jax.tree.map(lambda x: qwix.quantize(x, "int8"), params["layers"])
+    params["layers"] = packed
+    adapters = lora.init(KEY, params, 2, "layers")
+    with pytest.raises(ValueError, match=r"must not share the scales.*channelwise"):
+        lora.apply(loss_fn, params)(adapters, TOKENS)
+
+
+def test_names_and_files_are_those_of_the_dense_model(tmp_path):
+    packed = quantised(new_params(jnp.float32), "int8")
+    initial = lora.init(KEY, packed, 2, ["layers/up"])
+    adapters = moved(initial)
+    lora.save(tmp_path, adapters, packed, initial=initial)
+    loaded = lora.load(tmp_path, packed)
+    for x, y in zip(*map(jax.tree.leaves, (loaded, adapters)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    trainable, frozen = lora.partition(packed, "bias")
+    assert len(jax.tree.leaves(trainable)) == 1
+    together = lora.combine(trainable, frozen)
+    assert jax.tree.structure(together) == jax.tree.structure(packed)
+    other = quantised(jax.tree.map(lambda x: 2 * x, new_params(jnp.float32)), "int8")
+    with pytest.raises(ValueError, match="made for"):
+        lora.load(tmp_path, other)
