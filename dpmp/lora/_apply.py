@@ -48,8 +48,9 @@ def init(
     Args:
       key: a key for the random factors. The entries of A are uniform, up to one over
         the square root of the number of inputs (Hu et al., section 4.1).
-      params: the parameters of the model, a tree of arrays. Arrays that
-        `qwix.quantize` has quantised may be among them (QLoRA).
+      params: the parameters of the model, a tree of arrays. Arrays may be quantised
+        (QLoRA): by `qwix.quantize`, or as a node of the tree with `dequantize()`, and
+        with the `shape` and `dtype` of its result.
       rank: the rank of the changes.
       targets: the arrays to adapt: a regular expression that matches a part of the name
         (`re.search`), or a list of names. The name of an array is its path with
@@ -75,14 +76,16 @@ def init(
     arrays = {path: arrays[path] for path in select(params, targets=targets)}
     for path, x in arrays.items():
         _validate.require(
-            x.ndim >= 2 and 0 not in x.shape and jnp.issubdtype(x.dtype, jnp.floating),
+            len(x.shape) >= 2
+            and 0 not in x.shape
+            and jnp.issubdtype(x.dtype, jnp.floating),
             "every target of LoRA must be a matrix of floats, or a stack of them. Make "
             '`targets` more narrow, for example "query/kernel" for "query".',
             target=path,
             shape=x.shape,
             dtype=x.dtype.name,
         )
-    axes = {path: last_two(x.ndim) for path, x in arrays.items()}
+    axes = {path: last_two(len(x.shape)) for path, x in arrays.items()}
     if fun is not None:
         axes = _read_axes(fun, (params, *example_args), axes)
     factors = {

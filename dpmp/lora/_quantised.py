@@ -1,6 +1,7 @@
-"""Arrays that qwix has quantised: numbers of few bits, and scales of blocks of them.
+"""Arrays that stay quantised in memory: a node of a tree that stands for one array.
 
-qwix need not be installed: whoever has such an array has imported it.
+It is an array of qwix, or any node with a method `dequantize()` and the `shape` and the
+`dtype` of its result. In a stack of layers, each of its parts has an axis of layers.
 """
 
 import sys
@@ -12,14 +13,20 @@ from dpmp import _validate
 
 
 def is_quantised(x: Any) -> bool:
-    """Whether a node of a tree is a `qwix.QArray`."""
-    qwix = sys.modules.get("qwix")
+    """Whether a node of a tree is a quantised array."""
+    return _is_of_qwix(x) or callable(getattr(x, "dequantize", None))
+
+
+def _is_of_qwix(x: Any) -> bool:
+    qwix = sys.modules.get("qwix")  # whoever has such an array has imported it
     return qwix is not None and isinstance(x, qwix.QArray)
 
 
 def dequantised(x: Any) -> Any:
-    """The array in the dtype of its scales. Other values stay as they are."""
-    return sys.modules["qwix"].dequantize(x) if is_quantised(x) else x
+    """The dequantised array. Other values stay as they are."""
+    if _is_of_qwix(x):
+        return sys.modules["qwix"].dequantize(x)
+    return x.dequantize() if is_quantised(x) else x
 
 
 def shape_of(x: Any) -> Any:
@@ -29,10 +36,10 @@ def shape_of(x: Any) -> Any:
 
 def check_leading(x: Any) -> None:
     """Raises ValueError if the slices of a quantised array share scales."""
-    if is_quantised(x) and x.shape[0] != x.scale.shape[0]:
-        _validate.fail(
-            "layers of a stack must not share the scales of their quantisation. Name "
-            "axis 0 in `channelwise_axes` of qwix.quantize.",
-            shape=x.shape,
-            scales=x.scale.shape,
-        )
+    sizes = {part.shape[0] for part in jax.tree.leaves(x)} if is_quantised(x) else {}
+    _validate.require(
+        len(sizes) <= 1,
+        "layers of a stack must not share the scales of their quantisation. Name axis "
+        "0 in `channelwise_axes` of qwix.quantize.",
+        sizes=sorted(sizes),
+    )

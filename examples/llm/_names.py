@@ -6,7 +6,7 @@ name are parts of one array, side by side along the outputs.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,22 @@ def flat(tree: Any) -> dict[str, Any]:
     return traverse_util.flatten_dict(tree, sep="/")
 
 
-def read_params(shapes: Any, names: Names, arrays: Arrays) -> dict[str, Any]:
-    """Reads parameters of given shapes; every array of the file must find its place."""
+def read_params(
+    shapes: Any,
+    names: Names,
+    arrays: Arrays,
+    convert: Callable[[str, np.ndarray], Any] = lambda path, x: x,
+) -> dict[str, Any]:
+    """Reads parameters of given shapes; every array of the file must find its place.
+
+    `convert` is called with the path of each and its array.
+    """
     wanted = flat(shapes)
     found = _Found(arrays)
-    params = {path: _read(path, x.shape, names, found) for path, x in wanted.items()}
+    params = {
+        path: convert(path, _read(path, x.shape, names, found))
+        for path, x in wanted.items()
+    }
     left = sorted(found.names - found.used)
     left = [name for name in left if not name.endswith(names.ignored)]
     if left:

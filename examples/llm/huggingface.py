@@ -26,10 +26,12 @@ def read_config(folder: pathlib.Path) -> Config:
     return _config.from_huggingface(_read_json(folder / "config.json"))
 
 
-def read_weights(folder: pathlib.Path, config: Config, shapes: Any) -> dict[str, Any]:
-    """Reads the weights into NumPy arrays, in a nested dict like `shapes`."""
+def read_weights(
+    folder: pathlib.Path, config: Config, shapes: Any, *convert: Any
+) -> dict[str, Any]:
+    """Reads the weights in a nested dict like `shapes`; see `read_params`."""
     names = NAMES[config.architecture]
-    return read_params(shapes, names, _Weights(folder))
+    return read_params(shapes, names, _Weights(folder), *convert)
 
 
 def _read_json(path: pathlib.Path) -> Any:

@@ -5,8 +5,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from . import huggingface, tokenizer
@@ -16,6 +16,7 @@ from .bert import Bert
 from .gguf_files import GGUFFile
 from .gpt2 import GPT2
 from .llama import Llama
+from .packed import to_array
 from .tokenizer import Tokenizer
 
 MODELS = {"llama": Llama, "gpt2": GPT2, "bert": Bert}
@@ -40,7 +41,11 @@ class Pretrained(NamedTuple):
 
 
 def load(
-    path: str | pathlib.Path, *, dtype: Any = jnp.float32, remat: bool = False
+    path: str | pathlib.Path,
+    *,
+    dtype: Any = jnp.float32,
+    remat: bool = False,
+    packed: bool = False,
 ) -> Pretrained:
     """Loads a model from a folder in the layout of Hugging Face, or from a GGUF file.
 
@@ -48,6 +53,8 @@ def load(
       path: the folder, or the file, whose name ends with ".gguf".
       dtype: of the parameters, and so of the products of matrices.
       remat: whether the backward pass computes the activations of layers again.
+      packed: whether matrices stay quantised as they are in a GGUF file, for
+        `lora.apply`, which unpacks them where they are used.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -56,16 +63,26 @@ def load(
     """
     path = pathlib.Path(path)
     if path.suffix == ".gguf":
-        file = GGUFFile(path)
+        file = GGUFFile(path, packed=packed)
         config, tokens = file.config, tokenizer.from_gguf(file.settings)
         read_weights = file.read_weights
+    elif packed:
+        raise ValueError(
+            f"packed needs a GGUF file, whose matrices are quantised; got {path}. "
+            "Leave it out, or give a .gguf file."
+        )
     else:
         config, tokens = huggingface.read_config(path), tokenizer.from_folder(path)
         read_weights = functools.partial(huggingface.read_weights, path, config)
     _check_vocabulary(config, tokens)
     graphdef, shapes = define(config, remat=remat)
-    params = read_weights(shapes)
-    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+
+    def convert(name: str, x: np.ndarray) -> Any:
+        if x.dtype.fields is None:
+            return jnp.asarray(x, dtype)
+        return to_array(x, -2 if name.endswith("kernel") else -1, dtype)
+
+    params = read_weights(shapes, convert)
     return Pretrained(config, apply_fn(graphdef), params, tokens)
 
 

@@ -148,6 +148,38 @@ def test_the_base_model_stays_packed_in_memory():
     assert all_bytes["nf4"] < 0.6 * all_bytes["dense"], all_bytes
 
 
+@jax.tree_util.register_pytree_node_class
+class Halves:
+    """A quantised array of another library: integers, which are halves."""
+
+    def __init__(self, integers):
+        self.integers = integers
+
+    shape = property(lambda self: self.integers.shape)
+    dtype = np.dtype("float32")
+
+    def dequantize(self):
+        return self.integers.astype(jnp.float32) / 2
+
+    def tree_flatten(self):
+        return [self.integers], None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_any_node_that_dequantises_is_an_array():
+    params = new_params(jnp.float32)
+    params["layers"] = jax.tree.map(
+        lambda x: Halves(jnp.round(8 * x).astype(jnp.int8)), params["layers"]
+    )
+    adapters = moved(lora.init(KEY, params, 2, "layers"))
+    given = lora.apply(loss_fn, params)(adapters, TOKENS)
+    merged = loss_fn(lora.merge(params, adapters), TOKENS)
+    np.testing.assert_allclose(given, merged, rtol=1e-5)
+
+
 def test_layers_that_share_scales_are_refused():
     params = new_params(jnp.float32)
     packed = jax.tree.map(lambda x: qwix.quantize(x, "int8"), params["layers"])

