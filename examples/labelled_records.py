@@ -101,3 +101,12 @@ class Form(NamedTuple):
         # Without marks, which are in front of the prompt.
         ids = self.tokenizer.inner.encode(text, add_special_tokens=False).ids
         return [*ids, *self.end_tokens][: self.length]
+
+    def check_holds(self, text: str) -> None:
+        """Stops unless a text, a canary, is never cut off."""
+        needed = len(self._replace(length=10**6)._tokens(text))
+        if needed > self.length:
+            raise SystemExit(
+                f"--length must be at least {needed} for canaries; got {self.length}. "
+                "Increase it, or plant none with --copies 0."
+            )

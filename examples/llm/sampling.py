@@ -4,7 +4,7 @@ The keys and values of earlier tokens are computed once, and stay in a cache.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ import numpy as np
 
 from ._config import Config
 from .layers import Cache
-from .losses import Apply
 from .pretrained import Pretrained
 
 _LENGTHS = 64  # texts are padded to a multiple of it, so that programs are used again
@@ -108,7 +107,7 @@ def _before_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _continue(
-    apply: Apply | Any,
+    apply: Callable[..., Any],
     config: Config,
     shared: int,
     params: Any,
