@@ -205,7 +205,7 @@ def make_report(args: argparse.Namespace) -> tuple[list[Labelled], Scores]:
         "epsilon": plan.epsilon(last),
         "delta": args.delta,
         "statement": statement,
-        "num_held_out": len(held_out),
+        "held_out_records": len(held_out),
         "noisy_label_counts": dict(zip(args.labels, counts.tolist(), strict=True)),
         "most_frequent_label": max(measures.share_of(x, unseen) for x in args.labels),
         "models": models,

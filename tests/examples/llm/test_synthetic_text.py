@@ -50,7 +50,7 @@ def test_one_guarantee_covers_texts_and_counts(run, tmp_path, flags, capsys):
     num_examples = report["num_examples"]
     assert steps == {1.0: 2, 16 / num_examples: 2}
 
-    num_private = 400 - report["num_held_out"]
+    num_private = 400 - report["held_out_records"]
     assert num_examples == num_private + 2 * example.NUM_CANARIES
     counts, stddev = report["noisy_label_counts"], report["shared_runs"]["stddev"]
     deviation = sum(counts.values()) - num_examples
@@ -82,7 +82,7 @@ def test_a_model_without_privacy_is_compared(run, tmp_path, flags, capsys):
     assert all(x["exposures"] == [] for x in report["models"].values())
     assert "without privacy" in report["shared_runs"]["shares"]
     assert 0 < report["accuracy_of_real_texts"] <= 1
-    assert report["num_examples"] == 400 - report["num_held_out"]
+    assert report["num_examples"] == 400 - report["held_out_records"]
 
     # What was released is read again, and nothing is paid for twice.
     (tmp_path / "out" / "report.json").unlink()
