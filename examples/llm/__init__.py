@@ -17,7 +17,7 @@ from .dialogues import Dialogue, parse_record, render_chat
 from .gguf_files import installed_gguf
 from .losses import make_batch, mean_nats, nats_per_token, summed_nats
 from .pretrained import Pretrained, load, save
-from .sampling import generate
+from .sampling import generate, generate_batch
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Pretrained",
     "Tokenizer",
     "generate",
+    "generate_batch",
     "huggingface_name",
     "installed_gguf",
     "load",

@@ -35,10 +35,12 @@ class Block(nnx.Module):
         self.feed_forward = FeedForward(config, rngs, approximate_gelu=False)
         self.feed_forward_norm = LayerNorm(config.width, config.norm_epsilon)
 
-    def __call__(self, x: jax.Array, is_visible: jax.Array) -> jax.Array:
-        """From and to (..., T, width)."""
-        x = self.attention_norm(x + self.attention(x, is_visible))
-        return self.feed_forward_norm(x + self.feed_forward(x))
+    def __call__(
+        self, x: jax.Array, cache: None, is_visible: jax.Array
+    ) -> tuple[jax.Array, None]:
+        """From and to (..., T, width); an encoder has no cache."""
+        x = self.attention_norm(x + self.attention(x, is_visible)[0])
+        return self.feed_forward_norm(x + self.feed_forward(x)), cache
 
 
 class Bert(nnx.Module):
@@ -72,7 +74,7 @@ class Bert(nnx.Module):
         x = self.norm(x + self.segment.embedding[0])
         x = x.astype(self.layers.attention.query.kernel.dtype)
         is_visible = is_token[..., None, None, None, :]  # of (..., h, g, T, T)
-        x = apply_stacked(self.layers, x, is_visible, remat=self.remat)
+        x, _ = apply_stacked(self.layers, x, is_visible, remat=self.remat)
         return x, jnp.tanh(self.pool(x[..., 0, :]))
 
 

@@ -5,6 +5,7 @@ Radford et al. (2019), "Language models are unsupervised multitask learners", se
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 from ._config import Config
 from .layers import (
     Attention,
+    Cache,
     Embedding,
     FeedForward,
     LayerNorm,
@@ -21,6 +23,7 @@ from .layers import (
     causal,
     check_length,
     logits,
+    positions,
     stacked,
 )
 
@@ -34,11 +37,14 @@ class Block(nnx.Module):
         self.feed_forward_norm = LayerNorm(config.width, config.norm_epsilon)
         self.feed_forward = FeedForward(config, rngs, approximate_gelu=True)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """From and to (..., T, width)."""
-        y = self.attention(self.attention_norm(x), causal(x.shape[-2]))
+    def __call__(
+        self, x: jax.Array, cache: Cache | None, is_visible: jax.Array
+    ) -> tuple[jax.Array, Cache | None]:
+        """From and to (..., T, width), with the cache after these tokens."""
+        y = self.attention_norm(x)
+        y, cache = self.attention(y, is_visible, cache=cache)
         x = x + y
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x)), cache
 
 
 class GPT2(nnx.Module):
@@ -54,11 +60,21 @@ class GPT2(nnx.Module):
         if not config.has_tied_embeddings:
             self.head = Linear(config.width, config.vocabulary_size, rngs, bias=False)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """From tokens (..., T) to logits (..., T, vocabulary_size) in float32."""
+    def __call__(self, tokens: jax.Array, cache: Cache | None = None) -> Any:
+        """From tokens (..., T) to logits (..., T, vocabulary_size) in float32.
+
+        With a cache, the tokens follow those of the cache. It returns the logits, and
+        the cache after these tokens.
+        """
         check_length(tokens, self.config)
-        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[-1]))
+        length, select = positions(tokens, cache)
+        x = self.embed(tokens) + self.position(select(jnp.arange(length)))
         x = x.astype(self.layers.attention.query.kernel.dtype)
-        x = self.norm(apply_stacked(self.layers, x, remat=self.remat))
+        is_visible = select(causal(length))
+        x, after = apply_stacked(
+            self.layers, x, is_visible, cache=cache, remat=self.remat
+        )
         tied = self.config.has_tied_embeddings
-        return logits(x, self.embed.embedding[...].T if tied else self.head.kernel[...])
+        kernel = self.embed.embedding[...].T if tied else self.head.kernel[...]
+        found = logits(self.norm(x), kernel)
+        return found if cache is None else (found, after)

@@ -5,8 +5,9 @@ softmax and logits are computed in float32 in any case. The leading axes of acti
 written as `...`, are free: one sequence and a batch of them both work.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,37 @@ class LayerNorm(nnx.Module):
         return y.astype(x.dtype)
 
 
+class Cache(NamedTuple):
+    """The keys and values of earlier tokens, with room for those of later ones.
+
+    Attributes:
+      keys: (layers, ..., S, heads, head_width), of S tokens at most.
+      values: the same.
+      num_tokens: (layers,), the number of earlier tokens, for each layer alike.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    num_tokens: jax.Array
+
+    @classmethod
+    def empty(cls, config: Config, shape: tuple[int, ...], dtype: Any) -> "Cache":
+        """The cache before the first token; `shape` is (..., S)."""
+        heads = config.num_key_value_heads, config.head_width
+        zeros = jnp.zeros((config.num_layers, *shape, *heads), dtype)
+        return cls(zeros, zeros, jnp.zeros(config.num_layers, jnp.int32))
+
+    def add(self, keys: jax.Array, values: jax.Array) -> "Cache":
+        """Adds the next tokens, (..., T, heads, head_width), to a layer's cache."""
+        start = self.num_tokens
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=-3)
+        return Cache(
+            put(self.keys, keys, start),
+            put(self.values, values, start),
+            start + keys.shape[-3],
+        )
+
+
 class Attention(nnx.Module):
     """Attention, in which groups of query heads may share a key and a value head."""
 
@@ -90,25 +122,30 @@ class Attention(nnx.Module):
         x: jax.Array,
         is_visible: jax.Array,
         rotate: Callable[[jax.Array], jax.Array] = lambda heads: heads,
-    ) -> jax.Array:
-        """From and to (..., T, width).
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """From and to (..., T, width), with the cache after these tokens.
 
-        `is_visible` says which positions (rows) see which others (columns). `rotate`
-        tells queries and keys their positions.
+        `is_visible` says which positions (rows) see which others (columns). With a
+        cache, the columns are its positions. `rotate` tells queries and keys their
+        positions.
         """
         heads, width = self.num_heads, self.head_width
         # h: key and value heads, g: query heads of one group, d: channels of a head
         q = rotate(self.query(x).reshape(*x.shape[:-1], -1, width))
         k = rotate(self.key(x).reshape(*x.shape[:-1], heads, width))
         v = self.value(x).reshape(*x.shape[:-1], heads, width)
+        if cache is not None:
+            cache = cache.add(k, v)
+            k, v = cache.keys, cache.values
         q = q.reshape(*x.shape[:-1], heads, -1, width)
         weights = _attention_weights(q, k, is_visible).astype(v.dtype)
         mixed = jnp.einsum("...hgts,...shd->...thgd", weights, v)
-        return self.out(mixed.reshape(*x.shape[:-1], -1))
+        return self.out(mixed.reshape(*x.shape[:-1], -1)), cache
 
 
 def _attention_weights(q: jax.Array, k: jax.Array, is_visible: jax.Array) -> jax.Array:
-    """From (..., T, h, g, d) and (..., T, h, d) to (..., h, g, T, T), in float32."""
+    """From (..., T, h, g, d) and (..., S, h, d) to (..., h, g, T, S), in float32."""
     scores = jnp.einsum(
         "...thgd,...shd->...hgts", q, k, preferred_element_type=jnp.float32
     )
@@ -120,6 +157,22 @@ def _attention_weights(q: jax.Array, k: jax.Array, is_visible: jax.Array) -> jax
 def causal(length: int) -> jax.Array:
     """(T, T), true where a position (row) is not before another (column)."""
     return jnp.tri(length, dtype=bool)
+
+
+def positions(
+    tokens: jax.Array, cache: Cache | None
+) -> tuple[int, Callable[[Any], Any]]:
+    """The number of positions, and a function that selects the rows of the tokens.
+
+    Without a cache, the tokens have all positions. With one, they have the next ones.
+    """
+    length = tokens.shape[-1]
+    if cache is None:
+        return length, lambda rows: rows
+    start = cache.num_tokens[0]
+    return cache.keys.shape[-3], lambda rows: jax.lax.dynamic_slice_in_dim(
+        rows, start, length
+    )
 
 
 class FeedForward(nnx.Module):
@@ -149,18 +202,23 @@ def stacked(make: Callable[[nnx.Rngs], Any], num_layers: int, rngs: nnx.Rngs) ->
     return nnx.split_rngs(splits=num_layers)(nnx.vmap(make))(rngs)
 
 
-def apply_stacked(layers: Any, x: jax.Array, *inputs: Any, remat: bool) -> jax.Array:
+def apply_stacked(
+    layers: Any, x: jax.Array, *inputs: Any, cache: Cache | None = None, remat: bool
+) -> tuple[jax.Array, Cache | None]:
     """Applies the layers of `stacked` one after another, in a loop.
 
+    Each layer maps x, its part of the cache and the inputs to a new x and new cache.
     Compilation takes as long as for one layer. With `remat`, the backward pass computes
     the activations inside a layer again instead of keeping them.
     """
     graphdef, params = nnx.split(layers)
 
-    def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        return nnx.merge(graphdef, layer)(x, *inputs), None
+    def step(x: jax.Array, of_layer: Any) -> tuple[jax.Array, Cache | None]:
+        layer, cache = of_layer
+        return nnx.merge(graphdef, layer)(x, cache, *inputs)
 
-    return jax.lax.scan(jax.checkpoint(step) if remat else step, x, params)[0]
+    step = jax.checkpoint(step) if remat else step
+    return jax.lax.scan(step, x, (params, cache))
 
 
 def logits(x: jax.Array, kernel: jax.Array) -> jax.Array:

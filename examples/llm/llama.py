@@ -4,6 +4,8 @@ Touvron et al. (2023), https://arxiv.org/abs/2302.13971, section 2.2.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from flax import nnx
 from ._config import Config
 from .layers import (
     Attention,
+    Cache,
     Embedding,
     Linear,
     RMSNorm,
@@ -20,6 +23,7 @@ from .layers import (
     causal,
     check_length,
     logits,
+    positions,
     stacked,
 )
 
@@ -31,12 +35,20 @@ class Rotation:
     Su et al. (2021), https://arxiv.org/abs/2104.09864, section 3.2.2.
     """
 
-    def __init__(self, length: int, head_width: int, base: float):
+    def __init__(
+        self,
+        length: int,
+        head_width: int,
+        base: float,
+        select: Callable[[Any], Any] = lambda rows: rows,
+    ):
         pairs = np.arange(0, head_width, 2, dtype=np.float32)
         frequencies = np.float32(base) ** (-pairs / np.float32(head_width))
         angles = np.arange(length, dtype=np.float32)[:, None] * frequencies
         # (T, 1, head_width / 2): the same for all heads
-        self.cos, self.sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        self.cos, self.sin = (
+            select(turn(angles)[:, None]) for turn in (np.cos, np.sin)
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """From and to (..., T, heads, head_width)."""
@@ -70,11 +82,18 @@ class Block(nnx.Module):
         self.feed_forward_norm = RMSNorm(config.width, config.norm_epsilon)
         self.feed_forward = GatedFeedForward(config, rngs)
 
-    def __call__(self, x: jax.Array, rotation: Rotation) -> jax.Array:
-        """From and to (..., T, width)."""
-        y = self.attention(self.attention_norm(x), causal(x.shape[-2]), rotation)
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: Cache | None,
+        is_visible: jax.Array,
+        rotation: Rotation,
+    ) -> tuple[jax.Array, Cache | None]:
+        """From and to (..., T, width), with the cache after these tokens."""
+        y = self.attention_norm(x)
+        y, cache = self.attention(y, is_visible, rotation, cache)
         x = x + y
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x)), cache
 
 
 class Llama(nnx.Module):
@@ -89,12 +108,20 @@ class Llama(nnx.Module):
         if not config.has_tied_embeddings:
             self.head = Linear(config.width, config.vocabulary_size, rngs, bias=False)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """From tokens (..., T) to logits (..., T, vocabulary_size) in float32."""
+    def __call__(self, tokens: jax.Array, cache: Cache | None = None) -> Any:
+        """From tokens (..., T) to logits (..., T, vocabulary_size) in float32.
+
+        With a cache, the tokens follow those of the cache. It returns the logits, and
+        the cache after these tokens.
+        """
         check_length(tokens, self.config)
         config = self.config
-        rotation = Rotation(tokens.shape[-1], config.head_width, config.rope_base)
+        length, select = positions(tokens, cache)
+        rotation = Rotation(length, config.head_width, config.rope_base, select)
         x = self.embed(tokens).astype(self.layers.attention.query.kernel.dtype)
-        x = self.norm(apply_stacked(self.layers, x, rotation, remat=self.remat))
+        inputs = select(causal(length)), rotation
+        x, after = apply_stacked(self.layers, x, *inputs, cache=cache, remat=self.remat)
         tied = config.has_tied_embeddings
-        return logits(x, self.embed.embedding[...].T if tied else self.head.kernel[...])
+        kernel = self.embed.embedding[...].T if tied else self.head.kernel[...]
+        found = logits(self.norm(x), kernel)
+        return found if cache is None else (found, after)

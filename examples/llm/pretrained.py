@@ -27,8 +27,9 @@ class Pretrained(NamedTuple):
 
     Attributes:
       config: the sizes and constants of the model.
-      apply: computes logits: `apply(params, tokens)`. Of a BERT, it computes vectors:
-        `apply(params, tokens, is_token)`.
+      apply: computes logits: `apply(params, tokens)`. With a `Cache` of earlier tokens,
+        it returns logits and the next cache: `apply(params, tokens, cache)`. Of a BERT,
+        it computes vectors: `apply(params, tokens, is_token)`.
       params: the parameters, as a nested dict of arrays. Those of the layers have a
         leading axis of layers; kernels have the axes (in, out).
       tokenizer: the tokenizer.

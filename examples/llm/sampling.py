@@ -1,16 +1,21 @@
-"""Writes text with a model, one token after another."""
+"""Writes texts with a model, one token after another.
+
+The keys and values of earlier tokens are computed once, and stay in a cache.
+"""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .losses import Apply
+from ._config import Config
+from .layers import Cache
 from .pretrained import Pretrained
 
-_LENGTHS = 64  # a text is padded to a multiple of it, so that programs are used again
+_LENGTHS = 64  # texts are padded to a multiple of it, so that programs are used again
 
 
 def generate(
@@ -21,43 +26,64 @@ def generate(
     temperature: float = 0.0,
     key: jax.Array | None = None,
 ) -> str:
-    """Continues a text.
+    """Continues one text; see `generate_batch`."""
+    (text,) = generate_batch(
+        model, [prompt], num_tokens=num_tokens, temperature=temperature, key=key
+    )
+    return text
 
-    Each token needs a pass over the whole text, which is enough to look at a model.
+
+def generate_batch(
+    model: Pretrained,
+    prompts: Sequence[str],
+    *,
+    num_tokens: int,
+    temperature: float = 0.0,
+    key: jax.Array | None = None,
+) -> list[str]:
+    """Continues several texts at once.
 
     Args:
       model: the model and its tokenizer.
-      prompt: the text to continue, of at least one token.
-      num_tokens: how many tokens to add. An end token stops earlier.
+      prompts: the texts to continue, of at least one token each.
+      num_tokens: how many tokens to add to each text. An end token stops earlier.
       temperature: divides the logits. At 0, each token is the most probable one.
       key: the random key, which temperatures above 0 need.
 
     Returns:
-      The added text.
+      The added texts.
 
     Raises:
-      ValueError: the prompt is empty, the text is too long for the model, or a key is
+      ValueError: a prompt is empty, a text is too long for the model, or a key is
         missing.
     """
-    start = model.tokenizer.encode(prompt)
-    end = len(start) + num_tokens
-    _check(start, end, model.config.context, temperature, key)
-    key = key if temperature > 0 else None
-    padded = min(-(-end // _LENGTHS) * _LENGTHS, model.config.context)
-    tokens = np.zeros(padded, np.int32)
-    tokens[: len(start)] = start
-    for i in range(len(start), end):
-        noise = None if key is None else jax.random.fold_in(key, i)
-        tokens[i] = _next(model.apply, model.params, tokens, i, temperature, noise)
-        if tokens[i] in model.config.end_tokens:
-            end = i
-            break
-    return model.tokenizer.decode(tokens[len(start) : end].tolist())
+    config, starts = model.config, [model.tokenizer.encode(x) for x in prompts]
+    for start in starts:
+        _check(len(start), len(start) + num_tokens, config.context, temperature, key)
+    lengths = np.array([len(start) for start in starts], np.int32)
+    padded = -(-(max(lengths) + num_tokens) // _LENGTHS) * _LENGTHS
+    tokens = np.zeros((len(starts), min(padded, config.context)), np.int32)
+    for row, start in zip(tokens, starts, strict=True):
+        row[: len(start)] = start
+    # All prompts have these tokens. Loops add the last one of a prompt, and its rest.
+    shared = (min(lengths) - 1) // _LENGTHS * _LENGTHS
+    found = _continue(
+        model.apply,
+        config,
+        shared,
+        model.params,
+        tokens,
+        lengths,
+        max(lengths) + num_tokens,
+        temperature,
+        key if temperature > 0 else None,
+    )
+    texts = zip(np.asarray(found), lengths, strict=True)
+    added = [row[start : start + num_tokens].tolist() for row, start in texts]
+    return [model.tokenizer.decode(_before_end(x, config.end_tokens)) for x in added]
 
 
-def _check(
-    start: list[int], end: int, context: int, temperature: float, key: Any
-) -> None:
+def _check(start: int, end: int, context: int, temperature: float, key: Any) -> None:
     if not start:
         raise ValueError(
             "prompt must have at least one token; got none. Begin the text yourself."
@@ -74,12 +100,55 @@ def _check(
         )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _next(
-    apply: Apply, params: Any, tokens: Any, i: int, temperature: float, key: Any
+def _before_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:
+    ends = [tokens.index(end) for end in end_tokens if end in tokens]
+    return tokens[: min(ends, default=len(tokens))]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _continue(
+    apply: Callable[..., Any],
+    config: Config,
+    shared: int,
+    params: Any,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    stop: int,
+    temperature: float,
+    key: jax.Array | None,
 ) -> jax.Array:
-    """The token at position i, given those before it."""
-    logits = apply(params, tokens)[i - 1]
+    """Fills in the tokens, (B, S), after the first `lengths` of each row, (B,).
+
+    The first `shared` tokens, which every prompt has, pass through the model at once.
+    """
+    cache = Cache.empty(config, tokens.shape, jax.tree.leaves(params)[0].dtype)
+    if shared:
+        _, cache = apply(params, tokens[:, :shared], cache)
+    ends = np.array(config.end_tokens, np.int32)
+
+    def is_unfinished(state: tuple[Any, ...]) -> jax.Array:
+        i, _, is_over, _ = state
+        return (i + 1 < stop) & ~jnp.all(is_over)
+
+    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Passes token i of each row through the model, and adds the next one."""
+        i, tokens, is_over, cache = state
+        last = jax.lax.dynamic_slice_in_dim(tokens, i, 1, axis=1)
+        logits, cache = apply(params, last, cache)
+        new = _choose(logits[:, 0], temperature, key, i)
+        is_given = i + 1 < lengths
+        new = jnp.where(is_given, tokens[:, i + 1], new)
+        is_end = jnp.any(new[:, None] == ends, axis=1)
+        is_over = is_over | (is_end & ~is_given)
+        return i + 1, tokens.at[:, i + 1].set(new), is_over, cache
+
+    state = jnp.int32(shared), tokens, jnp.zeros(len(lengths), bool), cache
+    return jax.lax.while_loop(is_unfinished, step, state)[1]
+
+
+def _choose(logits: jax.Array, temperature: Any, key: Any, i: jax.Array) -> jax.Array:
+    """The next token of each row, (B,)."""
     if key is None:
-        return jnp.argmax(logits)
-    return jax.random.categorical(key, logits / temperature)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    noise = jax.random.fold_in(key, i)
+    return jax.random.categorical(noise, logits / temperature).astype(jnp.int32)

@@ -1,16 +1,19 @@
 """Texts are continued with the tokens that the model finds probable."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from examples import llm
+from examples.llm import sampling
 
 
-def alphabet(params, tokens):
+def alphabet(params, tokens, cache):
     """The logits of a model that is almost sure of the next number."""
-    return params * jax.nn.one_hot((tokens + 1) % 80, 80)
+    return params * jax.nn.one_hot((tokens + 1) % 80, 80), cache
 
 
 @pytest.fixture
@@ -18,17 +21,31 @@ def model(llama):
     return llm.load(llama)._replace(apply=alphabet, params=jnp.float32(20))
 
 
-def test_the_most_probable_token_is_added(model, llama):
-    assert llm.generate(model, "cab", num_tokens=4) == "cdef"
-    model = llm.load(llama)
-    text = llm.generate(model, "in the hen", num_tokens=2)
-    tokens = model.tokenizer.encode("in the hen")
+def greedy(model, prompt, num_tokens):
+    """The most probable continuation, from passes over the whole text."""
+    tokens = model.tokenizer.encode(prompt)
     apply = jax.jit(model.apply)
-    for _ in range(2):
+    for _ in range(num_tokens):
         # Later tokens have no influence.
-        logits = apply(model.params, np.resize(tokens, 32))[len(tokens) - 1]
+        context = model.config.context
+        logits = apply(model.params, np.resize(tokens, context))[len(tokens) - 1]
         tokens.append(int(np.argmax(logits)))
-    assert model.tokenizer.decode(tokens[-2:]) == text
+    return model.tokenizer.decode(tokens[-num_tokens:])
+
+
+def test_the_most_probable_token_is_added(model):
+    assert llm.generate(model, "cab", num_tokens=4) == "cdef"
+
+
+def test_a_cache_does_not_change_the_texts(folder, monkeypatch):
+    monkeypatch.setattr(sampling, "_LENGTHS", 2)  # two tokens are passed on at once
+    model = llm.load(folder)
+    model = model._replace(config=dataclasses.replace(model.config, end_tokens=()))
+    prompts = ["in the hen", "the 12, in a cab"]
+    assert {len(model.tokenizer.encode(x)) for x in prompts} == {5, 13}
+    texts = llm.generate_batch(model, prompts, num_tokens=8)
+    assert texts == [greedy(model, x, 8) for x in prompts]
+    assert texts[0] != texts[1]
 
 
 def test_samples_have_the_probabilities_of_the_temperature(model):
@@ -46,12 +63,15 @@ def test_samples_have_the_probabilities_of_the_temperature(model):
 def test_an_end_token_stops_it(model):
     end, after_d = 2, 8  # numbers of tokens
 
-    def ends(params, tokens):
-        return jnp.roll(alphabet(params, tokens), end - after_d, -1)
+    def ends(params, tokens, cache):
+        logits, cache = alphabet(params, tokens, cache)
+        return jnp.roll(logits, end - after_d, -1), cache
 
     model = model._replace(apply=ends)
     assert model.config.end_tokens == (end,)
     assert llm.generate(model, "d", num_tokens=4) == ""
+    # A text that has ended does not end the others.
+    assert llm.generate_batch(model, ["d", "g"], num_tokens=2) == ["", "b<|endoftext|>"]
 
 
 def test_what_cannot_be_continued_is_refused(model):

@@ -4,7 +4,7 @@ import io
 import json
 import tarfile
 
-from benchmarks import emails
+from examples import records
 
 
 def test_mails_are_read_by_kind(tmp_path):
@@ -21,7 +21,7 @@ def test_mails_are_read_by_kind(tmp_path):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-    assert emails.read(tmp_path / "mails.tgz") == {
+    assert records.read_emails(tmp_path / "mails.tgz") == {
         "ham": ["One\n\nham", "Two\n\nham"],
         "spam": ["Three\n\nspam"],
     }

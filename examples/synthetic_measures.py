@@ -1,0 +1,147 @@
+"""Measures of synthetic texts: what they teach, what they repeat, what a model kept."""
+
+import functools
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import llm
+import numpy as np
+from labelled_records import Labelled
+from matplotlib.figure import Figure
+from sklearn.feature_extraction.text import HashingVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+
+RUNS = (4, 8, 16)  # lengths in words
+NUM_CODES = 256  # each canary is compared with all the others
+COLORS = {
+    "before": "#999999",
+    "private": "#0072b2",
+    "without privacy": "#d55e00",
+    "held out": "#009e73",
+    "real texts": "black",
+}
+
+
+def accuracy(train: Sequence[Labelled], test: Sequence[Labelled]) -> float:
+    """Of a logistic regression on words and pairs of words, trained on some texts."""
+    (labels, texts), (true, unseen) = (zip(*x, strict=True) for x in (train, test))
+    if len(set(labels)) == 1:
+        return share_of(labels[0], test)
+    words = HashingVectorizer(ngram_range=(1, 2), n_features=2**18)
+    model = make_pipeline(words, LogisticRegression(C=100, class_weight="balanced"))
+    return float(np.mean(model.fit(texts, labels).predict(unseen) == np.array(true)))
+
+
+def share_of(label: str, texts: Sequence[Labelled]) -> float:
+    """The share of texts that have a label."""
+    return sum(found == label for found, _ in texts) / len(texts)
+
+
+def shared_runs(records: Sequence[Labelled], texts: Sequence[Labelled]) -> np.ndarray:
+    """The class of each record: how many of `RUNS` it reaches with one of the texts.
+
+    A record reaches 8 if it has 8 words in a row that a text has in a row as well. Its
+    class depends on this record and the texts, and not on other records.
+    """
+    reached = np.zeros(len(records), int)
+    for length in RUNS:
+        known = set().union(*(_runs(text, length) for _, text in texts))
+        reached += [not known.isdisjoint(_runs(text, length)) for _, text in records]
+    return reached
+
+
+def _runs(text: str, length: int) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + length]) for i in range(len(words) - length + 1)}
+
+
+def shares_reached(counts: np.ndarray) -> list[float]:
+    """The share of records that reach each of `RUNS`, given the counts of classes."""
+    at_least = np.cumsum(counts[::-1])[::-1][1:]
+    return [round(float(x), 5) for x in at_least / np.sum(counts)]
+
+
+def shares_of(records: Sequence[Labelled], texts: Sequence[Labelled]) -> list[float]:
+    """The same without noise, for public records."""
+    classes = shared_runs(records, texts)
+    return shares_reached(np.bincount(classes, minlength=len(RUNS) + 1))
+
+
+def canaries(seed: int) -> list[str]:
+    """Texts that differ in a code of six random digits."""
+    codes = np.random.default_rng(seed).choice(10**6, NUM_CODES, replace=False)
+    return [f"The door code is {code:06}." for code in codes]
+
+
+def exposures(nats: np.ndarray, num_planted: int) -> list[float]:
+    """How well a model knows the planted canaries, which come first, in bits.
+
+    The exposure of a canary is log2(256) - log2(rank), where its rank among all
+    canaries is 1 if the model finds no other more probable. Carlini et al. (2019),
+    https://arxiv.org/abs/1802.08232, section 4.
+    """
+    ranks = [1 + np.sum(nats[num_planted:] < x) for x in nats[:num_planted]]
+    return [round(float(np.log2(NUM_CODES / rank)), 2) for rank in ranks]
+
+
+def summed_nats(apply: Any, params: Any, batch: llm.losses.Batch) -> np.ndarray:
+    """Minus the log probability of each text; the texts are public."""
+    run = jax.jit(functools.partial(llm.summed_nats, apply))
+    end = 1 + np.max(np.nonzero(batch["is_target"])[1])  # of the longest text
+    starts = range(0, len(batch["tokens"]), 32)
+    parts = ({name: x[i : i + 32, :end] for name, x in batch.items()} for i in starts)
+    return np.concatenate([np.asarray(run(params, part)[0]) for part in parts])
+
+
+def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Draws the report: accuracies, shared runs, and exposures of canaries."""
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    _draw_accuracies(panels[0], report)
+    _draw_shared_runs(panels[1], report["shared_runs"])
+    _draw_exposures(panels[2], {x: y["exposures"] for x, y in report["models"].items()})
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.title.set_fontsize("medium")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_accuracies(axes: Any, report: Mapping[str, Any]) -> None:
+    found = {x: y["accuracy"] for x, y in report["models"].items()}
+    if "accuracy_of_real_texts" in report:
+        found["real texts"] = report["accuracy_of_real_texts"]
+    bars = axes.barh(
+        list(found), list(found.values()), color=[COLORS[x] for x in found]
+    )
+    axes.bar_label(bars, fmt="%.3f", padding=6)
+    axes.axvline(report["most_frequent_label"], color="black", ls=":", lw=1)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.25), xlabel="accuracy (dotted: one label for all)")
+    axes.set_title("Classifier trained on the texts")
+
+
+def _draw_shared_runs(axes: Any, found: Mapping[str, Any]) -> None:
+    names = {"private": "private records", "held out": "held-out records"}
+    places = np.arange(len(RUNS))
+    for name, shares in found["shares"].items():
+        line = {"color": COLORS[name], "label": names.get(name, name), "capsize": 3}
+        noise = 2 * found["stddev"] if name == "private" else 0
+        axes.errorbar(places, shares, noise, marker="o", **line)
+    axes.set_xticks(places, [str(x) for x in RUNS])
+    axes.set(xlabel="words in a row (bars: two deviations of noise)", ylim=(0, None))
+    axes.set_title("Share of records that a text repeats")
+    axes.legend(frameon=False)
+
+
+def _draw_exposures(axes: Any, found: Mapping[str, list[float]]) -> None:
+    for i, (name, values) in enumerate(found.items()):
+        axes.plot([i] * len(values), values, "o", color=COLORS[name], alpha=0.6)
+    axes.axhline(np.log2(NUM_CODES), color="black", ls=":", lw=1)
+    axes.set_xticks(range(len(found)), [x.replace(" ", "\n") for x in found])
+    axes.set(ylabel="bits (dotted: known by heart)", ylim=(-0.3, 8.5))
+    axes.set_xlim(-0.5, len(found) - 0.5)
+    axes.set_title("Exposure of planted canaries")
