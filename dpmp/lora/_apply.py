@@ -75,6 +75,13 @@ def init(
     arrays = {path: arrays[path] for path in select(params, targets=targets)}
     for path, x in arrays.items():
         _validate.require(
+            hasattr(x, "ndim") and hasattr(x.dtype, "name"),
+            "every target of LoRA must be an array. Pass the values of variables: "
+            "`variable.value` in Keras, which must run on jax (KERAS_BACKEND=jax).",
+            target=path,
+            type=type(x).__name__,
+        )
+        _validate.require(
             x.ndim >= 2 and 0 not in x.shape and jnp.issubdtype(x.dtype, jnp.floating),
             "every target of LoRA must be a matrix of floats, or a stack of them. Make "
             '`targets` more narrow, for example "query/kernel" for "query".',
