@@ -3,6 +3,7 @@
 A library that is not installed is skipped: each of them brings TensorFlow.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -31,17 +32,38 @@ def _promotion_of_models():
         yield
 
 
+def small(config):
+    """A small model with all kinds of layers of Gemma 3."""
+    return dataclasses.replace(
+        config,
+        num_embed=13,
+        embed_dim=16,
+        hidden_dim=32,
+        head_dim=8,
+        attention_types=config.attention_types[4:6],
+        sliding_window_size=4,
+    )
+
+
+# Replacements in the code of the page.
+IN_FLOAT32 = {
+    '"bfloat16"': '"float32"',
+    "mixed_bfloat16": "float32",
+    "gm.testing.DummyGemma()": "gm.nn.Gemma3_270M(config=small("
+    "gm.nn.Gemma3_270M.config), dtype=np.float32)",
+    "trainer.fit(": "(lambda state, data: state)(",
+}
+
+
 @functools.cache
-def recipe(title, dtype="bfloat16"):
-    """The names that the code of a section has defined, in this dtype."""
+def recipe(title, in_float32=False):
+    """The names that the code of a section defines; in float32, it does not train."""
     start, *sections = PAGE.read_text().split("\n## ")
     text = next(x for x in sections if x.startswith(title + "\n"))
     code = "\n".join(re.findall(r"```py\n(.*?)```", start + text, re.S))
-    if dtype == "float32":
-        code = code.replace('"bfloat16"', '"float32"').replace("mixed_float32", dtype)
-        code = code.replace("DummyGemma()", "DummyGemma(dtype=np.float32)")
-        code = code.replace("= trainer.fit(", "= (lambda state, data: state)(")
-    namespace = {"__name__": title}
+    for old, new in IN_FLOAT32.items() if in_float32 else ():
+        code = code.replace(old, new)
+    namespace = {"__name__": title, "small": small}
     exec(compile(code, title, "exec"), namespace)
     return types.SimpleNamespace(**namespace)
 
@@ -64,7 +86,7 @@ def rows(data, stop, start=0):
 
 
 def test_clipped_sums_are_those_of_single_examples(title):
-    run = recipe(title, "float32")
+    run = recipe(title, in_float32=True)
     loss_fn, batch = without_key(run), rows(run.data, 4)
     grad = jax.jit(jax.grad(loss_fn))
     grads = [grad(run.params, rows(batch, i + 1, i)) for i in range(4)]
@@ -87,7 +109,7 @@ def test_clipped_sums_are_those_of_single_examples(title):
 
 
 def test_every_parameter_has_a_rule(title):
-    run = recipe(title, "float32")
+    run = recipe(title, in_float32=True)
     loss_fn = without_key(run)
     for fun, params in [
         (loss_fn, run.params),
