@@ -6,6 +6,7 @@ function of the user is traced, and shows no value of the data and no key.
 
 import functools
 import re
+import types
 from functools import partial
 
 import dp_accounting
@@ -160,6 +161,9 @@ plans = partial(
 estimated = partial(estimate_memory, FLOATS, BATCH, **OPTIONS)
 compiled = partial(compiled_memory, linear, FLOATS, BATCH, **OPTIONS)
 overhead = partial(accumulation_overhead, 9, batch_size=8, num_positions=8)
+
+
+KERAS_VARIABLE = types.SimpleNamespace(ndim=2, shape=(3, 2), dtype="float32")
 
 
 def adapters(targets="kernel", **options):
@@ -608,6 +612,10 @@ CALLED = {
         lambda: lora.check_trained(trained(), initial=adapters(), params=None),
         lambda: adapters().for_base(None),
         lambda: lora.partition(None, "kernel"),
+    ],
+    "every target of LoRA must be an array": [
+        lambda: lora.init(KEY, {"kernel": KERAS_VARIABLE}, 2, "kernel"),
+        lambda: lora.init(KEY, {"kernel": 1.0}, 2, "kernel"),
     ],
     "both parts of the parameters must": [
         lambda: lora.combine(PARAMS, None),

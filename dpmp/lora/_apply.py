@@ -76,6 +76,13 @@ def init(
     arrays = {path: arrays[path] for path in select(params, targets=targets)}
     for path, x in arrays.items():
         _validate.require(
+            hasattr(x, "shape") and hasattr(x.dtype, "name"),
+            "every target of LoRA must be an array. Pass the values of variables: "
+            "`variable.value` in Keras, which must run on jax (KERAS_BACKEND=jax).",
+            target=path,
+            type=type(x).__name__,
+        )
+        _validate.require(
             len(x.shape) >= 2
             and 0 not in x.shape
             and jnp.issubdtype(x.dtype, jnp.floating),
