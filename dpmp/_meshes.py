@@ -102,6 +102,19 @@ def is_explicit(x: Any) -> bool:
     return is_array and bool(jax.typeof(x).sharding.mesh.explicit_axes)
 
 
+def automatic(x: Any) -> Any:
+    """The same array, on the same devices, with auto axes in place of explicit ones.
+
+    Traced arrays, and other values, are returned unchanged.
+    """
+    if not is_explicit(x) or isinstance(x, jax.core.Tracer):
+        return x
+    mesh = x.sharding.mesh
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    return jax.device_put(x, jax.NamedSharding(mesh, x.sharding.spec))
+
+
 def spec_of(x: Any) -> jax.P:
     """The partition spec of an array, or `P()` if it is not known.
 

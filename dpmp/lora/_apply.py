@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp import _validate
+from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp.lora._adapters import (
     Adapters,
@@ -175,6 +175,8 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
     """
     _validate.function(fun=fun)
     base = fingerprint(params)
+    # A loop over explicit axes could not be traced for other ones later.
+    params = jax.tree.map(_meshes.automatic, params)
 
     @functools.wraps(fun)
     def adapted(adapters: Adapters, *args: Any, **kwargs: Any) -> Any:

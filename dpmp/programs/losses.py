@@ -154,6 +154,14 @@ def check_program(
     )
     eqns = bodies.equations(jaxpr)
     names = {eqn.primitive.name for eqn in eqns}
+    _validate.require(
+        names.isdisjoint(primitives.BODIES)
+        or not any(x.aval.sharding.mesh.explicit_axes for x in jaxpr.constvars),
+        "arrays that loss_fn closes over must be on auto axes if it has loops, "
+        "branches or checkpoints. Use a mesh with axis_types="
+        "(jax.sharding.AxisType.Auto,) * number_of_axes.",
+        axes="explicit",
+    )
     if not takes_key and not names.isdisjoint(primitives.RANDOM):
         warn(
             "loss_fn draws random numbers from a key that never changes, so that they "

@@ -1,0 +1,45 @@
+"""Frozen arrays on the devices of a mesh, in losses with loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from small_runs import PARAMS, SIZE, new_trainer
+
+from dpmp import lora
+
+
+def looped_loss(base, params, batch):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    x = jax.lax.scan(layer, batch["x"], base["layers"])[0]
+    return jnp.mean(x**2) + jnp.sum(params["w"]) * jnp.mean(batch["x"])
+
+
+@pytest.mark.parametrize("axis_type", list(AxisType)[:2])
+def test_a_frozen_model_of_many_devices_may_have_a_loop(axis_type):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    place = functools.partial(jax.NamedSharding, mesh)
+    layers = np.ones((3, 8, 8), np.float32) / 8
+    base = {"layers": jax.device_put(layers, place(jax.P(None, None, "model")))}
+    options = {"batch_sharding": place(jax.P("data")), "progress": False, "stop_at": 1}
+    data = {"x": np.ones((SIZE, 8), np.float32)}
+
+    adapted = lora.apply(lambda base, batch: looped_loss(base, PARAMS, batch), base)
+    trainer = new_trainer(loss_fn=adapted, microbatch_size=4)
+    adapters = lora.init(jax.random.key(0), base, 2, "layers")
+    state = trainer.init(jax.device_put(adapters, place(jax.P())))
+    assert int(trainer.fit(state, data, **options).step) == 1
+
+    closed_over = functools.partial(looped_loss, base)
+    trainer = new_trainer(loss_fn=closed_over, microbatch_size=4)
+    state = trainer.init(jax.device_put(PARAMS, place(jax.P())))
+    if axis_type == AxisType.Auto:
+        assert int(trainer.fit(state, data, **options).step) == 1
+    else:
+        with pytest.raises(ValueError, match="must be on auto axes"):
+            trainer.fit(state, data, **options)
