@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from small_runs import DATA, PARAMS, fit, keyed_trainer, new_trainer
 
-from dpmp import DPSGD, _random
+from dpmp import DPSGD, _processes, _random
 from dpmp.sources import _placed
 
 P = jax.P
@@ -128,25 +128,20 @@ def test_several_processes_need_a_sharding(monkeypatch):
 
 
 def test_processes_must_have_the_same_key(monkeypatch):
-    def set_difference(number):
-        def gather(x):
-            return np.stack([x, x + number])
-
-        monkeypatch.setattr(_random.multihost_utils, "process_allgather", gather)
-
+    said = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    set_difference(0)
-    _random.check_shared(jax.random.key(0))
-    set_difference(1)
-    with pytest.raises(ValueError, match="the same on all processes") as error:
-        _random.check_shared(jax.random.key(123456789))
-    assert "123456789" not in str(error.value)
+    monkeypatch.setattr(_processes, "random_id", lambda: "0")
+    monkeypatch.setattr(_processes, "are_equal", lambda *x: said.append(x) or False)
+    for key in (1, 123456789, None):
+        trainer = new_trainer(prng_key=None if key is None else jax.random.key(key))
+        with pytest.raises(ValueError, match="the same mechanism, prng_key") as error:
+            trainer._compare_processes(trainer.init(PARAMS), lambda indices: ())
+        assert "123456789" not in str(error.value)
+    assert len(set(said)) == 3
 
 
 def test_the_first_process_draws_the_key(monkeypatch):
     words = np.arange(4, dtype=np.uint32)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        _random.multihost_utils, "broadcast_one_to_all", lambda _: words
-    )
+    monkeypatch.setattr(_processes, "broadcast", lambda _: words)
     np.testing.assert_array_equal(jax.random.key_data(_random.fresh_key()), words)
