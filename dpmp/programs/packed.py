@@ -41,7 +41,9 @@ class _Frozen:
 
 
 def frozen(constants: Sequence[Any]) -> list[Any]:
-    """Marks the constants of a closed jaxpr as frozen, for `run`."""
+    """Marks the constants of a closed jaxpr as frozen; none if none is packed."""
+    if not any(map(_is_packed, constants)):
+        return []
     return [_Frozen((x,), _is_packed(x)) for x in constants]
 
 
@@ -49,9 +51,9 @@ def _is_packed(array: Any) -> bool:
     return array.dtype.itemsize == 1 and array.dtype != bool  # which is a mask
 
 
-def run(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs a closed jaxpr with frozen constants, for differentiation later."""
-    return [_value(x) for x in interpreter.run(closed, args, _evaluate)]
+def as_fun(closed: Any) -> Callable[..., list[Any]]:
+    """The function of a closed jaxpr with frozen constants, to be differentiated."""
+    return lambda *args: [_value(x) for x in interpreter.run(closed, args, _evaluate)]
 
 
 def _value(x: Any) -> Any:
@@ -72,7 +74,7 @@ def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         return _scan(eqn, values, loop)
     if frozen and (found := bodies.as_rematerialised(eqn)) is not None:
         body, wrap = found
-        return wrap(lambda *values: run(body, values))(*values)
+        return wrap(as_fun(body))(*values)
     if any(x.compute for x in frozen):
         return jax.checkpoint(evaluated)(operands)
     return evaluated(operands)
@@ -107,7 +109,7 @@ def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
     consts, xs = values[: loop.num_consts], values[end:]
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        outputs = run(loop.body, [*consts, *carry, *xs])
+        outputs = as_fun(loop.body)(*consts, *carry, *xs)
         return outputs[: loop.num_carry], outputs[loop.num_carry :]
 
     carry = [_value(x) for x in values[loop.num_consts : end]]

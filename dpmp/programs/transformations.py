@@ -38,8 +38,10 @@ def hoist_constants(
 
     def hoisted(constants: list[Any], *args: Any) -> PyTree:
         frozen = packed.frozen(constants)
-        same = jax.extend.core.ClosedJaxpr(closed.jaxpr, frozen)
-        return jax.tree.unflatten(out_treedef, packed.run(same, jax.tree.leaves(args)))
+        same = jax.extend.core.ClosedJaxpr(closed.jaxpr, frozen or constants)
+        as_fun = packed.as_fun if frozen else jax.extend.core.jaxpr_as_fun
+        outputs = as_fun(same)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(out_treedef, outputs)
 
     # A NumPy array may be changed in place later, and jax would read the new values.
     return hoisted, [
