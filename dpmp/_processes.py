@@ -71,8 +71,12 @@ def are_replicas_equal(tree: Any) -> bool:
     """
     if jax.process_count() == 1:
         return True
-    rows = [row for x in jax.tree.leaves(tree) for row in _checksums(x)]
-    if not are_equal(str(len(rows)).encode()):
+    leaves = jax.tree.leaves(tree)
+    layouts = [
+        layout(x.sharding, x.shape) if isinstance(x, jax.Array) else "" for x in leaves
+    ]
+    rows = [row for x in leaves for row in _checksums(x)]
+    if not are_equal(str((len(rows), layouts)).encode()):
         return False
     sums = _gathered(np.array(rows, np.uint32))
     return bool(np.all((sums == 0) | (sums == sums.max(0))))
@@ -91,6 +95,14 @@ def _checksum(x: Any) -> int:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return zlib.crc32(np.asarray(x).tobytes()) | 1  # 0 stands for no part
+
+
+def layout(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> str:
+    """Which part of an array each device has; empty for devices of one process."""
+    if sharding is None or not span_all(sharding):
+        return ""
+    parts = sharding.devices_indices_map(shape)
+    return str(sorted((device.id, str(part)) for device, part in parts.items()))
 
 
 def span_all(sharding: jax.sharding.Sharding) -> bool:
@@ -115,6 +127,13 @@ def _check_devices() -> None:
         "all processes must have the same number of devices. Start each with as many.",
         num_devices=numbers,
     )
+
+
+def all_say(condition: bool) -> bool:
+    """Whether a condition holds on all processes."""
+    if jax.process_count() == 1:
+        return condition
+    return bool(np.all(_gathered(np.array([condition], np.uint32))))
 
 
 def random_id() -> str:

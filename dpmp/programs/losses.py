@@ -155,10 +155,10 @@ def check_program(
     eqns = bodies.equations(jaxpr)
     names = {eqn.primitive.name for eqn in eqns}
     _validate.require(
-        names.isdisjoint(primitives.BODIES)
+        names.isdisjoint(primitives.LOOPS_AND_CHECKPOINTS)
         or not any(x.aval.sharding.mesh.explicit_axes for x in jaxpr.constvars),
-        "arrays that loss_fn closes over must be on auto axes if it has loops, "
-        "branches or checkpoints. Use a mesh with axis_types="
+        "arrays that loss_fn closes over must be on auto axes if it has loops or "
+        "checkpoints. Use a mesh with axis_types="
         "(jax.sharding.AxisType.Auto,) * number_of_axes.",
         axes="explicit",
     )

@@ -17,11 +17,14 @@ import jax.numpy as jnp
 from dpmp.programs import bodies, interpreter, primitives
 from dpmp.programs.interpreter import bind, is_literal
 
+# To unpack a matrix takes about a dozen. A value that is used twice counts twice.
+_MOST_OPERATIONS = 64
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays"],
-    meta_fields=["is_packed", "compute"],
+    meta_fields=["is_packed", "compute", "num_operations"],
 )
 @dataclasses.dataclass(frozen=True)
 class _Frozen:
@@ -29,11 +32,13 @@ class _Frozen:
 
     Without `compute`, it is the only one of `arrays`. It is packed if it depends on an
     array of at most eight bits for an entry. Others are computed once.
+    `num_operations` is how many operations `compute` makes.
     """
 
     arrays: tuple[Any, ...]
     is_packed: bool
     compute: Callable[[tuple[Any, ...]], Any] | None = None
+    num_operations: int = 0
 
     @property
     def value(self) -> Any:
@@ -86,6 +91,8 @@ def _of_frozen(
     """Leaves cheap operations on packed arrays for later, and evaluates the others."""
     is_cheap = eqn.primitive.name not in primitives.ALL_PRODUCTS
     is_cheap = is_cheap and not bodies.has_body(eqn)
+    num_operations = 1 + sum(x.num_operations for x in operands.values())
+    is_cheap = is_cheap and num_operations <= _MOST_OPERATIONS
     if not (is_cheap and any(x.is_packed for x in operands.values())):
         return [_Frozen((x,), is_packed=False) for x in evaluated(operands)]
     arrays, treedef = jax.tree.flatten(operands)
@@ -94,7 +101,7 @@ def _of_frozen(
         return evaluated(jax.tree.unflatten(treedef, arrays))[output]
 
     return [
-        _Frozen(tuple(arrays), True, functools.partial(compute, i))
+        _Frozen(tuple(arrays), True, functools.partial(compute, i), num_operations)
         for i in range(len(eqn.outvars))
     ]
 

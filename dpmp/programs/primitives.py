@@ -45,6 +45,7 @@ CUSTOM_VJP = "custom_vjp_call"
 CUSTOM = (CUSTOM_VJP, "custom_jvp_call")
 REMATERIALISED = ("remat2", "checkpoint", "remat")
 SCAN, WHILE, COND = "scan", "while", "cond"
+LOOPS_AND_CHECKPOINTS = (SCAN, WHILE, *REMATERIALISED)
 BODIES = {
     SCAN: ("jaxpr",),
     WHILE: ("cond_jaxpr", "body_jaxpr"),

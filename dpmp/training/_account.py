@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,6 +136,7 @@ class LastStep:
         self._ends: dict[Any, str] = {}  # an id, by the process, the id and the step
         self._failed: dict[str, runs.Segment] = {}  # by their ids
         self._running: dict[str, int] = {}  # the threads of those that may succeed
+        self._returned: list[weakref.ref[Any]] = []  # the arrays of the last state
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LastStep, ()  # a copy has made no step
@@ -169,9 +171,16 @@ class LastStep:
             if not runs.Spent((segment,)).without(spent).segments:
                 self._failed.pop(segment.id, None)
 
-    def remember(self, account: Account) -> None:
+    def remember(self, account: Account, state: TrainingState) -> None:
         """Lets the next step continue an account, which has made its step."""
         self._ends = {(os.getpid(), account.id, account.start + 1): account.id}
+        self._returned = list(map(weakref.ref, _arrays_of(state)))
+
+    def has_returned(self, state: TrainingState) -> bool:
+        """Whether a state has the arrays that the last step has returned."""
+        arrays, known = _arrays_of(state), self._returned
+        pairs = zip(arrays, known, strict=False)
+        return len(arrays) == len(known) and all(x is ref() for x, ref in pairs)
 
     @contextlib.contextmanager
     def charging(self, mechanism: DPSGD, state: TrainingState) -> Iterator[None]:
@@ -192,6 +201,10 @@ class LastStep:
             raise
         self._failed.pop(id_, None)
         self._running.pop(id_)
+
+
+def _arrays_of(state: TrainingState) -> list[Any]:
+    return jax.tree.leaves(state._replace(spent=None))
 
 
 def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:

@@ -172,8 +172,7 @@ class Step:
         traced = step.trace(*args, constants)
         calls_host = losses.calls_host(traced.jaxpr.jaxpr)
         lowered = traced.lower()
-        if not calls_host:  # its text would have an address of this process
-            check_same_program(lowered)
+        check_same_program(lowered)
         check_same_arrays((state, constants))
         return Program(key, lowered.compile(), constants, calls_host)
 

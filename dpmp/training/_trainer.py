@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import optax
 
-from dpmp import _validate, accounting, loss_scaling, runs
+from dpmp import _processes, _validate, accounting, loss_scaling, runs
 from dpmp._meshes import colocated
+from dpmp._processes import layout
 from dpmp._typing import PyTree
 from dpmp._validate import as_number
 from dpmp.loss_scaling import DynamicScale, LossScale
@@ -109,7 +110,6 @@ class DPTrainer:
             loss_scale=loss_scale,
         )
         self._last_step = LastStep()
-        self._is_compared = False  # whether processes agree, in a loop of the user's
 
     # Read-only, because the step is compiled with the mechanism that accounts for it.
     mechanism = property(lambda self: self._step.mechanism)
@@ -206,6 +206,7 @@ class DPTrainer:
         if not isinstance(batch, Batch):
             _checks.check_spans_processes(batch)
             self._compare_processes(state, lambda indices: ())
+            _checks.check_same_arrays((batch, is_padding_example))
             ticket = self._draw_ticket(state)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
         else:
@@ -216,15 +217,16 @@ class DPTrainer:
                 is_padding_example="given",
             )
         _checks.check_batch(batch, step, mechanism)
+        if not _processes.all_say(self._last_step.has_returned(state)):
+            _checks.check_same_arrays(state)
         account = self._last_step.account(mechanism, state)
         with self._last_step.charging(mechanism, state):
             return self._make_step(state, batch, account)
 
-    def _compare_processes(self, state: TrainingState, load: Load) -> None:
-        """Raises ValueError unless processes agree; compares them once."""
-        if not self._is_compared:
-            check_same_data(load, self.mechanism, int(state.step), self._secret)
-            self._is_compared = True
+    def _compare_processes(self, state: TrainingState, load: Load, *plan: Any) -> None:
+        """Raises ValueError unless processes agree on a step of a user's loop."""
+        plan = int(state.step), plan
+        check_same_data(load, self.mechanism, plan, self._secret)
 
     @property
     def _secret(self) -> bytes:
@@ -241,7 +243,7 @@ class DPTrainer:
     ) -> TrainingState:
         """Makes a step. If anything ends it, `charging` clears its variables."""
         new_state = self._step.run(*self._step.prepare(state, batch))[0]
-        self._last_step.remember(account)
+        self._last_step.remember(account, new_state)
         return new_state._replace(spent=account.spent(account.start + 1))
 
     def load_batch(
@@ -265,7 +267,8 @@ class DPTrainer:
         _checks.check_not_over(int(state.step), self.mechanism)
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
-        self._compare_processes(state, load)
+        devices = layout(batch_sharding, (self.mechanism.padded_batch_size,))
+        self._compare_processes(state, load, devices)
         ticket = self._draw_ticket(state)
         with self._last_step.charging(self.mechanism, state):
             return draw_batch(self.mechanism, load, batch_sharding, ticket)

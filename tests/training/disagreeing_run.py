@@ -22,6 +22,10 @@ def main(address, process):
     devices = np.array(jax.devices()).reshape(2, 2).T
     mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=auto)
     whole = jax.NamedSharding(mesh, jax.P("data"))
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    # The second process has its devices in another order.
+    order = np.array(jax.devices())[[0, 1, 3, 2] if process else [0, 1, 2, 3]]
+    swapped = jax.sharding.Mesh(order, ("data",), axis_types=auto[:1])
     alone = jax.NamedSharding(
         jax.sharding.Mesh(jax.local_devices(), ("data",)), jax.P("data")
     )
@@ -44,6 +48,33 @@ def main(address, process):
         batch = trainer.load_batch(state, data, batch_sharding=rows)
         return np.asarray(trainer.train_step(state, batch).params["w"])
 
+    def second_step(data=DATA, params=None):
+        trainer = trainer_of()
+        state = trainer.init(PARAMS)
+        batch = trainer.load_batch(state, DATA, batch_sharding=whole)
+        state = trainer.train_step(state, batch)
+        if params is not None:
+            make = jax.make_array_from_process_local_data
+            params = {"w": make(everywhere, params["w"], (3,))}
+            state = state._replace(params=params)
+        batch = trainer.load_batch(state, data, batch_sharding=whole)
+        return np.asarray(trainer.train_step(state, batch).params["w"])
+
+    def step_of_own_rows():
+        trainer = trainer_of()
+        size = trainer.mechanism.padded_batch_size
+        batch = {name: x[:size] for name, x in other_data.items()}
+        make = jax.make_array_from_process_local_data
+        batch, mask = (
+            jax.tree.map(lambda x: make(whole, x, x.shape), y)
+            for y in (batch, np.zeros(size, bool))
+        )
+        return trainer.train_step(trainer.init(PARAMS), batch, mask)
+
+    def loss_with_callback(params, batch):
+        jax.debug.callback(lambda: None)
+        return (1 + process) * loss_fn(params, batch)
+
     def step_of_arrays():
         trainer = trainer_of()
         size = trainer.mechanism.padded_batch_size
@@ -54,6 +85,12 @@ def main(address, process):
         "same": fit,
         "whole": lambda: fit(sharding=whole),
         "step": step,
+        "second step": second_step,
+        "second data": lambda: second_step(other_data),
+        "second params": lambda: second_step(params=other_params),
+        "own rows": step_of_own_rows,
+        "callback": lambda: fit(trainer=trainer_of(loss_fn=loss_with_callback)),
+        "order": lambda: fit(sharding=jax.NamedSharding(swapped, jax.P("data"))),
         "alone": lambda: fit(sharding=alone),
         "arrays": step_of_arrays,
         "params": lambda: fit(other_params),

@@ -34,10 +34,10 @@ def test_processes_that_differ_are_refused():
         dict(x.split(" : ") for x in output.splitlines() if "Gloo" not in x)
         for output, _ in outputs
     )
-    assert len(one) == 16, outputs
+    assert len(one) == 22, outputs
     assert one == two
     made = [name for name, x in one.items() if not x.startswith("ValueError")]
-    assert made == ["same", "whole", "step"]
+    assert made == ["same", "whole", "step", "second step"]
     for name, x in one.items():
         if name == "alone":
             assert "batch_sharding must have devices of every process" in x

@@ -246,7 +246,7 @@ def test_a_failure_in_another_thread_is_not_forgotten():
     account = steps.account(trainer.mechanism, state)
     with pytest.raises(FailureError), steps.charging(trainer.mechanism, state):
         raise FailureError  # in between
-    steps.remember(account)
+    steps.remember(account, state)
     (segment,) = steps.failed.segments
     assert (segment.start, segment.stop) == (0, 1)
 
