@@ -1,6 +1,7 @@
 """Matplotlib figures. Matplotlib is imported only when a figure is drawn."""
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from dpmp import _validate
@@ -24,12 +25,16 @@ def new_figure(**options: Any) -> Any:
     return Figure(**options)
 
 
-def save(figure: Any, output: pathlib.Path) -> None:
-    """Writes a figure into a file of the format that its name ends with.
+def save(draw: Callable[[], Any], output: pathlib.Path) -> None:
+    """Writes the figure that `draw` makes into a file, for a command.
 
     Raises:
-      ValueError: if the file cannot be written, or if its format is unknown.
+      ValueError: without matplotlib, or if the file cannot be written.
     """
+    try:
+        figure = draw()
+    except ModuleNotFoundError as error:  # the user can mend that
+        raise _validate.RefusedError(str(error)) from None
     try:
         figure.savefig(output, dpi=120, format=output.suffix.removeprefix("."))
     except (OSError, ValueError) as error:

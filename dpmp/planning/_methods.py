@@ -137,15 +137,16 @@ def _policy(method: Method) -> Policy:
 
 
 def _of_frozen(decoder: Decoder, bits: float) -> list[MemoryLine]:
-    """The frozen arrays, and the largest that is dequantised at once."""
-    num, in_layers = decoder.num_parameters, decoder.num_in_layers
-    formula = f"{bits:g} bits an entry"
-    lines = [MemoryLine("frozen base", round(bits / 8 * num), "throughout", formula)]
-    if bits < 16:
-        largest = max(in_layers // decoder.layers, decoder.vocabulary * decoder.width)
-        text = "a layer or the embedding, in bfloat16"
-        lines.append(MemoryLine("dequantised", 2 * largest, "clipping", text))
-    return lines
+    """The frozen arrays, and copies of the largest part that is used at once."""
+    layer = decoder.num_in_layers // decoder.layers
+    part = max(layer, decoder.vocabulary * decoder.width)
+    copies = 2 if bits < 8 else 1  # unpacked, and then scaled
+    base, text = round(bits / 8 * decoder.num_parameters), "a layer or the embedding"
+    text = f"{copies} x {text}, in bfloat16"
+    return [
+        MemoryLine("frozen base", base, "throughout", f"{bits:g} bits an entry"),
+        MemoryLine("part in use", 2 * copies * part, "clipping", text),
+    ]
 
 
 @functools.cache

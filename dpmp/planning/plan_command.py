@@ -130,7 +130,7 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     result["plans"] = [_as_json(plan, start) for plan in plans]
     yield f"{_table_of_plans(plans, start)}\n\n{_plain_text.paragraph(_REASON)}"
     if args.output:
-        _pictures.save(_draw(plans, start), args.output)
+        _pictures.save(lambda: _draw(plans, start), args.output)
         yield f"{args.output} shows the noise."
     if model is not None:
         yield _plain_text.paragraph(_COMPILING)

@@ -43,11 +43,7 @@ def add_plot_command(commands: Any) -> None:
 
 def _plot(args: argparse.Namespace) -> int:
     output = args.output or args.directory / "plot.png"
-    try:
-        figure = draw(args.directory)
-    except ModuleNotFoundError as error:  # the user can mend that
-        raise _validate.RefusedError(str(error)) from None
-    save(figure, output)
+    save(lambda: draw(args.directory), output)
     sys.stdout.write(f"{output}\n")
     return 0
 
