@@ -13,7 +13,7 @@ from typing import Any
 import dp_accounting
 
 from dpmp import _pictures, _plain_text, _validate
-from dpmp.accounting import digits_above
+from dpmp.accounting import DEFAULT_RELATION, digits_above
 from dpmp.planning import noise_commands
 from dpmp.planning._decoder import Decoder
 from dpmp.planning._memory_estimate import MemoryEstimate
@@ -109,6 +109,12 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     if model is not None:
         fix = "Pass --memory 24, for example, for a device with 24 GB."
         _validate.positive(memory=args.memory, fix=fix)
+        _validate.require(
+            args.neighboring_relation != "ADD_OR_REMOVE_ONE",
+            "a plan for a model must have neighbours for which book-keeping has a "
+            "proof. Leave the model out, and use `python -m dpmp memory`.",
+            neighboring_relation=args.neighboring_relation,
+        )
         yield _about(model)
     yield f"Comparing batch sizes for epsilon {args.epsilon:g} at delta {args.delta:g}:"
     calibrate = functools.partial(
@@ -245,19 +251,22 @@ def _advice(method: Method, size: int, memory: MemoryEstimate) -> str:
 def _program(
     args: argparse.Namespace, plan: Plan, method: Method, size: int, trained: int
 ) -> str:
-    adapted = "loss_fn = lora.apply(loss_fn, base)" if method.is_lora else ""
-    return f"""Run this:
-
-  mechanism = dpmp.DPSGD(
-      num_examples={args.num_examples},
-      expected_batch_size={plan.batch_size},
-      iterations={plan.iterations},
-      l2_clip_norm=1.0,
-      microbatch_size={size},
-      num_parameters={trained},
-  ).calibrate(epsilon={args.epsilon:g}, delta={args.delta:g})
-  policy = {method.policy}
-  {adapted}""".rstrip()
+    fields = {
+        "num_examples": args.num_examples,
+        "expected_batch_size": plan.batch_size,
+        "iterations": plan.iterations,
+        "l2_clip_norm": 1.0,
+        "microbatch_size": size,
+        "num_parameters": trained,
+    }
+    if (relation := args.neighboring_relation) != DEFAULT_RELATION.name:
+        fields["neighboring_relation"] = f"dp_accounting.NeighboringRelation.{relation}"
+    lines = [f"      {name}={value}," for name, value in fields.items()]
+    target = f"epsilon={args.epsilon:g}, delta={args.delta:g}"
+    lines += [f"  ).calibrate({target})", f"  policy = {method.policy}"]
+    if method.is_lora:
+        lines.append("  loss_fn = lora.apply(loss_fn, base)")
+    return "\n".join(["Run this:\n\n  mechanism = dpmp.DPSGD(", *lines])
 
 
 def _time(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import optax
@@ -146,7 +147,8 @@ def test_what_does_not_fit_is_told_what_would(capsys):
 @pytest.mark.usefixtures("_compiled_before")
 def test_the_noise_is_that_of_the_mechanism(monkeypatch, capsys):
     monkeypatch.setattr(_plans, "_NUM_SIZES", 2)
-    text, figures = plan(capsys, "--parameters", "1e9", "--memory", 24, "--steps", 50)
+    options = "--parameters", "1e9", "--memory", 24, "--steps", 50
+    text, figures = plan(capsys, *options, "--neighbors", "REPLACE_ONE")
     start = figures["start"]
     assert (start["batch_size"], start["iterations"]) == (10_000, 50)
     mechanism = DPSGD(
@@ -155,11 +157,14 @@ def test_the_noise_is_that_of_the_mechanism(monkeypatch, capsys):
         iterations=50,
         l2_clip_norm=1.0,
         num_parameters=figures["trained"],
+        neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE,
     ).calibrate(epsilon=2.0, delta=1e-6)
     assert start["noise_multiplier"] == mechanism.noise_multiplier
     assert [x["batch_size"] for x in figures["plans"]] == [8192, 10_000, 16_384]
     assert figures["noise_norm"] == pytest.approx(mechanism.stddev * 999_999_360**0.5)
     assert "LoRA of rank 8 would have" in text
+    assert "iterations=50, l2_clip_norm=1.0, microbatch_size=2" in text
+    assert "neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE" in text
 
 
 @pytest.mark.usefixtures("_without_search")
@@ -215,6 +220,17 @@ def test_adapters_have_the_counted_entries():
         (["--parameters", "10"], "a decoder must have at least"),
         (["--parameters", "1e9"], "memory must be"),
         (["--config", "missing.json"], "must be the config.json of a decoder"),
+        (
+            [
+                "--parameters",
+                "1e9",
+                "--memory",
+                "9",
+                "--neighbors",
+                "ADD_OR_REMOVE_ONE",
+            ],
+            "neighbours for which book-keeping has a proof",
+        ),
         (["--rank", "0"], "0 must be at least 1"),
         (["--rate", "40"], "40 must be a number with its unit"),
     ],
