@@ -323,7 +323,7 @@ def _draw(plans: Sequence[Plan], start: Plan) -> Any:
     sizes = [plan.batch_size for plan in plans]
     names = {
         "noise_multiplier": "noise multiplier",
-        "noise_in_mean": "noise in the mean gradient, in clip norms",
+        "noise_in_mean": "noise in the mean gradient",
     }
     panels = zip(figure.subplots(1, 2), names.items(), strict=True)
     for axes, (name, title) in panels:
