@@ -44,8 +44,8 @@ import dpmp
 from benchmarks import harness, steps
 from benchmarks.collectives import collectives
 from benchmarks.gpu.programs import REPEATABLE
+from benchmarks.transformer import transformer
 from dpmp import lora as adapters
-from dpmp.planning._transformer import transformer
 
 # The large models: a layer has 12 times the square of the width as parameters.
 _LARGE = {

@@ -1,5 +1,7 @@
 """Matplotlib figures. Matplotlib is imported only when a figure is drawn."""
 
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from dpmp import _validate
@@ -21,3 +23,24 @@ def new_figure(**options: Any) -> Any:
             error=ModuleNotFoundError,
         )
     return Figure(**options)
+
+
+def save(draw: Callable[[], Any], output: pathlib.Path) -> None:
+    """Writes the figure that `draw` makes into a file, for a command.
+
+    Raises:
+      ValueError: without matplotlib, or if the file cannot be written.
+    """
+    try:
+        figure = draw()
+    except ModuleNotFoundError as error:  # the user can mend that
+        raise _validate.RefusedError(str(error)) from None
+    try:
+        figure.savefig(output, dpi=120, format=output.suffix.removeprefix("."))
+    except (OSError, ValueError) as error:
+        _validate.fail(
+            "the picture must be written to a file of a kind that matplotlib knows. "
+            "Pass --output FILE.png, in a directory that can be written.",
+            output=str(output),
+            reason=str(error),
+        )

@@ -2,7 +2,8 @@
 
 With a given number of processed examples, a run can make many steps with small batches
 or few steps with large batches. `compare_batch_sizes` finds the noise for each choice,
-and `plan_to_start_from` chooses one. `python -m dpmp plan` prints both as a table.
+and `plan_to_start_from` chooses one. `python -m dpmp plan` prints both as a table, and
+chooses between full fine-tuning and LoRA for the memory of a device.
 `dpmp.memory` counts the memory of a step, and `tune` times its alternatives.
 
 >>> plans = compare_batch_sizes(
@@ -18,7 +19,7 @@ and `plan_to_start_from` chooses one. `python -m dpmp plan` prints both as a tab
 1000 100 1.84
 """
 
-from dpmp.planning import memory, memory_command, noise_commands
+from dpmp.planning import memory, memory_command, noise_commands, plan_command
 from dpmp.planning._plans import Plan, compare_batch_sizes, plan_to_start_from
 from dpmp.planning._tune import Candidate, Tuning, tune
 
@@ -30,6 +31,7 @@ __all__ = [
     "memory",
     "memory_command",
     "noise_commands",
+    "plan_command",
     "plan_to_start_from",
     "tune",
 ]

@@ -61,7 +61,12 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The bytes of all parts that are in memory at this moment."""
-        return self._bytes_at(_ALWAYS) + self._bytes_at(self.moment)
+        return sum(x.num_bytes for x in self.at_peak)
+
+    @property
+    def at_peak(self) -> list[MemoryLine]:
+        """The parts that are in memory at this moment; `total` is their sum."""
+        return [x for x in self.lines if x.moment in (_ALWAYS, self.moment)]
 
     @property
     def by_name(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from dpmp import _validate
 from dpmp.mechanism import DPSGD
 
 _FEWEST_STEPS = 20
+_NUM_SIZES = 7
 _NEARLY_BEST = 0.75
 
 
@@ -30,6 +31,13 @@ class Plan:
     def noise_in_mean(self) -> float:
         """The standard deviation of the noise in the mean gradient, in clip norms."""
         return self.noise_multiplier / self.batch_size
+
+    def noise_norm(self, num_trained: int) -> float:
+        """The norm of the noise in the mean gradient of so many entries, in clip norms.
+
+        It is the root of its mean square. The norm of the mean gradient is at most 1.
+        """
+        return self.noise_in_mean * math.sqrt(num_trained)
 
     @property
     def signal_over_noise(self) -> float:
@@ -54,8 +62,9 @@ def compare_batch_sizes(
       delta: the target delta.
       num_processed: the number of examples in all batches together, on average. The
         running time is proportional to it.
-      sizes: the batch sizes to compare. None takes powers of two, from 16 to half of
-        the dataset, with which there are at least 20 steps.
+      sizes: the batch sizes to compare. None takes the seven largest powers of two,
+        from 16 to half of the dataset, with which there are at least 20 steps. Smaller
+        batches have more noise, and many steps take long to account for.
       **fields: other attributes of `DPSGD`, such as `neighboring_relation`.
 
     Returns:
@@ -69,7 +78,7 @@ def compare_batch_sizes(
     )
     largest = min(num_examples / 2, num_processed / _FEWEST_STEPS)
     if sizes is None:
-        sizes = [2**k for k in range(4, 40) if 2**k <= largest]
+        sizes = [2**k for k in range(4, 40) if 2**k <= largest][-_NUM_SIZES:]
     _validate.require(
         len(sizes) > 0,
         f"there must be 32 examples, and {_FEWEST_STEPS} steps with batches of 16",

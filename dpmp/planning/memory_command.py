@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dpmp import _validate
 from dpmp.planning import memory
-from dpmp.planning._transformer import transformer
+from dpmp.planning._decoder import Decoder
 from dpmp.precision import PRESETS
 
 _OPTIMIZERS = {
@@ -87,13 +88,25 @@ def _run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> Iterator[str]:
     """The estimate of each method, or the microbatch that fits; then operations."""
     batch = jax.ShapeDtypeStruct((args.batch_size, args.length), jnp.int32)
-    params, loss_fn = transformer(
+    _validate.require(
+        args.width % args.heads == 0,
+        "the number of heads must divide the width. Use a divisor of the width.",
+        heads=args.heads,
+        width=args.width,
+    )
+    decoder = Decoder(
         layers=args.layers,
         width=args.width,
-        num_heads=args.heads,
+        heads=args.heads,
         vocabulary=args.vocabulary,
-        length=args.length,
+        hidden=4 * args.width,
+        kv_heads=args.heads,
+        head_width=args.width // args.heads,
+        positions=args.length,
+        is_gated=False,
+        is_tied=False,
     )
+    params, loss_fn = decoder.shapes(jnp.float32), decoder.loss_fn
     if args.parameters:
         params = jax.ShapeDtypeStruct((args.parameters,), jnp.float32)
     for method in [args.method] if args.method else _METHODS:

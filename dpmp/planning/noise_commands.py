@@ -1,7 +1,7 @@
-"""The commands `epsilon`, `calibrate`, `statement` and `plan` of `python -m dpmp`.
+"""The commands `epsilon`, `calibrate` and `statement` of `python -m dpmp`.
 
-Options are named as the arguments of `DPSGD` and `compare_batch_sizes`. So the errors
-and statements of the library also tell users of the command line what to do.
+Options are named as the arguments of `DPSGD`. So the errors and statements of the
+library also tell users of the command line what to do.
 """
 
 import argparse
@@ -15,10 +15,8 @@ from typing import Any
 
 import dp_accounting
 
-from dpmp import _plain_text
 from dpmp.accounting import DEFAULT_RELATION, digits_above, round_up
 from dpmp.mechanism import DPSGD
-from dpmp.planning._plans import compare_batch_sizes, plan_to_start_from
 
 _Result = tuple[str, dict[str, Any]]  # the text, and the content for --json
 
@@ -36,7 +34,6 @@ _REQUIRED: dict[str, tuple[type, str]] = {
     "--noise-multiplier": (float, "the standard deviation of the noise, in clip norms"),
     "--epsilon": (float, "the privacy target"),
     "--delta": (float, "well below 1 over the number of examples"),
-    "--num-processed --processed": (float, "the number of examples in all batches"),
 }
 _OPTIONAL: dict[str, tuple[type, str]] = {
     "--sampling-prob": (
@@ -52,34 +49,26 @@ _OPTIONAL: dict[str, tuple[type, str]] = {
     "--method": (str, "per_example or book_keeping (default: per_example)"),
 }
 
-_REASON = (
-    "Noise in the mean gradient is in clip norms. Signal over noise is that of the sum "
-    "of all steps, for gradients of one clip norm. The row to start from has the most "
-    "steps, of those within 25 % of the best signal over noise."
-)
-
 
 def add_planning_commands(commands: Any) -> None:
-    """Adds the four commands to the subparsers of `argparse`."""
+    """Adds the three commands to the subparsers of `argparse`."""
     run = "--num-examples 60000 --batch-size 256 --steps 2340 --delta 1e-6"
-    plan = "--num-examples 60000 --processed 600000 --delta 1e-6 --epsilon 3"
     for command, example in (
         (_epsilon, f"{run} --noise-multiplier 1.1"),
         (_calibrate, f"{run} --epsilon 3"),
         (_statement, f"{run} --epsilon 3"),
-        (_plan, plan),
     ):
         name, summary = command.__name__.removeprefix("_"), command.__doc__
         example_line = f"python -m dpmp {name} {example}"
         parser = commands.add_parser(
             name, help=summary, description=summary, epilog=example_line
         )
-        _add_options(parser, example.split(), takes_run=command != _plan)
+        add_options(parser, example.split())
         parser.set_defaults(command=functools.partial(_run, command))
 
 
-def _add_options(
-    parser: argparse.ArgumentParser, required: Sequence[str], takes_run: bool
+def add_options(
+    parser: argparse.ArgumentParser, required: Sequence[str], *, takes_run: bool = True
 ) -> None:
     """Adds the options of the example, which are required, and optional ones."""
     for flags, (kind, text) in _REQUIRED.items():
@@ -157,30 +146,3 @@ def _guarantee(mechanism: DPSGD) -> dict[str, Any]:
         "delta": mechanism.delta,
         "noise_multiplier": mechanism.noise_multiplier,
     }
-
-
-def _plan(args: argparse.Namespace) -> _Result:
-    """Compares batch sizes for a number of processed examples."""
-    names = "num_examples", "epsilon", "delta", "num_processed", "neighboring_relation"
-    plans = compare_batch_sizes(**{name: getattr(args, name) for name in names})
-    start = plan_to_start_from(plans)
-    header = ["batch size", "steps", "noise multiplier", "noise in the mean gradient"]
-    table, rows = [[*header, "signal over noise", ""]], []
-    for plan in plans:
-        derived = {
-            "noise_in_mean": plan.noise_in_mean,
-            "signal_over_noise": plan.signal_over_noise,
-            "start_here": plan == start,
-        }
-        rows.append(dataclasses.asdict(plan) | derived)
-        cells = [
-            str(plan.batch_size),
-            str(plan.iterations),
-            digits_above(plan.noise_multiplier, 4),
-            f"{plan.noise_in_mean:.2g}",
-            f"{plan.signal_over_noise:.0f}",
-            "<- start here" if plan == start else "",
-        ]
-        table.append(cells)
-    aligned = _plain_text.table(table, ">>>>><")
-    return f"{aligned}\n\n{_plain_text.paragraph(_REASON)}", {"plans": rows}

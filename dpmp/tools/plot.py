@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dpmp import _validate, runs
-from dpmp._pictures import new_figure
+from dpmp._pictures import new_figure, save
 
 # Colours of Okabe and Ito, which people with any colour vision can tell apart.
 _BLUE, _ORANGE, _GREEN = "#0072b2", "#d55e00", "#009e73"
@@ -43,19 +43,7 @@ def add_plot_command(commands: Any) -> None:
 
 def _plot(args: argparse.Namespace) -> int:
     output = args.output or args.directory / "plot.png"
-    try:
-        figure = draw(args.directory)
-    except ModuleNotFoundError as error:  # the user can mend that
-        raise _validate.RefusedError(str(error)) from None
-    try:
-        figure.savefig(output, dpi=120, format=output.suffix.removeprefix("."))
-    except (OSError, ValueError) as error:
-        _validate.fail(
-            "the picture must be written to a file of a kind that matplotlib knows. "
-            "Pass --output FILE.png, in a directory that can be written.",
-            output=str(output),
-            reason=str(error),
-        )
+    save(lambda: draw(args.directory), output)
     sys.stdout.write(f"{output}\n")
     return 0
 

@@ -6,7 +6,7 @@ import pytest
 
 from dpmp import DPSGD
 from dpmp.__main__ import main
-from dpmp.planning import Plan, compare_batch_sizes, noise_commands, plan_to_start_from
+from dpmp.planning import Plan, compare_batch_sizes, plan_command, plan_to_start_from
 
 RUN = ["--num-examples", "100", "--batch-size", "50", "--steps", "2"]
 TARGET = ["--epsilon", "2", "--delta", "1e-5"]
@@ -101,6 +101,6 @@ def test_a_defect_of_a_command_keeps_its_traceback(monkeypatch):
     def defective(**_):
         raise ValueError("operands could not be broadcast together")
 
-    monkeypatch.setattr(noise_commands, "compare_batch_sizes", defective)
+    monkeypatch.setattr(plan_command, "compare_batch_sizes", defective)
     with pytest.raises(ValueError, match="broadcast"):
         main(["plan", *TARGET, "--num-examples", "99", "--processed", "640"])
