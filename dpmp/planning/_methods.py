@@ -194,6 +194,7 @@ def _temporaries(
         trained = jax.eval_shape(adapters, params, tokens) if rank else params
         lowered = jax.jit(summed).lower(trained, params if rank else (), tokens)
         # Code that is never run need not be optimised. Its buffers are the same.
-        compiled = lowered.compile({"xla_backend_optimization_level": 0})
+        options: Any = {"xla_backend_optimization_level": 0}
+        compiled = lowered.compile(options)
     memory: Any = compiled.memory_analysis()
     return memory.temp_size_in_bytes
