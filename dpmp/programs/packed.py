@@ -45,10 +45,21 @@ class _Frozen:
         return self.arrays[0] if self.compute is None else self.compute(self.arrays)
 
 
+def needs_care(constants: Sequence[Any]) -> bool:
+    """Whether a program with such constants should be run by `as_fun`.
+
+    If constants are on a mesh, its loops must be traced again, because types in their
+    bodies name the axes of the mesh as they were outside of `jax.shard_map`.
+    """
+    return any(_is_packed(x) or _is_on_mesh(x) for x in constants)
+
+
+def _is_on_mesh(array: Any) -> bool:
+    return isinstance(getattr(array, "sharding", None), jax.NamedSharding)
+
+
 def frozen(constants: Sequence[Any]) -> list[Any]:
-    """Marks the constants of a closed jaxpr as frozen; none if none is packed."""
-    if not any(map(_is_packed, constants)):
-        return []
+    """Marks the constants of a closed jaxpr as frozen, for `as_fun`."""
     return [_Frozen((x,), _is_packed(x)) for x in constants]
 
 

@@ -35,11 +35,13 @@ def hoist_constants(
     """
     closed, out_treedef = trace(fun, *example_args)
     check(closed.jaxpr)
+    needs_care = packed.needs_care(closed.consts)
 
     def hoisted(constants: list[Any], *args: Any) -> PyTree:
-        frozen = packed.frozen(constants)
-        same = jax.extend.core.ClosedJaxpr(closed.jaxpr, frozen or constants)
-        as_fun = packed.as_fun if frozen else jax.extend.core.jaxpr_as_fun
+        as_fun = jax.extend.core.jaxpr_as_fun
+        if needs_care:
+            constants, as_fun = packed.frozen(constants), packed.as_fun
+        same = jax.extend.core.ClosedJaxpr(closed.jaxpr, constants)
         outputs = as_fun(same)(*jax.tree.leaves(args))
         return jax.tree.unflatten(out_treedef, outputs)
 
