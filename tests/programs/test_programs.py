@@ -324,3 +324,19 @@ def test_branches_for_platforms_stay_what_they_are():
 
     closed, _ = interpreter.trace(fun, 1.0)
     assert bodies.as_branches(closed.jaxpr.eqns[-1]) is None
+
+
+def test_what_is_computed_from_a_packed_table_is_not_repeated_for_ever():
+    table = jnp.arange(12, dtype=jnp.uint8).reshape(3, 4)
+
+    def fun(x):
+        codes = table.astype(jnp.float32) / 16
+        for _ in range(30):  # each number is used twice
+            codes = 2 * codes * codes - 1
+        return jnp.sum(x @ codes)
+
+    x = jnp.arange(3.0)
+    hoisted, constants = transformations.hoist_constants(fun, x)
+    program = jax.make_jaxpr(jax.grad(hoisted, 1))(constants, x)
+    assert len(bodies.equations(program.jaxpr)) < 500
+    np.testing.assert_allclose(jax.jit(hoisted)(constants, x), fun(x), rtol=1e-5)
