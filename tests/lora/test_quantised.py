@@ -127,6 +127,7 @@ def test_steps_are_those_of_the_dequantised_model(method):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_base_model_stays_packed_in_memory():
     shapes = {"layers": {"up": (16, 256, 512), "down": (16, 512, 256)}}
     shapes |= {"embed": (VOCABULARY, 256), "head": {"kernel": (256, VOCABULARY)}}

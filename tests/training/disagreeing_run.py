@@ -116,9 +116,11 @@ def main(address, process):
     }
     for name, case in cases.items():
         try:
-            print(name, ":", case().tobytes().hex(), flush=True)
+            result = case().tobytes().hex()
         except ValueError as error:
-            print(name, ":", "ValueError", str(error).split(";")[0], flush=True)
+            result = f"ValueError {str(error).split(';')[0]}"
+        # Other threads may have begun a line.
+        print(f"\ncase : {name} : {result}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
