@@ -18,6 +18,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 import jax
 from jax.experimental import topologies
 
+from benchmarks import harness
+
 # An H100 with 80 GB, as XLA describes devices.
 _H100 = pathlib.Path(__file__).with_suffix(".textproto")
 
@@ -30,15 +32,14 @@ OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 @functools.cache
 def topology(name: str = "1x1x1") -> Any:
     """Devices that are not there: slices x hosts x devices of a host."""
-    try:
-        return topologies.get_topology_desc(
-            platform="cuda", target_config=_H100.read_text(), topology=name
-        )
-    except NotImplementedError:  # what jax raises if the plugin is not installed
+    if not harness.is_installed("jax_cuda12_plugin"):
         raise SystemExit(
             "The plugin of jax for CUDA must be installed; it was not found. Run: "
             "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt"
-        ) from None
+        )
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=_H100.read_text(), topology=name
+    )
 
 
 def device_kind() -> str:

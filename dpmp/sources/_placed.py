@@ -58,17 +58,20 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
         )
 
 
-def check_same_data(load: Load, mechanism: DPSGD, plan: Any, secret: bytes) -> None:
+def check_same_data(
+    load: Load, mechanism: DPSGD, sharding: Any, plan: Any, key_digest: bytes | None
+) -> None:
     """Raises ValueError on all processes unless they have the same data and plan.
 
-    If two had different data, one example could enter a sum twice. `secret` has the
-    words of the random key, of which processes compare a hash.
+    If two had different data, one example could enter a sum twice. `key_digest` is a
+    hash of the random key: the key itself would stand in reports of variables.
     """
     if jax.process_count() == 1:
         return
     seed = np.random.SeedSequence(int(_processes.random_id(), 16))
     indices = np.random.default_rng(seed).integers(mechanism.num_examples, size=16)
-    error, facts = None, [repr((mechanism, plan)).encode(), secret]
+    devices = _processes.layout(sharding, (mechanism.padded_batch_size,))
+    error, facts = None, [repr((mechanism, devices, plan, key_digest)).encode()]
     try:
         rows = jax.tree_util.tree_leaves_with_path(load(np.unique(indices)))
         facts += [f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in rows]

@@ -235,10 +235,8 @@ class Options:
         """The options that all processes of a job must share."""
         has_directory = self.checkpoint_dir is not None
         files = self.every, self.keep, has_directory
-        shape = (self.mechanism.padded_batch_size,)
-        devices = _processes.layout(self.batch_sharding, shape)
         # Tickets are drawn ahead as far as batches are.
-        return self.stop, self.prefetch, self.epsilon_budget, *files, devices
+        return self.stop, self.prefetch, self.epsilon_budget, *files
 
 
 def check_same_arrays(tree: Any) -> None:

@@ -5,6 +5,7 @@ copied trainer or a forked process has no key that was used before.
 """
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -101,6 +102,11 @@ class Root:
 
     def __init__(self, words: np.ndarray):
         self.words = words
+
+    @property
+    def digest(self) -> bytes:
+        """A hash by which processes compare their keys."""
+        return hashlib.blake2b(self.words.tobytes()).digest()
 
 
 def root_of(prng_key: jax.Array | None) -> Root | None:

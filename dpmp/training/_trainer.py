@@ -9,7 +9,6 @@ import optax
 
 from dpmp import _processes, _validate, accounting, loss_scaling, runs
 from dpmp._meshes import colocated
-from dpmp._processes import layout
 from dpmp._typing import PyTree
 from dpmp._validate import as_number
 from dpmp.loss_scaling import DynamicScale, LossScale
@@ -205,7 +204,7 @@ class DPTrainer:
         _checks.check_not_over(step, mechanism)
         if not isinstance(batch, Batch):
             _checks.check_spans_processes(batch)
-            self._compare_processes(state, lambda indices: ())
+            self._compare_processes(state, lambda indices: (), None)
             _checks.check_same_arrays((batch, is_padding_example))
             ticket = self._draw_ticket(state)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
@@ -223,14 +222,13 @@ class DPTrainer:
         with self._last_step.charging(mechanism, state):
             return self._make_step(state, batch, account)
 
-    def _compare_processes(self, state: TrainingState, load: Load, *plan: Any) -> None:
-        """Raises ValueError unless processes agree on a step of a user's loop."""
-        plan = int(state.step), plan
-        check_same_data(load, self.mechanism, plan, self._secret)
-
-    @property
-    def _secret(self) -> bytes:
-        return b"" if self._root is None else self._root.words.tobytes()
+    def _compare_processes(
+        self, state: TrainingState, load: Load, sharding: Any, *plan: Any
+    ) -> None:
+        """Raises ValueError unless processes have the same data, key and plan."""
+        digest = None if self._root is None else self._root.digest
+        plan = int(state.step), *plan
+        check_same_data(load, self.mechanism, sharding, plan, digest)
 
     def _draw_ticket(self, state: TrainingState) -> Ticket:
         """Draws keys for the next step, which its failed attempts did not use."""
@@ -267,8 +265,7 @@ class DPTrainer:
         _checks.check_not_over(int(state.step), self.mechanism)
         check_sharding(batch_sharding, self.mechanism)
         load = loader_of(source, self.mechanism.num_examples)
-        devices = layout(batch_sharding, (self.mechanism.padded_batch_size,))
-        self._compare_processes(state, load, devices)
+        self._compare_processes(state, load, batch_sharding)
         ticket = self._draw_ticket(state)
         with self._last_step.charging(self.mechanism, state):
             return draw_batch(self.mechanism, load, batch_sharding, ticket)
@@ -364,8 +361,7 @@ class DPTrainer:
         )
         load = loader_of(source, mechanism.num_examples)
         self._step.check_structure(state)
-        plan = int(state.step), options.plan
-        check_same_data(load, mechanism, plan, self._secret)
+        self._compare_processes(state, load, batch_sharding, options.plan)
         _checks.check_same_arrays(state)
         made: Any = None
         failure = None

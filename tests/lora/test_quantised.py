@@ -19,17 +19,17 @@ KEY = jax.random.key(0)
 KINDS = ["int8", "int4", "nf4"]
 
 
-def new_params(dtype):
+def new_params(dtype, num_layers=LAYERS, width=WIDTH):
     def normal(*shape):
         return jax.random.normal(KEY, shape, dtype) / shape[-2] ** 0.5
 
     return {
-        "embed": normal(VOCABULARY, WIDTH),
+        "embed": normal(VOCABULARY, width),
         "layers": {
-            "up": normal(LAYERS, WIDTH, 2 * WIDTH),
-            "down": normal(LAYERS, 2 * WIDTH, WIDTH),
+            "up": normal(num_layers, width, 2 * width),
+            "down": normal(num_layers, 2 * width, width),
         },
-        "head": {"kernel": normal(WIDTH, VOCABULARY), "bias": jnp.zeros(VOCABULARY)},
+        "head": {"kernel": normal(width, VOCABULARY), "bias": jnp.zeros(VOCABULARY)},
     }
 
 
@@ -129,13 +129,7 @@ def test_steps_are_those_of_the_dequantised_model(method):
 
 @pytest.mark.slow
 def test_the_base_model_stays_packed_in_memory():
-    shapes = {"layers": {"up": (16, 256, 512), "down": (16, 512, 256)}}
-    shapes |= {"embed": (VOCABULARY, 256), "head": {"kernel": (256, VOCABULARY)}}
-    shapes["head"]["bias"] = (VOCABULARY,)
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    params = jax.tree.map(
-        lambda shape: jax.random.normal(KEY, shape), shapes, is_leaf=is_shape
-    )
+    params = new_params(jnp.float32, num_layers=16, width=256)
     tokens = jax.ShapeDtypeStruct((8, 4), jnp.int32)
     base_bytes, all_bytes = {}, {}
     for name, base in {"dense": params, "nf4": quantised(params, "nf4")}.items():

@@ -135,8 +135,13 @@ def test_processes_must_have_the_same_key(monkeypatch):
     for key in (1, 123456789, None):
         trainer = new_trainer(prng_key=None if key is None else jax.random.key(key))
         with pytest.raises(ValueError, match="the same mechanism, prng_key") as error:
-            trainer._compare_processes(trainer.init(PARAMS), lambda indices: ())
+            trainer._compare_processes(trainer.init(PARAMS), lambda indices: (), None)
         assert "123456789" not in str(error.value)
+        # Reports of variables do not show the key. (The first frame is this one.)
+        shown = [repr(x.frame.f_locals) for x in error.traceback[1:]]
+        key_bytes = repr(np.uint32(123456789).tobytes())[2:-1]
+        assert len(shown) > 1
+        assert not any("123456789" in x or key_bytes in x for x in shown)
     assert len(set(said)) == 3
 
 
