@@ -5,12 +5,10 @@ The processes of a job share the directory of a run. The first one writes the le
 
 import hashlib
 import os
-import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -60,49 +58,8 @@ def are_equal(*facts: bytes) -> bool:
     if jax.process_count() == 1:
         return True
     digest = hashlib.blake2b(b"".join(hashlib.blake2b(x).digest() for x in facts))
-    gathered = _gathered(np.frombuffer(digest.digest(), np.uint32))
-    return bool(np.all(gathered == gathered[0]))
-
-
-def are_replicas_equal(tree: Any) -> bool:
-    """Whether the parts of arrays that several processes hold have the same values.
-
-    They are compared by a checksum. All processes must have a tree of one structure.
-    """
-    if jax.process_count() == 1:
-        return True
-    leaves = jax.tree.leaves(tree)
-    layouts = [
-        layout(x.sharding, x.shape) if isinstance(x, jax.Array) else "" for x in leaves
-    ]
-    rows = [row for x in leaves for row in _checksums(x)]
-    if not are_equal(str((len(rows), layouts)).encode()):
-        return False
-    sums = _gathered(np.array(rows, np.uint32))
-    return bool(np.all((sums == 0) | (sums == sums.max(0))))
-
-
-def _checksums(x: Any) -> list[int]:
-    """A checksum of each part of an array; 0 for a part that others hold."""
-    if not isinstance(x, jax.Array):
-        return [_checksum(x)]
-    parts = map(str, x.sharding.devices_indices_map(x.shape).values())
-    own = {str(part.index): part.data for part in x.addressable_shards}
-    return [_checksum(own[i]) if i in own else 0 for i in sorted({*parts})]
-
-
-def _checksum(x: Any) -> int:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return zlib.crc32(np.asarray(x).tobytes()) | 1  # 0 stands for no part
-
-
-def layout(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> str:
-    """Which part of an array each device has; empty for devices of one process."""
-    if sharding is None or not span_all(sharding):
-        return ""
-    parts = sharding.devices_indices_map(shape)
-    return str(sorted((device.id, str(part)) for device, part in parts.items()))
+    digests = gathered(np.frombuffer(digest.digest(), np.uint32))
+    return bool(np.all(digests == digests[0]))
 
 
 def span_all(sharding: jax.sharding.Sharding) -> bool:
@@ -111,7 +68,7 @@ def span_all(sharding: jax.sharding.Sharding) -> bool:
     return len(found) == jax.process_count()
 
 
-def _gathered(words: np.ndarray) -> np.ndarray:
+def gathered(words: np.ndarray) -> np.ndarray:
     """The words of all processes, with a leading axis of processes."""
     _check_devices()
     return np.asarray(multihost_utils.process_allgather(words))
@@ -133,7 +90,7 @@ def all_say(condition: bool) -> bool:
     """Whether a condition holds on all processes."""
     if jax.process_count() == 1:
         return condition
-    return bool(np.all(_gathered(np.array([condition], np.uint32))))
+    return bool(np.all(gathered(np.array([condition], np.uint32))))
 
 
 def random_id() -> str:

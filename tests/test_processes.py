@@ -101,19 +101,3 @@ def test_processes_need_equally_many_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)  # the other one has none
     with pytest.raises(ValueError, match=r"same number of devices.*\[8, 0\]"):
         random_id()
-
-
-def test_replicas_are_compared_where_two_processes_have_them(monkeypatch):
-    """Of two processes, each has one half of an array, and both have a number."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    # A half, a number, and what one process says of the other half.
-    others = {"same": [0, 5, 7], "another number": [0, 5, 9], "wrong": [3, 5, 7]}
-    for name, theirs in others.items():
-        rows = iter([1, 0, 7])
-        monkeypatch.setattr(_processes, "_checksums", lambda x, r=rows: [next(r)])
-        monkeypatch.setattr(
-            multihost_utils,
-            "process_allgather",
-            lambda x, y=theirs: np.stack([x, y if len(x) == 3 else x]),
-        )
-        assert _processes.are_replicas_equal([1, 2, 3]) == (name == "same")

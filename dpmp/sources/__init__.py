@@ -5,7 +5,7 @@ their number.
 """
 
 from dpmp.sources._check_source import check_source
-from dpmp.sources._placed import check_same_data, check_sharding, load_shards
+from dpmp.sources._placed import check_sharding, load_shards
 from dpmp.sources._prefetch import prefetched
 from dpmp.sources._source import Load, Source, as_device_dtypes, loader_of
 
@@ -13,7 +13,6 @@ __all__ = [
     "Load",
     "Source",
     "as_device_dtypes",
-    "check_same_data",
     "check_sharding",
     "check_source",
     "load_shards",

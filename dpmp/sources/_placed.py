@@ -58,37 +58,6 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
         )
 
 
-def check_same_data(
-    load: Load, mechanism: DPSGD, sharding: Any, plan: Any, key_digest: bytes | None
-) -> None:
-    """Raises ValueError on all processes unless they have the same data and plan.
-
-    If two had different data, one example could enter a sum twice. `key_digest` is a
-    hash of the random key: the key itself would stand in reports of variables.
-    """
-    if jax.process_count() == 1:
-        return
-    seed = np.random.SeedSequence(int(_processes.random_id(), 16))
-    indices = np.random.default_rng(seed).integers(mechanism.num_examples, size=16)
-    devices = _processes.layout(sharding, (mechanism.padded_batch_size,))
-    error, facts = None, [repr((mechanism, devices, plan, key_digest)).encode()]
-    try:
-        rows = jax.tree_util.tree_leaves_with_path(load(np.unique(indices)))
-        facts += [f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in rows]
-    except Exception as failure:  # the others must not wait for this process
-        error, facts = failure, [str(jax.process_index()).encode()]
-    are_equal = _processes.are_equal(*facts)
-    if error is not None:
-        raise error
-    _validate.require(
-        are_equal,
-        "all processes must have the same mechanism, prng_key and options of fit, and "
-        "the same data in one order. Read the same files everywhere. If they are the "
-        "same, one process cannot load its data; its error says more.",
-        num_processes=jax.process_count(),
-    )
-
-
 def load_shards(
     load: Load, indices: np.ndarray, mechanism: DPSGD, sharding: Any
 ) -> tuple[PyTree, Any]:

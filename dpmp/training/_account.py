@@ -15,6 +15,7 @@ import numpy as np
 from dpmp import _processes, _validate, runs
 from dpmp._warnings import warn
 from dpmp.mechanism import DPSGD
+from dpmp.training._agreement import check_same_past
 from dpmp.training._state import TrainingState
 from dpmp.training._stops import clear_frames
 
@@ -49,13 +50,7 @@ class Account:
         """
         past = past_of(mechanism, state).beside(failed)
         seen = before = past.beside(others or past)
-        _validate.require(
-            _processes.are_equal(bytes(seen.to_array())),
-            "all processes must have the same past steps, including those that failed. "
-            "Start all processes again, and go on from a saved state.",
-            num_processes=jax.process_count(),
-            error=RuntimeError,
-        )
+        check_same_past(seen)
         if directory is not None:
             before = directory.spent.beside(seen)
             _check_people(before, mechanism)

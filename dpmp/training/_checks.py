@@ -3,7 +3,6 @@
 Messages name paths, types, shapes and dtypes. They never show a value.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _processes, _validate
+from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
@@ -237,48 +236,3 @@ class Options:
         files = self.every, self.keep, has_directory
         # Tickets are drawn ahead as far as batches are.
         return self.stop, self.prefetch, self.epsilon_budget, *files
-
-
-def check_same_arrays(tree: Any) -> None:
-    """Raises ValueError on all processes unless they hold the same values.
-
-    All processes use the same noise. If it were added to different sums, their
-    difference would have none.
-    """
-    _validate.require(
-        _processes.are_replicas_equal(tree),
-        "all processes must have the same state, and the same arrays that the loss "
-        "closes over. Make or restore them in the same way everywhere.",
-        num_processes=jax.process_count(),
-    )
-
-
-def check_same_program(lowered: jax.stages.Lowered) -> None:
-    """Raises ValueError on all processes unless they run the same program."""
-    if jax.process_count() == 1:
-        return
-    # A call of the host has an address, which is of one process.
-    text = "\n".join(
-        re.sub(r"\d+", "", line) if "callback" in line else line
-        for line in lowered.as_text().splitlines()
-    )
-    _validate.require(
-        _processes.are_equal(text.encode()),
-        "all processes must have the same loss, optimizer, mechanism and policy. Build "
-        "them in the same way everywhere.",
-        num_processes=jax.process_count(),
-    )
-
-
-def check_spans_processes(batch: PyTree) -> None:
-    """Raises ValueError for a batch of one process alone, where there are several."""
-    is_shared = [
-        isinstance(x, jax.Array) and _processes.span_all(x.sharding)
-        for x in jax.tree.leaves(batch)
-    ]
-    _validate.require(
-        jax.process_count() == 1 or all(is_shared),
-        "a batch must be committed to devices of all processes, which use the same "
-        "noise. Use trainer.load_batch, or jax.make_array_from_process_local_data.",
-        num_processes=jax.process_count(),
-    )

@@ -25,7 +25,7 @@ from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
 from dpmp.programs import losses, transformations
 from dpmp.sources import as_device_dtypes
-from dpmp.training._checks import check_same_arrays, check_same_program
+from dpmp.training._agreement import check_same_arrays, check_same_program
 from dpmp.training._state import TrainingState
 from dpmp.training._tickets import Batch
 

@@ -15,8 +15,8 @@ from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import losses
-from dpmp.sources import Load, Source, check_same_data, check_sharding, loader_of
-from dpmp.training import _checks
+from dpmp.sources import Load, Source, check_sharding, loader_of
+from dpmp.training import _agreement, _checks
 from dpmp.training._account import Account, LastStep, newest, past_of
 from dpmp.training._checks import Options
 from dpmp.training._loop import Loop
@@ -203,9 +203,9 @@ class DPTrainer:
         mechanism, step = self.mechanism, int(state.step)
         _checks.check_not_over(step, mechanism)
         if not isinstance(batch, Batch):
-            _checks.check_spans_processes(batch)
+            _agreement.check_spans_processes(batch)
             self._compare_processes(state, lambda indices: (), None)
-            _checks.check_same_arrays((batch, is_padding_example))
+            _agreement.check_same_arrays((batch, is_padding_example))
             ticket = self._draw_ticket(state)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
         else:
@@ -217,7 +217,7 @@ class DPTrainer:
             )
         _checks.check_batch(batch, step, mechanism)
         if not _processes.all_say(self._last_step.has_returned(state)):
-            _checks.check_same_arrays(state)
+            _agreement.check_same_arrays(state)
         account = self._last_step.account(mechanism, state)
         with self._last_step.charging(mechanism, state):
             return self._make_step(state, batch, account)
@@ -228,7 +228,7 @@ class DPTrainer:
         """Raises ValueError unless processes have the same data, key and plan."""
         digest = None if self._root is None else self._root.digest
         plan = int(state.step), *plan
-        check_same_data(load, self.mechanism, sharding, plan, digest)
+        _agreement.check_same_data(load, self.mechanism, sharding, plan, digest)
 
     def _draw_ticket(self, state: TrainingState) -> Ticket:
         """Draws keys for the next step, which its failed attempts did not use."""
@@ -362,7 +362,7 @@ class DPTrainer:
         load = loader_of(source, mechanism.num_examples)
         self._step.check_structure(state)
         self._compare_processes(state, load, batch_sharding, options.plan)
-        _checks.check_same_arrays(state)
+        _agreement.check_same_arrays(state)
         made: Any = None
         failure = None
         with (

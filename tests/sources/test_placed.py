@@ -127,24 +127,6 @@ def test_several_processes_need_a_sharding(monkeypatch):
         _placed.check_sharding(None, make_mechanism())
 
 
-def test_processes_must_have_the_same_key(monkeypatch):
-    said = []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(_processes, "random_id", lambda: "0")
-    monkeypatch.setattr(_processes, "are_equal", lambda *x: said.append(x) or False)
-    for key in (1, 123456789, None):
-        trainer = new_trainer(prng_key=None if key is None else jax.random.key(key))
-        with pytest.raises(ValueError, match="the same mechanism, prng_key") as error:
-            trainer._compare_processes(trainer.init(PARAMS), lambda indices: (), None)
-        assert "123456789" not in str(error.value)
-        # Reports of variables do not show the key. (The first frame is this one.)
-        shown = [repr(x.frame.f_locals) for x in error.traceback[1:]]
-        key_bytes = repr(np.uint32(123456789).tobytes())[2:-1]
-        assert len(shown) > 1
-        assert not any("123456789" in x or key_bytes in x for x in shown)
-    assert len(set(said)) == 3
-
-
 def test_the_first_process_draws_the_key(monkeypatch):
     words = np.arange(4, dtype=np.uint32)
     monkeypatch.setattr(jax, "process_count", lambda: 2)

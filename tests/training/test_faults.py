@@ -45,6 +45,7 @@ from dpmp.runs import Spent, _files, _ledger, opened, read_metrics
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
 from dpmp.tools.ledger import _report
+from dpmp.training import _agreement
 from dpmp.training._account import Account, LastStep
 from dpmp.training._loop import Loop
 from dpmp.training._step import Step
@@ -727,7 +728,7 @@ def test_processes_must_agree_on_past_steps(monkeypatch):
     with pytest.raises(RuntimeError, match="could not be loaded"):
         trainer.load_batch(state, Source(1, raises(FailureError)))
     assert [x.id for x in trainer._last_step.failed.segments] == [32 * "e"]
-    monkeypatch.setattr(_processes, "are_equal", lambda *_: False)
+    monkeypatch.setattr(_agreement, "are_equal", lambda *_: False)
     with pytest.raises(RuntimeError, match="must have the same past steps"):
         trainer.load_batch(state, DATA)
     with pytest.raises(RuntimeError, match="must have the same past steps"):
