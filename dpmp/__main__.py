@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from dpmp import _validate
-from dpmp.planning import memory_command, noise_commands, plan_command
+from dpmp.planning import noise_commands, plan_command
 from dpmp.tools import devices, ledger, plot
 from dpmp.tools.selfcheck import command
 
@@ -21,7 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.add_selfcheck_command(commands)
     devices.add_devices_command(commands)
-    memory_command.add_memory_command(commands)
     noise_commands.add_planning_commands(commands)
     plan_command.add_plan_command(commands)
     ledger.add_ledger_command(commands)

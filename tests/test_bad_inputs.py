@@ -24,10 +24,8 @@ from dpmp.loss_scaling import ScaledLoss
 from dpmp.noise_addition import gaussian_privatizer
 from dpmp.numerics import ExactSums
 from dpmp.planning.memory import (
-    accumulation_overhead,
     compiled_memory,
     estimate_memory,
-    measure_accumulation_share,
 )
 
 SECRET = 12345.678
@@ -160,7 +158,6 @@ plans = partial(
 )
 estimated = partial(estimate_memory, FLOATS, BATCH, **OPTIONS)
 compiled = partial(compiled_memory, linear, FLOATS, BATCH, **OPTIONS)
-overhead = partial(accumulation_overhead, 9, batch_size=8, num_positions=8)
 
 
 KERAS_VARIABLE = types.SimpleNamespace(ndim=2, shape=(3, 2), dtype="float32")
@@ -516,8 +513,6 @@ TABLE = {
         ('"exact" sums must be used with', BOOK_KEEPING | {"arithmetic": "exact"}),
         ("method", "ghost"),
     ],
-    overhead: [("batch_size", 0), ("num_positions", 0)],
-    partial(measure_accumulation_share, linear, FLOATS, BATCH): [("rounds", 0)],
     dpmp.devices.measure_dtypes: [("size", 0)],
     partial(measure_condition_numbers, linear, FLOATS, BATCH): [("microbatch_size", 0)],
     partial(summarize, linear, FLOATS, BATCH): [
@@ -551,9 +546,6 @@ CALLED = {
     "step must be below": [lambda: train_step(at_step(2))],
     "epochs must be": [lambda: dpmp.DPSGD.from_epochs(epochs=0, **FIELDS_OF_EPOCHS)],
     "a mechanism must": [lambda: dpsgd().clipped_grad(linear, nan_safe=False)],
-    "num_parameters must be": [
-        lambda: accumulation_overhead(0, batch_size=8, num_positions=8)
-    ],
     "the gradient must": [
         lambda: dpsgd(num_parameters=2).privatizer(KEY).update(FLOATS, None)
     ],
@@ -664,8 +656,6 @@ COMMANDS = {
     "every l2_clip_norm must": [*STATEMENT, "--clip-norm", "-1"],
     "there must be 32 examples": [*PLAN, "--num-examples", "20"],
     "size must": ["devices", "--size", "0"],
-    "num_bytes must": ["memory", "--fit-in", "-1"],
-    "heads must divide the width": ["memory", "--width", "30"],
 }
 
 

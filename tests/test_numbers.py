@@ -21,7 +21,6 @@ from dpmp.clipping import _joint_sums
 from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.loss_scaling import DynamicScale
 from dpmp.numerics import ExactSums
-from dpmp.planning.memory import accumulation_overhead
 
 KEY = jax.random.key(3)
 DTYPES = ("float16", "float32", "int8", "int32")
@@ -172,13 +171,6 @@ INTEGERS = {
     "clipped_grad.argnums": (clipped_of, 1),
     "clipped_fun.prng_argnum": (clipped_with_key, 1),
     **vary(DynamicScale, {"growth_interval": 100}),
-    **vary(
-        accumulation_overhead,
-        dict.fromkeys(("batch_size", "num_positions", "num_trainable"), 100),
-        params=100,
-        batch_size=100,
-        num_positions=100,
-    ),
 }
 REALS = {
     **vary(

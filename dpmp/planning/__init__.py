@@ -19,7 +19,7 @@ chooses between full fine-tuning and LoRA for the memory of a device.
 1000 100 1.84
 """
 
-from dpmp.planning import memory, memory_command, noise_commands, plan_command
+from dpmp.planning import memory, noise_commands, plan_command
 from dpmp.planning._plans import Plan, compare_batch_sizes, plan_to_start_from
 from dpmp.planning._tune import Candidate, Tuning, tune
 
@@ -29,7 +29,6 @@ __all__ = [
     "Tuning",
     "compare_batch_sizes",
     "memory",
-    "memory_command",
     "noise_commands",
     "plan_command",
     "plan_to_start_from",

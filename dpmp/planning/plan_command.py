@@ -112,7 +112,7 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
         _validate.require(
             args.neighboring_relation != "ADD_OR_REMOVE_ONE",
             "a plan for a model must have neighbours for which book-keeping has a "
-            "proof. Leave the model out, and use `python -m dpmp memory`.",
+            "proof. Leave the model out, and use dpmp.memory.estimate_memory.",
             neighboring_relation=args.neighboring_relation,
         )
         yield _about(model)

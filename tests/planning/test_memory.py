@@ -1,4 +1,4 @@
-"""Memory, operations and microbatches, against known sizes and compiled programs."""
+"""Memory and microbatches, against known sizes and compiled programs."""
 
 import pathlib
 
@@ -7,16 +7,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dpmp import DPSGD, DPTrainer, Policy, _timing
-from dpmp.__main__ import main
+from dpmp import DPSGD, DPTrainer, Policy
 from dpmp.planning import _compiled_memory
 from dpmp.planning.memory import (
     CompiledMemory,
-    accumulation_overhead,
     compiled_memory,
     estimate_memory,
     largest_microbatch,
-    measure_accumulation_share,
 )
 from tests import models
 
@@ -200,47 +197,3 @@ def test_the_largest_microbatch_fits_and_the_next_one_does_not(
     monkeypatch.setattr(_compiled_memory, "compiled_memory", compiled)
     found = largest_microbatch(_linear_loss, *shapes, num_bytes=num_bytes, **_PLAIN)
     assert (found and found[0]) == size
-
-
-def test_accumulation_counts_what_is_trained():
-    sizes = {"batch_size": 8, "num_positions": 8 * 512}
-    overhead = accumulation_overhead(_MLP, num_trainable=100, **sizes)
-    assert overhead.training == 6 * 8 * 512 * _NUM_PARAMETERS
-    assert overhead.accumulation == 4 * 8 * 100
-    overhead = accumulation_overhead(1000, **sizes)
-    assert overhead.share == pytest.approx(2 / (3 * 512))
-
-
-def test_the_share_of_clipping_is_measured(monkeypatch):
-    def in_turn(functions, rounds):
-        assert rounds == 1
-        jax.block_until_ready([run() for run in functions.values()])
-        return {"plain": [2.0], "clipped": [3.0]}
-
-    monkeypatch.setattr(_timing, "in_turn", in_turn)
-    params, batch = jnp.zeros(4), _shape(8, 4)
-    assert measure_accumulation_share(_linear_loss, params, batch, rounds=1) == 0.5
-
-
-_SMALL = "--layers 1 --width 8 --heads 2 --length 4 --optimizer sgd"
-
-_ONE = f"{_SMALL} --batch-size 1 --method per_example"
-
-
-@pytest.mark.parametrize(
-    ("options", "texts"),
-    [
-        ("--parameters 7000000000 --optimizer sgd", ["28000.00", "Clipped sums"]),
-        (f"--fit-in 0.001 {_ONE}", ["per_example: A step with microbatches of 1 "]),
-        (f"--fit-in 1e-9 {_ONE}", ["No microbatch fits"]),
-        pytest.param(
-            f"--compile --batch-size 8 --microbatch-size 2 {_SMALL}",
-            ["per_example:", "book_keeping:", "Compiled for this device", "Clipped"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_command_counts_compiles_and_fits(options, texts, capsys):
-    assert main(["memory", *options.split()]) == 0
-    output = capsys.readouterr().out
-    assert all(text in output for text in texts)
