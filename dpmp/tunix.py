@@ -24,7 +24,7 @@ from dpmp import _validate
 from dpmp.accounting import PrivacyGuarantee
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
-from dpmp.training import DPTrainer, TrainingState
+from dpmp.training import DPTrainer, TrainingState, check_copy, root_of
 
 try:
     from flax import nnx
@@ -113,13 +113,15 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         prng_key: jax.Array | None = None,
         **kwargs: Any,
     ):
+        self._root = root_of(prng_key)
+        del prng_key  # a report of an error's variables would show it
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         given, config = bound.arguments, bound.arguments["training_config"]
         _validate.instance(DPSGD, "Use dpmp.DPSGD(...).calibrate.", mechanism=mechanism)
         _check_options(config, given, mechanism)
         self._fit_options = _checkpoint_options(config)
         self._private: DPTrainer | None = None
-        self._wanted = mechanism, given["optimizer"], policy, prng_key
+        self._wanted = mechanism, given["optimizer"], policy
         # Tunix's own optimizer has no state, and its checkpoints no directory.
         given["optimizer"] = optax.identity()
         given["training_config"] = dataclasses.replace(
@@ -127,6 +129,10 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         )
         super().__init__(*bound.args, **bound.kwargs)
         self.state: TrainingState | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        check_copy(self._root)
+        return self.__dict__
 
     def clear_jit_cache(self) -> None:
         """Refuses another loss after the first step; see Tunix."""
@@ -188,7 +194,9 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         if self._private is None:
             self._private = self._make_trainer()
         state = self._state_to_train()
-        self._train_steps = int(state.step)
+        if state.step > 0:
+            self.state = state
+        self._update_model(state)
         steps: Any = self.jit_train_and_eval_step(skip_jit, cache_nnx_graph)
 
         def evaluate() -> None:
@@ -218,17 +226,20 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
     def _state_to_train(self) -> TrainingState:
         """The last state. A lost one can come back from a checkpoint alone."""
         assert self._private is not None
+        directory = self._fit_options["checkpoint_dir"]
         if self.state is not None and not _is_donated(self.state):
             return self.state
         _validate.require(
-            self.state is None or self._fit_options["checkpoint_dir"] is not None,
+            self.state is None or directory is not None,
             "the state must have survived the last error; its step has lost it. The "
             "model has the parameters of the last release, with the epsilon of "
             "`guarantee`. With checkpoint_root_directory, a run goes on from its last "
             "checkpoint.",
             error=RuntimeError,
         )
-        return self._private.init(self._params())
+        if directory is None:
+            return self._private.init(self._params())
+        return self._private.init_or_restore(self._params(), directory)
 
     def guarantee(self, *, delta: float | None = None) -> PrivacyGuarantee:
         """Epsilon of all steps that led to `model`; see `DPTrainer.guarantee`.
@@ -280,7 +291,7 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         nnx.update(self.model, jax.tree.map(copied, state.params, self._params()))
 
     def _make_trainer(self) -> DPTrainer:
-        mechanism, optimizer, policy, prng_key = self._wanted
+        mechanism, optimizer, policy = self._wanted
         graph, params, rest = nnx.split(self.model, self._trained, ...)
         _check_memory(rest)
         others = {  # such as the reference of DPO
@@ -311,7 +322,7 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
             optimizer=optimizer,
             policy=_policy_of(params) if policy is None else policy,
             uses_prng_key=bool(streams),
-            prng_key=prng_key,
+            prng_key=self._root,
         )
 
     @contextlib.contextmanager

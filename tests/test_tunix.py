@@ -1,8 +1,10 @@
 """Private trainers of Tunix, next to Tunix's own."""
 
+import copy
 import dataclasses
 import functools
 import logging
+import pickle
 import warnings
 
 import jax
@@ -336,7 +338,16 @@ def test_a_killed_program_goes_on(tmp_path):
         first.train(DATA, progress=False)
     model = make("llama3", "lora")
     second = make_trainer(model, options=options)
+    seen = []
+
+    class Looking(Recorder):
+        def on_train_start(self, trainer):
+            seen.append((trainer.train_steps, trainer.guarantee()))
+
+    second.with_training_hooks(Looking())
     second.train(DATA, progress=False)
+    # The model was that of the checkpoint before the first evaluation.
+    assert seen == [(2, first.guarantee())]
     assert second.train_steps == STEPS
     spent = Ledger(tmp_path / "run").spent
     assert [x.stop - x.start for x in spent.segments] == [2, 1]
@@ -346,6 +357,14 @@ def test_a_killed_program_goes_on(tmp_path):
     third.train(DATA, progress=False)  # nothing is left to do
     for x, y in zip(trained(model), trained(third_model), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_no_variable_and_no_copy_has_the_key():
+    trainer = make_trainer(make("llama3", "lora"), prng_key=jax.random.key(123456789))
+    assert "123456789" not in repr(vars(trainer))
+    for copied in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="prng_key cannot be copied or pickled"):
+            copied(trainer)
 
 
 def test_a_second_call_goes_on_and_pays_for_what_failed():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp.programs import primitives
 from dpmp.programs.interpreter import bind, callee, inline, is_literal
@@ -114,6 +115,18 @@ def equations(jaxpr: Any) -> list[Any]:
     """Lists the equations of a jaxpr, and those of all programs in it."""
     inside = (equations(sub.jaxpr) for eqn in jaxpr.eqns for sub in sub_programs(eqn))
     return [*jaxpr.eqns, *itertools.chain(*inside)]
+
+
+def arrays_in(jaxpr: Any) -> list[Any]:
+    """Lists the arrays that stand in a jaxpr, and in the programs in it, as literals.
+
+    jax puts arrays there with the option `jax_use_simplified_jaxpr_constants`. They are
+    hidden arguments of the compiled program, which its text does not show.
+    """
+    atoms = [*itertools.chain(*(eqn.invars for eqn in jaxpr.eqns)), *jaxpr.outvars]
+    values = (x.val for x in atoms if isinstance(x, jax.extend.core.Literal))
+    inside = (arrays_in(x.jaxpr) for eqn in jaxpr.eqns for x in sub_programs(eqn))
+    return [*(x for x in values if np.ndim(x)), *itertools.chain(*inside)]
 
 
 def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:

@@ -5,10 +5,13 @@ reports epsilon, and `train_step` makes one step. See `DPTrainer` for an example
 """
 
 from dpmp.training._state import SensitiveOutputs, TrainingState
+from dpmp.training._tickets import check_copy, root_of
 from dpmp.training._trainer import DPTrainer
 
 __all__ = [
     "DPTrainer",
     "SensitiveOutputs",
     "TrainingState",
+    "check_copy",
+    "root_of",
 ]

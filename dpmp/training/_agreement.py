@@ -66,8 +66,8 @@ def check_same_arrays(tree: Any) -> None:
     """Raises ValueError on all processes unless they hold the same values."""
     _validate.require(
         _are_replicas_equal(tree),
-        "all processes must have the same state, and the same arrays that the loss "
-        "closes over. Make or restore them in the same way everywhere.",
+        "all processes must have the same state, and the same arrays that the loss and "
+        "the optimizer close over. Make or restore them in the same way everywhere.",
         num_processes=jax.process_count(),
     )
 

@@ -23,7 +23,7 @@ from dpmp.loss_scaling import DynamicScale, LossScale, ScaledLoss
 from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
-from dpmp.programs import losses, transformations
+from dpmp.programs import bodies, losses, transformations
 from dpmp.sources import as_device_dtypes
 from dpmp.training._agreement import check_same_arrays, check_same_program
 from dpmp.training._state import TrainingState
@@ -173,7 +173,7 @@ class Step:
         calls_host = losses.calls_host(traced.jaxpr.jaxpr)
         lowered = traced.lower()
         check_same_program(lowered)
-        check_same_arrays((state, constants))
+        check_same_arrays((state, constants, bodies.arrays_in(traced.jaxpr.jaxpr)))
         return Program(key, lowered.compile(), constants, calls_host)
 
     def make_program(

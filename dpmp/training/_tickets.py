@@ -109,12 +109,21 @@ class Root:
         return hashlib.blake2b(self.words.tobytes()).digest()
 
 
-def root_of(prng_key: jax.Array | None) -> Root | None:
+def root_of(prng_key: jax.Array | Root | None) -> Root | None:
     """The words of a key for reproducible runs; None for None."""
-    if prng_key is None:
-        return None
+    if prng_key is None or isinstance(prng_key, Root):
+        return prng_key
     _random.check_key(prng_key)
     return Root(np.asarray(_random.key_words(prng_key)))
+
+
+def check_copy(root: Root | None) -> None:
+    """Raises TypeError if the copy of a trainer would have a key."""
+    if root is not None:
+        raise TypeError(
+            "a trainer with a prng_key cannot be copied or pickled: the key is secret, "
+            "and two copies would use the same noise. Make another one."
+        )
 
 
 def _derived(root: Root, step: int, times_made: int) -> np.ndarray:

@@ -23,7 +23,14 @@ from dpmp.training._loop import Loop
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals
-from dpmp.training._tickets import Batch, Ticket, draw_batch, draw_tickets, root_of
+from dpmp.training._tickets import (
+    Batch,
+    Ticket,
+    check_copy,
+    draw_batch,
+    draw_tickets,
+    root_of,
+)
 
 
 class DPTrainer:
@@ -91,6 +98,8 @@ class DPTrainer:
         loss_scale: LossScale | DynamicScale | None = None,
         prng_key: jax.Array | None = None,
     ):
+        self._root = root_of(prng_key)
+        del prng_key  # a report of an error's variables would show it
         policy = Policy.parse(policy)
         _checks.check_types(mechanism, loss_fn, optimizer, uses_prng_key)
         losses.check_loss(loss_fn, uses_prng_key=uses_prng_key)
@@ -99,7 +108,6 @@ class DPTrainer:
         if not isinstance(loss_scale, DynamicScale | None):
             loss_scaling.check(loss_scale)
         self.last_state: TrainingState | None = None
-        self._root = root_of(prng_key)
         self._step = Step(
             mechanism=mechanism,
             loss_fn=loss_fn,
@@ -119,11 +127,7 @@ class DPTrainer:
     loss_scale = property(lambda self: self._step.loss_scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._root is not None:
-            raise TypeError(
-                "a trainer with a prng_key cannot be copied or pickled: the key is "
-                "secret, and two copies would use the same noise. Make another one."
-            )
+        check_copy(self._root)
         return self.__dict__
 
     def init(self, params: PyTree) -> TrainingState:

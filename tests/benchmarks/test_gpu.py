@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
 
 from benchmarks.gpu import __main__ as gpu

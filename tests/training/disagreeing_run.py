@@ -12,6 +12,7 @@ def main(address, process):
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, 2, process)
+    import jax.numpy as jnp
     import numpy as np
     import optax
     from small_runs import DATA, KEY, PARAMS, loss_fn, new_trainer  # makes arrays
@@ -81,6 +82,18 @@ def main(address, process):
         batch = {name: x[:size] for name, x in DATA.items()}
         return trainer.train_step(trainer.init(PARAMS), batch, np.zeros(size, bool))
 
+    def step_with_hidden_constants():
+        """The text of the program does not show them."""
+        rates = np.full(64, 1.0 + process, np.float32)
+        optimizer = optax.stateless(
+            lambda updates, _: jax.tree.map(lambda x: -x * jnp.mean(rates), updates)
+        )
+        jax.config.update("jax_use_simplified_jaxpr_constants", True)
+        try:
+            return step(trainer=trainer_of(optimizer=optimizer))
+        finally:
+            jax.config.update("jax_use_simplified_jaxpr_constants", False)
+
     cases = {
         "same": fit,
         "whole": lambda: fit(sharding=whole),
@@ -102,6 +115,7 @@ def main(address, process):
         "key": lambda: fit(trainer=trainer_of(prng_key=KEY if process else None)),
         "noise": lambda: step(trainer=trainer_of(noise_multiplier=1.0 + process)),
         "rate": lambda: fit(trainer=trainer_of(optimizer=optax.sgd(1.0 + process))),
+        "hidden": step_with_hidden_constants,
         "loss": lambda: fit(
             trainer=trainer_of(loss_fn=lambda *args: (1 + process) * loss_fn(*args))
         ),
