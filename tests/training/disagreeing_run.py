@@ -82,17 +82,10 @@ def main(address, process):
         batch = {name: x[:size] for name, x in DATA.items()}
         return trainer.train_step(trainer.init(PARAMS), batch, np.zeros(size, bool))
 
-    def step_with_hidden_constants():
-        """The text of the program does not show them."""
-        rates = jnp.linspace(1.0, 2.0 + process, 64)
-        optimizer = optax.stateless(
-            lambda updates, _: jax.tree.map(lambda x: -x * jnp.mean(rates), updates)
-        )
-        jax.config.update("jax_use_simplified_jaxpr_constants", True)
-        try:
-            return step(trainer=trainer_of(optimizer=optimizer))
-        finally:
-            jax.config.update("jax_use_simplified_jaxpr_constants", False)
+    rates = jnp.linspace(1.0, 2.0 + process, 64)
+    closing = optax.stateless(
+        lambda updates, _: jax.tree.map(lambda x: -x * jnp.mean(rates), updates)
+    )
 
     cases = {
         "same": fit,
@@ -115,7 +108,7 @@ def main(address, process):
         "key": lambda: fit(trainer=trainer_of(prng_key=KEY if process else None)),
         "noise": lambda: step(trainer=trainer_of(noise_multiplier=1.0 + process)),
         "rate": lambda: fit(trainer=trainer_of(optimizer=optax.sgd(1.0 + process))),
-        "hidden": step_with_hidden_constants,
+        "closure": lambda: step(trainer=trainer_of(optimizer=closing)),
         "loss": lambda: fit(
             trainer=trainer_of(loss_fn=lambda *args: (1 + process) * loss_fn(*args))
         ),

@@ -22,14 +22,17 @@ ENVIRONMENT |= {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "JAX_PLATFORMS": "cpu"}
 
 
 @pytest.mark.slow
-def test_processes_that_differ_are_refused():
+@pytest.mark.parametrize("hidden", ["0", "1"])
+def test_processes_that_differ_are_refused(hidden):
+    """Also if jax hides constants from the text of a program."""
+    environment = ENVIRONMENT | {"JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": hidden}
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     running = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), address, str(i)],
-            env=ENVIRONMENT,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -50,7 +53,7 @@ def test_processes_that_differ_are_refused():
             assert "batch_sharding must have devices of every process" in x
         elif name == "arrays":
             assert "a batch must be committed to devices of all processes" in x
-        elif name in ("frozen", "hidden"):
+        elif name == ("frozen", "closure")[hidden == "1"]:
             assert "all processes must have the same state" in x
         elif name not in made:
             assert "all processes must have the same" in x, (name, x)
