@@ -38,6 +38,7 @@ MECHANISM = dpmp.DPSGD(
     noise_multiplier=1.0,
     delta=DELTA,
 )
+ANOTHER_MECHANISM = pytest.mark.filterwarnings("ignore:.*steps of another mechanism")
 
 
 def loss_fn(params, batch):

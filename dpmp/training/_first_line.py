@@ -12,7 +12,7 @@ from dpmp.training._step import Step
 
 def first_line(step: Step, state: TrainingState, load: Load) -> str:
     """Returns the line, which depends on the mechanism and on shapes."""
-    mechanism, size = step.mechanism, "microbatches that fit"
+    mechanism, size = step.mechanism, "as many examples as fit"
     # If the loss or the dataset fails, the first step raises a better error.
     with contextlib.suppress(Exception):
         rows, padded = load(np.zeros(0, np.int64)), mechanism.padded_batch_size

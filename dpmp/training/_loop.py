@@ -71,6 +71,12 @@ class Loop:
         if directory is not None and options.epsilon_budget is not None:
             directory.check_delta()
         account = account.within(options.stop, options.epsilon_budget)
+        if {x.cost for x in account.before.segments} - {mechanism.step_cost}:
+            warn(
+                "this run goes on from steps of another mechanism, and epsilon covers "
+                "both. mechanism.statement() does not know of the other steps, so "
+                "publish trainer.guarantee(state) with the model."
+            )
         # A directory may have a later state.
         self._stop = max(account.start, min(options.stop, account.end))
         self._every = 1 if directory is None else options.every

@@ -93,6 +93,8 @@ class Report:
         self._entered_at = time.monotonic()
         if self._enabled:
             self._print(self._first_line())
+            if self._begin:
+                self._print(f"goes on from step {self._begin}")
         self._bar.start()
         return self
 

@@ -4,7 +4,15 @@ import math
 
 import pytest
 from ledgers import MECHANISM
-from small_runs import DELTA, epsilon_of, fit, fresh_trainer, new_trainer, num_paid
+from small_runs import (
+    ANOTHER_MECHANISM,
+    DELTA,
+    epsilon_of,
+    fit,
+    fresh_trainer,
+    new_trainer,
+    num_paid,
+)
 
 from dpmp.mechanism import guarantee_of_stages
 from dpmp.runs import Spent
@@ -70,6 +78,7 @@ class TestBudget:
             assert steps_within(0.5, lambda n: 7.0, 3, 5) == 3
 
 
+@ANOTHER_MECHANISM
 def test_a_budget_limits_what_is_planned_of_a_second_cost(tmp_path):
     first, second = fresh_trainer(), new_trainer(noise_multiplier=2.0)
     costs = [x.mechanism.step_cost for x in (first, second)]

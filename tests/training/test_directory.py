@@ -17,6 +17,7 @@ import optax
 import pytest
 from dp_accounting import NeighboringRelation
 from small_runs import (
+    ANOTHER_MECHANISM,
     DATA,
     DELTA,
     KEY,
@@ -415,7 +416,8 @@ def noisier_trainer():
 def test_a_changed_mechanism_goes_on_and_its_costs_are_added(tmp_path):
     fit(fresh_trainer(), tmp_path, stop_at=3)
     trainer = noisier_trainer()
-    state = fit(trainer, tmp_path)
+    with pytest.warns(UserWarning, match=r"publish trainer.guarantee\(state\)"):
+        state = fit(trainer, tmp_path)
     assert num_paid(tmp_path) == num_of_state(state) == 7
     epsilon = epsilon_of(tmp_path)
     apart = [MECHANISM.guarantee(3).epsilon, trainer.mechanism.guarantee(4).epsilon]
@@ -427,6 +429,7 @@ def test_a_changed_mechanism_goes_on_and_its_costs_are_added(tmp_path):
     assert epsilon_of_lines[-1] == epsilon
 
 
+@ANOTHER_MECHANISM
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 @pytest.mark.filterwarnings("ignore:the ledger has paid for")
 def test_what_is_said_of_a_cost_that_comes_back_is_what_the_ledger_says(
@@ -455,6 +458,7 @@ def test_what_is_said_of_a_cost_that_comes_back_is_what_the_ledger_says(
     assert max(said) == epsilon_of(tmp_path)
 
 
+@ANOTHER_MECHANISM
 def test_a_changed_mechanism_counts_without_a_directory():
     state, other = fit(fresh_trainer(), stop_at=3), noisier_trainer()
     alone = MECHANISM.guarantee(3).epsilon

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from small_runs import (
+    ANOTHER_MECHANISM,
     DATA,
     DELTA,
     MECHANISM,
@@ -373,6 +374,7 @@ def test_metrics_of_a_checkpoint_reach_the_file(tmp_path, is_restored):
     assert [x["step"] for x in read_metrics(tmp_path)] == [7]
 
 
+@ANOTHER_MECHANISM
 def test_a_checkpoint_without_steps_costs_nothing(tmp_path):
     trainer, other = fresh_trainer(), new_trainer(noise_multiplier=0.7, iterations=30)
     fit(other, tmp_path, state=fit(trainer, stop_at=5), stop_at=5)
@@ -487,6 +489,7 @@ def own_steps(trainer, state, number):
     return state
 
 
+@ANOTHER_MECHANISM
 def test_a_cost_that_comes_back_counts_in_full_wherever_its_steps_were_made(tmp_path):
     first = new_trainer(noise_multiplier=1.5, iterations=1000)
     second = new_trainer(noise_multiplier=2.0)
@@ -652,6 +655,7 @@ def test_a_source_may_return_one_buffer_for_all_rows():
     np.testing.assert_array_equal(batch.examples["x"], DATA["x"])
 
 
+@ANOTHER_MECHANISM
 def test_plans_of_runs_that_did_not_know_of_each_other_add_up(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     state = fit(fresh_trainer(), first, stop_at=3)

@@ -56,7 +56,7 @@ def first_line_of(*, loss_fn=loss_fn, uses_prng_key=False, **fields):
             "up to 16 of 64",
         ),
         # The step itself explains a loss that fails.
-        ({"loss_fn": lambda params, batch: batch["z"]}, "microbatches that fit at a"),
+        ({"loss_fn": lambda params, batch: batch["z"]}, "as many examples as fit at a"),
     ],
     ids=["default", "sizes", "given", "protected number", "adaptive", "failure"],
 )
