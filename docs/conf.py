@@ -34,7 +34,7 @@ copybutton_prompt_text = ">>> "
 nitpick_ignore_regex = [
     (
         "py:.*",
-        r"(jax|jaxlib|optax|numpy|np|dp_accounting|collections|fractions|pathlib|os)\b.*",
+        r"(jax|jaxlib|optax|tunix|numpy|np|dp_accounting|collections|fractions|pathlib|os)\b.*",
     ),
     ("py:.*", r"dpmp\..*\b_.*"),
 ]

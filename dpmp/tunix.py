@@ -10,7 +10,7 @@ Import it by `import dpmp.tunix`. It needs `pip install 'dpmp[tunix]'`.
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -38,6 +38,10 @@ __all__ = ["PrivateTrainer", "private"]
 
 # Methods of Tunix that see values without noise.
 _REPLACED = ("train", "_train_step", "create_train_step_fn", "jit_train_and_eval_step")
+_MODEL_INPUTS = (
+    "Call trainer.with_gen_model_input_fn with a function from an example to a dict of "
+    "the arguments of the loss."
+)
 # Options that a private trainer does not have, with the way out.
 _REFUSED = {
     "gradient_accumulation_steps": "A step must be one batch, for which the noise is "
@@ -187,8 +191,9 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         )
         _validate.require(
             not isinstance(train_ds, list | tuple),
-            "train_ds must be all examples, one in each row, and not batches: dpmp "
-            "draws these",
+            "train_ds must be arrays with a row for each example, because a list could "
+            "be one of batches. Join a list of examples by jax.tree.map(lambda *rows: "
+            "np.stack(rows), *examples).",
             type=type(train_ds).__name__,
         )
         if self._private is None:
@@ -309,7 +314,8 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
             nnx.reseed(model, **keys)
             copies = {name: nnx.merge(*x, copy=True) for name, x in others.items()}
             with self._attributes(model=model, **copies), _without_mesh():
-                inputs = self.gen_model_input_fn(self._prepare_inputs(example))
+                inputs: Any = self.gen_model_input_fn(self._prepare_inputs(example))
+                _validate.instance(Mapping, _MODEL_INPUTS, inputs_of_the_loss=inputs)
                 output: Any = loss_fn(model, **inputs)
             return output[0] if self._has_aux else output  # no metrics: they are exact
 

@@ -493,7 +493,13 @@ REFUSED = {
     "memory": (lambda: run(model=WithMemory()), "BatchStat"),
     "scales": (lambda: run(model=static_scales()), "QuantStat"),
     "batches": (lambda: run(data=iter([DATA])), "__getitem__ and __len__"),
-    "list of batches": (lambda: run(data=[DATA, DATA]), "not batches"),
+    "list of batches": (lambda: run(data=[DATA, DATA]), "could be one of batches"),
+    "inputs": (
+        lambda: private(PeftTrainer)(
+            WithDropout(), optax.sgd(0.5), config(), mechanism=MECHANISM
+        ).train(DATA, progress=False),
+        "with_gen_model_input_fn",
+    ),
     "size": (lambda: run(data=row(DATA, 0)), "must hold the 8 examples"),
     "mechanism": (lambda: run(mechanism=None), "mechanism must be"),
     "no trainer": (lambda: private(dict), "trainer of Tunix"),
