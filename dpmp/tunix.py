@@ -117,7 +117,7 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         prng_key: jax.Array | None = None,
         **kwargs: Any,
     ):
-        self._root = root_of(prng_key)
+        self._root: Any = root_of(prng_key)
         del prng_key  # a report of an error's variables would show it
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         given, config = bound.arguments, bound.arguments["training_config"]

@@ -655,6 +655,7 @@ COMMANDS = {
     "iterations must": [*CALIBRATE, "--steps", "0"],
     "every l2_clip_norm must": [*STATEMENT, "--clip-norm", "-1"],
     "there must be 32 examples": [*PLAN, "--num-examples", "20"],
+    "memory must come with a model": [*PLAN, "--memory", "16"],
     "size must": ["devices", "--size", "0"],
 }
 

@@ -35,6 +35,11 @@ _NOT_ENOUGH = (
     "jax.checkpoint around each layer would not be enough. Use a smaller model, "
     "shorter examples (--length), or several devices (docs/many_devices.md)."
 )
+_THE_REST = (
+    "The guides docs/finetune_llm.md and docs/own_weights.md have the rest of the "
+    "program. Gradients have noise in num_parameters entries: change it, or leave it "
+    "out, for a model of another size."
+)
 # The options with positive integers.
 _COUNTS: dict[str, tuple[int | None, str]] = {
     "--steps": (None, "the number of steps, if it is fixed"),
@@ -46,7 +51,7 @@ _COUNTS: dict[str, tuple[int | None, str]] = {
 _OTHERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--num-processed --processed": (float, "the examples in all batches, for --epochs"),
     "--config": (pathlib.Path, "the config.json of a Llama, Qwen, Gemma or GPT-2"),
-    "--memory": (float, "the memory of a device, in gigabytes"),
+    "--memory": (float, "the free memory of a device, in gigabytes"),
     "--rate": (
         lambda text: _rate(text),
         "40examples, 5000tokens or 2e14flops a second",
@@ -81,7 +86,8 @@ def _count(text: str) -> int:
     try:
         return _validate.positive_integer(number=int(float(text)))
     except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1") from None
+        message = f"{text} must be a number of at least 1, such as 1e9"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _rate(text: str) -> tuple[float, str]:
@@ -106,6 +112,12 @@ def _run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     """Yields paragraphs as soon as they are known, and puts figures into `result`."""
     model = _model(args)
+    _validate.require(
+        model is not None or args.memory is None,
+        "memory must come with a model. Add --parameters or --config, or leave "
+        "--memory out.",
+        memory=args.memory,
+    )
     if model is not None:
         fix = "Pass --memory 24, for example, for a device with 24 GB."
         _validate.positive(memory=args.memory, fix=fix)
@@ -141,8 +153,13 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     if model is not None:
         yield _plain_text.paragraph(_COMPILING)
         yield from _report_of_model(model, args, start, calibrate, result)
-    elif args.trainable:
+        return
+    fields = {}
+    if args.trainable:
+        fields = {"num_parameters": args.trainable}
+        (start,) = calibrate(sizes=[start.batch_size], **fields)
         yield _noise(start, args.trainable)
+    yield _program(args, start, **fields)
 
 
 def _model(args: argparse.Namespace) -> Model | None:
@@ -200,7 +217,9 @@ def _report_of_model(
         if other[:2] != (method, size) or not size:
             yield _advice(*other)
     if size:
-        yield _program(args, start, method, size, trained)
+        fields = {"microbatch_size": size, "num_parameters": trained}
+        yield _program(args, start, method, **fields)
+        yield _plain_text.paragraph(_THE_REST)
         yield _time(model, method, start, args.rate)
 
 
@@ -232,8 +251,8 @@ def _noise(plan: Plan, trained: int, model: Model | None = None) -> str:
         "of the number of trained entries, so fewer of them may learn more."
     )
     if model is not None and model.num_in_adapters < trained:
-        norm = plan.noise_norm(model.num_in_adapters)
-        text += f" LoRA of rank {model.rank} would have {norm:.3g} (--rank)."
+        norm, rank = plan.noise_norm(model.num_in_adapters), model.rank
+        text += f" LoRA of rank {rank} would have {norm:.3g}; --rank {rank} plans it."
     return _plain_text.paragraph(text)
 
 
@@ -249,22 +268,23 @@ def _advice(method: Method, size: int, memory: MemoryEstimate) -> str:
 
 
 def _program(
-    args: argparse.Namespace, plan: Plan, method: Method, size: int, trained: int
+    args: argparse.Namespace, plan: Plan, method: Method | None = None, **more: int
 ) -> str:
     fields = {
         "num_examples": args.num_examples,
         "expected_batch_size": plan.batch_size,
         "iterations": plan.iterations,
         "l2_clip_norm": 1.0,
-        "microbatch_size": size,
-        "num_parameters": trained,
+        **more,
     }
     if (relation := args.neighboring_relation) != DEFAULT_RELATION.name:
         fields["neighboring_relation"] = f"dp_accounting.NeighboringRelation.{relation}"
     lines = [f"      {name}={value}," for name, value in fields.items()]
     target = f"epsilon={args.epsilon:g}, delta={args.delta:g}"
-    lines += [f"  ).calibrate({target})", f"  policy = {method.policy}"]
-    if method.is_lora:
+    lines.append(f"  ).calibrate({target})")
+    if method is not None:
+        lines.append(f"  policy = {method.policy}")
+    if method is not None and method.is_lora:
         lines.append("  loss_fn = lora.apply(loss_fn, base)")
     return "\n".join(["Run this:\n\n  mechanism = dpmp.DPSGD(", *lines])
 

@@ -231,7 +231,7 @@ def test_adapters_have_the_counted_entries():
             ],
             "neighbours for which book-keeping has a proof",
         ),
-        (["--rank", "0"], "0 must be at least 1"),
+        (["--rank", "0"], "0 must be a number of at least 1"),
         (["--rate", "40"], "40 must be a number with its unit"),
     ],
 )
