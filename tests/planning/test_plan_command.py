@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import dpmp
 from dpmp import DPSGD, lora
 from dpmp.__main__ import main
 from dpmp.planning import _methods, _plans
@@ -184,6 +185,11 @@ def test_the_norm_of_the_noise_needs_no_model(capsys):
     (start,) = (x for x in figures["plans"] if x["start_here"])
     norm = 1000 * 2.0 / start["batch_size"]
     assert f"has a norm of {norm:.3g}, over 1 million trained entries" in text
+    scope = {"dpmp": dpmp}
+    exec(text.partition("Run this: ")[2], scope)
+    made = scope["mechanism"]
+    assert made.num_parameters == 1_000_000
+    assert made.expected_batch_size == start["batch_size"]
 
 
 @pytest.mark.parametrize(
