@@ -123,6 +123,7 @@ def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
 
 def _draw_losses(axes: Any, report: Mapping[str, Any]) -> None:
     _draw_bars(axes, report["not_protected"]["nats_per_token"])
+    axes.margins(x=0.3)  # for the figures next to the bars
     axes.set(xlabel="nats per token")
     axes.set_title("Loss on held-out records")
 
@@ -144,14 +145,15 @@ def _draw_bars(axes: Any, found: Mapping[str, float]) -> None:
 
 def _draw_shared_runs(axes: Any, report: Mapping[str, Any]) -> None:
     private, places = report["shared_runs"], np.arange(len(RUNS))
+    names = {"held out": "held-out records"}
     noise = 2 * np.asarray(private["stddevs"])
     line = {"color": COLORS["private"], "label": "private records", "capsize": 3}
     axes.errorbar(places, private["shares"], noise, marker="o", **line)
     for name, shares in report["not_protected"]["shared_runs"].items():
-        axes.plot(places, shares, "o-", color=COLORS[name], label=name)
+        axes.plot(places, shares, "o-", color=COLORS[name], label=names.get(name, name))
     axes.axhline(0, color="black", lw=0.5)
     axes.set_xticks(places, [str(x) for x in RUNS])
-    axes.set(xlabel="words in a row (bars: two deviations of noise)")
+    axes.set(xlabel="words in a row (bars: noise, 2 stddevs)")
     axes.set_title("Share of records that a text repeats")
     axes.legend(frameon=False)
 
