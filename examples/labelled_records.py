@@ -24,7 +24,7 @@ def read(path: pathlib.Path | None, labels: Sequence[str]) -> list[Labelled]:
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(
-            f"--data must be a .jsonl file in UTF-8; got {path} "
+            f"--data and --held-out must be .jsonl files in UTF-8; got {path} "
             f"({type(error).__name__})."
         ) from None
     return [_parse(x, labels, f"{path}:{i}") for i, x in enumerate(lines, 1) if x]
@@ -47,17 +47,25 @@ def _parse(line: str, labels: Sequence[str], place: str) -> Labelled:
 
 
 def private_and_held_out(
-    records: Sequence[Labelled],
+    data: pathlib.Path | None, held_out: pathlib.Path | None, labels: Sequence[str]
 ) -> tuple[list[Labelled], list[Labelled]]:
-    """Records to train on, and records to evaluate on, by a hash of their texts."""
-    held_out_texts = set(split([text for _, text in records])[1])
+    """Records to train on, and records to evaluate on.
+
+    Without a file of the latter, they are chosen from `data` by a hash of their texts.
+    """
+    records = read(data, labels)
     parts: tuple[list[Labelled], list[Labelled]] = ([], [])
-    for record in records:
-        parts[record[1] in held_out_texts].append(record)
+    if held_out is not None:
+        parts = records, read(held_out, labels)
+    else:
+        held_out_texts = set(split([text for _, text in records])[1])
+        for record in records:
+            parts[record[1] in held_out_texts].append(record)
     if not all(parts):
         raise SystemExit(
-            f"{len(records)} records are too few: one in sixteen is held out, and none "
-            "was."
+            "There must be private and held-out records; got "
+            f"{len(parts[0])} and {len(parts[1])}. Pass more records, or public ones "
+            "with --held-out."
         )
     return parts
 

@@ -65,6 +65,17 @@ def shares_reached(counts: np.ndarray) -> list[float]:
     return [round(float(x), 5) for x in at_least / np.sum(counts)]
 
 
+def stddevs_of_shares(shares: Sequence[float], stddev: float) -> np.ndarray:
+    """The standard deviations of the noise on shares that `shares_reached` returns.
+
+    `stddev` is that of a count, divided by the number of records. A share is a sum of
+    counts over the sum of all, so that the noise of several counts adds up.
+    """
+    numerator = np.arange(len(RUNS), 0, -1)  # classes that reach each length
+    p, others = np.asarray(shares), 1 + len(RUNS) - numerator
+    return stddev * np.sqrt(numerator * (1 - p) ** 2 + others * p**2)
+
+
 def shares_of(records: Sequence[Labelled], texts: Sequence[Labelled]) -> list[float]:
     """The same without noise, for public records."""
     classes = shared_runs(records, texts)
@@ -98,46 +109,57 @@ def summed_nats(apply: Any, params: Any, batch: llm.losses.Batch) -> np.ndarray:
 
 
 def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draws the report: accuracies, shared runs, and exposures of canaries."""
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    panels = figure.subplots(1, 3)
-    _draw_accuracies(panels[0], report)
-    _draw_shared_runs(panels[1], report["shared_runs"])
-    _draw_exposures(panels[2], {x: y["exposures"] for x, y in report["models"].items()})
-    for axes in panels:
+    """Draws losses, accuracies, shared runs, and exposures if canaries were planted."""
+    draw_fns = [_draw_losses, _draw_accuracies, _draw_shared_runs]
+    if "exposures" in report:
+        draw_fns.append(_draw_exposures)
+    figure = Figure(figsize=(3.8 * len(draw_fns), 3.4), layout="constrained")
+    for axes, draw_fn in zip(figure.subplots(1, len(draw_fns)), draw_fns, strict=True):
+        draw_fn(axes, report)
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize("medium")
     figure.savefig(path, dpi=150)
 
 
+def _draw_losses(axes: Any, report: Mapping[str, Any]) -> None:
+    _draw_bars(axes, report["not_protected"]["nats_per_token"])
+    axes.margins(x=0.3)  # for the figures next to the bars
+    axes.set(xlabel="nats per token")
+    axes.set_title("Loss on held-out records")
+
+
 def _draw_accuracies(axes: Any, report: Mapping[str, Any]) -> None:
-    found = {x: y["accuracy"] for x, y in report["models"].items()}
-    if "accuracy_of_real_texts" in report:
-        found["real texts"] = report["accuracy_of_real_texts"]
+    _draw_bars(axes, report["not_protected"]["accuracy"])
+    axes.axvline(1 / len(report["noisy_label_counts"]), color="black", ls=":", lw=1)
+    axes.set(xlim=(0, 1), xlabel="balanced accuracy (dotted: a guess)")
+    axes.set_title("Classifier trained on the texts")
+
+
+def _draw_bars(axes: Any, found: Mapping[str, float]) -> None:
     bars = axes.barh(
         list(found), list(found.values()), color=[COLORS[x] for x in found]
     )
     axes.bar_label(bars, fmt="%.3f", padding=6)
-    axes.axvline(1 / len(report["noisy_label_counts"]), color="black", ls=":", lw=1)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 1.25), xlabel="balanced accuracy (dotted: a guess)")
-    axes.set_title("Classifier trained on the texts")
 
 
-def _draw_shared_runs(axes: Any, found: Mapping[str, Any]) -> None:
-    names = {"private": "private records", "held out": "held-out records"}
-    places = np.arange(len(RUNS))
-    for name, shares in found["shares"].items():
-        line = {"color": COLORS[name], "label": names.get(name, name), "capsize": 3}
-        noise = 2 * found["stddev"] if name == "private" else 0
-        axes.errorbar(places, shares, noise, marker="o", **line)
+def _draw_shared_runs(axes: Any, report: Mapping[str, Any]) -> None:
+    private, places = report["shared_runs"], np.arange(len(RUNS))
+    names = {"held out": "held-out records"}
+    noise = 2 * np.asarray(private["stddevs"])
+    line = {"color": COLORS["private"], "label": "private records", "capsize": 3}
+    axes.errorbar(places, private["shares"], noise, marker="o", **line)
+    for name, shares in report["not_protected"]["shared_runs"].items():
+        axes.plot(places, shares, "o-", color=COLORS[name], label=names.get(name, name))
+    axes.axhline(0, color="black", lw=0.5)
     axes.set_xticks(places, [str(x) for x in RUNS])
-    axes.set(xlabel="words in a row (bars: two deviations of noise)", ylim=(0, None))
+    axes.set(xlabel="words in a row (bars: noise, 2 stddevs)")
     axes.set_title("Share of records that a text repeats")
     axes.legend(frameon=False)
 
 
-def _draw_exposures(axes: Any, found: Mapping[str, list[float]]) -> None:
+def _draw_exposures(axes: Any, report: Mapping[str, Any]) -> None:
+    found = report["exposures"] | report["not_protected"].get("exposures", {})
     for i, (name, values) in enumerate(found.items()):
         axes.plot([i] * len(values), values, "o", color=COLORS[name], alpha=0.6)
     axes.axhline(np.log2(NUM_CODES), color="black", ls=":", lw=1)

@@ -139,16 +139,20 @@ class Plan(NamedTuple):
             "and by the\n  longest run of words that a text shares. Each count has "
             f"noise of standard\n  deviation {self.stddev_of_counts:.1f}.\n"
             f"- Training: epsilon {training}. Its own statement is below.\n"
-            f"- Planted: {num_planted} records are made up, to see what the model "
-            "remembers.\n"
             f"- Held out: {num_held_out} records, used for evaluation only and treated "
-            "as public.\n  Losses and accuracies for them are not protected.\n"
+            "as public.\n  The claim does not cover their losses, accuracies and "
+            'shared runs, which the\n  report has under "not_protected".\n'
         )
+        if num_planted:
+            text += (
+                f"- Planted: {num_planted} records are made up, to see what the model "
+                "remembers.\n"
+            )
         if compare:
             text += (
                 "- Compared: a model and a classifier are also trained on the records "
                 "without\n  privacy. All figures of them are published without any "
-                "protection.\n"
+                'protection, under\n  "not_protected" as well.\n'
             )
         return f"{text}\n{self.training.statement()}\n"
 

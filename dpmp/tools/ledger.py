@@ -19,10 +19,11 @@ _COUNTING = (
     "people."
 )
 _REMARKS = {
-    "charged_alone": "{} of the steps are paid for without a checkpoint: a run ended "
-    "with an error or before its checkpoint was in place, or the steps were made "
-    "elsewhere.",
-    "made_again": "{} of the steps were made again, and count again.",
+    "charged_alone": "{} of the steps are paid for without a checkpoint in this "
+    "directory: the steps before a state that a program brought along, or those of a "
+    "run that ended with an error or before its checkpoint was in place.",
+    "made_again": "{} of the steps have the number of another step and count as well: "
+    "they were made again, or belong to another run.",
     "incomplete_bytes": "The file ends with an incomplete record of {} bytes, whose "
     "steps are free. The next run removes it.",
 }

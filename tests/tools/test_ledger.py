@@ -83,7 +83,9 @@ def test_steps_without_a_checkpoint_are_told(tmp_path, run, report):
     (row,) = report(tmp_path)["directories"]
     assert row["charged_alone"] == 6
     assert row["epsilon"] == MECHANISM.guarantee(14).epsilon
-    assert "6 of the steps are paid for without a checkpoint" in run(tmp_path)
+    text = run(tmp_path)
+    assert "6 of the steps are paid for without a checkpoint in this directory" in text
+    assert "2 of the steps have the number of another step and count as well" in text
 
 
 def test_steps_of_several_costs_are_told_with_both_epsilons(tmp_path, run, report):

@@ -1,6 +1,7 @@
 """That texts are private with the counts, and that measures are what they say."""
 
 import json
+import os
 import pathlib
 import re
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import synthetic_measures as measures
 import synthetic_text as example
+from labelled_records import private_and_held_out
 
 from dpmp.__main__ import main as dpmp_command
 
@@ -52,7 +54,7 @@ def test_one_guarantee_covers_texts_and_counts(run, tmp_path, flags, capsys):
 
     num_private = 400 - report["held_out_records"]
     assert num_examples == num_private + 2 * example.NUM_CANARIES
-    counts, stddev = report["noisy_label_counts"], report["shared_runs"]["stddev"]
+    counts, stddev = report["noisy_label_counts"], report["shared_runs"]["stddevs"][0]
     deviation = sum(counts.values()) - num_examples
     assert 0 < abs(deviation) < 9 * stddev * num_examples
     texts = [json.loads(x) for x in (out / "synthetic.jsonl").read_text().splitlines()]
@@ -62,11 +64,12 @@ def test_one_guarantee_covers_texts_and_counts(run, tmp_path, flags, capsys):
     for path in filter(pathlib.Path.is_file, out.rglob("*")):
         assert not re.search(rb"he \d+ cab", path.read_bytes()), path
 
-    assert {*report["models"]} == {"before", "private"}  # nothing without privacy
-    assert {*report["shared_runs"]["shares"]} == {"private", "held out"}
-    assert "accuracy_of_real_texts" not in report
-    for scores in report["models"].values():
-        assert len(scores["exposures"]) == example.NUM_CANARIES
+    models, exact = {"before", "private"}, report["not_protected"]
+    assert {x: {*y} for x, y in exact.items()} == {
+        "nats_per_token": models, "accuracy": models, "shared_runs": {"held out"}
+    }  # fmt: skip
+    assert [len(x) for x in report["exposures"].values()] == [example.NUM_CANARIES] * 2
+    assert f"{report['held_out_records']} of 400 records are held out" in printed
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="--output must be a new directory"):
         run(example, *flags)
@@ -76,12 +79,17 @@ def test_one_guarantee_covers_texts_and_counts(run, tmp_path, flags, capsys):
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_a_model_without_privacy_is_compared(run, tmp_path, flags, capsys):
     run(example, *flags, "--compare", "--copies", "0")
-    assert "without any protection" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "without any protection" in printed
+    assert "exposure" not in printed
+    assert "Planted" not in printed
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert {*report["models"]} == {"before", "private", "without privacy"}
-    assert all(x["exposures"] == [] for x in report["models"].values())
-    assert "without privacy" in report["shared_runs"]["shares"]
-    assert 0 < report["accuracy_of_real_texts"] <= 1
+    exact, models = report["not_protected"], {"before", "private", "without privacy"}
+    assert "exposures" not in {*report, *exact}
+    assert {*exact["nats_per_token"]} == models
+    assert {*exact["accuracy"]} == models | {"real texts"}
+    assert {*exact["shared_runs"]} == {"held out", "without privacy"}
+    assert len(report["shared_runs"]["shares"]) == len(measures.RUNS)
     assert report["num_examples"] == 400 - report["held_out_records"]
 
     # What was released is read again, and nothing is paid for twice.
@@ -90,13 +98,15 @@ def test_a_model_without_privacy_is_compared(run, tmp_path, flags, capsys):
     again = json.loads((tmp_path / "out" / "report.json").read_text())
     for name in ("epsilon", "noisy_label_counts"):
         assert again[name] == report[name]
-    assert again["models"]["private"] == report["models"]["private"]
+    losses = exact["nats_per_token"], again["not_protected"]["nats_per_token"]
+    assert losses[0]["private"] == losses[1]["private"]
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--data", "nowhere.jsonl"], "--data must be a .jsonl file"),
+        (["--data", "nowhere.jsonl"], "--data and --held-out must be .jsonl files"),
+        (["--held-out", os.devnull], r"got 400 and 0\. Pass more"),
         (["--data", __file__], r"test_synthetic_text.py:1: must be a JSON object"),
         (["--labels", "in"], r"records.jsonl:2: the label must be one of .*\(in\)"),
         (["--prompt", "none"], "--prompt must have {label} in it; got 'none'"),
@@ -119,6 +129,32 @@ def test_shared_runs_depend_on_each_record_alone():
     assert measures.shared_runs(records, texts).tolist() == [0, 1, 2, 3]
     assert measures.shared_runs(records[2:], texts).tolist() == [2, 3]
     assert measures.shares_of(records, texts) == [0.75, 0.5, 0.25]
+
+
+def test_the_noise_of_shares_is_that_of_several_counts():
+    counts = np.array([600, 200, 150, 50])
+    noise = np.random.default_rng(0).normal(scale=5, size=(4000, 4))
+    stddevs = np.std([measures.shares_reached(counts + x) for x in noise], axis=0)
+    shares = measures.shares_reached(counts)
+    expected = measures.stddevs_of_shares(shares, 5 / sum(counts))
+    assert stddevs == pytest.approx(expected, rel=0.06)
+
+
+def test_exposures_of_a_model_without_privacy_are_not_protected():
+    scores = {"accuracy": 0.5, "exposures": [1.0]}
+    models = dict.fromkeys(("before", "private", "without privacy"), scores)
+    protected, others = example.divide(models)
+    assert protected == {"exposures": {"before": [1.0], "private": [1.0]}}
+    assert others["exposures"] == {"without privacy": [1.0]}
+    assert {*others["accuracy"]} == {*models}
+
+
+def test_public_records_can_be_evaluated_on_in_place_of_private_ones(records, tmp_path):
+    public = tmp_path / "public.jsonl"
+    public.write_text('{"label": "in", "text": "a cab"}\n')
+    private, held_out = private_and_held_out(records, public, LABELS)
+    assert len(private) == 400
+    assert held_out == [("in", "a cab")]
 
 
 def test_exposure_is_the_rank_of_a_canary_in_bits():
