@@ -13,8 +13,6 @@ from dpmp._typing import PyTree
 from dpmp.engines import scaled
 from dpmp.precision import Policy
 
-Exponents = tuple[tuple[int, int], ...]
-
 
 @dataclass(frozen=True)
 class GradientComparison:
@@ -59,9 +57,6 @@ class Comparison:
       float32_loss: the loss in float32.
       total: the gradient with respect to all parameters.
       parameters: the gradient of each parameter, the smallest cosine first.
-      exponents: for each k, the number of entries of the policy's gradient, unscaled,
-        whose size is from 2^k to 2^(k+1). Zeros are left out.
-      float32_exponents: the same for the float32 gradient.
     """
 
     loss_scale: float
@@ -69,8 +64,6 @@ class Comparison:
     float32_loss: float
     total: GradientComparison
     parameters: tuple[GradientComparison, ...]
-    exponents: Exponents
-    float32_exponents: Exponents
 
     @property
     def relative_difference(self) -> float:
@@ -96,10 +89,8 @@ def compare(
     stacks = [_stack(x, y, scale) for x, y in zip(scaled, exact, strict=True)]
     parameters = [_gradient(*x) for x in zip(paths, stacks, strict=True)]
     parameters.sort(key=lambda x: (not math.isnan(x.cosine), x.cosine))
-    both = np.concatenate(stacks, axis=1)
-    total, parameters = _gradient("", both), tuple(parameters)
-    exponents = map(_exponents, both[:2])
-    return Comparison(scale, loss, exact_loss, total, parameters, *exponents)
+    total = _gradient("", np.concatenate(stacks, axis=1))
+    return Comparison(scale, loss, exact_loss, total, tuple(parameters))
 
 
 def cast(args: Sequence[PyTree], policy: Policy) -> tuple[PyTree, ...]:
@@ -155,10 +146,3 @@ def _gradient(path: str, stack: np.ndarray) -> GradientComparison:
     return GradientComparison(
         path, grad.size, float(cosine), float(ratio), not_finite, *shares
     )
-
-
-def _exponents(x: np.ndarray) -> Exponents:
-    """The number of entries of each size, in powers of two."""
-    _, exponents = np.frexp(x[np.isfinite(x) & (x != 0)])
-    found, counts = np.unique(exponents - 1, return_counts=True)
-    return tuple(zip(found.tolist(), counts.tolist(), strict=True))

@@ -49,26 +49,6 @@ class PrecisionReport:
         text = _shown.text(self.findings, self.comparison)
         return f"{title}\n\n{text}"
 
-    def plot(self, path: Any = None) -> Any:
-        """Draws the sizes of the gradient's entries beside the ranges of dtypes.
-
-        The picture is for public or synthetic data only, since it has no noise. It is
-        a matplotlib figure, which is also saved to `path`, if that is given.
-
-        Raises:
-          ModuleNotFoundError: without matplotlib (`pip install 'dpmp[plot]'`).
-          ValueError: without data.
-        """
-        if self.comparison is None:
-            _validate.fail(
-                "there is nothing to plot without data. Call precision_report with "
-                "arrays, of public or synthetic data."
-            )
-        figure = _shown.plot(self.comparison, self.policy)
-        if path is not None:
-            figure.savefig(path)
-        return figure
-
 
 def precision_report(
     fun: Callable[..., Any],
@@ -109,8 +89,8 @@ def precision_report(
         `reference=loss`.
 
     Returns:
-      The report. `print` shows it, and `.plot()` draws the gradient. If jax refuses the
-      loss under the policy, because two dtypes clash, the report has this one finding.
+      The report. `print` shows it. If jax refuses the loss under the policy, because
+      two dtypes clash, the report has this one finding.
 
     Raises:
       ValueError: if `fun` is not a function or cannot be differentiated, if there is no
