@@ -34,6 +34,7 @@ def flags(llama, records, tmp_path):
             "--num-texts", "8", "--copies", "2")  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*steps of another mechanism")  # the counts
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_one_guarantee_covers_texts_and_counts(run, tmp_path, flags, capsys):
     run(example, *flags)
