@@ -76,6 +76,7 @@ def test_one_guarantee_covers_texts_and_counts(run, tmp_path, flags, capsys):
         run(example, *flags)
 
 
+@pytest.mark.filterwarnings("ignore:.*steps of another mechanism")
 @pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_a_model_without_privacy_is_compared(run, tmp_path, flags, capsys):
