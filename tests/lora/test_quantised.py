@@ -199,3 +199,5 @@ def test_names_and_files_are_those_of_the_dense_model(tmp_path):
     other = quantised(jax.tree.map(lambda x: 2 * x, new_params(jnp.float32)), "int8")
     with pytest.raises(ValueError, match="made for"):
         lora.load(tmp_path, other)
+    with pytest.raises(ValueError, match="trained_on='quantised float32'"):
+        lora.load(tmp_path, new_params(jnp.float32))
