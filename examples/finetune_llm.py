@@ -164,12 +164,7 @@ def save(
         adapter, adapters, model.params, initial=initial, names=names, config=config
     )
     # In bfloat16, rounding the sums would undo much of what was learnt.
-    wide = jax.tree.map(
-        lambda x: x.astype(jnp.float32),
-        model.params,
-        is_leaf=lambda x: hasattr(x, "astype"),  # a quantised array too
-    )
-    merged = lora.merge(wide, adapters.for_base(wide))
+    merged = lora.merge(model.params, adapters, dtype=jnp.float32)
     llm.save(output / "merged", model._replace(params=merged))
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
 

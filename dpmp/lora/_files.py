@@ -217,7 +217,7 @@ def _check_types(ours: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
         _validate.require(
             given == trained_on,
             "adapters must be loaded for the base model in the dtype of training. Load "
-            "the base model in this dtype. For another one, then pass "
+            "the base model like that. To use the adapters in another dtype, then call "
             "adapters.for_base(params).",
             target=path,
             trained_on=trained_on,
