@@ -38,6 +38,7 @@ import functools
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import finetuning
@@ -70,7 +71,11 @@ def make_mechanism(
     finetuning.check_delta(args.delta, num_examples)
     batch_size = min(args.batch_size, max(1, num_examples // 4))
     if batch_size < args.batch_size:
-        print(f"--batch-size {batch_size}, a quarter of the records")
+        print(
+            f"The expected batch size is {batch_size} instead of {args.batch_size}: at "
+            f"most a quarter of the {num_examples} records."
+        )
+        args.batch_size = batch_size  # for the report
     return dpmp.DPSGD(
         num_examples=num_examples,
         expected_batch_size=batch_size,
@@ -159,12 +164,7 @@ def save(
         adapter, adapters, model.params, initial=initial, names=names, config=config
     )
     # In bfloat16, rounding the sums would undo much of what was learnt.
-    wide = jax.tree.map(
-        lambda x: x.astype(jnp.float32),
-        model.params,
-        is_leaf=lambda x: hasattr(x, "astype"),  # a quantised array too
-    )
-    merged = lora.merge(wide, adapters.for_base(wide))
+    merged = lora.merge(model.params, adapters, dtype=jnp.float32)
     llm.save(output / "merged", model._replace(params=merged))
     (output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
 
@@ -177,15 +177,35 @@ def generate(args: argparse.Namespace) -> None:
             f"--generate: {args.generate} has no report.json of an earlier run."
         )
     report = json.loads(file.read_text())
+    if args.prompt is None:
+        raise SystemExit("--generate needs a text to continue; give it as --prompt.")
     path = find_model(args.model)
-    model = llm.load(path, dtype=jnp.bfloat16, packed=args.packed)
+    packed = report["settings"]["packed"]
+    model = llm.load(path, dtype=jnp.bfloat16, packed=packed)
     if model.tokenizer.digest != report["tokenizer"]:
         raise SystemExit(
             f"--generate: the tokenizer must be that of training; got another one from "
             f"{path}. Give the model that was fine-tuned as --model."
         )
-    adapters = lora.load(args.generate / "adapter", model.params)
+    try:
+        adapters = lora.load(args.generate / "adapter", model.params)
+    except ValueError as error:
+        raise SystemExit(
+            f"--generate: {error} Give the model that was fine-tuned as --model."
+        ) from None
     print(write_text(model, adapters, args, is_chat=report["is_chat"]))
+
+
+def typical_prompt(held_out: Sequence[str | llm.Dialogue]) -> str:
+    """The prompt of median length in held-out records; of texts, the first words."""
+    prompts = [
+        " ".join(record.split()[:2])
+        if isinstance(record, str)
+        else record.text[: record.completions[0][0]]
+        for record in held_out
+    ]
+    prompts = sorted(filter(str.strip, prompts), key=len) or ["The"]
+    return prompts[len(prompts) // 2]
 
 
 def write_text(
@@ -235,13 +255,13 @@ def parse_args() -> argparse.Namespace:
     add("--targets", default=TARGETS, help="a regular expression of arrays to adapt")
     add("--length", type=int, default=512 if on_gpu else 64, help="tokens of a record")
     add("--steps", type=int, default=8, help="of private training")
-    add("--batch-size", type=int, default=128, help="expected records in a step")
+    add("--batch-size", type=int, default=128, help="expected in a step, at most 1/4")
     add("--microbatch-size", type=int, help="records at once; else what fits")
     add("--l2-clip-norm", type=float, default=1.0, help="of one record's gradient")
     add("--learning-rate", type=float, default=0.015, help="of private training")
     add("--seed", type=int, default=0, help="of what is public; never of the noise")
     add("--generate", type=path, metavar="DIR", help="only write text, with adapters")
-    add("--prompt", default="Return the", help="to continue; of chats, to reply to")
+    add("--prompt", help="to continue or reply to; else that of a held-out record")
     add("--num-tokens", type=int, default=40, help="how many tokens to write")
     return parser.parse_args()
 
@@ -275,6 +295,7 @@ def main() -> None:
     is_chat = isinstance(held_out[0], llm.Dialogue) and held_out[0].has_marks
     make_batch = functools.partial(llm.make_batch, model.tokenizer, length=args.length)
     private = make_batch(private)
+    prompt = typical_prompt(held_out)
     held_out = make_batch(held_out[:MAX_HELD_OUT])
     losses = describe_losses(held_out, args.length)
     key = jax.random.key(args.seed)
@@ -299,6 +320,9 @@ def main() -> None:
     results |= {"tokenizer": model.tokenizer.digest, "is_chat": is_chat}
     report = finetuning.describe(args, mechanism, num_held_out, **results)
     save(args.output, model, trained, initial, report)
+    if args.prompt is None:
+        print("With the prompt of a held-out record, which is treated as public:")
+        args.prompt, is_chat = prompt, False  # a chat is rendered already
     print(write_text(model, trained, args, is_chat=is_chat))
     minutes = (time.monotonic() - start) / 60
     print(f"Saved in {args.output}, after {minutes:.1f} minutes")

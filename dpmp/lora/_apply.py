@@ -188,23 +188,35 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
     return adapted
 
 
-def merge(params: PyTree, adapters: Adapters) -> PyTree:
+def merge(params: PyTree, adapters: Adapters, *, dtype: Any = None) -> PyTree:
     """Adds the changes to the arrays, and returns a model that needs no adapters.
 
-    The changes are computed in float32, and the sums are rounded to the dtypes of the
-    parameters. In bfloat16, that rounding is often as large as the change. If you have
-    the base model in float32, merge into it with `adapters.for_base(params)`. Quantised
-    arrays are dequantised.
+    The changes are computed in float32. Quantised arrays are dequantised.
+
+    Args:
+      params: the frozen parameters.
+      adapters: the adapters after training.
+      dtype: the dtype of the real arrays of the result; None for those of the
+        parameters, and of the scales of quantised arrays. Rounding to bfloat16 is often
+        as large as the change, so that float32 is better if you have the memory.
 
     Raises:
       ValueError: if the adapters belong to other parameters. Parameters into which the
-        adapters were merged before are other parameters.
+        adapters were merged before are other parameters. Also if `dtype` is not a
+        floating type.
     """
     check_fits(adapters, params, fingerprint(params))
+    _validate.require(
+        dtype is None or jnp.issubdtype(dtype, jnp.floating),
+        "dtype must be None or a floating type. Use jnp.float32.",
+        dtype=dtype,
+    )
     axes = dict(adapters.axes)
 
     def merged(path: str, x: Any) -> Any:
         x = dequantised(x)
+        if dtype is not None and jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            x = jnp.asarray(x, dtype)
         if path not in axes:
             return x
         a, b = (factor.astype(jnp.float32) for factor in adapters.factors[path])

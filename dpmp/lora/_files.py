@@ -23,6 +23,7 @@ from dpmp.lora._adapters import (
 )
 from dpmp.lora._fingerprint import fingerprint
 from dpmp.lora._names import by_path
+from dpmp.lora._quantised import type_of
 
 _CONFIG, _ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -74,7 +75,8 @@ def save(
         "every adapter must change its target. Save the adapters after training.",
         zero=zero,
     )
-    shapes = {path: x.shape for path, x in by_path(params).items()}
+    targets = by_path(params)
+    shapes = {path: x.shape for path, x in targets.items()}
     places = {
         path: _peft.place_of(path, shapes[path], axes, names)
         for path, axes in adapters.axes
@@ -92,7 +94,7 @@ def save(
     ours = {
         "base": adapters.base,
         "targets": {
-            path: {"axes": axes, "modules": modules}
+            path: {"axes": axes, "modules": modules, "type": type_of(targets[path])}
             for path, (_, axes, modules) in places.items()
         },
         "alpha": adapters.alpha,
@@ -145,7 +147,8 @@ def load(
     folder, base = pathlib.Path(directory), fingerprint(params)
     config = _read(folder / _CONFIG, lambda file: json.loads(file.read_text()))
     arrays, ours = _read(folder / _ARRAYS, _read_arrays)
-    shapes = {path: x.shape for path, x in by_path(params).items()}
+    targets = by_path(params)
+    shapes = {path: x.shape for path, x in targets.items()}
     places = _found(arrays, shapes, names) if ours is None else _noted(ours, shapes)
     parts = {} if ours is None else _peft.parts_of(places.values())
     rank, alpha = _peft.check_config(config, parts, str(folder / _CONFIG))
@@ -159,6 +162,7 @@ def load(
             "directory, or save the adapters again.",
             changed=changed,
         )
+        _check_types(ours, targets)
     adapters = Adapters(
         factors=factors,
         axes=tuple((path, place.axes) for path, place in places.items()),
@@ -204,6 +208,21 @@ def _noted(
         axes = Axes(*map(tuple, target["axes"]))
         places[path] = _peft.Place(shapes[path], axes, modules)
     return places
+
+
+def _check_types(ours: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    for path, target in ours["targets"].items():
+        given = type_of(targets[path])
+        trained_on = target.get("type", given)  # older files do not have it
+        _validate.require(
+            given == trained_on,
+            "adapters must be loaded for the base model in the dtype of training. Load "
+            "the base model like that. To use the adapters in another dtype, then call "
+            "adapters.for_base(params).",
+            target=path,
+            trained_on=trained_on,
+            given=given,
+        )
 
 
 def _found(

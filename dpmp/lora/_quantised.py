@@ -34,6 +34,11 @@ def shape_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_quantised(x) else x
 
 
+def type_of(x: Any) -> str:
+    """The dtype of an array, and whether it is quantised."""
+    return f"quantised {x.dtype}" if is_quantised(x) else str(x.dtype)
+
+
 def check_leading(x: Any) -> None:
     """Raises ValueError if the slices of a quantised array share scales."""
     sizes = {part.shape[0] for part in jax.tree.leaves(x)} if is_quantised(x) else {}

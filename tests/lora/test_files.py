@@ -266,6 +266,9 @@ def test_another_base_is_refused_everywhere(tmp_path):
     ):
         with pytest.raises(ValueError, match=OTHER_BASE):
             refused()
+    half = jax.tree.map(lambda x: x.astype("bfloat16"), DECODER.params)
+    with pytest.raises(ValueError, match=r"trained_on='float32', given='bfloat16'"):
+        lora.load(tmp_path, half)
     assert adapters.for_base(stale).base != adapters.base
     lora.merge(stale, adapters.for_base(stale))
 

@@ -92,6 +92,20 @@ def test_the_adapted_function_is_that_of_the_merged_model(kind):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
 
 
+def test_merging_in_float32_adds_the_whole_change():
+    packed = quantised(new_params(jnp.bfloat16), "int8")
+    adapters = moved(lora.init(KEY, packed, 2, "layers"))
+    unchanged = jax.tree.map(jnp.zeros_like, adapters)
+    base = lora.merge(packed, unchanged)["layers"]["up"]
+    merged = lora.merge(packed, adapters, dtype=jnp.float32)
+    assert {x.dtype.name for x in jax.tree.leaves(merged)} == {"float32"}
+    a, b = adapters.factors["layers/up"]
+    change = merged["layers"]["up"] - base.astype(jnp.float32)
+    np.testing.assert_allclose(change, adapters.scale * (a @ b), atol=1e-6)
+    with pytest.raises(ValueError, match="dtype must be None or a floating type"):
+        lora.merge(packed, adapters, dtype=jnp.int32)
+
+
 def trainer_of(params, **fields):
     mechanism = dpmp.DPSGD(
         num_examples=len(TOKENS),
@@ -199,3 +213,5 @@ def test_names_and_files_are_those_of_the_dense_model(tmp_path):
     other = quantised(jax.tree.map(lambda x: 2 * x, new_params(jnp.float32)), "int8")
     with pytest.raises(ValueError, match="made for"):
         lora.load(tmp_path, other)
+    with pytest.raises(ValueError, match="trained_on='quantised float32'"):
+        lora.load(tmp_path, new_params(jnp.float32))
