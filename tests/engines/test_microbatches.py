@@ -42,6 +42,8 @@ UNPROVED = {"arithmetic": "unproved_float32"}
         (512, 36, BOOK_KEEPING, 6),
         (512, 11, BOOK_KEEPING, 1),
         (512, 32, BOOK_KEEPING | {"microbatch_size": 16}, 16),
+        # There are at least four examples, which together read the parameters.
+        (16_384, 32, BOOK_KEEPING, 4),
         # 2^21 entries hold the gradients of 511 examples.
         (1, 511, EXACT, 511),
         (1, 1022, EXACT, 511),
