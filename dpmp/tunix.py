@@ -234,17 +234,20 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         directory = self._fit_options["checkpoint_dir"]
         if self.state is not None and not _is_donated(self.state):
             return self.state
+        if directory is None:
+            state = self._private.init(self._params())
+        else:
+            state = self._private.init_or_restore(self._params(), directory)
+        # A first state would not count the steps that the model already has.
         _validate.require(
-            self.state is None or directory is not None,
+            self.state is None or int(state.step) >= self._train_steps,
             "the state must have survived the last error; its step has lost it. The "
             "model has the parameters of the last release, with the epsilon of "
             "`guarantee`. With checkpoint_root_directory, a run goes on from its last "
             "checkpoint.",
             error=RuntimeError,
         )
-        if directory is None:
-            return self._private.init(self._params())
-        return self._private.init_or_restore(self._params(), directory)
+        return state
 
     def guarantee(self, *, delta: float | None = None) -> PrivacyGuarantee:
         """Epsilon of all steps that led to `model`; see `DPTrainer.guarantee`.

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import logging
 import pickle
+import shutil
 import warnings
 
 import jax
@@ -399,7 +400,11 @@ def test_a_refused_call_loses_nothing():
     assert trainer.guarantee() == MECHANISM.guarantee()
 
 
-def test_a_lost_state_does_not_start_again():
+@pytest.mark.parametrize("has_directory", [False, True])
+def test_a_lost_state_does_not_start_again(has_directory, tmp_path):
+    """Also if its checkpoints are gone."""
+    directory = str(tmp_path / "run") if has_directory else None
+
     def failing(count):
         if count == 2:
             raise RuntimeError
@@ -411,9 +416,15 @@ def test_a_lost_state_does_not_start_again():
         return jax.tree.map(lambda x: x + zero, updates), count + 1
 
     optimizer = optax.GradientTransformation(lambda _: jnp.int32(0), update)
-    trainer = make_trainer(make("llama3", "lora"), optimizer=optimizer)
+    options = config(
+        checkpoint_root_directory=directory,
+        checkpointing_options=CheckpointManagerOptions(save_interval_steps=1),
+    )
+    model = make("llama3", "lora")
+    trainer = make_trainer(model, optimizer=optimizer, options=options)
     with pytest.raises(Exception, match="RuntimeError"):
         trainer.train(DATA, progress=False)
+    shutil.rmtree(tmp_path)
     assert trainer.train_steps == STEPS - 1
     assert trainer.guarantee() == MECHANISM.guarantee(STEPS - 1)
     with pytest.raises(RuntimeError, match="must have survived the last error"):
