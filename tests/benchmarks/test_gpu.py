@@ -115,6 +115,8 @@ _REHEARSED = ("exact", "bounded", "products", "small", "smollm2", "float8", "noi
 @pytest.mark.slow
 def test_the_code_of_each_part_runs_in_a_tiny_size(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "compiled")
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--seconds", "300"]
     subprocess.run(
         [*command, "--out", str(tmp_path), "--part", *_REHEARSED],
