@@ -38,7 +38,6 @@ import functools
 import json
 import pathlib
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import finetuning
@@ -177,8 +176,6 @@ def generate(args: argparse.Namespace) -> None:
             f"--generate: {args.generate} has no report.json of an earlier run."
         )
     report = json.loads(file.read_text())
-    if args.prompt is None:
-        raise SystemExit("--generate needs a text to continue; give it as --prompt.")
     path = find_model(args.model)
     packed = report["settings"]["packed"]
     model = llm.load(path, dtype=jnp.bfloat16, packed=packed)
@@ -194,18 +191,6 @@ def generate(args: argparse.Namespace) -> None:
             f"--generate: {error} Give the model that was fine-tuned as --model."
         ) from None
     print(write_text(model, adapters, args, is_chat=report["is_chat"]))
-
-
-def typical_prompt(held_out: Sequence[str | llm.Dialogue]) -> str:
-    """The prompt of median length in held-out records; of texts, the first words."""
-    prompts = [
-        " ".join(record.split()[:2])
-        if isinstance(record, str)
-        else record.text[: record.completions[0][0]]
-        for record in held_out
-    ]
-    prompts = sorted(filter(str.strip, prompts), key=len) or ["The"]
-    return prompts[len(prompts) // 2]
 
 
 def write_text(
@@ -261,7 +246,7 @@ def parse_args() -> argparse.Namespace:
     add("--learning-rate", type=float, default=0.015, help="of private training")
     add("--seed", type=int, default=0, help="of what is public; never of the noise")
     add("--generate", type=path, metavar="DIR", help="only write text, with adapters")
-    add("--prompt", help="to continue or reply to; else that of a held-out record")
+    add("--prompt", default="Hello", help="to continue; of chats, to reply to")
     add("--num-tokens", type=int, default=40, help="how many tokens to write")
     return parser.parse_args()
 
@@ -295,7 +280,6 @@ def main() -> None:
     is_chat = isinstance(held_out[0], llm.Dialogue) and held_out[0].has_marks
     make_batch = functools.partial(llm.make_batch, model.tokenizer, length=args.length)
     private = make_batch(private)
-    prompt = typical_prompt(held_out)
     held_out = make_batch(held_out[:MAX_HELD_OUT])
     losses = describe_losses(held_out, args.length)
     key = jax.random.key(args.seed)
@@ -320,9 +304,6 @@ def main() -> None:
     results |= {"tokenizer": model.tokenizer.digest, "is_chat": is_chat}
     report = finetuning.describe(args, mechanism, num_held_out, **results)
     save(args.output, model, trained, initial, report)
-    if args.prompt is None:
-        print("With the prompt of a held-out record, which is treated as public:")
-        args.prompt, is_chat = prompt, False  # a chat is rendered already
     print(write_text(model, trained, args, is_chat=is_chat))
     minutes = (time.monotonic() - start) / 60
     print(f"Saved in {args.output}, after {minutes:.1f} minutes")

@@ -22,7 +22,7 @@ import pytest
 QUICK_TO_COMPILE = ["--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 12):  # later versions of XLA do not know this flag
     QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
-ARITHMETIC = {"contract", "noise_addition", "numerics"}
+ARITHMETIC = {"clipping", "contract", "noise_addition", "numerics"}
 
 
 def pytest_configure(config):

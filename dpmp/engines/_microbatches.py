@@ -13,8 +13,8 @@ from dpmp.programs import bodies, interpreter
 # of a microbatch has about this many entries, and its materialized gradients that many.
 _ENTRIES_OF_ARRAY, _ENTRIES_OF_GRADIENTS = 2**18, 2**21
 
-# A microbatch reads all parameters. With large ones, and large arrays too, fewer
-# examples take longer: 1.4 times as long for a language model, with one example.
+# A microbatch reads all parameters. If they are large, as in a language model, fewer
+# examples take longer.
 _FEWEST = 4
 
 # On other devices, the arrays of a microbatch may take this share of the memory, as if

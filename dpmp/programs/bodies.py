@@ -124,7 +124,7 @@ def arrays_in(jaxpr: Any) -> list[Any]:
     hidden arguments of the compiled program, which its text does not show.
     """
     atoms = [*itertools.chain(*(eqn.invars for eqn in jaxpr.eqns)), *jaxpr.outvars]
-    values = (x.val for x in atoms if isinstance(x, jax.extend.core.Literal))
+    values = (x.val for x in atoms if is_literal(x))
     inside = (arrays_in(x.jaxpr) for eqn in jaxpr.eqns for x in sub_programs(eqn))
     return [*(x for x in values if np.ndim(x)), *itertools.chain(*inside)]
 

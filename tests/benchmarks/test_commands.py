@@ -16,8 +16,8 @@ FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
 COMMANDS = sorted(
     path.stem for path in FOLDER.glob("*.py") if "harness.main(" in path.read_text()
 )
-# The smallest sizes of all others take long: they compile models as they are.
-_QUICK = ("dtype_matmul", "import_time", "sampling")
+# The smallest sizes of all others take minutes: they compile models as they are.
+_QUICK = ("accountant", "dtype_matmul", "exactness_cost", "import_time", "sampling")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

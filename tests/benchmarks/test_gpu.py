@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
@@ -108,18 +109,15 @@ def test_a_check_that_fails_leaves_its_findings_and_the_other_checks(tmp_path):
     assert lines[1]["error"] == "RuntimeError: out of memory"
 
 
-# The others are the same code for other shapes, or other tests.
-_REHEARSED = ("exact", "bounded", "products", "small", "smollm2", "float8", "noise")
-
-
 @pytest.mark.slow
-def test_the_code_of_each_part_runs_in_a_tiny_size(tmp_path):
+def test_every_part_runs_in_a_tiny_size(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    # One model stands for the three sizes, and is compiled once.
     environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "compiled")
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--seconds", "300"]
     subprocess.run(
-        [*command, "--out", str(tmp_path), "--part", *_REHEARSED],
+        [*command, "--out", str(tmp_path)],
         cwd=gpu_tests._ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,
@@ -131,6 +129,21 @@ def test_the_code_of_each_part_runs_in_a_tiny_size(tmp_path):
     outcomes = {
         line["part"]: line["outcome"] for line in lines if line["question"] == "outcome"
     }
-    assert outcomes == dict.fromkeys(_REHEARSED, "ended")
+    assert outcomes == dict.fromkeys(gpu.PARTS, "ended")
     compared = {line["part"] for line in lines if line["question"] == "comparison"}
-    assert compared == {*_REHEARSED} - {"exact", "bounded", "products"}
+    assert compared == {*gpu.PARTS} - {
+        "exact",
+        "bounded",
+        "selfcheck",
+        "tests",
+        "products",
+    }
+
+
+def test_a_machine_without_a_gpu_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    flags = ["--part", "noise", "--out", str(tmp_path), "--inside"]
+    monkeypatch.setattr(sys, "argv", ["gpu", *flags])
+    assert gpu.main() == gpu._DEVICE_IS_MISSING
+    error = capsys.readouterr().err
+    assert "needs a GPU; jax finds only a CPU. Use --tiny" in error

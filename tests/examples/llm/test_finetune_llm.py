@@ -100,17 +100,6 @@ def test_losses_say_of_which_tokens_they_are():
         example.describe_losses({"is_target": is_target[2:]}, 8)
 
 
-def test_a_typical_prompt_is_that_of_a_held_out_record():
-    def dialogue(prompt):
-        text = prompt + " two"
-        return example.llm.Dialogue(text, ((len(prompt), len(text)),), has_marks=False)
-
-    prompts = ["", "long prompt", "1 +"]
-    assert example.typical_prompt([*map(dialogue, prompts)]) == "long prompt"
-    assert example.typical_prompt(["Returns the sum."]) == "Returns the"
-    assert example.typical_prompt([dialogue("")]).strip()
-
-
 def test_the_batch_is_at_most_a_quarter_of_the_records(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["finetune_llm.py", "--batch-size", "128"])
     args = example.parse_args()
@@ -132,8 +121,6 @@ def test_an_adapter_is_served_with_the_tokenizer_of_training(run, llama, tmp_pat
     (folder / "report.json").write_text(json.dumps(report))
     flags = ("--generate", folder, "--model", llama, "--prompt", "the")
     run(example, *flags, "--num-tokens", "2")
-    with pytest.raises(SystemExit, match="--generate needs a text to continue"):
-        run(example, *flags[:-2])
     other = jax.tree.map(lambda x: 2 * x, model.params)
     moved = adapters.for_base(other)
     lora.save(folder / "adapter", moved, other, initial=None, names=names)

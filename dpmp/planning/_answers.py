@@ -1,0 +1,180 @@
+"""The paragraphs, the tables and the picture that the command `plan` answers with."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from dpmp import _pictures, _plain_text
+from dpmp.accounting import DEFAULT_RELATION, digits_above
+from dpmp.planning._memory_estimate import MemoryEstimate
+from dpmp.planning._methods import Method, Model
+from dpmp.planning._plans import Plan
+
+# A method, the microbatch that fits (or 0), and the memory of a step.
+Tried = tuple[Method, int, MemoryEstimate]
+
+_REASON = (
+    "Noise in the mean gradient is in clip norms. Signal over noise is that of the sum "
+    "of all steps, for gradients of one clip norm. The row to start from has the most "
+    "steps, of those within 25 % of the best signal over noise. --steps overrules it."
+)
+COMPILING = (
+    "Counting memory. To measure activations, sums of clipped gradients are compiled "
+    "for the shapes of the model, and not run. This takes up to half a minute for each "
+    "kind of training."
+)
+_NOT_ENOUGH = (
+    "jax.checkpoint around each layer would not be enough. Use a smaller model, "
+    "shorter examples (--length), or several devices (docs/many_devices.md)."
+)
+_THE_REST = (
+    "The guides docs/finetune_llm.md and docs/own_weights.md have the rest of the "
+    "program. Gradients have noise in num_parameters entries: change it, or leave it "
+    "out, for a model of another size."
+)
+
+
+def about(model: Model) -> str:
+    """The sizes of a model and of its adapters."""
+    decoder = model.decoder
+    return _plain_text.paragraph(
+        f"The model has {_short(decoder.num_parameters)} parameters: {decoder.layers} "
+        f"layers of width {decoder.width}, and {decoder.vocabulary} tokens. LoRA of "
+        f"rank {model.rank} trains {_short(model.num_in_adapters)} entries."
+    )
+
+
+def noise(plan: Plan, trained: int, model: Model | None = None) -> str:
+    """The norm of the noise, next to that of the mean gradient."""
+    text = (
+        f"The noise in the mean gradient has a norm of {plan.noise_norm(trained):.3g}, "
+        f"over {_short(trained)} trained entries. The mean gradient itself has a norm "
+        "of at most 1, the clip norm. The norm of the noise grows with the square root "
+        "of the number of trained entries, so fewer of them may learn more."
+    )
+    if model is not None and model.num_in_adapters < trained:
+        norm, rank = plan.noise_norm(model.num_in_adapters), model.rank
+        text += f" LoRA of rank {rank} would have {norm:.3g}; --rank {rank} plans it."
+    return _plain_text.paragraph(text)
+
+
+def advice(method: Method, size: int, memory: MemoryEstimate) -> str:
+    """What layers that are computed again in the backward pass would change."""
+    if not size:
+        return _plain_text.paragraph(_NOT_ENOUGH)
+    return _plain_text.paragraph(
+        "With jax.checkpoint around each layer, every layer is computed twice, and "
+        f'"{method.name}" fits, with microbatches of {size} ({memory.total / 1e9:.1f} '
+        "GB)."
+    )
+
+
+def program(
+    args: argparse.Namespace, plan: Plan, method: Method | None = None, **more: int
+) -> str:
+    """The lines of a program that make the mechanism, the policy and the loss."""
+    fields = {
+        "num_examples": args.num_examples,
+        "expected_batch_size": plan.batch_size,
+        "iterations": plan.iterations,
+        "l2_clip_norm": 1.0,
+        **more,
+    }
+    if (relation := args.neighboring_relation) != DEFAULT_RELATION.name:
+        fields["neighboring_relation"] = f"dp_accounting.NeighboringRelation.{relation}"
+    lines = [f"      {name}={value}," for name, value in fields.items()]
+    target = f"epsilon={args.epsilon:g}, delta={args.delta:g}"
+    lines = ["Run this:\n\n  mechanism = dpmp.DPSGD(", *lines]
+    lines.append(f"  ).calibrate({target})")
+    if method is not None:
+        lines.append(f"  policy = {method.policy}")
+        if method.is_lora:
+            lines.append("  loss_fn = lora.apply(loss_fn, base)")
+        lines.append(f"\n{_plain_text.paragraph(_THE_REST)}")
+    return "\n".join(lines)
+
+
+def running_time(
+    model: Model, method: Method, plan: Plan, rate: tuple[float, str] | None
+) -> str:
+    """The operations of a run, and its hours if a speed is known."""
+    num_examples = plan.batch_size * plan.iterations
+    flops = model.num_operations(method, num_examples)
+    text = f"The run processes {_short(num_examples)} examples, in {flops:.2g} products"
+    text += " and additions. "
+    if rate is None:
+        text += "For its time, pass --rate with the speed that `fit` shows."
+    else:
+        done = {"examples": num_examples, "tokens": num_examples * model.length}
+        hours = done.get(rate[1], flops) / rate[0] / 3600
+        text += f"At this rate it takes {hours:.3g} hours."
+    return _plain_text.paragraph(text)
+
+
+def table_of_plans(plans: Sequence[Plan], start: Plan) -> str:
+    """A row for each batch size, and why one of them is marked."""
+    header = ["batch size", "steps", "noise multiplier", "noise in the mean gradient"]
+    table = [[*header, "signal over noise", ""]]
+    for plan in plans:
+        cells = [
+            str(plan.batch_size),
+            str(plan.iterations),
+            digits_above(plan.noise_multiplier, 4),
+            f"{plan.noise_in_mean:.2g}",
+            f"{plan.signal_over_noise:.0f}",
+            "<- start here" if plan == start else "",
+        ]
+        table.append(cells)
+    reason = _plain_text.paragraph(_REASON)
+    return f"{_plain_text.table(table, '>>>>><')}\n\n{reason}"
+
+
+def table_of_methods(model: Model, start: Plan, tried: Sequence[Tried]) -> str:
+    """A row for each method that was tried."""
+    rows = [["method", "trained", "norm of the noise", "GB", "microbatch"]]
+    for method, size, memory in tried:
+        trained = model.num_trained(method)
+        # What does not fit without activations is not compiled.
+        more = "" if "activations" in memory.by_name else "more than "
+        needed, norm = f"{more}{memory.total / 1e9:.1f}", start.noise_norm(trained)
+        cells = _short(trained), f"{norm:.3g}", needed, str(size or "does not fit")
+        rows.append([method.name, *cells])
+    return _plain_text.table(rows, "<>>>>")
+
+
+def table_of_memory(memory: MemoryEstimate) -> str:
+    """A row for each part of the memory of a step."""
+    rows = [["", "GB", "size"]]
+    for line in memory.at_peak:
+        rows.append([line.name, f"{line.num_bytes / 1e9:.3f}", line.formula])
+    rows.append(["total", f"{memory.total / 1e9:.3f}", f"during {memory.moment}"])
+    return _plain_text.table(rows, "<><", indent="  ")
+
+
+def draw(plans: Sequence[Plan], start: Plan) -> Any:
+    """The noise multiplier, and the noise in the mean, against the batch size."""
+    figure = _pictures.new_figure(figsize=(8, 3.4), layout="constrained")
+    sizes = [plan.batch_size for plan in plans]
+    names = {
+        "noise_multiplier": "noise multiplier",
+        "noise_in_mean": "noise in the mean gradient",
+    }
+    panels = zip(figure.subplots(1, 2), names.items(), strict=True)
+    for axes, (name, title) in panels:
+        axes.loglog(sizes, [getattr(x, name) for x in plans], "o-", color="#0072b2")
+        label = f"batch of {start.batch_size}, {start.iterations} steps"
+        options = {"color": "#d55e00", "zorder": 3, "label": label}
+        axes.scatter([start.batch_size], [getattr(start, name)], s=70, **options)
+        axes.set(xlabel="expected batch size", title=title)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    return figure
+
+
+def _short(number: float) -> str:
+    """Three digits, in millions or billions if the number is so large."""
+    for size, name in ((1e9, " billion"), (1e6, " million")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{name}"
+    return f"{number:.0f}"
