@@ -111,10 +111,15 @@ def sub_programs(eqn: Any) -> list[SubProgram]:
     ]
 
 
+def programs_in(jaxpr: Any) -> list[Any]:
+    """Lists a jaxpr, and the jaxprs of all programs in it."""
+    inside = (programs_in(x.jaxpr) for eqn in jaxpr.eqns for x in sub_programs(eqn))
+    return [jaxpr, *itertools.chain(*inside)]
+
+
 def equations(jaxpr: Any) -> list[Any]:
     """Lists the equations of a jaxpr, and those of all programs in it."""
-    inside = (equations(sub.jaxpr) for eqn in jaxpr.eqns for sub in sub_programs(eqn))
-    return [*jaxpr.eqns, *itertools.chain(*inside)]
+    return list(itertools.chain(*(x.eqns for x in programs_in(jaxpr))))
 
 
 def arrays_in(jaxpr: Any) -> list[Any]:
@@ -123,10 +128,13 @@ def arrays_in(jaxpr: Any) -> list[Any]:
     jax puts arrays there with the option `jax_use_simplified_jaxpr_constants`. They are
     hidden arguments of the compiled program, which its text does not show.
     """
-    atoms = [*itertools.chain(*(eqn.invars for eqn in jaxpr.eqns)), *jaxpr.outvars]
-    values = (x.val for x in atoms if is_literal(x))
-    inside = (arrays_in(x.jaxpr) for eqn in jaxpr.eqns for x in sub_programs(eqn))
-    return [*(x for x in values if np.ndim(x)), *itertools.chain(*inside)]
+    atoms = (
+        atom
+        for program in programs_in(jaxpr)
+        for some in (*(eqn.invars for eqn in program.eqns), program.outvars)
+        for atom in some
+    )
+    return [x.val for x in atoms if np.ndim(getattr(x, "val", 0))]
 
 
 def _counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
