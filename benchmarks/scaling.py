@@ -155,10 +155,12 @@ def _lora(
     state = place(jax.eval_shape(first_state, frozen, trained))
 
     def step(frozen: Any, state: Any, keys: Any, batch: Any, is_padding: Any) -> Any:
-        program, constants = trainer(frozen)._step.make_program(places, tokens)
+        make_program = trainer(frozen)._step.make_program
+        program, constants = make_program(places, tokens, lambda x: specs[x.shape])
         return program(state, keys, batch, is_padding, constants)
 
     places, placed = state, place(frozen)
+    specs = {x.shape: x.sharding.spec for x in jax.tree.leaves(placed)}
     keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * 3
     is_padding = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.bool_)
     jitted = jax.jit(

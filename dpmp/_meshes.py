@@ -11,6 +11,7 @@ dtype, with a weak type, or on other devices.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,34 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array"],
+    meta_fields=["axis", "names"],
+)
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The part of an array that a device has, inside of `jax.shard_map`.
+
+    Attributes:
+      array: the part.
+      axis: the number of the axis that devices divide.
+      names: the mesh axes of these devices.
+    """
+
+    array: jax.Array
+    axis: int
+    names: tuple[str, ...]
+
+    def whole(self) -> jax.Array:
+        """Gathers the array from all devices, which must call this together."""
+        return jax.lax.all_gather(self.array, self.names, axis=self.axis, tiled=True)
+
+    def to_be_sliced(self) -> "Part":
+        """The part, with the number that the axis has in slices along the first one."""
+        return dataclasses.replace(self, axis=self.axis - 1)
 
 
 def check_not_mapped(what: str, reason: str, *, fix: str) -> None:

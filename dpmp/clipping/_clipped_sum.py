@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +65,7 @@ class ClippedSum:
 
     def __post_init__(self):
         fix = "Use a divisor of the batch size, or None for the whole batch."
-        check = functools.partial(_validate.positive_integer, fix=fix)
+        check = partial(_validate.positive_integer, fix=fix)
         _validate.fields(self, microbatch_size=_validate.optional(check))
 
     @property
@@ -91,7 +92,7 @@ class ClippedSum:
                 for i, arg in enumerate(args)
             ]
 
-        def one_microbatch(examples, is_padding):
+        def one_microbatch(kwargs, examples, is_padding):
             others = jax.tree.map(_meshes.resharded, kwargs)
             return self._one_microbatch(with_examples(examples), others, is_padding)
 
@@ -103,23 +104,24 @@ class ClippedSum:
             batch_size=batch_size,
         )
         if batch_size == 0:
-            total, outputs = _empty(one_microbatch, examples)
+            total, outputs = _empty(partial(one_microbatch, kwargs), examples)
             return self.arithmetic.finish(total), outputs
         num_shards = self.shards.size
         part_size = batch_size // num_shards
         given = self.shards.divide(self.microbatch_size, batch_size)
 
-        def sum_part(part):
+        def sum_part(part, kwargs):
             examples, is_padding = part
+            compute = partial(one_microbatch, kwargs)
             size = given or self._fitting(part_size, with_examples(examples), kwargs)
             if math.isfinite(self.clip_norms.l2_norm_bound):
                 self.arithmetic.check_batch(batch_size, size * num_shards, num_shards)
             if size == part_size:
-                return one_microbatch(examples, is_padding)
-            return self._scan(one_microbatch, examples, is_padding, size)
+                return compute(examples, is_padding)
+            return self._scan(compute, examples, is_padding, size)
 
         batch = (examples, is_padding_example)
-        total, outputs = self.shards.sum(sum_part, batch, self.arithmetic)
+        total, outputs = self.shards.sum(sum_part, batch, kwargs, self.arithmetic)
         return self.arithmetic.finish(total), outputs
 
     def divided_like(self, args: Sequence[Any]) -> "ClippedSum":

@@ -7,14 +7,14 @@ that lie on one device.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dpmp import _validate
+from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp.numerics import Arithmetic, is_grid
 
@@ -50,10 +50,14 @@ class Shards:
         If a spec has some of the same axes, a device receives only its own part of that
         array. Over other axes of the mesh, the compiler divides the array from the
         start. The tree is empty for sums that are whole on every device.
+      kwarg_specs: for names of keyword arguments of the loss, trees of the partition
+        specs of their arrays. Leave it to `DPTrainer`. Of an array that only the same
+        axes divide, and not along its first axis, the loss receives a `_meshes.Part`.
     """
 
     axes: tuple[str, ...] = ()
     sum_specs: PyTree = ()
+    kwarg_specs: Mapping[str, PyTree] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, given: "str | Sequence[str] | Shards | None") -> "Shards":
@@ -82,26 +86,33 @@ class Shards:
 
     def sum(
         self,
-        sum_part: Callable[[PyTree], tuple[PyTree, PyTree]],
+        sum_part: Callable[[PyTree, dict[str, Any]], tuple[PyTree, PyTree]],
         examples: PyTree,
+        kwargs: dict[str, Any],
         arithmetic: Arithmetic,
     ) -> tuple[PyTree, PyTree]:
         """Sums the parts of a batch, each on its own devices, and adds up the sums.
 
         `sum_part` returns the sum over a part of `examples` (arrays with a leading axis
         of examples), and arrays with one row for each of these examples. So does this
-        method, for all examples. Raises ValueError if there are specs, but not one for
-        each array of the sum.
+        method, for all examples. It also receives `kwargs`, of which devices may have
+        parts. Raises ValueError if there are specs, but not one for each array of the
+        sum.
         """
         if self.size == 1:
-            return sum_part(examples)
+            return sum_part(examples, kwargs)
         by_example = jax.P(self.axes)
         specs = jax.tree.leaves(self.sum_specs, is_leaf=lambda x: x is None)
         divisions = [self._division(spec) for spec in specs]
         treedef = []
+        divided_kwargs = {name: kwargs[name] for name in self.kwarg_specs}
+        arrays, tree = jax.tree.flatten(divided_kwargs)
 
-        def on_one_device(examples: PyTree) -> tuple[list[PyTree], PyTree]:
-            total, outputs = sum_part(examples)
+        def on_one_device(
+            examples: PyTree, arrays: list[jax.Array]
+        ) -> tuple[list[PyTree], PyTree]:
+            parts = map(_as_part, arrays, self._of_kwargs)
+            total, outputs = sum_part(examples, kwargs | tree.unflatten(parts))
             leaves, structure = jax.tree.flatten(total, is_leaf=is_grid)
             treedef[:] = [structure]
             _validate.require(
@@ -119,26 +130,40 @@ class Shards:
 
         leaves, outputs = jax.shard_map(
             on_one_device,
-            in_specs=(by_example,),
+            in_specs=(by_example, [x.spec for x in self._of_kwargs]),
             out_specs=([x.spec for x in divisions] or jax.P(), by_example),
             axis_names=set(self.axes),
             # The branches of `_fence` are not annotated with the axes they vary over.
             check_vma=False,
-        )(jax.tree.map(jnp.asarray, examples))
+        )(jax.tree.map(jnp.asarray, examples), arrays)
         return treedef[0].unflatten(leaves), outputs
 
     def agree(self, condition: jax.Array) -> jax.Array:
         """Whether a condition holds on all devices that must take the same branch.
 
-        A branch may have collectives over axes that the compiler divides. Devices that
-        do not take it would let the others wait for ever.
+        A branch may have collectives: over axes that the compiler divides, or in a loss
+        that gathers its arguments. Devices that do not take it would let the others
+        wait for ever.
         """
         mesh = jax.sharding.get_abstract_mesh()
         axes = tuple(name for name in self.axes if name in mesh.manual_axes)
         others = set(mesh.axis_names) - set(mesh.manual_axes)
-        if not axes or all(mesh.shape[name] == 1 for name in others):
+        is_divided = any(mesh.shape[name] > 1 for name in others)
+        is_gathered = any(x.names for x in self._of_kwargs)
+        if not axes or not (is_divided or is_gathered):
             return condition
         return jax.lax.pmin(condition.astype(jnp.int32), axes) == 1
+
+    @property
+    def _of_kwargs(self) -> list[_Division]:
+        """How devices divide each array that `kwarg_specs` names, or do not."""
+        found = [self._division(x) for x in jax.tree.leaves(self.kwarg_specs)]
+        # If the compiler divides an array too, it gathers what it divides before it
+        # gathers the rest.
+        return [
+            x if x.number > 0 and not any(x.others) else self._division(jax.P())
+            for x in found
+        ]
 
     def _division(self, spec: jax.P) -> _Division:
         """Finds the first axis of an array that devices of the batch divide."""
@@ -185,3 +210,8 @@ class Shards:
                 size=number,
             )
         return microbatch_size and microbatch_size // size
+
+
+def _as_part(x: jax.Array, division: _Division) -> Any:
+    number, names, _ = division
+    return _meshes.Part(x, number, names) if names else x

@@ -4,6 +4,9 @@ A quantised base model has four or eight bits for an entry. Before a program mul
 with a matrix, it casts the matrix and multiplies it by scales. Differentiation would
 store the results for the backward pass, and so the whole model in a wide dtype. Here
 every operation on an unpacked array unpacks it itself, under `jax.checkpoint`.
+
+A device that holds a part of a stack of layers gathers one layer at a time in the same
+way.
 """
 
 import dataclasses
@@ -14,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpmp import _meshes
 from dpmp.programs import bodies, interpreter, primitives
 from dpmp.programs.interpreter import bind, is_literal
 
@@ -54,13 +58,35 @@ def needs_care(constants: Sequence[Any]) -> bool:
     return any(_is_packed(x) or _is_on_mesh(x) for x in constants)
 
 
+def read_by_layers(jaxpr: Any) -> list[bool]:
+    """Whether each constant of a jaxpr is read by loops alone, a slice at a time."""
+    *reads, returned = interpreter.variables_read(jaxpr)
+    elsewhere = set(returned)
+    for eqn, read in zip(jaxpr.eqns, reads, strict=True):
+        loop = bodies.as_loop(eqn)
+        first = len(eqn.invars) if loop is None else loop.num_consts + loop.num_carry
+        slices = eqn.invars[first:]
+        elsewhere.update(x for x in read if not any(x is y for y in slices))
+    return [x not in elsewhere for x in jaxpr.constvars]
+
+
 def _is_on_mesh(array: Any) -> bool:
     return isinstance(getattr(array, "sharding", None), jax.NamedSharding)
 
 
 def frozen(constants: Sequence[Any]) -> list[Any]:
     """Marks the constants of a closed jaxpr as frozen, for `as_fun`."""
-    return [_Frozen((x,), _is_packed(x)) for x in constants]
+    return [
+        _Frozen((x,), True, _whole, num_operations=1)
+        if isinstance(x, _meshes.Part)
+        else _Frozen((x,), _is_packed(x))
+        for x in constants
+    ]
+
+
+def _whole(arrays: tuple[Any, ...]) -> jax.Array:
+    (part,) = arrays
+    return part.whole()
 
 
 def _is_packed(array: Any) -> bool:
@@ -131,6 +157,16 @@ def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
         return outputs[: loop.num_carry], outputs[loop.num_carry :]
 
     carry = [_value(x) for x in values[loop.num_consts : end]]
-    xs = [_value(x) if isinstance(x, _Frozen) and x.compute else x for x in xs]
+    xs = [_by_layers(x) for x in xs]
     carry, ys = jax.lax.scan(body, carry, xs, **loop.options)
     return [*carry, *ys]
+
+
+def _by_layers(x: Any) -> Any:
+    """A value of which a loop takes slices: those of a part are gathered one by one."""
+    if not (isinstance(x, _Frozen) and x.compute):
+        return x
+    if x.compute is not _whole:
+        return x.value
+    (part,) = x.arrays
+    return dataclasses.replace(x, arrays=(part.to_be_sliced(),))

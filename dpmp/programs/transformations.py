@@ -19,7 +19,7 @@ def hoist_constants(
     fun: Callable[..., PyTree],
     *example_args: Any,
     check: Callable[[Any], None] = lambda program: None,
-) -> tuple[Callable[..., PyTree], list[Any]]:
+) -> tuple[Callable[..., PyTree], list[Any], list[bool]]:
     """Turns the arrays that `fun` closes over into an argument.
 
     Otherwise they would be part of the program: a frozen model of a few gigabytes would
@@ -30,8 +30,9 @@ def hoist_constants(
 
     `check` is called with the program, a jaxpr, and may raise an exception.
 
-    Returns `hoisted(constants, *args)` and `constants`. It accepts the shapes and
-    dtypes of the example arguments only.
+    Returns `hoisted(constants, *args)`, `constants`, and whether each of these is read
+    by loops alone, a slice at a time. `hoisted` accepts the shapes and dtypes of the
+    example arguments only. It gathers constants of which it is given a `_meshes.Part`.
     """
     closed, out_treedef = trace(fun, *example_args)
     check(closed.jaxpr)
@@ -46,9 +47,8 @@ def hoist_constants(
         return jax.tree.unflatten(out_treedef, outputs)
 
     # A NumPy array may be changed in place later, and jax would read the new values.
-    return hoisted, [
-        np.array(x) if isinstance(x, np.ndarray) else x for x in closed.consts
-    ]
+    consts = [np.array(x) if isinstance(x, np.ndarray) else x for x in closed.consts]
+    return hoisted, consts, packed.read_by_layers(closed.jaxpr)
 
 
 def rewrite(

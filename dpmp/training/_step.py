@@ -177,9 +177,15 @@ class Step:
         return Program(key, lowered.compile(), constants, calls_host)
 
     def make_program(
-        self, state: TrainingState, batch: PyTree
+        self,
+        state: TrainingState,
+        batch: PyTree,
+        spec_of: Callable[[Any], jax.P] = _meshes.spec_of,
     ) -> tuple[jax.stages.Wrapped, list[Any]]:
-        """Returns the step, and the arrays of the loss that are its last argument."""
+        """Returns the step, and the arrays of the loss that are its last argument.
+
+        `spec_of` returns the partition spec of such an array.
+        """
 
         def example_args(state, batch):
             return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
@@ -198,23 +204,27 @@ class Step:
             losses.with_checked_result(self.loss_fn)
         )
         with losses.explained(args[1], dtype):
-            loss_fn, constants = transformations.hoist_constants(
+            loss_fn, constants, by_layers = transformations.hoist_constants(
                 loss_fn, *args, *keys, check=check
             )
 
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
         mesh = _meshes.mesh_of((batch, state))
-        shards = Shards(axes, jax.tree.map(_meshes.spec_of, state.params))
+        pairs = zip(constants, by_layers, strict=True)
+        shards = Shards(
+            axes,
+            jax.tree.map(_meshes.spec_of, state.params),
+            {"constants": [spec_of(x) if by else jax.P() for x, by in pairs]},
+        )
+
+        def loss(*args, constants):
+            return loss_fn(constants, *args)
 
         def step(state, keys, batch, is_padding, constants):
             """Makes one step under tracing; see docs/architecture.md."""
-
-            def loss(*args):
-                return loss_fn(jax.tree.map(_meshes.resharded, constants), *args)
-
             keys = dict(zip(_KEYS, keys, strict=True))
             total, sensitive = self._sum_sensitive(
-                loss, state, keys["model"], batch, is_padding, shards
+                loss, state, keys["model"], batch, is_padding, constants, shards
             )
             # All values above this line are sensitive. The next state has noisy values
             # only.
@@ -271,6 +281,7 @@ class Step:
         model_words: jax.Array,
         batch: PyTree,
         is_padding: jax.Array,
+        constants: list[jax.Array],
         shards: Shards,
     ) -> tuple[PyTree, AuxiliaryOutput]:
         """Returns the sum of clipped gradients, and the outputs of each example."""
@@ -288,7 +299,7 @@ class Step:
         args = self._loss_args(state, batch)
         if self.uses_prng_key:
             args = (*args, _model_key(model_words))
-        return grad_fn(*args, is_padding_example=is_padding)
+        return grad_fn(*args, is_padding_example=is_padding, constants=constants)
 
     def _release(
         self, released: Released, update_words: jax.Array, state: TrainingState

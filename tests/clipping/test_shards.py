@@ -440,3 +440,58 @@ def test_devices_skip_padding_together():
     # All entries of a clipped gradient are 1 over the square root of their number.
     expected = 1 - num_examples / 16 / 256**0.5 / 128**0.5
     np.testing.assert_allclose(state.params, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("per_example", np.float32), ("book_keeping", np.int8)]
+)
+def test_frozen_layers_are_gathered_one_at_a_time(method, dtype):
+    """Devices without examples take part in it, or the others would wait for them."""
+    mesh, layers, width, num_examples = make_mesh(), 3, 16, 2
+    rng = np.random.default_rng(0)
+    frozen = (16 * rng.normal(size=(layers, width, width))).astype(dtype)
+    x = place(np.float32(rng.normal(size=(32, width))), mesh, P("data"))
+    is_padding = place(np.arange(32) >= num_examples, mesh, P("data"))
+
+    def make(frozen):
+        def loss(w, x):
+            def layer(h, matrix):
+                return jnp.tanh(h @ (matrix.astype(h.dtype) / 64) + h @ w), None
+
+            return jnp.mean(jax.lax.scan(layer, x, frozen)[0] ** 2)
+
+        fields = {"expected_batch_size": 20, "microbatch_size": 16, "method": method}
+        trainer = make_trainer(loss, **fields)
+        return trainer, trainer.init(place(np.eye(width, dtype=np.float32), mesh, P()))
+
+    def gathered(spec):
+        trainer, state = make(place(frozen, mesh, spec))
+        found = collectives(trainer.lower(state, x).compile().as_text())
+        return {c.shape for c in found if c.kind == "all-gather"}
+
+    divided = P(None, None, "data")
+    assert gathered(P(None, None)) == set()
+    assert gathered(divided) == {(width, width)}
+    steps = [
+        trainer.train_step(state, x, is_padding)
+        for trainer, state in (make(frozen), make(place(frozen, mesh, divided)))
+    ]
+    np.testing.assert_allclose(steps[1].params, steps[0].params, atol=1e-5)
+
+
+def test_frozen_arrays_that_are_not_read_by_layers_are_gathered_once():
+    mesh = make_mesh()
+    frozen = place(np.ones((3, 8, 8), np.float32), mesh, P(None, "data"))
+
+    def loss(w, x):
+        def layer(h, matrix):
+            return h @ matrix @ w, None
+
+        return jnp.mean(jax.lax.scan(layer, x, frozen)[0]) + jnp.mean(x @ frozen[0])
+
+    fields = {"expected_batch_size": 20, "microbatch_size": 16}
+    trainer = make_trainer(loss, method="per_example", **fields)
+    state = trainer.init(place(np.eye(8, dtype=np.float32), mesh, P()))
+    x = place(np.ones((32, 8), np.float32), mesh, P("data"))
+    found = collectives(trainer.lower(state, x).compile().as_text())
+    assert {c.shape for c in found if c.kind == "all-gather"} == {(3, 8, 8)}

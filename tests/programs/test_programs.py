@@ -75,7 +75,7 @@ def test_constants_are_hoisted_and_functions_can_be_differentiated_and_mapped(
     kind, library
 ):
     fun = make_functions(library.asarray(FROZEN))[kind]
-    hoisted, constants = hoist_constants(fun, *ARGS)
+    hoisted, constants, _ = hoist_constants(fun, *ARGS)
     assert any(np.size(x) == FROZEN.size for x in constants)
     points = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
@@ -96,12 +96,12 @@ def test_constants_are_hoisted_and_functions_can_be_differentiated_and_mapped(
 
 
 def test_constants_can_be_exchanged_and_there_may_be_none():
-    hoisted, constants = hoist_constants(make_functions(FROZEN)["plain"], *ARGS)
+    hoisted, constants, _ = hoist_constants(make_functions(FROZEN)["plain"], *ARGS)
     others = [2 * x if np.size(x) == FROZEN.size else x for x in constants]
     expected = jax.jit(make_functions(2 * FROZEN)["plain"])(*ARGS)
     assert_close(jax.jit(hoisted)(others, *ARGS), expected)
 
-    hoisted, constants = hoist_constants(lambda x: x + 1, np.zeros(3, np.float32))
+    hoisted, constants, _ = hoist_constants(lambda x: x + 1, np.zeros(3, np.float32))
     assert constants == []
     np.testing.assert_array_equal(hoisted([], np.ones(3, np.float32)), 2)
 
@@ -113,7 +113,7 @@ def test_a_function_is_traced_once_from_shapes():
         traces.append(None)
         return jnp.sum(x * FROZEN)
 
-    hoisted, constants = hoist_constants(fun, jax.ShapeDtypeStruct((3,), jnp.float32))
+    hoisted, constants, _ = hoist_constants(fun, jax.ShapeDtypeStruct((3,), jnp.float32))
     for size in (1, 2, 3):
         x = np.full(3, size, np.float32)
         grad = jax.jit(jax.grad(hoisted, argnums=1))(constants, x)
@@ -141,7 +141,7 @@ def test_trees_come_and_go():
 
     tree = {"a": np.ones(2, np.float32), "b": np.arange(3)}
     args = tree, jax.random.key(0), (np.zeros(2, np.float32), None)
-    hoisted, constants = hoist_constants(fun, *args)
+    hoisted, constants, _ = hoist_constants(fun, *args)
     assert_trees_equal(jax.jit(hoisted)(constants, *args), jax.jit(fun)(*args))
 
 
@@ -336,7 +336,7 @@ def test_what_is_computed_from_a_packed_table_is_not_repeated_for_ever():
         return jnp.sum(x @ codes)
 
     x = jnp.arange(3.0)
-    hoisted, constants = transformations.hoist_constants(fun, x)
+    hoisted, constants, _ = transformations.hoist_constants(fun, x)
     program = jax.make_jaxpr(jax.grad(hoisted, 1))(constants, x)
     assert len(bodies.equations(program.jaxpr)) < 500
     np.testing.assert_allclose(jax.jit(hoisted)(constants, x), fun(x), rtol=1e-5)
