@@ -13,6 +13,7 @@ dtype, with a weak type, or on other devices.
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,12 @@ class Part:
     def to_be_sliced(self) -> "Part":
         """The part, with the number that the axis has in slices along the first one."""
         return dataclasses.replace(self, axis=self.axis - 1)
+
+
+def memory_of_device() -> int:
+    """The bytes of a device's memory, a power of two so that equal devices agree."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return 2 ** math.floor(math.log2(stats.get("bytes_limit", 2**34)))
 
 
 def check_not_mapped(what: str, reason: str, *, fix: str) -> None:

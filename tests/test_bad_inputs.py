@@ -234,7 +234,15 @@ TABLE = {
     fit: [
         ("state must be", "given", PARAMS),
         ("progress", "no"),
-        ("checkpoint_dir", 3, "", "s3://runs/1", "a\x00b", "/tmp/" + "long" * 1000),
+        (
+            "checkpoint_dir",
+            3,
+            "",
+            "s3://runs/1",
+            "a\x00b",
+            "\ud800",
+            "/tmp/" + "long" * 1000,
+        ),
         ("stop_at", 3, -1, 1.5),
         ("callback", 3),
         ("sensitive_callback", "print"),

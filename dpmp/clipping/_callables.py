@@ -11,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 
 from dpmp import _meshes, _validate
+from dpmp._arrays import as_mask
 from dpmp._typing import PyTree
 from dpmp._validate import as_real
 from dpmp.accounting import DEFAULT_RELATION
@@ -161,8 +162,15 @@ def make_callable(
         return sizes[0]
 
     arrays = (*signature.of_params, *signature.of_examples)
+    compiled = on_any_mesh if is_rebuilt_each_step else _compiled(on_any_mesh, arrays)
+
+    def with_arrays(*args, is_padding_example, **kwargs):
+        is_padding = as_mask(is_padding_example)
+        args = signature.with_arrays(args)
+        return compiled(*args, is_padding_example=is_padding, **kwargs)
+
     return BoundedSensitivityCallable(
-        on_any_mesh if is_rebuilt_each_step else _compiled(on_any_mesh, arrays),
+        with_arrays,
         l2_norm_bound,
         has_aux,
         assumes_fixed_slots=clipped_sum.arithmetic.needs_norm_bounds,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
+from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._callables import BoundedSensitivityCallable, make_callable
@@ -172,6 +173,7 @@ def clip_pytree(
     """
     clip_norms = ClipNorms.from_tree(clip_norm, rescale_to_unit_norm, 1.0)
     check_float_leaves(pytree, "pytree")
+    pytree = as_device_dtypes(pytree)
     clip_norms.check_prefix_of(pytree)
     return_zero = jnp.asarray(return_zero)
     _validate.require(

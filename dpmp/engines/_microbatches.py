@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from dpmp import _meshes
 from dpmp.engines._signature import Signature
 from dpmp.programs import bodies, interpreter
 
@@ -40,15 +41,12 @@ def fitting_microbatch(
     num_params = len(jax.tree.leaves(params))
     sizes = [*_sizes(closed.jaxpr, {*closed.jaxpr.invars[num_params:]}), 1]
     gradient = sum(x.size for x in jax.tree.leaves(params)) if holds_gradients else 0
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
+    if jax.local_devices()[0].platform == "cpu":
         fitting = max(_FEWEST, _ENTRIES_OF_ARRAY // max(sizes))
         fitting = min(fitting, _ENTRIES_OF_GRADIENTS // max(gradient, 1))
     else:
-        # A power of two, so that devices of one kind agree.
-        memory = (device.memory_stats() or {}).get("bytes_limit", 2**34)
-        memory = 2.0 ** math.floor(math.log2(memory))
-        fitting = int(_SHARE_OF_MEMORY * memory) // (4 * (sum(sizes) + gradient))
+        memory = int(_SHARE_OF_MEMORY * _meshes.memory_of_device())
+        fitting = memory // (4 * (sum(sizes) + gradient))
     return max(1, fitting)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
+from dpmp._arrays import as_device_dtypes, name_of
 from dpmp._typing import PyTree
 from dpmp._validate import as_number
 from dpmp._warnings import warn
@@ -83,6 +84,12 @@ class Signature:
             key = args[self.prng_argnum]
             examples[self.prng_argnum] = jax.random.split(key, batch_size)
         return examples
+
+    def with_arrays(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments, with a batch of arrays of jax; see `as_device_dtypes`."""
+        batch = {i: x for i, x in enumerate(args) if i in self.batch_argnums}
+        batch = as_device_dtypes(batch)
+        return [batch.get(i, x) for i, x in enumerate(args)]
 
     def check(self, args: Sequence[Any]) -> None:
         """Raises ValueError for missing positions and for non-float parameters."""
@@ -230,10 +237,12 @@ def check_float_leaves(tree: PyTree, name: str) -> None:
     )
     for path, leaf in leaves:
         # For other types, jax's own error would show the content of the leaf.
-        is_array = isinstance(leaf, float) or hasattr(leaf, "dtype")
-        type_name = jnp.result_type(leaf).name if is_array else type(leaf).__name__
+        of_number = np.dtype(float) if isinstance(leaf, float) else None
+        dtype = getattr(leaf, "dtype", of_number)
+        is_array = isinstance(dtype, np.dtype)
+        type_name = name_of(dtype) if is_array else type(leaf).__name__
         _validate.require(
-            is_array and jnp.issubdtype(jnp.result_type(leaf), jnp.floating),
+            is_array and jnp.issubdtype(dtype, jnp.floating),
             f"every leaf of {name} must be a real float array. Keep integers and other "
             "values in an argument of their own; split complex values into real and "
             "imaginary parts.",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from dpmp import _meshes, _random, _validate
+from dpmp._arrays import as_device_dtypes
 from dpmp._fence import materialize
 from dpmp._typing import PyTree
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
@@ -161,6 +162,7 @@ def gaussian_privatizer(
             "There each device draws the noise of its own shard.",
         )
         sums, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_grid)
+        sums = [x if is_grid(x) else as_device_dtypes(x) for x in sums]
         for i, x in enumerate(sums):
             check_before_noise(x, i)
         noisy = add_noise(sums, noise_state) if stddev else list(map(to_float, sums))

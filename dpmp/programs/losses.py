@@ -191,7 +191,13 @@ def check_program(
 
 
 def calls_host(jaxpr: Any) -> bool:
-    """Whether a jaxpr calls functions on the host, such as `jax.debug.print`."""
+    """Whether the host sees what a jaxpr computes, beside its results.
+
+    The jaxpr may call functions on the host, such as `jax.debug.print`, or have other
+    effects: it may write to a reference (`jax.new_ref`).
+    """
+    if jaxpr.effects:
+        return True
     names = {eqn.primitive.name for eqn in bodies.equations(jaxpr)}
     return primitives.CHECK in names or any(
         part in name for name in names for part in primitives.ON_HOST

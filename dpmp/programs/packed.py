@@ -55,7 +55,10 @@ def needs_care(constants: Sequence[Any]) -> bool:
     If constants are on a mesh, its loops must be traced again, because types in their
     bodies name the axes of the mesh as they were outside of `jax.shard_map`.
     """
-    return any(_is_packed(x) or _is_on_mesh(x) for x in constants)
+    return any(
+        isinstance(x, _meshes.Part) or _is_packed(x) or _is_on_mesh(x)
+        for x in constants
+    )
 
 
 def read_by_layers(jaxpr: Any) -> list[bool]:

@@ -36,11 +36,10 @@ def hoist_constants(
     """
     closed, out_treedef = trace(fun, *example_args)
     check(closed.jaxpr)
-    needs_care = packed.needs_care(closed.consts)
 
     def hoisted(constants: list[Any], *args: Any) -> PyTree:
         as_fun = jax.extend.core.jaxpr_as_fun
-        if needs_care:
+        if packed.needs_care([*closed.consts, *constants]):
             constants, as_fun = packed.frozen(constants), packed.as_fun
         same = jax.extend.core.ClosedJaxpr(closed.jaxpr, constants)
         outputs = as_fun(same)(*jax.tree.leaves(args))

@@ -269,7 +269,7 @@ def checked_path(directory: Any) -> pathlib.Path:
     text = os.fsdecode(directory) if is_path else ""
     _validate.require(
         text != ""
-        and text.encode(errors="ignore") == os.fsencode(text)
+        and text.encode(errors="ignore").decode() == text
         and "\0" not in text
         and "://" not in text,
         "checkpoint_dir must be the path of a directory on a local or mounted file "

@@ -7,12 +7,11 @@ their number.
 from dpmp.sources._check_source import check_source
 from dpmp.sources._placed import check_sharding, load_shards
 from dpmp.sources._prefetch import prefetched
-from dpmp.sources._source import Load, Source, as_device_dtypes, loader_of
+from dpmp.sources._source import Load, Source, loader_of
 
 __all__ = [
     "Load",
     "Source",
-    "as_device_dtypes",
     "check_sharding",
     "check_source",
     "load_shards",

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
+from dpmp._arrays import as_array
 from dpmp._typing import PyTree
 
 Load: TypeAlias = Callable[[Any], PyTree]  # from indices
@@ -233,48 +233,10 @@ def load_padded(load: Load, padded: np.ndarray) -> PyTree:
     return _hide_errors(lambda: jax.tree.map(pad, rows))
 
 
-def as_device_dtypes(tree: PyTree) -> PyTree:
-    """Turns the leaves into arrays of jax. A value that overflows causes no warning."""
-
-    def convert(path: Any, x: Any) -> jax.Array:
-        return jnp.asarray(x if isinstance(x, jax.Array) else _as_array(path, x))
-
-    with np.errstate(all="ignore"):
-        return jax.tree_util.tree_map_with_path(convert, tree)
-
-
 def as_arrays(tree: PyTree) -> PyTree:
     """Turns the leaves into NumPy arrays; a list of numbers is one leaf."""
     columns, structure = jax.tree_util.tree_flatten_with_path(tree, _is_list_of_numbers)
-    return structure.unflatten([_as_array(*x) for x in columns or [((), None)]])
-
-
-def _as_array(path: Any, x: Any) -> np.ndarray:
-    array = np.empty(0, object)
-    # NumPy's message about lists of different lengths would show a shape.
-    with contextlib.suppress(*([ValueError] if isinstance(x, list) else [])):
-        array = np.asarray(x)
-    if _is_of_jax(array.dtype) and not isinstance(x, np.ma.MaskedArray):
-        return array
-    _validate.fail(
-        "examples must be numbers of a dtype that jax has, in arrays without masks. "
-        "Turn text and categories into numbers (docs/data.md shows how) or leave them "
-        "out, pad lists of different lengths to one length, replace None, and pass "
-        "masks beside x.filled(0).",
-        column=jax.tree_util.keystr(path) or "(the dataset itself)",
-        type=type(x).__name__,
-        # The dtype itself would show the length of the longest text.
-        content=array.dtype.type.__name__,
-    )
-
-
-@functools.cache
-def _is_of_jax(dtype: np.dtype) -> bool:
-    try:
-        jnp.zeros(0, jax.dtypes.canonicalize_dtype(dtype))
-    except Exception:  # for texts, objects, dates and long floats
-        return False
-    return True
+    return structure.unflatten([as_array(*x) for x in columns or [((), None)]])
 
 
 def _is_list_of_numbers(x: Any) -> bool:

@@ -205,6 +205,12 @@ def _arrays_of(state: TrainingState) -> list[Any]:
 def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
     """The steps that led to a state."""
     past = runs.Spent.from_array(state.spent, num_examples=mechanism.num_examples)
+    _validate.require(
+        int(state.step) <= sum(x.stop - x.start for x in past.segments),
+        "state.spent must say what all steps of the state cost. Save and restore it "
+        "with the other fields of the state.",
+        step=int(state.step),
+    )
     _check_people(past, mechanism)
     return past
 

@@ -135,6 +135,36 @@ def _is_real_scalar(x: Any) -> bool:
     return np.ndim(x) == 0 and not isinstance(x, str)
 
 
+def is_used_up(state: Any) -> bool:
+    """Whether a step has reused arrays of a state, or somebody has deleted them."""
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    return any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in arrays)
+
+
+def check_same_types(old: TrainingState, new: TrainingState) -> None:
+    """Raises ValueError unless a step returns a state of the types that it was given.
+
+    Otherwise no checkpoint of the run could be restored.
+    """
+    types = [
+        {
+            jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+            for path, x in jax.tree_util.tree_leaves_with_path(state)
+        }
+        for state in (old, new)
+    ]
+    for name in [*types[0], *types[1]]:
+        given, returned = (each.get(name) for each in types)
+        _validate.require(
+            given == returned,
+            "an optimizer must return parameters and a state of the shapes and dtypes "
+            "that it was given. Make its state in `init` as `update` returns it.",
+            array=name,
+            given=given,
+            returned=returned,
+        )
+
+
 def check_state(state: Any, batch: PyTree = None) -> None:
     """Raises ValueError for an invalid or donated state, and in traced functions."""
     _validate.instance(TrainingState, _A_STATE, state=state)
@@ -148,7 +178,7 @@ def check_state(state: Any, batch: PyTree = None) -> None:
         traced=True,
     )
     _validate.require(
-        not any(x.is_deleted() for x in arrays),
+        not is_used_up(state),
         "state must be the one that fit or train_step returned last. Write state = "
         "trainer.fit(state, ...). Or start another run, which costs as well, with "
         "trainer.init.",

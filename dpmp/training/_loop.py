@@ -28,7 +28,7 @@ from dpmp._warnings import warn
 from dpmp.accounting import round_up
 from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account, LastStep, newest, past_of
-from dpmp.training._checks import Options, as_public
+from dpmp.training._checks import Options, as_public, is_used_up
 from dpmp.training._first_line import first_line
 from dpmp.training._report import TIMES, Report, finite
 from dpmp.training._state import SensitiveOutputs, TrainingState
@@ -177,15 +177,15 @@ class Loop:
         self._pay(self._started)  # if the state could not be saved
         if step is None:
             from_there = "the last checkpoint" if self._directory else "a saved state"
-            lost = "the step itself failed, and its state is lost"
+            lost = "the state of the run is lost"
             add_note(error, f"{lost}. Go on from {from_there}.")
             return None
         if step > 0:  # there are steps that could be lost
             add_note(error, self._describe_stop(step))
         if isinstance(error, SystemExit):  # Python would show nothing
-            notes = (x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", []))
+            notes = [x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", [])]
             with contextlib.suppress(Warning):  # where warnings are errors
-                warn(" ".join(notes))
+                warn(" ".join(notes or ["the run ended in its first step."]))
         return self.state
 
     def settle(self, last_state: TrainingState | None) -> None:
@@ -204,6 +204,11 @@ class Loop:
         where = "in trainer.last_state; fit goes on from there"
         if self._directory is not None and self._saved == step:
             where = "saved. Run the same program again, to go on from there"
+        elif self._directory is not None:
+            where += (
+                ". It is not saved: a new start makes the steps after the last "
+                "checkpoint again, at a new cost"
+            )
         return (
             f"the run stopped after step {step} of {mechanism.iterations}{spent}. Its "
             f"state is {where}."
@@ -286,6 +291,12 @@ class Loop:
             with self._user_code():
                 state = jax.tree.map(lambda x: x, self.state)  # callbacks may change it
                 public = as_public(self._options.callback(state))
+            _validate.require(
+                not is_used_up(self._state),
+                "a callback must leave the arrays of its state in memory. train_step "
+                "and fit reuse them, so give them jax.tree.map(jnp.copy, state).",
+                state="one whose arrays were reused or deleted",
+            )
         if self._file is not None:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
             self._file.append([*lines[:-1], lines[-1] | numbers])
@@ -299,8 +310,7 @@ class Loop:
 def _step_of(state: TrainingState) -> int | None:
     """The number of steps, or None if a step has used up the state, or has failed."""
     try:
-        arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-        if not any(x.is_deleted() for x in arrays):
+        if not is_used_up(state):
             return int(jax.block_until_ready(state).step)
     except Exception:
         return None

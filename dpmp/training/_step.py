@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
+from dpmp._arrays import as_device_dtypes, as_mask
 from dpmp._meshes import colocated, placement, places, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
@@ -24,13 +25,17 @@ from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
 from dpmp.programs import bodies, losses, transformations
-from dpmp.sources import as_device_dtypes
 from dpmp.training._agreement import check_same_arrays, check_same_program
+from dpmp.training._checks import check_same_types
 from dpmp.training._state import TrainingState
 from dpmp.training._tickets import Batch
 
 # The names of the secret keys that a step takes from its ticket.
 _KEYS = ("noise", "model", "update")
+
+# A step gathers frozen stacks of layers at once if they take at most this share of a
+# device's memory, and one layer at a time otherwise.
+_SHARE_OF_STACKS = 0.25
 
 
 class Program(NamedTuple):
@@ -117,13 +122,14 @@ class Step:
         self, state: TrainingState, batch: Batch
     ) -> tuple[Program, tuple[Any, ...]]:
         """Finds the program of a step, and its arguments on their devices."""
-        self._check_size(batch.examples, batch.is_padding_example)
         with _without_debugging():
             examples = as_device_dtypes(batch.examples)
+            is_padding = as_mask(batch.is_padding_example)
+            self._check_size(examples, is_padding)
             state = colocated(state._replace(spent=None), examples)
             keys = [jnp.asarray(x) for x in batch.ticket.take(*_KEYS)]
             keys = colocated(keys, (state, examples))
-            args = state, keys, examples, jnp.asarray(batch.is_padding_example)
+            args = state, keys, examples, is_padding
             return self._program(*args), args
 
     def run(
@@ -137,6 +143,13 @@ class Step:
 
     def _check_size(self, examples: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
+        _validate.require(
+            jnp.ndim(is_padding) == 1 and jnp.result_type(is_padding) == jnp.bool_,
+            "is_padding_example must be a vector of bool. Use True for padding, and "
+            "False for examples.",
+            ndim=jnp.ndim(is_padding),
+            dtype=jnp.result_type(is_padding).name,
+        )
         sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((examples, is_padding))}
         # The message does not show the given size: the number of examples is sensitive.
         if sizes != {(size,)}:
@@ -144,12 +157,6 @@ class Step:
                 f"every batch must be padded to {size} examples; got another number. "
                 f"Pad it, and mark the padding in is_padding_example."
             )
-        _validate.require(
-            jnp.result_type(is_padding) == jnp.bool_,
-            "is_padding_example must be an array of bool. Use True for padding, and "
-            "False for examples.",
-            dtype=jnp.result_type(is_padding).name,
-        )
 
     def _program(
         self, state: TrainingState, keys: Any, batch: PyTree, is_padding: Any
@@ -210,12 +217,14 @@ class Step:
 
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
         mesh = _meshes.mesh_of((batch, state))
-        pairs = zip(constants, by_layers, strict=True)
-        shards = Shards(
-            axes,
-            jax.tree.map(_meshes.spec_of, state.params),
-            {"constants": [spec_of(x) if by else jax.P() for x, by in pairs]},
-        )
+        # To gather layer by layer takes less memory, and more time: each microbatch
+        # gathers every layer twice.
+        pairs = [*zip(constants, by_layers, strict=True)]
+        num_bytes = sum(x.size * x.dtype.itemsize for x, by_layer in pairs if by_layer)
+        is_large = num_bytes > _SHARE_OF_STACKS * _meshes.memory_of_device()
+        specs = [spec_of(x) if is_large and by else jax.P() for x, by in pairs]
+        of_params = jax.tree.map(_meshes.spec_of, state.params)
+        shards = Shards(axes, of_params, {"constants": specs})
 
         def loss(*args, constants):
             return loss_fn(constants, *args)
@@ -233,6 +242,7 @@ class Step:
             noisy, _ = privatizer.update(total, NoiseState(noise_key, state.step))
             released = self.mechanism.split(noisy, clip_norm=state.clip_norm)
             new_state = self._release(released, keys["update"], state)
+            check_same_types(state, new_state)
             return new_state, (sensitive.values, sensitive.grad_norms)
 
         def step_on_mesh(*args):
@@ -252,7 +262,7 @@ class Step:
 
     def lower(self, state: TrainingState, batch: PyTree) -> jax.stages.Lowered:
         """The program for a state and a batch, or for their shapes."""
-        state = state._replace(spent=None)
+        state, batch = state._replace(spent=None), as_device_dtypes(batch)
         program, constants = self.make_program(state, batch)
         shape = (self.mechanism.padded_batch_size,)
         is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)

@@ -113,7 +113,9 @@ def test_a_function_is_traced_once_from_shapes():
         traces.append(None)
         return jnp.sum(x * FROZEN)
 
-    hoisted, constants, _ = hoist_constants(fun, jax.ShapeDtypeStruct((3,), jnp.float32))
+    hoisted, constants, _ = hoist_constants(
+        fun, jax.ShapeDtypeStruct((3,), jnp.float32)
+    )
     for size in (1, 2, 3):
         x = np.full(3, size, np.float32)
         grad = jax.jit(jax.grad(hoisted, argnums=1))(constants, x)

@@ -17,7 +17,8 @@ from sources.datasets import (
     load_batch,
 )
 
-from dpmp.sources._source import as_device_dtypes, loader_of
+from dpmp._arrays import as_device_dtypes
+from dpmp.sources._source import loader_of
 
 
 class AsBatchOfOne(Sized):

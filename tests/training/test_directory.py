@@ -329,7 +329,7 @@ def test_an_exception_of_the_program_pays_for_the_step(
 def test_a_state_that_the_step_used_up_is_not_kept(tmp_path, monkeypatch):
     trainer = fresh_trainer()
     monkeypatch.setattr(Step, "run", failing_step(1, runs_first=True))
-    assert "its state is lost" in stopped(trainer, tmp_path)
+    assert "the state of the run is lost" in stopped(trainer, tmp_path)
     assert trainer.last_state is None
     assert num_paid(tmp_path) == 1
 

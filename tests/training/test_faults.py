@@ -39,8 +39,10 @@ from small_runs import (
 import dpmp
 from dpmp import _processes
 from dpmp.batch_selection import PoissonSampling
+from dpmp.engines import book_keeping
 from dpmp.loss_scaling import ScaledLoss
 from dpmp.mechanism import guarantee_of_stages
+from dpmp.noise_addition import gaussian_privatizer
 from dpmp.programs import losses
 from dpmp.runs import Spent, _files, _ledger, opened, read_metrics
 from dpmp.runs._ledger import Ledger, Record
@@ -107,7 +109,7 @@ def test_a_loop_of_ones_own_pays_for_steps_that_fail():
 
     with pytest.raises(RuntimeError, match="could not be loaded"):
         trainer.load_batch(state, Source(1, fail))
-    with pytest.raises(ValueError, match="array of bool"):
+    with pytest.raises(ValueError, match="vector of bool"):
         trainer.train_step(state, DATA, np.zeros(SIZE, np.int32))
     state = trainer.train_step(state, trainer.load_batch(state, DATA))
     assert num_of_state(state) == 3
@@ -800,3 +802,93 @@ def test_a_run_returns_its_own_state(monkeypatch):
 
     monkeypatch.setattr(Loop, "end", another_thread_begins_a_run)
     assert int(fit(trainer).step) == 7
+
+
+@pytest.mark.parametrize(
+    "as_mask",
+    [
+        lambda mask: mask.astype(object),
+        lambda mask: mask.astype(str),
+        lambda mask: np.repeat(mask[:, None], 2, axis=1),
+        lambda mask: (mask, mask),
+        lambda mask: np.ma.masked_array(mask, mask),
+    ],
+)
+def test_a_mask_of_another_kind_is_refused_without_being_shown(as_mask):
+    trainer, size = fresh_trainer(), MECHANISM.padded_batch_size
+    batch = jax.tree.map(lambda x: x[:size], DATA)
+    mask = np.arange(size) >= 5
+    with pytest.raises(ValueError, match="is_padding_example") as caught:
+        trainer.train_step(trainer.init(PARAMS), batch, as_mask(mask))
+    assert "False False" not in str(caught.value).replace("'", "")
+
+
+def sensitive_functions(loss, x):
+    """Functions of sensitive values beside those of a trainer."""
+    privatizer = gaussian_privatizer(stddev=1.0)
+    for method in ("per_example", "book_keeping"):
+        options = {"l2_clip_norm": 1.0, "keep_batch_dim": False, "method": method}
+        yield functools.partial(dpmp.clipped_grad(loss, **options), jnp.ones(2), x)
+    yield lambda: dpmp.clipping.clip_pytree(x, 1.0)
+    yield lambda: privatizer.update(x, privatizer.init(None))
+    yield lambda: book_keeping.summarize(loss, jnp.ones(2), x)
+
+
+def product(w, x):
+    return jnp.sum(w * x)
+
+
+@pytest.mark.parametrize("secret", ["54321", 54321.0])
+def test_values_that_are_no_numbers_are_not_shown(secret):
+    x = np.array([[secret, None], [0.0, 1.0]], object)
+    x = x.astype(str) if isinstance(secret, str) else x
+    for call in sensitive_functions(product, x):
+        with pytest.raises(ValueError, match="must be") as caught:
+            call()
+        assert "54321" not in str(caught.value)
+
+
+def test_a_value_that_overflows_is_not_noticed():
+    x = np.array([[1e300, 1.0], [0.0, 1.0]])
+    with np.errstate(all="raise"):
+        for call in sensitive_functions(product, x):
+            call()
+
+
+def test_an_optimizer_that_changes_the_types_of_its_state_is_refused(tmp_path):
+    def update(updates, state, params=None):
+        return updates, state.astype(jnp.float32)
+
+    optimizer = optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
+    trainer = new_trainer(optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"opt_state.*int32.*float32"):
+        fit(trainer, tmp_path)
+
+
+def test_a_state_with_more_steps_than_it_has_spent_is_refused():
+    trainer = fresh_trainer()
+    state = fit(trainer, stop_at=3)
+    restored = trainer.init(PARAMS)._replace(step=state.step, params=state.params)
+    with pytest.raises(ValueError, match="spent must say"):
+        trainer.guarantee(restored)
+    with pytest.raises(ValueError, match="spent must say"):
+        fit(trainer, state=restored)
+
+
+def test_a_callback_that_uses_up_its_state_is_refused(tmp_path):
+    trainer = fresh_trainer()
+
+    def callback(state):
+        own_step(trainer, state)
+
+    with pytest.raises(ValueError, match="a callback must leave"):
+        fit(trainer, tmp_path, callback=callback)
+    assert num_paid(tmp_path) == 3
+    assert num_of_state(fit(new_trainer(), tmp_path)) == 7
+
+
+def test_the_end_of_a_program_in_the_first_step_is_explained(recwarn):
+    source = Source(1, exit)
+    with pytest.raises(SystemExit):
+        fit(fresh_trainer(), data=source)
+    assert "first step" in str(recwarn.pop(UserWarning).message)

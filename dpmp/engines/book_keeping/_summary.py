@@ -171,6 +171,7 @@ def summarize(
         keep_batch_dim=keep_batch_dim,
         has_aux=has_aux,
     )
+    args = engine.signature.with_arrays(args)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
     params = jax.tree_util.tree_leaves_with_path(engine.signature.params(args))

@@ -498,7 +498,7 @@ def test_rows_may_be_taken_at_the_numbers_of_a_constant_that_is_traced(ids, libr
     _check(lambda w, x, ids: jnp.sum(x * w[ids]), w, x, ids)
 
     # `DPTrainer` makes the constants of a loss arguments of its step.
-    hoisted, constants = hoist_constants(lambda w, x: jnp.sum(x * w[ids]), w, x[0])
+    hoisted, constants, _ = hoist_constants(lambda w, x: jnp.sum(x * w[ids]), w, x[0])
     assert any(np.size(constant) == ids.size for constant in constants)
     _check(lambda w, x, constants: hoisted(constants, w, x), w, x, constants)
 

@@ -1,0 +1,71 @@
+"""Turns sensitive values into arrays. No error or warning shows what is in them."""
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+
+
+def as_device_dtypes(tree: PyTree) -> PyTree:
+    """Turns the leaves into NumPy arrays of dtypes that jax has.
+
+    Arrays of jax, and shapes, stay. A value that overflows causes no warning. Raises
+    ValueError, with the path of the leaf, for a dtype that jax does not have: its own
+    error would show the values.
+    """
+    return jax.tree_util.tree_map_with_path(_in_device_dtype, tree)
+
+
+def as_mask(is_padding_example: Any) -> Any:
+    """Turns a mask into an array, as `as_device_dtypes` does. None stays."""
+    if is_padding_example is None:
+        return None
+    path = jax.tree_util.DictKey("is_padding_example")
+    return _in_device_dtype((path,), is_padding_example)
+
+
+def _in_device_dtype(path: Any, x: Any) -> Any:
+    is_of_jax = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    if is_of_jax or hasattr(x, "__jax_array__"):
+        return x
+    array = as_array(path, x)
+    with np.errstate(all="ignore"):
+        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def as_array(path: Any, x: Any) -> np.ndarray:
+    """Turns the leaf with a path into a NumPy array of a dtype that jax has."""
+    array = np.empty(0, object)
+    # NumPy's message about lists of different lengths would show a shape.
+    with contextlib.suppress(*([ValueError] if isinstance(x, list) else [])):
+        array = np.asarray(x)
+    if _is_of_jax(array.dtype) and not isinstance(x, np.ma.MaskedArray):
+        return array
+    _validate.fail(
+        "examples must be numbers of a dtype that jax has, in arrays without masks. "
+        "Turn text and categories into numbers (docs/data.md shows how) or leave them "
+        "out, pad lists of different lengths to one length, replace None, and pass "
+        "masks beside x.filled(0).",
+        column=jax.tree_util.keystr(path) or "(the only one)",
+        type=type(x).__name__,
+        content=name_of(array.dtype),
+    )
+
+
+def name_of(dtype: np.dtype) -> str:
+    """The kind of a dtype, which itself would show the length of the longest text."""
+    return dtype.type.__name__
+
+
+@functools.cache
+def _is_of_jax(dtype: np.dtype) -> bool:
+    try:
+        jax.device_put(np.zeros(0, jax.dtypes.canonicalize_dtype(dtype)))
+    except Exception:  # for texts, objects, dates and long floats
+        return False
+    return True
