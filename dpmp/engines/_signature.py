@@ -85,11 +85,11 @@ class Signature:
             examples[self.prng_argnum] = jax.random.split(key, batch_size)
         return examples
 
-    def with_arrays(self, args: Sequence[Any]) -> list[Any]:
+    def with_arrays(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments, with a batch of arrays of jax; see `as_device_dtypes`."""
         batch = {i: x for i, x in enumerate(args) if i in self.batch_argnums}
         batch = as_device_dtypes(batch)
-        return [batch.get(i, x) for i, x in enumerate(args)]
+        return tuple(batch.get(i, x) for i, x in enumerate(args))
 
     def check(self, args: Sequence[Any]) -> None:
         """Raises ValueError for missing positions and for non-float parameters."""
