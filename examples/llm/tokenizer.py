@@ -53,8 +53,14 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with marks around it if `tokenizer.json` says so."""
-        return self.inner.encode(text).ids
+        """The tokens of a text, with marks around it if `tokenizer.json` says so.
+
+        A rendered chat that begins with the first mark gets no other one.
+        """
+        marked = self.inner.encode(text).ids
+        plain = self.inner.encode(text, add_special_tokens=False).ids
+        begins_twice = marked[:1] == plain[:1] and marked[1 : len(plain) + 1] == plain
+        return marked[1:] if begins_twice and plain else marked
 
     def encode_with_ends(
         self, text: str, *, add_marks: bool

@@ -30,6 +30,7 @@ def test_control_tokens_are_not_cut_and_not_text(gguf_settings):
     assert read.decode([1, *read.encode("he"), 2]) == "he"
     read = tokenizer.from_gguf(gguf_settings | {"tokenizer.ggml.add_bos_token": True})
     assert pieces(read, "in the") == ["<s>", "in", "Ġthe"]
+    assert pieces(read, "<s>in the") == ["<s>", "in", "Ġthe"]  # as chats are rendered
 
 
 def test_a_folder_neither_cuts_nor_pads_texts(llama):
