@@ -5,6 +5,7 @@ it may be seen. The ledger is an append-only file of everything that was paid fo
 `python -m dpmp ledger DIR` prints it.
 """
 
+from dpmp.runs._arrays import types_of
 from dpmp.runs._directory import RunDirectory, checked_path, opened
 from dpmp.runs._ledger import Ledger
 from dpmp.runs._metrics import MetricsFile
@@ -20,4 +21,5 @@ __all__ = [
     "checked_path",
     "opened",
     "read_metrics",
+    "types_of",
 ]

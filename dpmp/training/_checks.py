@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _validate
+from dpmp import _validate, runs
 from dpmp._typing import PyTree
 from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
@@ -146,22 +146,15 @@ def check_same_types(old: TrainingState, new: TrainingState) -> None:
 
     Otherwise no checkpoint of the run could be restored.
     """
-    types = [
-        {
-            jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
-            for path, x in jax.tree_util.tree_leaves_with_path(state)
-        }
-        for state in (old, new)
-    ]
-    for name in [*types[0], *types[1]]:
-        given, returned = (each.get(name) for each in types)
+    given, returned = runs.types_of(old), runs.types_of(new)
+    for name in given | returned:
         _validate.require(
-            given == returned,
+            given.get(name) == returned.get(name),
             "an optimizer must return parameters and a state of the shapes and dtypes "
             "that it was given. Make its state in `init` as `update` returns it.",
             array=name,
-            given=given,
-            returned=returned,
+            given=given.get(name),
+            returned=returned.get(name),
         )
 
 
