@@ -10,7 +10,7 @@ Import it by `import dpmp.tunix`. It needs `pip install 'dpmp[tunix]'`.
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -196,6 +196,12 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
             "np.stack(rows), *examples).",
             type=type(train_ds).__name__,
         )
+        _validate.require(
+            eval_ds is None
+            or (isinstance(eval_ds, Iterable) and not isinstance(eval_ds, Mapping)),
+            "eval_ds must be batches of public examples. Pass [batch] for one batch.",
+            type=type(eval_ds).__name__,
+        )
         if self._private is None:
             self._private = self._make_trainer()
         state = self._state_to_train()
@@ -302,6 +308,13 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         mechanism, optimizer, policy = self._wanted
         graph, params, rest = nnx.split(self.model, self._trained, ...)
         _check_memory(rest)
+        _validate.require(
+            not any(
+                x is self.model for name, x in vars(self).items() if name != "model"
+            ),
+            "the reference model must be another object than the model, which is "
+            "trained. Use nnx.clone(model).",
+        )
         others = {  # such as the reference of DPO
             name: nnx.split(x)
             for name, x in vars(self).items()
@@ -403,8 +416,8 @@ def _checkpoint_options(config: Any) -> dict[str, Any]:
     _validate.require(
         rest == CheckpointManagerOptions(),
         "checkpointing_options must be orbax's CheckpointManagerOptions with "
-        "save_interval_steps and max_to_keep alone: dpmp saves the checkpoints, which "
-        "release the steps.",
+        "save_interval_steps and max_to_keep alone, because dpmp saves checkpoints, "
+        "which release the steps",
     )
     kept = {} if options.max_to_keep is None else {"keep": options.max_to_keep}
     directory = config.checkpoint_root_directory

@@ -91,7 +91,7 @@ def pre_train(model, steps):
 
 def with_adapters(model):
     """Adds LoRA factors by qwix, which alone are trained from now on."""
-    paths = ".*(q_proj|kv_proj|o_proj|gate_proj|up_proj|down_proj)"
+    paths = ".*(q|k|v|o|gate|up|down)_proj"
     provider = qwix.LoraProvider(module_path=paths, rank=8, alpha=16.0)
     inputs = model.get_model_input()
     return qwix.apply_lora_to_model(model, provider, **inputs, rngs=nnx.Rngs(1))

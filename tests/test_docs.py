@@ -50,7 +50,8 @@ FIT_OF_A_MODEL = r"trainer\.fit\(trainer\.init\((.*params.*)\), data\)"
     "as_it_stands", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
 @pytest.mark.filterwarnings("default")  # those of other packages
-def test_code_of_a_page_runs(page, as_it_stands, monkeypatch):
+def test_code_of_a_page_runs(page, as_it_stands, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # a run would go on in the directory of an older one
     if page.stem == "tunix":
         pytest.importorskip("tunix", reason="pip install 'dpmp[tunix]'")
     namespace = {"__name__": page.stem, "traced": traced}

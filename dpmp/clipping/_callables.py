@@ -136,7 +136,9 @@ def make_callable(
 
     def fun(divided_sum, *args, is_padding_example, **kwargs):
         signature.check(args)
-        signature.warn_of_shared(args)
+        divided = divided_sum.shards.kwarg_specs
+        others = {name: x for name, x in kwargs.items() if name not in divided}
+        signature.warn_of_shared(args, others)
         if has_params:
             divided_sum.clip_norms.check_prefix_of(signature.params(args))
         return select(*divided_sum(args, kwargs, is_padding_example))

@@ -97,7 +97,7 @@ class Signature:
         for i in self.of_params:
             check_float_leaves(args[i], f"argument {i}")
 
-    def warn_of_shared(self, args: Sequence[Any]) -> None:
+    def warn_of_shared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Warns of an argument that looks like a part of the batch, but is not one.
 
         Every example would see all of it, and one example would change all gradients.
@@ -106,14 +106,15 @@ class Signature:
         sizes = _leading_sizes(args[self.batch_argnums[0]])
         if len(sizes) != 1 or sizes <= {0, 1}:
             return
-        for i, arg in enumerate(args):
-            if i not in named and _leading_sizes(arg) == sizes:
-                positions = (*self.batch_argnums, i)
+        others = {i: x for i, x in enumerate(args) if i not in named} | kwargs
+        for name, arg in others.items():
+            if _leading_sizes(arg) == sizes:
                 warn(
-                    f"argument {i} has a leading axis like that of the batch, but "
+                    f"argument {name} has a leading axis like that of the batch, but "
                     "every example sees all of it, and the sensitivity does not cover "
-                    f"it. If it belongs to the batch, pass batch_argnums={positions}, "
-                    "or one dict for all. If it is public, pass it by keyword."
+                    "it. If it belongs to the batch, pass it by position, and name all "
+                    "such positions in batch_argnums, or pass one dict for all. If it "
+                    "is public, let the loss close over it."
                 )
 
     def batch_size(

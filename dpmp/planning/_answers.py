@@ -28,9 +28,9 @@ _NOT_ENOUGH = (
     "shorter examples (--length), or several devices (docs/many_devices.md)."
 )
 _THE_REST = (
-    "The guides docs/finetune_llm.md and docs/own_weights.md have the rest of the "
-    "program. Gradients have noise in num_parameters entries: change it, or leave it "
-    "out, for a model of another size."
+    "The guides docs/own_weights.md, docs/lora.md and docs/finetune_llm.md have the "
+    "rest of the program. Gradients have noise in num_parameters entries: change it, "
+    "or leave it out, for a model of another size."
 )
 
 
@@ -63,9 +63,9 @@ def advice(method: Method, size: int, memory: MemoryEstimate) -> str:
     if not size:
         return _plain_text.paragraph(_NOT_ENOUGH)
     return _plain_text.paragraph(
-        "With jax.checkpoint around each layer, every layer is computed twice, and "
-        f'"{method.name}" fits, with microbatches of {size} ({memory.total / 1e9:.1f} '
-        "GB)."
+        "With jax.checkpoint around each layer (llm.load(..., remat=True)), every "
+        f'layer is computed twice, and "{method.name}" fits, with microbatches of '
+        f"{size} ({memory.total / 1e9:.1f} GB)."
     )
 
 
@@ -89,6 +89,7 @@ def program(
     if method is not None:
         lines.append(f"  policy = {method.policy}")
         if method.is_lora:
+            lines.append("  base = model.params  # loaded with dtype=jnp.bfloat16")
             lines.append("  loss_fn = lora.apply(loss_fn, base)")
         lines.append(f"\n{_plain_text.paragraph(_THE_REST)}")
     return "\n".join(lines)

@@ -46,7 +46,7 @@ _OPTIONAL: dict[str, tuple[type, str]] = {
         "the largest size of a batch (default: one that is hardly ever reached)",
     ),
     "--l2-clip-norm --clip-norm": (float, "default: 1"),
-    "--method": (str, "per_example or book_keeping (default: per_example)"),
+    "--method": (str, "per_example or book_keeping (default: as DPSGD chooses)"),
 }
 
 

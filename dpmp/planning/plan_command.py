@@ -24,7 +24,11 @@ _COUNTS: dict[str, tuple[int | None, str]] = {
     "--steps": (None, "the number of steps, if it is fixed"),
     "--parameters": (None, "the number of parameters of a decoder"),
     "--trainable": (None, "the number of entries of adapters"),
-    "--rank": (None, f"the rank of adapters of attention (default: {_RANK})"),
+    "--rank": (
+        None,
+        "plan adapters of attention of this rank alone (default: adapters of rank "
+        f"{_RANK} if the whole model does not fit)",
+    ),
     "--length": (512, "the number of tokens in an example (default: 512)"),
 }
 _OTHERS: dict[str, tuple[Callable[[str], Any], str]] = {

@@ -96,7 +96,8 @@ class RunDirectory:
         if paid > step:
             warn(
                 f"the ledger has paid for steps up to {paid}, but the run goes on "
-                f"after step {step}. The steps between are made again, at a new cost."
+                f"after step {step}. The steps between are made again, at a new cost. "
+                "Publish the epsilon of the ledger, which covers both."
             )
         return found
 

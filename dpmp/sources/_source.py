@@ -75,9 +75,12 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
     _validate.require(
         sizes == {num_examples},
         f"the dataset must hold the {num_examples} examples, one in each row of each "
-        "array. Build the mechanism with num_examples=len(data), for data that holds "
-        "each example once: neither repeated nor in batches.",
+        "array",
         sizes=sorted(sizes),
+        fix=_in_place_of(source)
+        if isinstance(source, list | tuple)
+        else "Build the mechanism with num_examples=len(data), for data that holds "
+        "each example once: neither repeated nor in batches.",
     )
     # An endless dataset of grain has this size. By it, noise would be far too small.
     _validate.require(

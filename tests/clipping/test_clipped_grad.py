@@ -588,7 +588,8 @@ def test_a_part_of_the_batch_that_is_not_named_is_warned_of():
     with pytest.warns(UserWarning, match="argument 2 has a leading axis like that"):
         clip(w, x, y)
     clip(w, x, y, options={"batch_argnums": (1, 2)})
-    clip(w, x, y=y)
+    with pytest.warns(UserWarning, match="argument y has a leading axis like that"):
+        clip(w, x, y=y)
 
 
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])

@@ -127,7 +127,7 @@ def test_a_llama_of_8b_on_24_gb_needs_a_base_of_4_bits_or_checkpoints(config, ca
     text, figures = plan(capsys, *options, "--rate", "2e14flops")
     assert (figures["method"], figures["trained"]) == (FOUR_BITS, 5_767_168)
     assert figures["memory"]["frozen base"] == round(4.5 / 8 * 8_030_257_152)
-    assert f'each layer, every layer is computed twice, and "{LORA}" fits' in text
+    assert f'layer is computed twice, and "{LORA}" fits' in text
     tokens = 1000 * figures["start"]["batch_size"] * figures["start"]["iterations"]
     hours = 4 * 8_030_257_152 * tokens / 2e14 / 3600
     assert f"At this rate it takes {hours:.3g} hours." in text
