@@ -110,7 +110,16 @@ def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
     operands = {i: x for i, (x, atom) in enumerate(pairs) if not is_literal(atom)}
 
     def evaluated(operands: dict[int, Any]) -> list[Any]:
-        return bind(eqn, [_value(operands.get(i, x)) for i, x in enumerate(values)])
+        given = [_value(operands.get(i, x)) for i, x in enumerate(values)]
+        if (branches := bodies.as_branches(eqn)) is None:
+            return bind(eqn, given)
+        # Outside of the branches, parts are gathered on all devices together.
+        pairs = zip(given, values, strict=True)
+        index, *args = (
+            _Frozen((x,), is_packed=False) if isinstance(old, _Frozen) else x
+            for x, old in pairs
+        )
+        return jax.lax.switch(_value(index), [*map(as_fun, branches)], *args)
 
     frozen = [x for x in operands.values() if isinstance(x, _Frozen)]
     if len(frozen) == len(operands):
@@ -169,7 +178,7 @@ def _by_layers(x: Any) -> Any:
     """A value of which a loop takes slices: those of a part are gathered one by one."""
     if not (isinstance(x, _Frozen) and x.compute):
         return x
-    if x.compute is not _whole:
+    (part, *_) = x.arrays
+    if x.compute is not _whole or part.axis == 0:
         return x.value
-    (part,) = x.arrays
     return dataclasses.replace(x, arrays=(part.to_be_sliced(),))

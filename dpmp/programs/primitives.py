@@ -57,6 +57,7 @@ BODIES = {
 RANDOM = ("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32")
 ON_HOST = ("callback", "debug", "ffi_call", "infeed", "outfeed")
 CHECK = "check"  # of checkify, on the host too
+REFERENCE = "new_ref"
 
 # Arithmetic on indices, which tracing evaluates where the numbers are known.
 OF_INDICES = (ADD, SUB, MUL, "lt", "ge", "select_n", CAST)

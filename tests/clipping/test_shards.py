@@ -499,3 +499,53 @@ def test_frozen_arrays_that_are_not_read_by_layers_are_gathered_once(monkeypatch
     x = place(np.ones((32, 8), np.float32), mesh, P("data"))
     found = collectives(trainer.lower(state, x).compile().as_text())
     assert {c.shape for c in found if c.kind == "all-gather"} == {(3, 8, 8)}
+
+
+def branch_in_a_loop(w, x, stack):
+    def layer(h, inputs):
+        matrix, i = inputs
+        return jax.lax.cond(i % 2 == 0, lambda: h @ matrix @ w, lambda: h @ w), None
+
+    layers = stack.reshape(4, 8, 8), jnp.arange(4)
+    return jnp.mean(jax.lax.scan(layer, x, layers)[0] ** 2)
+
+
+def loop_in_a_branch(w, x, stack):
+    def layer(h, matrix):
+        return h @ matrix @ w, None
+
+    def through_layers():
+        return jax.lax.scan(layer, x, stack.reshape(4, 8, 8))[0]
+
+    return jnp.mean(jax.lax.cond(jnp.sum(w) > 0, through_layers, lambda: x) ** 2)
+
+
+def loop_in_a_loop(w, x, stack):
+    def layer(h, matrix):
+        return h @ matrix @ w, None
+
+    def stage(h, layers):
+        return jax.lax.scan(layer, h, layers)
+
+    return jnp.mean(jax.lax.scan(stage, x, stack)[0] ** 2)
+
+
+@pytest.mark.parametrize("loss", [branch_in_a_loop, loop_in_a_branch, loop_in_a_loop])
+@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+def test_frozen_arrays_on_a_mesh_may_be_read_anywhere(monkeypatch, loss, method):
+    monkeypatch.setattr(_step, "_SHARE_OF_STACKS", 0)
+    mesh, rng = make_mesh((2,)), np.random.default_rng(0)
+    stack = np.float32(rng.normal(size=(2, 2, 8, 8)) / 4)
+    x = np.float32(rng.normal(size=(32, 8)))
+    found = []
+    for frozen in (stack, place(stack, mesh, P(None, "data"))):
+        trainer = make_trainer(
+            lambda w, x, frozen=frozen: loss(w, x, frozen),
+            expected_batch_size=20,
+            microbatch_size=16,
+            method=method,
+        )
+        state = trainer.init(place(np.eye(8, dtype=np.float32), mesh, P()))
+        batch = place((x, np.arange(32) >= 20), mesh, P("data"))
+        found.append(trainer.train_step(state, *batch).params)
+    np.testing.assert_allclose(*found, atol=1e-5)

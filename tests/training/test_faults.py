@@ -892,3 +892,18 @@ def test_the_end_of_a_program_in_the_first_step_is_explained(recwarn):
     with pytest.raises(SystemExit):
         fit(fresh_trainer(), data=source)
     assert "first step" in str(recwarn.pop(UserWarning).message)
+
+
+def test_references_in_a_loss_need_per_example_gradients():
+    def loss(w, x):
+        total = jax.new_ref(jnp.zeros(()))
+        total[...] = jnp.sum(w * x)
+        return total[...]
+
+    def clip(method):
+        options = {"l2_clip_norm": 1.0, "keep_batch_dim": False, "method": method}
+        return dpmp.clipped_grad(loss, **options)(jnp.ones(3), jnp.ones((2, 3)))
+
+    assert clip("per_example").shape == (3,)
+    with pytest.raises(ValueError, match="must not use jax.new_ref"):
+        clip("book_keeping")

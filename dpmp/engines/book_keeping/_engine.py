@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
+from dpmp import _validate
 from dpmp._fence import materialize
 from dpmp._typing import PyTree
 from dpmp.engines._signature import Signature, check_loss
@@ -31,7 +32,13 @@ from dpmp.numerics import (
     group_size,
     norm_bound_for_clipping,
 )
-from dpmp.programs import complex_products, interpreter, transformations
+from dpmp.programs import (
+    bodies,
+    complex_products,
+    interpreter,
+    primitives,
+    transformations,
+)
 
 # Unproved sums do not count roundings. They assume these squared errors of norms and
 # sums, relative to the squared sum of magnitudes. The first is a few times the largest
@@ -78,6 +85,13 @@ def analyse(
     identity tap (see `_rules`).
     """
     closed, treedef = interpreter.trace(fun, params, example)
+    _validate.require(
+        not any(
+            eqn.primitive.name == primitives.REFERENCE
+            for eqn in bodies.equations(closed.jaxpr)
+        ),
+        'a loss for book-keeping must not use jax.new_ref. Use method="per_example".',
+    )
     if transformations.has_ragged_products(closed.jaxpr):
         fun = transformations.without_ragged_products(fun)
         closed, treedef = interpreter.trace(fun, params, example)
