@@ -905,5 +905,5 @@ def test_references_in_a_loss_need_per_example_gradients():
         return dpmp.clipped_grad(loss, **options)(jnp.ones(3), jnp.ones((2, 3)))
 
     assert clip("per_example").shape == (3,)
-    with pytest.raises(ValueError, match="must not use jax.new_ref"):
+    with pytest.raises(ValueError, match=r"must not use jax\.new_ref"):
         clip("book_keeping")
