@@ -419,6 +419,11 @@ def _checkpoint_options(config: Any) -> dict[str, Any]:
         "save_interval_steps and max_to_keep alone, because dpmp saves checkpoints, "
         "which release the steps",
     )
+    _validate.require(
+        bool(config.checkpoint_root_directory) or not config.checkpointing_options,
+        "checkpointing_options must come with a checkpoint_root_directory. Name one, "
+        "or leave the options out: without a directory, nothing is saved.",
+    )
     kept = {} if options.max_to_keep is None else {"keep": options.max_to_keep}
     directory = config.checkpoint_root_directory
     return {"checkpoint_dir": directory, "every": options.save_interval_steps, **kept}

@@ -418,7 +418,8 @@ def test_a_lost_state_does_not_start_again(has_directory, tmp_path):
     optimizer = optax.GradientTransformation(lambda _: jnp.int32(0), update)
     options = config(
         checkpoint_root_directory=directory,
-        checkpointing_options=CheckpointManagerOptions(save_interval_steps=1),
+        checkpointing_options=directory
+        and CheckpointManagerOptions(save_interval_steps=1),
     )
     model = make("llama3", "lora")
     trainer = make_trainer(model, optimizer=optimizer, options=options)
@@ -501,6 +502,10 @@ REFUSED = {
         lambda: run(checkpointing_options=CheckpointManagerOptions(keep_period=2)),
         "save_interval_steps and max_to_keep",
     ),
+    "no directory": (
+        lambda: run(checkpointing_options=CheckpointManagerOptions(max_to_keep=2)),
+        "must come with a checkpoint_root_directory",
+    ),
     "memory": (lambda: run(model=WithMemory()), "BatchStat"),
     "scales": (lambda: run(model=static_scales()), "QuantStat"),
     "batches": (lambda: run(data=iter([DATA])), "__getitem__ and __len__"),
@@ -534,6 +539,25 @@ def test_what_would_break_the_guarantee_is_refused(case):
     call, match = REFUSED[case]
     with pytest.raises((TypeError, ValueError), match=match):
         call()
+
+
+def test_the_reference_must_be_another_object_than_the_model():
+    model = make("llama3", "lora")
+    trainer = private(DPOTrainer)(
+        model,
+        model,
+        optax.sgd(0.5),
+        DPOTrainingConfig(beta=0.1, eval_every_n_steps=100),
+        mechanism=MECHANISM,
+    )
+    with pytest.raises(ValueError, match=r"nnx\.clone"):
+        trainer.train(PAIRS, progress=False)
+
+
+def test_examples_for_evaluation_must_be_batches():
+    trainer = make_trainer(WithDropout())
+    with pytest.raises(ValueError, match="eval_ds must be batches"):
+        trainer.train(DATA, DATA, progress=False)
 
 
 def test_data_hooks_and_another_loss_are_refused():
