@@ -136,7 +136,7 @@ def make_callable(
 
     def fun(divided_sum, *args, is_padding_example, **kwargs):
         signature.check(args)
-        divided = divided_sum.shards.kwarg_specs
+        divided = divided_sum.shards.kwarg_specs or ()
         others = {name: x for name, x in kwargs.items() if name not in divided}
         signature.warn_of_shared(args, others)
         if has_params:

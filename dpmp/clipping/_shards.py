@@ -8,7 +8,7 @@ that lie on one device.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +57,7 @@ class Shards:
 
     axes: tuple[str, ...] = ()
     sum_specs: PyTree = ()
-    kwarg_specs: Mapping[str, PyTree] = field(default_factory=dict)
+    kwarg_specs: Mapping[str, PyTree] | None = None
 
     @classmethod
     def parse(cls, given: "str | Sequence[str] | Shards | None") -> "Shards":
@@ -105,7 +105,7 @@ class Shards:
         specs = jax.tree.leaves(self.sum_specs, is_leaf=lambda x: x is None)
         divisions = [self._division(spec) for spec in specs]
         treedef = []
-        divided_kwargs = {name: kwargs[name] for name in self.kwarg_specs}
+        divided_kwargs = {name: kwargs[name] for name in self.kwarg_specs or ()}
         arrays, tree = jax.tree.flatten(divided_kwargs)
 
         def on_one_device(
