@@ -17,8 +17,9 @@ parameters, mixed_bfloat16):
     1.870  after private fine-tuning
     1.773  after the same fine-tuning without privacy
 
-Without --compare, a run took three to four and a half minutes on two cores, most of them for
-pre-training. Noise and batches differ in every run: another one ended at 1.872.
+Without --compare, a run took three to four and a half minutes on two cores, most of
+them for pre-training. Noise and batches differ in every run: another one ended at
+1.872.
 
 About one record in sixteen is held out, and the printed losses are measured on these
 records. They are treated as public: the model is not trained on them, but the losses

@@ -154,7 +154,7 @@ def make_callable(
         return _meshes.on_automatic_axes(given, out_specs)(*args, **kwargs)
 
     def size_of_microbatches(*args, **kwargs):
-        sizes = []
+        args, sizes = signature.with_arrays(args), []
 
         def trace(args):
             divided_sum = clipped_sum.divided_like(args)

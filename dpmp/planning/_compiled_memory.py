@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from dpmp import _validate
+from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.planning._memory_estimate import batch_size_of
@@ -87,6 +88,7 @@ def compiled_memory(
       ValueError: as `clipped_grad`, and where the compiler reports nothing.
     """
     policy = Policy.parse(policy)
+    batch = as_device_dtypes(batch)
     size = batch_size_of(params, batch, microbatch_size)
     num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
     mechanism = DPSGD(
@@ -152,6 +154,7 @@ def largest_microbatch(
       ValueError: as `compiled_memory`, and if `num_bytes` is not a positive number.
     """
     num_bytes = _validate.positive(num_bytes=num_bytes, fix="Use 16e9, for example.")
+    batch = as_device_dtypes(batch)
     size = batch_size_of(params, batch, None)
     while True:
         compiled = compiled_memory(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _plain_text, _timing, _validate
+from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.engines import METHODS
 from dpmp.mechanism import DPSGD
@@ -119,6 +120,7 @@ def tune(
     _validate.require(
         bool(mechanisms), "there must be a size to measure. Use (None, 8).", sizes=sizes
     )
+    example = as_device_dtypes(example)
     lowered = [_lowered(trainer, x, params, example) for x in mechanisms]
     programs = [x.compile() for x in lowered]
     calls = {

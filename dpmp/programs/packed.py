@@ -111,8 +111,11 @@ def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
 
     def evaluated(operands: dict[int, Any]) -> list[Any]:
         given = [_value(operands.get(i, x)) for i, x in enumerate(values)]
+        mesh = _mesh_of(eqn)
+        if eqn.primitive.name == primitives.CUSTOM_JVP and not mesh.empty:
+            return list(_custom_jvp(eqn, mesh)(*given))
         if (branches := bodies.as_branches(eqn)) is None:
-            return bind(eqn, given)
+            return bind(eqn, given, **_without_meshes(eqn))
         # Outside of the branches, parts are gathered on all devices together.
         pairs = zip(given, values, strict=True)
         index, *args = (
@@ -132,6 +135,54 @@ def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
     if any(x.compute for x in frozen):
         return jax.checkpoint(evaluated)(operands)
     return evaluated(operands)
+
+
+def _without_meshes(eqn: Any) -> dict[str, Any]:
+    """Parameters that leave the sharding of a result to the compiler.
+
+    Values that depend on constants on a mesh were traced for the axes of that mesh as
+    they were outside of `jax.shard_map`. A constraint that the user has written stays.
+    """
+    if eqn.primitive.name == primitives.SHARDING_CONSTRAINT:
+        return {}
+    names = {"sharding", "out_sharding"} & eqn.params.keys()
+    return {x: None for x in names if hasattr(eqn.params[x], "mesh")}
+
+
+def _mesh_of(eqn: Any) -> Any:
+    """The mesh for which the equation was traced, or an empty one."""
+    meshes = [atom.aval.sharding.mesh for atom in eqn.invars if atom.aval.ndim]
+    none = jax.sharding.AbstractMesh((), ())
+    return next((mesh for mesh in meshes if not mesh.empty), none)
+
+
+def _custom_jvp(eqn: Any, mesh: Any) -> Callable[..., tuple[Any, ...]]:
+    """The function of a `jax.custom_jvp`, whose rule jax traces when it is used.
+
+    It is traced for the types that the program was traced for, on their mesh.
+    """
+    types = tuple(atom.aval for atom in eqn.invars)
+
+    @jax.custom_jvp
+    def fun(*args: Any) -> tuple[Any, ...]:
+        return tuple(as_fun(eqn.params["call_jaxpr"])(*args))
+
+    @fun.defjvp
+    def rule(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        def both(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+            return jax.jvp(lambda *xs: tuple(bind(eqn, xs)), args, tangents)
+
+        of_tangents = tuple(
+            x.update(dtype=jnp.result_type(y))
+            for x, y in zip(types, tangents, strict=True)
+        )
+        with jax.sharding.use_abstract_mesh(mesh):
+            made = jax.make_jaxpr(both, return_shape=True)(types, of_tangents)
+        closed, shapes = made
+        results = as_fun(closed)(*args, *tangents)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return fun
 
 
 def _of_frozen(

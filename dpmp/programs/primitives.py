@@ -42,7 +42,8 @@ WINDOW_SUM = "reduce_window_sum"
 # Operations that run other programs: calls, and the parameters that hold the programs.
 CALLS = ("jit", "pjit", "closed_call")
 CUSTOM_VJP = "custom_vjp_call"
-CUSTOM = (CUSTOM_VJP, "custom_jvp_call")
+CUSTOM_JVP = "custom_jvp_call"
+CUSTOM = (CUSTOM_VJP, CUSTOM_JVP)
 REMATERIALISED = ("remat2", "checkpoint", "remat")
 SCAN, WHILE, COND = "scan", "while", "cond"
 LOOPS_AND_CHECKPOINTS = (SCAN, WHILE, *REMATERIALISED)
@@ -64,7 +65,8 @@ OF_INDICES = (ADD, SUB, MUL, "lt", "ge", "select_n", CAST)
 
 # Operations that return their operands, and those that change the dtype at most.
 IDENTITIES = ("copy_p", "device_put", "name", OPTIMIZATION_BARRIER, "reshard")
-IDENTITIES += ("sharding_constraint",)
+SHARDING_CONSTRAINT = "sharding_constraint"
+IDENTITIES += (SHARDING_CONSTRAINT,)
 SAME_ENTRIES = (CAST, COPY, REDUCE_PRECISION, *IDENTITIES)
 
 # Operations that move entries without changing them.

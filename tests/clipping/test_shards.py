@@ -530,7 +530,22 @@ def loop_in_a_loop(w, x, stack):
     return jnp.mean(jax.lax.scan(stage, x, stack)[0] ** 2)
 
 
-@pytest.mark.parametrize("loss", [branch_in_a_loop, loop_in_a_branch, loop_in_a_loop])
+def entropy(w, x, stack):
+    logits = jax.nn.relu(x @ stack[0, 0]) @ w
+    labels = jnp.zeros(len(x), jnp.int32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def step_within(w, x, stack):
+    def inner(w):
+        return jnp.mean(jnp.where(x @ stack[0, 1] > 0, x @ w, 0.0) ** 2)
+
+    return inner(w - 0.1 * jax.grad(inner)(w))
+
+
+@pytest.mark.parametrize(
+    "loss", [entropy, step_within, branch_in_a_loop, loop_in_a_branch, loop_in_a_loop]
+)
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])
 def test_frozen_arrays_on_a_mesh_may_be_read_anywhere(monkeypatch, loss, method):
     monkeypatch.setattr(_step, "_SHARE_OF_STACKS", 0)
