@@ -97,7 +97,7 @@ def _times(ledger: Ledger) -> list[str]:
 
 
 def _read(directory: pathlib.Path) -> Ledger:
-    reason = "there is none; before its first release, a run has none and costs nothing"
+    reason = "there is none; before its first release a run has none, and has no cost"
     try:
         ledger = Ledger(directory)
         if ledger.exists:

@@ -168,7 +168,7 @@ def test_an_incomplete_record_is_reported_and_stays(tmp_path, run, report):
 
 
 def test_a_directory_without_a_readable_ledger_is_refused(tmp_path, refusal):
-    assert "reason='there is none'" in refusal(tmp_path)
+    assert "reason='there is none; before its first release a run" in refusal(tmp_path)
     write(tmp_path, released(0, 30), released(30, 40))
     file = file_of(tmp_path)
     file.write_bytes(file.read_bytes().replace(b'"start": 30', b'"start": 39'))
