@@ -19,8 +19,8 @@ These figures were measured with the defaults and `--compare` (epsilon 8, delta 
 
 The loss falls, but the texts hardly teach the labels: a classifier that is trained on
 them has a balanced accuracy of 0.519, where a guess has 0.5, and one that is trained on
-the real e-mails 0.972. A run takes about nine minutes on two cores, and twice as long
-with `--compare`.
+the real e-mails 0.972. A run takes about nine minutes on two cores. With `--compare`,
+it trains and writes twice.
 
 `--compare` is for public data only: nothing protects records from the figures of a
 model without privacy. Figures of held-out records are not protected either. These are

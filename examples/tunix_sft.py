@@ -8,9 +8,9 @@ records with epsilon 8. The docstrings of the standard library stand in for them
 `--data`, they are your own (see `records.py`). The script prints the loss on held-out
 records before and after, and the epsilon:
 
-    loss on held-out records 3.043 -> 2.817, epsilon 8.00 at delta 1e-05
+    loss on held-out records 3.043 -> 2.769, epsilon 8.00 at delta 1e-05
 
-This took two minutes on two cores. For a published model, load it with Tunix in place
+This took three minutes on two cores. For a published model, load it with Tunix in place
 of `Llama3`, and use its tokenizer. The guide docs/tunix.md has the rest.
 """
 

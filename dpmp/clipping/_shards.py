@@ -111,7 +111,7 @@ class Shards:
         def on_one_device(
             examples: PyTree, arrays: list[jax.Array]
         ) -> tuple[list[PyTree], PyTree]:
-            parts = map(_as_part, arrays, self._of_kwargs)
+            parts = map(_as_part, arrays, self._divisions_of_kwargs)
             total, outputs = sum_part(examples, kwargs | tree.unflatten(parts))
             leaves, structure = jax.tree.flatten(total, is_leaf=is_grid)
             treedef[:] = [structure]
@@ -130,7 +130,7 @@ class Shards:
 
         leaves, outputs = jax.shard_map(
             on_one_device,
-            in_specs=(by_example, [x.spec for x in self._of_kwargs]),
+            in_specs=(by_example, [x.spec for x in self._divisions_of_kwargs]),
             out_specs=([x.spec for x in divisions] or jax.P(), by_example),
             axis_names=set(self.axes),
             # The branches of `_fence` are not annotated with the axes they vary over.
@@ -149,13 +149,13 @@ class Shards:
         axes = tuple(name for name in self.axes if name in mesh.manual_axes)
         others = set(mesh.axis_names) - set(mesh.manual_axes)
         is_divided = any(mesh.shape[name] > 1 for name in others)
-        is_gathered = any(x.names for x in self._of_kwargs)
+        is_gathered = any(x.names for x in self._divisions_of_kwargs)
         if not axes or not (is_divided or is_gathered):
             return condition
         return jax.lax.pmin(condition.astype(jnp.int32), axes) == 1
 
     @property
-    def _of_kwargs(self) -> list[_Division]:
+    def _divisions_of_kwargs(self) -> list[_Division]:
         """How devices divide each array that `kwarg_specs` names, or do not."""
         found = [self._division(x) for x in jax.tree.leaves(self.kwarg_specs)]
         # If the compiler divides an array too, it gathers what it divides before it

@@ -86,7 +86,7 @@ class Signature:
         return examples
 
     def with_arrays(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments, with a batch of arrays of jax; see `as_device_dtypes`."""
+        """The arguments, with a batch in dtypes of jax; see `as_device_dtypes`."""
         batch = {i: x for i, x in enumerate(args) if i in self.batch_argnums}
         batch = as_device_dtypes(batch)
         return tuple(batch.get(i, x) for i, x in enumerate(args))

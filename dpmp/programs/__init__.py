@@ -5,7 +5,7 @@ their own:
 
     complex_products
     float8   transformations   losses   cotangents
-    packed
+    frozen
     bodies   convolutions
     interpreter   source_lines
     primitives
@@ -17,9 +17,9 @@ from dpmp.programs import (
     convolutions,
     cotangents,
     float8,
+    frozen,
     interpreter,
     losses,
-    packed,
     primitives,
     source_lines,
     transformations,
@@ -31,9 +31,9 @@ __all__ = [
     "convolutions",
     "cotangents",
     "float8",
+    "frozen",
     "interpreter",
     "losses",
-    "packed",
     "primitives",
     "source_lines",
     "transformations",

@@ -122,6 +122,11 @@ def equations(jaxpr: Any) -> list[Any]:
     return list(itertools.chain(*(x.eqns for x in programs_in(jaxpr))))
 
 
+def has_primitive(jaxpr: Any, name: str) -> bool:
+    """Whether a jaxpr, or a program in it, has an equation of a primitive."""
+    return any(eqn.primitive.name == name for eqn in equations(jaxpr))
+
+
 def arrays_in(jaxpr: Any) -> list[Any]:
     """Lists the arrays that stand in a jaxpr, and in the programs in it, as literals.
 

@@ -8,10 +8,10 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp import _validate
+from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
-from dpmp.programs import packed, primitives
-from dpmp.programs.bodies import bind_bodies, equations, sub_programs
+from dpmp.programs import frozen, primitives
+from dpmp.programs.bodies import bind_bodies, has_primitive, sub_programs
 from dpmp.programs.interpreter import bind, run, trace
 
 
@@ -19,7 +19,8 @@ def hoist_constants(
     fun: Callable[..., PyTree],
     *example_args: Any,
     check: Callable[[Any], None] = lambda program: None,
-) -> tuple[Callable[..., PyTree], list[Any], list[bool]]:
+    spec_of: Callable[[Any], jax.P] = _meshes.spec_of,
+) -> tuple[Callable[..., PyTree], list[Any], list[jax.P]]:
     """Turns the arrays that `fun` closes over into an argument.
 
     Otherwise they would be part of the program: a frozen model of a few gigabytes would
@@ -30,24 +31,25 @@ def hoist_constants(
 
     `check` is called with the program, a jaxpr, and may raise an exception.
 
-    Returns `hoisted(constants, *args)`, `constants`, and whether each of these is read
-    by loops alone, a slice at a time. `hoisted` accepts the shapes and dtypes of the
-    example arguments only. It gathers constants of which it is given a `_meshes.Part`.
+    Returns `hoisted(constants, *args)`, `constants`, and the partition specs of those
+    of which it wants a `_meshes.Part` where devices divide a batch. `spec_of` returns
+    the spec of a constant. `hoisted` accepts the shapes and dtypes of the example
+    arguments only.
     """
     closed, out_treedef = trace(fun, *example_args)
     check(closed.jaxpr)
 
     def hoisted(constants: list[Any], *args: Any) -> PyTree:
         as_fun = jax.extend.core.jaxpr_as_fun
-        if packed.needs_care([*closed.consts, *constants]):
-            constants, as_fun = packed.frozen(constants), packed.as_fun
+        if frozen.needs_care([*closed.consts, *constants]):
+            constants, as_fun = frozen.marked(constants), frozen.as_fun
         same = jax.extend.core.ClosedJaxpr(closed.jaxpr, constants)
         outputs = as_fun(same)(*jax.tree.leaves(args))
         return jax.tree.unflatten(out_treedef, outputs)
 
     # A NumPy array may be changed in place later, and jax would read the new values.
     consts = [np.array(x) if isinstance(x, np.ndarray) else x for x in closed.consts]
-    return hoisted, consts, packed.read_by_layers(closed.jaxpr)
+    return hoisted, consts, frozen.specs_of_parts(closed, spec_of)
 
 
 def rewrite(
@@ -98,7 +100,7 @@ def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]
 
 def has_ragged_products(jaxpr: Any) -> bool:
     """Whether a program, or a program inside of it, has a ragged product."""
-    return any(x.primitive.name == primitives.RAGGED_DOT for x in equations(jaxpr))
+    return has_primitive(jaxpr, primitives.RAGGED_DOT)
 
 
 def _with_ordinary_product(eqn: Any, values: list[Any]) -> list[Any] | None:

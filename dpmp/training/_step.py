@@ -33,10 +33,6 @@ from dpmp.training._tickets import Batch
 # The names of the secret keys that a step takes from its ticket.
 _KEYS = ("noise", "model", "update")
 
-# A step gathers frozen stacks of layers at once if they take at most this share of a
-# device's memory, and one layer at a time otherwise.
-_SHARE_OF_STACKS = 0.25
-
 
 class Program(NamedTuple):
     """The program of a step for the types and the shardings of its arguments."""
@@ -211,18 +207,12 @@ class Step:
             losses.with_checked_result(self.loss_fn)
         )
         with losses.explained(args[1], dtype):
-            loss_fn, constants, by_layers = transformations.hoist_constants(
-                loss_fn, *args, *keys, check=check
+            loss_fn, constants, specs = transformations.hoist_constants(
+                loss_fn, *args, *keys, check=check, spec_of=spec_of
             )
 
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
         mesh = _meshes.mesh_of((batch, state))
-        # To gather layer by layer takes less memory, and more time: each microbatch
-        # gathers every layer twice.
-        pairs = [*zip(constants, by_layers, strict=True)]
-        num_bytes = sum(x.size * x.dtype.itemsize for x, by_layer in pairs if by_layer)
-        is_large = num_bytes > _SHARE_OF_STACKS * _meshes.memory_of_device()
-        specs = [spec_of(x) if is_large and by else jax.P() for x, by in pairs]
         of_params = jax.tree.map(_meshes.spec_of, state.params)
         shards = Shards(axes, of_params, {"constants": specs})
 

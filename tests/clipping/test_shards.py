@@ -15,7 +15,6 @@ from dpmp import DPSGD, DPTrainer, ReleasedMetrics, clipped_grad, loss_scaling
 from dpmp.clipping import Shards
 from dpmp.numerics import _float_sums
 from dpmp.numerics._arithmetic import parse_arithmetic
-from dpmp.training import _step
 
 P = jax.P
 SHAPES = {"w": (8, 16), "b": (16,), "scalar": ()}
@@ -473,7 +472,7 @@ def test_large_frozen_layers_are_gathered_one_at_a_time(monkeypatch, method, dty
     divided = P(None, None, "data")
     assert gathered(P()) == set()
     assert gathered(divided) == {frozen.shape}
-    monkeypatch.setattr(_step, "_SHARE_OF_STACKS", 0)
+    monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
     assert gathered(divided) == {(width, width)}
     steps = [
         trainer.train_step(state, x, is_padding)
@@ -483,7 +482,7 @@ def test_large_frozen_layers_are_gathered_one_at_a_time(monkeypatch, method, dty
 
 
 def test_frozen_arrays_that_are_not_read_by_layers_are_gathered_once(monkeypatch):
-    monkeypatch.setattr(_step, "_SHARE_OF_STACKS", 0)
+    monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
     mesh = make_mesh()
     frozen = place(np.ones((3, 8, 8), np.float32), mesh, P(None, "data"))
 
@@ -548,7 +547,7 @@ def step_within(w, x, stack):
 )
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])
 def test_frozen_arrays_on_a_mesh_may_be_read_anywhere(monkeypatch, loss, method):
-    monkeypatch.setattr(_step, "_SHARE_OF_STACKS", 0)
+    monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
     mesh, rng = make_mesh((2,)), np.random.default_rng(0)
     stack = np.float32(rng.normal(size=(2, 2, 8, 8)) / 4)
     x = np.float32(rng.normal(size=(32, 8)))

@@ -86,10 +86,7 @@ def analyse(
     """
     closed, treedef = interpreter.trace(fun, params, example)
     _validate.require(
-        not any(
-            eqn.primitive.name == primitives.REFERENCE
-            for eqn in bodies.equations(closed.jaxpr)
-        ),
+        not bodies.has_primitive(closed.jaxpr, primitives.REFERENCE),
         'a loss for book-keeping must not use jax.new_ref. Use method="per_example".',
     )
     if transformations.has_ragged_products(closed.jaxpr):

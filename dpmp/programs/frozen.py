@@ -1,4 +1,4 @@
-"""Unpacks frozen arrays where they are used, and again in the backward pass.
+"""Programs with frozen arrays: packed ones, and ones on a mesh.
 
 A quantised base model has four or eight bits for an entry. Before a program multiplies
 with a matrix, it casts the matrix and multiplies it by scales. Differentiation would
@@ -6,7 +6,7 @@ store the results for the backward pass, and so the whole model in a wide dtype.
 every operation on an unpacked array unpacks it itself, under `jax.checkpoint`.
 
 A device that holds a part of a stack of layers gathers one layer at a time in the same
-way.
+way. And what was traced for arrays on a mesh also runs inside of `jax.shard_map`.
 """
 
 import dataclasses
@@ -23,6 +23,11 @@ from dpmp.programs.interpreter import bind, is_literal
 
 # To unpack a matrix takes about a dozen. A value that is used twice counts twice.
 _MOST_OPERATIONS = 64
+
+# Stacks of layers are gathered at once if all of them take at most this share of a
+# device's memory, and one layer at a time otherwise. That takes less memory, and more
+# time, because each microbatch gathers every layer twice.
+_SHARE_OF_STACKS = 0.25
 
 
 @functools.partial(
@@ -61,7 +66,19 @@ def needs_care(constants: Sequence[Any]) -> bool:
     )
 
 
-def read_by_layers(jaxpr: Any) -> list[bool]:
+def specs_of_parts(closed: Any, spec_of: Callable[[Any], jax.P]) -> list[jax.P]:
+    """The partition spec of each constant of which devices receive parts alone.
+
+    These are large stacks of layers. The spec of other constants is `P()`.
+    """
+    pairs = [*zip(closed.consts, _are_read_by_layers(closed.jaxpr), strict=True)]
+    num_bytes = sum(x.size * x.dtype.itemsize for x, is_stack in pairs if is_stack)
+    if num_bytes <= _SHARE_OF_STACKS * _meshes.memory_of_device():
+        return [jax.P()] * len(pairs)
+    return [spec_of(x) if is_stack else jax.P() for x, is_stack in pairs]
+
+
+def _are_read_by_layers(jaxpr: Any) -> list[bool]:
     """Whether each constant of a jaxpr is read by loops alone, a slice at a time."""
     *reads, returned = interpreter.variables_read(jaxpr)
     elsewhere = set(returned)
@@ -77,7 +94,7 @@ def _is_on_mesh(array: Any) -> bool:
     return isinstance(getattr(array, "sharding", None), jax.NamedSharding)
 
 
-def frozen(constants: Sequence[Any]) -> list[Any]:
+def marked(constants: Sequence[Any]) -> list[Any]:
     """Marks the constants of a closed jaxpr as frozen, for `as_fun`."""
     return [
         _Frozen((x,), True, _whole, num_operations=1)
@@ -220,16 +237,15 @@ def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
         return outputs[: loop.num_carry], outputs[loop.num_carry :]
 
     carry = [_value(x) for x in values[loop.num_consts : end]]
-    xs = [_by_layers(x) for x in xs]
+    xs = [_to_be_sliced(x) for x in xs]
     carry, ys = jax.lax.scan(body, carry, xs, **loop.options)
     return [*carry, *ys]
 
 
-def _by_layers(x: Any) -> Any:
+def _to_be_sliced(x: Any) -> Any:
     """A value of which a loop takes slices: those of a part are gathered one by one."""
     if not (isinstance(x, _Frozen) and x.compute):
         return x
-    (part, *_) = x.arrays
-    if x.compute is not _whole or part.axis == 0:
+    if x.compute is not _whole or x.arrays[0].axis == 0:
         return x.value
-    return dataclasses.replace(x, arrays=(part.to_be_sliced(),))
+    return dataclasses.replace(x, arrays=(x.arrays[0].to_be_sliced(),))
