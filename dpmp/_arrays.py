@@ -14,24 +14,25 @@ from dpmp._typing import PyTree
 def as_device_dtypes(tree: PyTree) -> PyTree:
     """Turns the leaves into NumPy arrays of dtypes that jax has.
 
-    Arrays of jax, and shapes, stay. A value that overflows causes no warning. Raises
-    ValueError, with the path of the leaf, for a dtype that jax does not have: its own
-    error would show the values.
+    Arrays of jax, shapes and numbers of Python stay. A value that overflows causes no
+    warning. Raises ValueError, with the path of the leaf, for a dtype that jax does not
+    have: its own error would show the values.
     """
     return jax.tree_util.tree_map_with_path(_in_device_dtype, tree)
 
 
-def as_mask(is_padding_example: Any) -> Any:
-    """Turns a mask into an array, as `as_device_dtypes` does. None stays."""
-    if is_padding_example is None:
-        return None
-    path = jax.tree_util.DictKey("is_padding_example")
-    return _in_device_dtype((path,), is_padding_example)
+def as_mask(**named: Any) -> Any:
+    """Turns a mask, passed by its name, into an array. None stays."""
+    ((name, mask),) = named.items()
+    path = (jax.tree_util.DictKey(name),)
+    return None if mask is None else _in_device_dtype(path, mask)
 
 
 def _in_device_dtype(path: Any, x: Any) -> Any:
     is_of_jax = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-    if is_of_jax or hasattr(x, "__jax_array__"):
+    # jax gives such a number the dtype of what it meets; a larger one it would show.
+    is_number = type(x) in (bool, int, float) and not abs(x) >= 2**31
+    if is_of_jax or is_number or hasattr(x, "__jax_array__"):
         return x
     array = as_array(path, x)
     with np.errstate(all="ignore"):

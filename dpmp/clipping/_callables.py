@@ -167,7 +167,7 @@ def make_callable(
     compiled = on_any_mesh if is_rebuilt_each_step else _compiled(on_any_mesh, arrays)
 
     def with_arrays(*args, is_padding_example, **kwargs):
-        is_padding = as_mask(is_padding_example)
+        is_padding = as_mask(is_padding_example=is_padding_example)
         args = signature.with_arrays(args)
         return compiled(*args, is_padding_example=is_padding, **kwargs)
 

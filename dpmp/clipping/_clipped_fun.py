@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._arrays import as_device_dtypes
+from dpmp._arrays import as_device_dtypes, as_mask
 from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._callables import BoundedSensitivityCallable, make_callable
@@ -175,7 +175,7 @@ def clip_pytree(
     check_float_leaves(pytree, "pytree")
     pytree = as_device_dtypes(pytree)
     clip_norms.check_prefix_of(pytree)
-    return_zero = jnp.asarray(return_zero)
+    return_zero = jnp.asarray(as_mask(return_zero=return_zero))
     _validate.require(
         return_zero.shape == () and return_zero.dtype == jnp.dtype("bool"),
         "return_zero must be one bool. For a batch, use clipped_fun and "

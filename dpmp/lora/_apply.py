@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _meshes, _validate
+from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.lora._adapters import (
     Adapters,
@@ -94,7 +95,7 @@ def init(
         )
     axes = {path: last_two(len(x.shape)) for path, x in arrays.items()}
     if fun is not None:
-        axes = _read_axes(fun, (params, *example_args), axes)
+        axes = _read_axes(fun, (params, *as_device_dtypes(example_args)), axes)
     factors = {
         path: _first_factors(
             jax.random.fold_in(key, zlib.crc32(path.encode())),
@@ -183,7 +184,9 @@ def apply(fun: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
         check_fits(adapters, params, base)
         targets = [Target(path, adapters.scale) for path, _ in adapters.axes]
         with_kwargs = functools.partial(fun, **kwargs)
-        return run_with_targets(with_kwargs, (params, *args), targets, adapters)
+        return run_with_targets(
+            with_kwargs, (params, *as_device_dtypes(args)), targets, adapters
+        )
 
     return adapted
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from dpmp import _plain_text, _validate
+from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.engines import Signature, check_method
 from dpmp.numerics import (
@@ -146,6 +147,7 @@ def estimate_memory(
     entry = parse_arithmetic(
         arithmetic or default_arithmetic(method), method=method
     ).bytes_per_entry
+    batch = as_device_dtypes(batch)
     size = batch_size_of(params, batch, microbatch_size)
     num_stacked = (microbatch_size or size) if method == "per_example" else 0
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
+from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
 from dpmp.programs import bodies, interpreter, primitives
@@ -61,6 +62,7 @@ def autocast(
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
+        args = as_device_dtypes(args)
         closed, treedef = interpreter.trace(lambda *xs: fun(*xs, **kwargs), *args)
         results = _run(closed, jax.tree.leaves(args), dtype)
         return jax.tree.unflatten(treedef, results)

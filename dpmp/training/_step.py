@@ -120,7 +120,7 @@ class Step:
         """Finds the program of a step, and its arguments on their devices."""
         with _without_debugging():
             examples = as_device_dtypes(batch.examples)
-            is_padding = as_mask(batch.is_padding_example)
+            is_padding = as_mask(is_padding_example=batch.is_padding_example)
             self._check_size(examples, is_padding)
             state = colocated(state._replace(spent=None), examples)
             keys = [jnp.asarray(x) for x in batch.ticket.take(*_KEYS)]

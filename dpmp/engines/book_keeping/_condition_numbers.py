@@ -79,6 +79,7 @@ def measure_condition_numbers(
         prng_argnum=prng_argnum,
         keep_batch_dim=keep_batch_dim,
     )
+    args = engine.signature.with_arrays(args)
     examples = engine.signature.examples(args, batch_size)
     roundings = []
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate, loss_scaling
+from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.engines import check_float_leaves, check_num_args
 from dpmp.precision import Policy
@@ -98,6 +99,7 @@ def precision_report(
     """
     _validate.function(fun=fun)
     check_num_args(args, (0,))
+    args = as_device_dtypes(args)
     loss_scaling.check(loss_scale)
     name = policy if isinstance(policy, str) else policy.compute_dtype.name
     policy = Policy.parse(policy)
