@@ -70,9 +70,13 @@ def advice(method: Method, size: int, memory: MemoryEstimate) -> str:
 
 
 def program(
-    args: argparse.Namespace, plan: Plan, method: Method | None = None, **more: int
+    args: argparse.Namespace,
+    plan: Plan,
+    method: Method | None = None,
+    rank: int = 0,
+    **more: int,
 ) -> str:
-    """The lines of a program that make the mechanism, the policy and the loss."""
+    """The lines of a program that make the mechanism, and what `method` trains."""
     fields = {
         "num_examples": args.num_examples,
         "expected_batch_size": plan.batch_size,
@@ -82,15 +86,28 @@ def program(
     }
     if (relation := args.neighboring_relation) != DEFAULT_RELATION.name:
         fields["neighboring_relation"] = f"dp_accounting.NeighboringRelation.{relation}"
-    lines = [f"      {name}={value}," for name, value in fields.items()]
-    target = f"epsilon={args.epsilon:g}, delta={args.delta:g}"
-    lines = ["Run this:\n\n  mechanism = dpmp.DPSGD(", *lines]
-    lines.append(f"  ).calibrate({target})")
+    is_lora = method is not None and method.is_lora
+    imports = (
+        ["dpmp"] if relation == DEFAULT_RELATION.name else ["dp_accounting", "dpmp"]
+    )
+    imports += ["jax"] * is_lora
+    lines = [f"  import {name}" for name in sorted(imports)]
+    lines = ["Run this:\n", *lines, "", "  mechanism = dpmp.DPSGD("]
+    lines += [f"      {name}={value}," for name, value in fields.items()]
+    lines.append(f"  ).calibrate(epsilon={args.epsilon:g}, delta={args.delta:g})")
     if method is not None:
         lines.append(f"  policy = {method.policy}")
-        if method.is_lora:
-            lines.append("  base = model.params  # loaded with dtype=jnp.bfloat16")
-            lines.append("  loss_fn = lora.apply(loss_fn, base)")
+        if is_lora:
+            kind = (
+                "in bfloat16" if method.base_bits == 16 else "quantised: docs/lora.md"
+            )
+            lines += [
+                f"  base = model.params  # {kind}",
+                '  targets = "attention/.*kernel"  # by their names in your model',
+                "  key = jax.random.key(0)",
+                f"  adapters = dpmp.lora.init(key, base, rank={rank}, targets=targets)",
+                "  loss_fn = dpmp.lora.apply(loss_fn, base)",
+            ]
         lines.append(f"\n{_plain_text.paragraph(_THE_REST)}")
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from dpmp.precision import Policy
 # The number of examples with which activations are compiled.
 LARGEST_MICROBATCH = 64
 
-_MASTERS = "dpmp.Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)"
+_MASTERS = 'dpmp.Policy("bfloat16", "bfloat16", stochastic_rounding=True)'
 _MIXED = '"mixed_bfloat16"'
 
 

@@ -193,7 +193,7 @@ def _report_of_model(
             yield _answers.advice(*other)
     if size:
         fields = {"microbatch_size": size, "num_parameters": trained}
-        yield _answers.program(args, start, method, **fields)
+        yield _answers.program(args, start, method, model.rank, **fields)
         yield _answers.running_time(model, method, start, args.rate)
 
 

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import pathlib
+import re
+import textwrap
+import types
 
 import dp_accounting
 import jax
@@ -83,6 +86,8 @@ def plan(capsys, *options):
         assert figures["trained"] ** 0.5 * figures["start"]["noise_in_mean"] == (
             pytest.approx(figures["noise_norm"])
         )
+    if program := re.search(r"Run this:\n\n((?:  .*\n|\n)*)", text):
+        figures["program"] = textwrap.dedent(program[1])
     return " ".join(text.split()), figures
 
 
@@ -119,6 +124,18 @@ def test_the_first_method_that_fits_is_chosen(scenario, capsys):
     assert (figures["total_memory"] <= memory) == (microbatch_size > 0)
     assert (f"microbatch_size={microbatch_size}," in text) == (microbatch_size > 0)
     assert ("lora.apply" in text) == (method == LORA)
+    if microbatch_size:
+        params = {"attention": {"kernel": jnp.ones((4, 4))}}
+        scope = {"model": types.SimpleNamespace(params=params)}
+        scope["loss_fn"] = lambda params, batch: batch @ params["attention"]["kernel"]
+        exec(figures["program"], scope)
+        assert scope["mechanism"].num_parameters == figures["trained"]
+        dpmp.DPTrainer(
+            mechanism=scope["mechanism"],
+            loss_fn=scope["loss_fn"],
+            optimizer=optax.sgd(0.1),
+            policy=scope["policy"],
+        ).init(scope.get("adapters", params))
 
 
 @pytest.mark.usefixtures("_compiled_before", "_without_search")
@@ -185,8 +202,8 @@ def test_the_norm_of_the_noise_needs_no_model(capsys):
     (start,) = (x for x in figures["plans"] if x["start_here"])
     norm = 1000 * 2.0 / start["batch_size"]
     assert f"has a norm of {norm:.3g}, over 1 million trained entries" in text
-    scope = {"dpmp": dpmp}
-    exec(text.partition("Run this: ")[2], scope)
+    scope = {}
+    exec(figures["program"], scope)
     made = scope["mechanism"]
     assert made.num_parameters == 1_000_000
     assert made.expected_batch_size == start["batch_size"]
