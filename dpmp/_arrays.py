@@ -2,13 +2,39 @@
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+
+
+@contextlib.contextmanager
+def without_debugging() -> Iterator[None]:
+    """Turns off jax's flags for debugging.
+
+    These flags look at all arrays, also those of the batch and the results. Their
+    exceptions would show that an example, or its gradient, is not finite. And without
+    jit, each operation would be visible.
+    """
+    with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+        yield
+
+
+def check_keys(what: str, tree: PyTree) -> None:
+    """Raises ValueError, for the tree `what`, if jax cannot sort the keys of a dict."""
+    with contextlib.suppress(ValueError):
+        jax.tree.structure(tree)
+        return
+    _validate.fail(
+        f"the keys of every dict in {what} must be of one type. Use texts. For a table "
+        "of pandas: table.columns = table.columns.astype(str).",
+        type=type(tree).__name__,
+    )
 
 
 def as_device_dtypes(tree: PyTree) -> PyTree:
@@ -42,6 +68,9 @@ def _in_device_dtype(path: Any, x: Any) -> Any:
 def as_array(path: Any, x: Any) -> np.ndarray:
     """Turns the leaf with a path into a NumPy array of a dtype that jax has."""
     array = np.empty(0, object)
+    dtype = getattr(x, "dtype", None)
+    if isinstance(x, jax.Array) and jnp.issubdtype(dtype, jax.dtypes.extended):
+        x = None  # NumPy cannot have keys
     # NumPy's message about lists of different lengths would show a shape.
     with contextlib.suppress(*([ValueError] if isinstance(x, list) else [])):
         array = np.asarray(x)

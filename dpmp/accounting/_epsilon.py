@@ -36,7 +36,7 @@ _STEP_POINTS, _TOTAL_POINTS = 1e5, 6e5
 # one of a 13th by 4e-4. That is enough below the interval that dp_accounting takes by
 # default: a step would have so many points that the analysis takes twice as long.
 _MOST_POINTS, _FEWEST_POINTS, _DEFAULT_INTERVAL = 80, 13, 1e-4
-# An interval above 100 is needed only for epsilons above 1e4, where Renyi DP is as good.
+# An interval above 100 is needed for epsilons above 1e4, where Renyi DP is as good.
 _LARGEST_INTERVAL = 100.0
 # A relative margin for the last roundings of a result.
 _MARGIN = 1e-6

@@ -4,14 +4,14 @@ import contextlib
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
 
 from dpmp import _validate
-from dpmp._arrays import as_array
+from dpmp._arrays import as_array, check_keys, without_debugging
 from dpmp._typing import PyTree
 
 Load: TypeAlias = Callable[[Any], PyTree]  # from indices
@@ -58,6 +58,14 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
     """Checks a dataset, of any size if `num_examples` is None; returns its loader."""
     if hasattr(source, "iloc") and hasattr(source, "columns"):  # a table of pandas
         source = {name: source[name] for name in source.columns}
+    is_iterator = isinstance(source, Iterator) and not hasattr(source, "__getitem__")
+    _validate.require(
+        not (is_iterator or isinstance(source, str | bytes)),
+        "the dataset must be arrays, or an object with __getitem__ and __len__",
+        dataset=type(source).__name__,
+        fix=_in_place_of(source),
+    )
+    check_keys("the dataset", source)
     leaves = jax.tree.leaves(source, is_leaf=_is_list_of_numbers)
     is_arrays = bool(leaves) and not _is_list_of_numbers(source)
     is_arrays &= all(isinstance(x, list) or _is_array(x) for x in leaves)
@@ -91,15 +99,18 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
     )
 
     def ask(indices: Any) -> PyTree:
-        if columns is None:
-            return source[indices]
-        return jax.tree.map(lambda x: x[indices], columns)
+        with without_debugging():  # a source may compute with jax
+            if columns is None:
+                return source[indices]
+            return jax.tree.map(lambda x: x[indices], columns)
 
     return Loader(ask, num_examples, columns is not None)
 
 
 def _in_place_of(source: Any) -> str:
     """Says what to pass in place of something that is not a dataset."""
+    if isinstance(source, str | bytes):
+        return "Load the file: pandas.read_csv, or np.load(path, mmap_mode='r')."
     if isinstance(source, list | tuple):
         return 'Stack a list of examples: {"x": np.stack([row["x"] for row in rows])}.'
     if isinstance(source, Mapping):
@@ -238,6 +249,7 @@ def load_padded(load: Load, padded: np.ndarray) -> PyTree:
 
 def as_arrays(tree: PyTree) -> PyTree:
     """Turns the leaves into NumPy arrays; a list of numbers is one leaf."""
+    check_keys("an example", tree)
     columns, structure = jax.tree_util.tree_flatten_with_path(tree, _is_list_of_numbers)
     return structure.unflatten([as_array(*x) for x in columns or [((), None)]])
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from dpmp import _validate, runs
+from dpmp._arrays import check_keys
 from dpmp._typing import PyTree
 from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
@@ -188,6 +189,7 @@ def check_state(state: Any, batch: PyTree = None) -> None:
 
 def as_params(params: PyTree) -> PyTree:
     """The parameters as arrays; variables of Keras become their values."""
+    check_keys("params", params)
     params = jax.tree.map(_value, params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     _validate.require(

@@ -4,9 +4,8 @@ The sum is sensitive. Only noisy values reach the update, and they are released.
 step is compiled once for each combination of types and shardings.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
-from dpmp._arrays import as_device_dtypes, as_mask
+from dpmp._arrays import as_device_dtypes, as_mask, without_debugging
 from dpmp._meshes import colocated, placement, places, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
@@ -118,7 +117,7 @@ class Step:
         self, state: TrainingState, batch: Batch
     ) -> tuple[Program, tuple[Any, ...]]:
         """Finds the program of a step, and its arguments on their devices."""
-        with _without_debugging():
+        with without_debugging():
             examples = as_device_dtypes(batch.examples)
             is_padding = as_mask(is_padding_example=batch.is_padding_example)
             self._check_size(examples, is_padding)
@@ -132,7 +131,7 @@ class Step:
         self, program: Program, args: tuple[Any, ...]
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """Runs the step; returns the new state and the sensitive losses and norms."""
-        with _without_debugging():
+        with without_debugging():
             results = program.compiled(*args, program.constants)
             self._programs[program.key] = program
             return results
@@ -330,18 +329,6 @@ class Step:
             metrics={**released.metrics, "overflowed": overflowed},
             clip_norm=released.clip_norm,
         )
-
-
-@contextlib.contextmanager
-def _without_debugging() -> Iterator[None]:
-    """Turns off jax's flags for debugging.
-
-    These flags look at all arrays, also those of the batch and the results. Their
-    exceptions would show that an example, or its gradient, is not finite. And without
-    jit, each operation would be visible.
-    """
-    with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-        yield
 
 
 def _model_key(words: Any) -> jax.Array:
