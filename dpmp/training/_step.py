@@ -37,7 +37,7 @@ class Program(NamedTuple):
     """The program of a step for the types and the shardings of its arguments."""
 
     key: tuple[Any, ...]  # types of the state, types of the batch, shardings
-    compiled: jax.stages.Compiled
+    run: Callable[..., Any]
     constants: list[jax.Array]  # arrays that the loss uses
     calls_host: bool  # whether functions on the host see sensitive values
 
@@ -124,15 +124,14 @@ class Step:
             state = colocated(state._replace(spent=None), examples)
             keys = [jnp.asarray(x) for x in batch.ticket.take(*_KEYS)]
             keys = colocated(keys, (state, examples))
-            args = state, keys, examples, is_padding
-            return self._program(*args), args
+            return self._program(state, keys, examples, is_padding)
 
     def run(
         self, program: Program, args: tuple[Any, ...]
     ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
         """Runs the step; returns the new state and the sensitive losses and norms."""
         with without_debugging():
-            results = program.compiled(*args, program.constants)
+            results = program.run(*args, program.constants)
             self._programs[program.key] = program
             return results
 
@@ -155,7 +154,7 @@ class Step:
 
     def _program(
         self, state: TrainingState, keys: Any, batch: PyTree, is_padding: Any
-    ) -> Program:
+    ) -> tuple[Program, tuple[Any, ...]]:
         args = state, keys, batch, is_padding
         shapes = [str(_meshes.shapes(x)) for x in (state, batch)]
         # The message shows nothing of the batch: its shapes may reveal its content.
@@ -169,14 +168,24 @@ class Step:
         types = str(jax.tree.map(jax.typeof, (state, batch)))
         key = (*shapes, types, placement(args))
         if key in self._programs:
-            return self._programs[key]
+            return self._programs[key], args
         step, constants = self.make_program(state, batch)
+        # Otherwise the state would return from the first step on the devices of the
+        # constants, and need another program.
+        placed = colocated(args, constants)
+        if placement(placed) != placement(args):
+            return self._program(*placed)
         traced = step.trace(*args, constants)
         calls_host = losses.calls_host(traced.jaxpr.jaxpr)
         lowered = traced.lower()
         check_same_program(lowered)
         check_same_arrays((state, constants, bodies.arrays_in(traced.jaxpr.jaxpr)))
-        return Program(key, lowered.compile(), constants, calls_host)
+        compiled = lowered.compile()
+        # jax refuses arrays of 4 bits as arguments of a compiled program, on CPUs at
+        # least. The function finds the same program without another compilation.
+        is_narrow = any(jax.dtypes.itemsize_bits(x.dtype) < 8 for x in constants)
+        run = step if is_narrow else compiled
+        return Program(key, run, constants, calls_host), args
 
     def make_program(
         self,

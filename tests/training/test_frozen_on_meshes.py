@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from small_runs import PARAMS, SIZE, new_trainer
@@ -43,3 +44,27 @@ def test_a_frozen_model_of_many_devices_may_have_a_loop(axis_type):
     else:
         with pytest.raises(ValueError, match="must be on auto axes"):
             trainer.fit(state, data, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "uint4"])
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_frozen_model_that_was_put_on_devices_is_compiled_once(dtype, num_devices):
+    mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
+    where = jax.NamedSharding(mesh, jax.P(None, "data"))
+    where = where if num_devices > 1 else jax.devices()[0]
+    base = jax.device_put(jnp.ones((8, 8), dtype), where)
+    num_updates = []
+
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ (base.astype(jnp.float32) + params["w"])) ** 2)
+
+    def update(*args):
+        num_updates.append(None)
+        return optax.sgd(0.1).update(*args)
+
+    optimizer = optax.GradientTransformation(optax.sgd(0.1).init, update)
+    trainer = new_trainer(loss_fn=loss, optimizer=optimizer, microbatch_size=4)
+    data = {"x": np.ones((SIZE, 8), np.float32)}
+    state = trainer.fit(trainer.init({"w": jnp.ones((8, 8))}), data, progress=False)
+    assert int(state.step) == 7
+    assert len(num_updates) == 1
