@@ -66,11 +66,12 @@ def batches(data, size, steps, seed=0):
 
 def model_inputs(x):
     """What Tunix's loss takes besides the model."""
+    is_token = x["tokens"] != 0  # the model sees them all, whatever the loss counts
     return {
         "input_tokens": x["tokens"],
         "input_mask": x["mask"],
-        "positions": utils.build_positions_from_mask(x["mask"]),
-        "attention_mask": utils.make_causal_attn_mask(x["mask"]),
+        "positions": utils.build_positions_from_mask(is_token),
+        "attention_mask": utils.make_causal_attn_mask(is_token),
     }
 
 
