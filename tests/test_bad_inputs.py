@@ -293,6 +293,7 @@ TABLE = {
         (
             "is_padding_example must be",
             "mask",
+            None,
             *(np.zeros(SIZE, x) for x in ("float32", "int32", "uint8")),
         ),
     ],
@@ -542,6 +543,7 @@ CALLED = {
     "state must be": [
         lambda: good_trainer().guarantee(PARAMS, delta=0.1),
         lambda: good_trainer().load_batch(PARAMS, DATA),
+        lambda: good_trainer().lower(PARAMS, DATA),
     ],
     "delta must be": [lambda: good_trainer().guarantee(state())],
     "state.spent must be": [

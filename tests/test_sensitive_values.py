@@ -270,3 +270,49 @@ def test_a_secret_changes_nothing_of_what_is_shown(call):
             assert "7.654" not in text, (kind, text)
             assert WORD not in text, (kind, text)
             assert text == expected, kind
+
+
+def clipped_in_four(make):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        clipped(spmd_axis_name="data")(PARAMS, {"x": make(0)})
+
+
+NO_PADDING = np.zeros(PADDED, bool)
+# Calls with a batch that somebody forgot to pad.
+UNPADDED = {
+    "another mask": lambda make: clipped()(
+        PARAMS, {"x": make(0)}, is_padding_example=NO_PADDING
+    ),
+    "another column": lambda make: clipped(method="book_keeping")(
+        PARAMS, {"x": make(0), "y": BATCH}
+    ),
+    "clipped_fun": lambda make: clipped_sum(
+        {"x": make(0)}, is_padding_example=NO_PADDING
+    ),
+    "microbatches": lambda make: clipped(microbatch_size=4)(PARAMS, {"x": make(0)}),
+    "float sums": lambda make: clipped(microbatch_size=1, arithmetic="float32")(
+        PARAMS, {"x": np.tile(make(0), (999, 1))}
+    ),
+    "devices": clipped_in_four,
+    "memory": lambda make: memory.estimate_memory(
+        PARAMS, {"x": make(0)}, microbatch_size=4, **for_memory
+    ),
+    "train_step": lambda make: train_step(make(0), NO_PADDING),
+    "lower": lambda make: trainer().lower(
+        trainer().init(PARAMS), {"x": make(0), "y": BATCH}
+    ),
+}
+
+
+@pytest.mark.parametrize("call", UNPADDED)
+def test_the_number_of_drawn_examples_is_not_shown(call):
+    texts = [shown(UNPADDED[call], lambda _, n=n: rows(n)) for n in (5, 7)]
+    assert "RefusedError" in texts[0]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("flag", [jax.debug_nans, jax.debug_infs])
+def test_flags_for_debugging_do_not_look_at_a_tree_that_is_clipped(flag):
+    with flag(True):
+        dpmp.clip_pytree({"x": np.array([np.nan, np.inf, 1.0])}, 1.0)

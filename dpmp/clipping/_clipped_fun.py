@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp._arrays import as_device_dtypes, as_mask
+from dpmp._arrays import as_device_dtypes, as_mask, without_debugging
 from dpmp._typing import PyTree
 from dpmp.clipping import _clip_norms
 from dpmp.clipping._callables import BoundedSensitivityCallable, make_callable
@@ -183,14 +183,16 @@ def clip_pytree(
         shape=return_zero.shape,
         dtype=return_zero.dtype.name,
     )
-    grads = store_one(pytree)
-    norms = grads.squared_norms(clip_norms.prefix)
-    norm = _clip_norms.global_norm(norms)
-    coefs = _clip_norms.coefficients(clip_norms.targets, norms, clip_norms.stability)
-    clipped = grads.weighted_sum(
-        coefs,
-        keep_mask(norm, coefs, return_zero[None], nan_safe),
-        clip_norms.prefix,
-        parse_arithmetic(None, dtype=norm.dtype),
-    )
-    return clipped, norm[0]
+    targets, stability = clip_norms.targets, clip_norms.stability
+    with without_debugging():
+        grads = store_one(pytree)
+        norms = grads.squared_norms(clip_norms.prefix)
+        norm = _clip_norms.global_norm(norms)
+        coefs = _clip_norms.coefficients(targets, norms, stability)
+        clipped = grads.weighted_sum(
+            coefs,
+            keep_mask(norm, coefs, return_zero[None], nan_safe),
+            clip_norms.prefix,
+            parse_arithmetic(None, dtype=norm.dtype),
+        )
+        return clipped, norm[0]

@@ -101,7 +101,6 @@ class ClippedSum:
             "microbatch_size must divide the batch size. Pad the batch, and mark the "
             "padding in is_padding_example.",
             microbatch_size=self.microbatch_size,
-            batch_size=batch_size,
         )
         if batch_size == 0:
             total, outputs = _empty(partial(one_microbatch, kwargs), examples)

@@ -207,7 +207,7 @@ class Shards:
                 f"{name} must be a multiple of the {size} devices over which the batch "
                 f"is divided. Use a microbatch_size that is a multiple of {size}, to "
                 "which DPSGD pads batches; or divide the batch over fewer devices.",
-                size=number,
+                microbatch_size=microbatch_size,
             )
         return microbatch_size and microbatch_size // size
 

@@ -133,11 +133,17 @@ class Signature:
                 "is_padding_example must be a bool array. Compare, as in `i < 0`.",
                 dtype=jnp.result_type(is_padding_example),
             )
+        # The sizes are not shown: one of them may be the number of drawn examples.
         _validate.require(
             len(set(sizes.values())) == 1 and () not in sizes.values(),
             "all batched arguments must have one leading axis of the same size. Stack "
-            "the examples along axis 0, or correct batch_argnums.",
-            sizes=sizes,
+            "the examples along axis 0, pad them as the mask, or correct "
+            "batch_argnums.",
+            without_axis=[name for name, x in sizes.items() if not x],
+            of_equal_size=[
+                [name for name, x in sizes.items() if x == size]
+                for size in dict.fromkeys(filter(None, sizes.values()))
+            ],
         )
         ((batch_size,),) = set(sizes.values())
         return batch_size

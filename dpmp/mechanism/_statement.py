@@ -1,5 +1,6 @@
 """States the privacy claim of a mechanism in plain words, with its assumptions."""
 
+import dataclasses
 import math
 import textwrap
 from typing import Any
@@ -107,7 +108,19 @@ def _describe_number(mechanism: Any) -> str:
             " The largest batch size was computed from that number, and says roughly "
             "how large it is. Pass truncated_batch_size to avoid this."
         )
+    elif _cost_shows_number(mechanism):
+        text += (
+            " Batches are truncated so often that epsilon, and a noise multiplier that "
+            "was calibrated, depend on that number. Pass a larger truncated_batch_size "
+            "to avoid this."
+        )
     return text
+
+
+def _cost_shows_number(mechanism: Any) -> bool:
+    """Whether epsilon is another one if the dataset has one example more."""
+    more = dataclasses.replace(mechanism, num_examples=mechanism.num_examples + 1)
+    return more.guarantee().epsilon != mechanism.guarantee().epsilon
 
 
 def _describe_released(mechanism: Any) -> list[str]:

@@ -115,9 +115,8 @@ class FloatSums(GradientSums, PartialSums):
         _validate.require(
             needed <= self.rounding_reserve,
             "rounding may cost a sum at most "
-            f"{self.rounding_reserve:.2g} of the clip norm",
-            cost=f"{needed:.2g}",
-            batch_size=batch_size,
+            f"{self.rounding_reserve:.2g} of the clip norm, and it costs more in a "
+            "batch of this size",
             microbatch_size=microbatch_size,
             arithmetic=self.name,
             fix='Use larger microbatches, arithmetic="exact", or "float64".',

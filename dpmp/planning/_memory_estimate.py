@@ -195,7 +195,6 @@ def batch_size_of(params: PyTree, batch: PyTree, microbatch_size: int | None) ->
             batch_size % microbatch_size == 0,
             "microbatch_size must divide the batch size",
             microbatch_size=microbatch_size,
-            batch_size=batch_size,
             fix="Pad the batch, or use a divisor.",
         )
     return batch_size

@@ -285,7 +285,8 @@ def checked_path(directory: Any) -> pathlib.Path:
         "backslashes, for the links that checkpoints need. Set TMPDIR to another one.",
         folder=folder,
     )
-    path = pathlib.Path(text).absolute()  # a program may change its directory
+    path = pathlib.Path(os.path.expanduser(text))
+    path = path.absolute()  # a program may change its directory
     try:
         is_directory = stat.S_ISDIR(path.stat().st_mode)
         reason = None if is_directory else "a file of this name"

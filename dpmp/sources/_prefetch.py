@@ -36,8 +36,9 @@ def prefetched(
     try:
         yield _in_order(jobs, tickets, depth)
     except BaseException:
-        while not jobs.empty():
-            jobs.get()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                jobs.get_nowait()
         jobs.put(None)
         thread.join(_SECONDS_TO_END)
         raise

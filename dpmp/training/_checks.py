@@ -3,6 +3,7 @@
 Messages name paths, types, shapes and dtypes. They never show a value.
 """
 
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,13 +128,11 @@ def as_public(returned: Any) -> dict[str, float]:
 
 
 def _is_real_scalar(x: Any) -> bool:
-    try:
-        float(x)
-    except OverflowError:  # an integer
-        return True
-    except (TypeError, ValueError):
-        return False
-    return np.ndim(x) == 0 and not isinstance(x, str)
+    is_array = hasattr(x, "dtype") and not isinstance(x, np.ma.MaskedArray)
+    if not is_array:
+        return isinstance(x, numbers.Real)
+    kinds = jnp.bool_, jnp.integer, jnp.floating
+    return np.ndim(x) == 0 and any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
 
 
 def is_used_up(state: Any) -> bool:
@@ -159,9 +158,14 @@ def check_same_types(old: TrainingState, new: TrainingState) -> None:
         )
 
 
+def check_type(state: Any) -> None:
+    """Raises ValueError for what is not the state of a trainer."""
+    _validate.instance(TrainingState, _A_STATE, state=state)
+
+
 def check_state(state: Any, batch: PyTree = None) -> None:
     """Raises ValueError for an invalid or donated state, and in traced functions."""
-    _validate.instance(TrainingState, _A_STATE, state=state)
+    check_type(state)
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     others = [*jax.tree.leaves(batch), jnp.zeros(())]  # inside of jit, it is traced
     _validate.require(

@@ -138,11 +138,13 @@ class Step:
     def _check_size(self, examples: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
         _validate.require(
-            jnp.ndim(is_padding) == 1 and jnp.result_type(is_padding) == jnp.bool_,
+            is_padding is not None
+            and jnp.ndim(is_padding) == 1
+            and jnp.result_type(is_padding) == jnp.bool_,
             "is_padding_example must be a vector of bool. Use True for padding, and "
             "False for examples.",
-            ndim=jnp.ndim(is_padding),
-            dtype=jnp.result_type(is_padding).name,
+            ndim=is_padding is not None and jnp.ndim(is_padding),
+            dtype=is_padding is not None and jnp.result_type(is_padding).name,
         )
         sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((examples, is_padding))}
         # The message does not show the given size: the number of examples is sensitive.

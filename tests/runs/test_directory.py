@@ -257,3 +257,8 @@ def test_a_run_that_starts_while_the_ledger_is_read_hides_no_slip(
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", read_late)
     assert num_steps(directory) == 15
+
+
+def test_the_home_directory_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert checked_path("~/runs") == tmp_path / "runs"

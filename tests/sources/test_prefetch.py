@@ -1,6 +1,8 @@
 """Batches that are loaded ahead are the same batches, and leave nothing behind."""
 
+import contextlib
 import os
+import queue
 import signal
 import threading
 import time
@@ -108,6 +110,23 @@ def test_nothing_is_left_when_the_loop_is_stopped(error):
     assert num_drawn <= 6
     time.sleep(0.01)
     assert len(drawn) == num_drawn
+
+
+def test_the_thread_may_take_the_last_job_while_the_loop_is_stopped(monkeypatch):
+    class TakenInBetween(queue.SimpleQueue):
+        def empty(self):
+            return False
+
+    monkeypatch.setattr(queue, "SimpleQueue", TakenInBetween)
+
+    def stop():
+        with contextlib.suppress(FailureError), prefetched(str, [1, 2, 3], depth=2):
+            raise FailureError
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.usefixtures("ctrl_c")

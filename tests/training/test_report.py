@@ -93,6 +93,10 @@ def test_numbers_of_the_callback_are_recorded_as_public(trainer, tmp_path, capsy
         ({"accuracy": "0.731"}, "must be a real scalar"),
         ({"accuracy": None}, "must be a real scalar"),
         ({"accuracy": 0.731j}, "must be a real scalar"),
+        ({"accuracy": np.complex64(0.731j)}, "must be a real scalar"),
+        ({"accuracy": b"0.731"}, "must be a real scalar"),
+        ({"accuracy": np.array("0.731")}, "must be a real scalar"),
+        ({"accuracy": np.ma.masked}, "must be a real scalar"),
         ({"accuracy": np.datetime64("2026-01-01")}, "must be a real scalar"),
     ],
 )
