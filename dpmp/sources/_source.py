@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -58,9 +58,9 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
     """Checks a dataset, of any size if `num_examples` is None; returns its loader."""
     if hasattr(source, "iloc") and hasattr(source, "columns"):  # a table of pandas
         source = {name: source[name] for name in source.columns}
-    is_iterator = isinstance(source, Iterator) and not hasattr(source, "__getitem__")
+    is_iterator = hasattr(source, "__next__") and not hasattr(source, "__getitem__")
     _validate.require(
-        not (is_iterator or isinstance(source, str | bytes)),
+        not (is_iterator or type(source) in (str, bytes)),
         "the dataset must be arrays, or an object with __getitem__ and __len__",
         dataset=type(source).__name__,
         fix=_in_place_of(source),
