@@ -68,8 +68,7 @@ def _in_device_dtype(path: Any, x: Any) -> Any:
 def as_array(path: Any, x: Any) -> np.ndarray:
     """Turns the leaf with a path into a NumPy array of a dtype that jax has."""
     array = np.empty(0, object)
-    dtype = getattr(x, "dtype", None)
-    if isinstance(x, jax.Array) and jnp.issubdtype(dtype, jax.dtypes.extended):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         x = None  # NumPy cannot have keys
     # NumPy's message about lists of different lengths would show a shape.
     with contextlib.suppress(*([ValueError] if isinstance(x, list) else [])):
