@@ -22,6 +22,7 @@ import pytest
 import dpmp
 from dpmp import book_keeping, lora, memory, planning
 from dpmp.noise_addition import NoiseState, gaussian_privatizer
+from dpmp.numerics import LARGEST_RESOLUTION, ExactSums
 
 SIZE, PADDED, WIDTH = 24, 8, 3
 NUMBER, WORD = 7654321, "quetzalcoatlus"
@@ -278,6 +279,7 @@ def clipped_in_four(make):
         clipped(spmd_axis_name="data")(PARAMS, {"x": make(0)})
 
 
+WRAPPING = ExactSums(LARGEST_RESOLUTION)
 NO_PADDING = np.zeros(PADDED, bool)
 # Calls with a batch that somebody forgot to pad.
 UNPADDED = {
@@ -294,7 +296,7 @@ UNPADDED = {
     "float sums": lambda make: clipped(microbatch_size=1, arithmetic="float32")(
         PARAMS, {"x": np.tile(make(0), (999, 1))}
     ),
-    "wrapping sums": lambda make: clipped(arithmetic="exact")(
+    "wrapping sums": lambda make: clipped(arithmetic=WRAPPING)(
         PARAMS, {"x": np.tile(make(0), (200, 1))}
     ),
     "devices": clipped_in_four,

@@ -214,10 +214,10 @@ class GridSums(Arithmetic):
         largest = (2**31 - 1) // self.resolution
         if batch_size > largest:
             warn(
-                f"sums can exceed 32 bits if the clipped gradients of {largest} examples "
-                "all point along one coordinate. That costs accuracy, not privacy, and "
-                "gradients of a model with many entries hardly do so. A batch of at "
-                f"most {largest} avoids it."
+                f"sums can exceed 32 bits if the clipped gradients of {largest} "
+                "examples all point along one coordinate. That costs accuracy, not "
+                "privacy, and gradients of a model with many entries hardly do so. A "
+                f"batch of at most {largest} avoids it."
             )
 
     def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
