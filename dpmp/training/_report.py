@@ -35,6 +35,13 @@ _SHARE_OF_TIME = 0.01
 _CLEARLY = 6.0
 
 
+class _Console(rich.console.Console):
+    """A console without which a run goes on, where rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Report:
     """A context that shows the steps of a run, by default on standard error.
 
@@ -64,7 +71,7 @@ class Report:
         self._spent = SpentPrivacy(mechanism, stop, epsilon)
         self._begin, self._stop, self._enabled = start, stop, enabled
         self._values: dict[str, float] = {}
-        self._console = console or rich.console.Console(stderr=True, soft_wrap=True)
+        self._console = console or _Console(stderr=True, soft_wrap=True)
         self._shows_bar = enabled and self._console.is_terminal
         interval = max(1, (stop - start) // _NUM_REPORTS)
         self.report_steps = sorted({*range(start + interval, stop, interval), stop})

@@ -417,3 +417,13 @@ def test_without_noise_or_delta_there_is_no_epsilon():
     spent = spent_by(dataclasses.replace(LONG, delta=None))
     assert spent.describe(3) == "epsilon not shown without a delta"
     assert spent.epsilon(6) is None
+
+
+def test_a_run_goes_on_if_nobody_reads_its_lines(monkeypatch):
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    trainer = new_trainer()
+    monkeypatch.setattr("sys.stderr", Broken())
+    assert int(trainer.fit(trainer.init(PARAMS), DATA).step) == 7
