@@ -253,7 +253,7 @@ def test_sharding_over_devices_does_not_change_a_bit(spec):
 # Limits of 32 bits.
 
 
-@pytest.mark.filterwarnings("ignore:sums of 600")
+@pytest.mark.filterwarnings("ignore:sums can exceed 32 bits")
 def test_wrapping_around_leaves_the_sensitivity_as_it_is():
     x = np.ones((600, 1), np.float32)
     with_one = _exact_sum(x, resolution=LARGEST_RESOLUTION).counts
