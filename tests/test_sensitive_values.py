@@ -318,6 +318,12 @@ def test_the_number_of_drawn_examples_is_not_shown(call):
 
 
 @pytest.mark.parametrize("flag", [jax.debug_nans, jax.debug_infs])
-def test_flags_for_debugging_do_not_look_at_a_tree_that_is_clipped(flag):
-    with flag(True):
-        dpmp.clip_pytree({"x": np.array([np.nan, np.inf, 1.0])}, 1.0)
+@pytest.mark.parametrize("is_jit_disabled", [False, True])
+def test_flags_for_debugging_do_not_look_at_what_is_clipped(flag, is_jit_disabled):
+    x = np.array([[np.nan, np.inf, 1.0]])
+    with flag(True), jax.disable_jit(is_jit_disabled):
+        dpmp.clip_pytree({"x": x}, 1.0)
+        clipped()(PARAMS, {"x": x})
+        clipped(method="book_keeping")(PARAMS, {"x": x})
+        clipped_sum({"x": x})
+        lora.init(jax.random.key(0), BASE, 2, "w")

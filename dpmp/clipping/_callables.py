@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 
 from dpmp import _meshes, _validate
-from dpmp._arrays import as_mask
+from dpmp._arrays import as_mask, without_debugging
 from dpmp._typing import PyTree
 from dpmp._validate import as_real
 from dpmp.accounting import DEFAULT_RELATION
@@ -169,7 +169,8 @@ def make_callable(
     def with_arrays(*args, is_padding_example, **kwargs):
         is_padding = as_mask(is_padding_example=is_padding_example)
         args = signature.with_arrays(args)
-        return compiled(*args, is_padding_example=is_padding, **kwargs)
+        with without_debugging():
+            return compiled(*args, is_padding_example=is_padding, **kwargs)
 
     return BoundedSensitivityCallable(
         with_arrays,

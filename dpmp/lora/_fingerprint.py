@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from dpmp._arrays import without_debugging
 from dpmp._typing import PyTree
 from dpmp.lora._names import by_path
 
@@ -19,15 +20,22 @@ def fingerprint(params: PyTree) -> str | None:
     arrays = by_path(params, is_leaf=None)
     if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
         return None
-    # Arrays may be known while another function is traced.
-    with jax.ensure_compile_time_eval():
-        known = [jnp.asarray(x) for x in arrays.values()]
-    sums = np.asarray(
-        [_program(x.shape, x.dtype, x.sharding)(x) for x in known], np.uint32
-    )
+    with without_debugging():
+        sums = np.asarray([_checksum_of(x) for x in arrays.values()], np.uint32)
     types = [f"{path} {x.dtype} {x.shape}" for path, x in arrays.items()]
     content = "\n".join(types).encode() + sums.tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _checksum_of(x: Any) -> jax.Array:
+    # An array may be known while another function is traced.
+    with jax.ensure_compile_time_eval():
+        x = jnp.asarray(x)
+        # jax refuses smaller types as arguments of a compiled program.
+        if jax.dtypes.itemsize_bits(x.dtype) < 8:
+            is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+            x = x.astype(jnp.int8 if is_integer else jnp.float32)
+    return _program(x.shape, x.dtype, x.sharding)(x)
 
 
 @functools.lru_cache(maxsize=1000)

@@ -79,11 +79,11 @@ def gaussian_privatizer(
       - The noise of an entry is a function of the root key, the step and the place of
         the entry in the tree. No two steps share noise. A step that is run again with
         the same sum repeats its release bit for bit. With another sum it is a fault:
-        both would have the same noise, so never use a state twice. Under `jax.jit`, the noise does not depend on the
-        sharding of the sum, and every device draws the noise of its own shard. (Arrays
-        of at most 16384 entries share a draw, which all devices make.) Noise is refused
-        inside `jax.shard_map` and `jax.pmap`, where no device knows which part of the
-        sum it has.
+        both would have the same noise, so never use a state twice. Under `jax.jit`, the
+        noise does not depend on the sharding of the sum, and every device draws the
+        noise of its own shard. (Arrays of at most 16384 entries share a draw, which all
+        devices make.) Noise is refused inside `jax.shard_map` and `jax.pmap`, where no
+        device knows which part of the sum it has.
       - Without `prng_key`, each `init` draws a key of 128 bits from the operating
         system.
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.lora._fingerprint import checksum
+from dpmp.lora._fingerprint import checksum, fingerprint
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "int8", "bool", "uint32"]
 
@@ -39,3 +39,11 @@ def test_a_checksum_does_not_depend_on_the_sharding():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("a")))
     assert int(checksum(placed)) == int(checksum(x))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_arrays_of_four_bits_may_be_on_a_device(dtype):
+    x = jnp.arange(8).reshape(2, 4).astype(dtype)
+    there = jax.device_put(x, jax.devices()[0])
+    assert fingerprint({"a": there}) == fingerprint({"a": x})
+    assert fingerprint({"a": there + 1}) != fingerprint({"a": x})
