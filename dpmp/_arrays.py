@@ -1,4 +1,4 @@
-"""Turns sensitive values into arrays. No error or warning shows what is in them."""
+"""Turns sensitive values into arrays. No error, warning or flag shows their content."""
 
 import contextlib
 import functools

@@ -33,8 +33,8 @@ _Bound: TypeAlias = tuple[float, str]  # epsilon, and the accountant in words
 # an analysis within a few seconds and 0.5 GB.
 _STEP_POINTS, _TOTAL_POINTS = 1e5, 6e5
 # An interval of a step's standard deviation / 80 moves epsilon by 1e-5 of itself, and
-# one of a 13th by 4e-4. That is enough below the interval that dp_accounting takes by
-# default: a step would have so many points that the analysis takes twice as long.
+# one of a 13th by 4e-4. A step of little loss makes do with the latter: with more
+# points than dp_accounting takes by default, its analysis would take twice as long.
 _MOST_POINTS, _FEWEST_POINTS, _DEFAULT_INTERVAL = 80, 13, 1e-4
 # An interval above 100 is needed for epsilons above 1e4, where Renyi DP is as good.
 _LARGEST_INTERVAL = 100.0

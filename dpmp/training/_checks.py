@@ -3,7 +3,6 @@
 Messages name paths, types, shapes and dtypes. They never show a value.
 """
 
-import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,11 +127,18 @@ def as_public(returned: Any) -> dict[str, float]:
 
 
 def _is_real_scalar(x: Any) -> bool:
-    is_array = hasattr(x, "dtype") and not isinstance(x, np.ma.MaskedArray)
-    if not is_array:
-        return isinstance(x, numbers.Real)
-    kinds = jnp.bool_, jnp.integer, jnp.floating
-    return np.ndim(x) == 0 and any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
+    # `float` would take these, and drop a mask or an imaginary part.
+    kind = getattr(getattr(x, "dtype", None), "kind", None)
+    is_other = isinstance(x, str | bytes | np.ma.MaskedArray)
+    if is_other or kind in ("c", "S", "U"):
+        return False
+    try:
+        float(x)
+    except OverflowError:  # an integer
+        return True
+    except (TypeError, ValueError):
+        return False
+    return np.ndim(x) == 0
 
 
 def is_used_up(state: Any) -> bool:
@@ -158,14 +164,14 @@ def check_same_types(old: TrainingState, new: TrainingState) -> None:
         )
 
 
-def check_type(state: Any) -> None:
+def check_is_state(state: Any) -> None:
     """Raises ValueError for what is not the state of a trainer."""
     _validate.instance(TrainingState, _A_STATE, state=state)
 
 
 def check_state(state: Any, batch: PyTree = None) -> None:
     """Raises ValueError for an invalid or donated state, and in traced functions."""
-    check_type(state)
+    check_is_state(state)
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     others = [*jax.tree.leaves(batch), jnp.zeros(())]  # inside of jit, it is traced
     _validate.require(

@@ -137,14 +137,13 @@ class Step:
 
     def _check_size(self, examples: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
+        mask = np.empty((), object) if is_padding is None else jax.typeof(is_padding)
         _validate.require(
-            is_padding is not None
-            and jnp.ndim(is_padding) == 1
-            and jnp.result_type(is_padding) == jnp.bool_,
+            mask.ndim == 1 and mask.dtype == jnp.bool_,
             "is_padding_example must be a vector of bool. Use True for padding, and "
             "False for examples.",
-            ndim=is_padding is not None and jnp.ndim(is_padding),
-            dtype=is_padding is not None and jnp.result_type(is_padding).name,
+            ndim=mask.ndim,
+            dtype=mask.dtype.name,
         )
         sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((examples, is_padding))}
         # The message does not show the given size: the number of examples is sensitive.

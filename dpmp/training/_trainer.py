@@ -280,7 +280,7 @@ class DPTrainer:
         The arguments are a `TrainingState` and arrays as in `train_step`, or their
         shapes (`jax.eval_shape`).
         """
-        _checks.check_type(state)
+        _checks.check_is_state(state)
         return self._step.lower(state, batch)
 
     def fit(

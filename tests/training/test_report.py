@@ -1,6 +1,7 @@
 """What a run shows and records: released values, and never less than is spent."""
 
 import dataclasses
+import decimal
 import functools
 import io
 import itertools
@@ -27,6 +28,7 @@ from small_runs import (
 import dpmp
 from dpmp.runs import read_metrics
 from dpmp.training import _report
+from dpmp.training._checks import as_public
 from dpmp.training._report import OverflowWarning, Report, SpentPrivacy
 
 
@@ -427,3 +429,17 @@ def test_a_run_goes_on_if_nobody_reads_its_lines(monkeypatch):
     trainer = new_trainer()
     monkeypatch.setattr("sys.stderr", Broken())
     assert int(trainer.fit(trainer.init(PARAMS), DATA).step) == 7
+
+
+class OfAnotherLibrary:
+    """As a tensor of PyTorch, whose dtype is none of NumPy."""
+
+    dtype = "torch.float32"
+
+    def __float__(self):
+        return 0.5
+
+
+@pytest.mark.parametrize("number", [decimal.Decimal("0.5"), OfAnotherLibrary()])
+def test_numbers_of_other_libraries_may_be_returned(number):
+    assert float(as_public({"accuracy": number})["accuracy"]) == 0.5
