@@ -37,6 +37,15 @@ def check_keys(what: str, tree: PyTree) -> None:
     )
 
 
+def is_narrow(x: Any) -> bool:
+    """Whether an element of the array has fewer than 8 bits.
+
+    jax refuses such arrays as arguments of compiled programs, on CPUs at least.
+    """
+    is_number = not jnp.issubdtype(x.dtype, jax.dtypes.extended)  # as keys are
+    return is_number and jax.dtypes.itemsize_bits(x.dtype) < 8
+
+
 def as_device_dtypes(tree: PyTree) -> PyTree:
     """Turns the leaves into NumPy arrays of dtypes that jax has.
 

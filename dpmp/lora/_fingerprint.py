@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp._arrays import without_debugging
+from dpmp._arrays import is_narrow, without_debugging
 from dpmp._typing import PyTree
 from dpmp.lora._names import by_path
 
@@ -31,8 +31,9 @@ def _checksum_of(x: Any) -> jax.Array:
     # An array may be known while another function is traced.
     with jax.ensure_compile_time_eval():
         x = jnp.asarray(x)
-        # jax refuses smaller types as arguments of a compiled program.
-        if jax.dtypes.itemsize_bits(x.dtype) < 8:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        if is_narrow(x):
             is_integer = jnp.issubdtype(x.dtype, jnp.integer)
             x = x.astype(jnp.int8 if is_integer else jnp.float32)
     return _program(x.shape, x.dtype, x.sharding)(x)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
-from dpmp._arrays import as_device_dtypes, as_mask, without_debugging
+from dpmp._arrays import as_device_dtypes, as_mask, is_narrow, without_debugging
 from dpmp._meshes import colocated, placement, places, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
@@ -182,10 +182,8 @@ class Step:
         check_same_program(lowered)
         check_same_arrays((state, constants, bodies.arrays_in(traced.jaxpr.jaxpr)))
         compiled = lowered.compile()
-        # jax refuses arrays of 4 bits as arguments of a compiled program, on CPUs at
-        # least. The function finds the same program without another compilation.
-        is_narrow = any(jax.dtypes.itemsize_bits(x.dtype) < 8 for x in constants)
-        run = step if is_narrow else compiled
+        # The function finds the same program without another compilation.
+        run = step if any(map(is_narrow, constants)) else compiled
         return Program(key, run, constants, calls_host), args
 
     def make_program(

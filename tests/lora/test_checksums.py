@@ -47,3 +47,8 @@ def test_arrays_of_four_bits_may_be_on_a_device(dtype):
     there = jax.device_put(x, jax.devices()[0])
     assert fingerprint({"a": there}) == fingerprint({"a": x})
     assert fingerprint({"a": there + 1}) != fingerprint({"a": x})
+
+
+def test_a_model_may_have_keys():
+    prints = {fingerprint({"key": jax.random.key(seed)}) for seed in (0, 0, 1)}
+    assert len(prints) == 2

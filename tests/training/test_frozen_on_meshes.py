@@ -68,3 +68,16 @@ def test_a_frozen_model_that_was_put_on_devices_is_compiled_once(dtype, num_devi
     state = trainer.fit(trainer.init({"w": jnp.ones((8, 8))}), data, progress=False)
     assert int(state.step) == 7
     assert len(num_updates) == 1
+
+
+def test_a_loss_may_contain_a_key():
+    key = jax.random.key(1)  # as the dropout of NNX does
+
+    def loss(params, batch):
+        bits = jax.random.key_data(key).astype(jnp.float32)
+        return jnp.mean((batch["x"] - params["w"]) ** 2) + jnp.sum(bits)
+
+    data = {"x": np.ones((SIZE, 2), np.float32)}
+    trainer = new_trainer(loss_fn=loss, microbatch_size=4)
+    state = trainer.init({"w": jnp.ones(2)})
+    assert int(trainer.fit(state, data, progress=False, stop_at=1).step) == 1
