@@ -123,6 +123,8 @@ def _are_replicas_equal(tree: Any) -> bool:
 
 def _checksums(x: Any) -> list[int]:
     """A checksum of each part of an array; 0 for a part that others hold."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)  # the parts of keys have other indices
     if not isinstance(x, jax.Array):
         return [_checksum(x)]
     parts = map(str, x.sharding.devices_indices_map(x.shape).values())
@@ -131,8 +133,6 @@ def _checksums(x: Any) -> list[int]:
 
 
 def _checksum(x: Any) -> int:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
     return zlib.crc32(np.asarray(x).tobytes()) | 1  # 0 stands for no part
 
 

@@ -76,6 +76,12 @@ def main(address, process):
         jax.debug.callback(lambda: None)
         return (1 + process) * loss_fn(params, batch)
 
+    def loss_with_key(params, batch):
+        words = jax.random.key_data(own_key)
+        return loss_fn(params, batch) + jnp.sum(words.astype(jnp.float32))
+
+    own_key = jax.random.key(process)
+
     def step_of_arrays():
         trainer = trainer_of()
         size = trainer.mechanism.padded_batch_size
@@ -88,6 +94,7 @@ def main(address, process):
     )
 
     cases = {
+        "frozen key": lambda: fit(trainer=trainer_of(loss_fn=loss_with_key)),
         "same": fit,
         "whole": lambda: fit(sharding=whole),
         "step": step,

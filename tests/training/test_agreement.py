@@ -46,7 +46,7 @@ def test_processes_that_differ_are_refused(hidden, with_other_arrays):
         dict(x.split(" : ")[1:] for x in output.splitlines() if x.startswith("case"))
         for output, _ in outputs
     )
-    assert len(one) == 23, outputs
+    assert len(one) == 24, outputs
     assert one == two
     made = [name for name, x in one.items() if not x.startswith("ValueError")]
     assert made == ["same", "whole", "step", "second step"]
@@ -76,6 +76,18 @@ def test_replicas_are_compared_where_two_processes_have_them(monkeypatch):
             lambda x, y=theirs: np.stack([x, y if len(x) == 3 else x]),
         )
         assert _agreement._are_replicas_equal([1, 2, 3]) == (name == "same")
+
+
+def test_checksums_tell_frozen_keys_apart():
+    keys = [jax.random.key(seed) for seed in (0, 0, 1)]
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    for place in (jax.devices()[0], jax.NamedSharding(mesh, jax.P("a"))):
+        several = [jax.device_put(jax.random.split(key, 4), place) for key in keys]
+        one, same, other = map(_agreement._checksums, several)
+        assert one == same
+        assert all(x not in (0, y) for x, y in zip(one, other, strict=True))
+    one, same, other = map(_agreement._checksums, keys)
+    assert one == same != other
 
 
 def test_processes_must_have_the_same_key(monkeypatch):
