@@ -51,6 +51,7 @@ from dpmp import lora as adapters
 _LARGE = {
     "1B": {"layers": 18, "width": 2048, "num_heads": 16, "vocabulary": 32768},
     "8B": {"layers": 32, "width": 4096, "num_heads": 32, "vocabulary": 128256},
+    "13B": {"layers": 40, "width": 5120, "num_heads": 40, "vocabulary": 128256},
     "70B": {"layers": 80, "width": 8192, "num_heads": 64, "vocabulary": 128256},
 }
 # Where the parameters are: "data" divides what a step gathers, and "model" divides
@@ -156,11 +157,15 @@ def _lora(
 
     def step(frozen: Any, state: Any, keys: Any, batch: Any, is_padding: Any) -> Any:
         make_program = trainer(frozen)._step.make_program
-        program, constants = make_program(places, tokens, lambda x: specs[x.shape])
+        program, constants = make_program(places, tokens, spec_of)
         return program(state, keys, batch, is_padding, constants)
 
     places, placed = state, place(frozen)
     specs = {x.shape: x.sharding.spec for x in jax.tree.leaves(placed)}
+
+    def spec_of(x: Any) -> jax.P:
+        return specs.get(x.shape, jax.P())
+
     keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * 3
     is_padding = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.bool_)
     jitted = jax.jit(

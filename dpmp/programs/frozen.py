@@ -6,7 +6,8 @@ store the results for the backward pass, and so the whole model in a wide dtype.
 every operation on an unpacked array unpacks it itself, under `jax.checkpoint`.
 
 A device that holds a part of a stack of layers gathers one layer at a time in the same
-way. And what was traced for arrays on a mesh also runs inside of `jax.shard_map`.
+way, frozen or trained. And what was traced for arrays on a mesh also runs inside of
+`jax.shard_map`.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ _SHARE_OF_STACKS = 0.25
 )
 @dataclasses.dataclass(frozen=True)
 class _Frozen:
-    """A value that depends on frozen arrays alone: `compute(arrays)`.
+    """A value that depends on frozen arrays or trained parts alone: `compute(arrays)`.
 
     Without `compute`, it is the only one of `arrays`. It is packed if it depends on an
     array of at most eight bits for an entry. Others are computed once.
@@ -66,20 +67,24 @@ def needs_care(constants: Sequence[Any]) -> bool:
     )
 
 
-def specs_of_parts(closed: Any, spec_of: Callable[[Any], jax.P]) -> list[jax.P]:
-    """The partition spec of each constant of which devices receive parts alone.
+def specs_of_parts(closed: Any, specs: Sequence[jax.P]) -> list[jax.P]:
+    """The partition specs of arrays of which devices receive parts alone.
 
-    These are large stacks of layers. The spec of other constants is `P()`.
+    These are large stacks of layers. `specs` has those of the constants of a jaxpr, and
+    then of its first arguments. The result has `P()` for other arrays.
     """
-    pairs = [*zip(closed.consts, _are_read_by_layers(closed.jaxpr), strict=True)]
-    num_bytes = sum(x.size * x.dtype.itemsize for x, is_stack in pairs if is_stack)
+    variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars][: len(specs)]
+    elsewhere = _not_read_by_layers(closed.jaxpr)
+    stacks = [x.aval for x in variables if x not in elsewhere]
+    num_bytes = sum(x.size * x.dtype.itemsize for x in stacks)
     if num_bytes <= _SHARE_OF_STACKS * _meshes.memory_of_device():
-        return [jax.P()] * len(pairs)
-    return [spec_of(x) if is_stack else jax.P() for x, is_stack in pairs]
+        return [jax.P()] * len(specs)
+    pairs = zip(variables, specs, strict=True)
+    return [jax.P() if x in elsewhere else spec for x, spec in pairs]
 
 
-def _are_read_by_layers(jaxpr: Any) -> list[bool]:
-    """Whether each constant of a jaxpr is read by loops alone, a slice at a time."""
+def _not_read_by_layers(jaxpr: Any) -> set[Any]:
+    """The variables that are not read by loops alone, a slice at a time."""
     *reads, returned = interpreter.variables_read(jaxpr)
     elsewhere = set(returned)
     for eqn, read in zip(jaxpr.eqns, reads, strict=True):
@@ -87,7 +92,7 @@ def _are_read_by_layers(jaxpr: Any) -> list[bool]:
         first = len(eqn.invars) if loop is None else loop.num_consts + loop.num_carry
         slices = eqn.invars[first:]
         elsewhere.update(x for x in read if not any(x is y for y in slices))
-    return [x not in elsewhere for x in jaxpr.constvars]
+    return elsewhere
 
 
 def _is_on_mesh(array: Any) -> bool:
@@ -104,9 +109,46 @@ def marked(constants: Sequence[Any]) -> list[Any]:
     ]
 
 
+def trained(part: Any, param: Any) -> Any:
+    """A parameter for `as_fun`, which reads a part instead if there is one."""
+    if not isinstance(part, _meshes.Part):
+        return param
+    # The compiler would gather a parameter for a loop that does not read it.
+    stand_in = read_instead(jnp.zeros(param.shape, param.dtype), param)
+    return _Frozen((part, stand_in), True, _whole, num_operations=1)
+
+
 def _whole(arrays: tuple[Any, ...]) -> jax.Array:
-    (part,) = arrays
-    return part.whole()
+    part, *param = arrays
+    return read_instead(part.whole(), *param) if param else part.whole()
+
+
+@jax.custom_vjp
+def read_instead(value: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns `value`, and sends gradients to `param`, which is not read."""
+    del param
+    return value
+
+
+read_instead.defvjp(
+    lambda value, param: (value, None),
+    lambda _, gradient: (jnp.zeros_like(gradient), gradient),
+)
+
+
+def args_read(closed: Any) -> set[int]:
+    """The numbers of the arguments whose values a program reads."""
+    jaxpr = closed.jaxpr
+    read = set(interpreter.variables_read(jaxpr)[-1])
+    for eqn in jaxpr.eqns:
+        if not reads_instead(eqn):
+            read.update(x for x in eqn.invars if not is_literal(x))
+    return {i for i, x in enumerate(jaxpr.invars) if x in read}
+
+
+def reads_instead(eqn: Any) -> bool:
+    """Whether an equation is a call of `read_instead`."""
+    return interpreter.name(eqn) == interpreter.CUSTOM_VJP + read_instead.__name__
 
 
 def _is_packed(array: Any) -> bool:
@@ -248,4 +290,5 @@ def _to_be_sliced(x: Any) -> Any:
         return x
     if x.compute is not _whole or x.arrays[0].axis == 0:
         return x.value
-    return dataclasses.replace(x, arrays=(x.arrays[0].to_be_sliced(),))
+    part, *param = x.arrays
+    return dataclasses.replace(x, arrays=(part.to_be_sliced(), *param))

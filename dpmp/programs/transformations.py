@@ -20,7 +20,8 @@ def hoist_constants(
     *example_args: Any,
     check: Callable[[Any], None] = lambda program: None,
     spec_of: Callable[[Any], jax.P] = _meshes.spec_of,
-) -> tuple[Callable[..., PyTree], list[Any], list[jax.P]]:
+    arg_specs: Sequence[jax.P] = (),
+) -> tuple[Callable[..., PyTree], list[Any], list[jax.P | None]]:
     """Turns the arrays that `fun` closes over into an argument.
 
     Otherwise they would be part of the program: a frozen model of a few gigabytes would
@@ -33,23 +34,31 @@ def hoist_constants(
 
     Returns `hoisted(constants, *args)`, `constants`, and the partition specs of those
     of which it wants a `_meshes.Part` where devices divide a batch. `spec_of` returns
-    the spec of a constant. `hoisted` accepts the shapes and dtypes of the example
+    the spec of a constant, and `arg_specs` has those of the first arrays of `args`. Of
+    these, it may want parts too: `constants` may go on with them, or with None. The
+    specs go on in the same way. `hoisted` accepts the shapes and dtypes of the example
     arguments only.
     """
     closed, out_treedef = trace(fun, *example_args)
     check(closed.jaxpr)
+    num_consts = len(closed.consts)
 
     def hoisted(constants: list[Any], *args: Any) -> PyTree:
-        as_fun = jax.extend.core.jaxpr_as_fun
-        if frozen.needs_care([*closed.consts, *constants]):
+        as_fun, leaves = jax.extend.core.jaxpr_as_fun, jax.tree.leaves(args)
+        constants, parts = constants[:num_consts], constants[num_consts:]
+        given = [x for x in (*constants, *parts) if x is not None]
+        if frozen.needs_care([*closed.consts, *given]):
             constants, as_fun = frozen.marked(constants), frozen.as_fun
+            leaves[: len(parts)] = map(frozen.trained, parts, leaves)
         same = jax.extend.core.ClosedJaxpr(closed.jaxpr, constants)
-        outputs = as_fun(same)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(out_treedef, outputs)
+        return jax.tree.unflatten(out_treedef, as_fun(same)(*leaves))
 
     # A NumPy array may be changed in place later, and jax would read the new values.
     consts = [np.array(x) if isinstance(x, np.ndarray) else x for x in closed.consts]
-    return hoisted, consts, frozen.specs_of_parts(closed, spec_of)
+    specs = [*map(spec_of, consts), *arg_specs]
+    specs = frozen.specs_of_parts(closed, specs)
+    of_args = [x if any(x) else None for x in specs[num_consts:]]
+    return hoisted, consts, [*specs[:num_consts], *of_args]
 
 
 def rewrite(

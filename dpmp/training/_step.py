@@ -213,14 +213,17 @@ class Step:
         loss_fn = self.policy.in_product_precision(
             losses.with_checked_result(self.loss_fn)
         )
+        of_params = jax.tree.map(_meshes.spec_of, state.params)
+        # Per-example gradients take more memory than all parameters do.
+        is_lean = self.mechanism.method == "book_keeping"
+        arg_specs = jax.tree.leaves(of_params) if is_lean else []
         with losses.explained(args[1], dtype):
             loss_fn, constants, specs = transformations.hoist_constants(
-                loss_fn, *args, *keys, check=check, spec_of=spec_of
+                loss_fn, *args, *keys, check=check, spec_of=spec_of, arg_specs=arg_specs
             )
 
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
         mesh = _meshes.mesh_of((batch, state))
-        of_params = jax.tree.map(_meshes.spec_of, state.params)
         shards = Shards(axes, of_params, {"constants": specs})
 
         def loss(*args, constants):
@@ -306,6 +309,10 @@ class Step:
         args = self._loss_args(state, batch)
         if self.uses_prng_key:
             args = (*args, _model_key(model_words))
+        # Devices receive parts of these parameters, in the compute dtype.
+        specs = shards.kwarg_specs["constants"][len(constants) :]
+        pairs = zip(jax.tree.leaves(args[0]), specs, strict=False)
+        constants = [*constants, *(None if spec is None else x for x, spec in pairs)]
         return grad_fn(*args, is_padding_example=is_padding, constants=constants)
 
     def _release(

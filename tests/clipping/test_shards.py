@@ -217,13 +217,12 @@ def make_trainer(loss_fn, *, expected_batch_size, optimizer=None, **fields):
     """A trainer on 64 records; options that are no fields are those of the trainer."""
     names = ("policy", "uses_prng_key", "loss_scale")
     options = {name: fields.pop(name) for name in names if name in fields}
-    fields = {"truncated_batch_size": 32, "iterations": 3} | fields
+    defaults = {"truncated_batch_size": 32, "iterations": 3, "noise_multiplier": 1.0}
     mechanism = DPSGD(
         num_examples=64,
         expected_batch_size=expected_batch_size,
         l2_clip_norm=0.5,
-        noise_multiplier=1.0,
-        **fields,
+        **defaults | fields,
     )
     return DPTrainer(
         mechanism=mechanism,
@@ -481,6 +480,47 @@ def test_large_frozen_layers_are_gathered_one_at_a_time(monkeypatch, method, dty
     np.testing.assert_allclose(steps[1].params, steps[0].params, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_rematerialised", [False, True])
+@pytest.mark.parametrize("used_through", [jnp.transpose, jnp.tanh])
+def test_large_trained_layers_are_gathered_one_at_a_time(
+    monkeypatch, used_through, is_rematerialised
+):
+    mesh, layers, width, num_examples = make_mesh(), 3, 16, 2
+    rng = np.random.default_rng(0)
+    stack = np.float32(rng.normal(size=(layers, width, width)) / 4)
+    x = place(np.float32(rng.normal(size=(32, width))), mesh, P("data"))
+    is_padding = place(np.arange(32) >= num_examples, mesh, P("data"))
+
+    def loss(params, x):
+        def layer(h, matrix):
+            return jnp.tanh(h @ used_through(matrix) + params["bias"]), None
+
+        layer = jax.checkpoint(layer) if is_rematerialised else layer
+        return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] ** 2)
+
+    def make(spec):
+        fields = {"expected_batch_size": 20, "microbatch_size": 16}
+        trainer = make_trainer(loss, method="book_keeping", **fields)
+        placed = place(np.zeros(width, np.float32), mesh, P()), place(stack, mesh, spec)
+        return trainer, trainer.init(dict(zip(("bias", "layers"), placed, strict=True)))
+
+    def gathered(spec):
+        trainer, state = make(spec)
+        found = collectives(trainer.lower(state, x).compile().as_text())
+        return {c.shape for c in found if c.kind == "all-gather"}
+
+    divided = P(None, None, "data")
+    assert gathered(divided) == {stack.shape}
+    monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
+    if used_through is jnp.transpose:
+        assert gathered(divided) == {(width, width)}
+    steps = [
+        trainer.train_step(state, x, is_padding)
+        for trainer, state in (make(P()), make(divided))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *(step.params for step in steps))
+
+
 def test_frozen_arrays_that_are_not_read_by_layers_are_gathered_once(monkeypatch):
     monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
     mesh = make_mesh()
@@ -546,20 +586,26 @@ def step_within(w, x, stack):
     "loss", [entropy, step_within, branch_in_a_loop, loop_in_a_branch, loop_in_a_loop]
 )
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])
-def test_frozen_arrays_on_a_mesh_may_be_read_anywhere(monkeypatch, loss, method):
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_arrays_on_a_mesh_may_be_read_anywhere(monkeypatch, loss, method, is_frozen):
     monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
     mesh, rng = make_mesh((2,)), np.random.default_rng(0)
     stack = np.float32(rng.normal(size=(2, 2, 8, 8)) / 4)
     x = np.float32(rng.normal(size=(32, 8)))
     found = []
-    for frozen in (stack, place(stack, mesh, P(None, "data"))):
+    for spec in (P(), P(None, "data")):
+        placed = place(stack, mesh, spec)
+        params = place(np.eye(8, dtype=np.float32), mesh, P())
         trainer = make_trainer(
-            lambda w, x, frozen=frozen: loss(w, x, frozen),
+            (lambda w, x, stack=placed: loss(w, x, stack))
+            if is_frozen
+            else (lambda params, x: loss(params[0], x, params[1])),
             expected_batch_size=20,
             microbatch_size=16,
             method=method,
+            noise_multiplier=1e-3,
         )
-        state = trainer.init(place(np.eye(8, dtype=np.float32), mesh, P()))
+        state = trainer.init(params if is_frozen else (params, placed))
         batch = place((x, np.arange(32) >= 20), mesh, P("data"))
         found.append(trainer.train_step(state, *batch).params)
-    np.testing.assert_allclose(*found, atol=1e-5)
+    jax.tree.map(lambda *xs: np.testing.assert_allclose(*xs, atol=1e-5), *found)

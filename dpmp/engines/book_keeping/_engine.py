@@ -35,6 +35,7 @@ from dpmp.numerics import (
 from dpmp.programs import (
     bodies,
     complex_products,
+    frozen,
     interpreter,
     primitives,
     transformations,
@@ -58,6 +59,8 @@ class Program:
       uses: the uses for norms and sums: dense for every gradient that is stored.
       shapes: the shapes of the parameters.
       norm_methods: the norm methods of all parameters, with the numbers of their uses.
+      params_read: the numbers of the parameters whose values the loss reads. It reads
+        parts that devices have of the others.
       aux_treedef: the tree structure of the auxiliary outputs.
       is_bounded: whether to clip by proved upper bounds.
     """
@@ -67,6 +70,7 @@ class Program:
     uses: list[Use]
     shapes: list[tuple[int, ...]]
     norm_methods: list[NormMethod]
+    params_read: list[int]
     aux_treedef: Any
     is_bounded: bool
 
@@ -113,8 +117,16 @@ def analyse(
         [_uses.dense(use) if i in some else use for i, use in enumerate(plan.uses)]
         for some in (early, stored)
     )
-    aux_treedef = treedef.children()[1]
-    return Program(plan, cached_uses, uses, shapes, methods, aux_treedef, is_bounded)
+    return Program(
+        plan=plan,
+        cached_uses=cached_uses,
+        uses=uses,
+        shapes=shapes,
+        norm_methods=methods,
+        params_read=sorted(frozen.args_read(closed) & {*range(num_params)}),
+        aux_treedef=treedef.children()[1],
+        is_bounded=is_bounded,
+    )
 
 
 @dataclass(frozen=True)
@@ -137,6 +149,7 @@ class Engine:
             jax.vmap(functools.partial(_one_example, program), in_axes=(None, 0))
         )
         inputs = jax.tree.leaves(params), jax.tree.leaves(self._examples(args))
+        inputs_read = [inputs[0][i] for i in program.params_read], inputs[1]
 
         def compute_and_cache() -> tuple[Any, PyTree, list[Cached]]:
             values, aux, cached = compute(*inputs)
@@ -147,7 +160,7 @@ class Engine:
             ]
             return values, aux, cached
 
-        values, aux, cached = materialize(compute_and_cache, (args, kwargs))
+        values, aux, cached = materialize(compute_and_cache, (inputs_read, kwargs))
         return BookKeptGrads(values, aux, program, params, cached)
 
     def analyse(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:

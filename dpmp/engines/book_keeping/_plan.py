@@ -22,7 +22,7 @@ from dpmp.engines.book_keeping import _equations, _rules, _steps, _uses, _views
 from dpmp.engines.book_keeping._steps import Step
 from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
-from dpmp.programs import bodies, cotangents, interpreter, primitives
+from dpmp.programs import bodies, cotangents, frozen, interpreter, primitives
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ def make_plan(
     def evaluate(eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name in primitives.IDENTITIES:
             return operands
+        if frozen.reads_instead(eqn) and _as_view(operands[1]) is not None:
+            steps[id(eqn)] = _steps.first_operand_step()
+            return operands[1:]
         views = list(map(_as_view, operands))
         known = [view for view in views if view is not None]
         if len(known) == len(views):
