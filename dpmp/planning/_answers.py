@@ -23,6 +23,8 @@ COMPILING = (
     "for the shapes of the model, and not run. This takes up to half a minute for each "
     "kind of training."
 )
+# In clip norms, and so in the largest norms that a mean gradient can have.
+_LARGEST_NORM = 10
 _NOT_ENOUGH = (
     "jax.checkpoint around each layer would not be enough. Use a smaller model, "
     "shorter examples (--length), or several devices (docs/many_devices.md)."
@@ -55,7 +57,18 @@ def noise(plan: Plan, trained: int, model: Model | None = None) -> str:
     if model is not None and model.num_in_adapters < trained:
         norm, rank = plan.noise_norm(model.num_in_adapters), model.rank
         text += f" LoRA of rank {rank} would have {norm:.3g}; --rank {rank} plans it."
+    elif model is not None and is_too_noisy(plan, model):
+        norm = plan.noise_norm(model.decoder.num_parameters)
+        text += (
+            f" With all parameters it would be {norm:.3g}. That is not planned above "
+            f"{_LARGEST_NORM}; fewer steps of larger batches (--steps) have less noise."
+        )
     return _plain_text.paragraph(text)
+
+
+def is_too_noisy(plan: Plan, model: Model) -> bool:
+    """Whether the norm of the noise is too large to train all parameters."""
+    return plan.noise_norm(model.decoder.num_parameters) > _LARGEST_NORM
 
 
 def advice(method: Method, size: int, memory: MemoryEstimate) -> str:

@@ -25,10 +25,11 @@ from dpmp.programs.interpreter import bind, is_literal
 # To unpack a matrix takes about a dozen. A value that is used twice counts twice.
 _MOST_OPERATIONS = 64
 
-# Stacks of layers are gathered at once if all of them take at most this share of a
-# device's memory, and one layer at a time otherwise. That takes less memory, and more
-# time, because each microbatch gathers every layer twice.
+# Stacks of layers are gathered at once if all of them, with the sums of trained ones,
+# take at most this share of a device's memory, and one layer at a time otherwise. That
+# takes less memory, and more time, because each microbatch gathers every layer twice.
 _SHARE_OF_STACKS = 0.25
+_BYTES_IN_SUM = 4
 
 
 @functools.partial(
@@ -73,10 +74,13 @@ def specs_of_parts(closed: Any, specs: Sequence[jax.P]) -> list[jax.P]:
     These are large stacks of layers. `specs` has those of the constants of a jaxpr, and
     then of its first arguments. The result has `P()` for other arrays.
     """
-    variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars][: len(specs)]
-    elsewhere = _not_read_by_layers(closed.jaxpr)
+    jaxpr = closed.jaxpr
+    variables = [*jaxpr.constvars, *jaxpr.invars][: len(specs)]
+    elsewhere = _not_read_by_layers(jaxpr)
     stacks = [x.aval for x in variables if x not in elsewhere]
+    trained = [x.aval for x in variables[len(jaxpr.constvars) :] if x not in elsewhere]
     num_bytes = sum(x.size * x.dtype.itemsize for x in stacks)
+    num_bytes += sum(x.size * _BYTES_IN_SUM for x in trained)
     if num_bytes <= _SHARE_OF_STACKS * _meshes.memory_of_device():
         return [jax.P()] * len(specs)
     pairs = zip(variables, specs, strict=True)

@@ -184,9 +184,9 @@ def check_program(
             f"loss_fn computes no product in {dtype.name}, though the policy says so. "
             "Either it casts the parameters or inputs back to a wider dtype, as models "
             f'of Keras do until keras.config.set_dtype_policy("mixed_{dtype.name}") is '
-            "called before they are made. Or it multiplies them with frozen arrays of "
-            "a wider dtype, which can be cast. For any other loss, use "
-            'dpmp.autocast(loss_fn), or policy="float32" if this is meant.'
+            "called before they are made. Or it combines them with frozen arrays or "
+            "random numbers of a wider dtype, which can be cast. For any other loss, "
+            'use dpmp.autocast(loss_fn), or policy="float32" if this is meant.'
         )
 
 

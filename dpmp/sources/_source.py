@@ -19,7 +19,8 @@ Load: TypeAlias = Callable[[Any], PyTree]  # from indices
 _FIND_IT = "dpmp.check_source(source) loads all records in order, and names a bad one."
 _NOT_ALIKE = (
     "the source must return one row for each index, and all examples must be numbers "
-    f"with the same tree, shapes and dtypes; got others. See dpmp.Source. {_FIND_IT}"
+    "with the same tree, shapes and dtypes; got others. A dataset that filters its "
+    f"rows must be filtered before, to arrays. See dpmp.Source. {_FIND_IT}"
 )
 
 
