@@ -127,13 +127,16 @@ def _whole(arrays: tuple[Any, ...]) -> jax.Array:
     return read_instead(part.whole(), *param) if param else part.whole()
 
 
-@jax.custom_vjp
-def read_instead(value: jax.Array, param: jax.Array) -> jax.Array:
+def _first(value: jax.Array, param: jax.Array) -> jax.Array:
     """Returns `value`, and sends gradients to `param`, which is not read."""
     del param
     return value
 
 
+# A program shows a `jax.custom_vjp` under the name of its function.
+_first.__name__ = "dpmp.read_instead"
+_READ_INSTEAD = interpreter.CUSTOM_VJP + _first.__name__
+read_instead = jax.custom_vjp(_first)
 read_instead.defvjp(
     lambda value, param: (value, None),
     lambda _, gradient: (jnp.zeros_like(gradient), gradient),
@@ -152,7 +155,7 @@ def args_read(closed: Any) -> set[int]:
 
 def reads_instead(eqn: Any) -> bool:
     """Whether an equation is a call of `read_instead`."""
-    return interpreter.name(eqn) == interpreter.CUSTOM_VJP + read_instead.__name__
+    return interpreter.name(eqn) == _READ_INSTEAD
 
 
 def _is_packed(array: Any) -> bool:

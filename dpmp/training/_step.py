@@ -216,7 +216,7 @@ class Step:
         of_params = jax.tree.map(_meshes.spec_of, state.params)
         # Per-example gradients take more memory than all parameters do.
         is_lean = self.mechanism.method == "book_keeping"
-        arg_specs = jax.tree.leaves(of_params) if is_lean else []
+        arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
         with losses.explained(args[1], dtype):
             loss_fn, constants, specs = transformations.hoist_constants(
                 loss_fn, *args, *keys, check=check, spec_of=spec_of, arg_specs=arg_specs
@@ -310,10 +310,13 @@ class Step:
         if self.uses_prng_key:
             args = (*args, _model_key(model_words))
         # Devices receive parts of these parameters, in the compute dtype.
-        specs = shards.kwarg_specs["constants"][len(constants) :]
-        pairs = zip(jax.tree.leaves(args[0]), specs, strict=False)
-        constants = [*constants, *(None if spec is None else x for x, spec in pairs)]
-        return grad_fn(*args, is_padding_example=is_padding, constants=constants)
+        specs: Any = shards.kwarg_specs
+        of_params = specs["constants"][len(constants) :]
+        pairs = zip(jax.tree.leaves(args[0]), of_params, strict=True)
+        parts = (None if spec is None else x for x, spec in pairs)
+        return grad_fn(
+            *args, is_padding_example=is_padding, constants=[*constants, *parts]
+        )
 
     def _release(
         self, released: Released, update_words: jax.Array, state: TrainingState
