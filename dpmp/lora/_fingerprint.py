@@ -10,14 +10,24 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from dpmp import _validate
 from dpmp._arrays import is_narrow, without_debugging
 from dpmp._typing import PyTree
 from dpmp.lora._names import by_path
 
 
 def fingerprint(params: PyTree) -> str | None:
-    """A hash of the names, types and values of arrays; None for traced arrays."""
+    """A hash of the names, types and values of arrays; None for traced arrays.
+
+    Raises ValueError, with the names, for leaves that are no arrays of numbers.
+    """
     arrays = by_path(params, is_leaf=None)
+    _validate.require(
+        all(map(_is_array, arrays.values())),
+        "params must be a tree of arrays. Turn numbers into arrays by jnp.asarray, and "
+        "leave other values out, as by eqx.partition(model, eqx.is_array).",
+        no_arrays=[path for path, x in arrays.items() if not _is_array(x)],
+    )
     if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
         return None
     with without_debugging():
@@ -25,6 +35,11 @@ def fingerprint(params: PyTree) -> str | None:
     types = [f"{path} {x.dtype} {x.shape}" for path, x in arrays.items()]
     content = "\n".join(types).encode() + sums.tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _is_array(x: Any) -> bool:
+    kinds = jnp.number, jnp.bool_, jax.dtypes.extended
+    return hasattr(x, "dtype") and any(jnp.issubdtype(x.dtype, y) for y in kinds)
 
 
 def _checksum_of(x: Any) -> jax.Array:

@@ -52,3 +52,9 @@ def test_arrays_of_four_bits_may_be_on_a_device(dtype):
 def test_a_model_may_have_keys():
     prints = {fingerprint({"key": jax.random.key(seed)}) for seed in (0, 0, 1)}
     assert len(prints) == 2
+
+
+@pytest.mark.parametrize("x", [1e-6, True, "text", np.array(["text"]), np.array([{}])])
+def test_models_are_arrays(x):
+    with pytest.raises(ValueError, match=r"must be a tree of arrays; .*\['eps'\]"):
+        fingerprint({"w": jnp.ones(2), "eps": x})
