@@ -518,7 +518,12 @@ def test_large_trained_layers_are_gathered_one_at_a_time(
         trainer.train_step(state, x, is_padding)
         for trainer, state in (make(P()), make(divided))
     ]
-    jax.tree.map(np.testing.assert_array_equal, *(step.params for step in steps))
+    # The two programs round differently. Without the gradient of the stack, parameters
+    # would differ by 1e-4 and more, because it is most of a norm of 0.5.
+    jax.tree.map(
+        lambda *xs: np.testing.assert_allclose(*xs, rtol=0, atol=1e-7),
+        *(step.params for step in steps),
+    )
 
 
 def test_frozen_arrays_that_are_not_read_by_layers_are_gathered_once(monkeypatch):
