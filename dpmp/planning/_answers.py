@@ -8,7 +8,7 @@ from dpmp import _pictures, _plain_text
 from dpmp.accounting import DEFAULT_RELATION, digits_above
 from dpmp.planning._memory_estimate import MemoryEstimate
 from dpmp.planning._methods import Method, Model
-from dpmp.planning._plans import Plan
+from dpmp.planning._plans import LARGEST_NOISE_NORM, Plan
 
 # A method, the microbatch that fits (or 0), and the memory of a step.
 Tried = tuple[Method, int, MemoryEstimate]
@@ -23,8 +23,6 @@ COMPILING = (
     "for the shapes of the model, and not run. This takes up to half a minute for each "
     "kind of training."
 )
-# In clip norms, and so in the largest norms that a mean gradient can have.
-_LARGEST_NORM = 10
 _NOT_ENOUGH = (
     "jax.checkpoint around each layer would not be enough. Use a smaller model, "
     "shorter examples (--length), or several devices (docs/many_devices.md)."
@@ -57,18 +55,14 @@ def noise(plan: Plan, trained: int, model: Model | None = None) -> str:
     if model is not None and model.num_in_adapters < trained:
         norm, rank = plan.noise_norm(model.num_in_adapters), model.rank
         text += f" LoRA of rank {rank} would have {norm:.3g}; --rank {rank} plans it."
-    elif model is not None and is_too_noisy(plan, model):
+    elif model is not None and plan.is_too_noisy(model.decoder.num_parameters):
         norm = plan.noise_norm(model.decoder.num_parameters)
         text += (
-            f" With all parameters it would be {norm:.3g}. That is not planned above "
-            f"{_LARGEST_NORM}; fewer steps of larger batches (--steps) have less noise."
+            f" With all parameters it would be {norm:.3g}. Above {LARGEST_NOISE_NORM}, "
+            "that is not planned; fewer steps of larger batches (--steps) have less "
+            "noise."
         )
     return _plain_text.paragraph(text)
-
-
-def is_too_noisy(plan: Plan, model: Model) -> bool:
-    """Whether the norm of the noise is too large to train all parameters."""
-    return plan.noise_norm(model.decoder.num_parameters) > _LARGEST_NORM
 
 
 def advice(method: Method, size: int, memory: MemoryEstimate) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from dpmp import _validate
 from dpmp.mechanism import DPSGD
 
+# A mean gradient has a norm of at most 1, in clip norms.
+LARGEST_NOISE_NORM = 10
 _FEWEST_STEPS = 20
 _NUM_SIZES = 7
 _NEARLY_BEST = 0.75
@@ -38,6 +40,10 @@ class Plan:
         It is the root of its mean square. The norm of the mean gradient is at most 1.
         """
         return self.noise_in_mean * math.sqrt(num_trained)
+
+    def is_too_noisy(self, num_trained: int) -> bool:
+        """Whether one step is almost all noise, so that fewer entries are better."""
+        return self.noise_norm(num_trained) > LARGEST_NOISE_NORM
 
     @property
     def signal_over_noise(self) -> float:

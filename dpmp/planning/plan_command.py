@@ -165,7 +165,8 @@ def _report_of_model(
     result: dict[str, Any],
 ) -> Iterator[str]:
     """The first method that fits, and its needs; what to change if none fits."""
-    only_lora = args.trainable or args.rank or _answers.is_too_noisy(start, model)
+    is_too_noisy = start.is_too_noisy(model.decoder.num_parameters)
+    only_lora = args.trainable or args.rank or is_too_noisy
     methods = [x for x in METHODS if x.is_lora or not only_lora]
     tried = list(_tried(model, methods, start.batch_size, 1e9 * args.memory))
     yield _answers.table_of_methods(model, start, tried)

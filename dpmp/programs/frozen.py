@@ -87,6 +87,18 @@ def specs_of_parts(closed: Any, specs: Sequence[jax.P]) -> list[jax.P]:
     return [jax.P() if x in elsewhere else spec for x, spec in pairs]
 
 
+def with_parts(
+    constants: Sequence[Any], params: Any, specs: Sequence[jax.P | None]
+) -> list[Any]:
+    """Constants, and after them the parameters of which devices receive parts.
+
+    None stands for other parameters. `specs` are those that `hoist_constants` returns.
+    """
+    of_params = specs[len(constants) :]
+    pairs = zip(jax.tree.leaves(params), of_params, strict=True)
+    return [*constants, *(None if spec is None else x for x, spec in pairs)]
+
+
 def _not_read_by_layers(jaxpr: Any) -> set[Any]:
     """The variables that are not read by loops alone, a slice at a time."""
     *reads, returned = interpreter.variables_read(jaxpr)

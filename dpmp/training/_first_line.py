@@ -21,9 +21,9 @@ def first_line(step: Step, state: TrainingState, load: Load) -> str:
         )
         size = f"up to {step.microbatch_size(state, batch)} of {padded} examples"
     why = " (the fastest with a proof)" if mechanism.has_default_method else ""
-    arrays = jax.tree.leaves(state.params)
+    num_trained = sum(x.size for x in jax.tree.leaves(state.params))
     return (
         f'method="{mechanism.method}"{why}, arithmetic="{mechanism.arithmetic}", '
         f"{size} at a time, loss in {step.policy.compute_dtype.name}, "
-        f"{sum(x.size for x in arrays):,} entries of {len(arrays)} arrays are trained"
+        f"{num_trained:,} entries are trained"
     )

@@ -23,7 +23,7 @@ from dpmp.loss_scaling import DynamicScale, LossScale, ScaledLoss
 from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState
 from dpmp.precision import Policy
-from dpmp.programs import bodies, losses, transformations
+from dpmp.programs import bodies, frozen, losses, transformations
 from dpmp.training._agreement import check_same_arrays, check_same_program
 from dpmp.training._checks import check_same_types
 from dpmp.training._state import TrainingState
@@ -309,14 +309,9 @@ class Step:
         args = self._loss_args(state, batch)
         if self.uses_prng_key:
             args = (*args, _model_key(model_words))
-        # Devices receive parts of these parameters, in the compute dtype.
         specs: Any = shards.kwarg_specs
-        of_params = specs["constants"][len(constants) :]
-        pairs = zip(jax.tree.leaves(args[0]), of_params, strict=True)
-        parts = (None if spec is None else x for x, spec in pairs)
-        return grad_fn(
-            *args, is_padding_example=is_padding, constants=[*constants, *parts]
-        )
+        constants = frozen.with_parts(constants, args[0], specs["constants"])
+        return grad_fn(*args, is_padding_example=is_padding, constants=constants)
 
     def _release(
         self, released: Released, update_words: jax.Array, state: TrainingState

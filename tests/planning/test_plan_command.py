@@ -182,7 +182,7 @@ def test_the_noise_is_that_of_the_mechanism(monkeypatch, capsys):
     norm_of_all = mechanism.stddev * 999_999_360**0.5
     assert norm_of_all > 10
     assert figures["method"] == LORA
-    assert f"With all parameters it would be {norm_of_all:.3g}. That is not" in text
+    assert f"With all parameters it would be {norm_of_all:.3g}. Above 10" in text
     assert "iterations=50, l2_clip_norm=1.0, microbatch_size=8" in text
     assert "neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE" in text
 

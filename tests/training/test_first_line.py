@@ -44,7 +44,7 @@ def first_line_of(*, loss_fn=loss_fn, uses_prng_key=False, **fields):
             {},
             'method="book_keeping" (the fastest with a proof), arithmetic="bounded", '
             "up to 16 of 64 examples at a time, loss in bfloat16, "
-            "256 entries of 1 arrays are trained",
+            "256 entries are trained",
         ),
         ({"microbatch_size": 8, "uses_prng_key": True}, "up to 8 of 64 examples"),
         ({"method": "per_example"}, 'method="per_example", arithmetic="exact"'),
