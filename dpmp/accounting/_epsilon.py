@@ -18,8 +18,10 @@ from scipy import special, stats
 
 from dpmp import _validate
 from dpmp._validate import as_number
+from dpmp.accounting._allocation import ROUNDING, epoch_loss_distribution
 from dpmp.accounting._events import (
     DEFAULT_RELATION,
+    RandomAllocationDpEvent,
     check,
     check_delta,
     check_relation,
@@ -122,11 +124,13 @@ class _Step(NamedTuple):
     times: int
     truncated_event: dp_accounting.DpEvent | None = None
     truncation: float = 0.0  # the probability that a batch is truncated
+    # With random allocation, the step stands for a whole epoch.
+    allocated_event: RandomAllocationDpEvent | None = None
 
     @property
     def event(self) -> dp_accounting.DpEvent:
         plain = sampled_event(self.noise_multiplier, self.sampling_prob)
-        return self.truncated_event or plain
+        return self.allocated_event or self.truncated_event or plain
 
 
 def steps_of(event: Any, times: int = 1) -> list[_Step]:
@@ -148,6 +152,8 @@ def steps_of(event: Any, times: int = 1) -> list[_Step]:
             return [_sampled(noise, event.sampling_probability, times)]
         case dp_accounting.TruncatedSubsampledGaussianDpEvent():
             return [_truncated(event, times)]
+        case RandomAllocationDpEvent():
+            return [_allocated(event, times)]
     is_event = isinstance(event, dp_accounting.DpEvent)
     _validate.fail(
         "event must be made of Gaussian steps, sampled, truncated or composed. Use "
@@ -176,6 +182,16 @@ def _truncated(event: Any, times: int) -> _Step:
     # A probability that underflows to 0 is still above 0.
     truncation = max(tail, sys.float_info.min)
     return step._replace(truncated_event=event, truncation=truncation)
+
+
+def _allocated(event: RandomAllocationDpEvent, times: int) -> _Step:
+    prob = 1 / event.steps
+    tail = float(stats.binom.sf(event.truncated_batch_size, event.num_examples, prob))
+    step = _sampled(event.noise_multiplier, prob, times)
+    if event.truncated_batch_size < event.num_examples:
+        truncation = event.steps * max(tail, sys.float_info.min)
+        step = step._replace(truncation=truncation)
+    return step if event.steps == 1 else step._replace(allocated_event=event)
 
 
 class Run(NamedTuple):
@@ -227,11 +243,39 @@ def _gaussian_bound(run: Run, delta: float) -> _Bound:
     return epsilon, "exact Gaussian mechanism"
 
 
+class _PLDAccountant(pld.PLDAccountant):
+    """Composes epochs of random allocation, too."""
+
+    def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
+        if not isinstance(event, RandomAllocationDpEvent):
+            return super()._maybe_compose(event, count, do_compose)
+        if do_compose:
+            epoch = epoch_loss_distribution(
+                event.noise_multiplier, event.steps, self._value_discretization_interval
+            )
+            self._pld = self._pld.compose(epoch.self_compose(count))
+        return None
+
+
 def _pld_bound(run: Run, delta: float) -> _Bound:
+    allocated = [step for step in run.steps if step.allocated_event]
+    if any(step.truncation for step in allocated):
+        return _NO_ANSWER
+    if not (allocated and run.relation is _Relation.REPLACE_ONE):
+        return _pld_epsilon(run, delta), "privacy loss distributions"
+    # Padding replaces the example, and then the other example the padding. If one is
+    # (e, d)-DP and the other (e', d'), both are (e + e', d + exp(e) d')-DP together.
+    run = run._replace(relation=_Relation.REPLACE_SPECIAL)
+    first = _pld_epsilon(run, delta / 2)
+    second = _pld_epsilon(run, delta / 2 * math.exp(-first))
+    return first + second, "privacy loss distributions, for two replacements"
+
+
+def _pld_epsilon(run: Run, delta: float) -> float:
     interval, rounding = _grid(run)
     if interval > _LARGEST_INTERVAL or rounding > delta / 2:
-        return _NO_ANSWER
-    accountant = pld.PLDAccountant(run.relation, interval).compose(run.event)
+        return math.inf
+    accountant = _PLDAccountant(run.relation, interval).compose(run.event)
     delta -= rounding
     epsilon = accountant.get_epsilon(delta * (1 - _MARGIN)) * (1 + _MARGIN)
     if epsilon > 600 and accountant.get_delta(800) <= delta:
@@ -241,8 +285,7 @@ def _pld_bound(run: Run, delta: float) -> _Bound:
         get_delta = accountant.get_delta
         found = pld.common.inverse_monotone_function(get_delta, delta, search)
         epsilon = math.inf if found is None else found
-    is_confirmed = accountant.get_delta(epsilon) <= delta
-    return (epsilon, "privacy loss distributions") if is_confirmed else _NO_ANSWER
+    return epsilon if accountant.get_delta(epsilon) <= delta else math.inf
 
 
 def _rdp_bound(run: Run, delta: float) -> _Bound:
@@ -314,7 +357,11 @@ def _grid(run: Run) -> tuple[float, float]:
     # These atoms add up over the steps, and so do the roundings of the power of the
     # Fourier transform. In comparison with exact values, the error was below 5e-17 per
     # step.
-    return interval, sys.float_info.epsilon * (4 + width) * run.num_steps
+    rounding = sys.float_info.epsilon * (4 + width) * run.num_steps
+    rounding += ROUNDING * sum(
+        s.times * s.allocated_event.steps for s in run.steps if s.allocated_event
+    )
+    return interval, rounding
 
 
 def total_moment(run: Run) -> float:
@@ -324,6 +371,9 @@ def total_moment(run: Run) -> float:
 def _loss_scale(step: _Step, relation: _Relation) -> tuple[float, float]:
     """The range and second moment of the privacy loss of a step, to choose a grid."""
     width, moment = _sampled_loss_scale(step.noise_multiplier, step.sampling_prob)
+    if step.allocated_event:
+        _, of_one = _sampled_loss_scale(step.noise_multiplier, 1.0)
+        moment = min(moment * step.allocated_event.steps, of_one)
     if relation is _Relation.REPLACE_ONE:
         width, moment = 2 * width, 4 * moment
     if step.truncation:

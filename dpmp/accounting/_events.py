@@ -5,6 +5,7 @@ All functions raise ValueError for an argument out of range.
 """
 
 import bisect
+import dataclasses
 from typing import Any
 
 import dp_accounting
@@ -22,6 +23,7 @@ _CHECKS = {
     "iterations": (_validate.nonnegative_integer, "Use the number of updates."),
     "num_examples": (_validate.positive_integer, "Count the examples to train on."),
     "truncated_batch_size": (_validate.positive_integer, "Use 32, for example."),
+    "steps_per_epoch": (_validate.positive_integer, "Use 100, for example."),
     "multiple_of": (_validate.positive_integer, "Use the microbatch size, or 1."),
     "epsilon": (_validate.positive, "Use 8, for example."),
     "delta": (_validate.fraction, "Use a value well below 1 / num_examples."),
@@ -129,6 +131,67 @@ def truncated_dpsgd_event(
     )
     step = dp_accounting.TruncatedSubsampledGaussianDpEvent(*of_step)
     return _repeat(step, step.noise_multiplier, iterations)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomAllocationDpEvent(dp_accounting.DpEvent):
+    """An epoch in which each example takes part in one step, drawn uniformly.
+
+    Attributes:
+      noise_multiplier: the noise multiplier of every step.
+      steps: the number of steps of the epoch.
+      num_examples: the size of the larger of two neighbouring datasets.
+      truncated_batch_size: the size of the largest batch.
+    """
+
+    noise_multiplier: float
+    steps: int
+    num_examples: int
+    truncated_batch_size: int
+
+
+def random_allocation_event(
+    noise_multiplier: float,
+    iterations: int,
+    *,
+    steps_per_epoch: int,
+    num_examples: int,
+    truncated_batch_size: int,
+) -> dp_accounting.DpEvent:
+    """The event of a run of DP-SGD with `batch_selection.RandomAllocation`.
+
+    An epoch that the run does not complete counts as a whole one.
+
+    >>> event = random_allocation_event(
+    ...     1.0,
+    ...     1000,
+    ...     steps_per_epoch=100,
+    ...     num_examples=6000,
+    ...     truncated_batch_size=150,
+    ... )
+    >>> round(get_epsilon(event, delta=1e-6).epsilon, 2)
+    2.02
+
+    Args:
+      noise_multiplier: see `dpsgd_event`.
+      iterations: see `dpsgd_event`.
+      steps_per_epoch: the number of batches to which the examples are allocated.
+      num_examples: see `truncated_dpsgd_event`.
+      truncated_batch_size: the size of the largest batch. Truncation is charged to
+        delta: if it is not very rare, `get_epsilon` has no answer.
+
+    References:
+      [Feldman and Shenfeld, 2025](https://arxiv.org/abs/2502.08202)
+    """
+    iterations, *of_epoch = check(
+        iterations=iterations,
+        noise_multiplier=noise_multiplier,
+        steps_per_epoch=steps_per_epoch,
+        num_examples=num_examples,
+        truncated_batch_size=truncated_batch_size,
+    )
+    epoch = RandomAllocationDpEvent(*of_epoch)
+    return _repeat(epoch, epoch.noise_multiplier, -(-iterations // epoch.steps))
 
 
 def truncation_probability(
