@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -99,14 +100,7 @@ class PoissonSampling:
             "dataset.",
             num_examples=num_examples,
         )
-        key = as_number(key)
-        if not (_validate.is_integer(key) and 0 <= key < 2**128):
-            _validate.fail(
-                "key must be an integer from 0 to 2^128 - 1. Use "
-                "secrets.randbits(128), and keep it secret.",
-                key_type=type(key).__name__,
-            )
-        draw_words = _random_words(key, step)
+        draw_words = random_words(key_of(key), step)
         count = draw_binomial(num_examples, Fraction(self.sampling_prob), draw_words)
         size = min(count, self.truncated_batch_size or count)
         return draw_subset(num_examples, size, draw_words)
@@ -167,8 +161,20 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
     return np.concatenate([indices, padding])
 
 
-def _random_words(key: int, step: int) -> Callable[[int], np.ndarray]:
-    """Returns a function that draws words from the random stream of one step."""
-    counter = np.array([0, 0, 0, step], np.uint64)
+def key_of(key: Any) -> int:
+    """Returns a key as a Python integer; ValueError, without its value, if it is none."""
+    key = as_number(key)
+    if not (_validate.is_integer(key) and 0 <= key < 2**128):
+        _validate.fail(
+            "key must be an integer from 0 to 2^128 - 1. Use secrets.randbits(128), "
+            "and keep it secret.",
+            key_type=type(key).__name__,
+        )
+    return key
+
+
+def random_words(key: int, step: int, stream: int = 0) -> Callable[[int], np.ndarray]:
+    """Returns a function that draws words from a random stream of one step."""
+    counter = np.array([0, 0, stream, step], np.uint64)
     key_words = np.array([key % _WORD, key // _WORD], np.uint64)
     return np.random.Philox(counter=counter, key=key_words).random_raw

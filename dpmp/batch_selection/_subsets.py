@@ -25,7 +25,7 @@ def draw_subset(
 
     `draw_words(k)` returns the next k uniform uint64 words.
     """
-    last_word = np.uint64(2**64 - 1 - 2**64 % num_elements)
+    last_word = last_fair_word(num_elements)
 
     def draw_numbers(num_words: int) -> np.ndarray:
         words = draw_words(num_words)
@@ -38,6 +38,11 @@ def draw_subset(
         return np.flatnonzero(_by_marking(num_elements, size, draw_numbers))
     left_out = _by_marking(num_elements, num_elements - size, draw_numbers)
     return np.flatnonzero(~left_out)
+
+
+def last_fair_word(number: int) -> np.uint64:
+    """The last word below the largest multiple of a number."""
+    return np.uint64(2**64 - 1 - 2**64 % number)
 
 
 def _by_sorting(size: int, draw_numbers: Callable[[int], np.ndarray]) -> np.ndarray:
