@@ -170,7 +170,7 @@ def random_allocation_event(
     ...     truncated_batch_size=150,
     ... )
     >>> round(get_epsilon(event, delta=1e-6).epsilon, 2)
-    2.02
+    1.96
 
     Args:
       noise_multiplier: see `dpsgd_event`.

@@ -162,7 +162,7 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
 
 
 def key_of(key: Any) -> int:
-    """Returns a key as a Python integer; ValueError, without its value, if it is none."""
+    """Returns a key as a Python integer; the error for others does not show them."""
     key = as_number(key)
     if not (_validate.is_integer(key) and 0 <= key < 2**128):
         _validate.fail(
