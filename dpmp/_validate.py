@@ -153,6 +153,12 @@ def boolean(*, fix: str = "Use one of them.", **value: Any) -> bool:
     return bool(given)
 
 
+def booleans(**values: Any) -> None:
+    """Raises ValueError unless all keywords are Python or NumPy bools."""
+    for name, given in values.items():
+        boolean(**{name: given})
+
+
 def function(**value: Any) -> Callable[..., Any]:
     """Checks that the one keyword can be called; returns it."""
     ((name, given),) = value.items()

@@ -80,6 +80,12 @@ def clipped_fun(
     Raises:
       ValueError: see `clipped_grad`.
     """
+    _validate.booleans(
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        return_norms=return_norms,
+        nan_safe=nan_safe,
+    )
     sums = parse_arithmetic(arithmetic, dtype=dtype)
     signature = Signature.parse(
         batch_argnums=batch_argnums,

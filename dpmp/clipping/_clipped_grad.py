@@ -205,6 +205,13 @@ def clipped_grad(
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
     check_method(method, pre_clipping_transform)
+    _validate.booleans(
+        keep_batch_dim=keep_batch_dim,
+        has_aux=has_aux,
+        return_values=return_values,
+        return_grad_norms=return_grad_norms,
+        nan_safe=nan_safe,
+    )
     sums = parse_arithmetic(arithmetic, method=method, dtype=dtype)
     loss_scale = None
     if isinstance(fun, ScaledLoss):

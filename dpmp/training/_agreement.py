@@ -5,6 +5,7 @@ difference of what they release would have none. So everything that a sum is mad
 compared: data, state, arrays of the loss, options and the compiled program.
 """
 
+import os
 import re
 import zlib
 from typing import Any
@@ -18,6 +19,9 @@ from dpmp._processes import are_equal, span_all
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.sources import Load
+
+# Flags of XLA that may differ: where to write, and how many devices.
+_FLAGS_OF_ONE = "--xla_dump", "--xla_force_host_platform_device_count"
 
 
 def check_same_data(
@@ -81,10 +85,13 @@ def check_same_program(lowered: jax.stages.Lowered) -> None:
         re.sub(r"\d+", "", line) if "callback" in line else line
         for line in lowered.as_text().splitlines()
     )
+    # Flags of the compiler change how a sum is rounded.
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = sorted(x for x in flags if not x.startswith(_FLAGS_OF_ONE))
     _validate.require(
-        are_equal(text.encode()),
-        "all processes must have the same loss, optimizer, mechanism and policy. Build "
-        "them in the same way everywhere.",
+        are_equal(text.encode(), repr((flags, jax.__version__)).encode()),
+        "all processes must have the same loss, optimizer, mechanism and policy, the "
+        "same XLA_FLAGS and one version of jax. Build them in the same way everywhere.",
         num_processes=jax.process_count(),
     )
 

@@ -5,7 +5,8 @@ Nothing that depends on a step is seen before the ledger has the step:
 - Steps that reach the end of a block are paid for by their checkpoint.
 - Where a function on the host may see values inside of a step, the whole block is
   charged before.
-- A signal depends on no value. So the complete steps are saved, and no others cost.
+- A signal depends on no value. So the complete steps are saved, and no others cost. Of
+  several processes, none can save alone: the steps since the last checkpoint are lost.
 - Any other error may depend on all steps that were started. They are charged.
 - If that fails, both the error and the state are withheld.
 - A forked process leaves everything to its parent.
@@ -161,6 +162,12 @@ class Loop:
         self._signals.ignore()
         step = _step_of(self._state)
         is_signal = self._signals.have_raised(error)
+        if is_signal and self._directory is not None and jax.process_count() > 1:
+            # The others may be at another step. So the complete steps are withheld,
+            # which costs nothing, as if the process had been killed.
+            add_note(error, _RUN_AGAIN)
+            _warn_of_exit(error)
+            return None
         if is_signal and step is not None:
             self._started = step
         try:
@@ -182,10 +189,7 @@ class Loop:
             return None
         if step > 0:  # there are steps that could be lost
             add_note(error, self._describe_stop(step))
-        if isinstance(error, SystemExit):  # Python would show nothing
-            notes = [x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", [])]
-            with contextlib.suppress(Warning):  # where warnings are errors
-                warn(" ".join(notes or ["the run ended in its first step."]))
+        _warn_of_exit(error)
         return self.state
 
     def settle(self, last_state: TrainingState | None) -> None:
@@ -305,6 +309,14 @@ class Loop:
     def _show(self, metrics: Mapping[str, Any], public: Mapping[str, float]) -> None:
         with self._signals.interruptible():  # it waits for the device
             self._report.show(self._started, self._state.step, metrics, public)
+
+
+def _warn_of_exit(error: BaseException) -> None:
+    """Shows the notes of an exit, of which Python would show nothing."""
+    if isinstance(error, SystemExit):
+        notes = [x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", [])]
+        with contextlib.suppress(Warning):  # where warnings are errors
+            warn(" ".join(notes or ["the run ended in its first step."]))
 
 
 def _step_of(state: TrainingState) -> int | None:

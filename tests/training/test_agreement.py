@@ -90,6 +90,21 @@ def test_checksums_tell_frozen_keys_apart():
     assert one == same != other
 
 
+def test_processes_must_have_the_same_flags_of_the_compiler(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    lowered, said = jax.jit(abs).lower(1.0), []
+    monkeypatch.setattr(_agreement, "are_equal", lambda *x: not said.append(x))
+    for flags in (
+        "--xla_cpu_enable_fast_math=true",
+        "--xla_dump_to=one --xla_cpu_enable_fast_math=true",
+        "--xla_cpu_enable_fast_math=false",
+    ):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        _agreement.check_same_program(lowered)
+    one, same, other = said
+    assert one == same != other
+
+
 def test_processes_must_have_the_same_key(monkeypatch):
     said = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)

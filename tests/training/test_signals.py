@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 
+import jax
 import pytest
 from small_runs import (
     PARAMS,
@@ -28,6 +29,7 @@ from small_runs import (
 
 import dpmp
 from dpmp.sources import _prefetch
+from dpmp.training._loop import Loop
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals
 
@@ -152,6 +154,33 @@ def test_a_signal_saves_the_last_step_and_costs_nothing_more(
     assert {event for event, *_ in ranges(tmp_path)} == {"released"}
     assert num_paid(tmp_path) == num_of_state(trainer.last_state) == step
     assert same(trainer.init_or_restore(PARAMS, tmp_path), trainer.last_state)
+    fit(trainer, tmp_path)
+    assert num_paid(tmp_path) == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_of_several_processes_costs_nothing(
+    tmp_path, monkeypatch, number
+):
+    """It cannot save a state alone, so it must not show one."""
+    stopped = Loop.stopped
+
+    def of_two_processes(self, error):
+        with monkeypatch.context() as patched:
+            patched.setattr(jax, "process_count", lambda: 2)
+            return stopped(self, error)
+
+    monkeypatch.setattr(Loop, "stopped", of_two_processes)
+    trainer = fresh_trainer()
+    error = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
+    shows = pytest.warns(match="run all processes again")
+    is_exit = error is SystemExit
+    with shows if is_exit else contextlib.nullcontext(), pytest.raises(error) as caught:
+        fit(trainer, tmp_path, data=Source(5, lambda: send(number)), prefetch=0)
+    assert "run all processes again" in "".join(caught.value.__notes__)
+    assert trainer.last_state is None
+    assert checkpoints(tmp_path) == [3]
+    assert ranges(tmp_path) == [("released", 0, 3)]
     fit(trainer, tmp_path)
     assert num_paid(tmp_path) == 7
 
