@@ -97,7 +97,9 @@ def parts_of_dpmp(num_steps):
     privatizer = mechanism.privatizer()
 
     def batches():
-        for indices in mechanism.sampling.batch_iterator(num_examples=NUM_EXAMPLES):
+        for indices in mechanism.batch_selection_strategy.batch_iterator(
+            num_examples=NUM_EXAMPLES
+        ):
             yield dpmp.batch_selection.pad_indices(indices, mechanism.padded_batch_size)
 
     return mechanism.noise_multiplier, grad_fn, privatizer, batches()

@@ -24,6 +24,7 @@ _CHECKS = {
     "num_examples": (_validate.positive_integer, "Count the examples to train on."),
     "truncated_batch_size": (_validate.positive_integer, "Use 32, for example."),
     "steps_per_epoch": (_validate.positive_integer, "Use 100, for example."),
+    "num_batches": (_validate.positive_integer, "Use the number of updates."),
     "multiple_of": (_validate.positive_integer, "Use the microbatch size, or 1."),
     "epsilon": (_validate.positive, "Use 8, for example."),
     "delta": (_validate.fraction, "Use a value well below 1 / num_examples."),
@@ -214,9 +215,15 @@ def truncation_probability(
 
 
 def choose_truncated_batch_size(
-    num_examples: int, sampling_prob: float, *, multiple_of: int = 1
+    num_examples: int,
+    sampling_prob: float,
+    *,
+    multiple_of: int = 1,
+    num_batches: int = 1,
 ) -> int:
     """The smallest batch size that is exceeded with a probability of at most 1e-20.
+
+    It is the probability that any of `num_batches` batches is larger.
 
     Truncation at this size changes epsilon by a negligible amount. It also lets
     `get_epsilon` avoid the slower and coarser analysis of truncated batches. The size
@@ -225,12 +232,16 @@ def choose_truncated_batch_size(
     >>> choose_truncated_batch_size(6000, 0.01, multiple_of=16)
     144
     """
-    num_examples, sampling_prob, multiple_of = check(
-        num_examples=num_examples, sampling_prob=sampling_prob, multiple_of=multiple_of
+    num_examples, sampling_prob, multiple_of, num_batches = check(
+        num_examples=num_examples,
+        sampling_prob=sampling_prob,
+        multiple_of=multiple_of,
+        num_batches=num_batches,
     )
 
     def is_rare(size: int) -> bool:
-        return bool(stats.binom.sf(size, num_examples, sampling_prob) <= 1e-20)
+        tail = stats.binom.sf(size, num_examples, sampling_prob)
+        return bool(num_batches * tail <= 1e-20)
 
     sizes = range(multiple_of, num_examples + multiple_of, multiple_of)
     return int(sizes[bisect.bisect_left(sizes, True, key=is_rare)])

@@ -8,13 +8,12 @@ examples are independent of each other. The indices of a batch and its size are
 sensitive.
 """
 
-from dpmp.batch_selection._allocation import AllocatedBatches, RandomAllocation
+from dpmp.batch_selection._allocation import RandomAllocation
 from dpmp.batch_selection._binomial import SAMPLING_TOTAL_VARIATION
 from dpmp.batch_selection._poisson import PoissonSampling, pad_indices
 
 __all__ = [
     "SAMPLING_TOTAL_VARIATION",
-    "AllocatedBatches",
     "PoissonSampling",
     "RandomAllocation",
     "pad_indices",

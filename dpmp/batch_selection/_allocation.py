@@ -97,17 +97,23 @@ class RandomAllocation:
         if isinstance(rng, np.random.Generator):
             rng = int.from_bytes(rng.bytes(16), "little")
         key = secrets.randbits(128) if rng is None else rng
-        batches = self.batches(num_examples, start=start)
+        draw = self.drawer(num_examples, start=start)
         for step in range(start, self.iterations):
-            yield batches.indices(step, key)
+            yield draw(step, key)
 
-    def batches(self, num_examples: int, *, start: int) -> "AllocatedBatches":
-        """The batches of a run that begins, or goes on, at a step."""
-        return AllocatedBatches(self, num_examples, start)
+    def drawer(
+        self, num_examples: int, *, start: int = 0
+    ) -> Callable[[int, int], np.ndarray]:
+        """A function from a step and a key to the indices of its batch.
+
+        Call it for all steps of a run in order, from `start` on. The key of the first
+        step of an epoch determines all batches of the epoch.
+        """
+        return _Drawer(self, num_examples, start)
 
 
-class AllocatedBatches:
-    """The batches of a run, which are drawn in order."""
+class _Drawer:
+    """Draws the batches of a run, and remembers the present epoch."""
 
     __slots__ = ("_epoch", "_num_examples", "_sampling", "_start")
 
@@ -116,11 +122,7 @@ class AllocatedBatches:
         self._sampling, self._num_examples, self._start = sampling, num_examples, start
         self._epoch: _Epoch | None = None
 
-    def indices(self, step: int, key: int) -> np.ndarray:
-        """Draws the indices of a batch, which are sensitive.
-
-        The key of the first step of an epoch determines the whole epoch.
-        """
+    def __call__(self, step: int, key: int) -> np.ndarray:
         sampling = self._sampling
         place = step % sampling.steps_per_epoch
         if step - place < self._start:

@@ -105,6 +105,16 @@ class PoissonSampling:
         size = min(count, self.truncated_batch_size or count)
         return draw_subset(num_examples, size, draw_words)
 
+    def drawer(
+        self, num_examples: int, *, start: int = 0
+    ) -> Callable[[int, int], np.ndarray]:
+        """A function from a step and its key to `indices`.
+
+        `RandomAllocation.drawer`, which takes the same arguments, needs `start`.
+        """
+        del start
+        return lambda step, key: self.indices(step, num_examples=num_examples, key=key)
+
     def batch_iterator(
         self, num_examples: int, rng: np.random.Generator | int | None = None
     ) -> Iterator[np.ndarray]:

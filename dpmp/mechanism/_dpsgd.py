@@ -27,7 +27,12 @@ from dpmp.clipping import (
 )
 from dpmp.engines import check_method
 from dpmp.mechanism import _privacy_cost, _statement
-from dpmp.mechanism._privacy_cost import ComputedProbability, PrivacyCost
+from dpmp.mechanism._privacy_cost import (
+    POISSON,
+    SAMPLINGS,
+    ComputedProbability,
+    PrivacyCost,
+)
 from dpmp.numerics import (
     Arithmetic,
     arithmetic_without_privacy,
@@ -40,7 +45,7 @@ from dpmp.numerics import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPSGD:
-    """DP-SGD on Poisson-sampled batches, before or after calibration of the noise.
+    """DP-SGD on random batches, before or after calibration of the noise.
 
     In every step, DP-SGD draws a random batch, clips the gradient of each example, adds
     the clipped gradients up and adds Gaussian noise to the sum. The clipped gradient of
@@ -95,6 +100,11 @@ class DPSGD:
         batch size learns `num_examples`. If `num_examples` is protected, give this
         field and `truncated_batch_size`, and choose them without it. The noise that
         `calibrate` finds depends on `num_examples` as far as truncation costs privacy.
+      sampling: "poisson" lets each example take part in each step independently.
+        "random_allocation" lets it take part in one step of every epoch, which needs
+        less noise for the same epsilon. An epoch has `num_examples` over
+        `expected_batch_size` steps, rounded. Only `DPTrainer.fit` makes such steps; see
+        `batch_selection.RandomAllocation`.
     """
 
     num_examples: int
@@ -114,6 +124,7 @@ class DPSGD:
         accounting.DEFAULT_RELATION
     )
     sampling_prob: float | None = None
+    sampling: str = "poisson"
 
     def __post_init__(self):
         for name, value in (_checked_fields(self) | _chosen_names(self)).items():
@@ -135,7 +146,7 @@ class DPSGD:
         """
         epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
         one_step = cls(iterations=1, **fields)
-        steps = epochs / one_step.sampling.sampling_prob
+        steps = epochs / cast("float", one_step.sampling_prob)
         return dataclasses.replace(one_step, iterations=max(1, round(steps)))
 
     def calibrate(self, *, epsilon: float, delta: float) -> "DPSGD":
@@ -201,11 +212,22 @@ class DPSGD:
         return bool(self.noise_multiplier) and self._is_clipped
 
     @property
-    def sampling(self) -> batch_selection.PoissonSampling:
+    def batch_selection_strategy(
+        self,
+    ) -> batch_selection.PoissonSampling | batch_selection.RandomAllocation:
         """The sampler that the accounting assumes."""
-        return batch_selection.PoissonSampling(
-            cast("float", self.sampling_prob), self.iterations, self._largest_batch
+        if self.steps_per_epoch is None:
+            return batch_selection.PoissonSampling(
+                cast("float", self.sampling_prob), self.iterations, self._largest_batch
+            )
+        return batch_selection.RandomAllocation(
+            self.steps_per_epoch, self.iterations, self._largest_batch
         )
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The number of steps of an epoch of random allocation; None without it."""
+        return _privacy_cost.steps_per_epoch(self)
 
     @property
     def padded_batch_size(self) -> int:
@@ -460,6 +482,8 @@ class DPSGD:
                 self.num_examples + is_protected,
                 cast("float", self.sampling_prob),
                 multiple_of=self.microbatch_size or 1,
+                # Nothing but delta can pay for truncation there.
+                num_batches=self.iterations if self.steps_per_epoch else 1,
             )
         # A given size is not lowered where it would give away the size of the data.
         return given if is_protected else min(given, self.num_examples)
@@ -474,6 +498,7 @@ class DPSGD:
             # The entries of the gradient, up to 3 of metrics, and 1 of the clip norm.
             num_coordinates=self.num_parameters + 3 + bool(self._joint.adaptive),
             neighboring_relation=self.neighboring_relation,
+            sampling=self.sampling,
         )
 
 
@@ -524,6 +549,12 @@ def _checked_fields(mechanism: DPSGD) -> dict[str, Any]:
         checked["delta"] = accounting.check_delta(mechanism.delta)
     # `ClipNorms` checks the values of the clip norms.
     checked["l2_clip_norm"] = jax.tree.map(as_real, mechanism.l2_clip_norm)
+    _validate.require(
+        mechanism.sampling in SAMPLINGS,
+        "sampling must be the name of a way to draw batches",
+        sampling=mechanism.sampling,
+        fix=f"Use one of {SAMPLINGS}.",
+    )
     given = mechanism.sampling_prob
     if given is None or isinstance(given, ComputedProbability):
         sizes = {x: checked[x] for x in ("expected_batch_size", "num_examples")}
@@ -534,10 +565,19 @@ def _checked_fields(mechanism: DPSGD) -> dict[str, Any]:
             **sizes,
             fix="Use a smaller batch.",
         )
-        checked["sampling_prob"] = ComputedProbability(batch_size / num_examples)
+        prob = batch_size / num_examples
+        if mechanism.sampling != POISSON:
+            prob = 1 / round(1 / prob)  # an epoch has a whole number of steps
+        checked["sampling_prob"] = ComputedProbability(prob)
     else:
-        checked["sampling_prob"] = _validate.probability(
+        prob = checked["sampling_prob"] = _validate.probability(
             sampling_prob=given, fix="Use 0.01, for example, or leave it out."
+        )
+        _validate.require(
+            mechanism.sampling == POISSON or prob == 1 / round(1 / prob),
+            "for random allocation, sampling_prob must be 1 over the steps of an epoch",
+            sampling_prob=prob,
+            fix="Use 1 / 100, for example, or leave it out.",
         )
     accounting.check_relation(mechanism.neighboring_relation)
     return checked

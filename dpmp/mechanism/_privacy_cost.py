@@ -13,7 +13,8 @@ claimed.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import dp_accounting
 
@@ -22,6 +23,8 @@ from dpmp.batch_selection import SAMPLING_TOTAL_VARIATION
 from dpmp.noise_addition import NOISE_TOTAL_VARIATION
 
 _SHARE = 1e-4  # of delta, for the samplers
+
+POISSON, RANDOM_ALLOCATION = SAMPLINGS = "poisson", "random_allocation"
 
 
 class ComputedProbability(float):
@@ -44,6 +47,7 @@ class PrivacyCost:
       is_clipped: whether the norm of a contribution has a bound.
       num_coordinates: the number of entries that receive noise, or an upper bound.
       neighboring_relation: which two datasets are neighbours.
+      sampling: how batches are drawn; see `DPSGD`.
     """
 
     sampling_prob: float
@@ -53,13 +57,25 @@ class PrivacyCost:
     is_clipped: bool
     num_coordinates: int
     neighboring_relation: dp_accounting.NeighboringRelation
+    sampling: str = POISSON
 
     def event(
         self, steps: int, num_examples: int | None = None
     ) -> dp_accounting.DpEvent:
-        """Steps as an event; `num_examples` is the size of the larger dataset."""
+        """Steps as an event; `num_examples` is the size of the larger dataset.
+
+        With random allocation, an epoch that they begin counts as a whole one.
+        """
         num_examples = num_examples or max(self.larger_datasets)
         noise_multiplier = self.noise_multiplier if self.is_clipped else 0.0
+        if epoch := steps_per_epoch(self):
+            return accounting.random_allocation_event(
+                noise_multiplier,
+                steps,
+                steps_per_epoch=epoch,
+                num_examples=num_examples,
+                truncated_batch_size=self.truncated_batch_size,
+            )
         if self.truncated_batch_size >= num_examples:
             return accounting.dpsgd_event(
                 noise_multiplier, steps, sampling_prob=self.sampling_prob
@@ -72,6 +88,20 @@ class PrivacyCost:
             truncated_batch_size=self.truncated_batch_size,
         )
 
+    def of_steps(self, start: int, stop: int) -> "dict[PrivacyCost, int]":
+        """The costs of steps that a run begins, or goes on, to make at `start`.
+
+        With random allocation, the rest of an epoch is made of Poisson steps if the run
+        goes on inside of it, and the last epoch counts as a whole one.
+        """
+        epoch = steps_per_epoch(self)
+        if epoch is None:
+            return {self: stop - start}
+        first = min(stop, math.ceil(start / epoch) * epoch)
+        poisson = dataclasses.replace(self, sampling=POISSON)
+        whole = math.ceil((stop - first) / epoch) * epoch
+        return {poisson: first - start, self: whole}
+
     @property
     def larger_datasets(self) -> tuple[int, ...]:
         """The sizes that the larger of two neighbouring datasets may have."""
@@ -79,6 +109,11 @@ class PrivacyCost:
         relations = dp_accounting.NeighboringRelation
         is_added = self.neighboring_relation is relations.ADD_OR_REMOVE_ONE
         return sizes if is_added else sizes[:1]
+
+
+def steps_per_epoch(x: Any) -> int | None:
+    """The steps of an epoch of random allocation; None for Poisson sampling."""
+    return None if x.sampling == POISSON else round(1 / x.sampling_prob)
 
 
 def calibrate(cost: PrivacyCost, steps: int, *, epsilon: float, delta: float) -> float:
@@ -159,19 +194,19 @@ def _guarantee_of(
 
 
 def guarantee_of_stages(
-    stages: Mapping[PrivacyCost, int], *, delta: float
+    stages: Sequence[Mapping[PrivacyCost, int]], *, delta: float
 ) -> accounting.PrivacyGuarantee:
     """Computes epsilon of stages whose costs were chosen one after the other.
 
-    Steps of one cost compose numerically. The theorem behind this composition needs
+    Steps of one stage compose numerically. The theorem behind this composition needs
     costs that are fixed in advance. But someone may choose the next cost after looking
     at the results of the last stage, so the epsilons of stages are added up. Nobody
     knows in advance how many stages there will be. So each new stage halves the delta
     of all stages: each of k stages gets delta / 2^(k - 1); see docs/proofs.md.
 
     Args:
-      stages: for each cost, in any order, the largest number of steps that it could
-        have had when the stage began.
+      stages: for each stage, in any order, the costs of its steps, and the largest
+        number of steps of each cost that it could have had when it began.
       delta: the delta of all stages together.
 
     Raises:
@@ -179,10 +214,10 @@ def guarantee_of_stages(
     """
     delta = accounting.check_delta(delta)
     if len(stages) <= 1:
-        return guarantee_of(stages, delta=delta)
-    _common_relation(list(stages))
+        return guarantee_of(dict(*stages), delta=delta)
+    _common_relation([cost for stage in stages for cost in stage])
     share = delta / 2 ** (len(stages) - 1)
-    parts = [guarantee_of({x: steps}, delta=share) for x, steps in stages.items()]
+    parts = [guarantee_of(stage, delta=share) for stage in stages]
     return dataclasses.replace(
         parts[-1],
         epsilon=math.nextafter(math.fsum(part.epsilon for part in parts), math.inf),

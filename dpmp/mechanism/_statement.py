@@ -54,7 +54,7 @@ def claim(
     """The statement of a `DPSGD` with a finite epsilon."""
     noise_multiplier = mechanism.noise_multiplier
     batch_size = mechanism.expected_batch_size
-    largest = mechanism.sampling.truncated_batch_size
+    largest = mechanism.batch_selection_strategy.truncated_batch_size
     epsilon, delta = round_up(guarantee.epsilon), digits_above(guarantee.delta, 3)
     return _wrap(
         f"The trained parameters are ({epsilon}, {delta})-differentially private, and "
@@ -63,8 +63,7 @@ def claim(
         f"most exp({epsilon}) times its probability on the other, plus {delta}.",
         f"- Protected unit: one example. Two datasets are neighbours if "
         f"{_NEIGHBOURS[mechanism.neighboring_relation]}. {_describe_number(mechanism)}",
-        f"- Sampling: each example is in each batch with probability "
-        f"{digits_above(mechanism.sampling_prob, 4)}, independently of all others. A "
+        f"- Sampling: {_describe_sampling(mechanism)} A "
         f"batch of more than {largest} examples is truncated to {largest} of them, "
         f"drawn at random, and epsilon accounts for that. The claim does not hold for "
         f"batches that are taken in any other way.",
@@ -86,6 +85,22 @@ def claim(
         "norms and other values of single examples; choices that were made by looking "
         "at such values (for example, hyper-parameters tuned on this data); anything "
         "else that is released about the data.",
+    )
+
+
+def _describe_sampling(mechanism: Any) -> str:
+    """Says in which steps an example takes part."""
+    epoch = mechanism.steps_per_epoch
+    if epoch is None:
+        return (
+            f"each example is in each batch with probability "
+            f"{digits_above(mechanism.sampling_prob, 4)}, independently of all others."
+        )
+    return (
+        f"in every epoch of {epoch} steps, each example is in one batch, drawn "
+        f"uniformly and independently of all others (random allocation). A run that "
+        f"goes on inside an epoch makes the rest of it with Poisson sampling, which "
+        f"costs more than is claimed here."
     )
 
 

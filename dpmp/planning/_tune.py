@@ -138,7 +138,7 @@ def tune(
 
 def _mechanisms(mechanism: DPSGD, sizes: Sequence[int | None]) -> Iterator[DPSGD]:
     """Yields the mechanism with each engine that has a proof, and each size."""
-    largest = mechanism.sampling.truncated_batch_size or math.inf
+    largest = mechanism.batch_selection_strategy.truncated_batch_size or math.inf
     for size, method in itertools.product(sizes, METHODS):
         if size is None or size <= largest:
             with contextlib.suppress(_validate.RefusedError):

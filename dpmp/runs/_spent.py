@@ -97,14 +97,20 @@ class Spent:
         results to choose the next cost, and when to end the one before.
         """
         planned = self.planned()
-        if len(planned) > 1:
-            return guarantee_of_stages(planned, delta=delta)
-        return self.guarantee_if_planned(delta=delta)
+        if len(planned) <= 1:
+            return self.guarantee_if_planned(delta=delta)
+        stages = []
+        for cost, number in planned.items():
+            *others, last = sorted(
+                (x for x in self.segments if x.cost == cost), key=lambda x: x.stop
+            )
+            stop = last.stop + number - self.count(cost)
+            stages.append(_costs_of([*others, dataclasses.replace(last, stop=stop)]))
+        return guarantee_of_stages(stages, delta=delta)
 
     def guarantee_if_planned(self, *, delta: float) -> accounting.PrivacyGuarantee:
         """The guarantee if all costs were fixed before the first step."""
-        numbers = {x.cost: self.count(x.cost) for x in self.segments}
-        return guarantee_of(numbers, delta=delta)
+        return guarantee_of(_costs_of(self.segments), delta=delta)
 
     def to_array(self) -> np.ndarray:
         """The set as a text, (bytes,) uint8, which is public.
@@ -140,6 +146,15 @@ class Spent:
             "averaged parameters, use newest_state._replace(params=average).",
             shape=np.shape(array),
         )
+
+
+def _costs_of(segments: Iterable[Segment]) -> dict[PrivacyCost, int]:
+    """The number of steps to compose, by cost."""
+    numbers: dict[PrivacyCost, int] = collections.Counter()
+    for x in segments:
+        for cost, number in x.cost.of_steps(x.start, x.stop).items():
+            numbers[cost] += number
+    return {cost: number for cost, number in numbers.items() if number}
 
 
 def segment_as_json(segment: Segment) -> dict[str, Any]:

@@ -18,6 +18,7 @@ _COUNTING = (
     "something about. All directories add up, as if they used the data of the same "
     "people."
 )
+_SAMPLINGS = {"random_allocation": " by random allocation"}
 _REMARKS = {
     "charged_alone": "{} of the steps are paid for without a checkpoint in this "
     "directory: the steps before a state that a program brought along, or those of a "
@@ -81,6 +82,7 @@ def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
             {
                 "noise_multiplier": x.noise_multiplier,
                 "sampling_prob": x.sampling_prob,
+                "sampling": x.sampling,
                 "number": spent.count(x),
             }
             for x in costs
@@ -148,7 +150,7 @@ def _describe(row: dict[str, Any]) -> str:
     steps = " and ".join(
         f"{x['number']} steps with noise multiplier "
         f"{digits_below(x['noise_multiplier'], 4)} and sampling probability "
-        f"{digits_above(x['sampling_prob'], 4)}"
+        f"{digits_above(x['sampling_prob'], 4)}{_SAMPLINGS.get(x['sampling'], '')}"
         for x in row["steps"]
     )
     first = (

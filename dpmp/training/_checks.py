@@ -92,12 +92,22 @@ def check_not_over(step: int, mechanism: DPSGD) -> None:
     )
 
 
+def check_makes_steps_alone(mechanism: DPSGD) -> None:
+    """Raises ValueError if the steps of an epoch must be made together."""
+    _validate.require(
+        mechanism.steps_per_epoch is None,
+        "random allocation ties the steps of an epoch together, so fit must make them. "
+        'Use trainer.fit, or DPSGD(sampling="poisson").',
+        sampling=mechanism.sampling,
+    )
+
+
 def check_batch(batch: Any, step: int, mechanism: DPSGD) -> None:
     """Raises ValueError unless `train_step` may use a `Batch` after `step` steps."""
-    drawn_by = batch.mechanism.sampling, batch.mechanism.num_examples
+    drawn_by = batch.mechanism.batch_selection_strategy, batch.mechanism.num_examples
     _validate.require(
         batch.ticket.step == step
-        and drawn_by == (mechanism.sampling, mechanism.num_examples),
+        and drawn_by == (mechanism.batch_selection_strategy, mechanism.num_examples),
         "a batch must be drawn by the mechanism, and for the state, that it is used "
         "with. Use trainer.train_step(state, trainer.load_batch(state, data)).",
         batch_of_step=batch.ticket.step,

@@ -78,6 +78,13 @@ class Loop:
                 "both. mechanism.statement() does not know of the other steps, so "
                 "publish trainer.guarantee(state) with the model."
             )
+        epoch = mechanism.steps_per_epoch or 1
+        if account.start % epoch and account.start < options.stop:
+            warn(
+                f"the run goes on inside an epoch of random allocation, because step "
+                f"{account.start} is no multiple of {epoch}. The rest of this epoch is "
+                "made of Poisson steps, which cost more. Epsilon covers them."
+            )
         # A directory may have a later state.
         self._stop = max(account.start, min(options.stop, account.end))
         self._every = 1 if directory is None else options.every
@@ -108,8 +115,16 @@ class Loop:
         options, start = self._options, self._account.start
         steps, times_made = range(start, self._stop), self._account.before.times_made
         tickets = draw_tickets(steps, self._root, times_made)
-        source = options.mechanism, self._load, options.batch_sharding
-        draw = functools.partial(draw_batch, *source)
+        mechanism = options.mechanism
+        draw = functools.partial(
+            draw_batch,
+            mechanism,
+            mechanism.batch_selection_strategy.drawer(
+                mechanism.num_examples, start=start
+            ),
+            self._load,
+            options.batch_sharding,
+        )
         with (
             self._report,
             prefetched(draw, tickets, depth=options.prefetch) as batches,

@@ -145,15 +145,21 @@ class Batch:
     mechanism: DPSGD  # it has drawn the batch
 
 
-def draw_batch(mechanism: DPSGD, load: Load, sharding: Any, ticket: Ticket) -> Batch:
-    """Draws and loads the batch of a ticket."""
+def draw_batch(
+    mechanism: DPSGD,
+    draw: Callable[[int, int], np.ndarray],
+    load: Load,
+    sharding: Any,
+    ticket: Ticket,
+) -> Batch:
+    """Draws and loads the batch of a ticket.
+
+    `draw` is a `drawer` of the mechanism's strategy to select batches.
+    """
     (words,) = ticket.take("batch")
     try:
-        indices = mechanism.sampling.indices(
-            ticket.step,
-            num_examples=mechanism.num_examples,
-            key=int.from_bytes(words.astype("<u4").tobytes(), "little"),
-        )
+        key = int.from_bytes(words.astype("<u4").tobytes(), "little")
+        indices = draw(ticket.step, key)
         batch = load_shards(load, indices, mechanism, sharding)
         return Batch(*batch, ticket, mechanism)
     except MemoryError:  # it would show the size of the batch

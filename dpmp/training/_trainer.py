@@ -202,6 +202,7 @@ class DPTrainer:
             transformations.
           RuntimeError: if the batch of `load_batch` was used before.
         """
+        _checks.check_makes_steps_alone(self.mechanism)
         _checks.check_state(state, batch)
         self._step.check_structure(state)
         mechanism, step = self.mechanism, int(state.step)
@@ -264,6 +265,7 @@ class DPTrainer:
           `examples` and `is_padding_example` have NumPy arrays, or committed jax arrays
           if `batch_sharding` is given.
         """
+        _checks.check_makes_steps_alone(self.mechanism)
         _checks.check_state(state)
         self._step.check_structure(state)
         _checks.check_not_over(int(state.step), self.mechanism)
@@ -272,7 +274,9 @@ class DPTrainer:
         self._compare_processes(state, load, batch_sharding)
         ticket = self._draw_ticket(state)
         with self._last_step.charging(self.mechanism, state):
-            return draw_batch(self.mechanism, load, batch_sharding, ticket)
+            mechanism = self.mechanism
+            draw = mechanism.batch_selection_strategy.drawer(mechanism.num_examples)
+            return draw_batch(mechanism, draw, load, batch_sharding, ticket)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.

@@ -93,12 +93,12 @@ def test_a_run_that_goes_on_inside_an_epoch_takes_poisson_steps_to_its_end():
 
 
 def test_an_epoch_has_the_key_of_its_first_step():
-    batches = RandomAllocation(3, 6).batches(100, start=0)
-    found = [batches.indices(step, key=step) for step in range(6)]
+    batches = RandomAllocation(3, 6).drawer(100, start=0)
+    found = [batches(step, step) for step in range(6)]
     for start in (0, 3):
-        alone = RandomAllocation(3, 6).batches(100, start=start)
+        alone = RandomAllocation(3, 6).drawer(100, start=start)
         for step in range(start, start + 3):
-            np.testing.assert_array_equal(alone.indices(step, start), found[step])
+            np.testing.assert_array_equal(alone(step, start), found[step])
 
 
 def test_large_batches_are_truncated_uniformly():
@@ -114,10 +114,10 @@ def test_large_batches_are_truncated_uniformly():
 def test_an_epoch_needs_less_memory_than_a_table_of_the_dataset(monkeypatch):
     monkeypatch.setattr(_allocation, "_KEPT", 2**14)
     monkeypatch.setattr(_allocation, "_AT_ONCE", 2**14)
-    batches = RandomAllocation(1000, 1000).batches(2_000_000, start=0)
+    batches = RandomAllocation(1000, 1000).drawer(2_000_000)
     tracemalloc.start()
     for step in range(5):
-        assert 1700 < len(batches.indices(step, KEY)) < 2300
+        assert 1700 < len(batches(step, KEY)) < 2300
     assert tracemalloc.get_traced_memory()[1] < 2_000_000
     tracemalloc.stop()
 

@@ -17,7 +17,14 @@ COMMANDS = sorted(
     path.stem for path in FOLDER.glob("*.py") if "harness.main(" in path.read_text()
 )
 # The smallest sizes of all others take minutes: they compile models as they are.
-_QUICK = ("accountant", "dtype_matmul", "exactness_cost", "import_time", "sampling")
+_QUICK = (
+    "accountant",
+    "dtype_matmul",
+    "exactness_cost",
+    "import_time",
+    "least_noise",
+    "sampling",
+)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

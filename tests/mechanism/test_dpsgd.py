@@ -125,7 +125,7 @@ def test_replacing_an_example_costs_more_than_blanking_or_adding_one():
 def test_batches_are_truncated_and_that_is_accounted_for(given):
     mechanism = make_mechanism(noise_multiplier=1.5, truncated_batch_size=given)
     size = given or accounting.choose_truncated_batch_size(1000, 0.05)
-    assert mechanism.sampling == PoissonSampling(0.05, 100, size)
+    assert mechanism.batch_selection_strategy == PoissonSampling(0.05, 100, size)
     assert mechanism.dp_event == accounting.truncated_dpsgd_event(
         1.5, 100, sampling_prob=0.05, num_examples=1000, truncated_batch_size=size
     )
@@ -143,7 +143,7 @@ def test_the_event_is_plain_where_no_batch_can_be_truncated():
     # One example more still fits.
     fields = {"neighboring_relation": RELATIONS.ADD_OR_REMOVE_ONE}
     mechanism = make_mechanism(expected_batch_size=1000, noise_multiplier=1.5, **fields)
-    assert mechanism.sampling.truncated_batch_size == 1001
+    assert mechanism.batch_selection_strategy.truncated_batch_size == 1001
     assert mechanism.dp_event == plain(sampling_prob=1.0)
 
 
@@ -155,7 +155,7 @@ def test_batches_are_padded_to_a_multiple_of_the_microbatch():
                 truncated_batch_size=truncated_batch_size,
             )
             size = mechanism.padded_batch_size
-            largest = mechanism.sampling.truncated_batch_size
+            largest = mechanism.batch_selection_strategy.truncated_batch_size
             assert size % (microbatch_size or 1) == 0
             assert largest <= size < largest + (microbatch_size or 1)
             assert largest <= 1000 or truncated_batch_size is None
@@ -168,7 +168,7 @@ def test_a_given_sampling_probability_does_not_depend_on_the_sizes():
     given = {"sampling_prob": 0.03, "truncated_batch_size": 80, "noise_multiplier": 1.5}
     given["method"] = "per_example"  # which allows all relations
     mechanism = make_mechanism(**given)
-    assert mechanism.sampling == PoissonSampling(0.03, 100, 80)
+    assert mechanism.batch_selection_strategy == PoissonSampling(0.03, 100, 80)
     assert mechanism.dp_event == accounting.truncated_dpsgd_event(
         1.5, 100, sampling_prob=0.03, num_examples=1000, truncated_batch_size=80
     )
@@ -176,7 +176,9 @@ def test_a_given_sampling_probability_does_not_depend_on_the_sizes():
     assert same == make_mechanism(noise_multiplier=1.5)
     for sizes in ({"num_examples": 20}, {"expected_batch_size": 4}):
         other = dataclasses.replace(mechanism, **sizes)
-        assert other.sampling.sampling_prob == other.sampling_prob == 0.03
+        assert (
+            other.batch_selection_strategy.sampling_prob == other.sampling_prob == 0.03
+        )
     sizes = {"num_examples": 20, "neighboring_relation": RELATIONS.ADD_OR_REMOVE_ONE}
     protected = dataclasses.replace(mechanism, **sizes)
     assert protected.padded_batch_size == 96
@@ -415,7 +417,7 @@ def test_without_privacy_bounded_sums_become_floats():
     baseline = mechanism.without_privacy()
     assert baseline.method == "book_keeping"
     assert baseline.arithmetic == "unproved_float32"
-    assert baseline.sampling == mechanism.sampling
+    assert baseline.batch_selection_strategy == mechanism.batch_selection_strategy
 
 
 UNCLIPPED = {"l2_clip_norm": math.inf, "arithmetic": "float32"}

@@ -90,7 +90,7 @@ def test_it_says_what_is_done_and_claimed(fields, texts):
     statement = statement_of(mechanism)
     assert not [text for text in texts if text not in statement]
     assert mechanism.guarantee().accountant in statement
-    size = mechanism.sampling.truncated_batch_size
+    size = mechanism.batch_selection_strategy.truncated_batch_size
     assert f"batch of more than {size} examples" in statement
     is_proved = "claim holds for the bits that are released" in statement
     assert is_proved == ("NOT PROVED" not in statement)

@@ -51,6 +51,7 @@ class TestRecords:
                     "is_clipped": True,
                     "num_coordinates": MECHANISM.num_parameters + 3,
                     "neighboring_relation": "REPLACE_SPECIAL",
+                    "sampling": "poisson",
                 },
             },
             "delta": DELTA,

@@ -93,7 +93,7 @@ class TestGuarantee:
                 steps(20, 50, run="c", planned=80, mechanism=WIDER),
             )
         )
-        stages = {MECHANISM.step_cost: 90, WIDER.step_cost: 80}
+        stages = [{MECHANISM.step_cost: 90}, {WIDER.step_cost: 80}]
         result = spent.guarantee(delta=DELTA)
         assert result == guarantee_of_stages(stages, delta=DELTA)
         steps_made = {MECHANISM.step_cost: 20, WIDER.step_cost: 30}

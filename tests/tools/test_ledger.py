@@ -26,7 +26,7 @@ def released(start, stop, **fields):
 
 
 def added(planned):
-    stages = {mechanism.step_cost: number for mechanism, number in planned.items()}
+    stages = [{mechanism.step_cost: number} for mechanism, number in planned.items()]
     return guarantee_of_stages(stages, delta=1e-5).epsilon
 
 
@@ -66,7 +66,8 @@ def test_the_epsilon_of_a_directory_is_reported(tmp_path, run, report):
     assert result["accountant"] == expected.accountant
     assert result["neighboring_relation"] == "REPLACE_SPECIAL"
     (row,) = result["directories"]
-    steps = {"noise_multiplier": 20.0, "sampling_prob": 1.0, "number": 80}
+    steps = {"noise_multiplier": 20.0, "sampling_prob": 1.0, "sampling": "poisson"}
+    steps["number"] = 80
     assert row["steps"] == [steps]
     assert (row["directory"], row["epsilon"]) == (str(tmp_path), expected.epsilon)
     assert row["first_time"].endswith("+00:00")

@@ -82,7 +82,7 @@ class TestBudget:
 def test_a_budget_limits_what_is_planned_of_a_second_cost(tmp_path):
     first, second = fresh_trainer(), new_trainer(noise_multiplier=2.0)
     costs = [x.mechanism.step_cost for x in (first, second)]
-    budget = guarantee_of_stages(dict(zip(costs, (7, 3), strict=True)), delta=DELTA)
+    budget = guarantee_of_stages([{costs[0]: 7}, {costs[1]: 3}], delta=DELTA)
     fit(first, tmp_path, stop_at=2)
     for _ in range(2):
         with pytest.warns(UserWarning, match="ends the run after step 5 of 7"):

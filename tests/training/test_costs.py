@@ -79,7 +79,8 @@ class History(NamedTuple):
                 {x: len(self.of(x)) for x in costs}, delta=DELTA
             ).epsilon
         planned = {x: self.planned(x) for x in costs}
-        return guarantee_of_stages(planned, delta=DELTA).epsilon
+        stages = [{x: number} for x, number in planned.items()]
+        return guarantee_of_stages(stages, delta=DELTA).epsilon
 
 
 class Known(NamedTuple):

@@ -476,7 +476,8 @@ def test_a_cost_that_comes_back_counts_in_full_wherever_its_steps_were_made(tmp_
     first = new_trainer(noise_multiplier=1.5, iterations=1000)
     second = new_trainer(noise_multiplier=2.0)
     in_full = guarantee_of_stages(
-        {first.mechanism.step_cost: 1000, second.mechanism.step_cost: 7}, delta=DELTA
+        [{first.mechanism.step_cost: 1000}, {second.mechanism.step_cost: 7}],
+        delta=DELTA,
     )
     state = own_steps(first, first.init(PARAMS), 8)
     fit(second, tmp_path)

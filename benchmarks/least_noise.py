@@ -1,0 +1,68 @@
+"""How much noise does a run need for its epsilon, by how its batches are drawn?
+
+A run makes some epochs with a batch size, and is calibrated with Poisson sampling and
+with random allocation. Quoted are noise multipliers, and the seconds to find them.
+
+    python -m benchmarks.least_noise        # five minutes on two cores
+"""
+
+import time
+from typing import Annotated, NamedTuple
+
+from benchmarks import harness
+from dpmp import DPSGD
+
+
+class Setting(NamedTuple):
+    """A run, whose number of epochs is fixed."""
+
+    num_examples: int
+    batch_size: int
+    epochs: int
+    delta: float
+
+
+SETTINGS = {
+    "1,500 / 100, 20 epochs": Setting(1_500, 100, 20, 1e-5),
+    "5,000 / 250, 10 epochs": Setting(5_000, 250, 10, 1e-5),
+    "10,000 / 100, 3 epochs": Setting(10_000, 100, 3, 1e-6),
+    "10,000 / 1,000, 30 epochs": Setting(10_000, 1_000, 30, 1e-6),
+    "60,000 / 256, 5 epochs": Setting(60_000, 256, 5, 1e-6),
+    "60,000 / 600, 10 epochs": Setting(60_000, 600, 10, 1e-6),
+    "60,000 / 6,000, 40 epochs": Setting(60_000, 6_000, 40, 1e-6),
+    "250,000 / 500, 1 epoch": Setting(250_000, 500, 1, 1e-7),
+    "250,000 / 5,000, 3 epochs": Setting(250_000, 5_000, 3, 1e-7),
+    "1,000,000 / 1,000, 1 epoch": Setting(1_000_000, 1_000, 1, 1e-7),
+    "1,000,000 / 10,000, 5 epochs": Setting(1_000_000, 10_000, 5, 1e-7),
+    "5,000,000 / 500, 1 epoch": Setting(5_000_000, 500, 1, 1e-8),
+}
+
+
+def benchmark(
+    setting: Annotated[str, harness.Each(SETTINGS)],
+    epsilon: Annotated[float, harness.Each(default=(1.0, 3.0, 8.0))],
+) -> harness.Lines:
+    """A line for each setting and epsilon."""
+    chosen = SETTINGS[setting]
+    noise, seconds = {}, {}
+    for sampling in ("poisson", "random_allocation"):
+        start = time.perf_counter()
+        mechanism = DPSGD.from_epochs(
+            epochs=chosen.epochs,
+            num_examples=chosen.num_examples,
+            expected_batch_size=chosen.batch_size,
+            l2_clip_norm=1.0,
+            sampling=sampling,
+        ).calibrate(epsilon=epsilon, delta=chosen.delta)
+        noise[sampling] = mechanism.noise_multiplier
+        seconds[sampling] = time.perf_counter() - start
+    less = 100 * (1 - noise["random_allocation"] / noise["poisson"])
+    yield {
+        "noise": harness.rounded(noise, 4),
+        "less": less,
+        "seconds": harness.rounded(seconds, 2),
+    }
+
+
+if __name__ == "__main__":
+    harness.main(benchmark, tiny={"setting": [*SETTINGS][:1], "epsilon": [8.0]})
