@@ -116,14 +116,13 @@ class Loop:
         steps, times_made = range(start, self._stop), self._account.before.times_made
         tickets = draw_tickets(steps, self._root, times_made)
         mechanism = options.mechanism
+        drawer = mechanism.batch_selection_strategy.drawer
         draw = functools.partial(
             draw_batch,
             mechanism,
-            mechanism.batch_selection_strategy.drawer(
-                mechanism.num_examples, start=start
-            ),
             self._load,
             options.batch_sharding,
+            draw=drawer(mechanism.num_examples, start=start),
         )
         with (
             self._report,

@@ -147,16 +147,18 @@ class Batch:
 
 def draw_batch(
     mechanism: DPSGD,
-    draw: Callable[[int, int], np.ndarray],
     load: Load,
     sharding: Any,
     ticket: Ticket,
+    draw: Callable[[int, int], np.ndarray] | None = None,
 ) -> Batch:
     """Draws and loads the batch of a ticket.
 
-    `draw` is a `drawer` of the mechanism's strategy to select batches.
+    `draw` is the `drawer` of a run. None is for steps that are made alone.
     """
     (words,) = ticket.take("batch")
+    if draw is None:
+        draw = mechanism.batch_selection_strategy.drawer(mechanism.num_examples)
     try:
         key = int.from_bytes(words.astype("<u4").tobytes(), "little")
         indices = draw(ticket.step, key)

@@ -274,9 +274,7 @@ class DPTrainer:
         self._compare_processes(state, load, batch_sharding)
         ticket = self._draw_ticket(state)
         with self._last_step.charging(self.mechanism, state):
-            mechanism = self.mechanism
-            draw = mechanism.batch_selection_strategy.drawer(mechanism.num_examples)
-            return draw_batch(mechanism, draw, load, batch_sharding, ticket)
+            return draw_batch(self.mechanism, load, batch_sharding, ticket)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
