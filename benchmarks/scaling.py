@@ -160,7 +160,7 @@ def _lora(
     def step(frozen: Any, state: Any, keys: Any, batch: Any, is_padding: Any) -> Any:
         make_program = trainer(frozen)._step.make_program
         program, constants = make_program(places, tokens, spec_of)
-        return program(state, keys, batch, is_padding, constants)
+        return program(state, keys, batch, is_padding, (), constants)
 
     places, placed = state, place(frozen)
     specs = {x.shape: x.sharding.spec for x in jax.tree.leaves(placed)}

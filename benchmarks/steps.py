@@ -144,7 +144,7 @@ def of_dpmp(
     batch = jax.tree.map(jnp.asarray, task.batch)
     program, constants = trainer._step.make_program(state, batch)
     keys = list(jax.random.bits(jax.random.key(0), (3, 4), jnp.uint32))
-    args = keys, batch, jnp.zeros(batch_size, bool), constants
+    args = keys, batch, jnp.zeros(batch_size, bool), (), constants
     return _compiled(program, state, *args, next_state=lambda out: out[0])
 
 

@@ -8,6 +8,7 @@ from dpmp import (
     noise_addition,
     planning,
     runs,
+    strategies,
 )
 from dpmp.clipping import (
     AdaptiveClipNorm,
@@ -61,4 +62,5 @@ __all__ = [
     "planning",
     "precision_report",
     "runs",
+    "strategies",
 ]

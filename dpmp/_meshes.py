@@ -266,6 +266,14 @@ def places(tree: PyTree) -> PyTree:
     return jax.tree.map(place, tree)
 
 
+def place_of_stack(x: Any) -> jax.sharding.Sharding | None:
+    """`places` of an array with one more axis, of which each part is sharded as `x`."""
+    place = places(x)
+    if isinstance(place, jax.NamedSharding):
+        return jax.NamedSharding(place.mesh, jax.P(None, *place.spec))
+    return place
+
+
 def placement(tree: PyTree) -> tuple[Any, ...]:
     """The sharding of each committed array and None for others, as a hashable tuple."""
     return tuple(

@@ -55,6 +55,8 @@ class PoissonSampling:
       sampling_prob: the probability that an example is in a batch, in (0, 1].
       iterations: the number of batches.
       truncated_batch_size: the size of the largest batch, or None for no limit.
+      cycle_length: the number of groups of examples, which take turns: in a step, only
+        examples take part whose index has the remainder of the step modulo this number.
 
     References:
       [Chua et al.: Scalable DP-SGD, Poisson subsampling and
@@ -64,6 +66,7 @@ class PoissonSampling:
     sampling_prob: float
     iterations: int
     truncated_batch_size: int | None = None
+    cycle_length: int = 1
 
     def __post_init__(self):
         _validate.fields(
@@ -71,6 +74,7 @@ class PoissonSampling:
             sampling_prob=_validate.probability,
             iterations=_validate.positive_integer,
             truncated_batch_size=_validate.optional(_validate.positive_integer),
+            cycle_length=_validate.positive_integer,
         )
 
     def indices(self, step: int, *, num_examples: int, key: int) -> np.ndarray:
@@ -95,15 +99,18 @@ class PoissonSampling:
             step=step,
         )
         num_examples = _validate.integer_in(
-            range(1, 2**63),
-            "num_examples must be an integer from 1 to 2^63 - 1. Pass the size of the "
-            "dataset.",
+            range(self.cycle_length, 2**63),
+            f"num_examples must be an integer from {self.cycle_length} to 2^63 - 1. "
+            "Pass the size of the dataset.",
             num_examples=num_examples,
         )
+        group = step % self.cycle_length
+        size_of_group = len(range(group, num_examples, self.cycle_length))
         draw_words = random_words(key_of(key), step)
-        count = draw_binomial(num_examples, Fraction(self.sampling_prob), draw_words)
+        count = draw_binomial(size_of_group, Fraction(self.sampling_prob), draw_words)
         size = min(count, self.truncated_batch_size or count)
-        return draw_subset(num_examples, size, draw_words)
+        members = draw_subset(size_of_group, size, draw_words)
+        return members * self.cycle_length + group
 
     def drawer(
         self, num_examples: int, *, start: int = 0

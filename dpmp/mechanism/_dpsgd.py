@@ -41,6 +41,7 @@ from dpmp.numerics import (
     num_entries,
     parse_arithmetic,
 )
+from dpmp.strategies import BandedToeplitz
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,9 @@ class DPSGD:
         less noise for the same epsilon. An epoch has `num_examples` over
         `expected_batch_size` steps, rounded. Only `DPTrainer.fit` makes such steps; see
         `batch_selection.RandomAllocation`.
+      strategy: correlates the noise of steps, so that it partly cancels in their sum;
+        see `strategies.banded_toeplitz`. The examples then form groups that take turns,
+        one for each band. None, or one band, adds independent noise.
     """
 
     num_examples: int
@@ -125,6 +129,7 @@ class DPSGD:
     )
     sampling_prob: float | None = None
     sampling: str = "poisson"
+    strategy: BandedToeplitz | None = None
 
     def __post_init__(self):
         for name, value in (_checked_fields(self) | _chosen_names(self)).items():
@@ -135,6 +140,7 @@ class DPSGD:
             self.neighboring_relation,
             assumes_fixed_slots=self._sums.needs_norm_bounds,
         )
+        _check_strategy(self)
 
     @classmethod
     def from_epochs(cls, *, epochs: float, **fields: Any) -> "DPSGD":
@@ -146,7 +152,7 @@ class DPSGD:
         """
         epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
         one_step = cls(iterations=1, **fields)
-        steps = epochs / cast("float", one_step.sampling_prob)
+        steps = epochs * one_step.cycle_length / cast("float", one_step.sampling_prob)
         return dataclasses.replace(one_step, iterations=max(1, round(steps)))
 
     def calibrate(self, *, epsilon: float, delta: float) -> "DPSGD":
@@ -218,7 +224,10 @@ class DPSGD:
         """The sampler that the accounting assumes."""
         if self.steps_per_epoch is None:
             return batch_selection.PoissonSampling(
-                cast("float", self.sampling_prob), self.iterations, self._largest_batch
+                cast("float", self.sampling_prob),
+                self.iterations,
+                self._largest_batch,
+                self.cycle_length,
             )
         return batch_selection.RandomAllocation(
             self.steps_per_epoch, self.iterations, self._largest_batch
@@ -228,6 +237,16 @@ class DPSGD:
     def steps_per_epoch(self) -> int | None:
         """The number of steps of an epoch of random allocation; None without it."""
         return _privacy_cost.steps_per_epoch(self)
+
+    @property
+    def cycle_length(self) -> int:
+        """The number of groups of examples that take turns; 1 without a strategy."""
+        return self.strategy.bands if self.strategy else 1
+
+    @property
+    def makes_steps_alone(self) -> bool:
+        """Whether no secret ties a step to others, so that `train_step` may make it."""
+        return self.steps_per_epoch is None and self.cycle_length == 1
 
     @property
     def padded_batch_size(self) -> int:
@@ -248,7 +267,8 @@ class DPSGD:
     @property
     def overflow_stddev(self) -> float:
         """The standard deviation of the noise on the number of overflows."""
-        return self.stddev / contribution(self._clip_norms.l2_norm_bound)
+        widened = 1.0 if self.strategy is None else self.strategy.sensitivity
+        return widened * self.stddev / contribution(self._clip_norms.l2_norm_bound)
 
     @property
     def initial_clip_norm(self) -> jax.Array | None:
@@ -264,8 +284,11 @@ class DPSGD:
     @property
     def resolution(self) -> int | None:
         """The number of grid units in the largest contribution; None for floats."""
+        noise_multiplier = self.noise_multiplier or 1.0
+        if self.strategy is not None and self.strategy.bands > 1:
+            noise_multiplier *= self.strategy.width_on_grid
         return noise_addition.choose_resolution(
-            self.noise_multiplier or 1.0, self.num_parameters, self._sums
+            noise_multiplier, self.num_parameters, self._sums
         )
 
     @property
@@ -340,11 +363,16 @@ class DPSGD:
           ValueError: before calibration, or (by `update`) for a gradient with more than
             `num_parameters` entries.
         """
-        privatizer = noise_addition.gaussian_privatizer(
-            stddev=self.stddev,
-            prng_key=prng_key,
-            l2_sensitivity=(self.is_private and self._l2_norm_bound) or None,
-        )
+        if self.strategy is None or self.strategy.bands == 1:
+            privatizer = noise_addition.gaussian_privatizer(
+                stddev=self.stddev,
+                prng_key=prng_key,
+                l2_sensitivity=(self.is_private and self._l2_norm_bound) or None,
+            )
+        else:
+            privatizer = noise_addition.correlated_gaussian_privatizer(
+                stddev=self.stddev, prng_key=prng_key, strategy=self.strategy
+            )
 
         def update(updates, state, params=None):
             is_joint = isinstance(updates, JointSum)
@@ -479,7 +507,7 @@ class DPSGD:
         given = self.truncated_batch_size
         if given is None:
             return accounting.choose_truncated_batch_size(
-                self.num_examples + is_protected,
+                math.ceil(self.num_examples / self.cycle_length) + is_protected,
                 cast("float", self.sampling_prob),
                 multiple_of=self.microbatch_size or 1,
                 # Nothing but delta can pay for truncation there.
@@ -499,6 +527,7 @@ class DPSGD:
             num_coordinates=self.num_parameters + 3 + bool(self._joint.adaptive),
             neighboring_relation=self.neighboring_relation,
             sampling=self.sampling,
+            cycle_length=self.cycle_length,
         )
 
 
@@ -538,8 +567,45 @@ def _chosen_names(mechanism: DPSGD) -> dict[str, str]:
     return {"method": method, "arithmetic": arithmetic}
 
 
+def _check_strategy(mechanism: DPSGD) -> None:
+    """Raises ValueError for a strategy that does not fit the other fields."""
+    strategy = mechanism.strategy
+    if strategy is None:
+        return
+    relations = dp_accounting.NeighboringRelation
+    for is_met, required in (
+        (mechanism.sampling == POISSON, 'sampling must be "poisson"'),
+        (strategy.iterations >= mechanism.iterations, "it must be for all iterations"),
+        (
+            mechanism._sums.resolution is not None or not mechanism.noise_multiplier,
+            "arithmetic must have a grid",
+        ),
+        (
+            not (mechanism.released_metrics and mechanism.released_metrics.paid),
+            "no metrics may be released but overflows",
+        ),
+        (mechanism._joint.adaptive is None, "the clip norm must not adapt"),
+        (
+            mechanism.neighboring_relation is not relations.ADD_OR_REMOVE_ONE,
+            "examples must have fixed places, and none be added or removed",
+        ),
+    ):
+        _validate.require(
+            is_met,
+            f"with a strategy, {required}",
+            strategy=strategy,
+            fix="Change that, or leave strategy out.",
+        )
+
+
 def _checked_fields(mechanism: DPSGD) -> dict[str, Any]:
     """Returns Python numbers and bools by name; ValueError if one is out of range."""
+    if mechanism.strategy is not None:
+        _validate.instance(
+            BandedToeplitz,
+            "Use dpmp.strategies.banded_toeplitz(8, iterations=...).",
+            strategy=mechanism.strategy,
+        )
     checked: dict[str, Any] = {
         name: check(**{name: getattr(mechanism, name)}, fix=fix)
         for name, (check, fix) in _CHECKS.items()
@@ -565,7 +631,15 @@ def _checked_fields(mechanism: DPSGD) -> dict[str, Any]:
             **sizes,
             fix="Use a smaller batch.",
         )
-        prob = batch_size / num_examples
+        # Only one of the groups takes part in a step.
+        prob = batch_size * mechanism.cycle_length / num_examples
+        _validate.require(
+            prob <= 1,
+            "expected_batch_size must be at most num_examples over the bands",
+            **sizes,
+            strategy=mechanism.strategy,
+            fix="Use a smaller batch, or fewer bands.",
+        )
         if mechanism.sampling != POISSON:
             prob = 1 / round(1 / prob)  # an epoch has a whole number of steps
         checked["sampling_prob"] = ComputedProbability(prob)

@@ -10,6 +10,7 @@ P <= exp(epsilon) P' + delta, this costs t on the left and exp(epsilon) t on the
 claimed.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -48,6 +49,8 @@ class PrivacyCost:
       num_coordinates: the number of entries that receive noise, or an upper bound.
       neighboring_relation: which two datasets are neighbours.
       sampling: how batches are drawn; see `DPSGD`.
+      cycle_length: the number of groups of examples that take turns; see
+        `batch_selection.PoissonSampling`.
     """
 
     sampling_prob: float
@@ -58,6 +61,7 @@ class PrivacyCost:
     num_coordinates: int
     neighboring_relation: dp_accounting.NeighboringRelation
     sampling: str = POISSON
+    cycle_length: int = 1
 
     def event(
         self, steps: int, num_examples: int | None = None
@@ -76,6 +80,9 @@ class PrivacyCost:
                 num_examples=num_examples,
                 truncated_batch_size=self.truncated_batch_size,
             )
+        # An example takes part in a step of each cycle.
+        steps = math.ceil(steps / self.cycle_length)
+        num_examples = math.ceil(num_examples / self.cycle_length)
         if self.truncated_batch_size >= num_examples:
             return accounting.dpsgd_event(
                 noise_multiplier, steps, sampling_prob=self.sampling_prob
@@ -88,19 +95,35 @@ class PrivacyCost:
             truncated_batch_size=self.truncated_batch_size,
         )
 
-    def of_steps(self, start: int, stop: int) -> "dict[PrivacyCost, int]":
-        """The costs of steps that a run begins, or goes on, to make at `start`.
+    def of_runs(self, runs: Sequence[range]) -> "dict[PrivacyCost, int]":
+        """What steps cost that were made by runs which began, or went on, in between.
 
-        With random allocation, the rest of an epoch is made of Poisson steps if the run
-        goes on inside of it, and the last epoch counts as a whole one.
+        With random allocation, a run that goes on inside an epoch makes the rest of it
+        with Poisson steps, and the last epoch of a run counts as a whole one. With
+        groups that take turns, the group counts that took part most often.
         """
-        epoch = steps_per_epoch(self)
+        numbers, epoch = collections.Counter(), steps_per_epoch(self)
         if epoch is None:
-            return {self: stop - start}
-        first = min(stop, math.ceil(start / epoch) * epoch)
+            turns = [
+                sum(
+                    len(
+                        range(
+                            x.start + (group - x.start) % self.cycle_length,
+                            x.stop,
+                            self.cycle_length,
+                        )
+                    )
+                    for x in runs
+                )
+                for group in range(self.cycle_length)
+            ]
+            return {self: max(turns) * self.cycle_length}
         poisson = dataclasses.replace(self, sampling=POISSON)
-        whole = math.ceil((stop - first) / epoch) * epoch
-        return {poisson: first - start, self: whole}
+        for x in runs:
+            first = min(x.stop, math.ceil(x.start / epoch) * epoch)
+            numbers[poisson] += first - x.start
+            numbers[self] += math.ceil((x.stop - first) / epoch) * epoch
+        return {cost: number for cost, number in numbers.items() if number}
 
     @property
     def larger_datasets(self) -> tuple[int, ...]:

@@ -73,7 +73,8 @@ def claim(
         f"clipped gradients is divided by {batch_size:g}, the expected batch size.",
         f"- Noise: the noise is Gaussian, with a noise multiplier of "
         f"{digits_below(noise_multiplier, 5)}. This is its standard deviation, divided "
-        f"by the largest norm that one example contributes.",
+        f"by the largest norm that one example contributes."
+        f"{_describe_strategy(mechanism)}",
         *_describe_released(mechanism),
         f"- Accountant: {guarantee.accountant}.",
         f"- Arithmetic: {_describe_arithmetic(mechanism, arithmetic)}",
@@ -90,7 +91,13 @@ def claim(
 
 def _describe_sampling(mechanism: Any) -> str:
     """Says in which steps an example takes part."""
-    epoch = mechanism.steps_per_epoch
+    epoch, bands = mechanism.steps_per_epoch, mechanism.cycle_length
+    if bands > 1:
+        return (
+            f"the examples form {bands} groups, by their places in the dataset, which "
+            f"take turns. Each example of a group is in its batch with probability "
+            f"{digits_above(mechanism.sampling_prob, 4)}, independently of all others."
+        )
     if epoch is None:
         return (
             f"each example is in each batch with probability "
@@ -101,6 +108,19 @@ def _describe_sampling(mechanism: Any) -> str:
         f"uniformly and independently of all others (random allocation). A run that "
         f"goes on inside an epoch makes the rest of it with Poisson sampling, which "
         f"costs more than is claimed here."
+    )
+
+
+def _describe_strategy(mechanism: Any) -> str:
+    """Says how the noise of steps is correlated."""
+    strategy = mechanism.strategy
+    if strategy is None or strategy.bands == 1:
+        return ""
+    return (
+        f" The noise of a step depends on that of the {strategy.bands - 1} steps "
+        f"before: it is wider by a factor of {strategy.sensitivity:.4g}, and earlier "
+        f"noise is subtracted from it, times "
+        f"{', '.join(f'{x:g}' for x in strategy.coefficients[1:])}."
     )
 
 
@@ -147,6 +167,8 @@ def _describe_released(mechanism: Any) -> list[str]:
     if is_adaptive := isinstance(adaptive, AdaptiveClipNorm):
         # The release of the noisy fraction makes all noise wider.
         noise = mechanism.stddev * batch_size / (1 + counting.noise_increase)
+    if mechanism.strategy is not None:
+        noise *= mechanism.strategy.sensitivity
     stddevs = {x: counting.stddev(x, noise, batch_size) for x in counting.names}
     if metrics is not None:
         means = ", ".join(

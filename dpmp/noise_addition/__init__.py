@@ -13,6 +13,7 @@ from dpmp.noise_addition._discrete_gaussian import NOISE_TOTAL_VARIATION
 from dpmp.noise_addition._privatizers import (
     NoiseState,
     choose_resolution,
+    correlated_gaussian_privatizer,
     gaussian_privatizer,
 )
 
@@ -20,5 +21,6 @@ __all__ = [
     "NOISE_TOTAL_VARIATION",
     "NoiseState",
     "choose_resolution",
+    "correlated_gaussian_privatizer",
     "gaussian_privatizer",
 ]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dpmp import _meshes, _random, _validate
@@ -30,6 +31,7 @@ from dpmp.numerics import (
     round_to_grid,
     to_float,
 )
+from dpmp.strategies import GRID, LOG_GRID, BandedToeplitz
 
 # The noise multiplier that is assumed for a float sum without a given sensitivity.
 _LARGEST_NOISE_MULTIPLIER = 32.0
@@ -41,6 +43,9 @@ _LARGEST_NOISE_MULTIPLIER = 32.0
 _LOG_ROUNDING_SHARE = 12
 _LOG_UNITS = (14, 20)
 
+# With 16 standard deviations, correlated noise in multiples of 1 / GRID has 32 bits.
+_WIDEST_CORRELATED = 2**27 // GRID
+
 
 class NoiseState(NamedTuple):
     """The state of a privatizer: the noise of the next step is a function of it.
@@ -48,10 +53,13 @@ class NoiseState(NamedTuple):
     Attributes:
       prng_key: the root key. It is secret: anyone who knows it can subtract the noise.
       step: int32, the number of releases made so far.
+      past: the noise of earlier steps, if noise is correlated: for each array of the
+        sum, (bands - 1, ...) int32, newest first. It is as secret as the key.
     """
 
     prng_key: jax.Array
     step: jax.Array
+    past: tuple[jax.Array, ...] = ()
 
 
 def gaussian_privatizer(
@@ -133,23 +141,112 @@ def gaussian_privatizer(
         noise_multiplier = stddev / _validate.positive(
             l2_sensitivity=l2_sensitivity, fix="Use clipped_grad(...).sensitivity()."
         )
+    return _privatizer(stddev, prng_key, noise_multiplier)
+
+
+def correlated_gaussian_privatizer(
+    *,
+    stddev: float,
+    strategy: BandedToeplitz,
+    prng_key: jax.Array | None = None,
+) -> optax.GradientTransformation:
+    """Adds Gaussian noise that partly cancels in the sum of all steps.
+
+    >>> strategy = strategies.banded_toeplitz(4, iterations=100)
+    >>> privatizer = correlated_gaussian_privatizer(stddev=1.0, strategy=strategy)
+
+    Let W_t be independent noise with the standard deviation `stddev` times
+    `strategy.sensitivity`, in multiples of 1/64 unit of the grid. The noise of step t
+    is N_t = W_t - c_1 N_{t-1} - c_2 N_{t-2} - ..., rounded to whole units.
+
+    Guarantees:
+      - All outputs together are as private as those of `gaussian_privatizer` with the
+        same `stddev` and independent noise, if an example takes part in at most one of
+        `strategy.bands` consecutive steps. They are computed from C G + W, where the
+        rows of G are the sums, and the rounding does not depend on G: see
+        docs/proofs.md.
+      - The noise of a step is computed in integers from the noise of the last
+        `strategy.bands` - 1 steps, which is a part of the state, and is secret. A run
+        that goes on from a new state (`init`) is as private as one that goes on from
+        the old one. Only the noise of the steps before does not cancel any more.
+      - Otherwise those of `gaussian_privatizer`.
+
+    Args:
+      stddev: see `gaussian_privatizer`.
+      strategy: says how noise is correlated. Use it for at most `strategy.iterations`
+        steps.
+      prng_key: see `gaussian_privatizer`.
+
+    Returns:
+      An `optax.GradientTransformation` with state `NoiseState` and float32 output. Its
+      `init` takes a tree with the shapes of the sums.
+
+    Raises:
+      ValueError: as `gaussian_privatizer`; and by `update`, for a sum that is no
+        `GridArray`. Use "exact" or "bounded" sums.
+
+    References:
+      [Choquette-Choo et al.: (Amplified) banded matrix
+      factorization](https://arxiv.org/abs/2306.08153)
+    """
+    stddev = _validate.nonnegative(
+        stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
+    )
+    _validate.instance(
+        BandedToeplitz,
+        "Use dpmp.strategies.banded_toeplitz(8, iterations=...).",
+        strategy=strategy,
+    )
+    if strategy.bands == 1:
+        return gaussian_privatizer(stddev=stddev, prng_key=prng_key)
+    return _privatizer(stddev, prng_key, 1.0, strategy)
+
+
+def _privatizer(
+    stddev: float,
+    prng_key: jax.Array | None,
+    noise_multiplier: float,
+    strategy: BandedToeplitz | None = None,
+) -> optax.GradientTransformation:
+    """A privatizer; `noise_multiplier` is used for float sums."""
     if prng_key is not None:
         _random.check_key(prng_key)
 
-    def add_noise(sums: list[Sum], noise_state: NoiseState) -> list[jax.Array]:
+    def add_noise(
+        sums: list[Sum], noise_state: NoiseState
+    ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+        key_words = _random.key_words(noise_state.prng_key)
+        if strategy is not None:
+            _validate.require(
+                all(map(is_grid, sums)),
+                "correlated noise must be added to sums on a grid. Use "
+                'arithmetic="exact" or "bounded".',
+                sums="of floats",
+            )
+            width = Fraction(stddev) * Fraction(strategy.sensitivity)
+            finest = min(x.unit for x in sums if is_grid(x)) or 1.0
+            _validate.require(
+                float(width) * strategy.noise_gain / finest <= _WIDEST_CORRELATED,
+                f"correlated noise must have at most {_WIDEST_CORRELATED} units of the "
+                "grid. Use a lower resolution.",
+                strategy=strategy,
+            )
+            past = noise_state.past, strategy
+            return _add_noise(sums, width, key_words, noise_state.step, *past)
         unit, widened = 1.0, Fraction(stddev)
         # Rounding some leaves moves the whole sum, so all noise must be wider.
         if not all(map(is_grid, sums)):
             rounding_cost = noise_multiplier * math.sqrt(num_entries(sums))
             unit, widened = _grid_of_floats(stddev, rounding_cost)
         on_grids = [round_to_grid(x, unit) for x in sums]
-        key_words = _random.key_words(noise_state.prng_key)
         return _add_noise(on_grids, widened, key_words, noise_state.step)
 
     def init(params: PyTree) -> NoiseState:
-        del params
-        key = _random.fresh_key() if prng_key is None else prng_key
-        return NoiseState(key, jnp.zeros((), jnp.int32))
+        key, past = _random.fresh_key() if prng_key is None else prng_key, ()
+        if strategy is not None:
+            shapes = map(jnp.shape, jax.tree.leaves(params))
+            past = tuple(jnp.zeros((strategy.bands - 1, *x), jnp.int32) for x in shapes)
+        return NoiseState(key, jnp.zeros((), jnp.int32), past)
 
     def update(
         sum_of_clipped_grads: PyTree, noise_state: NoiseState, params: PyTree = None
@@ -166,8 +263,10 @@ def gaussian_privatizer(
         sums = [x if is_grid(x) else as_device_dtypes(x) for x in sums]
         for i, x in enumerate(sums):
             check_before_noise(x, i)
-        noisy = add_noise(sums, noise_state) if stddev else list(map(to_float, sums))
-        new_state = NoiseState(noise_state.prng_key, noise_state.step + 1)
+        noisy, past = list(map(to_float, sums)), noise_state.past
+        if stddev:
+            noisy, past = add_noise(sums, noise_state)
+        new_state = NoiseState(noise_state.prng_key, noise_state.step + 1, past)
         return jax.tree.unflatten(treedef, noisy), new_state
 
     update = _meshes.on_automatic_axes(update, _specs_of_noisy)
@@ -177,28 +276,42 @@ def gaussian_privatizer(
 
 
 def _add_noise(
-    leaves: Sequence[GridArray], stddev: Fraction, key_words: jax.Array, step: jax.Array
-) -> list[jax.Array]:
-    """Adds noise of at least `stddev` to every entry; returns the sums in float32.
+    leaves: Sequence[GridArray],
+    stddev: Fraction,
+    key_words: jax.Array,
+    step: jax.Array,
+    past: Sequence[jax.Array] = (),
+    strategy: BandedToeplitz | None = None,
+) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+    """Adds noise of at least `stddev` to every entry.
 
     The program of one draw has about a thousand instructions. So one draw makes the
     noise of several leaves at once (`packing.draws`).
+
+    Returns:
+      The sums in float32, and the noise of the last steps for the first leaves, as in
+      `past`, with which the noise of these leaves is correlated.
     """
-    noisy: dict[int, jax.Array] = {}
+    found: dict[int, list[jax.Array]] = {}
     shapes = [leaf.counts.shape for leaf in leaves]
-    draws = packing.draws(shapes, [leaf.unit for leaf in leaves])
-    for number, draw in enumerate(draws):
-        unit = leaves[min(draw.ranges)].unit
-        noise = DiscreteGaussian.at_least(stddev / Fraction(unit or 1))
+    kinds = [(leaf.unit, i < len(past)) for i, leaf in enumerate(leaves)]
+    for number, draw in enumerate(packing.draws(shapes, kinds)):
+        unit, is_correlated = kinds[min(draw.ranges)]
+        grid = GRID if is_correlated else 1
+        noise = DiscreteGaussian.at_least(grid * stddev / Fraction(unit or 1))
         sample = functools.partial(
             noise.sample, key_words, draw.shape, step=step, leaf=number
         )
         # This branch keeps the compiler from repeating the draw in every reader of the
         # sums, and frees the memory of the noise. The branch in `Draw.divided` keeps it
         # from repeating the draw in every leaf.
-        add = functools.partial(_add_draw, draw, leaves, sample, step)
-        noisy |= materialize(add, step)
-    return [noisy[i] for i in range(len(leaves))]
+        correlated = past if is_correlated else ()
+        add = functools.partial(
+            _add_draw, draw, leaves, sample, step, correlated, strategy
+        )
+        found |= materialize(add, step)
+    noisy = [found[i][0] for i in range(len(leaves))]
+    return noisy, tuple(found[i][1] for i in range(len(past)))
 
 
 def _add_draw(
@@ -206,22 +319,47 @@ def _add_draw(
     leaves: Sequence[GridArray],
     sample: Callable[[], jax.Array],
     step: jax.Array,
-) -> dict[int, jax.Array]:
-    """Adds one draw to its leaves; returns the noisy leaves by number."""
-    noisy = {}
-    for i, noise in draw.divided(sample, step).items():
+    past: Sequence[jax.Array],
+    strategy: BandedToeplitz | None,
+) -> dict[int, list[jax.Array]]:
+    """Adds one draw to its leaves.
+
+    Returns, by number, the noisy leaves, each with its noise of the last steps if there
+    is a past.
+    """
+    found = {}
+    for i, drawn in draw.divided(sample, step).items():
         # Otherwise each device would send its part of a joint vector to all others.
-        whole = _meshes.on_every_device(noise) if draw.is_of_small else noise
-        counts = leaves[i].counts + whole.reshape(leaves[i].counts.shape)
-        noisy[i] = GridArray(counts, leaves[i].unit).to_float()
-    return noisy
+        whole = _meshes.on_every_device(drawn) if draw.is_of_small else drawn
+        noise, kept = whole.reshape(leaves[i].counts.shape), []
+        if past and strategy is not None:
+            noise = _correlated(noise, past[i], strategy)
+            kept = [jnp.concatenate([noise[None], past[i]])[:-1]]
+        counts = leaves[i].counts + noise
+        found[i] = [GridArray(counts, leaves[i].unit).to_float(), *kept]
+    return found
+
+
+def _correlated(
+    noise: jax.Array, past: jax.Array, strategy: BandedToeplitz
+) -> jax.Array:
+    """The noise of a step, from independent noise in 1 / `GRID` and earlier noise.
+
+    Sums of 32 bits may wrap around in between: the result is in range, except for
+    noise of 16 standard deviations, which is less likely than 2^-180.
+    """
+    for k, numerator in enumerate(strategy.numerators[1:]):
+        noise = noise - np.int32(numerator) * past[k]
+    return (noise + np.int32(GRID // 2)) >> np.int32(LOG_GRID)  # rounds to nearest
 
 
 def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:
-    """Partition specs: a noisy sum is sharded as the sum, the state is replicated."""
+    """Partition specs: noisy sums and past noise are sharded as they came."""
     sums = jax.tree.leaves(specs[0], is_leaf=is_grid)
     of_noisy = [jax.tree.leaves(x)[0] for x in sums]
-    return [*of_noisy, *(jax.P() for _ in jax.tree.leaves(output[1]))]
+    of_past = specs[1].past
+    others = len(jax.tree.leaves(output[1])) - len(of_past)
+    return [*of_noisy, *(jax.P() for _ in range(others)), *of_past]
 
 
 def _grid_of_floats(stddev: float, rounding_cost: float) -> tuple[float, Fraction]:

@@ -150,11 +150,13 @@ class Spent:
 
 def _costs_of(segments: Iterable[Segment]) -> dict[PrivacyCost, int]:
     """The number of steps to compose, by cost."""
-    numbers: dict[PrivacyCost, int] = collections.Counter()
+    runs = collections.defaultdict(list)
     for x in segments:
-        for cost, number in x.cost.of_steps(x.start, x.stop).items():
-            numbers[cost] += number
-    return {cost: number for cost, number in numbers.items() if number}
+        runs[x.cost].append(range(x.start, x.stop))
+    numbers: dict[PrivacyCost, int] = collections.Counter()
+    for cost, steps in runs.items():
+        numbers.update(cost.of_runs(steps))
+    return numbers
 
 
 def segment_as_json(segment: Segment) -> dict[str, Any]:

@@ -93,12 +93,13 @@ def check_not_over(step: int, mechanism: DPSGD) -> None:
 
 
 def check_makes_steps_alone(mechanism: DPSGD) -> None:
-    """Raises ValueError if the steps of an epoch must be made together."""
+    """Raises ValueError if secrets tie steps together, which only `fit` keeps."""
     _validate.require(
-        mechanism.steps_per_epoch is None,
-        "random allocation ties the steps of an epoch together, so fit must make them. "
-        'Use trainer.fit, or DPSGD(sampling="poisson").',
+        mechanism.makes_steps_alone,
+        "random allocation and correlated noise tie steps together, so fit must make "
+        "them. Use trainer.fit, or leave sampling and strategy out.",
         sampling=mechanism.sampling,
+        strategy=mechanism.strategy,
     )
 
 

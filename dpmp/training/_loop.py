@@ -91,6 +91,7 @@ class Loop:
         self._account, self._state = account, state._replace(spent=None)
         self._started = self._paid = account.start  # steps started; in the ledger
         self._is_saving = False
+        self._past = None  # noise to which that of the next step is correlated
         is_first, self._file = jax.process_index() == 0, None
         if directory is not None and is_first:
             self._file = runs.MetricsFile(directory.path, lines, account.start)
@@ -258,12 +259,12 @@ class Loop:
         self._started += 1
         with self._signals.interruptible():
             batch = next(batches)
-            program, args = self._step.prepare(self._state, batch)
+            program, args = self._step.prepare(self._state, batch, self._past)
         callback = self._options.sensitive_callback
         if program.calls_host or callback is not None:
             # Something outside may see values of these steps before their release.
             self._pay(self._end_of_block())
-        self._state, outputs = self._step.run(program, args)
+        self._state, outputs, self._past = self._step.run(program, args)
         if callback is not None:
             is_padding = jnp.asarray(batch.is_padding_example)
             with self._user_code():

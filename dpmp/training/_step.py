@@ -42,6 +42,14 @@ class Program(NamedTuple):
     calls_host: bool  # whether functions on the host see sensitive values
 
 
+class Results(NamedTuple):
+    """What a step computes. Only the state may be released."""
+
+    state: TrainingState
+    outputs: tuple[jax.Array, jax.Array]  # the sensitive losses and norms
+    past: tuple[jax.Array, ...]  # the secret noise of this step and those before it
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """Makes and runs the program of a step; `DPTrainer` documents the attributes.
@@ -113,10 +121,32 @@ class Step:
         )
         return [name for name in given if given[name] != wanted[name]]
 
+    def first_past(self, state: TrainingState) -> tuple[jax.Array, ...]:
+        """The noise of earlier steps before the first one, for correlated noise."""
+        bands, leaves = self.mechanism.cycle_length, jax.tree.leaves(state.params)
+        if bands == 1:
+            return ()
+
+        def zeros():
+            return tuple(jnp.zeros((bands - 1, *x.shape), jnp.int32) for x in leaves)
+
+        return jax.jit(zeros, out_shardings=self._places_of_past(state))()
+
+    def _places_of_past(self, state: TrainingState) -> tuple[Any, ...]:
+        if self.mechanism.cycle_length == 1:
+            return ()
+        return tuple(map(_meshes.place_of_stack, jax.tree.leaves(state.params)))
+
     def prepare(
-        self, state: TrainingState, batch: Batch
+        self,
+        state: TrainingState,
+        batch: Batch,
+        past: tuple[jax.Array, ...] | None = None,
     ) -> tuple[Program, tuple[Any, ...]]:
-        """Finds the program of a step, and its arguments on their devices."""
+        """Finds the program of a step, and its arguments on their devices.
+
+        `past` is the secret noise of earlier steps, from `run`; None for the first one.
+        """
         with without_debugging():
             examples = as_device_dtypes(batch.examples)
             is_padding = as_mask(is_padding_example=batch.is_padding_example)
@@ -124,16 +154,15 @@ class Step:
             state = colocated(state._replace(spent=None), examples)
             keys = [jnp.asarray(x) for x in batch.ticket.take(*_KEYS)]
             keys = colocated(keys, (state, examples))
-            return self._program(state, keys, examples, is_padding)
+            past = self.first_past(state) if past is None else past
+            return self._program(state, keys, examples, is_padding, past)
 
-    def run(
-        self, program: Program, args: tuple[Any, ...]
-    ) -> tuple[TrainingState, tuple[jax.Array, jax.Array]]:
-        """Runs the step; returns the new state and the sensitive losses and norms."""
+    def run(self, program: Program, args: tuple[Any, ...]) -> Results:
+        """Runs the step."""
         with without_debugging():
             results = program.run(*args, program.constants)
             self._programs[program.key] = program
-            return results
+            return Results(*results)
 
     def _check_size(self, examples: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
@@ -154,9 +183,9 @@ class Step:
             )
 
     def _program(
-        self, state: TrainingState, keys: Any, batch: PyTree, is_padding: Any
+        self, state: TrainingState, keys: Any, batch: PyTree, is_padding: Any, past: Any
     ) -> tuple[Program, tuple[Any, ...]]:
-        args = state, keys, batch, is_padding
+        args = state, keys, batch, is_padding, past
         shapes = [str(_meshes.shapes(x)) for x in (state, batch)]
         # The message shows nothing of the batch: its shapes may reveal its content.
         if any(x[0] == shapes[0] and x[1] != shapes[1] for x in self._programs):
@@ -229,7 +258,7 @@ class Step:
         def loss(*args, constants):
             return loss_fn(constants, *args)
 
-        def step(state, keys, batch, is_padding, constants):
+        def step(state, keys, batch, is_padding, past, constants):
             """Makes one step under tracing; see docs/architecture.md."""
             keys = dict(zip(_KEYS, keys, strict=True))
             total, sensitive = self._sum_sensitive(
@@ -239,11 +268,13 @@ class Step:
             # only.
             noise_key = jax.random.wrap_key_data(keys["noise"], impl="threefry4x32")
             privatizer = self.mechanism.privatizer(noise_key)
-            noisy, _ = privatizer.update(total, NoiseState(noise_key, state.step))
+            noise_state = NoiseState(noise_key, state.step, past)
+            noisy, noise_state = privatizer.update(total, noise_state)
             released = self.mechanism.split(noisy, clip_norm=state.clip_norm)
             new_state = self._release(released, keys["update"], state)
             check_same_types(state, new_state)
-            return new_state, (sensitive.values, sensitive.grad_norms)
+            outputs = sensitive.values, sensitive.grad_norms
+            return new_state, outputs, noise_state.past
 
         def step_on_mesh(*args):
             with _meshes.within(mesh):
@@ -251,12 +282,12 @@ class Step:
 
         def out_specs(specs, output):
             per_example = specs_of_examples(output[1], specs[1])
-            return [*jax.tree.leaves(specs[0]), *per_example]
+            return [*jax.tree.leaves(specs[0]), *per_example, *specs[4]]
 
         program = jax.jit(
             _meshes.on_automatic_axes(step_on_mesh, out_specs),
-            donate_argnums=0,
-            out_shardings=(places(state), None),
+            donate_argnums=(0, 4),
+            out_shardings=(places(state), None, self._places_of_past(state)),
         )
         return program, constants
 
@@ -267,7 +298,8 @@ class Step:
         shape = (self.mechanism.padded_batch_size,)
         is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)
         keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * len(_KEYS)
-        return program.lower(state, keys, batch, is_padding, constants)
+        past = jax.eval_shape(lambda: self.first_past(state))
+        return program.lower(state, keys, batch, is_padding, past, constants)
 
     def microbatch_size(self, state: TrainingState, batch: PyTree) -> int:
         """The number of examples that are processed at a time, from shapes alone."""

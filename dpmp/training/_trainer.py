@@ -245,7 +245,7 @@ class DPTrainer:
         self, state: TrainingState, batch: Batch, account: Account
     ) -> TrainingState:
         """Makes a step. If anything ends it, `charging` clears its variables."""
-        new_state = self._step.run(*self._step.prepare(state, batch))[0]
+        new_state = self._step.run(*self._step.prepare(state, batch)).state
         self._last_step.remember(account, new_state)
         return new_state._replace(spent=account.spent(account.start + 1))
 

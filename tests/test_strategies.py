@@ -1,0 +1,94 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from scipy import linalg, optimize
+
+from dpmp import strategies
+from dpmp.strategies import BandedToeplitz, banded_toeplitz
+
+
+def matrices(strategy, momentum=0.0):
+    """C, and the sums of all updates, as matrices of one row for each step."""
+    steps = strategy.iterations
+    column = np.zeros(steps)
+    column[: strategy.bands] = strategy.coefficients[:steps]
+    sums = np.tri(steps) @ linalg.toeplitz(momentum ** np.arange(steps), np.zeros(steps))
+    return linalg.toeplitz(column, np.zeros(steps)), sums
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+@pytest.mark.parametrize("coefficients", [(1.0,), (1.0, 0.5), (1.0, -0.25, 0.5, 0.125)])
+def test_errors_are_those_of_matrices(coefficients, momentum):
+    strategy = BandedToeplitz(coefficients, 20)
+    matrix, sums = matrices(strategy, momentum)
+    inverse = np.linalg.inv(matrix)
+    mean_square = np.sum((sums @ inverse) ** 2) / 20
+    norm = np.linalg.norm(matrix, axis=0).max()
+    expected = np.sqrt(mean_square) * norm
+    assert strategy.error(momentum=momentum) == pytest.approx(expected)
+    assert strategy.noise_gain == pytest.approx(np.linalg.norm(inverse[-1]))
+    assert strategy.sensitivity == pytest.approx(norm)
+
+
+@pytest.mark.parametrize(
+    ("bands", "error"), [(1, 11.336), (2, 8.146), (4, 5.978), (8, 4.548), (16, 3.638)]
+)
+def test_errors_are_the_published_ones(bands, error):
+    strategy = banded_toeplitz(bands, iterations=256)
+    assert strategy.bands == bands
+    assert strategy.error() == pytest.approx(error, rel=2e-4)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_no_other_coefficients_have_less_error(momentum):
+    found = banded_toeplitz(4, iterations=50, momentum=momentum)
+
+    def error(tail):
+        other = object.__new__(BandedToeplitz)  # without rounding
+        object.__setattr__(other, "coefficients", (1.0, *tail))
+        object.__setattr__(other, "iterations", 50)
+        return other.error(momentum=momentum)
+
+    best = optimize.minimize(error, found.coefficients[1:], method="Nelder-Mead").fun
+    assert best <= found.error(momentum=momentum) < 1.0005 * best
+
+
+def test_momentum_wants_other_coefficients():
+    plain, heavy = (banded_toeplitz(8, iterations=200, momentum=x) for x in (0, 0.9))
+    assert heavy.error(momentum=0.9) < 0.99 * plain.error(momentum=0.9)
+    assert plain.error() < 0.99 * heavy.error()
+
+
+def test_the_sensitivity_is_rounded_up():
+    for bands in range(1, 40):
+        strategy = banded_toeplitz(bands, iterations=100)
+        square = sum(Fraction(x) ** 2 for x in strategy.coefficients)
+        assert square <= Fraction(strategy.sensitivity) ** 2 < square * (1 + 2**-50)
+
+
+def test_coefficients_are_rounded_to_the_grid():
+    strategy = BandedToeplitz((1, 0.3, np.float32(-0.1)), 10)
+    assert strategy.coefficients == (1.0, 19 / 64, -6 / 64)
+    assert strategy.numerators == (64, 19, -6)
+    assert strategies.GRID == 64
+    assert hash(strategy) == hash(BandedToeplitz((1.0, 0.297, -0.1), 10))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: BandedToeplitz((), 10), "coefficients must begin with 1"),
+        (lambda: BandedToeplitz((0.5, 0.5), 10), "coefficients must begin with 1"),
+        (lambda: BandedToeplitz((1.0, 2.0), 10), "from -1 to 1"),
+        (lambda: BandedToeplitz((1.0, float("nan")), 10), "from -1 to 1"),
+        (lambda: BandedToeplitz((1.0, 0.5), 0), "iterations must be"),
+        (lambda: BandedToeplitz((1.0, 1.0), 10**4), "let noise die out"),
+        (lambda: banded_toeplitz(0, iterations=10), "bands must be from 1 to"),
+        (lambda: banded_toeplitz(11, iterations=10), "bands must be from 1 to"),
+        (lambda: banded_toeplitz(2, iterations=10, momentum=1.0), "momentum must be"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
