@@ -13,7 +13,9 @@ def matrices(strategy, momentum=0.0):
     steps = strategy.iterations
     column = np.zeros(steps)
     column[: strategy.bands] = strategy.coefficients[:steps]
-    sums = np.tri(steps) @ linalg.toeplitz(momentum ** np.arange(steps), np.zeros(steps))
+    sums = np.tri(steps) @ linalg.toeplitz(
+        momentum ** np.arange(steps), np.zeros(steps)
+    )
     return linalg.toeplitz(column, np.zeros(steps)), sums
 
 

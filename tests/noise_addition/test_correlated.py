@@ -1,0 +1,192 @@
+from fractions import Fraction
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from dpmp import strategies
+from dpmp.noise_addition import (
+    NoiseState,
+    _privatizers,
+    correlated_gaussian_privatizer,
+    gaussian_privatizer,
+)
+from dpmp.numerics import GridArray
+from dpmp.strategies import GRID, BandedToeplitz, banded_toeplitz
+
+KEY, STEPS, STDDEV = jax.random.key(7), 24, 1000.0
+STRATEGY = banded_toeplitz(5, iterations=STEPS)
+SHAPES = {"matrix": (40, 30), "vector": (20_000,), "number": ()}
+
+
+def sums(value, shapes=SHAPES, unit=1.0):
+    return {
+        name: GridArray(jnp.full(shape, value, jnp.int32), unit)
+        for name, shape in shapes.items()
+    }
+
+
+def releases(privatizer, sum_of_step, shapes=SHAPES):
+    """The outputs of all steps, by name."""
+    state = privatizer.init({name: jnp.zeros(x) for name, x in shapes.items()})
+    update, found = jax.jit(privatizer.update), []
+    for step in range(STEPS):
+        noisy, state = update(sum_of_step(step), state)
+        found.append(noisy)
+    return {name: np.stack([x[name] for x in found]) for name in shapes}
+
+
+@pytest.fixture(scope="module")
+def privatizer():
+    return correlated_gaussian_privatizer(
+        stddev=STDDEV, strategy=STRATEGY, prng_key=KEY
+    )
+
+
+@pytest.fixture(scope="module")
+def noise(privatizer):
+    return releases(privatizer, lambda step: sums(0))
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(st.data())
+def test_releases_are_computed_from_what_the_mechanism_protects(data):
+    """X is a function of Y = C G + W, as in the proof, in exact fractions."""
+    bands, entries, steps = data.draw(st.integers(1, 8)), 50, 12
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    numerators = (GRID, *rng.integers(-GRID, GRID + 1, size=bands - 1).tolist())
+    strategy = object.__new__(BandedToeplitz)  # of any noise gain
+    values = {"coefficients": tuple(x / GRID for x in numerators), "iterations": steps}
+    for name, value in values.items():
+        object.__setattr__(strategy, name, value)
+    scale = 10 ** data.draw(st.integers(0, 4))
+    grads, drawn = (rng.integers(-scale, scale + 1, (steps, entries)) for _ in "gw")
+    past = jnp.zeros((bands - 1, entries), jnp.int32)
+    released, protected = [], []
+    for step in range(steps):
+        w = jnp.asarray(drawn[step], jnp.int32)
+        correlated = _privatizers._correlated(w, past, strategy)
+        past = jnp.concatenate([correlated[None], past])[: bands - 1]
+        released.append(grads[step] + np.asarray(correlated, np.int64))
+        of_grads = sum(
+            numerators[k] * grads[step - k] for k in range(min(bands, step + 1))
+        )
+        protected.append(of_grads + drawn[step])  # in multiples of 1 / GRID
+        rest = protected[step] - sum(
+            numerators[k] * released[step - k] for k in range(1, min(bands, step + 1))
+        )
+        replayed = [(Fraction(int(x), GRID) + Fraction(1, 2)).__floor__() for x in rest]
+        np.testing.assert_array_equal(released[step], replayed)
+
+
+def test_the_sum_moves_the_release_and_not_the_noise(privatizer, noise):
+    moved = releases(privatizer, lambda step: sums(17 * step))
+    for name, x in noise.items():
+        expected = 17 * np.arange(STEPS).reshape(-1, *[1] * (x.ndim - 1))
+        difference = np.float64(moved[name]) - np.float64(x)
+        np.testing.assert_array_equal(difference, np.broadcast_to(expected, x.shape))
+
+
+def test_noise_has_the_covariance_of_the_strategy(noise):
+    inverse = np.linalg.inv(
+        sum(c * np.eye(STEPS, k=-k) for k, c in enumerate(STRATEGY.coefficients))
+    )
+    expected = inverse @ inverse.T * (STDDEV * STRATEGY.sensitivity) ** 2
+    x = noise["vector"].astype(float)
+    found = x @ x.T / x.shape[1]
+    diagonal = np.diag(expected)
+    # The deviation of a covariance, for independent entries.
+    deviation = np.sqrt((np.outer(diagonal, diagonal) + expected**2) / x.shape[1])
+    assert np.all(np.abs(found - expected) < 6 * deviation)
+    for wrong in (1.1 * expected, np.diag(diagonal)):
+        assert np.any(np.abs(found - wrong) > 6 * deviation)
+
+
+def test_noise_cancels_in_the_sum_of_steps(noise):
+    def error(noise):
+        return np.sqrt(np.mean(np.cumsum(noise, axis=0) ** 2))
+
+    found = error(noise["vector"].astype(float))
+    assert found == pytest.approx(STDDEV * STRATEGY.error(), rel=0.02)
+    independent = BandedToeplitz((1.0,), STEPS)
+    assert found < 0.7 * STDDEV * independent.error()
+
+
+def test_one_band_is_independent_noise():
+    one, other = (
+        make(stddev=STDDEV, prng_key=KEY, **options)
+        for make, options in (
+            (gaussian_privatizer, {}),
+            (
+                correlated_gaussian_privatizer,
+                {"strategy": BandedToeplitz((1.0,), STEPS)},
+            ),
+        )
+    )
+    found = [releases(x, lambda step: sums(step)) for x in (one, other)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_noise_of_a_step_is_a_function_of_the_state(privatizer):
+    state = privatizer.init({"a": jnp.zeros(50)})
+    (x, after), (y, again) = (
+        privatizer.update(sums(3, {"a": (50,)}), state) for _ in range(2)
+    )
+    np.testing.assert_array_equal(x["a"], y["a"])
+    assert isinstance(after, NoiseState)
+    assert [x.shape for x in after.past] == [(4, 50)]
+    np.testing.assert_array_equal(after.past[0], again.past[0])
+    np.testing.assert_array_equal(after.past[0][0], np.float64(x["a"]) - 3)
+    z, _ = privatizer.update(sums(3, {"a": (50,)}), after)
+    assert not np.array_equal(z["a"], x["a"])
+
+
+@pytest.mark.parametrize("spec", [jax.P("data"), jax.P(None, "data"), jax.P()])
+def test_devices_share_the_noise(privatizer, spec):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[:2])
+    shapes = {"a": (64, 512)}
+
+    def run(place, of_stack):
+        state = privatizer.init({"a": jnp.zeros(shapes["a"])})
+        past = tuple(jax.device_put(x, of_stack) for x in state.past)
+        state, update = state._replace(past=past), jax.jit(privatizer.update)
+        for step in range(3):
+            counts = jnp.full(shapes["a"], step, jnp.int32)
+            total = {"a": GridArray(jax.device_put(counts, place), 1.0)}
+            noisy, state = update(total, state)
+        return noisy["a"], state.past[0]
+
+    alone = run(jax.devices()[0], jax.devices()[0])
+    sharded = run(
+        jax.NamedSharding(mesh, spec), jax.NamedSharding(mesh, jax.P(None, *spec))
+    )
+    jax.tree.map(np.testing.assert_array_equal, alone, sharded)
+
+
+def test_units_of_the_grid_change_nothing(noise):
+    fine = correlated_gaussian_privatizer(
+        stddev=STDDEV / 8, strategy=STRATEGY, prng_key=KEY
+    )
+    found = releases(fine, lambda step: sums(0, unit=1 / 8))
+    np.testing.assert_array_equal(8 * found["vector"], noise["vector"])
+
+
+def test_what_has_no_noise_is_refused(privatizer):
+    floats = {"a": jnp.zeros(3)}
+    with pytest.raises(ValueError, match="must be added to sums on a grid"):
+        privatizer.update(floats, privatizer.init(floats))
+    wide = correlated_gaussian_privatizer(stddev=3e6, strategy=STRATEGY, prng_key=KEY)
+    with pytest.raises(ValueError, match="at most 2097152 units"):
+        wide.update(sums(0, {"a": (3,)}), wide.init(floats))
+    with pytest.raises(ValueError, match="strategies.banded_toeplitz"):
+        correlated_gaussian_privatizer(stddev=1.0, strategy=8)
+    with pytest.raises(ValueError, match="stddev must be"):
+        correlated_gaussian_privatizer(stddev=-1.0, strategy=STRATEGY)
+    silent = correlated_gaussian_privatizer(stddev=0.0, strategy=STRATEGY)
+    noisy, _ = silent.update(sums(5), silent.init(SHAPES))
+    assert float(noisy["number"]) == 5.0
+    assert strategies.GRID == 64

@@ -1,0 +1,275 @@
+"""Runs whose noise is correlated over steps."""
+
+import dataclasses
+import warnings
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_runs import (
+    DATA,
+    DELTA,
+    MECHANISM,
+    PARAMS,
+    SIZE,
+    Source,
+    epsilon_of,
+    fit,
+    new_trainer,
+    num_paid,
+    same,
+    without_failures,
+)
+
+import dpmp
+from dpmp import accounting
+from dpmp.batch_selection import PoissonSampling
+from dpmp.strategies import BandedToeplitz, banded_toeplitz
+
+BANDS, STEPS = 4, 10
+STRATEGY = banded_toeplitz(BANDS, iterations=STEPS)
+FIELDS = {"strategy": STRATEGY, "iterations": STEPS, "expected_batch_size": 4}
+MECHANISM = dataclasses.replace(MECHANISM, **FIELDS)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return new_trainer(**FIELDS)
+
+
+@pytest.fixture
+def trainer(shared):
+    return without_failures(shared)
+
+
+class Recording(Source):
+    """Remembers which examples take part in each step."""
+
+    def __init__(self):
+        super().__init__(0, None)
+        self.batches = []
+
+    def __getitem__(self, indices):
+        rows = super().__getitem__(indices)
+        if self.calls > 0:
+            self.batches.append(np.asarray(indices))
+        return rows
+
+
+def epsilon_of_rounds(number):
+    event = accounting.dpsgd_event(1.0, number, sampling_prob=1 / 2)
+    return accounting.get_epsilon(event, delta=DELTA * (1 - 1e-4)).epsilon
+
+
+def test_groups_take_turns(trainer):
+    source = Recording()
+    state = fit(trainer, data=source)
+    assert len(source.batches) == STEPS
+    for step, batch in enumerate(source.batches):
+        assert np.all(batch % BANDS == step % BANDS)
+    assert 10 < sum(map(len, source.batches)) < 70  # 40 expected
+    assert trainer.guarantee(state) == MECHANISM.guarantee()
+
+
+def test_epsilon_is_that_of_the_turns_of_one_group():
+    assert MECHANISM.sampling_prob == 1 / 2
+    assert MECHANISM.batch_selection_strategy == PoissonSampling(1 / 2, STEPS, 8, BANDS)
+    for step, number in ((1, 1), (4, 1), (5, 2), (8, 2), (10, 3)):
+        found = MECHANISM.guarantee(step).epsilon
+        assert found == pytest.approx(epsilon_of_rounds(number), rel=1e-6)
+    calibrated = MECHANISM.calibrate(epsilon=2.0, delta=DELTA)
+    assert calibrated.guarantee().epsilon <= 2.0
+    assert (
+        dpmp.DPSGD.from_epochs(
+            epochs=3,
+            num_examples=320,
+            expected_batch_size=8,
+            l2_clip_norm=1.0,
+            strategy=dataclasses.replace(STRATEGY, iterations=200),
+        ).iterations
+        == 3 * 40
+    )
+
+
+@pytest.mark.parametrize("bands", [1, 3])
+@pytest.mark.parametrize("num_examples", [6, 7])
+def test_every_example_of_a_group_is_included_with_one_probability(bands, num_examples):
+    sampling = PoissonSampling(0.25, 6000, cycle_length=bands)
+    counts = np.zeros((bands, num_examples))
+    for step in range(6000):
+        batch = sampling.indices(step, num_examples=num_examples, key=1)
+        counts[step % bands, batch] += 1
+    group = np.arange(num_examples) % bands == np.arange(bands)[:, None]
+    number = 6000 / bands
+    assert np.all(counts[~group] == 0)
+    deviation = np.sqrt(number * 0.25 * 0.75)
+    assert np.all(np.abs(counts[group] - number / 4) < 5 * deviation)
+    with pytest.raises(ValueError, match="num_examples must be"):
+        sampling.indices(0, num_examples=bands - 1, key=1)
+
+
+def test_one_band_is_the_mechanism_without_a_strategy():
+    options = {"prng_key": jax.random.key(0), "iterations": 5}
+    plain = new_trainer(**options)
+    one = new_trainer(**options, strategy=BandedToeplitz((1.0,), 5))
+    assert one.mechanism.step_cost == plain.mechanism.step_cost
+    states = [fit(x) for x in (plain, one)]
+    assert same(*states)
+    assert same(fit(one, stop_at=3), fit(plain, stop_at=3))
+
+
+def noises(trainer, state, size, directory=None):
+    """The noise of each step, of a loss without a gradient and of SGD."""
+    found = [np.zeros(size)]
+
+    def callback(state):
+        found.append(np.asarray(state.params["w"]))
+
+    fit(trainer, directory, state=state, callback=callback, every=1)
+    return np.diff(np.stack(found), axis=0)
+
+
+def test_noise_of_a_run_has_the_covariance_of_the_strategy():
+    size = 20_000
+    trainer = new_trainer(
+        **FIELDS,
+        loss_fn=lambda params, batch: 0.0 * jnp.sum(params["w"]) * batch["y"][0],
+        optimizer=optax.sgd(1.0),
+    )
+    state = trainer.init({"w": np.zeros(size, np.float32)})
+    x = noises(trainer, state, size) * FIELDS["expected_batch_size"]
+    inverse = np.linalg.inv(
+        sum(c * np.eye(STEPS, k=-k) for k, c in enumerate(STRATEGY.coefficients))
+    )
+    expected = inverse @ inverse.T * STRATEGY.sensitivity**2
+    np.testing.assert_allclose(x @ x.T / size, expected, atol=0.08)
+    sums = np.cumsum(x, axis=0)
+    assert np.sqrt(np.mean(sums**2)) == pytest.approx(STRATEGY.error(), rel=0.03)
+
+
+def test_a_run_goes_on_with_a_new_sequence_at_no_cost(trainer, tmp_path):
+    fit(trainer, tmp_path, stop_at=3)
+    fit(trainer, tmp_path, stop_at=6)
+    source = Recording()
+    with warnings.catch_warnings(action="error"):
+        state = fit(trainer, tmp_path, data=source)
+    for step, batch in enumerate(source.batches, 6):
+        assert np.all(batch % BANDS == step % BANDS)
+    assert num_paid(tmp_path) == STEPS
+    assert trainer.guarantee(state).epsilon == MECHANISM.guarantee().epsilon
+    assert epsilon_of(tmp_path) == MECHANISM.guarantee().epsilon
+
+
+def test_steps_that_are_made_again_cost_turns_of_their_groups():
+    cost = MECHANISM.step_cost
+    for ranges, turns in (
+        ([range(10)], 3),
+        ([range(3), range(3, 10)], 3),
+        ([range(3), range(6, 9)], 2),
+        ([range(10), range(9, 10)], 4),
+        ([range(10), range(2, 4)], 3),
+        ([range(10), range(2)], 4),
+    ):
+        assert cost.of_runs(ranges) == {cost: turns * BANDS}
+
+
+def test_nothing_of_the_noise_is_in_a_state_or_on_a_disk(
+    trainer, tmp_path, monkeypatch
+):
+    pasts, run = [], type(trainer._step).run
+
+    def recorded(self, *args):
+        results = run(self, *args)
+        pasts.extend(np.asarray(x) for x in results.past)
+        return results
+
+    monkeypatch.setattr(type(trainer._step), "run", recorded)
+    state = fit(trainer, tmp_path)
+    assert len(pasts) == STEPS
+    assert pasts[-1].shape == (BANDS - 1, 3)
+    leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
+    content = b"".join(x.tobytes() for x in leaves)
+    for path in tmp_path.rglob("*"):
+        content += path.read_bytes() if path.is_file() else b""
+    assert all(x[:1].tobytes() not in content for x in pasts)
+
+
+@pytest.mark.parametrize("spec", ["data", None])
+def test_devices_share_a_run(spec):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    fields = FIELDS | {"microbatch_size": 4, "arithmetic": "exact"}
+    trainer = new_trainer(**fields, method="per_example", prng_key=jax.random.key(1))
+    params = {"w": np.zeros(4, np.float32)}
+    data = {"x": np.pad(DATA["x"], ((0, 0), (0, 1))), "y": DATA["y"]}
+    alone = trainer.fit(trainer.init(params), data, progress=False)
+    placed = jax.device_put(params, jax.NamedSharding(mesh, jax.P(spec)))
+    shared = trainer.fit(
+        trainer.init(placed), data, batch_sharding=sharding, progress=False
+    )
+    np.testing.assert_allclose(alone.params["w"], shared.params["w"], atol=1e-6)
+    assert len(trainer._step._programs) == 2
+
+
+def test_the_statement_describes_turns_and_noise():
+    text = " ".join(MECHANISM.statement().split())
+    assert "the examples form 4 groups, by their places in the dataset" in text
+    assert "depends on that of the 3 steps before" in text
+    stddev = MECHANISM.overflow_stddev
+    assert f"noise of standard deviation {stddev / 4:.2g}" in text
+
+
+def test_steps_are_not_made_alone(trainer):
+    state = trainer.init(PARAMS)
+    for call in (
+        lambda: trainer.load_batch(state, DATA),
+        lambda: trainer.train_step(state, DATA, np.zeros(SIZE, bool)),
+    ):
+        with pytest.raises(ValueError, match="fit must make them"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sampling": "random_allocation"}, 'sampling must be "poisson"'),
+        ({"iterations": 11}, "for all iterations"),
+        ({"arithmetic": "unproved_float32"}, "arithmetic must have a grid"),
+        (
+            {"released_metrics": dpmp.ReleasedMetrics(largest_loss=1.0)},
+            "no metrics may be released",
+        ),
+        (
+            {
+                "l2_clip_norm": dpmp.AdaptiveClipNorm(initial=1.0),
+                "rescale_to_unit_norm": True,
+            },
+            "the clip norm must not adapt",
+        ),
+        (
+            {
+                "neighboring_relation": (
+                    dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+                ),
+                "method": "per_example",
+            },
+            "examples must have fixed places",
+        ),
+        ({"expected_batch_size": 9}, "at most num_examples over the bands"),
+        ({"strategy": 4}, "banded_toeplitz"),
+    ],
+)
+def test_what_does_not_fit_a_strategy_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MECHANISM, **{"arithmetic": None} | fields)
+
+
+def test_the_baseline_has_the_same_batches(trainer):
+    plain = new_trainer(**FIELDS, is_private=False)
+    source = Recording()
+    fit(plain, data=source)
+    for step, batch in enumerate(source.batches):
+        assert np.all(batch % BANDS == step % BANDS)
