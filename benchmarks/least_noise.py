@@ -1,16 +1,22 @@
 """How much noise does a run need for its epsilon, by how its batches are drawn?
 
-A run makes some epochs with a batch size, and is calibrated with Poisson sampling and
-with random allocation. Quoted are noise multipliers, and the seconds to find them.
+A run makes some epochs with a batch size, and is calibrated with Poisson sampling, with
+random allocation, and with noise that is correlated over several steps. Quoted are
 
-    python -m benchmarks.least_noise        # five minutes on two cores
+- noise multipliers of the first two, and the seconds to find them;
+- the error of the parameters: the root mean square of the noise in all sums of updates,
+  in units of one contribution, by the number of bands (1 is Poisson sampling).
+
+    python -m benchmarks.least_noise        # ten minutes on two cores
 """
 
 import time
 from typing import Annotated, NamedTuple
 
 from benchmarks import harness
-from dpmp import DPSGD
+from dpmp import DPSGD, strategies
+
+_BANDS = (1, 2, 4, 8, 16)
 
 
 class Setting(NamedTuple):
@@ -56,11 +62,27 @@ def benchmark(
         ).calibrate(epsilon=epsilon, delta=chosen.delta)
         noise[sampling] = mechanism.noise_multiplier
         seconds[sampling] = time.perf_counter() - start
+    errors = {}
+    for bands in _BANDS:
+        strategy = strategies.banded_toeplitz(bands, iterations=mechanism.iterations)
+        if bands * chosen.batch_size <= chosen.num_examples:
+            correlated = DPSGD(
+                num_examples=chosen.num_examples,
+                expected_batch_size=chosen.batch_size,
+                iterations=mechanism.iterations,
+                l2_clip_norm=1.0,
+                strategy=strategy,
+            ).calibrate(epsilon=epsilon, delta=chosen.delta)
+            errors[str(bands)] = correlated.noise_multiplier * strategy.error()
+    best = min(errors, key=errors.__getitem__)
     less = 100 * (1 - noise["random_allocation"] / noise["poisson"])
     yield {
         "noise": harness.rounded(noise, 4),
         "less": less,
         "seconds": harness.rounded(seconds, 2),
+        "error": harness.rounded(errors, 3),
+        "best_bands": int(best),
+        "less_error": 100 * (1 - errors[best] / errors["1"]),
     }
 
 

@@ -103,12 +103,12 @@ class BandedToeplitz:
         return float(np.linalg.norm(_response(self.coefficients, self.iterations)))
 
     @property
-    def width_on_grid(self) -> float:
-        """By which factor noise needs more multiples of 1 / `GRID` than units.
+    def widening(self) -> float:
+        """By which factor more units than independent noise need must have room.
 
-        It leaves a margin where the noise of steps is wider than independent noise.
+        Noise of four draws leaves room for a noise gain of 2.
         """
-        return GRID * self.sensitivity * max(1.0, self.noise_gain / 2)
+        return self.sensitivity * max(1.0, self.noise_gain / 2)
 
     def error(self, *, momentum: float = 0.0) -> float:
         """The error of the parameters, for noise multiplier 1 and sensitivity 1.

@@ -286,7 +286,7 @@ class DPSGD:
         """The number of grid units in the largest contribution; None for floats."""
         noise_multiplier = self.noise_multiplier or 1.0
         if self.strategy is not None and self.strategy.bands > 1:
-            noise_multiplier *= self.strategy.width_on_grid
+            noise_multiplier *= self.strategy.widening
         return noise_addition.choose_resolution(
             noise_multiplier, self.num_parameters, self._sums
         )

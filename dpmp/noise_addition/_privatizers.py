@@ -43,8 +43,8 @@ _LARGEST_NOISE_MULTIPLIER = 32.0
 _LOG_ROUNDING_SHARE = 12
 _LOG_UNITS = (14, 20)
 
-# With 16 standard deviations, correlated noise in multiples of 1 / GRID has 32 bits.
-_WIDEST_CORRELATED = 2**27 // GRID
+# 16 standard deviations of correlated noise have 32 bits.
+_WIDEST_CORRELATED = 2**27
 
 
 class NoiseState(NamedTuple):
@@ -157,7 +157,8 @@ def correlated_gaussian_privatizer(
 
     Let W_t be independent noise with the standard deviation `stddev` times
     `strategy.sensitivity`, in multiples of 1/64 unit of the grid. The noise of step t
-    is N_t = W_t - c_1 N_{t-1} - c_2 N_{t-2} - ..., rounded to whole units.
+    is N_t = W_t - c_1 N_{t-1} - c_2 N_{t-2} - ..., rounded to whole units. It takes one
+    draw of random bits more than independent noise.
 
     Guarantees:
       - All outputs together are as private as those of `gaussian_privatizer` with the
@@ -295,20 +296,20 @@ def _add_noise(
     found: dict[int, list[jax.Array]] = {}
     shapes = [leaf.counts.shape for leaf in leaves]
     kinds = [(leaf.unit, i < len(past)) for i, leaf in enumerate(leaves)]
-    for number, draw in enumerate(packing.draws(shapes, kinds)):
+    draws = packing.draws(shapes, kinds)
+    for number, draw in enumerate(draws):
         unit, is_correlated = kinds[min(draw.ranges)]
-        grid = GRID if is_correlated else 1
-        noise = DiscreteGaussian.at_least(grid * stddev / Fraction(unit or 1))
-        sample = functools.partial(
-            noise.sample, key_words, draw.shape, step=step, leaf=number
-        )
+        noises = {number: DiscreteGaussian.at_least(stddev / Fraction(unit or 1))}
+        if is_correlated:
+            noises[len(draws) + number] = _FRACTIONS
+        samples = [
+            functools.partial(noise.sample, key_words, draw.shape, step=step, leaf=i)
+            for i, noise in noises.items()
+        ]
         # This branch keeps the compiler from repeating the draw in every reader of the
         # sums, and frees the memory of the noise. The branch in `Draw.divided` keeps it
         # from repeating the draw in every leaf.
-        correlated = past if is_correlated else ()
-        add = functools.partial(
-            _add_draw, draw, leaves, sample, step, correlated, strategy
-        )
+        add = functools.partial(_add_draw, draw, leaves, samples, step, past, strategy)
         found |= materialize(add, step)
     noisy = [found[i][0] for i in range(len(leaves))]
     return noisy, tuple(found[i][1] for i in range(len(past)))
@@ -317,40 +318,53 @@ def _add_noise(
 def _add_draw(
     draw: packing.Draw,
     leaves: Sequence[GridArray],
-    sample: Callable[[], jax.Array],
+    samples: Sequence[Callable[[], jax.Array]],
     step: jax.Array,
     past: Sequence[jax.Array],
     strategy: BandedToeplitz | None,
 ) -> dict[int, list[jax.Array]]:
     """Adds one draw to its leaves.
 
-    Returns, by number, the noisy leaves, each with its noise of the last steps if there
-    is a past.
+    If there is a second sample, of fractions, the noise is correlated.
+
+    Returns, by number, each noisy leaf, and its noise of the last steps if that is
+    correlated.
     """
     found = {}
-    for i, drawn in draw.divided(sample, step).items():
-        # Otherwise each device would send its part of a joint vector to all others.
-        whole = _meshes.on_every_device(drawn) if draw.is_of_small else drawn
-        noise, kept = whole.reshape(leaves[i].counts.shape), []
-        if past and strategy is not None:
-            noise = _correlated(noise, past[i], strategy)
+    divided = [draw.divided(sample, step) for sample in samples]
+    for i, leaf in ((i, leaves[i]) for i in draw.ranges):
+        parts = [x[i] for x in divided]
+        if draw.is_of_small:
+            # Otherwise each device would send its part of a joint vector to all others.
+            parts = map(_meshes.on_every_device, parts)
+        noise, *fractions = (x.reshape(leaf.counts.shape) for x in parts)
+        kept = []
+        if fractions and strategy is not None:
+            noise = _correlated(noise, *fractions, past[i], strategy)
             kept = [jnp.concatenate([noise[None], past[i]])[:-1]]
-        counts = leaves[i].counts + noise
-        found[i] = [GridArray(counts, leaves[i].unit).to_float(), *kept]
+        found[i] = [GridArray(leaf.counts + noise, leaf.unit).to_float(), *kept]
     return found
 
 
-def _correlated(
-    noise: jax.Array, past: jax.Array, strategy: BandedToeplitz
-) -> jax.Array:
-    """The noise of a step, from independent noise in 1 / `GRID` and earlier noise.
+# Noise in 1 / GRID, which turns noise in whole units into noise on this finer grid.
+_FRACTIONS = DiscreteGaussian((1,))
 
-    Sums of 32 bits may wrap around in between: the result is in range, except for
+
+def _correlated(
+    units: jax.Array, fractions: jax.Array, past: jax.Array, strategy: BandedToeplitz
+) -> jax.Array:
+    """The noise of a step, from independent noise and the noise of earlier steps.
+
+    The independent noise is `units` + `fractions` / `GRID`. As `GRID` is at most 64,
+    this is discrete Gaussian noise on the finer grid (`_discrete_gaussian.py`, with k =
+    64). Sums of 32 bits may wrap around in between: the result is in range, except for
     noise of 16 standard deviations, which is less likely than 2^-180.
     """
-    for k, numerator in enumerate(strategy.numerators[1:]):
-        noise = noise - np.int32(numerator) * past[k]
-    return (noise + np.int32(GRID // 2)) >> np.int32(LOG_GRID)  # rounds to nearest
+    rest = fractions + np.int32(GRID // 2)  # to round to nearest
+    for k, numerator in enumerate(map(np.int32, strategy.numerators[1:])):
+        units = units - numerator * (past[k] >> np.int32(LOG_GRID))
+        rest = rest - numerator * (past[k] & np.int32(GRID - 1))
+    return units + (rest >> np.int32(LOG_GRID))
 
 
 def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:

@@ -20,14 +20,22 @@ chooses between full fine-tuning and LoRA for the memory of a device.
 """
 
 from dpmp.planning import memory, noise_commands, plan_command
-from dpmp.planning._plans import Plan, compare_batch_sizes, plan_to_start_from
+from dpmp.planning._plans import (
+    NoiseChoice,
+    Plan,
+    compare_batch_sizes,
+    compare_noise,
+    plan_to_start_from,
+)
 from dpmp.planning._tune import Candidate, Tuning, tune
 
 __all__ = [
     "Candidate",
+    "NoiseChoice",
     "Plan",
     "Tuning",
     "compare_batch_sizes",
+    "compare_noise",
     "memory",
     "noise_commands",
     "plan_command",

@@ -8,7 +8,7 @@ from dpmp import _pictures, _plain_text
 from dpmp.accounting import DEFAULT_RELATION, digits_above
 from dpmp.planning._memory_estimate import MemoryEstimate
 from dpmp.planning._methods import Method, Model
-from dpmp.planning._plans import LARGEST_NOISE_NORM, Plan
+from dpmp.planning._plans import LARGEST_NOISE_NORM, NoiseChoice, Plan
 
 # A method, the microbatch that fits (or 0), and the memory of a step.
 Tried = tuple[Method, int, MemoryEstimate]
@@ -41,6 +41,37 @@ def about(model: Model) -> str:
         f"The model has {_short(decoder.num_parameters)} parameters: {decoder.layers} "
         f"layers of width {decoder.width}, and {decoder.vocabulary} tokens. LoRA of "
         f"rank {model.rank} trains {_short(model.num_in_adapters)} entries."
+    )
+
+
+def less_noise(choices: Sequence[NoiseChoice]) -> str:
+    """What correlated noise and random allocation would gain, and cost."""
+    best, (usual,) = choices[0], [x for x in choices if x.name == "poisson"]
+    if best is usual:
+        return _plain_text.paragraph(
+            "Neither correlated noise nor random allocation would leave less noise in "
+            "the parameters."
+        )
+    better = choices[: choices.index(usual)]
+    banded = [x for x in better if x.mechanism.strategy is not None][:1]
+    others = [x for x in better if x.mechanism.strategy is None]
+    gains = [
+        f"{1 - x.error / usual.error:.0%} less with {_how(x)}" for x in banded + others
+    ]
+    return _plain_text.paragraph(
+        "At the same epsilon, batch size and steps, other ways to draw batches and "
+        f"noise would leave less noise in the parameters: {'; '.join(gains)}. The "
+        "figures are for SGD with a constant learning rate. docs/less_noise.md says "
+        "what each way needs."
+    )
+
+
+def _how(choice: NoiseChoice) -> str:
+    if choice.name == "random_allocation":
+        return 'sampling="random_allocation"'
+    return (
+        f"strategy=banded_toeplitz({choice.mechanism.cycle_length}, ...), which takes "
+        f"{choice.bytes_per_parameter} bytes a parameter"
     )
 
 

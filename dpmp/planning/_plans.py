@@ -1,11 +1,12 @@
 """Compares runs that meet one privacy target and process equally many examples."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from dpmp import _validate
+from dpmp import _validate, strategies
 from dpmp.mechanism import DPSGD
 
 # A mean gradient has a norm of at most 1, in clip norms.
@@ -13,6 +14,14 @@ LARGEST_NOISE_NORM = 10
 _FEWEST_STEPS = 20
 _NUM_SIZES = 7
 _NEARLY_BEST = 0.75
+_NOISE_CHOICES = (
+    ("poisson", 1),
+    ("random_allocation", 1),
+    ("poisson", 2),
+    ("poisson", 4),
+    ("poisson", 8),
+    ("poisson", 16),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +113,62 @@ def compare_batch_sizes(
         noise_multiplier = mechanism.noise_multiplier or 0.0
         plans.append(Plan(size, mechanism.iterations, noise_multiplier))
     return plans
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseChoice:
+    """A way to draw batches and noise for one run, which meets a privacy target.
+
+    Attributes:
+      mechanism: the run, calibrated.
+      error: the root mean square of the noise in the sums of all updates so far, for
+        SGD with a constant learning rate, in units of the largest contribution.
+    """
+
+    mechanism: DPSGD
+    error: float
+
+    @property
+    def name(self) -> str:
+        """The value of `sampling`, or the number of bands."""
+        bands = self.mechanism.cycle_length
+        return self.mechanism.sampling if bands == 1 else f"{bands} bands"
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """The memory for the noise of earlier steps."""
+        return 4 * (self.mechanism.cycle_length - 1)
+
+
+def compare_noise(
+    mechanism: DPSGD, *, epsilon: float, delta: float, momentum: float = 0.0
+) -> list[NoiseChoice]:
+    """Calibrates a run with Poisson sampling, random allocation and correlated noise.
+
+    Args:
+      mechanism: the run; its noise, its `sampling` and its `strategy` are replaced.
+      epsilon: the target after the run.
+      delta: the target delta.
+      momentum: that of the optimizer; see `strategies.BandedToeplitz.error`.
+
+    Returns:
+      The choices that the other fields of the mechanism allow, least error first.
+    """
+    steps = mechanism.iterations
+    found = []
+    for sampling, bands in _NOISE_CHOICES:
+        with contextlib.suppress(_validate.RefusedError):
+            strategy = strategies.banded_toeplitz(
+                bands, iterations=steps, momentum=momentum
+            )
+            choice = dataclasses.replace(
+                mechanism,
+                sampling=sampling,
+                strategy=strategy if bands > 1 else None,
+            ).calibrate(epsilon=epsilon, delta=delta)
+            error = (choice.noise_multiplier or 0.0) * strategy.error(momentum=momentum)
+            found.append(NoiseChoice(choice, error))
+    return sorted(found, key=lambda choice: choice.error)
 
 
 def plan_to_start_from(plans: Sequence[Plan]) -> Plan:

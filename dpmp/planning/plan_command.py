@@ -13,10 +13,16 @@ from typing import Any
 import dp_accounting
 
 from dpmp import _pictures, _plain_text, _validate
+from dpmp.mechanism import DPSGD
 from dpmp.planning import _answers, noise_commands
 from dpmp.planning._decoder import Decoder
 from dpmp.planning._methods import METHODS, Method, Model
-from dpmp.planning._plans import Plan, compare_batch_sizes, plan_to_start_from
+from dpmp.planning._plans import (
+    Plan,
+    compare_batch_sizes,
+    compare_noise,
+    plan_to_start_from,
+)
 
 _RANK = 8
 # The options with positive integers.
@@ -130,6 +136,24 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
         plans = sorted({*plans, start}, key=lambda plan: plan.batch_size)
     result["plans"] = [_as_json(plan, start) for plan in plans]
     yield _answers.table_of_plans(plans, start)
+    run = DPSGD(
+        num_examples=args.num_examples,
+        expected_batch_size=start.batch_size,
+        iterations=start.iterations,
+        l2_clip_norm=1.0,
+        neighboring_relation=calibrate.keywords["neighboring_relation"],
+    )
+    choices = compare_noise(run, epsilon=args.epsilon, delta=args.delta)
+    result["noise"] = [
+        {
+            "name": x.name,
+            "noise_multiplier": x.mechanism.noise_multiplier,
+            "error": x.error,
+            "bytes_per_parameter": x.bytes_per_parameter,
+        }
+        for x in choices
+    ]
+    yield _answers.less_noise(choices)
     if args.output:
         _pictures.save(lambda: _answers.draw(plans, start), args.output)
         yield f"{args.output} shows the noise."

@@ -1,12 +1,20 @@
 import dataclasses
 import json
+import math
 import re
 
+import dp_accounting
 import pytest
 
-from dpmp import DPSGD
+from dpmp import DPSGD, strategies
 from dpmp.__main__ import main
-from dpmp.planning import Plan, compare_batch_sizes, plan_command, plan_to_start_from
+from dpmp.planning import (
+    Plan,
+    compare_batch_sizes,
+    compare_noise,
+    plan_command,
+    plan_to_start_from,
+)
 
 RUN = ["--num-examples", "100", "--batch-size", "50", "--steps", "2"]
 TARGET = ["--epsilon", "2", "--delta", "1e-5"]
@@ -104,3 +112,31 @@ def test_a_defect_of_a_command_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(plan_command, "compare_batch_sizes", defective)
     with pytest.raises(ValueError, match="broadcast"):
         main(["plan", *TARGET, "--num-examples", "99", "--processed", "640"])
+
+
+def test_ways_to_draw_noise_are_compared():
+    mechanism = DPSGD(
+        num_examples=2000, expected_batch_size=100, iterations=60, l2_clip_norm=1.0
+    )
+    choices = compare_noise(mechanism, epsilon=8.0, delta=1e-5)
+    names = {x.name: x for x in choices}
+    assert set(names) == {"poisson", "random_allocation"} | {
+        f"{bands} bands" for bands in (2, 4, 8, 16)
+    }
+    errors = [x.error for x in choices]
+    assert errors == sorted(errors)
+    poisson, bands = names["poisson"], names["4 bands"]
+    assert poisson.mechanism == mechanism.calibrate(epsilon=8.0, delta=1e-5)
+    independent = math.sqrt(61 / 2)  # the mean number of steps so far
+    expected = poisson.mechanism.noise_multiplier * independent
+    assert poisson.error == pytest.approx(expected)
+    strategy = bands.mechanism.strategy
+    assert strategy == strategies.banded_toeplitz(4, iterations=60)
+    expected = bands.mechanism.noise_multiplier * strategy.error()
+    assert bands.error == expected < poisson.error
+    assert bands.bytes_per_parameter == 12
+    assert names["random_allocation"].error < poisson.error
+    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    protected = dataclasses.replace(mechanism, neighboring_relation=relation)
+    choices = compare_noise(protected, epsilon=8.0, delta=1e-5)
+    assert [x.name for x in choices] == ["random_allocation", "poisson"]
