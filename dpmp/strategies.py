@@ -35,6 +35,8 @@ from scipy import optimize, signal
 
 from dpmp import _validate
 
+__all__ = ["BandedToeplitz", "banded_toeplitz"]
+
 # Coefficients are multiples of 1 / GRID, so that noise is computed in integers. For up
 # to 64 bands, the error is less than 0.05 % above that of the best coefficients.
 LOG_GRID = 6

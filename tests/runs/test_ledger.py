@@ -52,6 +52,7 @@ class TestRecords:
                     "num_coordinates": MECHANISM.num_parameters + 3,
                     "neighboring_relation": "REPLACE_SPECIAL",
                     "sampling": "poisson",
+                    "cycle_length": 1,
                 },
             },
             "delta": DELTA,

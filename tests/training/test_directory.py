@@ -211,9 +211,9 @@ def test_nothing_of_a_lost_step_is_left(tmp_path, monkeypatch, capsys):
     run = Step.run
 
     def record(self, *args):
-        state, outputs = run(self, *args)
-        overflowed.append(float(state.metrics["overflowed"]))
-        return state, outputs
+        results = run(self, *args)
+        overflowed.append(float(results.state.metrics["overflowed"]))
+        return results
 
     monkeypatch.setattr(Step, "run", record)
     shown = []
