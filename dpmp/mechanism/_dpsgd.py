@@ -144,10 +144,10 @@ class DPSGD:
 
     @classmethod
     def from_epochs(cls, *, epochs: float, **fields: Any) -> "DPSGD":
-        """Makes a mechanism with `epochs / sampling_prob` steps, rounded.
+        """Makes a mechanism whose steps use each example a number of times on average.
 
         Args:
-          epochs: how often each example is used on average.
+          epochs: how often each example is used; the number of steps is rounded.
           **fields: the attributes except `iterations`.
         """
         epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")

@@ -102,22 +102,14 @@ class PrivacyCost:
         with Poisson steps, and the last epoch of a run counts as a whole one. With
         groups that take turns, the group counts that took part most often.
         """
-        numbers, epoch = collections.Counter(), steps_per_epoch(self)
+        epoch, groups = steps_per_epoch(self), self.cycle_length
         if epoch is None:
             turns = [
-                sum(
-                    len(
-                        range(
-                            x.start + (group - x.start) % self.cycle_length,
-                            x.stop,
-                            self.cycle_length,
-                        )
-                    )
-                    for x in runs
-                )
-                for group in range(self.cycle_length)
+                sum(len(x[(group - x.start) % groups :: groups]) for x in runs)
+                for group in range(groups)
             ]
-            return {self: max(turns) * self.cycle_length}
+            return {self: max(turns) * groups}
+        numbers: dict[PrivacyCost, int] = collections.Counter()
         poisson = dataclasses.replace(self, sampling=POISSON)
         for x in runs:
             first = min(x.stop, math.ceil(x.start / epoch) * epoch)
