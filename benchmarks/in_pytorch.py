@@ -193,7 +193,7 @@ def _batches(mechanism: Any, seed: int) -> Iterator[list[int]]:
     return iter(
         UniformWithReplacementSampler(
             num_samples=mechanism.num_examples,
-            sample_rate=mechanism.batch_selection_strategy.sampling_prob,
+            sample_rate=mechanism.sampling_prob,
             generator=torch.Generator().manual_seed(seed),
             steps=mechanism.iterations,
         )

@@ -73,7 +73,8 @@ def benchmark(
                 l2_clip_norm=1.0,
                 strategy=strategy,
             ).calibrate(epsilon=epsilon, delta=chosen.delta)
-            errors[str(bands)] = correlated.noise_multiplier * strategy.error()
+            noise_multiplier = correlated.noise_multiplier or 0.0
+            errors[str(bands)] = noise_multiplier * strategy.error()
     best = min(errors, key=errors.__getitem__)
     less = 100 * (1 - noise["random_allocation"] / noise["poisson"])
     yield {

@@ -70,10 +70,9 @@ def train(
 
     params, data = _to_bfloat16(params), _to_bfloat16(data)
     opt_state = optimizer.init(params)
+    draw = mechanism.batch_selection_strategy.drawer(num_examples)
     for i in range(mechanism.iterations):
-        chosen = mechanism.batch_selection_strategy.indices(
-            i, num_examples=num_examples, key=seed
-        )
+        chosen = draw(i, seed)
         keep = (np.arange(size) < len(chosen)).reshape(shape)
         indices = np.pad(chosen, (0, size - len(chosen))).reshape(shape)
         batch = jax.tree.map(lambda x, at=indices: x[at], data)

@@ -146,7 +146,7 @@ def train_with_jax_privacy(run: Run) -> Any:
     params: Any = jax.tree.map(jnp.asarray, run.initial)
     state = optimizer.init(params)
     sampling = batch_selection.CyclicPoissonSampling(
-        sampling_prob=run.mechanism.batch_selection_strategy.sampling_prob,
+        sampling_prob=run.mechanism.sampling_prob or 0.0,
         iterations=run.mechanism.iterations,
     )
     rng = np.random.default_rng(run.seed)

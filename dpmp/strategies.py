@@ -193,9 +193,9 @@ def _mean_square(
     """The mean square of the noise in all sums for unit noise W, and its gradient."""
     # Noise of one step enters the sum a number of steps later by this factor.
     sums = np.convolve([1.0, -1.0], [1.0, -momentum])
-    factors = signal.lfilter([1.0], sums, _response(coefficients, iterations))
+    factors: Any = signal.lfilter([1.0], sums, _response(coefficients, iterations))
     weights = 1 - np.arange(iterations) / iterations  # how many sums it enters
-    changes = signal.lfilter([1.0], coefficients, factors)
+    changes: Any = signal.lfilter([1.0], coefficients, factors)
     weighted = -2 * weights * factors
     gradient = [
         weighted[k:] @ changes[: iterations - k] for k in range(len(coefficients))

@@ -123,7 +123,7 @@ def epsilon_of_a_person(mechanism, num_records):
     """The epsilon of a person who owns several rows."""
     # How many of these rows are in a batch is random. Each adds one clip norm at most.
     in_batch = list(range(num_records + 1))
-    prob = mechanism.batch_selection_strategy.sampling_prob
+    prob = mechanism.sampling_prob
     step = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
         mechanism.noise_multiplier,
         in_batch,

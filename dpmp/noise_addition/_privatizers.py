@@ -218,14 +218,15 @@ def _privatizer(
     ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
         key_words = _random.key_words(noise_state.prng_key)
         if strategy is not None:
+            grids = [x for x in sums if isinstance(x, GridArray)]
             _validate.require(
-                all(map(is_grid, sums)),
+                len(grids) == len(sums),
                 "correlated noise must be added to sums on a grid. Use "
                 'arithmetic="exact" or "bounded".',
                 sums="of floats",
             )
             width = Fraction(stddev) * Fraction(strategy.sensitivity)
-            finest = min(x.unit for x in sums if is_grid(x)) or 1.0
+            finest = min(x.unit for x in grids) or 1.0
             _validate.require(
                 float(width) * strategy.noise_gain / finest <= _WIDEST_CORRELATED,
                 f"correlated noise must have at most {_WIDEST_CORRELATED} units of the "
@@ -233,7 +234,7 @@ def _privatizer(
                 strategy=strategy,
             )
             past = noise_state.past, strategy
-            return _add_noise(sums, width, key_words, noise_state.step, *past)
+            return _add_noise(grids, width, key_words, noise_state.step, *past)
         unit, widened = 1.0, Fraction(stddev)
         # Rounding some leaves moves the whole sum, so all noise must be wider.
         if not all(map(is_grid, sums)):
@@ -340,7 +341,7 @@ def _add_draw(
         noise, *fractions = (x.reshape(leaf.counts.shape) for x in parts)
         kept = []
         if fractions and strategy is not None:
-            noise = _correlated(noise, *fractions, past[i], strategy)
+            noise = _correlated(noise, fractions[0], past[i], strategy)
             kept = [jnp.concatenate([noise[None], past[i]])[:-1]]
         found[i] = [GridArray(leaf.counts + noise, leaf.unit).to_float(), *kept]
     return found

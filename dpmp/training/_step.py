@@ -7,7 +7,7 @@ step is compiled once for each combination of types and shardings.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -269,12 +269,12 @@ class Step:
             noise_key = jax.random.wrap_key_data(keys["noise"], impl="threefry4x32")
             privatizer = self.mechanism.privatizer(noise_key)
             noise_state = NoiseState(noise_key, state.step, past)
-            noisy, noise_state = privatizer.update(total, noise_state)
+            noisy, next_noise = privatizer.update(total, noise_state)
             released = self.mechanism.split(noisy, clip_norm=state.clip_norm)
             new_state = self._release(released, keys["update"], state)
             check_same_types(state, new_state)
             outputs = sensitive.values, sensitive.grad_norms
-            return new_state, outputs, noise_state.past
+            return new_state, outputs, cast("NoiseState", next_noise).past
 
         def step_on_mesh(*args):
             with _meshes.within(mesh):
