@@ -54,7 +54,8 @@ class NoiseState(NamedTuple):
       prng_key: the root key. It is secret: anyone who knows it can subtract the noise.
       step: int32, the number of releases made so far.
       past: the noise of earlier steps, if noise is correlated: for each array of the
-        sum, (bands - 1, ...) int32, newest first. It is as secret as the key.
+        sum, (bands - 1, ...) int32. The noise of step t has index t modulo bands - 1.
+        It is as secret as the key.
     """
 
     prng_key: jax.Array
@@ -313,7 +314,11 @@ def _add_noise(
         add = functools.partial(_add_draw, draw, leaves, samples, step, past, strategy)
         found |= materialize(add, step)
     noisy = [found[i][0] for i in range(len(leaves))]
-    return noisy, tuple(found[i][1] for i in range(len(past)))
+    # Outside of the branch, the noise is written into donated arrays without a copy.
+    return noisy, tuple(
+        jax.lax.dynamic_update_index_in_dim(x, found[i][1], step % len(x), 0)
+        for i, x in enumerate(past)
+    )
 
 
 def _add_draw(
@@ -328,8 +333,7 @@ def _add_draw(
 
     If there is a second sample, of fractions, the noise is correlated.
 
-    Returns, by number, each noisy leaf, and its noise of the last steps if that is
-    correlated.
+    Returns, by number, each noisy leaf, and its noise if that is correlated.
     """
     found = {}
     divided = [draw.divided(sample, step) for sample in samples]
@@ -341,8 +345,8 @@ def _add_draw(
         noise, *fractions = (x.reshape(leaf.counts.shape) for x in parts)
         kept = []
         if fractions and strategy is not None:
-            noise = _correlated(noise, fractions[0], past[i], strategy)
-            kept = [jnp.concatenate([noise[None], past[i]])[:-1]]
+            noise = _correlated(noise, fractions[0], past[i], step, strategy)
+            kept = [noise]
         found[i] = [GridArray(leaf.counts + noise, leaf.unit).to_float(), *kept]
     return found
 
@@ -352,7 +356,11 @@ _FRACTIONS = DiscreteGaussian((1,))
 
 
 def _correlated(
-    units: jax.Array, fractions: jax.Array, past: jax.Array, strategy: BandedToeplitz
+    units: jax.Array,
+    fractions: jax.Array,
+    past: jax.Array,
+    step: jax.Array,
+    strategy: BandedToeplitz,
 ) -> jax.Array:
     """The noise of a step, from independent noise and the noise of earlier steps.
 
@@ -362,9 +370,14 @@ def _correlated(
     noise of 16 standard deviations, which is less likely than 2^-180.
     """
     rest = fractions + np.int32(GRID // 2)  # to round to nearest
-    for k, numerator in enumerate(map(np.int32, strategy.numerators[1:])):
-        units = units - numerator * (past[k] >> np.int32(LOG_GRID))
-        rest = rest - numerator * (past[k] & np.int32(GRID - 1))
+    numerators = np.array(strategy.numerators[1:], np.int32)
+    for i, noise in enumerate(past):
+        age = (step - np.int32(1 + i)) % np.int32(
+            len(numerators)
+        )  # 0 for the last step
+        numerator = jnp.asarray(numerators)[age]
+        units = units - numerator * (noise >> np.int32(LOG_GRID))
+        rest = rest - numerator * (noise & np.int32(GRID - 1))
     return units + (rest >> np.int32(LOG_GRID))
 
 

@@ -70,8 +70,9 @@ def test_releases_are_computed_from_what_the_mechanism_protects(data):
     released, protected = [], []
     for step in range(steps):
         both = (jnp.asarray(x[step], jnp.int32) for x in (units, fractions))
-        correlated = _privatizers._correlated(*both, past, strategy)
-        past = jnp.concatenate([correlated[None], past])[: bands - 1]
+        correlated = _privatizers._correlated(*both, past, jnp.int32(step), strategy)
+        if bands > 1:
+            past = past.at[step % (bands - 1)].set(correlated)
         released.append(grads[step] + np.asarray(correlated, np.int64))
         of_grads = sum(
             numerators[k] * grads[step - k] for k in range(min(bands, step + 1))
