@@ -22,10 +22,11 @@ The V_i add up by doubling, in 2 log2(S) additions. The sum of 1 + S' of them va
 less than one of them relative to its mean, so the grid becomes finer as they add up. A
 grid of a quarter of the intervals gave an epsilon that was less by at most 2e-4 of it.
 
-*Rounding.* All terms are positive, so that relative errors stay small, but each
-doubling doubles them. Exact arithmetic would preserve mass 1 and mean 1. For noise
-multipliers from 0.3 to 3 and up to 100,000 steps, the error was below 4e-15 S.
-`ROUNDING` is charged for each of S steps.
+*Rounding.* All terms are positive, so that relative errors stay small. But each
+doubling would double them. So after each addition, masses are divided by their sum,
+which exact arithmetic would leave at 1. In comparison with 80-bit floats, the error of
+a delta was then below 5e-16, for noise multipliers from 0.4 to 3 and 16 to 100,000
+steps. The mean was within 2e-15 of 1. `ROUNDING` is charged for each epoch.
 
 References:
   [Feldman and Shenfeld: Privacy amplification by random
@@ -40,7 +41,7 @@ import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
 from scipy import special
 
-ROUNDING = 1e-14  # of the deltas of an epoch, for each of its steps
+ROUNDING = 2e-14  # of the deltas of an epoch
 
 _TAIL = 1e-20  # the mass that every addition may spread beyond the grid
 _REACH = -float(special.ndtri(_TAIL))
@@ -109,7 +110,10 @@ class _Ratio:
         )
 
     def trimmed(self) -> "_Ratio":
-        """Spreads a tiny mass at both ends to 0, to infinity and to the next value."""
+        """Spreads a tiny mass at both ends to 0, to infinity and to the next value.
+
+        Corrects the rounding of the masses.
+        """
         masses, values, means = self.masses, self.values, self.means
         start = int(np.searchsorted(np.cumsum(masses), _TAIL))
         end = len(masses) - int(np.searchsorted(np.cumsum(means[::-1]), _TAIL))
@@ -118,11 +122,12 @@ class _Ratio:
         kept[0] += above_zero
         kept[-1] += masses[end:].sum()
         rest = means[end:] - masses[end:] * values[end - 1]
+        at_zero = self.mass_at_zero + max(0.0, masses[:start].sum() - above_zero)
         return _Ratio(
             self.interval,
             self.first + start,
-            kept,
-            self.mass_at_zero + max(0.0, masses[:start].sum() - above_zero),
+            kept / (math.fsum(kept) + at_zero),
+            at_zero,
             self.mean_at_infinity + rest.sum(),
         )
 

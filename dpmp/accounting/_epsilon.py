@@ -358,9 +358,7 @@ def _grid(run: Run) -> tuple[float, float]:
     # Fourier transform. In comparison with exact values, the error was below 5e-17 per
     # step.
     rounding = sys.float_info.epsilon * (4 + width) * run.num_steps
-    rounding += ROUNDING * sum(
-        s.times * s.allocated_event.steps for s in run.steps if s.allocated_event
-    )
+    rounding += ROUNDING * sum(s.times for s in run.steps if s.allocated_event)
     return interval, rounding
 
 

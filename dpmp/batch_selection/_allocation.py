@@ -16,13 +16,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpmp import _validate
-from dpmp.batch_selection._poisson import PoissonSampling, key_of, random_words
+from dpmp.batch_selection._poisson import (
+    PoissonSampling,
+    check_num_examples,
+    key_of,
+    random_words,
+)
 from dpmp.batch_selection._subsets import draw_subset, last_fair_word
 
 # The number of examples that one pass keeps, on average, and that are drawn at once.
 _KEPT, _AT_ONCE = 2**23, 2**20
 # Random streams under one key, beside those of Poisson sampling.
 _STEPS, _REPLACEMENTS, _TRUNCATION = 1, 2, 3
+
+
+def _steps_per_epoch(**value: int) -> int:
+    return _validate.integer_in(
+        range(1, 2**63),
+        "steps_per_epoch must be an integer from 1 to 2^63 - 1. Use num_examples over "
+        "the expected batch size.",
+        **value,
+    )
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ class RandomAllocation:
     def __post_init__(self):
         _validate.fields(
             self,
-            steps_per_epoch=_validate.positive_integer,
+            steps_per_epoch=_steps_per_epoch,
             iterations=_validate.positive_integer,
             truncated_batch_size=_validate.optional(_validate.positive_integer),
         )
@@ -98,34 +112,51 @@ class RandomAllocation:
             rng = int.from_bytes(rng.bytes(16), "little")
         key = secrets.randbits(128) if rng is None else rng
         draw = self.drawer(num_examples, start=start)
-        for step in range(start, self.iterations):
+        for step in range(draw.start, self.iterations):
             yield draw(step, key)
 
-    def drawer(
-        self, num_examples: int, *, start: int = 0
-    ) -> Callable[[int, int], np.ndarray]:
+    def drawer(self, num_examples: int, *, start: int = 0) -> "Drawer":
         """A function from a step and a key to the indices of its batch.
 
         Call it for all steps of a run in order, from `start` on. The key of the first
         step of an epoch determines all batches of the epoch.
+
+        Raises:
+          ValueError: if a number is out of range; when called, for a step that is out
+            of order.
         """
-        return _Drawer(self, num_examples, start)
+        return Drawer(self, num_examples, start)
 
 
-class _Drawer:
+class Drawer:
     """Draws the batches of a run, and remembers the present epoch."""
 
-    __slots__ = ("_epoch", "_num_examples", "_sampling", "_start")
+    __slots__ = ("_epoch", "_next", "_num_examples", "_sampling", "start")
 
     def __init__(self, sampling: RandomAllocation, num_examples: int, start: int):
         """Begins at a step."""
-        self._sampling, self._num_examples, self._start = sampling, num_examples, start
+        self._sampling = sampling
+        self._num_examples = check_num_examples(num_examples)
+        self.start = self._next = _validate.integer_in(
+            range(sampling.iterations + 1),
+            f"start must be from 0 to iterations = {sampling.iterations}. Pass the "
+            "number of steps that were made.",
+            start=start,
+        )
         self._epoch: _Epoch | None = None
 
     def __call__(self, step: int, key: int) -> np.ndarray:
         sampling = self._sampling
+        _validate.require(
+            step == self._next,
+            "batches of random allocation must be drawn in order, because an epoch "
+            "ties them together. Make another drawer to begin elsewhere.",
+            step=step,
+            next_step=self._next,
+        )
+        self._next += 1
         place = step % sampling.steps_per_epoch
-        if step - place < self._start:
+        if step - place < self.start:
             rest = PoissonSampling(
                 1 / sampling.steps_per_epoch,
                 sampling.iterations,
@@ -162,7 +193,8 @@ class _Epoch:
 
     def _fill(self, first: int) -> None:
         """Finds the examples of the steps from `first` on."""
-        steps = min(self._steps - first, max(1, _KEPT * self._steps // self._size))
+        steps = min(max(1, _KEPT * self._steps // self._size), _KEPT)
+        steps = min(steps, self._steps - first)
         streams = [
             random_words(self._key, self._step, x) for x in (_STEPS, _REPLACEMENTS)
         ]

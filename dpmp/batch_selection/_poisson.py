@@ -98,12 +98,7 @@ class PoissonSampling:
             "`iterations` before the run starts: privacy is accounted for them.",
             step=step,
         )
-        num_examples = _validate.integer_in(
-            range(self.cycle_length, 2**63),
-            f"num_examples must be an integer from {self.cycle_length} to 2^63 - 1. "
-            "Pass the size of the dataset.",
-            num_examples=num_examples,
-        )
+        num_examples = check_num_examples(num_examples, least=self.cycle_length)
         group = step % self.cycle_length
         size_of_group = len(range(group, num_examples, self.cycle_length))
         draw_words = random_words(key_of(key), step)
@@ -176,6 +171,16 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
         )
     padding = np.full(batch_size - len(indices), -1, indices.dtype)
     return np.concatenate([indices, padding])
+
+
+def check_num_examples(num_examples: Any, *, least: int = 1) -> int:
+    """Returns the size of a dataset as a Python integer; ValueError if it is none."""
+    return _validate.integer_in(
+        range(least, 2**63),
+        f"num_examples must be an integer from {least} to 2^63 - 1. Pass the size of "
+        "the dataset.",
+        num_examples=num_examples,
+    )
 
 
 def key_of(key: Any) -> int:

@@ -510,8 +510,9 @@ class DPSGD:
                 math.ceil(self.num_examples / self.cycle_length) + is_protected,
                 cast("float", self.sampling_prob),
                 multiple_of=self.microbatch_size or 1,
-                # Nothing but delta can pay for truncation there.
-                num_batches=self.iterations if self.steps_per_epoch else 1,
+                # Nothing but delta can pay for truncation there. If the size depended
+                # on the iterations, more of them would be another cost.
+                num_batches=2**20 if self.steps_per_epoch else 1,
             )
         # A given size is not lowered where it would give away the size of the data.
         return given if is_protected else min(given, self.num_examples)

@@ -117,6 +117,24 @@ class PrivacyCost:
             numbers[self] += math.ceil((x.stop - first) / epoch) * epoch
         return {cost: number for cost, number in numbers.items() if number}
 
+    def of_plan(self, runs: Sequence[range], planned: int) -> "dict[PrivacyCost, int]":
+        """The most that `planned` steps cost if any of the runs make the missing ones.
+
+        Each run may first complete its epoch, or the turns of all groups. Then each may
+        begin one more than its steps fill.
+        """
+        left = max(0, planned - sum(map(len, runs)))
+        period = steps_per_epoch(self) or self.cycle_length
+        if len(runs) == 1:
+            return self.of_runs([range(runs[0].start, runs[0].stop + left)])
+        ends = [math.ceil(x.stop / period) * period if left else x.stop for x in runs]
+        numbers = self.of_runs(
+            [range(x.start, end) for x, end in zip(runs, ends, strict=True)]
+        )
+        begun = min(len(runs), left) if period > 1 else 0
+        more = (left // period + begun) * period
+        return numbers | {self: numbers.get(self, 0) + more}
+
     @property
     def larger_datasets(self) -> tuple[int, ...]:
         """The sizes that the larger of two neighbouring datasets may have."""

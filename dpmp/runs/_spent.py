@@ -99,18 +99,23 @@ class Spent:
         planned = self.planned()
         if len(planned) <= 1:
             return self.guarantee_if_planned(delta=delta)
-        stages = []
-        for cost, number in planned.items():
-            *others, last = sorted(
-                (x for x in self.segments if x.cost == cost), key=lambda x: x.stop
-            )
-            stop = last.stop + number - self.count(cost)
-            stages.append(_costs_of([*others, dataclasses.replace(last, stop=stop)]))
+        runs = self._runs()
+        stages = [cost.of_plan(runs[cost], number) for cost, number in planned.items()]
         return guarantee_of_stages(stages, delta=delta)
 
     def guarantee_if_planned(self, *, delta: float) -> accounting.PrivacyGuarantee:
         """The guarantee if all costs were fixed before the first step."""
-        return guarantee_of(_costs_of(self.segments), delta=delta)
+        numbers: dict[PrivacyCost, int] = collections.Counter()
+        for cost, runs in self._runs().items():
+            numbers.update(cost.of_runs(runs))
+        return guarantee_of(numbers, delta=delta)
+
+    def _runs(self) -> dict[PrivacyCost, list[range]]:
+        """The ranges of the segments, by cost."""
+        runs = collections.defaultdict(list)
+        for x in self.segments:
+            runs[x.cost].append(range(x.start, x.stop))
+        return runs
 
     def to_array(self) -> np.ndarray:
         """The set as a text, (bytes,) uint8, which is public.
@@ -146,17 +151,6 @@ class Spent:
             "averaged parameters, use newest_state._replace(params=average).",
             shape=np.shape(array),
         )
-
-
-def _costs_of(segments: Iterable[Segment]) -> dict[PrivacyCost, int]:
-    """The number of steps to compose, by cost."""
-    runs = collections.defaultdict(list)
-    for x in segments:
-        runs[x.cost].append(range(x.start, x.stop))
-    numbers: dict[PrivacyCost, int] = collections.Counter()
-    for cost, steps in runs.items():
-        numbers.update(cost.of_runs(steps))
-    return numbers
 
 
 def segment_as_json(segment: Segment) -> dict[str, Any]:

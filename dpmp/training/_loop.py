@@ -115,8 +115,9 @@ class Loop:
         """Makes all steps, each with a ticket."""
         options, start = self._options, self._account.start
         steps, times_made = range(start, self._stop), self._account.before.times_made
-        tickets = draw_tickets(steps, self._root, times_made)
         mechanism = options.mechanism
+        tied = 0 if mechanism.makes_steps_alone else start
+        tickets = draw_tickets(steps, self._root, times_made, tied)
         drawer = mechanism.batch_selection_strategy.drawer
         draw = functools.partial(
             draw_batch,

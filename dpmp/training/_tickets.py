@@ -67,6 +67,7 @@ def draw_tickets(
     steps: Iterable[int],
     root: "Root | None",
     times_made: Callable[[int], int] = lambda step: 0,
+    start: int = 0,
 ) -> Iterator[Ticket]:
     """Yields a ticket for each step; several processes must draw the same tickets.
 
@@ -75,11 +76,13 @@ def draw_tickets(
       root: the words of a key. Tickets are a function of this key, the step,
         and how often the step was made. None draws them from the operating system.
       times_made: returns how often a step was made before, under this key or another.
+      start: where a run goes on that ties its steps together. Otherwise, a run that was
+        interrupted would have the noise of one that was not, with other batches.
     """
     shared = _shared_words()
     for step in steps:
         if root is not None:
-            yield Ticket(step, _derived(root, step, times_made(step)))
+            yield Ticket(step, _derived(root, step, start, times_made(step)))
         else:
             yield Ticket(step, None if jax.process_count() == 1 else next(shared))
 
@@ -126,9 +129,10 @@ def check_copy(root: Root | None) -> None:
         )
 
 
-def _derived(root: Root, step: int, times_made: int) -> np.ndarray:
+def _derived(root: Root, step: int, start: int, times_made: int) -> np.ndarray:
     """The words of a ticket, from Threefry with a counter that no other ticket has."""
-    use = np.arange(len(_USES), dtype=np.uint32)
+    # A start is below 2^30, so that each start has uses of its own.
+    use = np.arange(len(_USES), dtype=np.uint32) + np.uint32(len(_USES) * start)
     key = [np.full_like(use, x) for x in root.words]
     counter = [np.full_like(use, x) for x in (step % 2**32, step >> 32, times_made)]
     words = threefry4x32(key, [use, *counter])

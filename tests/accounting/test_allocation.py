@@ -92,7 +92,7 @@ def test_deltas_of_two_steps_are_exact_in_both_directions(noise):
         for bound, exact in zip(
             computed, deltas_of_two_steps(noise, epsilon), strict=True
         ):
-            assert exact * (1 - 1e-9) - 2 * ROUNDING <= bound <= 1.001 * exact
+            assert exact * (1 - 1e-9) - ROUNDING <= bound <= 1.001 * exact
 
 
 def test_no_sample_contradicts_epsilon():
@@ -114,9 +114,9 @@ def test_ratios_have_mass_and_mean_one(monkeypatch, noise, steps):
     monkeypatch.setattr(_allocation._Ratio, "losses", property(lambda ratio: ratio))
     interval = 1 / noise / 80 / steps**0.5
     ratio = epoch_loss_distribution.__wrapped__(noise, steps, interval)
-    mass = ratio.masses.sum() + ratio.mass_at_zero
-    mean = ratio.means.sum() + ratio.mean_at_infinity
-    assert abs(mass - 1) < ROUNDING * steps > abs(mean - 1)
+    mass = math.fsum(ratio.masses) + ratio.mass_at_zero
+    mean = math.fsum(ratio.means) + ratio.mean_at_infinity
+    assert abs(mass - 1) < ROUNDING / 4 > abs(mean - 1)
     assert ratio.masses.min() >= 0
     assert 0 <= ratio.mass_at_zero < 1e-18 * steps > ratio.mean_at_infinity >= 0
 
@@ -151,6 +151,12 @@ def test_epochs_compose_with_poisson_steps():
     found = accounting.get_epsilon(both, delta=1e-5).epsilon
     assert epsilon_of(0.9, 20, 2, 1e-5) < found
     assert epsilon_of(0.9, 20, 3, 1e-5) < found < 1.1 * epsilon_of(0.9, 20, 3, 1e-5)
+
+
+def test_large_epochs_have_an_epsilon_for_a_small_delta():
+    poisson = accounting.dpsgd_event(0.6, 20_000, sampling_prob=5e-5)
+    most = accounting.get_epsilon(poisson, delta=1e-10).epsilon
+    assert 0.5 * most < epsilon_of(0.6, 20_000, 1, 1e-10) < most
 
 
 def test_an_epoch_that_ends_early_counts_as_a_whole_one():

@@ -122,9 +122,41 @@ def test_an_epoch_needs_less_memory_than_a_table_of_the_dataset(monkeypatch):
     tracemalloc.stop()
 
 
+def test_batches_are_drawn_in_order():
+    draw = RandomAllocation(4, 12).drawer(40, start=2)
+    for step in (0, 3, 6):
+        with pytest.raises(ValueError, match="must be drawn in order"):
+            draw(step, KEY)
+    for step in (2, 3, 4):
+        draw(step, KEY)
+    with pytest.raises(ValueError, match="must be drawn in order"):
+        draw(4, KEY)
+
+
+@pytest.mark.parametrize("num_examples", [0, -1, 2.5, "a", True, 2**63])
+def test_sizes_out_of_range_are_refused(num_examples):
+    with pytest.raises(ValueError, match="num_examples must be"):
+        RandomAllocation(3, 3).drawer(num_examples)
+
+
+@pytest.mark.parametrize("start", [-3, 1.5, 4])
+def test_starts_out_of_range_are_refused(start):
+    with pytest.raises(ValueError, match="start must be from 0 to iterations = 3"):
+        next(RandomAllocation(3, 3).batch_iterator(10, KEY, start=start))
+
+
+def test_numpy_numbers_are_sizes_and_many_steps_take_no_memory():
+    assert len(RandomAllocation(2**62, 2**62).drawer(np.uint8(200))(0, KEY)) == 0
+
+
 @pytest.mark.parametrize(
     "fields",
-    [{"steps_per_epoch": 0}, {"iterations": 1.5}, {"truncated_batch_size": -1}],
+    [
+        {"steps_per_epoch": 0},
+        {"steps_per_epoch": 2**63},
+        {"iterations": 1.5},
+        {"truncated_batch_size": -1},
+    ],
 )
 def test_fields_out_of_range_are_refused(fields):
     with pytest.raises(ValueError, match=f"{next(iter(fields))} must be"):

@@ -3,9 +3,11 @@ import functools
 import math
 
 import dp_accounting
+import hypothesis
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
+from hypothesis import strategies as st
 from scipy import stats
 
 from dpmp import DPSGD, accounting
@@ -110,6 +112,42 @@ class TestStages:
         without_privacy = MECHANISM.without_privacy().step_cost
         stages = [{COST: 1}, {without_privacy: 1}]
         assert guarantee_of_stages(stages, delta=1e-5).epsilon == math.inf
+
+
+@st.composite
+def runs_that_go_on(draw):
+    """Runs, and how many more steps each of them makes."""
+    numbers = st.integers(0, 40)
+    size = draw(st.integers(1, 4))
+    starts, lengths, more = (
+        draw(st.lists(numbers, min_size=size, max_size=size)) for _ in "abc"
+    )
+    runs = [range(x, x + 1 + n) for x, n in zip(starts, lengths, strict=True)]
+    return runs, more
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sampling": "random_allocation", "sampling_prob": 1 / 7},
+        {"cycle_length": 5},
+    ],
+)
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(runs_that_go_on())
+def test_a_plan_covers_whichever_run_makes_its_steps(fields, runs_that_go_on):
+    cost = dataclasses.replace(COST, **fields)
+    runs, more = runs_that_go_on
+    later = [range(x.start, x.stop + n) for x, n in zip(runs, more, strict=True)]
+    planned = sum(map(len, later))
+    plan, made = cost.of_plan(runs, planned), cost.of_runs(later)
+    assert all(plan[x] >= number for x, number in made.items())
+    assert cost.of_plan(later, planned) == made
+    if not fields:
+        assert plan == {cost: planned}
+    elif len(runs) == 1:
+        assert plan == made
 
 
 def test_a_plan_that_results_raise_is_not_covered():

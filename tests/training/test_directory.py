@@ -183,9 +183,9 @@ def test_a_record_without_its_checkpoint_is_charged(
     shutil.rmtree(directory / "pending")
     derived = _tickets._derived
 
-    def record(root, step, times_made):
+    def record(root, step, start, times_made):
         taken.append((step, times_made))
-        return derived(root, step, times_made)
+        return derived(root, step, start, times_made)
 
     monkeypatch.setattr(_tickets, "_derived", record)
     with pytest.warns(

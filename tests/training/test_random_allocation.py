@@ -219,6 +219,33 @@ def test_runs_of_one_key_are_equal():
     assert same(*states)
 
 
+@GOES_ON_INSIDE
+def test_an_interrupted_run_of_a_key_has_other_noise_from_there_on(tmp_path):
+    """Its batches are others, so that equal noise would cancel in the difference."""
+
+    def words_of(directory, *stops):
+        words = {}
+
+        trainer = new_trainer(
+            sampling="random_allocation", iterations=STEPS, prng_key=jax.random.key(3)
+        )
+        prepare = type(trainer._step).prepare
+
+        def recorded(self, state, batch, past=None):
+            words[batch.ticket.step] = batch.ticket._keys["noise"].tobytes()
+            return prepare(self, state, batch, past)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(trainer._step), "prepare", recorded)
+            for stop in stops:
+                fit(trainer, directory, stop_at=stop)
+        return words
+
+    whole = words_of(tmp_path / "whole", STEPS)
+    parts = words_of(tmp_path / "parts", 6, STEPS)
+    assert [whole[i] == parts[i] for i in range(STEPS)] == [True] * 6 + [False] * 5
+
+
 def test_the_ledger_says_how_batches_were_drawn(trainer, tmp_path):
     fit(trainer, tmp_path, stop_at=4)
     assert ranges(tmp_path)[-1] == ("released", 3, 4)
