@@ -91,8 +91,11 @@ class Known(NamedTuple):
 
 
 class Directory:
+    folders = []  # to be removed
+
     def __init__(self):
-        self.path = Path(tempfile.mkdtemp()) / "run"
+        self.folders.append(tempfile.mkdtemp())
+        self.path = Path(self.folders[-1]) / "run"
         self.history = History()
         self.newest = 0, History()  # the newest checkpoint
 
@@ -125,6 +128,10 @@ class Programs(hypothesis.stateful.RuleBasedStateMachine):
         self.owed = [History() for _ in TRAINERS]  # failed steps
         for trainer in TRAINERS:
             without_failures(trainer)
+
+    def teardown(self):
+        while Directory.folders:
+            shutil.rmtree(Directory.folders.pop())
 
     def draws(self, trainer, before, number, planned):
         """Steps of a run that knows those before it."""
