@@ -100,15 +100,12 @@ class PrivacyCost:
 
         With random allocation, a run that goes on inside an epoch makes the rest of it
         with Poisson steps, and the last epoch of a run counts as a whole one. With
-        groups that take turns, the group counts that took part most often.
+        groups that take turns, every cycle that a run begins counts as a whole one: if
+        the dataset is shuffled between two runs, an example may change its group.
         """
-        epoch, groups = steps_per_epoch(self), self.cycle_length
+        epoch, cycle = steps_per_epoch(self), self.cycle_length
         if epoch is None:
-            turns = [
-                sum(len(x[(group - x.start) % groups :: groups]) for x in runs)
-                for group in range(groups)
-            ]
-            return {self: max(turns) * groups}
+            return {self: sum(math.ceil(len(x) / cycle) * cycle for x in runs)}
         numbers: dict[PrivacyCost, int] = collections.Counter()
         poisson = dataclasses.replace(self, sampling=POISSON)
         for x in runs:
@@ -120,17 +117,17 @@ class PrivacyCost:
     def of_plan(self, runs: Sequence[range], planned: int) -> "dict[PrivacyCost, int]":
         """The most that `planned` steps cost if any of the runs make the missing ones.
 
-        Each run may first complete its epoch, or the turns of all groups. Then each may
-        begin one more than its steps fill.
+        Each run may first complete its epoch. Then each may begin one epoch or cycle
+        more than its steps fill.
         """
         left = max(0, planned - sum(map(len, runs)))
-        period = steps_per_epoch(self) or self.cycle_length
+        epoch = steps_per_epoch(self)
+        period = epoch or self.cycle_length
         if len(runs) == 1:
             return self.of_runs([range(runs[0].start, runs[0].stop + left)])
-        ends = [math.ceil(x.stop / period) * period if left else x.stop for x in runs]
-        numbers = self.of_runs(
-            [range(x.start, end) for x, end in zip(runs, ends, strict=True)]
-        )
+        if epoch and left:
+            runs = [range(x.start, math.ceil(x.stop / epoch) * epoch) for x in runs]
+        numbers = self.of_runs(runs)
         begun = min(len(runs), left) if period > 1 else 0
         more = (left // period + begun) * period
         return numbers | {self: numbers.get(self, 0) + more}

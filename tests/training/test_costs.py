@@ -7,7 +7,7 @@ batch and of noise, which somebody may have learned something about.
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import hypothesis.stateful
 import jax
@@ -91,7 +91,7 @@ class Known(NamedTuple):
 
 
 class Directory:
-    folders = []  # to be removed
+    folders: ClassVar[list[str]] = []  # to be removed
 
     def __init__(self):
         self.folders.append(tempfile.mkdtemp())
