@@ -173,6 +173,7 @@ class Loop:
           Exception: if the ledger could not be written. Raise it in place of the error.
         """
         clear_frames(error)
+        self._past = None  # the error's frames lead to this loop
         if self._process != os.getpid():
             return None
         self._signals.ignore()

@@ -15,8 +15,10 @@ from small_runs import (
     MECHANISM,
     PARAMS,
     SIZE,
+    FailureError,
     Source,
     epsilon_of,
+    fails_at,
     fit,
     new_trainer,
     num_paid,
@@ -197,6 +199,14 @@ def test_nothing_of_the_noise_is_in_a_state_or_on_a_disk(
     for path in tmp_path.rglob("*"):
         content += path.read_bytes() if path.is_file() else b""
     assert all(x[:1].tobytes() not in content for x in pasts)
+
+
+def test_an_error_does_not_lead_to_the_noise(trainer):
+    with pytest.raises(FailureError) as caught:
+        fit(trainer, callback=fails_at(5))
+    frames = [x.frame.f_locals for x in caught.traceback]
+    (loop,) = [x["loop"] for x in frames if "loop" in x]
+    assert loop._past is None
 
 
 @pytest.mark.parametrize("spec", ["data", None])
