@@ -108,9 +108,9 @@ class BandedToeplitz:
     def widening(self) -> float:
         """By which factor more units than independent noise need must have room.
 
-        Noise of four draws leaves room for a noise gain of 2.
+        Noise of four draws leaves room for a noise gain of almost 2.
         """
-        return self.sensitivity * max(1.0, self.noise_gain / 2)
+        return self.sensitivity * max(1.0, self.noise_gain / 1.9)
 
     def error(self, *, momentum: float = 0.0) -> float:
         """The error of the parameters, for noise multiplier 1 and sensitivity 1.

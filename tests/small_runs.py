@@ -134,6 +134,18 @@ class Source:
         return {name: x[indices] for name, x in DATA.items()}
 
 
+def recorded_batches(monkeypatch):
+    """A list of the indices of all batches that are drawn from now on."""
+    batches, load_shards = [], _tickets.load_shards
+
+    def recorded(load, indices, *args):
+        batches.append(indices)
+        return load_shards(load, indices, *args)
+
+    monkeypatch.setattr(_tickets, "load_shards", recorded)
+    return batches
+
+
 def same(a, b):
     """Whether two trees have the same bits, without the public ids of their steps."""
     trees = [x._replace(spent=None) if hasattr(x, "spent") else x for x in (a, b)]

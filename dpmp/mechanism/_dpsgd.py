@@ -571,14 +571,14 @@ def _chosen_names(mechanism: DPSGD) -> dict[str, str]:
 def _check_strategy(mechanism: DPSGD) -> None:
     """Raises ValueError for a strategy that does not fit the other fields."""
     strategy = mechanism.strategy
-    if strategy is None:
+    if strategy is None or strategy.bands == 1:
         return
     relations = dp_accounting.NeighboringRelation
     for is_met, required in (
         (mechanism.sampling == POISSON, 'sampling must be "poisson"'),
         (strategy.iterations >= mechanism.iterations, "it must be for all iterations"),
         (
-            mechanism._sums.resolution is not None or not mechanism.noise_multiplier,
+            mechanism._sums.resolution is not None or mechanism.noise_multiplier == 0,
             "arithmetic must have a grid",
         ),
         (
@@ -586,6 +586,15 @@ def _check_strategy(mechanism: DPSGD) -> None:
             "no metrics may be released but overflows",
         ),
         (mechanism._joint.adaptive is None, "the clip norm must not adapt"),
+        (
+            isinstance(mechanism.sampling_prob, ComputedProbability),
+            "sampling_prob must be left out, because only one group takes part in a "
+            "step",
+        ),
+        (
+            mechanism.num_examples >= strategy.bands,
+            "there must be an example for each band",
+        ),
         (
             mechanism.neighboring_relation is not relations.ADD_OR_REMOVE_ONE,
             "examples must have fixed places, and none be added or removed",

@@ -234,8 +234,15 @@ def _privatizer(
                 "grid. Use a lower resolution.",
                 strategy=strategy,
             )
-            past = noise_state.past, strategy
-            return _add_noise(grids, width, key_words, noise_state.step, *past)
+            past = noise_state.past
+            shapes = [(strategy.bands - 1, *x.counts.shape) for x in grids]
+            _validate.require(
+                shapes[: len(past)] == [x.shape for x in past] and bool(past),
+                "the state must have the noise of earlier steps for this strategy and "
+                "this sum. Use the state of the init or update of this privatizer.",
+                shapes=[x.shape for x in past],
+            )
+            return _add_noise(grids, width, key_words, noise_state.step, past, strategy)
         unit, widened = 1.0, Fraction(stddev)
         # Rounding some leaves moves the whole sum, so all noise must be wider.
         if not all(map(is_grid, sums)):

@@ -14,13 +14,9 @@ LARGEST_NOISE_NORM = 10
 _FEWEST_STEPS = 20
 _NUM_SIZES = 7
 _NEARLY_BEST = 0.75
-_NOISE_CHOICES = (
-    ("poisson", 1),
+_OTHER_CHOICES = (
     ("random_allocation", 1),
-    ("poisson", 2),
-    ("poisson", 4),
-    ("poisson", 8),
-    ("poisson", 16),
+    *(("poisson", bands) for bands in (2, 4, 8, 16)),
 )
 
 
@@ -153,21 +149,29 @@ def compare_noise(
 
     Returns:
       The choices that the other fields of the mechanism allow, least error first.
+
+    Raises:
+      ValueError: if a number is out of range, or Poisson sampling cannot meet the
+        target.
     """
     steps = mechanism.iterations
-    found = []
-    for sampling, bands in _NOISE_CHOICES:
+
+    def choice(sampling: str, bands: int) -> NoiseChoice:
+        strategy = strategies.banded_toeplitz(
+            bands, iterations=steps, momentum=momentum
+        )
+        calibrated = dataclasses.replace(
+            mechanism, sampling=sampling, strategy=strategy if bands > 1 else None
+        ).calibrate(epsilon=epsilon, delta=delta)
+        noise_multiplier = calibrated.noise_multiplier or 0.0
+        return NoiseChoice(
+            calibrated, noise_multiplier * strategy.error(momentum=momentum)
+        )
+
+    found = [choice("poisson", 1)]
+    for sampling, bands in _OTHER_CHOICES:
         with contextlib.suppress(_validate.RefusedError):
-            strategy = strategies.banded_toeplitz(
-                bands, iterations=steps, momentum=momentum
-            )
-            choice = dataclasses.replace(
-                mechanism,
-                sampling=sampling,
-                strategy=strategy if bands > 1 else None,
-            ).calibrate(epsilon=epsilon, delta=delta)
-            error = (choice.noise_multiplier or 0.0) * strategy.error(momentum=momentum)
-            found.append(NoiseChoice(choice, error))
+            found.append(choice(sampling, bands))
     return sorted(found, key=lambda choice: choice.error)
 
 

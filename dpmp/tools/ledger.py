@@ -83,6 +83,7 @@ def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
                 "noise_multiplier": x.noise_multiplier,
                 "sampling_prob": x.sampling_prob,
                 "sampling": x.sampling,
+                "cycle_length": x.cycle_length,
                 "number": spent.count(x),
             }
             for x in costs
@@ -151,6 +152,7 @@ def _describe(row: dict[str, Any]) -> str:
         f"{x['number']} steps with noise multiplier "
         f"{digits_below(x['noise_multiplier'], 4)} and sampling probability "
         f"{digits_above(x['sampling_prob'], 4)}{_SAMPLINGS.get(x['sampling'], '')}"
+        f"{_groups(x['cycle_length'])}"
         for x in row["steps"]
     )
     first = (
@@ -159,6 +161,10 @@ def _describe(row: dict[str, Any]) -> str:
     )
     remarks = (text.format(row[name]) for name, text in _REMARKS.items() if row[name])
     return " ".join([first, *remarks])
+
+
+def _groups(number: int) -> str:
+    return f" of one of {number} groups" if number > 1 else ""
 
 
 def _digits(epsilon: float | None) -> str:

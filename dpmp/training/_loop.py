@@ -85,6 +85,12 @@ class Loop:
                 f"{account.start} is no multiple of {epoch}. The rest of this epoch is "
                 "made of Poisson steps, which cost more. Epsilon covers them."
             )
+        if mechanism.cycle_length > 1 and 0 < account.start < options.stop:
+            warn(
+                f"the run goes on after step {account.start} with a new sequence of "
+                "noise, which does not cancel the noise of the steps before. To "
+                "evaluate on the way, pass a callback to one call of fit."
+            )
         # A directory may have a later state.
         self._stop = max(account.start, min(options.stop, account.end))
         self._every = 1 if directory is None else options.every

@@ -186,6 +186,10 @@ def test_what_has_no_noise_is_refused(privatizer):
     wide = correlated_gaussian_privatizer(stddev=3e7, strategy=slow, prng_key=KEY)
     with pytest.raises(ValueError, match="at most 134217728 units"):
         wide.update(sums(0, {"a": (3,)}), wide.init(floats))
+    state = privatizer.init({"a": jnp.zeros(3)})
+    for past in ((), (state.past[0][1:],), state.past * 2):
+        with pytest.raises(ValueError, match="the noise of earlier steps for this"):
+            privatizer.update(sums(0, {"a": (3,)}), state._replace(past=past))
     with pytest.raises(ValueError, match="banded_toeplitz"):
         correlated_gaussian_privatizer(stddev=1.0, strategy=8)
     with pytest.raises(ValueError, match="stddev must be"):

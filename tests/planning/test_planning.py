@@ -140,3 +140,9 @@ def test_ways_to_draw_noise_are_compared():
     protected = dataclasses.replace(mechanism, neighboring_relation=relation)
     choices = compare_noise(protected, epsilon=8.0, delta=1e-5)
     assert [x.name for x in choices] == ["random_allocation", "poisson"]
+    given = dataclasses.replace(mechanism, sampling_prob=1 / 20)
+    choices = compare_noise(given, epsilon=8.0, delta=1e-5)
+    assert [x.name for x in choices] == ["random_allocation", "poisson"]
+    for target in ({"epsilon": -1.0}, {"delta": 2.0}, {"momentum": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(target))):
+            compare_noise(mechanism, **{"epsilon": 8.0, "delta": 1e-5} | target)

@@ -67,7 +67,7 @@ def test_the_epsilon_of_a_directory_is_reported(tmp_path, run, report):
     assert result["neighboring_relation"] == "REPLACE_SPECIAL"
     (row,) = result["directories"]
     steps = {"noise_multiplier": 20.0, "sampling_prob": 1.0, "sampling": "poisson"}
-    steps["number"] = 80
+    steps |= {"cycle_length": 1, "number": 80}
     assert row["steps"] == [steps]
     assert (row["directory"], row["epsilon"]) == (str(tmp_path), expected.epsilon)
     assert row["first_time"].endswith("+00:00")

@@ -16,12 +16,12 @@ from small_runs import (
     PARAMS,
     SIZE,
     FailureError,
-    Source,
     epsilon_of,
     fails_at,
     fit,
     new_trainer,
     num_paid,
+    recorded_batches,
     same,
     without_failures,
 )
@@ -47,18 +47,9 @@ def trainer(shared):
     return without_failures(shared)
 
 
-class Recording(Source):
-    """Remembers which examples take part in each step."""
-
-    def __init__(self):
-        super().__init__(0, None)
-        self.batches = []
-
-    def __getitem__(self, indices):
-        rows = super().__getitem__(indices)
-        if self.calls > 0:
-            self.batches.append(np.asarray(indices))
-        return rows
+@pytest.fixture
+def batches(monkeypatch):
+    return recorded_batches(monkeypatch)
 
 
 def epsilon_of_rounds(number):
@@ -66,13 +57,12 @@ def epsilon_of_rounds(number):
     return accounting.get_epsilon(event, delta=DELTA * (1 - 1e-4)).epsilon
 
 
-def test_groups_take_turns(trainer):
-    source = Recording()
-    state = fit(trainer, data=source)
-    assert len(source.batches) == STEPS
-    for step, batch in enumerate(source.batches):
+def test_groups_take_turns(trainer, batches):
+    state = fit(trainer)
+    assert len(batches) == STEPS
+    for step, batch in enumerate(batches):
         assert np.all(batch % BANDS == step % BANDS)
-    assert 10 < sum(map(len, source.batches)) < 70  # 40 expected
+    assert 10 < sum(map(len, batches)) < 70  # 40 expected
     assert trainer.guarantee(state) == MECHANISM.guarantee()
 
 
@@ -113,6 +103,7 @@ def test_every_example_of_a_group_is_included_with_one_probability(bands, num_ex
         sampling.indices(0, num_examples=bands - 1, key=1)
 
 
+@pytest.mark.filterwarnings("error")
 def test_one_band_is_the_mechanism_without_a_strategy():
     options = {"prng_key": jax.random.key(0), "iterations": 5}
     plain = new_trainer(**options)
@@ -152,13 +143,13 @@ def test_noise_of_a_run_has_the_covariance_of_the_strategy():
     assert np.sqrt(np.mean(sums**2)) == pytest.approx(STRATEGY.error(), rel=0.03)
 
 
-def test_a_run_goes_on_with_a_new_sequence(trainer, tmp_path):
-    fit(trainer, tmp_path, stop_at=3)
-    fit(trainer, tmp_path, stop_at=6)
-    source = Recording()
+def test_a_run_goes_on_with_a_new_sequence(trainer, batches, tmp_path):
     with warnings.catch_warnings(action="error"):
-        state = fit(trainer, tmp_path, data=source)
-    for step, batch in enumerate(source.batches, 6):
+        fit(trainer, tmp_path, stop_at=3)
+    for stop in (6, STEPS):
+        with pytest.warns(match="a new sequence of noise"):
+            state = fit(trainer, tmp_path, stop_at=stop)
+    for step, batch in enumerate(batches):
         assert np.all(batch % BANDS == step % BANDS)
     assert num_paid(tmp_path) == STEPS
     assert trainer.guarantee(state).epsilon == MECHANISM.guarantee().epsilon
@@ -271,6 +262,11 @@ def test_steps_are_not_made_alone(trainer):
             "examples must have fixed places",
         ),
         ({"expected_batch_size": 9}, "at most num_examples over the bands"),
+        ({"sampling_prob": 0.5}, "sampling_prob must be left out"),
+        (
+            {"num_examples": 3, "expected_batch_size": 0.1},
+            "an example for each band",
+        ),
         ({"strategy": 4}, "banded_toeplitz"),
     ],
 )
@@ -279,9 +275,8 @@ def test_what_does_not_fit_a_strategy_is_refused(fields, message):
         dataclasses.replace(MECHANISM, **{"arithmetic": None} | fields)
 
 
-def test_the_baseline_has_the_same_batches(trainer):
-    plain = new_trainer(**FIELDS, is_private=False)
-    source = Recording()
-    fit(plain, data=source)
-    for step, batch in enumerate(source.batches):
+def test_the_baseline_has_the_same_batches(batches):
+    fit(new_trainer(**FIELDS, is_private=False))
+    assert len(batches) == STEPS
+    for step, batch in enumerate(batches):
         assert np.all(batch % BANDS == step % BANDS)

@@ -20,6 +20,7 @@ from small_runs import (
     fit,
     new_trainer,
     ranges,
+    recorded_batches,
     records_of,
     same,
     without_failures,
@@ -46,18 +47,9 @@ def trainer(shared):
     return without_failures(shared)
 
 
-class Recording(Source):
-    """Remembers which examples take part in each step."""
-
-    def __init__(self, number=0, action=None):
-        super().__init__(number, action)
-        self.batches = []
-
-    def __getitem__(self, indices):
-        rows = super().__getitem__(indices)
-        if self.calls > 0:
-            self.batches.append(np.asarray(indices))
-        return rows
+@pytest.fixture
+def batches(monkeypatch):
+    return recorded_batches(monkeypatch)
 
 
 def costs(*, poisson=0, allocated=0):
@@ -71,18 +63,16 @@ def epsilon(**numbers):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_every_example_takes_part_once_in_every_epoch(trainer, prefetch):
-    source = Recording()
-    state = fit(trainer, data=source, prefetch=prefetch)
-    assert len(source.batches) == STEPS
+def test_every_example_takes_part_once_in_every_epoch(trainer, batches, prefetch):
+    state = fit(trainer, prefetch=prefetch)
+    assert len(batches) == STEPS
     for start in (0, EPOCH):
-        epoch = np.concatenate(source.batches[start : start + EPOCH])
+        epoch = np.concatenate(batches[start : start + EPOCH])
         np.testing.assert_array_equal(np.sort(epoch), np.arange(SIZE))
-    last = np.concatenate(source.batches[2 * EPOCH :])
-    assert len({*last}) == len(last) < SIZE
-    again = Recording()
-    fit(trainer, data=again, prefetch=prefetch)
-    assert not all(map(np.array_equal, source.batches, again.batches))
+    last = np.concatenate(batches[2 * EPOCH :])
+    assert len({*last}) == len(last)
+    fit(trainer, prefetch=prefetch)
+    assert not all(map(np.array_equal, batches[:STEPS], batches[STEPS:]))
     assert trainer.guarantee(state).epsilon == epsilon(allocated=12)
     assert trainer.guarantee(state) == MECHANISM.guarantee()
 
@@ -127,13 +117,12 @@ def test_the_statement_says_how_batches_are_drawn():
     assert "with probability" not in text.split("- Sampling:")[1].split("- Steps:")[0]
 
 
-def test_a_run_goes_on_inside_an_epoch_by_poisson_steps(trainer, tmp_path):
+def test_a_run_goes_on_inside_an_epoch_by_poisson_steps(trainer, batches, tmp_path):
     fit(trainer, tmp_path, stop_at=6)
-    source = Recording()
     with pytest.warns(match=r"inside an epoch .* step 6 is no multiple of 4"):
-        state = fit(trainer, tmp_path, data=source)
-    assert len(source.batches) == STEPS - 6
-    last = np.concatenate(source.batches[2:])  # the third epoch is allocated again
+        state = fit(trainer, tmp_path)
+    assert len(batches) == STEPS
+    last = np.concatenate(batches[8:])  # the third epoch is allocated again
     assert len({*last}) == len(last)
     expected = epsilon(poisson=2, allocated=12)
     assert expected > MECHANISM.guarantee().epsilon
@@ -150,21 +139,16 @@ def test_interruptions_in_one_epoch_cost_one_epoch_of_poisson_steps(trainer, tmp
 
 
 @GOES_ON_INSIDE
-def test_an_epoch_that_was_charged_and_lost_is_not_made_again(trainer, tmp_path):
-    """Its checkpoint never came; whoever saw its record may know its batches."""
-    first, second = Recording(), Recording()
-
-    def callback(state):
-        fails_at(9)(state)
-
+def test_the_rest_of_an_epoch_has_other_batches(trainer, batches, tmp_path):
     with pytest.raises(FailureError):
-        fit(trainer, tmp_path, data=first, callback=callback, every=3)
+        fit(trainer, tmp_path, callback=fails_at(9), every=3)
     assert checkpoints(tmp_path)[-1] == 9
-    fit(trainer, tmp_path, data=second)
-    (_, _, *others) = {x.segment.id for x in records_of(tmp_path)}
-    assert not others
-    for early, late in zip(first.batches[9:], second.batches, strict=False):
-        assert not np.array_equal(early, late)
+    first = batches.copy()
+    assert len(first) >= 10  # drawn ahead
+    batches.clear()
+    fit(trainer, tmp_path)
+    assert len({x.segment.id for x in records_of(tmp_path)}) == 2
+    assert not any(map(np.array_equal, first[9:], batches))
 
 
 @GOES_ON_INSIDE
