@@ -259,7 +259,16 @@ def shown(call, make):
     return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(texts))
 
 
-@pytest.mark.parametrize("call", CALLS)
+COMPILED_OFTEN = {"tune", "compiled_memory"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(x, marks=pytest.mark.slow if x in COMPILED_OFTEN else ())
+        for x in CALLS
+    ],
+)
 def test_a_secret_changes_nothing_of_what_is_shown(call):
     for kind, (ordinary, *secrets) in KINDS.items():
         expected = shown(CALLS[call], ordinary)

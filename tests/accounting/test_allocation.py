@@ -108,7 +108,9 @@ def test_no_sample_contradicts_epsilon():
     assert abs(deltas.mean() - delta) < 5 * stddev < delta / 10
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7, 100, 1023])
+@pytest.mark.parametrize(
+    "steps", [1, 2, 7, 100, pytest.param(1023, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("noise", [0.3, 1.0, 3.0])
 def test_ratios_have_mass_and_mean_one(monkeypatch, noise, steps):
     monkeypatch.setattr(_allocation._Ratio, "losses", property(lambda ratio: ratio))
@@ -121,7 +123,9 @@ def test_ratios_have_mass_and_mean_one(monkeypatch, noise, steps):
     assert 0 <= ratio.mass_at_zero < 1e-18 * steps > ratio.mean_at_infinity >= 0
 
 
-@pytest.mark.parametrize(("noise", "steps"), [(0.5, 20), (2.0, 300)])
+@pytest.mark.parametrize(
+    ("noise", "steps"), [(0.5, 20), pytest.param(2.0, 300, marks=pytest.mark.slow)]
+)
 def test_a_finer_grid_lowers_epsilon_only_a_little(monkeypatch, noise, steps):
     interval = min(1, steps**-0.5) / noise / 80
     coarse = epoch_loss_distribution(noise, steps, interval)

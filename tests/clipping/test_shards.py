@@ -480,8 +480,15 @@ def test_large_frozen_layers_are_gathered_one_at_a_time(monkeypatch, method, dty
     np.testing.assert_allclose(steps[1].params, steps[0].params, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_rematerialised", [False, True])
-@pytest.mark.parametrize("used_through", [jnp.transpose, jnp.tanh])
+@pytest.mark.parametrize(
+    ("used_through", "is_rematerialised"),
+    [
+        (jnp.transpose, True),
+        (jnp.tanh, False),
+        pytest.param(jnp.transpose, False, marks=pytest.mark.slow),
+        pytest.param(jnp.tanh, True, marks=pytest.mark.slow),
+    ],
+)
 def test_large_trained_layers_are_gathered_one_at_a_time(
     monkeypatch, used_through, is_rematerialised
 ):
@@ -592,7 +599,11 @@ def step_within(w, x, stack):
 )
 @pytest.mark.parametrize(
     ("method", "is_frozen"),
-    [("per_example", True), ("book_keeping", True), ("book_keeping", False)],
+    [
+        pytest.param("per_example", True, marks=pytest.mark.slow),
+        ("book_keeping", True),
+        ("book_keeping", False),
+    ],
 )
 def test_arrays_on_a_mesh_may_be_read_anywhere(monkeypatch, loss, method, is_frozen):
     monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)

@@ -51,7 +51,7 @@ def noise(privatizer):
     return releases(privatizer, lambda step: sums(0))
 
 
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(st.data())
 def test_releases_are_computed_from_what_the_mechanism_protects(data):
     """X is a function of Y = C G + W, as in the proof, in exact fractions."""
