@@ -25,7 +25,8 @@ from dpmp.noise_addition import NOISE_TOTAL_VARIATION
 
 _SHARE = 1e-4  # of delta, for the samplers
 
-POISSON, RANDOM_ALLOCATION = SAMPLINGS = "poisson", "random_allocation"
+POISSON = "poisson"
+SAMPLINGS = POISSON, "random_allocation"
 
 
 class ComputedProbability(float):

@@ -1,20 +1,17 @@
 """The privatizer, which adds Gaussian noise in integers, and the grids of sums."""
 
-import functools
 import math
-from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dpmp import _meshes, _random, _validate
 from dpmp._arrays import as_device_dtypes
-from dpmp._fence import materialize
 from dpmp._typing import PyTree
+from dpmp.noise_addition._add_noise import add_noise
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import (
     DEFAULT_RESOLUTION,
@@ -27,11 +24,10 @@ from dpmp.numerics import (
     check_before_noise,
     is_grid,
     num_entries,
-    packing,
     round_to_grid,
     to_float,
 )
-from dpmp.strategies import GRID, LOG_GRID, BandedToeplitz
+from dpmp.strategies import BandedToeplitz
 
 # The noise multiplier that is assumed for a float sum without a given sensitivity.
 _LARGEST_NOISE_MULTIPLIER = 32.0
@@ -214,7 +210,7 @@ def _privatizer(
     if prng_key is not None:
         _random.check_key(prng_key)
 
-    def add_noise(
+    def with_noise(
         sums: list[Sum], noise_state: NoiseState
     ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
         key_words = _random.key_words(noise_state.prng_key)
@@ -242,14 +238,14 @@ def _privatizer(
                 "this sum. Use the state of the init or update of this privatizer.",
                 shapes=[x.shape for x in past],
             )
-            return _add_noise(grids, width, key_words, noise_state.step, past, strategy)
+            return add_noise(grids, width, key_words, noise_state.step, past, strategy)
         unit, widened = 1.0, Fraction(stddev)
         # Rounding some leaves moves the whole sum, so all noise must be wider.
         if not all(map(is_grid, sums)):
             rounding_cost = noise_multiplier * math.sqrt(num_entries(sums))
             unit, widened = _grid_of_floats(stddev, rounding_cost)
         on_grids = [round_to_grid(x, unit) for x in sums]
-        return _add_noise(on_grids, widened, key_words, noise_state.step)
+        return add_noise(on_grids, widened, key_words, noise_state.step)
 
     def init(params: PyTree) -> NoiseState:
         key, past = _random.fresh_key() if prng_key is None else prng_key, ()
@@ -275,7 +271,7 @@ def _privatizer(
             check_before_noise(x, i)
         noisy, past = list(map(to_float, sums)), noise_state.past
         if stddev:
-            noisy, past = add_noise(sums, noise_state)
+            noisy, past = with_noise(sums, noise_state)
         new_state = NoiseState(noise_state.prng_key, noise_state.step + 1, past)
         return jax.tree.unflatten(treedef, noisy), new_state
 
@@ -283,109 +279,6 @@ def _privatizer(
     # The cast is for the type checker: the argument names are jax_privacy's, not
     # optax's.
     return optax.GradientTransformation(init, cast("optax.TransformUpdateFn", update))
-
-
-def _add_noise(
-    leaves: Sequence[GridArray],
-    stddev: Fraction,
-    key_words: jax.Array,
-    step: jax.Array,
-    past: Sequence[jax.Array] = (),
-    strategy: BandedToeplitz | None = None,
-) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
-    """Adds noise of at least `stddev` to every entry.
-
-    The program of one draw has about a thousand instructions. So one draw makes the
-    noise of several leaves at once (`packing.draws`).
-
-    Returns:
-      The sums in float32, and the noise of the last steps for the first leaves, as in
-      `past`, with which the noise of these leaves is correlated.
-    """
-    found: dict[int, list[jax.Array]] = {}
-    shapes = [leaf.counts.shape for leaf in leaves]
-    kinds = [(leaf.unit, i < len(past)) for i, leaf in enumerate(leaves)]
-    draws = packing.draws(shapes, kinds)
-    for number, draw in enumerate(draws):
-        unit, is_correlated = kinds[min(draw.ranges)]
-        noises = {number: DiscreteGaussian.at_least(stddev / Fraction(unit or 1))}
-        if is_correlated:
-            noises[len(draws) + number] = _FRACTIONS
-        samples = [
-            functools.partial(noise.sample, key_words, draw.shape, step=step, leaf=i)
-            for i, noise in noises.items()
-        ]
-        # This branch keeps the compiler from repeating the draw in every reader of the
-        # sums, and frees the memory of the noise. The branch in `Draw.divided` keeps it
-        # from repeating the draw in every leaf.
-        add = functools.partial(_add_draw, draw, leaves, samples, step, past, strategy)
-        found |= materialize(add, step)
-    noisy = [found[i][0] for i in range(len(leaves))]
-    # Outside of the branch, the noise is written into donated arrays without a copy.
-    return noisy, tuple(
-        jax.lax.dynamic_update_index_in_dim(x, found[i][1], step % len(x), 0)
-        for i, x in enumerate(past)
-    )
-
-
-def _add_draw(
-    draw: packing.Draw,
-    leaves: Sequence[GridArray],
-    samples: Sequence[Callable[[], jax.Array]],
-    step: jax.Array,
-    past: Sequence[jax.Array],
-    strategy: BandedToeplitz | None,
-) -> dict[int, list[jax.Array]]:
-    """Adds one draw to its leaves.
-
-    If there is a second sample, of fractions, the noise is correlated.
-
-    Returns, by number, each noisy leaf, and its noise if that is correlated.
-    """
-    found = {}
-    divided = [draw.divided(sample, step) for sample in samples]
-    for i, leaf in ((i, leaves[i]) for i in draw.ranges):
-        parts = [x[i] for x in divided]
-        if draw.is_of_small:
-            # Otherwise each device would send its part of a joint vector to all others.
-            parts = map(_meshes.on_every_device, parts)
-        noise, *fractions = (x.reshape(leaf.counts.shape) for x in parts)
-        kept = []
-        if fractions and strategy is not None:
-            noise = _correlated(noise, fractions[0], past[i], step, strategy)
-            kept = [noise]
-        found[i] = [GridArray(leaf.counts + noise, leaf.unit).to_float(), *kept]
-    return found
-
-
-# Noise in 1 / GRID, which turns noise in whole units into noise on this finer grid.
-_FRACTIONS = DiscreteGaussian((1,))
-
-
-def _correlated(
-    units: jax.Array,
-    fractions: jax.Array,
-    past: jax.Array,
-    step: jax.Array,
-    strategy: BandedToeplitz,
-) -> jax.Array:
-    """The noise of a step, from independent noise and the noise of earlier steps.
-
-    The independent noise is `units` + `fractions` / `GRID`. As `GRID` is at most 64,
-    this is discrete Gaussian noise on the finer grid (`_discrete_gaussian.py`, with k =
-    64). Sums of 32 bits may wrap around in between: the result is in range, except for
-    noise of 16 standard deviations, which is less likely than 2^-180.
-    """
-    rest = fractions + np.int32(GRID // 2)  # to round to nearest
-    numerators = np.array(strategy.numerators[1:], np.int32)
-    for i, noise in enumerate(past):
-        age = (step - np.int32(1 + i)) % np.int32(
-            len(numerators)
-        )  # 0 for the last step
-        numerator = jnp.asarray(numerators)[age]
-        units = units - numerator * (noise >> np.int32(LOG_GRID))
-        rest = rest - numerator * (noise & np.int32(GRID - 1))
-    return units + (rest >> np.int32(LOG_GRID))
 
 
 def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:
