@@ -15,7 +15,12 @@ import pytest
 from programs import UNOPTIMIZED
 from scipy import stats
 
-from dpmp.noise_addition import NoiseState, _privatizers, gaussian_privatizer
+from dpmp.noise_addition import (
+    NoiseState,
+    _add_noise,
+    _privatizers,
+    gaussian_privatizer,
+)
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics._grid import GridArray, round_to_grid
 from dpmp.tools.selfcheck import _modes
@@ -252,7 +257,7 @@ def choices(total, **kwargs):
     recorder = types.SimpleNamespace(at_least=recording_at_least)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_privatizers, "_grid_of_floats", recording_snapping)
-        patch.setattr(_privatizers, "DiscreteGaussian", recorder)
+        patch.setattr(_add_noise, "DiscreteGaussian", recorder)
         # Traced alone, a sum may have any size.
         privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
         jax.eval_shape(privatizer.update, total, privatizer.init(None))

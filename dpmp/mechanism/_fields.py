@@ -1,0 +1,146 @@
+"""Checks the fields of a `DPSGD`, and chooses those that were left out."""
+
+from typing import Any
+
+import dp_accounting
+import jax
+
+from dpmp import _validate, accounting
+from dpmp._validate import as_real
+from dpmp.mechanism._privacy_cost import POISSON, SAMPLINGS, ComputedProbability
+from dpmp.numerics import default_arithmetic, default_method
+from dpmp.strategies import BandedToeplitz
+
+# The check of each field, and the fix that its error message names.
+_CHECKS = {
+    "num_examples": (_validate.positive_integer, "Count the examples to train on."),
+    "expected_batch_size": (_validate.positive, "Use 256, for example."),
+    "iterations": (_validate.positive_integer, "Or use DPSGD.from_epochs(epochs=3)."),
+    "num_parameters": (_validate.positive_integer, "Count the parameters to train."),
+    "rescale_to_unit_norm": (_validate.boolean, "Leave it out for False."),
+    "noise_multiplier": (_validate.nonnegative, "Leave it out and call calibrate."),
+    "truncated_batch_size": (_validate.positive_integer, "Use 32, or None."),
+    "microbatch_size": (_validate.positive_integer, "Use 32, or None."),
+}
+_MAY_BE_NONE = ("noise_multiplier", "truncated_batch_size", "microbatch_size")
+
+
+class Default(str):
+    """The name of a default, which tells a reader more than None.
+
+    `dataclasses.replace` passes it on, and then it is chosen for the new fields.
+    """
+
+
+def chosen_names(mechanism: Any) -> dict[str, str]:
+    """The names of engine and arithmetic, as given or chosen."""
+    method, arithmetic = (
+        None if isinstance(x, Default) else x
+        for x in (mechanism.method, mechanism.arithmetic)
+    )
+    relations = dp_accounting.NeighboringRelation
+    has_slots = mechanism.neighboring_relation is not relations.ADD_OR_REMOVE_ONE
+    if method is None:
+        method = Default(default_method(arithmetic, has_fixed_slots=has_slots))
+    if arithmetic is None:
+        arithmetic = Default(default_arithmetic(method))
+    return {"method": method, "arithmetic": arithmetic}
+
+
+def check_strategy(mechanism: Any) -> None:
+    """Raises ValueError for a strategy that does not fit the other fields."""
+    strategy = mechanism.strategy
+    if strategy is None or strategy.bands == 1:
+        return
+    relations = dp_accounting.NeighboringRelation
+    for is_met, required in (
+        (mechanism.sampling == POISSON, 'sampling must be "poisson"'),
+        (strategy.iterations >= mechanism.iterations, "it must be for all iterations"),
+        (
+            mechanism._sums.resolution is not None or mechanism.noise_multiplier == 0,
+            "arithmetic must have a grid",
+        ),
+        (
+            not (mechanism.released_metrics and mechanism.released_metrics.paid),
+            "no metrics may be released but overflows",
+        ),
+        (mechanism._joint.adaptive is None, "the clip norm must not adapt"),
+        (
+            isinstance(mechanism.sampling_prob, ComputedProbability),
+            "sampling_prob must be left out, because only one group takes part in a "
+            "step",
+        ),
+        (
+            mechanism.num_examples >= strategy.bands,
+            "there must be an example for each band",
+        ),
+        (
+            mechanism.neighboring_relation is not relations.ADD_OR_REMOVE_ONE,
+            "examples must have fixed places, and none be added or removed",
+        ),
+    ):
+        _validate.require(
+            is_met,
+            f"with a strategy, {required}",
+            strategy=strategy,
+            fix="Change that, or leave strategy out.",
+        )
+
+
+def checked_fields(mechanism: Any) -> dict[str, Any]:
+    """Returns Python numbers and bools by name; ValueError if one is out of range."""
+    if mechanism.strategy is not None:
+        _validate.instance(
+            BandedToeplitz,
+            "Use dpmp.strategies.banded_toeplitz(8, iterations=...).",
+            strategy=mechanism.strategy,
+        )
+    checked: dict[str, Any] = {
+        name: check(**{name: getattr(mechanism, name)}, fix=fix)
+        for name, (check, fix) in _CHECKS.items()
+        if name not in _MAY_BE_NONE or getattr(mechanism, name) is not None
+    }
+    if mechanism.delta is not None:
+        checked["delta"] = accounting.check_delta(mechanism.delta)
+    # `ClipNorms` checks the values of the clip norms.
+    checked["l2_clip_norm"] = jax.tree.map(as_real, mechanism.l2_clip_norm)
+    _validate.require(
+        mechanism.sampling in SAMPLINGS,
+        "sampling must be the name of a way to draw batches",
+        sampling=mechanism.sampling,
+        fix=f"Use one of {SAMPLINGS}.",
+    )
+    given = mechanism.sampling_prob
+    if given is None or isinstance(given, ComputedProbability):
+        sizes = {x: checked[x] for x in ("expected_batch_size", "num_examples")}
+        batch_size, num_examples = sizes.values()
+        _validate.require(
+            batch_size <= num_examples,
+            "expected_batch_size must be at most num_examples",
+            **sizes,
+            fix="Use a smaller batch.",
+        )
+        # Only one of the groups takes part in a step.
+        prob = batch_size * mechanism.cycle_length / num_examples
+        _validate.require(
+            prob <= 1,
+            "expected_batch_size must be at most num_examples over the bands",
+            **sizes,
+            strategy=mechanism.strategy,
+            fix="Use a smaller batch, or fewer bands.",
+        )
+        if mechanism.sampling != POISSON:
+            prob = 1 / round(1 / prob)  # an epoch has a whole number of steps
+        checked["sampling_prob"] = ComputedProbability(prob)
+    else:
+        prob = checked["sampling_prob"] = _validate.probability(
+            sampling_prob=given, fix="Use 0.01, for example, or leave it out."
+        )
+        _validate.require(
+            mechanism.sampling == POISSON or prob == 1 / round(1 / prob),
+            "for random allocation, sampling_prob must be 1 over the steps of an epoch",
+            sampling_prob=prob,
+            fix="Use 1 / 100, for example, or leave it out.",
+        )
+    accounting.check_relation(mechanism.neighboring_relation)
+    return checked
