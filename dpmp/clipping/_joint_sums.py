@@ -14,6 +14,7 @@ costs nothing, and has noise of `noise_multiplier` examples: an example adds eit
 An adaptive clip norm is one more coordinate, with its own share of the norm.
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -111,6 +112,13 @@ class ReleasedMetrics:
             "released_metrics out.",
             released_metrics=self,
         )
+
+    @classmethod
+    def with_overflows(cls, metrics: "ReleasedMetrics | None") -> "ReleasedMetrics":
+        """Returns `metrics` with the fraction of overflows, which costs nothing."""
+        if metrics is None:
+            return cls(fraction_overflowed=True)
+        return dataclasses.replace(metrics, fraction_overflowed=True)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -192,20 +192,6 @@ class DPSGD:
             noise_multiplier=0.0,
         )
 
-    def counting_overflows(self) -> "DPSGD":
-        """The same mechanism, which also releases the fraction of overflows, for free.
-
-        An overflow is an example whose gradient norm is not finite.
-        """
-        metrics = self.released_metrics
-        counting = ReleasedMetrics(fraction_overflowed=True)
-        if metrics is not None:
-            counting = dataclasses.replace(metrics, fraction_overflowed=True)
-        # `replace` alone would take clip norms that someone has changed.
-        return dataclasses.replace(
-            self, released_metrics=counting, l2_clip_norm=self._clip_norm_tree
-        )
-
     @property
     def has_default_method(self) -> bool:
         """Whether `method` was chosen, and not given."""
@@ -280,7 +266,7 @@ class DPSGD:
         """The names of the released metrics."""
         return self.released_metrics.names if self.released_metrics else ()
 
-    @property
+    @functools.cached_property
     def resolution(self) -> int | None:
         """The number of grid units in the largest contribution; None for floats."""
         noise_multiplier = self.noise_multiplier or 1.0
@@ -310,6 +296,7 @@ class DPSGD:
         argnums: Any = 0,
         *,
         clip_norm: Any = None,
+        counts_overflows: bool = False,
         **kwargs: Any,
     ) -> clipping.BoundedSensitivityCallable:
         """Calls `dpmp.clipped_grad` with this mechanism's clipping and arithmetic.
@@ -318,14 +305,15 @@ class DPSGD:
           fun: the loss.
           argnums: the positions of the arguments to differentiate.
           clip_norm: the clip norm of this step if it adapts; see `AdaptiveClipNorm`.
+          counts_overflows: whether to release "overflowed" in any case, as it is free;
+            see `ReleasedMetrics`.
           **kwargs: other arguments that do not affect the sensitivity.
             `nan_safe=False`, which has no guarantee, raises ValueError.
 
         Returns:
           A callable that returns the sum of clipped gradients over
-          `expected_batch_size`. With `released_metrics` or an `AdaptiveClipNorm`, it
-          returns a `JointSum`: add noise to it with `.privatizer`, and then split it
-          with `.split`.
+          `expected_batch_size`. If it releases anything else, it returns a `JointSum`:
+          add noise to it with `.privatizer`, and then split it with `.split`.
         """
         _validate.require(
             kwargs.get("nan_safe", True),
@@ -334,13 +322,16 @@ class DPSGD:
             fix="Leave nan_safe out. To look for NaN on public data, use "
             "dpmp.clipped_grad.",
         )
+        metrics = self.released_metrics
+        if counts_overflows:
+            metrics = ReleasedMetrics.with_overflows(metrics)
         return clipping.clipped_grad(
             fun,
             argnums,
             l2_clip_norm=with_clip_norm(self._clip_norm_tree, clip_norm),
             rescale_to_unit_norm=self._is_in_clip_norms,
             normalize_by=self.expected_batch_size,
-            released_metrics=self.released_metrics,
+            released_metrics=metrics,
             microbatch_size=self.microbatch_size,
             method=self._engine,
             arithmetic=self._sums_on_grid,
@@ -490,7 +481,7 @@ class DPSGD:
         check_method(self._engine)
         return parse_arithmetic(self.arithmetic, method=self._engine)
 
-    @property
+    @functools.cached_property
     def _sums_on_grid(self) -> Arithmetic:
         """The arithmetic with the resolution of this mechanism, if it has a grid."""
         resolution = self.resolution

@@ -11,7 +11,7 @@ import jax
 from dpmp import accounting
 from dpmp._typing import PyTree
 from dpmp.accounting import digits_above, digits_below, round_up
-from dpmp.clipping import AdaptiveClipNorm, AutomaticClipping
+from dpmp.clipping import AdaptiveClipNorm, AutomaticClipping, ReleasedMetrics
 from dpmp.mechanism._privacy_cost import ComputedProbability
 from dpmp.numerics import Arithmetic
 
@@ -162,7 +162,7 @@ def _describe_released(mechanism: Any) -> list[str]:
     """Describes everything that a step releases besides the gradient."""
     metrics, adaptive = mechanism.released_metrics, mechanism._clip_norm_tree
     batch_size, noise = mechanism.expected_batch_size, mechanism.noise_multiplier
-    counting = mechanism.counting_overflows().released_metrics
+    counting = ReleasedMetrics.with_overflows(metrics)
     lines = []
     if is_adaptive := isinstance(adaptive, AdaptiveClipNorm):
         # The release of the noisy fraction makes all noise wider.

@@ -38,7 +38,8 @@ def without_complex_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree
     def rewritten(*args: Any) -> PyTree:
         # By `id`. The values stay alive here, so no id is used twice.
         known: dict[int, tuple[Any, _Parts]] = {}
-        return rewrite(fun, functools.partial(_with_parts, known))(*args)
+        rule = functools.partial(_with_parts, known)
+        return rewrite(fun, dict.fromkeys(_RULES, rule))(*args)
 
     return rewritten
 
@@ -100,6 +101,11 @@ def _parts_of_result(
 # Operations that act on the real and the imaginary part alone.
 _ON_PARTS = (primitives.TRANSPOSE, primitives.RESHAPE, primitives.BROADCAST)
 _ON_PARTS += (primitives.SQUEEZE, primitives.SLICE, primitives.REV)
+
+# All operations that have a rule above.
+_RULES = (primitives.COMPLEX, primitives.REAL, primitives.IMAG, primitives.CAST)
+_RULES += (primitives.DOT_GENERAL, primitives.MUL, primitives.ADD, primitives.SUB)
+_RULES += _ON_PARTS
 
 
 def _constant_parts(x: Any) -> _Parts | None:

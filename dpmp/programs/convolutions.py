@@ -19,13 +19,8 @@ from dpmp.programs.interpreter import bind
 _FEW_PRODUCTS = 64
 
 
-def with_channels_last(eqn: Any, values: list[Any]) -> list[Any] | None:
-    """Evaluates a convolution in the fast layout on CPUs, for `rewrite`.
-
-    The result is None for other equations, and for convolutions in this layout.
-    """
-    if eqn.primitive.name != primitives.CONVOLUTION:
-        return None
+def _with_channels_last(eqn: Any, values: list[Any]) -> list[Any] | None:
+    """Evaluates a convolution in the fast layout on CPUs; None if it is in it."""
     given = eqn.params["dimension_numbers"]
     last = len(given.lhs_spec) - 1
     space = range(1, last)
@@ -51,3 +46,6 @@ def with_channels_last(eqn: Any, values: list[Any]) -> list[Any] | None:
         return bind(eqn, [x, kernel])[0]
 
     return [jax.lax.platform_dependent(*values, cpu=in_fast_layout, default=as_written)]
+
+
+RULES = {primitives.CONVOLUTION: _with_channels_last}

@@ -1,13 +1,13 @@
 """Tells which values of a program a backward pass sends cotangents to."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
 
 from dpmp.programs import primitives
 from dpmp.programs.bodies import Loop
-from dpmp.programs.interpreter import is_literal
+from dpmp.programs.interpreter import variables_read
 
 
 def reached(jaxpr: Any, unread: Collection[int] = ()) -> set[Any]:
@@ -15,13 +15,13 @@ def reached(jaxpr: Any, unread: Collection[int] = ()) -> set[Any]:
 
     The cotangents of the outputs with numbers in `unread` are zero.
     """
-    found = _with_gradients(
-        [atom for i, atom in enumerate(jaxpr.outvars) if i not in unread]
-    )
-    for eqn in reversed(jaxpr.eqns):
+    *read, returned = variables_read(jaxpr)
+    used = {id(x) for i, x in enumerate(jaxpr.outvars) if i not in unread}
+    found = set(filter(_has_gradient, (x for x in returned if id(x) in used)))
+    for eqn, variables in reversed(list(zip(jaxpr.eqns, read, strict=True))):
         is_stopped = eqn.primitive.name == primitives.STOP_GRADIENT
         if not is_stopped and not found.isdisjoint(eqn.outvars):
-            found |= _with_gradients(eqn.invars)
+            found.update(filter(_has_gradient, variables))
     return found
 
 
@@ -41,9 +41,5 @@ def unread_in_loop(loop: Loop, unread: Collection[int]) -> set[int]:
         unread -= read
 
 
-def _with_gradients(atoms: Sequence[Any]) -> set[Any]:
-    return {
-        x
-        for x in atoms
-        if not is_literal(x) and jnp.issubdtype(x.aval.dtype, jnp.inexact)
-    }
+def _has_gradient(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)

@@ -158,10 +158,11 @@ read_instead.defvjp(
 def args_read(closed: Any) -> set[int]:
     """The numbers of the arguments whose values a program reads."""
     jaxpr = closed.jaxpr
-    read = set(interpreter.variables_read(jaxpr)[-1])
-    for eqn in jaxpr.eqns:
+    *of_equations, returned = interpreter.variables_read(jaxpr)
+    read = set(returned)
+    for eqn, variables in zip(jaxpr.eqns, of_equations, strict=True):
         if not reads_instead(eqn):
-            read.update(x for x in eqn.invars if not is_literal(x))
+            read.update(variables)
     return {i for i, x in enumerate(jaxpr.invars) if x in read}
 
 

@@ -53,6 +53,7 @@ BODIES = {
     COND: ("branches",),
     **dict.fromkeys(REMATERIALISED, ("jaxpr",)),
 }
+WITH_BODIES = (*CALLS, *BODIES)
 
 # Operations that draw random numbers, and parts of the names of calls of the host.
 RANDOM = ("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32")

@@ -1,6 +1,6 @@
 """Rewrites the program of a function without changing its result."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,11 @@ import numpy as np
 from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp.programs import frozen, primitives
-from dpmp.programs.bodies import bind_bodies, has_primitive, sub_programs
+from dpmp.programs.bodies import bind_bodies, has_primitive
 from dpmp.programs.interpreter import bind, run, trace
+
+# Evaluates an equation on values; None leaves it as it is.
+Rule = Callable[[Any, list[Any]], list[Any] | None]
 
 
 def hoist_constants(
@@ -62,23 +65,27 @@ def hoist_constants(
 
 
 def rewrite(
-    fun: Callable[..., PyTree], replace: Callable[[Any, list[Any]], list[Any] | None]
-) -> Callable[..., PyTree]:
+    fun: Callable[..., PyTree], rules: Mapping[str, Rule]
+) -> Callable[..., Any]:
     """Makes a function in which some equations are evaluated in another way.
 
-    `replace(eqn, values)` returns the values of an equation's outputs, in the same
-    shapes and dtypes, or None to leave the equation as it is. It is also called for the
-    equations inside of loops and branches. The result need not be differentiable.
+    `rules` has a rule for each name of a primitive. `rule(eqn, values)` returns the
+    values of an equation's outputs, in the same shapes and dtypes, or None to leave the
+    equation as it is. Rules hold inside of loops and branches too. The result need not
+    be differentiable.
     """
 
     def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
         transposed: dict[Any, list[Any]] = {}
 
         def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
-            if (results := replace(eqn, values)) is not None:
+            rule = rules.get(eqn.primitive.name)
+            if rule and (results := rule(eqn, values)) is not None:
                 return results
-            if eqn.primitive.name != primitives.TRANSPOSE:
+            if eqn.primitive.name in primitives.WITH_BODIES:
                 return bind_bodies(eqn, values, run_body)
+            if eqn.primitive.name != primitives.TRANSPOSE:
+                return bind(eqn, values)
             # `jax.vmap` transposes each output again, though a loop stacks them once.
             # The values in `transposed` stay alive until the end of `run`, so no id is
             # used twice.
@@ -104,7 +111,7 @@ def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]
     multiplies each row by the matrices of all groups, and keeps the result of the row's
     own group. With k groups, it takes k times as long.
     """
-    return rewrite(fun, _with_ordinary_product)
+    return rewrite(fun, {primitives.RAGGED_DOT: _ordinary_product})
 
 
 def has_ragged_products(jaxpr: Any) -> bool:
@@ -112,15 +119,9 @@ def has_ragged_products(jaxpr: Any) -> bool:
     return has_primitive(jaxpr, primitives.RAGGED_DOT)
 
 
-def _with_ordinary_product(eqn: Any, values: list[Any]) -> list[Any] | None:
-    if eqn.primitive.name == primitives.RAGGED_DOT:
-        return [_ordinary_product(eqn, *values)]
-    inside = (part.jaxpr for part in sub_programs(eqn))
-    return None if any(map(has_ragged_products, inside)) else bind(eqn, values)
-
-
-def _ordinary_product(eqn: Any, left: Any, right: Any, group_sizes: Any) -> jax.Array:
+def _ordinary_product(eqn: Any, values: list[Any]) -> list[jax.Array]:
     """Evaluates the equation of a ragged product; rows of no group become zero."""
+    left, right, group_sizes = values
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracting, batch) = numbers.dot_dimension_numbers
     (row_axis,) = numbers.lhs_ragged_dimensions
@@ -147,4 +148,4 @@ def _ordinary_product(eqn: Any, left: Any, right: Any, group_sizes: Any) -> jax.
     is_own = (ends - group_sizes <= row) & (row < ends)  # (rows, groups)
     shape = [1] * everything.ndim
     shape[rows], shape[groups] = is_own.shape
-    return jnp.sum(everything, axis=groups, where=is_own.reshape(shape))
+    return [jnp.sum(everything, axis=groups, where=is_own.reshape(shape))]

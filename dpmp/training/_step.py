@@ -329,9 +329,10 @@ class Step:
         """Returns the sum of clipped gradients, and the outputs of each example."""
         dynamic = self.dynamic_scale
         scale: Any = state.scale_state.scale if dynamic else self.loss_scale
-        grad_fn = self.mechanism.counting_overflows().clipped_grad(
+        grad_fn = self.mechanism.clipped_grad(
             loss_fn if scale is None else ScaledLoss(loss_fn, scale),
             clip_norm=state.clip_norm,
+            counts_overflows=True,
             return_values=True,
             return_grad_norms=True,
             prng_argnum=2 if self.uses_prng_key else None,

@@ -32,12 +32,11 @@ def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
     On CPUs only, bfloat16 products are computed in float32 and rounded. Batch axes of
     size one are left out on all devices.
     """
-    return transformations.rewrite(fun, _replace)
+    rules = {primitives.DOT_GENERAL: _fast_product, **convolutions.RULES}
+    return transformations.rewrite(fun, rules)
 
 
-def _replace(eqn: Any, values: list[Any]) -> list[Any] | None:
-    if eqn.primitive.name != primitives.DOT_GENERAL:
-        return convolutions.with_channels_last(eqn, values)
+def _fast_product(eqn: Any, values: list[Any]) -> list[Any] | None:
     operands, numbers = _without_batches_of_one(
         values, *eqn.params["dimension_numbers"]
     )
