@@ -112,17 +112,18 @@ class BandedToeplitz:
         """
         return self.sensitivity * max(1.0, self.noise_gain / 1.9)
 
-    def error(self, *, momentum: float = 0.0) -> float:
+    def error(self, *, momentum: float = 0.0, at_end: bool = False) -> float:
         """The error of the parameters, for noise multiplier 1 and sensitivity 1.
 
         It is the root mean square of the noise in the sum of all updates so far, over
         all steps, in units of one contribution. With `momentum`, the updates are those
-        of SGD with momentum.
+        of SGD with momentum. With `at_end`, it is that of the sum of all updates alone.
         """
-        mean_square, _ = _mean_square(
+        factors = _factors(
             np.array(self.coefficients), self.iterations, _checked(momentum)
         )
-        return math.sqrt(mean_square) * self.sensitivity
+        weights = 1 if at_end else _weights(self.iterations)
+        return math.sqrt(np.sum(weights * factors**2)) * self.sensitivity
 
 
 def banded_toeplitz(
@@ -191,16 +192,25 @@ def _mean_square(
     coefficients: np.ndarray, iterations: int, momentum: float
 ) -> tuple[float, np.ndarray]:
     """The mean square of the noise in all sums for unit noise W, and its gradient."""
-    # Noise of one step enters the sum a number of steps later by this factor.
-    sums = np.convolve([1.0, -1.0], [1.0, -momentum])
-    factors: Any = signal.lfilter([1.0], sums, _response(coefficients, iterations))
-    weights = 1 - np.arange(iterations) / iterations  # how many sums it enters
+    factors = _factors(coefficients, iterations, momentum)
+    weights = _weights(iterations)
     changes: Any = signal.lfilter([1.0], coefficients, factors)
     weighted = -2 * weights * factors
     gradient = [
         weighted[k:] @ changes[: iterations - k] for k in range(len(coefficients))
     ]
     return float(weights @ factors**2), np.array(gradient)
+
+
+def _factors(coefficients: np.ndarray, iterations: int, momentum: float) -> Any:
+    """By which factor noise of one step enters the sum a number of steps later."""
+    sums = np.convolve([1.0, -1.0], [1.0, -momentum])
+    return signal.lfilter([1.0], sums, _response(coefficients, iterations))
+
+
+def _weights(iterations: int) -> np.ndarray:
+    """Which share of all sums noise enters after a number of steps."""
+    return 1 - np.arange(iterations) / iterations
 
 
 def _response(coefficients: Sequence[float] | np.ndarray, iterations: int) -> Any:

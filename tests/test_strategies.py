@@ -29,6 +29,8 @@ def test_errors_are_those_of_matrices(coefficients, momentum):
     norm = np.linalg.norm(matrix, axis=0).max()
     expected = np.sqrt(mean_square) * norm
     assert strategy.error(momentum=momentum) == pytest.approx(expected)
+    at_end = np.linalg.norm((sums @ inverse)[-1]) * norm
+    assert strategy.error(momentum=momentum, at_end=True) == pytest.approx(at_end)
     assert strategy.noise_gain == pytest.approx(np.linalg.norm(inverse[-1]))
     assert strategy.sensitivity == pytest.approx(norm)
 
@@ -60,6 +62,25 @@ def test_momentum_wants_other_coefficients():
     plain, heavy = (banded_toeplitz(8, iterations=200, momentum=x) for x in (0, 0.9))
     assert heavy.error(momentum=0.9) < 0.99 * plain.error(momentum=0.9)
     assert plain.error() < 0.99 * heavy.error()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_decaying_learning_rate_wants_the_same_coefficients(momentum):
+    """The guide says so: to within 0.5 % of the error."""
+    steps, bands = 80, 6
+    strategy = banded_toeplitz(bands, iterations=steps, momentum=momentum)
+    rates = 0.5 + 0.5 * np.cos(np.pi * np.arange(steps) / steps)
+    _, updates = matrices(BandedToeplitz((1.0,), steps), momentum)
+    updates = np.tri(steps) @ np.diag(rates) @ np.diff(updates, axis=0, prepend=0)
+
+    def error(tail):
+        column = np.concatenate([[1.0], tail, np.zeros(steps - bands)])
+        inverse = linalg.inv(linalg.toeplitz(column, np.zeros(steps)))
+        return np.linalg.norm(updates @ inverse) * np.linalg.norm(column)
+
+    found = strategy.coefficients[1:]
+    best = optimize.minimize(error, found, options={"maxiter": 30}).fun
+    assert best <= error(found) < 1.005 * best
 
 
 def test_the_sensitivity_is_rounded_up():

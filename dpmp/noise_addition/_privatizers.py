@@ -165,14 +165,14 @@ def correlated_gaussian_privatizer(
         docs/proofs.md.
       - The noise of a step is computed in integers from the noise of the last
         `strategy.bands` - 1 steps, which is a part of the state, and is secret. A run
-        that goes on from a new state (`init`) is as private as one that goes on from
-        the old one. Only the noise of the steps before does not cancel any more.
+        may also go on from a new state with a new key, which `init` draws without a
+        `prng_key`. It is as private, but earlier noise does not cancel any more.
       - Otherwise those of `gaussian_privatizer`.
 
     Args:
       stddev: see `gaussian_privatizer`.
       strategy: says how noise is correlated. Use it for at most `strategy.iterations`
-        steps.
+        steps: the noise of later ones may be too large for 32 bits.
       prng_key: see `gaussian_privatizer`.
 
     Returns:
@@ -223,7 +223,7 @@ def _privatizer(
                 sums="of floats",
             )
             width = Fraction(stddev) * Fraction(strategy.sensitivity)
-            finest = min(x.unit for x in grids) or 1.0
+            finest = min(x.unit or 1.0 for x in grids)
             _validate.require(
                 float(width) * strategy.noise_gain / finest <= _WIDEST_CORRELATED,
                 f"correlated noise must have at most {_WIDEST_CORRELATED} units of the "
@@ -231,12 +231,13 @@ def _privatizer(
                 strategy=strategy,
             )
             past = noise_state.past
-            shapes = [(strategy.bands - 1, *x.counts.shape) for x in grids]
+            wanted = [((strategy.bands - 1, *x.counts.shape), "int32") for x in grids]
+            given = [(x.shape, x.dtype.name) for x in past]
             _validate.require(
-                shapes[: len(past)] == [x.shape for x in past] and bool(past),
+                wanted[: len(past)] == given and bool(past),
                 "the state must have the noise of earlier steps for this strategy and "
                 "this sum. Use the state of the init or update of this privatizer.",
-                shapes=[x.shape for x in past],
+                earlier_noise=given,
             )
             return add_noise(grids, width, key_words, noise_state.step, past, strategy)
         unit, widened = 1.0, Fraction(stddev)

@@ -19,6 +19,7 @@ COMMANDS = sorted(
 # The smallest sizes of all others take minutes: they compile models as they are.
 _QUICK = (
     "accountant",
+    "accuracy_by_noise",
     "dtype_matmul",
     "exactness_cost",
     "import_time",

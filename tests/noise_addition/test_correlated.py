@@ -182,11 +182,14 @@ def test_what_has_no_noise_is_refused(privatizer):
     with pytest.raises(ValueError, match="must be added to sums on a grid"):
         privatizer.update(floats, privatizer.init(floats))
     slow = BandedToeplitz((1.0, 0.98), 1000)
-    wide = correlated_gaussian_privatizer(stddev=3e7, strategy=slow, prng_key=KEY)
-    with pytest.raises(ValueError, match="at most 134217728 units"):
-        wide.update(sums(0, {"a": (3,)}), wide.init(floats))
+    wide = correlated_gaussian_privatizer(stddev=1.5e7, strategy=slow, prng_key=KEY)
+    total = sums(0, {"a": (3,)}, unit=0.5)
+    for both in (total, total | {"b": GridArray(jnp.zeros(3, jnp.int32), 0.0)}):
+        with pytest.raises(ValueError, match="at most 134217728 units"):
+            wide.update(both, wide.init(jax.tree.map(jnp.zeros_like, both)))
     state = privatizer.init({"a": jnp.zeros(3)})
-    for past in ((), (state.past[0][1:],), state.past * 2):
+    of_floats = (state.past[0].astype(jnp.float32),)
+    for past in ((), (state.past[0][1:],), state.past * 2, of_floats):
         with pytest.raises(ValueError, match="the noise of earlier steps for this"):
             privatizer.update(sums(0, {"a": (3,)}), state._replace(past=past))
     with pytest.raises(ValueError, match="banded_toeplitz"):

@@ -15,6 +15,7 @@ from dpmp.planning.memory import (
     estimate_memory,
     largest_microbatch,
 )
+from dpmp.strategies import banded_toeplitz
 from tests import models
 
 _ADAM = optax.adam(1e-3)
@@ -50,6 +51,7 @@ def test_mixed_precision_with_adam_takes_16_bytes_for_a_parameter():
 
 
 _ADAM_IN_BFLOAT16 = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+_FOUR_BANDS = banded_toeplitz(4, iterations=10)
 _SECOND_IN_FLOAT32 = Policy.from_name("mixed_bfloat16", float32_paths=("second",))
 
 
@@ -78,6 +80,8 @@ _SECOND_IN_FLOAT32 = Policy.from_name("mixed_bfloat16", float32_paths=("second",
         ({"method": None}, "per-example gradients", None),
         ({"arithmetic": "float32"}, "sum of gradients", 4 * _NUM_PARAMETERS),
         ({"method": None}, "sum of gradients", 4 * _NUM_PARAMETERS),
+        ({"strategy": _FOUR_BANDS}, "earlier noise", 12 * _NUM_PARAMETERS),
+        ({}, "earlier noise", None),
     ],
 )
 def test_the_parts_have_the_sizes_of_their_shapes(changed, name, num_bytes):

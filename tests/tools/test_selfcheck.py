@@ -11,15 +11,23 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy import stats
 
-from dpmp import __main__
+from dpmp import __main__, clipping, noise_addition, strategies
 from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._modes import dpmp_subjects, unsafe_releases
 from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
 from dpmp.tools.selfcheck._results import Sizes
-from dpmp.tools.selfcheck._subjects import BatchShape, Keys, Releases, Subjects, Sums
+from dpmp.tools.selfcheck._subjects import (
+    BatchShape,
+    Keys,
+    Releases,
+    Subjects,
+    Sums,
+    draw_fn,
+)
 from dpmp.tools.selfcheck._sums import measure_contributions, measure_sensitivity
 
 SIZES = Sizes(2000, 8, 256, 2**20, 2**17)
@@ -131,6 +139,27 @@ def gaussian_on_a_grid(rng, num):
 
 def test_rounded_gaussian_noise_passes():
     assert all(passed(measured(gaussian_on_a_grid)))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_correlated_noise_passes_unless_earlier_noise_is_lost(is_kept):
+    strategy = strategies.banded_toeplitz(3, iterations=20)
+    privatizer = noise_addition.correlated_gaussian_privatizer(
+        stddev=1 / strategy.sensitivity, strategy=strategy
+    )
+
+    def update(sums, state):
+        noisy, following = privatizer.update(sums, state)
+        return noisy, following._replace(past=(following if is_kept else state).past)
+
+    broken = optax.GradientTransformation(privatizer.init, update)
+    clip = clipping.clipped_fun(
+        lambda x: x, l2_clip_norm=1.0, arithmetic="exact", keep_batch_dim=False
+    )
+    draw = draw_fn(clip, broken, coefficients=strategy.coefficients)
+    results = measure_noise(Releases("correlated", True, draw), SIZES)
+    assert all(passed(results)) == is_kept
+    assert results[-1].passed == is_kept  # the standard deviation
 
 
 def test_float_noise_fails():

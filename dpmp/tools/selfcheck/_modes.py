@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _random, clipping, noise_addition, numerics
+from dpmp import _random, clipping, noise_addition, numerics, strategies
 from dpmp.tools.selfcheck._subjects import (
     NOISE_MULTIPLIER,
     BatchShape,
@@ -43,6 +43,7 @@ def dpmp_subjects(*, include_unsafe: bool = False) -> Subjects:
     else:
         remarks += ("dpmp float64: not measured, because JAX_ENABLE_X64 is not set.",)
     sums, releases = zip(*modes, strict=True)
+    releases += (_correlated_releases(),)
     if include_unsafe:
         releases += (unsafe_releases(),)
     return Subjects(sums, releases, (_keys(),), remarks)
@@ -109,6 +110,16 @@ def _inner_product(weights: Any, example: Any) -> jax.Array:
         return jnp.tensordot(w, x, w.ndim).astype(jnp.float32)
 
     return jax.tree.reduce(jnp.add, jax.tree.map(product, weights, example))
+
+
+def _correlated_releases() -> Releases:
+    """Noise that is correlated over steps, if the noise of earlier steps is known."""
+    strategy = strategies.banded_toeplitz(4, iterations=64)
+    privatizer = noise_addition.correlated_gaussian_privatizer(
+        stddev=NOISE_MULTIPLIER / strategy.sensitivity, strategy=strategy
+    )
+    draw = draw_fn(_clip("exact"), privatizer, coefficients=strategy.coefficients)
+    return Releases("dpmp exact, correlated", True, draw)
 
 
 def unsafe_releases() -> Releases:

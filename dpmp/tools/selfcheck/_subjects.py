@@ -1,6 +1,6 @@
 """The subjects of a self-check: sums, noise and keys, all behind callables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -108,19 +108,34 @@ def _rows(x: Any) -> np.ndarray:
 
 
 def draw_fn(
-    fn: Callable[..., Any], privatizer: Any, dtype: Any = jnp.float32
+    fn: Callable[..., Any],
+    privatizer: Any,
+    dtype: Any = jnp.float32,
+    coefficients: Sequence[float] = (1.0,),
 ) -> Callable[[bool, int], np.ndarray]:
-    """Turns a clipped sum and an optax privatizer into a function for `Releases`."""
+    """Turns a clipped sum and an optax privatizer into a function for `Releases`.
+
+    An attacker who knows everything about earlier steps takes their share out of the
+    noise of a step, by the `coefficients` of a strategy.
+    """
     update = jax.jit(privatizer.update)
 
     def draw(has_example: bool, num: int) -> np.ndarray:
         is_padding = np.array([not has_example])
         total = fn(np.full((1, 1), 10, dtype), is_padding_example=is_padding)
         sums = jax.tree.map(lambda x: jnp.broadcast_to(x, _STEP_SIZE), total)
-        state, noisy = privatizer.init(sums), []
-        for _ in range(-(-num // _STEP_SIZE)):
+        state, found = privatizer.init(sums), []
+        earlier: list[np.ndarray] = []  # the noise of earlier steps, in grid units
+        while len(found) < -(-num // _STEP_SIZE):
             released, state = update(sums, state)
-            noisy.append(np.asarray(released))
-        return np.concatenate(noisy)[:num]
+            if tail := coefficients[1:]:
+                counts = np.rint(np.float64(released) / sums.unit)
+                if len(earlier) == len(tail):
+                    share = sum(c * x for c, x in zip(tail, earlier, strict=True))
+                    found.append(sums.unit * (counts + share))
+                earlier = [counts - np.asarray(sums.counts), *earlier][: len(tail)]
+            else:
+                found.append(np.asarray(released))
+        return np.concatenate(found)[:num]
 
     return draw
