@@ -26,7 +26,7 @@ from dpmp.numerics import GridArray
 from dpmp.planning import memory
 from dpmp.precision import Policy, autocast
 from dpmp.sources import Source, check_source
-from dpmp.tools import devices
+from dpmp.tools import audit, devices
 from dpmp.tools.precision_report import PrecisionReport, precision_report
 from dpmp.training import DPTrainer, SensitiveOutputs, TrainingState
 
@@ -47,6 +47,7 @@ __all__ = [
     "Source",
     "TrainingState",
     "accounting",
+    "audit",
     "autocast",
     "batch_selection",
     "book_keeping",

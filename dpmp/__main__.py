@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dpmp import _validate
 from dpmp.planning import noise_commands, plan_command
-from dpmp.tools import devices, ledger, plot
+from dpmp.tools import audit, devices, ledger, plot
 from dpmp.tools.selfcheck import command
 
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title="commands", metavar="command", dest="command_name"
     )
     command.add_selfcheck_command(commands)
+    audit.add_audit_command(commands)
     devices.add_devices_command(commands)
     noise_commands.add_planning_commands(commands)
     plan_command.add_plan_command(commands)

@@ -24,6 +24,7 @@ _QUICK = (
     "exactness_cost",
     "import_time",
     "least_noise",
+    "sabotage",
     "sampling",
 )
 

@@ -1,0 +1,355 @@
+"""Do the audits catch a library that breaks its promise?
+
+Each fault is put into dpmp for the time of one audit (`dpmp.tools.audit`). A line says
+in how many of the seeds an audit caught it. Without a fault, no audit may complain.
+
+    python -m benchmarks.sabotage                 # half an hour on two cores
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Annotated, Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpmp
+from benchmarks import harness
+from dpmp.batch_selection import PoissonSampling, RandomAllocation
+from dpmp.clipping import _clip_norms
+from dpmp.loss_scaling import DynamicScale
+from dpmp.mechanism import DPSGD
+from dpmp.noise_addition import _privatizers
+from dpmp.precision import Policy
+from dpmp.tools import audit
+from dpmp.tools.selfcheck._modes import dpmp_subjects
+from dpmp.tools.selfcheck._noise import measure_noise
+from dpmp.tools.selfcheck._results import Sizes
+from dpmp.training import _step
+
+_NUM_EXAMPLES, _STEPS = 2**15, 40
+
+Audit = Callable[[int], Any]  # from a seed to a result with `passed`
+
+
+def _mechanism(**fields: Any) -> DPSGD:
+    options = {"num_examples": _NUM_EXAMPLES, "expected_batch_size": _NUM_EXAMPLES / 8}
+    options |= {"iterations": _STEPS, "l2_clip_norm": 1.0, "num_parameters": 2**15}
+    return DPSGD(**(options | fields)).calibrate(epsilon=4.0, delta=1e-6)
+
+
+def _canaries(**fields: Any) -> Audit:
+    def run(seed: int) -> Any:
+        mechanism = _mechanism(**fields)
+        return audit.canaries(mechanism, num_canaries=2**18, seed=seed)
+
+    return run
+
+
+def _batches(**fields: Any) -> Audit:
+    return lambda seed: audit.batches(_mechanism(**fields), num_batches=400)
+
+
+def _data(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(256, 300)).astype(np.float32)
+    return {"x": features, "y": rng.normal(size=256).astype(np.float32)}
+
+
+def _loss(params: jax.Array, batch: Any) -> jax.Array:
+    return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
+
+
+def _replay(
+    loss_scale: Any = None,
+    make_source: Callable[[Any], Any] = lambda data: data,
+    callbacks: Callable[[], dict[str, Any]] = dict,
+    **fields: Any,
+) -> Audit:
+    """A replay in which an example is replaced by one with huge gradients."""
+
+    def run(seed: int) -> Any:
+        data, other, index = _data(seed), _data(seed), seed % 256
+        other["x"][index] = 1e6  # which is not finite in float16
+        trainer = _trainer(loss_scale, **fields)
+        sources = map(make_source, (data, other))
+        return audit.replay(
+            trainer,
+            jnp.zeros(300),
+            next(sources),
+            index=index,
+            neighbour=next(sources),
+            **callbacks(),
+        )
+
+    return run
+
+
+def _replay_without_one(seed: int) -> Any:
+    """A replay in which an example is left out whose gradient opposes all others."""
+    data, index = _data(seed), seed % 256
+    data = {"x": np.ones_like(data["x"]), "y": np.ones_like(data["y"])}
+    data["x"][index] = -1
+    trainer = _trainer(arithmetic="float32", method="per_example")
+    return audit.replay(trainer, jnp.zeros(300), data, index=index)
+
+
+def _trainer(loss_scale: Any = None, **fields: Any) -> dpmp.DPTrainer:
+    options = {"num_examples": 256, "expected_batch_size": 32, "iterations": 20}
+    return dpmp.DPTrainer(
+        mechanism=_mechanism(**(options | {"l2_clip_norm": 0.1} | fields)),
+        loss_fn=_loss,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        policy="float32" if loss_scale is None else "mixed_float16",
+        loss_scale=loss_scale,
+    )
+
+
+class _Verdict(NamedTuple):
+    passed: bool
+
+
+def _selfcheck(seed: int) -> _Verdict:
+    del seed
+    (exact, *_) = dpmp_subjects().releases
+    results = measure_noise(exact, Sizes(num_training=2**20, num_test=2**17))
+    return _Verdict(all(x.passed for x in results))
+
+
+# Each fault is a function that makes a context manager.
+
+Fault = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _noise(change: Callable[[Fraction], Fraction]) -> Fault:
+    """Changes the standard deviation of the noise."""
+    real = _privatizers.add_noise
+
+    def add_noise(leaves: Any, stddev: Fraction, *others: Any) -> Any:
+        return real(leaves, change(stddev), *others)
+
+    return lambda: mock.patch.object(_privatizers, "add_noise", add_noise)
+
+
+def _no_noise() -> Any:
+    def add_noise(
+        leaves: Any, stddev: Any, key: Any, step: Any, past: Any = (), *_: Any
+    ):
+        del stddev, key, step
+        return [x.to_float() for x in leaves], past
+
+    return mock.patch.object(_privatizers, "add_noise", add_noise)
+
+
+def _coefficients(change: Callable[[jax.Array], jax.Array]) -> Fault:
+    """Changes the factors that clip gradients."""
+    real = _clip_norms.coefficients
+
+    def coefficients(*args: Any) -> list[jax.Array]:
+        return [change(x) for x in real(*args)]
+
+    return lambda: mock.patch.object(_clip_norms, "coefficients", coefficients)
+
+
+def _norm_in_bfloat16() -> Any:
+    """Norms are running sums in bfloat16, which stop to grow."""
+    real = _clip_norms.coefficients
+
+    def coefficients(targets: Any, norms: Any, stability: Any = None) -> Any:
+        # Adding the same small square stalls at 256 times this square.
+        largest = [256 * x.value / x.num_entries for x in norms]
+        stalled = [
+            x._replace(value=jnp.minimum(x.value, y), bound=None)
+            for x, y in zip(norms, largest, strict=True)
+        ]
+        return real(targets, stalled, stability)
+
+    return mock.patch.object(_clip_norms, "coefficients", coefficients)
+
+
+def _drawer(sampling: Any, change: Callable[..., np.ndarray]) -> Fault:
+    """Changes the indices of batches: `change(indices, step, num_examples)`."""
+    real = sampling.drawer
+
+    def drawer(self: Any, num_examples: int, *, start: int = 0) -> Any:
+        draw = real(self, num_examples, start=start)
+        return lambda step, key: change(draw(step, key), step, num_examples)
+
+    return lambda: mock.patch.object(sampling, "drawer", drawer)
+
+
+def _with_replacement(indices: np.ndarray, step: int, size: int) -> np.ndarray:
+    del step
+    return np.sort(np.random.default_rng().integers(size, size=len(indices)))
+
+
+def _shuffled(indices: np.ndarray, step: int, size: int) -> np.ndarray:
+    """Batches of one size that pass over the dataset."""
+    del indices
+    order = np.random.default_rng(step // 8).permutation(size)
+    return np.sort(np.array_split(order, 8)[step % 8])
+
+
+def _twice(indices: np.ndarray, step: int, size: int) -> np.ndarray:
+    """One example takes part in every step."""
+    del step, size
+    return np.union1d(indices, [7])
+
+
+def _same_key() -> Any:
+    """Two steps have the same key."""
+    real = _privatizers.add_noise
+
+    def add_noise(leaves: Any, stddev: Any, key: Any, step: Any, *others: Any) -> Any:
+        return real(leaves, stddev, 0 * key, step // 2, *others)
+
+    return mock.patch.object(_privatizers, "add_noise", add_noise)
+
+
+def _noise_in_bfloat16() -> Any:
+    real = _privatizers.add_noise
+
+    def add_noise(leaves: Any, *others: Any) -> Any:
+        noisy, past = real(leaves, *others)
+        sums = [x.to_float() for x in leaves]
+        pairs = zip(noisy, sums, strict=True)
+        return [
+            y + (x - y).astype(jnp.bfloat16).astype(y.dtype) for x, y in pairs
+        ], past
+
+    return mock.patch.object(_privatizers, "add_noise", add_noise)
+
+
+def _batch_statistics() -> Any:
+    """Features are centred in their batch."""
+    real = Policy.cast_inputs
+
+    def cast_inputs(self: Any, batch: Any) -> Any:
+        batch = real(self, batch)
+        return {**batch, "x": batch["x"] - jnp.mean(batch["x"], axis=0)}
+
+    return mock.patch.object(Policy, "cast_inputs", cast_inputs)
+
+
+class _Scaled:
+    """A source that divides by the largest number it has seen so far."""
+
+    def __init__(self, data: dict[str, np.ndarray]):
+        self._data, self._largest = data, 1.0
+
+    def __len__(self) -> int:
+        return len(self._data["y"])
+
+    def __getitem__(self, indices: Any) -> dict[str, np.ndarray]:
+        rows = {name: x[indices] for name, x in self._data.items()}
+        self._largest = max(self._largest, float(np.max(np.abs(rows["x"]))))
+        return {"x": rows["x"] / np.float32(self._largest), "y": rows["y"]}
+
+
+def _leaking_callbacks() -> dict[str, Any]:
+    seen: list[float] = []
+
+    def keep(outputs: Any) -> None:
+        seen.append(float(jnp.sum(outputs.values)))
+
+    return {"sensitive_callback": keep, "callback": lambda state: {"loss": seen[-1]}}
+
+
+@contextlib.contextmanager
+def _exact_overflows() -> Iterator[None]:
+    """The loss scale moves by the number of overflows without noise."""
+    real_sum, real_update = _step.Step._sum_sensitive, DynamicScale.update
+    exact: list[jax.Array] = []
+
+    def sum_sensitive(self: Any, *args: Any) -> Any:
+        total, sensitive = real_sum(self, *args)
+        exact.append(total.num_overflows.to_float())
+        return total, sensitive
+
+    def update(self: Any, state: Any, count: Any, *, stddev: float) -> Any:
+        del count
+        return real_update(self, state, exact[-1] * 1e6, stddev=stddev)
+
+    with (
+        mock.patch.object(_step.Step, "_sum_sensitive", sum_sensitive),
+        mock.patch.object(DynamicScale, "update", update),
+    ):
+        yield
+
+
+def _mean_of_batch() -> Any:
+    """The sum is divided by the size of the batch, and not by its expectation."""
+    real = _step.Step._sum_sensitive
+
+    def sum_sensitive(self: Any, *args: Any) -> Any:
+        total, sensitive = real(self, *args)
+        share = self.mechanism.expected_batch_size / jnp.sum(
+            ~args[4], dtype=jnp.float32
+        )
+        grads = jax.tree.map(lambda x: x * share, total.sum_of_clipped_grads)
+        return total._replace(sum_of_clipped_grads=grads), sensitive
+
+    return mock.patch.object(_step.Step, "_sum_sensitive", sum_sensitive)
+
+
+class Sabotage(NamedTuple):
+    """A fault, and the audit that has to catch it."""
+
+    audit: Audit
+    fault: Fault = contextlib.nullcontext
+
+
+_ALLOCATION: dict[str, Any] = {"sampling": "random_allocation"}
+_BOUNDED: dict[str, Any] = {"arithmetic": "bounded"}
+
+FAULTS = {
+    "none, canaries": Sabotage(_canaries()),
+    "none, canaries, random allocation": Sabotage(_canaries(**_ALLOCATION)),
+    "none, replay": Sabotage(_replay()),
+    "none, replay with a loss scale": Sabotage(_replay(DynamicScale(initial=64.0))),
+    "none, replay without an example": Sabotage(_replay_without_one),
+    "none, batches": Sabotage(_batches()),
+    "none, batches of random allocation": Sabotage(_batches(**_ALLOCATION)),
+    "none, selfcheck": Sabotage(_selfcheck),
+    "no noise": Sabotage(_canaries(), _no_noise),
+    "noise at 0.9": Sabotage(_canaries(), _noise(lambda x: x * Fraction(9, 10))),
+    "noise for the mean, on the sum": Sabotage(_canaries(), _noise(lambda x: x / 4096)),
+    "noise in bfloat16": Sabotage(_selfcheck, _noise_in_bfloat16),
+    "no clipping": Sabotage(_replay(**_BOUNDED), _coefficients(jnp.ones_like)),
+    "clip norm doubled": Sabotage(_replay(**_BOUNDED), _coefficients(lambda x: 2 * x)),
+    "norm in bfloat16": Sabotage(_replay_without_one, _norm_in_bfloat16),
+    "sampling with replacement": Sabotage(
+        _batches(), _drawer(PoissonSampling, _with_replacement)
+    ),
+    "shuffling": Sabotage(_batches(), _drawer(PoissonSampling, _shuffled)),
+    "an example twice in an epoch": Sabotage(
+        _batches(**_ALLOCATION), _drawer(RandomAllocation, _twice)
+    ),
+    "one key for two steps": Sabotage(_canaries(), _same_key),
+    "statistics of the batch": Sabotage(_replay(), _batch_statistics),
+    "a scale that remembers": Sabotage(_replay(make_source=_Scaled)),
+    "a callback that reads losses": Sabotage(_replay(callbacks=_leaking_callbacks)),
+    "a loss scale that counts": Sabotage(
+        _replay(DynamicScale(initial=64.0)), _exact_overflows
+    ),
+    "the mean of the batch": Sabotage(_replay_without_one, _mean_of_batch),
+}
+
+
+def benchmark(
+    fault: Annotated[str, harness.Each(FAULTS)], seeds: int = 20
+) -> harness.Lines:
+    """A line for each fault."""
+    chosen, caught = FAULTS[fault], 0
+    for seed in range(seeds):
+        with chosen.fault():
+            caught += not chosen.audit(seed).passed
+    yield {"seeds": seeds, "caught": caught}
+
+
+if __name__ == "__main__":
+    harness.main(benchmark, tiny={"fault": ["none, replay"], "seeds": 1})

@@ -1,0 +1,21 @@
+"""Audits: attacks on your own run, which a false claim does not survive.
+
+`canaries` attacks the noise and the sampling of a mechanism, and finds a lower bound on
+epsilon. `replay` checks that nothing but the noisy gradients depends on the data.
+`batches` checks that batches are drawn as the accountant assumes.
+"""
+
+from dpmp.tools.audit._batches import BatchAudit, batches
+from dpmp.tools.audit._canaries import CanaryAudit, canaries
+from dpmp.tools.audit._command import add_audit_command
+from dpmp.tools.audit._replay import ReplayAudit, replay
+
+__all__ = [
+    "BatchAudit",
+    "CanaryAudit",
+    "ReplayAudit",
+    "add_audit_command",
+    "batches",
+    "canaries",
+    "replay",
+]

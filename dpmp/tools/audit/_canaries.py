@@ -1,0 +1,393 @@
+"""Audits the noise and the sampling of a mechanism with canaries, in one run.
+
+A *canary* is an example whose gradient only touches an entry of its own, with the full
+clip norm. A coin decides whether it is in the dataset. After the run, an attacker who
+has seen every noisy gradient guesses each coin. If the guesses are better than the
+claim allows, then the claim is false.
+
+All canaries are trained on together, by `DPTrainer.fit` with the given mechanism. As
+they have entries of their own, they count as independent trials: this assumes that the
+noise of different entries is independent, which `selfcheck` measures.
+
+References:
+  [Steinke et al.: Privacy auditing with one (1) training
+  run](https://arxiv.org/abs/2305.08846); [Nasr et al.: Tight auditing of differentially
+  private machine learning](https://arxiv.org/abs/2302.07956)
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from scipy import signal, special, stats
+
+from dpmp import _plain_text, _validate, accounting
+from dpmp.clipping import AutomaticClipping
+from dpmp.mechanism import DPSGD, PrivacyCost, guarantee_of
+from dpmp.precision import Policy
+from dpmp.training import DPTrainer, TrainingState
+
+# With as many canaries, a bound is about 10 % below a claim of epsilon 1, and closer to
+# larger claims.
+_NUM_CANARIES = 2**19
+
+_FEWEST = 1000
+
+_SHARE_TO_LEARN = 10  # of the canaries: one tenth
+
+# The share of canaries whose coins are guessed as "not in the data": the score above
+# which the others are tells much about weak and about strong mechanisms.
+_QUANTILE = 0.85
+
+# The most noisy entries of all steps that are in memory.
+_LARGEST_RUN = 2**24
+
+# The least epsilon at which rates are compared; the accountant needs one above zero.
+_LEAST_EPSILON = 0.01
+
+# Rates are compared at the epsilon of the threshold, and at larger ones, which tell
+# more about a mechanism with less noise.
+_SLOPES = 1.0, 1.3, 1.7, 2.5
+
+_GRADIENT = 4.0  # of a canary, in clip norms
+
+
+class Rates(NamedTuple):
+    """The shares of canaries in the data, and of others, that are guessed to be in."""
+
+    true: float
+    false: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CanaryAudit:
+    """What an attacker found out; `str` describes it.
+
+    Attributes:
+      epsilon: a lower bound on epsilon at `delta`, with the given `confidence`.
+      claimed: the epsilon that the mechanism claims.
+      delta: the delta of both.
+      confidence: the probability that the lower bound is one.
+      num_canaries: the number of canaries.
+      rates: the attacker's rates of true and of false guesses.
+      repeats_noise: whether two steps had the same noise, which cancels in their
+        difference.
+    """
+
+    epsilon: float
+    claimed: float
+    delta: float
+    confidence: float
+    num_canaries: int
+    rates: Rates
+    repeats_noise: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether the attacker did no better than the claim allows."""
+        return self.epsilon <= self.claimed and not self.repeats_noise
+
+    def __str__(self) -> str:
+        verdict = "holds" if self.passed else "is FALSE"
+        if self.repeats_noise:
+            verdict = "is FALSE: two steps have the same noise"
+        return _plain_text.paragraph(
+            f"{self.num_canaries} canaries: an attacker who sees every noisy gradient "
+            f"finds {self.rates.true:.2%} of those in the data, and takes "
+            f"{self.rates.false:.2%} of the others for such. So epsilon is at least "
+            f"{self.epsilon:.3f} at delta {self.delta:g}, with confidence "
+            f"{self.confidence:.0%}. The claim of {self.claimed:.3f} {verdict}."
+        )
+
+
+def canaries(
+    mechanism: DPSGD,
+    *,
+    num_canaries: int = _NUM_CANARIES,
+    confidence: float = 0.99,
+    policy: Policy | str = "float32",
+    seed: int | None = None,
+) -> CanaryAudit:
+    """Computes a lower bound on the epsilon of a mechanism by attacking it.
+
+    It trains a model whose examples are canaries, with the sampling, clipping, sums and
+    noise of the mechanism. A loss of your own does not matter here: see `replay`.
+
+    >>> mechanism = DPSGD(
+    ...     num_examples=5000, expected_batch_size=500, iterations=20, l2_clip_norm=1.0
+    ... ).calibrate(epsilon=4.0, delta=1e-5)
+    >>> audit = canaries(mechanism, num_canaries=5000)
+    >>> 2.0 < audit.epsilon <= audit.claimed
+    True
+
+    Args:
+      mechanism: a calibrated mechanism, whose clip norm does not adapt.
+      num_canaries: the number of trials. If the dataset is smaller, or the run long,
+        there are several runs. With fewer canaries the bound is lower.
+      confidence: the confidence of the bound.
+      policy: the dtypes of the run.
+      seed: decides which canaries are in the data; None draws them.
+
+    Returns:
+      The lower bound, beside the claim.
+
+    Raises:
+      ValueError: if the mechanism is not private, or its clip norm adapts.
+    """
+    num_canaries = _validate.integer_in(
+        range(_FEWEST, 2**40),
+        f"num_canaries must be an integer of at least {_FEWEST}. With fewer canaries, "
+        "an attacker learns nothing.",
+        num_canaries=num_canaries,
+    )
+    confidence = _validate.fraction(confidence=confidence)
+    _validate.require(
+        mechanism.is_private and mechanism.initial_clip_norm is None,
+        "the mechanism must be private, with a clip norm that does not adapt",
+        noise_multiplier=mechanism.noise_multiplier,
+        fix="Use mechanism.calibrate(epsilon=, delta=), and a number as clip norm.",
+    )
+    claim, attacker = mechanism.guarantee(), Attacker.of(mechanism)
+    rng = np.random.default_rng(seed)
+    size = min(
+        num_canaries,
+        mechanism.num_examples,
+        mechanism.num_parameters,
+        max(1, _LARGEST_RUN // mechanism.iterations),
+    )
+    coins = rng.random(size) < 0.5
+    ideal = attacker.scores(attacker.simulate(coins, rng))
+    runs, repeats = [], False
+    for _ in range(math.ceil(num_canaries / size)):
+        coins = rng.random(size) < 0.5
+        noisy = _noisy_gradients(mechanism, coins, policy)
+        runs.append((attacker.scores(noisy), coins))
+        repeats |= _has_repetitions(noisy[:, ~coins])
+    scores, is_in = map(np.concatenate, zip(*runs, strict=True))
+    # One threshold is best for an ideal run. The other one is best for a share of these
+    # canaries, which the bounds leave out: if noise is missing, scores are others.
+    share = len(scores) // _SHARE_TO_LEARN
+    thresholds = [
+        float(np.quantile(ideal, _QUANTILE)),
+        _threshold_between(scores[:share], is_in[:share]),
+    ]
+    level = (1 - confidence) / (2 * len(thresholds))  # of each rate
+    found = [_rates(scores[share:] > x, is_in[share:], level) for x in thresholds]
+    epsilons = [
+        _lower_bound(mechanism, x, bounds, claim.delta)
+        for x, (_, bounds) in zip(thresholds, found, strict=True)
+    ]
+    best = int(np.argmax(epsilons))
+    return CanaryAudit(
+        epsilon=epsilons[best],
+        claimed=claim.epsilon,
+        delta=claim.delta,
+        confidence=confidence,
+        num_canaries=len(is_in),
+        rates=found[best][0],
+        repeats_noise=repeats,
+    )
+
+
+def _noisy_gradients(
+    mechanism: DPSGD, is_in: np.ndarray, policy: Policy | str
+) -> np.ndarray:
+    """The noisy gradients of a run, (iterations, canaries), in contributions."""
+    norm: Any = mechanism.l2_clip_norm
+    if not isinstance(norm, AutomaticClipping):
+        norm = math.hypot(*jax.tree.leaves(norm))  # the model has one array
+        mechanism = dataclasses.replace(mechanism, l2_clip_norm=norm)
+    size = _GRADIENT * (norm if isinstance(norm, float) else 1.0)
+    weights = size * np.where(is_in, 1.0, _absent(mechanism))
+    source = _Source(mechanism.num_examples, weights.astype(np.float32))
+    noisy: list[np.ndarray] = []
+
+    def keep(state: TrainingState) -> None:
+        noisy.append(np.array(state.opt_state))
+
+    trainer = DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lambda params, x: jnp.sum(params[x["number"]] * x["weight"]),
+        optimizer=optax.GradientTransformation(_no_gradient, _keep_gradient),
+        policy=policy,
+    )
+    start = trainer.init(jnp.zeros(len(is_in)))
+    trainer.fit(start, source, callback=keep, progress=False)
+    return np.stack(noisy) * (Attacker.of(mechanism).noise / mechanism.stddev)
+
+
+class _Source:
+    """Examples of which the first ones are canaries, and the others are empty."""
+
+    def __init__(self, num_examples: int, weights: np.ndarray):
+        self._num_examples, self._weights = num_examples, weights
+
+    def __len__(self) -> int:
+        return self._num_examples
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        number = np.where(indices < len(self._weights), indices, 0).astype(np.int32)
+        weight = np.where(indices == number, self._weights[number], np.float32(0))
+        return {"number": number, "weight": weight}
+
+
+def _no_gradient(params: Any) -> Any:
+    return jnp.zeros_like(params)
+
+
+def _keep_gradient(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    """The state of this optimizer is the noisy gradient, and parameters stay zero."""
+    del state
+    return params, updates
+
+
+def _has_repetitions(noise: np.ndarray) -> bool:
+    """Whether two rows are the same, and not by chance."""
+    is_long = noise.shape[1] >= 8
+    return is_long and len({x.tobytes() for x in noise}) < len(noise)
+
+
+def _absent(mechanism: DPSGD) -> float:
+    """What an example contributes that is not in the data, in contributions."""
+    relations = dp_accounting.NeighboringRelation
+    return -1.0 * (mechanism.neighboring_relation is relations.REPLACE_ONE)
+
+
+class Attacker(NamedTuple):
+    """Knows the mechanism, and guesses from its noisy gradients alone.
+
+    `noise` is the noise multiplier of the gradient, and `epoch` the steps of an epoch
+    of random allocation, or None.
+    """
+
+    iterations: int
+    sampling_prob: float
+    noise: float
+    epoch: int | None
+    coefficients: tuple[float, ...]
+    absent: float
+
+    @classmethod
+    def of(cls, mechanism: DPSGD) -> "Attacker":
+        """The attacker who knows a mechanism."""
+        metrics, strategy = mechanism.released_metrics, mechanism.strategy
+        widened = 1 + metrics.noise_increase if metrics else 1.0
+        return cls(
+            mechanism.iterations,
+            float(mechanism.sampling_prob or 0.0),
+            widened * (mechanism.noise_multiplier or 0.0),
+            mechanism.steps_per_epoch,
+            strategy.coefficients if strategy else (1.0,),
+            _absent(mechanism),
+        )
+
+    def scores(self, noisy: np.ndarray) -> np.ndarray:
+        """The logarithm of the likelihood ratio of each canary: in over not in."""
+        projected: Any = signal.lfilter(self.coefficients, [1.0], noisy, axis=0)
+        projected = signal.lfilter(self.coefficients, [1.0], projected[::-1], axis=0)
+        variance = self._width**2
+        projected = projected[::-1] / variance
+        score = self._log_likelihood(projected, variance)
+        if self.absent:
+            score -= self._log_likelihood(-projected, variance)
+        return score
+
+    def _log_likelihood(self, projected: np.ndarray, variance: float) -> np.ndarray:
+        """With contributions of 1 over no contributions."""
+        steps = np.arange(self.iterations)[:, None]
+        squares = np.cumsum(np.square(self.coefficients))
+        ends = np.minimum(self.iterations - steps, len(squares)) - 1
+        ratios = projected - squares[ends] / (2 * variance)
+        if self.epoch is None:
+            q, groups = self.sampling_prob, len(self.coefficients)
+            is_turn = steps % groups == np.arange(ratios.shape[1]) % groups
+            with np.errstate(divide="ignore"):  # the probability may be 1
+                mixed = np.logaddexp(np.log1p(-q), math.log(q) + ratios)
+            return np.sum(mixed, axis=0, where=is_turn)
+        # In the last epoch, the step of an example may not be reached.
+        rest = -self.iterations % self.epoch
+        ratios = np.concatenate([ratios, np.zeros((rest, ratios.shape[1]))])
+        ratios = ratios.reshape(-1, self.epoch, ratios.shape[1])
+        mixed: Any = special.logsumexp(ratios, axis=1)
+        return np.sum(mixed - math.log(self.epoch), axis=0)
+
+    def simulate(self, is_in: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Noisy gradients as the claim describes them."""
+        shape = self.iterations, len(is_in)
+        steps, numbers = np.arange(self.iterations)[:, None], np.arange(len(is_in))
+        if self.epoch is None:
+            groups = len(self.coefficients)
+            takes_part = rng.random(shape) < self.sampling_prob
+            takes_part &= steps % groups == numbers % groups
+        else:
+            epochs = -(-self.iterations // self.epoch)
+            chosen = rng.integers(self.epoch, size=(epochs, len(is_in)))
+            takes_part = chosen[steps[:, 0] // self.epoch] == steps % self.epoch
+        noise: Any = rng.normal(0, self._width, shape)
+        noise = signal.lfilter([1.0], self.coefficients, noise, axis=0)
+        return takes_part * np.where(is_in, 1.0, self.absent) + noise
+
+    @property
+    def _width(self) -> float:
+        """The standard deviation of independent noise, before it is correlated."""
+        return self.noise * float(np.linalg.norm(self.coefficients))
+
+
+def _threshold_between(scores: np.ndarray, is_in: np.ndarray) -> float:
+    """The score that separates canaries in the data from others best."""
+    candidates = np.quantile(scores, np.linspace(0.01, 0.99, 99))
+
+    def difference(threshold: float) -> float:
+        guesses = scores > threshold
+        return float(np.mean(guesses[is_in]) - np.mean(guesses[~is_in]))
+
+    return float(max(candidates, key=difference))
+
+
+def _rates(guesses: np.ndarray, is_in: np.ndarray, level: float) -> tuple[Rates, Rates]:
+    """The rates of guesses, and Clopper-Pearson bounds, each at a level."""
+    (k, n), (false_k, false_n) = (
+        (int(np.sum(guesses[x])), int(np.sum(x))) for x in (is_in, ~is_in)
+    )
+    lowest = stats.beta.ppf(level, k, n - k + 1) if k else 0.0
+    highest = stats.beta.isf(level, false_k + 1, false_n - false_k)
+    highest = highest if false_k < false_n else 1.0
+    found = Rates(k / max(n, 1), false_k / max(false_n, 1))
+    return found, Rates(float(lowest), float(highest))
+
+
+def _lower_bound(
+    mechanism: DPSGD, threshold: float, bounds: Rates, delta: float
+) -> float:
+    """The least epsilon at which such a mechanism could have rates like the bounds.
+
+    Such a mechanism differs from the given one in its noise multiplier alone.
+    """
+    true, false = bounds
+    if threshold < 0:  # the other guess is the rarer one
+        true, false = 1 - false, 1 - true
+
+    def cost(noise_multiplier: float) -> PrivacyCost:
+        return dataclasses.replace(
+            mechanism.step_cost, noise_multiplier=noise_multiplier
+        )
+
+    found = [0.0]
+    for slope in _SLOPES:
+        epsilon = slope * max(abs(threshold), _LEAST_EPSILON)
+        if (excess := true - math.exp(epsilon) * false) <= delta:
+            continue
+        noise_multiplier = accounting.calibrate_noise_multiplier(
+            lambda x: cost(x).event(mechanism.iterations),
+            epsilon=epsilon,
+            delta=excess,
+            neighboring_relation=mechanism.neighboring_relation,
+        )
+        steps = {cost(noise_multiplier): mechanism.iterations}
+        found.append(guarantee_of(steps, delta=delta).epsilon)
+    return max(found)

@@ -1,0 +1,249 @@
+"""Audits pass on dpmp as it is, and fail on dpmp with a fault."""
+
+import dataclasses
+import itertools
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpmp
+from benchmarks import sabotage
+from dpmp import __main__, strategies
+from dpmp.loss_scaling import DynamicScale
+from dpmp.tools import audit
+from dpmp.tools.audit import _canaries
+
+REPLACE_ONE = dp_accounting.NeighboringRelation.REPLACE_ONE
+METRICS = dpmp.ReleasedMetrics(largest_loss=2, fraction_clipped=True)
+WAYS = {
+    "poisson": {},
+    "allocation": {"sampling": "random_allocation"},
+    "correlated": {"strategy": strategies.banded_toeplitz(3, iterations=12)},
+}
+
+
+def mechanism(epsilon=4.0, **fields):
+    sizes = {"num_examples": 4096, "expected_batch_size": 512, "iterations": 12}
+    fields = sizes | {"l2_clip_norm": 1.0, "num_parameters": 4096} | fields
+    return dpmp.DPSGD(**fields).calibrate(epsilon=epsilon, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("way", "fields"),
+    [
+        ("poisson", {}),
+        ("allocation", {"iterations": 13}),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (
+                ("correlated", {}),
+                ("poisson", {"l2_clip_norm": dpmp.AutomaticClipping()}),
+                ("poisson", {"neighboring_relation": REPLACE_ONE}),
+                ("poisson", {"released_metrics": METRICS}),
+            )
+        ),
+    ],
+)
+def test_canaries_find_most_of_epsilon_and_not_more(way, fields):
+    found = audit.canaries(
+        mechanism(8.0, **(WAYS[way] | fields)), num_canaries=2**15, seed=1
+    )
+    assert 0.7 * found.claimed < found.epsilon <= found.claimed
+    assert found.passed
+    assert found.num_canaries == 2**15
+    assert "The claim of 8.000 holds" in str(found).replace("7.99", "8.00")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_attacker_on_an_ideal_run_finds_what_one_on_dpmp_finds(way):
+    chosen = mechanism(8.0, **WAYS[way])
+    attacker = _canaries.Attacker.of(chosen)
+    rng = np.random.default_rng(0)
+    coins = rng.random(4096) < 0.5
+    ideal = attacker.scores(attacker.simulate(coins, rng))
+    found = attacker.scores(_canaries._noisy_gradients(chosen, coins, "float32"))
+    for is_in in (coins, ~coins):
+        a, b = ideal[is_in], found[is_in]
+        deviation = np.sqrt((a.var() + b.var()) / len(a))
+        assert abs(a.mean() - b.mean()) < 5 * deviation
+        assert np.std(b) == pytest.approx(np.std(a), rel=0.1)
+
+
+def test_rates_are_those_of_likelihood_ratios():
+    """A ratio of r in logarithms is exp(r) times as likely for canaries in the data."""
+    attacker = _canaries.Attacker.of(mechanism(4.0))
+    rng = np.random.default_rng(0)
+    coins = np.arange(200_000) < 100_000
+    scores = attacker.scores(attacker.simulate(coins, rng))
+    edges = np.linspace(-0.6, 0.6, 7)
+    present, absent = (np.histogram(scores[x], edges)[0] for x in (coins, ~coins))
+    ratios = np.log(present / absent)
+    np.testing.assert_allclose(ratios, (edges[1:] + edges[:-1]) / 2, atol=0.06)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"noise_multiplier": 0.0}, "must be private"),
+        ({"l2_clip_norm": dpmp.AdaptiveClipNorm(initial=1.0)}, "does not adapt"),
+    ],
+)
+def test_what_has_no_claim_is_not_audited(changed, message):
+    with pytest.raises(ValueError, match=message):
+        audit.canaries(dataclasses.replace(mechanism(), **changed))
+
+
+NUM_EXAMPLES, EXAMPLE = 64, 5
+
+
+def loss(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+def data(value=None):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(NUM_EXAMPLES, 40)).astype(np.float32)
+    if value is not None:
+        x[EXAMPLE] = value
+    return {"x": x, "y": np.ones(NUM_EXAMPLES, np.float32)}
+
+
+def replay(value=None, *, loss_fn=loss, optimizer=None, policy="float32", **fields):
+    scale = fields.pop("loss_scale", None)
+    callbacks = {x: fields.pop(x) for x in (*fields,) if "callback" in x}
+    sizes = {"num_examples": NUM_EXAMPLES, "expected_batch_size": 16, "iterations": 8}
+    chosen = mechanism(**(sizes | {"l2_clip_norm": 0.1, "num_parameters": 41} | fields))
+    trainer = dpmp.DPTrainer(
+        mechanism=chosen,
+        loss_fn=loss_fn,
+        optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
+        policy=policy,
+        loss_scale=scale,
+    )
+    params = {"w": jnp.zeros(40), "b": jnp.zeros(())}
+    neighbour = None if value is None else data(value)
+    return audit.replay(
+        trainer, params, data(), index=EXAMPLE, neighbour=neighbour, **callbacks
+    )
+
+
+CONTRACT = {
+    "poisson": {},
+    "allocation": {"sampling": "random_allocation"},
+    "correlated": {"strategy": strategies.banded_toeplitz(2, iterations=8)},
+    "exact": {"method": "per_example"},
+    "bounded": {"arithmetic": "bounded", "policy": "mixed_bfloat16"},
+    "float32": {"arithmetic": "float32", "method": "per_example"},
+    "dynamic": {"policy": "mixed_float16", "loss_scale": DynamicScale()},
+    "automatic": {"l2_clip_norm": dpmp.AutomaticClipping()},
+    "adaptive": {"l2_clip_norm": dpmp.AdaptiveClipNorm(initial=0.1)},
+    "groups": {"l2_clip_norm": {"w": 0.1, "b": 0.2}},
+    "metrics": {"released_metrics": METRICS},
+}
+VALUES = {"nothing": None, "NaN": np.nan, "huge": 1e30, "tiny": 1e-30, "same": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param(*x, marks=() if i % 8 == 0 else pytest.mark.slow)
+        for i, x in enumerate(itertools.product(CONTRACT, VALUES))
+    ],
+)
+def test_a_run_reveals_nothing_but_noisy_gradients(name, value):
+    found = replay(VALUES[value], **CONTRACT[name])
+    assert not found.differs
+    assert 0 < found.largest_change <= 1
+    assert found.passed
+    assert "Nothing else differs" in str(found)
+
+
+def test_all_that_a_run_shows_is_compared(capsys):
+    seen = []
+
+    def keep(outputs):
+        seen.append(float(jnp.sum(outputs.values)))
+        print(seen[-1])
+
+    def returns(state):
+        return {"public": seen[-1]}
+
+    found = replay(1e3, sensitive_callback=keep, callback=returns)
+    assert not found.passed
+    assert found.differs == ("the return value of the callback", "the text it prints")
+    assert "- the text it prints" in str(found)
+    assert capsys.readouterr().out == ""
+
+    def fails(outputs):
+        if float(jnp.max(outputs.grad_norms)) > 1e3:
+            raise RuntimeError("a large gradient")
+
+    assert "the error" in replay(1e3, sensitive_callback=fails).differs
+
+
+def test_an_optimizer_that_reads_the_host_is_found():
+    seen = [0.0]
+
+    def keep(outputs):
+        seen[0] = float(jnp.sum(outputs.values))
+
+    def rate(step):
+        return jax.pure_callback(
+            lambda _: np.float32(0.1 + seen[0]), jax.typeof(jnp.float32(0)), step
+        )
+
+    optimizer = optax.sgd(rate)
+    found = replay(1e3, sensitive_callback=keep, optimizer=optimizer)
+    assert found.differs == ("the sum of a step without the example", "the state")
+
+
+def test_arguments_of_a_replay_are_checked():
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism(), loss_fn=loss, optimizer=optax.sgd(1), policy="float32"
+    )
+    with pytest.raises(ValueError, match="index must be the number of an example"):
+        audit.replay(trainer, {}, {}, index=4096)
+    with pytest.raises(ValueError, match="plan at least as many steps"):
+        audit.replay(trainer, {}, {}, steps=13)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [*WAYS.values(), {"expected_batch_size": 4096}, {"num_examples": 4095}],
+)
+def test_batches_pass(fields):
+    found = audit.batches(mechanism(**fields), num_batches=100)
+    assert found.passed
+    assert str(found) == "108 batches are drawn as accounted for."
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if "_canaries" in x.audit.__qualname__
+        else name
+        for name, x in sabotage.FAULTS.items()
+    ],
+)
+def test_faults_are_caught(name):
+    chosen = sabotage.FAULTS[name]
+    with chosen.fault():
+        assert chosen.audit(0).passed == name.startswith("none")
+
+
+def test_the_command_audits_every_way(monkeypatch, capsys):
+    monkeypatch.setattr("dpmp.tools.audit._command._NUM_EXAMPLES", 2**12)
+    monkeypatch.setattr("dpmp.tools.audit._command._BATCH_SIZE", 2**8)
+    assert __main__.main(["audit", "--epsilon", "8", "--canaries", "4096"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    for name in ("Poisson sampling", "random allocation", "correlated noise"):
+        assert f"{name}, epsilon 8. 4096 canaries" in output
+    assert output.count("are drawn as accounted for.") == 3
+    monkeypatch.setattr("dpmp.tools.audit._command._WAYS", {"Poisson sampling": {}})
+    with sabotage.FAULTS["no noise"].fault():
+        assert __main__.main(["audit", "--epsilon", "8", "--canaries", "4096"]) == 1
