@@ -282,7 +282,7 @@ def test_mixtures_of_experts_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", COMPILED)
+@pytest.mark.parametrize("key", [*COMPILED][::2])
 def test_activations_are_those_of_compiled_programs(key, config):
     size, *options = key
     is_llama = size == 8_030_257_152

@@ -144,14 +144,15 @@ CONTRACT = {
     "groups": {"l2_clip_norm": {"w": 0.1, "b": 0.2}},
     "metrics": {"released_metrics": METRICS},
 }
-VALUES = {"nothing": None, "NaN": np.nan, "huge": 1e30, "tiny": 1e-30, "same": 0.5}
+VALUES = {"nothing": None, "NaN": np.nan, "huge": 1e30, "tiny": 1e-30}
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        pytest.param(*x, marks=() if i % 8 == 0 else pytest.mark.slow)
+        pytest.param(*x, marks=() if i % 7 == 0 else pytest.mark.slow)
         for i, x in enumerate(itertools.product(CONTRACT, VALUES))
+        if x[1] != "tiny" or "float" in str(CONTRACT[x[0]])
     ],
 )
 def test_a_run_reveals_nothing_but_noisy_gradients(name, value):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import io_callback
@@ -78,9 +79,8 @@ def replay(
     """Checks that a run reveals nothing about an example but noisy gradients.
 
     It makes some steps of the run twice: on the data, and on neighbouring data. The
-    second run receives the noisy gradients of the first one. The results show nothing
-    of the data, but the two runs themselves have no privacy guarantee: keep what they
-    print or write to yourself.
+    second run receives the noisy gradients of the first one. Neither the two runs nor
+    the result have a privacy guarantee: keep what they print or write to yourself.
 
     Args:
       trainer: the trainer of the run.
@@ -175,7 +175,7 @@ class _Tape:
 
     def add(self, name: str, value: PyTree) -> None:
         """Records something that a run shows."""
-        leaves, structure = jax.tree.flatten(value)
+        leaves, structure = jax.tree.flatten(jax.tree.map(_without_keys, value))
         arrays = [np.asarray(x) for x in leaves]
         shown = [repr(x) if x.dtype == object else x.tobytes() for x in arrays]
         types = [(x.shape, x.dtype) for x in arrays]
@@ -242,6 +242,11 @@ class _Tape:
         """What the other run shows in another way."""
         names = dict.fromkeys([*self._seen, *other._seen])
         return [x for x in names if self._seen.get(x) != other._seen.get(x)]
+
+
+def _without_keys(x: Any) -> Any:
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
 
 
 class _Handler(logging.Handler):
