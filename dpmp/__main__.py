@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dpmp import _validate
 from dpmp.planning import noise_commands, plan_command
-from dpmp.tools import audit, devices, ledger, plot
+from dpmp.tools import audit, devices, ledger, plot, report
 from dpmp.tools.selfcheck import command
 
 
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     noise_commands.add_planning_commands(commands)
     plan_command.add_plan_command(commands)
     ledger.add_ledger_command(commands)
+    report.add_report_command(commands)
     plot.add_plot_command(commands)
     args = parser.parse_args(argv)
     if args.command is None:

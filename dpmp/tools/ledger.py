@@ -6,7 +6,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmp import _validate
@@ -47,15 +47,25 @@ def add_ledger_command(commands: Any) -> None:
 
 
 def _ledger(args: argparse.Namespace) -> int:
-    report = _report(args.directories, args.delta)
+    report = summary_of(read_ledgers(args.directories), args.delta)
     text = json.dumps(report) if args.json else _as_text(report)
     sys.stdout.write(f"{text}\n")
     return 0
 
 
-def _report(directories: Sequence[pathlib.Path], delta: float | None) -> dict[str, Any]:
-    ledgers = {str(x): _read(x) for x in directories}
-    total = functools.reduce(Spent.beside, (x.spent for x in ledgers.values()))
+def read_ledgers(directories: Sequence[pathlib.Path]) -> dict[str, Ledger]:
+    """The ledgers of directories, by their paths; ValueError if one has none."""
+    return {str(x): _read(x) for x in directories}
+
+
+def total_of(ledgers: Mapping[str, Ledger]) -> Spent:
+    """All steps of ledgers of the same people."""
+    return functools.reduce(Spent.beside, (x.spent for x in ledgers.values()))
+
+
+def summary_of(ledgers: Mapping[str, Ledger], delta: float | None) -> dict[str, Any]:
+    """What the steps of ledgers cost together, and each alone, for JSON."""
+    total = total_of(ledgers)
     delta = _common_delta(ledgers.values()) if delta is None else delta
     together = total.guarantee(delta=delta)
     return {

@@ -1,8 +1,14 @@
 """The command `audit`: attacks the ways to train that dpmp makes claims for."""
 
 import argparse
+import dataclasses
+import json
+import pathlib
+import platform
 import sys
 from typing import Any
+
+import jax
 
 from dpmp import _validate, strategies
 from dpmp.mechanism import DPSGD
@@ -33,13 +39,15 @@ def add_audit_command(commands: Any) -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1, 8], help=text)
     text = "the number of canaries for each of them"
     parser.add_argument("--canaries", type=int, default=2**19, help=text)
+    text = "also write the results to FILE"
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help=text)
     parser.set_defaults(command=_audit)
 
 
 def _audit(args: argparse.Namespace) -> int:
     for epsilon in args.epsilon:
         _validate.positive(epsilon=epsilon, fix="Use 1 or 8, for example.")
-    found = []
+    found: list[dict[str, Any]] = []
     for name, fields in _WAYS.items():
         for epsilon in args.epsilon:
             mechanism = DPSGD(
@@ -52,6 +60,12 @@ def _audit(args: argparse.Namespace) -> int:
             ).calibrate(epsilon=epsilon, delta=_DELTA)
             audits = canaries(mechanism, num_canaries=args.canaries), batches(mechanism)
             for audit in audits:
-                sys.stdout.write(f"{name}, epsilon {epsilon:g}. {audit}\n")
-            found += audits
-    return 0 if all(audit.passed for audit in found) else 1
+                title = f"{name}, epsilon {epsilon:g}"
+                sys.stdout.write(f"{title}. {audit}\n")
+                fields = {"passed": audit.passed, **dataclasses.asdict(audit)}
+                found.append({"subject": title, **fields})
+    if args.json is not None:
+        device = jax.devices()[0].device_kind
+        content = {"device": f"{device} ({platform.machine()})", "results": found}
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
+    return 0 if all(x["passed"] for x in found) else 1

@@ -1,0 +1,323 @@
+"""The command `report`: a document about the privacy of a run, for those who approve.
+
+Everything in it follows from the public ledger of the run. It contains nothing that was
+computed from the data, except for the hash of the released checkpoint.
+"""
+
+import argparse
+import html
+import importlib.metadata
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dpmp import _validate
+from dpmp.accounting import digits_above, digits_below, round_up
+from dpmp.runs import Ledger, Spent
+from dpmp.tools.ledger import read_ledgers, summary_of, total_of
+
+# For the curve, and for the bounds on attacks.
+_DELTAS = [0.3, 0.1, *(10.0**-k for k in range(2, 11))]
+
+_FALSE_POSITIVE_RATES = 0.001, 0.01, 0.1
+
+_UNITS = {
+    "REPLACE_SPECIAL": "one example is replaced by padding (zero-out)",
+    "ADD_OR_REMOVE_ONE": "one dataset has one example more than the other",
+    "REPLACE_ONE": "the content of one example differs",
+}
+
+_ASSUMED = (
+    "Each person is one example at most, in every run that is named here.",
+    "All runs on the data of these people are named here.",
+    "The random bits of the operating system are ideal, and nobody knows the keys.",
+    "The gradient of an example depends on this example and the parameters alone.",
+    "Hyper-parameters were not chosen by looking at values without noise.",
+)
+_NOT_COVERED = (
+    "Running time, which depends a little on the sizes of batches.",
+    "Anything else that is released about the data, such as an evaluation on them.",
+    "What can be learned about a person from other people's data.",
+)
+_PACKAGES = "dpmp", "jax", "jaxlib", "dp-accounting", "numpy"
+
+
+def add_report_command(commands: Any) -> None:
+    """Adds the command to the subparsers of `argparse`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "report",
+        help="Writes a document about the privacy of runs, for those who approve it.",
+        description="Reads the privacy ledgers of directories. Writes privacy.json, "
+        "privacy.html (which opens without a network) and privacy.md (a section for a "
+        "model card).",
+        epilog="python -m dpmp report runs/first --output release",
+    )
+    add, path = parser.add_argument, pathlib.Path
+    text = "of runs on the same people, which add up"
+    add("directories", nargs="+", type=path, metavar="DIR", help=text)
+    add("--output", type=path, default=path(), metavar="DIR", help="default: here")
+    add("--delta", type=float, metavar="X", help="default: the delta of the runs")
+    text = "JSON of selfcheck or audit (--json), whose results are shown too"
+    add("--checks", nargs="*", type=path, default=[], metavar="FILE", help=text)
+    parser.set_defaults(command=_report)
+
+
+def _report(args: argparse.Namespace) -> int:
+    report = report_of(args.directories, args.delta, args.checks)
+    contents = {
+        "privacy.json": json.dumps(report, indent=2),
+        "privacy.html": _as_html(report),
+        "privacy.md": _as_markdown(report),
+    }
+    for name, content in contents.items():
+        path = args.output / name
+        try:
+            args.output.mkdir(parents=True, exist_ok=True)
+            path.write_text(content + "\n")
+        except OSError as error:
+            _validate.fail(
+                "the report must be written. Pass an --output that can be written to.",
+                output=str(path),
+                reason=error.strerror,
+            )
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def report_of(
+    directories: Sequence[pathlib.Path],
+    delta: float | None = None,
+    checks: Iterable[pathlib.Path] = (),
+) -> dict[str, Any]:
+    """Everything that the documents show, for JSON."""
+    # The names alone: the report goes to others.
+    ledgers = {pathlib.Path(x).name: y for x, y in read_ledgers(directories).items()}
+    _validate.require(
+        len(ledgers) == len(directories),
+        "directories must have different names, by which the report calls them. Rename "
+        "one of them.",
+        directories=[x.name for x in directories],
+    )
+    summary, total = summary_of(ledgers, delta), total_of(ledgers)
+    curve = _curve(total)
+    return {
+        **summary,
+        "protected_unit": "one example",
+        "neighbours": _UNITS[summary["neighboring_relation"]],
+        "curve": [{"delta": d, "epsilon": e} for d, e in curve],
+        "attacks": [
+            {"false_positive_rate": x, "true_positive_rate_at_most": _success(curve, x)}
+            for x in _FALSE_POSITIVE_RATES
+        ],
+        "checkpoints": {path: _digest(ledger) for path, ledger in ledgers.items()},
+        "assumed": _ASSUMED,
+        "not_covered": _NOT_COVERED,
+        "checks": [_read_check(path) for path in checks],
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def _curve(total: Spent) -> list[tuple[float, float]]:
+    """Pairs of delta and epsilon; epsilon is 0 from some delta on."""
+    found = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)
+    return [(d, e) for d, e in found if math.isfinite(e)]
+
+
+def _success(curve: Sequence[tuple[float, float]], rate: float) -> float:
+    """The largest true-positive rate of an attack with a false-positive rate.
+
+    Whoever guesses that an example was in the data is right with probability
+    exp(epsilon) times the false-positive rate, plus delta, at most. This holds for all
+    pairs of epsilon and delta. The same holds for guesses that it was not.
+    """
+    bounds = [math.exp(min(e, 700)) * rate + d for d, e in curve]
+    bounds += [1 - math.exp(-e) * (1 - rate - d) for d, e in curve]
+    return min(1.0, *bounds)
+
+
+def _digest(ledger: Ledger) -> dict[str, Any] | None:
+    """The newest checkpoint: its step and the hash of its files (BLAKE2b)."""
+    released = [x for x in ledger.records if x.event == "released" and x.digest]
+    if not released:
+        return None
+    return {"step": released[-1].segment.stop, "blake2b": released[-1].digest}
+
+
+def _read_check(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        results = content["results"]
+        return {
+            "file": path.name,
+            "device": str(content["device"]),
+            "number": len(results),
+            "passed": sum(bool(x["passed"]) for x in results),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _validate.fail(
+            "checks must be files that selfcheck or audit have written. Pass those of "
+            "their option --json.",
+            file=str(path),
+            reason=type(error).__name__,
+        )
+
+
+def _headline(report: dict[str, Any]) -> str:
+    epsilon, delta = _digits(report["epsilon"]), digits_above(report["delta"], 3)
+    return (
+        f"Trained with differential privacy: epsilon {epsilon}, delta {delta}, for "
+        f"{report['protected_unit']} of the training data"
+    )
+
+
+def _digits(epsilon: float | None) -> str:
+    return round_up(math.inf if epsilon is None else epsilon)
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The questions of NIST SP 800-226, section by section, and their answers."""
+    steps = [
+        f"{x['number']} steps with noise multiplier "
+        f"{digits_below(x['noise_multiplier'], 4)}, sampling probability "
+        f"{digits_above(x['sampling_prob'], 4)} ({x['sampling'].replace('_', ' ')})"
+        for row in report["directories"]
+        for x in row["steps"]
+    ]
+    hashes = [
+        f"{path}, step {x['step']}: {x['blake2b']}"
+        for path, x in report["checkpoints"].items()
+        if x
+    ]
+    checks = [
+        f"{x['file']} ({x['device']}): {x['passed']} of {x['number']} hold"
+        for x in report["checks"]
+    ]
+    return [
+        (
+            "Privacy parameters",
+            f"epsilon {_digits(report['epsilon'])}, delta "
+            f"{digits_above(report['delta'], 3)}",
+        ),
+        ("Unit of privacy", report["protected_unit"]),
+        ("Neighbouring datasets", report["neighbours"]),
+        (
+            "Trust model",
+            "central: whoever trains sees the data, and releases the model",
+        ),
+        ("Mechanism", "DP-SGD: per-example clipping, Gaussian noise in integers"),
+        ("Steps that were paid for", "; ".join(steps)),
+        ("Composition", "all runs that are named here add up"),
+        ("Accountant", report["accountant"]),
+        ("Released checkpoints (BLAKE2b)", "; ".join(hashes) or "none"),
+        ("Checks", "; ".join(checks) or "none were passed to this report"),
+        ("Software", ", ".join(map(" ".join, report["versions"].items()))),
+    ]
+
+
+def _attack_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (f"{x['false_positive_rate']:.1%}", f"{x['true_positive_rate_at_most']:.1%}")
+        for x in report["attacks"]
+    ]
+
+
+def _as_markdown(report: dict[str, Any]) -> str:
+    """A section for a model card."""
+    lines = ["## Privacy", "", f"{_headline(report)}.", "", "| | |", "| --- | --- |"]
+    lines += [f"| {a} | {b} |" for a, b in _rows(report)]
+    lines += ["", "| false positives of an attack | true positives at most |"]
+    lines += ["| --- | --- |", *(f"| {a} | {b} |" for a, b in _attack_rows(report))]
+    for title, texts in (("Assumed", _ASSUMED), ("Not covered", _NOT_COVERED)):
+        lines += ["", f"{title}:", "", *(f"- {x}" for x in texts)]
+    return "\n".join(lines)
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Privacy report</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto;
+  padding: 0 1rem; color: #222; }}
+h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
+table {{ border-collapse: collapse; width: 100%; }}
+th, td {{ text-align: left; vertical-align: top; padding: .4rem .6rem;
+  border-bottom: 1px solid #ddd; overflow-wrap: anywhere; }}
+th {{ width: 34%; font-weight: 600; }}
+svg {{ max-width: 100%; height: auto; }}
+</style>
+</head>
+<body>
+<h1>{headline}</h1>
+<p>For two datasets that differ in one example, the probability of any released model on
+one is at most exp({epsilon}) times its probability on the other, plus {delta}.</p>
+<h2>What an attacker can learn</h2>
+<p>Somebody guesses from the released model whether an example was in the data. If the
+guess is wrong for at most this share of the examples that were not, then it is right
+for at most that share of those that were. Without any model, both are equal.</p>
+{attacks}
+{picture}
+<h2>Questions of NIST SP 800-226</h2>
+{rows}
+<h2>Assumed</h2>
+{assumed}
+<h2>Not covered</h2>
+{not_covered}
+</body>
+</html>"""
+
+
+def _as_html(report: dict[str, Any]) -> str:
+    def table(rows: Iterable[tuple[str, str]], head: str = "") -> str:
+        cells = (
+            f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>"
+            for a, b in rows
+        )
+        return f"<table>{head}{''.join(cells)}</table>"
+
+    def items(texts: Iterable[str]) -> str:
+        return f"<ul>{''.join(f'<li>{html.escape(x)}</li>' for x in texts)}</ul>"
+
+    head = "<tr><th>wrong guesses</th><th>right guesses, at most</th></tr>"
+    return _PAGE.format(
+        headline=html.escape(_headline(report)),
+        epsilon=_digits(report["epsilon"]),
+        delta=digits_above(report["delta"], 3),
+        attacks=table(_attack_rows(report), head),
+        picture=_picture(report),
+        rows=table(_rows(report)),
+        assumed=items(_ASSUMED),
+        not_covered=items(_NOT_COVERED),
+    )
+
+
+def _picture(report: dict[str, Any]) -> str:
+    """The bound on right guesses over wrong ones, as SVG."""
+    curve = [(x["delta"], x["epsilon"]) for x in report["curve"]]
+    left, top, size = 50, 10, 260
+
+    def point(x: float, y: float) -> str:
+        return f"{left + size * x:.1f},{top + size * (1 - y):.1f}"
+
+    rates = [k / 100 for k in range(101)]
+    bound = " ".join(point(x, _success(curve, x)) for x in rates)
+    ticks = "".join(
+        f'<text x="{left + size * x - 8:.0f}" y="{top + size + 18}">{x:.0%}</text>'
+        f'<text x="{left - 42}" y="{top + size * (1 - x) + 4:.0f}">{x:.0%}</text>'
+        for x in (0, 0.5, 1)
+    )
+    return (
+        f'<svg viewBox="0 0 {left + size + 20} {top + size + 48}" width="400" '
+        f'font-size="12" role="img"><title>Right guesses over wrong guesses</title>'
+        f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" '
+        f'stroke="#999"/><polyline points="{point(0, 0)} {point(1, 1)}" fill="none" '
+        f'stroke="#999" stroke-dasharray="4"/><polyline points="{bound}" fill="none" '
+        f'stroke="#0072b2" stroke-width="2"/>{ticks}'
+        f'<text x="{left + 40}" y="{top + size + 40}">wrong guesses; right guesses: '
+        f"upwards</text></svg>"
+    )

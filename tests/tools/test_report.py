@@ -1,0 +1,123 @@
+"""The report says what the ledger says, and opens as it is."""
+
+import dataclasses
+import html.parser
+import json
+import math
+
+import pytest
+from ledgers import charged
+
+from dpmp.__main__ import main
+from dpmp.runs._ledger import Ledger
+from dpmp.tools.report import _success
+
+
+@pytest.fixture
+def directory(tmp_path):
+    ledger = Ledger(tmp_path)
+    record = charged(0, 4)
+    ledger.append(
+        dataclasses.replace(record, event="released", nonce="n", digest="<digest>")
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def files(directory, capsys):
+    def write(*options):
+        output = directory / "out"
+        command = ["report", str(directory), "--output", str(output), *options]
+        assert main(command) == 0
+        names = ["privacy.json", "privacy.html", "privacy.md"]
+        assert capsys.readouterr().out.split() == [str(output / x) for x in names]
+        return [(output / x).read_text() for x in names]
+
+    return write
+
+
+class Page(html.parser.HTMLParser):
+    """The texts of a page, and its tags, which must be closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.texts, self.links, self._open = [], [], []
+        self.feed(text)
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [x for name, x in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+
+def test_all_documents_have_the_epsilon_of_the_ledger(directory, files, capsys):
+    assert main(["ledger", str(directory), "--json"]) == 0
+    ledger = json.loads(capsys.readouterr().out)
+    content, page, card = files()
+    report = json.loads(content)
+    ledger["directories"][0]["directory"] = directory.name
+    assert {name: report[name] for name in ledger} == ledger
+    assert str(directory) not in content
+    (point,) = (x for x in report["curve"] if math.isclose(x["delta"], 1e-5))
+    assert point["epsilon"] == pytest.approx(report["epsilon"])
+    for text in (page, card):
+        assert f"epsilon {math.ceil(1e3 * report['epsilon']) / 1e3:.3f}" in text
+    page = Page(page)
+    assert page.links == []  # it opens without a network
+    assert any("<digest>" in x for x in page.texts)
+    assert "4 steps with noise multiplier" in card
+
+
+def test_bounds_on_attacks_are_those_of_epsilon_and_delta(files):
+    report = json.loads(files()[0])
+    curve = [(x["delta"], x["epsilon"]) for x in report["curve"]]
+    for x in report["attacks"]:
+        rate, success = x["false_positive_rate"], x["true_positive_rate_at_most"]
+        assert rate < success < 1
+        assert success <= math.exp(report["epsilon"]) * rate + report["delta"]
+    rates = [_success(curve, x / 50) for x in range(51)]
+    assert rates == sorted(rates)
+    assert rates[-1] == 1
+    assert _success([(0.0, 0.0)], 0.3) == pytest.approx(0.3)
+    assert _success([(1e-5, math.log(3))], 0.5) == pytest.approx(5 / 6, abs=1e-4)
+
+
+def test_directories_need_names_of_their_own(directory, capsys):
+    with pytest.raises(SystemExit):
+        main(["report", str(directory), str(directory)])
+    assert "must have different names" in capsys.readouterr().err
+
+
+def test_checks_are_counted(directory, files):
+    path = directory / "checks.json"
+    results = [{"passed": True}, {"passed": False}]
+    path.write_text(json.dumps({"device": "a <b>", "results": results}))
+    content, page, _ = files("--checks", str(path))
+    assert json.loads(content)["checks"][0]["passed"] == 1
+    assert "checks.json (a &lt;b&gt;): 1 of 2 hold" in page
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"device": 1}', '{"results": 3}'])
+def test_other_files_are_no_checks(directory, capsys, content):
+    path = directory / "checks.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit):
+        main(["report", str(directory), "--checks", str(path)])
+    assert "must be files that selfcheck or audit" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_refused(directory, capsys):
+    (directory / "file").write_text("")
+    with pytest.raises(SystemExit):
+        main(["report", str(directory), "--output", str(directory / "file")])
+    assert "must be written" in capsys.readouterr().err
