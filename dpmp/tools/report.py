@@ -20,7 +20,11 @@ from dpmp.runs import Ledger, Spent
 from dpmp.tools.ledger import read_ledgers, summary_of, total_of
 
 # For the curve, and for the bounds on attacks.
-_DELTAS = [0.3, 0.1, *(10.0**-k for k in range(2, 11))]
+_DELTAS = [
+    0.5,
+    *(x / 10**k for k in range(1, 4) for x in (4, 2, 1)),
+    *(10.0**-k for k in range(4, 11)),
+]
 
 _FALSE_POSITIVE_RATES = 0.001, 0.01, 0.1
 
@@ -28,6 +32,11 @@ _UNITS = {
     "REPLACE_SPECIAL": "one example is replaced by padding (zero-out)",
     "ADD_OR_REMOVE_ONE": "one dataset has one example more than the other",
     "REPLACE_ONE": "the content of one example differs",
+}
+
+_SAMPLINGS = {
+    "poisson": "Poisson sampling",
+    "random_allocation": "random allocation",
 }
 
 _ASSUMED = (
@@ -182,7 +191,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     steps = [
         f"{x['number']} steps with noise multiplier "
         f"{digits_below(x['noise_multiplier'], 4)}, sampling probability "
-        f"{digits_above(x['sampling_prob'], 4)} ({x['sampling'].replace('_', ' ')})"
+        f"{digits_above(x['sampling_prob'], 4)} ({_SAMPLINGS[x['sampling']]})"
         for row in report["directories"]
         for x in row["steps"]
     ]
@@ -218,8 +227,16 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _attack_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rates in percent; bounds are rounded up."""
+
+    def up(rate: float) -> float:
+        return math.ceil(1000 * rate) / 1000
+
     return [
-        (f"{x['false_positive_rate']:.1%}", f"{x['true_positive_rate_at_most']:.1%}")
+        (
+            f"{x['false_positive_rate']:.1%}",
+            f"{up(x['true_positive_rate_at_most']):.1%}",
+        )
         for x in report["attacks"]
     ]
 
@@ -257,9 +274,9 @@ svg {{ max-width: 100%; height: auto; }}
 <p>For two datasets that differ in one example, the probability of any released model on
 one is at most exp({epsilon}) times its probability on the other, plus {delta}.</p>
 <h2>What an attacker can learn</h2>
-<p>Somebody guesses from the released model whether an example was in the data. If the
-guess is wrong for at most this share of the examples that were not, then it is right
-for at most that share of those that were. Without any model, both are equal.</p>
+<p>Somebody guesses from the released model whether an example was in the data. False
+positives are examples that were not, and are guessed to be. True positives are those
+that were. Blind guesses have equal shares of both, as the dashed line.</p>
 {attacks}
 {picture}
 <h2>Questions of NIST SP 800-226</h2>
@@ -283,7 +300,7 @@ def _as_html(report: dict[str, Any]) -> str:
     def items(texts: Iterable[str]) -> str:
         return f"<ul>{''.join(f'<li>{html.escape(x)}</li>' for x in texts)}</ul>"
 
-    head = "<tr><th>wrong guesses</th><th>right guesses, at most</th></tr>"
+    head = "<tr><th>false positives</th><th>true positives, at most</th></tr>"
     return _PAGE.format(
         headline=html.escape(_headline(report)),
         epsilon=_digits(report["epsilon"]),
@@ -297,7 +314,7 @@ def _as_html(report: dict[str, Any]) -> str:
 
 
 def _picture(report: dict[str, Any]) -> str:
-    """The bound on right guesses over wrong ones, as SVG."""
+    """The bound on true positives over false positives, as SVG."""
     curve = [(x["delta"], x["epsilon"]) for x in report["curve"]]
     left, top, size = 50, 10, 260
 
@@ -312,12 +329,12 @@ def _picture(report: dict[str, Any]) -> str:
         for x in (0, 0.5, 1)
     )
     return (
-        f'<svg viewBox="0 0 {left + size + 20} {top + size + 48}" width="400" '
-        f'font-size="12" role="img"><title>Right guesses over wrong guesses</title>'
+        f'<svg viewBox="0 0 {left + size + 30} {top + size + 44}" width="400" '
+        f'font-size="12" role="img"><title>The bound on true positives</title>'
         f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" '
         f'stroke="#999"/><polyline points="{point(0, 0)} {point(1, 1)}" fill="none" '
         f'stroke="#999" stroke-dasharray="4"/><polyline points="{bound}" fill="none" '
         f'stroke="#0072b2" stroke-width="2"/>{ticks}'
-        f'<text x="{left + 40}" y="{top + size + 40}">wrong guesses; right guesses: '
-        f"upwards</text></svg>"
+        f'<text x="{left + 90}" y="{top + size + 36}">false positives</text>'
+        f'<text x="{left + 6}" y="{top + 16}">true positives, at most</text></svg>'
     )
