@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from dpmp import _plain_text, _validate
 from dpmp.mechanism import DPSGD
 
-# Correct batches fail by chance once in a million audits, or less.
-_DEVIATIONS = 5.5
+# Correct batches fail one of the tests by chance once in a million audits, or less:
+# each test exceeds its limits with probability exp(-16) on either side.
+_LOG_CHANCE = 16.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,12 @@ def _unlikely(mechanism: DPSGD, runs: list[list[np.ndarray]]) -> Iterator[str]:
             yield "Batches are smaller or larger than they should be."
         if _varies_wrongly(times, turns, prob):
             yield "How often examples take part varies less or more than it should."
+        tails = (
+            stats.binom.cdf(times, turns, prob),
+            stats.binom.sf(times - 1, turns, prob),
+        )
+        if 2 * size * np.min(tails) < math.exp(-_LOG_CHANCE):
+            yield "An example takes part less or more often than it should."
     # In an epoch, other steps have fewer examples if one has more.
     related = 1.0 if epoch in (None, 1) else epoch / (epoch - 1)
     if _varies_wrongly(sizes, members, prob, related):
@@ -137,9 +145,18 @@ def _varies_wrongly(
     mean, variance, fourth = _moments(numbers.astype(float), prob)
     spread = np.sum((found - mean) ** 2)
     deviation = related * np.sum(fourth - variance**2)
-    return _is_unlikely(spread, np.sum(variance), deviation)
+    scale = max(8.0, float(np.max(variance)))
+    return _is_unlikely(spread, np.sum(variance), deviation, scale)
 
 
-def _is_unlikely(found: float, mean: float, variance: float) -> bool:
-    """Whether a sum of many independent numbers is far from its mean."""
-    return abs(found - mean) > _DEVIATIONS * math.sqrt(variance) + 1e-6 * mean
+def _is_unlikely(
+    found: float, mean: float, variance: float, scale: float = 1.0
+) -> bool:
+    """Whether a sum of many independent numbers, none below zero, is far from its mean.
+
+    Sums of rare events, and of squares, have a heavier tail above than below
+    ([Boucheron et al.: Concentration inequalities, sections 2.7 and
+    2.8](https://doi.org/10.1093/acprof:oso/9780199535255.001.0001)).
+    """
+    limit = math.sqrt(2 * _LOG_CHANCE * variance) + 1e-6 * mean
+    return not -limit <= found - mean <= limit + 2 * _LOG_CHANCE * scale

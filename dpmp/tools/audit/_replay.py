@@ -78,21 +78,22 @@ def replay(
 ) -> ReplayAudit:
     """Checks that a run reveals nothing about an example but noisy gradients.
 
-    It makes some steps of the run twice: on the data, and on neighbouring data. The
+    It makes some steps of the run twice: on neighbouring data, and on the data. The
     second run receives the noisy gradients of the first one. Neither the two runs nor
     the result have a privacy guarantee: keep what they print or write to yourself.
 
     Args:
       trainer: the trainer of the run.
       params: the initial parameters.
-      source: the data; see `DPTrainer.fit`.
+      source: the data; see `DPTrainer.fit`. If it is an object that remembers what it
+        was asked for, pass an `index` above 1: a run looks at examples 0 and 1 first.
       index: the example in which the two datasets differ. Extreme examples find most:
         one with huge or with no gradients, or with NaN.
       neighbour: the other data, of the same size, with another example at `index`. By
         default, this example is left out.
       steps: the number of steps. The example takes part in steps 1, 3, ...
       callback: see `DPTrainer.fit`. Both runs call it, and the dicts that it returns
-        must be the same.
+        must be the same. So leave out times, and counters that go on in the next run.
       sensitive_callback: see `DPTrainer.fit`.
 
     Returns:
@@ -101,7 +102,7 @@ def replay(
     Raises:
       ValueError: if the mechanism has no clipping or no noise, or for an argument out
         of range.
-      Exception: whatever the first run raises.
+      Exception: whatever both runs raise.
     """
     mechanism = trainer.mechanism
     steps = _validate.positive_integer(steps=steps)
@@ -148,16 +149,18 @@ def replay(
             )
         return tape
 
-    first = run(source, _Tape(index, is_in=True))
+    # In this order, a source that remembers has not seen the example in the first run.
     other = source if neighbour is None else neighbour
-    second = run(other, _Tape(index, is_in=neighbour is not None, first=first))
-    changes = [
-        math.dist(*pair) for pair in zip(first.sums, second.sums, strict=False)
-    ] or [math.inf]
+    first = run(other, _Tape(index, is_in=neighbour is not None))
+    second = run(source, _Tape(index, is_in=True, first=first))
+    differs = first.differences(second)
+    if first.error is not None and "the error" not in differs:
+        raise first.error
+    pairs = zip(first.sums, second.sums, strict=False)
+    changes = [float(np.linalg.norm(a - b)) for a, b in pairs] or [math.inf]
     contribution = mechanism.stddev / (mechanism.noise_multiplier or math.nan)
     # A neighbour leaves one example out, and puts another one in.
     allowed = contribution * (1 if neighbour is None else 2)
-    differs = first.differences(second)
     if any(changes[1::2]):
         differs.insert(0, "the sum of a step without the example")
     return ReplayAudit(max(changes) / allowed, tuple(differs))
@@ -169,6 +172,7 @@ class _Tape:
     def __init__(self, index: int, *, is_in: bool, first: "_Tape | None" = None):
         self.index, self.is_in, self._first = index, is_in, first
         self.sums: list[np.ndarray] = []  # of each step in one vector, sensitive
+        self.error: Exception | None = None
         self._noisy: list[list[np.ndarray]] = []
         self._seen: dict[str, list[Any]] = collections.defaultdict(list)
         self._num_traces = 0
@@ -208,7 +212,7 @@ class _Tape:
             for unit, x in zip(units, sums, strict=True)
         ]
         self.sums.append(np.concatenate(flat))
-        if self._first is not None:
+        if self._first is not None and len(self.sums) <= len(self._first._noisy):
             return self._first._noisy[len(self.sums) - 1]
         self._noisy.append([np.array(x) for x in noisy])
         return self._noisy[-1]
@@ -228,8 +232,7 @@ class _Tape:
                 yield
                 jax.effects_barrier()
             except Exception as error:
-                if self._first is None:  # there is nothing to compare with
-                    raise
+                self.error = error
                 self.add("the error", f"{type(error).__name__}: {error}")
             finally:
                 logger.removeHandler(handler)
