@@ -55,7 +55,7 @@ def test_canaries_find_most_of_epsilon_and_not_more(way, fields):
     assert 0.7 * found.claimed < found.epsilon <= found.claimed
     assert found.passed
     assert found.num_canaries == 2**15
-    assert "The claim of 8.000 holds" in str(found).replace("7.99", "8.00")
+    assert "is not contradicted" in str(found)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -65,7 +65,7 @@ def test_an_attacker_on_an_ideal_run_finds_what_one_on_dpmp_finds(way):
     rng = np.random.default_rng(0)
     coins = rng.random(4096) < 0.5
     ideal = attacker.scores(attacker.simulate(coins, rng))
-    found = attacker.scores(_canaries._noisy_gradients(chosen, coins, "float32"))
+    found = attacker.scores(_canaries.trained(chosen, 4096, "float32")(coins))
     for is_in in (coins, ~coins):
         a, b = ideal[is_in], found[is_in]
         deviation = np.sqrt((a.var() + b.var()) / len(a))

@@ -7,15 +7,17 @@ them.
 
 import dataclasses
 import math
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 from scipy import stats
 
 from dpmp import _plain_text, _validate
 from dpmp.mechanism import DPSGD
+from dpmp.training import DPTrainer, TrainingState
 
 # Correct batches fail one of the tests by chance once in a million audits, or less:
 # each test exceeds its limits with probability exp(-16) on either side.
@@ -59,20 +61,58 @@ def batches(mechanism: DPSGD, *, num_batches: int = 2000) -> BatchAudit:
     100 batches are drawn as accounted for.
 
     Args:
-      mechanism: the mechanism, whose batches are drawn with fresh keys.
+      mechanism: the mechanism, with which `DPTrainer.fit` trains a model of one number.
       num_batches: about how many batches to draw, in whole runs.
     """
     num_batches = _validate.positive_integer(num_batches=num_batches)
+    mechanism = dataclasses.replace(
+        mechanism,
+        l2_clip_norm=1.0,
+        noise_multiplier=mechanism.noise_multiplier or 1.0,
+    )
     runs = math.ceil(num_batches / mechanism.iterations)
-    drawn = [_indices_of_run(mechanism) for _ in range(runs)]
+    drawn = _indices_of_runs(mechanism, runs)
     wrong = [x for run in drawn for x in _impossible(mechanism, run)]
     wrong = wrong or list(_unlikely(mechanism, drawn))
     return BatchAudit(runs * mechanism.iterations, tuple(dict.fromkeys(wrong)))
 
 
-def _indices_of_run(mechanism: DPSGD) -> list[np.ndarray]:
-    draw = mechanism.batch_selection_strategy.drawer(mechanism.num_examples)
-    return [draw(step, secrets.randbits(128)) for step in range(mechanism.iterations)]
+class _Source:
+    """Numbers, and the batches of a run that asked for them."""
+
+    def __init__(self, num_examples: int):
+        self._num_examples, self._asked = num_examples, []
+        self.batches: list[np.ndarray] = []
+
+    def __len__(self) -> int:
+        return self._num_examples
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        self._asked.append(np.atleast_1d(indices))
+        return np.zeros(np.shape(indices), np.float32)
+
+    def keep(self, state: TrainingState) -> None:
+        """Keeps the batch of a step, which was asked for last, if it is not empty."""
+        del state
+        none = np.zeros(0, np.int64)
+        self.batches.append(self._asked[-1] if self._asked else none)
+        self._asked.clear()
+
+
+def _indices_of_runs(mechanism: DPSGD, runs: int) -> list[list[np.ndarray]]:
+    """The batches of runs of `DPTrainer.fit`."""
+    trainer = DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lambda params, batch: jnp.sum(params * batch),
+        optimizer=optax.sgd(0.0),
+        policy="float32",
+    )
+    options: dict[str, Any] = {"progress": False, "prefetch": 0}
+    sources = [_Source(mechanism.num_examples) for _ in range(runs)]
+    for source in sources:
+        start = trainer.init(jnp.zeros(()))
+        trainer.fit(start, source, callback=source.keep, **options)
+    return [source.batches for source in sources]
 
 
 def _impossible(mechanism: DPSGD, run: list[np.ndarray]) -> Iterator[str]:

@@ -17,10 +17,10 @@ References:
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import dp_accounting
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -36,7 +36,7 @@ from dpmp.training import DPTrainer, TrainingState
 # larger claims.
 _NUM_CANARIES = 2**19
 
-_FEWEST = 1000
+_FEWEST, _MOST_RUNS = 1000, 32
 
 _SHARE_TO_LEARN = 10  # of the canaries: one tenth
 
@@ -76,7 +76,7 @@ class CanaryAudit:
       num_canaries: the number of canaries.
       rates: the attacker's rates of true and of false guesses.
       repeats_noise: whether two steps had the same noise, which cancels in their
-        difference.
+        difference. This is seen if noise is independent and canaries may be absent.
     """
 
     epsilon: float
@@ -93,7 +93,7 @@ class CanaryAudit:
         return self.epsilon <= self.claimed and not self.repeats_noise
 
     def __str__(self) -> str:
-        verdict = "holds" if self.passed else "is FALSE"
+        verdict = "is not contradicted" if self.passed else "is FALSE"
         if self.repeats_noise:
             verdict = "is FALSE: two steps have the same noise"
         return _plain_text.paragraph(
@@ -108,7 +108,7 @@ class CanaryAudit:
 def canaries(
     mechanism: DPSGD,
     *,
-    num_canaries: int = _NUM_CANARIES,
+    num_canaries: int | None = None,
     confidence: float = 0.99,
     policy: Policy | str = "float32",
     seed: int | None = None,
@@ -128,7 +128,8 @@ def canaries(
     Args:
       mechanism: a calibrated mechanism, whose clip norm does not adapt.
       num_canaries: the number of trials. If the dataset is smaller, or the run long,
-        there are several runs. With fewer canaries the bound is lower.
+        there are several runs. With fewer canaries the bound is lower. None chooses
+        2^19, or what 32 runs have if that is less.
       confidence: the confidence of the bound.
       policy: the dtypes of the run.
       seed: decides which canaries are in the data; None draws them.
@@ -139,12 +140,6 @@ def canaries(
     Raises:
       ValueError: if the mechanism is not private, or its clip norm adapts.
     """
-    num_canaries = _validate.integer_in(
-        range(_FEWEST, 2**40),
-        f"num_canaries must be an integer of at least {_FEWEST}. With fewer canaries, "
-        "an attacker learns nothing.",
-        num_canaries=num_canaries,
-    )
     confidence = _validate.fraction(confidence=confidence)
     _validate.require(
         mechanism.is_private and mechanism.initial_clip_norm is None,
@@ -153,19 +148,33 @@ def canaries(
         fix="Use mechanism.calibrate(epsilon=, delta=), and a number as clip norm.",
     )
     claim, attacker = mechanism.guarantee(), Attacker.of(mechanism)
+    _validate.require(
+        math.isfinite(claim.epsilon),
+        "the mechanism must claim an epsilon. Use more noise.",
+        noise_multiplier=mechanism.noise_multiplier,
+    )
     rng = np.random.default_rng(seed)
     size = min(
-        num_canaries,
+        num_canaries or _NUM_CANARIES,
         mechanism.num_examples,
         mechanism.num_parameters,
         max(1, _LARGEST_RUN // mechanism.iterations),
     )
+    if num_canaries is None:
+        num_canaries = max(_FEWEST, min(_NUM_CANARIES, _MOST_RUNS * size))
+    num_canaries = _validate.integer_in(
+        range(_FEWEST, 2**40),
+        f"num_canaries must be an integer of at least {_FEWEST}. With fewer canaries, "
+        "an attacker learns nothing.",
+        num_canaries=num_canaries,
+    )
     coins = rng.random(size) < 0.5
     ideal = attacker.scores(attacker.simulate(coins, rng))
+    noisy_gradients = trained(mechanism, size, policy)
     runs, repeats = [], False
     for _ in range(math.ceil(num_canaries / size)):
         coins = rng.random(size) < 0.5
-        noisy = _noisy_gradients(mechanism, coins, policy)
+        noisy = noisy_gradients(coins)
         runs.append((attacker.scores(noisy), coins))
         repeats |= _has_repetitions(noisy[:, ~coins])
     scores, is_in = map(np.concatenate, zip(*runs, strict=True))
@@ -194,31 +203,36 @@ def canaries(
     )
 
 
-def _noisy_gradients(
-    mechanism: DPSGD, is_in: np.ndarray, policy: Policy | str
-) -> np.ndarray:
-    """The noisy gradients of a run, (iterations, canaries), in contributions."""
-    norm: Any = mechanism.l2_clip_norm
-    if not isinstance(norm, AutomaticClipping):
-        norm = math.hypot(*jax.tree.leaves(norm))  # the model has one array
-        mechanism = dataclasses.replace(mechanism, l2_clip_norm=norm)
-    size = _GRADIENT * (norm if isinstance(norm, float) else 1.0)
-    weights = size * np.where(is_in, 1.0, _absent(mechanism))
-    source = _Source(mechanism.num_examples, weights.astype(np.float32))
-    noisy: list[np.ndarray] = []
+def trained(
+    mechanism: DPSGD, size: int, policy: Policy | str
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function that trains on some canaries, given which are in the data.
 
-    def keep(state: TrainingState) -> None:
-        noisy.append(np.array(state.opt_state))
-
+    It returns the noisy gradients, (iterations, canaries), in contributions.
+    """
+    if not isinstance(mechanism.l2_clip_norm, AutomaticClipping):
+        # The model has one array. Its gradients must be in the range of float16.
+        mechanism = dataclasses.replace(mechanism, l2_clip_norm=1.0)
     trainer = DPTrainer(
         mechanism=mechanism,
         loss_fn=lambda params, x: jnp.sum(params[x["number"]] * x["weight"]),
         optimizer=optax.GradientTransformation(_no_gradient, _keep_gradient),
         policy=policy,
     )
-    start = trainer.init(jnp.zeros(len(is_in)))
-    trainer.fit(start, source, callback=keep, progress=False)
-    return np.stack(noisy) * (Attacker.of(mechanism).noise / mechanism.stddev)
+
+    def run(is_in: np.ndarray) -> np.ndarray:
+        weights = _GRADIENT * np.where(is_in, 1.0, _absent(mechanism))
+        source = _Source(mechanism.num_examples, weights.astype(np.float32))
+        noisy: list[np.ndarray] = []
+
+        def keep(state: TrainingState) -> None:
+            noisy.append(np.array(state.opt_state))
+
+        start = trainer.init(jnp.zeros(size))
+        trainer.fit(start, source, callback=keep, progress=False)
+        return np.stack(noisy) * (Attacker.of(mechanism).noise / mechanism.stddev)
+
+    return run
 
 
 class _Source:
@@ -377,9 +391,13 @@ def _lower_bound(
             mechanism.step_cost, noise_multiplier=noise_multiplier
         )
 
+    if true <= false:
+        return 0.0
+    largest = math.log(true / false)  # above it, the rates tell nothing
+    wanted = [slope * abs(threshold) for slope in _SLOPES]
     found = [0.0]
-    for slope in _SLOPES:
-        epsilon = slope * max(abs(threshold), _LEAST_EPSILON)
+    for epsilon in {0.5 * largest, *(min(x, 0.95 * largest) for x in wanted)}:
+        epsilon = max(epsilon, _LEAST_EPSILON)
         if (excess := true - math.exp(epsilon) * false) <= delta:
             continue
         noise_multiplier = accounting.calibrate_noise_multiplier(

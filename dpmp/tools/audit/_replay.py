@@ -57,6 +57,8 @@ class ReplayAudit:
 
     def __str__(self) -> str:
         verdict = "Nothing else differs." if not self.differs else "These differ too:"
+        if not self.largest_change:
+            verdict += " Choose an example with a gradient, which tells more."
         change = "FALSE" if self.largest_change > 1 + _ROUNDING else "as claimed"
         head = _plain_text.paragraph(
             f"One example changes the sum of clipped gradients by at most "
@@ -105,7 +107,11 @@ def replay(
       Exception: whatever both runs raise.
     """
     mechanism = trainer.mechanism
-    steps = _validate.positive_integer(steps=steps)
+    steps = _validate.integer_in(
+        range(2, 2**30),
+        "steps must be an integer of at least 2. In step 2, the example takes no part.",
+        steps=steps,
+    )
     index = _validate.integer_in(
         range(mechanism.num_examples),
         "index must be the number of an example. Use 0, for example.",
@@ -232,6 +238,8 @@ class _Tape:
                 yield
                 jax.effects_barrier()
             except Exception as error:
+                if isinstance(error, _validate.RefusedError) and not self.sums:
+                    raise  # nothing was trained on
                 self.error = error
                 self.add("the error", f"{type(error).__name__}: {error}")
             finally:
