@@ -46,7 +46,7 @@ from dpmp.programs import losses
 from dpmp.runs import Spent, _files, _ledger, opened, read_metrics
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.sources import check_source
-from dpmp.tools.ledger import _report
+from dpmp.tools.ledger import read_ledgers, summary_of
 from dpmp.training import _agreement
 from dpmp.training._account import Account, LastStep
 from dpmp.training._loop import Loop
@@ -648,7 +648,7 @@ def test_plans_of_runs_that_did_not_know_of_each_other_add_up(tmp_path):
     assert sorted(planned.values()) == [4, 14]
 
     def epsilon(*directories):
-        return _report(directories, None)["epsilon"]
+        return summary_of(read_ledgers(directories), None)["epsilon"]
 
     assert epsilon(first, second) == epsilon(second)
 
