@@ -20,6 +20,7 @@ from jax_privacy import clipping as their_clipping
 from jax_privacy import noise_addition as their_noise
 
 from benchmarks import harness
+from dpmp.tools import checks
 from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._results import Sizes
@@ -163,7 +164,7 @@ def benchmark(is_small: bool = False) -> harness.Lines:
     sizes = Sizes(2000, 8, 256, 2**20, 2**17) if is_small else Sizes()
     measured = command.run(all_subjects(), sizes, rich.console.Console())
     for name in dict.fromkeys(x.measurement for x in measured):
-        rows = [command.as_json(x) for x in measured if x.measurement == name]
+        rows = [checks.as_json(x._asdict()) for x in measured if x.measurement == name]
         yield {"measurement": name, "results": rows}
 
 

@@ -157,17 +157,22 @@ def _as_text(report: dict[str, Any]) -> str:
     return "\n".join([*lines, _COUNTING])
 
 
-def _describe(row: dict[str, Any]) -> str:
-    steps = " and ".join(
+def describe_steps(row: Mapping[str, Any]) -> str:
+    """The steps of a directory, by their cost."""
+    steps = (
         f"{x['number']} steps with noise multiplier "
         f"{digits_below(x['noise_multiplier'], 4)} and sampling probability "
         f"{digits_above(x['sampling_prob'], 4)}{_SAMPLINGS.get(x['sampling'], '')}"
         f"{_groups(x['cycle_length'])}"
         for x in row["steps"]
     )
+    return " and ".join(steps) or "no steps"
+
+
+def _describe(row: dict[str, Any]) -> str:
     first = (
         f"{row['directory']}, from {row['first_time']} to {row['last_time']}: "
-        f"{steps or 'no steps'}; epsilon {_digits(row['epsilon'])}."
+        f"{describe_steps(row)}; epsilon {_digits(row['epsilon'])}."
     )
     remarks = (text.format(row[name]) for name, text in _REMARKS.items() if row[name])
     return " ".join([first, *remarks])

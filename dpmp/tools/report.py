@@ -6,7 +6,6 @@ computed from the data, except for the hash of the released checkpoint.
 
 import argparse
 import html
-import importlib.metadata
 import json
 import math
 import pathlib
@@ -15,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpmp import _validate
-from dpmp.accounting import digits_above, digits_below, round_up
+from dpmp.accounting import digits_above, round_up
 from dpmp.runs import Ledger, Spent
-from dpmp.tools.ledger import read_ledgers, summary_of, total_of
+from dpmp.tools import checks
+from dpmp.tools.ledger import describe_steps, read_ledgers, summary_of, total_of
 
 # For the curve, and for the bounds on attacks.
 _DELTAS = [
@@ -34,11 +34,6 @@ _UNITS = {
     "REPLACE_ONE": "the content of one example differs",
 }
 
-_SAMPLINGS = {
-    "poisson": "Poisson sampling",
-    "random_allocation": "random allocation",
-}
-
 _ASSUMED = (
     "Each person is one example at most, in every run that is named here.",
     "All runs on the data of these people are named here.",
@@ -51,7 +46,6 @@ _NOT_COVERED = (
     "Anything else that is released about the data, such as an evaluation on them.",
     "What can be learned about a person from other people's data.",
 )
-_PACKAGES = "dpmp", "jax", "jaxlib", "dp-accounting", "numpy"
 
 
 def add_report_command(commands: Any) -> None:
@@ -99,7 +93,7 @@ def _report(args: argparse.Namespace) -> int:
 def report_of(
     directories: Sequence[pathlib.Path],
     delta: float | None = None,
-    checks: Iterable[pathlib.Path] = (),
+    files: Iterable[pathlib.Path] = (),
 ) -> dict[str, Any]:
     """Everything that the documents show, for JSON."""
     # The names alone: the report goes to others.
@@ -124,8 +118,8 @@ def report_of(
         "checkpoints": {path: _digest(ledger) for path, ledger in ledgers.items()},
         "assumed": _ASSUMED,
         "not_covered": _NOT_COVERED,
-        "checks": [_read_check(path) for path in checks],
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "checks": list(map(checks.read, files)),
+        "versions": checks.versions(),
     }
 
 
@@ -144,7 +138,7 @@ def _success(curve: Sequence[tuple[float, float]], rate: float) -> float:
     """
     bounds = [math.exp(min(e, 700)) * rate + d for d, e in curve]
     bounds += [1 - math.exp(-e) * (1 - rate - d) for d, e in curve]
-    return min(1.0, *bounds)
+    return min([1.0, *bounds])
 
 
 def _digest(ledger: Ledger) -> dict[str, Any] | None:
@@ -153,25 +147,6 @@ def _digest(ledger: Ledger) -> dict[str, Any] | None:
     if not released:
         return None
     return {"step": released[-1].segment.stop, "blake2b": released[-1].digest}
-
-
-def _read_check(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-        results = content["results"]
-        return {
-            "file": path.name,
-            "device": str(content["device"]),
-            "number": len(results),
-            "passed": sum(bool(x["passed"]) for x in results),
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _validate.fail(
-            "checks must be files that selfcheck or audit have written. Pass those of "
-            "their option --json.",
-            file=str(path),
-            reason=type(error).__name__,
-        )
 
 
 def _headline(report: dict[str, Any]) -> str:
@@ -188,19 +163,13 @@ def _digits(epsilon: float | None) -> str:
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """The questions of NIST SP 800-226, section by section, and their answers."""
-    steps = [
-        f"{x['number']} steps with noise multiplier "
-        f"{digits_below(x['noise_multiplier'], 4)}, sampling probability "
-        f"{digits_above(x['sampling_prob'], 4)} ({_SAMPLINGS[x['sampling']]})"
-        for row in report["directories"]
-        for x in row["steps"]
-    ]
+    steps = map(describe_steps, report["directories"])
     hashes = [
         f"{path}, step {x['step']}: {x['blake2b']}"
         for path, x in report["checkpoints"].items()
         if x
     ]
-    checks = [
+    checked = [
         f"{x['file']} ({x['device']}): {x['passed']} of {x['number']} hold"
         for x in report["checks"]
     ]
@@ -221,7 +190,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("Composition", "all runs that are named here add up"),
         ("Accountant", report["accountant"]),
         ("Released checkpoints (BLAKE2b)", "; ".join(hashes) or "none"),
-        ("Checks", "; ".join(checks) or "none were passed to this report"),
+        ("Checks", "; ".join(checked) or "none were passed to this report"),
         ("Software", ", ".join(map(" ".join, report["versions"].items()))),
     ]
 

@@ -16,6 +16,7 @@ from dpmp import __main__, strategies
 from dpmp.loss_scaling import DynamicScale
 from dpmp.tools import audit
 from dpmp.tools.audit import _canaries
+from dpmp.tools.audit._attacker import Attacker
 
 REPLACE_ONE = dp_accounting.NeighboringRelation.REPLACE_ONE
 METRICS = dpmp.ReleasedMetrics(largest_loss=2, fraction_clipped=True)
@@ -61,7 +62,7 @@ def test_canaries_find_most_of_epsilon_and_not_more(way, fields):
 @pytest.mark.parametrize("way", WAYS)
 def test_an_attacker_on_an_ideal_run_finds_what_one_on_dpmp_finds(way):
     chosen = mechanism(8.0, **WAYS[way])
-    attacker = _canaries.Attacker.of(chosen)
+    attacker = Attacker.of(chosen)
     rng = np.random.default_rng(0)
     coins = rng.random(4096) < 0.5
     ideal = attacker.scores(attacker.simulate(coins, rng))
@@ -75,7 +76,7 @@ def test_an_attacker_on_an_ideal_run_finds_what_one_on_dpmp_finds(way):
 
 def test_rates_are_those_of_likelihood_ratios():
     """A ratio of r in logarithms is exp(r) times as likely for canaries in the data."""
-    attacker = _canaries.Attacker.of(mechanism(4.0))
+    attacker = Attacker.of(mechanism(4.0))
     rng = np.random.default_rng(0)
     coins = np.arange(200_000) < 100_000
     scores = attacker.scores(attacker.simulate(coins, rng))
@@ -214,7 +215,12 @@ def test_arguments_of_a_replay_are_checked():
 
 @pytest.mark.parametrize(
     "fields",
-    [*WAYS.values(), {"expected_batch_size": 4096}, {"num_examples": 4095}],
+    [
+        *WAYS.values(),
+        {"expected_batch_size": 4096},
+        {"num_examples": 4095},
+        {"num_examples": 64, "expected_batch_size": 0.25},  # most batches are empty
+    ],
 )
 def test_batches_pass(fields):
     found = audit.batches(mechanism(**fields), num_batches=100)

@@ -88,6 +88,7 @@ def test_bounds_on_attacks_are_those_of_epsilon_and_delta(files):
     rates = [_success(curve, x / 50) for x in range(51)]
     assert rates == sorted(rates)
     assert rates[-1] == 1
+    assert _success([], 0.3) == 1
     assert _success([(0.0, 0.0)], 0.3) == pytest.approx(0.3)
     assert _success([(1e-5, math.log(3))], 0.5) == pytest.approx(5 / 6, abs=1e-4)
 

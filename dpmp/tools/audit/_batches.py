@@ -81,22 +81,24 @@ class _Source:
     """Numbers, and the batches of a run that asked for them."""
 
     def __init__(self, num_examples: int):
-        self._num_examples, self._asked = num_examples, []
+        self._num_examples = num_examples
+        self._asked: list[np.ndarray] | None = None
         self.batches: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return self._num_examples
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        self._asked.append(np.atleast_1d(indices))
+        if np.ndim(indices):
+            # A run begins by asking for examples 0 and 1.
+            self._asked = [] if self._asked is None else [*self._asked, indices]
         return np.zeros(np.shape(indices), np.float32)
 
     def keep(self, state: TrainingState) -> None:
-        """Keeps the batch of a step, which was asked for last, if it is not empty."""
+        """Keeps the batch of a step. An empty one is not asked for."""
         del state
-        none = np.zeros(0, np.int64)
-        self.batches.append(self._asked[-1] if self._asked else none)
-        self._asked.clear()
+        self.batches += self._asked or [np.zeros(0, np.int64)]
+        self._asked = []
 
 
 def _indices_of_runs(mechanism: DPSGD, runs: int) -> list[list[np.ndarray]]:

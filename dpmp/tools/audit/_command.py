@@ -2,16 +2,12 @@
 
 import argparse
 import dataclasses
-import json
-import pathlib
-import platform
 import sys
 from typing import Any
 
-import jax
-
 from dpmp import _validate, strategies
 from dpmp.mechanism import DPSGD
+from dpmp.tools import checks
 from dpmp.tools.audit._batches import batches
 from dpmp.tools.audit._canaries import canaries
 
@@ -39,8 +35,7 @@ def add_audit_command(commands: Any) -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1, 8], help=text)
     text = "the number of canaries for each of them"
     parser.add_argument("--canaries", type=int, default=2**19, help=text)
-    text = "also write the results to FILE"
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help=text)
+    checks.add_json_option(parser)
     parser.set_defaults(command=_audit)
 
 
@@ -65,7 +60,5 @@ def _audit(args: argparse.Namespace) -> int:
                 fields = {"passed": audit.passed, **dataclasses.asdict(audit)}
                 found.append({"subject": title, **fields})
     if args.json is not None:
-        device = jax.devices()[0].device_kind
-        content = {"device": f"{device} ({platform.machine()})", "results": found}
-        args.json.write_text(json.dumps(content, indent=2) + "\n")
+        checks.write(args.json, found)
     return 0 if all(x["passed"] for x in found) else 1

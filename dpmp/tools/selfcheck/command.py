@@ -5,25 +5,18 @@ on synthetic data.
 """
 
 import argparse
-import importlib.metadata
-import json
-import math
-import pathlib
-import platform
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jax
 import rich.console
 
 from dpmp import _plain_text
+from dpmp.tools import checks
 from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
 from dpmp.tools.selfcheck._results import Result, Sizes
 from dpmp.tools.selfcheck._subjects import Subjects
 from dpmp.tools.selfcheck._sums import measure_contributions, measure_sensitivity
-
-_PACKAGES = ("dpmp", "jax", "jaxlib", "numpy")
 
 
 def add_selfcheck_command(commands: Any) -> None:
@@ -40,15 +33,8 @@ def add_selfcheck_command(commands: Any) -> None:
     add("--include-unsafe", action="store_true", help=text)
     text = "draw four times as many noisy sums; this takes several minutes"
     add("--thorough", action="store_true", help=text)
-    add("--json", type=_new_file, metavar="FILE", help="also write the results to FILE")
+    checks.add_json_option(parser)
     parser.set_defaults(command=_selfcheck)
-
-
-def _new_file(name: str) -> pathlib.Path:
-    path = pathlib.Path(name)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
-    return path
 
 
 def _selfcheck(args: argparse.Namespace) -> int:
@@ -56,8 +42,7 @@ def _selfcheck(args: argparse.Namespace) -> int:
     subjects = dpmp_subjects(include_unsafe=args.include_unsafe)
     results = run(subjects, sizes, rich.console.Console())
     if args.json is not None:
-        content = {**_environment(), "results": list(map(as_json, results))}
-        args.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        checks.write(args.json, [x._asdict() for x in results])
     return 1 if broken_claims(results) else 0
 
 
@@ -69,9 +54,8 @@ def run(
     def show(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    environment = _environment()
-    versions = [" ".join(item) for item in environment["versions"].items()]
-    show(f"{environment['device']}; {', '.join(versions)}")
+    versions = map(" ".join, checks.versions().items())
+    show(f"{checks.device()}; {', '.join(versions)}")
     results = []
     with console.status("measuring"):
         for part in parts(subjects, sizes):
@@ -113,20 +97,3 @@ def _table(results: list[Result]) -> str:
         name = x.subject if x.is_claimed else f"{x.subject} (no claim)"
         rows.append([name, f"{x.value:.9g}", f"{lower}x{upper}", verdict, x.worst_case])
     return _plain_text.table(rows, "<><<<")
-
-
-def as_json(result: Result) -> dict[str, Any]:
-    """The fields of a result; strings replace numbers that JSON cannot express."""
-    return {
-        name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
-        for name, x in result._asdict().items()
-    }
-
-
-def _environment() -> dict[str, Any]:
-    device = jax.devices()[0]
-    return {
-        "device": f"{device.device_kind} ({platform.machine()})",
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-    }

@@ -1,0 +1,79 @@
+"""Files of results: `selfcheck` and `audit` write them, and `report` reads them."""
+
+import argparse
+import importlib.metadata
+import json
+import math
+import pathlib
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from dpmp import _validate
+
+_PACKAGES = ("dpmp", "jax", "jaxlib", "dp-accounting", "numpy")
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--json`, a file that can be written when the checks end."""
+    text = "also write the results to FILE"
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help=text)
+
+
+def _new_file(name: str) -> pathlib.Path:
+    path = pathlib.Path(name)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
+    return path
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that results depend on."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def device() -> str:
+    """The first device of this machine."""
+    return f"{jax.devices()[0].device_kind} ({platform.machine()})"
+
+
+def write(path: pathlib.Path, results: Iterable[Mapping[str, Any]]) -> None:
+    """Writes results, each with the field "passed", and where they were found."""
+    content = {
+        "device": device(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "results": list(map(as_json, results)),
+    }
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def as_json(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a result; strings replace numbers that JSON cannot express."""
+    return {
+        name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
+        for name, x in result.items()
+    }
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """How many results of a file passed; ValueError for a file of another kind."""
+    try:
+        content = json.loads(path.read_text())
+        passed = [bool(x["passed"]) for x in content["results"]]
+        where = str(content["device"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _validate.fail(
+            "checks must be files that selfcheck or audit have written. Pass those of "
+            "their option --json.",
+            file=str(path),
+            reason=type(error).__name__,
+        )
+    return {
+        "file": path.name,
+        "device": where,
+        "number": len(passed),
+        "passed": sum(passed),
+    }
