@@ -5,7 +5,8 @@ random allocation, and with noise that is correlated over several steps. Quoted 
 
 - noise multipliers of the first two, and the seconds to find them;
 - the error of the parameters: the root mean square of the noise in all sums of updates,
-  in units of one contribution, by the number of bands (1 is Poisson sampling);
+  in units of one contribution, by the number of bands (1 is Poisson sampling), for
+  matrices with bands and for matrices whose inverse has bands;
 - this error with the best number of bands in jax_privacy: its optimized coefficients
   and its accountant, which assumes that no batch is truncated. It adds noise in floats.
 
@@ -66,19 +67,25 @@ def benchmark(
         ).calibrate(epsilon=epsilon, delta=chosen.delta)
         noise[sampling] = mechanism.noise_multiplier
         seconds[sampling] = time.perf_counter() - start
-    errors = {}
-    for bands in _BANDS:
-        strategy = strategies.banded_toeplitz(bands, iterations=mechanism.iterations)
-        if bands * chosen.batch_size <= chosen.num_examples:
-            correlated = DPSGD(
-                num_examples=chosen.num_examples,
-                expected_batch_size=chosen.batch_size,
-                iterations=mechanism.iterations,
-                l2_clip_norm=1.0,
-                strategy=strategy,
-            ).calibrate(epsilon=epsilon, delta=chosen.delta)
-            noise_multiplier = correlated.noise_multiplier or 0.0
-            errors[str(bands)] = noise_multiplier * strategy.error()
+    steps = mechanism.iterations
+    of_epoch = round(chosen.num_examples / chosen.batch_size)
+    errors = {
+        str(bands): _error(
+            chosen, epsilon, strategies.banded_toeplitz(bands, iterations=steps)
+        )
+        for bands in _BANDS
+        if bands * chosen.batch_size <= chosen.num_examples
+    }
+    of_inverse = {
+        str(bands): _error(
+            chosen,
+            epsilon,
+            strategies.banded_inverse(
+                bands, iterations=steps, steps_per_epoch=of_epoch
+            ),
+        )
+        for bands in _BANDS[1:]
+    }
     best = min(errors, key=errors.__getitem__)
     peer = {}
     if harness.is_installed("jax_privacy"):
@@ -91,9 +98,23 @@ def benchmark(
         "seconds": harness.rounded(seconds, 2),
         "error": harness.rounded(errors, 3),
         "best_bands": int(best),
+        "of_inverse": harness.rounded(of_inverse, 3),
+        "inverse_over_best": min(of_inverse.values()) / errors[best],
         "less_error": 100 * (1 - errors[best] / errors["1"]),
         **peer,
     }
+
+
+def _error(setting: Setting, epsilon: float, strategy: strategies.Strategy) -> float:
+    """The error of the parameters, for the least noise."""
+    mechanism = DPSGD(
+        num_examples=setting.num_examples,
+        expected_batch_size=setting.batch_size,
+        iterations=strategy.iterations,
+        l2_clip_norm=1.0,
+        strategy=strategy,
+    ).calibrate(epsilon=epsilon, delta=setting.delta)
+    return (mechanism.noise_multiplier or 0.0) * strategy.error()
 
 
 def _error_in_jax_privacy(

@@ -1,11 +1,16 @@
+import itertools
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from scipy import linalg, optimize
 
-from dpmp import strategies
-from dpmp.strategies import BandedToeplitz, banded_toeplitz
+from dpmp.strategies import (
+    BandedInverse,
+    BandedToeplitz,
+    banded_inverse,
+    banded_toeplitz,
+)
 
 
 def matrices(strategy, momentum=0.0):
@@ -13,6 +18,8 @@ def matrices(strategy, momentum=0.0):
     steps = strategy.iterations
     column = np.zeros(steps)
     column[: strategy.bands] = strategy.coefficients[:steps]
+    if isinstance(strategy, BandedInverse):
+        column = np.linalg.inv(linalg.toeplitz(column, np.zeros(steps)))[:, 0]
     sums = np.tri(steps) @ linalg.toeplitz(
         momentum ** np.arange(steps), np.zeros(steps)
     )
@@ -33,6 +40,31 @@ def test_errors_are_those_of_matrices(coefficients, momentum):
     assert strategy.error(momentum=momentum, at_end=True) == pytest.approx(at_end)
     assert strategy.noise_gain == pytest.approx(np.linalg.norm(inverse[-1]))
     assert strategy.sensitivity == pytest.approx(norm)
+
+
+@pytest.mark.parametrize("steps_per_epoch", [1, 4, 7, 20, 30])
+@pytest.mark.parametrize("coefficients", [(1.0, -0.25), (1.0, -0.5, 0.0, -0.375)])
+def test_errors_of_inverses_are_those_of_matrices(coefficients, steps_per_epoch):
+    strategy = BandedInverse(coefficients, 20, steps_per_epoch)
+    matrix, sums = matrices(strategy)
+    inverse = np.linalg.inv(matrix)
+    x = np.random.default_rng(0).normal(size=(20, 3))
+    np.testing.assert_allclose(strategy.product(x), matrix @ x)
+    np.testing.assert_allclose(strategy.quotient(x), inverse @ x)
+    # After any number of steps, for an example of any group, with contributions that
+    # have any signs, the square is at most that of as many epochs.
+    largest = 0.0
+    for steps, group in itertools.product(range(1, 21), range(steps_per_epoch)):
+        epochs = -(-steps // steps_per_epoch)
+        columns = matrix[:steps, group:steps:steps_per_epoch]
+        for signs in ([1] * 20, [1, -1] * 10):
+            change = columns @ signs[: columns.shape[1]]
+            largest = max(largest, np.sum(change**2) / epochs)
+    assert strategy.sensitivity == pytest.approx(np.sqrt(largest), rel=1e-12)
+    expected = np.sqrt(np.mean(np.sum((sums @ inverse) ** 2, axis=1)))
+    assert strategy.error() == pytest.approx(expected * np.sqrt(largest))
+    assert strategy.noise_gain == pytest.approx(np.linalg.norm(inverse[-1]))
+    assert strategy.cycle_length == steps_per_epoch
 
 
 @pytest.mark.parametrize(
@@ -56,6 +88,42 @@ def test_no_other_coefficients_have_less_error(momentum):
 
     best = optimize.minimize(error, found.coefficients[1:], method="Nelder-Mead").fun
     assert best <= found.error(momentum=momentum) < 1.0005 * best
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_no_other_inverse_has_less_error(epochs, momentum):
+    steps, of_epoch = 60, 60 // epochs
+    found = banded_inverse(
+        4, iterations=steps, steps_per_epoch=of_epoch, momentum=momentum
+    )
+    turns = np.zeros(steps)
+    turns[::of_epoch] = 1
+    _, sums = matrices(BandedToeplitz((1.0,), steps), momentum)
+
+    def error(tail):
+        inverse = linalg.toeplitz(
+            np.concatenate([[1.0], tail, np.zeros(steps - 4)]), np.zeros(steps)
+        )
+        change = np.linalg.solve(inverse, turns)
+        return np.linalg.norm(sums @ inverse) * np.linalg.norm(change)
+
+    tail = found.coefficients[1:]
+    options = {"method": "Nelder-Mead", "bounds": [(-1, 0)] * 3}
+    best = optimize.minimize(error, tail, **options).fun
+    assert best <= error(tail) < 1.001 * best
+    expected = error(tail) / np.sqrt(steps * epochs)
+    assert found.error(momentum=momentum) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bands", [4, 16])
+def test_inverses_have_less_error_than_published_coefficients(bands):
+    """Those of Kalinin et al. 2025: the first ones of the root of the inverse sum."""
+    steps = np.arange(1, bands)
+    root = np.cumprod((2 * steps - 3) / (2 * steps))
+    published = BandedInverse((1.0, *root), 500, 500)
+    found = banded_inverse(bands, iterations=500, steps_per_epoch=500)
+    assert found.error() < {4: 0.54, 16: 0.79}[bands] * published.error()
 
 
 def test_momentum_wants_other_coefficients():
@@ -94,7 +162,6 @@ def test_coefficients_are_rounded_to_the_grid():
     strategy = BandedToeplitz((1, 0.3, np.float32(-0.1)), 10)
     assert strategy.coefficients == (1.0, 19 / 64, -6 / 64)
     assert strategy.numerators == (64, 19, -6)
-    assert strategies.GRID == 64
     assert hash(strategy) == hash(BandedToeplitz((1.0, 0.297, -0.1), 10))
 
 
@@ -107,6 +174,18 @@ def test_coefficients_are_rounded_to_the_grid():
         (lambda: BandedToeplitz((1.0, float("nan")), 10), "from -1 to 1"),
         (lambda: BandedToeplitz((1.0, 0.5), 0), "iterations must be"),
         (lambda: BandedToeplitz((1.0, 1.0), 10**4), "let noise die out"),
+        (lambda: BandedInverse((1.0,), 10, 5), "must not be positive"),
+        (lambda: BandedInverse((1.0, 0.5), 10, 5), "must not be positive"),
+        (lambda: BandedInverse((1.0, -0.7, -0.4), 10, 5), "a sum of at least 0"),
+        (lambda: BandedInverse((1.0, -0.7), 10, 0), "steps_per_epoch must be"),
+        (
+            lambda: banded_inverse(1, iterations=9, steps_per_epoch=3),
+            "bands must be from 2",
+        ),
+        (
+            lambda: banded_inverse(2, iterations=9, steps_per_epoch=0.5),
+            "steps_per_epoch must be",
+        ),
         (lambda: banded_toeplitz(0, iterations=10), "bands must be from 1 to"),
         (lambda: banded_toeplitz(11, iterations=10), "bands must be from 1 to"),
         (lambda: banded_toeplitz(2, iterations=10, momentum=1.0), "momentum must be"),

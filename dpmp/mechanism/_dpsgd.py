@@ -40,7 +40,7 @@ from dpmp.numerics import (
     num_entries,
     parse_arithmetic,
 )
-from dpmp.strategies import BandedToeplitz
+from dpmp.strategies import Strategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,8 @@ class DPSGD:
         `expected_batch_size` steps, rounded. Only `DPTrainer.fit` makes such steps; see
         `batch_selection.RandomAllocation`.
       strategy: correlates the noise of steps, so that it partly cancels in their sum;
-        see `strategies.banded_toeplitz`. The examples then form groups that take turns,
-        one for each band. None, or one band, adds independent noise.
+        see `strategies.banded_toeplitz` and `strategies.banded_inverse`. The examples
+        then form groups that take turns. None, or one band, adds independent noise.
     """
 
     num_examples: int
@@ -128,7 +128,7 @@ class DPSGD:
     )
     sampling_prob: float | None = None
     sampling: str = "poisson"
-    strategy: BandedToeplitz | None = None
+    strategy: Strategy | None = None
 
     def __post_init__(self):
         for name, value in (checked_fields(self) | chosen_names(self)).items():
@@ -226,12 +226,22 @@ class DPSGD:
     @property
     def cycle_length(self) -> int:
         """The number of groups of examples that take turns; 1 without a strategy."""
-        return self.strategy.bands if self.strategy else 1
+        return self.strategy.cycle_length if self.strategy else 1
+
+    @property
+    def largest_group(self) -> int:
+        """The size of the largest of these groups."""
+        return math.ceil(self.num_examples / self.cycle_length)
 
     @property
     def makes_steps_alone(self) -> bool:
         """Whether no secret ties a step to others, so that `train_step` may make it."""
-        return self.steps_per_epoch is None and self.cycle_length == 1
+        return self.steps_per_epoch is None and not self.has_correlated_noise
+
+    @property
+    def has_correlated_noise(self) -> bool:
+        """Whether the noise of a step is correlated with that of others."""
+        return self.strategy is not None and self.strategy.bands > 1
 
     @property
     def padded_batch_size(self) -> int:
@@ -252,7 +262,7 @@ class DPSGD:
     @property
     def overflow_stddev(self) -> float:
         """The standard deviation of the noise on the number of overflows."""
-        widened = 1.0 if self.strategy is None else self.strategy.sensitivity
+        widened = 1.0 if self.strategy is None else self.strategy.width_of_counts
         return widened * self.stddev / contribution(self._clip_norms.l2_norm_bound)
 
     @property
@@ -270,7 +280,7 @@ class DPSGD:
     def resolution(self) -> int | None:
         """The number of grid units in the largest contribution; None for floats."""
         noise_multiplier = self.noise_multiplier or 1.0
-        if self.strategy is not None and self.strategy.bands > 1:
+        if self.strategy is not None and self.has_correlated_noise:
             noise_multiplier *= self.strategy.widening
         return noise_addition.choose_resolution(
             noise_multiplier, self.num_parameters, self._sums
@@ -353,7 +363,7 @@ class DPSGD:
           ValueError: before calibration, or (by `update`) for a gradient with more than
             `num_parameters` entries.
         """
-        if self.strategy is None or self.strategy.bands == 1:
+        if self.strategy is None or not self.has_correlated_noise:
             privatizer = noise_addition.gaussian_privatizer(
                 stddev=self.stddev,
                 prng_key=prng_key,
@@ -497,7 +507,7 @@ class DPSGD:
         given = self.truncated_batch_size
         if given is None:
             return accounting.choose_truncated_batch_size(
-                math.ceil(self.num_examples / self.cycle_length) + is_protected,
+                self.largest_group + is_protected,
                 cast("float", self.sampling_prob),
                 multiple_of=self.microbatch_size or 1,
                 # Nothing but delta can pay for truncation there. If the size depended

@@ -9,7 +9,7 @@ from dpmp import _validate, accounting
 from dpmp._validate import as_real
 from dpmp.mechanism._privacy_cost import POISSON, SAMPLINGS, ComputedProbability
 from dpmp.numerics import default_arithmetic, default_method
-from dpmp.strategies import BandedToeplitz
+from dpmp.strategies import BandedInverse, Strategy
 
 # The check of each field, and the fix that its error message names.
 _CHECKS = {
@@ -71,8 +71,14 @@ def check_strategy(mechanism: Any) -> None:
             "step",
         ),
         (
-            mechanism.num_examples >= strategy.bands,
-            "there must be an example for each band",
+            mechanism.num_examples >= strategy.cycle_length,
+            "there must be an example for each group",
+        ),
+        (
+            not isinstance(strategy, BandedInverse)
+            or mechanism.largest_group <= mechanism._largest_batch,
+            "truncated_batch_size must be at least the size of a group, because all of "
+            "its examples take part",
         ),
         (
             mechanism.neighboring_relation is not relations.ADD_OR_REMOVE_ONE,
@@ -91,7 +97,7 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
     """Returns Python numbers and bools by name; ValueError if one is out of range."""
     if mechanism.strategy is not None:
         _validate.instance(
-            BandedToeplitz,
+            Strategy,
             "Use dpmp.strategies.banded_toeplitz(8, iterations=...).",
             strategy=mechanism.strategy,
         )
@@ -122,6 +128,16 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
         )
         # Only one of the groups takes part in a step.
         prob = batch_size * mechanism.cycle_length / num_examples
+        if isinstance(mechanism.strategy, BandedInverse):
+            _validate.require(
+                mechanism.cycle_length == round(num_examples / batch_size),
+                "steps_per_epoch of the strategy must be num_examples over "
+                "expected_batch_size, rounded",
+                **sizes,
+                strategy=mechanism.strategy,
+                fix=f"Use {round(num_examples / batch_size)} steps.",
+            )
+            prob = 1.0
         _validate.require(
             prob <= 1,
             "expected_batch_size must be at most num_examples over the bands",

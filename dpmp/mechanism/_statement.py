@@ -14,6 +14,7 @@ from dpmp.accounting import digits_above, digits_below, round_up
 from dpmp.clipping import AdaptiveClipNorm, AutomaticClipping, ReleasedMetrics
 from dpmp.mechanism._privacy_cost import ComputedProbability
 from dpmp.numerics import Arithmetic
+from dpmp.strategies import BandedInverse
 
 _Relation = dp_accounting.NeighboringRelation
 
@@ -91,11 +92,16 @@ def claim(
 
 def _describe_sampling(mechanism: Any) -> str:
     """Says in which steps an example takes part."""
-    epoch, bands = mechanism.steps_per_epoch, mechanism.cycle_length
-    if bands > 1:
+    epoch, groups = mechanism.steps_per_epoch, mechanism.cycle_length
+    if mechanism.has_correlated_noise:
+        text = (
+            f"the examples form {groups} groups, by their places in the dataset, which "
+            f"take turns. "
+        )
+        if isinstance(mechanism.strategy, BandedInverse):
+            return f"{text}All examples of a group are in its batch."
         return (
-            f"the examples form {bands} groups, by their places in the dataset, which "
-            f"take turns. Each example of a group is in its batch with probability "
+            f"{text}Each example of a group is in its batch with probability "
             f"{digits_above(mechanism.sampling_prob, 4)}, independently of all others."
         )
     if epoch is None:
@@ -116,11 +122,13 @@ def _describe_strategy(mechanism: Any) -> str:
     strategy = mechanism.strategy
     if strategy is None or strategy.bands == 1:
         return ""
+    is_inverse = isinstance(strategy, BandedInverse)
+    factors = ", ".join(f"{abs(x):g}" for x in strategy.coefficients[1:])
     return (
         f" The noise of a step depends on that of the {strategy.bands - 1} steps "
         f"before: it is wider by a factor of {strategy.sensitivity:.4g}, and earlier "
-        f"noise is subtracted from it, times "
-        f"{', '.join(f'{x:g}' for x in strategy.coefficients[1:])}."
+        f"{'independent ' if is_inverse else ''}noise is subtracted from it, times "
+        f"{factors}."
     )
 
 
@@ -168,7 +176,7 @@ def _describe_released(mechanism: Any) -> list[str]:
         # The release of the noisy fraction makes all noise wider.
         noise = mechanism.stddev * batch_size / (1 + counting.noise_increase)
     if mechanism.strategy is not None:
-        noise *= mechanism.strategy.sensitivity
+        noise *= mechanism.strategy.width_of_counts
     stddevs = {x: counting.stddev(x, noise, batch_size) for x in counting.names}
     if metrics is not None:
         means = ", ".join(

@@ -9,6 +9,7 @@ transformations after it cost no more privacy. The state holds the key of the no
 which is secret.
 """
 
+from dpmp.noise_addition._add_noise import first_past
 from dpmp.noise_addition._discrete_gaussian import NOISE_TOTAL_VARIATION
 from dpmp.noise_addition._privatizers import (
     NoiseState,
@@ -22,5 +23,6 @@ __all__ = [
     "NoiseState",
     "choose_resolution",
     "correlated_gaussian_privatizer",
+    "first_past",
     "gaussian_privatizer",
 ]

@@ -1,5 +1,6 @@
 """The privatizer, which adds Gaussian noise in integers, and the grids of sums."""
 
+import functools
 import math
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
@@ -11,7 +12,7 @@ import optax
 from dpmp import _meshes, _random, _validate
 from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
-from dpmp.noise_addition._add_noise import add_noise
+from dpmp.noise_addition._add_noise import add_noise, first_past
 from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import (
     DEFAULT_RESOLUTION,
@@ -27,7 +28,7 @@ from dpmp.numerics import (
     round_to_grid,
     to_float,
 )
-from dpmp.strategies import BandedToeplitz
+from dpmp.strategies import Strategy
 
 # The noise multiplier that is assumed for a float sum without a given sensitivity.
 _LARGEST_NOISE_MULTIPLIER = 32.0
@@ -49,9 +50,11 @@ class NoiseState(NamedTuple):
     Attributes:
       prng_key: the root key. It is secret: anyone who knows it can subtract the noise.
       step: int32, the number of releases made so far.
-      past: the noise of earlier steps, if noise is correlated: for each array of the
-        sum, (bands - 1, ...) int32. The noise of step t has index t modulo bands - 1.
-        It is as secret as the key.
+      past: what noise is correlated with, as secret as the key. With a
+        `BandedToeplitz`, the noise of earlier steps: for each array of the sum, (bands
+        - 1, ...) int32, where the noise of step t has index t modulo bands - 1. With a
+        `BandedInverse`, one (bands - 1, 5) uint32: for each earlier step, newest first,
+        a 1 and the words of its key, and zeros if there was none.
     """
 
     prng_key: jax.Array
@@ -144,7 +147,7 @@ def gaussian_privatizer(
 def correlated_gaussian_privatizer(
     *,
     stddev: float,
-    strategy: BandedToeplitz,
+    strategy: Strategy,
     prng_key: jax.Array | None = None,
 ) -> optax.GradientTransformation:
     """Adds Gaussian noise that partly cancels in the sum of all steps.
@@ -153,19 +156,21 @@ def correlated_gaussian_privatizer(
     >>> privatizer = correlated_gaussian_privatizer(stddev=1.0, strategy=strategy)
 
     Let W_t be independent noise with the standard deviation `stddev` times
-    `strategy.sensitivity`, in multiples of 1/64 unit of the grid. The noise of step t
-    is N_t = W_t - c_1 N_{t-1} - c_2 N_{t-2} - ..., rounded to whole units. It takes one
-    draw of random bits more than independent noise.
+    `strategy.sensitivity`. With a `BandedToeplitz`, the noise of step t is N_t = W_t -
+    c_1 N_{t-1} - ..., which takes one draw of random bits more than independent noise.
+    With a `BandedInverse`, it is N_t = W_t + d_1 W_{t-1} + ..., which takes one draw
+    more for each band, and no memory. Both are computed in integers, and rounded to
+    whole units of the grid.
 
     Guarantees:
       - All outputs together are as private as those of `gaussian_privatizer` with the
         same `stddev` and independent noise, if an example takes part in at most one of
-        `strategy.bands` consecutive steps. They are computed from C G + W, where the
+        `strategy.bands` consecutive steps; with a `BandedInverse`, in every
+        `strategy.steps_per_epoch`-th step. They are computed from C G + W, where the
         rows of G are the sums, and the rounding does not depend on G: see
         docs/proofs.md.
-      - The noise of a step is computed in integers from the noise of the last
-        `strategy.bands` - 1 steps, which is a part of the state, and is secret. A run
-        may also go on from a new state with a new key, which `init` draws without a
+      - What noise is correlated with is a part of the state, and is secret. A run may
+        also go on from a new state with a new key, which `init` draws without a
         `prng_key`. It is as private, but earlier noise does not cancel any more.
       - Otherwise those of `gaussian_privatizer`.
 
@@ -191,7 +196,7 @@ def correlated_gaussian_privatizer(
         stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
     )
     _validate.instance(
-        BandedToeplitz,
+        Strategy,
         "Use dpmp.strategies.banded_toeplitz(8, iterations=...).",
         strategy=strategy,
     )
@@ -204,7 +209,7 @@ def _privatizer(
     stddev: float,
     prng_key: jax.Array | None,
     noise_multiplier: float,
-    strategy: BandedToeplitz | None = None,
+    strategy: Strategy | None = None,
 ) -> optax.GradientTransformation:
     """A privatizer; `noise_multiplier` is used for float sums."""
     if prng_key is not None:
@@ -231,8 +236,9 @@ def _privatizer(
                 strategy=strategy,
             )
             past = noise_state.past
-            wanted = [((strategy.bands - 1, *x.counts.shape), "int32") for x in grids]
-            given = [(x.shape, x.dtype.name) for x in past]
+            counts = [x.counts for x in grids]
+            wanted = jax.eval_shape(functools.partial(first_past, strategy, counts))
+            wanted, given = ([(x.shape, x.dtype) for x in xs] for xs in (wanted, past))
             _validate.require(
                 wanted[: len(past)] == given and bool(past),
                 "the state must have the noise of earlier steps for this strategy and "
@@ -249,10 +255,8 @@ def _privatizer(
         return add_noise(on_grids, widened, key_words, noise_state.step)
 
     def init(params: PyTree) -> NoiseState:
-        key, past = _random.fresh_key() if prng_key is None else prng_key, ()
-        if strategy is not None:
-            shapes = map(jnp.shape, jax.tree.leaves(params))
-            past = tuple(jnp.zeros((strategy.bands - 1, *x), jnp.int32) for x in shapes)
+        key = _random.fresh_key() if prng_key is None else prng_key
+        past = first_past(strategy, jax.tree.leaves(params)) if strategy else ()
         return NoiseState(key, jnp.zeros((), jnp.int32), past)
 
     def update(

@@ -9,6 +9,7 @@ from dpmp.accounting import DEFAULT_RELATION, digits_above
 from dpmp.planning._memory_estimate import MemoryEstimate
 from dpmp.planning._methods import Method, Model
 from dpmp.planning._plans import LARGEST_NOISE_NORM, NoiseChoice, Plan
+from dpmp.strategies import BandedInverse
 
 # A method, the microbatch that fits (or 0), and the memory of a step.
 Tried = tuple[Method, int, MemoryEstimate]
@@ -53,10 +54,11 @@ def less_noise(choices: Sequence[NoiseChoice]) -> str:
             "the parameters."
         )
     better = choices[: choices.index(usual)]
-    banded = [x for x in better if x.mechanism.strategy is not None][:1]
-    others = [x for x in better if x.mechanism.strategy is None]
+    # The best one of each kind: both kinds of strategies, and random allocation.
+    kinds = {type(x.mechanism.strategy): x for x in reversed(better)}
     gains = [
-        f"{1 - x.error / usual.error:.0%} less with {_how(x)}" for x in banded + others
+        f"{1 - x.error / usual.error:.0%} less with {_how(x)}"
+        for x in sorted(kinds.values(), key=lambda x: x.error)
     ]
     return _plain_text.paragraph(
         "At the same epsilon, batch size and steps, other ways to draw batches and "
@@ -67,10 +69,16 @@ def less_noise(choices: Sequence[NoiseChoice]) -> str:
 
 
 def _how(choice: NoiseChoice) -> str:
-    if choice.name == "random_allocation":
+    strategy = choice.mechanism.strategy
+    if strategy is None:
         return 'sampling="random_allocation"'
+    if isinstance(strategy, BandedInverse):
+        return (
+            f"strategy=banded_inverse({strategy.bands}, ...), which draws noise "
+            f"{strategy.bands} times"
+        )
     return (
-        f"strategy=banded_toeplitz({choice.mechanism.cycle_length}, ...), which takes "
+        f"strategy=banded_toeplitz({strategy.bands}, ...), which takes "
         f"{choice.bytes_per_parameter} bytes a parameter"
     )
 

@@ -18,7 +18,7 @@ from dpmp.numerics import (
     parse_arithmetic,
 )
 from dpmp.precision import Policy
-from dpmp.strategies import BandedToeplitz
+from dpmp.strategies import Strategy
 
 # The moment of parts that are in memory for the whole step.
 _ALWAYS = "throughout"
@@ -102,7 +102,7 @@ def estimate_memory(
     method: str | None = None,
     microbatch_size: int | None = None,
     arithmetic: str | None = None,
-    strategy: BandedToeplitz | None = None,
+    strategy: Strategy | None = None,
 ) -> MemoryEstimate:
     """Counts the memory of a step of `DPTrainer`, without its activations.
 
@@ -164,8 +164,8 @@ def estimate_memory(
     pairs = zip(jax.tree.leaves(copies), jax.tree.leaves(given), strict=True)
     copied = _num_bytes([x for x, old in pairs if x.dtype != old.dtype])
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
-    bands = strategy.bands if strategy else 1
-    total, earlier = entry * num_parameters, 4 * (bands - 1) * num_parameters
+    stored = strategy.stored_steps if strategy else 0
+    total, earlier = entry * num_parameters, 4 * stored * num_parameters
     noise = 8 * num_parameters
     stack = num_stacked * _num_bytes(copies[0])
     # Random bits are drawn for some of the parameters at a time.
@@ -178,7 +178,7 @@ def estimate_memory(
         ("optimizer state", _num_bytes(opt_state), _ALWAYS, "optimizer.init(params)"),
         ("batch", _num_bytes(given[1]), _ALWAYS, "of the padded size"),
         ("sum of gradients", total, _ALWAYS, f"{entry} B for each parameter"),
-        ("earlier noise", earlier, _ALWAYS, f"4 B for each of {bands - 1} steps"),
+        ("earlier noise", earlier, _ALWAYS, f"4 B for each of {stored} steps"),
         ("compute copy", copied, "clipping", f"parameters and inputs in {name}"),
         ("per-example gradients", stack, "clipping", f"of {num_stacked}, in {name}"),
         ("partial sums", total, "clipping", "about as much as the sum"),

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +16,7 @@ LARGEST_NOISE_NORM = 10
 _FEWEST_STEPS = 20
 _NUM_SIZES = 7
 _NEARLY_BEST = 0.75
-_OTHER_CHOICES = (
-    ("random_allocation", 1),
-    *(("poisson", bands) for bands in (2, 4, 8, 16)),
-)
+_BANDS = 2, 4, 8, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +125,18 @@ class NoiseChoice:
 
     @property
     def name(self) -> str:
-        """The value of `sampling`, or the number of bands."""
-        bands = self.mechanism.cycle_length
-        return self.mechanism.sampling if bands == 1 else f"{bands} bands"
+        """The value of `sampling`, or the number of bands of the matrix or inverse."""
+        strategy = self.mechanism.strategy
+        if strategy is None:
+            return self.mechanism.sampling
+        is_inverse = isinstance(strategy, strategies.BandedInverse)
+        return f"{strategy.bands} bands{' of the inverse' if is_inverse else ''}"
 
     @property
     def bytes_per_parameter(self) -> int:
         """The memory for the noise of earlier steps."""
-        return 4 * (self.mechanism.cycle_length - 1)
+        strategy = self.mechanism.strategy
+        return 4 * strategy.stored_steps if strategy else 0
 
 
 def compare_noise(
@@ -155,23 +158,29 @@ def compare_noise(
         target.
     """
     steps = mechanism.iterations
+    of_epoch = round(mechanism.num_examples / mechanism.expected_batch_size)
+    independent = strategies.banded_toeplitz(1, iterations=steps)
+    makers = (
+        strategies.banded_toeplitz,
+        functools.partial(strategies.banded_inverse, steps_per_epoch=of_epoch),
+    )
 
-    def choice(sampling: str, bands: int) -> NoiseChoice:
-        strategy = strategies.banded_toeplitz(
-            bands, iterations=steps, momentum=momentum
-        )
+    def choice(
+        strategy: strategies.Strategy | None = None, sampling: str = "poisson"
+    ) -> NoiseChoice:
         calibrated = dataclasses.replace(
-            mechanism, sampling=sampling, strategy=strategy if bands > 1 else None
+            mechanism, sampling=sampling, strategy=strategy
         ).calibrate(epsilon=epsilon, delta=delta)
-        noise_multiplier = calibrated.noise_multiplier or 0.0
-        return NoiseChoice(
-            calibrated, noise_multiplier * strategy.error(momentum=momentum)
-        )
+        error = (strategy or independent).error(momentum=momentum)
+        return NoiseChoice(calibrated, (calibrated.noise_multiplier or 0.0) * error)
 
-    found = [choice("poisson", 1)]
-    for sampling, bands in _OTHER_CHOICES:
+    found = [choice()]
+    with contextlib.suppress(_validate.RefusedError):
+        found.append(choice(sampling="random_allocation"))
+    for make, bands in itertools.product(makers, _BANDS):
         with contextlib.suppress(_validate.RefusedError):
-            found.append(choice(sampling, bands))
+            strategy = make(bands, iterations=steps, momentum=momentum)
+            found.append(choice(strategy))
     return sorted(found, key=lambda choice: choice.error)
 
 

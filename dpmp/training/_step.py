@@ -21,9 +21,10 @@ from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
 from dpmp.loss_scaling import DynamicScale, LossScale, ScaledLoss
 from dpmp.mechanism import DPSGD, Released
-from dpmp.noise_addition import NoiseState
+from dpmp.noise_addition import NoiseState, first_past
 from dpmp.precision import Policy
 from dpmp.programs import bodies, frozen, losses, transformations
+from dpmp.strategies import BandedInverse
 from dpmp.training._agreement import check_same_arrays, check_same_program
 from dpmp.training._checks import check_same_types
 from dpmp.training._state import TrainingState
@@ -47,7 +48,7 @@ class Results(NamedTuple):
 
     state: TrainingState
     outputs: tuple[jax.Array, jax.Array]  # the sensitive losses and norms
-    past: tuple[jax.Array, ...]  # the secret noise of this step and those before it
+    past: tuple[jax.Array, ...]  # secret: what noise of the next step depends on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,19 +123,19 @@ class Step:
         return [name for name in given if given[name] != wanted[name]]
 
     def first_past(self, state: TrainingState) -> tuple[jax.Array, ...]:
-        """The noise of earlier steps before the first one, for correlated noise."""
-        bands, leaves = self.mechanism.cycle_length, jax.tree.leaves(state.params)
-        if bands == 1:
+        """What correlated noise of the first step depends on."""
+        strategy, leaves = self.mechanism.strategy, jax.tree.leaves(state.params)
+        if strategy is None or not self.mechanism.has_correlated_noise:
             return ()
-
-        def zeros():
-            return tuple(jnp.zeros((bands - 1, *x.shape), jnp.int32) for x in leaves)
-
-        return jax.jit(zeros, out_shardings=self._places_of_past(state))()
+        make = functools.partial(first_past, strategy, leaves)
+        return jax.jit(make, out_shardings=self._places_of_past(state))()
 
     def _places_of_past(self, state: TrainingState) -> tuple[Any, ...]:
-        if self.mechanism.cycle_length == 1:
+        """Noise is sharded like the parameters, and keys are on every device."""
+        if not self.mechanism.has_correlated_noise:
             return ()
+        if isinstance(self.mechanism.strategy, BandedInverse):
+            return (places(state.step),)
         return tuple(map(_meshes.place_of_stack, jax.tree.leaves(state.params)))
 
     def prepare(
@@ -145,7 +146,7 @@ class Step:
     ) -> tuple[Program, tuple[Any, ...]]:
         """Finds the program of a step, and its arguments on their devices.
 
-        `past` is the secret noise of earlier steps, from `run`; None for the first one.
+        `past` is that of the last `run`; None for the first step.
         """
         with without_debugging():
             examples = as_device_dtypes(batch.examples)

@@ -121,7 +121,9 @@ def test_ways_to_draw_noise_are_compared():
     choices = compare_noise(mechanism, epsilon=8.0, delta=1e-5)
     names = {x.name: x for x in choices}
     assert set(names) == {"poisson", "random_allocation"} | {
-        f"{bands} bands" for bands in (2, 4, 8, 16)
+        f"{bands} bands{kind}"
+        for bands in (2, 4, 8, 16)
+        for kind in ("", " of the inverse")
     }
     errors = [x.error for x in choices]
     assert errors == sorted(errors)
@@ -135,6 +137,13 @@ def test_ways_to_draw_noise_are_compared():
     expected = bands.mechanism.noise_multiplier * strategy.error()
     assert bands.error == expected < poisson.error
     assert bands.bytes_per_parameter == 12
+    inverse = names["4 bands of the inverse"]
+    strategy = inverse.mechanism.strategy
+    options = {"iterations": 60, "steps_per_epoch": 20}
+    assert strategy == strategies.banded_inverse(4, **options)
+    expected = inverse.mechanism.noise_multiplier * strategy.error()
+    assert inverse.error == expected < poisson.error
+    assert inverse.bytes_per_parameter == 0
     assert names["random_allocation"].error < poisson.error
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     protected = dataclasses.replace(mechanism, neighboring_relation=relation)

@@ -29,12 +29,15 @@ from small_runs import (
 import dpmp
 from dpmp import accounting
 from dpmp.batch_selection import PoissonSampling
-from dpmp.strategies import BandedToeplitz, banded_toeplitz
+from dpmp.strategies import BandedToeplitz, banded_inverse, banded_toeplitz
 
 BANDS, STEPS = 4, 10
 STRATEGY = banded_toeplitz(BANDS, iterations=STEPS)
 FIELDS = {"strategy": STRATEGY, "iterations": STEPS, "expected_batch_size": 4}
+INVERSE = banded_inverse(3, iterations=STEPS, steps_per_epoch=8)
+WAYS = {"bands": FIELDS, "inverse": FIELDS | {"strategy": INVERSE}}
 MECHANISM = dataclasses.replace(MECHANISM, **FIELDS)
+OF_INVERSE = dataclasses.replace(MECHANISM, strategy=INVERSE)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,15 @@ def trainer(shared):
 @pytest.fixture
 def batches(monkeypatch):
     return recorded_batches(monkeypatch)
+
+
+def test_all_examples_of_a_group_take_part_with_an_inverse(batches):
+    trainer = new_trainer(**WAYS["inverse"])
+    state = fit(trainer)
+    assert len(batches) == STEPS
+    for step, batch in enumerate(batches):
+        np.testing.assert_array_equal(np.sort(batch), np.arange(SIZE)[step % 8 :: 8])
+    assert trainer.guarantee(state) == OF_INVERSE.guarantee()
 
 
 def epsilon_of_rounds(number):
@@ -125,22 +137,28 @@ def noises(trainer, state, size, directory=None):
     return np.diff(np.stack(found), axis=0)
 
 
-def test_noise_of_a_run_has_the_covariance_of_the_strategy():
-    size = 20_000
+def test_epsilon_of_an_inverse_is_that_of_one_gaussian_mechanism_for_each_epoch():
+    for step, epochs in ((1, 1), (8, 1), (9, 2), (10, 2)):
+        event = accounting.dpsgd_event(1.0, epochs, sampling_prob=1.0)
+        expected = accounting.get_epsilon(event, delta=DELTA * (1 - 1e-4)).epsilon
+        assert OF_INVERSE.guarantee(step).epsilon == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_noise_of_a_run_has_the_covariance_of_the_strategy(way):
+    size, strategy = 20_000, WAYS[way]["strategy"]
     trainer = new_trainer(
-        **FIELDS,
+        **WAYS[way],
         loss_fn=lambda params, batch: 0.0 * jnp.sum(params["w"]) * batch["y"][0],
         optimizer=optax.sgd(1.0),
     )
     state = trainer.init({"w": np.zeros(size, np.float32)})
     x = noises(trainer, state, size) * FIELDS["expected_batch_size"]
-    inverse = np.linalg.inv(
-        sum(c * np.eye(STEPS, k=-k) for k, c in enumerate(STRATEGY.coefficients))
-    )
-    expected = inverse @ inverse.T * STRATEGY.sensitivity**2
+    inverse = strategy.quotient(np.eye(STEPS))
+    expected = inverse @ inverse.T * strategy.sensitivity**2
     np.testing.assert_allclose(x @ x.T / size, expected, atol=0.08)
     sums = np.cumsum(x, axis=0)
-    assert np.sqrt(np.mean(sums**2)) == pytest.approx(STRATEGY.error(), rel=0.03)
+    assert np.sqrt(np.mean(sums**2)) == pytest.approx(strategy.error(), rel=0.03)
 
 
 def test_a_run_goes_on_with_a_new_sequence(trainer, batches, tmp_path):
@@ -200,11 +218,11 @@ def test_an_error_does_not_lead_to_the_noise(trainer):
     assert loop._past is None
 
 
-@pytest.mark.parametrize("spec", ["data", None])
-def test_devices_share_a_run(spec):
+@pytest.mark.parametrize(("way", "spec"), [("bands", "data"), ("inverse", None)])
+def test_devices_share_a_run(way, spec):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     sharding = jax.NamedSharding(mesh, jax.P("data"))
-    fields = FIELDS | {"microbatch_size": 4, "arithmetic": "exact"}
+    fields = WAYS[way] | {"microbatch_size": 4, "arithmetic": "exact"}
     trainer = new_trainer(**fields, method="per_example", prng_key=jax.random.key(1))
     params = {"w": np.zeros(4, np.float32)}
     data = {"x": np.pad(DATA["x"], ((0, 0), (0, 1))), "y": DATA["y"]}
@@ -222,6 +240,11 @@ def test_the_statement_describes_turns_and_noise():
     assert "the examples form 4 groups, by their places in the dataset" in text
     assert "depends on that of the 3 steps before" in text
     stddev = MECHANISM.overflow_stddev
+    assert f"noise of standard deviation {stddev / 4:.2g}" in text
+    text = " ".join(OF_INVERSE.statement().split())
+    assert "8 groups, by their places in the dataset, which take turns. All" in text
+    assert "earlier independent noise is subtracted from it, times" in text
+    stddev = OF_INVERSE.overflow_stddev
     assert f"noise of standard deviation {stddev / 4:.2g}" in text
 
 
@@ -265,9 +288,17 @@ def test_steps_are_not_made_alone(trainer):
         ({"sampling_prob": 0.5}, "sampling_prob must be left out"),
         (
             {"num_examples": 3, "expected_batch_size": 0.1},
-            "an example for each band",
+            "an example for each group",
         ),
         ({"strategy": 4}, "banded_toeplitz"),
+        (
+            {"strategy": INVERSE, "expected_batch_size": 5},
+            "num_examples over expected_batch_size, rounded.*Use 6 steps",
+        ),
+        (
+            {"strategy": INVERSE, "truncated_batch_size": 3},
+            "at least the size of a group",
+        ),
     ],
 )
 def test_what_does_not_fit_a_strategy_is_refused(fields, message):
