@@ -25,6 +25,10 @@ def error_by_bands() -> Figure:
             error = line["error"]
             shares = np.array(list(error.values())) / error["1"]
             axis.plot([int(x) for x in error], shares, color="#0072b2", alpha=0.7)
+            inverse = line["of_inverse"]
+            shares = np.array(list(inverse.values())) / error["1"]
+            bands = [int(x) for x in inverse]
+            axis.plot(bands, shares, "--", color="#d55e00", alpha=0.7)
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 2, 4, 8, 16], labels=["1", "2", "4", "8", "16"])
         axis.set_title(f"epsilon {epsilon:.0f}", fontsize="medium")
@@ -32,6 +36,9 @@ def error_by_bands() -> Figure:
         axis.grid(alpha=0.3)
         axis.set_ylim(0, 1.3)
     axes[0].set_ylabel("error, over that of one band")
+    axes[0].plot([], color="#0072b2", label="bands")
+    axes[0].plot([], "--", color="#d55e00", label="bands of the inverse")
+    axes[0].legend(fontsize="small", frameon=False, loc="lower left")
     return figure
 
 

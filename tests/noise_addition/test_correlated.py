@@ -245,3 +245,20 @@ def test_what_has_no_noise_is_refused(privatizer):
     silent = correlated_gaussian_privatizer(stddev=0.0, strategy=STRATEGY)
     noisy, _ = silent.update(sums(5), silent.init(SHAPES))
     assert float(noisy["number"]) == 5.0
+
+
+@pytest.mark.parametrize(("width", "is_wide"), [(4.01, True), (1.0, False)])
+def test_sums_over_integers_are_integrals_if_fractions_are_wide(width, is_wide):
+    """The step of the proof that needs it, for two steps and a coarse grid."""
+    matrix, s, r = 4 * np.array([[1, 0], [-1, 1]]), 8.0, 4 * width
+    integers = np.arange(-80, 81)
+    draws = np.stack(np.meshgrid(integers, integers), axis=-1).reshape(-1, 2)
+    covariance = s**2 * matrix @ matrix.T + r**2 * np.eye(2)
+    errors = []
+    for point in np.random.default_rng(0).integers(-30, 31, (50, 2)):
+        far = np.sum((point - draws @ matrix.T) ** 2, axis=1) / r**2
+        total = np.sum(np.exp(-(np.sum(draws**2, axis=1) / s**2 + far) / 2))
+        density = np.exp(-point @ np.linalg.solve(covariance, point) / 2)
+        scale = 2 * np.pi * s**2 * r**2 / np.sqrt(np.linalg.det(covariance))
+        errors.append(abs(total / (density * scale) - 1))
+    assert (max(errors) < 1e-13) == is_wide

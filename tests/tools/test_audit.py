@@ -24,6 +24,9 @@ WAYS = {
     "poisson": {},
     "allocation": {"sampling": "random_allocation"},
     "correlated": {"strategy": strategies.banded_toeplitz(3, iterations=12)},
+    "inverse": {
+        "strategy": strategies.banded_inverse(3, iterations=12, steps_per_epoch=8)
+    },
 }
 
 
@@ -42,6 +45,7 @@ def mechanism(epsilon=4.0, **fields):
             pytest.param(*x, marks=pytest.mark.slow)
             for x in (
                 ("correlated", {}),
+                ("inverse", {}),
                 ("poisson", {"l2_clip_norm": dpmp.AutomaticClipping()}),
                 ("poisson", {"neighboring_relation": REPLACE_ONE}),
                 ("poisson", {"released_metrics": METRICS}),

@@ -17,6 +17,11 @@ _WAYS = {
     "Poisson sampling": {},
     "random allocation": {"sampling": "random_allocation"},
     "correlated noise": {"strategy": strategies.banded_toeplitz(4, iterations=_STEPS)},
+    "correlated noise without memory": {
+        "strategy": strategies.banded_inverse(
+            4, iterations=_STEPS, steps_per_epoch=_NUM_EXAMPLES // _BATCH_SIZE
+        )
+    },
 }
 
 
