@@ -7,6 +7,8 @@ in how many of the seeds an audit caught it. Without a fault, no audit may compl
 """
 
 import contextlib
+import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
@@ -296,6 +298,28 @@ def _mean_of_batch() -> Any:
     return mock.patch.object(_step.Step, "_sum_sensitive", sum_sensitive)
 
 
+def _one_step_more() -> Any:
+    """The trainer makes one step more than the claim is for."""
+
+    def trainer(*, mechanism: DPSGD, **others: Any) -> dpmp.DPTrainer:
+        iterations = mechanism.iterations + 1
+        mechanism = dataclasses.replace(mechanism, iterations=iterations)
+        return dpmp.DPTrainer(mechanism=mechanism, **others)
+
+    return mock.patch("dpmp.tools.audit._canaries.DPTrainer", trainer)
+
+
+def _delta_of_few() -> Any:
+    """Delta is chosen for a dataset of a thousandth of the size."""
+    real = DPSGD.calibrate
+
+    def calibrate(self: Any, *, epsilon: float, delta: float) -> DPSGD:
+        with warnings.catch_warnings(action="ignore"):
+            return real(self, epsilon=epsilon, delta=1000 * delta)
+
+    return mock.patch.object(DPSGD, "calibrate", calibrate)
+
+
 class Sabotage(NamedTuple):
     """A fault, and the audit that has to catch it."""
 
@@ -330,6 +354,8 @@ FAULTS = {
         _batches(**_ALLOCATION), _drawer(RandomAllocation, _twice)
     ),
     "one key for two steps": Sabotage(_canaries(), _same_key),
+    "one step more": Sabotage(_canaries(), _one_step_more),
+    "delta of a smaller dataset": Sabotage(_canaries(), _delta_of_few),
     "statistics of the batch": Sabotage(_replay(), _batch_statistics),
     "a scale that remembers": Sabotage(_replay(make_source=_Scaled)),
     "a callback that reads losses": Sabotage(_replay(callbacks=_leaking_callbacks)),

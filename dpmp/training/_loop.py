@@ -85,7 +85,7 @@ class Loop:
                 f"{account.start} is no multiple of {epoch}. The rest of this epoch is "
                 "made of Poisson steps, which cost more. Epsilon covers them."
             )
-        if mechanism.cycle_length > 1 and 0 < account.start < options.stop:
+        if mechanism.has_correlated_noise and 0 < account.start < options.stop:
             warn(
                 f"the run goes on after step {account.start} with a new sequence of "
                 "noise, which does not cancel the noise of the steps before. To "

@@ -75,8 +75,11 @@ class CanaryAudit:
       confidence: the probability that the lower bound is one.
       num_canaries: the number of canaries.
       rates: the attacker's rates of true and of false guesses.
-      repeats_noise: whether two steps had the same noise, which cancels in their
-        difference. This is seen if noise is independent and canaries may be absent.
+      mistake: what else contradicts the claim, or nothing. A delta of 1 over the number
+        of examples or more, which publishing one random example would satisfy; more
+        steps than are accounted for; or two steps with the same noise, which cancels in
+        their difference. The last one is seen if noise is independent and canaries may
+        be absent.
     """
 
     epsilon: float
@@ -85,17 +88,17 @@ class CanaryAudit:
     confidence: float
     num_canaries: int
     rates: Rates
-    repeats_noise: bool = False
+    mistake: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether the attacker did no better than the claim allows."""
-        return self.epsilon <= self.claimed and not self.repeats_noise
+        return self.epsilon <= self.claimed and not self.mistake
 
     def __str__(self) -> str:
         verdict = "is not contradicted" if self.passed else "is FALSE"
-        if self.repeats_noise:
-            verdict = "is FALSE: two steps have the same noise"
+        if self.mistake:
+            verdict = f"is FALSE: {self.mistake}"
         return _plain_text.paragraph(
             f"{self.num_canaries} canaries: an attacker who sees every noisy gradient "
             f"finds {self.rates.true:.2%} of those in the data, and takes "
@@ -171,12 +174,17 @@ def canaries(
     coins = rng.random(size) < 0.5
     ideal = attacker.scores(attacker.simulate(coins, rng))
     noisy_gradients = trained(mechanism, size, policy)
-    runs, repeats = [], False
+    runs, mistake = [], ""
+    if claim.delta * mechanism.num_examples >= 1:
+        mistake = "its delta is not below 1 over the number of examples"
     for _ in range(math.ceil(num_canaries / size)):
         coins = rng.random(size) < 0.5
         noisy = noisy_gradients(coins)
-        runs.append((attacker.scores(noisy), coins))
-        repeats |= _has_repetitions(noisy[:, ~coins])
+        if len(noisy) > mechanism.iterations:
+            mistake = f"a run made {len(noisy)} steps"
+        if _has_repetitions(noisy[:, ~coins]):
+            mistake = "two steps have the same noise"
+        runs.append((attacker.scores(noisy[: mechanism.iterations]), coins))
     scores, is_in = map(np.concatenate, zip(*runs, strict=True))
     # One threshold is best for an ideal run. The other one is best for a share of these
     # canaries, which the bounds leave out: if noise is missing, scores are others.
@@ -199,7 +207,7 @@ def canaries(
         confidence=confidence,
         num_canaries=len(is_in),
         rates=found[best][0],
-        repeats_noise=repeats,
+        mistake=mistake,
     )
 
 
