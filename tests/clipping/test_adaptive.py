@@ -15,6 +15,8 @@ import dpmp
 from dpmp import AdaptiveClipNorm, ReleasedMetrics
 from dpmp.clipping._joint_sums import JointSum
 
+pytestmark = pytest.mark.bits
+
 _MODES = [
     ("per_example", "exact"),
     ("book_keeping", "bounded"),

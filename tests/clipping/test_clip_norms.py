@@ -16,6 +16,8 @@ from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.numerics import SquaredNorm
 
+pytestmark = pytest.mark.bits
+
 
 def _clip_norms_of(tree, rescale_to_unit_norm=False, normalize_by=1.0):
     return ClipNorms.from_tree(tree, rescale_to_unit_norm, normalize_by)

@@ -15,6 +15,8 @@ from dpmp import ReleasedMetrics
 from dpmp.clipping import clipped_grad
 from dpmp.clipping._joint_sums import JointSum
 
+pytestmark = pytest.mark.bits
+
 _ALL = ReleasedMetrics(
     largest_loss=4.0, fraction_clipped=True, fraction_overflowed=True, norm_share=0.5
 )

@@ -1,6 +1,6 @@
-"""One of two processes of a job that differ: disagreeing_run.py ADDRESS PROCESS.
+"""One of two processes of a job that differ.
 
-It prints how each attempt ends.
+disagreeing_run.py ADDRESS PROCESS [CASE ...] prints how each attempt ends.
 """
 
 import sys
@@ -8,7 +8,7 @@ import sys
 import jax
 
 
-def main(address, process):
+def main(address, process, names):
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, 2, process)
@@ -128,9 +128,9 @@ def main(address, process):
             ),
         ),
     }
-    for name, case in cases.items():
+    for name in names or cases:
         try:
-            result = case().tobytes().hex()
+            result = cases[name]().tobytes().hex()
         except ValueError as error:
             result = f"ValueError {str(error).split(';')[0]}"
         # Other threads may have begun a line.
@@ -138,4 +138,4 @@ def main(address, process):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import warnings
 
 import jax
 import pytest
+from environment import environment
 from small_runs import (
     PARAMS,
     FailureError,
@@ -283,11 +283,9 @@ fit(new_trainer(), sys.argv[1], data=Source(5, hang), every=100)
 
 @pytest.mark.slow
 def test_a_process_whose_source_hangs_ends_after_sigterm(tmp_path):
-    tests = pathlib.Path(__file__).parents[1]
-    env = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"}
     process = subprocess.Popen(
         [sys.executable, "-c", HANGING, str(tmp_path)],
-        env=env,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
